@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from saccade.run.export import export  # light; this way the name is the function, not the module
+from saccade.plugins.export.export import export  # light; this way the name is the function, not the module
 
 if TYPE_CHECKING:
     from saccade.config import Config

@@ -261,7 +261,7 @@ def export(
 ) -> None:
     """Write a stand-alone Hugging Face folder from a checkpoint."""
     import_module("saccade.recipes.model_setup").quiet_libraries()
-    exporting = import_module("saccade.run.export")
+    exporting = import_module("saccade.plugins.export.export")
     folder = exporting.export(checkpoint, out, dtype, verify, adapter_only)
     print(f"wrote {folder}{exporting.pictures(folder)}")
 

@@ -36,9 +36,14 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         for name in ("opo", "gpg", "max_rl", "grpo_passk", "cpgd", "gdpo", "drpo")
     },
     "answers": {"extract": "saccade.plugins.verifiers.extract:extract"},
+    "averages": {"ema": "saccade.plugins.averages.ema:follow"},
     "engines": {
         "vllm": "saccade.plugins.engines.vllm:VllmEngine",
         "sglang": "saccade.plugins.engines.sglang:SglangEngine",
+        "http": "saccade.plugins.engines.http:from_settings",
+        "http_family": "saccade.plugins.engines.http_family:endpoint_family",
+        "parity": "saccade.plugins.engines.parity_check:check",
+        "replicas": "saccade.plugins.engines.replicas.replica_pool:start_replicas",
     },
     "environments": {"sokoban_step": "saccade.plugins.sokoban.sokoban_environment:KIND"},
     "families": {
@@ -58,18 +63,38 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
             *("genai_bench-video", "videodpo", "videogen_rewardbench", "audio_alpaca"),
         )
     },
+    "displays": {"live": "saccade.plugins.loggers.live_display:LiveDisplay"},
+    "imitation": {
+        "demonstrations": "saccade.plugins.imitation.demonstrations:Demonstrations",
+        "teacher": "saccade.plugins.imitation.teacher:load_teacher",
+    },
+    "lengths": {"cached": "saccade.plugins.check_data.length_cache:cached_lengths"},
+    "loggers": {
+        "tensorboard": "saccade.plugins.loggers.metric_sinks:tensorboard",
+        "wandb": "saccade.plugins.loggers.metric_sinks:wandb",
+    },
     "media_kinds": {"series": "saccade.plugins.series.series_files:KIND"},
     "policy_losses": {
         name: f"saccade.plugins.more_algorithms.more_losses:{name}"
         for name in ("gmpo", "sapo", "cpgd", "kl_cov", "clip_cov", "topr", "kimi", "dppo_tv", "dppo_kl", "vespo")
     }
     | {"dro": "saccade.plugins.more_algorithms.more_losses:kimi"},
-    "reports": {"evaluation": "saccade.plugins.reports.eval_report:EVALUATION"},
+    "reports": {
+        "evaluation_lines": "saccade.plugins.reports.eval_report:table_lines",
+        "evaluation_page": "saccade.plugins.reports.eval_report:write_eval_report",
+        "pictures": "saccade.plugins.reports.stored_pictures:StoredPictures",
+        "diagnose": "saccade.plugins.reports.diagnosis:diagnose",
+        "unread_answers": "saccade.plugins.reports.diagnosis:unread_answers",
+    },
     "reward_models": {
         "rows": "saccade.plugins.reward_models.reward_rows:rows_of",
         "terms": "saccade.plugins.reward_models.reward_model_term:Learned",
         "evaluate": "saccade.plugins.reward_models.reward_evaluation:compare",
-        "score": "saccade.plugins.reward_models.learned_reward:LearnedReward",
+        "score": "saccade.plugins.reward_models.reward_loading:load_learned",
+        "require": "saccade.plugins.reward_models.reward_loading:require_folders",
+    },
+    "selections": {
+        name: f"saccade.plugins.check_data.selection:{name}" for name in ("best", "best_worst", "threshold")
     },
     "self_tests": {"known_answers": "saccade.plugins.check_data.self_test:check_known_answers"},
     "services": {"remote": "saccade.plugins.judges.remote:open_remote"},
@@ -93,6 +118,15 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
             }.items()
             for name in names
         },
+    },
+    "warnings": {
+        "rewards": "saccade.plugins.check_data.row_warnings:warn_of_rewards",
+        "rows": "saccade.plugins.check_data.row_warnings:warn_of_rows",
+    },
+    "work": {
+        "shares": "saccade.plugins.estimate.work:shares",
+        "rl": "saccade.plugins.estimate.work:rl_work",
+        "offline": "saccade.plugins.estimate.work:offline_work",
     },
 }
 

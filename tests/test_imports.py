@@ -48,18 +48,10 @@ LEANING = {
     "environments/tools.py imports saccade.plugins.calculator.calculator",
     "models/heads.py imports saccade.plugins.reward_models.reward_card",
     "models/tiny.py imports saccade.plugins.families.tiny_families",
-    "recipes/engines.py imports saccade.plugins.engines.http",
-    "recipes/engines.py imports saccade.plugins.engines.http_family",
-    "recipes/engines.py imports saccade.plugins.engines.replicas.replica_pool",
-    "recipes/engines.py imports saccade.plugins.judges.http_client.chat_client",
     "recipes/evaluate.py imports saccade.plugins.reward_models.reward_card",
-    "recipes/model_setup.py imports saccade.plugins.reward_models.reward_card",
-    "recipes/model_setup.py imports saccade.plugins.reward_models.reward_model_term",
     "recipes/questions.py imports saccade.plugins.preferences.preference_rows",
-    "recipes/selection.py imports saccade.plugins.check_data.check_rows",
     "recipes/to_trajectory.py imports saccade.plugins.preferences.comparison",
     "recipes/to_trajectory.py imports saccade.plugins.reward_models.reward_card",
-    "run/export.py imports saccade.plugins.reward_models.reward_card",
     "trainer/losses.py imports saccade.plugins.preferences.comparison",
 }
 

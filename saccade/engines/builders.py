@@ -16,7 +16,8 @@ from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.registry import Table
 
-Builder = Callable[[Settings, Family, Any], Engine]
+# Rows of plugins: (settings, family, beside_trainer) → an engine that loads the folder of its settings itself.
+ENGINES: Table[Callable[..., Any]] = Table("engines", {})
 
 
 def _embedded(settings: Settings, family: Family, model: Any) -> Engine:
@@ -36,24 +37,19 @@ def _embedded(settings: Settings, family: Family, model: Any) -> Engine:
     return EmbeddedEngine(model, family, max_sequences=settings.max_sequences, finite=settings.finite)
 
 
-def _installed(name: str, engine: Callable[..., Engine]) -> Builder:
-    """A row of a plugin: a class that loads the folder of its settings itself."""
-    return lambda settings, family, model: engine(settings, family, beside_trainer=model is not None)
-
-
-BUILDERS: Table[Builder] = Table("engines", {"embedded": _embedded}, _installed)
-
-
 def build(settings: Settings, family: Family, model: Any = None) -> Engine:
     """Return the engine. `model`: the trainer's, for an engine that shares its weights."""
-    if settings.engine != "embedded" and family.spec.section:
+    name = settings.engine
+    if name == "embedded":
+        return _embedded(settings, family, model)
+    if family.spec.section:
         raise ConfigError(
-            f"rollout.engine={settings.engine}: it needs all models of a {family.name} folder, but "
-            "only one of them is trained; use rollout.engine=embedded"
+            f"rollout.engine={name}: it needs all models of a {family.name} folder, but only one of them is trained; "
+            "use rollout.engine=embedded"
         )
-    if settings.engine != "embedded" and not family.spec.whole:
+    if not family.spec.whole:
         raise ConfigError(
-            f"rollout.engine={settings.engine}: it cuts images of {family.name} models into other "
-            "squares than the trainer does; use rollout.engine=embedded"
+            f"rollout.engine={name}: it cuts images of {family.name} models into other squares than the trainer does; "
+            "use rollout.engine=embedded"
         )
-    return BUILDERS[settings.engine](settings, family, model)
+    return ENGINES[name](settings, family, beside_trainer=model is not None)

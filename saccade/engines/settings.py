@@ -34,3 +34,4 @@ class Settings:
     memory_share: float = 0.6
     seed: int = 0
     args: Mapping[str, Any] = field(default_factory=dict)
+    http: Any = None  # HttpConfig of an endpoint

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from saccade.config import Config, DataConfig
 from saccade.engines import Engine
-from saccade.engines.builders import build
+from saccade.engines.builders import ENGINES, build
 from saccade.engines.embedded.kv_cache import shape_of, why_no_kernels
 from saccade.engines.settings import Settings
 from saccade.errors import ConfigError
 from saccade.models import experts
 from saccade.models.families import Family
 from saccade.models.load import pick_dtype
-from saccade.plugins.engines.http import HttpEngine
-from saccade.plugins.engines.http_family import endpoint_family
-from saccade.plugins.engines.replicas.replica_pool import start_replicas
-from saccade.plugins.judges.http_client.chat_client import ChatClient
 from saccade.recipes import model_setup, parts
 from saccade.recipes.model_setup import Policy
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.episode import Limits
+from saccade.trainer.local import LocalBackend
+from saccade.types import Sample
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +34,8 @@ def make_engine(config: Config, policy: Policy, *, first_tokens: bool = False, l
     name = config.rollout.engine
     if name != "embedded" and experts.count(policy.model):
         raise ConfigError(
-            f"rollout.engine={name}: the trainer holds all experts of a layer in one tensor, "
-            f"which {name} cannot read; use rollout.engine=embedded"
+            f"rollout.engine={name}: cannot read experts, which the trainer holds in one tensor for each layer; "
+            "use rollout.engine=embedded"
         )
     if name == "embedded" and policy.model.device.type == "cuda":
         if slow := why_no_kernels(shape_of(policy.model)):
@@ -49,14 +48,14 @@ def make_engine(config: Config, policy: Policy, *, first_tokens: bool = False, l
 
 def _make(config: Config, settings: Settings, family: Family, model: Any = None, *, logs: Path | None = None) -> Engine:
     if config.rollout.replicas:
-        return start_replicas(settings, config.rollout.replicas, logs=logs)
+        return ENGINES["replicas"](settings, config.rollout.replicas, logs=logs)
     return build(settings, family, model)
 
 
 def answering_family(config: Config) -> Family:
     """Of the model that answers where none is trained."""
     if config.rollout.engine == "http":
-        return endpoint_family(config.rollout.http.url)
+        return ENGINES["http_family"](config.rollout.http.url)
     return model_setup.family_of(config, model_setup.start_folder(config))
 
 
@@ -70,22 +69,18 @@ def answering_engine(
     if rollout.engine == "http":
         cache = rollout.http.cache or (str(answers) if answers else None)
         http = rollout.http.model_copy(update={"cache": cache})
-        return HttpEngine(ChatClient(http, fields=rollout.engine_args), family)
+        return build(Settings(engine="http", folder="", dtype="", args=rollout.engine_args, http=http), family)
     return _make(config, replace(settings_of(config, family), finite=True), family, logs=logs)
 
 
 def model_name(config: Config, engine: Engine) -> str:
-    return engine.client.model if isinstance(engine, HttpEngine) else config.model.path
+    """As its endpoint calls it, or its folder."""
+    return getattr(engine, "model_name", config.model.path)
 
 
 def expenses(engine: Engine, scorer: Scorer | None) -> list[str]:
     """What endpoints were asked and what that cost, of the model and of a judge."""
-    spent = []
-    if isinstance(engine, HttpEngine):
-        spent.append(engine.client.counters.describe(engine.client.http.price))
-    if scorer is not None and scorer.judge is not None:
-        spent.append(scorer.judge.expenses())
-    return spent
+    return [one.expenses() for one in (engine, scorer and scorer.judge) if hasattr(one, "expenses")]
 
 
 def settings_of(config: Config, family: Family) -> Settings:
@@ -134,6 +129,15 @@ def require_support(config: Config, engine: Engine) -> None:
     rollout = config.rollout
     if (rollout.top_p < 1 or rollout.top_k > 0) and not engine.capabilities().support:
         raise ConfigError(
-            f"rollout.truncated_sampling=replay: the engine {rollout.engine} does not say which "
-            "ids it kept; use rollout.top_p=1 rollout.top_k=-1, or rollout.engine=embedded"
+            f"rollout.truncated_sampling=replay: the engine {rollout.engine} does not say which ids it kept; "
+            "use rollout.top_p=1 rollout.top_k=-1, or rollout.engine=embedded"
         )
+
+
+def check_parity(
+    config: Config, engine: Engine, policy: LocalBackend, samples: Sequence[Sample], *, version: int
+) -> dict[str, float]:
+    """Metrics of the comparison with an engine that has weights of its own; a difference stops the run."""
+    if engine.capabilities().shares_weights:
+        return {}
+    return ENGINES["parity"](config, engine, policy, samples, version=version)

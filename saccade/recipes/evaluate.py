@@ -35,11 +35,11 @@ from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
 from saccade.rollout.scoring import RewardStream, free_memory_for_rewards, parsed, report_slow_rewards, thinks
+from saccade.run import REPORTS
 from saccade.run.console import Console, unscored
 from saccade.run.folder import QUARANTINE, RESULTS
 from saccade.run.metrics import episode_metrics, without_scores
 from saccade.run.quarantine import Quarantine
-from saccade.run.report_table import REPORTS
 from saccade.run.trajectories import Decoders, TrajectoryWriter
 from saccade.types import ALWAYS_EXCLUDED, Group
 
@@ -80,7 +80,7 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
         quarantine = Quarantine(folder, config.data)
         for dataset in sets.values():
             parts.test_rewards(config, scorer, dataset.samples)
-        parts.warn_of_unused(scorer, sets.values(), shared=False)
+        parts.WARNINGS["rewards"](scorer, sets.values(), shared=False)
         evaluator = Evaluator(
             engine=engine, family=family, scorer=scorer, config=config, quarantine=quarantine, progress=console.progress
         )
@@ -89,7 +89,7 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
             with console.phase(name):
                 results.append(evaluator.evaluate(name, dataset))
             log.info(describe(results[-1]))
-            for line in REPORTS["evaluation"].lines(name, results[-1].tables):
+            for line in REPORTS["evaluation_lines"](name, results[-1].tables):
                 log.info(line)
             _store(writer, results[-1], config, family)
             if dataset.overlong or dataset.quarantined:  # a score of the rest is another score
@@ -100,7 +100,7 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
         for dataset in sets.values():
             quarantine.record(dataset.aside)
         writer.flush()
-        REPORTS["evaluation"].write(folder)
+        REPORTS["evaluation_page"](folder)
         made = [name for name in FILES if (folder / name).is_file()]
         log.info(f"{', '.join(made)} are in {folder}")
         for result in results:  # only now: no answer is lost

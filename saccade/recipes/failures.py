@@ -8,7 +8,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,17 +41,17 @@ def guard(
     skipped update costs its batch, which is written into the folder of the run; several in a row
     end the run.
     """
-    bad = before.get(who, 0) + 1 if update.skipped else 0
     if not update.skipped:
         return {**before, who: 0}
+    bad = before.get(who, 0) + 1
     whose = "" if who == "policy" else f"{who} "
     name = f"{whose}step-{step}-{bad}.npz".replace(" ", "-")
     where = save_batches(folder / "bad-batches" / name, batches)
     log.info(f"step {step}: {whose}loss or gradient not finite, update skipped; batch in {where}")
     if train.on_nonfinite == "stop" or bad >= train.max_bad_updates:
         raise TrainingError(
-            f"{bad} {whose}updates in a row were not finite (train.on_nonfinite="
-            f"{train.on_nonfinite}); lower train.lr, and look at {where}"
+            f"{bad} {whose}updates in a row were not finite (train.on_nonfinite={train.on_nonfinite}); lower train.lr, "
+            f"and look at {where}"
         )
     return {**before, who: bad}
 
@@ -62,10 +61,7 @@ def save_batches(path: Path, batches: Sequence[Batch]) -> Path:
     path.parent.mkdir(exist_ok=True)
     arrays: dict[str, Any] = {}
     for index, batch in enumerate(batches):
-        for field in fields(batch):
-            value = getattr(batch, field.name)
-            if isinstance(value, np.ndarray):
-                arrays[f"{index}/{field.name}"] = value
+        arrays |= {f"{index}/{name}": value for name, value in vars(batch).items() if isinstance(value, np.ndarray)}
         arrays[f"{index}/keys"] = np.array([f"{id}/{repeat}" for id, repeat in batch.keys])
         arrays[f"{index}/media"] = np.array([span.media.hash for span in batch.media])
     np.savez(path, **arrays)
@@ -81,16 +77,14 @@ def check_mismatch(metrics: Metrics, algorithm: Algorithm, parity_max: float | N
     limit = max(LARGEST_MISMATCH, math.exp(parity_max or 0.0))
     if error > limit and not algorithm.corrections:
         raise TrainingError(
-            f"engine and trainer disagree: mean exp|log-prob gap| is {error:.3f}, above "
-            f"{limit:.4g}; compare temperature, banned ids and weights of both, use "
-            "model.dtype=float32, or weigh the gap with algorithm.correct=[tis.token]"
+            f"engine and trainer disagree: mean exp|log-prob gap| is {error:.3f}, above {limit:.4g}; compare "
+            "temperature, banned ids and weights of both, use model.dtype=float32, or algorithm.correct=[tis.token]"
         )
     unscored = found.get("mismatch/unscored_frac", 0.0)
     if unscored > MOST_UNSCORED:
         raise TrainingError(
-            f"the engine gave no log-prob for {unscored:.1%} of its tokens, more than "
-            f"{MOST_UNSCORED:.0%}; use an engine that returns log-probs, such as "
-            "rollout.engine=embedded"
+            f"the engine gave no log-prob for {unscored:.1%} of its tokens, more than {MOST_UNSCORED:.0%}; use one "
+            "that returns log-probs, such as rollout.engine=embedded"
         )
 
 
@@ -110,20 +104,18 @@ def check_errors(groups: Sequence[Group], config: Config) -> None:
 
 def refuse_errors(everybody: Sequence[Judged], config: Config) -> None:
     """When more than `reward.max_error_rate` of them have no score because something failed."""
-    failed, total = [t for t in everybody if t.status == "error"], len(everybody)
-    if len(failed) > config.reward.max_error_rate * total:
-        kinds = Counter((t.reason or t.end_reason).split(":")[0] for t in failed)
-        example = failed[0]
-        left = sum(t.reason == GIVEN_UP.result().reason for t in everybody)
-        others = f" and {left} others were not waited for" if left else ""
-        theirs = [t for t in failed if t.end_reason in ("env_error", "timeout")]
-        blamed = [f"the environment ({config.env.name})"] if theirs else []
-        blamed += ["the reward"] if len(theirs) < len(failed) else []
-        late = any(LATE in t.reason for t in failed)
-        deadline = f"reward.deadline above {config.reward.deadline:g} s, or " if late else ""
-        raise RewardError(
-            f"{len(failed)} of {total} samples could not be scored ({dict(kinds)}){others}, for "
-            f"example {example.sample_id}: {example.reason or example.end_reason}; fix "
-            f"{' and '.join(blamed)}, or raise {deadline}"
-            f"reward.max_error_rate above {config.reward.max_error_rate:g}"
-        )
+    failed, most = [t for t in everybody if t.status == "error"], config.reward.max_error_rate
+    if len(failed) <= most * len(everybody):
+        return
+    reasons = [t.reason or t.end_reason for t in failed]
+    left = sum(t.reason == GIVEN_UP.result().reason for t in everybody)
+    others = f" and {left} others were not waited for" if left else ""
+    theirs = {t.end_reason in ("env_error", "timeout") for t in failed}
+    blamed = [f"the environment ({config.env.name})"] * (True in theirs) + ["the reward"] * (False in theirs)
+    late = any(LATE in t.reason for t in failed)
+    deadline = f"reward.deadline above {config.reward.deadline:g} s, or " if late else ""
+    raise RewardError(
+        f"{len(failed)} of {len(everybody)} samples could not be scored "
+        f"({dict(Counter(reason.split(':')[0] for reason in reasons))}){others}, for example {failed[0].sample_id}: "
+        f"{reasons[0]}; fix {' and '.join(blamed)}, or raise {deadline}reward.max_error_rate above {most:g}"
+    )

@@ -32,7 +32,7 @@ from saccade.models.files import stamp
 from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.accuracy import measured, measures, score_terms
 from saccade.recipes.engines import answering_engine, answering_family, expenses
-from saccade.recipes.selection import SELECT, write_selected
+from saccade.registry import Table
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream, free_memory_for_rewards
@@ -44,6 +44,7 @@ from saccade.types import Group
 
 log = logging.getLogger(__name__)
 
+SELECTIONS: Table[Any] = Table("selections", {})  # write rows to train on, chosen from the responses
 BLOCK = 512  # prompts between two writes
 FILES = "files"  # that a response depends on, in what it was made of
 # Options of rollout that say how answers are come by, and change none.
@@ -126,8 +127,8 @@ def run(config: Any) -> dict[str, Any]:
         count = len(_rows(taught))
         lines += [f"{count} of {len(done) * chosen.n} episodes were right, to train on in {taught}"]
         result |= {"selected": str(taught), "selected_rows": count}
-    if chosen.select in SELECT:
-        selected, count = write_selected(path, data.samples, select=chosen.select, threshold=chosen.threshold)
+    if chosen.select in SELECTIONS:
+        selected, count = SELECTIONS[chosen.select](path, data.samples, chosen.threshold)
         lines += [f"{count} rows to train on in {selected}{'' if count else f': {NONE_SELECTED}'}"]
         result |= {"selected": str(selected), "selected_rows": count}
     print(*lines, sep="\n")

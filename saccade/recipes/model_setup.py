@@ -18,12 +18,10 @@ from saccade.config import ADAPTED, Config
 from saccade.errors import ConfigError
 from saccade.models import lora, tiny
 from saccade.models.families import Family, load_family
-from saccade.models.files import SERIES_FILE, require_whole
+from saccade.models.files import require_whole
 from saccade.models.heads import attach_score, start_score
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
 from saccade.models.towers import TOWERS
-from saccade.plugins.reward_models.reward_card import SECTION, flaw
-from saccade.plugins.reward_models.reward_model_term import RewardModel, model_terms
 from saccade.registry import Table
 from saccade.system.devices import limit_memory
 from saccade.trainer import Reference
@@ -32,8 +30,10 @@ from saccade.trainer.reference import AdapterReference
 
 log = logging.getLogger(__name__)
 
-# What other recipes do with a reward model: read its rows, evaluate it, score with it.
+# What recipes do with a reward model: read its rows, evaluate it, refuse a wrong folder, score with it.
 REWARD_MODELS: Table[Any] = Table("reward_models", {})
+AVERAGES: Table[Any] = Table("averages", {})  # of the weights
+IMITATION: Table[Any] = Table("imitation", {})  # a teacher, demonstrations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +110,7 @@ def load_policy(config: Config, family: Family, *, folder: str | None = None, tr
         options=lora.four_bit(family, dtype, device) if train == "qlora" else None,
         seed=config.run.seed,
     )
-    if hasattr(model.config, SECTION):  # whoever trains it as one writes its own
-        delattr(model.config, SECTION)
+    vars(model.config).pop("reward_model", None)  # whoever trains it as one writes its own
     if adapted:
         stored = Path(folder) / lora.FOLDER if folder else None
         lora.add(model, family, config.model.lora, seed=config.run.seed, stored=stored)
@@ -134,8 +133,8 @@ def load_reference(config: Config, family: Family, algorithm: Algorithm | None, 
         return LocalBackend(load_policy(config, family).model, family)
     if algorithm is not None and algorithm.kl.update == "ema":
         raise ConfigError(
-            "algorithm.kl.update=ema: a blend of weights is no adapter; with "
-            f"model.train={config.model.train} use algorithm.kl.update=copy, or none"
+            f"algorithm.kl.update=ema: a blend of weights is no adapter; with model.train={config.model.train} "
+            "use algorithm.kl.update=copy, or none"
         )
     return AdapterReference(policy)
 
@@ -156,42 +155,8 @@ def load_critic(config: Config, family: Family, algorithm: Algorithm) -> LocalBa
     return learner(config, policy)
 
 
-def load_teacher(config: Config, family: Family) -> LocalBackend | None:
-    """A model that reads the same tokens and only scores."""
-    path = config.sft.teacher
-    if path is None:
-        return None
-    folder = model_folder(config, path)
-    theirs = load_family(folder, trust_remote_code=config.model.trust_remote_code)
-    if family.series is not None and (Path(folder) / SERIES_FILE).is_file():
-        theirs = TOWERS["series"].plug(theirs, family.series)
-    vocabularies = [each.chat.tokenizer.get_vocab() for each in (family, theirs)]
-    alike = theirs.spec.bind is family.spec.bind and theirs.series == family.series
-    if not alike or vocabularies[0] != vocabularies[1]:
-        raise ConfigError(
-            f"sft.teacher={path}: a {theirs.name} with other tokens than the {family.name} that "
-            "learns; give a model of the same family and tokenizer, and with an encoder of time "
-            "series if that has one"
-        )
-    return LocalBackend(load_policy(config, theirs, train="full").model, theirs)
-
-
-def load_learned(config: Config, path: str) -> RewardModel:
-    """A reward model of a term; in this process, beside the policy."""
-    device = device_of(config)
-    return REWARD_MODELS["score"].load(
-        model_folder(config, path),
-        device=device,
-        dtype=pick_dtype(config.model.dtype, device),
-        micro_tokens=config.train.micro_tokens,
-        offload=config.reward.offload,
-        trust_remote_code=config.model.trust_remote_code,
-        untrained=path.startswith("tiny:"),
-    )
-
-
-def require_reward_models(config: Config) -> None:
-    """Refuse folders that are none, before a run has one of its own."""
-    for args in model_terms(config.reward):
-        if not args["path"].startswith("tiny:") and (wrong := flaw(Path(args["path"]))):
-            raise ConfigError(f"reward.terms: {wrong}")
+def average_of(
+    config: Config, family: Family, policy: LocalBackend, start: Path | None, **options: Any
+) -> dict[str, Any]:
+    """What follows the policy as a part of its checkpoints; empty unless train.ema asks for one."""
+    return AVERAGES["ema"](config, family, policy, start, **options) if config.train.ema else {}

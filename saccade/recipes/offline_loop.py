@@ -22,11 +22,11 @@ from saccade.config import Config, load
 from saccade.data.datasets import Dataset, Stream
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
-from saccade.recipes import ema, model_setup, parts
+from saccade.recipes import model_setup, parts
 from saccade.recipes.failures import guard
 from saccade.recipes.validation import Validation, make_evaluator
+from saccade.run import WORK
 from saccade.run.training_run import Run
-from saccade.run.work import sft_work
 from saccade.system.disk import require_writable
 from saccade.trainer import Loss, Update
 from saccade.trainer.local import LocalBackend
@@ -47,7 +47,7 @@ class Job:
     stream: Stream
     rows: Mapping[str, Dataset]  # of data.val: measured as training measures its own
     questions: Mapping[str, Dataset]  # of data.val: answered, and the answers scored
-    averages: Mapping[str, ema.Average]
+    averages: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def set_up(
     run.restore(backend, {"stream": stream})
     sets = {**(rows or {}), **(questions or {})}
     run.compare_sets(sets)
-    parts.warn_of_rows(config, family, stream, sets.values())
+    parts.WARNINGS["rows"](config, family, stream, sets.values())
     return Job(
         run=run,
         policy=policy,
@@ -102,7 +102,7 @@ def set_up(
         stream=stream,
         rows=rows or {},
         questions=questions or {},
-        averages=ema.follow(config, family, backend, run.start, attach),
+        averages=model_setup.average_of(config, family, backend, run.start, attach=attach),
     )
 
 
@@ -138,7 +138,7 @@ def train(job: Job, task: Task) -> dict[str, Any]:
         values = task.metrics(found, batches, loss) | {"data/epoch": stream.epoch}
         if not validation.due(step, total):
             task.unmeasured(samples, found, step)
-        last = run.finish_step(progress, values | sft_work(backend, batches), validation)
+        last = run.finish_step(progress, values | WORK["offline"](backend, batches), validation)
     return last
 
 

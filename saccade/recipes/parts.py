@@ -8,49 +8,42 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import Config
 from saccade.data import datasets, prompts
-from saccade.data.stream import Stream
 from saccade.environments import Environment, stop_strings, texts_hash
 from saccade.errors import ConfigError
 from saccade.models import files
 from saccade.models.families import Family
-from saccade.recipes.model_setup import load_learned
-from saccade.recipes.questions import warning_of_words
+from saccade.recipes.model_setup import REWARD_MODELS
 from saccade.registry import Table
-from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
-from saccade.rewards.user_functions import split_name
-from saccade.rewards.verifiers import FORMATS, VERIFIERS, has_gold
+from saccade.rewards.verifiers import FORMATS
 from saccade.rollout import env_process
 from saccade.rollout.episode import Limits
 from saccade.types import Sample, Sampling
 
 log = logging.getLogger(__name__)
+
 SELF_TESTS: Table[Any] = Table("self_tests", {})
+WARNINGS: Table[Any] = Table("warnings", {})  # about rows and rewards, logged
 
 
 def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | None:
     reward = config.reward
     if not reward.given:
         return None
-    penalty = None
-    if algorithm is not None:
-        overlong = algorithm.overlong
-        penalty = (overlong.buffer, overlong.factor, algorithm.max_tokens)
+    overlong = algorithm and (algorithm.overlong.buffer, algorithm.overlong.factor, algorithm.max_tokens)
     scorer = Scorer(
         reward,
         prompt_format=config.prompt.format,
         max_tokens=config.rollout.max_tokens,
-        overlong=penalty,
-        load_model=partial(load_learned, config),
+        overlong=overlong,
+        load_model=lambda path: REWARD_MODELS["score"](config, path),
     )
     idle = {"judge": scorer.judge is None, "remote": not scorer.services}
     for name, unused in idle.items():
@@ -58,10 +51,7 @@ def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | 
         if algorithm is not None and unused and given:
             scorer.close()
             who = "judge or hybrid" if name == "judge" else name
-            raise ConfigError(
-                f"reward.{name}.{min(given)}: has no effect without a term that asks; "
-                f"add {who} to reward.terms, or remove it"
-            )
+            raise ConfigError(f"reward.{name}.{min(given)}: has no effect without {who} in reward.terms; remove it")
     return scorer
 
 
@@ -76,68 +66,19 @@ def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample
     scorer.metrics()  # those of the test belong to no step
 
 
-def warn_of_unused(scorer: Scorer | None, sets: Iterable[datasets.Dataset], *, shared: bool = True) -> None:
-    samples = [sample for data in sets for sample in data.samples]
-    for warning in warnings_of(scorer, samples, shared=shared) if scorer is not None else ():
-        log.warning(warning)
-
-
-def warnings_of(scorer: Scorer, samples: Sequence[Sample], *, shared: bool = True) -> list[str]:
-    """Rewards of sources that no row has: most likely the name is misspelt; rewards that score
-    none. And rows that have nothing to compare an answer with.
-    """
-    unused = scorer.unused((sample.data_source for sample in samples), shared=shared)
-    return [*unused, *filter(None, [unanswered(scorer, samples)])]
-
-
-def unanswered(scorer: Scorer, samples: Sequence[Sample]) -> str:
-    """Rows that a built-in outcome term cannot judge; empty where there are none."""
-    terms: Counter[str] = Counter()
-    for sample in samples:
-        recipe = scorer.recipe(sample.data_source)
-        term = recipe.terms[recipe.outcome]
-        compares = term.needs_answer and not split_name(term.verifier)
-        row = RewardSample(id=sample.id, response="", answer=sample.answer)
-        terms[term.name] += compares and not has_gold(VERIFIERS[term.verifier], row, term.args)
-    return "; ".join(
-        f"{count} of {len(samples)} rows have no answer, and {name} abstains where it has "
-        "none to compare with; data.keys.answer names the column, or leave such rows out"
-        for name, count in terms.items()
-        if count
-    )
-
-
-def warn_of_rows(config: Config, family: Family, stream: Stream, held: Iterable[datasets.Dataset]) -> None:
-    """What is likely a mistake about the rows as a whole, and nothing to stop for."""
-    rows, wanted = stream.rows_per_epoch, config.train.prompts_per_step
-    if wanted > rows:
-        log.warning(
-            f"train.prompts_per_step={wanted} and an epoch has {rows} rows: a step takes "
-            f"each {wanted / rows:.3g} times; try train.prompts_per_step={rows}"
-        )
-    if unknown := warning_of_words(family, stream.dataset.samples):
-        log.warning(unknown)
-    for data in held:
-        if same := len(data.contents & stream.dataset.contents):
-            log.warning(
-                f"{same} of {len(data.contents)} different rows of {data.parts[0].path} "
-                "(data.val) are in data.train, too: there it measures what was memorised"
-            )
-
-
 def check_algorithm(algorithm: Algorithm, scorer: Scorer | None, samples: Sequence[Sample]) -> None:
     """What an algorithm wants to know of rewards and rows must be there before step 1."""
     if algorithm.overlong.buffer and scorer is None:
         raise ConfigError(
-            "algorithm.overlong: its penalty is a term of the reward, and the environment alone "
-            "gives the reward; set reward.terms, or algorithm.overlong.buffer=0"
+            "algorithm.overlong: its penalty is a term of the reward, and the environment alone gives the reward; "
+            "set reward.terms, or algorithm.overlong.buffer=0"
         )
-    if algorithm.estimator.components:
-        if scorer is None:
-            raise ConfigError(
-                f"algorithm.advantage={algorithm.advantage} compares the terms of the reward, and "
-                "the environment gives one number; set reward.terms, or algorithm.advantage=grpo"
-            )
+    if algorithm.estimator.components and scorer is None:
+        raise ConfigError(
+            f"algorithm.advantage={algorithm.advantage} compares the terms of the reward, and the environment gives "
+            "one number; set reward.terms, or algorithm.advantage=grpo"
+        )
+    if algorithm.estimator.components and scorer is not None:
         for source in sorted({sample.data_source for sample in samples}):
             scorer.component_weights(source)
     if algorithm.estimator.domains and all(sample.extra.get("domain") is None for sample in samples):
@@ -184,8 +125,8 @@ def environments_of(config: Config, family: Family) -> Callable[[], Environment]
     """What makes the environment of an episode."""
     if config.env.coordinates == "absolute" and family.size_unit is None:
         raise ConfigError(
-            f"env.coordinates=absolute: a model of type {family.name} sees pictures in squares, so "
-            "they have no one size; use env.coordinates=milli"
+            f"env.coordinates=absolute: a {family.name} model sees pictures in squares, so they have no one size; "
+            "use env.coordinates=milli"
         )
     return env_process.environments(
         config.env,

@@ -20,12 +20,13 @@ from saccade.environments import KINDS
 from saccade.errors import DataError
 from saccade.models.families import Family
 from saccade.plugins.preferences.preference_rows import chosen_first
-from saccade.recipes.length_cache import cached_lengths
+from saccade.registry import Table
 from saccade.rewards.resolve import verifiers_for
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.rollout import env_process
 from saccade.types import Sample
 
+LENGTHS: Table[Any] = Table("lengths", {})  # of rows in tokens
 READ = 256  # rows whose words are looked up
 MATERIAL = 0.01  # share of unknown tokens that is worth a word
 
@@ -85,7 +86,7 @@ def load_prompts(
     """Questions, ready to be rendered; rows over the prompt limit follow `data.overlong`."""
     ask, longest = prompt_builder(config), config.data.max_prompt_tokens
     limits, limit = row_limit(config.data, family, longest, PROMPT_LIMIT, answer=1)
-    with cached_lengths(config, family, "prompt", ask, family.render) as length:
+    with LENGTHS["cached"](config, family, "prompt", ask, family.render) as length:
         data = datasets.load(sources, limits, length=length, change=change, limit=limit, marks=marks_of(family))
     return map_samples(data, ask)
 
@@ -117,7 +118,7 @@ def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family
         return sample if tag is None else _tagged(sample, tag, reward_of(sample))
 
     limits, limit = row_limit(config.data, family, config.sft.max_tokens, "sft.max_tokens")
-    with cached_lengths(config, family, "dialogue", word, family.render_dialogue) as length:
+    with LENGTHS["cached"](config, family, "dialogue", word, family.render_dialogue) as length:
         data = datasets.load(sources, limits, length=length, limit=limit, marks=marks_of(family))
     return map_samples(data, word)
 

@@ -28,15 +28,15 @@ from saccade.config import Config, load
 from saccade.errors import ConfigError
 from saccade.forest.packing import pack
 from saccade.models.families import Family
-from saccade.recipes import ema, model_setup, parity_check, parts, questions
+from saccade.recipes import model_setup, parts, questions
+from saccade.recipes.engines import check_parity
 from saccade.recipes.rl_rollout import Rollouts, sample_groups
 from saccade.recipes.rl_setup import set_up
 from saccade.recipes.rl_update import Learners, update_models
 from saccade.rollout.scoring import unread
-from saccade.run import checkpoint
+from saccade.run import WORK, checkpoint
 from saccade.run.metrics import signal_metrics
 from saccade.run.training_run import Run
-from saccade.run.work import rl_work
 from saccade.system.disk import require_writable
 from saccade.trainer import Reference
 from saccade.trainer.local import LocalBackend
@@ -59,7 +59,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
     require_writable(config.run.out, "run.out")
     model_setup.quiet_libraries()
     family = model_setup.family_of(config, model_setup.start_folder(config))
-    model_setup.require_reward_models(config)
+    model_setup.REWARD_MODELS["require"](config)
     data = questions.load_prompts(config, config.data.train, family)
     doubts = preflight(config, family, data.samples) if preflight else []
     with Run(config, "rl", parts.manifest(family, data, config)) as this:
@@ -68,13 +68,13 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
         setup = set_up(config, algorithm, family, data, this)
         sampler, learners, validation = setup.sampler, setup.learners, setup.validation
         engine, policy, reference = sampler.engine, learners.policy, setup.reference
-        averages = ema.follow(config, family, policy, this.start)
+        averages = model_setup.average_of(config, family, policy, this.start)
         sets = (data, *validation.sets.values())
         this.begin(setup.total, policy, family, sets, setup.with_state | averages)
         state = algorithm_state.restore(algorithm, this.progress.algorithm_state)
         weights = sampler.scorer.component_weights if sampler.scorer else None
         every, last = config.track.trajectories_every, dict[str, Any]()
-        this.log_start(parity_check.check(config, engine, policy, data.samples, version=this.step))
+        this.log_start(check_parity(config, engine, policy, data.samples, version=this.step))
         this.validate_start(validation)
         for step in this.steps():
             steered, scores = state.steered(algorithm), this.progress.scores
@@ -107,7 +107,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 shown = annotate.show_advantages(groups[: config.track.trajectories_groups], updates)
                 this.display.store(shown, step=step, scores=progress.scores)
             sampled, critic = rollouts.scored, learners.critic
-            work = rl_work(policy, critic, sampled, updates, config, algorithm, step)
+            work = WORK["rl"](policy, critic, sampled, updates, config, algorithm, step)
             missed = unread(sampled, sampler.scorer, family)
             last = this.finish_step(progress, metrics.means() | work, validation, missed)
         return last

@@ -187,9 +187,8 @@ def _full_step(kept: list[Group], wanted: int, algorithm: Algorithm) -> list[Gro
         return kept[:wanted]
     if algorithm.filter.on_exhausted == "stop":
         raise TrainingError(
-            f"dynamic sampling kept {len(kept)} of {wanted} groups in "
-            f"{algorithm.filter.max_rounds} rounds; raise algorithm.filter.max_rounds, or use "
-            "algorithm.filter.on_exhausted=train_partial"
+            f"dynamic sampling kept {len(kept)} of {wanted} groups in {algorithm.filter.max_rounds} rounds; raise "
+            "algorithm.filter.max_rounds, or use algorithm.filter.on_exhausted=train_partial"
         )
     return kept if algorithm.filter.on_exhausted == "train_partial" else []
 

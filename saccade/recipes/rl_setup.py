@@ -19,7 +19,6 @@ from saccade.data.datasets import Dataset, Stream
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
 from saccade.recipes import model_setup, parts, questions
-from saccade.recipes.demonstrations import Demonstrations
 from saccade.recipes.engines import make_engine, require_support
 from saccade.recipes.rl_rollout import Sampler
 from saccade.recipes.rl_update import Learners, schedule_of
@@ -79,15 +78,16 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     require_support(config, engine)
     sets = questions.validation_sets(config, family) if config.val.every else {}
     run.compare_sets(sets)
-    parts.warn_of_unused(scorer, [data, *sets.values()])
-    parts.warn_of_rows(config, family, stream, sets.values())
+    parts.WARNINGS["rewards"](scorer, [data, *sets.values()])
+    parts.WARNINGS["rows"](config, family, stream, sets.values())
     reference = critic = demonstrations = None
     if algorithm.needs_reference:
         reference = model_setup.load_reference(config, family, algorithm, backend)
     if algorithm.needs_critic:
         critic = model_setup.load_critic(config, family, algorithm)
     if config.train.sft_coef:
-        demonstrations = Demonstrations(config, family, run.quarantine, updates=algorithm.updates_per_step)
+        updates = algorithm.updates_per_step
+        demonstrations = model_setup.IMITATION["demonstrations"](config, family, run.quarantine, updates=updates)
     surplus = CarriedGroups(sample_of=data.sample)
     moving = reference if algorithm.reference_moves else None
     carried = surplus if algorithm.filter.keep_surplus else None

@@ -15,7 +15,6 @@ from saccade.algorithms import annotate
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.select import Updates
 from saccade.config import TrainConfig
-from saccade.recipes.demonstrations import Demonstrations
 from saccade.recipes.failures import check_mismatch, guard
 from saccade.run.progress import Progress
 from saccade.trainer import Scoring
@@ -31,7 +30,7 @@ class Learners:
 
     policy: LocalBackend
     critic: LocalBackend | None
-    demonstrations: Demonstrations | None
+    demonstrations: Any  # rows to imitate in the same updates, or None
     train: TrainConfig
     scoring: Scoring
     seed: int

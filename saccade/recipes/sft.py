@@ -59,7 +59,7 @@ def run(config: Any) -> dict[str, Any]:
     with Run(config, "sft", parts.manifest(family, data, config)) as this:
         asked = questions.asking_for_the_best(config, data, sets)
         job = offline_loop.set_up(this, family, data, questions=asked)
-        teacher = model_setup.load_teacher(config, family)
+        teacher = model_setup.IMITATION["teacher"](config, family)
         loss: Loss = PolicyLoss(SUPERVISED, OWN)
         if teacher is not None:
             loss = DistillationLoss(teacher, sft.kd_coef)

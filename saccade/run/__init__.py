@@ -1,8 +1,14 @@
-"""What a run leaves behind: its folder, metrics, rollouts, progress display and report.
+"""What a run leaves behind: its folder, metrics, rollouts, checkpoints and display.
 
-Nothing here imports torch, and nothing here can stop a training step: a logger that fails is
-reported once and left out. `folder` owns the directory and its lock, `loggers` the metrics,
-`trajectories` the rollouts, `console` the display, `clock` the time split, `metrics` the numbers
-that follow from groups, `diagnosis` the line that says why nothing is learned, `report` (with
-`charts`) the page.
+A logger that fails is reported once and left out; nothing here can stop a training step but a
+checkpoint that cannot be written. Plugins add what is drawn and counted from these records.
 """
+
+from typing import Any
+
+from saccade.registry import Table
+
+# Tables of an evaluation, its page, and advice when little is learned.
+REPORTS: Table[Any] = Table("reports", {})
+# FLOPs and bytes of a step, by the kind of recipe.
+WORK: Table[Any] = Table("work", {})

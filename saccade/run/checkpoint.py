@@ -18,14 +18,13 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
-from saccade.models.files import LISTING, STATE, checksum, damaged, listing
+from saccade.models.files import LISTING, STATE, checksum, damaged, header_of, listing
 from saccade.system import disk
 from saccade.system.contents import File, text_file, write_files
 
@@ -115,68 +114,54 @@ def _write(
 ) -> Path:
     final = folder / f"step-{step}"
     temporary = folder / f".step-{step}.{os.getpid()}"
-    with _made(temporary, final):
+    try:
+        temporary.mkdir()
         write_files(temporary, files)
         _verify(temporary, weights)
-        names = [str(path.relative_to(temporary)) for path in _files(temporary)]
-        listed = {name: _entry(temporary, name) for name in names}
+        listed = {str(path.relative_to(temporary)): _entry(path, temporary) for path in _files(temporary)}
         (temporary / LISTING).write_text(json.dumps(listed, indent=1))
         for path in _files(temporary):
             _sync(path)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)  # a disk that is full has no room for half a checkpoint
+        if (reason := disk.refusal(error)) is not None:
+            raise EnvironmentProblem(f"{final}: {reason}") from error
+        raise
     if final.exists():
         shutil.rmtree(final)
     temporary.rename(final)
     _sync(folder)
-    for later in [n for n in complete_steps(folder) if n > step]:
-        shutil.rmtree(folder / f"step-{later}")  # of a run that went back to an earlier step
-    _prune(folder, keep=keep, protected={step, best})
+    there = complete_steps(folder)
+    later = [n for n in there if n > step]  # of a run that went back to an earlier step
+    old = [n for n in there if n <= step][:-keep]
+    for number in [*later, *(n for n in old if n not in (step, best))]:
+        shutil.rmtree(folder / f"step-{number}")
     return final
-
-
-@contextmanager
-def _made(folder: Path, final: Path) -> Iterator[None]:
-    """Gone after an error: a disk that is full has no room for half a checkpoint."""
-    try:
-        folder.mkdir()
-        yield
-    except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if (reason := disk.refusal(error)) is not None:
-            raise EnvironmentProblem(f"{final}: {reason}") from error
-        raise
 
 
 def find(folder: Path, resume: str) -> Path | None:
     """What `run.resume` names: the latest or best complete checkpoint, a path, or nothing. Its
     files are read once and compared with what was written.
     """
-    if resume == "none":
+    steps = complete_steps(folder)
+    if resume == "none" or (resume == "auto" and not steps):
         return None
-    chosen = _chosen(folder, resume)
-    if chosen is not None:
+    if resume not in ("auto", "best"):
+        chosen = Path(resume)
+        if _lacking(chosen):
+            raise ConfigError(f"run.resume={resume}: no complete checkpoint there; use run.resume=auto")
+    elif not steps:
+        raise ConfigError("run.resume=best: there is no checkpoint yet; use run.resume=auto")
+    else:
+        chosen = folder / f"step-{steps[-1]}"
+    _require_intact(chosen)
+    if resume == "best":  # the latest says which one was best
+        best = read_progress(chosen).get("best_step")
+        if best not in steps:
+            raise ConfigError("run.resume=best: no validation has named a best checkpoint; use run.resume=auto")
+        chosen = folder / f"step-{best}"
         _require_intact(chosen)
     return chosen
-
-
-def _chosen(folder: Path, resume: str) -> Path | None:
-    if resume not in ("auto", "best"):
-        path = Path(resume)
-        if not is_complete(path):
-            raise ConfigError(f"run.resume={resume}: no complete checkpoint there; use run.resume=auto")
-        return path
-    steps = complete_steps(folder)
-    if not steps and resume == "best":
-        raise ConfigError("run.resume=best: there is no checkpoint yet; use run.resume=auto")
-    if not steps:
-        return None
-    if resume == "auto":
-        return folder / f"step-{steps[-1]}"
-    latest = folder / f"step-{steps[-1]}"
-    _require_intact(latest)  # it says which one was best
-    best = read_progress(latest).get("best_step")
-    if best not in steps:
-        raise ConfigError("run.resume=best: no validation has named a best checkpoint; use run.resume=auto")
-    return folder / f"step-{best}"
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:
@@ -207,35 +192,24 @@ def _lacking(checkpoint: Path) -> str:
     if files is None:
         return f"{LISTING} is missing"
     for name, entry in files.items():
-        size = _size(checkpoint / name)
+        try:
+            size = (checkpoint / name).stat().st_size
+        except FileNotFoundError:  # a run may remove old checkpoints while others look at them
+            return f"{name} is missing"
         if size != entry["bytes"]:
-            there = "is missing" if size is None else f"has {size:,} of {entry['bytes']:,} bytes"
-            return f"{name} {there}"
+            return f"{name} has {size:,} of {entry['bytes']:,} bytes"
     return ""
 
 
-def _size(path: Path) -> int | None:
-    """None where it is gone: a run may remove old checkpoints while others look at them."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None
-
-
 def _require_intact(checkpoint: Path) -> None:
-    changed = damaged(checkpoint)
-    if not changed:
-        return
-    folder = checkpoint.parent
-    others = (folder / f"step-{step}" for step in reversed(complete_steps(folder)))
-    other = next((path for path in others if path != checkpoint and not damaged(path)), None)
-    remedy = (
-        f"go on from another checkpoint with run.resume={other}"
-        if other is not None
-        else "no other checkpoint is whole: start again under another run.name"
-    )
-    names = ", ".join(str(checkpoint / name) for name in changed)
-    raise EnvironmentProblem(f"{names}: damaged, the content is not what the checkpoint wrote; {remedy}")
+    if changed := damaged(checkpoint):
+        others = [checkpoint.parent / f"step-{step}" for step in reversed(complete_steps(checkpoint.parent))]
+        other = next((path for path in others if path != checkpoint and not damaged(path)), None)
+        remedy = f"go on from another checkpoint with run.resume={other}"
+        if other is None:
+            remedy = "no other checkpoint is whole: start again under another run.name"
+        names = ", ".join(str(checkpoint / name) for name in changed)
+        raise EnvironmentProblem(f"{names}: damaged, the content is not what the checkpoint wrote; {remedy}")
 
 
 def copy_processor(family: Family, folder: Path) -> None:
@@ -256,13 +230,8 @@ def copy_processor(family: Family, folder: Path) -> None:
 
 
 def tensor_shapes(folder: Path) -> list[tuple[int, ...]]:
-    from safetensors import safe_open
-
-    shapes = []
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            shapes += [tuple(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
-    return shapes
+    headers = [header_of(path) for path in folder.glob("*.safetensors")]
+    return [tuple(entry["shape"]) for header in headers if isinstance(header, dict) for entry in header.values()]
 
 
 def _verify(folder: Path, weights: Sequence[tuple[str, tuple[int, ...]]]) -> None:
@@ -284,21 +253,15 @@ def _verify(folder: Path, weights: Sequence[tuple[str, tuple[int, ...]]]) -> Non
         )
 
 
-def _prune(folder: Path, *, keep: int, protected: set[int | None]) -> None:
-    for step in complete_steps(folder)[:-keep]:
-        if step not in protected:
-            shutil.rmtree(folder / f"step-{step}")
-
-
 def _files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*") if p.is_file())
 
 
-def _entry(folder: Path, name: str) -> dict[str, Any]:
+def _entry(path: Path, folder: Path) -> dict[str, Any]:
     """What is known of a file. Weights are hashed however large: all commands load them."""
-    size = (folder / name).stat().st_size
-    large = name.startswith(STATE) and size > HASHED_UP_TO
-    return {"bytes": size} if large else checksum(folder / name)
+    size = path.stat().st_size
+    large = str(path.relative_to(folder)).startswith(STATE) and size > HASHED_UP_TO
+    return {"bytes": size} if large else checksum(path)
 
 
 def _sync(path: Path) -> None:

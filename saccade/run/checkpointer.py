@@ -54,8 +54,17 @@ class Checkpointer:
         has no room for one checkpoint of the steps `first` to `total`.
         """
         self._backend, self._family, self._parts, self._total = backend, family, parts, total
-        due = sum(self.due(step) for step in range(first, total + 1))
-        self.require_room(checkpoint.saved_bytes(backend, parts), due)
+        if due := sum(self.due(step) for step in range(first, total + 1)):
+            needed, keep = checkpoint.saved_bytes(backend, parts), self.options.keep
+            checkpoint.require_room(self.folder, needed)
+            # The newest are kept until one more is whole.
+            more = min(due, keep + 1 - min(keep, len(checkpoint.complete_steps(self.folder))))
+            if more * needed > (free := free_bytes(self.folder)):
+                log.warning(
+                    f"with save.keep={keep} there will be {more} checkpoints more in {self.folder}, of up to "
+                    f"{size(needed)} each, and {size(free)} are free; free some space or lower save.keep, or the run "
+                    "stops when the disk is full"
+                )
 
     def due(self, step: int) -> bool:
         """Whether this step is saved however well it does."""
@@ -84,23 +93,6 @@ class Checkpointer:
                 self.saved = progress.step
         if last:
             self.wait()
-
-    def require_room(self, needed: int, due: int) -> None:
-        """On the disk, before the first step: for one checkpoint of `needed` bytes at least. With
-        `due` to come, the newest are kept until one more is whole.
-        """
-        if not due:
-            return
-        checkpoint.require_room(self.folder, needed)
-        keep = self.options.keep
-        more = min(due, keep + 1 - min(keep, len(checkpoint.complete_steps(self.folder))))
-        free = free_bytes(self.folder)
-        if more * needed > free:
-            log.warning(
-                f"with save.keep={keep} there will be {more} checkpoints more in "
-                f"{self.folder}, of up to {size(needed)} each, and {size(free)} are free; free "
-                "some space or lower save.keep, or the run stops when the disk is full"
-            )
 
     def check(self) -> None:
         """Raise what went wrong by now."""
@@ -143,7 +135,7 @@ class Checkpointer:
         if not fits and not self._told:
             self._told = True
             log.info(
-                f"training waits while checkpoints are written: a copy takes {size(needed)} of "
-                f"main memory, {size(free)} are free, and half of that may be used"
+                f"training waits while checkpoints are written: a copy takes {size(needed)} of main memory, "
+                f"{size(free)} are free, and half of that may be used"
             )
         return fits

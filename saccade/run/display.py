@@ -14,25 +14,30 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from saccade.config import TrackConfig
 from saccade.media.pixel_cache import DECODED
 from saccade.models.families import Family
 from saccade.models.load import gpu_peak_gb
+from saccade.run import REPORTS, WORK
 from saccade.run.console import Console
-from saccade.run.diagnosis import diagnose
 from saccade.run.folder import RunFolder
 from saccade.run.loggers import Loggers
 from saccade.run.metrics import host_memory
-from saccade.run.trace import named_range, traced
 from saccade.run.trajectories import Decoders, TrajectoryWriter
-from saccade.run.work import shares, speeds
 from saccade.system.devices import Device
 from saccade.types import Group
 
 log = logging.getLogger(__name__)
 
 NOTED_EVERY = 25  # steps between two equal diagnoses
+SPEEDS = {  # amount, seconds
+    "perf/rollout_tokens_per_s": ("count/rollout_tokens", "time/rollout"),
+    "perf/update_tokens_per_s": ("count/update_tokens", "time/update"),
+    "perf/samples_per_s": ("count/samples", "time/step"),
+    "perf/tokens_per_s_per_gpu": ("count/update_tokens", "time/step"),  # a process has one
+}
 
 
 class Display:
@@ -59,7 +64,7 @@ class Display:
 
     def begin(self, total: int, device: Device, family: Family) -> None:
         """`total` steps will come; shares are those of the peaks of `device`."""
-        self.console.expect(total)
+        self.console.total = total
         self._device, self._family = device, family
 
     def truncate_after(self, step: int) -> None:
@@ -82,14 +87,17 @@ class Display:
 
     @contextmanager
     def traced(self, step: int) -> Iterator[None]:
+        """The step under torch's profiler; its phases appear as ranges. Nothing is written when the
+        body fails.
+        """
         path = self.folder.path / f"trace-step-{step}.json.gz"
-        self._range = named_range
-        with ExitStack() as stack:
-            stack.enter_context(traced(path))
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        self._range = record_function
+        with profile(activities=activities) as profiler:
             yield
-            with self.console.phase("trace"):  # of the next step, and not a part of what it does
-                stack.close()
         self._range = nullcontext
+        with self.console.phase("trace"):  # of the next step, and not a part of what it does
+            profiler.export_chrome_trace(str(path))
         log.info(f"trace {path}; ui.perfetto.dev shows it, and that step took longer")
 
     def finish_step(self, step: int, metrics: Mapping[str, float], unread: str) -> dict[str, Any]:
@@ -100,7 +108,7 @@ class Display:
         row = {
             **metrics,
             **speeds(metrics, times),
-            **shares(metrics, times, self._device),
+            **WORK["shares"](metrics, times, self._device),
             **self._gpu_memory(),
             **host_memory(self._rss_at_start),
             **times,
@@ -109,7 +117,7 @@ class Display:
             self.loggers.log(row, step)
         self.console.step(step, row)
         self._history.append(row)
-        for about, line in diagnose(self._history, unread).items():
+        for about, line in REPORTS["diagnose"](self._history, unread).items():
             self.advise(about, line, step)
         return row
 
@@ -138,3 +146,12 @@ class Display:
             return {}
         kept = torch.cuda.memory_reserved() / 2**30
         return peaks | {"mem/gpu_peak_gb": max(peaks.values()), "mem/gpu_reserved_gb": kept}
+
+
+def speeds(metrics: Mapping[str, float], times: Mapping[str, Any]) -> dict[str, float]:
+    """Rates of the step from what it counted (`count/…`) and how long its phases took."""
+    return {
+        name: metrics[count] / times[seconds]
+        for name, (count, seconds) in SPEEDS.items()
+        if count in metrics and times.get(seconds)
+    }

@@ -18,7 +18,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
@@ -62,8 +62,9 @@ class RunFolder:
     """An open run folder. `resumed` says whether there was a run in it before."""
 
     def __init__(self, path: Path, lock: int, *, resumed: bool) -> None:
-        self.path = path
-        self.resumed = resumed
+        self.path, self.resumed = path, resumed
+        self.metrics, self.log = path / METRICS, path / LOG
+        self.trajectories, self.checkpoints = path / TRAJECTORIES, path / CHECKPOINTS
         self.changed: list[str] = []  # files of the user's functions, since the last start
         self._lock: int | None = lock
 
@@ -88,22 +89,6 @@ class RunFolder:
             _release(lock)
             raise
         return folder
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / METRICS
-
-    @property
-    def trajectories(self) -> Path:
-        return self.path / TRAJECTORIES
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / CHECKPOINTS
-
-    @property
-    def log(self) -> Path:
-        return self.path / LOG
 
     def set_aside_records(self) -> list[str]:
         """Metrics and rollouts under new names, which are returned; the run begins again."""
@@ -136,15 +121,16 @@ class RunFolder:
         functions = _function_files(options)
         known = before.get("functions", {})
         self.changed = [f for f, digest in functions.items() if known.get(f, digest) != digest]
-        start = {"time": _now(), "command": manifest["command"], "argv": sys.argv, "pid": os.getpid()}
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        start = {"time": now, "command": manifest["command"], "argv": sys.argv, "pid": os.getpid()}
         facts = {
             **manifest,
             "seed": options["run"]["seed"],
             "python": platform.python_version(),
             "platform": platform.platform(),
             "host": socket.gethostname(),
-            "git": git_revision(),
-            "packages": package_versions(),
+            "git": _git_revision(),
+            "packages": {one.name: one.version for one in metadata.distributions() if one.name in PACKAGES},
             "functions": functions,
             "starts": [*before.get("starts", []), start],
         }
@@ -183,7 +169,12 @@ def _take_up(path: Path, options: Mapping[str, Any], manifest: Mapping[str, Any]
             return False  # killed before its first file was complete
         raise ConfigError(f"{path} holds other files and no run; choose another run.name=… or --out DIR")
     before = configs.load(stored).model_dump(mode="json")
-    changes = _config_changes(before, options) + _manifest_changes(_read_manifest(path), manifest)
+    changes = [
+        f"{key}: {old!r} in the folder, {new!r} now"
+        for key, (old, new) in differences(before, options).items()
+        if key not in MAY_DIFFER and not key.startswith(MAY_DIFFER_SECTIONS)
+    ]
+    changes += _manifest_changes(_read_manifest(path), manifest)
     if changes:
         raise ConfigError(
             f"{path} was begun with other settings:\n  " + "\n  ".join(changes) + "\n"
@@ -192,36 +183,22 @@ def _take_up(path: Path, options: Mapping[str, Any], manifest: Mapping[str, Any]
     return True
 
 
-def _config_changes(stored: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{key}: {before!r} in the folder, {now!r} now"
-        for key, (before, now) in differences(stored, options).items()
-        if key not in MAY_DIFFER and not key.startswith(MAY_DIFFER_SECTIONS)
-    ]
-
-
 def _manifest_changes(stored: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
     now = json.loads(json.dumps(dict(manifest), default=str))
     # What is gone now is missed by whoever needs it, and says so.
-    known = [key for key in PINNED if key in stored and now.get(key) is not None]
-    changed = [key for key in known if stored[key] != now[key]]
-    sets = _changed_sets(stored.get("sets", []), now.get("sets", []))
+    changed = [key for key in PINNED if key in stored and now.get(key) not in (None, stored[key])]
+    sets = ", ".join(  # which files they are
+        f"{new['path']}, or a picture or recording that its rows show ({old['rows']} usable rows "
+        f"in the folder, {new['rows']} now)"
+        for old, new in zip(stored.get("sets", []), now.get("sets", []), strict=False)
+        if old["hash"] != new["hash"]
+    )
     return [
         f"{key} changed on disk: "
         + (sets if key == "data" and sets else f"{stored[key]!r} in the folder, {now[key]!r} now")
         + (" (those of model.path, from which adapters and references start)" * (key == "weights"))
         for key in changed
     ]
-
-
-def _changed_sets(stored: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
-    """Which files they are; empty where an older folder does not tell."""
-    return ", ".join(
-        f"{new['path']}, or a picture or recording that its rows show ({old['rows']} usable rows "
-        f"in the folder, {new['rows']} now)"
-        for old, new in zip(stored, now, strict=False)
-        if old["hash"] != new["hash"]
-    )
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -301,16 +278,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 # -- facts for the manifest ------------------------------------------------------------------------
 
 
-def package_versions() -> dict[str, str]:
-    """Installed versions, read without importing anything."""
-    versions = {}
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
-
-
-def git_revision() -> str | None:
+def _git_revision() -> str | None:
     """Commit of the source tree, or of the working directory, with '-dirty' when files differ from
     it.
     """
@@ -331,7 +299,3 @@ def _function_files(options: Mapping[str, Any]) -> dict[str, str]:
     found = re.findall(r'"([^"]+\.py)(?::\w+)?"', text)
     files = [path for path in sorted(set(found)) if Path(path).is_file()]
     return {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files}
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -9,8 +9,7 @@ question); a list of lists may be ragged, because a sample whose reward failed h
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -19,6 +18,8 @@ import numpy as np
 Values = Sequence[float] | Sequence[Sequence[float]] | Sequence[np.ndarray] | np.ndarray
 
 INDICES_AT_ONCE = 1 << 20  # bounds the memory of a bootstrap to some 20 MB
+RESAMPLES, CONFIDENCE = 10_000, 0.95
+Z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
 
 
 class Interval(NamedTuple):
@@ -32,25 +33,20 @@ class Difference(NamedTuple):
     high: float
 
 
-def wilson(successes: float, n: int, confidence: float = 0.95) -> Interval:
+def wilson(successes: float, n: int) -> Interval:
     """Score interval of a proportion (Wilson 1927); with no trials it is everything."""
     if not 0 <= successes <= n:
         raise ValueError(f"{successes} successes of {n}: needs 0 <= successes <= n")
     if n == 0:
         return Interval(0.0, 1.0)
-    z = _z(confidence)
     share = successes / n
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
+    centre = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
+    half = Z / (1 + Z * Z / n) * (share * (1 - share) / n + Z * Z / (4 * n * n)) ** 0.5
     # At 0 and n the exact limits are 0 and 1; rounding would miss them by an ulp.
-    low = 0.0 if successes == 0 else centre - half
-    high = 1.0 if successes == n else centre + half
-    return Interval(low, high)
+    return Interval(0.0 if successes == 0 else centre - half, 1.0 if successes == n else centre + half)
 
 
-def bootstrap_mean(
-    values_per_item: Values, resamples: int = 10_000, seed: int = 0, confidence: float = 0.95
-) -> Interval:
+def bootstrap_mean(values_per_item: Values, seed: int = 0) -> Interval:
     """Percentile interval of the mean over items, items drawn with replacement.
 
     The samples of one item are correlated, so items are resampled, never samples.
@@ -58,35 +54,31 @@ def bootstrap_mean(
     means = item_means(values_per_item)
     rng = np.random.default_rng(seed)
     chunk = max(1, INDICES_AT_ONCE // len(means))
-    sizes = [min(chunk, resamples - start) for start in range(0, resamples, chunk)]
+    sizes = [min(chunk, RESAMPLES - start) for start in range(0, RESAMPLES, chunk)]
     resampled = [means[rng.integers(len(means), size=(size, len(means)))].mean(axis=1) for size in sizes]
-    tail = 50 * (1 - _checked(confidence))
+    tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile(np.concatenate(resampled), [tail, 100 - tail])
     return Interval(float(low), float(high))
 
 
-def mean_interval(values_per_item: Values, confidence: float = 0.95, seed: int = 0) -> Interval:
+def mean_interval(values_per_item: Values) -> Interval:
     """Wilson where every item is wholly right or wholly wrong, else a bootstrap over items."""
     means = item_means(values_per_item)
     if np.isin(means, (0.0, 1.0)).all():
-        return wilson(float(means.sum()), len(means), confidence)
-    if _all_alike(means) and _are_shares(means):
-        return _around_a_constant(means, confidence, least=0.0)
-    return bootstrap_mean(means, seed=seed, confidence=confidence)
+        return wilson(float(means.sum()), len(means))
+    if np.ptp(means) == 0 and _are_shares(means):
+        return _around_a_constant(means, least=0.0)
+    return bootstrap_mean(means)
 
 
-def paired_difference(
-    before: Values, after: Values, resamples: int = 10_000, seed: int = 0, confidence: float = 0.95
-) -> Difference:
+def paired_difference(before: Values, after: Values) -> Difference:
     """Mean of after - before over the same items, with its bootstrap interval."""
     first, second = item_means(before), item_means(after)
     if len(first) != len(second):
         raise ValueError(f"paired items: {len(first)} before and {len(second)} after")
     change = second - first
-    if _all_alike(change) and _are_shares(first) and _are_shares(second):
-        interval = _around_a_constant(change, confidence, least=-1.0)
-    else:
-        interval = bootstrap_mean(change, resamples, seed, confidence)
+    constant = np.ptp(change) == 0 and _are_shares(first) and _are_shares(second)
+    interval = _around_a_constant(change, least=-1.0) if constant else bootstrap_mean(change)
     return Difference(float(change.mean()), *interval)
 
 
@@ -118,26 +110,6 @@ def pass_at_k(n: Any, c: Any, k: int) -> Any:
     return float(value) if value.ndim == 0 else value
 
 
-def avg_at_k(scores_per_item: Values) -> float:
-    """Mean over items of the mean over their samples."""
-    return float(item_means(scores_per_item).mean())
-
-
-def maj_at_k(
-    answers_per_item: Sequence[Sequence[Hashable | None]], scores_per_item: Sequence[Sequence[float]]
-) -> float:
-    """Mean score of the commonest answer; None does not vote. Tied answers share the vote."""
-    return float(majority_scores(answers_per_item, scores_per_item).mean())
-
-
-def majority_scores(
-    answers_per_item: Sequence[Sequence[Hashable | None]], scores_per_item: Sequence[Sequence[float]]
-) -> np.ndarray:
-    """Score of the commonest answer of each item, for an interval around maj@k."""
-    pairs = zip(answers_per_item, scores_per_item, strict=True)
-    return np.array([_majority_score(answers, scores) for answers, scores in pairs])
-
-
 def item_means(values_per_item: Values) -> np.ndarray:
     """One float64 mean per item, of scores that may be ragged."""
     sizes = np.array([np.size(row) for row in values_per_item])
@@ -152,36 +124,13 @@ def item_means(values_per_item: Values) -> np.ndarray:
     return means
 
 
-def _majority_score(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
-    votes = Counter(answer for answer in answers if answer is not None)
-    if not votes:
-        return 0.0
-    most = max(votes.values())
-    winning = [score for answer, score in zip(answers, scores, strict=True) if votes.get(answer) == most]
-    return float(np.mean(winning))
-
-
-def _around_a_constant(values: np.ndarray, confidence: float, least: float) -> Interval:
+def _around_a_constant(values: np.ndarray, least: float) -> Interval:
     """Of equal values that could lie in least..1: a bootstrap would call them certain. As many
     items may differ, and as far as they can, as Wilson allows where none of these does.
     """
-    value, differing = float(values[0]), wilson(0, len(values), confidence).high
+    value, differing = float(values[0]), wilson(0, len(values)).high
     return Interval(value - differing * (value - least), value + differing * (1.0 - value))
-
-
-def _all_alike(values: np.ndarray) -> bool:
-    return bool(values.min() == values.max())
 
 
 def _are_shares(values: np.ndarray) -> bool:
     return bool(values.min() >= 0.0 and values.max() <= 1.0)
-
-
-def _checked(confidence: float) -> float:
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence {confidence}: write a share such as 0.95")
-    return confidence
-
-
-def _z(confidence: float) -> float:
-    return NormalDist().inv_cdf(0.5 + _checked(confidence) / 2)

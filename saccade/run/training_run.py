@@ -117,29 +117,23 @@ class Run:
 
     def _say_how_it_starts(self, broken: Mapping[Any, str]) -> None:
         config, folder = self.config.run, self.folder
-        if others := not_counted(self.config, self.command):
-            log.info(others)
-        if unlimited := devices.no_limit(config.gpu_memory_gib, devices.unoccupied(config.device)):
-            log.info(unlimited)
+        unlimited = devices.no_limit(config.gpu_memory_gib, devices.unoccupied(config.device))
+        for text in filter(None, [not_counted(self.config, self.command), unlimited]):
+            log.info(text)
         if self.start is not None:
             log.info(f"resuming from {self.start}, after step {self.step}")
         elif config.resume == "auto" and not folder.resumed:
             log.info(f"run.resume=auto: {folder.path} is new; starting with step 1")
         for path in folder.changed:
-            log.warning(
-                f"{path} has changed since this run was last started; its results may differ from "
-                "those of the steps before"
-            )
+            log.warning(f"{path} has changed since this run was last started; results may differ from here on")
         for path, lacking in broken.items():
             log.warning(f"skipping {path}, which is incomplete: {lacking}")
         recorded = [row["step"] for row in read_metrics(folder.metrics) if row["step"]]
         if folder.resumed and self.start is None and recorded:
-            there = sorted(entry.name for entry in folder.checkpoints.iterdir())
+            kept = " and ".join(folder.set_aside_records())
             log.warning(
-                f"{folder.path} records steps up to {recorded[-1]} and has no complete "
-                f"checkpoint to resume from (checkpoints/ holds {', '.join(there) or 'nothing'}): "
-                "starting again with step 1. The records so far are kept as "
-                f"{' and '.join(folder.set_aside_records())}"
+                f"{folder.path} records steps up to {recorded[-1]} and has no complete checkpoint to resume from: "
+                f"starting again with step 1. The records so far are kept as {kept}"
             )
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -162,8 +156,14 @@ class Run:
             except Exception as another:
                 if str(another) != str(error):  # a disk that is full says so twice
                     log.info(f"step {self.step} could not be saved: {another}")
-        if isinstance(error, Exception) and not isinstance(error, Interrupted):
-            self._say_how_to_continue(error)
+        saved = self.folder.checkpoints / f"step-{self.checkpointer.saved}"
+        # It is not there where the run started from another run's, and nothing is saved yet.
+        if isinstance(error, Exception) and not isinstance(error, Interrupted) and saved.is_dir():
+            text = f"step {self.checkpointer.saved} is saved in {saved}; fix the cause, then go on with run.resume=auto"
+            if isinstance(error, SaccadeError):
+                error.args = (f"{error}\n{text}",)
+            else:
+                log.info(text)
         if isinstance(error, torch.OutOfMemoryError):
             asked = str(error).partition(". GPU")[0]
             message = (
@@ -172,19 +172,6 @@ class Run:
             )
             log.info(message)
             raise EnvironmentProblem(message) from error
-
-    def _say_how_to_continue(self, error: Exception) -> None:
-        saved = self.folder.checkpoints / f"step-{self.checkpointer.saved}"
-        if not self.checkpointer.saved or not saved.is_dir():
-            return  # started from a checkpoint of another run, and nothing saved yet
-        text = (
-            f"step {self.checkpointer.saved} is saved in {saved}; fix the cause, then run the same "
-            "command with run.resume=auto to continue from there"
-        )
-        if isinstance(error, SaccadeError):
-            error.args = (f"{error}\n{text}",)
-        else:
-            log.info(text)
 
     # -- before the first step --
 

@@ -23,18 +23,12 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from saccade.media.images import resized_size
+from saccade.run import REPORTS
 from saccade.run.folder import TRAJECTORIES, RunFolder, write_whole
 from saccade.types import ALWAYS_EXCLUDED, Group, Media, Message, Source, Trajectory
 
 log = logging.getLogger(__name__)
-
-IMAGES = "images"
-LARGEST_SIDE = 512
-LARGEST_SEEN = 1024  # as the model saw it
-FEW_COLOURS = 256  # drawings with so few stay sharp as PNG; photographs are smaller as JPEG
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +49,7 @@ class TrajectoryWriter:
         path = folder if isinstance(folder, Path) else folder.path
         self._run, self._root = path.name, path / TRAJECTORIES
         self._said = False
-        self._images: dict[str, str | None] = {}  # name of a picture -> its file
+        self._pictures = REPORTS["pictures"](self._root, self._report)
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -84,12 +78,7 @@ class TrajectoryWriter:
                     record = {"run": self._run, "step": step, "version": version, "kind": kind}
                     record |= record_of(group, trajectory, decoders.text)
                     record["outcome_is_score"] = record["data_source"] in scores
-                    record["images"] = [
-                        _image_facts(span.media, span.start, span.length)
-                        | view
-                        | self._files(span.media, decoders, trajectory.turns > 1)
-                        for span, view in zip(trajectory.media, views_of(trajectory), strict=True)
-                    ]
+                    record["images"] = self._pictures.records(trajectory, decoders)
                     lines.append(json.dumps(record, ensure_ascii=False, default=str))
             write_whole(_file_of(self._root, kind, step), "".join(line + "\n" for line in lines))
 
@@ -131,34 +120,6 @@ class TrajectoryWriter:
         if not self._said:
             self._said = True
             log.warning(text)
-
-    def _files(self, media: Media, decoders: Decoders, several: bool) -> dict[str, Any]:
-        """A small copy of the picture, and how the model saw it."""
-        files: dict[str, Any] = {"file": self._stored(media, decoders), "seen": None}
-        unit = decoders.unit
-        if unit is None or media.kind != "image":
-            return files
-        budget = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
-        height, width = resized_size(media.width, media.height, unit=unit, **budget)
-        files["seen"] = [width, height]
-        if several and max(width, height) <= LARGEST_SEEN:
-            files["seen_file"] = self._stored(media, decoders, (width, height))
-        return files
-
-    def _stored(self, media: Media, decoders: Decoders, size: tuple[int, int] | None = None) -> str | None:
-        """File of a picture relative to trajectories/, made on first sight; None when it cannot be
-        made.
-        """
-        name = picture_name(media) + ("" if size is None else f"-seen-{size[0]}x{size[1]}")
-        if media.kind != "image":
-            return None
-        if name not in self._images:
-            try:
-                self._images[name] = _store_picture(self._root, name, decoders.image(media), size)
-            except Exception as error:
-                self._images[name] = None
-                self._report(f"picture {name} could not be stored: {type(error).__name__}: {error}")
-        return self._images[name]
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -280,15 +241,15 @@ def _number(value: float | None) -> float | None:
 
 def _plain(value: Any) -> Any:
     """Whatever a reward or an environment noted, as JSON can hold it."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if isinstance(value, bool | int | str) or value is None:
+    if isinstance(value, bool | int | str | None):
         return value
-    return _number(float(value)) if isinstance(value, float | np.number) else str(value)
+    return _number(value) if isinstance(value, float) else str(value)
 
 
 # -- pictures --------------------------------------------------------------------------------------
@@ -298,51 +259,3 @@ def picture_name(media: Media) -> str:
     """Equal names mean equal pixels; a crop may carry the hash of the picture it was cut from."""
     box = "" if media.box is None else "-" + "-".join(str(edge) for edge in media.box)
     return _safe(media.hash) + box
-
-
-def _image_facts(media: Media, start: int, tokens: int) -> dict[str, Any]:
-    return {
-        "name": picture_name(media),
-        "hash": media.hash,
-        "kind": "crop" if media.box is not None else media.kind,
-        "size": [media.width, media.height],
-        "parent": media.parent,
-        "box": media.box,
-        "path": media.path,
-        "start": start,
-        "tokens": tokens,
-    }
-
-
-def views_of(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Each picture as its episode calls it, which one it was cut from, and where in that one."""
-    calls = trajectory.info.get("tool_calls") or ()
-    shown = {call.get("observation"): call for call in calls}
-    asked = sum(span.start < trajectory.prompt_length for span in trajectory.media)
-    views: list[dict[str, Any]] = []
-    for number in range(1, len(trajectory.media) + 1):
-        call = shown.get(number - asked, {}) if number > asked else {}
-        name = f"observation_{number - asked}" if call else f"image_{number}"
-        if number <= asked:
-            name = "original_image" if asked == 1 else f"original_image_{number}"
-        where = {"source": call.get("source"), "place": call.get("box")}
-        views.append({"view": name, **where, "lineage": list(call.get("lineage") or ())})
-    return views
-
-
-def _store_picture(root: Path, name: str, pixels: np.ndarray, size: tuple[int, int] | None = None) -> str:
-    for suffix in (".png", ".jpg"):
-        if (root / IMAGES / (name + suffix)).exists():
-            return f"{IMAGES}/{name}{suffix}"
-    picture = Image.fromarray(np.ascontiguousarray(pixels, dtype=np.uint8)).convert("RGB")
-    drawing = picture.getcolors(FEW_COLOURS) is not None or max(picture.size) <= 128
-    if size is None:
-        picture.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
-    else:
-        picture = picture.resize(size, Image.Resampling.BICUBIC)
-    file = root / IMAGES / (name + (".png" if drawing else ".jpg"))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".tmp")
-    picture.save(temporary, format="PNG" if drawing else "JPEG", quality=88)
-    temporary.replace(file)
-    return f"{IMAGES}/{file.name}"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from saccade.config import load
-from saccade.recipes.length_cache import cached_lengths
+from saccade.plugins.check_data.length_cache import cached_lengths
 from saccade.types import Message, Sample
 
 

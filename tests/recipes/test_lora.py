@@ -14,8 +14,8 @@ from saccade.checks import check
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError
+from saccade.plugins.export.export import export
 from saccade.recipes import evaluate, rl, sft
-from saccade.run.export import export
 
 pytest.importorskip("peft")
 
@@ -52,6 +52,8 @@ def test_only_what_is_adapted_moves(trained: dict[str, Any], tensors: Any, numbe
     assert rows[-1]["policy/kl_ref"] > 1e-3
     for row in rows:  # the engine samples with the adapter
         assert row["mismatch/logp_gap_max"] < 1e-5
+    log = (last(trained).parent.parent / "log.txt").read_text()
+    assert "trained weights: vision 0 of" in log and "llm 8,192 in adapters beside" in log
 
 
 def test_sft_learns(tmp_path: Path, sft_config: Make, tensors: Any, numbers: Read) -> None:
@@ -72,18 +74,12 @@ def test_a_tower_of_its_own_and_its_learning_rate(tmp_path: Path, sft_config: Ma
     assert len(moved(config, tensors, name="scaled", step=2)) == 14
 
 
-def test_the_note_counts_what_is_trained(trained: dict[str, Any]) -> None:
-    log = (last(trained).parent.parent / "log.txt").read_text()
-    assert "trained weights: vision 0 of" in log and "llm 8,192 in adapters beside" in log
-
-
 # -- going on --------------------------------------------------------------------------------------
 
 RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
     "rl with a KL": ("rl", WITH_KL),
     "rl whose reference follows": ("rl", WITH_KL | {"algorithm.kl.update": "copy", "algorithm.kl.update_every": 1}),
-    "sft with dropout": ("sft", {"model.lora.dropout": 0.2}),
-    "bf16 with fp32 masters": ("sft", {"model.dtype": "bfloat16"}),
+    "sft with dropout in bf16 with fp32 masters": ("sft", {"model.lora.dropout": 0.2, "model.dtype": "bfloat16"}),
 }
 
 
@@ -93,14 +89,15 @@ def test_stopped_and_resumed_is_the_same_run(
 ) -> None:
     kind, changes = RESUMED[name]
     recipe, make = {"rl": (rl.run, rl_config), "sft": (sft.run, sft_config)}[kind]
-    config = make(tmp_path) | LORA | changes
+    config = make(tmp_path, run__max_steps=2) | LORA | changes
     recipe(config | {"run.name": "whole"})
-    recipe(config | {"run.name": "parts", "run.max_steps": 2})
+    recipe(config | {"run.name": "parts", "run.max_steps": 1})
     recipe(config | {"run.name": "parts", "run.resume": "auto"})
+    whole, parts = (last(config, name, step=2) for name in ("whole", "parts"))
     for part in (".", "adapter", "state"):
-        assert same_weights(last(config, "whole") / part, last(config, "parts") / part), part
+        assert same_weights(whole / part, parts / part), part
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
-    state = tensors(last(config, "whole") / "state")
+    state = tensors(whole / "state")
     assert all(".lora_" in n for n in state if n.startswith(("exp_avg", "master")))
     assert "model.lora.dropout" not in changes or "cpu" in state  # where its random numbers stand
 
@@ -171,12 +168,12 @@ def test_options_that_contradict_are_refused(
 
 def test_four_bits_train_and_resume(tmp_path: Path, rl_config: Make, same_weights: Any, numbers: Read) -> None:
     pytest.importorskip("bitsandbytes")
-    config = rl_config(tmp_path) | LORA | WITH_KL | {"model.train": "qlora"}
+    config = rl_config(tmp_path, run__max_steps=2) | LORA | WITH_KL | {"model.train": "qlora"}
     rl.run(config | {"run.name": "whole"})
-    rl.run(config | {"run.name": "parts", "run.max_steps": 2})
+    rl.run(config | {"run.name": "parts", "run.max_steps": 1})
     rl.run(config | {"run.name": "parts", "run.resume": "auto"})
     for part in (".", "adapter", "state"):
-        assert same_weights(last(config, "whole") / part, last(config, "parts") / part), part
+        assert same_weights(*(last(config, name, step=2) / part for name in ("whole", "parts"))), part
     rows = numbers(tmp_path / "whole")
     assert rows[0]["policy/kl_ref"] == 0.0 and rows[-1]["policy/kl_ref"] > 1e-3
     assert all(row["mismatch/logp_gap_max"] < 1e-5 for row in rows)

@@ -23,12 +23,12 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.media import pixel_cache
 from saccade.models.families import qwen_vl
 from saccade.plugins.check_data.check_rows import check_data
+from saccade.plugins.export.export import export
 from saccade.plugins.preferences import dpo
 from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.plugins.reward_models import reward_training
 from saccade.recipes import questions, rl, rl_rollout, sft
 from saccade.run import quarantine
-from saccade.run.export import export
 from saccade.types import Media
 
 TINY = {"video": "tiny:qwen2_5_vl", "audio": "tiny:qwen2_audio", "every": "tiny:qwen2_5_omni"}

@@ -1,4 +1,4 @@
-"""Every row of the table, and what can be added to it, trains two steps and goes on bit by bit."""
+"""Every row of the table, and what can be added to it, trains two steps; what has state goes on bit by bit."""
 
 from __future__ import annotations
 
@@ -106,20 +106,25 @@ def config_of(case: str, out: Path, rl_config: Make, rows: Path) -> dict[str, An
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_steps_and_one_resumed(
+def test_two_steps_and_what_has_state_resumed(
     case: str,
     tmp_path: Path,
     rl_config: Make,
     rows_with_domains: Path,
     numbers: Callable[[Path], list[dict[str, Any]]],
     same_weights: Callable[..., bool],
+    word_model: str,
 ) -> None:
     config = config_of(case, tmp_path / "whole", rl_config, rows_with_domains)
-    last = rl.run(config)
+    resumed = case in WITH_STATE
+    last = rl.run(config | {"save.every": int(resumed)})
     whole = tmp_path / "whole" / "run"
     assert isfinite(last["policy/loss"]) and last["policy/grad_norm"] > 0
     assert last["guard/nonfinite"] == 0
-    assert not same_weights(whole / "checkpoints/step-1", whole / "checkpoints/step-2")
+    before = whole / "checkpoints/step-1" if resumed else word_model
+    assert not same_weights(before, whole / "checkpoints/step-2")
+    if not resumed:
+        return
 
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     again = tmp_path / "again" / "run"

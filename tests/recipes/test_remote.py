@@ -13,10 +13,10 @@ import pytest
 from saccade.config import DataConfig, load
 from saccade.config.schema import ServeConfig
 from saccade.errors import ConfigError, RewardError
+from saccade.plugins.reward_models.reward_loading import load_learned
 from saccade.plugins.serving.http_server import running
 from saccade.plugins.serving.reward_service import RewardService, reward_app
 from saccade.recipes import rl
-from saccade.recipes.model_setup import load_learned
 from saccade.rewards.scorer import Scorer
 from saccade.run.loggers import read_metrics
 from tests.endpoints import Says, fair_judge, scripted

@@ -12,9 +12,9 @@ import pytest
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
+from saccade.plugins.check_data.selection import write_selected
 from saccade.plugins.preferences import dpo, pairs
 from saccade.recipes import generate, questions, sft
-from saccade.recipes.selection import write_selected
 from saccade.recipes.to_trajectory import compared
 from saccade.types import Message, Sample
 
@@ -57,17 +57,17 @@ def text(messages: list[dict[str, Any]]) -> str:
     ("threshold", "wanted"), [(None, {"clear": ("a", "c"), "cut": ("short", "bad")}), (0.9, {"clear": ("a", "c")})]
 )
 def test_best_and_worst(written: Path, threshold: float | None, wanted: dict[str, Any]) -> None:
-    path, count = write_selected(written, SAMPLES, select="best_worst", threshold=threshold)
+    path, count = write_selected("best_worst", written, SAMPLES, threshold)
     assert path.name == "generations.best_worst.jsonl" and count == len(wanted)
     found = {r["id"]: (text(r["chosen"]), text(r["rejected"])) for r in rows_of(path)}
     assert found == wanted
 
 
 def test_the_best_and_all_good_ones(written: Path) -> None:
-    path, _ = write_selected(written, SAMPLES, select="best", threshold=None)
+    path, _ = write_selected("best", written, SAMPLES, None)
     found = {row["id"]: (text(row["messages"]), row["extra"]["reward"]) for row in rows_of(path)}
     assert found == {"clear": ("a", 1.0), "tie": ("x", 1.0), "cut": ("short", 0.2)}
-    path, _ = write_selected(written, SAMPLES, select="threshold", threshold=0.5)
+    path, _ = write_selected("threshold", written, SAMPLES, 0.5)
     ids = [(row["id"], text(row["messages"])) for row in rows_of(path)]
     assert ids == [("clear/0", "a"), ("clear/1", "b"), ("tie/0", "x"), ("tie/1", "y")]
 

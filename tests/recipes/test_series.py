@@ -17,10 +17,10 @@ from saccade.models import tiny
 from saccade.models.files import SERIES_FILE
 from saccade.plugins.check_data import check_data
 from saccade.plugins.estimate.model_size import empty_model
+from saccade.plugins.export.export import export
 from saccade.plugins.preferences import dpo
 from saccade.plugins.reward_models import reward_training
 from saccade.recipes import evaluate, model_setup, rl, sft
-from saccade.run.export import export
 
 LEADS = 4
 

@@ -4,26 +4,23 @@ import pytest
 
 from saccade.config import load
 from saccade.plugins.estimate import estimate
+from saccade.plugins.estimate.work import shares
 from saccade.recipes import rl, sft
-from saccade.run import work
 from saccade.system import devices
 
 
-def test_a_step_counts_its_phases(tmp_path, rl_config):
-    last = rl.run(rl_config(tmp_path, run__max_steps=1))
+def test_a_step_counts_its_phases_and_recomputed_layers_apart(tmp_path, rl_config):
+    rows = {
+        mode: rl.run(rl_config(tmp_path, run__max_steps=1, run__name=mode, model__checkpointing=mode))
+        for mode in ("on", "off")
+    }
+    last = rows["off"]
     counted = {name: value for name, value in last.items() if name.startswith(("flops/", "bytes/"))}
     assert counted.keys() == {"flops/rollout", "flops/logp_ref", "flops/update", "flops/recomputed", "bytes/rollout"}
     assert counted["flops/recomputed"] == 0
     # The reference runs the forward of the same forests, and looks at equal pictures once.
     assert counted["flops/update"] / 3 == pytest.approx(counted["flops/logp_ref"], rel=0.15)
     assert not [name for name in last if name.startswith(("perf/mfu", "perf/bandwidth"))]
-
-
-def test_recomputed_layers_are_counted_apart(tmp_path, rl_config):
-    rows = {
-        mode: rl.run(rl_config(tmp_path, run__max_steps=1, run__name=mode, model__checkpointing=mode))
-        for mode in ("on", "off")
-    }
     assert rows["on"]["flops/update"] == rows["off"]["flops/update"]
     share = rows["on"]["flops/recomputed"] / rows["on"]["flops/update"]
     assert 0.1 < share < 1 / 3  # less than a forward: the head and the last matrices are not
@@ -83,7 +80,7 @@ def test_shares_of_a_known_device():
     counted = {"flops/rollout": 400.0, "flops/update": 1400.0, "flops/recomputed": 300.0}
     counted |= {"bytes/rollout": 6000.0, "reward/mean": 1.0}
     times = {"time/rollout": 4.0, "time/update": 3.0, "time/step": 8.0}
-    found = work.shares(counted, times, devices.named("NVIDIA H200"))
+    found = shares(counted, times, devices.named("NVIDIA H200"))
     assert found == {
         "perf/mfu_rollout": pytest.approx(100 / 989),
         "perf/mfu_update": pytest.approx(1400 / 3 / 989),
@@ -91,16 +88,11 @@ def test_shares_of_a_known_device():
     }
 
 
-def test_no_shares_without_a_peak_or_a_time():
+def test_no_shares_without_a_peak_in_this_precision_or_a_time():
     counted = {"flops/update": 1400.0, "bytes/rollout": 6000.0}
     times = {"time/update": 3.0, "time/rollout": 2.0}
     unknown = devices.Device(name="Tesla T4", memory=15.0)
-    assert work.shares(counted, times, unknown) == {}
-    assert work.shares(counted, {"time/update": 0.0}, devices.named("H200")) == {}
-
-
-def test_full_precision_is_not_held_against_the_peak_of_half():
-    counted = {"flops/update": 1400.0, "bytes/rollout": 6000.0}
-    times = {"time/update": 3.0, "time/rollout": 2.0}
-    device = devices.in_precision(devices.named("H200"), "float32")
-    assert list(work.shares(counted, times, device)) == ["perf/bandwidth_rollout"]
+    assert shares(counted, times, unknown) == {}
+    assert shares(counted, {"time/update": 0.0}, devices.named("H200")) == {}
+    full = devices.in_precision(devices.named("H200"), "float32")
+    assert list(shares(counted, times, full)) == ["perf/bandwidth_rollout"]

@@ -22,9 +22,9 @@ from saccade.config import load
 from saccade.engines.weights import folder_shapes
 from saccade.errors import ConfigError, EnvironmentProblem, Interrupted
 from saccade.models import files
+from saccade.plugins.export.export import export
 from saccade.recipes import evaluate, generate, rl, sft
 from saccade.run import checkpoint
-from saccade.run.export import export
 
 Make = Callable[..., dict[str, Any]]
 Read = Callable[[Path], list[dict[str, Any]]]
@@ -45,15 +45,17 @@ def equal_states(one: Path, other: Path) -> bool:
 # -- resume ----------------------------------------------------------------------------------------
 
 RECIPES: dict[str, tuple[Any, str, dict[str, Any]]] = {
-    "grpo with a KL": (rl.run, "rl", {"data.val": "val", "val.every": 2}),
+    # Step 2 ends with the last row of an epoch; step 3 begins the next one.
+    "grpo with a KL over the end of an epoch": (
+        rl.run,
+        "rl",
+        {"data.val": "val", "val.every": 2, "train.prompts_per_step": 12, "train.samples_per_prompt": 2},
+    ),
     "dapo with dynamic sampling": (
         rl.run,
         "rl",
         {"algorithm.preset": "dapo", "algorithm.overlong.buffer": 0, "train.updates_per_step": 2},
     ),
-    # Step 2 ends with the last row of an epoch; step 3 begins the next one.
-    "the end of an epoch": (rl.run, "rl", {"train.prompts_per_step": 12, "train.samples_per_prompt": 2}),
-    "sft": (sft.run, "sft", {}),
     "sft over the end of an epoch": (sft.run, "sft", {"train.prompts_per_step": 10}),
 }
 
@@ -176,11 +178,6 @@ def test_a_listing_that_cannot_be_read_is_named(copied: dict[str, Any]) -> None:
         assert "run.resume" not in str(caught.value)
 
 
-def test_an_existing_folder_is_refused(begun: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"exists: write run\.resume=auto to continue"):
-        rl.run(begun)
-
-
 def test_a_changed_option_is_refused_a_longer_run_is_not(copied: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"train\.lr: 0\.005 in the folder, 0\.001 now"):
         rl.run(copied | {"run.resume": "auto", "train.lr": 1e-3})
@@ -188,30 +185,20 @@ def test_a_changed_option_is_refused_a_longer_run_is_not(copied: dict[str, Any])
     assert steps_of(Path(copied["run.out"]) / "run") == [1, 2, 3]
 
 
-def test_changed_data_is_refused(copied: dict[str, Any], tmp_path: Path) -> None:
-    rows = Path(copied["data.train"]).read_text().splitlines()
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / "images").symlink_to(Path(copied["data.train"]).parent / "images")
-    config = copied | {"data.train": str(folder / "train.jsonl"), "run.name": "own"}
-    (folder / "train.jsonl").write_text("\n".join(rows))
-    rl.run(config | {"run.max_steps": 1})
-    (folder / "train.jsonl").write_text("\n".join(rows[1:]))
-    with pytest.raises(ConfigError, match="data changed on disk"):
-        rl.run(config | {"run.resume": "auto"})
-
-
-def test_changed_weights_to_start_from_are_refused(copied: dict[str, Any], tmp_path: Path) -> None:
-    base = tmp_path / "base"
+def test_changed_data_and_weights_to_start_from_are_refused(copied: dict[str, Any], tmp_path: Path) -> None:
+    base, rows = tmp_path / "base", tmp_path / "train.jsonl"
     shutil.copytree(copied["model.path"], base)
-    config = copied | {"model.path": str(base), "run.name": "moved", "run.max_steps": 1}
+    (tmp_path / "images").symlink_to(Path(copied["data.train"]).parent / "images")
+    rows.write_text(Path(copied["data.train"]).read_text())
+    config = copied | {"model.path": str(base), "run.name": "moved", "run.max_steps": 1, "data.train": str(rows)}
     rl.run(config)
     weights = base / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"weights changed on disk: .* \(those of model\.path"):
+    flip_one_byte(weights)
+    first, _, rest = rows.read_text().partition("\n")
+    rows.write_text(rest)
+    with pytest.raises(ConfigError, match=r"(?s)data changed.*weights changed on disk: .* \(those of model\.path"):
         rl.run(config | {"run.resume": "auto", "run.max_steps": 2})
+    rows.write_text(f"{first}\n{rest}")
     weights.unlink()  # a checkpoint of all weights needs them no more
     rl.run(config | {"run.resume": "auto", "run.max_steps": 2})
     assert steps_of(Path(config["run.out"]) / "moved") == [1, 2]
@@ -239,13 +226,18 @@ def test_going_back_to_a_path_leaves_one_history(copied: dict[str, Any], numbers
     assert steps_of(folder) == [2, 3]  # step-4 belonged to the history that was left
 
 
-def test_a_start_from_a_checkpoint_that_is_not_whole(copied: dict[str, Any], tmp_path: Path) -> None:
+def test_a_start_from_a_checkpoint_that_is_not_whole(
+    copied: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     broken = Path(copied["run.out"]) / "run" / "checkpoints" / "step-2"
     (broken / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="no complete checkpoint there"):
         rl.run(copied | {"run.resume": str(broken), "run.max_steps": 3})
     rl.run(copied | {"run.resume": "auto", "run.max_steps": 2})  # from step 1
     assert steps_of(tmp_path / "run") == [1, 2]
+    said = capsys.readouterr().out.replace("\n", "")
+    assert "step-2, which is incomplete: model.safetensors has 0 of" in said
+    assert "step 2/2" in said and "step 1/2" not in said
 
 
 def test_best_names_the_checkpoint_of_the_best_validation(tmp_path: Path, rl_config: Make, scenes: Path) -> None:
@@ -432,28 +424,3 @@ class Stopper:
     def close(self):
         pass
 """
-
-
-HOLD = """
-import sys
-from saccade.config import load
-from saccade.run.training_run import open_folder
-
-with open_folder(load({"run.out": sys.argv[1]}), command="rl", manifest={}):
-    print("open", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_two_processes_cannot_use_one_folder(tmp_path: Path, rl_config: Make) -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert holder.stdout is not None and holder.stdout.readline() == "open\n"
-    with pytest.raises(ConfigError, match=f"is in use by process {holder.pid}"):
-        rl.run(rl_config(tmp_path, run__resume="auto"))
-    holder.communicate()

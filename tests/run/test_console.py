@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import io
 import logging
-import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from saccade.run.console import Console, sparkline, step_line
+import pytest
+from pytest import approx
+
+from saccade.plugins.loggers.live_display import sparkline
+from saccade.run.console import Console, PhaseClock, step_line
 
 STEP: dict[str, float | str] = {
     "policy/grad_norm": 0.8312,
@@ -23,33 +28,33 @@ STEP: dict[str, float | str] = {
 }
 
 
-def test_the_line_of_a_step() -> None:
-    assert step_line(12, 350, STEP) == (
-        "step 12/350  reward 0.412  acc 0.380  dead 25%  len 11.2  grad 0.831  time 0.21s  "
-        "bottleneck rollout 61%  val/six 0.700"
-    )
-
-
-def test_the_line_of_sft_has_its_own_numbers() -> None:
-    line = step_line(3, None, {"sft/loss": 1.25, "time/step": 12.4})
-    assert line == "step 3  loss 1.2500  time 12s"
-
-
-def test_a_missing_or_null_metric_is_left_out() -> None:
-    assert step_line(1, 2, {"reward/mean": None}) == "step 1/2"  # type: ignore[dict-item]
-
-
-def test_what_has_no_score_is_said_where_there_is_any() -> None:
-    rates = {"reward/mean": 0.5, "reward/abstain_rate": 0.32, "reward/error_rate": 0.004}
-    assert step_line(1, 2, rates) == "step 1/2  abstain 32%  error <1%  reward 0.500"
-    assert step_line(1, 2, {"reward/mean": 0.5, "reward/error_rate": 0.0}).endswith("reward 0.500")
-    nothing = {"reward/abstain_rate": 0.7, "reward/error_rate": 0.3, "group/dead_frac": 1.0}
-    assert step_line(1, 2, nothing) == ("step 1/2  nothing could be scored  abstain 70%  error 30%  dead 100%")
-
-
-def test_a_score_is_called_one() -> None:
-    line = step_line(1, 2, {"val/six/accuracy": 0.5, "val/a/score": -0.6, "val/a/score_ci_low": -1})
-    assert line == "step 1/2  val/six 0.500  val/a/score -0.600"
+@pytest.mark.parametrize(
+    ("step", "total", "metrics", "line"),
+    [
+        (
+            *(12, 350, STEP),
+            "step 12/350  reward 0.412  acc 0.380  dead 25%  len 11.2  grad 0.831  time 0.21s  "
+            "bottleneck rollout 61%  val/six 0.700",
+        ),
+        (3, None, {"sft/loss": 1.25, "time/step": 12.4}, "step 3  loss 1.2500  time 12s"),
+        (1, 2, {"reward/mean": None}, "step 1/2"),
+        (
+            *(1, 2, {"reward/mean": 0.5, "reward/abstain_rate": 0.32, "reward/error_rate": 0.004}),
+            "step 1/2  abstain 32%  error <1%  reward 0.500",
+        ),
+        (1, 2, {"reward/mean": 0.5, "reward/error_rate": 0.0}, "step 1/2  reward 0.500"),
+        (
+            *(1, 2, {"reward/abstain_rate": 0.7, "reward/error_rate": 0.3, "group/dead_frac": 1.0}),
+            "step 1/2  nothing could be scored  abstain 70%  error 30%  dead 100%",
+        ),
+        (
+            *(1, 2, {"val/six/accuracy": 0.5, "val/a/score": -0.6, "val/a/score_ci_low": -1}),
+            "step 1/2  val/six 0.500  val/a/score -0.600",
+        ),
+    ],
+)
+def test_the_line_of_a_step(step: int, total: int | None, metrics: Any, line: str) -> None:
+    assert step_line(step, total, metrics) == line
 
 
 def test_sparkline() -> None:
@@ -88,11 +93,11 @@ def test_a_terminal_gets_a_live_display() -> None:
     with Console(350, "rl", name="counting", file=out, live=True) as console:
         with console.phase("rollout"):
             console.progress(37, 64)
-            console._live.refresh()  # type: ignore[union-attr]
+            console._display.live.refresh()
         console.note("a note <b>[i]")
         for step in (1, 2):
             console.step(step, STEP)
-        console._live.refresh()  # type: ignore[union-attr]
+        console._display.live.refresh()
     shown = out.getvalue()
     for text in ("saccade rl · counting", "rollout  37/64", "a note <b>[i]", "step 2/350"):
         assert text in shown, text
@@ -100,10 +105,54 @@ def test_a_terminal_gets_a_live_display() -> None:
         assert text in shown, text
 
 
-def test_lap_measures_the_phases() -> None:
-    console = Console(1, "rl", file=io.StringIO())
-    with console.phase("rollout"):
-        time.sleep(0.02)
-    lap = console.lap()
-    assert lap["time/bottleneck"] == "rollout"
-    assert 0.02 <= float(lap["time/rollout"]) <= float(lap["time/step"]) < 1
+# -- the clock ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def seconds() -> list[float]:
+    """The time, to be changed."""
+    return [0.0]
+
+
+@pytest.fixture
+def clock(seconds: list[float]) -> Iterator[PhaseClock]:
+    made = PhaseClock(lambda: seconds[0])
+    yield made
+    assert made.open == []
+
+
+def test_a_nested_phase_pauses_the_outer_one(clock: PhaseClock, seconds: list[float]) -> None:
+    with clock.phase("rollout"):
+        seconds[0] += 3
+        with clock.phase("reward_wait"):
+            assert clock.open[-1] == "reward_wait"
+            seconds[0] += 1
+    with clock.phase("rollout"):  # the same phase twice adds up
+        seconds[0] += 2
+    seconds[0] += 4
+    assert clock.lap() == {
+        **{"time/step": 10.0, "time/rollout": 5.0, "time/reward_wait": 1.0, "time/other": 4.0},
+        **{"time/share/rollout": 0.5, "time/share/reward_wait": 0.1, "time/share/other": 0.4},
+        "time/bottleneck": "rollout",
+    }
+    with clock.phase("rollout"):
+        seconds[0] += 1
+    seconds[0] += 3
+    assert clock.lap()["time/bottleneck"] == "other"
+
+
+def test_each_lap_starts_from_zero_and_splits_an_open_phase(clock: PhaseClock, seconds: list[float]) -> None:
+    with clock.phase("save"):
+        seconds[0] += 2
+        assert clock.lap()["time/save"] == 2
+        seconds[0] += 3
+    lap = clock.lap()
+    assert lap.pop("time/bottleneck") == "save"
+    times = {"time/step": 3, "time/save": 3, "time/other": 0}
+    assert lap == approx(times | {"time/share/save": 1, "time/share/other": 0})
+    assert clock.lap() == {"time/step": 0.0, "time/other": 0.0}
+
+
+def test_an_error_inside_a_phase_closes_it(clock: PhaseClock) -> None:
+    with pytest.raises(KeyError), clock.phase("rollout"):
+        raise KeyError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from saccade.run.diagnosis import ENOUGH, WINDOW, diagnose, unread_answers
+from saccade.plugins.reports.diagnosis import ENOUGH, WINDOW, diagnose, unread_answers
 
 GOOD = {
     "reward/accuracy": 0.4,

@@ -16,10 +16,10 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.images import open_media
 from saccade.models.families import load_family
 from saccade.models.tiny import build
+from saccade.plugins.export.export import export, pictures
 from saccade.recipes import evaluate, rl
 from saccade.recipes.model_setup import family_of
 from saccade.run.checkpoint import copy_processor
-from saccade.run.export import export, pictures
 
 Make = Callable[..., dict[str, Any]]
 FAMILIES = {
@@ -140,7 +140,7 @@ def test_export_casts(saved: Any, tmp_path: Path, tensors: Callable[..., dict[st
 def test_a_folder_that_differs_is_seen(tmp_path: Path, word_model: str) -> None:
     from safetensors.torch import load_file, save_file
 
-    from saccade.run.export import _compare
+    from saccade.plugins.export.export import _compare
 
     out = export(Path(word_model), tmp_path / "out")
     weights = load_file(out / "model.safetensors")

@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_nothing_here_imports_torch() -> None:
-    modules = ["clock", "console", "diagnosis", "folder", "loggers", "messages", "metrics", "progress"]
-    modules += ["statistics", "trace", "trajectories"]
+    modules = ["console", "folder", "loggers", "messages", "metrics", "progress"]
+    modules += ["statistics", "trajectories"]
     code = "import sys; sys.modules['torch'] = None\n"
     code += "\n".join(f"import saccade.run.{name}" for name in modules)
     code += "\nassert 'tensorboard' not in sys.modules and 'wandb' not in sys.modules"

@@ -8,16 +8,16 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import closing
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from saccade.config import Config, TrackConfig
+from saccade.config import TrackConfig
 from saccade.run.folder import RunFolder
-from saccade.run.loggers import Loggers, append_whole, read_metrics
+from saccade.run.loggers import Loggers, read_metrics
 
 PLAIN = TrackConfig(tensorboard=False)
 
@@ -28,7 +28,7 @@ def folder(open_folder: Callable[..., RunFolder]) -> RunFolder:
 
 
 def test_one_line_per_call(folder: RunFolder) -> None:
-    with Loggers(folder, PLAIN) as loggers:
+    with closing(Loggers(folder, PLAIN)) as loggers:
         half: Any = np.float32(0.5)
         loggers.log({"reward/mean": half, "time/bottleneck": "rollout"}, 1)
         loggers.log({"reward/mean": float("nan"), "policy/ratio_max": float("inf")}, 2)
@@ -39,10 +39,10 @@ def test_one_line_per_call(folder: RunFolder) -> None:
 
 
 def test_resume_appends_after_dropping_later_steps(folder: RunFolder) -> None:
-    with Loggers(folder, PLAIN) as loggers:
+    with closing(Loggers(folder, PLAIN)) as loggers:
         for step in (0, 1, 2, 3):
             loggers.log({"reward/mean": step}, step)
-    with Loggers(folder, PLAIN) as loggers:
+    with closing(Loggers(folder, PLAIN)) as loggers:
         loggers.truncate_after(1)
         loggers.log({"reward/mean": 20.0}, 2)
     assert [row["reward/mean"] for row in read_metrics(folder.path)] == [0.0, 1.0, 20.0]
@@ -50,21 +50,14 @@ def test_resume_appends_after_dropping_later_steps(folder: RunFolder) -> None:
 
 def test_a_line_cut_by_a_kill_is_dropped(folder: RunFolder) -> None:
     folder.metrics.write_text('{"step": 1}\n{"step": 2, "rew')
-    assert read_metrics(folder.metrics) == [{"step": 1}]
-    with Loggers(folder, PLAIN) as loggers:
+    assert read_metrics(folder.metrics) == [{"step": 1}] and read_metrics(folder.path / "nowhere") == []
+    with closing(Loggers(folder, PLAIN)) as loggers:
         loggers.log({}, 2)
     assert [row["step"] for row in read_metrics(folder.metrics)] == [1, 2]
 
 
-def test_appending_finds_the_last_line_of_a_long_file(tmp_path: Path) -> None:
-    path = tmp_path / "rows"
-    path.write_bytes(b"first\n" + b"x" * 200_000)
-    append_whole(path, b"second\n")
-    assert path.read_bytes() == b"first\nsecond\n"
-
-
 def test_rows_wait_while_the_disk_refuses(folder: RunFolder, said: list[str]) -> None:
-    with Loggers(folder, PLAIN) as loggers:
+    with closing(Loggers(folder, PLAIN)) as loggers:
         folder.metrics.unlink()
         folder.metrics.mkdir()
         loggers.log({}, 1)
@@ -78,10 +71,10 @@ def test_rows_wait_while_the_disk_refuses(folder: RunFolder, said: list[str]) ->
 def test_tensorboard_holds_the_scalars_and_drops_stale_steps(folder: RunFolder) -> None:
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     track = TrackConfig(tensorboard=True)
-    with Loggers(folder, track) as loggers:
+    with closing(Loggers(folder, track)) as loggers:
         for step in (1, 2, 3):
             loggers.log({"reward/mean": step, "time/bottleneck": "rollout"}, step)
-    with Loggers(folder, track) as loggers:
+    with closing(Loggers(folder, track)) as loggers:
         loggers.truncate_after(1)
         loggers.log({"reward/mean": 20.0}, 2)
     accumulator = loader.EventAccumulator(str(folder.path / "tensorboard"))
@@ -100,7 +93,7 @@ def test_a_full_disk_ends_tensorboard_with_one_line(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        with Loggers(folder, TrackConfig(tensorboard=True)) as loggers:
+        with closing(Loggers(folder, TrackConfig(tensorboard=True))) as loggers:
             loggers.log({"reward/mean": 1.0}, 1)
             resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, limits[1]))
             for step in range(2, 5):
@@ -116,7 +109,7 @@ def test_a_full_disk_ends_tensorboard_with_one_line(
 
 def test_a_missing_library_is_said_once(folder: RunFolder, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with Loggers(folder, TrackConfig(tensorboard=False, wandb=True)) as loggers:
+    with closing(Loggers(folder, TrackConfig(tensorboard=False, wandb=True))) as loggers:
         loggers.log({"reward/mean": 1.0}, 1)
         loggers.log({"reward/mean": 1.0}, 2)
     assert said == ["WARNING: wandb is not installed: pip install wandb, or track.wandb=false"]
@@ -138,13 +131,9 @@ def test_a_logger_that_breaks_is_left_out(folder: RunFolder, said: list[str], mo
     wandb.init = lambda **_: Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    with Loggers(folder, TrackConfig(tensorboard=False, wandb=True)) as loggers:
+    with closing(Loggers(folder, TrackConfig(tensorboard=False, wandb=True))) as loggers:
         for step in (1, 2, 3):
             loggers.log({"reward/mean": 1.0, "time/bottleneck": "rollout"}, step)
     assert rows == [({"reward/mean": 1.0}, 1)]
     assert said == ["WARNING: wandb failed and is left out from here: ConnectionError: gone"]
     assert len(read_metrics(folder.metrics)) == 3
-
-
-def test_a_run_without_metrics_reads_as_empty(config: Config, tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "nowhere") == []

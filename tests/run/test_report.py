@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,7 +67,7 @@ def rows(steps: int = 40) -> list[dict[str, Any]]:
 @pytest.fixture
 def page(open_folder: Callable[..., RunFolder], build: SimpleNamespace) -> Path:
     with open_folder() as folder:
-        with Loggers(folder, TrackConfig(tensorboard=False)) as loggers:
+        with closing(Loggers(folder, TrackConfig(tensorboard=False))) as loggers:
             for row in rows():
                 values = {name: value for name, value in row.items() if value is not None}
                 loggers.log(values, values.pop("step"))

@@ -9,12 +9,9 @@ from hypothesis import strategies as st
 from pytest import approx
 
 from saccade.run.statistics import (
-    avg_at_k,
     bootstrap_mean,
     independent_difference,
     item_means,
-    maj_at_k,
-    majority_scores,
     mean_interval,
     paired_difference,
     pass_at_k,
@@ -30,19 +27,10 @@ def test_wilson_matches_the_textbook() -> None:
     assert wilson(0, 0) == (0.0, 1.0)
 
 
-def test_wilson_narrows_with_less_confidence() -> None:
-    wide, narrow = wilson(30, 100, 0.99), wilson(30, 100, 0.8)
-    assert wide.low < narrow.low < 0.3 < narrow.high < wide.high
-
-
 @pytest.mark.parametrize("successes, n", [(-1, 3), (4, 3)])
 def test_wilson_refuses_impossible_counts(successes: int, n: int) -> None:
     with pytest.raises(ValueError, match="successes"):
         wilson(successes, n)
-
-
-def test_bootstrap_of_a_constant_is_a_point() -> None:
-    assert bootstrap_mean([0.5] * 7) == (0.5, 0.5)
 
 
 def test_bootstrap_agrees_with_the_normal_interval_and_repeats() -> None:
@@ -57,9 +45,9 @@ def test_bootstrap_agrees_with_the_normal_interval_and_repeats() -> None:
 
 def test_bootstrap_does_not_depend_on_how_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.arange(10.0)
-    whole = bootstrap_mean(values, resamples=100)
-    monkeypatch.setattr("saccade.run.statistics.INDICES_AT_ONCE", 70)
-    assert bootstrap_mean(values, resamples=100) == approx(whole)
+    whole = bootstrap_mean(values)
+    monkeypatch.setattr("saccade.run.statistics.INDICES_AT_ONCE", 7000)
+    assert bootstrap_mean(values) == approx(whole)
 
 
 def test_items_are_resampled_not_samples() -> None:
@@ -69,7 +57,6 @@ def test_items_are_resampled_not_samples() -> None:
 
 def test_ragged_items_weigh_alike() -> None:
     assert item_means([[1.0, 0.0], [1.0]]).tolist() == [0.5, 1.0]
-    assert avg_at_k([[1.0, 0.0], [1.0]]) == 0.75
 
 
 @pytest.mark.parametrize("values", [[], [[]], [[1.0], []], [float("nan")]])
@@ -95,11 +82,8 @@ def test_items_that_are_all_alike_are_not_certain() -> None:
     assert mean_interval([3.0] * 4) == (3.0, 3.0)  # no share, so nothing bounds the others
 
 
-def test_pass_at_k_golden_value() -> None:
+def test_pass_at_k_golden_values() -> None:
     assert pass_at_k(16, 3, 4) == approx(0.60714286, abs=1e-8)
-
-
-def test_pass_at_k_over_items_at_once() -> None:
     values = pass_at_k(16, np.array([0, 3, 13, 16]), 4)
     assert values == approx([0.0, 0.60714286, 1.0, 1.0], abs=1e-8)
     assert pass_at_k(np.array([4, 8]), np.array([1, 1]), 4) == approx([1.0, 0.5])
@@ -116,13 +100,6 @@ def test_pass_at_1_is_the_share_and_pass_at_n_any(n: int, data: st.DataObject) -
 def test_pass_at_k_refuses_impossible_counts(n: int, c: int, k: int) -> None:
     with pytest.raises(ValueError, match="pass@"):
         pass_at_k(n, c, k)
-
-
-def test_majority_ignores_silence_and_shares_ties() -> None:
-    assert majority_scores([["4", "5", "4", None]], [[1.0, 0.0, 1.0, 0.0]]).tolist() == [1.0]
-    assert majority_scores([["4", "5"]], [[1.0, 0.0]]).tolist() == [0.5]
-    assert majority_scores([[None, None]], [[0.0, 0.0]]).tolist() == [0.0]
-    assert maj_at_k([["a", "a", "b"], ["b", "b", "a"]], [[1, 1, 0], [0, 0, 1]]) == 0.5
 
 
 def test_pairs_see_a_difference_that_single_runs_hide() -> None:

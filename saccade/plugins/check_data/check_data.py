@@ -93,8 +93,8 @@ def _reader(config: Config, command: str, family: Family) -> check_rows.Read:
 
 
 def _self_test(config: Config) -> Callable[[Sequence[Sample]], Any] | None:
+    from saccade.plugins.check_data.row_warnings import warnings_of
     from saccade.plugins.check_data.self_test import self_test
-    from saccade.recipes.parts import warnings_of
     from saccade.rewards.scorer import Scorer
 
     reward = config.reward

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from saccade.engines import Capabilities
+from saccade.engines.settings import Settings
 from saccade.errors import ConfigError, SaccadeError
 from saccade.models.families import Family
 from saccade.plugins.judges.http_client.chat_api import Answer
@@ -25,6 +26,10 @@ from saccade.types import Completion, Request
 
 SEED_BITS = 31  # what every server takes
 GLANCE = 0.05  # seconds that poll waits for an answer
+
+
+def from_settings(settings: Settings, family: Family, *, beside_trainer: bool = False) -> HttpEngine:
+    return HttpEngine(ChatClient(settings.http, fields=settings.args), family)
 
 
 class HttpEngine:
@@ -59,6 +64,14 @@ class HttpEngine:
             except BaseException as error:  # raised again where the engine is polled
                 answer = _about(request, error)
             self._answers.put((number, request.key, answer))
+
+    @property
+    def model_name(self) -> str:
+        return self.client.model
+
+    def expenses(self) -> str:
+        """What was asked and what that cost."""
+        return self.client.counters.describe(self.client.http.price)
 
     # -- the protocol --
 

@@ -25,11 +25,11 @@ from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.models.files import stamp
 from saccade.models.load import pick_dtype
+from saccade.plugins.check_data.length_cache import cached_lengths, renderer
 from saccade.plugins.preferences.comparison import Comparison, of_step
 from saccade.plugins.preferences.preference_rows import chosen_first, label_of
 from saccade.plugins.reward_models.reward_card import judged_length, shows_media
 from saccade.recipes import model_setup, questions
-from saccade.recipes.length_cache import cached_lengths, renderer
 from saccade.recipes.to_trajectory import compared
 from saccade.run.folder import write_whole
 from saccade.run.quarantine import decode_error

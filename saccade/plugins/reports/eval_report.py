@@ -16,7 +16,6 @@ from saccade.plugins.reports.episodes import stored_episodes
 from saccade.plugins.reports.report import BESIDE_ACCURACY, INTERVALS, estimate
 from saccade.plugins.reports.report_page import Cell, Estimate, Report, Table, write_report
 from saccade.run.folder import RESULTS
-from saccade.run.report_table import EvaluationReport
 
 TITLES = {
     "by_limit": ("by limit of turns", "limit"),
@@ -98,6 +97,3 @@ def _tables(name: str, found: Mapping[str, Any]) -> Iterator[Table]:
 
 def _kind(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return "Accuracy" if any("accuracy" in row for row in rows.values()) else "Score"
-
-
-EVALUATION = EvaluationReport(lines=table_lines, write=write_eval_report)

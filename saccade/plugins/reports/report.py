@@ -16,9 +16,9 @@ import yaml
 
 from saccade.errors import ConfigError
 from saccade.plugins.reports.curves import Rows, charts_of, phase_seconds
+from saccade.plugins.reports.diagnosis import diagnose
 from saccade.plugins.reports.episodes import stored_episodes
 from saccade.plugins.reports.report_page import Cell, Estimate, Report, Table, write_report
-from saccade.run.diagnosis import diagnose
 from saccade.run.folder import CONFIG, MANIFEST
 from saccade.run.loggers import read_metrics
 from saccade.run.metrics import MEASURE, interval_of, validation_measures

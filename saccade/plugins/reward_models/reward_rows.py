@@ -25,6 +25,7 @@ from saccade.errors import ConfigError, DataError
 from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.models.heads import RewardHead, attach_reward, load_reward
+from saccade.plugins.check_data.length_cache import cached_lengths
 from saccade.plugins.preferences import pairs
 from saccade.plugins.preferences.mappings import number_of
 from saccade.plugins.preferences.pairs import is_tie, load_pairs
@@ -34,7 +35,6 @@ from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, read_ca
 from saccade.plugins.reward_models.reward_forward import RatingLoss, StepsLoss
 from saccade.plugins.reward_models.reward_losses import FIRST_LOG_KAPPA
 from saccade.recipes import questions
-from saccade.recipes.length_cache import cached_lengths
 from saccade.recipes.to_trajectory import compared
 from saccade.types import Batch, Group, Message, Sample, Trajectory
 

@@ -63,10 +63,8 @@ def serve(
 
 
 def _load_model(config: Config, path: str) -> RewardModel:
-    from saccade.recipes.model_setup import (  # torch only where one scores
-        load_learned,
-        quiet_libraries,
-    )
+    from saccade.plugins.reward_models.reward_loading import load_learned  # torch only where one scores
+    from saccade.recipes.model_setup import quiet_libraries
 
     quiet_libraries()
     return load_learned(config, path)

@@ -279,7 +279,7 @@ def test_stock_transformers_loads_the_folder_and_export_takes_the_head_along(tra
 
     _, info = AutoModelForImageTextToText.from_pretrained(trained, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    out = saccade.run.export(trained, tmp_path / "out", "bfloat16", verify=False)
+    out = saccade.export(trained, tmp_path / "out", "bfloat16", verify=False)
     assert read_card(out) == read_card(trained)
     kept = [load_file(folder / "reward_head.safetensors") for folder in (trained, out)]
     assert torch.equal(kept[0]["score.weight"], kept[1]["score.weight"])

@@ -1,8 +1,6 @@
 """An average of the weights that follows the policy slowly; checkpoints hold it as a model folder.
 
 average = b * average + (1 - b) * weights, after every update; b = train.ema
-
-this.begin(total, backend, family, sets, follow(config, family, backend, this.start))
 """
 
 from __future__ import annotations
@@ -18,8 +16,6 @@ from saccade.recipes import model_setup
 from saccade.run.checkpoint import copy_processor
 from saccade.system.contents import File
 from saccade.trainer.local import LocalBackend
-
-FOLDER = "ema"
 
 
 class Average:
@@ -43,15 +39,13 @@ def follow(
     start: Path | None,
     attach: Callable[[Any], object] = lambda model: None,
 ) -> dict[str, Average]:
-    """The average as a part of the checkpoint; empty unless train.ema asks for one. `start` is the
-    checkpoint to resume from; `attach` adds heads that the folder's weights do not have.
+    """The average as a part of the checkpoint. `start` is the checkpoint to resume from; `attach`
+    adds heads that the folder's weights do not have.
     """
-    if not config.train.ema:
-        return {}
     model = model_setup.load_policy(config, family).model
     attach(model)
     average = LocalBackend(model, family)
     if start is not None:
-        average.load_state(start / "state" / FOLDER)
+        average.load_state(start / "state" / "ema")
     policy.follow_with(average, 1 - config.train.ema)
-    return {FOLDER: Average(average)}
+    return {"ema": Average(average)}

@@ -4,7 +4,7 @@ A function of the file of responses and the samples, so it can be made again at 
 responses with a reward take part. A prompt is written as it was asked and says so: no recipe words
 it a second time.
 
-    write_selected(Path("runs/run/generations.jsonl"), samples, select="best_worst", threshold=None)
+    write_selected("best_worst", Path("runs/run/generations.jsonl"), samples, threshold=None)
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ Response = Mapping[str, Any]
 
 
 def write_selected(
-    responses: Path, samples: Sequence[Sample], *, select: str, threshold: float | None
+    select: str, responses: Path, samples: Sequence[Sample], threshold: float | None
 ) -> tuple[Path, int]:
     """Beside the responses, as NAME.SELECT.jsonl; returns the file and its number of rows."""
     path = responses.with_suffix(f".{select}.jsonl")
@@ -82,3 +83,4 @@ def _turn(response: Response) -> Message:
 
 
 SELECT: dict[str, Callable[..., list[Sample]]] = {"best": _best, "best_worst": _best_worst, "threshold": _all_good}
+best, best_worst, threshold = (partial(write_selected, name) for name in SELECT)

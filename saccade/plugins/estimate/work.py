@@ -1,8 +1,7 @@
-"""FLOPs and bytes of the phases of a step, from its records, and what they say against the clock.
+"""FLOPs and bytes of the phases of a step, from its records.
 
 `flops/PHASE` are 1e12 operations that the phase needed, `bytes/rollout` 1e9 bytes that decoding had
-to read; MFU and the share of the bandwidth are these against the peak of the device. A device that
-is not in the table has no shares.
+to read; MFU and the share of the bandwidth are these against the peak of the device.
 
     values |= rl_work(policy, critic, groups, updates, config, algorithm, step)
 """
@@ -118,7 +117,7 @@ def rl_work(
     return counted | {"bytes/rollout": read / GIGA}
 
 
-def sft_work(backend: LocalBackend, batches: Sequence[Batch]) -> dict[str, float]:
+def offline_work(backend: LocalBackend, batches: Sequence[Batch]) -> dict[str, float]:
     policy = meter(backend)
     useful, again = policy.train_step(batches)
     return {"flops/update": useful / TERA, "flops/recomputed": again / TERA}
@@ -126,7 +125,7 @@ def sft_work(backend: LocalBackend, batches: Sequence[Batch]) -> dict[str, float
 
 def shares(work: Mapping[str, float], times: Mapping[str, Any], device: Device) -> dict[str, float]:
     """`perf/mfu_PHASE` and `perf/bandwidth_rollout`: what was needed, over what the device could
-    have done in that time.
+    have done in that time. None of a device whose peaks are not known.
     """
     found = {}
     for name, amount in work.items():
@@ -137,18 +136,3 @@ def shares(work: Mapping[str, float], times: Mapping[str, Any], device: Device) 
         if kind == "bytes" and seconds and device.bandwidth is not None:
             found[f"perf/bandwidth_{phase}"] = amount * GIGA / (seconds * device.bandwidth * TERA)
     return found
-
-
-def speeds(metrics: Mapping[str, float], times: Mapping[str, Any]) -> dict[str, float]:
-    """Rates of the step from what it counted (`count/…`) and how long its phases took."""
-    wanted = {
-        "perf/rollout_tokens_per_s": ("count/rollout_tokens", "time/rollout"),
-        "perf/update_tokens_per_s": ("count/update_tokens", "time/update"),
-        "perf/samples_per_s": ("count/samples", "time/step"),
-        "perf/tokens_per_s_per_gpu": ("count/update_tokens", "time/step"),  # a process has one
-    }
-    return {
-        name: metrics[count] / times[seconds]
-        for name, (count, seconds) in wanted.items()
-        if count in metrics and times.get(seconds)
-    }

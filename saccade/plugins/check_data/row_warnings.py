@@ -1,0 +1,63 @@
+"""What is likely a mistake about rows and rewards as a whole, and nothing to stop for."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from saccade.config import Config
+from saccade.data.datasets import Dataset, Stream
+from saccade.models.families import Family
+from saccade.recipes.questions import warning_of_words
+from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.scorer import Scorer
+from saccade.rewards.user_functions import split_name
+from saccade.rewards.verifiers import VERIFIERS, has_gold
+from saccade.types import Sample
+
+log = logging.getLogger(__name__)
+
+
+def warn_of_rewards(scorer: Scorer | None, sets: Iterable[Dataset], *, shared: bool = True) -> None:
+    samples = [sample for data in sets for sample in data.samples]
+    for warning in warnings_of(scorer, samples, shared=shared) if scorer is not None else ():
+        log.warning(warning)
+
+
+def warnings_of(scorer: Scorer, samples: Sequence[Sample], *, shared: bool = True) -> list[str]:
+    """Rewards of sources that no row has: most likely the name is misspelt; rewards that score
+    none. And rows that have nothing to compare an answer with, where a built-in term does.
+    """
+    unused = scorer.unused((sample.data_source for sample in samples), shared=shared)
+    terms: Counter[str] = Counter()
+    for sample in samples:
+        recipe = scorer.recipe(sample.data_source)
+        term = recipe.terms[recipe.outcome]
+        compares = term.needs_answer and not split_name(term.verifier)
+        row = RewardSample(id=sample.id, response="", answer=sample.answer)
+        terms[term.name] += compares and not has_gold(VERIFIERS[term.verifier], row, term.args)
+    unanswered = [
+        f"{count} of {len(samples)} rows have no answer, and {name} abstains where it has "
+        "none to compare with; data.keys.answer names the column, or leave such rows out"
+        for name, count in terms.items()
+        if count
+    ]
+    return [*unused, *unanswered]
+
+
+def warn_of_rows(config: Config, family: Family, stream: Stream, held: Iterable[Dataset]) -> None:
+    rows, wanted = stream.rows_per_epoch, config.train.prompts_per_step
+    if wanted > rows:
+        log.warning(
+            f"train.prompts_per_step={wanted} and an epoch has {rows} rows: a step takes "
+            f"each {wanted / rows:.3g} times; try train.prompts_per_step={rows}"
+        )
+    if unknown := warning_of_words(family, stream.dataset.samples):
+        log.warning(unknown)
+    for data in held:
+        if same := len(data.contents & stream.dataset.contents):
+            log.warning(
+                f"{same} of {len(data.contents)} different rows of {data.parts[0].path} "
+                "(data.val) are in data.train, too: there it measures what was memorised"
+            )
