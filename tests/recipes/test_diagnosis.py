@@ -1,12 +1,7 @@
 """A run says from its first step on why little is learned, with what a user can change."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 from saccade.recipes import rl
 
-Make = Callable[..., dict[str, Any]]
 MANY = {"train.prompts_per_step": 16, "train.samples_per_prompt": 8, "run.max_steps": 1}
 TAGS = {
     "reward.terms": [{"verifier": "count", "args": {"order": ["answer_tag", "boxed"]}}],
@@ -14,12 +9,12 @@ TAGS = {
 }
 
 
-def log_of(tmp_path: Path, config: dict[str, Any]) -> str:
+def log_of(tmp_path, config):
     rl.run(config)
     return (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_unread_answers_are_said_after_the_first_validation(tmp_path: Path, rl_config: Make, scenes: Path) -> None:
+def test_unread_answers_are_said_after_the_first_validation(tmp_path, rl_config, scenes):
     val = {"data.val": str(scenes / "val.jsonl")}
     log = log_of(tmp_path, rl_config(tmp_path) | MANY | TAGS | val)
     line = "all of the responses have no answer that can be read (count looks in answer_tag, boxed;"
@@ -27,13 +22,13 @@ def test_unread_answers_are_said_after_the_first_validation(tmp_path: Path, rl_c
     assert "; one of them ends with '" in log and "check prompt.format" in log
 
 
-def test_unread_answers_are_said_after_the_first_step(tmp_path: Path, rl_config: Make) -> None:
+def test_unread_answers_are_said_after_the_first_step(tmp_path, rl_config):
     log = log_of(tmp_path, rl_config(tmp_path) | MANY | TAGS)
     assert "nothing is learned: all of the responses have no answer that can be read (count" in log
     assert "one of them ends with '" in log
 
 
-def test_groups_that_are_nearly_all_dead_are_said_with_what_a_live_one_costs(tmp_path: Path, rl_config: Make) -> None:
+def test_groups_that_are_nearly_all_dead_are_said_with_what_a_live_one_costs(tmp_path, rl_config):
     terms = [{"verifier": "count", "args": {"order": ["last_number"]}}]
     pairs = {"train.prompts_per_step": 64, "train.samples_per_prompt": 2}
     config = rl_config(tmp_path) | MANY | pairs | {"reward.terms": terms}
@@ -45,7 +40,7 @@ def test_groups_that_are_nearly_all_dead_are_said_with_what_a_live_one_costs(tmp
     assert "data of medium difficulty" in log
 
 
-def test_groups_that_differ_by_length_alone_are_said(tmp_path: Path, rl_config: Make) -> None:
+def test_groups_that_differ_by_length_alone_are_said(tmp_path, rl_config):
     terms = ["exact", {"verifier": "length", "args": {"target": 6}}]
     config = rl_config(tmp_path) | MANY | {"reward.terms": terms, "prompt.format": "think_answer"}
     row = rl.run(config)

@@ -1,7 +1,5 @@
 """What goes wrong inside a run costs as little as it can."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,9 +7,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,10 +25,8 @@ from saccade.run.loggers import read_metrics
 from saccade.trainer.local import LocalBackend
 from saccade.types import Group, Metrics, Sample, Trajectory
 
-Make = Callable[..., dict[str, Any]]
 
-
-def damaged_copy(scenes: Path, folder: Path, name: str = "train.jsonl") -> tuple[Path, str]:
+def damaged_copy(scenes, folder, name="train.jsonl"):
     """The first picture has an intact header and end mark, so only decoding shows the damage."""
     shutil.copytree(scenes, folder)
     first = json.loads((folder / name).read_text().splitlines()[0])
@@ -45,11 +38,11 @@ def damaged_copy(scenes: Path, folder: Path, name: str = "train.jsonl") -> tuple
     return folder / name, first["id"]
 
 
-def rows_of(file: Path) -> list[dict[str, Any]]:
+def rows_of(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_a_damaged_image_is_set_aside_by_id_and_the_run_goes_on(rl_config: Make, scenes: Path, tmp_path: Path) -> None:
+def test_a_damaged_image_is_set_aside_by_id_and_the_run_goes_on(rl_config, scenes, tmp_path):
     data, bad = damaged_copy(scenes, tmp_path / "data")
     changes = {"data.train": str(data), "data.order": "sequential", "run.max_steps": 2, "data.max_samples": 5}
     rl.run(rl_config(tmp_path) | changes | {"data.max_bad_fraction": 0.5})  # two passes: it counts once
@@ -62,9 +55,7 @@ def test_a_damaged_image_is_set_aside_by_id_and_the_run_goes_on(rl_config: Make,
         rl.run(rl_config(tmp_path / "strict") | changes | {"data.max_bad_fraction": 0.001})
 
 
-def test_eval_and_generate_set_a_damaged_image_aside_as_training_does(
-    rl_config: Make, scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eval_and_generate_set_a_damaged_image_aside_as_training_does(rl_config, scenes, tmp_path, capsys):
     data, bad = damaged_copy(scenes, tmp_path / "data", "val.jsonl")
     config = rl_config(tmp_path) | {"data.train": [], "data.val": str(data)}
     strict = re.compile(rf"(?s)data\.val: 1 of 8 rows are bad .*{bad} \(row 1 .*check-data")
@@ -84,9 +75,7 @@ def test_eval_and_generate_set_a_damaged_image_aside_as_training_does(
     assert f"row {bad} is set aside: " in said and "items 7  rows left out 1" in said
 
 
-def test_a_damaged_image_in_validation_costs_its_row_or_no_finished_step(
-    rl_config: Make, scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_image_in_validation_costs_its_row_or_no_finished_step(rl_config, scenes, tmp_path, capsys):
     data, bad = damaged_copy(scenes, tmp_path / "data", "val.jsonl")
     config = rl_config(tmp_path) | {"data.val": str(data), "val.before": False, "val.every": 2}
     config |= {"run.max_steps": 3, "save.every": 0}
@@ -107,10 +96,8 @@ def test_a_damaged_image_in_validation_costs_its_row_or_no_finished_step(
     assert [row["step"] for row in read_metrics(tmp_path / "other")] == [1, 2, 3]
 
 
-def test_an_engine_that_fails_in_validation_loses_no_finished_step(
-    sft_config: Make, scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*args: Any, **kwargs: Any) -> None:
+def test_an_engine_that_fails_in_validation_loses_no_finished_step(sft_config, scenes, tmp_path, monkeypatch):
+    def broken(*args, **kwargs):
         raise RuntimeError("the engine is gone")
 
     monkeypatch.setattr("saccade.recipes.evaluate.collect", broken)
@@ -122,9 +109,7 @@ def test_an_engine_that_fails_in_validation_loses_no_finished_step(
 
 
 @pytest.mark.parametrize("command", ["eval", "generate", "chat"])
-def test_weights_that_are_no_numbers_end_what_answers_with_5(
-    rl_config: Make, tmp_path: Path, word_model: str, damage: Callable[[Path], str], command: str
-) -> None:
+def test_weights_that_are_no_numbers_end_what_answers_with_5(rl_config, tmp_path, word_model, damage, command):
     weight = damage(shutil.copytree(word_model, tmp_path / "model"))
     config = rl_config(tmp_path, model__path=str(tmp_path / "model"))
     if command == "eval":
@@ -139,7 +124,7 @@ def test_weights_that_are_no_numbers_end_what_answers_with_5(
     assert not (tmp_path / "run" / "results.json").exists() and "!!" not in done.stdout
 
 
-def test_what_fails_before_an_update_keeps_the_steps_before_it(rl_config: Make, tmp_path: Path) -> None:
+def test_what_fails_before_an_update_keeps_the_steps_before_it(rl_config, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(
         "def score(sample):\n"
@@ -158,9 +143,7 @@ def test_what_fails_before_an_update_keeps_the_steps_before_it(rl_config: Make, 
     assert [row["length/parse_rate"] for row in rows] == [1, 1]
 
 
-def test_a_reward_that_hangs_is_told_of_and_given_up_before_all_have_hung(
-    rl_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_that_hangs_is_told_of_and_given_up_before_all_have_hung(rl_config, tmp_path, monkeypatch):
     monkeypatch.setattr(scoring, "PATIENCE", 0.0)
     reward = tmp_path / "reward.py"
     reward.write_text("import time\n\ndef slow(sample):\n    time.sleep(100)\n")
@@ -174,16 +157,16 @@ def test_a_reward_that_hangs_is_told_of_and_given_up_before_all_have_hung(
     assert f"waiting for rewards (slow): 0 of {total} after" in told
 
 
-def test_old_rollout_still_measures_the_gap_between_engine_and_trainer(rl_config: Make, tmp_path: Path) -> None:
+def test_old_rollout_still_measures_the_gap_between_engine_and_trainer(rl_config, tmp_path):
     rl.run(rl_config(tmp_path) | {"algorithm.old": "rollout", "run.max_steps": 1})
     row = read_metrics(tmp_path / "run")[-1]
     assert 0 < row["mismatch/logp_gap_max"] < 1e-4
 
 
-def test_a_signal_ends_a_long_rollout_before_any_response_is_finished(rl_config: Make, tmp_path: Path) -> None:
+def test_a_signal_ends_a_long_rollout_before_any_response_is_finished(rl_config, tmp_path):
     long = {"rollout.max_tokens": 3500, "rollout.ignore_eos": True, "train.samples_per_prompt": 2}
 
-    def interrupt() -> None:
+    def interrupt():
         while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # everything is being loaded
             time.sleep(0.05)
         time.sleep(1.0)
@@ -197,7 +180,7 @@ def test_a_signal_ends_a_long_rollout_before_any_response_is_finished(rl_config:
     assert complete_steps(tmp_path / "run" / "checkpoints") == [0]
 
 
-def test_a_larger_gap_is_allowed_by_its_option() -> None:
+def test_a_larger_gap_is_allowed_by_its_option():
     algorithm = resolve(AlgorithmConfig(preset="grpo"), max_tokens=4)
     found = Metrics()
     found.add("mismatch/mult_prob_error", 1.116)
@@ -208,8 +191,8 @@ def test_a_larger_gap_is_allowed_by_its_option() -> None:
     check_mismatch(found, algorithm, 0.2)
 
 
-def test_a_full_gpu_says_what_makes_room(rl_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **kwargs: Any) -> None:
+def test_a_full_gpu_says_what_makes_room(rl_config, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 260 MiB. GPU 0 has")
 
     monkeypatch.setattr(LocalBackend, "train_step", full)
@@ -218,9 +201,7 @@ def test_a_full_gpu_says_what_makes_room(rl_config: Make, tmp_path: Path, monkey
     assert "Tried to allocate 260 MiB" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_weights_that_were_cut_short_or_are_missing_are_refused_before_a_run_begins(
-    rl_config: Make, tmp_path: Path
-) -> None:
+def test_weights_that_were_cut_short_or_are_missing_are_refused_before_a_run_begins(rl_config, tmp_path):
     config = rl_config(tmp_path)
     half = tmp_path / "half"
     shutil.copytree(config["model.path"], half)
@@ -241,7 +222,7 @@ def test_weights_that_were_cut_short_or_are_missing_are_refused_before_a_run_beg
         (("answered", "answered"), "fix the reward, or raise"),
     ],
 )
-def test_who_failed_is_named(ends: tuple[str, ...], blamed: str) -> None:
+def test_who_failed_is_named(ends, blamed):
     nothing = np.zeros(0)
     members = tuple(
         Trajectory(
@@ -262,7 +243,7 @@ def test_who_failed_is_named(ends: tuple[str, ...], blamed: str) -> None:
         check_errors([group], config)
 
 
-def test_a_function_that_changed_before_a_resume_is_named(rl_config: Make, tmp_path: Path) -> None:
+def test_a_function_that_changed_before_a_resume_is_named(rl_config, tmp_path):
     mine, log = tmp_path / "mine.py", tmp_path / "run" / "log.txt"
     config = rl_config(tmp_path, algorithm__filter__function=f"{mine}:keep", run__resume="auto")
     for step, body in enumerate(["groups", "groups", "groups[:]"], 1):
@@ -278,9 +259,7 @@ def test_a_function_that_changed_before_a_resume_is_named(rl_config: Make, tmp_p
         ("1 / 0", ConfigError),  # of the user's own code
     ],
 )
-def test_the_log_holds_the_traceback_of_what_nobody_expected(
-    does: str, raised: type[Exception], rl_config: Make, tmp_path: Path
-) -> None:
+def test_the_log_holds_the_traceback_of_what_nobody_expected(does, raised, rl_config, tmp_path):
     mine, run = tmp_path / "mine.py", tmp_path / "run"
     mine.write_text(
         f"from pathlib import Path\n\nrun, seen = Path({str(run)!r}), []\n\n"
@@ -294,7 +273,7 @@ def test_the_log_holds_the_traceback_of_what_nobody_expected(
     assert raised is FileExistsError or f'File "{mine}", line 8, in keep' in told
 
 
-def test_a_refusal_names_no_checkpoint_of_another_run(rl_config: Make, tmp_path: Path) -> None:
+def test_a_refusal_names_no_checkpoint_of_another_run(rl_config, tmp_path):
     rl.run(rl_config(tmp_path, run__max_steps=1))
     start = str(tmp_path / "run" / "checkpoints" / "step-1")
     other = rl_config(tmp_path, run__name="other", run__resume=start, train__lr_scale={"audio": 2.0})
@@ -303,9 +282,7 @@ def test_a_refusal_names_no_checkpoint_of_another_run(rl_config: Make, tmp_path:
     assert "is saved in" not in str(refused.value)
 
 
-def test_steps_without_a_checkpoint_are_kept_and_begun_again(
-    rl_config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_without_a_checkpoint_are_kept_and_begun_again(rl_config, tmp_path, capsys):
     changes = rl_config(tmp_path) | {"run.max_steps": 1, "track.trajectories_every": 1}
     rl.run(changes)
     shutil.rmtree(tmp_path / "run" / "checkpoints")

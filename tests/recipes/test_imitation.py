@@ -2,12 +2,7 @@
 demonstrations beside reinforcement learning, and an average of the weights.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,12 +17,9 @@ from saccade.recipes.to_trajectory import document
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Message, Sample
 
-Make = Callable[..., dict[str, Any]]
-Read = Callable[[Path], list[dict[str, Any]]]
-
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+def teacher(tmp_path_factory):
     from saccade.models.tiny import build
     from saccade.plugins.quickstart.quickstart import WORDS
 
@@ -38,14 +30,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("rows_of_logits", [None, 3])
-def test_the_loss_beside_a_teacher(
-    tmp_path: Path,
-    sft_config: Make,
-    teacher: str,
-    word_model: str,
-    monkeypatch: pytest.MonkeyPatch,
-    rows_of_logits: int | None,
-) -> None:
+def test_the_loss_beside_a_teacher(tmp_path, sft_config, teacher, word_model, monkeypatch, rows_of_logits):
     """Against stock transformers, row by row, also where logits come in chunks of three."""
     import torch
     import transformers
@@ -81,9 +66,7 @@ def test_the_loss_beside_a_teacher(
     assert row["sft/teacher"] > 0 and row["sft/ppl"] != pytest.approx(np.exp(row["sft/loss"]))
 
 
-def test_a_teacher_with_other_tokens_is_refused(
-    tmp_path: Path, sft_config: Make, family_of: Callable[..., Any]
-) -> None:
+def test_a_teacher_with_other_tokens_is_refused(tmp_path, sft_config, family_of):
     for other in ("qwen3", "qwen2_5_vl"):
         with pytest.raises(ConfigError, match=r"sft.teacher=.*same family and tokenizer"):
             sft.run(sft_config(tmp_path, sft__teacher=family_of(other).path))
@@ -91,7 +74,7 @@ def test_a_teacher_with_other_tokens_is_refused(
         sft.run(sft_config(tmp_path, sft__kd_coef=0.2))
 
 
-def test_a_mixture_with_the_same_tokens_teaches_a_dense_model(tmp_path: Path) -> None:
+def test_a_mixture_with_the_same_tokens_teaches_a_dense_model(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}) + "\n")
     options = [f"run.out={tmp_path}", "run.max_steps=1", "train.warmup=0", f"data.train={rows}"]
@@ -103,7 +86,7 @@ def test_a_mixture_with_the_same_tokens_teaches_a_dense_model(tmp_path: Path) ->
 # -- documents -------------------------------------------------------------------------------------
 
 
-def test_every_token_of_a_document_is_trained_in_pieces(word_model: str) -> None:
+def test_every_token_of_a_document_is_trained_in_pieces(word_model):
     family = load_family(word_model)
     sample = Sample(id="d", messages=(Message(role="user", parts=("red blue 3 how many",)),))
     end = family.chat.tokenizer.eos_token_id
@@ -114,7 +97,7 @@ def test_every_token_of_a_document_is_trained_in_pieces(word_model: str) -> None
     assert np.concatenate([p.ids for p in pieces]).tolist() == whole.ids.tolist()
 
 
-def test_pretraining_learns_a_text_by_heart(tmp_path: Path, sft_config: Make, numbers: Read) -> None:
+def test_pretraining_learns_a_text_by_heart(tmp_path, sft_config, numbers):
     path = tmp_path / "documents.jsonl"
     rows = [{"text": "red blue red blue 3 2 1"}, {"text": "how many objects ? 5 6"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -130,13 +113,13 @@ def test_pretraining_learns_a_text_by_heart(tmp_path: Path, sft_config: Make, nu
 # -- answers with their reward ---------------------------------------------------------------------
 
 
-def test_the_reward_stands_after_the_question(tmp_path: Path, sft_config: Make, word_model: str) -> None:
+def test_the_reward_stands_after_the_question(tmp_path, sft_config, word_model):
     rows = [
         {"messages": [{"role": "user", "content": "how many ?"}], "reward": 9},
         {"prompt": "how many ?", "chosen": "red", "rejected": "blue", "reward": 0.25},
         {"input": "how many ?", "output": "blue", "label": 0},
     ]
-    rows[0]["messages"].append({"role": "assistant", "content": "3"})  # type: ignore[attr-defined]
+    rows[0]["messages"].append({"role": "assistant", "content": "3"})
     family, found = load_family(word_model), []
     for number, row in enumerate(rows):
         path = tmp_path / f"{number}.jsonl"
@@ -158,9 +141,7 @@ def test_the_reward_stands_after_the_question(tmp_path: Path, sft_config: Make, 
             sft.run(sft_config(tmp_path, sft__reward_tag=tag))
 
 
-def test_one_model_learns_good_and_bad_answers_apart(
-    tmp_path: Path, sft_config: Make, numbers: Read, scenes: Path
-) -> None:
+def test_one_model_learns_good_and_bad_answers_apart(tmp_path, sft_config, numbers, scenes):
     """Asked for the best, it gives the answers that were called good."""
     rows = [
         {"prompt": "how many ?", "completion": "red" if good else "blue", "label": int(good)} for good in (True, False)
@@ -186,9 +167,7 @@ def test_one_model_learns_good_and_bad_answers_apart(
 # -- demonstrations beside reinforcement learning --------------------------------------------------
 
 
-def test_demonstrations_are_part_of_the_same_update(
-    tmp_path: Path, rl_config: Make, scenes: Path, numbers: Read, same_weights: Callable[..., bool]
-) -> None:
+def test_demonstrations_are_part_of_the_same_update(tmp_path, rl_config, scenes, numbers, same_weights):
     shown = str(scenes / "shown.jsonl")
     for name, coef in (("without", 0.0), ("with", 1.0)):
         more = {"train.sft_coef": coef, "data.demonstrations": shown} if coef else {}
@@ -210,7 +189,7 @@ def test_demonstrations_are_part_of_the_same_update(
         rl.run(rl_config(tmp_path, train__sft_coef=0.1))
 
 
-def test_the_gradients_of_both_terms_add_up(word_model: str, scenes: Path) -> None:
+def test_the_gradients_of_both_terms_add_up(word_model, scenes):
     import torch
 
     from saccade.algorithms import select
@@ -243,13 +222,7 @@ def test_the_gradients_of_both_terms_add_up(word_model: str, scenes: Path) -> No
 # -- an average of the weights ---------------------------------------------------------------------
 
 
-def test_an_average_follows_the_weights_and_resumes(
-    tmp_path: Path,
-    sft_config: Make,
-    word_model: str,
-    tensors: Callable[..., dict[str, Any]],
-    same_weights: Callable[..., bool],
-) -> None:
+def test_an_average_follows_the_weights_and_resumes(tmp_path, sft_config, word_model, tensors, same_weights):
     config = sft_config(tmp_path, run__max_steps=3, save__every=1, train__ema=0.75)
     sft.run(config | {"run.name": "whole"})
     folders = [tmp_path / "whole/checkpoints" / f"step-{n}" for n in (1, 2, 3)]

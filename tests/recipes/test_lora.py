@@ -1,11 +1,7 @@
 """Runs that train adapters: what moves, what is written, going on as if never stopped."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -19,32 +15,30 @@ from saccade.recipes import evaluate, rl, sft
 
 pytest.importorskip("peft")
 
-Make = Callable[..., dict[str, Any]]
-Read = Callable[[Path], list[dict[str, Any]]]
 LORA = {"model.train": "lora", "model.lora.rank": 4, "train.lr": 2e-2}
 WITH_KL = {"algorithm.kl.coef": 0.05}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, rl_config: Make) -> dict[str, Any]:
+def trained(tmp_path_factory, rl_config):
     """Four steps of GRPO with a KL, adapters on the language model."""
     config = rl_config(tmp_path_factory.mktemp("lora")) | LORA | WITH_KL
     rl.run(config)
     return config
 
 
-def last(config: dict[str, Any], name: str = "run", step: int = 4) -> Path:
+def last(config, name="run", step=4):
     return Path(config["run.out"]) / name / "checkpoints" / f"step-{step}"
 
 
-def moved(config: dict[str, Any], tensors: Callable[..., dict[str, Any]], **place: Any) -> set[str]:
+def moved(config, tensors, **place):
     """Tensors of the checkpoint that are not those of the start."""
     start, now = tensors(config["model.path"]), tensors(last(config, **place))
     assert start.keys() == now.keys()
     return {name for name in start if not bool((start[name] == now[name]).all())}
 
 
-def test_only_what_is_adapted_moves(trained: dict[str, Any], tensors: Any, numbers: Read) -> None:
+def test_only_what_is_adapted_moves(trained, tensors, numbers):
     names = moved(trained, tensors)
     assert len(names) == 14 and all("layers." in n and n.endswith("proj.weight") for n in names)
     rows = numbers(last(trained).parent.parent)
@@ -56,7 +50,7 @@ def test_only_what_is_adapted_moves(trained: dict[str, Any], tensors: Any, numbe
     assert "trained weights: vision 0 of" in log and "llm 8,192 in adapters beside" in log
 
 
-def test_sft_learns(tmp_path: Path, sft_config: Make, tensors: Any, numbers: Read) -> None:
+def test_sft_learns(tmp_path, sft_config, tensors, numbers):
     config = sft_config(tmp_path, run__max_steps=8) | LORA
     sft.run(config)
     losses = [row["sft/loss"] for row in numbers(tmp_path / "run")]
@@ -64,7 +58,7 @@ def test_sft_learns(tmp_path: Path, sft_config: Make, tensors: Any, numbers: Rea
     assert len(moved(config, tensors, step=8)) == 14
 
 
-def test_a_tower_of_its_own_and_its_learning_rate(tmp_path: Path, sft_config: Make, tensors: Any) -> None:
+def test_a_tower_of_its_own_and_its_learning_rate(tmp_path, sft_config, tensors):
     config = sft_config(tmp_path, run__max_steps=2) | LORA
     sft.run(config | {"run.name": "vision", "model.lora.targets": "vision"})
     names = moved(config, tensors, name="vision", step=2)
@@ -76,7 +70,7 @@ def test_a_tower_of_its_own_and_its_learning_rate(tmp_path: Path, sft_config: Ma
 
 # -- going on --------------------------------------------------------------------------------------
 
-RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
+RESUMED = {
     "rl with a KL": ("rl", WITH_KL),
     "rl whose reference follows": ("rl", WITH_KL | {"algorithm.kl.update": "copy", "algorithm.kl.update_every": 1}),
     "sft with dropout in bf16 with fp32 masters": ("sft", {"model.lora.dropout": 0.2, "model.dtype": "bfloat16"}),
@@ -84,9 +78,7 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_stopped_and_resumed_is_the_same_run(
-    tmp_path: Path, name: str, rl_config: Make, sft_config: Make, tensors: Any, same_weights: Any, numbers: Read
-) -> None:
+def test_stopped_and_resumed_is_the_same_run(tmp_path, name, rl_config, sft_config, tensors, same_weights, numbers):
     kind, changes = RESUMED[name]
     recipe, make = {"rl": (rl.run, rl_config), "sft": (sft.run, sft_config)}[kind]
     config = make(tmp_path, run__max_steps=2) | LORA | changes
@@ -102,13 +94,13 @@ def test_stopped_and_resumed_is_the_same_run(
     assert "model.lora.dropout" not in changes or "cpu" in state  # where its random numbers stand
 
 
-def test_a_blended_reference_is_refused(tmp_path: Path, rl_config: Make) -> None:
+def test_a_blended_reference_is_refused(tmp_path, rl_config):
     config = rl_config(tmp_path) | LORA | WITH_KL
     with pytest.raises(ConfigError, match=r"kl\.update=ema: .* use algorithm\.kl\.update=copy"):
         rl.run(config | {"algorithm.kl.update": "ema", "algorithm.kl.ema": 0.1})
 
 
-def test_a_critic_has_no_adapters(tmp_path: Path, rl_config: Make, tensors: Any) -> None:
+def test_a_critic_has_no_adapters(tmp_path, rl_config, tensors):
     config = rl_config(tmp_path, run__max_steps=2, algorithm__preset="ppo") | LORA
     rl.run(config)
     critic = tensors(last(config, step=2) / "state" / "critic")
@@ -120,7 +112,7 @@ def test_a_critic_has_no_adapters(tmp_path: Path, rl_config: Make, tensors: Any)
 # -- using it --------------------------------------------------------------------------------------
 
 
-def test_export_gives_both(trained: dict[str, Any], tmp_path: Path, same_weights: Any) -> None:
+def test_export_gives_both(trained, tmp_path, same_weights):
     folder = last(trained)
     out = export(folder, tmp_path / "both")
     assert same_weights(out, folder) and same_weights(out / "adapter", folder / "adapter")
@@ -135,9 +127,7 @@ def test_export_gives_both(trained: dict[str, Any], tmp_path: Path, same_weights
         export(trained["model.path"], tmp_path / "none", adapter_only=True)
 
 
-def test_a_checkpoint_is_evaluated_and_trained_on_like_any_model(
-    trained: dict[str, Any], tmp_path: Path, scenes: Path
-) -> None:
+def test_a_checkpoint_is_evaluated_and_trained_on_like_any_model(trained, tmp_path, scenes):
     config = trained | {"model.path": str(last(trained)), "run.out": str(tmp_path)}
     evaluate.run(config | {"data.val": str(scenes / "val.jsonl")}, out=tmp_path / "eval")
     assert json.loads((tmp_path / "eval" / "results.json").read_text())
@@ -158,15 +148,13 @@ def test_a_checkpoint_is_evaluated_and_trained_on_like_any_model(
         ("rl", LORA | {"model.lora.dropout": 0.1}, r"not the one that answered"),
     ],
 )
-def test_options_that_contradict_are_refused(
-    tmp_path: Path, rl_config: Make, sft_config: Make, command: str, changes: Any, message: str
-) -> None:
+def test_options_that_contradict_are_refused(tmp_path, rl_config, sft_config, command, changes, message):
     make = {"rl": rl_config, "sft": sft_config}[command]
     with pytest.raises(ConfigError, match=message):
         check(load(make(tmp_path) | changes), command)
 
 
-def test_four_bits_train_and_resume(tmp_path: Path, rl_config: Make, same_weights: Any, numbers: Read) -> None:
+def test_four_bits_train_and_resume(tmp_path, rl_config, same_weights, numbers):
     pytest.importorskip("bitsandbytes")
     config = rl_config(tmp_path, run__max_steps=2) | LORA | WITH_KL | {"model.train": "qlora"}
     rl.run(config | {"run.name": "whole"})

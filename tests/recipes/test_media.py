@@ -1,15 +1,11 @@
 """Rows with videos and sounds run through every training command, and are checked and counted."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
 import wave
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +25,6 @@ from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split
 from saccade.plugins.reward_models import reward_training
 from saccade.recipes import questions, rl, rl_rollout, sft
 from saccade.run import quarantine
-from saccade.types import Media
 
 TINY = {"video": "tiny:qwen2_5_vl", "audio": "tiny:qwen2_audio", "every": "tiny:qwen2_5_omni"}
 SHOWN = {"sft": "sft/loss", "dpo": "dpo/loss", "rl": "reward/mean", "rm": "rm/loss"}
@@ -43,7 +38,7 @@ FILES = {"videos": "gif", "images": "png", "audios": "wav"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     home = tmp_path_factory.mktemp("media")
     for n in range(4):
         frames = [Image.new("RGB", (56, 56), (60 * n, 50 * m, 9)) for m in range(4)]
@@ -56,13 +51,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def rows(folder: Path, kind: str, command: str) -> str:
+def rows(folder, kind, command):
     """A picture beside every video."""
     mark, columns = MEDIA[kind]
     listed = []
     for n in range(4):
         media = {column: [f"{n}.{FILES[column]}"] for column in columns}
-        row: dict[str, Any] = {"id": str(n), "problem": f"{mark}What is {n}?", **media}
+        row = {"id": str(n), "problem": f"{mark}What is {n}?", **media}
         if command in ("dpo", "rm"):
             row |= {"chosen": "red", "rejected": "green"}
         elif command == "sft":
@@ -77,9 +72,9 @@ def rows(folder: Path, kind: str, command: str) -> str:
     return str(path)
 
 
-def trained(folder: Path, kind: str, command: str, **changes: Any) -> float:
+def trained(folder, kind, command, **changes):
     name, out = f"{kind}-{command}", str(folder / "runs")
-    options: dict[str, Any] = {
+    options = {
         "run": {"name": name, "out": out, "max_steps": 1, "device": "cpu"},
         "model": {"path": TINY[kind]},
         "data": {"train": rows(folder, kind, command), "max_frame_pixels": 3136},
@@ -95,11 +90,11 @@ def trained(folder: Path, kind: str, command: str, **changes: Any) -> float:
 
 
 @pytest.mark.parametrize(("kind", "command"), [("video", "sft"), ("video", "dpo"), ("video", "rl"), ("audio", "sft")])
-def test_a_command_trains_on_it(folder: Path, kind: str, command: str) -> None:
+def test_a_command_trains_on_it(folder, kind, command):
     assert math.isfinite(trained(folder, kind, command))
 
 
-def test_a_reward_model_of_sounds_pictures_and_videos_scores_answers_about_them(folder: Path) -> None:
+def test_a_reward_model_of_sounds_pictures_and_videos_scores_answers_about_them(folder):
     from transformers import AutoModelForImageTextToText
 
     assert math.isfinite(trained(folder, "every", "rm"))
@@ -112,7 +107,7 @@ def test_a_reward_model_of_sounds_pictures_and_videos_scores_answers_about_them(
     assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
 
 
-def test_data_is_checked_and_rewritten(folder: Path) -> None:
+def test_data_is_checked_and_rewritten(folder):
     for kind, other in (("video", "image"), ("audio", "audio")):
         config = load({"data": {"train": rows(folder, kind, "rl")}})
         report = check_data(config)
@@ -125,7 +120,7 @@ def test_data_is_checked_and_rewritten(folder: Path) -> None:
         assert {m.kind for s in data.samples for m in s.media} == {kind, other}
 
 
-def test_a_broken_medium_is_a_bad_row(folder: Path) -> None:
+def test_a_broken_medium_is_a_bad_row(folder):
     (folder / "broken.gif").write_bytes((folder / "0.gif").read_bytes()[:60])
     (folder / "broken.wav").write_bytes((folder / "0.wav").read_bytes()[:60])
     for name, column in (("broken.gif", "videos"), ("broken.wav", "audios"), ("no.gif", "videos")):
@@ -137,7 +132,7 @@ def test_a_broken_medium_is_a_bad_row(folder: Path) -> None:
 
 @pytest.mark.parametrize("ready", [0, 3, 4])
 def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(family_of, tmp_path, monkeypatch, ready):
-    begun: list[Media] = []
+    begun = []
     ahead = SimpleNamespace(get=begun.append)
     family = replace(family_of("qwen2_5_vl"), cache=lambda media: ahead)
     rows = write_jsonl(counting_split(8, seed=0, colours=TEACHING_COLOURS), tmp_path)
@@ -154,7 +149,7 @@ def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(family_of, tmp_pa
     assert set(begun) == set(coming[:ready]) and len(begun) == ready and len(coming) == 4
 
 
-def test_a_picture_is_decoded_once_however_often_its_row_comes(rl_config, tmp_path, monkeypatch) -> None:
+def test_a_picture_is_decoded_once_however_often_its_row_comes(rl_config, tmp_path, monkeypatch):
     decoded, decode = [], pixel_cache.decode
     monkeypatch.setattr(pixel_cache, "decode", lambda media: decoded.append(media.hash) or decode(media))
     monkeypatch.setattr(pixel_cache.DECODED, "max_bytes", 0)  # as if all of them were large
@@ -174,7 +169,7 @@ def test_a_set_is_looked_at_once_however_often_it_is_measured(family_of, tmp_pat
     assert sorted(looked) == ["0", "1", "2"]
 
 
-def test_a_row_is_set_aside_when_its_picture_was_replaced(rl_config, tmp_path, monkeypatch) -> None:
+def test_a_row_is_set_aside_when_its_picture_was_replaced(rl_config, tmp_path, monkeypatch):
     monkeypatch.setattr(pixel_cache.DECODED, "max_bytes", 0)
     monkeypatch.setattr(qwen_vl, "CACHE_BYTES", 0)  # every step reads the files again
     reward = tmp_path / "reward.py"
@@ -192,7 +187,7 @@ def test_a_row_is_set_aside_when_its_picture_was_replaced(rl_config, tmp_path, m
     assert row["id"] == "6" and row["reason"].endswith("6.png: changed after it was read")
 
 
-def pictures(folder: Path, count: int) -> str:
+def pictures(folder, count):
     """A step of `rl_config` takes four rows."""
     lines = []
     for n in range(count):
@@ -202,7 +197,7 @@ def pictures(folder: Path, count: int) -> str:
     return str(folder / "rows.jsonl")
 
 
-def test_the_next_prompts_are_prepared_once_the_engine_has_begun(rl_config, tmp_path, monkeypatch) -> None:
+def test_the_next_prompts_are_prepared_once_the_engine_has_begun(rl_config, tmp_path, monkeypatch):
     looks, ahead = [0], []
     poll, prefetch = EmbeddedEngine.poll, rl_rollout.prefetch_prompts
 

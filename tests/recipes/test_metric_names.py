@@ -1,12 +1,8 @@
 """docs/runs.md names every metric that a run writes."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,10 +12,8 @@ from saccade.run.loggers import read_metrics
 PAGE = Path(__file__).parents[2] / "docs" / "runs.md"
 NO_METRICS = {"step", "time"}
 
-Make = Callable[..., dict[str, Any]]
 
-
-def documented() -> Iterator[re.Pattern[str]]:
+def documented():
     """Of the first cells of the table. A name without a folder is in that of the first one, {a,b}
     is either, <name> is anything.
     """
@@ -32,19 +26,19 @@ def documented() -> Iterator[re.Pattern[str]]:
             yield _pattern(folder + name)
 
 
-def _pattern(name: str) -> re.Pattern[str]:
+def _pattern(name):
     text = re.sub(r"<\w+>", "[^/]+", re.escape(name))
     either = re.sub(r"\\{(.+?)\\}", lambda m: f"(?:{m[1].replace(',', '|')})", text)
     return re.compile(either)
 
 
-def unnamed(rows: list[dict[str, Any]]) -> list[str]:
+def unnamed(rows):
     known = list(documented())
     found = {name for row in rows for name in row} - NO_METRICS
     return sorted(n for n in found if not any(pattern.fullmatch(n) for pattern in known))
 
 
-def test_the_metrics_of_grpo_with_adapters_are_documented(tmp_path: Path, rl_config: Make, scenes: Path) -> None:
+def test_the_metrics_of_grpo_with_adapters_are_documented(tmp_path, rl_config, scenes):
     pytest.importorskip("peft")
     adapters = {"model.train": "lora", "model.lora.rank": 4, "model.lora.vision": True}
     validation = {"data.val": str(scenes / "val.jsonl"), "val.every": 1, "val.n": 2}
@@ -55,6 +49,6 @@ def test_the_metrics_of_grpo_with_adapters_are_documented(tmp_path: Path, rl_con
     assert unnamed([{"policy/unheard_of": 1.0}]) == ["policy/unheard_of"]
 
 
-def test_the_metrics_of_sft_are_documented(tmp_path: Path, sft_config: Make) -> None:
+def test_the_metrics_of_sft_are_documented(tmp_path, sft_config):
     sft.run(sft_config(tmp_path, run__max_steps=2))
     assert unnamed(read_metrics(tmp_path / "run")) == []

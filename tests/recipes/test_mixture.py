@@ -1,11 +1,6 @@
 """Runs of a mixture of experts: all commands balance it, checkpoints go on exactly."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -20,16 +15,14 @@ from saccade.plugins.quickstart.quickstart import WORDS
 from saccade.plugins.reward_models import reward_training
 from saccade.recipes import rl, sft
 
-Read = Callable[[Path], list[dict[str, Any]]]
-
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     return build("mixtral", tmp_path_factory.mktemp("mixtral"), words=WORDS)
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+def rows(tmp_path_factory):
     """Questions with an answer, a better and a worse reply."""
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     listed = [
@@ -40,8 +33,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def config(model: str, rows: str, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    def make(**changes: Any) -> dict[str, Any]:
+def config(model, rows, tmp_path):
+    def make(**changes):
         options = {
             "run.out": str(tmp_path),
             "run.max_steps": 2,
@@ -67,9 +60,7 @@ RL = {
 }
 
 
-def test_rl_reports_the_balance_and_goes_on_exactly(
-    config: Any, tmp_path: Path, numbers: Read, same_weights: Any
-) -> None:
+def test_rl_reports_the_balance_and_goes_on_exactly(config, tmp_path, numbers, same_weights):
     whole = config(run__name="whole", run__max_steps=2, train__epochs=9, **RL)
     rl.run(whole)
     for step in (1, 2):
@@ -81,19 +72,19 @@ def test_rl_reports_the_balance_and_goes_on_exactly(
     assert all(row["mismatch/logp_gap_max"] < 1e-4 for row in found)
 
 
-def test_a_critic_is_balanced_too(config: Any, tmp_path: Path, numbers: Read) -> None:
+def test_a_critic_is_balanced_too(config, tmp_path, numbers):
     rl.run(config(algorithm__preset="ppo", **RL | {"train__samples_per_prompt": 1}))
     assert all(row["moe/aux_loss_critic"] > 2 for row in numbers(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("command", [sft, dpo, reward_training])
-def test_learning_from_rows_evens_out_the_experts(command: Any, config: Any, tmp_path: Path, numbers: Read) -> None:
+def test_learning_from_rows_evens_out_the_experts(command, config, tmp_path, numbers):
     command.run(config(run__max_steps=6, train__aux_coef=1.0, train__epochs=9))
     found = [row["moe/aux_loss"] for row in numbers(tmp_path / "run")]
     assert found[-1] < found[0] - 0.05 and len(found) == 6
 
 
-def test_a_dense_model_is_refused_by_its_config_alone(config: Any, tmp_path: Path) -> None:
+def test_a_dense_model_is_refused_by_its_config_alone(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))  # and no weights
     with pytest.raises(ConfigError, match=r"train\.aux_coef: .* is a llama and has no experts"):
         sft.run(config(model__path=str(tmp_path)))
@@ -114,9 +105,7 @@ def test_a_dense_model_is_refused_by_its_config_alone(config: Any, tmp_path: Pat
         ("here", {"model_type": "qwen2_moe", "num_experts": 60}, "qwen2_moe"),
     ],
 )
-def test_a_smoke_test_takes_a_tiny_model_of_the_same_kind(
-    path: str, described: Any, tiny: str, tmp_path: Path, rows: str
-) -> None:
+def test_a_smoke_test_takes_a_tiny_model_of_the_same_kind(path, described, tiny, tmp_path, rows):
     if described:
         path = str(tmp_path)
         (tmp_path / "config.json").write_text(json.dumps(described))
@@ -130,20 +119,20 @@ def test_a_smoke_test_takes_a_tiny_model_of_the_same_kind(
     assert line + ("\n" if described else ", guessed by name") in result.stdout
 
 
-def test_who_balances_experts_gets_a_tiny_model_that_has_some() -> None:
+def test_who_balances_experts_gets_a_tiny_model_that_has_some():
     paths = ("models/Qwen-own", "models/Mixtral-8x7B", "models/mine")
     kinds = [model_type(load({"model.path": path, "train.aux_coef": 0.01})) for path in paths]
     assert kinds == ["qwen3_moe", "mixtral", "qwen3_moe"]
 
 
-def test_what_is_no_mixture_or_cannot_read_one_is_refused(config: Any, tmp_path: Path) -> None:
+def test_what_is_no_mixture_or_cannot_read_one_is_refused(config, tmp_path):
     with pytest.raises(ConfigError, match=r"train\.aux_coef=0.01: Llama"):
         sft.run(config(model__path="tiny:llama"))
     with pytest.raises(ConfigError, match=r"rollout.engine=vllm: .*use rollout.engine=embedded"):
         rl.run(config(rollout__engine="vllm", run__name="other", **RL))
 
 
-def test_a_smoke_test_drops_what_only_other_engines_read() -> None:
+def test_a_smoke_test_drops_what_only_other_engines_read():
     parallel = {"rollout.engine": "vllm", "rollout.tensor_parallel": 2, "rollout.replicas": 4}
     shrunk = smoke(load({"model.path": "tiny:llama"} | parallel), "rl").rollout
     assert (shrunk.engine, shrunk.replicas) == ("embedded", 0)

@@ -13,7 +13,7 @@ from tests.engines.copies import CopyEngine
 def foreign(monkeypatch):
     """Runs sample from a copy of the policy, built with these options."""
 
-    def use(**options) -> None:
+    def use(**options):
         def make_engine(config, policy, **others):
             dtype = next(policy.model.parameters()).dtype
             copy = load_model(policy.family, dtype=dtype, device=policy.model.device)

@@ -1,11 +1,7 @@
 """What a run says of its rows before it starts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,14 +14,14 @@ from saccade.plugins.check_data import check_data
 from saccade.recipes import parts, questions
 
 
-def read(folder: Path, name: str, *questions: str) -> datasets.Dataset:
+def read(folder, name, *questions):
     path = folder / name
     rows = [{"question": question, "answer": "2"} for question in questions]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return datasets.load([DataSource(path=str(path))], DataConfig())
 
 
-def test_rows_that_repeat_in_a_step_or_in_validation_are_told(tmp_path: Path, family_of: Any, said: list[str]) -> None:
+def test_rows_that_repeat_in_a_step_or_in_validation_are_told(tmp_path, family_of, said):
     family = family_of("qwen2_5_vl")
     train, val = (read(tmp_path, "a.jsonl", "1+1?", "3-1?"), read(tmp_path, "b.jsonl", "1+1?", "4-2?"))
     stream = Stream(train, seed=0, config=DataConfig())
@@ -47,9 +43,7 @@ def test_rows_that_repeat_in_a_step_or_in_validation_are_told(tmp_path: Path, fa
         ({"reward.terms": ["math"]}, 0),  # a level may be anything else
     ],
 )
-def test_levels_that_are_no_game_are_bad_rows(
-    options: dict[str, Any], refused: int, tmp_path: Path, family_of: Any
-) -> None:
+def test_levels_that_are_no_game_are_bad_rows(options, refused, tmp_path, family_of):
     levels = ["#####\n#@$.#\n#####", "#####\n#@ *#\n#####", "hard"]
     rows = [{"question": "Push.", "level": level, "data_source": "games"} for level in levels]
     rows.append({"question": "Push where?", "data_source": "games"})
@@ -68,7 +62,7 @@ def test_levels_that_are_no_game_are_bad_rows(
         assert "level: the row has no such column" in reasons[2]
 
 
-def test_a_prompt_beyond_the_positions_of_the_model_is_left_out(tmp_path: Path, family_of: Any) -> None:
+def test_a_prompt_beyond_the_positions_of_the_model_is_left_out(tmp_path, family_of):
     rows = [{"question": "a" * length, "answer": "1"} for length in (10, 4_000)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = load(
@@ -86,9 +80,7 @@ def test_a_prompt_beyond_the_positions_of_the_model_is_left_out(tmp_path: Path, 
         questions.load_prompts(config, config.data.train, family)
 
 
-def test_a_share_of_words_that_the_tokenizer_does_not_know_is_told(
-    tmp_path: Path, family_of: Any, word_model: str, said: list[str]
-) -> None:
+def test_a_share_of_words_that_the_tokenizer_does_not_know_is_told(tmp_path, family_of, word_model, said):
     words, bytes_ = load_family(word_model), family_of("qwen2_5_vl")
     known, strange = ["how many red ?"], "how many teapots ?"
     rare = read(tmp_path, "rare.jsonl", *known * 99, strange)  # one word in 400

@@ -1,13 +1,9 @@
 """Every row of the table, and what can be added to it, trains two steps; what has state goes on bit by bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,12 +12,10 @@ from saccade.config import AlgorithmConfig
 from saccade.config.schema.presets import ADD_ONS, PRESETS
 from saccade.recipes import rl
 
-Make = Callable[..., dict[str, Any]]
-
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "my_algorithm.py"
 
 # What makes state: it must come back from a checkpoint.
-WITH_STATE: dict[str, dict[str, Any]] = {
+WITH_STATE = {
     "adaptive KL and entropy": {
         "algorithm.preset": "grpo",
         "algorithm.kl.controller": "adaptive",
@@ -81,7 +75,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def rows_with_domains(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rows_with_domains(scenes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("domains")
     rows = [json.loads(line) for line in (scenes / "train.jsonl").read_text().splitlines()]
     lines = [
@@ -93,7 +87,7 @@ def rows_with_domains(scenes: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return path
 
 
-def config_of(case: str, out: Path, rl_config: Make, rows: Path) -> dict[str, Any]:
+def config_of(case, out, rl_config, rows):
     changes = CASES[case]
     row = resolve(AlgorithmConfig(preset=changes["algorithm.preset"]), max_tokens=6)
     config = rl_config(out, run__max_steps=2, save__every=1)
@@ -107,14 +101,8 @@ def config_of(case: str, out: Path, rl_config: Make, rows: Path) -> dict[str, An
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_steps_and_what_has_state_resumed(
-    case: str,
-    tmp_path: Path,
-    rl_config: Make,
-    rows_with_domains: Path,
-    numbers: Callable[[Path], list[dict[str, Any]]],
-    same_weights: Callable[..., bool],
-    word_model: str,
-) -> None:
+    case, tmp_path, rl_config, rows_with_domains, numbers, same_weights, word_model
+):
     config = config_of(case, tmp_path / "whole", rl_config, rows_with_domains)
     resumed = case in WITH_STATE
     last = rl.run(config | {"save.every": int(resumed)})
@@ -135,7 +123,7 @@ def test_two_steps_and_what_has_state_resumed(
     assert numbers(again) == numbers(whole)
 
 
-def same_state(one: Path, other: Path) -> bool:
+def same_state(one, other):
     """Every file of the state, byte for byte: optimizers, critic, reference, surplus, progress."""
     names = sorted(p.relative_to(one) for p in one.rglob("*") if p.is_file())
     assert names == sorted(p.relative_to(other) for p in other.rglob("*") if p.is_file())

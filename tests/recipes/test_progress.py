@@ -1,7 +1,5 @@
 """What a checkpoint stores of a run, and which step counts as the best."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -12,7 +10,7 @@ from saccade.run.progress import Progress, from_json
 START = Progress()
 
 
-def test_progress_survives_a_checkpoint() -> None:
+def test_progress_survives_a_checkpoint():
     progress = Progress(
         step=3,
         updates=6,
@@ -27,7 +25,7 @@ def test_progress_survives_a_checkpoint() -> None:
     assert progress.with_scores(["c", "a", "b"]).scores == ("a", "b", "c")
 
 
-def test_a_checkpoint_with_the_names_of_before_is_read() -> None:
+def test_a_checkpoint_with_the_names_of_before_is_read():
     stored = {"step": 2, "updates": 2, "best_step": None, "best_score": None}
     assert from_json(stored) == Progress(step=2, updates=2)
     found = from_json(stored | {"memory": {"kl_coef": 0.1}, "val": {"a": "x"}, "scores": ["s"]})
@@ -44,13 +42,13 @@ def test_a_checkpoint_with_the_names_of_before_is_read() -> None:
         ({"val/a/margin": 1.0}, None, None),
     ],
 )
-def test_the_best_is_that_of_one_metric(metrics: dict[str, float], before: str | None, best: str | None) -> None:
+def test_the_best_is_that_of_one_metric(metrics, before, best):
     found, warning = replace(START, best_metric=before).with_best(metrics, 4, None)
     assert (found.best_metric, warning) == (best, "")
     assert found.best_step == (4 if best in metrics else None)
 
 
-def test_a_changed_set_or_metric_starts_the_comparison_again() -> None:
+def test_a_changed_set_or_metric_starts_the_comparison_again():
     progress, _ = START.with_sets({"a": "1"})[0].with_best({"val/a/accuracy": 0.9}, 1, None)
     assert progress.with_best({"val/a/accuracy": 0.8}, 2, None)[0].best_step == 1
     same, changed = progress.with_sets({"a": "1", "b": "1"})

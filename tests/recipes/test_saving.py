@@ -1,7 +1,5 @@
 """Checkpoints that are written while training goes on: the same folder, no failure unheard."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -10,14 +8,11 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
-from safetensors.torch import load_file
 
 from saccade.config import SaveConfig
 from saccade.errors import EnvironmentProblem, Interrupted
@@ -30,21 +25,20 @@ from saccade.run.checkpointer import Checkpointer
 from saccade.run.loggers import read_metrics
 from saccade.system import contents
 
-Make = Callable[..., dict[str, Any]]
 THREAD = "checkpoint"
 
 
-def is_writer() -> bool:
+def is_writer():
     return threading.current_thread().name.startswith(THREAD)
 
 
 @pytest.fixture
-def before_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
+def before_writing(monkeypatch):
     """Something that happens in the thread before the first file of each checkpoint."""
     make_folder = Path.mkdir
 
-    def use(happens: Callable[[], Any]) -> None:
-        def mkdir(self: Path, *args: Any, **kwargs: Any) -> None:
+    def use(happens):
+        def mkdir(self, *args, **kwargs):
             if is_writer() and self.name.startswith(".step-") and not self.exists():
                 happens()
             make_folder(self, *args, **kwargs)
@@ -54,29 +48,29 @@ def before_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], An
     return use
 
 
-def wait_for_step(run: Path, step: int) -> None:
+def wait_for_step(run, step):
     deadline = time.monotonic() + 60
     while read_metrics(run)[-1]["step"] < step and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-def steps_of(run: Path) -> list[int]:
+def steps_of(run):
     return complete_steps(run / "checkpoints")
 
 
-def rows_of(run: Path) -> list[int]:
+def rows_of(run):
     return [row["step"] for row in read_metrics(run)]
 
 
 # -- what is written -------------------------------------------------------------------------------
 
-SFT: dict[str, Any] = {"train.prompts_per_step": 2}
-TEXT: dict[str, Any] = {"model.path": "tiny:qwen2"}
-LORA: dict[str, Any] = {"model.train": "lora", "model.lora.rank": 4}
+SFT = {"train.prompts_per_step": 2}
+TEXT = {"model.path": "tiny:qwen2"}
+LORA = {"model.train": "lora", "model.lora.rank": 4}
 SERIES = {"encoder": "patches", "channels": 2, "patch": 10, "width": 16, "layers": 1}
 DEEP = {"loss": "hps", "pooling": "attention", "head": "mlp", "bounded": True, "probe_layer": 0}
 # The recipe, its options, and files that must be among those of the checkpoint.
-KINDS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+KINDS = {
     "a reference that follows": (
         "rl",
         {"algorithm.kl.update": "ema", "algorithm.kl.update_every": 1},
@@ -124,14 +118,14 @@ KINDS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         {"reward_head.safetensors", "state/ema/reward_head.safetensors"},
     ),
 }
-RECIPES: dict[str, Callable[..., Any]] = {"rl": rl.run, "sft": sft.run, "rm": reward_training.run}
+RECIPES = {"rl": rl.run, "sft": sft.run, "rm": reward_training.run}
 
 
 @pytest.fixture
-def config_of(tmp_path: Path, rl_config: Make, sft_config: Make) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
+def config_of(tmp_path, rl_config, sft_config):
     """Three steps; the second is saved while the third trains."""
 
-    def config(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
+    def config(kind, changes):
         made = (rl_config if kind == "rl" else sft_config)(tmp_path, run__max_steps=3)
         rows = tmp_path / "rows.jsonl"
         if kind == "rm":
@@ -148,9 +142,9 @@ def config_of(tmp_path: Path, rl_config: Make, sft_config: Make) -> Callable[[st
     return config
 
 
-def content(folder: Path) -> dict[str, Any]:
+def content(folder):
     files = (path for path in folder.rglob("*") if path.is_file())
-    found: dict[str, Any] = {str(p.relative_to(folder)): p.read_bytes() for p in files}
+    found = {str(p.relative_to(folder)): p.read_bytes() for p in files}
     if SERIES_FILE in found:  # its header has two notes, which safetensors writes in any order
         raw, listed = found[SERIES_FILE], json.loads(found["state/files.json"])
         end = 8 + int.from_bytes(raw[:8], "little")
@@ -161,15 +155,13 @@ def content(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_folder_is_that_of_a_save_that_waits(
-    name: str, tmp_path: Path, config_of: Callable[..., dict[str, Any]], before_writing: Callable[..., None]
-) -> None:
+def test_the_folder_is_that_of_a_save_that_waits(name, tmp_path, config_of, before_writing):
     """Nothing of step 2 is written before step 3 has moved every weight."""
     kind, changes, expected = KINDS[name]
     config, seen = config_of(kind, changes), list[list[int]]()
     RECIPES[kind](config | {"run.name": "waits", "save.background": False})
 
-    def late() -> None:
+    def late():
         wait_for_step(tmp_path / "goes_on", 3)
         seen.append(rows_of(tmp_path / "goes_on"))
 
@@ -185,26 +177,14 @@ def test_the_folder_is_that_of_a_save_that_waits(
     assert all(two[path] != three[path] for path in weights)
 
 
-def test_tied_weights_are_written_once(
-    tmp_path: Path, sft_config: Make, word_model: str, tensors: Callable[..., dict[str, Any]]
-) -> None:
-    sft.run(sft_config(tmp_path, run__max_steps=2, save__every=1) | SFT)
-    written = tensors(tmp_path / "run" / "checkpoints" / "step-1")
-    assert written.keys() == tensors(word_model).keys() and "lm_head.weight" not in written
-    moments = load_file(tmp_path / "run/checkpoints/step-1/state/optimizer.safetensors")
-    assert len({name for name in moments if name.startswith("exp_avg/")}) == len(written)
-
-
 # -- what goes wrong -------------------------------------------------------------------------------
 
 
-def full_disk() -> None:
+def full_disk():
     raise OSError(28, "No space left on device")
 
 
-def test_a_failure_ends_the_run_at_its_next_step(
-    tmp_path: Path, sft_config: Make, before_writing: Callable[..., None]
-) -> None:
+def test_a_failure_ends_the_run_at_its_next_step(tmp_path, sft_config, before_writing):
     before_writing(full_disk)
     with pytest.raises(EnvironmentProblem, match="step-3: No space left on device") as caught:
         sft.run(sft_config(tmp_path, run__max_steps=6, save__every=3) | SFT)
@@ -214,9 +194,7 @@ def test_a_failure_ends_the_run_at_its_next_step(
     assert f"step {reached} is saved in" in str(caught.value)
 
 
-def test_a_disk_that_stays_full_leaves_the_folder_free(
-    tmp_path: Path, sft_config: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_stays_full_leaves_the_folder_free(tmp_path, sft_config, monkeypatch):
     """The checkpoint that is tried at the end fails like the one before it."""
     config = sft_config(tmp_path, save__every=2) | SFT
     heard = signal.getsignal(signal.SIGTERM)
@@ -231,9 +209,7 @@ def test_a_disk_that_stays_full_leaves_the_folder_free(
     assert steps_of(tmp_path / "run") == [2, 4]
 
 
-def test_a_disk_that_fills_up_names_the_checkpoint_before(
-    tmp_path: Path, sft_config: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disk_that_fills_up_names_the_checkpoint_before(tmp_path, sft_config, monkeypatch, capsys):
     """There was room for the first one; the last of step 4 is tried at the end once more."""
     usage, folder = shutil.disk_usage(tmp_path), tmp_path / "run" / "checkpoints"
     monkeypatch.setattr(
@@ -246,9 +222,7 @@ def test_a_disk_that_fills_up_names_the_checkpoint_before(
 
 
 @pytest.mark.parametrize("kind", ["rl", "dpo"])
-def test_a_disk_too_small_for_one_checkpoint_is_refused_before_the_first_step(
-    kind: str, tmp_path: Path, config_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_too_small_for_one_checkpoint_is_refused_before_the_first_step(kind, tmp_path, config_of, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     config = config_of("rm" if kind == "dpo" else kind, {"save.every": 0})
@@ -257,14 +231,14 @@ def test_a_disk_too_small_for_one_checkpoint_is_refused_before_the_first_step(
     assert not (tmp_path / "run").exists()  # so the same command can be given again
 
 
-def test_room_is_asked_for_what_will_be_kept(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_asked_for_what_will_be_kept(tmp_path, said, monkeypatch):
     saver = Checkpointer(tmp_path, SaveConfig(keep=3, every=1), saved=None)
     usage = shutil.disk_usage(tmp_path)._replace(free=3_500_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
 
-    def begin(needed: int, steps: int) -> None:
-        parts: Any = {"model": SimpleNamespace(saved_bytes=lambda: needed)}
-        nothing: Any = SimpleNamespace(saved_bytes=lambda: 0)
+    def begin(needed, steps):
+        parts = {"model": SimpleNamespace(saved_bytes=lambda: needed)}
+        nothing = SimpleNamespace(saved_bytes=lambda: 0)
         saver.begin(nothing, nothing, parts, first=1, total=steps)
 
     begin(1_000_000, 3)
@@ -276,14 +250,12 @@ def test_room_is_asked_for_what_will_be_kept(tmp_path: Path, said: list[str], mo
         begin(4_000_000, 1)
 
 
-def test_a_tensor_that_is_lost_on_the_way_is_found(
-    tmp_path: Path, sft_config: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_that_is_lost_on_the_way_is_found(tmp_path, sft_config, monkeypatch):
     from transformers import modeling_utils
 
     write = modeling_utils.safe_save_file
 
-    def lossy(tensors: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def lossy(tensors, *args, **kwargs):
         write(dict(list(tensors.items())[is_writer() :]), *args, **kwargs)
 
     monkeypatch.setattr(modeling_utils, "safe_save_file", lossy)
@@ -293,16 +265,14 @@ def test_a_tensor_that_is_lost_on_the_way_is_found(
     assert caught.value.exit_code == 3 and f"step {kept} is saved in" in str(caught.value)
 
 
-def test_another_error_comes_first_and_both_are_told(
-    tmp_path: Path, rl_config: Make, before_writing: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_error_comes_first_and_both_are_told(tmp_path, rl_config, before_writing, capsys):
     mine, failed = tmp_path / "mine.py", tmp_path / "failed"
     mine.write_text(
         "from pathlib import Path\n\nseen = []\n\ndef keep(groups):\n    seen.append(1)\n"
         f"    return groups if len(seen) < 3 else Path({str(failed)!r}).touch() or 1 / 0\n"
     )
 
-    def full_disk_later() -> None:
+    def full_disk_later():
         deadline = time.monotonic() + 60
         while not failed.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -325,15 +295,8 @@ def test_another_error_comes_first_and_both_are_told(
     ],
     ids=["well", "badly"],
 )
-def test_a_request_to_stop_waits_for_what_is_being_written(
-    number: int,
-    then: Callable[[], None],
-    raised: type[Exception],
-    tmp_path: Path,
-    rl_config: Make,
-    before_writing: Callable[..., None],
-) -> None:
-    def ask() -> None:
+def test_a_request_to_stop_waits_for_what_is_being_written(number, then, raised, tmp_path, rl_config, before_writing):
+    def ask():
         os.kill(os.getpid(), number)
         time.sleep(0.5)
         then()
@@ -351,10 +314,10 @@ def test_a_request_to_stop_waits_for_what_is_being_written(
 # -- when it waits ---------------------------------------------------------------------------------
 
 
-def test_one_is_written_at_a_time(tmp_path: Path, sft_config: Make, before_writing: Callable[..., None]) -> None:
+def test_one_is_written_at_a_time(tmp_path, sft_config, before_writing):
     found = []
 
-    def look() -> None:
+    def look():
         folder = tmp_path / "run" / "checkpoints"
         found.append((steps_of(tmp_path / "run"), len(list(folder.glob(".step-*")))))
         if len(found) == 1:  # step 2 is about to be saved
@@ -374,11 +337,9 @@ def test_one_is_written_at_a_time(tmp_path: Path, sft_config: Make, before_writi
     assert sum(parts) == pytest.approx(rows[2]["time/step"])
 
 
-def test_the_next_save_uses_the_memory_of_the_last(
-    tmp_path: Path, sft_config: Make, monkeypatch: pytest.MonkeyPatch, before_writing: Callable[..., None]
-) -> None:
+def test_the_next_save_uses_the_memory_of_the_last(tmp_path, sft_config, monkeypatch, before_writing):
     """Also where it has to wait for it: two copies at a time would be twice the memory."""
-    made: list[int] = []
+    made = []
     new_block = contents._new_block
     monkeypatch.setattr(contents, "LEAST_KEPT", 1)
     monkeypatch.setattr(contents, "_KEPT", defaultdict(list))
@@ -391,12 +352,8 @@ def test_the_next_save_uses_the_memory_of_the_last(
 
 
 def test_without_room_for_a_copy_training_waits_and_says_so_once(
-    tmp_path: Path,
-    sft_config: Make,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    before_writing: Callable[..., None],
-) -> None:
+    tmp_path, sft_config, monkeypatch, capsys, before_writing
+):
     in_thread = []
     before_writing(lambda: in_thread.append(1))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1_000_000))

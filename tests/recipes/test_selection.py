@@ -1,11 +1,6 @@
 """Scored responses become rows to train on: best of n, pairs of best and worst, all good ones."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,15 +13,13 @@ from saccade.recipes import generate, questions, sft
 from saccade.recipes.to_trajectory import compared
 from saccade.types import Message, Sample
 
-Make = Callable[..., dict[str, Any]]
 
-
-def response(text: str, reward: float | None, end_reason: str = "answered") -> dict[str, Any]:
+def response(text, reward, end_reason="answered"):
     return {"text": text, "reward": reward, "end_reason": end_reason}
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Path:
+def written(tmp_path):
     rows = {
         "clear": [response("b", 0.5), response("a", 1.0), response("c", 0.0), response("a", 1.0)],
         "tie": [response("x", 1.0), response("y", 1.0)],
@@ -45,25 +38,25 @@ SAMPLES = [
 ]
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
+def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def text(messages: list[dict[str, Any]]) -> str:
+def text(messages):
     return messages[-1]["content"][0]["text"]
 
 
 @pytest.mark.parametrize(
     ("threshold", "wanted"), [(None, {"clear": ("a", "c"), "cut": ("short", "bad")}), (0.9, {"clear": ("a", "c")})]
 )
-def test_best_and_worst(written: Path, threshold: float | None, wanted: dict[str, Any]) -> None:
+def test_best_and_worst(written, threshold, wanted):
     path, count = write_selected("best_worst", written, SAMPLES, threshold)
     assert path.name == "generations.best_worst.jsonl" and count == len(wanted)
     found = {r["id"]: (text(r["chosen"]), text(r["rejected"])) for r in rows_of(path)}
     assert found == wanted
 
 
-def test_the_best_and_all_good_ones(written: Path) -> None:
+def test_the_best_and_all_good_ones(written):
     path, _ = write_selected("best", written, SAMPLES, None)
     found = {row["id"]: (text(row["messages"]), row["extra"]["reward"]) for row in rows_of(path)}
     assert found == {"clear": ("a", 1.0), "tie": ("x", 1.0), "cut": ("short", 0.2)}
@@ -72,7 +65,7 @@ def test_the_best_and_all_good_ones(written: Path) -> None:
     assert ids == [("clear/0", "a"), ("clear/1", "b"), ("tie/0", "x"), ("tie/1", "y")]
 
 
-def test_a_round_of_iterative_dpo_and_of_rejection_sampling(tmp_path: Path, rl_config: Make, scenes: Path) -> None:
+def test_a_round_of_iterative_dpo_and_of_rejection_sampling(tmp_path, rl_config, scenes):
     """Prompts with pictures are trained on exactly as they were asked."""
     asked = {
         "prompt.format": "think_answer",
@@ -114,7 +107,7 @@ def test_a_round_of_iterative_dpo_and_of_rejection_sampling(tmp_path: Path, rl_c
         ({"generate.threshold": 1.0}, "no effect without generate.select"),
     ],
 )
-def test_what_cannot_be_selected(tmp_path: Path, rl_config: Make, changes: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_selected(tmp_path, rl_config, changes, words):
     with pytest.raises(ConfigError) as caught:
         generate.run(rl_config(tmp_path, generate__n=2) | changes)
     assert words in str(caught.value)

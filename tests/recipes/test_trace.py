@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from saccade.recipes import rl, sft
 from saccade.run.loggers import read_metrics
 
 
-def ranges(path: Path) -> list[str]:
+def ranges(path):
     """Names of the ranges that code of ours has opened, in order of time."""
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]

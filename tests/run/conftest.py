@@ -1,18 +1,12 @@
 """Small real records: a picture of squares, groups of answers about it, an open run folder."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from saccade.config import Config, load
-from saccade.run.folder import RunFolder
+from saccade.config import load
 from saccade.run.training_run import open_folder as start
 from saccade.run.trajectories import Decoders, TrajectoryWriter
 from saccade.types import Group, Media, MediaSpan, Message, Sample, Source, Trajectory
@@ -23,16 +17,16 @@ WORDS = ["<pad>", "<image>", "how", "many", "?", "<think>", "</think>", "<answer
 WORDS += [str(number) for number in range(10)] + ["<script>alert(1)</script>"]
 
 
-def decode(ids: Sequence[int]) -> str:
+def decode(ids):
     return " ".join(WORDS[index] for index in ids)
 
 
-def media(name: str = "aa11", **changes: Any) -> Media:
-    fields: dict[str, Any] = {"hash": name, "width": 56, "height": 56, "data": b"file"}
+def media(name="aa11", **changes):
+    fields = {"hash": name, "width": 56, "height": 56, "data": b"file"}
     return Media(**fields | changes)
 
 
-def pixels(one: Media) -> np.ndarray:
+def pixels(one):
     """Squares whose place follows from the name."""
     noise = np.random.default_rng(sum(one.hash.encode()))
     canvas = np.full((one.height, one.width, 3), 128, np.uint8)
@@ -42,20 +36,13 @@ def pixels(one: Media) -> np.ndarray:
     return canvas
 
 
-def trajectory(
-    repeat: int = 0,
-    reward: float | None = 1.0,
-    *,
-    response: Sequence[int] = (5, 6, 7, 12, 8),
-    pictures: Sequence[Media] = (),
-    **changes: Any,
-) -> Trajectory:
+def trajectory(repeat=0, reward=1.0, *, response=(5, 6, 7, 12, 8), pictures=(), **changes):
     """Pictures of 4 tokens each, `how many ?`, then the response."""
     spans = tuple(MediaSpan(media=one, start=4 * index, length=4, grid=(1, 4, 4)) for index, one in enumerate(pictures))
     prompt = [1] * 4 * len(pictures) + [2, 3, 4]
     sources = [PROMPT] * len(prompt) + [POLICY] * len(response)
     policy = np.array(sources) == POLICY
-    fields: dict[str, Any] = {
+    fields = {
         "sample_id": "s",
         "repeat": repeat,
         "ids": np.array([*prompt, *response], np.int64),
@@ -70,20 +57,14 @@ def trajectory(
     return Trajectory(**fields | changes)
 
 
-def group(*members: Trajectory, source: str = "count", answer: str = "3", uid: str = "s") -> Group:
+def group(*members, source="count", answer="3", uid="s"):
     pictures = tuple(span.media for span in members[0].media) if members else ()
     question = Message(role="user", parts=(*pictures, "How many objects?"))
     sample = Sample(id=uid, messages=(question,), answer=answer, data_source=source)
     return Group(sample=sample, trajectories=members, uid=uid)
 
 
-def store(
-    folder: RunFolder | Path,
-    *groups: Group,
-    steps: Sequence[int] = (1,),
-    image: Callable[[Media], np.ndarray] = pixels,
-    **how: Any,
-) -> None:
+def store(folder, *groups, steps=(1,), image=pixels, **how):
     """Write the groups at each of the steps."""
     decoders = Decoders(text=decode, image=image)
     with TrajectoryWriter(folder) as writer:
@@ -92,25 +73,25 @@ def store(
 
 
 @pytest.fixture
-def build() -> SimpleNamespace:
+def build():
     """The makers above, for tests."""
     return SimpleNamespace(media=media, pixels=pixels, trajectory=trajectory, group=group, store=store)
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def config(tmp_path):
     return load({"run": {"out": str(tmp_path / "runs"), "name": "first"}})
 
 
 @pytest.fixture
-def open_folder(config: Config) -> Callable[..., RunFolder]:
-    def open_(*overrides: str, **manifest: Any) -> RunFolder:
+def open_folder(config):
+    def open_(*overrides, **manifest):
         return start(load(config, overrides), command="rl", manifest=manifest)
 
     return open_
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser(tmp_path_factory):
     with closing(Browser(tmp_path_factory.mktemp("profile"))) as opened:
         yield opened

@@ -1,7 +1,5 @@
 """Checkpoints: N + M steps are N, stop, resume, M; a kill at any moment leaves a good one."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -10,9 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,16 +22,14 @@ from saccade.plugins.export.export import export
 from saccade.recipes import evaluate, generate, rl, sft
 from saccade.run import checkpoint
 
-Make = Callable[..., dict[str, Any]]
-Read = Callable[[Path], list[dict[str, Any]]]
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def steps_of(run: Path) -> list[int]:
+def steps_of(run):
     return checkpoint.complete_steps(run / "checkpoints")
 
 
-def equal_states(one: Path, other: Path) -> bool:
+def equal_states(one, other):
     from safetensors.torch import load_file
 
     a, b = (load_file(run / "state" / "optimizer.safetensors") for run in (one, other))
@@ -44,7 +38,7 @@ def equal_states(one: Path, other: Path) -> bool:
 
 # -- resume ----------------------------------------------------------------------------------------
 
-RECIPES: dict[str, tuple[Any, str, dict[str, Any]]] = {
+RECIPES = {
     # Step 2 ends with the last row of an epoch; step 3 begins the next one.
     "grpo with a KL over the end of an epoch": (
         rl.run,
@@ -61,15 +55,7 @@ RECIPES: dict[str, tuple[Any, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_stopped_and_resumed_is_the_same_run(
-    tmp_path: Path,
-    name: str,
-    scenes: Path,
-    rl_config: Make,
-    sft_config: Make,
-    same_weights: Callable[..., bool],
-    numbers: Read,
-) -> None:
+def test_stopped_and_resumed_is_the_same_run(tmp_path, name, scenes, rl_config, sft_config, same_weights, numbers):
     recipe, kind, changes = RECIPES[name]
     config = {"rl": rl_config, "sft": sft_config}[kind](tmp_path) | changes
     if "data.val" in config:
@@ -91,7 +77,7 @@ def test_stopped_and_resumed_is_the_same_run(
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory, rl_config: Make) -> dict[str, Any]:
+def begun(tmp_path_factory, rl_config):
     """A run of two steps, both saved, in a folder of its own."""
     config = rl_config(tmp_path_factory.mktemp("begun"), run__max_steps=2, save__every=1)
     rl.run(config | {"algorithm.kl.coef": 0.0})
@@ -99,12 +85,12 @@ def begun(tmp_path_factory: pytest.TempPathFactory, rl_config: Make) -> dict[str
 
 
 @pytest.fixture
-def copied(begun: dict[str, Any], tmp_path: Path) -> Iterator[dict[str, Any]]:
+def copied(begun, tmp_path):
     shutil.copytree(Path(begun["run.out"]) / "run", tmp_path / "run")
     yield begun | {"run.out": str(tmp_path)}
 
 
-def flip_one_byte(path: Path) -> None:
+def flip_one_byte(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -112,7 +98,7 @@ def flip_one_byte(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state/optimizer.safetensors"])
 @pytest.mark.parametrize("resume", ["auto", "path"])
-def test_a_flipped_byte_is_found_before_going_on(copied: dict[str, Any], name: str, resume: str) -> None:
+def test_a_flipped_byte_is_found_before_going_on(copied, name, resume):
     folder = Path(copied["run.out"]) / "run" / "checkpoints"
     newest, older = folder / "step-2", folder / "step-1"
     flip_one_byte(newest / name)
@@ -127,7 +113,7 @@ def test_a_flipped_byte_is_found_before_going_on(copied: dict[str, Any], name: s
         checkpoint.find(folder, asked)
 
 
-def test_damaged_weights_are_refused_wherever_they_are_loaded(copied: dict[str, Any]) -> None:
+def test_damaged_weights_are_refused_wherever_they_are_loaded(copied):
     out = Path(copied["run.out"])
     folder = out / "run" / "checkpoints" / "step-2"
     flip_one_byte(folder / "state" / "optimizer.safetensors")
@@ -150,7 +136,7 @@ def test_damaged_weights_are_refused_wherever_they_are_loaded(copied: dict[str, 
     files.require_intact(folder)
 
 
-def test_a_large_file_has_the_hash_of_the_hashes_of_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_has_the_hash_of_the_hashes_of_its_blocks(tmp_path, monkeypatch):
     import hashlib
 
     data, path = np.random.default_rng(0).bytes(2500), tmp_path / "weights"
@@ -164,7 +150,7 @@ def test_a_large_file_has_the_hash_of_the_hashes_of_its_blocks(tmp_path: Path, m
     assert files.checksum(path) == {"bytes": 999, "sha256": expected}
 
 
-def test_a_listing_that_cannot_be_read_is_named(copied: dict[str, Any]) -> None:
+def test_a_listing_that_cannot_be_read_is_named(copied):
     folder = Path(copied["run.out"]) / "run" / "checkpoints"
     listing = folder / "step-2" / "state" / "files.json"
     listing.write_bytes(b"\x00" + listing.read_bytes()[1:])
@@ -178,14 +164,14 @@ def test_a_listing_that_cannot_be_read_is_named(copied: dict[str, Any]) -> None:
         assert "run.resume" not in str(caught.value)
 
 
-def test_a_changed_option_is_refused_a_longer_run_is_not(copied: dict[str, Any]) -> None:
+def test_a_changed_option_is_refused_a_longer_run_is_not(copied):
     with pytest.raises(ConfigError, match=r"train\.lr: 0\.005 in the folder, 0\.001 now"):
         rl.run(copied | {"run.resume": "auto", "train.lr": 1e-3})
     rl.run(copied | {"run.resume": "auto", "run.max_steps": 3, "save.keep": 9, "track.trajectories_every": 3})
     assert steps_of(Path(copied["run.out"]) / "run") == [1, 2, 3]
 
 
-def test_changed_data_and_weights_to_start_from_are_refused(copied: dict[str, Any], tmp_path: Path) -> None:
+def test_changed_data_and_weights_to_start_from_are_refused(copied, tmp_path):
     base, rows = tmp_path / "base", tmp_path / "train.jsonl"
     shutil.copytree(copied["model.path"], base)
     (tmp_path / "images").symlink_to(Path(copied["data.train"]).parent / "images")
@@ -204,9 +190,7 @@ def test_changed_data_and_weights_to_start_from_are_refused(copied: dict[str, An
     assert steps_of(Path(config["run.out"]) / "moved") == [1, 2]
 
 
-def test_a_finished_run_trains_nothing_more(
-    copied: dict[str, Any], numbers: Read, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_trains_nothing_more(copied, numbers, capsys):
     folder = Path(copied["run.out"]) / "run"
     before = numbers(folder)
     rl.run(copied | {"run.resume": "auto"})
@@ -215,7 +199,7 @@ def test_a_finished_run_trains_nothing_more(
     assert numbers(folder) == before and steps_of(folder) == [1, 2]
 
 
-def test_going_back_to_a_path_leaves_one_history(copied: dict[str, Any], numbers: Read) -> None:
+def test_going_back_to_a_path_leaves_one_history(copied, numbers):
     folder = Path(copied["run.out"]) / "run"
     first = folder / "checkpoints" / "step-1"
     rl.run(copied | {"run.resume": str(first), "run.max_steps": 2, "save.every": 0})
@@ -226,9 +210,7 @@ def test_going_back_to_a_path_leaves_one_history(copied: dict[str, Any], numbers
     assert steps_of(folder) == [2, 3]  # step-4 belonged to the history that was left
 
 
-def test_a_start_from_a_checkpoint_that_is_not_whole(
-    copied: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_start_from_a_checkpoint_that_is_not_whole(copied, tmp_path, capsys):
     broken = Path(copied["run.out"]) / "run" / "checkpoints" / "step-2"
     (broken / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="no complete checkpoint there"):
@@ -240,7 +222,7 @@ def test_a_start_from_a_checkpoint_that_is_not_whole(
     assert "step 2/2" in said and "step 1/2" not in said
 
 
-def test_best_names_the_checkpoint_of_the_best_validation(tmp_path: Path, rl_config: Make, scenes: Path) -> None:
+def test_best_names_the_checkpoint_of_the_best_validation(tmp_path, rl_config, scenes):
     config = rl_config(tmp_path, run__max_steps=3, val__every=1, save__every=1, save__keep=1)
     config |= {"data.val": str(scenes / "val.jsonl"), "algorithm.kl.coef": 0.0}
     with pytest.raises(ConfigError, match="no validation has named a best checkpoint"):
@@ -257,7 +239,7 @@ def test_best_names_the_checkpoint_of_the_best_validation(tmp_path: Path, rl_con
 
 
 @pytest.fixture(scope="module")
-def saver(word_model: str) -> Callable[..., Path]:
+def saver(word_model):
     import torch
 
     from saccade.config import TrainConfig
@@ -269,21 +251,21 @@ def saver(word_model: str) -> Callable[..., Path]:
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
     backend = LocalBackend(model, family, TrainConfig())
 
-    def save(folder: Path, step: int, *, best: int | None = None, keep: int = 3) -> Path:
+    def save(folder, step, *, best=None, keep=3):
         progress = {"step": step, "best_step": best}
         return checkpoint.prepare(folder, step, backend, family, progress=progress, keep=keep)()
 
     return save
 
 
-def test_newest_and_best_are_kept(tmp_path: Path, saver: Callable[..., Path]) -> None:
+def test_newest_and_best_are_kept(tmp_path, saver):
     for step in range(1, 6):
         saver(tmp_path, step, keep=2, best=2 if step >= 2 else None)
     assert checkpoint.complete_steps(tmp_path) == [2, 4, 5]
     assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-4", "step-5"}
 
 
-def test_what_a_kill_left_behind_is_ignored_and_cleaned(tmp_path: Path, saver: Callable[..., Path]) -> None:
+def test_what_a_kill_left_behind_is_ignored_and_cleaned(tmp_path, saver):
     whole = saver(tmp_path, 1)
     half = tmp_path / ".step-2.4711"
     shutil.copytree(whole, half)
@@ -302,7 +284,7 @@ def test_what_a_kill_left_behind_is_ignored_and_cleaned(tmp_path: Path, saver: C
     assert not half.exists() and checkpoint.complete_steps(tmp_path) == [1, 2]
 
 
-def test_a_checkpoint_lists_its_files_with_their_hashes(tmp_path: Path, saver: Callable[..., Path]) -> None:
+def test_a_checkpoint_lists_its_files_with_their_hashes(tmp_path, saver):
     import hashlib
 
     folder = saver(tmp_path, 7)
@@ -312,9 +294,7 @@ def test_a_checkpoint_lists_its_files_with_their_hashes(tmp_path: Path, saver: C
         assert entry["sha256"] == hashlib.sha256((folder / name).read_bytes()).hexdigest()
 
 
-def test_a_full_disk_is_seen_before_the_save(
-    tmp_path: Path, saver: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_seen_before_the_save(tmp_path, saver, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(EnvironmentProblem, match="a checkpoint needs up to"):
@@ -325,7 +305,7 @@ def test_a_full_disk_is_seen_before_the_save(
 # -- kills -----------------------------------------------------------------------------------------
 
 
-def start(config: dict[str, Any], file: Path, *overrides: str) -> subprocess.Popen[str]:
+def start(config, file, *overrides):
     file.write_text(yaml.safe_dump(load(config).model_dump(mode="json", exclude_unset=True)))
     return subprocess.Popen(
         [sys.executable, "-m", "saccade", "rl", str(file), "run.resume=auto", *overrides],
@@ -337,26 +317,24 @@ def start(config: dict[str, Any], file: Path, *overrides: str) -> subprocess.Pop
     )
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_until(condition, process):
     while process.poll() is None and not condition():
         time.sleep(0.002)
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, rl_config: Make) -> dict[str, Any]:
+def uninterrupted(tmp_path_factory, rl_config):
     """Twelve steps, each saved, nothing in their way."""
     config = rl_config(tmp_path_factory.mktemp("whole"), run__max_steps=12, save__every=1)
     rl.run(config | {"run.name": "whole", "save.keep": 2})
     return config | {"save.keep": 2}
 
 
-def test_killed_at_any_moment_and_resumed(
-    tmp_path: Path, uninterrupted: dict[str, Any], same_weights: Callable[..., bool], numbers: Read
-) -> None:
+def test_killed_at_any_moment_and_resumed(tmp_path, uninterrupted, same_weights, numbers):
     config = uninterrupted | {"run.out": str(tmp_path)}
     run, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
     # In the middle of a save; some time into a step; and a polite request to stop.
-    moments: list[tuple[int, Callable[[], bool]]] = [
+    moments = [
         (signal.SIGKILL, lambda: any(folder.glob(".step-[3-9]*"))),
         (signal.SIGKILL, lambda: max(checkpoint.complete_steps(folder), default=0) >= 5),
         (signal.SIGTERM, lambda: max(checkpoint.complete_steps(folder), default=0) >= 7),
@@ -383,8 +361,8 @@ def test_killed_at_any_moment_and_resumed(
 
 
 def test_a_request_to_stop_during_a_rollout_saves_the_last_whole_step(
-    tmp_path: Path, rl_config: Make, same_weights: Callable[..., bool], word_model: str, numbers: Read
-) -> None:
+    tmp_path, rl_config, same_weights, word_model, numbers
+):
     """An environment sends the signal while the first step still samples."""
     world = tmp_path / "world.py"
     world.write_text(STOPPER.replace("RUN", str(os.getpid())))

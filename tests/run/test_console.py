@@ -1,12 +1,7 @@
 """The display leads with what matters, and measures the phases."""
 
-from __future__ import annotations
-
 import io
 import logging
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from pytest import approx
@@ -14,7 +9,7 @@ from pytest import approx
 from saccade.plugins.loggers.live_display import sparkline
 from saccade.run.console import Console, PhaseClock, step_line
 
-STEP: dict[str, float | str] = {
+STEP = {
     "policy/grad_norm": 0.8312,
     "reward/mean": 0.4123,
     "reward/accuracy": 0.38,
@@ -53,17 +48,17 @@ STEP: dict[str, float | str] = {
         ),
     ],
 )
-def test_the_line_of_a_step(step: int, total: int | None, metrics: Any, line: str) -> None:
+def test_the_line_of_a_step(step, total, metrics, line):
     assert step_line(step, total, metrics) == line
 
 
-def test_sparkline() -> None:
+def test_sparkline():
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert sparkline([0.3, 0.3]) == "▁▁"
     assert sparkline([]) == ""
 
 
-def test_a_pipe_gets_one_line_per_step_and_notes(tmp_path: Path) -> None:
+def test_a_pipe_gets_one_line_per_step_and_notes(tmp_path):
     out, log = io.StringIO(), tmp_path / "log.txt"
     with Console(2, "rl", file=out, log=log) as console:
         logging.getLogger("saccade.somewhere").info("hello [bold]")
@@ -79,7 +74,7 @@ def test_a_pipe_gets_one_line_per_step_and_notes(tmp_path: Path) -> None:
     assert logged[0][4] == "-" and logged[0][13] == ":"
 
 
-def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_stops_nothing(tmp_path):
     out = io.StringIO()
     with Console(1, "rl", file=out, log=tmp_path / "gone" / "log.txt") as console:
         console.note("first")
@@ -88,7 +83,7 @@ def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     assert "first\n" in out.getvalue() and "second\n" in out.getvalue()
 
 
-def test_a_terminal_gets_a_live_display() -> None:
+def test_a_terminal_gets_a_live_display():
     out = io.StringIO()
     with Console(350, "rl", name="counting", file=out, live=True) as console:
         with console.phase("rollout"):
@@ -109,19 +104,19 @@ def test_a_terminal_gets_a_live_display() -> None:
 
 
 @pytest.fixture
-def seconds() -> list[float]:
+def seconds():
     """The time, to be changed."""
     return [0.0]
 
 
 @pytest.fixture
-def clock(seconds: list[float]) -> Iterator[PhaseClock]:
+def clock(seconds):
     made = PhaseClock(lambda: seconds[0])
     yield made
     assert made.open == []
 
 
-def test_a_nested_phase_pauses_the_outer_one(clock: PhaseClock, seconds: list[float]) -> None:
+def test_a_nested_phase_pauses_the_outer_one(clock, seconds):
     with clock.phase("rollout"):
         seconds[0] += 3
         with clock.phase("reward_wait"):
@@ -141,7 +136,7 @@ def test_a_nested_phase_pauses_the_outer_one(clock: PhaseClock, seconds: list[fl
     assert clock.lap()["time/bottleneck"] == "other"
 
 
-def test_each_lap_starts_from_zero_and_splits_an_open_phase(clock: PhaseClock, seconds: list[float]) -> None:
+def test_each_lap_starts_from_zero_and_splits_an_open_phase(clock, seconds):
     with clock.phase("save"):
         seconds[0] += 2
         assert clock.lap()["time/save"] == 2
@@ -153,6 +148,6 @@ def test_each_lap_starts_from_zero_and_splits_an_open_phase(clock: PhaseClock, s
     assert clock.lap() == {"time/step": 0.0, "time/other": 0.0}
 
 
-def test_an_error_inside_a_phase_closes_it(clock: PhaseClock) -> None:
+def test_an_error_inside_a_phase_closes_it(clock):
     with pytest.raises(KeyError), clock.phase("rollout"):
         raise KeyError

@@ -1,7 +1,5 @@
 """Each way to learn little has its line, as soon as enough responses show it."""
 
-from __future__ import annotations
-
 import pytest
 
 from saccade.plugins.reports.diagnosis import ENOUGH, WINDOW, diagnose, unread_answers
@@ -44,7 +42,7 @@ MOSTLY = {"group/dead_frac": 0.996}
         ({"policy/grad_norm": 0.0}, "the gradient is 0"),
     ],
 )
-def test_every_cause_is_named_with_what_to_do(changes: dict[str, float], words: str) -> None:
+def test_every_cause_is_named_with_what_to_do(changes, words):
     [line] = diagnose([GOOD] * 10 + [GOOD | changes] * WINDOW).values()
     assert line.startswith("nothing is learned: ")
     assert words in line and "\n" not in line and ";" in line
@@ -59,12 +57,12 @@ def test_every_cause_is_named_with_what_to_do(changes: dict[str, float], words: 
         ({"group/all_right_frac": 0.9996}, "in 99.9% of the groups every response is right"),
     ],
 )
-def test_nearly_all_is_enough(changes: dict[str, float], words: str) -> None:
+def test_nearly_all_is_enough(changes, words):
     [line] = diagnose([GOOD | MOSTLY | changes | {"count/samples": ENOUGH}]).values()
     assert line.startswith("little is learned: ") and words in line
 
 
-def test_what_is_read_in_half_of_the_responses_is_said_while_others_teach() -> None:
+def test_what_is_read_in_half_of_the_responses_is_said_while_others_teach():
     row = GOOD | {"length/parse_rate": 0.5, "count/samples": ENOUGH}
     [line] = diagnose([row], " (math looks in boxed)").values()
     assert line.startswith("50% of the responses have no answer that can be read (math looks in")
@@ -72,7 +70,7 @@ def test_what_is_read_in_half_of_the_responses_is_said_while_others_teach() -> N
     assert unread_answers(0.51, "") is None and diagnose([row | {"length/parse_rate": 0.51}]) == {}
 
 
-def test_what_a_group_costs_and_what_it_learns_from_are_said_beside_a_cause() -> None:
+def test_what_a_group_costs_and_what_it_learns_from_are_said_beside_a_cause():
     costly = {"group/live_frac": 0.004, "group/rollouts_per_live": 2048.0}
     lines = diagnose([GOOD | costly | {"group/side_signal_frac": 0.75, "count/samples": ENOUGH}])
     assert "0.4% of the sampled groups" in lines["group/live_frac"]
@@ -80,36 +78,36 @@ def test_what_a_group_costs_and_what_it_learns_from_are_said_beside_a_cause() ->
     assert "in 75% of the groups that teach anything" in lines["group/side_signal_frac"]
 
 
-def test_a_healthy_run_is_silent() -> None:
+def test_a_healthy_run_is_silent():
     assert diagnose([GOOD | {"count/samples": 1000}] * 20) == {}
     assert diagnose([]) == {}
 
 
-def test_few_responses_wait_for_more_steps() -> None:
+def test_few_responses_wait_for_more_steps():
     few = GOOD | DEAD | {"count/samples": ENOUGH // 2 - 1}
     assert diagnose([few] * 2) == {}
     assert len(diagnose([few] * 3)) == 1
     assert diagnose([GOOD | {"policy/lr": 0.0, "count/samples": ENOUGH}]) == {}  # as warm-up is
 
 
-def test_one_live_step_in_the_window_is_enough() -> None:
+def test_one_live_step_in_the_window_is_enough():
     dead = GOOD | DEAD
     assert diagnose([dead] * (WINDOW - 1)) == {}
     assert diagnose([dead] * 9 + [GOOD] + [dead] * (WINDOW - 1)) == {}
     assert diagnose([dead] * 9 + [GOOD] + [dead] * WINDOW) != {}
 
 
-def test_cut_answers_that_still_differ_in_reward_teach() -> None:
+def test_cut_answers_that_still_differ_in_reward_teach():
     assert diagnose([GOOD | {"length/truncated_frac": 1.0}] * WINDOW) == {}
 
 
-def test_validation_rows_and_nulls_do_not_confuse() -> None:
+def test_validation_rows_and_nulls_do_not_confuse():
     rows = [GOOD | DEAD, {"val/six/accuracy": 0.5}] * WINDOW
     assert diagnose(rows) != {}
     assert diagnose([GOOD | {"policy/grad_norm": None}] * WINDOW) == {}
 
 
-def test_without_comparison_in_groups_the_rewards_of_the_step_must_differ() -> None:
+def test_without_comparison_in_groups_the_rewards_of_the_step_must_differ():
     alone = {k: v for k, v in GOOD.items() if k != "group/dead_frac"} | {"group/all_right_frac": 1}
     assert diagnose([alone | {"reward/std": 0.2}] * WINDOW) == {}
     assert "every response is right" in str(diagnose([alone | {"reward/std": 0.0}] * WINDOW))

@@ -1,10 +1,6 @@
 """An episode turn by turn: which picture a crop came from, where, and a page that shows it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +15,12 @@ from saccade.plugins.reports.report_page import Report, write_report
 from saccade.plugins.verifiers.extract import extract
 from saccade.run.trajectories import Decoders, TrajectoryWriter, read_trajectories
 from saccade.types import Group, MediaSpan, Message, Sample, Source, Trajectory
-from tests.browser import Browser, needs_browser, page_data
+from tests.browser import needs_browser, page_data
 
 EVIL = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
 
 
-def call(box: list[float], source: str) -> str:
+def call(box, source):
     return f"<grounding>{json.dumps({'bbox_2d': box, 'source': source})}</grounding>"
 
 
@@ -37,7 +33,7 @@ TURNS = [
 ]
 
 
-def episode(id: str, turns: list[str], **env: Any) -> Group:
+def episode(id, turns, **env):
     """The environment is real; tokens are stand-ins, four for each picture and one for each turn.
     Without an answer at the end a limit has struck, and the last observation is not shown.
     """
@@ -81,7 +77,7 @@ def episode(id: str, turns: list[str], **env: Any) -> Group:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     groups = [episode("first", TURNS), episode("cut", TURNS[:1]), episode("second", TURNS[:3])]
     with TrajectoryWriter(folder) as writer:
@@ -89,7 +85,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_records_know_every_picture_and_where_it_came_from(run: Path) -> None:
+def test_records_know_every_picture_and_where_it_came_from(run):
     first = next(read_trajectories(run, "train", 3))
     images = {image["view"]: image for image in first["images"]}
     assert list(images) == ["original_image", "observation_1", "observation_2", "observation_3"]
@@ -111,11 +107,11 @@ def test_records_know_every_picture_and_where_it_came_from(run: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def page(run: Path) -> Path:
+def page(run):
     return write_report(run / "e.html", Report(title="crops", episodes=stored_episodes(run)))
 
 
-def test_episodes_as_data(page: Path) -> None:
+def test_episodes_as_data(page):
     found = page_data(page)["episodes"]
     first, cut, second = found["items"]
     assert [len(one["turns"]) for one in (first, cut, second)] == [5, 1, 3]
@@ -134,16 +130,14 @@ def test_episodes_as_data(page: Path) -> None:
     ("outcome", "is_score", "verdict"),
     [(1.0, False, "right"), (0.0, False, "wrong"), (0.995, True, ""), (0.0, True, "")],
 )
-def test_a_score_is_neither_right_nor_wrong(
-    tmp_path: Path, build: Any, outcome: float, is_score: bool, verdict: str
-) -> None:
+def test_a_score_is_neither_right_nor_wrong(tmp_path, build, outcome, is_score, verdict):
     group = build.group(build.trajectory(0, outcome))
     build.store(tmp_path, group, scores=["count"] if is_score else [])
     (one,) = stored_episodes(tmp_path).items
     assert (one.verdict, one.outcome) == (verdict, outcome)
 
 
-def test_a_page_has_limits(tmp_path: Path, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_has_limits(tmp_path, build, monkeypatch):
     advantages = np.array([0.1, -3.0, 0.2, 0.0, 0.0] * 100, np.float32)
     long = {"response": (5, 6, 7, 12, 8) * 100, "advantages": advantages}
     members = [build.trajectory(n, pictures=[build.media(f"p{n}")], **long) for n in range(4)]
@@ -162,7 +156,7 @@ def test_a_page_has_limits(tmp_path: Path, build: Any, monkeypatch: pytest.Monke
 
 
 @needs_browser
-def test_episodes_in_a_browser(page: Path, browser: Browser) -> None:
+def test_episodes_in_a_browser(page, browser):
     browser.visit(page.as_uri())
     assert browser.troubles == [] and browser.run("document.title") == "crops"
     browser.until("[...document.querySelectorAll('img')].every(i => i.naturalWidth > 0)")

@@ -1,26 +1,20 @@
 """A run folder is created once, compared on resume and held by one process."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from saccade.config import Config, load
+from saccade.config import load
 from saccade.errors import ConfigError, DataError
-from saccade.run.folder import RunFolder
-
-Open = Callable[..., RunFolder]
 
 
-def test_a_new_folder_holds_everything(open_folder: Open, config: Config) -> None:
+def test_a_new_folder_holds_everything(open_folder, config):
     with open_folder(data={"train": "ab12"}, template="cd34") as folder:
         names = {entry.name for entry in folder.path.iterdir()}
         manifest = json.loads((folder.path / "manifest.json").read_text())
@@ -38,13 +32,13 @@ def test_a_new_folder_holds_everything(open_folder: Open, config: Config) -> Non
     assert manifest["git"] is None or len(manifest["git"].removesuffix("-dirty")) == 40
 
 
-def test_an_existing_folder_is_refused_with_the_ways_out(open_folder: Open) -> None:
+def test_an_existing_folder_is_refused_with_the_ways_out(open_folder):
     open_folder().close()
     with pytest.raises(ConfigError, match=r"run\.resume=auto.*run\.name=.*--out"):
         open_folder()
 
 
-def test_resume_continues_and_remembers_both_starts(open_folder: Open) -> None:
+def test_resume_continues_and_remembers_both_starts(open_folder):
     with open_folder("run.resume=auto") as folder:
         assert not folder.resumed  # there was none to go on with
         assert load(folder.path / "config.yaml").run.resume == "none"  # what repeats a run does not go on with it
@@ -54,7 +48,7 @@ def test_resume_continues_and_remembers_both_starts(open_folder: Open) -> None:
         assert load(folder.path / "config.resolved.yaml").run.max_steps == 9
 
 
-def test_resume_refuses_other_settings_by_name_and_value(open_folder: Open) -> None:
+def test_resume_refuses_other_settings_by_name_and_value(open_folder):
     open_folder("train.lr=1e-6").close()
     with pytest.raises(ConfigError) as refusal:
         open_folder("run.resume=auto", "train.lr=2e-6", "algorithm.preset=rloo", "track.wandb=true")
@@ -65,7 +59,7 @@ def test_resume_refuses_other_settings_by_name_and_value(open_folder: Open) -> N
     open_folder("run.resume=auto", "train.lr=1e-6").close()  # the refusal left no lock
 
 
-def test_resume_names_the_file_that_changed(open_folder: Open) -> None:
+def test_resume_names_the_file_that_changed(open_folder):
     sets = [{"path": f"{name}.jsonl", "rows": 8, "hash": name} for name in ("a", "b")]
     open_folder(data="ab", sets=sets).close()
     with pytest.raises(ConfigError, match=r"data changed on disk: 'ab' in the folder, 'cd' now"):
@@ -88,7 +82,7 @@ time.sleep(60)
 """
 
 
-def test_a_killed_process_lets_go_even_when_its_worker_lives(open_folder: Open, config: Config) -> None:
+def test_a_killed_process_lets_go_even_when_its_worker_lives(open_folder, config):
     command = [sys.executable, "-c", HOLD, config.run.out]
     root = Path(__file__).resolve().parents[2]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
@@ -109,9 +103,7 @@ def test_a_killed_process_lets_go_even_when_its_worker_lives(open_folder: Open, 
 
 @pytest.mark.parametrize("name", ["", "metrics.jsonl", "quarantine.jsonl", "trajectories/step-0.jsonl"])
 @pytest.mark.parametrize("error", [DataError, ZeroDivisionError])
-def test_a_refused_start_keeps_only_what_was_recorded_a_crash_all(
-    open_folder: Open, name: str, error: type[Exception]
-) -> None:
+def test_a_refused_start_keeps_only_what_was_recorded_a_crash_all(open_folder, name, error):
     with pytest.raises(error), open_folder() as folder:
         if name:
             (folder.path / name).write_text("{}\n")
@@ -121,7 +113,7 @@ def test_a_refused_start_keeps_only_what_was_recorded_a_crash_all(
     assert not name or (folder.path / name).exists()
 
 
-def test_what_is_no_run_is_not_taken_over(open_folder: Open, config: Config) -> None:
+def test_what_is_no_run_is_not_taken_over(open_folder, config):
     home = Path(config.run.out) / config.run.name
     home.mkdir(parents=True)
     (home / "thesis.tex").write_text("years of work")

@@ -1,18 +1,12 @@
 """Metrics of hand-made groups, number by number."""
 
-from __future__ import annotations
-
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 from pytest import approx
 
 from saccade.run.metrics import group_metrics, host_memory, tool_metrics
-from saccade.types import Group, Trajectory
 
 
-def mixed(build: SimpleNamespace) -> list[Group]:
+def mixed(build):
     t = build.trajectory
     right = build.group(
         t(0, 1.2, outcome=1.0, parts={"count": 1.0, "format:think_answer": 1.0}),
@@ -29,7 +23,7 @@ def mixed(build: SimpleNamespace) -> list[Group]:
     return [right, split]
 
 
-def test_rewards_count_live_members(build: SimpleNamespace) -> None:
+def test_rewards_count_live_members(build):
     metrics = group_metrics(mixed(build))
     expected = {
         **{"reward/mean": 0.85, "reward/std": np.std([1.2, 1.2, 1.0, 0.0], ddof=1)},
@@ -46,7 +40,7 @@ def test_rewards_count_live_members(build: SimpleNamespace) -> None:
     assert {name: metrics[name] for name in expected} == approx(expected)
 
 
-def test_groups(build: SimpleNamespace) -> None:
+def test_groups(build):
     wrong = build.group(build.trajectory(0, 0.0), build.trajectory(1, 0.0))
     lonely = build.group(build.trajectory(0, 1.0), build.trajectory(1, None, status="abstain"))
     metrics = group_metrics([*mixed(build), wrong, lonely])
@@ -62,7 +56,7 @@ def test_groups(build: SimpleNamespace) -> None:
     assert "group/dead_frac" not in alone and alone["group/all_right_frac"] == 1.0
 
 
-def test_who_is_excluded_may_still_be_compared_with(build: SimpleNamespace) -> None:
+def test_who_is_excluded_may_still_be_compared_with(build):
     over = build.trajectory(1, 0.0, status="overturn")
     groups = [build.group(build.trajectory(0, 1.0), over), build.group(over)]
     apart = group_metrics(groups, ["overturn"])
@@ -70,7 +64,7 @@ def test_who_is_excluded_may_still_be_compared_with(build: SimpleNamespace) -> N
     assert apart["group/dead_frac"] == 1.0 and beside["group/dead_frac"] == 0.5
 
 
-def test_pictures_and_turns(build: SimpleNamespace) -> None:
+def test_pictures_and_turns(build):
     two = build.trajectory(0, 1.0, pictures=[build.media("a"), build.media("b")], turns=3)
     none = build.trajectory(1, 0.0, status="overturn", end_reason="max_turns", turns=6)
     metrics = group_metrics([build.group(two, none)])
@@ -80,7 +74,7 @@ def test_pictures_and_turns(build: SimpleNamespace) -> None:
     assert metrics["turns/overturn_frac"] == 0.5
 
 
-def test_statuses_excluded_by_the_algorithm_leave_the_rewards(build: SimpleNamespace) -> None:
+def test_statuses_excluded_by_the_algorithm_leave_the_rewards(build):
     long = build.trajectory(1, 0.0, status="truncated", end_reason="turn_length")
     groups = [build.group(build.trajectory(0, 1.0), long)]
     assert group_metrics(groups)["reward/mean"] == 0.5
@@ -90,7 +84,7 @@ def test_statuses_excluded_by_the_algorithm_leave_the_rewards(build: SimpleNames
     assert excluded["length/truncated_frac"] == 0.5
 
 
-def test_advantages_count_tokens(build: SimpleNamespace) -> None:
+def test_advantages_count_tokens(build):
     short = build.trajectory(0, 1.0, response=(5,), advantages=np.array([2.0], np.float32))
     long = build.trajectory(1, 0.0, advantages=np.full(5, -1.0, np.float32))
     lost = build.trajectory(2, None, status="stale", advantages=np.full(5, 50.0, np.float32))
@@ -99,7 +93,7 @@ def test_advantages_count_tokens(build: SimpleNamespace) -> None:
     assert (metrics["adv/min"], metrics["adv/max"]) == (-1.0, 2.0)
 
 
-def test_nothing_scored_still_says_why(build: SimpleNamespace) -> None:
+def test_nothing_scored_still_says_why(build):
     failed = build.group(build.trajectory(0, None, status="error"))
     metrics = group_metrics([failed])
     assert metrics["reward/error_rate"] == 1.0 and metrics["group/dead_frac"] == 1.0
@@ -107,13 +101,13 @@ def test_nothing_scored_still_says_why(build: SimpleNamespace) -> None:
     assert group_metrics([]) == {} == group_metrics([build.group()])
 
 
-def test_host_memory() -> None:
+def test_host_memory():
     now = host_memory()["mem/host_rss_gb"]
     assert 0.01 < now < 1000
     assert abs(host_memory(now - 1)["mem/rss_growth_gb"] - 1) < 0.5
 
 
-def test_scores_are_no_accuracy_and_neither_right_nor_wrong(build: SimpleNamespace) -> None:
+def test_scores_are_no_accuracy_and_neither_right_nor_wrong(build):
     t = build.trajectory
     rated = build.group(t(0, -3.0, outcome=-3.0), t(1, 2.0, outcome=2.0), source="c")
     metrics = group_metrics([*mixed(build), rated], scores={"c"})
@@ -124,16 +118,16 @@ def test_scores_are_no_accuracy_and_neither_right_nor_wrong(build: SimpleNamespa
     assert {"reward/accuracy", "group/all_right_frac", "group/all_wrong_frac"}.isdisjoint(alone)
 
 
-def crop(area: float) -> dict[str, Any]:
+def crop(area):
     return {"ok": True, "reason": "", "area": area, "noop": area > 0.95}
 
 
-def failed(reason: str) -> dict[str, Any]:
+def failed(reason):
     return {"ok": False, "reason": reason}
 
 
-def test_calls_crops_and_cells(build: SimpleNamespace) -> None:
-    def episode(outcome: float | None, *calls: dict[str, Any]) -> Trajectory:
+def test_calls_crops_and_cells(build):
+    def episode(outcome, *calls):
         return build.trajectory(outcome=outcome, info={"tool_calls": list(calls)})
 
     without = build.trajectory(outcome=1.0)  # has no tools

@@ -1,7 +1,5 @@
 """Tracking works where torch is not even installed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_nothing_here_imports_torch() -> None:
+def test_nothing_here_imports_torch():
     modules = ["console", "folder", "loggers", "messages", "metrics", "progress"]
     modules += ["statistics", "trajectories"]
     code = "import sys; sys.modules['torch'] = None\n"

@@ -1,35 +1,30 @@
 """Metrics reach their files, survive a kill and never stop a run."""
 
-from __future__ import annotations
-
 import json
 import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import closing
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 
 from saccade.config import TrackConfig
-from saccade.run.folder import RunFolder
 from saccade.run.loggers import Loggers, read_metrics
 
 PLAIN = TrackConfig(tensorboard=False)
 
 
 @pytest.fixture
-def folder(open_folder: Callable[..., RunFolder]) -> RunFolder:
+def folder(open_folder):
     return open_folder()
 
 
-def test_one_line_per_call(folder: RunFolder) -> None:
+def test_one_line_per_call(folder):
     with closing(Loggers(folder, PLAIN)) as loggers:
-        half: Any = np.float32(0.5)
+        half = np.float32(0.5)
         loggers.log({"reward/mean": half, "time/bottleneck": "rollout"}, 1)
         loggers.log({"reward/mean": float("nan"), "policy/ratio_max": float("inf")}, 2)
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
@@ -38,7 +33,7 @@ def test_one_line_per_call(folder: RunFolder) -> None:
     assert lines[1]["reward/mean"] is None and lines[1]["policy/ratio_max"] is None
 
 
-def test_resume_appends_after_dropping_later_steps(folder: RunFolder) -> None:
+def test_resume_appends_after_dropping_later_steps(folder):
     with closing(Loggers(folder, PLAIN)) as loggers:
         for step in (0, 1, 2, 3):
             loggers.log({"reward/mean": step}, step)
@@ -48,7 +43,7 @@ def test_resume_appends_after_dropping_later_steps(folder: RunFolder) -> None:
     assert [row["reward/mean"] for row in read_metrics(folder.path)] == [0.0, 1.0, 20.0]
 
 
-def test_a_line_cut_by_a_kill_is_dropped(folder: RunFolder) -> None:
+def test_a_line_cut_by_a_kill_is_dropped(folder):
     folder.metrics.write_text('{"step": 1}\n{"step": 2, "rew')
     assert read_metrics(folder.metrics) == [{"step": 1}] and read_metrics(folder.path / "nowhere") == []
     with closing(Loggers(folder, PLAIN)) as loggers:
@@ -56,7 +51,7 @@ def test_a_line_cut_by_a_kill_is_dropped(folder: RunFolder) -> None:
     assert [row["step"] for row in read_metrics(folder.metrics)] == [1, 2]
 
 
-def test_rows_wait_while_the_disk_refuses(folder: RunFolder, said: list[str]) -> None:
+def test_rows_wait_while_the_disk_refuses(folder, said):
     with closing(Loggers(folder, PLAIN)) as loggers:
         folder.metrics.unlink()
         folder.metrics.mkdir()
@@ -68,7 +63,7 @@ def test_rows_wait_while_the_disk_refuses(folder: RunFolder, said: list[str]) ->
     assert [row["step"] for row in read_metrics(folder.metrics)] == [1, 2, 3]
 
 
-def test_tensorboard_holds_the_scalars_and_drops_stale_steps(folder: RunFolder) -> None:
+def test_tensorboard_holds_the_scalars_and_drops_stale_steps(folder):
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     track = TrackConfig(tensorboard=True)
     with closing(Loggers(folder, track)) as loggers:
@@ -83,12 +78,10 @@ def test_tensorboard_holds_the_scalars_and_drops_stale_steps(folder: RunFolder) 
     assert scalars == [(1, 1.0), (2, 20.0)]
 
 
-def test_a_full_disk_ends_tensorboard_with_one_line(
-    folder: RunFolder, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_tensorboard_with_one_line(folder, said, monkeypatch):
     """The limit of a file stands for a disk: what fails is a write in the middle of the run."""
     pytest.importorskip("tensorboard")
-    died: list[Any] = []
+    died = []
     monkeypatch.setattr(threading, "excepthook", died.append)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -107,7 +100,7 @@ def test_a_full_disk_ends_tensorboard_with_one_line(
     assert died == []  # a thread's traceback tells nobody what to do
 
 
-def test_a_missing_library_is_said_once(folder: RunFolder, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_said_once(folder, said, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with closing(Loggers(folder, TrackConfig(tensorboard=False, wandb=True))) as loggers:
         loggers.log({"reward/mean": 1.0}, 1)
@@ -116,19 +109,19 @@ def test_a_missing_library_is_said_once(folder: RunFolder, said: list[str], monk
     assert len(read_metrics(folder.metrics)) == 2
 
 
-def test_a_logger_that_breaks_is_left_out(folder: RunFolder, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[tuple[dict[str, float], int]] = []
+def test_a_logger_that_breaks_is_left_out(folder, said, monkeypatch):
+    rows = []
 
     class Run:
-        def log(self, row: dict[str, float], step: int) -> None:
+        def log(self, row, step):
             if step == 2:
                 raise ConnectionError("gone")
             rows.append((row, step))
 
-        def finish(self) -> None: ...
+        def finish(self): ...
 
     wandb = ModuleType("wandb")
-    wandb.init = lambda **_: Run()  # type: ignore[attr-defined]
+    wandb.init = lambda **_: Run()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_MODE", "offline")
     with closing(Loggers(folder, TrackConfig(tensorboard=False, wandb=True))) as loggers:

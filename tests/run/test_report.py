@@ -1,16 +1,10 @@
 """A report says what the run said, as data and as a page that a real browser draws from disk."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from pytest import approx
@@ -32,9 +26,8 @@ from saccade.plugins.reports.report_page import (
     View,
     write_report,
 )
-from saccade.run.folder import RunFolder
 from saccade.run.loggers import Loggers
-from tests.browser import Browser, needs_browser, page_data
+from tests.browser import needs_browser, page_data
 
 EVIL = (
     "</script><script>document.title = 'owned'</script>"
@@ -48,8 +41,8 @@ EPISODE = Episode(
 )
 
 
-def rows(steps: int = 40) -> list[dict[str, Any]]:
-    made: list[dict[str, Any]] = [
+def rows(steps=40):
+    made = [
         {
             **{"step": step, "reward/mean": 0.1 * step, "reward/accuracy": min(1.0, 0.02 * step)},
             **{"reward/count": 0.5, "policy/grad_norm": None if step == 3 else 0.5},
@@ -65,7 +58,7 @@ def rows(steps: int = 40) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def page(open_folder: Callable[..., RunFolder], build: SimpleNamespace) -> Path:
+def page(open_folder, build):
     with open_folder() as folder:
         with closing(Loggers(folder, TrackConfig(tensorboard=False))) as loggers:
             for row in rows():
@@ -80,7 +73,7 @@ def page(open_folder: Callable[..., RunFolder], build: SimpleNamespace) -> Path:
         return from_run(folder.path)
 
 
-def test_a_run_as_data(page: Path) -> None:
+def test_a_run_as_data(page):
     assert page.name == "report.html"
     data = page_data(page)
     assert data["facts"]["accuracy on six"] == "50.0\u00a0% → 75.0\u00a0%"
@@ -109,7 +102,7 @@ def test_a_run_as_data(page: Path) -> None:
 
 
 @needs_browser
-def test_a_run_in_a_browser(page: Path, browser: Browser) -> None:
+def test_a_run_in_a_browser(page, browser):
     browser.visit(page.as_uri())
     assert browser.troubles == [] and browser.run("document.title") == "first"
     text = browser.run("document.body.innerText")
@@ -142,13 +135,13 @@ def test_a_run_in_a_browser(page: Path, browser: Browser) -> None:
     assert browser.troubles == []
 
 
-def test_another_folder_is_refused(tmp_path: Path) -> None:
+def test_another_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no run folder"):
         from_run(tmp_path)
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hostile(tmp_path_factory):
     picture = View(name=EVIL, kind=EVIL, size=(8, 8), lineage=[EVIL], picture=EVIL)
     said = [{"source": "policy", "text": EVIL + "x" * 100_000}, {"source": EVIL, "text": EVIL}]
     call = {"ok": False, "reason": EVIL, "name": EVIL, "source": EVIL}
@@ -170,7 +163,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(tmp_path_factory.mktemp("hostile") / "report.html", report)
 
 
-def test_no_data_leaves_its_block(hostile: Path) -> None:
+def test_no_data_leaves_its_block(hostile):
     text = hostile.read_text()
     block = text.partition('id="report">')[2].partition("</script>")[0]
     assert block.isascii() and "<" not in block and text.count("</script>") == 2
@@ -182,7 +175,7 @@ def test_no_data_leaves_its_block(hostile: Path) -> None:
 
 
 @needs_browser
-def test_foreign_text_is_shown_as_text(hostile: Path, browser: Browser) -> None:
+def test_foreign_text_is_shown_as_text(hostile, browser):
     browser.visit(hostile.as_uri())
     shown = EVIL.replace("\0", "␀").replace("\x08", "␈")
     titles = [browser.run(f"document.querySelector('{tag}').textContent") for tag in ("h1", "h2")]
@@ -195,7 +188,7 @@ def test_foreign_text_is_shown_as_text(hostile: Path, browser: Browser) -> None:
 
 
 @needs_browser
-def test_a_big_run_opens_soon(browser: Browser, tmp_path: Path) -> None:
+def test_a_big_run_opens_soon(browser, tmp_path):
     numbers = [{"step": s, **{f"m/{n}": float(s % 7) for n in range(40)}} for s in range(10_000)]
     numbers[7777]["sft/loss"] = 1e3
     for row in numbers:
@@ -229,14 +222,14 @@ def test_a_big_run_opens_soon(browser: Browser, tmp_path: Path) -> None:
     assert browser.troubles == []
 
 
-def test_before_after_of_one_measurement_has_no_change() -> None:
+def test_before_after_of_one_measurement_has_no_change():
     (table,) = before_after(rows()[:1])
     assert table.columns == ("set", "measure", "step 1")
     assert before_after([{"step": 1, "reward/mean": 1.0}]) == []
 
 
 @needs_browser
-def test_cells_and_single_points(browser: Browser, tmp_path: Path) -> None:
+def test_cells_and_single_points(browser, tmp_path):
     """A change is coloured only when it is sure; numbers are shown as readers want them."""
     sure = Estimate(value=0.05, low=0.01, high=0.09, change=True)
     worse = Estimate(value=-0.05, change=True)
@@ -262,7 +255,7 @@ def test_cells_and_single_points(browser: Browser, tmp_path: Path) -> None:
     assert browser.run("document.querySelector('main').innerText") == "nothing yet"
 
 
-def test_an_evaluation_as_data(tmp_path: Path) -> None:
+def test_an_evaluation_as_data(tmp_path):
     whole = {"accuracy": 0.5, "ci_low": 0.4, "ci_high": 0.6, "pass@4": 0.75, "items": 8.0}
     rated = {"score": 3.5, "score_ci_low": 3.0, "score_ci_high": 4.0, "items": 2.0}
     tables = {"by_category": {"near": whole, "far": {"items": 1.0}}, "by_turns": {}}

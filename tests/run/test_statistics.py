@@ -1,7 +1,5 @@
 """Intervals and pass@k against known numbers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,7 +17,7 @@ from saccade.run.statistics import (
 )
 
 
-def test_wilson_matches_the_textbook() -> None:
+def test_wilson_matches_the_textbook():
     assert wilson(8, 10) == approx((0.490162, 0.943318), abs=1e-6)
     assert wilson(81, 263) == approx((0.2553, 0.3662), abs=5e-5)  # Newcombe 1998, table I
     assert wilson(0, 20) == approx((0.0, 0.1611), abs=5e-5)
@@ -28,12 +26,12 @@ def test_wilson_matches_the_textbook() -> None:
 
 
 @pytest.mark.parametrize("successes, n", [(-1, 3), (4, 3)])
-def test_wilson_refuses_impossible_counts(successes: int, n: int) -> None:
+def test_wilson_refuses_impossible_counts(successes, n):
     with pytest.raises(ValueError, match="successes"):
         wilson(successes, n)
 
 
-def test_bootstrap_agrees_with_the_normal_interval_and_repeats() -> None:
+def test_bootstrap_agrees_with_the_normal_interval_and_repeats():
     values = np.random.default_rng(3).normal(size=2000)
     half = 1.96 * values.std(ddof=1) / 2000**0.5
     low, high = bootstrap_mean(values)
@@ -43,36 +41,36 @@ def test_bootstrap_agrees_with_the_normal_interval_and_repeats() -> None:
     assert bootstrap_mean(values, seed=1) != (low, high)
 
 
-def test_bootstrap_does_not_depend_on_how_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bootstrap_does_not_depend_on_how_it_is_cut(monkeypatch):
     values = np.arange(10.0)
     whole = bootstrap_mean(values)
     monkeypatch.setattr("saccade.run.statistics.INDICES_AT_ONCE", 7000)
     assert bootstrap_mean(values) == approx(whole)
 
 
-def test_items_are_resampled_not_samples() -> None:
+def test_items_are_resampled_not_samples():
     rows = [[1.0] * 50, [0.0] * 50, [1.0] * 50]
     assert bootstrap_mean(rows) == bootstrap_mean([1.0, 0.0, 1.0])
 
 
-def test_ragged_items_weigh_alike() -> None:
+def test_ragged_items_weigh_alike():
     assert item_means([[1.0, 0.0], [1.0]]).tolist() == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("values", [[], [[]], [[1.0], []], [float("nan")]])
-def test_nothing_to_average_is_refused(values: list) -> None:
+def test_nothing_to_average_is_refused(values):
     with pytest.raises(ValueError):
         item_means(values)
 
 
-def test_mean_interval_chooses_by_what_it_is_given() -> None:
+def test_mean_interval_chooses_by_what_it_is_given():
     assert mean_interval([1.0, 0.0, 1.0, 1.0]) == wilson(3, 4)
     assert mean_interval([[1.0], [0.0]]) == wilson(1, 2)
     assert mean_interval([0.5, 0.25, 1.0]) == bootstrap_mean([0.5, 0.25, 1.0])
     assert mean_interval([[1.0, 0.0], [1.0, 1.0]]) == bootstrap_mean([0.5, 1.0])
 
 
-def test_items_that_are_all_alike_are_not_certain() -> None:
+def test_items_that_are_all_alike_are_not_certain():
     """However many answers each of them got: it is the items that are few."""
     assert mean_interval([[0.0] * 8] * 4) == mean_interval([0.0] * 4) == wilson(0, 4)
     assert mean_interval([[1.0] * 8] * 4) == wilson(4, 4)
@@ -82,7 +80,7 @@ def test_items_that_are_all_alike_are_not_certain() -> None:
     assert mean_interval([3.0] * 4) == (3.0, 3.0)  # no share, so nothing bounds the others
 
 
-def test_pass_at_k_golden_values() -> None:
+def test_pass_at_k_golden_values():
     assert pass_at_k(16, 3, 4) == approx(0.60714286, abs=1e-8)
     values = pass_at_k(16, np.array([0, 3, 13, 16]), 4)
     assert values == approx([0.0, 0.60714286, 1.0, 1.0], abs=1e-8)
@@ -90,19 +88,19 @@ def test_pass_at_k_golden_values() -> None:
 
 
 @given(st.integers(1, 40), st.data())
-def test_pass_at_1_is_the_share_and_pass_at_n_any(n: int, data: st.DataObject) -> None:
+def test_pass_at_1_is_the_share_and_pass_at_n_any(n, data):
     c = data.draw(st.integers(0, n))
     assert pass_at_k(n, c, 1) == approx(c / n)
     assert pass_at_k(n, c, n) == float(c > 0)
 
 
 @pytest.mark.parametrize("n, c, k", [(4, 1, 5), (4, 5, 1), (4, -1, 1), (4, 1, 0)])
-def test_pass_at_k_refuses_impossible_counts(n: int, c: int, k: int) -> None:
+def test_pass_at_k_refuses_impossible_counts(n, c, k):
     with pytest.raises(ValueError, match="pass@"):
         pass_at_k(n, c, k)
 
 
-def test_pairs_see_a_difference_that_single_runs_hide() -> None:
+def test_pairs_see_a_difference_that_single_runs_hide():
     noise = np.random.default_rng(0).normal(size=400)
     change = paired_difference(noise, noise + 0.05)
     assert change.mean == approx(0.05)
@@ -110,18 +108,18 @@ def test_pairs_see_a_difference_that_single_runs_hide() -> None:
     assert bootstrap_mean(noise).high - bootstrap_mean(noise).low > 0.1
 
 
-def test_the_difference_of_two_proportions() -> None:
+def test_the_difference_of_two_proportions():
     # Newcombe 1998, table II: 56/70 against 48/80.
     change = independent_difference(48 / 80, wilson(48, 80), 56 / 70, wilson(56, 70))
     assert change == approx((0.2, 0.0524, 0.3339), abs=5e-5)
 
 
-def test_a_change_that_is_the_same_everywhere_is_not_certain() -> None:
+def test_a_change_that_is_the_same_everywhere_is_not_certain():
     few = wilson(0, 4).high
     assert paired_difference([0.0] * 4, [0.0] * 4) == approx((0.0, -few, few))
     assert paired_difference([0.0] * 4, [1.0] * 4) == approx((1.0, 1.0 - 2 * few, 1.0))
 
 
-def test_pairs_must_match() -> None:
+def test_pairs_must_match():
     with pytest.raises(ValueError, match="3 before and 2 after"):
         paired_difference([1.0, 0.0, 1.0], [1.0, 0.0])

@@ -1,30 +1,24 @@
 """Rollouts reach the disk whole, once, and without holding up a step."""
 
-from __future__ import annotations
-
 import json
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from saccade.media.images import decode, open_media
-from saccade.run.folder import RunFolder
 from saccade.run.trajectories import Decoders, TrajectoryWriter, read_trajectories, stored_steps
-from saccade.types import Media, MediaSpan, Source, Trajectory
+from saccade.types import MediaSpan, Source, Trajectory
 
 
 @pytest.fixture
-def folder(open_folder: Callable[..., RunFolder]) -> Iterator[RunFolder]:
+def folder(open_folder):
     with open_folder() as folder:
         yield folder
 
 
-def test_a_record_holds_what_happened(folder: RunFolder, build: SimpleNamespace) -> None:
+def test_a_record_holds_what_happened(folder, build):
     member = build.trajectory(
         2,
         1.2,
@@ -53,7 +47,7 @@ def test_a_record_holds_what_happened(folder: RunFolder, build: SimpleNamespace)
     assert (folder.trajectories / image["file"]).exists()
 
 
-def test_turns_observations_and_crops(folder: RunFolder, build: SimpleNamespace) -> None:
+def test_turns_observations_and_crops(folder, build):
     box = (10, 10, 30, 40)
     root = build.media("aa11")
     crop = build.media("aa11", width=20, height=30, box=box, parent="aa11")
@@ -92,11 +86,11 @@ def test_turns_observations_and_crops(folder: RunFolder, build: SimpleNamespace)
     assert stored == {"aa11.png", "aa11-10-10-30-40.png"}
 
 
-def test_pictures_are_small_and_loaded_once(folder: RunFolder, build: SimpleNamespace) -> None:
-    loaded: list[str] = []
+def test_pictures_are_small_and_loaded_once(folder, build):
+    loaded = []
     photo = build.media("photo", width=1200, height=600)
 
-    def load(media: Media) -> np.ndarray:
+    def load(media):
         loaded.append(media.hash)
         shape = (media.height, media.width, 3)
         return np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
@@ -108,10 +102,10 @@ def test_pictures_are_small_and_loaded_once(folder: RunFolder, build: SimpleName
     assert loaded == ["photo"]
 
 
-def test_a_slow_disk_never_holds_up_a_step(folder: RunFolder, build: SimpleNamespace) -> None:
+def test_a_slow_disk_never_holds_up_a_step(folder, build):
     gate = threading.Event()
 
-    def slow(media: Media) -> np.ndarray:
+    def slow(media):
         gate.wait(10)
         return build.pixels(media)
 
@@ -124,25 +118,21 @@ def test_a_slow_disk_never_holds_up_a_step(folder: RunFolder, build: SimpleNames
         assert stored_steps(folder.path) == {"train": [1]}
 
 
-def test_failures_are_said_once_and_cost_only_themselves(
-    folder: RunFolder, build: SimpleNamespace, said: list[str]
-) -> None:
-    def broken(media: Media) -> np.ndarray:
+def test_failures_are_said_once_and_cost_only_themselves(folder, build, said):
+    def broken(media):
         raise OSError("unreadable")
 
     groups = [build.group(build.trajectory(pictures=[build.media(name)]), uid=name) for name in "abc"]
     with TrajectoryWriter(folder) as writer:
         for step, decoder in ((1, str), (2, None), (3, str)):
-            decoders = Decoders(text=decoder, image=broken)  # type: ignore[arg-type]
+            decoders = Decoders(text=decoder, image=broken)
             writer.write(step, groups, decoders, version=1)
     assert said == ["WARNING: picture a could not be stored: OSError: unreadable"]
     assert stored_steps(folder.path) == {"train": [1, 3]}
     assert {r["images"][0]["file"] for r in read_trajectories(folder.path, "train", 1)} == {None}
 
 
-def test_a_picture_that_was_replaced_is_not_stored_as_the_one_that_was_seen(
-    folder: RunFolder, build: SimpleNamespace, tmp_path: Path, said: list[str]
-) -> None:
+def test_a_picture_that_was_replaced_is_not_stored_as_the_one_that_was_seen(folder, build, tmp_path, said):
     for name in ("kept.png", "replaced.png"):
         Image.new("RGB", (56, 56), "red" if name == "kept.png" else "blue").save(tmp_path / name)
     pictures = [open_media(str(tmp_path / name)) for name in ("kept.png", "replaced.png")]
@@ -155,7 +145,7 @@ def test_a_picture_that_was_replaced_is_not_stored_as_the_one_that_was_seen(
     assert len(said) == 1 and said[0].endswith("replaced.png: changed after it was read")
 
 
-def test_validation_has_its_own_files_wherever_its_name_points(folder: RunFolder, build: SimpleNamespace) -> None:
+def test_validation_has_its_own_files_wherever_its_name_points(folder, build):
     for kind in ("train", "val/six colours", "val/../../../etc"):
         build.store(folder, build.group(build.trajectory()), steps=[5], kind=kind)
     kinds = stored_steps(folder.path)
@@ -164,7 +154,7 @@ def test_validation_has_its_own_files_wherever_its_name_points(folder: RunFolder
     assert record["kind"] == "val/six colours"
 
 
-def test_resume_forgets_later_steps_and_replaces_equal_ones(folder: RunFolder, build: SimpleNamespace) -> None:
+def test_resume_forgets_later_steps_and_replaces_equal_ones(folder, build):
     build.store(folder, build.group(build.trajectory()), steps=(10, 20, 30, 10))
     TrajectoryWriter(folder).truncate_after(20)
     assert stored_steps(folder.path) == {"train": [10, 20]}
