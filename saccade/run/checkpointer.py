@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 from saccade.config import SaveConfig
@@ -81,7 +82,7 @@ class Checkpointer:
                 progress.step,
                 self._backend,
                 self._family,
-                progress=progress.to_json(),
+                progress=asdict(progress),
                 keep=self.options.keep,
                 parts=self._parts,
                 copy=copy,

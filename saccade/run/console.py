@@ -7,7 +7,7 @@ draws.
     with Console(350, "rl") as console:
         logging.getLogger("saccade").info("shown above the display, and in the log file")
         with console.phase("rollout"): ...
-        console.step(1, {"reward/mean": 0.4} | console.lap())
+        console.step(1, {"reward/mean": 0.4} | console.clock.lap())
 """
 
 from __future__ import annotations
@@ -209,10 +209,6 @@ class Console:
     def progress(self, done: int, total: int) -> None:
         """How far the current phase is."""
         self.done = (done, total)
-
-    def lap(self) -> dict[str, float | str]:
-        """`time/…` metrics of the step that ends here."""
-        return self.clock.lap()
 
     def step(self, step: int, metrics: Row) -> None:
         """Show a finished step."""

@@ -104,7 +104,7 @@ class Display:
         """Log and show the metrics of a step with its times and memory, and say so when little is
         being learned; returns the row. `unread`: where the verifier looked in vain for an answer.
         """
-        times = self.console.lap()
+        times = self.console.clock.lap()
         row = {
             **metrics,
             **speeds(metrics, times),

@@ -11,18 +11,15 @@ of losses or backends.
 
 from __future__ import annotations
 
-import os
 import re
-import resource
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+import psutil
 
 from saccade.types import ALWAYS_EXCLUDED, STATUS_OF_END, Group, Source, Trajectory
 
@@ -284,15 +281,6 @@ def interval_of(leaf: str) -> tuple[str, str]:
 
 def host_memory(start_gb: float | None = None) -> dict[str, float]:
     """Resident memory of this process; with the reading of an earlier moment also its growth."""
-    now = _resident_gb()
+    now = psutil.Process().memory_info().rss / 2**30
     growth = {} if start_gb is None else {"mem/rss_growth_gb": now - start_gb}
     return {"mem/host_rss_gb": now} | growth
-
-
-def _resident_gb() -> float:
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
-    # Without /proc only the peak is known: kilobytes, on macOS bytes.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)

@@ -6,7 +6,7 @@ progress = replace(progress, step=progress.step + 1, stream=stream.state())
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from saccade.run.metrics import MEASURE
@@ -62,9 +62,6 @@ class Progress:
         if step > 0 and (now.best_score is None or metrics[name] > now.best_score):
             now = replace(now, best_score=metrics[name], best_step=step)
         return now, ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def from_json(stored: Mapping[str, Any]) -> Progress:

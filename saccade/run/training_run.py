@@ -249,7 +249,7 @@ class Run:
         if self.step >= self.total:
             log.info(f"step {self.step} is already reached; raise run.max_steps to continue")
         third = min(self.step + TRACED_STEP, self.total) if self.config.run.trace else None
-        self.display.console.lap()  # loading and the start of an engine belong to no step
+        self.display.console.clock.lap()  # loading and the start of an engine belong to no step
         while self.step < self.total:
             step = self.step + 1
             with self.display.traced(step) if step == third else nullcontext():

@@ -1,7 +1,7 @@
 """What a checkpoint stores of a run, and which step counts as the best."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_progress_survives_a_checkpoint():
         bad_updates={"policy": 1},
         validation_sets={"val": "hash"},
     )
-    assert from_json(json.loads(json.dumps(progress.to_json()))) == progress
+    assert from_json(json.loads(json.dumps(asdict(progress)))) == progress
     assert progress.with_scores(["c", "a", "b"]).scores == ("a", "b", "c")
 
 
