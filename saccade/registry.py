@@ -124,7 +124,7 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         "rows": "saccade.plugins.check_data.row_warnings:warn_of_rows",
     },
     "work": {
-        "shares": "saccade.plugins.estimate.work:shares",
+        "rates": "saccade.plugins.estimate.work:rates",
         "rl": "saccade.plugins.estimate.work:rl_work",
         "offline": "saccade.plugins.estimate.work:offline_work",
     },

@@ -148,15 +148,10 @@ def load_critic(config: Config, family: Family, algorithm: Algorithm) -> LocalBa
     attach_score(policy.model, seed=config.run.seed)
     path = algorithm.critic.path
     if path is not None and not start_score(policy.model, Path(path)):
-        log.info(
-            f"algorithm.critic.path={path}: its score is no linear function of the last states; "
-            "the critic takes its weights and draws a head of its own"
-        )
+        log.info(f"algorithm.critic.path={path}: its score is not linear; the critic draws a head of its own")
     return learner(config, policy)
 
 
-def average_of(
-    config: Config, family: Family, policy: LocalBackend, start: Path | None, **options: Any
-) -> dict[str, Any]:
+def average_of(config: Config, *of: Any, **options: Any) -> dict[str, Any]:
     """What follows the policy as a part of its checkpoints; empty unless train.ema asks for one."""
-    return AVERAGES["ema"](config, family, policy, start, **options) if config.train.ema else {}
+    return AVERAGES["ema"](config, *of, **options) if config.train.ema else {}

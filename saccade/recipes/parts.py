@@ -102,9 +102,8 @@ def rollout_sampling(config: Config, algorithm: Algorithm | None = None) -> Samp
 
 def validation_sampling(config: Config) -> Sampling:
     val = config.val
-    temperature = val.temperature if val.temperature is not None else float(val.n > 1)
     return Sampling(
-        temperature=temperature,
+        temperature=val.temperature if val.temperature is not None else float(val.n > 1),
         top_p=val.top_p,
         max_tokens=val.max_tokens or config.rollout.max_tokens,
         stop=(*config.rollout.stop, *stop_strings(config.env)),

@@ -122,9 +122,8 @@ def refuse_another_algorithm(config: Config, algorithm: Algorithm) -> None:
     if before and before != now:
         changed = next(pair for pair in zip_longest(before, now) if pair[0] != pair[1])
         raise ConfigError(
-            f"run.resume={path} was trained with another algorithm ({changed[0]!r}, now "
-            f"{changed[1]!r}); set algorithm back, or start anew from its weights with "
-            f"run.resume=none model.path={path}"
+            f"run.resume={path} was trained with another algorithm ({changed[0]!r}, now {changed[1]!r}); set algorithm "
+            f"back, or start anew from its weights with run.resume=none model.path={path}"
         )
 
 
@@ -138,8 +137,7 @@ def select_members(
     state = algorithm_state.observe(state, rollouts.scored, algorithm)
     groups, state, metrics = select.shape(rollouts.groups, algorithm, state, weights)
     if algorithm.estimator.group:
-        found = signal_metrics(groups, rollouts.scored, algorithm.exclude_status)
-        for name, value in found.items():
+        for name, value in signal_metrics(groups, rollouts.scored, algorithm.exclude_status).items():
             metrics.add(name, value)
     groups, marked = select.mark_members(groups, algorithm)
     return groups, state, merged(metrics, marked)

@@ -65,7 +65,7 @@ def update_models(
     policy, critic, train = learners.policy, learners.critic, learners.train
     assert train.lr is not None, "the defaults of the command are filled in"
     metrics, made, bad = Metrics(), progress.updates, progress.bad_updates
-    metrics.add("count/update_tokens", train.epochs_per_batch * _tokens(updates))
+    metrics.add("count/update_tokens", train.epochs_per_batch * sum(b.tokens for part in updates for b in part))
     for batches in updates * train.epochs_per_batch:
         live, share = _live(batches), learners.schedule(made)
         if live and critic is not None:
@@ -94,10 +94,6 @@ def update_models(
     taught = any(_live(part) and _teaches(part, algorithm, learners) for part in updates)
     metrics.add("policy/empty_step", not taught)
     return replace(progress, updates=made, bad_updates=bad), metrics
-
-
-def _tokens(updates: Updates) -> int:
-    return sum(batch.tokens for batches in updates for batch in batches)
 
 
 def _live(batches: Sequence[Batch]) -> bool:

@@ -10,5 +10,5 @@ from saccade.registry import Table
 
 # Tables of an evaluation, its page, and advice when little is learned.
 REPORTS: Table[Any] = Table("reports", {})
-# FLOPs and bytes of a step, by the kind of recipe.
+# FLOPs and bytes of a step by the kind of recipe, and rates of what it counted.
 WORK: Table[Any] = Table("work", {})

@@ -32,12 +32,6 @@ from saccade.types import Group
 log = logging.getLogger(__name__)
 
 NOTED_EVERY = 25  # steps between two equal diagnoses
-SPEEDS = {  # amount, seconds
-    "perf/rollout_tokens_per_s": ("count/rollout_tokens", "time/rollout"),
-    "perf/update_tokens_per_s": ("count/update_tokens", "time/update"),
-    "perf/samples_per_s": ("count/samples", "time/step"),
-    "perf/tokens_per_s_per_gpu": ("count/update_tokens", "time/step"),  # a process has one
-}
 
 
 class Display:
@@ -107,8 +101,7 @@ class Display:
         times = self.console.clock.lap()
         row = {
             **metrics,
-            **speeds(metrics, times),
-            **WORK["shares"](metrics, times, self._device),
+            **WORK["rates"](metrics, times, self._device),
             **self._gpu_memory(),
             **host_memory(self._rss_at_start),
             **times,
@@ -146,12 +139,3 @@ class Display:
             return {}
         kept = torch.cuda.memory_reserved() / 2**30
         return peaks | {"mem/gpu_peak_gb": max(peaks.values()), "mem/gpu_reserved_gb": kept}
-
-
-def speeds(metrics: Mapping[str, float], times: Mapping[str, Any]) -> dict[str, float]:
-    """Rates of the step from what it counted (`count/…`) and how long its phases took."""
-    return {
-        name: metrics[count] / times[seconds]
-        for name, (count, seconds) in SPEEDS.items()
-        if count in metrics and times.get(seconds)
-    }

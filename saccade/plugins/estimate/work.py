@@ -23,6 +23,12 @@ from saccade.trainer.local import LocalBackend
 from saccade.types import Batch, Group
 
 TERA, GIGA = 1e12, 1e9
+SPEEDS = {  # amount, seconds
+    "perf/rollout_tokens_per_s": ("count/rollout_tokens", "time/rollout"),
+    "perf/update_tokens_per_s": ("count/update_tokens", "time/update"),
+    "perf/samples_per_s": ("count/samples", "time/step"),
+    "perf/tokens_per_s_per_gpu": ("count/update_tokens", "time/step"),  # a process has one
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,3 +142,13 @@ def shares(work: Mapping[str, float], times: Mapping[str, Any], device: Device) 
         if kind == "bytes" and seconds and device.bandwidth is not None:
             found[f"perf/bandwidth_{phase}"] = amount * GIGA / (seconds * device.bandwidth * TERA)
     return found
+
+
+def rates(metrics: Mapping[str, float], times: Mapping[str, Any], device: Device) -> dict[str, float]:
+    """`perf/…`: what the step counted (`count/…`) for each second of its phases, and its shares."""
+    speeds = {
+        name: metrics[count] / times[seconds]
+        for name, (count, seconds) in SPEEDS.items()
+        if count in metrics and times.get(seconds)
+    }
+    return speeds | shares(metrics, times, device)
