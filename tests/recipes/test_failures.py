@@ -157,12 +157,6 @@ def test_a_reward_that_hangs_is_told_of_and_given_up_before_all_have_hung(rl_con
     assert f"waiting for rewards (slow): 0 of {total} after" in told
 
 
-def test_old_rollout_still_measures_the_gap_between_engine_and_trainer(rl_config, tmp_path):
-    rl.run(rl_config(tmp_path) | {"algorithm.old": "rollout", "run.max_steps": 1})
-    row = read_metrics(tmp_path / "run")[-1]
-    assert 0 < row["mismatch/logp_gap_max"] < 1e-4
-
-
 def test_a_signal_ends_a_long_rollout_before_any_response_is_finished(rl_config, tmp_path):
     long = {"rollout.max_tokens": 3500, "rollout.ignore_eos": True, "train.samples_per_prompt": 2}
 
@@ -241,15 +235,6 @@ def test_who_failed_is_named(ends, blamed):
     config = Config.model_validate({"env": {"name": "crop"}})
     with pytest.raises(RewardError, match=re.escape(blamed)):
         check_errors([group], config)
-
-
-def test_a_function_that_changed_before_a_resume_is_named(rl_config, tmp_path):
-    mine, log = tmp_path / "mine.py", tmp_path / "run" / "log.txt"
-    config = rl_config(tmp_path, algorithm__filter__function=f"{mine}:keep", run__resume="auto")
-    for step, body in enumerate(["groups", "groups", "groups[:]"], 1):
-        mine.write_text(f"def keep(groups):\n    return {body}\n")
-        rl.run(config | {"run.max_steps": step})
-        assert (f"WARNING: {mine} has changed since" in log.read_text()) == (step == 3)
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,14 @@ def test_a_refused_start_keeps_only_what_was_recorded_a_crash_all(open_folder, n
     assert not name or (folder.path / name).exists()
 
 
+def test_a_function_that_changed_before_a_resume_is_named(open_folder, tmp_path):
+    mine = tmp_path / "mine.py"
+    for body, changed in (("1", []), ("1", []), ("2", [str(mine)])):
+        mine.write_text(body)
+        with open_folder("run.resume=auto", f"algorithm.filter.function={mine}:keep") as folder:
+            assert folder.changed == changed
+
+
 def test_what_is_no_run_is_not_taken_over(open_folder, config):
     home = Path(config.run.out) / config.run.name
     home.mkdir(parents=True)
