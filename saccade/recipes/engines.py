@@ -80,7 +80,8 @@ def model_name(config: Config, engine: Engine) -> str:
 
 def expenses(engine: Engine, scorer: Scorer | None) -> list[str]:
     """What endpoints were asked and what that cost, of the model and of a judge."""
-    return [one.expenses() for one in (engine, scorer and scorer.judge) if hasattr(one, "expenses")]
+    asked: list[Any] = [engine, scorer.judge if scorer is not None else None]
+    return [one.expenses() for one in asked if hasattr(one, "expenses")]
 
 
 def settings_of(config: Config, family: Family) -> Settings:
