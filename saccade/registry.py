@@ -53,7 +53,7 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         "qwen2_5_omni": "saccade.plugins.families.qwen_omni:SPEC",
         "qwen2_5_omni_thinker": "saccade.plugins.families.qwen_omni:SPEC",
     },
-    "formats": dict.fromkeys((*CHECKED, "direct", "none"), "saccade.plugins.verifiers.response_formats:ROWS"),
+    "formats": dict.fromkeys((*CHECKED, "direct", "none"), "saccade.plugins.verifiers.response_shape:ROWS"),
     "judges": {"chat": "saccade.plugins.judges.judge:Judge"},
     "mappings": {
         name: f"saccade.plugins.preferences.preference_sets:{name.replace('-', '_')}"
@@ -107,14 +107,17 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
             for file, names in {
                 "maths": ("math", "geo3k"),
                 "numbers": ("count", "number", "relaxed", "gsm8k"),
-                "text_match": ("exact", "contains_one_of", "regex"),
+                "text_match": (
+                    *("exact", "contains_one_of", "regex"),
+                    *("labels_f1", "labels_recall", "token_f1", "token_recall"),
+                ),
                 "short_answers": ("choice", "digit", "dapo_math", "avqa", "verdict"),
-                "label_overlap": ("labels_f1", "labels_recall", "token_f1", "token_recall"),
-                "medical": ("medical",),
-                "grounding": ("iou", "point"),
+                "grounding": ("iou", "point", "medical"),
                 "hybrid": ("judge", "hybrid"),
-                "response_formats": [f"format:{name}" for name in CHECKED],
-                "reward_shaping": ("overlong", "repetition", "length", "tool_use"),
+                "response_shape": (
+                    *(f"format:{name}" for name in CHECKED),
+                    *("overlong", "repetition", "length", "tool_use"),
+                ),
             }.items()
             for name in names
         },

@@ -22,7 +22,7 @@ from saccade.media.kinds import decode
 from saccade.media.sounds import open_sound
 from saccade.media.videos import open_video
 from saccade.plugins.check_data.check_rows import convert
-from saccade.plugins.judges.http_client.pictures import encode
+from saccade.plugins.judges.http_client.chat_client import encode
 from saccade.plugins.series.series_files import open_series
 from saccade.types import Extent
 

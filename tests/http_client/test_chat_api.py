@@ -12,8 +12,7 @@ from saccade.errors import ConfigError
 from saccade.media.images import open_media
 from saccade.models.chat import PLAIN_TEMPLATE
 from saccade.plugins.engines.http_family import endpoint_family
-from saccade.plugins.judges.http_client.chat_api import APIS, read_answer, settings
-from saccade.plugins.judges.http_client.pictures import Pictures
+from saccade.plugins.judges.http_client.chat_client import APIS, Pictures, read_answer, settings
 from saccade.types import Media, Message, Sampling, Source
 
 SAMPLING = Sampling(temperature=0.5, max_tokens=9, stop=("END",), top_k=5)

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from saccade.media.images import ImageError, crop, decode, open_media
-from saccade.plugins.judges.http_client.pictures import Pictures, encode
+from saccade.plugins.judges.http_client.chat_client import Pictures, encode
 from saccade.types import Media
 
 

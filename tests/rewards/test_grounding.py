@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade.plugins.verifiers.boxes import read_boxes
+from saccade.plugins.verifiers.boxes import matched, pair, read_boxes
 from saccade.plugins.verifiers.grounding import iou, point
-from saccade.plugins.verifiers.overlap import matched, pair
 from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Score
 

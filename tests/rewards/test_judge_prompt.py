@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 
 from saccade.errors import ConfigError
-from saccade.plugins.judges.judge_prompt import (
-    LONGEST_ANSWER,
-    case_of,
-    compiled,
-    question_of,
-    read_verdict,
-    template_text,
-)
+from saccade.plugins.judges.judge import LONGEST_ANSWER, case_of, compiled, question_of, read_verdict, template_text
 from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Media
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from saccade.plugins.verifiers.label_overlap import labels_f1, labels_recall, token_f1, token_recall
-from saccade.plugins.verifiers.medical import json_quality, medical
+from saccade.plugins.verifiers.grounding import json_quality, medical
+from saccade.plugins.verifiers.text_match import labels_f1, labels_recall, token_f1, token_recall
 from saccade.rewards.reward_sample import RewardSample
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from saccade.config import RewardConfig
-from saccade.plugins.verifiers.reward_shaping import length, overlong, repetition, tool_use
+from saccade.plugins.verifiers.response_shape import length, overlong, repetition, tool_use
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import VERIFIERS

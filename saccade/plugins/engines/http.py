@@ -20,8 +20,7 @@ from saccade.engines import Capabilities
 from saccade.engines.settings import Settings
 from saccade.errors import ConfigError, SaccadeError
 from saccade.models.families import Family
-from saccade.plugins.judges.http_client.chat_api import Answer
-from saccade.plugins.judges.http_client.chat_client import ChatClient
+from saccade.plugins.judges.http_client.chat_client import Answer, ChatClient
 from saccade.types import Completion, Request
 
 SEED_BITS = 31  # what every server takes

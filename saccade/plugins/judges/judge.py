@@ -1,34 +1,120 @@
 """Answers that no rule can settle go to a model behind an endpoint; verdicts come back as futures.
 
-Answers that are the same are judged once: while in flight, and with `reward.judge.cache` for good.
-Whatever goes wrong (no reply, no verdict in it) becomes what `reward.judge.on_failure` says, never
-an exception.
+Answers that are the same are judged once: while in flight, and with `reward.judge.cache` for good. Whatever goes wrong
+(no reply, no verdict in it) becomes what `reward.judge.on_failure` says, never an exception.
 
-    judge = Judge(config.reward.judge)
-    judge.submit(sample, first).result()
+Of the policy's text only the extracted answer is shown: on one line, shortened, and unable to close the tags around it
+or to write the marks of a chat template. The verdict is the judge's own last line and nothing else.
+
+    >>> read_verdict("The answer says Score: 1.\\nScore: 0", scale=1)
+    0.0
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from saccade.errors import ConfigError
+from saccade.rewards.reward_sample import RewardSample
+from saccade.types import Media, Message
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 import hashlib
 import logging
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import field, replace
+from typing import Literal
 
 from saccade.config.schema import JudgeConfig
-from saccade.errors import ConfigError
-from saccade.plugins.judges.http_client.answer_cache import AnswerCache, key_of
-from saccade.plugins.judges.http_client.chat_client import ChatClient
-from saccade.plugins.judges.judge_prompt import Case, case_of, compiled, question_of, read_verdict, template_text
-from saccade.plugins.judges.request_queue import RequestQueue
+from saccade.plugins.judges.http_client.chat_client import AnswerCache, ChatClient, key_of
+from saccade.plugins.judges.http_client.sender import RequestQueue
 from saccade.plugins.verifiers.hybrid import ASK
 from saccade.rewards.combine import DROP_GROUP, Pending
-from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Sampling, Score
+
+SHIPPED = Path(__file__).with_name("judge.jinja")
+LONGEST_ANSWER = 2000  # characters of an answer that the judge sees
+NEEDED = ("question", "references", "prediction")  # variables of a template
+VERDICT = re.compile(r"[*_`\s]*score[*_`\s]*[:=][*_`\s]*(\d{1,6})(?:\.0+)?[*_`\s]*\.?", re.IGNORECASE)
+MARK = re.compile(r"<(?=\S)|\[(?=/?[A-Z_]{3,}\])")  # <|im_end|>, </s>, [INST]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    question: str
+    references: tuple[str, ...]
+    prediction: str
+    media: tuple[Media, ...] = ()
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What a verdict depends on, pictures by name."""
+        return {
+            "question": self.question,
+            "references": list(self.references),
+            "prediction": self.prediction,
+            "images": ["/".join(map(str, media.key)) for media in self.media],
+        }
+
+
+def case_of(sample: RewardSample, answer: str, *, images: bool = False) -> Case:
+    asked = [str(m["content"]) for m in sample.messages if m["role"] == "user"]
+    return Case(
+        question="\n".join(asked) or sample.prompt,
+        references=tuple(filter(None, sample.golds)),
+        prediction=_harmless(answer),
+        media=tuple(sample.media) if images else (),
+    )
+
+
+def _harmless(answer: str) -> str:
+    line = MARK.sub(lambda found: f"{found[0]} ", " ".join(answer.split()))
+    line = "".join(c for c in line if c.isprintable())
+    return line if len(line) <= LONGEST_ANSWER else line[:LONGEST_ANSWER] + " [cut]"
+
+
+def question_of(case: Case, template: Template, scale: int) -> Message:
+    text = template.render(question=case.question, references=case.references, prediction=case.prediction, scale=scale)
+    return Message(role="user", parts=(*case.media, text))
+
+
+def template_text(path: str | None) -> str:
+    return (Path(path) if path else SHIPPED).read_text(encoding="utf-8")
+
+
+def compiled(source: str) -> Template:
+    from jinja2 import StrictUndefined, TemplateSyntaxError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    try:
+        used = meta.find_undeclared_variables(environment.parse(source))
+        template = environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"reward.judge.template: line {error.lineno}: {error.message}") from None
+    missing, unknown = set(NEEDED) - used, used - {*NEEDED, "scale"}
+    if missing or unknown:
+        problem = f"does not use {sorted(missing)}" if missing else f"knows no {sorted(unknown)}"
+        raise ConfigError(
+            f"reward.judge.template: it {problem}; write {{{{ question }}}}, {{{{ references }}}} "
+            "and {{ prediction }}, and ask for a last line such as Score: 1"
+        )
+    return template
+
+
+def read_verdict(reply: str, scale: int) -> float | None:
+    """The score of the last line as a share of the best one; None where there is no such line."""
+    found = VERDICT.fullmatch(reply.rstrip().rpartition("\n")[2])
+    score = int(found[1]) if found else -1
+    return score / scale if 0 <= score <= scale else None
+
 
 SECTION = "reward.judge"
 WARMER = 0.2  # added to the temperature after a reply without a verdict

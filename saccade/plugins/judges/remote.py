@@ -24,9 +24,8 @@ from pydantic import ValidationError
 
 from saccade.config.schema import RemoteConfig, RewardConfig
 from saccade.errors import ConfigError
-from saccade.plugins.judges.http_client.pictures import Pictures
-from saccade.plugins.judges.http_client.sender import Reply, Sender, Target, key_from
-from saccade.plugins.judges.request_queue import RequestQueue
+from saccade.plugins.judges.http_client.chat_client import Pictures
+from saccade.plugins.judges.http_client.sender import Reply, RequestQueue, Sender, Target, key_from
 from saccade.plugins.judges.service_protocol import PROTOCOL, read_reply, request_for
 from saccade.rewards.reward_sample import RewardSample
 from saccade.system.codec import plain

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from string import ascii_uppercase
 
-from saccade.plugins.verifiers.hedging import ASIDE, REASON, TAKEN_BACK, unsettled
-from saccade.plugins.verifiers.latex_normalise import CJK, NARROW, TEXT
-from saccade.plugins.verifiers.peel import peel
+from saccade.plugins.verifiers.math_text import CJK, NARROW, TEXT
+from saccade.plugins.verifiers.wording import ASIDE, REASON, TAKEN_BACK, peel, unsettled
 
 LONGEST = 100_000  # characters; a longer text names no option
 UNLISTED = "ABCDEFGHIJ"  # options of a row that does not list them

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from saccade.plugins.verifiers.choice import letters_in
-from saccade.plugins.verifiers.hedging import DENIES_NEXT, STRUCK_OUT, TAKEN_BACK
+from saccade.plugins.verifiers.wording import DENIES_NEXT, STRUCK_OUT, TAKEN_BACK
 from saccade.rewards.reward_sample import RewardSample
 
 Scope = Literal["after_think", "all"]

@@ -1,7 +1,7 @@
-"""Verifiers for boxes and points: how well what was found covers what should have been.
+r"""Verifiers for boxes and points, and the composite reward for findings with boxes.
 
-A row may say `box_frame` and `box_layout` in its columns; the arguments of that name are for rows
-that do not. `answer_frame` and `layout` are what the prompt asks for.
+A row may say `box_frame` and `box_layout` in its columns; the arguments of that name are for rows that do not.
+`answer_frame` and `layout` are what the prompt asks for.
 
     >>> sample = RewardSample(id="a", response="<answer>[5,0,15,10]</answer>", answer="[0,0,10,10]")
     >>> round(iou(sample).value, 4)
@@ -11,6 +11,7 @@ that do not. `answer_frame` and `layout` are what the prompt asks for.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,18 +21,23 @@ from typing import Any
 import numpy as np
 
 from saccade.plugins.verifiers.boxes import (
+    MODES,
     Box,
+    Compare,
     Found,
     Frame,
     Space,
+    covered,
     from_pixels,
+    overlap,
     read_boxes,
+    read_json,
     read_points,
     space_of,
     to_pixels,
 )
-from saccade.plugins.verifiers.extract import Scope, written
-from saccade.plugins.verifiers.overlap import MODES, Compare, covered, overlap
+from saccade.plugins.verifiers.extract import Scope, fenced, written
+from saccade.plugins.verifiers.text_match import LABEL_ORDER, joined, labels_f1
 from saccade.rewards.reward_sample import RewardSample, graded, no_gold
 from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
@@ -220,7 +226,83 @@ def _mask_file(path: str) -> np.ndarray:
         return np.asarray(picture.convert("L")) > 0
 
 
+WEIGHTS = {"labels": 0.5, "boxes": 0.3, "json": 0.1, "length": 0.1}
+LONG = 600  # characters; longer responses gain nothing
+
+
+def medical(
+    sample: RewardSample,
+    *,
+    weights: Mapping[str, float] | None = None,
+    synonyms: Mapping[str, str] | None = None,
+    order: Sequence[str] = LABEL_ORDER,
+    scope: Scope = "after_think",
+    answer_frame: str = "pixel_original",
+    box_frame: str = "pixel_original",
+    unit: int | None = None,
+) -> Score:
+    """`weights` replaces some of labels 0.5, boxes 0.3, json 0.1, length 0.1; the outcome is the
+    part `accuracy`, the F1 of the labels.
+    """
+    weigh = WEIGHTS | dict(weights or {})
+    if len(weigh) > len(WEIGHTS) or not weigh["labels"] > 0 or min(weigh.values()) < 0:
+        raise ValueError(f"weights are those of {', '.join(WEIGHTS)}, labels above 0; not {weigh}")
+    labels = labels_f1(sample, synonyms=synonyms, order=order, scope=scope)
+    if labels.kind != "value":
+        return labels
+    parts = {
+        "labels": labels.value,
+        "json": json_quality(sample.response),
+        "length": min(1.0, len(sample.response) / LONG),
+    }
+    view = view_of(sample, answer_frame, "xyxy", box_frame, unit=unit)
+    found = view.found(fenced(sample.response) or "") or []
+    mask, gold = mask_of(sample.extra), view.gold(_row_boxes(sample.extra.get("bbox")))
+    if not view.known:
+        return NO_SIZE
+    if gold is None:
+        return Score(kind="abstain", reason="gold_unparseable: the column `bbox`")
+    if mask is not None:
+        parts["boxes"] = covered([item.box for item in found], mask, view.space.original)
+    elif gold:
+        parts["boxes"] = overlap(found, gold, MODES["set"])
+    whole = sum(weigh[name] for name in parts)
+    return Score(
+        kind="value",
+        value=sum(weigh[name] * part for name, part in parts.items()) / whole,
+        reason=labels.reason,
+        parts=parts | {"accuracy": labels.value},
+        extracted=labels.extracted,
+    )
+
+
+def _row_boxes(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value, default=lambda array: array.tolist())
+
+
+def json_quality(response: str) -> float:
+    """0.2 for a fence, 0.1 for its mark `json`, 0.2 if it parses, 0.1 if to a list, 0.4 times the
+    share of items with a label and four numbers.
+    """
+    inside = fenced(response)
+    value: Any = read_json(response if inside is None else inside)
+    marked = inside is not None and re.search(r"```json\s", response) is not None
+    items = value if isinstance(value, list) else []
+    good = [isinstance(i, dict) and "label" in i and len(read_boxes(json.dumps(i)) or ()) == 1 for i in items]
+    share = sum(good) / len(good) if good else 0.0
+    return (
+        0.2 * (inside is not None)
+        + 0.1 * marked
+        + 0.2 * (value is not None)
+        + 0.1 * isinstance(value, list)
+        + 0.4 * share
+    )
+
+
 ROWS = {
     "iou": Verifier(function=iou, graded=True, right=right_boxes, empty_modes=("set",)),
     "point": Verifier(function=point, graded=True, right=right_point),
+    "medical": Verifier(function=medical, graded=True, right=joined, blank_counts=True),
 }

@@ -20,20 +20,22 @@ from typing import Literal
 
 from saccade.plugins.verifiers import symbolic
 from saccade.plugins.verifiers.extract import Scope, answer_of, unboxed
-from saccade.plugins.verifiers.hedging import STRUCK
-from saccade.plugins.verifiers.latex_normalise import (
+from saccade.plugins.verifiers.math_text import (
     LONGEST,
+    Node,
     TooLarge,
     Unparseable,
     compact,
+    near,
     normalise,
+    rational,
+    read,
     tidy,
     unwrap_text,
 )
-from saccade.plugins.verifiers.math_tree import Node, near, rational, read
-from saccade.plugins.verifiers.peel import peel_number
-from saccade.plugins.verifiers.response_formats import check_think_boxed
-from saccade.plugins.verifiers.units import PERCENT, Unit, split_unit
+from saccade.plugins.verifiers.numbers import PERCENT, Unit, split_unit
+from saccade.plugins.verifiers.response_shape import check_think_boxed
+from saccade.plugins.verifiers.wording import STRUCK, peel_number
 from saccade.rewards.reward_sample import RewardSample, graded, no_gold
 from saccade.rewards.verifiers import Verifier
 from saccade.types import Score

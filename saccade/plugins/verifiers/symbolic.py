@@ -18,8 +18,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from saccade.plugins.verifiers.latex_normalise import BRACED, END, TooLarge, Unparseable
-from saccade.plugins.verifiers.math_tree import near
+from saccade.plugins.verifiers.math_text import BRACED, END, TooLarge, Unparseable, near
 
 MOST_DIGITS = 20_000  # of a number in the course of evaluation
 LARGEST_FACTORIAL = 5_000

@@ -1,5 +1,8 @@
-"""Asks an endpoint and waits for its answer, from any thread: sent and retried by a `Sender`,
-cached, counted. Knows nothing of engines or episodes, so a judge can use it as it is.
+"""Asks an endpoint and waits for its answer, from any thread: sent and retried by a `Sender`, counted, and with a cache
+on disk never asked, or paid for, twice. Knows nothing of engines or episodes, so a judge can use it as it is.
+
+Images are sent as base64 text of at most the medium's pixel budget. A file that is fine as it is travels byte by byte;
+one that is too large, lies on its side, is a crop, or has a format that few endpoints read, is written anew as PNG.
 
     client = ChatClient(HttpConfig(url="http://127.0.0.1:8000/v1"))
     client.ask([Message(role="user", parts=("2 + 2?",))], Sampling(temperature=0), seed=0).text
@@ -7,19 +10,191 @@ cached, counted. Knows nothing of engines or episodes, so a judge can use it as 
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import io
+import json
 import math
+import os
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from math import ceil
+from pathlib import Path
+from typing import Any, Literal
+
+from PIL import Image
 
 from saccade.config.schema import HttpConfig
 from saccade.errors import ConfigError
-from saccade.plugins.judges.http_client.answer_cache import AnswerCache, key_of
-from saccade.plugins.judges.http_client.chat_api import APIS, Answer, Picture, read_answer, settings
-from saccade.plugins.judges.http_client.pictures import Pictures
+from saccade.media.blob_file import encoded
+from saccade.media.image_files import ORIENTATION
+from saccade.media.images import ImageError, decode
 from saccade.plugins.judges.http_client.sender import Sender, Target, key_from
 from saccade.types import Media, Message, Sampling
+
+COMMON = ("PNG", "JPEG", "WEBP")
+KEPT = 64
+
+
+class Pictures:
+    """Encodes each image once, however many threads ask, and several images at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._locks = lru_cache(maxsize=KEPT)(lambda media: threading.Lock())
+        self._encoded = lru_cache(maxsize=KEPT)(encode)
+
+    def __call__(self, media: Media) -> tuple[str, str]:
+        with self._lock:
+            mine = self._locks(media)
+        with mine:
+            return self._encoded(media)
+
+
+def encode(media: Media) -> tuple[str, str]:
+    if media.kind != "image":
+        raise ImageError(f"{media.path or media.hash}: endpoints are sent images, and no {media.kind}")
+    small = media.width * media.height <= media.max_pixels
+    data = encoded(media)
+    with Image.open(io.BytesIO(data)) as image:
+        kind, size = image.format or "", image.size
+        upright = image.getexif().get(ORIENTATION, 1) == 1
+    if not (small and upright and kind in COMMON and size == (media.width, media.height)):
+        kind, data = "PNG", _fitted(media)
+    return f"image/{kind.lower()}", base64.b64encode(data).decode()
+
+
+def _fitted(media: Media) -> bytes:
+    image = Image.fromarray(decode(media))
+    scale = math.sqrt(media.max_pixels / (media.width * media.height))
+    if scale < 1:
+        size = (max(1, int(media.width * scale)), max(1, int(media.height * scale)))
+        image = image.resize(size, Image.Resampling.BICUBIC)
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+Picture = Callable[[Media], tuple[str, str]]
+Body = dict[str, Any]
+CHARACTERS_PER_TOKEN = 4  # of an answer whose tokens the endpoint does not count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    prompt: int
+    response: int
+    estimated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    text: str
+    finish: Literal["stop", "length"]
+    usage: Usage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Api:
+    path: str
+    body: Callable[[Sequence[Message], Picture], Body]
+    text: Callable[[Mapping[str, Any]], str | None]  # of a choice
+
+
+def settings(sampling: Sampling, seed: int) -> Body:
+    """The fields of a request that say how to sample."""
+    # Not every server takes these, so they are sent only when they say something.
+    optional = {"stop": list(sampling.stop), "top_k": max(0, sampling.top_k)}
+    optional["ignore_eos"] = sampling.ignore_eos
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_tokens": sampling.max_tokens,
+        "seed": seed,
+        **{name: value for name, value in optional.items() if value},
+    }
+
+
+def read_answer(api: Api, reply: Mapping[str, Any], sampling: Sampling) -> Answer:
+    """The answer in a reply; its tokens are estimated where the endpoint does not count them."""
+    choice = reply["choices"][0]
+    text = api.text(choice) or ""
+    # Endpoints cut a stop string off; where they say which it was, it is put back: it belongs to
+    # the response.
+    ended_by = choice.get("stop_reason") or choice.get("matched_stop")
+    if ended_by in sampling.stop and not text.endswith(ended_by):
+        text += ended_by
+    usage = reply.get("usage") or {}
+    prompt, response = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    return Answer(
+        text=text,
+        finish="length" if choice["finish_reason"] == "length" else "stop",
+        usage=Usage(
+            prompt=int(prompt or 0),
+            response=ceil(len(text) / CHARACTERS_PER_TOKEN) if response is None else int(response),
+            estimated=prompt is None or response is None,
+        ),
+    )
+
+
+def _chat_body(messages: Sequence[Message], picture: Picture) -> Body:
+    def part(item: str | Media) -> Body:
+        if isinstance(item, str):
+            return {"type": "text", "text": item}
+        kind, data = picture(item)
+        return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+
+    written = [{"role": m.role, "content": [part(p) for p in m.parts] if m.media else m.text} for m in messages]
+    return {"messages": written}
+
+
+def _completions_body(messages: Sequence[Message], picture: Picture) -> Body:
+    """As a folder without a chat template is asked."""
+    if any(message.media for message in messages):
+        raise ConfigError(
+            "rollout.http.api: completions take text only, and a row holds an image; try rollout.http.api=chat"
+        )
+    return {"prompt": "".join(f"{m.role}: {m.text}\n" for m in messages) + "assistant:"}
+
+
+APIS: Mapping[str, Api] = {
+    "chat": Api(path="/chat/completions", body=_chat_body, text=lambda choice: choice["message"]["content"]),
+    "completions": Api(path="/completions", body=_completions_body, text=lambda choice: choice["text"]),
+}
+
+
+def key_of(asked: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+
+
+class AnswerCache:
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def get(self, key: str) -> Answer | None:
+        path = self._path(key)
+        if not path.is_file():
+            return None
+        try:
+            stored = json.loads(path.read_bytes())["answer"]
+            return Answer(**{**stored, "usage": Usage(**stored["usage"])})
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def put(self, key: str, asked: Mapping[str, Any], answer: Answer) -> None:
+        """`asked` is for people who look into the file."""
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+        record = {"answer": asdict(answer), "asked": asked}
+        unfinished.write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8")
+        unfinished.replace(path)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key[:2] / f"{key}.json"
+
 
 OFF = "off"  # in the place of a cache's folder
 LIMITED_BY = {"rollout.http": "rollout"}  # where answers have their limit, if elsewhere
