@@ -19,10 +19,29 @@ from pydantic import ValidationError
 from saccade.config import RewardConfig, RewardTerm
 from saccade.errors import ConfigError
 from saccade.rewards.combine import COMBINATIONS, RewardRecipe, Term
-from saccade.rewards.reward_presets import PRESETS
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.user_functions import DEFAULT_NAME, split_name
 from saccade.rewards.verifiers import FORMATS, SERVICES, VERIFIERS, Verifier
+
+
+def _math_and(shape: str, accuracy: float, form: float, **args: Any) -> tuple[dict[str, Any], ...]:
+    return ({"verifier": "math", "weight": accuracy}, {"verifier": f"format:{shape}", "weight": form, "args": args})
+
+
+# Named lists of terms, after the recipes that they come from.
+PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
+    "lmmr1_math": _math_and("think_answer", 1.0, 0.5, gap="none"),
+    "r1v": _math_and("think_answer", 1.0, 1.0),
+    "easyr1_r1v": _math_and("think_answer", 0.5, 0.5),
+    "easyr1_math": _math_and("think_boxed", 0.9, 0.1),
+    "lightrft": _math_and("think_boxed", 0.9, 0.1),
+    "geo3k": ({"verifier": "geo3k"},),
+    "gsm8k": ({"verifier": "gsm8k"},),
+    "lmmr1_sokoban": ({"verifier": "sokoban", "args": {"mode": "lmmr1"}},),
+    "medical_safe": ({"verifier": "medical", "args": {"weights": {"length": 0.0}}},),
+    "hybrid_mc": ({"verifier": "hybrid"},),
+    "minio3": ({"verifier": "hybrid"},),  # accuracy alone: format and tool use weigh nothing
+}
 
 
 def resolve_recipes(

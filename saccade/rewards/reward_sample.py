@@ -10,22 +10,12 @@ and nothing else.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from saccade.system.codec import plain
 from saccade.types import Media, Message, Sample, Score
-
-MEDIA = re.compile("<(image|video|audio|series)>")  # how a text shows that a medium stands there
-
-
-# What no prose has: special tokens, but for those by which a response points at something.
-CHAT_MARK = re.compile(
-    r"<\|(?!(?:box|quad|object_ref)_(?:start|end)\|)[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>"  # noqa: RUF001
-    r"|<(?:start|end)_of_turn>|\[/?INST\]"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,25 +56,9 @@ class RewardSample:
         return tuple(gold for gold in golds if gold.strip())
 
     @property
-    def conversation(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        """Question and what followed, with pictures where they were shown. Of a sample that came
-        over a wire both are made from its texts: an <image> stands for the next of its media. A
-        ValueError where that is not all that was shown.
-        """
-        asked = tuple(self.asked) or _asked(self)
-        return asked, tuple(self.replied) or _replied(self)
-
-    @property
     def text(self) -> str:
         """The response as the reader of tags must see it."""
         return "<think>" + self.response if self.think_prefilled else self.response
-
-
-def graded(found: str | None, right: bool, why: str = "wrong") -> Score:
-    """1 or 0 for an answer that was found; 0 where there is none."""
-    if found is None:
-        return Score(kind="value", value=0.0, reason="no_answer")
-    return Score(kind="value", value=float(right), reason="" if right else why, extracted=found)
 
 
 def no_gold(sample: RewardSample) -> Score:
@@ -122,51 +96,6 @@ def reward_sample(sample: Sample, response: str, **known: Any) -> RewardSample:
         "extra": sample.extra,
     }
     return RewardSample(**(row | known))
-
-
-def _asked(sample: RewardSample) -> tuple[Message, ...]:
-    messages = sample.messages or [{"role": "user", "content": sample.prompt}]
-    if not any(message["content"] for message in messages):
-        raise ValueError("no question came with it; send prompts")
-    if not sample.messages and (mark := CHAT_MARK.search(sample.prompt)):
-        raise ValueError(f"the prompt is text of a chat template ({mark[0]}); send its messages as JSON")
-    pieces = [MEDIA.split(str(message["content"])) for message in messages]  # every second: a kind
-    kinds = [kind for split in pieces for kind in split[1::2]]
-    other = next((kind for kind in kinds if kind != "image"), None)
-    if other is not None:
-        raise ValueError(f"the question shows a medium (<{other}>) that no request can carry")
-    shown, wanted = len(sample.media), max(len(kinds), len(sample.images))
-    if wanted > shown:
-        raise ValueError(
-            f"the question shows {wanted} images and {shown} came with it; "
-            "set reward.remote.send_images=true where it is asked"
-        )
-    if shown > len(kinds):
-        raise ValueError(f"{shown} images but fewer places for them in the messages")
-    media = iter(sample.media)
-    return tuple(
-        Message(
-            role=message["role"],
-            parts=tuple(next(media) if n % 2 else text for n, text in enumerate(split) if n % 2 or text),
-        )
-        for message, split in zip(messages, pieces, strict=True)
-    )
-
-
-def _replied(sample: RewardSample) -> tuple[Message, ...]:
-    turns, seen = list(sample.turns) or [sample.response], list(sample.observations)
-    # Who does not say how they follow each other has one observation after each turn.
-    roles = sample.roles or (["assistant", "user"] * len(turns))[: len(turns) + len(seen)]
-    said = sum(role == "assistant" for role in roles)
-    if (said, len(roles) - said) != (len(turns), len(seen)):
-        raise ValueError(f"{len(turns)} turns and {len(seen)} observations; send roles, which give their order")
-    hidden = next((found[0] for text in seen if (found := MEDIA.search(text))), None)
-    if hidden is not None:
-        raise ValueError(f"an observation shows a medium ({hidden}) that no request can carry")
-    return tuple(
-        Message(role=role, parts=((turns if role == "assistant" else seen).pop(0),))  # type: ignore[arg-type]
-        for role in roles
-    )
 
 
 def image_records(media: Sequence[Media]) -> list[dict[str, Any]]:

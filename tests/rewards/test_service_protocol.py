@@ -10,6 +10,7 @@ import pytest
 
 from saccade.config.schema import RemoteConfig
 from saccade.plugins.judges.service_protocol import MARKS, read_reply, read_samples, reply_to, request_for, split_query
+from saccade.plugins.reward_models.reward_model_term import conversation_of
 from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample
 
@@ -153,7 +154,7 @@ def test_a_prompt_that_a_template_wrote_is_no_question_for_a_model() -> None:
     (sample,) = read_samples({"query": [prompt + "4"], "prompts": [prompt]})
     assert (sample.response, sample.prompt) == ("4", prompt)
     with pytest.raises(ValueError, match="send its messages as JSON"):
-        _ = sample.conversation
+        conversation_of(sample)
 
 
 @pytest.mark.parametrize(

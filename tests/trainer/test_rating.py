@@ -19,7 +19,7 @@ from saccade.plugins.reward_models.learned_reward import LearnedReward
 from saccade.plugins.reward_models.reward_card import Card, judged
 from saccade.plugins.reward_models.reward_forward import RatingLoss, ratings, train_ratings
 from saccade.plugins.reward_models.reward_losses import Rating, of_pairs
-from saccade.plugins.reward_models.reward_model_term import Learned
+from saccade.plugins.reward_models.reward_model_term import Learned, conversation_of
 from saccade.recipes.to_trajectory import compared
 from saccade.rewards.reward_sample import RewardSample, reward_sample
 from saccade.system.contents import write_files
@@ -201,10 +201,10 @@ def test_a_sample_over_a_wire_has_the_same_conversation(family, samples) -> None
     """Texts and media instead of messages: what a service gets."""
     mine = reward_sample(samples[0], "three")
     wired = RewardSample(id="s0", response="three", messages=mine.messages, media=mine.media)
-    assert wired.conversation == mine.conversation
+    assert conversation_of(wired) == conversation_of(mine)
     asked = {"prompt": "how many?", "media": mine.media}
     with pytest.raises(ValueError, match="fewer places"):
-        RewardSample(id="s", response="", **asked).conversation  # noqa: B018
+        conversation_of(RewardSample(id="s", response="", **asked))
 
 
 def test_two_turns_over_a_wire_are_the_same_conversation(samples) -> None:
@@ -218,11 +218,11 @@ def test_two_turns_over_a_wire_are_the_same_conversation(samples) -> None:
         roles=tuple(m.role for m in added),
     )
     (wired,) = read_samples(json.loads(json.dumps(request_for([mine], request_id="r"))))
-    assert wired.conversation == mine.conversation
+    assert conversation_of(wired) == conversation_of(mine)
     one_each = replace(wired, roles=(), observations=["b"])
-    assert [m.role for m in one_each.conversation[1]] == ["assistant", "user", "assistant"]
+    assert [m.role for m in conversation_of(one_each)[1]] == ["assistant", "user", "assistant"]
     with pytest.raises(ValueError, match="2 turns and 3 observations; send roles"):
-        replace(wired, roles=(), observations=["b"] * 3).conversation  # noqa: B018
+        conversation_of(replace(wired, roles=(), observations=["b"] * 3))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_two_turns_over_a_wire_are_the_same_conversation(samples) -> None:
 def test_a_question_that_came_without_its_media_is_not_scored(samples, changes, words) -> None:
     mine = replace(reward_sample(samples[0], "three"), asked=(), prompt="")
     with pytest.raises(ValueError, match=words):
-        replace(mine, **changes).conversation  # noqa: B018
+        conversation_of(replace(mine, **changes))
 
 
 def test_one_bad_sample_costs_its_own_score_and_terms_share_a_forward_pass(family, samples, monkeypatch) -> None:

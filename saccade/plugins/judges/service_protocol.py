@@ -17,11 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from saccade.rewards.combine import Scored
-from saccade.rewards.reward_sample import CHAT_MARK, RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Score
 
 PROTOCOL = 2
 NO_REASON = "service: it gave no score"
+# What no prose has: special tokens, but for those by which a response points at something.
+CHAT_MARK = re.compile(
+    r"<\|(?!(?:box|quad|object_ref)_(?:start|end)\|)[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>"  # noqa: RUF001
+    r"|<(?:start|end)_of_turn>|\[/?INST\]"
+)
 LONGEST_MARK = 80  # characters
 END = re.compile(rf"(?:{CHAT_MARK.pattern}|<eos>)\Z")
 

@@ -28,6 +28,7 @@ from saccade.models.towers import TOWERS
 from saccade.plugins.reward_models import reward_forward
 from saccade.plugins.reward_models.process_steps import stepped, verdict_ids, with_marks
 from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, flaw, judged, read_card
+from saccade.plugins.reward_models.reward_model_term import conversation_of
 from saccade.rewards.reward_sample import RewardSample
 from saccade.trainer.local import LocalBackend
 from saccade.types import Batch, Group, Media, Message, Sample, Trajectory
@@ -153,7 +154,7 @@ class LearnedReward:
         keys: list[tuple[str, int] | str] = []
         for number, sample in enumerate(samples):
             try:
-                asked, reply = sample.conversation
+                asked, reply = conversation_of(sample)
                 read = self._read(str(number), asked, reply)
             except Exception as error:  # what one client sent must not cost others their scores
                 keys.append(f"unreadable: {type(error).__name__}: {error}")

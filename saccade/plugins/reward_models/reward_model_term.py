@@ -8,6 +8,7 @@ Knows nothing of models: whoever builds the scorer says how a folder becomes som
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,10 +19,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from saccade.config import RewardConfig
+from saccade.plugins.judges.service_protocol import CHAT_MARK
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import Verifier
-from saccade.types import Media, Score
+from saccade.types import Media, Message, Score
 
+MEDIA = re.compile("<(image|video|audio|series)>")  # how a text shows that a medium stands there
 STEPS = ("mean", "min", "last")
 
 
@@ -125,3 +128,55 @@ class Learned:
         if not isfinite(value):
             return Score(kind="error", reason=f"nan: the reward model gave {value}")
         return Score(kind="value", value=value)
+
+
+def conversation_of(sample: RewardSample) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """Question and what followed, with pictures where they were shown. Of a sample that came over a wire both are made
+    from its texts: an <image> stands for the next of its media. A ValueError where that is not all that was shown.
+    """
+    return tuple(sample.asked) or _asked(sample), tuple(sample.replied) or _replied(sample)
+
+
+def _asked(sample: RewardSample) -> tuple[Message, ...]:
+    messages = sample.messages or [{"role": "user", "content": sample.prompt}]
+    if not any(message["content"] for message in messages):
+        raise ValueError("no question came with it; send prompts")
+    if not sample.messages and (mark := CHAT_MARK.search(sample.prompt)):
+        raise ValueError(f"the prompt is text of a chat template ({mark[0]}); send its messages as JSON")
+    pieces = [MEDIA.split(str(message["content"])) for message in messages]  # every second: a kind
+    kinds = [kind for split in pieces for kind in split[1::2]]
+    other = next((kind for kind in kinds if kind != "image"), None)
+    if other is not None:
+        raise ValueError(f"the question shows a medium (<{other}>) that no request can carry")
+    shown, wanted = len(sample.media), max(len(kinds), len(sample.images))
+    if wanted > shown:
+        raise ValueError(
+            f"the question shows {wanted} images and {shown} came with it; "
+            "set reward.remote.send_images=true where it is asked"
+        )
+    if shown > len(kinds):
+        raise ValueError(f"{shown} images but fewer places for them in the messages")
+    media = iter(sample.media)
+    return tuple(
+        Message(
+            role=message["role"],
+            parts=tuple(next(media) if n % 2 else text for n, text in enumerate(split) if n % 2 or text),
+        )
+        for message, split in zip(messages, pieces, strict=True)
+    )
+
+
+def _replied(sample: RewardSample) -> tuple[Message, ...]:
+    turns, seen = list(sample.turns) or [sample.response], list(sample.observations)
+    # Who does not say how they follow each other has one observation after each turn.
+    roles = sample.roles or (["assistant", "user"] * len(turns))[: len(turns) + len(seen)]
+    said = sum(role == "assistant" for role in roles)
+    if (said, len(roles) - said) != (len(turns), len(seen)):
+        raise ValueError(f"{len(turns)} turns and {len(seen)} observations; send roles, which give their order")
+    hidden = next((found[0] for text in seen if (found := MEDIA.search(text))), None)
+    if hidden is not None:
+        raise ValueError(f"an observation shows a medium ({hidden}) that no request can carry")
+    return tuple(
+        Message(role=role, parts=((turns if role == "assistant" else seen).pop(0),))  # type: ignore[arg-type]
+        for role in roles
+    )

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from saccade.plugins.sokoban import sokoban as game
-from saccade.plugins.verifiers.extract import Scope, answer_of
+from saccade.plugins.verifiers.extract import Scope, answer_of, graded
 from saccade.plugins.verifiers.response_shape import check_think_answer
-from saccade.rewards.reward_sample import RewardSample, graded
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 

@@ -16,6 +16,7 @@ from typing import Literal
 from saccade.plugins.verifiers.choice import letters_in
 from saccade.plugins.verifiers.wording import DENIES_NEXT, STRUCK_OUT, TAKEN_BACK
 from saccade.rewards.reward_sample import RewardSample
+from saccade.types import Score
 
 Scope = Literal["after_think", "all"]
 
@@ -75,20 +76,19 @@ def written(sample: RewardSample, order: Sequence[str], scope: Scope) -> str | N
     return extract(text, order, scope=scope, think_prefilled=prefilled, choices=choices)
 
 
+def graded(found: str | None, right: bool, why: str = "wrong") -> Score:
+    """1 or 0 for an answer that was found; 0 where there is none."""
+    if found is None:
+        return Score(kind="value", value=0.0, reason="no_answer")
+    return Score(kind="value", value=float(right), reason="" if right else why, extracted=found)
+
+
 def answer_scope(response: str, think_prefilled: bool = False) -> str:
     """What follows the last closed thought; nothing when a thought is still open."""
     opened, closed = response.rfind("<think>"), response.rfind("</think>")
     if closed < 0:
         return "" if think_prefilled or opened >= 0 else response
     return "" if opened > closed else response[closed + len("</think>") :]
-
-
-def has_think(response: str, think_prefilled: bool = False) -> bool:
-    """Whether the response holds a closed thought that is not blank."""
-    text = "<think>" + response if think_prefilled else response
-    opened = text.find("<think>")
-    closed = text.find("</think>", opened)
-    return opened >= 0 and closed >= 0 and bool(text[opened + len("<think>") : closed].strip())
 
 
 def last_boxed(text: str) -> str | None:

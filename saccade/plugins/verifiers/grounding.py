@@ -36,9 +36,9 @@ from saccade.plugins.verifiers.boxes import (
     space_of,
     to_pixels,
 )
-from saccade.plugins.verifiers.extract import Scope, fenced, written
+from saccade.plugins.verifiers.extract import Scope, fenced, graded, written
 from saccade.plugins.verifiers.text_match import LABEL_ORDER, joined, labels_f1
-from saccade.rewards.reward_sample import RewardSample, graded, no_gold
+from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 

@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 from saccade.plugins.verifiers.choice import single_letter
-from saccade.plugins.verifiers.extract import NUMBER, Scope, answer_of
+from saccade.plugins.verifiers.extract import NUMBER, Scope, answer_of, graded
 from saccade.plugins.verifiers.maths import MATH, MATH_ORDER, math
 from saccade.plugins.verifiers.numbers import count, gsm8k, number, relaxed
 from saccade.plugins.verifiers.short_answers import choice
 from saccade.plugins.verifiers.text_match import contains_one_of, exact
-from saccade.rewards.reward_sample import RewardSample, graded, no_gold
+from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 

@@ -19,7 +19,7 @@ from functools import lru_cache, partial
 from typing import Literal
 
 from saccade.plugins.verifiers import symbolic
-from saccade.plugins.verifiers.extract import Scope, answer_of, unboxed
+from saccade.plugins.verifiers.extract import Scope, answer_of, graded, unboxed
 from saccade.plugins.verifiers.math_text import (
     LONGEST,
     Node,
@@ -36,7 +36,7 @@ from saccade.plugins.verifiers.math_text import (
 from saccade.plugins.verifiers.numbers import PERCENT, Unit, split_unit
 from saccade.plugins.verifiers.response_shape import check_think_boxed
 from saccade.plugins.verifiers.wording import STRUCK, peel_number
-from saccade.rewards.reward_sample import RewardSample, graded, no_gold
+from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 

@@ -17,7 +17,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
-from saccade.plugins.verifiers.extract import NUMBER, Scope, answer_of
+from saccade.plugins.verifiers.extract import NUMBER, Scope, answer_of, graded
 from saccade.plugins.verifiers.math_text import CJK, NARROW, TEXT, TooLarge, normalise, rational, tidy
 from saccade.plugins.verifiers.text_match import plain_text
 from saccade.plugins.verifiers.wording import (
@@ -31,7 +31,7 @@ from saccade.plugins.verifiers.wording import (
     peel_number,
     unsettled,
 )
-from saccade.rewards.reward_sample import RewardSample, graded, no_gold
+from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 

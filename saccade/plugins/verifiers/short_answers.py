@@ -12,12 +12,12 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from saccade.plugins.verifiers.choice import letters_in
-from saccade.plugins.verifiers.extract import Scope, answer_of
+from saccade.plugins.verifiers.extract import Scope, answer_of, graded
 from saccade.plugins.verifiers.maths import spelling
 from saccade.plugins.verifiers.response_shape import check_think_answer
 from saccade.plugins.verifiers.text_match import joined
 from saccade.plugins.verifiers.wording import REASON, unsettled
-from saccade.rewards.reward_sample import RewardSample, graded, no_gold
+from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 

@@ -19,9 +19,9 @@ from functools import partial
 from string import punctuation
 from typing import Any
 
-from saccade.plugins.verifiers.extract import Scope, answer_of, written
+from saccade.plugins.verifiers.extract import Scope, answer_of, graded, written
 from saccade.plugins.verifiers.wording import peel
-from saccade.rewards.reward_sample import RewardSample, graded, no_gold
+from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 
