@@ -1,23 +1,42 @@
-"""Answers that people would call right or wrong, and what the verifiers call them."""
+"""Answers that people would call right or wrong, what the verifiers call them, and what they refuse."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
-from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.verifiers import VERIFIERS
+import numpy as np
+import pytest
+from PIL import Image
 
-ROWS = [json.loads(line) for line in Path(__file__).with_name("golden_answers.jsonl").read_text("utf-8").splitlines()]
+from saccade.config import RewardConfig
+from saccade.plugins.verifiers.boxes import matched, pair, read_boxes
+from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.scorer import Scorer
+from saccade.rewards.verifiers import FORMATS, VERIFIERS
+from saccade.types import Score
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(__file__).with_name(name).read_text("utf-8").splitlines()]
+
+
+ROWS, SCORED = read("golden_answers.jsonl"), read("scored_answers.jsonl")
+COMPARING = [name for name, row in VERIFIERS.items() if row.needs_answer]
+
+
+def score(verifier: str, response: str = "", answer: Any = None, args: Any = None, **known: Any) -> Score:
+    sample = RewardSample(id="a", response=response, answer=answer, **known)
+    return VERIFIERS[verifier].function(sample, **(args or {}))
 
 
 def right(row: dict[str, Any]) -> bool:
-    sample = RewardSample(id="a", response=row["response"], answer=row["gold"], choices=row.get("choices", ()))
-    score = VERIFIERS[row["verifier"]].function(sample, **row.get("args", {}))
-    outcome = score.parts.get("accuracy", score.value)  # without what the shape earns
-    assert score.kind != "error", row
-    return score.kind == "value" and outcome == 1
+    found = score(row["verifier"], row["response"], row["gold"], row.get("args"), choices=row.get("choices", ()))
+    outcome = found.parts.get("accuracy", found.value)  # without what the shape earns
+    assert found.kind != "error", row
+    return found.kind == "value" and outcome == 1
 
 
 def test_right_answers_pass_and_no_other() -> None:
@@ -30,3 +49,117 @@ def test_the_file_asks_both_questions() -> None:
     for verifier in {row["verifier"] for row in ROWS}:
         assert {row["right"] for row in ROWS if row["verifier"] == verifier} == {True, False}
     assert {"math", "choice", "number", "count", "verdict"} <= {row["verifier"] for row in ROWS}
+
+
+def test_every_part_of_a_score() -> None:
+    """`about` says what a row shows."""
+    for row in SCORED:
+        sample, wanted = row["sample"], row["score"]
+        if isinstance(sample.get("answer"), list):
+            sample = sample | {"answer": tuple(sample["answer"])}
+        found = score(row["verifier"], args=row.get("args"), **sample)
+        numbers = {"value": found.value, **found.parts}
+        assert numbers == pytest.approx({"value": wanted["value"], **wanted.get("parts", {})}), row
+        said = (found.kind, found.reason, found.extracted or None, dict(found.info))
+        assert said == (wanted["kind"], wanted.get("reason", ""), wanted.get("extracted"), wanted.get("info", {})), row
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_no_gold_is_no_verdict(name: str) -> None:
+    blank = ("", " \n", (), ("",), ("", " "), "[]", "{}", "null", ("[]", ""))
+    more: dict[str, list[dict[str, Any]]] = {
+        "math": [{"gold_unparseable": kind} for kind in ("string", "error")],
+        "hybrid": [{"rule": "math", "options": {"gold_unparseable": "string"}}],
+    }
+    for answer in (None,) if VERIFIERS[name].blank_counts else (None, *blank):
+        for response in ("", "<answer></answer>", "<answer>7</answer>", r"\boxed{7}", "Answer: B"):
+            for args in ({}, *more.get(name, [])):
+                assert score(name, response, answer, args, choices=("a", "b")).kind == "abstain"
+
+
+def test_which_verifiers_take_a_blank_gold_for_an_answer() -> None:
+    counting = {name for name, row in VERIFIERS.items() if row.blank_counts}
+    assert counting == {"labels_f1", "labels_recall", "medical"} and len(COMPARING) == 22
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.check])
+def test_what_a_format_renders_passes_its_own_check(name: str) -> None:
+    shown = FORMATS[name].render("B" if name == "letter" else "12")
+    assert score(f"format:{name}", shown, choices=("cat", "dog")).value == 1
+
+
+@pytest.mark.parametrize(
+    ("verifier", "args", "words"),
+    [
+        ("digit", {"allowed": ["10"]}, "single digits"),
+        ("medical", {"weights": {"lenght": 0}}, "weights are those of labels, boxes, json, length"),
+        ("iou", {"mode": "dice"}, "mode is iou, giou, set, map, mask or iou@"),
+        ("iou", {"mode": "giou@0.5"}, "mode is iou"),
+        ("iou", {"mode": "iou@2"}, "mode is iou"),
+        ("iou", {"answer_frame": "pixel_resized"}, "28 for Qwen2"),
+        ("overlong", {"buffer": 0}, "0 < buffer < 2048"),
+        ("overlong", {"buffer": 2048}, "0 < buffer < 2048"),
+        ("length", {}, "either target"),
+        ("tool_use", {"mode": "twice"}, "once or per_call"),
+        ("sokoban", {}, "solved at its start"),
+        ("hybrid", {"rule": "maths"}, "rule is auto, choice, math.*not 'maths'"),
+        ("hybrid", {"options": {"rel_tol": 1}}, "name it, such as rule: number"),
+    ],
+)
+def test_arguments_and_rows_of_no_use_are_refused(verifier: str, args: dict[str, Any], words: str) -> None:
+    solved = {"level": "#####\n#@ *#\n#####"}
+    with pytest.raises(ValueError, match=words):
+        score(verifier, "<answer>left</answer>", "[0,0,1,1]", args, extra=solved, max_tokens=2048)
+
+
+def test_the_matching_is_the_best_of_all() -> None:
+    draw = np.random.default_rng(0)
+    for rows, columns in [(1, 3), (3, 3), (4, 2), (4, 5)]:
+        corners = draw.integers(0, 12, (rows + columns, 4)).tolist()
+        boxes = read_boxes(json.dumps([[*c[:2], c[0] + 6, c[1] + 6] for c in corners])) or []
+        found, gold = boxes[:rows], boxes[rows:]
+        few, many = sorted((found, gold), key=len)
+        best = max(
+            sum(pair(a.box, b.box)[0] for a, b in zip(few, some, strict=True))
+            for some in itertools.permutations(many, len(few))
+        )
+        assert matched(found, gold) == pytest.approx(best / len(many))
+
+
+def test_masks_may_have_another_size_than_their_picture(tmp_path: Path) -> None:
+    mask = np.zeros((50, 100), np.uint8)
+    mask[:, 50:] = 255
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    np.save(tmp_path / "mask.npy", mask)
+    picture = {"size": [200, 100], "pixels": [3136, 1_003_520]}
+    boxes = {"[100,0,200,100]": 1, "[100,0,200,50],[100,50,200,100]": 1, "[0,0,200,100]": 0.5, "[]": 0}
+    for value in (mask, str(tmp_path / "mask.png"), str(tmp_path / "mask.npy")):
+        for said, wanted in boxes.items():
+            known: Any = {"extra": {"segmentation_path": value}, "images": [picture]}
+            assert score("iou", f"<answer>{said}</answer>", None, {"mode": "mask"}, **known).value == wanted
+
+
+def test_levels_as_grids_and_files(tmp_path: Path) -> None:
+    grid = np.array([[0, 0, 0, 0, 0], [0, 5, 4, 2, 0], [0, 0, 0, 0, 0]])
+    np.save(tmp_path / "level.npy", grid)
+    np.save(tmp_path / "objects.npy", np.array([{"a": 1}], dtype=object))
+    for level in (grid, str(tmp_path / "level.npy")):
+        assert score("sokoban", "<answer>right</answer>", extra={"level": level}).value == 1
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        score("sokoban", "<answer>right</answer>", extra={"level": str(tmp_path / "objects.npy")})
+    assert score("sokoban", "<answer>right</answer>", extra={"level": None}).kind == "error"
+
+
+def test_the_use_of_tools_costs_as_far_as_the_answer_is_right() -> None:
+    calls = [{"name": "zoom", "ok": n > 1} for n in (1, 2, 3)]
+    for args, answer, reward in (
+        ({}, "7", 0.9),
+        ({"mode": "per_call"}, "7", 0.7),
+        ({}, "8", 0.0),
+        ({"only_if_correct": False}, "8", -0.1),
+        ({"penalty": 0.0, "bonus": 0.5}, "7", 1.5),
+    ):
+        config = RewardConfig(terms=["count", {"verifier": "tool_use", "args": args}])
+        with Scorer(config, prompt_format="direct", max_tokens=64) as scorer:
+            (scored,) = scorer.score([RewardSample(id="a", response=answer, answer="7", tool_calls=calls)])
+        assert scored.reward == pytest.approx(reward) and scored.outcome == float(answer == "7")

@@ -19,35 +19,6 @@ def sample(response: str, answer: str | tuple[str, ...] | None) -> RewardSample:
     return RewardSample(id="a", response=response, answer=answer)
 
 
-def test_reasons() -> None:
-    assert math(sample("it is 7", "7")).reason == "no_answer"
-    assert math(sample("it is 7", "7"), order=["last_number"]).value == 1
-    assert math(sample(r"\boxed{9^{9^{9^9}}}", "1")).reason == "too_large"
-    assert math(sample("<answer>who knows</answer>", "1")).reason == "unparseable"
-
-
-def test_a_gold_that_cannot_be_read_makes_nobody_wrong_and_only_itself_right() -> None:
-    wrong, right = sample("<answer>7</answer>", "see figure"), "<answer>see  figure.</answer>"
-    assert math(wrong).kind == "abstain"
-    assert math(wrong, gold_unparseable="string").value == 0
-    assert math(wrong, gold_unparseable="error").kind == "error"
-    assert math(sample(right, "see figure")).value == 1
-    assert math(sample("", "see figure")).value == 0
-    assert math(sample("<answer>7</answer>", None)).kind == "abstain"
-    assert math(sample("<answer>7</answer>", "")).kind == "abstain"
-
-
-def test_any_of_several_golds_will_do() -> None:
-    assert math(sample("<answer>8</answer>", ("7", "8"))).value == 1
-    assert math(sample("<answer>9</answer>", ("7", "see figure"))).value == 0
-
-
-def test_an_answer_that_cannot_be_read_is_never_right() -> None:
-    for text in ("who knows", r"\sqrt{", r"\frac{1}{0}", "x=3=5", r"\foo{2}", "1.2.3"):
-        assert math(sample(f"<answer>{text}</answer>", "2")).value == 0
-        assert math(sample("<answer>2</answer>", text)).kind == "abstain"
-
-
 def test_without_formulas_numbers_units_and_structure_decide() -> None:
     for answer, gold in [("100 cm", "1 m"), (r"\frac12", "50%"), (r"\{1,2\}", r"\{2,1.0\}")]:
         assert equivalent(answer, gold, formulas=False)

@@ -218,6 +218,8 @@ def test_the_prompt_format_tells_where_to_look() -> None:
         ({"terms": [{"verifier": "format:think_answer", "args": {"gap": "x"}}]}, "gap"),
         ({"terms": [{"verifier": "regex", "args": {"pattern": "(a"}}]}, "unterminated"),
         ({"terms": ["regex"]}, "pattern"),
+        ({"terms": [{"verifier": "hybrid", "args": {"rool": "math"}}]}, "did you mean 'rule'"),
+        ({"terms": [{"verifier": "hybrid", "args": {"rule": "number", "options": {"tol": 1}}}]}, "tol"),
         ({"terms": ["math", "math"]}, "two terms are called 'math'"),
         ({"terms": ["math"], "preset": "r1v"}, "both set"),
         ({"terms": ["math"], "by_source": {"default": "r1v"}}, "both set"),
