@@ -47,26 +47,12 @@ def judged(rl_config: Make) -> Make:
     return config
 
 
-def test_two_steps_with_a_judge(tmp_path: Path, judged: Make, fair: Endpoint) -> None:
-    rl.run(judged(tmp_path, fair.url))
-    steps = read_metrics(tmp_path / "run")
-    assert len(steps) == 2
-    for step in steps:
-        assert {f"judge/{name}" for name in NAMES.split()} <= step.keys()
-        assert step["judge/samples"] + step["judge/by_rule"] == 16
-        assert 0 < step["judge/calls"] <= step["judge/samples"] and step["judge/failures"] == 0
-        assert step["reward/judge"] == step["reward/accuracy"]
-        assert step["judge/tokens"] == 107 * step["judge/calls"]
-
-
-def test_two_steps_with_a_hybrid(tmp_path: Path, judged: Make, fair: Endpoint) -> None:
+def test_a_step_with_a_hybrid(tmp_path: Path, judged: Make, fair: Endpoint) -> None:
     """Where golds and answers are numbers the judge is asked about words only."""
-    rl.run(judged(tmp_path, fair.url, "hybrid"))
-    steps = read_metrics(tmp_path / "run")
-    assert sum(step["judge/by_rule"] for step in steps) > 0
-    for step in steps:
-        assert step["judge/samples"] + step["judge/by_rule"] == 16
-        assert step["reward/hybrid"] == step["reward/accuracy"]
+    rl.run(judged(tmp_path, fair.url, "hybrid") | {"run.max_steps": 1})
+    (step,) = read_metrics(tmp_path / "run")
+    assert step["judge/by_rule"] > 0 and step["judge/samples"] + step["judge/by_rule"] == 16
+    assert step["reward/hybrid"] == step["reward/accuracy"]
 
 
 def test_a_second_run_sends_nothing_and_learns_the_same(
@@ -78,7 +64,14 @@ def test_a_second_run_sends_nothing_and_learns_the_same(
         rl.run(judged(tmp_path, fair.url) | cache | {"run.name": name})
         asked.append(len(fair.asked))
     assert asked[1] == asked[0] > 0
-    last = read_metrics(tmp_path / "b")[-1]
+    first, last = read_metrics(tmp_path / "a"), read_metrics(tmp_path / "b")[-1]
+    assert len(first) == 2 and first[0]["judge/calls"] > 0
+    for step in first:
+        assert {f"judge/{name}" for name in NAMES.split()} <= step.keys()
+        assert step["judge/samples"] + step["judge/by_rule"] == 16
+        assert step["judge/calls"] <= step["judge/samples"] and step["judge/failures"] == 0
+        assert step["reward/judge"] == step["reward/accuracy"]
+        assert step["judge/tokens"] == 107 * step["judge/calls"]
     assert (last["judge/calls"], last["judge/cost"], last["judge/cache_hit_rate"]) == (0, 0, 1)
     a, b = (tmp_path / name / "checkpoints" / "step-2" for name in ("a", "b"))
     assert same_weights(a, b)
@@ -100,7 +93,7 @@ def dying(questions: int) -> Callable[[dict[str, Any]], Says]:
     return script
 
 
-@pytest.mark.parametrize("on_failure", ["error", "abstain", "drop_group"])
+@pytest.mark.parametrize("on_failure", ["abstain", "drop_group"])
 def test_a_judge_that_dies_in_the_middle(on_failure: str, tmp_path: Path, judged: Make) -> None:
     changes = {"reward.self_test": "off", "reward.judge.on_failure": on_failure}
     changes |= {"reward.max_error_rate": 1.0, "run.max_steps": 3}
@@ -109,7 +102,7 @@ def test_a_judge_that_dies_in_the_middle(on_failure: str, tmp_path: Path, judged
     last = read_metrics(tmp_path / "run")[-1]
     assert last["judge/failures"] > 0
     assert (last["reward/error_rate"] == 0) == (on_failure == "abstain")
-    assert (last["reward/abstain_rate"] == 0) == (on_failure == "error")
+    assert last["reward/abstain_rate"] > 0
 
 
 def test_a_judge_that_dies_ends_the_run_at_the_limit(tmp_path: Path, judged: Make) -> None:
@@ -211,5 +204,6 @@ def test_what_is_refused_before_a_run(tmp_path: Path, judged: Make, rl_config: M
     assert "reward.judge.api=chat" in problems(api="completions", send_images=True)
     with pytest.raises(EnvironmentProblem, match="Connection refused"):
         rl.run(judged(tmp_path, "http://127.0.0.1:9/v1"))
-    with pytest.raises(ConfigError, match=r"reward\.judge\.url: has no effect"):
-        rl.run(rl_config(tmp_path) | {"reward.judge.url": "http://127.0.0.1:9/v1"})
+    for name, url in (("judge", "http://127.0.0.1:9/v1"), ("remote", "http://127.0.0.1:8400")):
+        with pytest.raises(ConfigError, match=rf"reward\.{name}\.url: has no effect .* add {name}"):
+            rl.run(rl_config(tmp_path) | {f"reward.{name}.url": url})

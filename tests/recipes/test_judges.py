@@ -14,8 +14,7 @@ from benchmarks.generative_judge import PHRASES, SAID, write_rows
 from saccade.config import DataSource, load
 from saccade.errors import DataError
 from saccade.models.tiny import build
-from saccade.recipes import evaluate, model_setup, parts, questions, rl, sft
-from saccade.rewards.reward_sample import RewardSample
+from saccade.recipes import evaluate, model_setup, questions, rl, sft
 
 STEPS = 28
 STORED = ("track.trajectories_every=1", "track.trajectories_groups=16")
@@ -130,22 +129,3 @@ def test_a_judge_is_evaluated(rows: Path, start: str, taught: Path, tmp_path: Pa
     model = config_of(rows, checkpoint(taught), tmp_path, run={"name": "again"})
     (found,) = evaluate.run(model).values()
     assert found["accuracy"] > 0.75
-
-
-def test_a_verdict_is_worth_what_it_says() -> None:
-    config = load({"reward.terms": ["verdict"], "prompt.format": "think_answer"})
-    answers = {
-        "<answer>Image 1 is better</answer>": 1.0,
-        "<think>redder</think><answer>Image 1 is better</answer>": 2.0,
-        "<think>redder</think><answer>Image 2 is better</answer>": 1.0,
-        "<answer>Image 2 is better</answer>": 0.0,
-        "<answer>Both images are equally good</answer>": 0.0,
-        "<answer>Image 1 is better. Image 2 is better</answer>": 0.0,
-        "Image 1 is better": 0.0,
-    }
-    samples = [RewardSample(id=text, response=text, answer="A") for text in answers]
-    scorer = parts.make_scorer(config)
-    assert scorer is not None
-    with scorer:
-        found = {sample.id: s.reward for sample, s in zip(samples, scorer.score(samples), strict=True)}
-    assert found == answers

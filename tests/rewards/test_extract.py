@@ -55,16 +55,6 @@ def test_scope_is_what_follows_the_last_closed_thought(response: str, prefilled:
     assert extract(response, MATH, think_prefilled=prefilled) == found
 
 
-def test_scope_all_reads_the_thought() -> None:
-    assert extract("<think><answer>1</answer>", MATH, scope="all") == "1"
-
-
-def test_many_open_boxes_are_read_in_one_pass() -> None:
-    start = time.process_time()
-    assert extract("\\boxed{" * 50_000, MATH) is None
-    assert time.process_time() - start < 1
-
-
 def test_an_answer_of_several_turns_stands_in_the_last_one():
     turns = ("<answer>3</answer> wait", "<think>so</think><answer>7</answer>")
     for given, found in ((turns, "7"), ((*turns, "hm"), None), ((), "7"), (("x",), "7")):
@@ -90,8 +80,9 @@ def test_a_call_is_no_answer(last: str, found: str | None) -> None:
         assert answer_of(sample, ("answer_tag", "last_number"), "after_think") == found
 
 
-def test_many_open_calls_are_read_in_one_pass() -> None:
-    began = time.monotonic()
-    text = "<grounding>" * 200_000
-    sample = RewardSample(id="a", response=text, turns=(text,))
-    assert answer_of(sample, MATH, "all") is None and time.monotonic() - began < 20
+@pytest.mark.parametrize("text", ["\\boxed{" * 50_000, "<grounding>" * 100_000])
+def test_many_open_marks_are_read_in_one_pass(text: str) -> None:
+    start = time.process_time()
+    assert answer_of(RewardSample(id="a", response=text), MATH, "all") is None
+    assert time.process_time() - start < 2
+    assert extract("<think><answer>1</answer>", MATH, scope="all") == "1"

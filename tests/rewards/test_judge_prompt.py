@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from saccade.errors import ConfigError
 from saccade.plugins.judges.judge import LONGEST_ANSWER, case_of, compiled, question_of, read_verdict, template_text
 from saccade.rewards.reward_sample import RewardSample
-from saccade.types import Media
 
 
 @pytest.mark.parametrize(
@@ -35,9 +33,6 @@ from saccade.types import Media
 )
 def test_only_the_last_line_counts(reply: str, value: float | None) -> None:
     assert read_verdict(reply, scale=1) == value
-
-
-def test_a_scale() -> None:
     assert [read_verdict(f"Score: {n}", scale=4) for n in (0, 1, 4, 5)] == [0, 0.25, 1, None]
 
 
@@ -79,18 +74,7 @@ def test_an_answer_stays_between_its_tags(attack: str) -> None:
 def test_what_mathematics_needs_survives() -> None:
     assert r"\frac{1}{2}, x < 3, [0,1), {a}" in asked(r"\frac{1}{2}, x < 3, [0,1), {a}")
     assert "{{ question }}" in asked("{{ question }}")
-
-
-def test_a_long_answer_is_cut() -> None:
     assert len(asked("9" * 10**6)) < LONGEST_ANSWER + 2500
-
-
-def test_pictures_are_sent_when_asked_for(image: Callable[..., Media]) -> None:
-    sample = RewardSample(id="a", response="", answer="7", prompt="?", media=(image(),))
-    assert case_of(sample, "7").media == ()
-    shown = case_of(sample, "7", images=True)
-    message = question_of(shown, compiled(template_text(None)), 1)
-    assert message.media == (image(),) and shown.shown["images"] != []
 
 
 @pytest.mark.parametrize(

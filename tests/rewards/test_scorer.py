@@ -68,6 +68,8 @@ def test_shaping_terms_never_reach_the_outcome() -> None:
 def test_the_outcome_is_the_accuracy_part_where_there_is_one() -> None:
     scored = one(scorer(preset="geo3k", form="think_boxed"), r"\boxed{7}")
     assert (scored.reward, scored.outcome) == (0.9, 1.0)
+    wrong = one(scorer(terms=["dapo_math"], form="answer_line"), "Answer: 8")
+    assert (wrong.reward, wrong.outcome) == (-1, 0)
 
 
 def test_an_abstaining_term_excludes_the_member_unless_renormalised() -> None:
@@ -183,17 +185,6 @@ def test_presets(preset: str, response: str, reward: float) -> None:
     assert scored.reward == pytest.approx(reward)
 
 
-def test_the_normalised_accuracy_is_the_outcome() -> None:
-    wrong = one(scorer(terms=["dapo_math"], form="answer_line"), "Answer: 8")
-    assert (wrong.reward, wrong.outcome) == (-1, 0)
-
-
-def test_frames_are_checked_before_the_first_sample() -> None:
-    args = {"answer_frame": "pixel_resized"}
-    with pytest.raises(ConfigError, match=r"iou with .* pixel_resized needs `unit`"):
-        scorer(terms=[{"verifier": "iou", "args": args}])
-
-
 def test_the_prompt_format_tells_where_to_look() -> None:
     assert one(scorer(terms=["count"], form="hash"), "3 + 4\n#### 7").outcome == 1
     assert one(scorer(terms=["exact"], form="direct"), "7").outcome == 1
@@ -218,6 +209,8 @@ def test_the_prompt_format_tells_where_to_look() -> None:
         ({"terms": [{"verifier": "format:think_answer", "args": {"gap": "x"}}]}, "gap"),
         ({"terms": [{"verifier": "regex", "args": {"pattern": "(a"}}]}, "unterminated"),
         ({"terms": ["regex"]}, "pattern"),
+        ({"terms": ["math"], "form": "think_anser"}, "did you mean 'think_answer'"),
+        ({"terms": [{"verifier": "iou", "args": {"answer_frame": "pixel_resized"}}]}, "iou with .* needs `unit`"),
         ({"terms": [{"verifier": "hybrid", "args": {"rool": "math"}}]}, "did you mean 'rule'"),
         ({"terms": [{"verifier": "hybrid", "args": {"rule": "number", "options": {"tol": 1}}}]}, "tol"),
         ({"terms": ["math", "math"]}, "two terms are called 'math'"),
@@ -242,11 +235,6 @@ def test_the_prompt_format_tells_where_to_look() -> None:
 def test_what_cannot_run_is_refused_at_once(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace(")", r"\)")):
         scorer(**config).close()
-
-
-def test_unknown_prompt_format() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'think_answer'"):
-        scorer(terms=["math"], form="think_anser")
 
 
 def test_the_example_file() -> None:

@@ -12,32 +12,29 @@ or to write the marks of a chat template. The verdict is the judge's own last li
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from saccade.errors import ConfigError
-from saccade.rewards.reward_sample import RewardSample
-from saccade.types import Media, Message
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 import hashlib
 import logging
+import re
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import field, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from saccade.config.schema import JudgeConfig
+from saccade.errors import ConfigError
 from saccade.plugins.judges.http_client.chat_client import AnswerCache, ChatClient, key_of
 from saccade.plugins.judges.http_client.sender import RequestQueue
 from saccade.plugins.verifiers.hybrid import ASK
 from saccade.rewards.combine import DROP_GROUP, Pending
-from saccade.types import Sampling, Score
+from saccade.rewards.reward_sample import RewardSample
+from saccade.types import Media, Message, Sampling, Score
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
 
 SHIPPED = Path(__file__).with_name("judge.jinja")
 LONGEST_ANSWER = 2000  # characters of an answer that the judge sees

@@ -73,9 +73,7 @@ def space_of(images: Sequence[Mapping[str, Any]], index: int, unit: int | None) 
     width, height = image["size"]
     if unit is None or "pixels" not in image:
         return Space((width, height))
-    from saccade.media.images import (
-        resized_size,  # brings libraries that workers start faster without
-    )
+    from saccade.media.images import resized_size  # brings libraries that workers start faster without
 
     least, most = image["pixels"]
     rows, columns = resized_size(width, height, unit=unit, min_pixels=least, max_pixels=most)
@@ -276,19 +274,8 @@ def mean_precision(found: Sequence[Found], gold: Sequence[Found]) -> float:
     """
     labelled = all(item.label for item in gold)
     kinds = sorted({_kind(item, labelled) for item in gold})
-    return float(
-        np.mean(
-            [
-                _precision(
-                    [f for f in found if _kind(f, labelled) == kind],
-                    [g for g in gold if _kind(g, labelled) == kind],
-                    threshold,
-                )
-                for kind in kinds
-                for threshold in THRESHOLDS
-            ]
-        )
-    )
+    pairs = [[[i for i in side if _kind(i, labelled) == kind] for side in (found, gold)] for kind in kinds]
+    return float(np.mean([_precision(own, its, threshold) for own, its in pairs for threshold in THRESHOLDS]))
 
 
 def _kind(item: Found, labelled: bool) -> str:

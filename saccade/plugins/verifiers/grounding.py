@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def iou(
     golds = [view.gold(gold) for gold in sample.golds] if mode != "mask" else []
     if not view.known:
         return NO_SIZE
-    if (mask is None and not golds) or None in golds or (single and max(map(_count, golds)) > 1):
+    if (mask is None and not golds) or None in golds or (single and max(len(gold or ()) for gold in golds) > 1):
         return no_gold(sample)
     if found is None or (single and len(found) > 1):
         return graded(text, False, "unparseable" if found is None else "not_one_box")
@@ -190,10 +190,6 @@ def _placed(text: str | None, frame: Frame, space: Space) -> list[Found] | None:
     return [item._replace(box=to_pixels(item.box, frame, space)) for item in found]
 
 
-def _count(found: list[Found] | None) -> int:
-    return len(found or ())
-
-
 def _mode(mode: str) -> tuple[Compare, bool]:
     """How boxes compare, and whether there can be only one on a side."""
     name, at, threshold = mode.partition("@")
@@ -267,13 +263,8 @@ def medical(
     elif gold:
         parts["boxes"] = overlap(found, gold, MODES["set"])
     whole = sum(weigh[name] for name in parts)
-    return Score(
-        kind="value",
-        value=sum(weigh[name] * part for name, part in parts.items()) / whole,
-        reason=labels.reason,
-        parts=parts | {"accuracy": labels.value},
-        extracted=labels.extracted,
-    )
+    value = sum(weigh[name] * part for name, part in parts.items()) / whole
+    return replace(labels, value=value, parts=parts | {"accuracy": labels.value})
 
 
 def _row_boxes(value: Any) -> str:

@@ -25,14 +25,7 @@ from saccade.types import Score
 
 ASK = "ask"
 RULES: Mapping[str, Callable[..., Score]] = {
-    "choice": choice,
-    "math": math,
-    "number": number,
-    "count": count,
-    "relaxed": relaxed,
-    "gsm8k": gsm8k,
-    "exact": exact,
-    "contains_one_of": contains_one_of,
+    each.__name__: each for each in (choice, math, number, count, relaxed, gsm8k, exact, contains_one_of)
 }
 DEFINITE = ("choice", "number", "count", "gsm8k")  # what these call wrong is wrong
 

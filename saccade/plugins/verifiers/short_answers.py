@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -23,12 +24,8 @@ from saccade.types import Score
 
 # What a judge of two things may say: the first, the second, neither.
 VERDICTS: Mapping[str, tuple[str, str, str]] = {
-    medium: (
-        f"{medium.capitalize()} 1 is better",
-        f"{medium.capitalize()} 2 is better",
-        f"Both {medium}s are equally good",
-    )
-    for medium in ("image", "video", "audio", "response")
+    name.lower(): (f"{name} 1 is better", f"{name} 2 is better", f"Both {name.lower()}s are equally good")
+    for name in ("Image", "Video", "Audio", "Response")
 }
 
 SHORT_ORDER = ("answer_tag",)
@@ -84,13 +81,7 @@ def dapo_math(sample: RewardSample, *, scope: Scope = "after_think") -> Score:
     """+1 when the last line `Answer: …` is spelled like the gold, else -1."""
     found = answer_of(sample, ("answer_line",), scope)
     right = found is not None and spelling(found) in map(spelling, sample.golds)
-    return Score(
-        kind="value",
-        value=1.0 if right else -1.0,
-        reason=graded(found, right).reason,
-        parts={"accuracy_normalized": float(right)},
-        extracted=found,
-    )
+    return replace(graded(found, right), value=1.0 if right else -1.0, parts={"accuracy_normalized": float(right)})
 
 
 def avqa(sample: RewardSample, *, scope: Scope = "after_think") -> Score:
@@ -135,13 +126,8 @@ def _option(text: str, choices: Sequence[str]) -> str:
 
 def _two(sample: RewardSample, found: str | None, right: bool) -> Score:
     shape = float(check_think_answer(sample))
-    return Score(
-        kind="value",
-        value=float(right) + shape,
-        reason=graded(found, right).reason,
-        parts={"accuracy": float(right), "format": shape},
-        extracted=found,
-    )
+    parts = {"accuracy": float(right), "format": shape}
+    return replace(graded(found, right), value=float(right) + shape, parts=parts)
 
 
 ROWS = {

@@ -210,9 +210,10 @@ class Counters:
     estimated: int = 0  # answers without a count of their tokens
 
     def describe(self, price: tuple[float, float] | None) -> str:
-        text = f"{self.sent} requests sent ({self.repeated} of them again), {self.cached} answers "
-        text += f"from the cache; {self.prompt_tokens} prompt and {self.response_tokens} "
-        text += "response tokens"
+        text = (
+            f"{self.sent} requests sent ({self.repeated} of them again), {self.cached} answers from the cache; "
+            f"{self.prompt_tokens} prompt and {self.response_tokens} response tokens"
+        )
         if price is not None:
             cost = (self.prompt_tokens * price[0] + self.response_tokens * price[1]) / 1e6
             text += f", cost {cost:.4f}"

@@ -17,21 +17,21 @@ import os
 import random
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
+
+import numpy as np
 
 from saccade.errors import ConfigError, EnvironmentProblem
 
 if TYPE_CHECKING:
     import httpx2  # imported where it is used: a run that asks nobody over HTTP does not need it
-from collections import Counter, deque
-from typing import Generic
 
-import numpy as np
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before another attempt
 LONGEST_HOLD = 300.0  # that a server may ask for
@@ -253,17 +253,11 @@ def _words(text: str) -> tuple[str, str]:
 
 def _seconds(header: str | None) -> float:
     """Of Retry-After: a number of seconds, or a date."""
-    try:
+    with suppress(ValueError):
         return max(0.0, float(header or 0))
-    except ValueError:
-        pass
-    try:
-        moment = parsedate_to_datetime(header or "")
-    except ValueError:
-        return 0.0
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=timezone.utc)
-    return max(0.0, (moment - datetime.now(timezone.utc)).total_seconds())
+    with suppress(ValueError):
+        return max(0.0, parsedate_to_datetime(header or "").timestamp() - time.time())
+    return 0.0
 
 
 Job = TypeVar("Job")
