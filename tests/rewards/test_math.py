@@ -56,7 +56,7 @@ LONGER = [r"\text{ cm}", r"\begin{pmatrix}", r"\end{pmatrix}"]
 PIECES = st.sampled_from([*SIGNS, *COMMANDS.split(), *LONGER])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(PIECES, max_size=20), st.lists(PIECES, max_size=8))
 def test_any_text_gets_a_verdict(answer: list[str], gold: list[str]) -> None:
     score = math(sample("<answer>" + "".join(answer) + "</answer>", "".join(gold)))

@@ -1,4 +1,4 @@
-"""Ten thousand ways to say a right or a wrong answer. Which it is follows from how it was made: a
+"""Five thousand ways to say a right or a wrong answer. Which it is follows from how it was made: a
 naming of the gold or of something else, in a frame that keeps, denies, doubts or corrects it.
 """
 
@@ -13,18 +13,14 @@ from typing import Any
 import pytest
 
 from saccade.plugins.verifiers.maths import MATH_ORDER
+from saccade.plugins.verifiers.wording import HAN, ONES, TENS
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
 
-CASES = 10_000
+CASES = 5_000
 SEED = 20
 MISSED = 0.01  # the share of right answers that may score 0
 
-ONES = (
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
-    "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
-)  # fmt: skip
-TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 OPTIONS = ("dog", "cat", "horse", "bird", "whale")
 WORDS = (
     "Paris", "blue circle", "caf\u00e9", "New York", "Gr\u00f6\u00dfe", "Yes", "Q3 2019", "oak",
@@ -161,9 +157,8 @@ def english(n: int) -> str:
 
 
 def chinese(n: int) -> str:
-    signs = "\u96f6\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d"
-    tens = (signs[n // 10] if n > 19 else "") + "\u5341" if n > 9 else ""
-    return tens + (signs[n % 10] if n % 10 else "")
+    tens = (HAN[n // 10] if n > 19 else "") + "\u5341" if n > 9 else ""
+    return tens + (HAN[n % 10] if n % 10 else "")
 
 
 def integer(draw: Draw, text: str) -> str:
@@ -197,8 +192,7 @@ def option(draw: Draw, letter: str) -> str:
 
 
 def options(draw: Draw) -> tuple[str, str]:
-    gold, other = draw.sample("ABCDE", 2)
-    return gold, other
+    return tuple(draw.sample("ABCDE", 2))
 
 
 def mismatched(draw: Draw, letter: str) -> str:
@@ -213,8 +207,7 @@ def word(draw: Draw, text: str) -> str:
 
 
 def words(draw: Draw) -> tuple[str, str]:
-    gold, other = draw.sample(WORDS, 2)
-    return gold, other
+    return tuple(draw.sample(WORDS, 2))
 
 
 def reading(draw: Draw, text: str) -> str:

@@ -26,48 +26,34 @@ SAMPLES = [
 ]
 
 
-def per_sample(sample, bonus=0.0): ...
-def any_name(x): ...
-def other(answer, question): ...
-def batch(samples, bonus=0.0): ...
-def easyr1(reward_input, **kwargs): ...
-def easyr1_batch(reward_inputs, format_weight=0.1): ...
-def r1v(prompts, completions, **columns): ...
-def r1v_short(completions, solution, **kwargs): ...
-def lmmr1(queries, prompts, labels): ...
-def lmmr1_old(queries, prompts): ...
-def verl(data_source, solution_str, ground_truth, extra_info=None): ...
-def verl_batch(data_sources=None, solution_strs=None, ground_truths=None, **kwargs): ...
-def easyr1_old(predicts, ground_truths, format_weight=0.1): ...
-def easyr1_older(predict_str, ground_truth): ...
-def easyr1_oldest(predict, ground_truth): ...
-def trl_ids(completion_ids, **kwargs): ...
-async def asynchronous(samples): ...
+def with_parameters(parameters: str) -> Callable[..., Any]:
+    return eval(f"lambda {parameters}: None")
 
 
 @pytest.mark.parametrize(
-    ("function", "form", "is_batch"),
+    ("parameters", "form", "is_batch"),
     [
-        (per_sample, "sample", False),
-        (any_name, "sample", False),
-        (batch, "samples", True),
-        (asynchronous, "samples", True),
-        (easyr1, "reward_input", False),
-        (easyr1_batch, "reward_inputs", True),
-        (r1v, "completions", True),
-        (r1v_short, "completions", True),
-        (lmmr1, "queries", True),
-        (lmmr1_old, "queries", True),
-        (verl, "solution_str", False),
-        (verl_batch, "solution_strs", True),
-        (easyr1_old, "predicts", True),
-        (easyr1_older, "predict_str", False),
-        (easyr1_oldest, "predict", False),
-        (trl_ids, "completion_ids", True),
+        ("sample, bonus=0.0", "sample", False),
+        ("x", "sample", False),
+        ("samples, bonus=0.0", "samples", True),
+        ("reward_input, **kwargs", "reward_input", False),
+        ("reward_inputs, format_weight=0.1", "reward_inputs", True),
+        ("prompts, completions, **columns", "completions", True),
+        ("completions, solution, **kwargs", "completions", True),
+        ("queries, prompts, labels", "queries", True),
+        ("queries, prompts", "queries", True),
+        ("data_source, solution_str, ground_truth, extra_info=None", "solution_str", False),
+        ("data_sources=None, solution_strs=None, ground_truths=None, **kwargs", "solution_strs", True),
+        ("predicts, ground_truths, format_weight=0.1", "predicts", True),
+        ("predict_str, ground_truth", "predict_str", False),
+        ("predict, ground_truth", "predict", False),
+        ("completion_ids, **kwargs", "completion_ids", True),
     ],
 )
-def test_the_form_follows_from_parameter_names(function: Callable[..., Any], form: str, is_batch: bool) -> None:
+def test_the_form_follows_from_parameter_names(parameters: str, form: str, is_batch: bool) -> None:
+    function = with_parameters(parameters)
     assert (form_of(function).name, form_of(function).batch) == (form, is_batch)
+    check_arguments(function, {})
 
 
 def called(function: Callable[..., Any], given: Any, **args: Any) -> Any:
@@ -116,20 +102,23 @@ def test_what_each_form_is_given() -> None:
     assert called(easyr1_older, SAMPLES[1]) == ("r1", "1")
 
 
-def test_arguments_are_checked_against_the_signature() -> None:
-    check_arguments(per_sample, {"bonus": 1})
-    for function in (r1v_short, verl, verl_batch, easyr1_old, easyr1_older, lmmr1_old, trl_ids):
-        check_arguments(function, {})
-    check_arguments(easyr1_old, {"format_weight": 0.5})
-    with pytest.raises(TypeError, match=r"'bonus'; .*\(here: format_weight\)"):
-        check_arguments(easyr1_old, {"bonus": 1})
-    adapter = r"def mine\(sample\): return other\(sample.response, sample.answer\)"
-    with pytest.raises(TypeError, match=rf"'question'; .*{adapter}"):
-        check_arguments(other, {})
-    with pytest.raises(TypeError, match=r"'bonsu'; .*f\(sample\), .*\(here: bonus\)"):
-        check_arguments(per_sample, {"bonsu": 1})
-    with pytest.raises(TypeError, match="weight"):
-        check_arguments(lambda sample, weight: 0, {})
+@pytest.mark.parametrize(
+    ("parameters", "args", "words"),
+    [
+        ("predicts, ground_truths, format_weight=0.1", {"bonus": 1}, r"'bonus'; .*\(here: format_weight\)"),
+        (
+            "answer, question",
+            {},
+            r"'question'; .*def mine\(sample\): return <lambda>\(sample.response, sample.answer\)",
+        ),
+        ("sample, bonus=0.0", {"bonsu": 1}, r"'bonsu'; .*f\(sample\), .*\(here: bonus\)"),
+        ("sample, weight", {}, "weight"),
+    ],
+)
+def test_arguments_are_checked_against_the_signature(parameters: str, args: dict[str, Any], words: str) -> None:
+    check_arguments(with_parameters("sample, bonus=0.0"), {"bonus": 1})
+    with pytest.raises(TypeError, match=words):
+        check_arguments(with_parameters(parameters), args)
 
 
 @pytest.mark.parametrize(
