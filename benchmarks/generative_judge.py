@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from saccade.verdicts import VERDICTS
 
 import saccade
 from saccade.models import tiny
 from saccade.plugins.preferences.pairwise_prompts import ASKED, ENDING
+from saccade.plugins.verifiers.short_answers import VERDICTS
 
 SIDE = 28  # pixels: one token each
 LEAD = 32  # of 255: a pair differs in red by more

@@ -13,7 +13,7 @@ from saccade.rewards.pool import WorkerPool
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
 
-N = 100_000
+N = 50_000
 BODIES = {
     "braces": "{" * N,
     "boxes": r"\boxed{" * (N // 7),
