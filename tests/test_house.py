@@ -2,9 +2,9 @@
 
 import ast
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import saccade
 from saccade.algorithms.policy_losses import LOSSES
 from saccade.recipes import rl
+from tests.test_imports import modules
 
 PACKAGE = str(Path(saccade.__file__).parent)
 # Commands of plugins are recipes, too.
@@ -26,10 +27,11 @@ STILL_WIDE = {
 }
 
 
-def functions() -> Iterator[tuple[str, str, ast.FunctionDef]]:
+@cache
+def functions() -> list[tuple[str, str, ast.FunctionDef]]:
     """Every function of the package: its file, its name with that of its class, and itself."""
-    for path in sorted(Path(PACKAGE).rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = []
+    for path, tree in modules():
         owners = {
             inner: f"{outer.name}."
             for outer in ast.walk(tree)
@@ -38,7 +40,8 @@ def functions() -> Iterator[tuple[str, str, ast.FunctionDef]]:
         }
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
-                yield path.relative_to(PACKAGE).as_posix(), owners.get(node, "") + node.name, node
+                found.append((path.relative_to(PACKAGE).as_posix(), owners.get(node, "") + node.name, node))
+    return found
 
 
 def parameters(node: ast.FunctionDef) -> list[ast.arg]:
