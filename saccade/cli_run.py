@@ -69,7 +69,7 @@ def run_recipe(
 
 
 def _shrunk(config: Config, name: str, files: Sequence[str], given: Sequence[str]) -> Config:
-    from saccade.checks.smoke import smoke, with_examples
+    from saccade.plugins.smoke.smoke import smoke, with_examples
 
     for file in files:
         config, replaced = with_examples(config, Path(file), given)
@@ -117,8 +117,8 @@ def _print_plan(config: Config, name: str, *, full: bool) -> None:
     from saccade.algorithms.build import from_config
     from saccade.algorithms.describe import cells, describe
     from saccade.checks import not_counted
-    from saccade.checks.plan import plan
     from saccade.config.notation import write
+    from saccade.plugins.dry_run.plan import plan
 
     algorithm = from_config(config) if name == "rl" else None
     if config.reward.given:

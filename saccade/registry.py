@@ -96,6 +96,11 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
     "selections": {
         name: f"saccade.plugins.check_data.selection:{name}" for name in ("best", "best_worst", "threshold")
     },
+    "rules": {
+        "preferences": "saccade.plugins.preferences.preference_checks:problems",
+        "series": "saccade.plugins.series.series_checks:series",
+        "trained_series": "saccade.plugins.series.series_checks:trained_series",
+    },
     "self_tests": {"known_answers": "saccade.plugins.check_data.self_test:check_known_answers"},
     "services": {"remote": "saccade.plugins.judges.remote:open_remote"},
     "towers": {"series": "saccade.plugins.series.series_tower:TOWER"},

@@ -18,13 +18,14 @@ from typer.testing import CliRunner, Result
 
 import saccade
 from saccade.checks import check
-from saccade.checks.plan import plan, total_steps
-from saccade.checks.smoke import smoke, with_examples
+from saccade.checks.steps import total_steps
 from saccade.cli import app, main
 from saccade.cli_run import show_error
 from saccade.config import load
+from saccade.plugins.dry_run.plan import plan
 from saccade.plugins.init.init_config import guess_reward, letters_apart
 from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split, write_jsonl
+from saccade.plugins.smoke.smoke import smoke, with_examples
 from saccade.types import Media, Message, Sample
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -518,7 +519,7 @@ def in_new_process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[st
         "import saccade; saccade.load_config({'train.lr': 1e-6})",
         "from saccade.cli import app; from typer.testing import CliRunner;"
         "assert CliRunner().invoke(app, ['--help']).exit_code == 0",
-        "import saccade.checks.smoke, saccade.checks.plan, saccade.plugins.quickstart.counting",
+        "import saccade.plugins.smoke.smoke, saccade.plugins.dry_run.plan, saccade.plugins.quickstart.counting",
     ],
 )
 def test_nothing_slow_is_imported(code: str, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from saccade.config import (
     type_name,
     unknown_key,
 )
-from saccade.config.notation import ELSEWHERE, NAMES, RENAMED, parse
+from saccade.config.notation import other_names, parse
 from saccade.errors import ConfigError
 from saccade.plugins.init.init_config import write_config
 
@@ -299,11 +299,11 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
 
 def test_names_from_elsewhere_lead_to_options_of_ours() -> None:
     known = {name for name, _ in options()}
-    assert {n for n in NAMES if not n.startswith("algorithm.args.")} <= known
+    elsewhere = other_names()[0]
+    assert {n for n in elsewhere.values() if not n.startswith("algorithm.args.")} <= known
     leaves = [name.rsplit(".", 1)[-1] for name in known if name.count(".") == 1]
     # Names of ours that mean something else there are asked about.
-    assert {name for name in ELSEWHERE if leaves.count(name) == 1} == {"beta"}
-    assert sum(len(names.split()) for names in NAMES.values()) == len(ELSEWHERE)
+    assert {name for name in elsewhere if leaves.count(name) == 1} == {"beta"}
 
 
 def test_keys_of_the_docs_lead_to_the_options_beside_them() -> None:
@@ -509,10 +509,10 @@ def test_the_list_of_options_is_frozen() -> None:
     assert len(listed) <= 240 and len(list(options())) <= 282
 
 
-@pytest.mark.parametrize("old", RENAMED)
+@pytest.mark.parametrize("old", other_names()[1])
 def test_an_option_of_older_versions_is_answered_with_its_new_name(old: str) -> None:
     names = {name for name, _ in options()}
-    new = RENAMED[old]
+    new = other_names()[1][old]
     assert old not in names
     assert " " in new or ".args." in new or any(n.startswith(new) for n in names)
     said = refusal(None, f"{old}=1") if old != "algorithm.fire" else unknown_key(old)

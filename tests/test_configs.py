@@ -13,12 +13,12 @@ import pytest
 
 from saccade.algorithms.build import from_config
 from saccade.checks import check
-from saccade.checks.smoke import model_type, smoke, with_examples
 from saccade.cli_run import MODULES
 from saccade.config import Config, load
 from saccade.config.schema import options
 from saccade.data import datasets
 from saccade.errors import ConfigError
+from saccade.plugins.smoke.smoke import model_type, smoke, with_examples
 from saccade.recipes import generate, parts
 from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.scorer import Scorer

@@ -40,7 +40,6 @@ INSIDE = ("plugins/engines/vllm/vllm_worker.py",)
 
 # Still to be turned round; only shrinks.
 LEANING = {
-    "checks/offline.py imports saccade.plugins.preferences.preference_losses",
     "cli_run.py imports saccade.plugins.check_data.check_rows",
     "data/datasets.py imports saccade.plugins.check_data.unused_media",
     "data/datasets.py imports saccade.plugins.preferences.mappings",

@@ -39,7 +39,7 @@ def resolve(config: AlgorithmConfig, *, max_tokens: int, **train: int | None) ->
 def from_config(config: Config) -> Algorithm:
     """The algorithm of a whole run."""
     given, train, row = config.algorithm, config.train, row_of(config.algorithm.preset)
-    max_tokens = config.rollout.max_tokens * config.env.turns
+    max_tokens = config.rollout.max_tokens * config.env.max_turns
     names = {axis: canonical(table, getattr(given, axis)) for axis, table in AXES.items()}
     if names["policy_loss"] != row.get("policy_loss", "clip"):
         loss = find("policy_loss", AXES["policy_loss"], names["policy_loss"])

@@ -3,7 +3,7 @@
 Runs in milliseconds, before data or weights are touched, and lists every problem at once, each with
 the field, the reason and a value that works. Types and limits of single values are the schema's
 business; what needs a tokenizer, a row or a tensor is checked by whoever holds it. A rule is a
-function from a config to problems; RULES says which command asks which.
+function from a config to problems, or the name of a plugin's; RULES says which command asks which.
 
     >>> check(load(None, ["model.path=tiny:qwen2_5_vl"]), "sft")
     Traceback (most recent call last):
@@ -18,8 +18,10 @@ from saccade.checks import model_rules, offline, rows, steps
 from saccade.config import Config, Section
 from saccade.config.schema.section import ANSWERING, about, chosen, without_effect
 from saccade.errors import ConfigError
+from saccade.registry import Table
 
 Rule = Callable[[Config], Iterator[str]]
+PLUGIN_RULES: Table[Rule] = Table("rules", {})
 
 # Commands that refuse options of other commands, and as which of them they read.
 READERS = {**{command: command for command in ("rl", "sft", "dpo", "reward-model")}, "estimate": "rl"}
@@ -29,7 +31,8 @@ def check(config: Config, command: str, given: Sequence[str] = ()) -> None:
     """Raise one ConfigError with everything that keeps the config from running as COMMAND. `given`:
     options and sections that were named beside the file.
     """
-    problems = [problem for rule in RULES[command] for problem in rule(config)]
+    rules = (PLUGIN_RULES[rule] if isinstance(rule, str) else rule for rule in RULES[command])
+    problems = [problem for rule in rules for problem in rule(config)]
     problems += [
         problem
         for name, part in config
@@ -80,7 +83,7 @@ def not_counted(config: Config, command: str) -> str | None:
     return f"`saccade {command}` does not read {', '.join(others)}" if others else None
 
 
-MODEL = (*(model_rules.model, model_rules.patterns, model_rules.own_weights, model_rules.series),)
+MODEL = (model_rules.model, model_rules.patterns, model_rules.own_weights, "series")
 CRITIC = (model_rules.critic, model_rules.critic_warmup)
 SAMPLING = (model_rules.lora_dropout, steps.sampling, steps.response_length, steps.batch)
 LOOKING = (rows.pixels, rows.prompt_files, model_rules.judge)
@@ -89,11 +92,11 @@ TRAINING = (
     *(*MODEL, rows.train_data, *READING),
     *(steps.optimizer, steps.validation, steps.before, steps.best, steps.resume),
 )
-ANSWERS = (model_rules.answering_model, model_rules.series, model_rules.trained_series)
-RULES: dict[str, tuple[Rule, ...]] = {
+ANSWERS = (model_rules.answering_model, "series", "trained_series")
+RULES: dict[str, tuple[Rule | str, ...]] = {
     "rl": (*TRAINING, *(*CRITIC, offline.demonstrations, *SAMPLING, steps.reward, steps.environment)),
     "sft": (*TRAINING, offline.imitation),
-    "dpo": (*TRAINING, offline.preferences),
+    "dpo": (*TRAINING, "preferences"),
     "reward-model": (*TRAINING, offline.rating),
     "eval": (
         *ANSWERS,
@@ -109,6 +112,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "chat": (*ANSWERS, rows.pixels, rows.prompt_files),
     # those of rl that need neither rows nor rewards
     "estimate": (*MODEL, rows.pixels, steps.optimizer, *CRITIC, *SAMPLING),
-    "check-data": (model_rules.series, rows.some_data, *READING),
+    "check-data": ("series", rows.some_data, *READING),
     "serve-reward": (rows.pixels, model_rules.judge, steps.reward),
 }

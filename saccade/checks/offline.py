@@ -1,9 +1,9 @@
 """What a config alone can say against learning from rows that exist, or making them.
 
-Demonstrations, preferences, reward models, selected responses.
+Demonstrations, reward models, selected responses.
 
-    >>> list(preferences(load(None, ["dpo.args.gamma=1"])))
-    ['dpo.args.gamma: has no effect with dpo.loss=dpo; remove it']
+    >>> list(selection(load(None, ["generate.select=best"])))
+    ['generate.n: 1 response has no better one; try generate.n=4']
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from saccade.config import Config
-from saccade.plugins.preferences.preference_losses import PREFERENCES, WITHOUT_REFERENCE
 
 
 def folder(field: str, path: str) -> Iterator[str]:
@@ -41,18 +40,6 @@ def _shows_reward(tag: str) -> bool:
         return tag.format(reward=0.25) != tag.format(reward=100.0)
     except (LookupError, ValueError, AttributeError):
         return False
-
-
-def preferences(config: Config) -> Iterator[str]:
-    dpo = config.dpo
-    read = PREFERENCES[dpo.loss].options.keys() - {"beta"}
-    for name in sorted(dpo.args.keys() - read):
-        known = any(entry.reads(name) for entry in PREFERENCES.values())
-        flaw = f"has no effect with dpo.loss={dpo.loss}" if known else "no loss has such an option"
-        expected = f", which reads {', '.join(sorted(read))}" if read else ""
-        yield f"dpo.args.{name}: {flaw}{expected}; remove it"
-    if "reference" in dpo.model_fields_set and dpo.loss in WITHOUT_REFERENCE:
-        yield f"dpo.reference: has no effect with dpo.loss={dpo.loss}; remove it"
 
 
 def rating(config: Config) -> Iterator[str]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from saccade import environments
-from saccade.checks.model_rules import frozen
 from saccade.config import ADAPTED, Config
 from saccade.data.sources import set_names
 from saccade.models.files import described, names_experts
 
 # The fewest tokens of an answer where every tag is one token: with less, no response can be right.
 SHORTEST_ANSWER = {"think_answer": 5, "think_boxed": 4, "boxed": 2, "answer_line": 2, "hash": 2}
-TOWERS = ("vision", "projector", "llm", "audio", "series")
 
 
 def sampling(config: Config) -> Iterator[str]:
@@ -33,7 +32,7 @@ def sampling(config: Config) -> Iterator[str]:
 
 def response_length(config: Config) -> Iterator[str]:
     style, limits = config.prompt.format, {"rollout.max_tokens": config.rollout.max_tokens}
-    if config.val.max_tokens is not None:
+    if "max_tokens" in config.val.model_fields_set:
         limits["val.max_tokens"] = config.val.max_tokens
     shortest = SHORTEST_ANSWER.get(style, 1)
     for name, limit in limits.items():
@@ -85,39 +84,6 @@ def optimizer(config: Config) -> Iterator[str]:
     for beta in train.betas:
         if not 0 <= beta < 1:
             yield f"train.betas: {beta} is outside [0, 1); try train.betas=[0.9,0.95]"
-    for name, factor in train.lr_scale.items():
-        if name not in TOWERS:
-            yield f"train.lr_scale: unknown tower {name!r}; expected one of {', '.join(TOWERS)}"
-        elif factor < 0:
-            yield f"train.lr_scale: {name} has the factor {factor:g}; try 0.1"
-        elif name in _resting(config):
-            yield (
-                f"train.lr_scale.{name}: has no effect with model.train={config.model.train}, "
-                "which leaves that tower as it is; remove it"
-            )
-        elif factor == 0:
-            yield (
-                f"train.lr_scale.{name}: 0 leaves the tower as it is, but computes its gradients "
-                f"and clips by them; {_rest(config)} spares both"
-            )
-
-
-def _rest(config: Config) -> str:
-    """The option that freezes the towers whose learning rate is 0, beside what it says now."""
-    model, scales = config.model, config.train.lr_scale
-    still = [name for name, factor in scales.items() if factor == 0 and name not in _resting(config)]
-    if model.train in ADAPTED:
-        return f"model.lora.exclude={','.join(filter(None, [model.lora.exclude, *still]))}"
-    return f"model.train=freeze:{','.join([*frozen(model.train), *still])}"
-
-
-def _resting(config: Config) -> list[str]:
-    """Towers of which nothing is trained, as far as their names say."""
-    model = config.model
-    if model.train not in ADAPTED:
-        return frozen(model.train)
-    others = ("vision", "projector", "audio") if model.lora.targets == "all-linear" else ()
-    return ["series", *(name for name in others if name == "audio" or not model.lora.vision)]
 
 
 def reward(config: Config) -> Iterator[str]:
@@ -130,10 +96,7 @@ def reward(config: Config) -> Iterator[str]:
 
 
 def environment(config: Config) -> Iterator[str]:
-    turns = config.env.turns
     yield from environments.problems(config.env)
-    if config.env.name == "single_turn" and turns > 1:
-        yield f"env.max_turns: {turns} has no effect with env.name=single_turn; try env.max_turns=1"
 
 
 def validation(config: Config) -> Iterator[str]:
@@ -175,3 +138,11 @@ def resume(config: Config) -> Iterator[str]:
     resume = config.run.resume
     if resume not in ("none", "auto", "best") and not Path(resume).is_dir():
         yield f"run.resume: {resume} is not a checkpoint folder; try run.resume=auto"
+
+
+def total_steps(config: Config, rows: int) -> int:
+    """Steps of a run on `rows` rows per epoch: the last step of an epoch goes on into the next."""
+    if config.run.max_steps is not None:
+        return config.run.max_steps
+    steps = config.train.epochs * rows / config.train.prompts_per_step
+    return max(1, math.ceil(steps - 1e-9))  # 0.1 * 30 is a little more than 3

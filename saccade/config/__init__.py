@@ -19,9 +19,9 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
-from saccade.config.notation import ELSEWHERE, FOREIGN, INSTEAD, RENAMED, parse, write
+from saccade.config.notation import other_names, parse, write
 from saccade.config.schema import *  # noqa: F403 (whoever loads a config finds its sections here, too)
-from saccade.config.schema import Config, DataSource, RewardTerm, Section, options
+from saccade.config.schema import Config, CorrectionConfig, DataSource, RewardTerm, Section, options
 from saccade.config.schema.presets import cells_of, row_of
 from saccade.config.schema.section import WORDS, about
 from saccade.errors import ConfigError
@@ -104,7 +104,7 @@ def _preset(config: Config) -> dict[str, Any]:
     algorithm = config.algorithm
     cells = cells_of(algorithm.model_dump(exclude_unset=True) | {"preset": algorithm.preset})
     row = row_of(algorithm.preset)
-    longest = config.rollout.max_tokens * config.env.turns
+    longest = config.rollout.max_tokens * config.env.max_turns
     if "longest_share" in row:
         most = max(1, int(row["longest_share"] * longest))
         cells["algorithm"]["overlong"] = {"buffer": min(row["overlong"]["buffer"], most)}
@@ -235,40 +235,33 @@ def _full_key(key: str) -> str:
     known = dict(options())
     for name, field in known.items():
         if key.startswith(f"{name}.") and getattr(field.annotation, "__origin__", None) is not dict:
-            raise ConfigError(f"{key}: {name} is set as a whole; write {name}=VALUE{_example(name)}")
+            raise ConfigError(f"{key}: {name} is set as a whole; write {name}=VALUE")
     if "." in key or key in Config.model_fields:
         return key
     # Not deeper ones: `lr` is the policy's, whatever else has a learning rate.
     names = [name for name, _ in options(keys=False)]
     homes = [name for name in names if name.count(".") == 1 and name.endswith(f".{key}")]
-    if len(homes) == 1 and key not in ELSEWHERE:
+    homes += [other_names()[0][key]] if homes and key in other_names()[0] else []
+    if len(homes) == 1:
         return homes[0]
     if homes:
-        homes += [ELSEWHERE[key]] if key in ELSEWHERE else []
         raise ConfigError(f"{key}: several sections have it, write one of {', '.join(homes)}")
     return key
 
 
-def _example(name: str) -> str:
-    examples = {
-        "reward.terms": "[{verifier: math, weight: 0.5}]",
-        "data.train": "[{path: train.jsonl, weight: 2}]",
-        "data.val": "[{path: test.jsonl, name: test}]",
-    }
-    return f", for example '{name}={examples[name]}'" if name in examples else ""
-
-
 LIKE = 0.75  # of two names, from which on one is taken for the other
+FOREIGN = ("worker", "trainer", "actor_rollout_ref", "critic")  # sections elsewhere, no typos of ours
 WANTED = {
-    "float_parsing": "wants a number",
-    "float_type": "wants a number",
-    "int_parsing": "wants a whole number",
-    "int_type": "wants a whole number",
-    "int_from_float": "wants a whole number",
-    "bool_parsing": "wants true or false",
-    "bool_type": "wants true or false",
+    **dict.fromkeys(("float_parsing", "float_type"), "wants a number"),
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "wants a whole number"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "wants true or false"),
     "tuple_type": "wants a list such as [a, b]",
     "dict_type": "wants a table such as {a: 1}",
+}
+ENTRIES = {  # of lists
+    **dict.fromkeys(("data.train", "data.val", "data.demonstrations"), DataSource),
+    "reward.terms": RewardTerm,
+    "algorithm.correct": CorrectionConfig,
 }
 
 
@@ -301,18 +294,17 @@ def _leaves(key: str, given: Any) -> list[str]:
 def unknown_key(key: str) -> str:
     """Says which option was meant: as other systems call it, in another section, or spelled so."""
     above, _, leaf = key.rpartition(".")
-    entry = _entry(above)
-    if entry is not None:
-        meant = difflib.get_close_matches(leaf, entry.model_fields, n=1)
-        known = f"did you mean {meant[0]!r}?" if meant else f"expected one of {', '.join(entry.model_fields)}"
-        return f"unknown key {key!r}; {known}"
-    if renamed := renamed_to(key):
-        return f"unknown key {key!r}; {renamed}"
-    option = meant_by(key)
-    instead = next((INSTEAD[part] for part in reversed(key.split(".")) if part in INSTEAD), "")
-    hint = instead if not option else f"did you mean {option!r}?"
-    if not hint and (keys := keys_of(above)):
-        hint = f"expected one of {', '.join(keys)}"
+    entry, _, index = above.rpartition(".")
+    if entry in ENTRIES and index.isdigit():
+        keys = dict(ENTRIES[entry].model_fields)
+        meant = difflib.get_close_matches(leaf, keys, n=1)
+        hint = f"did you mean {meant[0]!r}?" if meant else f"expected one of {', '.join(keys)}"
+    else:
+        instead, option = other_names()[2], meant_by(key)
+        hint = renamed_to(key) or (f"did you mean {option!r}?" if option else "")
+        hint = hint or next((instead[part] for part in reversed(key.split(".")) if part in instead), "")
+        if not hint and (keys := keys_of(above)):
+            hint = f"expected one of {', '.join(keys)}"
     return f"unknown key {key!r}{hint and '; '}{hint}"
 
 
@@ -325,12 +317,10 @@ def keys_of(name: str) -> dict[str, Any]:
 
 def renamed_to(key: str) -> str:
     """What became of an option of older versions; empty where there was none of that name."""
-    below = key.split(".", 1)[-1]
-    for old, new in RENAMED.items():
-        if key == old or key.startswith(f"{old}."):
-            return new if " " in new else f"it is now {new + key[len(old) :]}"
-        if "." not in key and old.endswith(f".{below}"):
-            return new if " " in new else f"it is now {new}"
+    for old, new in other_names()[1].items():
+        if key == old or key.startswith(f"{old}.") or ("." not in key and old.endswith(f".{key}")):
+            rest = key[len(old) :] if key.startswith(f"{old}.") else ""
+            return new if " " in new else f"it is now {new}{rest}"
     return ""
 
 
@@ -340,9 +330,9 @@ def meant_by(key: str) -> str:
     """
     parts = key.lower().split(".")
     for start in range(len(parts)):
-        if (name := ".".join(parts[start:])) in ELSEWHERE:
-            return ELSEWHERE[name]
-    if INSTEAD.keys() & set(parts):
+        if (name := ".".join(parts[start:])) in other_names()[0]:
+            return other_names()[0][name]
+    if other_names()[2].keys() & set(parts):
         return ""
 
     def likeness(name: str) -> tuple[float, int, int]:
@@ -352,21 +342,6 @@ def meant_by(key: str) -> str:
 
     nearest = max([*(name for name, _ in options()), *Config.model_fields], key=likeness)
     return nearest if likeness(nearest)[0] >= LIKE else ""
-
-
-def _entry(key: str) -> type[Section] | None:
-    """What the entries of a list are, for the key of one of them such as `data.train.0`."""
-    name, _, index = key.rpartition(".")
-    field = dict(options()).get(name)
-    if field is None or not index.isdigit():
-        return None
-    kinds = [field.annotation]
-    while kinds:
-        kind = kinds.pop()
-        if isinstance(kind, type) and issubclass(kind, Section):
-            return kind
-        kinds += get_args(kind)
-    return None
 
 
 def to_yaml(config: Config, *, full: bool = True) -> str:

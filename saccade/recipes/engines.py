@@ -111,7 +111,7 @@ def longest_sequence(config: Config) -> int:
     """Tokens of an episode, prompt included, in training or validation."""
     limits = _limits(config)
     turns, total = (max(getattr(one, n) for one in limits) for n in ("max_turns", "max_total_tokens"))
-    once = config.data.max_prompt_tokens + max(config.rollout.max_tokens, config.val.max_tokens or 0)
+    once = config.data.max_prompt_tokens + max(config.rollout.max_tokens, config.val.max_tokens)
     return total if turns > 1 else min(total, once)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from saccade import checks
 from saccade.algorithms.objective import to_metrics
-from saccade.checks.plan import total_steps
+from saccade.checks.steps import total_steps
 from saccade.config import Config, load
 from saccade.data.datasets import Dataset, Stream
 from saccade.models.families import Family

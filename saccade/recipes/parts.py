@@ -105,9 +105,9 @@ def rollout_sampling(config: Config, algorithm: Algorithm | None = None) -> Samp
 def validation_sampling(config: Config) -> Sampling:
     val = config.val
     return Sampling(
-        temperature=val.temperature if val.temperature is not None else float(val.n > 1),
+        temperature=val.temperature,
         top_p=val.top_p,
-        max_tokens=val.max_tokens or config.rollout.max_tokens,
+        max_tokens=val.max_tokens,
         stop=(*config.rollout.stop, *stop_strings(config.env)),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from saccade.algorithms.describe import describe
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.checks.plan import total_steps
+from saccade.checks.steps import total_steps
 from saccade.config import Config
 from saccade.data.datasets import Dataset, Stream
 from saccade.models.families import Family

@@ -2,7 +2,6 @@ import time
 
 import pytest
 
-from saccade.checks.plan import total_rows
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.datasets import keep, load
@@ -10,6 +9,7 @@ from saccade.data.formats import FORMATS
 from saccade.data.records import to_row
 from saccade.errors import ConfigError, DataError
 from saccade.plugins.check_data.unused_media import unread_media
+from saccade.plugins.dry_run.plan import total_rows
 
 
 def qa(count, **columns):

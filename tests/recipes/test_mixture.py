@@ -5,7 +5,6 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from saccade.checks.smoke import model_type, smoke
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError
@@ -13,6 +12,7 @@ from saccade.models.tiny import build
 from saccade.plugins.preferences import dpo
 from saccade.plugins.quickstart.quickstart import WORDS
 from saccade.plugins.reward_models import reward_training
+from saccade.plugins.smoke.smoke import model_type, smoke
 from saccade.recipes import rl, sft
 
 

@@ -7,11 +7,14 @@ read is `config.py`. One file for each part of a run; `Config` puts them togethe
     'Peak learning rate; empty: 1e-6 (rl), 5e-6 (sft).'
 """
 
+# ruff: noqa: F401 (whoever wants a section finds it here)
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from typing import Any, get_args
+
+from pydantic import model_validator
 
 from saccade.config.schema.algorithm import (
     AlgorithmConfig,
@@ -45,45 +48,6 @@ from saccade.config.schema.train import (
     ValConfig,
 )
 
-__all__ = [
-    "ADAPTED",
-    "AlgorithmConfig",
-    "Config",
-    "CorrectionConfig",
-    "CriticConfig",
-    "DataConfig",
-    "DataSource",
-    "DpoConfig",
-    "EnvConfig",
-    "EvalConfig",
-    "FilterConfig",
-    "GenerateConfig",
-    "HotFirstTokenConfig",
-    "HttpConfig",
-    "JudgeConfig",
-    "KLConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "OverlongConfig",
-    "PromptConfig",
-    "RemoteConfig",
-    "RewardConfig",
-    "RewardModelConfig",
-    "RewardTerm",
-    "RolloutConfig",
-    "RunConfig",
-    "SaveConfig",
-    "Section",
-    "SeriesConfig",
-    "ServeConfig",
-    "SftConfig",
-    "TrackConfig",
-    "TrainConfig",
-    "ValConfig",
-    "options",
-    "type_name",
-]
-
 
 class Config(Section):
     run: RunConfig = section(RunConfig, "Name, folder, seed, length and resume.")
@@ -105,6 +69,12 @@ class Config(Section):
     generate: GenerateConfig = section(GenerateConfig, "Batch inference only.", commands=("generate",))
     save: SaveConfig = section(SaveConfig, "Checkpoints.")
     track: TrackConfig = section(TrackConfig, "Loggers and stored rollouts.")
+
+    @model_validator(mode="after")
+    def _derived(self) -> Config:
+        if "max_tokens" not in self.val.model_fields_set:
+            self.val.__dict__["max_tokens"] = self.rollout.max_tokens
+        return self
 
 
 def options(kind: type[Section] = Config, prefix: str = "", *, keys: bool = True) -> Iterator[tuple[str, Any]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from saccade.config.schema.section import Section, When, mapping, option
 
 OTHER_ENGINE = When("rollout.engine != 'embedded'", "rollout.engine=vllm")
+TURNS = When("env.name != 'single_turn' or env.max_turns == 1", "env.name=tools", "an environment of several turns")
 OTHER_WEIGHTS = When(
     "rollout.engine != 'embedded' or rollout.replicas",
     "rollout.engine=vllm",
@@ -100,18 +101,16 @@ class EnvConfig(Section):
     min_pixels: int = option(40_000, "Pictures that a tool shows: those below are scaled up.", ge=1)
     max_pixels: int = option(2_000_000, "Pictures that a tool shows: above, scaled down.", ge=1)
     invalid_call_penalty: float = option(0.0, "Taken off the reward for every call that failed.", ge=0)
-    max_turns: int | None = option(None, "Assistant turns of one episode; empty: 1 with single_turn, else 6.", ge=1)
-    max_images: int | None = option(
-        None, "Images of one episode, prompt included; empty: 64 with single_turn, else 12.", ge=0
-    )
+    max_turns: int = option(1, "Assistant turns of one episode; 6 unless set with tools.", ge=1, when=TURNS)
+    max_images: int = option(64, "Images of one episode, prompt included; 12 unless set with tools.", ge=0)
     max_turn_tokens: int | None = option(
         None, "Longest turn; empty: rollout.max_tokens, in evaluation val.max_tokens.", ge=1
     )
     max_total_tokens: int = option(32_768, "Prompt, policy and observation tokens of one episode.", ge=1)
-    min_turn_tokens: int | None = option(
-        None,
-        "An observation must leave this many tokens for the next turn; empty: 2000, at most a "
-        "sixteenth of max_total_tokens.",
+    min_turn_tokens: int = option(
+        2000,
+        "An observation must leave this many tokens for the next turn; at most a sixteenth of max_total_tokens, "
+        "unless set.",
         ge=1,
     )
     max_tool_errors: int | None = option(None, "Failed calls before an episode ends; empty: any number.", ge=0)
@@ -135,21 +134,21 @@ class EnvConfig(Section):
                 raise ValueError(f"{name} should be at least {LIMITS[name]}")
         return limits
 
-    @property
-    def turns(self) -> int:
-        """Assistant turns of one training episode."""
-        return self.max_turns or (1 if self.name == "single_turn" else 6)
+    @model_validator(mode="after")
+    def _derived(self) -> EnvConfig:
+        """Limits that depend on others, unless they are given."""
+        self.__dict__.update({k: v for k, v in self._usual().items() if k not in self.model_fields_set})
+        return self
+
+    def _usual(self, turns: int = 6, total: int | None = None) -> dict[str, int]:
+        single, room = self.name == "single_turn", max(1, (total or self.max_total_tokens) // 16)
+        counted = {"max_turns": 1, "max_images": 64} if single else {"max_turns": turns, "max_images": 12}
+        return counted | {"min_turn_tokens": min(2000, room)}
 
     def limits(self, *, evaluation: bool = False) -> dict[str, int | None]:
-        """Every limit of an episode that is counted, resolved."""
-        single = self.name == "single_turn"
+        """Every limit of an episode that is counted."""
         values = {name: getattr(self, name) for name in LIMITS}
-        values["max_turns"] = self.turns
-        if self.max_images is None:
-            values["max_images"] = 64 if single else 12
         if evaluation:
-            values |= {} if single or self.max_turns else {"max_turns": 12}
-            values |= self.eval
-        sixteenth = max(1, values["max_total_tokens"] // 16)
-        values["min_turn_tokens"] = values["min_turn_tokens"] or min(2000, sixteenth)
+            usual = self._usual(12, self.eval.get("max_total_tokens"))
+            values |= {name: n for name, n in usual.items() if name not in self.model_fields_set} | self.eval
         return values

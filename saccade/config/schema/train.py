@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from saccade.config.schema.section import ANSWERING, Section, When, is_name, option
 
 DECAYING = When("train.schedule != 'constant'", "train.schedule=linear")
+TOWERS = ("vision", "projector", "llm", "audio", "series")
+TRAINED_TOWERS = When(
+    "not set(train.lr_scale) & set(model.train.removeprefix('freeze:').split(','))",
+    "model.train=full",
+    "towers that model.train trains",
+)
 TEACHER = When("sft.teacher", "sft.teacher=FOLDER")
 CHAT = When("sft.mode == 'chat'", "sft.mode=chat")
 SCALAR = When("reward_model.kind == 'scalar'", "reward_model.kind=scalar")
@@ -37,7 +43,9 @@ class TrainConfig(Section):
         "Peak learning rate; unless set 5e-6 in sft, 1e-5 in dpo, 9e-6 in reward-model (but 1e-6 for processes).",
         gt=0,
     )
-    lr_scale: dict[str, float] = option({}, "Factors above 0 per tower: vision, projector, llm, audio, series.")
+    lr_scale: dict[str, float] = option(
+        {}, "Factors above 0 per tower: vision, projector, llm, audio, series.", when=TRAINED_TOWERS
+    )
     schedule: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = option(
         "constant", "Shape of the learning rate; but for rl cosine_with_min_lr unless set."
     )
@@ -79,6 +87,13 @@ class TrainConfig(Section):
         ge=0,
         lt=1,
     )
+
+    @field_validator("lr_scale")
+    @classmethod
+    def _towers(cls, scales: dict[str, float]) -> dict[str, float]:
+        if wrong := [name for name, factor in scales.items() if name not in TOWERS or factor <= 0]:
+            raise ValueError(f"{wrong[0]}: wants factors above 0 of {', '.join(TOWERS)}")
+        return scales
 
 
 class SftConfig(Section):
@@ -189,9 +204,11 @@ class ValConfig(Section):
         ge=1,
         commands=ANSWERING,
     )
-    temperature: float | None = option(None, "Empty: 0 for n = 1, else 1.", ge=0, commands=ANSWERING)
+    temperature: float = option(
+        0.0, "Temperature of validation; 1 unless set when n is above 1.", ge=0, commands=ANSWERING
+    )
     top_p: float = option(1.0, "Nucleus of validation sampling.", gt=0, le=1, commands=ANSWERING)
-    max_tokens: int | None = option(None, "Longest response; empty: rollout.max_tokens.", ge=1, commands=ANSWERING)
+    max_tokens: int = option(2048, "Longest response; rollout.max_tokens unless set.", ge=1, commands=ANSWERING)
     turns: tuple[int, ...] = option(
         (),
         "Limits of turns to report accuracy under, such as [1,2,4,6,8,12,16,32]; the largest is "
@@ -201,6 +218,12 @@ class ValConfig(Section):
     log_generations: int = option(
         16, "Responses of each set that are stored with their pictures.", ge=0, commands=ANSWERING
     )
+
+    @model_validator(mode="after")
+    def _derived(self) -> ValConfig:
+        if "temperature" not in self.model_fields_set:
+            self.__dict__["temperature"] = float(self.n > 1)
+        return self
 
 
 class EvalConfig(Section):

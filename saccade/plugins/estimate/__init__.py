@@ -110,7 +110,7 @@ def estimate(
             "one round of dynamic sampling is counted; a step takes up to "
             f"algorithm.filter.max_rounds={chosen.max_rounds}"
         )
-    if config.env.turns > 1:
+    if config.env.max_turns > 1:
         notes.append(
             f"of an episode of env.name={config.env.name} one response is counted, and nothing "
             "that the environment says"

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from saccade.checks.steps import total_steps
 from saccade.config import Config, DataSource
 
 COUNTED_BYTES = 256 * 2**20
@@ -28,7 +29,7 @@ def _rl(config: Config) -> list[tuple[str, str]]:
     train, rollout = config.train, config.rollout
     prompts, samples = train.prompts_per_step, train.samples_per_prompt
     updates = train.updates_per_step
-    response = rollout.max_tokens * config.env.turns
+    response = rollout.max_tokens * config.env.max_turns
     longest = min(config.env.max_total_tokens, config.data.max_prompt_tokens + response)
     return [
         ("prompts per step", str(prompts)),
@@ -77,7 +78,7 @@ def _eval(config: Config) -> list[tuple[str, str]]:
     return [
         *_rows("rows", config.data.val),
         ("responses per prompt", str(config.val.n)),
-        ("longest response", f"{config.val.max_tokens or config.rollout.max_tokens} tokens"),
+        ("longest response", f"{config.val.max_tokens} tokens"),
     ]
 
 
@@ -102,14 +103,6 @@ def _steps(config: Config, per_step: int) -> list[tuple[str, str]]:
     else:
         steps = str(total_steps(config, rows or 0))
     return [("steps per epoch", per_epoch), ("steps", steps)]
-
-
-def total_steps(config: Config, rows: int) -> int:
-    """Steps of a run on `rows` rows per epoch: the last step of an epoch goes on into the next."""
-    if config.run.max_steps is not None:
-        return config.run.max_steps
-    steps = config.train.epochs * rows / config.train.prompts_per_step
-    return max(1, math.ceil(steps - 1e-9))  # 0.1 * 30 is a little more than 3
 
 
 def _rows(name: str, sources: Sequence[DataSource]) -> list[tuple[str, str]]:

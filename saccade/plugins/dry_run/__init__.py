@@ -1,0 +1,1 @@
+"""What `--dry-run` prints."""
