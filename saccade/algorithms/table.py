@@ -155,7 +155,7 @@ def find(axis: str, table: Mapping[str, Entry], name: str) -> Entry:
 def _users_entry(axis: str, name: str, path: str, symbol: str) -> Entry:
     field = f"algorithm.{axis}"
     if not (Path(path).is_file() and path.endswith(".py")):
-        raise ConfigError(f"{field}: {path} is no Python file; write file.py:name")
+        raise ConfigError(f"{field}: file {path} does not exist or is no .py file; write file.py:name")
     try:
         module = own_module(path)
     except Exception as error:
