@@ -37,6 +37,11 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
     },
     "answers": {"extract": "saccade.plugins.verifiers.extract:extract"},
     "averages": {"ema": "saccade.plugins.averages.ema:follow"},
+    "corrections": dict.fromkeys(
+        [f"reject.{level}.{kind}" for kind in ("k1", "k2", "k3") for level in ("token", "seq_sum", "seq_mean")]
+        + ["reject.seq_max.k2", "reject.seq_max.k3", "opsm"],
+        "saccade.plugins.more_algorithms.more_corrections:ROWS",
+    ),
     "engines": {
         "vllm": "saccade.plugins.engines.vllm:VllmEngine",
         "sglang": "saccade.plugins.engines.sglang:SglangEngine",

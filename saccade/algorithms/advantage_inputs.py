@@ -43,7 +43,7 @@ class AdvantageInputs:
     greedy: Tensor | None = None  # [S] reward of the group's greedy rollout; NaN: it failed
     components: Tensor | None = None  # [S, K] terms of the reward, shaping included
     component_weights: Tensor | None = None  # [K], or [S, K] where members have their own
-    domain_weights: Tensor | None = None  # [S] of the group: `domains.weight`
+    domain_weights: Tensor | None = None  # [S] of the group: `weigh` of the estimator
     drift: Tensor | None = None  # [S] sum over tokens of k3(old, ref)
 
     def __post_init__(self) -> None:

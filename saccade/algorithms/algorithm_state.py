@@ -1,9 +1,8 @@
 """What an algorithm carries from one step to the next: coefficients that follow a measurement,
 moments of rewards, and how often and how well each domain was answered.
 
-A frozen record that a checkpoint stores as JSON; every step makes a new one. A domain has ten bins
-of success y in [0, 1]; old groups fade with a half-life, so the state neither grows nor freezes.
-Knows nothing of runs or files.
+A frozen record that a checkpoint stores as JSON; every step makes a new one. Knows nothing of runs
+or files.
 
     >>> state = restore(algorithm, saved=None)
     >>> state.steered(algorithm).kl.coef
@@ -12,10 +11,9 @@ Knows nothing of runs or files.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import isfinite, sqrt
+from math import isfinite
 from typing import Any, Literal
 
 import numpy as np
@@ -26,10 +24,6 @@ from saccade.errors import ConfigError
 from saccade.types import Group, Metrics
 
 LARGEST_ERROR = 0.2  # of a KL, relative to its target
-BINS = 10
-HALF_LIFE = 5000  # groups of the domain
-LEAST_SUCCESS = 0.05  # a domain that always fails must not weigh infinitely
-FADED = 1e-12  # of a group; smaller counts are empty, for their inverse would overflow in the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,22 +42,11 @@ class Moments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bins:
-    """Faded number of groups and sum of their success, by success."""
-
-    counts: tuple[float, ...] = (0.0,) * BINS
-    sums: tuple[float, ...] = (0.0,) * BINS
-
-
-Domains = dict[str, Bins]
-
-
-@dataclass(frozen=True, kw_only=True)
 class AlgorithmState:
     kl_coef: float
     entropy_coef: float
     moments: Mapping[str, Moments] = field(default_factory=dict)  # by term; "" is their sum
-    domains: Domains = field(default_factory=dict)
+    domains: Mapping[str, Any] = field(default_factory=dict)  # what the estimator notes of them, as JSON
 
     def steered(self, algorithm: Algorithm) -> Algorithm:
         """The algorithm with the coefficients of this moment."""
@@ -83,10 +66,7 @@ def restore(algorithm: Algorithm, saved: Mapping[str, Any] | None) -> AlgorithmS
         kl_coef=saved["kl_coef"] if adaptive else start.kl_coef,
         entropy_coef=saved["entropy_coef"] if steered else start.entropy_coef,
         moments={name: Moments(**one) for name, one in saved["moments"].items()},
-        domains={
-            name: Bins(counts=tuple(bins["counts"]), sums=tuple(bins["sums"]))
-            for name, bins in saved["domains"].items()
-        },
+        domains=saved["domains"],
     )
 
 
@@ -95,20 +75,20 @@ def to_json(state: AlgorithmState) -> dict[str, Any]:
         "kl_coef": state.kl_coef,
         "entropy_coef": state.entropy_coef,
         "moments": {name: asdict(one) for name, one in state.moments.items()},
-        "domains": {name: asdict(bins) for name, bins in state.domains.items()},
+        "domains": state.domains,
     }
 
 
 def observe(state: AlgorithmState, groups: Sequence[Group], algorithm: Algorithm) -> AlgorithmState:
     """After every group of a step was scored, those included that will not be trained on."""
-    if not algorithm.estimator.domains:
+    if algorithm.estimator.observe is None:
         return state
     seen = [
         (domain_of(group), y)
         for group in sorted(groups, key=lambda group: group.uid)
         if (y := success_of(group, algorithm)) is not None
     ]
-    return replace(state, domains=observe_domains(state.domains, seen))
+    return replace(state, domains=algorithm.estimator.observe(state.domains, seen))
 
 
 def domain_of(group: Group) -> str:
@@ -135,47 +115,22 @@ def after_step(state: AlgorithmState, algorithm: Algorithm, metrics: Metrics) ->
     """Coefficients of the next step, from what this one measured."""
     found = {name: value for name, value in metrics.means().items() if isfinite(value)}
     if algorithm.kl.controller == "adaptive" and "policy/kl_controlled" in found:
-        coef = next_kl_coef(
-            state.kl_coef,
-            measured=found["policy/kl_controlled"],
-            sequences=int(metrics.sums["policy/live_sequences"][0]),
-            target=algorithm.kl.target,
-            horizon=algorithm.kl.horizon,
-        )
+        sequences, kl = int(metrics.sums["policy/live_sequences"][0]), algorithm.kl
+        measured = found["policy/kl_controlled"]
+        coef = next_kl_coef(state.kl_coef, measured=measured, sequences=sequences, target=kl.target, horizon=kl.horizon)
         state = replace(state, kl_coef=coef)
     if algorithm.entropy_target and "policy/entropy" in found:
-        low, high = algorithm.entropy_range
-        coef = next_entropy_coef(
-            state.entropy_coef,
-            measured=found["policy/entropy"],
-            target=algorithm.entropy_target,
-            step=algorithm.entropy_step,
-            low=low,
-            high=high,
-        )
-        state = replace(state, entropy_coef=coef)
+        # One step up while the entropy is below the target, down while above, inside the range.
+        entropy, target, (low, high) = found["policy/entropy"], algorithm.entropy_target, algorithm.entropy_range
+        moved = state.entropy_coef + algorithm.entropy_step * ((entropy < target) - (entropy > target))
+        state = replace(state, entropy_coef=min(max(moved, low), high))
     return state
 
 
 def next_kl_coef(coef: float, *, measured: float, sequences: int, target: float, horizon: float) -> float:
     """Up while the KL of live `sequences` is above the target, else down (arXiv 1909.08593)."""
-    if sequences == 0:
-        return coef
-    assert isfinite(measured), measured
-    if LARGEST_ERROR * sequences >= horizon:
-        raise ConfigError(
-            f"algorithm.kl.horizon={horizon:g} is so short that a step of {sequences} sequences "
-            f"could make the coefficient 0 or less; write {10 * sequences} or more"
-        )
     error = min(max(measured / target - 1, -LARGEST_ERROR), LARGEST_ERROR)
     return coef * (1 + error * sequences / horizon)
-
-
-def next_entropy_coef(coef: float, *, measured: float, target: float, step: float, low: float, high: float) -> float:
-    """One `step` up while the entropy is below the target, down while above, in [low, high]."""
-    assert isfinite(measured), measured
-    moved = coef + step * ((measured < target) - (measured > target))
-    return min(max(moved, low), high)
 
 
 # -- moments of rewards ----------------------------------------------------------------------------
@@ -202,9 +157,6 @@ def normalise(values: Sequence[float] | np.ndarray, moments: Moments, kind: Lite
     return (np.asarray(values, np.float64) - shift) / moments.divisor
 
 
-# -- domains ---------------------------------------------------------------------------------------
-
-
 def success(outcomes: Sequence[float], reward_range: tuple[float, float]) -> float:
     """Mean raw outcome of a group as a share of the declared range."""
     low, high = reward_range
@@ -218,35 +170,3 @@ def success(outcomes: Sequence[float], reward_range: tuple[float, float]) -> flo
             )
     mean = sum(outcomes) / len(outcomes)
     return min(1.0, max(0.0, (mean - low) / (high - low)))
-
-
-def observe_domains(domains: Mapping[str, Bins], seen: Sequence[tuple[str, float]]) -> Domains:
-    """After a step: `seen` is (domain, success) of every scored group, in the order of the uids."""
-    updated = dict(domains)
-    for domain, groups in Counter(domain for domain, _ in seen).items():
-        bins = updated.get(domain, Bins())
-        keep = 2.0 ** (-groups / HALF_LIFE)
-        counts = [keep * n if keep * n > FADED else 0.0 for n in bins.counts]
-        sums = [keep * y if n else 0.0 for y, n in zip(bins.sums, counts, strict=True)]
-        for y in (y for name, y in seen if name == domain):
-            counts[_bin(y)] += 1
-            sums[_bin(y)] += y
-        updated[domain] = Bins(counts=tuple(counts), sums=tuple(sums))
-    return updated
-
-
-def domain_weight(domains: Mapping[str, Bins], domain: str, y: float) -> float:
-    """Of a group with success `y` that was observed: larger where the domain is rare and hard."""
-    bins = domains[domain]
-    used = [(n, total / n) for n, total in zip(bins.counts, bins.sums, strict=True) if n > 0]
-    count, mean = bins.counts[_bin(y)], bins.sums[_bin(y)]
-    assert count > 0, f"no group of {domain} with success {y} was observed"
-    domain_mean = sum(m / n for n, m in used) / sum(1 / n for n, _ in used)
-    in_domain = sqrt(sum(bins.counts)) * max(domain_mean, LEAST_SUCCESS)
-    in_bin = sqrt(count) * max(mean / count, LEAST_SUCCESS)
-    return 1 / (max(in_domain, LEAST_SUCCESS) * in_bin)
-
-
-def _bin(y: float) -> int:
-    assert 0 <= y <= 1, y
-    return min(int(y * BINS), BINS - 1)

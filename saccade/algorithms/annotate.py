@@ -76,11 +76,10 @@ def add_advantages(
         # A model that computes no numbers gets none back: the guard skips each of its updates.
         nothing = torch.full_like(result.values, torch.nan)
         result = replace(result, values=nothing, returns=nothing)
-    columns = {
-        "advantages": _everywhere(result.values, counted),
-        "returns": None if result.returns is None else _everywhere(result.returns, counted),
-        "rewards": inputs.rewards.nan_to_num()[sequence],
-    }
+    columns = {"rewards": inputs.rewards.nan_to_num()[sequence]}
+    for name, values in {"advantages": result.values, "returns": result.returns}.items():
+        if values is not None:  # 0 at tokens that do not count
+            columns[name] = values.new_zeros(len(counted)).masked_scatter(counted, values)
     if any(t.versions[t.policy_mask].min(initial=version) < version for t in members):
         columns["stale"] = _stale(members, sequence, version)
     updates = _written(updates, columns)
@@ -110,18 +109,12 @@ def _stale(members: Sequence[Trajectory], sequence: Tensor, version: int) -> Ten
     """1 where other weights than those of `version` sampled the token: there a gap between engine
     and trainer is no error of either.
     """
-    trained = [members[int(index)] for index in sequence[_first(sequence)]]
-    parts = [t.versions[t.policy_mask] < version for t in trained]
-    return torch.from_numpy(np.concatenate(parts)).double()
+    trained = (members[int(index)] for index in sequence[_first(sequence)])
+    return torch.from_numpy(np.concatenate([t.versions[t.policy_mask] < version for t in trained])).double()
 
 
 def _first(sequence: Tensor) -> Tensor:
     return sequence.diff(prepend=sequence.new_full((1,), -1)) != 0
-
-
-def _everywhere(values: Tensor, counted: Tensor) -> Tensor:
-    """Values of the tokens that count, 0 at the others."""
-    return values.new_zeros(len(counted)).masked_scatter(counted, values)
 
 
 def _scaled(
@@ -145,7 +138,7 @@ def _scaled(
     )
     metrics.add("policy/live_tokens", scales.tokens)
     metrics.add("policy/live_sequences", scales.sequences)
-    return _written([list(batches)], {"scales": scales.values})[0]
+    return _with(batches, scales=scales.values)
 
 
 def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Metrics) -> None:
@@ -153,20 +146,18 @@ def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Met
     metrics.add("group/no_baseline", result.no_baseline)
     metrics.add("adv/clip_frac", result.clip_frac)
     live = result.live[inputs.sequence]
-    values = result.values[live]
-    if len(values):
-        metrics.add("adv/mean", float(values.mean()))
-        metrics.add("adv/std", float(values.std()) if len(values) > 1 else 0.0)
-        metrics.add_max("adv/max", float(values.max()))
-        metrics.add("adv/min", float(values.min()))
-    if result.returns is None or inputs.values is None or not len(values):
-        return
-    returns = result.returns[live]
-    metrics.add("returns/mean", float(returns.mean()))
-    metrics.add("returns/std", float(returns.std()) if len(returns) > 1 else 0.0)
-    explained = explained_variance(inputs.values, result.returns, live)
-    if explained is not None:
-        metrics.add("critic/explained_var", explained)
+    for name, column_ in {"adv": result.values, "returns": result.returns}.items():
+        values = None if column_ is None else column_[live]
+        if values is not None and len(values):
+            metrics.add(f"{name}/mean", float(values.mean()))
+            metrics.add(f"{name}/std", float(values.std()) if len(values) > 1 else 0.0)
+            if name == "adv":
+                metrics.add_max("adv/max", float(values.max()))
+                metrics.add("adv/min", float(values.min()))
+    if result.returns is not None and inputs.values is not None:
+        explained = explained_variance(inputs.values, result.returns, live)
+        if explained is not None:
+            metrics.add("critic/explained_var", explained)
 
 
 # -- corrections and filters of tokens -------------------------------------------------------------
@@ -210,7 +201,9 @@ def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Me
         keep = keep * kept
     updates = _written(updates, {"weights": weights, "keep": keep})
     if algorithm.self_normalise:
-        updates = [_self_normalised(batches) for batches in updates]
+        updates = [
+            _with(b, weights=corrections.self_normalise(column(b, "weights"), column(b, "scales") > 0)) for b in updates
+        ]
     if algorithm.denominator == "kept":
         updates = [_over_kept(batches, algorithm) for batches in updates]
     return updates, metrics
@@ -230,12 +223,6 @@ def _correction_metrics(
             metrics.add(f"mismatch/ess{kind}", size)
 
 
-def _self_normalised(batches: Sequence[Batch]) -> list[Batch]:
-    live = column(batches, "scales") > 0
-    weights = corrections.self_normalise(column(batches, "weights"), live)
-    return _written([list(batches)], {"weights": weights})[0]
-
-
 def _over_kept(batches: Sequence[Batch], algorithm: Algorithm) -> list[Batch]:
     """Divide the policy term by what was kept: the factor is part of `keep`, because the KL and
     the entropy keep the original denominator.
@@ -253,7 +240,7 @@ def _over_kept(batches: Sequence[Batch], algorithm: Algorithm) -> list[Batch]:
         options=algorithm.aggregation_options,
     )
     factor = (over_kept.values / scales.where(kept, 1.0)).where(kept, 0.0)
-    return _written([list(batches)], {"keep": keep * factor})[0]
+    return _with(batches, keep=keep * factor)
 
 
 # -- selection of tokens, once per optimizer step --------------------------------------------------
@@ -275,7 +262,7 @@ def write_selection(
     chosen = bound(algorithm.loss.select, algorithm.loss_options)(inputs)
     selected = torch.zeros(len(live), dtype=torch.float64)
     selected[live] = chosen.double()
-    return _written([list(batches)], {"selected": selected})[0]
+    return _with(batches, selected=selected)
 
 
 def old_logprobs(batches: Sequence[Batch]) -> list[np.ndarray]:
@@ -307,7 +294,7 @@ def for_critic(batches: Sequence[Batch]) -> list[Batch]:
         live=torch.ones(int(sequence.max()) + 1, dtype=torch.bool),
         counted=live,
     )
-    return _written([list(batches)], {"scales": scales.values})[0]
+    return _with(batches, scales=scales.values)
 
 
 # -- flat and back ---------------------------------------------------------------------------------
@@ -316,12 +303,10 @@ def for_critic(batches: Sequence[Batch]) -> list[Batch]:
 def with_scores(updates: Updates, columns: Sequence[str], scored: Iterable[Sequence[np.ndarray]]) -> Updates:
     """What a backend computed for each forest, in their order, under these names."""
     rows = iter(scored)
-
-    def filled(batch: Batch) -> Batch:
-        found: dict[str, Any] = dict(zip(columns, next(rows), strict=False))
-        return replace(batch, **found)
-
-    return [[filled(batch) for batch in batches] for batches in updates]
+    return [
+        [replace(batch, **dict(zip(columns, next(rows), strict=False))) for batch in batches]  # type: ignore[arg-type]
+        for batches in updates
+    ]
 
 
 def show_advantages(groups: Sequence[Group], updates: Updates) -> list[Group]:
@@ -345,14 +330,17 @@ def _sequences(batches: Sequence[Batch]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts))
 
 
-def _written(updates: Updates, columns: Mapping[str, Tensor | None]) -> Updates:
+def _with(batches: Sequence[Batch], **columns: Tensor) -> list[Batch]:
+    return _written([list(batches)], columns)[0]
+
+
+def _written(updates: Updates, columns: Mapping[str, Tensor]) -> Updates:
     """Columns over all reads of the updates, cut into their forests."""
     flat = [batch for batches in updates for batch in batches]
     ends = np.cumsum([len(batch.reads) for batch in flat])[:-1]
     parts: list[dict[str, Any]] = [{} for _ in flat]
     for name, whole in columns.items():
-        if whole is not None:
-            for part, values in zip(parts, np.split(whole.float().numpy(), ends), strict=True):
-                part[name] = values
+        for part, values in zip(parts, np.split(whole.float().numpy(), ends), strict=True):
+            part[name] = values
     changed = iter([replace(b, **part) for b, part in zip(flat, parts, strict=True)])
     return [[next(changed) for _ in batches] for batches in updates]

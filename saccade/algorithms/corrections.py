@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_EXPONENT = 20.0
-CORRECTIONS: Table[Entry] = Table("corrections", {})
+CORRECTIONS: Table[Entry] = Table(
+    "corrections", {}, adapt=lambda name, row: row[name] if isinstance(row, dict) else row
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class Mismatch:
 
     @property
     def ratio(self) -> Tensor:
-        return _exp(self.delta)
+        return exp(self.delta)
 
     def total(self, values: Tensor) -> Tensor:
         """[T] -> [T]: over the scored tokens of a sequence, at each of its tokens; so are below."""
@@ -105,7 +107,7 @@ def _truncated(statistic: Statistic) -> Corrector:
     """Importance sampling with a cap (TIS)."""
 
     def weigh(mismatch: Mismatch, *, low: float = 0.0, high: float = 2.0) -> Correction:
-        ratio = _exp(statistic(mismatch, mismatch.delta)).clamp(low, high)
+        ratio = exp(statistic(mismatch, mismatch.delta)).clamp(low, high)
         return Correction(weights=ratio.where(mismatch.scored, 1.0))
 
     return weigh
@@ -124,78 +126,32 @@ add(CORRECTIONS, _tis.format("mean of delta"), name="tis.geometric", weighs=True
 @add(CORRECTIONS, "w = exp(delta), 0 outside of [low, high]", weighs=True)
 def icepop(mismatch: Mismatch, *, low: float = 0.5, high: float = 5.0) -> Correction:
     """Weights inside the band only; what is outside is neither weighed nor kept."""
-    keep = _band(token, mismatch, low, high)
+    keep = band(token, mismatch, low, high)
     return Correction(weights=mismatch.ratio.where(keep, 0.0), keep=keep)
 
 
 @add(CORRECTIONS, "sequences with low <= exp(mean of delta) <= high")
 def seq_mask(mismatch: Mismatch, *, low: float = 0.99, high: float = 1.01) -> Correction:
-    return Correction(keep=_band(Mismatch.mean, mismatch, low, high))
+    return Correction(keep=band(Mismatch.mean, mismatch, low, high))
 
 
 @add(CORRECTIONS, "w = exp(delta), sequences with low <= exp(mean of delta) <= high", weighs=True)
 def seq_mask_tis(mismatch: Mismatch, *, low: float = 0.99, high: float = 1.01) -> Correction:
-    return Correction(weights=mismatch.ratio, keep=_band(Mismatch.mean, mismatch, low, high))
+    return Correction(weights=mismatch.ratio, keep=band(Mismatch.mean, mismatch, low, high))
 
 
-# -- rejection -------------------------------------------------------------------------------------
+def band(statistic: Statistic, mismatch: Mismatch, low: float, high: float) -> Tensor:
+    ratio = exp(statistic(mismatch, mismatch.delta))
+    return ((ratio >= low) & (ratio <= high)) | unjudged(statistic, mismatch)
 
 
-def _reject_ratio(statistic: Statistic) -> Corrector:
-    def reject(mismatch: Mismatch, *, low: float, high: float) -> Correction:
-        return Correction(keep=_band(statistic, mismatch, low, high))
-
-    return reject
-
-
-def _reject_distance(statistic: Statistic, distance: Callable[[Tensor], Tensor]) -> Corrector:
-    def reject(mismatch: Mismatch, *, high: float) -> Correction:
-        near = statistic(mismatch, distance(mismatch.delta)) <= high
-        return Correction(keep=near | _unjudged(statistic, mismatch))
-
-    return reject
-
-
-def k2(delta: Tensor) -> Tensor:
-    return delta.square() / 2
-
-
-def k3(delta: Tensor) -> Tensor:
-    gap = delta.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
-    return gap.expm1() - gap
-
-
-def _band(statistic: Statistic, mismatch: Mismatch, low: float, high: float) -> Tensor:
-    ratio = _exp(statistic(mismatch, mismatch.delta))
-    return ((ratio >= low) & (ratio <= high)) | _unjudged(statistic, mismatch)
-
-
-def _unjudged(statistic: Statistic, mismatch: Mismatch) -> Tensor:
+def unjudged(statistic: Statistic, mismatch: Mismatch) -> Tensor:
     """Where the statistic saw no scored token."""
     return statistic(mismatch, mismatch.scored.to(mismatch.delta.dtype)) == 0
 
 
-def _exp(values: Tensor) -> Tensor:
+def exp(values: Tensor) -> Tensor:
     return values.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT).exp()
-
-
-# -- at each update --------------------------------------------------------------------------------
-
-
-@add(CORRECTIONS, "no sequence with A < 0 and mean of rollout - new > threshold", each_update=True)
-def opsm(
-    new: Tensor,  # [T]
-    rollout: Tensor,  # [T] NaN where unscored
-    advantages: Tensor,  # [T]
-    sequence_mean: Callable[[Tensor], Tensor],  # [T] -> [T] over the live tokens of a sequence
-    *,
-    threshold: float,
-) -> Tensor:
-    """[T] bool: bad sequences that the policy has left behind are dropped."""
-    scored = rollout.isfinite()
-    gap = rollout.where(scored, 0.0) - new.detach().where(scored, 0.0)
-    drifted = sequence_mean(gap) > threshold * sequence_mean(scored.to(new.dtype))
-    return ~drifted | (sequence_mean(advantages) >= 0)
 
 
 # -- after them ------------------------------------------------------------------------------------
@@ -212,25 +168,3 @@ def effective_sample_size(weights: Tensor, live: Tensor) -> float:
     inside = weights[live].double()
     squares = len(inside) * inside.square().sum()
     return float(inside.sum().square() / squares) if squares > 0 else 0.0
-
-
-STATISTICS: dict[str, Statistic] = {
-    "token": token,
-    "seq_sum": Mismatch.total,
-    "seq_mean": Mismatch.mean,
-    "seq_max": Mismatch.largest,
-}
-DISTANCES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "k2": (k2, "delta^2 / 2"),
-    "k3": (k3, "exp(delta) - 1 - delta"),
-}
-for _level, _statistic in STATISTICS.items():
-    if _level != "seq_max":  # one extreme says nothing about a band
-        add(CORRECTIONS, f"low <= exp(delta by {_level}) <= high", name=f"reject.{_level}.k1")(
-            _reject_ratio(_statistic)
-        )
-for _level, _statistic in STATISTICS.items():
-    for _kind, (_distance, _text) in DISTANCES.items():
-        add(CORRECTIONS, f"{_text} by {_level} <= high", name=f"reject.{_level}.{_kind}")(
-            _reject_distance(_statistic, _distance)
-        )

@@ -11,8 +11,7 @@ from typing import Any
 
 from saccade.algorithms.build import resolve
 from saccade.algorithms.resolved_algorithm import Algorithm, Options
-from saccade.algorithms.table import Entry
-from saccade.config import AlgorithmConfig, FilterConfig, RolloutConfig, options
+from saccade.config import AlgorithmConfig, RolloutConfig, options
 from saccade.config.schema.presets import ADD_ONS, PRESETS
 from saccade.config.schema.section import about
 
@@ -33,7 +32,10 @@ def describe(algorithm: Algorithm) -> str:
     if algorithm.updates_per_step > 1:
         samples += f", {algorithm.updates_per_step} updates per step"
     lines = {
-        **{axis.replace("_", " "): _part(*chosen) for axis, chosen in algorithm.axes.items()},
+        **{
+            axis.replace("_", " "): f"{name}: {entry.formula}{_shown(options)}"
+            for axis, (name, entry, options) in algorithm.axes.items()
+        },
         "KL": _kl(algorithm),
         "old log-probs": OLD[algorithm.old],
         "samples": samples,
@@ -63,10 +65,6 @@ OLD = {
     "recompute": "recompute: a pass of the trainer before the first update",
     "rollout": "rollout: those of the engine",
 }
-
-
-def _part(name: str, entry: Entry, options: Options) -> str:
-    return f"{name}: {entry.formula}" + _shown(options)
 
 
 def numbers(options: Options) -> str:
@@ -99,65 +97,33 @@ def _kl(algorithm: Algorithm) -> str:
     return text
 
 
-def _kept(filters: FilterConfig) -> str:
-    if isinf(filters.low) and isinf(filters.high):
-        return "keep groups whose outcomes differ"
-    return f"keep groups with {filters.low:g} < mean outcome < {filters.high:g}"
-
-
 def extras(algorithm: Algorithm) -> dict[str, str]:
     """Lines for what is switched on."""
-    filters, overlong = algorithm.filter, algorithm.overlong
-    fire, critic = algorithm.hot_first_token, algorithm.critic
-    weights = "weighted" if fire.first_token == "is" else "not trained"
-    kept = ", kept in the baseline" if algorithm.excluded_in_baseline else ""
-    bounds = algorithm.reward_clip or (0.0, 0.0)
-    coef, target, top = (getattr(algorithm, f"entropy_{n}") for n in ("coef", "target", "top"))
-    lines: list[tuple[object, str, str]] = [
-        (
-            algorithm.whiten,
-            "whitening",
-            "over the live tokens of the step" + ("" if algorithm.whiten_std else ", mean only"),
-        ),
-        (algorithm.adv_clip, "clip of A", f"+-{algorithm.adv_clip:g}"),
-        (
-            algorithm.needs_critic,
-            "critic",
-            f"lr {critic.lr:g}, value clip {critic.clip:g}, {critic.warmup_steps} steps alone",
-        ),
-        (
-            algorithm.reward_normalise != "off",
-            "reward",
-            f"normalised by running moments ({algorithm.reward_normalise})",
-        ),
-        (algorithm.reward_clip, "clip of R", f"{bounds[0]:g} to {bounds[1]:g}"),
-        (coef or target, "entropy bonus", f"{coef:g}" + (f", steered to {target:g}" if target else "")),
-        (top, "entropy filter", f"policy loss on the top {top:g} of each {algorithm.entropy_scope}"),
-        (
-            algorithm.corrections,
-            "corrections",
-            "; ".join(f"{c.name}: {c.entry.formula}{_shown(c.options)}" for c in algorithm.corrections)
-            + (", self-normalised" if algorithm.self_normalise else ""),
-        ),
-        (algorithm.denominator == "kept", "denominator", "tokens that filters kept"),
-        (algorithm.drop_constant, "constant", "groups without a difference are left out of the update"),
-        (algorithm.exclude_status, "excluded", ", ".join(algorithm.exclude_status) + kept),
-        (
-            filters.dynamic,
-            "filter",
-            f"{_kept(filters)}, at most {filters.max_rounds} rounds, then {filters.on_exhausted}"
-            + ("; surplus is carried one step" if filters.keep_surplus else ""),
-        ),
-        (filters.function, "own filter", f"{filters.function}"),
-        (
-            overlong.buffer,
-            "overlong",
-            f"0 to -{overlong.factor:g} over the last {overlong.buffer} of {algorithm.max_tokens} tokens",
-        ),
-        (
-            fire.temperature,
-            "first token",
-            f"at temperature {fire.temperature:g}, {weights}{_shown({'top_k': fire.top_k})}",
-        ),
-    ]
-    return {name: text for switched_on, name, text in lines if switched_on}
+    a, critic, limits, overlong = algorithm, algorithm.critic, algorithm.filter, algorithm.overlong
+    fire, bounds, coef, target = a.hot_first_token, a.reward_clip, a.entropy_coef, a.entropy_target
+    differing = isinf(limits.low) and isinf(limits.high)
+    kept = "whose outcomes differ" if differing else f"with {limits.low:g} < mean outcome < {limits.high:g}"
+    surplus = "; surplus is carried one step" if limits.keep_surplus else ""
+    trained = "weighted" if fire.first_token == "is" else "not trained"
+    corrections = "; ".join(f"{c.name}: {c.entry.formula}{_shown(c.options)}" for c in a.corrections)
+    lines: dict[str, object] = {
+        "whitening": a.whiten and "over the live tokens of the step" + ("" if a.whiten_std else ", mean only"),
+        "clip of A": a.adv_clip and f"+-{a.adv_clip:g}",
+        "critic": a.needs_critic and f"lr {critic.lr:g}, value clip {critic.clip:g}, {critic.warmup_steps} steps alone",
+        "reward": a.reward_normalise != "off" and f"normalised by running moments ({a.reward_normalise})",
+        "clip of R": bounds and f"{bounds[0]:g} to {bounds[1]:g}",
+        "entropy bonus": (coef or target) and f"{coef:g}" + (f", steered to {target:g}" if target else ""),
+        "entropy filter": a.entropy_top and f"policy loss on the top {a.entropy_top:g} of each {a.entropy_scope}",
+        "corrections": corrections and corrections + (", self-normalised" if a.self_normalise else ""),
+        "denominator": a.denominator == "kept" and "tokens that filters kept",
+        "constant": a.drop_constant and "groups without a difference are left out of the update",
+        "excluded": ", ".join(a.exclude_status) + (", kept in the baseline" if a.excluded_in_baseline else ""),
+        "filter": limits.dynamic
+        and f"keep groups {kept}, at most {limits.max_rounds} rounds, then {limits.on_exhausted}{surplus}",
+        "own filter": limits.function,
+        "overlong": overlong.buffer
+        and f"0 to -{overlong.factor:g} over the last {overlong.buffer} of {a.max_tokens} tokens",
+        "first token": fire.temperature
+        and f"at temperature {fire.temperature:g}, {trained}{_shown({'top_k': fire.top_k})}",
+    }
+    return {name: str(text) for name, text in lines.items() if text}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.algorithms.advantages import AdvantageInputs
-from saccade.algorithms.algorithm_state import AlgorithmState, domain_of, domain_weight, success_of
+from saccade.algorithms.algorithm_state import AlgorithmState, domain_of, success_of
 from saccade.algorithms.filters import in_baseline, is_excluded
 from saccade.algorithms.policy_losses import KINDS
 from saccade.algorithms.resolved_algorithm import Algorithm
@@ -55,8 +55,9 @@ def estimator_inputs(
         inputs = replace(inputs, final_values=_final_values(members, batches, algorithm))
     if entry.greedy:
         inputs = replace(inputs, greedy=_numbers(_reward(group.greedy) for group in owners))
-    if entry.domains:
-        weights = [_domain_weight(group, algorithm, state) for group in groups]
+    if entry.weigh:
+        found = [(domain_of(group), success_of(group, algorithm)) for group in groups]
+        weights = [1.0 if y is None else entry.weigh(state.domains, domain, y) for domain, y in found]
         inputs = replace(inputs, domain_weights=_numbers(weights)[inputs.groups])
     if entry.components:
         assert component_weights is not None, "the terms of the reward have weights"
@@ -74,11 +75,6 @@ def _reward(trajectory: Trajectory | None) -> float:
     if trajectory is None or trajectory.reward is None or is_excluded(trajectory.status):
         return float("nan")
     return trajectory.reward
-
-
-def _domain_weight(group: Group, algorithm: Algorithm, state: AlgorithmState) -> float:
-    y = success_of(group, algorithm)
-    return 1.0 if y is None else domain_weight(state.domains, domain_of(group), y)
 
 
 def _components(

@@ -13,12 +13,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 
-from saccade.algorithms.algorithm_state import AlgorithmState, Moments, merge, outcomes_of
-from saccade.algorithms.algorithm_state import normalise as normalised
+from saccade.algorithms.algorithm_state import AlgorithmState, Moments, merge, normalise, outcomes_of
 from saccade.algorithms.filters import discard_reason, is_constant, is_excluded
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.table import find
@@ -65,53 +63,30 @@ def shape(
     state: AlgorithmState,
     component_weights: Callable[[str], Mapping[str, float]] | None = None,
 ) -> tuple[list[Group], AlgorithmState, Metrics]:
-    """The groups with normalised and limited rewards, of each term where terms are compared."""
-    names: list[str] = []
+    """The groups with normalised and limited rewards, of each term where terms are compared: then
+    each has a scale of its own, and `clip_frac` is theirs. Members that count alone move the moments;
+    every reward is put on the new scale, that of a greedy baseline too.
+    """
+    clip, kind, metrics, moments = algorithm.reward_clip, algorithm.reward_normalise, Metrics(), dict(state.moments)
+    parts: list[str] = []
     if algorithm.estimator.components:
         assert component_weights is not None, "the terms of the reward have weights"
         sources = sorted({group.sample.data_source for group in groups})
-        names = sorted({name for source in sources for name in component_weights(source)})
-    shaped, moments, found = shape_rewards(
-        groups,
-        normalise=algorithm.reward_normalise,
-        clip=algorithm.reward_clip,
-        moments=state.moments,
-        live=lambda t: t.reward is not None and not is_excluded(t.status, algorithm.exclude_status),
-        components=names,
-    )
-    metrics = Metrics()
-    for name, value in found.items():
-        metrics.add(name, value)
-    return shaped, replace(state, moments=moments), metrics
-
-
-def shape_rewards(
-    groups: Sequence[Group],
-    *,
-    normalise: Literal["off", "std", "mean_std"],
-    clip: tuple[float, float] | None,
-    moments: Mapping[str, Moments],
-    live: Callable[[Trajectory], bool],
-    components: Sequence[str],
-) -> tuple[list[Group], dict[str, Moments], dict[str, float]]:
-    """Live members alone move the moments and count in the metrics; every reward is put on the new
-    scale, that of a greedy baseline too. With `components` each of these parts has a scale of its
-    own, and `clip_frac` is theirs.
-    """
-    moments = dict(moments)
-    if normalise == "off" and clip is None:
-        return list(groups), moments, {"reward/clip_frac": 0.0}
-    parts = tuple(components)
-    members = [t for group in groups for t in group.trajectories if live(t)]
-    assert all(t.reward is not None for t in members), "a live member has a reward"
-    seen = {name: _values(members, name) for name in (REWARD, *parts)}
-    if normalise != "off":
-        moments |= {name: merge(moments.get(name, Moments()), seen[name]) for name in seen}
+        parts = sorted({name for source in sources for name in component_weights(source)})
+    if kind == "off" and clip is None:
+        metrics.add("reward/clip_frac", 0.0)
+        return list(groups), state, metrics
+    excluded = algorithm.exclude_status
+    members = [t for group in groups for t in group.trajectories if t.reward is not None]
+    members = [t for t in members if not is_excluded(t.status, excluded)]
+    # A source of data whose reward lacks a component adds nothing to it.
+    seen = {REWARD: [t.reward for t in members if t.reward is not None]}
+    seen |= {name: [t.parts[name] for t in members if name in t.parts] for name in parts}
+    if kind != "off":
+        moments |= {name: merge(moments.get(name, Moments()), values) for name, values in seen.items()}
 
     def scaled(name: str, value: float) -> float:
-        if normalise == "off":
-            return value
-        return float(normalised([value], moments[name], normalise)[0])
+        return value if kind == "off" else float(normalise([value], moments[name], kind)[0])
 
     def limited(value: float) -> float:
         return value if clip is None else min(max(value, clip[0]), clip[1])
@@ -123,24 +98,16 @@ def shape_rewards(
 
     counted = [scaled(name, value) for name in parts or (REWARD,) for value in seen[name]]
     beyond = sum(limited(value) != value for value in counted)
-    return (
-        [
-            replace(
-                group,
-                trajectories=tuple(map(shaped, group.trajectories)),
-                greedy=None if group.greedy is None else shaped(group.greedy),
-            )
-            for group in groups
-        ],
-        moments,
-        {"reward/clip_frac": beyond / max(1, len(counted))},
-    )
-
-
-def _values(members: Sequence[Trajectory], name: str) -> list[float]:
-    """A source of data whose reward lacks a component adds nothing to it."""
-    values = (t.reward if name == REWARD else t.parts.get(name) for t in members)
-    return [value for value in values if value is not None]
+    metrics.add("reward/clip_frac", beyond / max(1, len(counted)))
+    done = [
+        replace(
+            group,
+            trajectories=tuple(map(shaped, group.trajectories)),
+            greedy=None if group.greedy is None else shaped(group.greedy),
+        )
+        for group in groups
+    ]
+    return done, replace(state, moments=moments), metrics
 
 
 def mark_members(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Group], Metrics]:

@@ -54,7 +54,9 @@ class Entry:
     critic: bool = False  # reads values
     greedy: bool = False  # reads the reward of a greedy rollout
     positive: bool = False  # needs rewards that are never negative
-    domains: bool = False  # reads how often and how well each domain was answered so far
+    # of domains: what a step says about them is noted, and a group weighs by what was noted so far
+    observe: Callable[..., Any] | None = None
+    weigh: Callable[..., float] | None = None
     # policy loss
     own_aggregation: str | None = None  # the one that it was made for
     applies_weights: bool = False  # correction weights are part of it, so they do not multiply it

@@ -83,7 +83,7 @@ def check_algorithm(algorithm: Algorithm, scorer: Scorer | None, samples: Sequen
     if algorithm.estimator.components and scorer is not None:
         for source in sorted({sample.data_source for sample in samples}):
             scorer.component_weights(source)
-    if algorithm.estimator.domains and all(sample.extra.get("domain") is None for sample in samples):
+    if algorithm.estimator.weigh and all(sample.extra.get("domain") is None for sample in samples):
         log.info("no row has a `domain`: all of them are one, and only difficulty weighs")
 
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from saccade.algorithms.algorithm_state import next_entropy_coef, next_kl_coef
+from saccade.algorithms.algorithm_state import after_step, next_kl_coef, restore
+from saccade.types import Metrics
 
 
 @pytest.mark.parametrize(
@@ -20,16 +23,6 @@ def test_the_kl_coefficient_follows_the_kl(measured, expected):
     assert found == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_step_without_sequences_measures_nothing():
-    nan = float("nan")
-    assert next_kl_coef(0.04, measured=nan, sequences=0, target=0.1, horizon=10_000) == 0.04
-
-
-def test_a_horizon_that_could_turn_the_sign_is_refused():
-    with pytest.raises(ValueError, match=r"kl.horizon=100 .* write 5120 or more"):
-        next_kl_coef(0.04, measured=0.1, sequences=512, target=0.1, horizon=100)
-
-
 @pytest.mark.parametrize(
     ("coef", "measured", "expected"),
     [
@@ -41,6 +34,8 @@ def test_a_horizon_that_could_turn_the_sign_is_refused():
         (0.0195, 0.2, 0.02),
     ],
 )
-def test_the_entropy_coefficient_steps_toward_the_target(coef, measured, expected):
-    found = next_entropy_coef(coef, measured=measured, target=0.3, step=0.001, low=0.0, high=0.02)
+def test_the_entropy_coefficient_steps_toward_the_target(algorithm, coef, measured, expected):
+    row, metrics = algorithm("entropy_target=0.3", "entropy_range=[0,0.02]"), Metrics()
+    metrics.add("policy/entropy", measured)
+    found = after_step(replace(restore(row, None), entropy_coef=coef), row, metrics).entropy_coef
     assert found == pytest.approx(expected, abs=1e-12)

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from saccade.algorithms.corrections import CORRECTIONS, apply, effective_sample_size, measure, opsm, self_normalise
+from saccade.algorithms.corrections import CORRECTIONS, apply, effective_sample_size, measure, self_normalise
 from saccade.algorithms.table import bound
 from saccade.errors import ConfigError
+from saccade.plugins.more_algorithms.more_corrections import opsm
 
 NAN = float("nan")
 ONCE = {name: entry for name, entry in CORRECTIONS.items() if not entry.each_update}

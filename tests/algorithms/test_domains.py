@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from saccade.algorithms.algorithm_state import Bins, success
-from saccade.algorithms.algorithm_state import domain_weight as weight
-from saccade.algorithms.algorithm_state import observe_domains as observe
+from saccade.algorithms.algorithm_state import success
+from saccade.plugins.more_algorithms.domains import observe, weight
+
+NONE = [0.0] * 9
 
 
 def test_a_fresh_state():
@@ -26,8 +27,8 @@ def test_equal_groups_of_one_domain_weigh_the_same():
 
 def test_bins_are_equal_and_the_last_is_closed():
     domains = observe({}, [("a", y) for y in (0.0, 0.0999, 0.1, 0.95, 1.0)])
-    assert domains["a"].counts == (2, 1, 0, 0, 0, 0, 0, 0, 0, 2)
-    assert domains["a"].sums[9] == pytest.approx(1.95)
+    assert domains["a"]["counts"] == [2, 1, 0, 0, 0, 0, 0, 0, 0, 2]
+    assert domains["a"]["sums"][9] == pytest.approx(1.95)
 
 
 def test_the_mean_of_a_domain_favours_rare_bins():
@@ -43,26 +44,26 @@ def test_a_domain_that_always_fails_weighs_finitely():
 
 
 def test_old_groups_fade_before_new_ones_are_added():
-    old = {"a": Bins(counts=(8.0,) + (0.0,) * 9, sums=(0.4,) + (0.0,) * 9), "b": Bins()}
+    old = {"a": {"counts": [8.0, *NONE], "sums": [0.4, *NONE]}, "b": {"counts": [0.0, *NONE], "sums": [0.0, *NONE]}}
     new = observe(old, [("a", 0.5)] * 5000)
-    assert new["a"].counts[0] == 4 and new["a"].sums[0] == 0.2
-    assert new["a"].counts[5] == 5000
+    assert new["a"]["counts"][0] == 4 and new["a"]["sums"][0] == 0.2
+    assert new["a"]["counts"][5] == 5000
     assert new["b"] is old["b"]
-    assert old["a"].counts[0] == 8
+    assert old["a"]["counts"][0] == 8
 
 
 def test_only_the_domains_of_a_step_fade():
     once = observe({}, [("a", 0.5), ("b", 0.5)])
     twice = observe(once, [("a", 0.5)])
-    assert twice["a"].counts[5] == pytest.approx(1 + 2 ** (-1 / 5000))
+    assert twice["a"]["counts"][5] == pytest.approx(1 + 2 ** (-1 / 5000))
     assert twice["b"] == once["b"]
     assert observe(twice, []) == twice
 
 
 def test_a_bin_fades_to_empty_not_to_overflow():
-    faint = {"a": Bins(counts=(1e-12,) + (0.0,) * 9, sums=(1e-13,) + (0.0,) * 9)}
+    faint = {"a": {"counts": [1e-12, *NONE], "sums": [1e-13, *NONE]}}
     domains = observe(faint, [("a", 0.75)])
-    assert domains["a"].counts[0] == domains["a"].sums[0] == 0
+    assert domains["a"]["counts"][0] == domains["a"]["sums"][0] == 0
     assert weight(domains, "a", 0.75) == pytest.approx(1 / 0.75**2)
 
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from saccade.algorithms.corrections import CORRECTIONS, opsm
+from saccade.algorithms.corrections import CORRECTIONS
 from saccade.algorithms.policy_losses import LOSSES, clip, k3, log_ratio
 from saccade.algorithms.table import bound
+from saccade.plugins.more_algorithms.more_corrections import opsm
 from saccade.plugins.more_algorithms.more_losses import cpgd, inside_kl, inside_tv
 
 WIDER = {"clip_low": 0.2, "clip_high": 0.28}

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from pytest import approx
 
-from saccade.algorithms.algorithm_state import Moments, merge
-from saccade.algorithms.select import shape_rewards
+from saccade.algorithms import select
+from saccade.algorithms.algorithm_state import Moments, merge, restore
+from saccade.algorithms.build import resolve
+from saccade.config import AlgorithmConfig
 from saccade.types import Group, Sample, Source, Trajectory
 
 
@@ -38,14 +40,12 @@ def rewards(groups: list[Group]) -> list[float | None]:
     return [t.reward for one in groups for t in one.trajectories]
 
 
-def live(t: Trajectory) -> bool:
-    return t.status == "ok"
-
-
 def shape(groups, *, normalise="off", clip=None, moments=None, components=()):
-    return shape_rewards(
-        groups, normalise=normalise, clip=clip, moments=moments or {}, live=live, components=components
-    )
+    config = AlgorithmConfig(preset="gdpo" if components else "grpo", exclude_status=["truncated"])
+    row = resolve(config, max_tokens=9).model_copy(update={"reward_clip": clip, "reward_normalise": normalise})
+    state = replace(restore(row, None), moments=moments or {})
+    groups, state, metrics = select.shape(groups, row, state, lambda source: dict.fromkeys(components, 1.0))
+    return groups, state.moments, metrics.means()
 
 
 FOUR = group(*(member(i, r) for i, r in enumerate([1.0, 0.0, 0.5, 2.0])))

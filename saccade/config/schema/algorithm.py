@@ -34,7 +34,7 @@ WHITENABLE = When(
 )
 WHITENED = When("algorithm.whiten", "algorithm.advantage=reinforce_pp algorithm.whiten=true", "whitened advantages")
 CLIPPING = When("algorithm.loss.reads('clip_low')", "algorithm.policy_loss=clip", "a policy loss that clips")
-DOMAINS = When("algorithm.estimator.domains", "algorithm.advantage=drpo", "an advantage that weighs domains")
+DOMAINS = When("algorithm.estimator.observe", "algorithm.advantage=drpo", "an advantage that weighs domains")
 STEERED = When("algorithm.entropy_target > 0", "algorithm.entropy_target=0.2")
 TOP_ONLY = When("algorithm.entropy_top > 0", "algorithm.entropy_top=0.2")
 WEIGHING = When(

@@ -13,6 +13,7 @@ from saccade.algorithms.advantage_inputs import INFINITY, AdvantageInputs
 from saccade.algorithms.advantages import count_groups, divisor, grpo, no_std, standardised, whitened
 from saccade.algorithms.table import Positive, ShareBelowOne, entry
 from saccade.errors import ConfigError
+from saccade.plugins.more_algorithms.domains import observe, weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,8 +86,8 @@ def gdpo(inputs: AdvantageInputs, *, std_eps: float = 1e-6, gdpo_whiten: Literal
     assert inputs.components is not None and inputs.component_weights is not None
     total = inputs.scores.new_zeros(len(inputs.scores))
     weights = inputs.component_weights.expand_as(inputs.components)
-    for rewards, weight in zip(inputs.components.T, weights.T, strict=True):
-        total += weight * standardised(replace(inputs, rewards=rewards), std_eps)
+    for rewards, factor in zip(inputs.components.T, weights.T, strict=True):
+        total += factor * standardised(replace(inputs, rewards=rewards), std_eps)
     live = inputs.per_token(inputs.live)
     if gdpo_whiten == "token":
         return whitened(inputs.per_token(total), live)
@@ -94,7 +95,7 @@ def gdpo(inputs: AdvantageInputs, *, std_eps: float = 1e-6, gdpo_whiten: Literal
     return inputs.per_token((total - inside.mean()) / divisor(inside, 1e-4)).where(live, 0.0)
 
 
-@entry("w_domain (R - mean_g) / (std_g + std_eps) / std of the step", group=True, domains=True)
+@entry("w_domain (R - mean_g) / (std_g + std_eps) / std of the step", group=True, observe=observe, weigh=weight)
 def drpo(
     inputs: AdvantageInputs,
     *,

@@ -1,0 +1,54 @@
+"""How often and how well each domain was answered so far: the memory of the `drpo` estimator.
+
+A domain has ten bins of success y in [0, 1]; old groups fade with a half-life, so the state neither
+grows nor freezes. Plain lists that go into a checkpoint as JSON.
+
+    >>> domains = observe({}, [("xray", 0.25), ("ct", 0.625)])
+    >>> weight(domains, "xray", 0.25), weight(domains, "ct", 0.625)
+    (16.0, 2.56)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import sqrt
+
+BINS = 10
+HALF_LIFE = 5000  # groups of the domain
+LEAST_SUCCESS = 0.05  # a domain that always fails must not weigh infinitely
+FADED = 1e-12  # of a group; smaller counts are empty, for their inverse would overflow in the end
+
+Domains = Mapping[str, Mapping[str, Sequence[float]]]  # faded groups and sums of their success, by bin
+
+
+def observe(domains: Domains, seen: Sequence[tuple[str, float]]) -> Domains:
+    """After a step: `seen` is (domain, success) of every scored group, in the order of the uids."""
+    updated = dict(domains)
+    for domain, groups in Counter(domain for domain, _ in seen).items():
+        bins = updated.get(domain, {"counts": [0.0] * BINS, "sums": [0.0] * BINS})
+        keep = 2.0 ** (-groups / HALF_LIFE)
+        counts = [keep * n if keep * n > FADED else 0.0 for n in bins["counts"]]
+        sums = [keep * y if n else 0.0 for y, n in zip(bins["sums"], counts, strict=True)]
+        for y in (y for name, y in seen if name == domain):
+            counts[_bin(y)] += 1
+            sums[_bin(y)] += y
+        updated[domain] = {"counts": counts, "sums": sums}
+    return updated
+
+
+def weight(domains: Domains, domain: str, y: float) -> float:
+    """Of a group with success `y` that was observed: larger where the domain is rare and hard."""
+    counts, sums = domains[domain]["counts"], domains[domain]["sums"]
+    used = [(n, total / n) for n, total in zip(counts, sums, strict=True) if n > 0]
+    count, mean = counts[_bin(y)], sums[_bin(y)]
+    assert count > 0, f"no group of {domain} with success {y} was observed"
+    domain_mean = sum(m / n for n, m in used) / sum(1 / n for n, _ in used)
+    in_domain = sqrt(sum(counts)) * max(domain_mean, LEAST_SUCCESS)
+    in_bin = sqrt(count) * max(mean / count, LEAST_SUCCESS)
+    return 1 / (max(in_domain, LEAST_SUCCESS) * in_bin)
+
+
+def _bin(y: float) -> int:
+    assert 0 <= y <= 1, y
+    return min(int(y * BINS), BINS - 1)
