@@ -29,28 +29,35 @@ def test_a_plain_config_passes(rows: Path, command: str) -> None:
     check(config(rows), command)
 
 
-def test_targets_of_adapters_that_are_no_expression(rows: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.lora\.targets: 're:self_attn\.\(q' is no regular"):
-        check(config(rows, "model.train=lora", "model.lora.targets=re:self_attn.(q"), "rl")
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["model.train=lora", "model.lora.targets=re:self_attn.(q"], "'re:self_attn.(q' is no regular expression"),
+        (["model.train=lora", "model.lora.targets=llm,"], "model.lora.targets: nothing stands beside a comma"),
+        (["model.train=lora", "model.lora.exclude=,"], "model.lora.exclude: nothing stands beside a comma"),
+        (["model.train=freeze:vision,"], "model.train: nothing stands beside a comma; try"),
+        (["model.train=lora", "model.lora.targets=''"], "model.lora.targets: no layer is named; try"),
+        (["model.train=freeze:vision", "train.lr_scale.vision=0.1"], "train.lr_scale: has no effect without towers"),
+        (["val.before=true", "val.every=0"], "val.before: val.every=0 never validates; try val.every=50"),
+    ],
+)
+def test_options_that_contradict_each_other(rows: Path, overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        check(config(rows, *overrides), "rl")
 
 
-def test_the_model_around_an_adapter_is_named(rows: Path, tmp_path: Path) -> None:
+def test_the_model_around_an_adapter_or_in_a_run_is_named(rows: Path, tmp_path: Path) -> None:
     adapter = tmp_path / "step-4" / "adapter"
     adapter.mkdir(parents=True)
     (adapter / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=f"is an adapter; try model.path={adapter.parent}$"):
         check(config(rows, f"model.path={adapter}"), "rl")
-
-
-@pytest.mark.parametrize("override", ["model.lora.targets=llm,", "model.lora.exclude=,"])
-def test_a_name_that_is_empty_is_not_every_name(rows: Path, override: str) -> None:
-    name, _, _ = override.partition("=")
-    with pytest.raises(ConfigError, match=f"{re.escape(name)}: nothing stands beside a comma"):
-        check(config(rows, "model.train=lora", override), "rl")
-    with pytest.raises(ConfigError, match=r"model\.train: nothing stands beside a comma; try"):
-        check(config(rows, "model.train=freeze:vision,"), "rl")
-    with pytest.raises(ConfigError, match=r"model\.lora\.targets: no layer is named; try"):
-        check(config(rows, "model.train=lora", "model.lora.targets=''"), "rl")
+    for step in (5, 20):
+        folder = tmp_path / "run" / "checkpoints" / f"step-{step}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"has no config.json; try model.path={folder}"):
+        check(config(rows, f"model.path={tmp_path / 'run'}"), "sft")
 
 
 def test_adapters_that_are_left_over_are_taken_out(rows: Path) -> None:
@@ -84,12 +91,12 @@ def test_adapters_that_are_left_over_are_taken_out(rows: Path) -> None:
         ("rollout.max_tokens=3", "rollout.max_tokens", "rollout.max_tokens=256"),
         ("val.max_tokens=1", "val.max_tokens", "val.max_tokens=256"),
         ("env.max_total_tokens=2048", "env.max_total_tokens", "env.max_total_tokens=6144"),
-        ("env.max_turns=3", "env.max_turns", "env.max_turns=1"),
+        ("env.max_turns=3", "env.max_turns", "env.name=tools"),
         ("train.updates_per_step=129", "train.updates_per_step", "train.updates_per_step=128"),
         ("train.min_lr=0.1", "train.min_lr", "train.schedule=linear"),
         ("train.betas=[0.9,1.0]", "train.betas", "[0.9,0.95]"),
-        ("train.lr_scale={eyes: 1}", "train.lr_scale", "vision, projector, llm"),
-        ("train.lr_scale.vision=0", "train.lr_scale.vision", "; model.train=freeze:vision spares"),
+        ("train.lr_scale={eyes: 1}", "train.lr_scale", "eyes: wants factors above 0 of vision, projector, llm"),
+        ("train.lr_scale.vision=0", "train.lr_scale", "vision: wants factors above 0"),
         ("reward.terms=[]", "reward.terms", "reward.terms=[math]"),
         ("reward.clip=[1,-1]", "reward.clip", "reward.clip=[-1,1]"),
         ("save.best_metric=val/foo/accuracy", "save.best_metric", "=val/rows/accuracy"),
@@ -109,51 +116,31 @@ def test_what_rl_refuses(rows: Path, override: str, field: str, remedy: str) -> 
     assert line.startswith(f"{field}: ") and remedy in line
 
 
+ANSWERS = "(only commands that sample answers read it); remove it"
+
+
 @pytest.mark.parametrize(
-    "override",
+    ("commands", "override", "reason"),
     [
-        "algorithm.preset=rloo",
-        "algorithm.kl.coef=0.1",
-        "train.updates_per_step=2",
-        "dpo.beta=0.2",
-        "prompt.permute_choices=true",
+        *(("sft", name, "") for name in ("algorithm.preset=rloo", "algorithm.kl.coef=0.1", "train.updates_per_step=2")),
+        *(("sft", name, "") for name in ("dpo.beta=0.2", "prompt.permute_choices=true")),
+        ("sft dpo reward-model", "run.overcommit=true", ""),
+        ("sft dpo reward-model", "track.trajectories_every=5", ""),
+        ("sft dpo reward-model", "rollout.http.url=http://127.0.0.1/v1", ""),
+        *(("reward-model", name, ANSWERS) for name in ("reward.terms=[math]", "rollout.max_tokens=64", "val.n=4")),
+        *(("reward-model", name, ANSWERS) for name in ("val.log_generations=1", "data.max_prompt_tokens=99")),
+        ("reward-model", "generate.n=4", "(only `saccade generate` reads it); remove it"),
     ],
 )
-def test_sft_refuses_what_it_does_not_read(rows: Path, override: str) -> None:
-    with pytest.raises(ConfigError, match="has no effect in `saccade sft`"):
-        check(config(rows, override), "sft", given([override]))
-    check(config(rows, override), "sft")  # in the file it is there for another command
-
-
-@pytest.mark.parametrize("command", ["sft", "dpo", "reward-model"])
-@pytest.mark.parametrize(
-    "override", ["run.overcommit=true", "track.trajectories_every=5", "rollout.http.url=http://127.0.0.1/v1"]
-)
-def test_supervised_commands_refuse_what_only_others_read(rows: Path, override: str, command: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check(config(rows, override, reward=False), command, given([override]))
-    (line,) = str(caught.value).splitlines()
-    assert line.startswith(override.partition("=")[0])
-    assert f"has no effect in `saccade {command}`" in line
-
-
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        ("reward.terms=[math]", "only commands that sample answers read it"),
-        ("rollout.max_tokens=64", "only commands that sample answers read it"),
-        ("val.n=4", "only commands that sample answers read it"),
-        ("val.log_generations=1", "only commands that sample answers read it"),
-        ("generate.n=4", "only `saccade generate` reads it"),
-        ("data.max_prompt_tokens=99", "only commands that sample answers read it"),
-    ],
-)
-def test_a_reward_model_asks_for_no_answers(rows: Path, override: str, reason: str) -> None:
-    name = override.partition("=")[0]
-    with pytest.raises(ConfigError, match=re.escape(f"{name}: has no effect")) as caught:
-        check(config(rows, override, reward=False), "reward-model", given([override]))
-    assert f"({reason}); remove it" in str(caught.value)
-    if not name.startswith("generate"):
+def test_a_command_refuses_what_it_does_not_read(rows: Path, commands: str, override: str, reason: str) -> None:
+    for command in commands.split():
+        with pytest.raises(ConfigError) as caught:
+            check(config(rows, override, reward=False), command, given([override]))
+        (line,) = str(caught.value).splitlines()
+        assert line.startswith(override.partition("=")[0]) and reason in line
+        assert f"has no effect in `saccade {command}`" in line
+        check(config(rows, override, reward=False), command)  # in the file it is there for another command
+    if reason == ANSWERS:
         check(config(rows, override, reward=False), "sft", given([override]))
 
 
@@ -168,6 +155,8 @@ def test_what_a_command_does_not_read_is_told_in_a_line(rows: Path) -> None:
 def test_eval_takes_the_file_of_a_training_run(rows: Path) -> None:
     check(config(rows, "algorithm.preset=dapo", "train.updates_per_step=4"), "eval")
     check(config(rows, "rollout.memory_share=0.4", "rollout.parity_max=0.1"), "eval")
+    with pytest.raises(ConfigError, match=r"data\.val: nothing to evaluate"):
+        check(config(rows, "data.val=[]"), "eval")
 
 
 @pytest.mark.parametrize(
@@ -187,24 +176,7 @@ def test_the_remedies_work(rows: Path, overrides: list[str]) -> None:
     check(config(rows, *overrides), "rl")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "remedy"),
-    [
-        (["model.train=freeze:re:embed"], "model.train=freeze:re:embed,vision"),
-        (["train.lr_scale.projector=0"], "model.train=freeze:vision,projector"),
-        (["model.train=lora", "model.lora.vision=true"], "model.lora.exclude=vision"),
-        (["model.train=lora", "model.lora.targets=llm,vision"], "model.lora.exclude=vision"),
-    ],
-)
-def test_a_tower_that_learns_nothing_is_frozen_by_its_option(rows: Path, overrides: list[str], remedy: str) -> None:
-    for command in ("rl", "sft", "dpo", "reward-model"):
-        with pytest.raises(ConfigError, match=f"; {re.escape(remedy)} spares both"):
-            check(config(rows, "train.lr_scale.vision=0", *overrides), command)
-
-
-def test_a_first_validation_needs_others(rows: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^val\.before: val\.every=0 .* try val\.every=50"):
-        check(config(rows, "val.before=true", "val.every=0"), "rl")
+def test_a_first_validation_alone_is_fine_where_nothing_else_validates(rows: Path) -> None:
     for overrides in (["val.before=true"], ["val.before=false", "val.every=0"], ["val.every=0"]):
         check(config(rows, *overrides), "rl")
     check(config(rows, "val.before=true", "val.every=0"), "eval")
@@ -216,26 +188,11 @@ def test_all_problems_come_at_once(rows: Path) -> None:
     assert len(str(caught.value).splitlines()) == 3
 
 
-def test_a_run_is_no_model_but_its_newest_checkpoint_is(rows: Path, tmp_path: Path) -> None:
-    for step in (5, 20):
-        folder = tmp_path / "run" / "checkpoints" / f"step-{step}"
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text("{}")
-    config = load({"model.path": str(tmp_path / "run"), "data.train": str(rows)})
-    with pytest.raises(ConfigError, match=rf"has no config.json; try model.path={folder}"):
-        check(config, "sft")
-
-
 def test_an_estimate_is_that_of_reinforcement_learning() -> None:
     mixed = load({"model.path": "tiny:qwen2_5_vl", "dpo.beta": 0.2})
     check(mixed, "estimate")
     with pytest.raises(ConfigError, match=r"^dpo\.beta: has no effect in `saccade estimate`"):
         check(mixed, "estimate", ["dpo.beta"])
-
-
-def test_eval_needs_a_validation_set(rows: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.val: nothing to evaluate"):
-        check(config(rows, "data.val=[]"), "eval")
 
 
 def test_chosen_lists_what_was_set() -> None:

@@ -39,12 +39,16 @@ def refusal(source: object, *overrides: str) -> str:
 
 def test_file_then_overrides(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("train: {lr: 1.0e-6, prompts_per_step: 16}\ndata: {train: rows.jsonl}\n")
+    path.write_text(
+        "train: {lr: 1e-6, prompts_per_step: 16}\ndata: {train: rows.jsonl}\nrun: {name: 2024}\n"
+        "model: {checkpointing: off}\nval.before: false\n"
+    )
     config = load(path, ["train.lr=2e-6", "algorithm.preset=rloo"])
     assert config.train.lr == 2e-6
     assert config.train.prompts_per_step == 16
     assert config.algorithm.preset == ("rloo",)
     assert [source.path for source in config.data.train] == ["rows.jsonl"]
+    assert (config.run.name, config.model.checkpointing, config.val.before) == ("2024", "off", False)
 
 
 def test_an_override_replaces_what_it_contradicts_in_the_file(tmp_path: Path) -> None:
@@ -66,32 +70,25 @@ def test_an_override_replaces_what_it_contradicts_in_the_file(tmp_path: Path) ->
     ("override", "section", "name", "value"),
     [
         ("train.lr=1e-6", "train", "lr", 1e-6),
-        ("train.updates_per_step=4", "train", "updates_per_step", 4),
         ("run.max_steps=", "run", "max_steps", None),
         ("val.before=false", "val", "before", False),
         ("rollout.stop=['</answer>']", "rollout", "stop", ("</answer>",)),
         ("train.lr_scale={vision: 0.1}", "train", "lr_scale", {"vision": 0.1}),
         ("resume=auto", "run", "resume", "auto"),
-        ("run.name=2025-run", "run", "name", "2025-run"),
         ("run.name=2024", "run", "name", "2024"),
-        ("run.name=2024-01-01", "run", "name", "2024-01-01"),
         ("run.name=1e3", "run", "name", "1e3"),
         ("model.checkpointing=off", "model", "checkpointing", "off"),
-        ("model.checkpointing=on", "model", "checkpointing", "on"),
-        ("reward.self_test=off", "reward", "self_test", "off"),
         ("prompt.instruction=", "prompt", "instruction", ""),
         ("prompt.instruction=null", "prompt", "instruction", None),
         ("prompt.instruction=Answer: yes or no", "prompt", "instruction", "Answer: yes or no"),
         ("prompt.instruction='  #'", "prompt", "instruction", "  #"),
         ("model.path=", "model", "path", ""),
         ("model.family=", "model", "family", None),
-        ("data.keys={answer: gold}", "data", "keys", {"answer": "gold"}),
         ("data.keys.answer=7", "data", "keys", {"answer": "7"}),
         ("data.keys.answer=", "data", "keys", {"answer": ""}),
         ("train.lr_scale.vision=1e-1", "train", "lr_scale", {"vision": 0.1}),
         ("reward.by_source.geo={verifier: math}", "reward", "by_source", {"geo": {"verifier": "math"}}),
         ("data.train=", "data", "train", ()),
-        ("train.eps=1.5E-7", "train", "eps", 1.5e-7),
         ("data.max_pixels=1_000_000", "data", "max_pixels", 1_000_000),
         ("data.train=2024", "data", "train", (DataSource(path="2024"),)),
         ("reward.terms=my #1.py:f", "reward", "terms", (RewardTerm(verifier="my #1.py:f"),)),
@@ -137,34 +134,18 @@ def test_an_option_of_the_file_is_taken_back(nothing: str, tmp_path: Path) -> No
     assert "did you mean 'train.lr'" in refusal(path, f"train.lrr={nothing}")
 
 
-def test_a_file_is_read_like_overrides(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "run: {name: 2024}\nmodel: {checkpointing: off}\nreward: {self_test: off}\n"
-        "train: {lr: 1e-6}\nval.before: false\n"
-    )
-    config = load(path)
-    assert (config.run.name, config.model.checkpointing, config.reward.self_test) == ("2024", "off", "off")
-    assert config.train.lr == 1e-6 and config.val.before is False
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
         ("off", "off"),
-        ("yes", "yes"),
         ("true", True),
-        ("False", False),
         ("1e-6", 1e-6),
-        ("-2E5", -2e5),
         (".5", 0.5),
-        ("1.", 1.0),
         ("-.inf", float("-inf")),
         ("0x10", 16),
         ("010", "010"),
         ("1:30", "1:30"),
         ("e5", "e5"),
-        ("1e", "1e"),
         ("~", None),
     ],
 )
@@ -187,17 +168,24 @@ def test_a_dotted_name_wins_over_its_section_in_any_order() -> None:
         assert (config.train.lr, config.train.epochs) == (1e-6, 2)
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("reward.terms.0.weight=0.5", "reward.terms=[{verifier: math, weight: 0.5}]"),
-        ("data.train.0.weight=2", "data.train=[{path: train.jsonl, weight: 2}]"),
-        ("train.lr.peak=1", "train.lr=VALUE"),
-    ],
-)
-def test_a_part_of_a_value_is_refused_in_one_line(override: str, words: str) -> None:
+@pytest.mark.parametrize("override", ["reward.terms.0.weight=0.5", "data.train.0.weight=2", "train.lr.peak=1"])
+def test_a_part_of_a_value_is_refused_in_one_line(override: str) -> None:
     message = refusal({"reward": {"terms": ["math"]}, "data": {"train": ["a.jsonl"]}}, override)
-    assert len(message.splitlines()) == 1 and "is set as a whole" in message and words in message
+    assert len(message.splitlines()) == 1 and "is set as a whole; write" in message
+
+
+def test_limits_that_depend_on_others_are_resolved() -> None:
+    single, tools, val = load(None).env, load({"env.name": "tools"}).env, load({"rollout.max_tokens": 99}).val
+    assert (single.max_turns, single.max_images, single.min_turn_tokens) == (1, 64, 2000)
+    assert (tools.max_turns, tools.max_images) == (6, 12)
+    assert load({"env.max_total_tokens": 1600}).env.min_turn_tokens == 100
+    assert (val.max_tokens, val.temperature, load({"val.n": 4}).val.temperature) == (99, 0, 1)
+    assert load({"val.n": 4, "val.temperature": 0}).val.temperature == 0
+    seen = {"env.name": "tools", "env.eval": {"max_total_tokens": 160}}
+    limits = load(seen).env.limits(evaluation=True)
+    assert (limits["max_turns"], limits["min_turn_tokens"]) == (12, 10)
+    assert load(seen | {"env.max_turns": 3}).env.limits(evaluation=True)["max_turns"] == 3
+    assert not load(load(None)).model_fields_set
 
 
 def test_mappings_and_configs_load_alike() -> None:
@@ -218,26 +206,19 @@ def test_a_loaded_config_remembers_what_was_set() -> None:
     ("override", "nearest"),
     [
         ("train.lrr=1e-6", "train.lr"),
-        ("train.prompt_per_step=8", "train.prompts_per_step"),
         ("rollout.temprature=1", "rollout.temperature"),
         ("algoritm.preset=grpo", "algorithm"),
         ("train.temperature=1", "rollout.temperature"),
         ("learning_rate=1e-6", "train.lr"),
-        ("train.learning_rate=1e-6", "train.lr"),
         ("batch_size=8", "train.prompts_per_step"),
-        ("num_generations=8", "train.samples_per_prompt"),
-        ("train.group_size=8", "train.samples_per_prompt"),
         ("rollout.n=8", "train.samples_per_prompt"),
         ("max_new_tokens=9", "rollout.max_tokens"),
-        ("rollout.max_completion_length=9", "rollout.max_tokens"),
         ("algorithm.beta=0.1", "algorithm.kl.coef"),
-        ("algorithm.kl_coef=0.1", "algorithm.kl.coef"),
-        ("algorithm.epsilon=0.1", "algorithm.clip_low"),
-        ("algorithm.epsilon_high=0.1", "algorithm.clip_high"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(override: str, nearest: str) -> None:
     assert f"did you mean '{nearest}'?" in refusal(None, override)
+    assert refusal(None, "data.quokka=1") == "unknown key 'data.quokka'"
 
 
 def test_an_entry_of_a_list_has_names_of_its_own() -> None:
@@ -275,12 +256,8 @@ def test_a_run_stays_inside_of_its_folder(name: str) -> None:
     if name != "a/b":
         with pytest.raises(ConfigError, match=r"generate\.output: wants a file inside the run fold"):
             load({"generate.output": name})
-
-
-def test_names_that_are_fine() -> None:
-    for name in ("geo-1", "..hidden", "a b", "läufe", "1"):
-        assert load({"run.name": name}).run.name == name
-    assert load({"generate.output": "round-1/all.jsonl"}).generate.output == "round-1/all.jsonl"
+    for fine in ("geo-1", "..hidden", "a b", "läufe", "1"):
+        assert load({"run.name": fine}).run.name == fine
 
 
 def test_every_problem_is_reported_at_once() -> None:
@@ -295,6 +272,8 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
     assert "must hold sections" in refusal(path)
     path.write_text("train: {lr: [\n")
     assert "not valid YAML" in refusal(path)
+    path.write_text("train: {lr: 1e-6}\nrun: {name: a}\ntrain: {prompts_per_step: 2}\n")
+    assert "train is there twice" in refusal(path)
 
 
 def test_names_from_elsewhere_lead_to_options_of_ours() -> None:
@@ -395,22 +374,13 @@ def test_every_key_of_a_foreign_file_is_answered(tmp_path: Path) -> None:
     assert len(said.splitlines()) == len(answers) == 41
 
 
-def test_names_that_are_like_none_get_no_guess() -> None:
-    assert refusal(None, "data.quokka=1") == "unknown key 'data.quokka'"
-    assert refusal(None, "quokka.zebra=1") == "unknown key 'quokka.zebra'"
-
-
 def test_sft_and_rl_fill_in_their_own_defaults() -> None:
     rl, sft = (load(None, command=command).train for command in ("rl", "sft"))
     assert (rl.lr, rl.epochs, rl.schedule, rl.warmup) == (1e-6, 1.0, "constant", 0.0)
     assert (sft.lr, sft.epochs, sft.schedule, sft.warmup) == (5e-6, 2.0, "cosine_with_min_lr", 0.03)
     assert load(None, command="eval") == load(None)
-
-
-def test_what_was_set_is_kept() -> None:
     chosen = load({"train": {"lr": 1e-4, "epochs": 1.0, "schedule": "constant", "warmup": 0}})
     assert load(chosen, command="sft") == chosen
-    assert load({"train.lr": None}, command="sft").train.lr == 5e-6
 
 
 @pytest.mark.parametrize("command", DEFAULTS)
@@ -454,13 +424,6 @@ def test_the_reference_pages_are_current(name: str) -> None:
     script = REPOSITORY / "scripts" / name
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_section_that_stands_twice_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("train: {lr: 1e-6}\nrun: {name: a}\ntrain: {prompts_per_step: 2}\n")
-    with pytest.raises(ConfigError, match="train is there twice"):
-        load(path)
 
 
 def test_one_word_stands_for_a_list_of_one():
