@@ -16,10 +16,10 @@ from saccade.algorithms.checks import find_warnings, refuse_contradictions
 from saccade.algorithms.corrections import CORRECTIONS
 from saccade.algorithms.policy_losses import KINDS
 from saccade.algorithms.resolved_algorithm import AXES, Algorithm, Correct, OldMode
-from saccade.algorithms.table import Entry, canonical, find, parsed, unknown
+from saccade.algorithms.table import Entry, canonical, find, parsed
 from saccade.config import AlgorithmConfig, Config, load
 from saccade.config.schema import CorrectionConfig
-from saccade.config.schema.presets import ADD_ONS, row_of
+from saccade.config.schema.presets import ADD_ONS, row_of, unknown
 from saccade.config.schema.section import without_effect
 from saccade.errors import ConfigError
 
@@ -104,21 +104,16 @@ def old_mode(wanted: str, updates: int, epochs: int, *, forced: str | None = Non
     `forced` says why they must be recomputed before training, if they must.
     """
     on_policy = updates == 1 and epochs == 1
-    if wanted == "auto":
-        return "detach" if on_policy and forced is None else "recompute"
-    if wanted == "recompute":
+    if wanted == "recompute" or (wanted == "auto" and (forced or not on_policy)):
         return "recompute"
     if forced is not None:
         raise ConfigError(f"algorithm.old={wanted}: {forced}; use algorithm.old=recompute")
-    if wanted == "rollout":
-        return "rollout"
-    if not on_policy:
+    if wanted == "detach" and not on_policy:
         raise ConfigError(
-            f"algorithm.old=detach is exact only with one optimizer step per batch, not with "
-            f"train.updates_per_step={updates} train.epochs_per_batch={epochs}; use 1 and 1, or "
-            "algorithm.old=recompute"
+            f"algorithm.old=detach is exact only with one optimizer step per batch, not with train.updates_per_step="
+            f"{updates} train.epochs_per_batch={epochs}; use 1 and 1, or algorithm.old=recompute"
         )
-    return "detach"
+    return "rollout" if wanted == "rollout" else "detach"
 
 
 def why_recompute(algorithm: Algorithm) -> str | None:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from saccade.algorithms.algorithm_state import LARGEST_ERROR
 from saccade.algorithms.filters import EXCLUDABLE
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.algorithms.table import unknown
 from saccade.config.schema import AlgorithmConfig
+from saccade.config.schema.presets import unknown
 from saccade.errors import ConfigError
 
 

@@ -18,7 +18,6 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from saccade.algorithms.table import Entry, add, bound
-from saccade.errors import ConfigError
 from saccade.registry import Table
 
 if TYPE_CHECKING:
@@ -89,8 +88,7 @@ def apply(chosen: Sequence[tuple[Entry, Mapping[str, Any]]], mismatch: Mismatch)
         found.append(bound(entry.function, options)(mismatch))
     weights = [one.weights for one in found if one.weights is not None]
     masks = [one.keep for one in found if one.keep is not None]
-    if len(weights) > 1:
-        raise ConfigError("algorithm.correct: two of them weigh tokens for the same gap; keep one")
+    assert len(weights) < 2, "two of them weigh tokens for the same gap"
     return Correction(
         weights=weights[0] if weights else None, keep=reduce(lambda one, other: one & other, masks) if masks else None
     )

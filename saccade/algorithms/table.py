@@ -11,9 +11,8 @@ Imports no torch.
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial, wraps
 from pathlib import Path
@@ -23,6 +22,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from saccade.config import explain
+from saccade.config.schema.presets import unknown
 from saccade.errors import ConfigError, SaccadeError
 from saccade.user_code import own_module
 
@@ -177,15 +177,6 @@ def canonical(table: Mapping[str, Entry], name: str) -> str:
     """A name that means the same in any working directory."""
     path, separator, symbol = name.rpartition(":")
     return name if name in table or not separator else f"{Path(path).resolve()}:{symbol}"
-
-
-def unknown(field_name: str, name: str, known: Iterable[str]) -> ConfigError:
-    names = list(known)
-    if not names:
-        return ConfigError(f"{field_name}={name}: no such function; write file.py:name")
-    near = difflib.get_close_matches(name.lower().replace(" ", ""), names, n=1, cutoff=0.5)
-    guess = f"did you mean {near[0]!r}? " if near else ""
-    return ConfigError(f"{field_name}={name}: no such name; {guess}Expected one of {', '.join(names)}")
 
 
 # -- functions of users ----------------------------------------------------------------------------

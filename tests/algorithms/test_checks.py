@@ -116,7 +116,7 @@ CONTRADICTIONS = [
     (["policy_loss=gspo", "dual_clip=3"], "algorithm.dual_clip", ["algorithm.policy_loss=clip"]),
     (["preset=[gspo,dual_clip]"], "dual_clip has no effect", ["algorithm.policy_loss=clip"]),
     (["preset=[cispo,delta]"], "delta has no effect", ["algorithm.policy_loss=clip"]),
-    (["preset=grpo+tis"], "add-ons are a list now", ["algorithm.preset=[grpo, tis]"]),
+    (["preset=grpo+tis"], "add-ons are a list now; write [grpo, tis]", []),
     (["preset=[grpo,tiss]"], "did you mean 'tis'?", []),
     (["preset=tis"], "is added to a row, as in [grpo, tis]", []),
 ]

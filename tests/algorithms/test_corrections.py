@@ -7,7 +7,6 @@ import torch
 
 from saccade.algorithms.corrections import CORRECTIONS, apply, effective_sample_size, measure, self_normalise
 from saccade.algorithms.table import bound
-from saccade.errors import ConfigError
 from saccade.plugins.more_algorithms.more_corrections import opsm
 
 NAN = float("nan")
@@ -140,11 +139,6 @@ def test_masks_multiply(golden):
     assert found.weights.max() == 1.01
     nothing = apply([], golden.mismatch)
     assert nothing.weights is None and nothing.keep is None
-
-
-def test_only_one_correction_may_weigh(golden):
-    with pytest.raises(ConfigError, match="keep one"):
-        apply([(CORRECTIONS[name], {}) for name in ("tis.token", "icepop")], golden.mismatch)
 
 
 def test_opsm_drops_bad_sequences_that_the_policy_left_behind(golden):

@@ -43,13 +43,15 @@ def row_of(preset: Iterable[str]) -> Row:
     name, *add_ons = preset
     if name in ADD_ONS:
         raise ConfigError(f"algorithm.preset={name}: is added to a row, as in [grpo, {name}]")
+    if "+" in name:
+        raise ConfigError(f"algorithm.preset={name}: add-ons are a list now; write [{name.replace('+', ', ')}]")
     if name not in PRESETS:
-        raise _unknown(name, PRESETS)
+        raise unknown("algorithm.preset", name, PRESETS)
     row = dict(PRESETS[name])
     always = dict(row.get("always", {}))
     for add_on in add_ons:
         if add_on not in ADD_ONS:
-            raise _unknown(add_on, ADD_ONS)
+            raise unknown("algorithm.preset", add_on, ADD_ONS)
         for key, value in ADD_ONS[add_on].items():
             if key == "paper":
                 row["paper"] = ", ".join(filter(None, [row["paper"], value]))
@@ -81,11 +83,11 @@ def cells_of(given: Row) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _unknown(name: str, known: Iterable[str]) -> ConfigError:
-    if "+" in name:
-        return ConfigError(
-            f"algorithm.preset={name}: add-ons are a list now; write algorithm.preset=[{name.replace('+', ', ')}]"
-        )
-    near = get_close_matches(name.lower().replace(" ", ""), [*known], n=1, cutoff=0.5)
+def unknown(field: str, name: str, known: Iterable[str]) -> ConfigError:
+    """The error about a name that a table does not have, with the nearest that it has."""
+    names = list(known)
+    if not names:
+        return ConfigError(f"{field}={name}: no such function; write file.py:name")
+    near = get_close_matches(name.lower().replace(" ", ""), names, n=1, cutoff=0.5)
     guess = f"did you mean {near[0]!r}? " if near else ""
-    return ConfigError(f"algorithm.preset={name}: no such name; {guess}Expected one of {', '.join(known)}")
+    return ConfigError(f"{field}={name}: no such name; {guess}Expected one of {', '.join(names)}")
