@@ -69,13 +69,12 @@ def run_recipe(
 
 
 def _shrunk(config: Config, name: str, files: Sequence[str], given: Sequence[str]) -> Config:
-    from saccade.plugins.smoke.smoke import smoke, with_examples
-
+    shrink = import_module("saccade.plugins.smoke.smoke")
     for file in files:
-        config, replaced = with_examples(config, Path(file), given)
+        config, replaced = shrink.with_examples(config, Path(file), given)
         for line in replaced:
             print(line)
-    small, path = smoke(config, name), config.model.path
+    small, path = shrink.smoke(config, name), config.model.path
     if path and path != small.model.path:
         known = config.model.family or (Path(path) / "config.json").is_file()
         guess = "" if known else ", guessed by name as the folder is not here; model.family says it"
@@ -118,7 +117,6 @@ def _print_plan(config: Config, name: str, *, full: bool) -> None:
     from saccade.algorithms.describe import cells, describe
     from saccade.checks import not_counted
     from saccade.config.notation import write
-    from saccade.plugins.dry_run.plan import plan
 
     algorithm = from_config(config) if name == "rl" else None
     if config.reward.given:
@@ -135,7 +133,7 @@ def _print_plan(config: Config, name: str, *, full: bool) -> None:
     if algorithm is not None:
         print(f"\n{describe(algorithm)}")
     print("\nBatch arithmetic")
-    for quantity, value in plan(config, name):
+    for quantity, value in import_module("saccade.plugins.dry_run.plan").plan(config, name):
         print(f"  {quantity:<30} {value}")
     if others := not_counted(config, name):
         print(others)

@@ -60,6 +60,14 @@ def cells(algorithm: Algorithm) -> dict[str, Any]:
     return found
 
 
+def resolved_options(algorithm: Algorithm) -> tuple[str, ...]:
+    """Every option that has an effect as NAME=VALUE, for a checkpoint."""
+    names = ("samples_per_prompt", "updates_per_step", "reward_clip", "reward_normalise")
+    beside = {name: getattr(algorithm, name) for name in names}
+    inside = {f"algorithm.{name}": value for name, value in cells(algorithm).items()}
+    return tuple(f"{name}={value}" for name, value in (inside | beside).items())
+
+
 OLD = {
     "detach": "detach: the current ones, ratio exactly 1",
     "recompute": "recompute: a pass of the trainer before the first update",

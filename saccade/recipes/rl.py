@@ -20,7 +20,7 @@ from saccade.algorithms import algorithm_state, annotate, select
 from saccade.algorithms.algorithm_state import AlgorithmState
 from saccade.algorithms.annotate import add_advantages, add_corrections
 from saccade.algorithms.build import from_config
-from saccade.algorithms.describe import describe
+from saccade.algorithms.describe import describe, resolved_options
 from saccade.algorithms.estimator_inputs import ComponentWeights
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.select import Updates
@@ -117,7 +117,7 @@ def refuse_another_algorithm(config: Config, algorithm: Algorithm) -> None:
     """Refuse to resume a checkpoint of another run with another algorithm than its state's."""
     if config.run.resume in ("none", "auto", "best"):
         return  # the folder of the run compares its whole config
-    path, now = Path(config.run.resume), describe(algorithm).splitlines()
+    path, now = Path(config.run.resume), [*resolved_options(algorithm)]
     before = checkpoint.read_progress(path).get("algorithm") if checkpoint.is_complete(path) else None
     if before and before != now:
         changed = next(pair for pair in zip_longest(before, now) if pair[0] != pair[1])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from saccade.algorithms.describe import describe
+from saccade.algorithms.describe import resolved_options
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.checks.steps import total_steps
 from saccade.config import Config
@@ -132,6 +132,6 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     if demonstrations is not None:
         streams["demonstrations"] = demonstrations.stream
     run.restore(backend, streams, setup.with_state)
-    run.progress = replace(run.progress, algorithm=tuple(describe(algorithm).splitlines()))
+    run.progress = replace(run.progress, algorithm=resolved_options(algorithm))
     engine.update_weights(backend, version=run.step)  # its own copy may be of another checkpoint
     return setup

@@ -20,7 +20,7 @@ class Progress:
     updates: int = 0  # optimizer steps of the policy, as the schedule counts them
     stream: Mapping[str, Any] | None = None  # place in the training rows
     demonstrations: Mapping[str, Any] | None = None  # place in theirs
-    algorithm: tuple[str, ...] = ()  # its description
+    algorithm: tuple[str, ...] = ()  # its resolved options
     algorithm_state: Mapping[str, Any] | None = None
     scores: tuple[str, ...] = ()  # data sources whose outcome is a score, neither right nor wrong
     bad_updates: Mapping[str, int] = field(default_factory=dict)  # in a row, of policy and critic

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from saccade.algorithms.policy_losses import SelectionInputs, clip
-from saccade.plugins.more_algorithms.more_losses import most_covariant, some_covariant
+from saccade.plugins.more_algorithms.more_losses import covariance, most_covariant, some_covariant
 
 BAND = {"cov_low": -10.0, "cov_high": 10.0}
 
@@ -30,7 +30,7 @@ def shuffled(tokens: SelectionInputs, order: torch.Tensor) -> SelectionInputs:
 def test_the_largest_covariances_are_selected(tokens):
     chosen = most_covariant(tokens, cov_fraction=0.05)
     assert chosen.sum() == 10
-    assert tokens.covariance[chosen].min() > tokens.covariance[~chosen].max()
+    assert covariance(tokens)[chosen].min() > covariance(tokens)[~chosen].max()
 
 
 def test_three_tokens_of_the_fixture(golden):
@@ -57,7 +57,7 @@ def test_candidates_lie_in_the_band_and_have_a_gradient(tokens):
     chosen = some_covariant(tokens, cov_fraction=1.0, cov_low=0.1, cov_high=0.3)
     ratio, advantages = (tokens.new - tokens.old).exp(), tokens.advantages
     active = ~((advantages > 0) & (ratio > 1.2)) & ~((advantages < 0) & (ratio < 0.8))
-    inside = (tokens.covariance > 0.1) & (tokens.covariance < 0.3)
+    inside = (covariance(tokens) > 0.1) & (covariance(tokens) < 0.3)
     assert 0 < chosen.sum() < inside.sum()
     assert torch.equal(chosen, inside & active)
 

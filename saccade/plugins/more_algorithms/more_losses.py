@@ -164,7 +164,7 @@ def _centred(values: Tensor) -> Tensor:
     return values - values.sort().values.mean()
 
 
-def _covariance(inputs: SelectionInputs) -> Tensor:
+def covariance(inputs: SelectionInputs) -> Tensor:
     return _centred(inputs.advantages) * _centred(inputs.new)
 
 
@@ -176,7 +176,7 @@ def _first(inputs: SelectionInputs, ranked: Tensor, fraction: float) -> Tensor:
 
 def most_covariant(inputs: SelectionInputs, *, cov_fraction: PositiveShare = 2e-4) -> Tensor:
     shuffled = inputs.noise.argsort(stable=True)
-    ranked = shuffled[_covariance(inputs)[shuffled].argsort(descending=True, stable=True)]
+    ranked = shuffled[covariance(inputs)[shuffled].argsort(descending=True, stable=True)]
     return _first(inputs, ranked, cov_fraction)
 
 
@@ -190,10 +190,10 @@ def some_covariant(
     cov_high: float = 5.0,
 ) -> Tensor:
     """A random share of the step, from those inside the band that the clip leaves a gradient."""
-    covariance, excess = _covariance(inputs), (inputs.new - inputs.old).clamp(-20, 20).expm1()
+    found, excess = covariance(inputs), (inputs.new - inputs.old).clamp(-20, 20).expm1()
     too_high = (inputs.advantages > 0) & (excess > clip_high)
     too_low = (inputs.advantages < 0) & (excess < -clip_low)
-    inside = (covariance > cov_low) & (covariance < cov_high) & ~too_high & ~too_low
+    inside = (found > cov_low) & (found < cov_high) & ~too_high & ~too_low
     shuffled = inputs.noise.argsort(stable=True)
     return _first(inputs, shuffled[inside[shuffled]], cov_fraction)
 
