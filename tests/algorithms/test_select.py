@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from saccade.algorithms import select
-from saccade.algorithms.algorithm_state import Moments, restore
 from saccade.errors import ConfigError
 
 # -- members ---------------------------------------------------------------------------------------
@@ -26,11 +25,6 @@ def test_constant_groups_are_dropped_only_when_asked_and_when_rewards_decide(alg
     for row in later:  # the estimator decides, and counts
         chosen, metrics = select.mark_members(groups, row)
         assert all(g.trajectories[0].trained for g in chosen) and metrics.means() == {}
-
-
-def test_without_groups_nothing_is_constant(algorithm, records):
-    (chosen,), _ = select.mark_members([records.group("a", [1.0, 1.0])], algorithm("preset=reinforce"))
-    assert all(t.trained for t in chosen.trajectories)
 
 
 def test_where_terms_are_compared_all_of_them_must_be_constant(algorithm, records):
@@ -89,38 +83,6 @@ def test_a_filter_of_your_own(algorithm, records, tmp_path):
 
 
 # -- rewards ---------------------------------------------------------------------------------------
-
-
-def test_the_limits_of_a_row_hold_before_group_statistics(algorithm, records):
-    row = algorithm("preset=lmm_r1")
-    (group,), _, metrics = select.shape([records.group("a", [-30.0, 3.0])], row, restore(row, None))
-    assert [t.reward for t in group.trajectories] == [-10, 3]
-    assert [t.outcome for t in group.trajectories] == [-30, 3]
-    assert metrics.means()["reward/clip_frac"] == 0.5
-
-
-def test_moments_are_remembered_and_only_live_members_move_them(algorithm, records):
-    row = algorithm("exclude_status=[overturn]", "train.updates_per_step=1")
-    row = row.model_copy(update={"reward_normalise": "mean_std"})
-    cut = records.changed(records.group("a", [1.0, 3.0, 9.0, None]), status=["ok", "ok", "overturn", "error"])
-    start = restore(row, None)
-    (group,), known, _ = select.shape([cut], row, start)
-    assert known.moments == {"": Moments(count=2, mean=2.0, squares=2.0)}
-    assert start.moments == {}
-    root = 2**0.5
-    assert [t.reward for t in group.trajectories[:2]] == pytest.approx([-1 / root, 1 / root])
-    assert group.trajectories[3].reward is None
-
-
-def test_terms_that_are_compared_are_normalised_one_by_one(algorithm, records):
-    row = algorithm("preset=gdpo").model_copy(update={"reward_normalise": "std"})
-    parts = [{"acc": 1.0, "fmt": 4.0}, {"acc": 0.0, "fmt": 0.0}]
-    group = records.changed(records.group("a", [1.0, 0.0]), parts=parts)
-    weights = {"default": {"acc": 1.0, "fmt": 0.1}}
-    (shaped,), known, _ = select.shape([group], row, restore(row, None), weights.__getitem__)
-    assert set(known.moments) == {"", "acc", "fmt"}
-    root = 2**0.5
-    assert shaped.trajectories[0].parts == pytest.approx({"acc": root, "fmt": root})
 
 
 # -- updates ---------------------------------------------------------------------------------------
