@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from saccade.algorithms.algorithm_state import restore
+from saccade.algorithms.annotate import add_advantages
 from saccade.algorithms.objective import Columns, LossSums, objective, to_metrics
 
 LENGTHS = (6, 4, 5, 3)
@@ -55,3 +57,8 @@ def loss_of(row, batches, new):
 
 def exact(values, rel=1e-6):
     return pytest.approx(values, rel=rel, abs=1e-7)
+
+
+def advantaged(row, records, groups, *weights):
+    """The forests of one update with their advantages, and metrics."""
+    return add_advantages(records.packed([groups]), groups, row, restore(row, None), *weights)

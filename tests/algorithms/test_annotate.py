@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from saccade.algorithms import algorithm_state, annotate, select
-from tests.algorithms.by_member import FIRST, KEYS, LENGTHS, exact, loss_of, rows
+from tests.algorithms.by_member import FIRST, KEYS, LENGTHS, advantaged, exact, loss_of, rows
 
 # -- advantages ------------------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ def test_who_is_excluded_by_status_may_stay_in_the_baseline(algorithm, records):
     for option, mean in (("false", 1 / 2), ("true", 1 / 3)):
         row = algorithm("advantage=no_std", "exclude_status=[overturn]", f"excluded_in_baseline={option}")
         groups = select.mark_members([group], row)[0]
-        updates = annotate.add_advantages(records.packed([groups]), groups, row, algorithm_state.restore(row, None))[0]
+        updates = advantaged(row, records, groups)[0]
         values = records.column(updates, "advantages")
         assert {key: v[0] for key, v in values.items()} == exact({("a", 0): 1 - mean, ("a", 1): -mean})
         assert records.column(updates, "scales")["a", 0] == exact([1 / 4] * 2)  # S is 2, n is 2
@@ -79,9 +79,7 @@ def test_a_failed_greedy_rollout_excludes_its_group(algorithm, records):
     row = algorithm("preset=remax", "kl.coef=0", "aggregation=token_mean")
     greedy = {"a": records.member("a", 0, 0.25, 2), "b": records.member("b", 0, None, 2), "c": None}
     groups = [replace(records.group(uid, [1.0]), greedy=one) for uid, one in greedy.items()]
-    updates, metrics = annotate.add_advantages(
-        records.packed([groups]), groups, row, algorithm_state.restore(row, None)
-    )
+    updates, metrics = advantaged(row, records, groups)
     assert records.column(updates, "scales") == {("a", 0): [0.5, 0.5], ("b", 0): [0, 0], ("c", 0): [0, 0]}
     assert records.column(updates, "advantages")["a", 0] == [0.75, 0.75]
     assert records.column(updates, "advantages")["b", 0] == [0, 0]
@@ -145,9 +143,7 @@ def standard(values):
 
 def of_terms(algorithm, records, groups, weights):
     row = algorithm("preset=gdpo")
-    updates = annotate.add_advantages(
-        records.packed([groups]), groups, row, algorithm_state.restore(row, None), weights
-    )[0]
+    updates = advantaged(row, records, groups, weights)[0]
     return {key: values[0] for key, values in records.column(updates, "advantages").items()}
 
 
@@ -274,7 +270,7 @@ def test_the_critic_has_a_mean_over_live_tokens(algorithm, written, records):
 def test_advantages_are_shown_on_the_members(algorithm, records):
     row = algorithm()
     groups = select.mark_members([records.group("a", [1.0, None, 0.0])], row)[0]
-    updates = annotate.add_advantages(records.packed([groups]), groups, row, algorithm_state.restore(row, None))[0]
+    updates = advantaged(row, records, groups)[0]
     (shown,) = annotate.show_advantages(groups, updates)
     right, lost, wrong = (t.advantages for t in shown.trajectories)
     assert lost is None and right is not None and wrong is not None

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.algorithms import algorithm_state, annotate
+from saccade.algorithms import annotate
 from saccade.algorithms.corrections import effective_sample_size
-from tests.algorithms.by_member import FIRST, KEYS, NO_KL, exact, loss_of, rows
+from tests.algorithms.by_member import FIRST, KEYS, NO_KL, advantaged, exact, loss_of, rows
 
 # -- corrections -----------------------------------------------------------------------------------
 
@@ -164,9 +164,7 @@ def test_a_masked_first_token_is_in_no_denominator(algorithm, written, records, 
 def test_a_response_of_one_masked_token_does_not_train(algorithm, records):
     row = algorithm("preset=[grpo,fire]", "hot_first_token.first_token=mask")
     groups = [records.group("a", [0.0, 1.0, 5.0], [2, 3, 1])]
-    updates, metrics = annotate.add_advantages(
-        records.packed([groups]), groups, row, algorithm_state.restore(row, None)
-    )
+    updates, metrics = advantaged(row, records, groups)
     assert records.column(updates, "scales")["a", 2] == [0]
     assert metrics.means()["policy/live_sequences"] == 2
     values = records.column(updates, "advantages")

@@ -30,18 +30,6 @@ def reference() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tensor(*new), tensor(*old), tensor(*returns)
 
 
-def test_the_reference_value():
-    losses, _ = value_loss(*reference(), clip=0.2)
-    assert losses.mean().item() == approx(0.43915905, abs=1e-7)
-
-
-def test_without_a_clip_it_is_half_the_square():
-    new, old, returns = reference()
-    losses, clipped = value_loss(new, old, returns, clip=0.0)
-    assert losses.tolist() == approx((0.5 * (new - returns) ** 2).tolist())
-    assert not clipped.any()
-
-
 def test_the_worse_of_both_counts_and_beyond_the_clip_nothing_pulls_on():
     #           inside, too far towards the return, too far away from it
     new = tensor(0.1, 0.5, -0.5).requires_grad_()
