@@ -26,14 +26,9 @@ SELECTING = When("generate.select not in ('all', 'correct')", "generate.select=t
 
 class TrainConfig(Section):
     prompts_per_step: int = option(128, "Prompts (rl) or rows (sft, dpo, reward-model) of one step.", ge=1)
-    samples_per_prompt: int = option(
-        8, "Rollouts of each prompt; a preset may have another default.", ge=1, commands=("rl",)
-    )
+    samples_per_prompt: int = option(8, "Rollouts of each prompt; presets may differ.", ge=1, commands=("rl",))
     updates_per_step: int = option(
-        1,
-        "Optimizer steps on the samples of a step, each on whole groups; a preset may have another default.",
-        ge=1,
-        commands=("rl",),
+        1, "Optimizer steps on the samples of a step, each on whole groups; presets may differ.", ge=1, commands=("rl",)
     )
     epochs_per_batch: int = option(1, "Passes over the samples of a step.", ge=1, commands=("rl",))
     epochs: float = option(1.0, "Passes over the data when run.max_steps is empty; sft: 2 unless set.", gt=0)
@@ -69,10 +64,7 @@ class TrainConfig(Section):
     on_nonfinite: Literal["skip", "stop"] = option("skip", "A non-finite loss or gradient: skip the update, or stop.")
     max_bad_updates: int = option(3, "Stop after this many skipped updates in a row.", ge=1)
     sft_coef: float = option(
-        0.0,
-        "rl: weight of the supervised loss on data.demonstrations in every update, on as many rows as it has prompts.",
-        ge=0,
-        commands=("rl",),
+        0.0, "Weight of the loss on data.demonstrations, as many rows as an update has prompts.", ge=0, commands=("rl",)
     )
     aux_coef: float = option(
         0.0,
@@ -81,11 +73,7 @@ class TrainConfig(Section):
         ge=0,
     )
     ema: float = option(
-        0.0,
-        "Keep an average of the weights beside them, in state/ema of a checkpoint: the share of "
-        "the old average at each update, such as 0.992; 0: none.",
-        ge=0,
-        lt=1,
+        0.0, "Share of the old in an average of weights kept in state/ema, such as 0.992; 0: none.", ge=0, lt=1
     )
 
     @field_validator("lr_scale")
@@ -199,10 +187,7 @@ class ValConfig(Section):
     every: int = option(20, "Validate every N steps; 0 never.", ge=0)
     before: bool = option(True, "Validate before the first step.")
     n: int = option(
-        1,
-        "Samples per prompt: 1 is greedy unless a temperature is set, more give avg@k and pass@k.",
-        ge=1,
-        commands=ANSWERING,
+        1, "Samples per prompt: 1 is greedy unless a temperature is set, more give avg@k.", ge=1, commands=ANSWERING
     )
     temperature: float = option(
         0.0, "Temperature of validation; 1 unless set when n is above 1.", ge=0, commands=ANSWERING
