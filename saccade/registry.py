@@ -35,6 +35,10 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         name: f"saccade.plugins.more_algorithms.more_advantages:{name}"
         for name in ("opo", "gpg", "max_rl", "grpo_passk", "cpgd", "gdpo", "drpo")
     },
+    "aggregations": {
+        name: f"saccade.plugins.more_algorithms.more_aggregations:{name}"
+        for name in ("sample_mean", "group_mean", "token_sum")
+    },
     "answers": {"extract": "saccade.plugins.verifiers.extract:extract"},
     "averages": {"ema": "saccade.plugins.averages.ema:follow"},
     "corrections": dict.fromkeys(
@@ -60,6 +64,10 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
     },
     "formats": dict.fromkeys((*CHECKED, "direct", "none"), "saccade.plugins.verifiers.response_shape:ROWS"),
     "judges": {"chat": "saccade.plugins.judges.judge:Judge"},
+    "kl_kinds": {
+        name: f"saccade.plugins.more_algorithms.more_losses:{function}"
+        for name, function in {"abs": "absolute", "k1+": "k1_plus", "k3+": "k3_plus"}.items()
+    },
     "mappings": {
         name: f"saccade.plugins.preferences.preference_sets:{name.replace('-', '_')}"
         for name in (
@@ -81,7 +89,19 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
     "media_kinds": {"series": "saccade.plugins.series.series_files:KIND"},
     "policy_losses": {
         name: f"saccade.plugins.more_algorithms.more_losses:{name}"
-        for name in ("gmpo", "sapo", "cpgd", "kl_cov", "clip_cov", "topr", "kimi", "dppo_tv", "dppo_kl", "vespo")
+        for name in (
+            "gspo_token",
+            "gmpo",
+            "sapo",
+            "cpgd",
+            "kl_cov",
+            "clip_cov",
+            "topr",
+            "kimi",
+            "dppo_tv",
+            "dppo_kl",
+            "vespo",
+        )
     }
     | {"dro": "saccade.plugins.more_algorithms.more_losses:kimi"},
     "reports": {

@@ -28,55 +28,33 @@ AGGREGATIONS: Table[Entry] = Table("aggregations", {})
 
 @add(AGGREGATIONS, "sum(l) / N")
 def token_mean(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
-    return _inverse(lengths.sum().expand_as(lengths), lengths)
+    return inverse(lengths.sum().expand_as(lengths), lengths)
 
 
 @add(AGGREGATIONS, "mean over sequences of sum(l) / n_i")
 def seq_mean(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
-    return _inverse(_live(lengths) * lengths, lengths)
+    return inverse(_live(lengths) * lengths, lengths)
 
 
 @add(AGGREGATIONS, "mean over sequences of sum(l)")
 def seq_sum(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
-    return _inverse(_live(lengths).expand_as(lengths), lengths)
+    return inverse(_live(lengths).expand_as(lengths), lengths)
 
 
 @add(AGGREGATIONS, "sum(l) / (S * fixed_length)")
 def fixed(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: Count) -> Tensor:
     """A constant in place of the length, as Dr. GRPO (arXiv 2503.20783)."""
-    return _inverse((_live(lengths) * fixed_length).expand_as(lengths), lengths)
-
-
-@add(AGGREGATIONS, "mean over trajectories of their token mean")
-def sample_mean(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
-    """Token mean over all sequences of a trajectory, then mean over trajectories."""
-    return _pooled_mean(lengths, trajectory)
-
-
-@add(AGGREGATIONS, "mean over groups of their token mean")
-def group_mean(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
-    return _pooled_mean(lengths, group)
-
-
-@add(AGGREGATIONS, "sum(l)")
-def token_sum(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
-    return _inverse(lengths.new_ones(()).expand_as(lengths), lengths)
+    return inverse((_live(lengths) * fixed_length).expand_as(lengths), lengths)
 
 
 def _live(lengths: Tensor) -> Tensor:
     return (lengths > 0).sum()
 
 
-def _inverse(denominator: Tensor, lengths: Tensor) -> Tensor:
+def inverse(denominator: Tensor, lengths: Tensor) -> Tensor:
     """1 / denominator where the sequence is live, else 0: nothing live gives zeros, never 0/0."""
     live = lengths > 0
     return 1 / denominator.double().where(live, float("inf"))
-
-
-def _pooled_mean(lengths: Tensor, pool: Tensor) -> Tensor:
-    names, index = pool.unique(return_inverse=True)
-    tokens = lengths.new_zeros(len(names)).index_add(0, index, lengths)
-    return _inverse((tokens > 0).sum() * tokens[index], lengths)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,13 +94,6 @@ def gspo(new: Tensor, inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: 
     return clipped(sequence_ratio(new, inputs), inputs.advantages, clip_low, clip_high)
 
 
-@add(LOSSES, "clip loss with r = sg[exp(mean of new - old)] exp(new - sg[new])", own_aggregation="seq_mean")
-def gspo_token(new: Tensor, inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Losses:
-    """The value of gspo with the gradient of each token, for advantages that differ by token."""
-    ratio = sequence_ratio(new, inputs).detach() * (new - new.detach()).exp()
-    return clipped(ratio, inputs.advantages, clip_low, clip_high)
-
-
 @add(LOSSES, "-A new sg[clip(r, weight_floor, weight_cap)]")
 def cispo(new: Tensor, inputs: LossInputs, *, weight_floor: NotNegative = 0.0, weight_cap: Positive = 5.0) -> Losses:
     """The ratio is clipped as a weight, so no token loses its gradient (arXiv 2506.13585)."""
@@ -146,20 +139,15 @@ def either(mask: Tensor, yes: float, no: float, *, like: Tensor) -> Tensor:
 # -- distance to the reference ---------------------------------------------------------------------
 
 
-# The gradient of k1 has mean zero and that of abs points by sign only: neither is a distance.
+# Its gradient has mean zero.
 @add(KINDS, "u", in_loss=False)
 def k1(new: Tensor, ref: Tensor) -> Tensor:
     return new - ref
 
 
-@add(KINDS, "|u|", name="abs", in_loss=False)
-def absolute(new: Tensor, ref: Tensor) -> Tensor:
-    return (new - ref).abs()
-
-
 @add(KINDS, "u^2 / 2")
 def k2(new: Tensor, ref: Tensor) -> Tensor:
-    return _with_slope_of_k2((new - ref).detach().square() / 2, new, ref)
+    return with_slope_of_k2((new - ref).detach().square() / 2, new, ref)
 
 
 @add(KINDS, "exp(-u) - 1 + u")
@@ -173,17 +161,7 @@ def k3(new: Tensor, ref: Tensor, *, clamp: Literal["bounded", "zero"] = "bounded
     return _straight_through(value, slope, new)
 
 
-@add(KINDS, "u, with the gradient of k2", name="k1+")
-def k1_plus(new: Tensor, ref: Tensor) -> Tensor:
-    return _with_slope_of_k2(k1(new, ref), new, ref)
-
-
-@add(KINDS, "exp(-u) - 1 + u, with the gradient of k2", name="k3+")
-def k3_plus(new: Tensor, ref: Tensor) -> Tensor:
-    return _with_slope_of_k2(k3(new, ref), new, ref)
-
-
-def _with_slope_of_k2(value: Tensor, new: Tensor, ref: Tensor) -> Tensor:
+def with_slope_of_k2(value: Tensor, new: Tensor, ref: Tensor) -> Tensor:
     return _straight_through(value, (new - ref).detach().clamp(-LARGEST_KL, LARGEST_KL), new)
 
 

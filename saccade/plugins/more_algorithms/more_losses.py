@@ -1,4 +1,4 @@
-"""Policy losses beside the usual ones, and which tokens of an optimizer step some of them treat apart.
+"""Policy losses and distances beside the usual ones, and which tokens of an optimizer step some of them treat apart.
 
 The covariance of a token is (A - mean A)(log-prob - mean log-prob), over the whole optimizer step
 (arXiv 2505.22617). Where a choice is needed, the smallest `noise` wins: a hash of who the token is,
@@ -23,8 +23,13 @@ from saccade.algorithms.policy_losses import (
     SelectionInputs,
     beyond,
     clip,
+    clipped,
     either,
+    k1,
+    k3,
     log_ratio,
+    sequence_ratio,
+    with_slope_of_k2,
 )
 from saccade.algorithms.table import Entry, NotNegative, Positive, PositiveShare, entry
 
@@ -154,6 +159,32 @@ def vespo(
     rate = either(positive, vespo_positive[1], vespo_negative[1], like=gap)
     gate = (k * log_weight - rate * log_weight.expm1()).exp()
     return -inputs.advantages * new * gate, {}
+
+
+@entry("clip loss with r = sg[exp(mean of new - old)] exp(new - sg[new])", own_aggregation="seq_mean")
+def gspo_token(new: Tensor, inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Losses:
+    """The value of gspo with the gradient of each token, for advantages that differ by token."""
+    ratio = sequence_ratio(new, inputs).detach() * (new - new.detach()).exp()
+    return clipped(ratio, inputs.advantages, clip_low, clip_high)
+
+
+# -- distance to the reference ---------------------------------------------------------------------
+
+
+# The gradient of abs points by sign only, so that it is no distance.
+@entry("|u|", in_loss=False)
+def absolute(new: Tensor, ref: Tensor) -> Tensor:
+    return (new - ref).abs()
+
+
+@entry("u, with the gradient of k2")
+def k1_plus(new: Tensor, ref: Tensor) -> Tensor:
+    return with_slope_of_k2(k1(new, ref), new, ref)
+
+
+@entry("exp(-u) - 1 + u, with the gradient of k2")
+def k3_plus(new: Tensor, ref: Tensor) -> Tensor:
+    return with_slope_of_k2(k3(new, ref), new, ref)
 
 
 # -- covariance of advantage and log-prob ----------------------------------------------------------
