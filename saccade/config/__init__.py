@@ -258,7 +258,7 @@ WANTED = {
     "tuple_type": "wants a list such as [a, b]",
     "dict_type": "wants a table such as {a: 1}",
 }
-ENTRIES = {  # of lists
+ENTRIES: dict[str, type[Section]] = {  # of lists
     **dict.fromkeys(("data.train", "data.val", "data.demonstrations"), DataSource),
     "reward.terms": RewardTerm,
     "algorithm.correct": CorrectionConfig,
