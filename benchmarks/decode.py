@@ -26,10 +26,10 @@ from rl_step import WORKS
 from update import family_and_model
 
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.engines.parity import trajectory
 from saccade.forest.packing import pack
 from saccade.media.images import open_media
 from saccade.models.families import Family
+from saccade.plugins.engines.parity import trajectory
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.types import Completion, Group, MediaSpan, Request, Sample, Sampling

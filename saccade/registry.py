@@ -51,7 +51,7 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         "sglang": "saccade.plugins.engines.sglang:SglangEngine",
         "http": "saccade.plugins.engines.http:from_settings",
         "http_family": "saccade.plugins.engines.http_family:endpoint_family",
-        "parity": "saccade.plugins.engines.parity_check:check",
+        "parity": "saccade.plugins.engines.parity:check",
         "replicas": "saccade.plugins.engines.replicas.replica_pool:start_replicas",
     },
     "environments": {"sokoban_step": "saccade.plugins.sokoban.sokoban_environment:KIND"},
@@ -68,6 +68,7 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         name: f"saccade.plugins.more_algorithms.more_losses:{function}"
         for name, function in {"abs": "absolute", "k1+": "k1_plus", "k3+": "k3_plus"}.items()
     },
+    "losses": {"distillation": "saccade.plugins.distillation.distil:DistillationLoss"},
     "mappings": {
         name: f"saccade.plugins.preferences.preference_sets:{name.replace('-', '_')}"
         for name in (

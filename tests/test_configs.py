@@ -23,7 +23,7 @@ from saccade.recipes import generate, parts
 from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import FORMATS, VERIFIERS
-from saccade.trainer.schedule import rate
+from saccade.trainer.optimizer import rate
 from saccade.types import Sample
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -22,8 +22,8 @@ READ_CONFIG = ("config", "checks", "recipes", "run", "plugins", "cli", "cli_run"
 # only shrink.
 STILL_READ_CONFIG = {"algorithms"}
 STILL_WIDE = {
-    *("_attend", "_gradient", "_trajectory", "collect", "decode_attention", "episode", "iou"),
-    *("keep", "open_video", "read_logprobs", "varlen", "write_gradient"),
+    *("_attend", "_trajectory", "collect", "decode_attention", "episode", "iou"),
+    *("keep", "open_video", "read_logprobs", "varlen"),
 }
 
 

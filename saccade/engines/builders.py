@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from saccade.engines import Engine
-from saccade.engines.settings import Settings
+from saccade.engines import Engine, Settings
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.registry import Table

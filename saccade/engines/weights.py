@@ -29,18 +29,13 @@ from torch import Tensor, nn
 
 from saccade.engines import WeightSource
 from saccade.errors import EnvironmentProblem, TrainingError
-from saccade.models.files import require_intact
+from saccade.models.files import require_intact, require_same
 
 PIECE = 256 << 20
 SAMPLED = 16  # every 16th tensor is compared, others at the next turn
 CHUNK = 1 << 22  # elements of a checksum at a time
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-NAMES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}
+NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +66,7 @@ def in_memory(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, ...]
     """Yield paths of pieces that exist as long as the block, and survive no crash."""
     with ExitStack() as stack:
         paths = []
-        for piece in _pieces(weights):
+        for piece in pieces(weights):
             file, path = stack.enter_context(_nameless())
             _write(piece, file)
             paths.append(path)
@@ -80,12 +75,13 @@ def in_memory(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, ...]
 
 def in_folder(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """Write pieces with names, for an engine that reads model folders only."""
-    for number, piece in enumerate(_pieces(weights)):
+    for number, piece in enumerate(pieces(weights)):
         with (folder / f"model-{number:05}.safetensors").open("wb") as file:
             _write(piece, file)
 
 
-def _pieces(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+def pieces(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Weights in parts of about PIECE bytes."""
     piece: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
@@ -165,44 +161,18 @@ def not_finite(weights: Iterable[tuple[str, Tensor]]) -> TrainingError:
     """The error for log-probs that are not finite, naming the weight that they come from."""
     broken = (name for name, tensor in weights if not tensor.isfinite().all())
     if name := next(broken, None):
-        return TrainingError(
-            f"log-probs are not finite, because {name} holds NaN or infinity; copy or download the "
-            "files of model.path again, or use an earlier checkpoint"
-        )
-    return TrainingError(
-        "log-probs are not finite, although all weights are: a number overflows on its way through "
-        "the model; use model.dtype=float32"
-    )
+        fix = "copy or download the files of model.path again, or use an earlier checkpoint"
+        return TrainingError(f"log-probs are not finite, because {name} holds NaN or infinity; {fix}")
+    return TrainingError("log-probs are not finite, although all weights are: use model.dtype=float32")
 
 
 @torch.no_grad()
 def load_by_name(model: nn.Module, source: WeightSource) -> None:
     """Copy every weight, after comparing names and shapes both ways."""
     mine = dict(model.named_parameters())
-    require_same(
-        {name: tuple(p.shape) for name, p in mine.items()}, {name: tuple(t.shape) for name, t in source.weights()}
-    )
+    require_same("the trainer's weights", mine.items(), source.weights())
     for name, tensor in source.weights():
         mine[name].copy_(tensor)
-
-
-def require_same(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse names and shapes of the trainer (`found`) that are not those of the engine."""
-    sides = {
-        "missing": wanted.keys() - found.keys(),
-        "unexpected": found.keys() - wanted.keys(),
-        "of another shape": {n for n in wanted.keys() & found.keys() if wanted[n] != found[n]},
-    }
-    if any(sides.values()):
-        listed = "; ".join(
-            f"{kind}: {', '.join(sorted(names)[:5])}{' …' if len(names) > 5 else ''}"
-            for kind, names in sides.items()
-            if names
-        )
-        raise EnvironmentProblem(
-            f"the trainer's weights are not those of the engine ({listed}); nothing was loaded. "
-            "Give both the same model folder, with the same version of transformers"
-        )
 
 
 def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
@@ -213,12 +183,10 @@ def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for file in _weight_files(Path(folder)):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                shapes[name] = tuple(tensors.get_slice(name).get_shape())
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     if not shapes:
         raise EnvironmentProblem(
-            f"{folder} holds no *.safetensors, with whose names a hand-over of weights is "
-            "compared; save it once with transformers' save_pretrained"
+            f"{folder} holds no *.safetensors, with which names are compared; save it once with save_pretrained"
         )
     return shapes
 

@@ -50,14 +50,18 @@ def read_logprobs(
     elements = CHUNK_ELEMENTS * (KERNEL_CHUNK if _in_place(hidden) else 1)
     rows = max(1, elements // vocabulary)
     results = []
+
+    def chunk(hidden: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+        return _Read.apply(head(hidden), entropy_gradient, *how)
+
     for start in range(0, max(1, len(targets)), rows):
         part = slice(start, start + rows)
         kept = None if support is None else _kept_mask(support[part], vocabulary, hidden.device)
-        arguments = (hidden[part], targets[part], head, temperature, banned, kept, entropy_gradient)
+        how = (targets[part], temperature, banned, kept)
         if torch.is_grad_enabled() and len(targets) > rows and not keep_logits:
-            results.append(checkpoint(_chunk, *arguments, use_reentrant=False))
+            results.append(checkpoint(chunk, hidden[part], *how, use_reentrant=False))
         else:
-            results.append(_chunk(*arguments))
+            results.append(chunk(hidden[part], *how))
     if len(results) == 1:
         return results[0]
     return torch.cat([r[0] for r in results]), torch.cat([r[1] for r in results])
@@ -72,57 +76,30 @@ def sampling_logits(logits: Tensor, temperature: float | Tensor, banned: Tensor 
     return logits if banned is None else logits.masked_fill(banned, -torch.inf)
 
 
-def _chunk(
-    hidden: Tensor,
-    targets: Tensor,
-    head: Callable[[Tensor], Tensor],
-    temperature: float,
-    banned: Tensor | None,
-    kept: Tensor | None,
-    entropy_gradient: bool,
-) -> tuple[Tensor, Tensor]:
-    return _Read.apply(head(hidden), targets, temperature, banned, kept, entropy_gradient)
-
-
 class _Read(torch.autograd.Function):
     """Of logits only the logits themselves are kept, and their gradient takes their place where a
     kernel writes it: nothing else reads what a head has made.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        temperature: float,
-        banned: Tensor | None,
-        kept: Tensor | None,
-        entropy_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, entropy_gradient: bool, *how: Any) -> tuple[Tensor, Tensor]:
+        """`how`: targets, temperature, banned and kept."""
+        targets, temperature, banned, kept = how
         read = _kernels().read if _in_place(logits) else _read
-        logprobs, entropies, normalisers = read(logits, targets, temperature, banned, kept)
-        ctx.save_for_backward(logits, targets, banned, kept, entropies, normalisers)
+        logprobs, *found = read(logits, *how)
+        ctx.save_for_backward(logits, targets, banned, kept, *found)
         ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
         if not entropy_gradient:
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+            ctx.mark_non_differentiable(found[0])
+        return logprobs, found[0]
 
     @staticmethod
     def backward(ctx: Any, to_logprobs: Tensor, to_entropies: Tensor) -> tuple[Tensor | None, ...]:
-        logits, targets, banned, kept, entropies, normalisers = ctx.saved_tensors
+        logits, targets, banned, kept, *found = ctx.saved_tensors
         write = _kernels().write_gradient if _in_place(logits) else _gradient
-        gradient = write(
-            logits,
-            targets,
-            ctx.temperature,
-            banned,
-            kept,
-            entropies,
-            normalisers,
-            to_logprobs.contiguous(),
-            to_entropies.contiguous() if ctx.entropy_gradient else None,
-        )
-        return gradient, None, None, None, None, None
+        asked = to_entropies.contiguous() if ctx.entropy_gradient else None
+        how = (targets, ctx.temperature, banned, kept)
+        return write(logits, how, found, to_logprobs.contiguous(), asked), None, None, None, None, None
 
 
 def _in_place(tensor: Tensor) -> bool:
@@ -154,17 +131,11 @@ def _read(
 
 
 def _gradient(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    banned: Tensor | None,
-    kept: Tensor | None,
-    entropies: Tensor,
-    normalisers: Tensor,
-    to_logprobs: Tensor,
-    to_entropies: Tensor | None,
+    logits: Tensor, how: Sequence[Any], found: Sequence[Tensor], to_logprobs: Tensor, to_entropies: Tensor | None
 ) -> Tensor:
     """d logp(y) / dz = 1[y] - p, dH / dz = -p (log p + H)."""
+    targets, temperature, banned, kept = how
+    entropies, normalisers = found
     surprise = _scores(logits, temperature, banned, kept).sub_(normalisers[:, None])
     gone = surprise == -torch.inf
     shares = surprise.exp()

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
@@ -116,6 +116,21 @@ def described(folder: Path) -> dict[str, Any]:
     """What its config.json says; nothing where there is none."""
     file = folder / "config.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def require_same(what: str, own: Iterable[tuple[str, Any]], given: Iterable[tuple[str, Any]]) -> None:
+    """Compare names and shapes of tensors both ways: one left out or stretched would make another
+    model.
+    """
+    mine, theirs = ({name: tuple(tensor.shape) for name, tensor in pairs} for pairs in (own, given))
+    problems = {
+        "missing": mine.keys() - theirs.keys(),
+        "unexpected": theirs.keys() - mine.keys(),
+        "of another shape": {n for n in mine.keys() & theirs.keys() if mine[n] != theirs[n]},
+    }
+    if any(problems.values()):
+        listed = (f"{k}: {', '.join(sorted(names)[:3])}" for k, names in problems.items() if names)
+        raise EnvironmentProblem(f"{what}: not those of this model ({'; '.join(listed)}); use the same model.path")
 
 
 def names_experts(config: Mapping[str, Any]) -> bool:

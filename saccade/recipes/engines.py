@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import Config, DataConfig
-from saccade.engines import Engine
+from saccade.engines import Engine, Settings
 from saccade.engines.builders import ENGINES, build
 from saccade.engines.embedded.kv_cache import shape_of, why_no_kernels
-from saccade.engines.settings import Settings
 from saccade.errors import ConfigError
 from saccade.models import experts
 from saccade.models.families import Family

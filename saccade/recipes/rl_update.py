@@ -20,7 +20,7 @@ from saccade.run.progress import Progress
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss, ValueLoss
-from saccade.trainer.schedule import rate
+from saccade.trainer.optimizer import rate
 from saccade.types import Batch, Metrics
 
 

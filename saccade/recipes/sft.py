@@ -6,7 +6,7 @@ saccade sft run.yaml data.train=demonstrations.jsonl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,15 @@ from saccade.config import AlgorithmConfig
 from saccade.forest.packing import pack
 from saccade.recipes import model_setup, offline_loop, parts, questions
 from saccade.recipes.to_trajectory import dialogue, document
+from saccade.registry import Table
 from saccade.run.training_run import Run
 from saccade.trainer import OWN, Loss
-from saccade.trainer.distil import DistillationLoss
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Batch, Sample
 
 # -log p of each trained token, all tokens alike: the policy gradient of an advantage of 1.
 SUPERVISED = resolve(AlgorithmConfig(preset=("reinforce",)), max_tokens=1)
+PLUGGED: Table[Callable[..., Loss]] = Table("losses", {})
 LOGGED = (
     "policy/grad_norm",
     "policy/grad_norm_vision",
@@ -62,7 +63,7 @@ def run(config: Any) -> dict[str, Any]:
         teacher = model_setup.IMITATION["teacher"](config, family)
         loss: Loss = PolicyLoss(SUPERVISED, OWN)
         if teacher is not None:
-            loss = DistillationLoss(teacher, sft.kd_coef)
+            loss = PLUGGED["distillation"](teacher, sft.kd_coef)
         task = offline_loop.Task(prepare=prepare, train=job.backend.train_step, metrics=metrics)
         return offline_loop.train(job, task)
 

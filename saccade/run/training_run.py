@@ -37,7 +37,7 @@ from saccade.run.progress import Progress, from_json
 from saccade.run.quarantine import Quarantine
 from saccade.system import devices
 from saccade.trainer.local import LocalBackend
-from saccade.trainer.schedule import rate
+from saccade.trainer.optimizer import rate
 from saccade.types import Group
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ inputs.get(following)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,9 @@ from saccade.forest.packing import has_media
 from saccade.forest.to_device import to_device
 from saccade.models.families import Family
 from saccade.models.load import media_inputs
-from saccade.types import Batch
+from saccade.types import Batch, MediaSpan
+
+FEATURE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,3 +99,34 @@ class Ahead:
 
     def clear(self) -> None:
         self._begun.clear()
+
+
+class FeatureCache:
+    """Features of images from frozen towers, on the device: every pass of a step reads the same
+    ones. The least recently used are dropped first.
+    """
+
+    def __init__(self, max_bytes: int = FEATURE_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._kept: dict[Any, Tensor] = {}  # least recently used first
+
+    def read(self, media: Sequence[MediaSpan], compute: Callable[[Sequence[MediaSpan]], Tensor]) -> Tensor:
+        """[media tokens, hidden] in the order of the spans; what is not known is computed in one
+        call.
+        """
+        wanted = {span.media.key: span for span in media}
+        found = {key: self._kept.pop(key) for key in wanted if key in self._kept}
+        missing = [span for key, span in wanted.items() if key not in found]
+        if missing:
+            with torch.no_grad():
+                rows = compute(missing).split([span.length for span in missing])
+            # A copy of its own: a view would hold the features of all of them.
+            found |= {s.media.key: r.clone() for s, r in zip(missing, rows, strict=True)}
+        self._kept |= {key: found[key] for key in wanted}
+        size = sum(rows.nbytes for rows in self._kept.values())
+        while size > self.max_bytes:
+            size -= self._kept.pop(next(iter(self._kept))).nbytes
+        return torch.cat([found[span.media.key] for span in media])
+
+    def clear(self) -> None:
+        self._kept.clear()

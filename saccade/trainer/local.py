@@ -27,15 +27,15 @@ from saccade.forest.packing import halves
 from saccade.forest.to_device import to_device
 from saccade.models import lora
 from saccade.models.families import Family
+from saccade.models.files import require_same
 from saccade.models.heads import RewardHead, read_scores, without_reward
 from saccade.models.load import banned_mask, hidden_states, media_inputs, negated
 from saccade.system.contents import File, held, tensor_file
 from saccade.trainer import Loss, Scoring, Update, model_state
 from saccade.trainer.checkpointing import Recompute
-from saccade.trainer.forward_inputs import Ahead, Inputs, inputs_of
-from saccade.trainer.moe_loss import Balance
+from saccade.trainer.forward_inputs import Ahead, FeatureCache, Inputs, inputs_of
+from saccade.trainer.losses import Balance
 from saccade.trainer.optimizer import Optimizer
-from saccade.trainer.vision_cache import FeatureCache
 from saccade.types import Batch, Metrics
 
 WEIGHTS, OPTIMIZER, AVERAGE = "weights.safetensors", "optimizer.safetensors", "average/"
@@ -308,7 +308,7 @@ class LocalBackend:
         stored = load_file(folder / WEIGHTS)
         averages = {name: stored.pop(name) for name in list(stored) if name.startswith(AVERAGE)}
         mine = dict(self.weights())
-        model_state.require_same(str(folder / WEIGHTS), mine, stored)
+        require_same(str(folder / WEIGHTS), mine.items(), stored.items())
         for name, weight in mine.items():
             weight.copy_(stored[name])
         self.forget_features()

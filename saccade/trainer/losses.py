@@ -6,16 +6,24 @@ the function that makes a loss of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
-from saccade.algorithms.objective import imitation_objective, objective, value_objective
+from torch import Tensor, nn
+
+from saccade.algorithms.objective import LossSums, imitation_objective, objective, value_objective
 from saccade.algorithms.resolved_algorithm import Algorithm
+from saccade.errors import ConfigError
+from saccade.models import experts
 from saccade.plugins.preferences.comparison import Comparison, comparison_objective, sides_of
 from saccade.trainer import OWN, Objective, Reader, Scoring
 from saccade.trainer.forward_inputs import column, columns_of
 from saccade.types import Batch
+
+AUX_METRICS = {"policy": "moe/aux_loss", "critic": "moe/aux_loss_critic"}
 
 
 @dataclass(frozen=True)
@@ -67,3 +75,34 @@ class PreferenceLoss:
     def read(self, trainer: Reader, batch: Batch) -> Objective:
         new, _ = trainer.read(batch, OWN)
         return partial(comparison_objective, self.comparison, new, sides_of(batch, new))
+
+
+class Balance:
+    """The balance loss of a mixture of experts, added to whatever else a forest is trained on.
+
+    A forest counts by its share of the tokens of the optimizer step. A trunk is one row of it
+    however many leaves it has, so the term depends on how the rows were packed, unlike every other
+    loss.
+    """
+
+    def __init__(self, model: nn.Module, coef: float) -> None:
+        self.coef = coef
+        self.routers = experts.routers(model) if coef else []
+        if coef and not self.routers:
+            raise ConfigError(
+                f"train.aux_coef={coef:g}: {type(model).__name__} has no experts to balance; try train.aux_coef=0"
+            )
+
+    def watched(self) -> AbstractContextManager[list[Tensor]]:
+        """The logits of the routers in the forwards inside."""
+        return experts.watched(self.routers)
+
+    def added(
+        self, loss: Tensor, sums: LossSums, logits: Sequence[Tensor], share: float, *, role: str
+    ) -> tuple[Tensor, LossSums]:
+        """Both with this term; `share`: of the tokens of the optimizer step."""
+        if not self.routers:
+            return loss, sums
+        term = experts.balance_loss(logits, self.routers[0].top_k) * share
+        means = {**sums.means, AUX_METRICS[role]: (term.detach(), term.new_full((), share))}
+        return loss + self.coef * term, replace(sums, means=means)

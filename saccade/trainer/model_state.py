@@ -10,23 +10,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from saccade.errors import EnvironmentProblem
 from saccade.models import lora
+from saccade.models.files import require_same
 from saccade.models.heads import reward_file, without_reward
 from saccade.models.towers import TOWERS
 from saccade.system.contents import File, held, pretrained
-
-
-def require_same(what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-    """Names and shapes, both ways: a tensor left out or stretched would train another model."""
-    problems = {
-        "missing": mine.keys() - theirs.keys(),
-        "unexpected": theirs.keys() - mine.keys(),
-        "of another shape": {n for n in mine.keys() & theirs.keys() if mine[n].shape != theirs[n].shape},
-    }
-    if any(problems.values()):
-        listed = (f"{k}: {', '.join(sorted(names)[:3])}" for k, names in problems.items() if names)
-        raise EnvironmentProblem(f"{what}: not those of this model ({'; '.join(listed)}); use the same model.path")
 
 
 def model_files(model: nn.Module, *, copy: bool) -> list[File]:
@@ -50,7 +38,7 @@ def blend_into(
     """mine = share * theirs + (1 - share) * mine. `averages` keeps in fp32 what is stored with
     less: rounded to bf16 at every step, an average would stand still. A copy (1) needs none.
     """
-    require_same("the weights to follow", mine, theirs)
+    require_same("the weights to follow", mine.items(), theirs.items())
     for name, weight in mine.items():
         target = theirs[name].detach().to(weight.device)
         if share == 1:

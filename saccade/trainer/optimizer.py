@@ -11,6 +11,7 @@ has added so far is known by name, so that its repetition leaves that out.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -44,7 +45,7 @@ class Optimizer:
         # Biases and norms are vectors; decay would only shrink what they have learned.
         self.decay = {name: config.weight_decay * (p.ndim > 1) for name, p in self.parameters.items()}
         kind: Any = {"adamw": _MasterAdamW, "adamw_bf16": _KahanAdamW}[config.optimizer]
-        self._rule: _MasterAdamW | _KahanAdamW = kind(self.parameters, config, self.lr_scale, self.decay)
+        self._rule: _MasterAdamW | _KahanAdamW = kind(self)
 
     def begin(self) -> None:
         """Room for the sums, taken in one go: between activations they would leave gaps."""
@@ -110,10 +111,12 @@ class Optimizer:
     def state(self) -> dict[str, Tensor]:
         return self._rule.state()
 
+    @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        expected, found = set(self.state()), set(state)
-        assert expected == found, f"optimizer state differs: {sorted(expected ^ found)[:5]}"
-        self._rule.load(state)
+        mine = self.state()
+        assert mine.keys() == state.keys(), f"optimizer state differs: {sorted(mine.keys() ^ state.keys())[:5]}"
+        for name, tensor in mine.items():
+            tensor.copy_(state[name])
 
 
 def _hook(add: weakref.WeakMethod[Any], name: str, parameter: Tensor) -> None:
@@ -124,28 +127,22 @@ def _hook(add: weakref.WeakMethod[Any], name: str, parameter: Tensor) -> None:
 class _MasterAdamW:
     """torch's fused AdamW on fp32 masters. An fp32 parameter is its own master."""
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        config: TrainConfig,
-        lr_scale: Mapping[str, float],
-        decay: Mapping[str, float],
-    ) -> None:
-        self.parameters = parameters
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.parameters = parameters = optimizer.parameters
         self.masters = {
             name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for name, p in parameters.items()
         }
         groups: dict[tuple[float, float], list[str]] = {}
         for name in parameters:
-            groups.setdefault((lr_scale[name], decay[name]), []).append(name)
+            groups.setdefault((optimizer.lr_scale[name], optimizer.decay[name]), []).append(name)
         self.adam = torch.optim.AdamW(
             [
                 {"params": [self.masters[n] for n in names], "weight_decay": wd, "lr_scale": scale}
                 for (scale, wd), names in groups.items()
             ],
             lr=1.0,
-            betas=config.betas,
-            eps=config.eps,
+            betas=optimizer.config.betas,
+            eps=optimizer.config.eps,
             fused=True,
         )
         for master in self.masters.values():
@@ -178,11 +175,6 @@ class _MasterAdamW:
                 tensors[f"{key}/{name}"] = value
         return tensors
 
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        for name, mine in self.state().items():
-            mine.copy_(state[name])
-
 
 class _KahanAdamW:
     """Weights and moments in bf16. The part of an update that rounding would lose is carried to the
@@ -191,18 +183,12 @@ class _KahanAdamW:
 
     KEYS = ("exp_avg", "exp_avg_sq", "lost")
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        config: TrainConfig,
-        lr_scale: Mapping[str, float],
-        decay: Mapping[str, float],
-    ) -> None:
-        self.parameters, self.config = parameters, config
-        self.lr_scale, self.decay = lr_scale, decay
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.parameters, self.config = optimizer.parameters, optimizer.config
+        self.lr_scale, self.decay = optimizer.lr_scale, optimizer.decay
         self.moments = {
             name: {key: torch.zeros_like(p, dtype=torch.bfloat16) for key in self.KEYS}
-            for name, p in parameters.items()
+            for name, p in self.parameters.items()
         }
         self.steps = torch.zeros((), dtype=torch.float64)
 
@@ -228,7 +214,28 @@ class _KahanAdamW:
         tensors = {f"{key}/{n}": t for n, state in self.moments.items() for key, t in state.items()}
         return tensors | {"steps": self.steps}
 
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        for name, mine in self.state().items():
-            mine.copy_(state[name])
+
+# -- the learning rate -----------------------------------------------------------------------------
+
+SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "cosine_with_min_lr": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+}
+DEFAULT_FLOOR = {"cosine_with_min_lr": 0.1}
+
+
+def rate(update: int, *, total: int, lr: float, schedule: str, warmup: float, min_lr: float) -> float:
+    """The learning rate of an update. `warmup` counts updates, or is a share of `total` when below
+    1. The first update already moves.
+
+    >>> rate(0, total=10, lr=1.0, schedule="linear", warmup=2, min_lr=0.0)
+    0.5
+    """
+    warm = warmup if warmup >= 1 else warmup * total
+    if update < warm:
+        return lr * min(1.0, (update + 1) / warm)
+    progress = min(1.0, (update - warm) / max(1.0, total - warm))
+    floor = min_lr or DEFAULT_FLOOR.get(schedule, 0.0)
+    return lr * (floor + (1 - floor) * SHAPES[schedule](progress))

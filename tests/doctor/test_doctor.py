@@ -59,7 +59,7 @@ def test_replicas_leave_nothing_behind(healthy, tmp_path, monkeypatch):
         seen.append(engine)
         raise RuntimeError("in the midst of it")
 
-    monkeypatch.setattr("saccade.plugins.engines.parity_check.compare", broken)
+    monkeypatch.setattr("saccade.plugins.engines.parity.compare", broken)
     config = load(None, [f"model.path={healthy}", "run.device=cpu", "rollout.replicas=1"])
     (found,) = look_in_turn([model_checks(config)[2][2:]])
     assert (found.name, found.fix) == ("parity embedded", "fix this and run doctor again")

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from saccade.engines import generate
-from saccade.engines.parity import trajectory
+from saccade.plugins.engines import parity
+from saccade.plugins.engines.parity import trajectory
+from saccade.trainer import Scoring
 from saccade.types import Completion, Group, Message, Request, Sample, Sampling
 
 NAME = "qwen2_5_vl"
@@ -105,3 +107,46 @@ def play(engine, family, image, request: Request, turns: int) -> list[tuple[Requ
         parts = (image(84, 56, number), "more") if number % 2 else ("look again",)
         request = turn(request, answer, family, parts)
     return played
+
+
+def drain(engine) -> list[Completion]:
+    """Whatever an engine still has to finish."""
+    done = []
+    while engine.pending:
+        done += engine.poll()
+    return done
+
+
+def probe(engine, backend, samples, **options) -> parity.Parity:
+    """The parity probe of an engine beside a trainer."""
+
+    def score(batches, temperature, ban):
+        scored = backend.logprobs(batches, Scoring(temperature=temperature, ban=ban))
+        return [logprobs for logprobs, _ in scored]
+
+    trainer = parity.Trainer(score=score, source=backend, changed=backend.changed)
+    return parity.probe(engine, trainer, backend.family, samples, **({"limit": 1e-4, "version": 0} | options))
+
+
+def too_small_for(model, most: int) -> None:
+    """From now on there is no memory for a forward over more tokens."""
+
+    def check(module, arguments, options):
+        if options["position_ids"].shape[-1] > most:
+            raise torch.OutOfMemoryError("simulated")
+
+    model.model.language_model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def count_evictions(engine) -> list[int]:
+    """How many sequences lose their pages at each step from now on."""
+    lost, allocate_pages = [], engine.scheduler.allocate_pages
+
+    def noted(ready, steps_of):
+        before = len(ready)
+        steps = allocate_pages(ready, steps_of)
+        lost.append(before - len(ready))
+        return steps
+
+    engine.scheduler.allocate_pages = noted
+    return lost

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from saccade.config import TrainConfig
+from saccade.trainer.local import LocalBackend
 from saccade.types import Message
 from tests.engines.asked import NAME
 
@@ -23,6 +25,12 @@ def model(load):
 @pytest.fixture(scope="module")
 def family(family_of):
     return family_of(NAME)
+
+
+@pytest.fixture(scope="module")
+def trained(load, family):
+    """A trainer with weights of its own."""
+    return LocalBackend(load(NAME), family, TrainConfig())
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import torch
 
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.errors import ConfigError
 from saccade.forest.packing import pack
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
@@ -18,23 +17,10 @@ from tests.engines.asked import FREE, counted, head, requests, same, scripted, s
 # -- against others ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-        "internvl",
-        "llava",
-        "qwen2",
-        "qwen3",
-        "llama",
-        "mixtral",
-        "qwen2_moe",
-        "qwen3_moe",
-    ],
-)
+SEEING = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava"]
+
+
+@pytest.mark.parametrize("name", [*SEEING, "qwen2", "qwen3", "llama", "mixtral", "qwen2_moe", "qwen3_moe"])
 def test_greedy_tokens_are_those_of_transformers_generate(name, family_of, load, stock, image):
     family, reference = family_of(name), stock(name)
     pictures = [image(56, 56, 1), image(140, 84, 2), image(84, 56, 3)]
@@ -81,7 +67,7 @@ def test_sampling_does_not_depend_on_batching(model, family, prompts, changes):
     wanted = generate(EmbeddedEngine(model, family), asked)
     assert len({c.ids.tobytes() for c in wanted}) == len(wanted)  # noise differs by key
     shuffled = [asked[i] for i in np.random.default_rng(0).permutation(len(asked))]
-    for slots, order in ((1, asked), (3, asked), (3, shuffled), (512, shuffled)):
+    for slots, order in ((1, asked), (3, shuffled)):
         engine = EmbeddedEngine(model, family, max_sequences=slots)
         got = {c.key: c for c in generate(engine, order)}
         assert engine.cache.pages.count == min(slots, len(asked)) and engine.pending == 0
@@ -177,11 +163,6 @@ def test_end_of_turn_ends_the_response_unless_ignored(model, family, prompts):
         assert answer.finish == ("length" if ignore else "stop")
 
 
-def test_one_token_is_enough(model, family, prompts):
-    answers = generate(EmbeddedEngine(model, family), requests(prompts, replace(FREE, max_tokens=1)))
-    assert [len(a.ids) for a in answers] == [1] * 4 and {a.finish for a in answers} == {"length"}
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_placeholders_and_ids_past_the_tokenizer_are_never_sampled(model, family, prompts, temperature):
     banned = torch.from_numpy(family.banned)
@@ -197,16 +178,6 @@ def test_placeholders_and_ids_past_the_tokenizer_are_never_sampled(model, family
             (batch,) = pack([trajectories(asked, answers)], positions=family.positions, micro_tokens=9999)
             ((new, _),) = LocalBackend(model, family).logprobs([batch], Scoring())
             assert np.abs(new - batch.rollout_logprobs).max() < 1e-5
-
-
-def test_requests_over_the_positions_are_refused_with_what_helps(model, family, prompts):
-    engine = EmbeddedEngine(model, family)
-    long = requests(prompts[:1], replace(FREE, max_tokens=family.max_positions))[0]
-    with pytest.raises(ConfigError, match=r"rollout\.max_tokens"):
-        engine.submit(long)
-    assert engine.pending == 0
-    fits = family.max_positions - len(long.ids)
-    engine.submit(replace(long, sampling=replace(FREE, max_tokens=fits)))
 
 
 def test_a_key_is_taken_until_its_completion(model, family, prompts):

@@ -56,12 +56,10 @@ def test_a_hot_first_token_does_not_depend_on_batching(model, family, prompts):
     ]
     wanted = generate(EmbeddedEngine(model, family), asked)
     shuffled = [asked[i] for i in np.random.default_rng(1).permutation(len(asked))]
-    for slots in (1, 3, 512):
-        engine = EmbeddedEngine(model, family, max_sequences=slots)
-        got = {c.key: c for c in generate(engine, shuffled)}
-        for completion in wanted:
-            same(got[completion.key], completion)
-            assert support_of(got[completion.key]) == support_of(completion)
+    got = {c.key: c for c in generate(EmbeddedEngine(model, family, max_sequences=3), shuffled)}
+    for completion in wanted:
+        same(got[completion.key], completion)
+        assert support_of(got[completion.key]) == support_of(completion)
 
 
 def test_the_trainer_agrees_on_all_but_the_hot_token(model, family, prompts):

@@ -36,20 +36,6 @@ def test_joined_products_are_the_separate_ones(load, name):
         assert all("forward" not in part.__dict__ for part in parts)
 
 
-def test_weights_are_copied_again_when_asked(load):
-    model = load("qwen2")
-    projections = Projections(model)
-    projections.refresh()
-    part = model.model.layers[0].self_attn.k_proj
-    x = torch.randn(1, 3, part.in_features)
-    with torch.no_grad():
-        part.weight.mul_(2)
-        projections.refresh()
-        wanted = part(x)
-        with projections.joined():
-            assert (part(x) - wanted).abs().max() < 1e-5
-
-
 def test_layers_with_something_of_their_own_are_left_alone(load):
     model = load("llama")
     attention = model.model.layers[0].self_attn
@@ -120,21 +106,10 @@ def kinds(forwards):
     return {type(module).__name__ for module, _ in forwards}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen2",
-        "qwen3",
-        "llama",
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "internvl",
-        "llava",
-        "qwen2_audio",
-        "qwen2_5_omni",
-    ],
-)
+SEEING = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava"]
+
+
+@pytest.mark.parametrize("name", [*SEEING, "qwen2", "qwen3", "llama", "qwen2_audio", "qwen2_5_omni"])
 def test_layers_give_what_they_gave(load, family_of, name):
     model, family = load(name), family_of(name)
     forwards = fused_forwards(model)
@@ -160,7 +135,7 @@ def test_a_changed_state_is_normed_again(load, family_of):
         assert not torch.equal(states(model, family), own)
 
 
-@pytest.mark.parametrize("change", ["order", "part", "experts", "call", "attention", "norm", "mixed"])
+@pytest.mark.parametrize("change", ["order", "part", "experts", "call"])
 def test_layers_of_another_build_keep_their_forward(load, change, monkeypatch):
     model = load("mixtral" if change == "experts" else "llama")
     layer = model.model.layers[0]
@@ -175,18 +150,6 @@ def test_layers_of_another_build_keep_their_forward(load, change, monkeypatch):
         monkeypatch.setattr(type(layer), "forward", behind)
     if change == "call":
         monkeypatch.setattr(type(layer), "forward", lambda self, x, mask: x)
-    if change == "attention":
-
-        def three(self, x, **options):
-            y, _, _ = self.self_attn(hidden_states=self.input_layernorm(x), **options)
-            return y
-
-        monkeypatch.setattr(type(layer), "forward", three)
-    if change == "norm":
-        layer.input_layernorm = torch.nn.LayerNorm(64, elementwise_affine=False)
-        del layer.input_layernorm._parameters["weight"]
-    if change == "mixed":
-        layer.__class__ = type("Another", (type(layer),), {})
     assert not fused_forwards(model)
 
 

@@ -20,19 +20,9 @@ from saccade.plugins.engines.http_family import endpoint_family
 from saccade.plugins.judges.http_client.chat_client import ChatClient
 from saccade.types import Completion, Media, Message, Request, Sampling
 from tests.endpoints import TOKEN, Endpoint, Says, chat_answer, scripted, serving
+from tests.engines.asked import drain
 
-NAME = "qwen2_5_vl"
 GREEDY = Sampling(temperature=0, max_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def family(family_of: Callable[[str], Family]) -> Family:
-    return family_of(NAME)
-
-
-@pytest.fixture(scope="module")
-def model(load: Callable[..., Any]) -> Any:
-    return load(NAME)
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +125,7 @@ def test_what_was_aborted_comes_back_empty_and_once(endpoint: Endpoint, connect:
         engine.submit(asked(talks[0], GREEDY, str(i)))
     for key in ("0", "2", "2"):
         engine.abort(key)
-    done: list[Completion] = []
-    while engine.pending:
-        done += engine.poll()
+    done = drain(engine)
     ends = {c.key: (c.finish, len(c.ids)) for c in done}
     assert len(done) == 4 and ends["0"] == ends["2"] == ("aborted", 0)
     assert ends["1"] == ends["3"] and ends["1"][1] > 0
@@ -155,13 +143,6 @@ def test_a_wrong_key_stops_the_run_and_says_so(
     engine.close()
     with pytest.raises(AssertionError, match="closed"):
         engine.submit(asked(talks[0], GREEDY, "row/1"))
-
-
-def finished(engine: HttpEngine) -> list[Completion]:
-    done: list[Completion] = []
-    while engine.pending:
-        done += engine.poll()
-    return done
 
 
 def test_a_refusal_costs_its_request_only(connect: Any, talks: Any) -> None:
@@ -182,7 +163,7 @@ def test_a_refusal_costs_its_request_only(connect: Any, talks: Any) -> None:
             engine.poll()
         assert caught.value.request == "bad" and engine.pending == 1
         engine.submit(asked(talks[0], GREEDY, "next"))
-        done = finished(engine)
+        done = drain(engine)
     assert [c.key for c in done] == ["good", "next"] and texts(engine, done) == ["fine"] * 2
 
 
@@ -204,7 +185,7 @@ def test_a_key_that_is_used_again_gets_its_own_answer(connect: Any) -> None:
                 assert old.wait(10)
             if text != "new":
                 engine.abort("chat")
-        done = finished(engine)
+        done = drain(engine)
     assert [c.finish for c in done] == ["aborted", "aborted", "stop"]
     assert texts(engine, done[2:]) == ["new"]
     assert [seen["body"]["messages"][0]["content"] for seen in endpoint.asked] == ["old", "new"]

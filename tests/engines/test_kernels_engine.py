@@ -10,7 +10,9 @@ from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine, decode_state, kv_cache, scheduler
 from saccade.errors import ConfigError, TrainingError
 from saccade.types import Completion, Message, Request, Sampling
+from tests.engines.asked import count_evictions, counted, drain, support_of, too_small_for
 from tests.engines.asked import requests as requests_for
+from tests.engines.asked import same as same_completion
 
 FREE = Sampling(temperature=1.0, max_tokens=20, ignore_eos=True)
 
@@ -49,33 +51,15 @@ def _identity(request: Request) -> tuple:
 
 def same(got: list[Completion], wanted: list[Completion]) -> None:
     for a, b in zip(got, wanted, strict=True):
-        assert a.ids.tolist() == b.ids.tolist() and a.finish == b.finish, a.key
-        assert np.abs(a.logprobs - b.logprobs).max(initial=0) < 1e-5, a.key
-        assert _support(a) == _support(b)
-
-
-def _support(completion: Completion) -> list[list[int]] | None:
-    return None if completion.support is None else [ids.tolist() for ids in completion.support]
+        same_completion(a, b)
+        assert support_of(a) == support_of(b)
 
 
 def empty(engine: EmbeddedEngine) -> bool:
     """Every page and every slot is free again."""
     pages, scheduler = engine.cache.pages, engine.scheduler
     slots = len(engine.cache.free_slots) == engine.cache.slots
-    return pages.free == pages.count > 0 and slots and not (scheduler.prefix_cache.wanted or scheduler.jobs)
-
-
-def passes(model) -> tuple[list[int], list[int]]:
-    """Tokens of every forward and images of every pass of the tower, from now on."""
-    tokens: list[int] = []
-    images: list[int] = []
-    model.get_decoder().register_forward_pre_hook(
-        lambda module, args, kwargs: tokens.append(kwargs["position_ids"].shape[-1]), with_kwargs=True
-    )
-    model.model.visual.register_forward_pre_hook(
-        lambda module, args, kwargs: images.append(len(kwargs["grid_thw"])), with_kwargs=True
-    )
-    return tokens, images
+    return pages.free == pages.count > 0 and slots and not (scheduler.waiting or scheduler.jobs)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +100,7 @@ def test_a_sequence_without_room_for_what_it_keeps_goes_on_later(model, family, 
     from saccade.engines.embedded import graphs
 
     monkeypatch.setattr(graphs, "KEPT", 1)  # as many as one sequence needs, then
-    asked = requests(prompts, replace(FREE, top_p=0.9, support=True), repeats=2)
+    asked = requests(prompts[:2], replace(FREE, top_p=0.9, support=True, max_tokens=6), repeats=2)
     engine = EmbeddedEngine(model, family)
     waits = []
     read = engine._read
@@ -195,36 +179,25 @@ def test_a_prompt_is_computed_once_however_late_its_members_come(load, family, p
     model = load("qwen2_5_vl")
     asked = requests(prompts, repeats=4)
     engine = EmbeddedEngine(model, family, max_sequences=3)
-    tokens, images = passes(model)
-    generate(engine, asked)
-    buckets = {8}  # rows of a decode step
-    assert sum(t for t in tokens if t not in buckets) == sum(len(p) for p in prompts)
-    assert sum(images) == 0 + 1 + 2 + 3
+    with counted(model) as calls:
+        generate(engine, asked)
+    assert sum(tokens for tokens, _ in calls if tokens != 8) == sum(len(p) for p in prompts)  # 8: decode steps
+    assert sum(images for _, images in calls) == 0 + 1 + 2 + 3
     assert empty(engine)
 
 
-@pytest.mark.parametrize("budget", [7, 25])
-def test_long_prompts_are_computed_in_pieces(load, family, prompts, paged, plain, monkeypatch, budget):
+def test_long_prompts_are_computed_in_pieces(load, family, prompts, paged, plain, monkeypatch):
+    budget = 7
     asked = requests(prompts)
     wanted = plain(asked)
     monkeypatch.setattr(scheduler, "PREFILL_TOKENS", budget)
     model = load("qwen2_5_vl")
-    tokens, images = passes(model)
     engine = EmbeddedEngine(model, family)
-    same(generate(engine, asked), wanted)
+    with counted(model) as calls:
+        same(generate(engine, asked), wanted)
     longest = max(span.length for p in prompts for span in p.media)
-    assert sum(images) == 6 and max(tokens) <= budget + longest
+    assert sum(images for _, images in calls) == 6 and max(tokens for tokens, _ in calls) <= budget + longest
     assert empty(engine)
-
-
-def too_small_for(model, most: int) -> None:
-    """From now on there is no memory for a forward over more tokens."""
-
-    def check(module, arguments, options):
-        if options["position_ids"].shape[-1] > most:
-            raise torch.OutOfMemoryError("simulated")
-
-    model.model.language_model.register_forward_pre_hook(check, with_kwargs=True)
 
 
 def test_prompts_that_memory_is_too_short_for_are_halved(load, family, prompts, paged, plain):
@@ -243,6 +216,9 @@ def test_prompts_that_memory_is_too_short_for_are_halved(load, family, prompts, 
 @pytest.mark.parametrize("running, most_waits", [(8, 0), (3, scheduler.PATIENCE)])
 def test_decoding_goes_on_between_the_pieces(model, family, prompts, paged, monkeypatch, running, most_waits):
     """Few that decode wait for one that comes, but not until the end of a long prompt."""
+    from saccade.engines.embedded import graphs
+
+    monkeypatch.setattr(graphs, "MAX_BURST", 2)
     engine = EmbeddedEngine(model, family)
     for request in requests(prompts[:1], replace(FREE, max_tokens=1000), repeats=running):
         engine.submit(request)
@@ -283,22 +259,13 @@ def test_a_request_after_new_weights_shares_nothing_with_those_before(load, fami
     assert after[0].versions.tolist() == [1] * 20
 
 
-@pytest.mark.parametrize("pages", [11, 16, 24])
+@pytest.mark.parametrize("pages", [11, 24])
 def test_sequences_that_lose_their_pages_go_on_with_the_same_tokens(model, family, prompts, paged, plain, pages):
     asked = requests(prompts, replace(FREE, max_tokens=40))
     wanted = plain(asked)
     engine = EmbeddedEngine(model, family)
     paged.budget = pages * engine.cache.bytes_per_page
-    lost = []
-    allocate_pages = engine.scheduler.allocate_pages
-
-    def note(ready, steps_of):
-        before = len(ready)
-        steps = allocate_pages(ready, steps_of)
-        lost.append(before - len(ready))
-        return steps
-
-    engine.scheduler.allocate_pages = note
+    lost = count_evictions(engine)
     same(generate(engine, asked), wanted)
     assert sum(lost) > 0 and engine.cache.pages.count == pages and empty(engine)
 
@@ -314,9 +281,7 @@ def test_a_request_larger_than_the_memory_is_refused_alone(model, family, prompt
     with pytest.raises(ConfigError, match=r"room for the keys and values of 48.*max_tokens") as told:
         engine.poll()
     assert told.value.request == large.key
-    done = []
-    while engine.pending:
-        done += engine.poll()
+    done = drain(engine)
     same(done, wanted)
     assert empty(engine)
 
@@ -327,15 +292,15 @@ def test_turns_continue_from_their_pages(load, family, prompts, paged, plain):
     states = [replace(r, episode=r.key) for r in requests(prompts, repeats=2)]
     for _ in range(3):
         wanted = plain(states)
-        tokens, images = passes(model)
-        answers = generate(engine, states)
+        with counted(model) as calls:
+            answers = generate(engine, states)
         same(answers, wanted)
         states = [
             replace(r, ids=np.concatenate([r.ids, a.ids, [7, 8, 9]]), first_index=r.first_index + len(a.ids))
             for r, a in zip(states, answers, strict=True)
         ]
-    assert not images  # of the third turn: they are in the pages
-    assert sum(t for t in tokens if t != 8) <= 4 * len(states)
+    assert not any(images for _, images in calls)  # of the third turn: they are in the pages
+    assert sum(tokens for tokens, _ in calls if tokens != 8) <= 4 * len(states)
     for state in states:
         engine.release(state.episode)
     assert empty(engine)
@@ -388,28 +353,7 @@ def test_an_evicted_sequence_can_be_aborted(model, family, prompts, paged):
     done += engine.poll()
     (aborted,) = (c for c in done if c.key == key)
     assert aborted.finish == "aborted" and len(aborted.ids) == sampled
-    while engine.pending:
-        engine.poll()
-    assert empty(engine)
-
-
-def test_versions_and_idle_caches_follow_the_weights(load, family, prompts, paged):
-    model = load("qwen2_5_vl")
-    engine = EmbeddedEngine(model, family)
-    first, second, *_ = requests(prompts, replace(FREE, ignore_eos=False, max_tokens=40))
-    engine.graphs.banned = engine.banned = torch.from_numpy(
-        np.isin(np.arange(family.vocabulary), list(family.chat.eos_ids))
-    )
-    generate(engine, [replace(first, episode="e", sampling=FREE)])
-    engine.submit(second)
-    engine.poll()
-    engine.poll()
-    engine.update_weights(None, version=4)
-    assert not engine.scheduler.prefix_cache.turns
-    done = []
-    while engine.pending:
-        done += engine.poll()
-    assert done[0].versions.tolist() == [0] * 17 + [4] * 23
+    drain(engine)
     assert empty(engine)
 
 
@@ -440,9 +384,7 @@ def test_the_pool_grows_while_sequences_run(model, family, prompts, paged, plain
     small = engine.cache.pages.count
     for request in long:
         engine.submit(request)
-    done = []
-    while engine.pending:
-        done += engine.poll()
+    done = drain(engine)
     assert engine.cache.pages.count > small
     same(sorted(done, key=lambda c: c.key), sorted(wanted, key=lambda c: c.key))
     assert empty(engine)

@@ -8,26 +8,15 @@ import pytest
 import torch
 
 from saccade.config import TrainConfig
-from saccade.engines import parity
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import EnvironmentProblem, TrainingError
-from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.types import Message, Sample, Sampling
+from tests.engines import asked
 from tests.engines.copies import CopyEngine, remembering
 
-NAME, LIMIT = "qwen2_5_vl", 1e-4
+NAME = "qwen2_5_vl"
 WARM = Sampling(temperature=0.7, max_tokens=64, stop=("a",))
-
-
-@pytest.fixture(scope="module")
-def family(family_of):
-    return family_of(NAME)
-
-
-@pytest.fixture(scope="module")
-def trained(load, family):
-    return LocalBackend(load(NAME), family, TrainConfig())
 
 
 @pytest.fixture
@@ -46,17 +35,7 @@ def samples(image):
 
 
 def probe(engine, backend, samples, sampling=WARM, **options):
-    def score(batches, temperature, ban):
-        scored = backend.logprobs(batches, Scoring(temperature=temperature, ban=ban))
-        return [logprobs for logprobs, _ in scored]
-
-    return parity.probe(
-        engine,
-        parity.Trainer(score=score, source=backend, changed=backend.changed),
-        backend.family,
-        samples,
-        **({"sampling": sampling, "limit": LIMIT, "version": 3} | options),
-    )
+    return asked.probe(engine, backend, samples, **{"sampling": sampling, "version": 3, **options})
 
 
 def state(model) -> dict[str, torch.Tensor]:
@@ -77,14 +56,14 @@ def test_a_sound_engine_agrees_and_every_weight_is_as_before(trained, copy, fami
 
 
 def test_one_request_for_every_replica(trained, copy, family, samples):
-    asked = []
-    engine = CopyEngine(copy, family, request=lambda r: asked.append(r) or r)
+    seen = []
+    engine = CopyEngine(copy, family, request=lambda r: seen.append(r) or r)
     probe(engine, trained, samples, copies=3)
-    first = asked[:6]
+    first = seen[:6]
     assert len({r.noise for r in first}) == 6 and all(r.media for r in first)
     assert {(len(r.media), r.replica) for r in first} == {(n, r) for n in (1, 2) for r in range(3)}
     assert {len(r.media) for r in first} == {1, 2}
-    assert all(r.sampling.max_tokens == 16 and not r.sampling.stop for r in asked)
+    assert all(r.sampling.max_tokens == 16 and not r.sampling.stop for r in seen)
 
 
 def test_a_frozen_tower_is_probed_as_well(load, copy, family, samples):
@@ -93,10 +72,6 @@ def test_a_frozen_tower_is_probed_as_well(load, copy, family, samples):
         p.requires_grad_(family.tower_of(name) == "llm")
     found = probe(CopyEngine(copy, family), LocalBackend(model, family, TrainConfig()), samples)
     assert found.by_weight > 0.01
-
-
-def test_the_embedded_engine_itself_agrees(trained, family, samples):
-    assert probe(EmbeddedEngine(trained.model, family), trained, samples).gap < 1e-5
 
 
 def test_truncated_sampling_is_scored_on_what_was_kept(trained, copy, family, samples):
@@ -146,23 +121,8 @@ def test_an_encoder_cache_that_outlives_the_weights(trained, copy, family, sampl
     by_pixels = remembering(family.features, lambda media: media["patches"].numpy().tobytes())
     engine = CopyEngine(copy, replace(family, features=by_pixels))
     message = refused(engine, trained, samples)
-    assert "under older weights: its encoder or prefix cache is stale" in message
+    assert "cache is stale" in message and "under older weights" in message
     assert "rollout.engine_args" in message
-
-
-def test_a_cache_of_single_pictures(trained, copy, family, samples):
-    """The second picture of a prompt is kept, too, whatever stands before it."""
-    kept: dict = {}
-
-    def one_by_one(model, media):
-        whole = family.features(model, media)
-        sizes = (media["grid_thw"].prod(1) // 4).tolist()
-        names = [p.numpy().tobytes() for p in media["patches"].split([4 * n for n in sizes])]
-        parts = zip(names, whole.split(sizes), strict=True)
-        return torch.cat([kept.setdefault(name, part.clone()) for name, part in parts])
-
-    message = refused(CopyEngine(copy, replace(family, features=one_by_one)), trained, samples)
-    assert "encoder or prefix cache is stale" in message
 
 
 def test_a_prefix_cache_that_outlives_the_weights(family_of, load, samples):
@@ -197,12 +157,12 @@ def test_a_second_picture_that_is_taken_for_the_first(trained, copy, family, sam
         return kept(model, media).lerp(family.features(model, media), 0.01)
 
     message = refused(CopyEngine(copy, replace(family, features=blend)), trained, samples)
-    assert "a second picture with what it kept of the first one" in message
+    assert "a second picture with what it kept of the first" in message
 
 
-@pytest.mark.parametrize("limit", [0.05, 100.0])
-def test_a_wide_limit_hides_no_stale_cache(trained, copy, family, samples, limit):
+def test_a_wide_limit_hides_no_stale_cache(trained, copy, family, samples):
     """Of two explanations the nearer one counts, however much rounding is allowed."""
+    limit = 100.0
     assert probe(CopyEngine(copy, family), trained, samples, limit=limit).gap < 1e-5
     by_pixels = remembering(family.features, lambda media: media["patches"].numpy().tobytes())
     stale = CopyEngine(copy, replace(family, features=by_pixels))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from saccade.engines.requests import collapsed, nothing_sampled, require_finite, require_room
+from saccade.engines import collapsed, require_finite, require_room
 from saccade.errors import ConfigError, TrainingError
 from saccade.types import MediaSpan, Request, Sampling
 
@@ -30,8 +30,3 @@ def test_log_probs_that_are_no_numbers_are_refused():
     for value in (np.nan, -np.inf):
         with pytest.raises(TrainingError, match=r"not finite; `saccade doctor MODEL` names"):
             require_finite(np.array([-1.0, value], np.float32))
-
-
-def test_nothing_sampled():
-    done = nothing_sampled("a")
-    assert (done.key, len(done.ids), done.finish) == ("a", 0, "aborted")

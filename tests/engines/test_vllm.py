@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from saccade.engines import Settings
 from saccade.engines.builders import build
-from saccade.engines.settings import Settings
 from saccade.errors import EnvironmentProblem
 from saccade.plugins.engines.vllm.vllm_probe import probe
 from saccade.plugins.engines.vllm.vllm_weights import Announced, HandOver, Place, sample_for
@@ -19,7 +19,7 @@ from saccade.plugins.engines.vllm.vllm_weights import Announced, HandOver, Place
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
 def test_without_vllm_the_install_line_is_named(family_of: Callable[[str], Any]) -> None:
     family = family_of("qwen2_5_vl")
-    assert "pip install" in probe().problem and not probe().version
+    assert "pip install" in probe().problem and not probe().device
     with pytest.raises(EnvironmentProblem, match=r"not installed; run: pip install .*saccade\[vllm"):
         build(Settings(engine="vllm", folder=family.path, dtype="float32"), family)
 
@@ -66,7 +66,11 @@ def hand_over(weights: dict[str, torch.Tensor]) -> HandOver:
     expected = {f"x.{n}": Announced(n, s) for n, s in {"a": (2,), "b": (3,)}.items()}
     sample = {"x.a": Place(parameter="x.a", start=0, rows=2)}
     return HandOver(
-        iter(weights.items()), renamed=lambda name: f"x.{name}", expected=expected, sample=sample, dtype=torch.float32
+        weights=iter(weights.items()),
+        renamed=lambda name: f"x.{name}",
+        expected=expected,
+        sample=sample,
+        dtype=torch.float32,
     )
 
 

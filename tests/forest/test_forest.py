@@ -1,5 +1,7 @@
 """A packed forest says of every member what the member itself says."""
 
+import inspect
+import sys
 from dataclasses import fields, replace
 
 import numpy as np
@@ -90,7 +92,7 @@ def random_groups(grow, family, seed: int) -> list[Group]:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_forest_reproduces_every_member(grow, family, seed, ends):
     groups = random_groups(grow, family, seed)
     padded = sum(len(t.ids) for g in groups for t in g.trajectories)
@@ -120,7 +122,7 @@ def test_every_column_of_reads_is_cut_and_checked(grow, family):
 
 
 @pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_any_subset_of_sequences_keeps_its_reads(grow, family, seed, ends):
     groups = random_groups(grow, family, seed)
     rng = np.random.default_rng(seed)
@@ -242,9 +244,13 @@ def test_the_work_of_cutting_a_group_grows_with_its_members_alone(monkeypatch):
 
 
 def test_a_group_may_branch_more_often_than_calls_may_nest():
-    size, step = 1100, MIN_BRANCH
+    size, step, limit = 300, MIN_BRANCH, sys.getrecursionlimit()
     members = [plain("g", r, [1, 2], [9] * (r + 1) * step + [3, 3]) for r in range(size)]
-    (batch,) = pack([group(*members)], positions=counting, micro_tokens=10**6)
+    sys.setrecursionlimit(len(inspect.stack(0)) + 200)
+    try:
+        (batch,) = pack([group(*members)], positions=counting, micro_tokens=10**6)
+    finally:
+        sys.setrecursionlimit(limit)
     # One trunk of nines, and at each of its ends what a member says instead of the next one.
     assert batch.tokens == 2 + size * step + size and len(batch.keys) == size
 

@@ -39,11 +39,10 @@ def test_log_probs_entropies_and_their_gradient(dtype, ban, cut):
             assert (got - exact).abs().max() < 5e-5
         to_new, to_entropy = (torch.from_numpy(rng.normal(size=rows)).to(DEVICE) for _ in "ab")
         for asked in (None, to_entropy):
-            exact = logprobs._gradient(z.double(), targets, 0.7, banned, kept, *wanted[1:], to_new, asked)
-            got = kernel.write_gradient(
-                *(z.clone(), targets, 0.7, banned, kept, *found[1:], to_new.float()),
-                None if asked is None else asked.float(),
-            )
+            how = (targets, 0.7, banned, kept)
+            exact = logprobs._gradient(z.double(), how, wanted[1:], to_new, asked)
+            narrow = None if asked is None else asked.float()
+            got = kernel.write_gradient(z.clone(), how, found[1:], to_new.float(), narrow)
             limit = max(4 * torch.finfo(dtype).eps, 5e-6)
             assert (got - exact).norm() / exact.norm() < limit
 

@@ -17,9 +17,9 @@ from transformers import Qwen2_5OmniThinkerForConditionalGeneration
 
 from saccade.algorithms import select
 from saccade.config import LoraConfig, TrainConfig
+from saccade.engines import Settings
 from saccade.engines.builders import build
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.engines.settings import Settings
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest.attention import forest_plan
 from saccade.forest.packing import pack

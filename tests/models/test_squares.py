@@ -17,10 +17,9 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
 )
 
 from saccade.config import load as load_config
-from saccade.engines import generate
+from saccade.engines import Settings, generate
 from saccade.engines.builders import build
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.engines.settings import Settings
 from saccade.errors import ConfigError, DataError, EnvironmentProblem
 from saccade.media import sounds, videos
 from saccade.media.images import open_media

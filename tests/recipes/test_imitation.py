@@ -35,7 +35,7 @@ def test_the_loss_beside_a_teacher(tmp_path, sft_config, teacher, word_model, mo
     import torch
     import transformers
 
-    from saccade.trainer import distil
+    from saccade.plugins.distillation import distil
 
     family = load_family(word_model)
     if rows_of_logits:

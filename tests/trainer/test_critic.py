@@ -14,7 +14,6 @@ from saccade.errors import EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.models.heads import attach_score
 from saccade.system.contents import write_files
-from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import ValueLoss
 from saccade.types import Batch, Group, Message, Sample, Source, Trajectory
@@ -70,22 +69,21 @@ def members(groups: list[Group]) -> list[Trajectory]:
 @pytest.mark.parametrize("name", NAMES)
 def test_values_of_a_forest_are_those_of_each_member_alone(critic, family_of, stock, grow, name):
     family, backend = family_of(name), critic(name)
-    for seed in range(3):
-        groups = random_groups(grow, family, seed)
-        wanted, wanted_after = [], []
-        with torch.no_grad():
-            for t in members(groups):
-                values = alone(stock(name), backend.model.score.weight, family, t)
-                policy = np.flatnonzero(t.policy_mask)
-                wanted.append(values[policy - 1].numpy())
-                wanted_after.append(values[policy[-1]].item())
-        assert np.concatenate(wanted).std() > 0.1
-        for budget in (10_000, 60, 1):
-            scored = backend.values(packed(groups, family, budget, ends=True))
-            got, after = (np.concatenate(part) for part in zip(*scored, strict=True))
-            assert got.dtype == after.dtype == np.float32
-            assert got == approx(np.concatenate(wanted), abs=1e-5)
-            assert after == approx(np.array(wanted_after), abs=1e-5)
+    groups = random_groups(grow, family, 0)
+    wanted, wanted_after = [], []
+    with torch.no_grad():
+        for t in members(groups):
+            values = alone(stock(name), backend.model.score.weight, family, t)
+            policy = np.flatnonzero(t.policy_mask)
+            wanted.append(values[policy - 1].numpy())
+            wanted_after.append(values[policy[-1]].item())
+    assert np.concatenate(wanted).std() > 0.1
+    for budget in (10_000, 60, 1):
+        scored = backend.values(packed(groups, family, budget, ends=True))
+        got, after = (np.concatenate(part) for part in zip(*scored, strict=True))
+        assert got.dtype == after.dtype == np.float32
+        assert got == approx(np.concatenate(wanted), abs=1e-5)
+        assert after == approx(np.array(wanted_after), abs=1e-5)
 
 
 def test_without_ends_an_episode_is_over_after_its_last_token(critic, family_of, grow):
@@ -95,13 +93,6 @@ def test_without_ends_an_episode_is_over_after_its_last_token(critic, family_of,
     without = backend.values(packed(groups, family, 10_000))
     assert without[0][0] == approx(with_ends[0][0], abs=1e-6)
     assert without[0][1].tolist() == [0.0] * 8 and (with_ends[0][1] != 0).all()
-
-
-def test_a_policy_has_no_values(family_of, load, grow):
-    backend = LocalBackend(load("qwen3"), family_of("qwen3"))
-    groups = random_groups(grow, family_of("qwen3"), 0)
-    with pytest.raises(AssertionError, match="score head"):
-        backend.values(packed(groups, family_of("qwen3"), 10_000))
 
 
 # -- gradients --
@@ -183,48 +174,12 @@ def test_gradients_of_a_forest_are_those_of_each_member_alone(
             assert (got[n] - gradient).norm() <= 1e-10 * whole, n
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_out_of_memory_splits_and_changes_nothing(critic, family_of, grow, monkeypatch, checkpointing):
-    family = family_of(NAME)
-    backend = critic(NAME, TrainConfig(), checkpointing=checkpointing)
-    groups = random_groups(grow, family, 0)
-    columns = columns_of(groups)
-    batches = [with_columns(b, columns) for b in packed(groups, family, 10_000, ends=True)]
-    means, wanted = gradients(backend, batches, monkeypatch, 0.5)
-    calls = []
-
-    def hook(*_args):
-        calls.append(1)
-        if len(calls) <= 2:
-            raise torch.OutOfMemoryError("simulated")
-
-    handle = backend.model.model.language_model.layers[1].register_forward_pre_hook(hook)
-    split, got = gradients(backend, batches, monkeypatch, 0.5)
-    handle.remove()
-    assert split["mem/oom_splits"] == 2 and means["mem/oom_splits"] == 0
-    assert split["critic/loss"] == approx(means["critic/loss"], rel=1e-5)
-    assert split["critic/value_mean"] == approx(means["critic/value_mean"], rel=1e-5)
-    whole = torch.stack([g.norm() for g in wanted.values()]).norm()
-    assert all((got[n] - wanted[n]).norm() <= 1e-6 * whole for n in wanted)
-
-
 # -- training --
 
 
 def trained(batch: Batch, **columns) -> Batch:
     scales = np.full(len(batch.reads), 1 / len(batch.reads), np.float32)
     return replace(batch, scales=scales, **columns)
-
-
-def test_training_brings_values_to_their_returns(critic, family_of, grow):
-    family, backend = family_of("qwen3"), critic("qwen3", TrainConfig())
-    (batch,) = packed(random_groups(grow, family, 0), family, 10_000)
-    returns = batch.groups[batch.sequence].astype(np.float32)  # told apart by the prompt
-    batch = trained(batch, values=np.zeros_like(returns), returns=returns)
-    losses = [backend.train_step([batch], ValueLoss(0.0), lr=3e-3).metrics.means()["critic/loss"] for _ in range(30)]
-    assert losses[0] > 0.1 and losses[-1] < 0.01
-    ((values, _),) = backend.values([batch])
-    assert np.abs(values - returns).mean() < 0.15
 
 
 def test_a_value_can_depend_on_the_picture_alone(critic, family_of, image):
@@ -277,31 +232,11 @@ def test_the_metrics_of_an_update(critic, family_of, grow):
     assert means["critic/grad_norm"] > 0 and means["critic/update_skipped"] == 0
 
 
-def test_a_step_that_is_not_finite_changes_nothing(critic, family_of, grow):
-    family, backend = family_of(NAME), critic(NAME, TrainConfig())
-    (batch,) = packed(random_groups(grow, family, 0), family, 10_000)
-    zeros = np.zeros(len(batch.reads), np.float32)
-    good = trained(batch, values=zeros, returns=zeros + 1)
-    assert not backend.train_step([good], ValueLoss(0.2), lr=1e-4).skipped
-    weights = {n: p.detach().clone() for n, p in backend.weights()}
-    state = {n: t.clone() for n, t in backend.optimizer.state().items()}
-    bad = replace(good, returns=np.where(np.arange(len(zeros)) == 3, np.inf, good.returns))
-    update = backend.train_step([good, bad], ValueLoss(0.2), lr=1e-4)
-    means = update.metrics.means()
-    assert update.skipped and means["critic/update_skipped"] == means["guard/nonfinite"] == 1
-    assert all(torch.equal(p, weights[n]) for n, p in backend.weights())
-    assert all(torch.equal(t, state[n]) for n, t in backend.optimizer.state().items())
-    assert not backend.optimizer.gradients
-    dead = replace(bad, scales=np.where(np.arange(len(zeros)) == 3, 0, good.scales))
-    assert not backend.train_step([dead], ValueLoss(0.2), lr=1e-4).skipped
-
-
 # -- state --
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("float32", "adamw"), ("bfloat16", "adamw"), ("bfloat16", "adamw_bf16")])
-def test_a_restored_critic_continues_bit_for_bit(critic, family_of, grow, tmp_path, dtype, kind):
-    family, config = family_of("qwen3"), TrainConfig(optimizer=kind)
+def test_a_restored_critic_continues_bit_for_bit(critic, family_of, grow, tmp_path):
+    family, config, dtype = family_of("qwen3"), TrainConfig(), "bfloat16"
     (batch,) = packed(random_groups(grow, family, 0), family, 10_000)
     zeros = np.zeros(len(batch.reads), np.float32)
     batch = trained(batch, values=zeros, returns=zeros + 1)
@@ -369,7 +304,7 @@ def test_a_moving_average_arrives_however_small_its_steps(family_of, load, tmp_p
     start = {n: p.double() for n, p in LocalBackend(load("qwen3", dtype), family).weights()}
     reference = LocalBackend(load("qwen3", dtype), family)
     for step in range(60):
-        if step == 30:  # stored and restored half-way
+        if step == 30:  # stored and restored half-way, in bf16 with the fp32 averages
             write_files(tmp_path, [reference.weight_file()])
             reference = LocalBackend(load("qwen3", dtype), family)
             reference.load_weights(tmp_path)
@@ -397,15 +332,3 @@ def test_a_restored_average_goes_on_bit_for_bit(family_of, load, tmp_path):
     restored = dict(second.weights())
     assert all(torch.equal(p, restored[n]) for n, p in first.weights())
     assert all(torch.equal(a, second.averages[n]) for n, a in first.averages.items())
-
-
-def test_a_copied_reference_scores_as_the_policy(family_of, load, grow):
-    family = family_of("qwen3")
-    policy = LocalBackend(moved(load, "float32", 0.25), family)
-    reference = LocalBackend(load("qwen3"), family)
-    batches = packed(random_groups(grow, family, 0), family, 10_000)
-    ((wanted, _),) = policy.logprobs(batches, Scoring())
-    ((before, _),) = reference.logprobs(batches, Scoring())
-    reference.blend(policy.weights(), 1.0)
-    ((after, _),) = reference.logprobs(batches, Scoring())
-    assert np.abs(before - wanted).max() > 0.01 and after.tolist() == wanted.tolist()

@@ -10,9 +10,9 @@ from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.forest.packing import pack
 from saccade.models.load import freeze
 from saccade.trainer import Scoring
+from saccade.trainer.forward_inputs import FeatureCache
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
-from saccade.trainer.vision_cache import FeatureCache
 from saccade.types import Media, MediaSpan
 
 NAME = "qwen2_5_vl"

@@ -132,7 +132,7 @@ def assert_same(got: Result, wanted: Result, limit: float) -> None:
 @pytest.mark.parametrize(
     ("name", "images"),
     [
-        *[(name, n) for name in ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava") for n in (0, 1, 3)],
+        *[(name, n) for name in ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava") for n in (0, 3)],
         ("qwen3_vl_moe", 1),
         ("qwen3", 0),
         ("mixtral", 0),
@@ -148,17 +148,16 @@ def test_random_trees(family_of, load, stock, grow, monkeypatch, keep_float64, n
     for model in [stock(name, "float64"), *([backend.model] if dtype == "float64" else [])]:
         model.set_experts_implementation("eager")  # their grouped product knows no such type
     keep_float64()
-    for seed in range(2):
-        rng = np.random.default_rng([seed, images])
-        groups = [grow(rng, family, uid=f"g{i}", images=images) for i in range(2)]
-        columns = columns_of(groups)
-        exact = padded(stock(name, "float64"), family, groups, columns)
-        wanted = exact if dtype == "float64" else padded(stock(name), family, groups, columns)
-        for budget in (10_000, 1):  # one forest, every sequence by itself
-            batches = pack(groups, positions=family.positions, micro_tokens=budget)
-            batches = [with_columns(batch, columns) for batch in batches]
-            got = trained(backend, batches, monkeypatch)
-            assert_same(got, wanted, limit_of(wanted, exact))
+    rng = np.random.default_rng([0, images])
+    groups = [grow(rng, family, uid=f"g{i}", images=images) for i in range(2)]
+    columns = columns_of(groups)
+    exact = padded(stock(name, "float64"), family, groups, columns)
+    wanted = exact if dtype == "float64" else padded(stock(name), family, groups, columns)
+    for budget in (10_000, 1):  # one forest, every sequence by itself
+        batches = pack(groups, positions=family.positions, micro_tokens=budget)
+        batches = [with_columns(batch, columns) for batch in batches]
+        got = trained(backend, batches, monkeypatch)
+        assert_same(got, wanted, limit_of(wanted, exact))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -199,9 +198,3 @@ def test_twelve_samples_in_any_partition_and_order(
         assert_same(got, wanted, limit_of(wanted, exact))
     assert [count for count, _ in sizes.values()] == [1, 3, 12, 1, 3]
     assert sizes["one batch"][1] < sizes["12 x 1"][1]
-
-
-def test_checkpointing_is_really_on(family_of, load):
-    model = load("qwen2_5_vl")
-    LocalBackend(model, family_of("qwen2_5_vl"), TrainConfig(), checkpointing=True)
-    assert model.is_gradient_checkpointing

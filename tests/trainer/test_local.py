@@ -200,17 +200,6 @@ def test_towers_have_learning_rates_of_their_own(family_of, load, batches):
     assert moved[0.5] == approx(moved[1.0] / 2, rel=1e-3)
 
 
-def test_text_only_steps_leave_the_vision_tower_alone(family_of, load, batches):
-    model = load(NAME)
-    backend = LocalBackend(model, family_of(NAME), TrainConfig())
-    text = batches[0]
-    assert not text.media
-    before = snapshot(model)
-    update = backend.train_step([text], PolicyLoss(ON_POLICY, SCORING), lr=1e-4)
-    assert update.metrics.means()["policy/grad_norm_vision"] == 0.0
-    assert torch.equal(model.model.visual.patch_embed.proj.weight, before["model.visual.patch_embed.proj.weight"])
-
-
 def test_rows_without_media_teach_a_tower_that_trains_alone_nothing(family_of, load, batches, monkeypatch):
     family, model = family_of(NAME), load(NAME)
     freeze(model, family, "freeze:llm")

@@ -8,8 +8,7 @@ from pytest import approx
 from torch import nn
 
 from saccade.config import TrainConfig
-from saccade.trainer.optimizer import Optimizer
-from saccade.trainer.schedule import rate
+from saccade.trainer.optimizer import Optimizer, rate
 
 STEPS = 20
 

@@ -37,7 +37,7 @@ def backend(load: Callable[..., Any], family: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def settings(family: Any) -> Any:
-    from saccade.engines.settings import Settings
+    from saccade.engines import Settings
 
     return Settings(engine="vllm", folder=family.path, dtype="float32", max_length=512, max_sequences=32, max_images=4)
 
@@ -81,8 +81,8 @@ def ask(family: Any, image: Callable[..., Any]) -> Callable[..., Request]:
 @pytest.fixture(scope="module")
 def gap(backend: Any, family: Any) -> Callable[..., float]:
     """The largest difference between an engine's log-probs and the trainer's."""
-    from saccade.engines.parity import trajectory
     from saccade.forest.packing import pack
+    from saccade.plugins.engines.parity import trajectory
     from saccade.trainer import Scoring
 
     def largest(requests: Sequence[Request], answers: Sequence[Completion], temperature: float = 1.0) -> float:
@@ -106,27 +106,11 @@ def gap(backend: Any, family: Any) -> Callable[..., float]:
 
 @pytest.fixture(scope="module")
 def probe(engine: Any, backend: Any, image: Callable[..., Any]) -> Callable[[], Any]:
-    from saccade.engines import parity
-    from saccade.trainer import Scoring
+    from tests.engines import asked
 
     shown = ((image(84, 56, 1),), (image(56, 56, 2), image(56, 56, 3)))
     samples = [
         Sample(id=str(n), messages=(Message(role="user", parts=(*media, "what?")),)) for n, media in enumerate(shown)
     ]
-
-    def score(batches: Any, temperature: float, ban: bool) -> list[Any]:
-        scored = backend.logprobs(batches, Scoring(temperature=temperature, ban=ban))
-        return [logprobs for logprobs, _ in scored]
-
-    def run() -> Any:
-        return parity.probe(
-            engine,
-            parity.Trainer(score=score, source=backend, changed=backend.changed),
-            backend.family,
-            samples,
-            sampling=Sampling(temperature=0.8, max_tokens=16),
-            limit=1e-4,
-            version=0,
-        )
-
-    return run
+    sampling = Sampling(temperature=0.8, max_tokens=16)
+    return lambda: asked.probe(engine, backend, samples, sampling=sampling)

@@ -39,17 +39,17 @@ def move(backend: Any, seed: int, part: str = "") -> None:
                 weight.add_(0.02 * torch.randn(weight.shape, generator=draw))
 
 
-def test_twenty_updates_over_the_same_images(engine: Any, backend: Any, ask: Ask, gap: Gap) -> None:
+def test_updates_over_the_same_images(engine: Any, backend: Any, ask: Ask, gap: Gap) -> None:
     requests = [ask(f"{n}", n % 3, temperature=0.0) for n in range(4)]
     seen = set()
-    for version in range(1, 21):
+    for version in range(1, 9):
         move(backend, version, part="visual" if version % 2 else "")
         engine.update_weights(backend, version)
         answers = generate(engine, requests)
         assert gap(requests, answers) < 1e-4, version
         assert {int(v) for a in answers for v in a.versions} == {version}
         seen.add(float(answers[1].logprobs[0]))
-    assert len(seen) == 20
+    assert len(seen) == 8
 
 
 def test_what_was_kept_under_old_weights_would_be_found_without_invalidation(

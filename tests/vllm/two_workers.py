@@ -8,10 +8,9 @@ import sys
 import numpy as np
 import torch
 
-from saccade.engines import generate
+from saccade.engines import Settings, generate
 from saccade.engines.builders import build
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.engines.settings import Settings
 from saccade.media.images import open_media
 from saccade.models.families import load_family
 from saccade.models.load import load_model

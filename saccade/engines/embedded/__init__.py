@@ -20,23 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saccade.engines import Capabilities
+from saccade.engines import Capabilities, Engine, require_room
 from saccade.engines.embedded.decode_state import fields_of, temperature_top_p_of
-from saccade.engines.embedded.forward import prefill, step
 from saccade.engines.embedded.kv_cache import KVCache, shape_of
-from saccade.engines.embedded.outputs import Outputs
 from saccade.engines.embedded.sampling import cuts, draw
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS, Scheduler
-from saccade.engines.embedded.sequences import Part, Sequence
-from saccade.engines.requests import require_room
+from saccade.engines.embedded.sequences import Outputs, Part, Sequence
 from saccade.engines.weights import not_finite
 from saccade.errors import EnvironmentProblem
+from saccade.forest.to_device import to_device
 from saccade.models.families import Family
-from saccade.models.load import banned_mask
-from saccade.types import Completion, Request
+from saccade.models.load import banned_mask, hidden_states
+from saccade.types import Completion, MediaSpan, Request
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(Engine):
     def __init__(self, model: nn.Module, family: Family, *, max_sequences: int = 512, finite: bool = False) -> None:
         """`finite`: log-probs that are not are an error; a trainer skips its update instead."""
         text = model.config.get_text_config()  # type: ignore[union-attr, operator]
@@ -106,19 +104,13 @@ class EmbeddedEngine:
 
     def sleep(self) -> None:
         assert not self.scheduler.running, "sleep while sequences are running"
-        self.scheduler.prefix_cache.clear()
+        self.scheduler.prefix_cache.drop_all()
         self.scheduler.prefill_tokens = PREFILL_TOKENS
         self.cache.clear()
         self.outputs.clear()
 
-    def wake(self) -> None:
-        pass
-
     def capabilities(self) -> Capabilities:
         return Capabilities(logprobs=True, support=True, shares_weights=True, live_episodes=True)
-
-    def close(self) -> None:
-        pass
 
     # -- a poll --
 
@@ -130,8 +122,10 @@ class EmbeddedEngine:
         elif ready:  # in the order of their pages, as they are read
             table = self.cache.pages.table
             ready = sorted(ready, key=lambda s: table[s.slot, 0])
-            last = self.outputs.last(ready)
-            self._draw(step(self.model, self.family, self.cache, ready, last), None, ready)
+            slots, cached, ahead = np.array([(s.slot, s.cached, s.ahead) for s in ready]).T
+            positions = np.tile(cached + ahead, (self.family.axes, 1))
+            hidden = self._forward(self.outputs.last(ready), positions, slots, cached, np.ones_like(cached))
+            self._draw(hidden, None, ready)
 
     def _poll_burst(self, ready: list[Sequence]) -> None:
         """Draw many tokens for each sequence, and prefill."""
@@ -163,7 +157,7 @@ class EmbeddedEngine:
     def _compute(self, parts: list[Part]) -> None:
         """Prefill; when out of memory, as two halves, which give the same."""
         try:
-            prefill(self.model, self.family, self.cache, parts)
+            self._compute_parts(parts)
         except torch.OutOfMemoryError:
             halves = self.scheduler.halves(parts)
             if halves is None:
@@ -173,6 +167,43 @@ class EmbeddedEngine:
         torch.cuda.empty_cache()  # outside of the error, which holds what filled the memory
         for half in halves:
             self._compute(half)
+
+    def _compute_parts(self, parts: list[Part]) -> None:
+        """Compute keys and values into the cache; a complete job gets its last hidden state."""
+        cached = np.array([job.cached for job, _ in parts])
+        new = np.array([end for _, end in parts]) - cached
+        starts = np.concatenate([[0], new.cumsum()]).tolist()
+        media = [
+            span.moved(start - job.cached)
+            for start, (job, end) in zip(starts, parts, strict=False)
+            for span in job.members[0].request.media
+            if job.cached <= span.start < end
+        ]
+        ids = np.concatenate([job.ids[job.cached : end] for job, end in parts])
+        positions = np.concatenate([job.positions[:, job.cached : end] for job, end in parts], axis=1)
+        slots = np.array([job.members[0].slot for job, _ in parts])
+        hidden = self._forward(ids, positions, slots, cached, new, media)
+        for (job, end), last in zip(parts, starts[1:], strict=True):
+            job.cached = end
+            if end == len(job.ids):
+                job.hidden = hidden[last - 1].clone()
+
+    def _forward(
+        self,
+        ids: np.ndarray,
+        positions: np.ndarray,
+        slots: np.ndarray,
+        cached: np.ndarray,
+        new: np.ndarray,
+        media: SequenceOf[MediaSpan] = (),
+    ) -> Tensor:
+        """Hidden states of `new` tokens of the sequences in `slots`, which have `cached` ones."""
+        plan, device = self.cache.plan(slots, cached, new), self.cache.device
+        places = None
+        if media:
+            places = to_device(np.concatenate([np.arange(s.start, s.end) for s in media]), device)
+        ids_there, positions_there = to_device(ids, device), to_device(positions, device)
+        return hidden_states(self.model, self.family, ids_there, positions_there, tuple(media), plan, places=places)
 
     def _draw(self, hidden: Tensor, rows: np.ndarray | None, sequences: SequenceOf[Sequence]) -> None:
         """Draw the next token of each sequence; `rows` says which hidden state it reads."""

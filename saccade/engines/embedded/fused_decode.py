@@ -104,6 +104,9 @@ def _adapted(part: Any) -> bool:
 class _Shared:
     """Layers that read the same input: the first one asked computes for all of them."""
 
+    refresh: Callable[[], None]
+    _compute: Callable[[Tensor], tuple[Tensor, ...]]
+
     def __init__(self, parts: tuple[Any, ...]) -> None:
         self.parts = parts
         self._read: Tensor | None = None
@@ -117,12 +120,6 @@ class _Shared:
         if index == len(self.parts) - 1:
             self._read, self._made = None, ()
         return made
-
-    def refresh(self) -> None:
-        raise NotImplementedError
-
-    def _compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        raise NotImplementedError
 
     def _forward(self, index: int, x: Tensor) -> Tensor:
         return self._take(index, x)

@@ -220,47 +220,20 @@ class Graphs:
         with swapped_forwards(self._fused):
             hidden = hidden_states(self.model, self.family, state[fields.TOKEN], positions, (), self._attention(count))
         logits = self.model.lm_head(hidden)  # type: ignore[operator]
-        floors = None
+        floors, noise = None, {"keys": state[fields.KEY], "index": state[fields.INDEX]}
+        rows: dict[str, Any] = {"lengths": state[fields.LENGTH], "banned": self.banned}
         if cutting:
-            floors = sampling_kernels.cut(
-                logits,
-                temperature=temperature,
-                top_k=state[fields.TOP_K],
-                top_p=top_p,
-                lengths=state[fields.LENGTH],
-                banned=self.banned,
-            )
+            top_k = state[fields.TOP_K]
+            floors = sampling_kernels.cut(logits, temperature=temperature, top_k=top_k, top_p=top_p, **rows)
         ids, logprobs = sampling_kernels.draw(
-            logits,
-            temperature=temperature,
-            keys=state[fields.KEY],
-            index=state[fields.INDEX],
-            banned=self.banned,
-            floors=floors,
+            logits, temperature=temperature, banned=self.banned, floors=floors, **noise
         )
+        outputs: dict[str, Any] = {"step_index": self.step_index, "out_ids": self.ids, "out_logprobs": self.logprobs}
         if floors is not None:
-            cursor, kept, spans = self._room_for_support()
-            sampling_kernels.keep(
-                logits,
-                ids,
-                floors=floors,
-                wanted=state[fields.SUPPORT],
-                lengths=state[fields.LENGTH],
-                banned=self.banned,
-                step_index=self.step_index,
-                cursor=cursor,
-                kept=kept,
-                out_spans=spans,
-            )
-        sampling_kernels.advance(
-            ids,
-            logprobs,
-            state=state,
-            eos=self.eos,
-            step_index=self.step_index,
-            out_ids=self.ids,
-            out_logprobs=self.logprobs,
-        )
+            kept = dict(zip(("cursor", "kept", "out_spans"), self._room_for_support(), strict=True))
+            wanted = state[fields.SUPPORT]
+            sampling_kernels.keep(logits, ids, floors=floors, wanted=wanted, step_index=self.step_index, **rows, **kept)
+        sampling_kernels.advance(ids, logprobs, state=state, eos=self.eos, **outputs)
 
 
 def _addresses(model: nn.Module) -> tuple[int, ...]:

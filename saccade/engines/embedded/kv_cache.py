@@ -170,12 +170,6 @@ class KVCache:
         heappush(self.free_slots, slot)
         return self.pages.detach(slot)
 
-    def resume(self, kept_pages: np.ndarray) -> int | None:
-        slot = self.take()
-        if slot is not None:
-            self.pages.attach(slot, kept_pages)
-        return slot
-
     def begin_alike(self, groups: Sequence[tuple[np.ndarray, int, Sequence[int]]]) -> None:
         """(source, tokens, targets): empty slots `targets` begin with the `tokens` that lie in
         pages `source`.

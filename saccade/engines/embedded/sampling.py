@@ -60,7 +60,12 @@ def draw(
         own: Tensor | None = None
         if lines is not None or len(chosen) < len(sequences):
             own = to_device(np.array(chosen) if lines is None else lines[chosen], logits.device)
-        drawn = _draw_alike(logits, own, sampling, members, banned, quick)
+        keys = to_device(np.array([s.request.noise for s in members]), logits.device)
+        index = to_device(np.array([s.request.first_index + s.sampled for s in members]), logits.device)
+        if quick is not None and not cuts(sampling):
+            drawn = quick(logits, own, sampling, keys, index)
+        else:
+            drawn = sample(logits if own is None else logits[own], sampling, banned=banned, keys=keys, index=index)
         ids[chosen], logprobs[chosen] = drawn.ids.cpu().numpy(), drawn.logprobs.cpu().numpy()
         read = sampling.support and drawn.kept is not None
         kept = drawn.kept.cpu().numpy() if read else None  # type: ignore[union-attr]
@@ -80,23 +85,6 @@ def _pieces(sequences: SequenceOf[Sequence]) -> Iterator[tuple[Sampling, list[in
         most = SORTED if cuts(sampling) else len(chosen)
         for first in range(0, len(chosen), most):
             yield sampling, chosen[first : first + most]
-
-
-def _draw_alike(
-    logits: Tensor,
-    lines: Tensor | None,
-    sampling: Sampling,
-    members: SequenceOf[Sequence],
-    banned: Tensor | None,
-    quick: QuickDraw | None,
-) -> Drawn:
-    keys = torch.tensor([s.request.noise for s in members])
-    index = torch.tensor([s.request.first_index + s.sampled for s in members])
-    keys, index = (to_device(x, logits.device) for x in (keys, index))
-    if quick is not None and not cuts(sampling):
-        return quick(logits, lines, sampling, keys, index)
-    scores = logits if lines is None else logits[lines]
-    return sample(scores, sampling, banned=banned, keys=keys, index=index)
 
 
 def sample(logits: Tensor, sampling: Sampling, *, banned: Tensor | None, keys: Tensor, index: Tensor) -> Drawn:

@@ -8,7 +8,7 @@ pages, and takes pages away where they are short. Does not know what is computed
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from itertools import islice
@@ -17,11 +17,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from saccade.engines import content_of, nothing_sampled
 from saccade.engines.embedded.kv_cache import KVCache
-from saccade.engines.embedded.outputs import Outputs
-from saccade.engines.embedded.prefix_cache import PrefixCache
-from saccade.engines.embedded.sequences import IdleTurn, Part, PrefillJob, Prefix, Sequence
-from saccade.engines.requests import content_of, nothing_sampled
+from saccade.engines.embedded.sequences import IdleTurn, Outputs, Part, PrefillJob, Prefix, Sequence
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.types import Completion, Request
@@ -49,22 +47,24 @@ class Scheduler:
 
     def submit(self, request: Request, version: int) -> None:
         # Requests share a prompt only if it may be computed with the same weights.
-        sequence = Sequence(request=request, content=(version, content_of(request)))
-        self.waiting.append(sequence)
-        self.prefix_cache.wanted[sequence.content] += 1
+        self.waiting.append(Sequence(request=request, content=(version, content_of(request))))
+
+    def _wanted(self) -> set[Any]:
+        """What waiting requests begin with."""
+        return {sequence.content for sequence in self.waiting}
 
     def abort(self, key: str) -> None:
         if key in self.running:
             sequence = self.running[key]
-            sequence.abort(collect=sequence in self.evicted)
+            sequence.aborted = True
             if sequence in self.evicted:
                 self.evicted.remove(sequence)
+                sequence.ready = True  # to be collected, without being computed
             return
         for sequence in [s for s in self.waiting if s.request.key == key]:
             self.waiting.remove(sequence)
-            self.prefix_cache.no_longer_want(sequence.content)
             self.aborted.append(nothing_sampled(key))
-        self.prefix_cache.drop_unwanted()
+        self.prefix_cache.drop_unwanted(self._wanted())
 
     def leave(self, sequence: Sequence, completion: Completion) -> None:
         """Free the slot of a sequence that has ended; keep the pages of an episode's turn."""
@@ -86,7 +86,6 @@ class Scheduler:
         self.prefix_cache.drop_all()
         for sequence in self.waiting:
             sequence.content = (version, sequence.content[1])
-        self.prefix_cache.wanted = Counter(sequence.content for sequence in self.waiting)
 
     # -- admission --
 
@@ -105,7 +104,6 @@ class Scheduler:
                 key = sequence.request.key
                 assert key not in self.running, f"request {key} was submitted twice"
                 self.running[key] = sequence
-                self.prefix_cache.no_longer_want(sequence.content)
             tokens += self._begin(sequence)
 
     def _make_room(self) -> None:
@@ -126,7 +124,6 @@ class Scheduler:
         """Refuse the longest request alone, so that a server goes on with the others."""
         sequence = next(s for s in self.waiting if _most_tokens(s.request) == longest)
         self.waiting.remove(sequence)
-        self.prefix_cache.no_longer_want(sequence.content)
         limit = self.cache.pages.count * self.cache.pages.page
         problem = ConfigError(
             f"a request may grow to {longest} tokens, but the memory of the GPU has room for the "
@@ -143,12 +140,14 @@ class Scheduler:
             if sequence.slot >= 0:
                 slot = sequence.slot  # it was evicted
             else:
-                slot = self.cache.take() if turn is None else self.cache.resume(turn.pages)
+                slot = self.cache.take()
+                if slot is not None and turn is not None:
+                    self.cache.pages.attach(slot, turn.pages)
         if slot is None:
             if turn is not None:
                 self.prefix_cache.turns[sequence.request.episode] = turn  # type: ignore[index]
             return False
-        sequence.place(slot, 0 if turn is None else turn.cached)
+        sequence.slot, sequence.resumed = slot, 0 if turn is None else turn.cached
         return True
 
     def _find_pages(self, sequence: Sequence, turn: IdleTurn | None) -> bool:
@@ -231,25 +230,27 @@ class Scheduler:
         state of each prompt, and the members that draw from it.
         """
         done = {key: job for key, job in self.jobs.items() if job.hidden is not None}
-        groups, started = [], []
+        groups, started, wanted = [], [], self._wanted() if done else set()
         for key, job in done.items():
             del self.jobs[key]
             assert job.hidden is not None
             pages, others = self.cache.pages.of(job.members[0].slot), job.members[1:]
             if job.prefix is not None:
                 pages, others = job.prefix.pages, list(job.members)
-            self.prefix_cache.keep_prompt(key, Prefix(pages=pages, hidden=job.hidden))
+            if key in wanted and key not in self.prefix_cache.prefixes:
+                kept = Prefix(pages=self.cache.pages.share(pages), hidden=job.hidden)
+                self.prefix_cache.prefixes[key] = kept
             groups.append((pages, len(job.ids), others))
             started.append((job.hidden, job.members))
             for sequence in job.members:
-                sequence.start(job.ahead)
+                sequence.ahead, sequence.ready = job.ahead, True
         self._evict_without_page(groups)
         self.cache.begin_alike([(a, n, [s.slot for s in others]) for a, n, others in groups])
         for job in done.values():
             if job.prefix is not None:
                 self.cache.pages.drop(job.prefix.pages)
         if done:
-            self.prefix_cache.drop_unwanted()
+            self.prefix_cache.drop_unwanted(wanted)
         return [(hidden, [s for s in members if s.ready]) for hidden, members in started]
 
     # -- short of pages --
@@ -265,7 +266,7 @@ class Scheduler:
 
     def _evict(self, sequence: Sequence) -> None:
         self.cache.pages.drop(self.cache.pages.detach(sequence.slot))
-        sequence.evict()
+        sequence.ready = False
         self.evicted.appendleft(sequence)
 
     def allocate_pages(self, ready: list[Sequence], steps_of: Callable[[SequenceOf[Sequence]], int]) -> int:
@@ -293,6 +294,50 @@ class Scheduler:
         waits = bool(ready) and self._waited < PATIENCE and 4 * coming > len(ready)
         self._waited = self._waited + 1 if waits else 0
         return bool(ready) and not waits
+
+
+class PrefixCache:
+    """Pages that are kept without a running sequence: prompts that waiting requests begin with, and
+    finished turns of episodes that may go on. Both may be dropped to free pages; what was dropped
+    is computed again.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.prefixes: dict[Any, Prefix] = {}
+        self.turns: dict[str, IdleTurn] = {}  # by episode, least recently used first
+
+    def drop_unwanted(self, wanted: set[Any]) -> None:
+        """Drop prompts that no waiting request begins with."""
+        for content in [content for content in self.prefixes if content not in wanted]:
+            self.cache.pages.drop(self.prefixes.pop(content).pages)
+
+    def turn_before(self, request: Request) -> IdleTurn | None:
+        """Take out the turn that a request continues. One that it does not continue is dropped."""
+        turn = self.turns.pop(request.episode, None) if request.episode else None
+        if turn is None or turn.extended_by(request):
+            return turn
+        self.cache.pages.drop(turn.pages)
+        return None
+
+    def release(self, episode: str) -> None:
+        turn = self.turns.pop(episode, None)
+        if turn is not None:
+            self.cache.pages.drop(turn.pages)
+
+    def drop_one(self) -> bool:
+        """Drop a prompt, or else the turn that has been idle longest. False if nothing is kept."""
+        if self.prefixes:
+            self.cache.pages.drop(self.prefixes.pop(next(iter(self.prefixes))).pages)
+        elif self.turns:
+            self.release(next(iter(self.turns)))
+        else:
+            return False
+        return True
+
+    def drop_all(self) -> None:
+        while self.drop_one():
+            pass
 
 
 def _most_tokens(request: Request) -> int:

@@ -1,22 +1,24 @@
 """What the scheduler of the embedded engine keeps of each request: while it waits, while its prompt
-is computed, while it decodes, and between two turns of an episode.
+is computed, while it decodes, and between two turns of an episode; and what was sampled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from saccade.types import Request, Sampling
+from saccade.models.chat import Chat
+from saccade.types import Completion, Request, Sampling
 
 
 @dataclass(kw_only=True, eq=False)
 class Sequence:
-    """A request from its submission to its completion. Where it stands changes only in the methods
-    here: waiting → placed → started (it decodes) → ended, or evicted and placed again.
+    """A request from its submission to its completion: it waits, has a slot, is ready (it decodes)
+    and ends, or is evicted and gets a slot again.
     """
 
     request: Request
@@ -29,27 +31,6 @@ class Sequence:
     ready: bool = False  # all but its last token is cached, so it can decode
     aborted: bool = False
     support: list[np.ndarray] = field(default_factory=list)
-
-    def place(self, slot: int, resumed: int) -> None:
-        self.slot, self.resumed = slot, resumed
-
-    def start(self, ahead: int) -> None:
-        """Its prompt is in the cache, and its next token is drawn now."""
-        self.ahead, self.ready = ahead, True
-
-    def evict(self) -> None:
-        self.ready = False
-
-    def abort(self, *, collect: bool) -> None:
-        """`collect`: it is to be collected now, without being computed."""
-        self.aborted, self.ready = True, self.ready or collect
-
-    def add(self, tokens: int) -> None:
-        self.sampled += tokens
-
-    def end_at(self, sampled: int) -> None:
-        """Forget what was sampled after a stop string."""
-        self.sampled = sampled
 
     @property
     def cached(self) -> int:
@@ -134,3 +115,85 @@ class PrefillJob:
 
 
 Part = tuple[PrefillJob, int]  # a job and where its next piece ends
+
+
+class Outputs:
+    """What was sampled, slot by slot, until a sequence ends and becomes a completion: tokens,
+    logprobs and versions [slots, sampled].
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.tokens = np.zeros((0, 0), dtype=np.int64)
+        self.logprobs = np.zeros((0, 0), dtype=np.float32)
+        self.versions = np.zeros((0, 0), dtype=np.int32)
+
+    def resize(self, slots: int, longest: int) -> None:
+        rows, columns = self.tokens.shape
+        if slots > rows or longest > columns:
+            for name in ("tokens", "logprobs", "versions"):
+                old = getattr(self, name)
+                new = np.zeros((max(slots, rows), max(longest, columns)), dtype=old.dtype)
+                new[:rows, :columns] = old
+                setattr(self, name, new)
+
+    def note(self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        """Append ids and log-probs [steps, sequences]; an id is -1 where a sequence had ended."""
+        slots = np.array([s.slot for s in sequences])
+        places = np.array([s.sampled for s in sequences])
+        for line, line_logprobs in zip(ids, logprobs, strict=True):
+            drawn = line >= 0
+            at = slots[drawn], places[drawn]
+            self.tokens[at], self.logprobs[at] = line[drawn], line_logprobs[drawn]
+            self.versions[at] = version
+            places += drawn
+        for sequence, drawn in zip(sequences, (ids >= 0).sum(0).tolist(), strict=True):
+            sequence.sampled += drawn
+
+    def last(self, sequences: SequenceOf[Sequence]) -> np.ndarray:
+        return self.tokens[[s.slot for s in sequences], [s.sampled - 1 for s in sequences]]
+
+    def of(self, sequence: Sequence) -> np.ndarray:
+        return self.tokens[sequence.slot, : sequence.sampled]
+
+    def ended(self, sequences: SequenceOf[Sequence], chat: Chat) -> list[tuple[Sequence, str]]:
+        """Sequences that end with their last tokens, and how they end."""
+        last = self.last(sequences).tolist()
+        ways = [self._finish(s, chat, id_) for s, id_ in zip(sequences, last, strict=True)]
+        return [(s, way) for s, way in zip(sequences, ways, strict=True) if way]
+
+    def _finish(self, sequence: Sequence, chat: Chat, last: int) -> str | None:
+        sampling = sequence.request.sampling
+        if sequence.aborted:
+            return "aborted"
+        if sampling.stop and self._reaches_stop(sequence, chat):
+            return "stop"
+        if last in chat.eos_ids and not sampling.ignore_eos:
+            return "stop"
+        return "length" if not sequence.remaining else None
+
+    def _reaches_stop(self, sequence: Sequence, chat: Chat) -> bool:
+        """Search each new token for stop strings; what was drawn after one is forgotten."""
+        stop = sequence.request.sampling.stop
+        # A stop string has at most one token per byte; a few more cover the start of its first one.
+        window = max(len(text.encode()) for text in stop) + 8
+        for length in range(sequence.searched + 1, sequence.sampled + 1):
+            text = chat.decode(self.of(sequence)[max(0, length - window) : length], special=True)
+            if any(end in text for end in stop):
+                sequence.sampled = length
+                return True
+        sequence.searched = sequence.sampled
+        return False
+
+    def completion(self, sequence: Sequence, finish: Any) -> Completion:
+        slot, n = sequence.slot, sequence.sampled
+        return Completion(
+            key=sequence.request.key,
+            ids=self.tokens[slot, :n].copy(),
+            logprobs=self.logprobs[slot, :n].copy(),
+            versions=self.versions[slot, :n].copy(),
+            finish=finish,
+            support=tuple(sequence.support[:n]) or None,
+        )

@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.forest.kernels.rounding import rounded
-
 BLOCK = 2048
 TILE = 64  # of project
 
@@ -60,6 +58,12 @@ def _gradients(
     tl.store(product + places, (active * u).to(product.dtype.element_ty), mask=inside)
     tl.store(to_up + places, (d * active).to(to_up.dtype.element_ty), mask=inside)
     tl.store(to_gate + places, (d * u * slope).to(to_gate.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rounded(value, like):  # pragma: no cover - runs on the GPU
+    """As a kernel of its own would leave it, in the type that `like` points to."""
+    return value.to(like.dtype.element_ty).to(tl.float32)
 
 
 # -- the products that lead to both halves ---------------------------------------------------------

@@ -8,6 +8,7 @@ kept set have no mass. Legend: R rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,49 +27,25 @@ def read(
     logprobs, entropies, normalisers = logits.new_empty((3, rows), dtype=torch.float32)
     if rows:
         _read[(rows,)](
-            logits,
-            logits.stride(0),
-            targets,
-            *_masks(banned, kept),
-            logprobs,
-            entropies,
-            normalisers,
-            vocabulary,
-            temperature,
-            BLOCK=READ_BLOCK,
-            num_warps=8,
-        )
+            logits, logits.stride(0), targets, *_masks(banned, kept), logprobs, entropies, normalisers,
+            vocabulary, temperature, BLOCK=READ_BLOCK, num_warps=8,
+        )  # fmt: skip
     return logprobs, entropies, normalisers
 
 
 def write_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    banned: Tensor | None,
-    kept: Tensor | None,
-    entropies: Tensor,
-    normalisers: Tensor,
-    to_logprobs: Tensor,
-    to_entropies: Tensor | None,
+    logits: Tensor, how: Sequence[Any], found: Sequence[Tensor], to_logprobs: Tensor, to_entropies: Tensor | None
 ) -> Tensor:
-    """The gradient of the logits, written over them."""
+    """Write the gradient of the logits over them and return it. `how`: targets, temperature, banned
+    and kept, as for `read`; `found`: its entropies and normalisers.
+    """
     rows, vocabulary = logits.shape
+    targets, temperature, *masks = how
     if rows:
         _write[(rows, triton.cdiv(vocabulary, WRITE_BLOCK))](
-            logits,
-            logits.stride(0),
-            targets,
-            *_masks(banned, kept),
-            entropies,
-            normalisers,
-            to_logprobs,
-            to_entropies,
-            vocabulary,
-            temperature,
-            BLOCK=WRITE_BLOCK,
-            num_warps=4,
-        )
+            logits, logits.stride(0), targets, *_masks(*masks), *found, to_logprobs, to_entropies,
+            vocabulary, temperature, BLOCK=WRITE_BLOCK, num_warps=4,
+        )  # fmt: skip
     return logits
 
 
@@ -94,18 +71,9 @@ def _scores(row, columns, logits, stride, banned, kept, vocabulary, temperature)
 
 @triton.jit
 def _read(
-    logits,
-    stride,
-    targets,
-    banned,
-    kept,
-    logprobs,
-    entropies,
-    normalisers,
-    vocabulary,
-    temperature,
+    logits, stride, targets, banned, kept, logprobs, entropies, normalisers, vocabulary, temperature,
     BLOCK: tl.constexpr,
-):  # pragma: no cover - runs on the GPU
+):  # fmt: skip  # pragma: no cover - runs on the GPU
     row = tl.program_id(0).to(tl.int64)
     best = tl.full((), -float("inf"), tl.float32)
     mass = tl.zeros((), tl.float32)  # sum of exp(score - best)
@@ -132,19 +100,9 @@ def _read(
 
 @triton.jit
 def _write(
-    logits,
-    stride,
-    targets,
-    banned,
-    kept,
-    entropies,
-    normalisers,
-    to_logprobs,
-    to_entropies,
-    vocabulary,
-    temperature,
-    BLOCK: tl.constexpr,
-):  # pragma: no cover - runs on the GPU
+    logits, stride, targets, banned, kept, entropies, normalisers, to_logprobs, to_entropies, vocabulary,
+    temperature, BLOCK: tl.constexpr,
+):  # fmt: skip  # pragma: no cover - runs on the GPU
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scores = _scores(row, columns, logits, stride, banned, kept, vocabulary, temperature)

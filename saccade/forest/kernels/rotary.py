@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.forest.kernels.rounding import rounded
+from saccade.forest.kernels.gate import rounded
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
@@ -24,49 +24,21 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False
     out_q, out_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if out_q.numel():
         _rotate[(tokens,)](
-            q,
-            k,
-            cos.contiguous(),
-            sin.contiguous(),
-            out_q,
-            out_k,
-            q.stride(0),
-            q.stride(1),
-            k.stride(0),
-            k.stride(1),
-            q.shape[1],
-            k.shape[1],
-            HALF=size // 2,
-            Q_HEADS=triton.next_power_of_2(q.shape[1]),
-            K_HEADS=triton.next_power_of_2(k.shape[1]),
-            COLUMNS=triton.next_power_of_2(size // 2),
-            BACK=back,
-            num_warps=4,
+            q, k, cos.contiguous(), sin.contiguous(), out_q, out_k,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), q.shape[1], k.shape[1],
+            HALF=size // 2, Q_HEADS=triton.next_power_of_2(q.shape[1]),
+            K_HEADS=triton.next_power_of_2(k.shape[1]), COLUMNS=triton.next_power_of_2(size // 2),
+            BACK=back, num_warps=4,
             enable_fp_fusion=False,  # a fused multiply-add would skip a rounding
-        )
+        )  # fmt: skip
     return out_q, out_k
 
 
 @triton.jit
 def _rotate(
-    q,
-    k,
-    cos,
-    sin,
-    out_q,
-    out_k,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    q_heads,
-    k_heads,
-    HALF: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BACK: tl.constexpr,
-):  # pragma: no cover - runs on the GPU
+    q, k, cos, sin, out_q, out_k, q_token, q_head, k_token, k_head, q_heads, k_heads,
+    HALF: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, COLUMNS: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip  # pragma: no cover - runs on the GPU
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)[None, :]
     _turn(q + token * q_token, out_q, token, q_head, q_heads, cos, sin, column, HALF, Q_HEADS, BACK)

@@ -143,7 +143,7 @@ def model_checks(config: Config) -> list[list[Check]]:
         return policy, LocalBackend(policy.model, family()), make_engine(embedded, policy)
 
     def parity(asked: Any, engine: Any) -> Iterator[tuple[str, ...]]:
-        from saccade.plugins.engines.parity_check import compare
+        from saccade.plugins.engines.parity import compare
 
         samples = part("agreement").questions(family())
         try:

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.engines import Engine, generate, parity
+from saccade.engines import Engine, generate
 from saccade.engines.weights import not_finite
 from saccade.forest import attention
 from saccade.forest.packing import pack
 from saccade.models.families import Family
+from saccade.plugins.engines import parity
 from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend

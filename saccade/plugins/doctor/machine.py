@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import RolloutConfig
-from saccade.engines.settings import INSTALL
+from saccade.engines import INSTALL
 from saccade.system.disk import free_bytes, size, unwritable
 
 PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"

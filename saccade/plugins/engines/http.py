@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from saccade.engines import Capabilities
-from saccade.engines.settings import Settings
+from saccade.engines import Capabilities, Engine, Settings
 from saccade.errors import ConfigError, SaccadeError
 from saccade.models.families import Family
 from saccade.plugins.judges.http_client.chat_client import Answer, ChatClient
@@ -31,7 +30,7 @@ def from_settings(settings: Settings, family: Family, *, beside_trainer: bool = 
     return HttpEngine(ChatClient(settings.http, fields=settings.args), family)
 
 
-class HttpEngine:
+class HttpEngine(Engine):
     version = 0
 
     def __init__(self, client: ChatClient, family: Family) -> None:
@@ -107,19 +106,10 @@ class HttpEngine:
         if self._open.pop(key, None) is not None:
             self._done.append(_completion(key, np.zeros(0, np.int64), "aborted"))
 
-    def release(self, episode: str) -> None:
-        pass
-
     def update_weights(self, source: Any, version: int) -> None:
         raise ConfigError(
             "rollout.engine: an endpoint takes no weights, so http only evaluates; try rollout.engine=embedded"
         )
-
-    def sleep(self) -> None:
-        pass
-
-    def wake(self) -> None:
-        pass
 
     def capabilities(self) -> Capabilities:
         return Capabilities(logprobs=False, support=False, shares_weights=False, live_episodes=False)

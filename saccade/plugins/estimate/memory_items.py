@@ -20,7 +20,7 @@ from saccade.plugins.estimate.batch_plan import Plan
 from saccade.plugins.estimate.model_size import ModelSize
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.trainer.checkpointing import MARGIN
-from saccade.trainer.vision_cache import MAX_BYTES as FEATURE_BYTES
+from saccade.trainer.forward_inputs import FEATURE_BYTES
 from saccade.types import Batch
 
 GIB = 2**30

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from saccade.engines.settings import Settings
+from saccade.engines import Settings
 from saccade.media.images import open_media
 from saccade.models.families import load_family
 from saccade.models.load import load_model

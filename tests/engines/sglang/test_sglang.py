@@ -4,34 +4,22 @@ import sys
 import time
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 
-from saccade.config import TrainConfig
-from saccade.engines import generate, parity
+from saccade.engines import Settings, generate
 from saccade.engines.builders import build
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.engines.settings import Settings
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.plugins.engines.sglang import sglang_messages, sglang_transport
-from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.plugins.engines import sglang
+from saccade.plugins.engines.sglang import sglang_transport
 from saccade.types import Message, Request, Sample, Sampling
+from tests.engines import asked
 from tests.engines.sglang.protocol import Core, engine_class, serve
 
 NAME = "qwen2_5_vl"
-
-
-@pytest.fixture(scope="module")
-def family(family_of):
-    return family_of(NAME)
-
-
-@pytest.fixture(scope="module")
-def trained(load, family):
-    return LocalBackend(load(NAME), family, TrainConfig())
 
 
 @pytest.fixture
@@ -126,53 +114,29 @@ def test_the_probe_passes_and_nothing_stale_is_seen(engine, trained, image):
 
 
 def test_pictures_named_without_the_weights_would_be_stale(engine, trained, image, monkeypatch):
-    name = sglang_messages._name
-    monkeypatch.setattr(sglang_messages, "_name", lambda media, version: name(media, 0))
+    name = sglang._name
+    monkeypatch.setattr(sglang, "_name", lambda media, version: name(media, 0))
     with pytest.raises(EnvironmentProblem, match="encoder or prefix cache is stale"):
         probe(engine, trained, image)
 
 
 def probe(engine, trained, image):
-    def score(batches, temperature, ban):
-        scored = trained.logprobs(batches, Scoring(temperature=temperature, ban=ban))
-        return [logprobs for logprobs, _ in scored]
-
     sample = Sample(id="a", messages=(Message(role="user", parts=(image(84, 56, 1), "What?")),))
-    return parity.probe(
-        engine,
-        parity.Trainer(score=score, source=trained, changed=trained.changed),
-        trained.family,
-        [sample],
-        sampling=Sampling(max_tokens=8),
-        limit=1e-4,
-        version=0,
-    )
+    return asked.probe(engine, trained, [sample], sampling=Sampling(max_tokens=8))
 
 
 def test_names_that_drift_are_refused_and_nothing_is_sampled_after(engine, trained, requests):
-    class Drifted:
-        def __init__(self, rename):
-            self.rename = rename
-
-        def weights(self):
-            return ((self.rename(name), weight) for name, weight in trained.weights())
-
     odd = "model.visual.blocks.1.mlp.down_proj.weight"
+    drifted = [(name + "_" * (name == odd), weight) for name, weight in trained.weights()]
     with pytest.raises(EnvironmentProblem, match=f"{odd}_ .* the folder has none"):
-        engine.update_weights(Drifted(lambda n: n + "_" * (n == odd)), version=1)
+        engine.update_weights(SimpleNamespace(weights=lambda: drifted), version=1)
+    short = list(trained.weights())[:-1]
+    with pytest.raises(EnvironmentProblem, match="nothing is handed over for "):
+        engine.update_weights(SimpleNamespace(weights=lambda: short), version=1)
     with pytest.raises(EnvironmentProblem, match="did not end"):
         engine.submit(requests[0])
     engine.update_weights(trained, version=2)
     assert generate(engine, requests[:1])[0].versions.tolist() == [2] * 6
-
-
-def test_a_weight_that_is_left_out(engine, trained):
-    class Short:
-        def weights(self):
-            return list(trained.weights())[:-1]
-
-    with pytest.raises(EnvironmentProblem, match="nothing is handed over for "):
-        engine.update_weights(Short(), version=1)
 
 
 def test_sleep_and_wake_in_the_order_weights_hand_over_cache(engine, core, trained, requests):
@@ -249,13 +213,13 @@ def test_neither_a_proxy_nor_a_redirect_sees_the_key(core, family, requests, mon
     """A proxy is not asked for this machine, and a redirect is a refusal."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("MY_KEY", "secret")
-    asked, server = [], serve(core)
+    seen, server = [], serve(core)
     args = {"url": f"http://127.0.0.1:{server.server_port}", "key": "MY_KEY"}
     engine = build(settings(family, args=args), family)
     assert len(generate(engine, requests[:1])) == 1
 
     def elsewhere(handler):
-        asked.append(handler.path)
+        seen.append(handler.path)
         handler.send_response(302)
         handler.send_header("Location", "/stolen")
         handler.send_header("Content-Length", "0")
@@ -265,7 +229,7 @@ def test_neither_a_proxy_nor_a_redirect_sees_the_key(core, family, requests, mon
     monkeypatch.setattr(server.RequestHandlerClass, "do_GET", elsewhere)
     with pytest.raises(EnvironmentProblem, match=r"refused /generate \(302\)"):
         generate(engine, requests[:1])
-    assert asked == ["/generate"]
+    assert seen == ["/generate"]
     server.shutdown()
     server.server_close()
 

@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade import errors
-from saccade.engines import Capabilities
-from saccade.engines.settings import Settings
+from saccade.engines import Capabilities, Settings
 from saccade.errors import SaccadeError
 from saccade.system.codec import FILES, Arrays, decode, encode
 from saccade.system.process import LOOK_EVERY, Block, Child, Ended
@@ -130,8 +129,8 @@ class Replica:
             elif "completions" in row:
                 done = decode(tuple[Completion, ...], row["completions"], block.arrays)
                 self.events.put((self, list(done)))
-            elif row["health"]["busy_s"] > STEP_LIMIT:
-                raise Died(f"its engine has not moved for {row['health']['busy_s']:.0f} s")
+            elif row["busy_s"] > STEP_LIMIT:
+                raise Died(f"its engine has not moved for {row['busy_s']:.0f} s")
 
     # -- for the caller's thread --
 
@@ -202,9 +201,6 @@ class Replica:
     def capabilities(self) -> Capabilities:
         # Whatever an engine shares with a model of its own process, it is not the trainer's.
         return replace(Capabilities(**self._ask("capabilities")), shares_weights=False)
-
-    def health(self) -> dict[str, Any]:
-        return self._ask("health")
 
     def close(self) -> None:
         """In good order where that is possible."""

@@ -22,9 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from saccade.engines import Capabilities, WeightSource
-from saccade.engines.requests import content_of, nothing_sampled
-from saccade.engines.settings import Settings
+from saccade.engines import Capabilities, Settings, WeightSource, content_of, nothing_sampled
 from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
 from saccade.plugins.engines.replicas.replica import READY, Died, Events, Replica, tail
 from saccade.types import Completion, Request
@@ -142,10 +140,6 @@ class Replicas:
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
-
-    def health(self) -> list[dict[str, Any]]:
-        """Of the replicas that work."""
-        return self._all(self._loads, Replica.health)
 
     def close(self) -> None:
         with ThreadPoolExecutor(max(1, len(self._places))) as pool:

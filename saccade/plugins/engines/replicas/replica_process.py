@@ -10,7 +10,6 @@ reports every second that this process lives.
 from __future__ import annotations
 
 import queue
-import resource
 import sys
 import threading
 import time
@@ -21,9 +20,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from saccade.engines import Engine
+from saccade.engines import Engine, Settings
 from saccade.engines.builders import build
-from saccade.engines.settings import Settings
 from saccade.errors import EnvironmentProblem, SaccadeError
 from saccade.models.families import load_family
 from saccade.plugins.engines.replicas.replica import REPORT_EVERY
@@ -103,7 +101,8 @@ class Worker:
             while True:
                 if time.monotonic() - reported > REPORT_EVERY:
                     reported = time.monotonic()
-                    self.channel.send({"health": self.health()})
+                    since = self._working_since
+                    self.channel.send({"busy_s": 0.0 if since is None else reported - since})
                 with suppress(queue.Empty):
                     self._take(inbox.get(timeout=REPORT_EVERY))
         except BaseException:
@@ -119,9 +118,7 @@ class Worker:
             "capabilities": lambda: asdict(engine.capabilities()),
             "shutdown": self._end,
         }
-        if row["call"] == "health":
-            self.channel.send({"result": self.health(), "id": row["id"]})
-        elif row["call"] == "submit":
+        if row["call"] == "submit":
             self._files |= {n: file for n, file in block.arrays.items() if n.startswith(FILES)}
             arrays = {**self._files, **block.arrays}
             for request in decode(tuple[Request, ...], row["requests"], arrays):
@@ -133,18 +130,6 @@ class Worker:
                 self._orders.put(partial(getattr(engine, row["call"]), name))
         else:
             self._orders.put(partial(self._answer, row["id"], calls[row["call"]]))
-
-    def health(self) -> dict[str, Any]:
-        torch = sys.modules.get("torch")
-        gpu = torch is not None and torch.cuda.is_initialized()
-        since = self._working_since
-        return {
-            "version": self.engine.version,
-            "pending": self.engine.pending,
-            "busy_s": 0.0 if since is None else time.monotonic() - since,
-            "host_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-            "gpu_gb": torch.cuda.memory_reserved() / 2**30 if gpu else 0.0,  # type: ignore[union-attr]
-        }
 
 
 def describe_error(error: SaccadeError) -> dict[str, str]:

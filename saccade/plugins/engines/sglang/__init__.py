@@ -11,28 +11,39 @@ the vision tower. Kept ids of truncated sampling are not returned.
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from saccade.engines import Capabilities, WeightSource
-from saccade.engines.requests import require_finite, require_room
-from saccade.engines.settings import Settings
+from saccade.engines import (
+    Capabilities,
+    Engine,
+    Settings,
+    WeightSource,
+    collapsed,
+    reads_differently,
+    require_finite,
+    require_room,
+)
 from saccade.engines.weights import folder_shapes
-from saccade.errors import EnvironmentProblem
+from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
-from saccade.plugins.engines.sglang.sglang_messages import body_of, completion_of
 from saccade.plugins.engines.sglang.sglang_transport import InProcess, OverHttp
 from saccade.types import Completion, Media, Request
 
 PICTURES = 1024  # encoded images that are kept
+BANNED = -1e9  # added to a logit; JSON has no infinity
+FINISH = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
-class SglangEngine:
+class SglangEngine(Engine):
     def __init__(self, settings: Settings, family: Family, *, beside_trainer: bool = False) -> None:
         """`beside_trainer`: the source of weights stays readable, so that sleep may forget them."""
         self.settings, self.family, self.version = settings, family, 0
@@ -86,9 +97,6 @@ class SglangEngine:
         if key in self._names:
             self._aborted.add(self._names[key])
             self._sglang.abort(self._names[key])
-
-    def release(self, episode: str) -> None:
-        pass  # SGLang keeps prefixes by content, not by episode
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         assert not self._running, "weights change while sequences are running"
@@ -151,3 +159,71 @@ def _plain(name: str) -> str:
     for long, short in (("model.language_model.", "model."), ("model.visual.", "visual.")):
         name = short + name.removeprefix(long) if name.startswith(long) else name
     return name
+
+
+# -- requests as SGLang takes them, in Python and over HTTP --
+
+
+def body_of(request: Request, family: Family, encode: Callable[[Media], str], version: int) -> dict[str, Any]:
+    """One placeholder per image, which SGLang expands again."""
+    sampling = request.sampling
+    if sampling.first is not None:
+        raise ConfigError(
+            "rollout.engine=sglang draws every token alike; use "
+            "algorithm.hot_first_token.temperature=0, or rollout.engine=embedded"
+        )
+    body: dict[str, Any] = {
+        "input_ids": collapsed(request),
+        "return_logprob": True,
+        "sampling_params": {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop": list(sampling.stop),
+            # Every id that ends a turn is among these: the end ids of SGLang are switched off.
+            "stop_token_ids": [] if sampling.ignore_eos else sorted(family.chat.eos_ids),
+            "ignore_eos": True,
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "logit_bias": {str(i): BANNED for i in np.flatnonzero(family.banned)},
+            # Read together with the position, where SGLang runs with deterministic inference.
+            "sampling_seed": request.noise,
+        },
+    }
+    if request.media:
+        shown = [span.media for span in request.media]
+        body["image_data"] = [encode(media) for media in shown]
+        body["mm_hashes"] = [_name(media, version) for media in shown]
+    return body
+
+
+def _name(media: Media, version: int) -> str:
+    """64 bits under which SGLang keeps what it computed of an image."""
+    content = "/".join(map(str, (*media.key, version)))
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+
+def completion_of(request: Request, answer: Mapping[str, Any], *, version: int, aborted: bool) -> Completion:
+    info = answer["meta_info"]
+    reason = info["finish_reason"]
+    if reason["type"] == "abort" and not aborted:
+        raise EnvironmentProblem(f"sglang gave up request {request.key}: {reason.get('message')}; see its log")
+    _compare_prompt(request, answer, aborted)
+    triples = info.get("output_token_logprobs") or []  # (log-prob, id, text); none if it waited
+    return Completion(
+        key=request.key,
+        ids=np.array([triple[1] for triple in triples], dtype=np.int64),
+        logprobs=np.array([triple[0] for triple in triples], dtype=np.float32),
+        versions=np.full(len(triples), version, dtype=np.int32),
+        finish="aborted" if aborted else FINISH[reason["type"]],  # type: ignore[arg-type]
+    )
+
+
+def _compare_prompt(request: Request, answer: Mapping[str, Any], aborted: bool) -> None:
+    """Refuse other ids than were sent, where the answer holds them, or another number of them."""
+    count = answer["meta_info"].get("prompt_tokens", len(request.ids) if aborted else None)
+    ids = answer.get("prompt_token_ids", request.ids)
+    if count != len(request.ids) or not np.array_equal(ids, request.ids):
+        raise reads_differently(request, "sglang", count)

@@ -9,7 +9,7 @@ import inspect
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,15 +18,14 @@ from typing import Any
 import httpx2
 from torch import Tensor
 
-from saccade.engines.settings import INSTALL, Settings
-from saccade.engines.weights import in_folder
+from saccade.engines import INSTALL, Settings
+from saccade.engines.weights import in_folder, pieces
 from saccade.errors import EnvironmentProblem
 from saccade.models.families import Family
 from saccade.plugins.judges.http_client.sender import http_client
 
 HOW_TO_INSTALL = INSTALL["sglang"]
 NEEDED = ("input_ids", "image_data", "mm_hashes", "return_logprob", "rid")  # of async_generate
-BUCKET = 1 << 30  # bytes of weights in one message
 CONNECTIONS, PATIENCE = 256, 3600.0  # at once; seconds for an answer
 ENVIRONMENT = {  # read when SGLang starts; what a user has set stays
     "SGLANG_MM_AVOID_RETOKENIZE": "1",  # ids of a prompt with images stay as they are
@@ -98,8 +97,8 @@ class InProcess:
         engine = self._engine
         if hasattr(engine, "begin_weight_update"):  # newer releases require it
             _require(*engine.begin_weight_update())
-        for bucket in _buckets(weights):
-            _require(*engine.update_weights_from_tensor(bucket, flush_cache=False))
+        for piece in pieces(weights):
+            _require(*engine.update_weights_from_tensor(list(piece.items()), flush_cache=False))
         if hasattr(engine, "end_weight_update"):
             _require(*engine.end_weight_update())
         _require(engine.flush_cache().success, "its cache was not flushed")
@@ -166,14 +165,3 @@ class OverHttp:
 def _require(success: bool, message: str) -> None:
     if not success:
         raise EnvironmentProblem(f"sglang did not take the weights: {message}")
-
-
-def _buckets(weights: Weights) -> Iterator[list[tuple[str, Tensor]]]:
-    bucket: list[tuple[str, Tensor]] = []
-    for entry in weights:
-        bucket.append(entry)
-        if sum(weight.nbytes for _, weight in bucket) >= BUCKET:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket

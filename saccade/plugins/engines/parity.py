@@ -2,20 +2,24 @@
 
 An engine only samples, so every check is a comparison of scores: the trainer scores what the engine
 sampled, under the expected conditions and under conditions that would explain a gap (older weights,
-another image, another temperature). The one that fits names the cause. Knows nothing of configs or
-of how either side computes; the weights are left as they were.
+another image, another temperature). The one that fits names the cause. The weights are left as they
+were.
 
+    check(config, engine, policy, samples, version=0)
     probe(engine, trainer, family, samples, sampling=Sampling(), limit=1e-4, version=0)
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 
 import numpy as np
 
+from saccade.config import Config
 from saccade.engines import Engine, WeightSource, generate
 from saccade.engines.weights import not_finite
 from saccade.errors import EnvironmentProblem
@@ -25,17 +29,24 @@ from saccade.media.pixel_cache import DECODED
 from saccade.media.sounds import open_sound
 from saccade.media.videos import open_video
 from saccade.models.families import Family
+from saccade.recipes.parts import rollout_sampling
+from saccade.run.quarantine import decode_error
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
 from saccade.types import Batch, Completion, Group, Media, Rendered, Request, Sample, Sampling, Source, Trajectory
 
+log = logging.getLogger(__name__)
+
 PROMPTS, NEW_TOKENS = 2, 16
+LOOKED_AT = 256  # rows among which prompts with pictures are searched
 LIMITS = {"float32": 1e-4, "bfloat16": 0.05}  # mean |gap| by the type that computes
 NOTHING = 1e-6  # a smaller change is none
 NO_STEP = -1  # a version that training never has: what is kept under it is never read again
 ANOTHER, UNSEEN = 0xFF, 0x55  # the bits of every pixel that are turned over
 
-STALE = "the engine kept what it had computed of the {} under older weights: its encoder or "
-STALE += "prefix cache is stale"
+STALE = "its encoder or prefix cache is stale: it kept what it had computed of the {} under older weights"
 NO_CACHE = "switch those caches off with rollout.engine_args, or use rollout.engine=embedded"
+EMPTY_TOWER = "look at the {} tower of model.path: its output may be zero"
 SAME_DRAW = "let it give the log-probs of the distribution that it draws from (temperature, bans)"
 SCORING = (  # what an engine may leave out: (cause, temperature, ban)
     ("temperatures differ: the engine's log-probs leave out rollout.temperature", True, False),
@@ -75,6 +86,34 @@ class Parity:
         return {f"parity/{name}": value for name, value in found.items()}
 
 
+def check(
+    config: Config, engine: Engine, policy: LocalBackend, samples: Sequence[Sample], *, version: int
+) -> dict[str, float]:
+    """Metrics of the comparison, which is also logged in one line; a difference stops the run."""
+    found = compare(config, engine, policy, samples, version=version)
+    log.info(str(found))
+    return found.metrics()
+
+
+def compare(config: Config, engine: Engine, policy: LocalBackend, samples: Sequence[Sample], *, version: int) -> Parity:
+    def score(batches: Sequence[Batch], temperature: float, ban: bool) -> list[np.ndarray]:
+        scored = policy.logprobs(batches, Scoring(temperature=temperature, ban=ban))
+        return [logprobs for logprobs, _ in scored]
+
+    with_pictures = sorted(samples[:LOOKED_AT], key=lambda sample: not sample.media)
+    dtype = str(policy.dtype).removeprefix("torch.")
+    return probe(
+        engine,
+        Trainer(score=score, source=policy, changed=policy.changed),
+        policy.family,
+        [*islice((s for s in with_pictures if decode_error(s) is None), PROMPTS)],
+        sampling=rollout_sampling(config),
+        limit=config.rollout.parity_max or LIMITS[dtype],
+        version=version,
+        copies=max(1, config.rollout.replicas),
+    )
+
+
 def probe(
     engine: Engine,
     trainer: Trainer,
@@ -89,7 +128,7 @@ def probe(
     """Return the gaps, or raise with the cause of one that is too large. `version`: of the weights
     that both have now; `copies`: how often each prompt is asked, once of every replica.
     """
-    chosen = sorted(samples, key=_has_none)[:PROMPTS]
+    chosen = sorted(samples, key=lambda sample: not sample.media)[:PROMPTS]  # pictures first
     prompts = [family.render(sample.messages) for sample in chosen for _ in range(copies)]
     seen = [prompt for prompt in prompts if prompt.media]
     length = min(NEW_TOKENS, sampling.max_tokens)
@@ -108,12 +147,8 @@ def probe(
         by_picture = bench.judge_picture(answers, others)
     by_weight = bench.judge_weight(seen or prompts, "vision" if seen else "llm", version)
     restored = bench.gap(bench.ask(prompts))
-    bench.require(
-        restored <= limit,
-        "the engine does not come back to weights that it had before",
-        f"the gap was {gap:.2g} and is {restored:.2g}",
-        NO_CACHE,
-    )
+    facts = f"the gap was {gap:.2g} and is {restored:.2g}"
+    bench.require(restored <= limit, "the engine does not come back to weights that it had before", facts, NO_CACHE)
     return Parity(gap=gap, restored=restored, by_weight=by_weight, by_picture=by_picture, limit=limit)
 
 
@@ -160,34 +195,23 @@ class _Bench:
         """An engine that answers the same for every picture has not seen it."""
         for one, other in zip(answers, others, strict=False):
             same = np.array_equal(one.ids, other.ids)
-            self.require(
-                not same or np.nanmax(np.abs(one.logprobs - other.logprobs)) > NOTHING,
-                "the picture does not reach the engine",
-                "what it samples is the same for another picture",
-                "see that it serves this model with images, or use rollout.engine=embedded",
-            )
+            moved = not same or np.nanmax(np.abs(one.logprobs - other.logprobs)) > NOTHING
+            facts = "what it samples is the same for another picture"
+            self.require(moved, "the picture does not reach the engine", facts, "use rollout.engine=embedded")
 
     def judge_gap(self, answers: Sequence[Trajectory], gap: float) -> None:
         if gap <= self.limit:
             return
         facts = f"mean |gap| of log-probs {gap:.2g}, limit {self.limit:g}"
-        self.require(
-            not np.isnan(gap),
-            "the engine gives no log-prob for some of what it sampled",
-            facts,
-            "use an engine that does, such as rollout.engine=embedded",
-        )
+        missing = "the engine gives no log-prob for some of what it sampled"
+        self.require(not np.isnan(gap), missing, facts, "use rollout.engine=embedded")
         for cause, plain, unbanned in SCORING:
             temperature = 1.0 if plain else self.sampling.temperature
             near = self.gap(answers, temperature, not unbanned) <= self.limit
             self.require(not near, cause, facts, SAME_DRAW)
-        self.require(
-            False,
-            "the engine has other weights than the trainer, or reads the prompt differently",
-            facts,
-            "load both from the same model.path; if model.dtype=float32 closes the gap it is "
-            "rounding, and rollout.parity_max allows it",
-        )
+        cause = "the engine has other weights than the trainer, or reads the prompt differently"
+        fix = "load both from the same model.path; if model.dtype=float32 closes the gap, raise rollout.parity_max"
+        raise problem(cause, facts, fix)
 
     def judge_picture(self, answers: Sequence[Trajectory], others: Sequence[Trajectory]) -> float:
         """Another picture moves both, the engine as far as the trainer."""
@@ -195,21 +219,11 @@ class _Bench:
         gap, kept = self.gap(others), self.gap(before)
         moved = _apart(self.score(others), self.score(before))
         facts = f"the trainer moves by {moved:.2g}, gap {gap:.2g}, to the first picture {kept:.2g}"
-        self.require(
-            moved > NOTHING,
-            "another picture changes nothing in the trainer either",
-            facts,
-            "look at the vision tower of model.path: its output may be zero",
-        )
-        self.require(
-            gap <= kept, "the engine answers a second picture with what it kept of the first one", facts, NO_CACHE
-        )
-        self.require(
-            gap <= self.limit,
-            "the engine reads a second picture differently from the trainer",
-            facts,
-            "use rollout.engine=embedded",
-        )
+        fix = EMPTY_TOWER.format("vision")
+        self.require(moved > NOTHING, "another picture changes nothing in the trainer either", facts, fix)
+        self.require(gap <= kept, "the engine answers a second picture with what it kept of the first", facts, NO_CACHE)
+        cause = "the engine reads a second picture differently from the trainer"
+        self.require(gap <= self.limit, cause, facts, "use rollout.engine=embedded")
         return moved
 
     def judge_weight(self, prompts: Sequence[Rendered], tower: str, version: int) -> float:
@@ -226,37 +240,23 @@ class _Bench:
             f"{name} was changed: the trainer moves by {moved:.2g}; gap {gap:.2g}, to the weights "
             f"before {kept:.2g}, on prompts not seen before {gap_unseen:.2g}"
         )
-        self.require(
-            moved > NOTHING,
-            "a changed weight changes nothing in the trainer",
-            facts,
-            f"look at the {tower} tower of model.path: its output may be zero",
-        )
+        fix = EMPTY_TOWER.format(tower)
+        self.require(moved > NOTHING, "a changed weight changes nothing in the trainer", facts, fix)
         if gap <= self.limit and gap <= kept:
             return moved
-        self.require(
-            not (gap_unseen <= self.limit and gap_unseen < gap),
-            STALE.format("picture" if prompts[0].media else "prompt"),
-            facts,
-            NO_CACHE,
-        )
+        stale = gap_unseen <= self.limit and gap_unseen < gap
+        self.require(not stale, STALE.format("picture" if prompts[0].media else "prompt"), facts, NO_CACHE)
         how = "none of" if kept <= self.limit else "only some of"
-        self.require(
-            False,
-            f"wrong weights: {how} what was handed over arrived in the engine",
-            facts,
-            "names of weights may have drifted apart: use rollout.engine=embedded, or another release of the engine",
-        )
-        return moved
+        cause = f"wrong weights: {how} what was handed over arrived in the engine"
+        raise problem(cause, facts, "use rollout.engine=embedded, or another release of the engine")
 
     def require(self, holds: bool | np.bool_, cause: str, facts: str, fix: str) -> None:
         if not holds:
-            raise EnvironmentProblem(f"rollout.engine: {cause} ({facts}); {fix}")
+            raise problem(cause, facts, fix)
 
 
-def _has_none(sample: Sample) -> bool:
-    """Sorts what has pictures to the front."""
-    return not sample.media
+def problem(cause: str, facts: str, fix: str) -> EnvironmentProblem:
+    return EnvironmentProblem(f"rollout.engine: {cause} ({facts}); {fix}")
 
 
 def trajectory(request: Request, answer: Completion) -> Trajectory:
