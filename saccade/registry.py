@@ -87,7 +87,11 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         "tensorboard": "saccade.plugins.loggers.metric_sinks:tensorboard",
         "wandb": "saccade.plugins.loggers.metric_sinks:wandb",
     },
-    "media_kinds": {"series": "saccade.plugins.series.series_files:KIND"},
+    "media_kinds": {
+        "video": "saccade.plugins.media.videos:KIND",
+        "audio": "saccade.plugins.media.sounds:KIND",
+        "series": "saccade.plugins.series.series_files:KIND",
+    },
     "policy_losses": {
         name: f"saccade.plugins.more_algorithms.more_losses:{name}"
         for name in (
@@ -129,6 +133,18 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
     },
     "self_tests": {"known_answers": "saccade.plugins.check_data.self_test:check_known_answers"},
     "services": {"remote": "saccade.plugins.judges.remote:open_remote"},
+    "containers": {kind: f"saccade.plugins.containers.folders:{kind}_rows" for kind in ("folder", "hub", "python")},
+    "file_kinds": {
+        f".{kind}": f"saccade.plugins.containers.table_files:{kind}_rows" for kind in ("csv", "parquet", "arrow")
+    },
+    "overlong": {
+        name: f"saccade.plugins.overlong.shorten:{name}" for name in ("shrink", "drop_turns", "truncate_text")
+    },
+    "set_checks": {"unread_media": "saccade.plugins.check_data.unused_media:refuse_unread"},
+    "suites": {
+        name: f"saccade.plugins.suites.public_suites:{name.upper()}"
+        for name in ("vstar", *(f"visualprobe_{x}" for x in ("easy", "medium", "hard")), "hrbench4k", "hrbench8k")
+    },
     "towers": {"series": "saccade.plugins.series.series_tower:TOWER"},
     "verifiers": {
         "sokoban": "saccade.plugins.sokoban.sokoban_verifier:VERIFIER",
@@ -190,7 +206,8 @@ class Table(MutableMapping[str, Row]):
         return key in self._rows or key in _elsewhere(self.name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**self._rows, **_elsewhere(self.name)})
+        others = _elsewhere(self.name)  # in the same order whichever of them is imported first
+        return iter([*(key for key in self._rows if key not in others), *others])
 
     def __len__(self) -> int:
         return len({**self._rows, **_elsewhere(self.name)})

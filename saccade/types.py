@@ -64,7 +64,7 @@ class Media:
     its upright size, its pixel budget.
 
     The encoded file is either at `path` or in `data`, there as bytes or as where they lie
-    (`images.spill.encoded` reads all three). A crop keeps the file of its root and adds
+    (`media.blob_file.encoded` reads all three). A crop keeps the file of its root and adds
     `box`, in upright pixels of the root, so a derived image can be made again from its reference
     alone; `parent` is for display. A video says which `frames` of its file are shown; one that is
     no file has them in `pictures`. Its budget is that of a frame. A sound is as wide as it has

@@ -17,7 +17,6 @@ from saccade.types import Sample
 
 PROMPT_LIMIT = "data.max_prompt_tokens"
 POSITIONS = "the model's own limit of length"
-TRAIN = "data.train: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,19 +96,14 @@ class Dataset:
     def summary(self) -> str:
         lines = [f"{p.name}: {p.stop - p.start} of {p.rows} rows, format {p.format}" for p in self.parts]
         counts = {
-            "bad {} set aside": len(self.quarantined),
-            f"{{}} over {self.limit} left out": len(self.overlong),
-            "{} shortened": self.shortened,
-            "{} left out by the mapping": self.filtered,
-            "{} got a suffix, as another one has the same id": self.renamed,
+            "bad rows set aside": len(self.quarantined),
+            f"rows over {self.limit} left out": len(self.overlong),
+            "rows shortened": self.shortened,
+            "rows left out by the mapping": self.filtered,
+            "rows got a suffix, as another one has the same id": self.renamed,
         }
-        reasons = Counter(row.reason for row in self.left_out)
-        counts |= {f"{{}} left out: {reason}": count for reason, count in reasons.items()}
-        lines += [
-            f"{count} {what.replace('{}', 'row' if count == 1 else 'rows', 1)}"
-            for what, count in counts.items()
-            if count
-        ]
+        counts |= Counter(f"rows left out: {row.reason}" for row in self.left_out)
+        lines += [f"{n} {what.replace('rows', 'row', 1) if n == 1 else what}" for what, n in counts.items() if n]
         return "\n".join(lines)
 
 
@@ -144,18 +138,13 @@ def too_many(
     bad: Sequence[BadRow], rows: int, paths: Sequence[str], config: DataConfig, *, checked: bool, none_left: bool
 ) -> str:
     """`paths`: where they are from. `checked`: `check-data` refuses the same rows."""
-    splits = ((TRAIN, config.train), ("data.val: ", config.val))
-    named = ((key, {source.path for source in listed}) for key, listed in splits)
-    where = next((key for key, known in named if known.issuperset(paths)), "")
+    splits = {"data.train: ": config.train, "data.val: ": config.val}
+    where = next((key for key, listed in splits.items() if {source.path for source in listed}.issuperset(paths)), "")
     examples = "\n".join(f"  {problem}" for problem in bad[:5])
-    lifted = f"data.max_bad_fraction={math.ceil(100 * len(bad) / rows) / 100:g} goes on"
-    if none_left:
-        advice = "No row is left to go on with." + " `saccade check-data` lists all." * checked
-    elif checked:
-        advice = f"`saccade check-data` lists all of them, its --fix writes a copy without them; {lifted}."
-    else:
-        listed = ", and quarantine.jsonl of the run lists all of them" * (where == TRAIN)
-        advice = f"{lifted} without them{listed}."
+    lifted = f"data.max_bad_fraction={math.ceil(100 * len(bad) / rows) / 100:g}"
+    advice = "No row is left to go on with." if none_left else f"{lifted} goes on without them."
+    if checked:
+        advice += " `saccade check-data` lists all" + ("." if none_left else ", its --fix writes a copy without them.")
     if config.format != "auto":
         advice += f" data.format is {config.format}: auto reads what the columns say."
     return (

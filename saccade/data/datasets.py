@@ -16,16 +16,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.dataset import POSITIONS, PROMPT_LIMIT, BadRow, Dataset, Part, keep, refuse_first, too_many
-from saccade.data.formats import FORMATS, Format, OpenImage, detect, read_row, row_id, writable
+from saccade.data.formats import FOR_REWARDS, FORMATS, Format, OpenImage, detect, read_row, row_id, writable
 from saccade.data.records import content_hash
-from saccade.data.shorten import POLICIES
 from saccade.data.sources import Row, open_source
 from saccade.data.stream import Stream
 from saccade.errors import ConfigError, DataError
@@ -33,9 +32,9 @@ from saccade.media.blob_file import Spill
 from saccade.media.images import ImageError
 from saccade.media.kinds import open_any
 from saccade.media.media_files import located, source_kind
-from saccade.plugins.check_data.unused_media import FOR_REWARDS, unread_media
 from saccade.plugins.preferences.mappings import apply, load_mapping
 from saccade.plugins.preferences.pairwise_prompts import judged
+from saccade.registry import Table
 from saccade.types import Media, Sample
 
 __all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]
@@ -43,6 +42,10 @@ __all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]
 DETECTION_ROWS = 100
 FILE_NAME = re.compile(r".+\.\w{2,5}")
 LONGEST_NAME = 1024  # of a file; longer text is the file itself
+# By data.overlong: (sample, function that counts tokens, limit) → a sample that fits, or None.
+POLICIES: Table[Callable[..., Sample | None]] = Table("overlong", {"drop": lambda sample, length, limit: None})
+# Called as (path, first rows, format, data.keys) for a set of which no medium is read; they raise DataError.
+SET_CHECKS: Table[Callable[..., None]] = Table("set_checks", {})
 
 
 def load(
@@ -60,7 +63,9 @@ def load(
     that others take. `marks`: kinds of media that the model is there for, whose placeholder is
     never plain text.
     """
-    _check(sources, config)
+    unweighted = [source.path for source in sources if source.weight is None]
+    if 0 < len(unweighted) < len(sources):
+        raise ConfigError(f"data: {unweighted[0]} has no weight but others have; give all of them one, or none")
     reader = _Reader(config, length, change, limit, marks)
     parts: list[Part] = []
     for source in sources:
@@ -70,10 +75,8 @@ def load(
     if reader.refused and not reader.samples:
         raise ConfigError(reader.refused)
     if len(reader.bad) > config.max_bad_fraction * rows:
-        checked = limit in (PROMPT_LIMIT, POSITIONS)
-        options = {"checked": checked, "none_left": len(reader.bad) == rows}
-        paths = [source.path for source in sources]
-        raise DataError(too_many(reader.bad, rows, paths, config, **options))
+        options = {"checked": limit in (PROMPT_LIMIT, POSITIONS), "none_left": len(reader.bad) == rows}
+        raise DataError(too_many(reader.bad, rows, [source.path for source in sources], config, **options))
     samples, duplicates = _with_unique_ids(reader.samples)
     hashes = [content_hash(sample, everything=True) for sample in samples]
     return Dataset(
@@ -94,39 +97,18 @@ def load(
     )
 
 
-def _check(sources: Sequence[DataSource], config: DataConfig) -> None:
-    if config.min_pixels > config.max_pixels:
-        raise ConfigError(f"data.min_pixels={config.min_pixels} is above data.max_pixels={config.max_pixels}")
-    weighted = [source.weight is not None for source in sources]
-    if any(weighted) and not all(weighted):
-        without = sources[weighted.index(False)].path
-        raise ConfigError(f"data: {without} has no weight but others have; give all of them one, or none")
-
-
 def _limit(source: DataSource, sources: Sequence[DataSource], config: DataConfig, *, rows: int) -> int | None:
     """How many rows to read: its own limit and its share in that of the whole mixture."""
     limits = [] if source.max_samples is None else [source.max_samples]
     if config.max_samples is not None and source.weight is None:
         limits.append(max(0, config.max_samples - rows))
-    elif config.max_samples is not None and source.weight is not None:
-        share = source.weight / sum(other.weight or 0 for other in sources)
+    elif config.max_samples is not None:
+        share = (source.weight or 0) / sum(other.weight or 0 for other in sources)
         limits.append(max(1, round(config.max_samples * share)))
     return min(limits, default=None)
 
 
 # -- rows ------------------------------------------------------------------------------------------
-
-
-class _Counted:
-    """Rows with their numbers in the file, from 1, and how many were read so far."""
-
-    def __init__(self, rows: Iterable[Row], passed: int) -> None:
-        self._rows, self._passed, self.rows = rows, passed, 0
-
-    def __iter__(self) -> Iterator[tuple[int, Row]]:
-        for row in self._rows:
-            self.rows += 1
-            yield self._passed + self.rows, row
 
 
 class _Reader:
@@ -173,7 +155,9 @@ class _Reader:
             "default_source": container.stem,
             "marks": self.marks,
         }
-        counted, seen = _Counted(chain(first, rows), passed), self.kinds.total()
+        # As in the file, from 1. Behind the last row, the next number says how many were read.
+        numbers, seen = count(passed + 1), self.kinds.total()
+        counted = ((number, row) for row, number in zip(chain(first, rows), numbers, strict=False))
         format, numbered = self._format(source, container.folder, counted, columns, name)
         for number, row in numbered:
             if row is None:
@@ -195,28 +179,18 @@ class _Reader:
                 bad = self._set_aside(row, name, number, str(error))
                 self.refused = self.refused or f"{error} ({bad.id}, row {number} of {name})"
         if self.kinds.total() == seen and not self._mapping(source):
-            self._refuse_unread(source, first, format)
+            readable = [row for row in first if not isinstance(row, RowError)]
+            for check in SET_CHECKS.values():
+                check(source.path, readable, format, self.config.keys)
         return Part(
             name=name,
             format=format.name,
             start=start,
             stop=len(self.samples),
-            rows=counted.rows,
+            rows=next(numbers) - passed - 1,
             weight=source.weight,
             path=source.path,
         )
-
-    def _refuse_unread(self, source: DataSource, rows: Sequence[Row], format: Format) -> None:
-        readable = [row for row in rows if not isinstance(row, RowError)]
-        if found := unread_media(readable, format, self.config.keys):
-            column, role = found
-            key = f"data.keys.{role}"
-            raise DataError(
-                f"{source.path}: column {column!r} holds {role}, and nobody reads it: "
-                f"{key}={column} shows them to the model, {key}= does not. That is said of all "
-                f"sets; for this one alone: saccade check-data {source.path} {key}=… --fix "
-                "NEW.jsonl makes a file that needs no key"
-            )
 
     def _mapping(self, source: DataSource) -> str | None:
         wanted = source.mapping or self.config.mapping
@@ -231,7 +205,7 @@ class _Reader:
             return error
 
     def _format(
-        self, source: DataSource, folder: Path | None, rows: _Counted, columns: set[str], name: str
+        self, source: DataSource, folder: Path | None, rows: Iterable[tuple[int, Row]], columns: set[str], name: str
     ) -> tuple[Format, Iterator[tuple[int, Row | None]]]:
         """How the rows are read, and the rows: as they are, or as a mapping makes them."""
         wanted = self._mapping(source)

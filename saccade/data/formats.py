@@ -156,6 +156,7 @@ FORMATS: Mapping[str, Format] = {
         ),
     )
 }
+FOR_REWARDS = ("segmentation_path", "mask", "level")  # may name a file that a reward reads
 SHARED_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "id": ("id", "doc_id", "unique_id", "question_id"),
     **{kind.columns[0]: kind.columns for kind in KINDS.values()},

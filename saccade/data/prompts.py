@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -77,20 +76,17 @@ def apply(sample: Sample, config: PromptConfig, *, instruction: str, choices_see
 def _question(sample: Sample, message: Message, config: PromptConfig, instruction: str) -> tuple[str | Media, ...]:
     lines = [f"({LETTERS[index]}) {choice}" for index, choice in enumerate(sample.choices)]
     text = "".join(part if isinstance(part, str) else f"\0{index}\0" for index, part in enumerate(message.parts))
-    uses: frozenset[str] = frozenset()
-    if config.template:
-        template, uses = _compiled(_file(config.template, "prompt.template"))
+    template, uses = _compiled(_file(config.template, "prompt.template") if config.template else "{{ content }}")
     if "choices" not in uses:
         text = _added(text, "\n".join(lines), "after")
     if config.template:
-        variables = {
-            "content": text,
-            "choices": lines,
-            "instruction": instruction,
-            "answer_format": config.format,
-            "row": {**sample.extra, "id": sample.id, "data_source": sample.data_source},
-        }
-        text = _rendered(template, variables, config.template)
+        row = {**sample.extra, "id": sample.id, "data_source": sample.data_source}
+        try:
+            text = template.render(
+                content=text, choices=lines, instruction=instruction, answer_format=config.format, row=row
+            )
+        except Exception as error:  # an unknown variable, what the sandbox forbids, a slip
+            raise ConfigError(f"prompt.template={config.template}: {error}") from None
     if "instruction" not in uses:
         text = _added(text, instruction, config.position)
     return _parts(text, message, config.template)
@@ -150,42 +146,25 @@ def _compiled(source: str) -> tuple[Template, frozenset[str]]:
         raise ConfigError(f"prompt.template: line {error.lineno}: {error.message}") from None
 
 
-def _rendered(template: Template, variables: Mapping[str, Any], name: str) -> str:
-    try:
-        return template.render(variables)
-    except Exception as error:  # an unknown variable, what the sandbox forbids, a slip
-        raise ConfigError(f"prompt.template={name}: {error}") from None
-
-
 # -- choices ---------------------------------------------------------------------------------------
 
 
 def permute_choices(sample: Sample, seed: int) -> Sample:
-    """Options in an order drawn for this sample; a gold letter moves with its option."""
-    if len(sample.choices) < 2 or _are_letters(sample.choices) or _are_written(sample):
+    """Options in an order drawn for this sample; a gold letter moves with its option. Options that
+    are letters name things in the picture, and those that the question lists have theirs there.
+    """
+    are_letters = all(choice.strip().upper() in set(LETTERS) for choice in sample.choices)
+    asked = "".join(message.text for message in sample.messages)
+    if len(sample.choices) < 2 or are_letters or all(choice in asked for choice in sample.choices):
         return sample
     digest = hashlib.sha256(f"{seed}:{sample.id}".encode()).digest()
     order = np.random.default_rng(int.from_bytes(digest[:8], "big")).permutation(len(sample.choices))
     moved = {LETTERS[old]: LETTERS[new] for new, old in enumerate(order)}
     choices = tuple(sample.choices[old] for old in order)
 
-    def follow(gold: str) -> str:
-        return gold if gold in choices else moved.get(gold.strip().upper(), gold)
+    def follow(gold: Any) -> Any:
+        if isinstance(gold, tuple):
+            return tuple(map(follow, gold))
+        return gold if gold is None or gold in choices else moved.get(gold.strip().upper(), gold)
 
-    answer = sample.answer
-    if isinstance(answer, str):
-        answer = follow(answer)
-    elif answer is not None:
-        answer = tuple(follow(gold) for gold in answer)
-    return replace(sample, choices=choices, answer=answer)
-
-
-def _are_letters(choices: Sequence[str]) -> bool:
-    """Options that are letters name things in the picture; moving them would mislabel those."""
-    return all(choice.strip().upper() in set(LETTERS) for choice in choices)
-
-
-def _are_written(sample: Sample) -> bool:
-    """Options that the question lists already have their letters there."""
-    asked = "".join(message.text for message in sample.messages)
-    return all(choice in asked for choice in sample.choices)
+    return replace(sample, choices=choices, answer=follow(sample.answer))

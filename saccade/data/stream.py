@@ -117,15 +117,8 @@ def _sort_keys(dataset: Dataset, order: str) -> list[Any] | None:
     if missing is not None:
         known = ", ".join(sorted(missing.extra)) or "none"
         raise ConfigError(f"data.order={order}: row {missing.id} has no such column; it has {known}")
-    return _comparable([sample.extra[column] for sample in dataset.samples], order)
-
-
-def _comparable(values: list[Any], order: str) -> list[Any]:
-    """Numbers where all values are numbers (also written as text), else text."""
+    values = [sample.extra[column] for sample in dataset.samples]
     try:
-        return [float(value) for value in values]
+        return [float(value) for value in values]  # also numbers that are written as text
     except (TypeError, ValueError):
-        pass
-    if not all(isinstance(value, str) for value in values):
-        raise ConfigError(f"data.order={order}: the column must hold numbers or text throughout")
-    return values
+        return list(map(str, values))

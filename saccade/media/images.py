@@ -11,7 +11,6 @@ engine and trainer share, the resizing itself is the model family's.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from PIL import Image
 from saccade.config import DataConfig
 from saccade.media.blob_file import encoded, root_hash
 from saccade.media.image_files import ImageError, damaged_chunk, ends, opened, orientation, upright_rgb, upright_size
-from saccade.media.media_files import DEFAULT_LIMITS, read
+from saccade.media.media_files import DEFAULT_LIMITS, read, reference
 from saccade.types import Media
 
 MAX_ASPECT = 200
@@ -38,30 +37,22 @@ def open_media(
     max_pixels: int | None = None,
 ) -> Media:
     """A reference to the image in `source`; relative paths start from `base`."""
-    name, data, path = read(source, base, limits)
+    file = read(source, base, limits)
+    name, data, _ = file
     with opened(data, name) as image:
-        pixels = image.width * image.height
-        if pixels > limits.max_megapixels * 1e6:
-            raise ImageError(
-                f"{name}: {image.width}x{image.height} is {pixels / 1e6:.0f} megapixels, "
-                f"data.max_megapixels is {limits.max_megapixels:g}"
-            )
+        millions = image.width * image.height / 1e6
+        if millions > limits.max_megapixels:
+            seen = f"{image.width}x{image.height} is {millions:.0f} megapixels"
+            raise ImageError(f"{name}: {seen}, data.max_megapixels is {limits.max_megapixels:g}")
         width, height = upright_size(image, data, name)
         complete = ends(image, data)
     size = _padded_size(width, height)
     if size != (width, height) and limits.aspect == "reject":
         raise ImageError(f"{name}: {width}x{height} is longer than {MAX_ASPECT}:1; data.aspect=pad accepts it")
-    media = Media(
-        hash=hashlib.sha256(data).hexdigest(),
-        width=size[0],
-        height=size[1],
-        path=path,
-        data=data if path is None else None,
-        min_pixels=min_pixels or limits.min_pixels,
-        max_pixels=max_pixels or limits.max_pixels,
-    )
-    if media.min_pixels > media.max_pixels:
-        raise ImageError(f"{name}: min_pixels {media.min_pixels} is above max_pixels {media.max_pixels}")
+    low, high = min_pixels or limits.min_pixels, max_pixels or limits.max_pixels
+    if low > high:
+        raise ImageError(f"{name}: min_pixels {low} is above max_pixels {high}")
+    media = reference(file, width=size[0], height=size[1], min_pixels=low, max_pixels=high)
     if not complete:  # No end mark: rare, so let the decoder say whether pixels are missing.
         decode(media)
     return media

@@ -1,6 +1,5 @@
-"""Where images come from: a path, a URI, bytes, base64 text, a mapping, an image or an array in
-memory becomes an encoded file. Also what videos, sounds and time series are read with. Looks at no
-pixel.
+"""Where media come from: a path, a URI, bytes, base64 text, a mapping, an image or an array in
+memory becomes an encoded file, and that a reference. Looks at no pixel.
 
     read("pictures/a.png", base, limits).data
 """
@@ -8,11 +7,13 @@ pixel.
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import os
 import re
 import urllib.request
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
@@ -22,14 +23,16 @@ import numpy as np
 from PIL import Image
 
 from saccade.config import DataConfig
+from saccade.media.blob_file import named
 from saccade.media.image_files import ORIENTATION, ImageError, upright_rgb
+from saccade.types import Media
 
 MAX_DOWNLOAD = 256 * 2**20
 DEFAULT_LIMITS = DataConfig()
 
 
 class Encoded(NamedTuple):
-    """An image file: how messages call it, its bytes, and its path when it lies on disk."""
+    """A file: how messages call it, its bytes, and its path when it lies on disk."""
 
     name: str
     data: bytes
@@ -39,6 +42,14 @@ class Encoded(NamedTuple):
 def read(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
     """Relative paths start from `base`."""
     return READERS[source_kind(source, base)](source, base, limits)
+
+
+def reference(file: Encoded, kind: str = "image", **shown: Any) -> Media:
+    """A medium in `file`; its hash covers what is shown of it."""
+    content = hashlib.sha256(file.data).hexdigest()
+    data = file.data if file.path is None else None
+    media = Media(hash=content, kind=kind, path=file.path, data=data, **shown)
+    return replace(media, hash=named(media, content))
 
 
 def source_kind(source: Any, base: Path | None = None) -> str:
@@ -60,10 +71,6 @@ def _is_base64(text: str, base: Path | None) -> bool:
     return not (fits_a_path and (base or Path()).joinpath(text).is_file())
 
 
-def _from_path(source: str | Path, base: Path | None, limits: DataConfig) -> Encoded:
-    return from_file(located(source, base, limits), str(source)[:200])
-
-
 def located(source: str | Path, base: Path | None, limits: DataConfig) -> Path:
     """A relative path starts from `base`; `data.allow_outside` says which may lead out of it."""
     if not str(source).strip():
@@ -82,7 +89,8 @@ def located(source: str | Path, base: Path | None, limits: DataConfig) -> Path:
     return Path(path)
 
 
-def from_file(path: Path, name: str) -> Encoded:
+def _from_path(source: str | Path, base: Path | None, limits: DataConfig, name: str | None = None) -> Encoded:
+    path, name = located(source, base, limits), name or str(source)[:200]
     if not os.path.isfile(path):  # unlike Path.is_file, False for a name that no disk can hold
         if os.path.exists(path):
             what = "a folder" if os.path.isdir(path) else "not a regular file"
@@ -98,7 +106,7 @@ def _from_file_uri(source: str, base: Path | None, limits: DataConfig) -> Encode
     found = re.fullmatch(r"file://(?:localhost)?(/[^?#]*).*", source, re.DOTALL)
     if found is None:
         raise ImageError(f"{source}: a file URI holds an absolute path, for example file:///data/a.png")
-    return from_file(located(url2pathname(found[1]), base, limits), source)
+    return _from_path(url2pathname(found[1]), base, limits, source)
 
 
 def _from_http(source: str, base: Path | None, limits: DataConfig) -> Encoded:
@@ -130,10 +138,6 @@ def _from_base64(text: str, base: Path | None, limits: DataConfig, name: str = "
         return Encoded(name, base64.b64decode("".join(text.split()), validate=True))
     except ValueError as error:  # also of letters that are not ASCII
         raise ImageError(f"{name}: not base64: {error}") from None
-
-
-def _from_bytes(source: bytes | bytearray | memoryview, base: Path | None, limits: DataConfig) -> Encoded:
-    return Encoded(f"image of {len(source)} bytes", bytes(source))
 
 
 def _from_mapping(source: Mapping[str, Any], base: Path | None, limits: DataConfig) -> Encoded:
@@ -181,7 +185,7 @@ READERS: dict[str, Callable[[Any, Path | None, DataConfig], Encoded]] = {
     "http": _from_http,
     "data_uri": _from_data_uri,
     "base64": _from_base64,
-    "bytes": _from_bytes,
+    "bytes": lambda source, base, limits: Encoded(f"image of {len(source)} bytes", bytes(source)),
     "mapping": _from_mapping,
     "pil": _from_pil,
     "array": _from_array,

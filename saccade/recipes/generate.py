@@ -24,8 +24,7 @@ import numpy as np
 from saccade import checks
 from saccade.config import Config, load
 from saccade.data.prompts import WORDED
-from saccade.data.records import content_hash
-from saccade.data.written_chats import dialogue_row
+from saccade.data.records import content_hash, dialogue_row
 from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
 from saccade.models.files import stamp

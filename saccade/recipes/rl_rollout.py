@@ -20,8 +20,8 @@ from saccade.config import Config
 from saccade.data.stream import Stream
 from saccade.engines import Engine
 from saccade.errors import TrainingError
+from saccade.media.kinds import PAIR
 from saccade.media.pixel_cache import in_background
-from saccade.media.videos import PAIR
 from saccade.models.families import Family
 from saccade.recipes import parts
 from saccade.recipes.accuracy import Scores, outcomes_by_source, score_terms

@@ -56,18 +56,13 @@ def test_questions_without_words_are_good_rows_that_are_noted(jsonl, picture):
     assert report.notes == ("2 good rows ask nothing in words, first 1: the question is empty or only <image>",)
 
 
-def test_headers_only_does_not_look_at_pixels(mixed):
+def test_headers_only_does_not_look_at_pixels_and_the_report_is_json(mixed):
     report = check_data(mixed, headers_only=True)
     assert [row.id for row in report.bad] == ["gone"]
-    assert not report.decoded and report.lengths == {}
-
-
-def test_bad_rows_below_the_limit_are_acceptable(mixed):
-    assert check_data(load_config(mixed, ["data.max_bad_fraction=0.5"])).acceptable
-
-
-def test_the_report_is_json(mixed):
-    tree = json.loads(check_data(mixed).to_json())
+    assert not report.decoded and report.lengths == {} and not report.acceptable
+    report = check_data(load_config(mixed, ["data.max_bad_fraction=0.5"]))
+    assert report.acceptable
+    tree = json.loads(report.to_json())
     assert tree["bad"][0]["id"] == "gone" and tree["rows"] == 6 and "samples" not in tree
 
 
@@ -79,6 +74,11 @@ def test_a_fixed_copy_holds_the_good_rows(mixed, tmp_path):
     again = load(config.data.train, config.data)
     assert again.samples == report.samples["train"] and again.formats == {"clean": "messages"}
     assert check_data(config).acceptable
+    both = load_config(mixed, [f"data.val={mixed.data.train[0].path}"])
+    written = write_fixed(check_data(both), tmp_path / "clean.jsonl")
+    assert [Path(path).name for path in written] == ["clean.train.jsonl", "clean.val.jsonl"]
+    with pytest.raises(DataError, match=r"set data.train or data.val"):
+        check_data(load_config({}))
 
 
 def test_a_column_that_is_no_json_leaves_the_file_as_it_was(tmp_path, ask):
@@ -86,14 +86,3 @@ def test_a_column_that_is_no_json_leaves_the_file_as_it_was(tmp_path, ask):
     with pytest.raises(DataError, match="row b: a column cannot be written as JSON"):
         convert([ask("?", id="a"), ask("?", id="b", extra={"x": b"1"})], tmp_path / "clean.jsonl")
     assert (tmp_path / "clean.jsonl").read_text() == "before"
-
-
-def test_train_and_val_get_a_file_each(mixed, tmp_path):
-    both = load_config(mixed, [f"data.val={mixed.data.train[0].path}"])
-    written = write_fixed(check_data(both), tmp_path / "clean.jsonl")
-    assert [Path(path).name for path in written] == ["clean.train.jsonl", "clean.val.jsonl"]
-
-
-def test_nothing_to_check_is_an_error():
-    with pytest.raises(DataError, match=r"set data.train or data.val"):
-        check_data(load_config({}))

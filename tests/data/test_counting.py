@@ -13,19 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade.plugins.quickstart.counting import (
-    COLOURS,
-    MID_GREY,
-    TEACHING_COLOURS,
-    TRAINING_COLOURS,
-    UNSEEN_COLOURS,
-    counting_scene,
-    counting_split,
-    demonstrated,
-    encode_png,
-    unseen_split,
-    write_jsonl,
-)
+from saccade.plugins.quickstart import counting
+from saccade.plugins.quickstart.counting import TRAINING_COLOURS, UNSEEN_COLOURS, counting_scene, counting_split
 
 
 def connected_regions(mask: np.ndarray) -> int:
@@ -44,26 +33,16 @@ def connected_regions(mask: np.ndarray) -> int:
 
 
 @pytest.mark.parametrize("count", [1, 3, 6])
-def test_a_scene_shows_as_many_separate_regions_as_it_has_shapes(count: int) -> None:
+def test_a_scene_shows_as_many_separate_regions_as_it_has_shapes_in_reading_order(count: int) -> None:
     for seed in range(10):
-        rng = np.random.default_rng(seed)
-        image, shapes = counting_scene(rng, count=count, colours=TRAINING_COLOURS)
+        image, shapes = counting_scene(np.random.default_rng(seed), count=count, colours=TRAINING_COLOURS)
         assert image.shape == (56, 56, 3) and image.dtype == np.uint8
-        assert len(shapes) == connected_regions((image != MID_GREY).any(axis=2)) == count
+        assert len(shapes) == connected_regions((image != counting.MID_GREY).any(axis=2)) == count
         for shape in shapes:
             assert 4 <= shape.radius <= 6
-            assert tuple(image[shape.y, shape.x]) == COLOURS[shape.colour]
-
-
-def test_shapes_come_in_reading_order() -> None:
-    _, shapes = counting_scene(np.random.default_rng(3), count=6, colours=TRAINING_COLOURS)
-    places = [(shape.y >= 28, shape.x) for shape in shapes]
-    assert places == sorted(places)
-
-
-def test_answers_are_uniform() -> None:
-    rows = counting_split(600, seed=0, colours=TEACHING_COLOURS)
-    assert Counter(row.answer for row in rows) == {str(k): 100 for k in range(1, 7)}
+            assert tuple(image[shape.y, shape.x]) == counting.COLOURS[shape.colour]
+        places = [(shape.y >= 28, shape.x) for shape in shapes]
+        assert places == sorted(places)
 
 
 def test_a_row_is_a_question_about_one_picture() -> None:
@@ -75,26 +54,32 @@ def test_a_row_is_a_question_about_one_picture() -> None:
     assert media.data is not None and media.hash == hashlib.sha256(media.data).hexdigest()
     assert row.answer == str(len(row.extra["colours"]))
     listed = " ".join(row.extra["colours"])
-    assert row.extra["demonstration"] == (f"<think> {listed} </think><answer> {row.answer} </answer>")
-    assert demonstrated(row).messages[1].text == row.extra["demonstration"]
-
-
-def test_png_is_what_was_drawn() -> None:
+    assert row.extra["demonstration"] == f"<think> {listed} </think><answer> {row.answer} </answer>"
+    assert counting.demonstrated(row).messages[1].text == row.extra["demonstration"]
     image = np.random.default_rng(0).integers(0, 256, size=(7, 5, 3), dtype=np.uint8)
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(encode_png(image)))), image)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(counting.encode_png(image)))), image)
 
 
-def test_a_split_depends_on_its_seed_alone() -> None:
-    rows = counting_split(40, seed=1, colours=TRAINING_COLOURS)
-    assert rows == counting_split(40, seed=1, colours=TRAINING_COLOURS)
+def test_a_split_depends_on_its_seed_alone_and_is_written_as_it_is(tmp_path: Path) -> None:
+    rows = counting_split(36, seed=1, colours=TRAINING_COLOURS)
+    assert Counter(row.answer for row in rows) == {str(k): 6 for k in range(1, 7)}
     assert rows[:7] == counting_split(7, seed=1, colours=TRAINING_COLOURS)
-    other = counting_split(40, seed=2, colours=TRAINING_COLOURS)
+    other = counting_split(36, seed=2, colours=TRAINING_COLOURS)
     assert {row.media[0].hash for row in rows}.isdisjoint(row.media[0].hash for row in other)
-    assert len({row.id for row in rows + other}) == 80
+    assert len({row.id for row in rows + other}) == 72
+    # The first picture of the quickstart's seed 0, to the bit.
+    assert counting_split(1, seed=1, colours=("red", "green", "blue"))[0].media[0].hash[:16] == "72fef0d233535707"
+    path = counting.write_jsonl(rows, tmp_path)
+    assert path == tmp_path / "train.jsonl"
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert written[0]["problem"] == "<image>how many objects?"
+    for line, row in zip(written, rows, strict=True):
+        assert line["answer"] == row.answer
+        assert (tmp_path / line["images"][0]).read_bytes() == row.media[0].data
 
 
 def test_unseen_rows_have_new_colours_and_more_objects() -> None:
-    rows = unseen_split(64, seed=0)
+    rows = counting.unseen_split(64, seed=0)
     assert {colour for row in rows for colour in row.extra["colours"]} == set(UNSEEN_COLOURS)
     assert set(UNSEEN_COLOURS).isdisjoint(TRAINING_COLOURS)
     assert {row.answer for row in rows} == {str(k) for k in range(1, 9)}
@@ -108,18 +93,7 @@ def test_what_cannot_be_drawn_is_refused() -> None:
     assert counting_split(0, seed=0, colours=("red",)) == []
 
 
-def test_written_rows_read_back(tmp_path: Path) -> None:
-    rows = counting_split(5, seed=0, colours=TEACHING_COLOURS)
-    path = write_jsonl(rows, tmp_path)
-    assert path == tmp_path / "train.jsonl"
-    written = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["answer"] for row in written] == [row.answer for row in rows]
-    assert written[0]["problem"] == "<image>how many objects?"
-    for row, sample in zip(written, rows, strict=True):
-        assert (tmp_path / row["images"][0]).read_bytes() == sample.media[0].data
-
-
-def test_six_thousand_scenes_are_quick() -> None:
+def test_scenes_are_quick() -> None:
     start = time.process_time()
-    counting_split(6000, seed=0, colours=TRAINING_COLOURS)
-    assert time.process_time() - start < 4
+    counting_split(1500, seed=0, colours=TRAINING_COLOURS)
+    assert time.process_time() - start < 1

@@ -35,6 +35,8 @@ def test_limits_per_source_and_overall(jsonl):
     assert [part.stop - part.start for part in data.parts] == [4, 2]
     data = load([source(p, weight=w) for p, w in zip(paths, (3, 1), strict=True)], DataConfig(max_samples=8))
     assert [part.stop - part.start for part in data.parts] == [6, 2]
+    with pytest.raises(ConfigError, match="has no weight but others have"):
+        load([source(paths[0], weight=1), source(paths[1])], DataConfig())
 
 
 def test_an_offset_leaves_out_the_first_rows_and_limits_count_from_there(jsonl):
@@ -45,6 +47,10 @@ def test_an_offset_leaves_out_the_first_rows_and_limits_count_from_there(jsonl):
     data = load([source(path, offset=8), source(path)], DataConfig(max_samples=5))
     assert [sample.answer for sample in data.samples] == ["8", "9", "0", "1", "2"]
     assert total_rows([source(path, offset=8), source(path, offset=2, max_samples=3)]) == 5
+    for offset in (10, 11):
+        with pytest.raises(DataError, match=rf"offset={offset} leaves no row of 10; try offset=9 or"):
+            load([source(path, offset=offset)], DataConfig())
+        assert total_rows([source(path, offset=offset)]) == 0
 
 
 PNG = b"\x89PNG\r\n"
@@ -78,16 +84,13 @@ def test_media_that_nobody_would_see_are_refused(jsonl, columns, role):
 
 
 @pytest.mark.parametrize("value", [PNG, {"bytes": PNG, "path": None}, [{"bytes": PNG}]])
-def test_bytes_tell_what_they_are(value):
+@pytest.mark.parametrize("nothing", ["", [], "[]", [""], b"", {"bytes": None, "path": ""}])
+def test_bytes_tell_what_they_are_also_between_rows_of_text(value, nothing):
     assert unread_media(qa(2, photo=value), FORMATS["qa"], {}) == ("photo", "images")
     assert unread_media(qa(2, photo=value), FORMATS["qa"], {"images": "photo"}) is None
     other = [*qa(2, photo=value), *qa(1, photo="a word")]
     assert unread_media(other, FORMATS["qa"], {}) is None
-
-
-@pytest.mark.parametrize("nothing", ["", [], "[]", [""], b"", {"bytes": None, "path": ""}])
-def test_rows_of_text_between_those_with_pictures_hide_none(nothing):
-    mixed = [*qa(1, photo=nothing), *qa(1, photo=[{"bytes": PNG, "path": None}])]
+    mixed = [*qa(1, photo=nothing), *qa(1, photo=value)]
     assert unread_media(mixed, FORMATS["qa"], {}) == ("photo", "images")
     assert unread_media(qa(2, photo=nothing), FORMATS["qa"], {}) is None
 
@@ -96,13 +99,6 @@ def test_what_was_written_without_its_pictures_needs_no_key(jsonl):
     data = load([source(jsonl(qa(2, path="a.png")))], DataConfig(keys={"images": ""}))
     written = jsonl([to_row(sample) for sample in data.samples], "new.jsonl")
     assert [s.extra for s in load([source(written)], DataConfig()).samples] == [{"path": "a.png"}, {"path": "a.png"}]
-
-
-@pytest.mark.parametrize("offset", [10, 11])
-def test_an_offset_past_the_end_says_how_many_rows_there_are(jsonl, offset):
-    with pytest.raises(DataError, match=rf"offset={offset} leaves no row of 10; try offset=9 or"):
-        load([source(jsonl(qa(10)), offset=offset)], DataConfig())
-    assert total_rows([source(jsonl(qa(10)), offset=offset)]) == 0
 
 
 def test_files_for_rewards_lie_beside_the_rows(jsonl, tmp_path):
@@ -122,14 +118,18 @@ def test_files_for_rewards_lie_beside_the_rows(jsonl, tmp_path):
 
 
 def test_bad_rows_are_set_aside_with_id_row_and_reason(jsonl):
-    rows = qa(300)
+    rows = qa(150)
     rows[7] = {"id": 7, "question": "<image>?", "answer": "1"}
     data = load([source(jsonl(rows))], DataConfig())
-    assert len(data) == 299 and data.rows == 300
+    assert len(data) == 149 and data.rows == 150
     bad = data.quarantined[0]
     assert (bad.id, bad.source, bad.row) == ("7", "rows", 8)
     assert bad.reason == "1 <image> placeholder(s) but 0 images"
     assert data.row_numbers[7] == 9
+    with pytest.raises(DataError, match=r"bad row 7 .row 8 of rows.: 1 <image> placeholder"):
+        load([source(jsonl(rows))], DataConfig(on_bad_row="error"))
+    with pytest.raises(DataError, match="it holds no rows"):
+        load([source(jsonl([]))], DataConfig())
 
 
 HALF = "\ud800"
@@ -186,15 +186,14 @@ def test_too_many_bad_rows_stop_with_the_first_five(jsonl):
     message = str(caught.value)
     assert "7 of 20 rows are bad (35.0%)" in message and "data.max_bad_fraction=0.35" in message
     assert "4 (row 5 of rows): no prompt in column question" in message and "(row 6" not in message
-    assert "check-data` lists all of them, its --fix" in message
+    assert "check-data` lists all, its --fix" in message
     assert len(load([source(jsonl(rows))], DataConfig(max_bad_fraction=0.35))) == 13
 
 
 @pytest.mark.parametrize(
     ("bad", "split", "limit", "advice"),
     [
-        (2, "train", "dpo.max_tokens", "=0.5 goes on without them, and quarantine.jsonl of the run"),
-        (2, "val", "dpo.max_tokens", "=0.5 goes on without them."),
+        (2, "train", "dpo.max_tokens", "=0.5 goes on without them."),
         (4, "val", "dpo.max_tokens", "No row is left to go on with."),
         (4, "train", "data.max_prompt_tokens", "go on with. `saccade check-data` lists all."),
     ],
@@ -222,17 +221,6 @@ def test_rows_left_out_are_counted_by_reason(jsonl):
     assert kept.summary.endswith("2 rows left out: the first")
 
 
-def test_a_bad_row_can_stop_at_once(jsonl):
-    path = jsonl([*qa(2), {"id": "x", "question": ""}])
-    with pytest.raises(DataError, match=r"bad row x .row 3 of rows.: the prompt is empty"):
-        load([source(path)], DataConfig(on_bad_row="error"))
-
-
-def test_an_empty_file_is_an_error(jsonl):
-    with pytest.raises(DataError, match="it holds no rows"):
-        load([source(jsonl([]))], DataConfig())
-
-
 def test_repeated_ids_are_made_unique_and_listed(jsonl):
     rows = [{"question": str(n), "id": id} for n, id in enumerate(["a", "a#2", "a", "b", "a"])]
     data = load([source(jsonl(rows))], DataConfig())
@@ -258,19 +246,10 @@ def test_image_kinds_are_counted_and_files_opened_once(jsonl, picture):
     assert data.samples[0].media[0] is data.samples[2].media[0]
 
 
-def test_contradictions_of_the_config_are_refused(jsonl):
-    path = jsonl(qa(1))
-    with pytest.raises(ConfigError, match="has no weight but others have"):
-        load([source(path, weight=1), source(path)], DataConfig())
-    with pytest.raises(ConfigError, match=r"data.min_pixels=9000 is above data.max_pixels=8000"):
-        load([source(path)], DataConfig(min_pixels=9000, max_pixels=8000))
-
-
-def test_ten_thousand_rows_load_in_seconds(jsonl, picture):
-    for index in range(50):
+def test_thousands_of_rows_load_in_seconds(jsonl, picture):
+    for index in range(20):
         picture(f"{index}.png", (index, 0, 0))
-    rows = [{"problem": f"<image>{n}?", "answer": "1", "images": [f"{n % 50}.png"]} for n in range(10_000)]
-    path = jsonl(rows)
+    path = jsonl([{"problem": f"<image>{n}?", "answer": "1", "images": [f"{n % 20}.png"]} for n in range(2_000)])
     start = time.process_time()  # of this process: other work on the machine does not count
-    assert len(load([source(path)], DataConfig())) == 10_000
-    assert time.process_time() - start < 10
+    assert len(load([source(path)], DataConfig())) == 2_000
+    assert time.process_time() - start < 2

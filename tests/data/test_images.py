@@ -1,5 +1,4 @@
 import base64
-import io
 import os
 import threading
 import time
@@ -16,24 +15,18 @@ from saccade.media.pixel_cache import ImageCache, drop_background, in_background
 
 
 @pytest.mark.parametrize(
-    ("width", "height", "unit", "low", "high", "expected"),
+    ("width", "height", "unit", "low", "high", "expected", "tokens"),
     [
-        (640, 480, 28, 3136, 1_003_520, (476, 644)),
-        (1920, 1080, 28, 3136, 1_003_520, (728, 1316)),
-        (30, 20, 28, 3136, 1_003_520, (56, 84)),
-        (640, 480, 32, 3136, 1_003_520, (480, 640)),
-        (6000, 4000, 28, 40_000, 2_000_000, (1148, 1708)),
+        (640, 480, 28, 3136, 1_003_520, (476, 644), 391),
+        (1920, 1080, 28, 3136, 1_003_520, (728, 1316), 1222),
+        (30, 20, 28, 3136, 1_003_520, (56, 84), 6),
+        (640, 480, 32, 3136, 1_003_520, (480, 640), 300),
+        (6000, 4000, 28, 40_000, 2_000_000, (1148, 1708), 2501),
     ],
 )
-def test_resized_size(width, height, unit, low, high, expected):
+def test_resized_size(width, height, unit, low, high, expected, tokens):
     assert resized_size(width, height, unit=unit, min_pixels=low, max_pixels=high) == expected
-
-
-def test_token_counts_of_the_resize_rule():
-    sizes = [((640, 480), 391), ((1920, 1080), 1222), ((30, 20), 6)]
-    for (width, height), tokens in sizes:
-        rows, columns = resized_size(width, height, unit=28, min_pixels=3136, max_pixels=1_003_520)
-        assert rows * columns // 28**2 == tokens
+    assert expected[0] * expected[1] // unit**2 == tokens
 
 
 # -- sources ----------------------------------------------------------------------------------
@@ -60,13 +53,10 @@ def test_every_kind_of_source_gives_the_same_pixels(picture, tmp_path):
         assert decode(media)[0, 0].tolist() == [10, 200, 30]
     same_file = {open_media(source, base=tmp_path).hash for source in list(sources.values())[:6]}
     assert len(same_file) == 1
-
-
-def test_absolute_path_and_mapping_with_a_path_only(picture, tmp_path):
-    path = picture()
-    assert open_media(str(path)).path == str(path)
-    for nothing in (None, b"", ""):
-        assert open_media({"bytes": nothing, "path": "a.png"}, base=tmp_path).path == str(path)
+    for source in (str(path), *({"bytes": nothing, "path": "a b.png"} for nothing in (None, b"", ""))):
+        assert open_media(source, base=tmp_path).path == str(path)
+    one = open_media(np.array([[[255, 0, 0]]], dtype=np.uint8))
+    assert decode(one).tolist() == [[[255, 0, 0]]]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +75,7 @@ def test_absolute_path_and_mapping_with_a_path_only(picture, tmp_path):
         ("-" * 5000, "file does not exist"),
         (b"", "empty file"),
         (b"plain text", "not an image; readable are PNG"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n", "not an image"),  # would start a program
         (b"RIFF\x24\x00\x00\x00WAVEfmt ", "not an image but a sound, .* into audios"),
         (b"ID3\x04\x00", "not an image but a sound, .* into audios"),
         (b"\x00\x00\x00\x20ftypisom", "not an image but a video, .* into videos"),
@@ -121,28 +112,14 @@ def test_files_outside_of_the_folder(picture, tmp_path, allowed, by_two_dots, in
         assert open_media(source, base=inner, limits=limits).width == 40
 
 
-def test_a_one_pixel_colour_array_is_one_pixel():
-    media = open_media(np.array([[[255, 0, 0]]], dtype=np.uint8))
-    assert decode(media).tolist() == [[[255, 0, 0]]]
-
-
-def test_pixel_budget_of_one_image_overrides_the_limits(picture):
+def test_budgets_and_limits_are_held(picture):
     media = open_media(str(picture()), max_pixels=5000)
     assert (media.min_pixels, media.max_pixels) == (3136, 5000)
     with pytest.raises(ImageError, match="min_pixels 3136 is above max_pixels 10"):
         open_media(str(picture()), max_pixels=10)
-
-
-# -- hygiene ----------------------------------------------------------------------------------
-
-
-def test_too_many_megapixels_are_refused_from_the_header(picture):
     path = picture(size=(2000, 1000), mode="1", colour=1)
     with pytest.raises(ImageError, match=r"2000x1000 is 2 megapixels, data.max_megapixels is 1"):
         open_media(str(path), limits=DataConfig(max_megapixels=1))
-
-
-def test_extreme_strips_are_padded_or_rejected(picture):
     path = str(picture(size=(1, 1000), colour=(0, 0, 255)))
     media = open_media(path)
     assert (media.width, media.height) == (5, 1000)
@@ -150,6 +127,9 @@ def test_extreme_strips_are_padded_or_rejected(picture):
     assert pixels[500].tolist() == [[0, 0, 255]] + [[255, 255, 255]] * 4
     with pytest.raises(ImageError, match="200:1"):
         open_media(path, limits=DataConfig(aspect="reject"))
+
+
+# -- hygiene ----------------------------------------------------------------------------------
 
 
 def test_exif_orientation_turns_size_and_pixels(tmp_path):
@@ -167,29 +147,20 @@ def test_exif_orientation_turns_size_and_pixels(tmp_path):
     assert (kept.width, kept.height) == (40, 60)
 
 
-def test_alpha_lies_on_white(picture):
+def test_pixels_of_every_mode_become_rgb(picture, tmp_path):
     for name, mode, colour in [("a.png", "RGBA", (0, 0, 0, 0)), ("b.png", "LA", (0, 0))]:
         assert decode(open_media(str(picture(name, colour, mode=mode)))).min() == 255
     half = decode(open_media(str(picture("c.png", (0, 0, 0, 128), mode="RGBA"))))
     assert abs(int(half[0, 0, 0]) - 127) <= 1
-
-
-def test_transparent_palette_entry_is_white(tmp_path):
     image = Image.new("P", (8, 8), 0)
     image.putpalette([0, 0, 0, 255, 0, 0])
     image.putpixel((0, 0), 1)
     image.save(tmp_path / "p.png", transparency=0)
     pixels = decode(open_media(str(tmp_path / "p.png")))
     assert pixels[0, 0].tolist() == [255, 0, 0] and pixels[5, 5].tolist() == [255, 255, 255]
-
-
-def test_grey_of_sixteen_bits_is_rescaled(tmp_path):
     for value, expected in [(0, 0), (257 * 100, 100), (65535, 255)]:
         Image.fromarray(np.full((4, 6), value, dtype=np.uint16)).save(tmp_path / "g.png")
         assert (decode(open_media(str(tmp_path / "g.png"))) == expected).all()
-
-
-def test_bilevel_cmyk_and_animation(picture, tmp_path):
     assert decode(open_media(str(picture("b.png", 1, mode="1")))).min() == 255
     green = decode(open_media(str(picture("c.jpg", (255, 0, 255, 0), mode="CMYK"))))[0, 0]
     assert green[1] > green[0] and green[1] > green[2]
@@ -206,9 +177,13 @@ def test_half_a_file_is_refused_when_it_is_opened(noise, name):
     path.write_bytes(data[: len(data) // 2])
     with pytest.raises(ImageError, match=name):
         open_media(str(path))
+    if name == "noise.webp":
+        return
+    path.write_bytes(data + b"\xff\xda" + bytes(500))  # behind the end there is no damage
+    assert decode(open_media(str(path))).shape == (60, 80, 3)
 
 
-def test_a_thumbnail_does_not_hide_that_a_jpeg_is_cut(noise):
+def test_damage_is_not_hidden_by_a_thumbnail_or_a_wrong_checksum(noise):
     path = noise("noise.jpg")
     data = path.read_bytes()
     segment = b"\xff\xe1" + (8).to_bytes(2, "big") + b"\xff\xd8..\xff\xd9"
@@ -218,9 +193,6 @@ def test_a_thumbnail_does_not_hide_that_a_jpeg_is_cut(noise):
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ImageError, match="truncated"):
         open_media(str(path))
-
-
-def test_pixels_that_do_not_fit_their_checksum_are_refused(noise):
     path = noise("noise.png")
     data = bytearray(path.read_bytes())
     stored = data.index(b"IEND") - 8  # the last checksum of pixels
@@ -228,13 +200,6 @@ def test_pixels_that_do_not_fit_their_checksum_are_refused(noise):
     path.write_bytes(data)
     with pytest.raises(ImageError, match=r"noise\.png: damaged: the checksum of an IDAT chunk"):
         decode(open_media(str(path)))
-
-
-def test_bytes_behind_the_end_are_no_damage(noise):
-    for name in ("noise.png", "noise.jpg"):
-        path = noise(name)
-        path.write_bytes(path.read_bytes() + b"\xff\xda" + bytes(500))
-        assert decode(open_media(str(path))).shape == (60, 80, 3)
 
 
 def test_a_file_that_changed_is_noticed(picture):
@@ -251,17 +216,10 @@ def test_a_file_that_changed_is_noticed(picture):
         decode(media)
 
 
-def test_readers_that_start_programs_are_closed():
-    eps = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(eps, "EPS")
-    with pytest.raises(ImageError, match="not an image"):
-        open_media(eps.getvalue())
-
-
 # -- crops ------------------------------------------------------------------------------------
 
 
-def test_a_crop_of_a_crop_is_exact(noise):
+def test_a_crop_of_a_crop_is_exact(noise, picture):
     media = open_media(str(noise()))
     whole = decode(media)
     first = crop(media, (10, 5, 60, 45))
@@ -272,9 +230,6 @@ def test_a_crop_of_a_crop_is_exact(noise):
     for box in [(0, 0, 81, 10), (5, 5, 5, 9), (-1, 0, 4, 4)]:
         with pytest.raises(ImageError, match="leaves the image"):
             crop(media, box)
-
-
-def test_a_crop_like_a_thread_is_refused(picture):
     media = open_media(str(picture(size=(900, 30))))
     with pytest.raises(ImageError, match="aspect ratio"):
         crop(media, (0, 0, 900, 2))
@@ -283,7 +238,7 @@ def test_a_crop_like_a_thread_is_refused(picture):
 # -- cache ------------------------------------------------------------------------------------
 
 
-def test_cache_decodes_once_for_many_threads(noise):
+def test_cache_makes_each_array_once_for_many_threads(noise):
     cache, media = ImageCache(10**6), open_media(str(noise()))
     found = []
     threads = [threading.Thread(target=lambda: found.append(cache.get(media))) for _ in range(8)]
@@ -293,9 +248,18 @@ def test_cache_decodes_once_for_many_threads(noise):
         thread.join()
     assert len(found) == 8 and all(pixels is found[0] for pixels in found)
     assert not found[0].flags.writeable
+    made = []
+
+    def grey(item):
+        made.append(item.hash)
+        return decode(item)[..., 0]
+
+    cache = ImageCache(10**6, make=grey, key=lambda item: item.key)
+    assert all(found is cache.get(media) for found in cache.get_all([media] * 3))
+    assert made == [media.hash] and cache.get(media).ndim == 2
 
 
-def test_cache_stays_within_its_bytes(picture):
+def test_cache_stays_within_its_bytes_and_forgets_failures(picture):
     media = [open_media(str(picture(f"{i}.png", (i, 0, 0)))) for i in range(5)]
     one = 40 * 30 * 3
     cache = ImageCache(2 * one)
@@ -305,9 +269,6 @@ def test_cache_stays_within_its_bytes(picture):
     kept = cache.get(media[4])
     assert cache.get(media[4]) is kept
     assert ImageCache(10).get(media[0]).shape == (30, 40, 3)
-
-
-def test_cache_forgets_failures(picture):
     media = open_media(str(picture()))
     data = Path(media.path).read_bytes()
     Path(media.path).write_bytes(b"")
@@ -316,18 +277,6 @@ def test_cache_forgets_failures(picture):
         cache.get(media)
     Path(media.path).write_bytes(data)
     assert cache.get(media).shape == (30, 40, 3)
-
-
-def test_cache_of_what_is_made_of_images(noise):
-    media, made = open_media(str(noise())), []
-
-    def grey(item):
-        made.append(item.hash)
-        return decode(item)[..., 0]
-
-    cache = ImageCache(10**6, make=grey, key=lambda item: item.key)
-    assert all(found is cache.get(media) for found in cache.get_all([media] * 3))
-    assert made == [media.hash] and cache.get(media).ndim == 2
 
 
 def test_what_was_asked_for_ahead_ends_with_its_run():

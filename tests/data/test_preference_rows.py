@@ -11,8 +11,8 @@ from saccade.config import DataConfig
 from saccade.data.chats import RowError
 from saccade.data.formats import FORMATS, detect, read_row
 from saccade.data.records import content_hash, to_row
-from saccade.data.shorten import shrink
 from saccade.media.images import open_media
+from saccade.plugins.overlong.shorten import shrink
 from saccade.plugins.preferences.preference_rows import read_candidates, read_label
 from saccade.types import Media, Sample
 

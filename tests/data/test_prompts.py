@@ -26,49 +26,42 @@ def test_every_format_has_an_instruction():
     assert len(texts_hash()) == 64
 
 
-def test_instruction_before_and_after(ask, media):
+def test_instruction_before_and_after_and_images_in_their_place(ask, media):
     sample = ask(media, "How many?")
     after = apply(sample, PromptConfig(), instruction="Count.")
     assert after.messages[0].parts == (media, "How many?\nCount.")
     before = apply(sample, PromptConfig(position="before"), instruction="Count.")
     assert before.messages[0].parts == (media, "Count.\nHow many?")
     assert apply(sample, PromptConfig(), instruction="") == sample
-
-
-def test_images_keep_their_place(ask, media):
     parts = ("First ", media, " then ", media)
     done = apply(ask(*parts), PromptConfig(), instruction="Go.")
     assert done.messages[0].parts == (*parts, "\nGo.")
 
 
-def test_everything_is_added_once(ask, media):
+def test_everything_is_added_once_to_the_first_user_message(ask, media):
     config = PromptConfig(system="Be brief.")
     once = apply(ask(media, "Which?", choices=("a", "b")), config, instruction="Go.")
     assert [m.role for m in once.messages] == ["system", "user"]
     assert once.messages[1].parts == (media, "Which?\n(A) a\n(B) b\nGo.")
     assert apply(once, config, instruction="Go.") == once
-
-
-def test_a_system_message_of_the_row_wins(ask):
     own = Message(role="system", parts=("Mine.",))
     sample = ask("?")
     sample = replace(sample, messages=(own, *sample.messages))
     done = apply(sample, PromptConfig(system="Yours."), instruction="Go.")
-    assert [m.text for m in done.messages] == ["Mine.", "?\nGo."]
-
-
-def test_only_the_first_user_message_changes(ask):
+    assert [m.text for m in done.messages] == ["Mine.", "?\nGo."]  # that of the row wins
     turns = tuple(Message(role=role, parts=("x",)) for role in ("user", "assistant", "user"))
     done = apply(replace(ask("x"), messages=turns), PromptConfig(), instruction="Go.")
     assert [m.text for m in done.messages] == ["x\nGo.", "x", "x"]
 
 
-def test_system_from_a_file(ask, tmp_path):
+def test_system_and_template_from_a_file(ask, tmp_path):
     (tmp_path / "system.txt").write_text("From a file.\n")
     config = PromptConfig(system=str(tmp_path / "system.txt"))
     assert apply(ask("?"), config, instruction="").messages[0].text == "From a file."
     with pytest.raises(ConfigError, match=r"prompt.system=gone\.txt: the file does not exist"):
         apply(ask("?"), PromptConfig(system="gone.txt"), instruction="")
+    with pytest.raises(ConfigError, match=r"prompt.template=gone\.jinja: the file does not exist"):
+        apply(ask("?"), PromptConfig(template="gone.jinja"), instruction="")
 
 
 # -- templates --------------------------------------------------------------------------------
@@ -83,14 +76,11 @@ def templated(tmp_path):
     return write
 
 
-def test_a_template_surrounds_the_question(ask, media, templated):
+def test_a_template_surrounds_the_question_and_may_place_the_rest(ask, media, templated):
     config = templated("Look: {{ content | trim }} (level {{ row.level }})\n")
     sample = ask(media, " How many? ", extra={"level": 3})
     done = apply(sample, config, instruction="Count.")
     assert done.messages[0].parts == ("Look: ", media, " How many? (level 3)\nCount.")
-
-
-def test_a_template_may_place_choices_and_instruction(ask, templated):
     config = templated("{{ instruction }} {{ content }} {{ choices | join('; ') }}")
     done = apply(ask("Which?", choices=("x", "y")), config, instruction="Go.")
     assert done.messages[0].text == "Go. Which? (A) x; (B) y"
@@ -110,11 +100,6 @@ def test_a_template_may_place_choices_and_instruction(ask, templated):
 def test_templates_that_do_harm_are_refused(ask, media, templated, text, reason):
     with pytest.raises(ConfigError, match=f"prompt.template.*{reason}"):
         apply(ask(media, "?"), templated(text), instruction="")
-
-
-def test_a_missing_template_is_an_error(ask):
-    with pytest.raises(ConfigError, match=r"prompt.template=gone\.jinja: the file does not exist"):
-        apply(ask("?"), PromptConfig(template="gone.jinja"), instruction="")
 
 
 # -- choices ----------------------------------------------------------------------------------
@@ -138,13 +123,10 @@ def test_the_gold_letter_follows_its_option(ask):
         assert apply(row, PromptConfig(), instruction="", choices_seed=1).choices == row.choices
 
 
-def test_options_that_the_question_lists_keep_their_order(ask):
+def test_options_that_the_question_lists_gold_texts_and_lettered_options_stay(ask):
     sample = ask("Which? A. red B. green C. blue", choices=("red", "green", "blue"), answer="B")
     for index in range(8):
         assert permute_choices(replace(sample, id=str(index)), seed=1).answer == "B"
-
-
-def test_gold_texts_and_lettered_options_stay(ask):
     text = permute_choices(ask("?", choices=("red", "green"), answer="red"), seed=3)
     assert text.answer == "red"
     letters = ask("?", choices=("A", "B", "C"), answer="C")

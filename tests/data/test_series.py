@@ -11,10 +11,9 @@ import pytest
 
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
-from saccade.data.datasets import load
+from saccade.data.datasets import POLICIES, load
 from saccade.data.formats import FORMATS, read_row
 from saccade.data.records import to_row
-from saccade.data.shorten import POLICIES
 from saccade.media.images import ImageError
 from saccade.media.kinds import decode
 from saccade.plugins.series.series_files import is_one, open_series
@@ -51,7 +50,11 @@ def test_every_source_is_the_same_series(tmp_path: Path) -> None:
         assert decode(media).dtype == np.float32
         assert decode(media).tolist() == VALUES.tolist()
     assert open_series([1, 2, 3]).height == 1
-    assert open_series("a.npy", base=tmp_path) == open_series("a.npy", base=tmp_path)
+    media = open_series("a.npy", base=tmp_path)
+    assert media == open_series("a.npy", base=tmp_path)
+    np.save(tmp_path / "a.npy", VALUES + 1)
+    with pytest.raises(ImageError, match="changed after it was read"):
+        decode(media)
 
 
 @pytest.mark.parametrize(
@@ -100,22 +103,10 @@ def test_long_series_are_refused_or_cut() -> None:
     assert cut.key != open_series(VALUES[:, :4]).key and cut.width == 4
 
 
-def test_a_file_that_changed_is_noticed(tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", VALUES)
-    media = open_series("a.npy", base=tmp_path)
-    np.save(tmp_path / "a.npy", VALUES + 1)
-    with pytest.raises(ImageError, match="changed after it was read"):
-        decode(media)
-
-
-def test_lists_of_numbers_are_one_series() -> None:
-    assert all(map(is_one, ([1, 2], [[1.0], [2.0]], [[]])))
-    assert not any(map(is_one, ([[[1]]], ["a.npy"], [{"path": "a"}], "a.npy")))
-    assert is_one([["1", "2"], ["3", "4"]])  # refused for what it holds
-
-
 @pytest.mark.parametrize("column", ["series", "time_series", "time-series"])
 def test_a_placeholder_says_where_a_series_stands(column: str) -> None:
+    assert all(map(is_one, ([1, 2], [[1.0], [2.0]], [[]], [["1", "2"], ["3", "4"]])))
+    assert not any(map(is_one, ([[[1]]], ["a.npy"], [{"path": "a"}], "a.npy")))
     one = VALUES.tolist()
     first, second = open_series(VALUES), open_series(VALUES[:, ::-1])
     assert row(text="a <series> b", **{column: one}) == ("a ", first, " b")

@@ -22,15 +22,11 @@ def read(path, **options):
 @pytest.mark.parametrize(
     ("path", "rows", "format", "source", "media"),
     [
-        ("gsm8k/gsm8k.train.jsonl.gz", 7473, "qa", "gsm8k.train", 0),
         ("gsm8k/gsm8k.test.jsonl.gz", 1319, "qa", "gsm8k.test", 0),
         ("math500/math500.jsonl.gz", 500, "easyr1", "math500", 0),
         ("puzzlevqa/puzzlevqa.train.parquet", 400, "easyr1", "puzzlevqa", 1),
-        ("puzzlevqa/puzzlevqa.test.parquet", 100, "easyr1", "puzzlevqa", 1),
         ("nlvr/nlvr.train.json", 240, "minio3", "nlvr", 1),
-        ("nlvr/nlvr.test.json", 60, "minio3", "nlvr", 1),
         ("mathv/mathv.train.jsonl", 120, "messages", "mathv", 1),
-        ("mathv/mathv.test.jsonl", 30, "messages", "mathv", 1),
         ("receipts/receipts.json", 24, "minio3", "receipts", 1),
     ],
 )
@@ -42,18 +38,14 @@ def test_every_set_loads_whole(path, rows, format, source, media):
     assert data.duplicate_ids == ()
 
 
-def test_golds_and_places():
-    gsm8k = read("gsm8k/gsm8k.train.jsonl.gz")
-    assert gsm8k.samples[0].answer == "72"
+def test_golds_places_and_boxes():
+    assert read("gsm8k/gsm8k.train.jsonl.gz", max_samples=1).samples[0].answer == "72"
     puzzle = read("puzzlevqa/puzzlevqa.train.parquet").samples[0]
     assert puzzle.id == "puzzlevqa/grid_number_0080" and puzzle.answer == "4"
     assert decode(puzzle.media[0]).shape == (448, 448, 3)
     mathv = read("mathv/mathv.train.jsonl").samples[0]
     assert mathv.messages[0].parts[0] == mathv.media[0]
     assert mathv.extra == {"answer_type": "choice", "subject": "algebra", "level": 4}
-
-
-def test_receipt_boxes_can_be_cut_out():
     sample = read("receipts/receipts.json").samples[0]
     x0, y0, x1, y1 = sample.extra["answer_boxes"][0]
     part = crop(sample.media[0], (x0, y0, x1, y1))
@@ -108,12 +100,9 @@ def test_awkward_pixels_show_what_the_question_asks():
     assert pixels("data_uri")[0, 0].tolist() == [255, 0, 0]
 
 
-def test_awkward_rows_stop_a_run_by_default():
+def test_awkward_rows_stop_a_run_by_default_and_check_data_agrees():
     with pytest.raises(DataError, match="9 of 26 rows are bad"):
         read("nasty/nasty.jsonl")
-
-
-def test_check_data_agrees_about_the_awkward_rows():
     path = SETS / "nasty" / "nasty.jsonl"
     config = load_config({"data.train": str(path), "data.max_megapixels": 100})
     report = check_data(config)

@@ -4,9 +4,9 @@ import pytest
 
 from saccade.config import DataConfig, DataSource
 from saccade.data.datasets import load
-from saccade.data.shorten import drop_turns, shrink, truncate_text
 from saccade.errors import DataError
 from saccade.media.images import open_media, resized_size
+from saccade.plugins.overlong.shorten import drop_turns, shrink, truncate_text
 from saccade.types import Media, Message
 
 
@@ -23,7 +23,7 @@ def length(sample) -> int:
     return text + sum(map(tokens_of, sample.media))
 
 
-def test_shrink_lowers_the_budget_until_the_row_fits(ask, picture):
+def test_shrink_lowers_the_budget_until_the_row_fits_from_the_largest_image_on(ask, picture):
     media = open_media(str(picture(size=(1120, 840))))
     sample = ask(media, media, "how many?")
     assert length(sample) == 2 * 1200 + 9
@@ -34,9 +34,6 @@ def test_shrink_lowers_the_budget_until_the_row_fits(ask, picture):
         assert all(item.hash == media.hash for item in small.media)
     assert shrink(sample, length, 10) is None
     assert shrink(ask("x" * 50), length, 10) is None
-
-
-def test_shrink_takes_from_the_largest_image_first(ask, picture):
     big = open_media(str(picture("big.png", size=(1120, 840))))
     small = open_media(str(picture("small.png", size=(112, 84))))
     fitted = shrink(ask(big, small), length, 300)
@@ -75,37 +72,24 @@ def test_truncate_text_leaves_media_and_the_end_of_the_question(ask, picture):
 
 @pytest.fixture
 def albums(jsonl, picture):
-    for index in range(64):
-        picture(f"{index}.png", size=(280, 280))
-    counts = [1, 2, 5, 20, 64]
+    picture("0.png", size=(280, 280))
     rows = [
-        {
-            "id": f"album-{count}",
-            "problem": "<image>" * count + "which?",
-            "answer": "1",
-            "images": [f"{index}.png" for index in range(count)],
-        }
-        for count in counts
+        {"id": f"album-{n}", "problem": "<image>" * n + "which?", "answer": "1", "images": ["0.png"] * n}
+        for n in (1, 2, 5, 20, 64)
     ]
     return [DataSource(path=jsonl(rows))]
 
 
-def test_overlong_rows_are_listed_by_id_and_reason(albums):
+def test_overlong_rows_are_listed_shrunk_or_an_error(albums):
     data = load(albums, DataConfig(max_prompt_tokens=250), length=length)
     assert [sample.id for sample in data.samples] == ["album-1", "album-2"]
     assert [row.id for row in data.overlong] == ["album-5", "album-20", "album-64"]
     assert data.overlong[0].reason == "506 tokens, data.max_prompt_tokens is 250"
     assert data.lengths == (106, 206) and not data.quarantined
-
-
-def test_shrunk_rows_fit_and_keep_all_images(albums):
     config = DataConfig(max_prompt_tokens=320, overlong="shrink")
     data = load(albums, config, length=length)
     assert [len(sample.media) for sample in data.samples] == [1, 2, 5, 20, 64]
     assert data.shortened == 3
     assert all(length(s) == n <= 320 for s, n in zip(data.samples, data.lengths, strict=True))
-
-
-def test_overlong_as_an_error(albums):
     with pytest.raises(DataError, match=r"album-5 .row 3 of rows.: 506 tokens"):
         load(albums, DataConfig(max_prompt_tokens=250, overlong="error"), length=length)

@@ -10,6 +10,7 @@ import pytest
 from saccade.checks import check
 from saccade.config import EvalConfig, RewardConfig, load
 from saccade.data import suites
+from saccade.data.chats import RowError
 from saccade.data.datasets import Dataset
 from saccade.data.datasets import load as read
 from saccade.errors import ConfigError
@@ -64,7 +65,7 @@ def test_broken_rows_are_set_aside(folder: Path) -> None:
         ("hrbench4k", {"question": "?", "image": 3}, "neither base64 nor bytes"),
         ("visualprobe_easy", {"problem": "?"}, "no column 'images'"),
     ):
-        with pytest.raises(suites.RowError, match=said):
+        with pytest.raises(RowError, match=said):
             suites.SUITES[name].row(row)
 
 

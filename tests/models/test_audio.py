@@ -14,12 +14,12 @@ from saccade.config import DataConfig, TrainConfig
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, DataError, EnvironmentProblem
 from saccade.forest.packing import pack
-from saccade.media import sounds
 from saccade.media.images import ImageError, open_media
 from saccade.media.kinds import decode
 from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.load import load_model
+from saccade.plugins.media import sounds
 from saccade.recipes.to_trajectory import compared, dialogue
 from saccade.trainer import OWN
 from saccade.trainer.local import LocalBackend

@@ -11,13 +11,13 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.media import videos
 from saccade.media.images import crop, open_media
 from saccade.media.kinds import decode
 from saccade.models.families import FAMILIES, load_family
 from saccade.models.load import freeze, load_model, pick_dtype, trainable_table
 from saccade.models.tiny import CONFIGS
 from saccade.plugins.doctor import model_files
+from saccade.plugins.media import videos
 from saccade.types import Message
 
 CPU = torch.device("cpu")

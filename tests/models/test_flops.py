@@ -13,9 +13,9 @@ from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.engines.embedded.decode_state import find_prefix_groups
 from saccade.forest.attention import paths
 from saccade.forest.packing import pack
-from saccade.media import sounds
 from saccade.models import flops, shapes
 from saccade.models.load import freeze
+from saccade.plugins.media import sounds
 from saccade.recipes.to_trajectory import compared
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend

@@ -23,12 +23,12 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest.attention import forest_plan
 from saccade.forest.packing import pack
-from saccade.media import sounds, videos
 from saccade.media.images import open_media
 from saccade.media.kinds import decode
 from saccade.models import lora
 from saccade.models.families import load_family
 from saccade.models.load import freeze, hidden_states, load_model
+from saccade.plugins.media import sounds, videos
 from saccade.recipes.sft import SUPERVISED
 from saccade.recipes.to_trajectory import compared, dialogue
 from saccade.trainer import OWN

@@ -21,7 +21,6 @@ from saccade.engines import Settings, generate
 from saccade.engines.builders import build
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, DataError, EnvironmentProblem
-from saccade.media import sounds, videos
 from saccade.media.images import open_media
 from saccade.media.kinds import decode
 from saccade.models import tiny
@@ -29,6 +28,7 @@ from saccade.models.families import load_family
 from saccade.models.load import load_model, negated
 from saccade.models.shapes import shape_of
 from saccade.plugins.families.internvl import best_grid
+from saccade.plugins.media import sounds, videos
 from saccade.recipes.parts import environments_of
 from saccade.types import Message, Request, Sampling
 

@@ -17,13 +17,13 @@ from saccade.config import DataConfig
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import DataError, EnvironmentProblem
 from saccade.forest.packing import pack
-from saccade.media import videos
 from saccade.media.blob_file import named
 from saccade.media.images import ImageError, open_media
 from saccade.media.kinds import decode
 from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.load import load_model
+from saccade.plugins.media import videos
 from saccade.recipes.to_trajectory import compared, dialogue
 from saccade.system import codec
 from saccade.trainer import OWN
@@ -83,7 +83,6 @@ def test_an_animation_is_opened_from_its_header_and_shows_the_frames_it_names():
     assert np.array_equal(decode(media), pixels[::2])
     named = videos.open_video(animation(pixels), frames=[0, 11])
     assert np.array_equal(decode(named), pixels[[0, 11]]) and named.hash != media.hash
-    assert videos.seconds(media) == (0.0, 0.5, 1.0, 1.5, 2.0, 2.5)
 
 
 def test_pictures_are_a_video_too(tmp_path: Path):

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError, DataError
+from saccade.media.images import decode
 from saccade.models import tiny
 from saccade.models.families import Family, load_family
 from saccade.plugins.visual_search import coldstart
@@ -22,6 +23,7 @@ from saccade.recipes.sft import dialogue
 from saccade.rollout.episode import Limits, episode
 from saccade.types import Completion, Message, Request, Sample, Sampling, Source
 
+Scenes = dict[str, Path]
 ENV = ["env.name=crop", "env.min_pixels=3136", "env.max_pixels=3136"]
 LEVELS = ("easy", "medium", "hard")
 
@@ -32,7 +34,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 
 @pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
     folder = tmp_path_factory.mktemp("scenes")
     return {level: write_search(search_split(6, seed=1, level=level, view=56), folder, name=level) for level in LEVELS}
 
@@ -43,9 +45,7 @@ def written(path: Path) -> list[dict]:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("stops", [True, False], ids=["stop string", "end of turn"])
-def test_sft_and_rl_read_the_same_tokens(
-    level: str, stops: bool, scenes: dict[str, Path], family: Family, tmp_path: Path
-) -> None:
+def test_sft_and_rl_read_the_same_tokens(level: str, stops: bool, scenes: Scenes, family: Family, tmp_path: Path):
     """What `saccade sft` trains on is, id by id, what the episode loop makes of the same turns."""
     options = [*ENV, f"data.train={scenes[level]}"]
     coldstart.run(load(None, options), scenes[level], tmp_path / "cold", mistakes=0.4)
@@ -88,22 +88,14 @@ def run_episode(sample, texts, family, config, *, stops):
         ids = family.chat.tokenizer.encode(text, add_special_tokens=False)
         if not (stops and text.endswith("</grounding>")):
             ids.append(family.chat.end_of_turn)
-        zeros = np.zeros(len(ids))
-        reply = Completion(
-            key=request.key,
-            ids=np.array(ids),
-            logprobs=zeros.astype(np.float32),
-            versions=zeros.astype(np.int32),
-            finish="stop",
-        )
+        zeros = {"logprobs": np.zeros(len(ids), np.float32), "versions": np.zeros(len(ids), np.int32)}
+        reply = Completion(key=request.key, ids=np.array(ids), finish="stop", **zeros)
     with pytest.raises(StopIteration) as end:
         steps.send(reply)
     return end.value.value
 
 
-def test_rows_of_a_cold_start_are_asked_without_their_turns(
-    scenes: dict[str, Path], family: Family, tmp_path: Path
-) -> None:
+def test_rows_of_a_cold_start_are_asked_without_their_turns(scenes: Scenes, family: Family, tmp_path: Path) -> None:
     coldstart.run(load(None, ENV), scenes["easy"], tmp_path / "cold")
     rows = tmp_path / "cold" / "train.jsonl"
     options = [f"model.path={family.path}", "reward.terms=exact", "rollout.max_tokens=8"]
@@ -128,9 +120,7 @@ def test_where_a_question_ends_depends_on_what_follows_it() -> None:
     assert asked("uau", *ENV) == "uau"  # a question after a chat
 
 
-def test_a_crop_is_stored_as_the_model_sees_it(scenes: dict[str, Path], family: Family, tmp_path: Path) -> None:
-    from saccade.media.images import decode
-
+def test_a_crop_is_stored_as_the_model_sees_it(scenes: Scenes, family: Family, tmp_path: Path) -> None:
     config = load(None, ENV)
     coldstart.run(config, scenes["hard"], tmp_path / "cold", mistakes=0.0)
     rows = load(None, [f"data.train={tmp_path / 'cold' / 'train.jsonl'}", "sft.max_tokens=4000"])
@@ -143,15 +133,18 @@ def test_a_crop_is_stored_as_the_model_sees_it(scenes: dict[str, Path], family: 
         np.testing.assert_array_equal(crop[y : y + y1 - y0, x : x + x1 - x0], target)
 
 
-def test_trajectories_of_others_are_played_again(scenes: dict[str, Path], tmp_path: Path) -> None:
+def test_trajectories_of_others_are_played_again(
+    scenes: Scenes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = coldstart.run(load(None, ENV), scenes["medium"], tmp_path / "a", verifier="exact")
-    assert first == {"written": 6}
     again = coldstart.run(load(None, ENV), tmp_path / "a" / "train.jsonl", tmp_path / "b")
-    assert again == {"written": 6}
+    assert first == again == {"written": 6} and capsys.readouterr().out == ""
+    coldstart.run(load(None), scenes["medium"], tmp_path / "c")  # pixels that nobody chose are told
+    assert "set env.min_pixels=3136 env.max_pixels=3136" in capsys.readouterr().out
     assert written(tmp_path / "a" / "train.jsonl") == written(tmp_path / "b" / "train.jsonl")
 
 
-def test_what_must_not_be_taught_is_set_aside(scenes: dict[str, Path], tmp_path: Path) -> None:
+def test_what_must_not_be_taught_is_set_aside(scenes: Scenes, tmp_path: Path) -> None:
     look = f"<think>Small.</think>{call((0, 0, 0.5, 0.5), 'original_image')}"
     answer = "<think>Now.</think><answer>{}</answer>"
     wrong = f"<think>Small.</think>{call((0, 0, 0.5, 0.5), 'observation_9')}"
@@ -167,11 +160,7 @@ def test_what_must_not_be_taught_is_set_aside(scenes: dict[str, Path], tmp_path:
     for question, texts in zip(written(scenes["easy"]), turns.values(), strict=False):
         said = [{"from": "human", "value": question.pop("problem")}]
         for text in texts:
-            said += (
-                [{"from": "gpt", "value": text.format(question["answer"])}]
-                if "{}" in text
-                else [{"from": "gpt", "value": text}]
-            )
+            said.append({"from": "gpt", "value": text.replace("{}", str(question["answer"]))})
             said.append({"from": "human", "value": "seen"})
         image = question["images"][0] | {"path": str(scenes["easy"].parent / question["images"][0]["path"])}
         rows.append(question | {"conversations": said[:-1], "images": [image]})
@@ -181,11 +170,17 @@ def test_what_must_not_be_taught_is_set_aside(scenes: dict[str, Path], tmp_path:
     assert counts == dict.fromkeys(turns, 1)
 
 
-@pytest.mark.parametrize("mistakes", [0.0, 0.5])
-@pytest.mark.parametrize("call", ["grounding", "tool_call"])
-@pytest.mark.parametrize("coordinates", ["relative", "milli"])
+@pytest.mark.parametrize(
+    ("coordinates", "call", "mistakes"),
+    [
+        ("relative", "grounding", 0.5),
+        ("relative", "tool_call", 0.0),
+        ("milli", "grounding", 0.0),
+        ("milli", "tool_call", 0.5),
+    ],
+)
 def test_the_searcher_writes_calls_as_the_environment_reads_them(
-    coordinates: str, call: str, mistakes: float, scenes: dict[str, Path], tmp_path: Path
+    coordinates: str, call: str, mistakes: float, scenes: Scenes, tmp_path: Path
 ) -> None:
     config = load(None, [*ENV, f"env.coordinates={coordinates}", f"env.call={call}"])
     counts = coldstart.run(config, scenes["hard"], tmp_path / "cold", mistakes=mistakes)
@@ -197,7 +192,7 @@ def test_the_searcher_writes_calls_as_the_environment_reads_them(
         assert f"<{call}>" in said[0]
 
 
-def test_a_searcher_that_is_misread_teaches_nothing(scenes: dict[str, Path]) -> None:
+def test_a_searcher_that_is_misread_teaches_nothing() -> None:
     """One call of three fails against the plan, and not the last."""
     row = search_split(1, seed=2, level="easy", view=56)[0]
     look, wrong = (call((0, 0, 0.5, 0.5), name) for name in ("original_image", "observation_9"))
@@ -208,10 +203,16 @@ def test_a_searcher_that_is_misread_teaches_nothing(scenes: dict[str, Path]) -> 
     assert coldstart.play(row, texts, make(), most=6)[1] == ""  # planned by nobody: theirs
 
 
-@pytest.mark.parametrize("option", ["coordinates=absolute", "name=calculator"])
-def test_the_searcher_refuses_what_it_cannot_write(option: str, scenes: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"env.{option}: the scripted searcher"):
-        coldstart.run(load(None, [*ENV, f"env.{option}"]), scenes["easy"], tmp_path / "cold")
+def test_what_cannot_be_played_is_refused(scenes: Scenes, tmp_path: Path) -> None:
+    for option in ("coordinates=absolute", "name=calculator"):
+        with pytest.raises(ConfigError, match=f"env.{option}: the scripted searcher"):
+            coldstart.run(load(None, [*ENV, f"env.{option}"]), scenes["easy"], tmp_path / option)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "2+2?", "answer": "4"}) + "\n")
+    with pytest.raises(DataError, match="no visual-search scene"):
+        coldstart.run(load(None, ENV), path, tmp_path / "cold")
+    with pytest.raises(ConfigError, match="--verifier taste"):
+        coldstart.run(load(None, ENV), scenes["easy"], tmp_path / "x", verifier="taste")
 
 
 OWN = """
@@ -263,31 +264,12 @@ def test_environments_and_tools_of_the_user_are_played(tmp_path: Path, capsys: p
         assert "It weighs 3" in row["conversations"][2]["value"]
 
 
-def test_pixels_that_nobody_chose_are_told(
-    scenes: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    coldstart.run(load(None), scenes["easy"], tmp_path / "a")
-    assert "set env.min_pixels=3136 env.max_pixels=3136" in capsys.readouterr().out
-    coldstart.run(load(None, ENV), scenes["easy"], tmp_path / "b")
-    assert capsys.readouterr().out == ""
-
-
-def test_rows_without_turns_must_be_scenes(tmp_path: Path, scenes: dict[str, Path]) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"question": "2+2?", "answer": "4"}) + "\n")
-    with pytest.raises(DataError, match="no visual-search scene"):
-        coldstart.run(load(None, ENV), path, tmp_path / "cold")
-    with pytest.raises(ConfigError, match="--verifier taste"):
-        coldstart.run(load(None, ENV), scenes["easy"], tmp_path / "x", verifier="taste")
-
-
 def test_a_searcher_finds_what_it_looks_for() -> None:
     """Every demonstration ends with a look at the target."""
+    make = coldstart.env_process.environments(load(None, ENV).env, order=("answer_tag",))
     for level in LEVELS:
-        for row in search_split(10, seed=2, level=level, view=56):
+        for row in search_split(5, seed=2, level=level, view=56):
             turns = demonstration(row, np.random.default_rng(1), turns=6, mistakes=0.2)
-            config = load(None, ENV)
-            make = coldstart.env_process.environments(config.env, order=("answer_tag",))
             played, reason = coldstart.play(row, turns, make(), most=6)
             assert reason == ""
             x0, y0, x1, y1 = played.media[-1].box

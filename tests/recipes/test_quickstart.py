@@ -27,16 +27,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_summary(folder: Path) -> None:
+def test_the_summary_and_the_report(folder: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert set(summary) == {"seconds", "model_parameters", "sft", "rl", "sft_only"}
     assert summary["seconds"] > 0 and summary["model_parameters"] > 100_000
     for stage in ("sft", "rl", "sft_only"):
         assert set(summary[stage]) == {"val", "ood"}
         assert all(0 <= accuracy <= 1 for accuracy in summary[stage].values())
-
-
-def test_the_report(folder: Path) -> None:
+        assert load(folder / f"{stage}.yaml").run.name == stage  # it can be run again
+        assert complete_steps(folder / stage / "checkpoints")
     page = page_data(folder / "report.html")
     assert page["title"] == "saccade quickstart" and page["charts"] and page["phases"]
     assert "gain of GRPO" in page["tables"][0]["columns"] and page["episodes"]["pictures"]
@@ -58,25 +57,15 @@ def test_the_exported_model_is_the_trained_one(
     assert json.loads((folder / "summary.json").read_text())["model_parameters"] == stored
 
 
-def test_the_stages_can_be_run_again(folder: Path) -> None:
-    for name in ("sft", "rl", "sft_only"):
-        assert load(folder / f"{name}.yaml").run.name == name
-        assert complete_steps(folder / name / "checkpoints")
-
-
-def test_no_scene_is_in_two_sets(tmp_path: Path) -> None:
-    quickstart.draw_data(tmp_path, quickstart.SIZES["quick"], seed=0)
-    names = ("demonstrations", "train", "val", "ood")
-    seen = [{json.loads(line)["images"][0] for line in (tmp_path / f"{name}.jsonl").open()} for name in names]
+def test_no_scene_is_in_two_sets(folder: Path) -> None:
+    files = [folder / "data" / f"{name}.jsonl" for name in ("demonstrations", "train", "val", "ood")]
+    seen = [{json.loads(line)["images"][0] for line in file.open()} for file in files]
     assert len(set().union(*seen)) == sum(len(images) for images in seen)
 
 
-def test_python_starts_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_starts_it_too_and_earlier_ones_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(quickstart, "run", lambda out, **options: {"out": out, **options})
     assert saccade.quickstart("x", quick=True) == {"out": Path("x"), "seed": 0, "quick": True}
-
-
-def test_an_earlier_quickstart_is_moved_aside(tmp_path: Path) -> None:
     out = tmp_path / "first"
     for number in range(3):
         out.mkdir(exist_ok=True)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from saccade.media import videos
 from saccade.media.images import crop
 from saccade.media.kinds import decode as pixels
+from saccade.plugins.media import videos
 from saccade.recipes import rescore
 from saccade.rewards.reward_sample import image_records
 from saccade.system.codec import MissingFile, decode, encode, files_of, pack, unpack

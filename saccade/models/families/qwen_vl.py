@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from saccade.media import videos
 from saccade.media.images import ImageError, resized_size
+from saccade.media.kinds import KINDS
 from saccade.media.pixel_cache import DECODED, ImageCache
 from saccade.models.families.pixels import CACHE_BYTES, CLIP_MEAN, CLIP_STD, normalised, resized
 from saccade.types import Media, MediaSpan
@@ -117,7 +117,7 @@ def _by_the_clock(layers: np.ndarray, fps: float, *, pace: float) -> np.ndarray:
 def picture(media: Media, grid: tuple[int, int, int], patch: int) -> np.ndarray:
     """[rows · P, columns · P, 3] uint8; of a video one for each frame."""
     resize = partial(resized, size=(grid[2] * patch, grid[1] * patch))
-    return videos.decode(media, resize) if media.kind == "video" else resize(DECODED.get(media))
+    return KINDS["video"].decode(media, resize) if media.kind == "video" else resize(DECODED.get(media))
 
 
 def patches(pixels: np.ndarray, patch: int, merge: int, frames: int) -> np.ndarray:

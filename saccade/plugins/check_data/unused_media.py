@@ -14,7 +14,8 @@ from typing import Any
 
 from PIL import Image
 
-from saccade.data.formats import Format, columns_of
+from saccade.data.formats import FOR_REWARDS, Format, columns_of
+from saccade.errors import DataError
 
 # By role: how a file begins, and how the name of one ends.
 BEGINNINGS = {
@@ -30,8 +31,19 @@ NAMES = {
     "videos": re.compile(r"data:video/.*|\S.{0,1000}\.(?:mp4|webm|mov|avi|mkv)", re.IGNORECASE),
     "audios": re.compile(r"data:audio/.*|\S.{0,1000}\.(?:wav|mp3|flac|ogg|m4a)", re.IGNORECASE),
 }
-FOR_REWARDS = ("segmentation_path", "mask", "level")  # may name a file that a reward reads
 REST = "extra"  # other columns of a row that saccade wrote: what they hold was decided then
+
+
+def refuse_unread(path: str, rows: Iterable[Mapping[str, Any]], format: Format, keys: Mapping[str, str]) -> None:
+    """Raises `DataError` with both ways out, of the set at `path`."""
+    if found := unread_media(rows, format, keys):
+        column, role = found
+        key = f"data.keys.{role}"
+        raise DataError(
+            f"{path}: column {column!r} holds {role}, and nobody reads it: {key}={column} shows them to the model, "
+            f"{key}= does not. That is said of all sets; for this one alone: saccade check-data {path} {key}=… "
+            "--fix NEW.jsonl makes a file that needs no key"
+        )
 
 
 def unread_media(rows: Iterable[Mapping[str, Any]], format: Format, keys: Mapping[str, str]) -> tuple[str, str] | None:

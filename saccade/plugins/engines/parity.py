@@ -24,10 +24,8 @@ from saccade.engines import Engine, WeightSource, generate
 from saccade.engines.weights import not_finite
 from saccade.errors import EnvironmentProblem
 from saccade.forest.packing import pack
-from saccade.media.images import open_media
+from saccade.media.kinds import open_any
 from saccade.media.pixel_cache import DECODED
-from saccade.media.sounds import open_sound
-from saccade.media.videos import open_video
 from saccade.models.families import Family
 from saccade.recipes.parts import rollout_sampling
 from saccade.run.quarantine import decode_error
@@ -287,13 +285,8 @@ def _with_pictures(prompt: Rendered, bits: int) -> Rendered:
 
 def _turned(media: Media, bits: int) -> Media:
     made = DECODED.get(media)
-    if media.kind == "audio":
-        return open_sound(np.roll(made, bits * 100))
-    turned = made ^ np.uint8(bits)
-    low, high = media.min_pixels, media.max_pixels
-    if media.kind == "video":
-        return open_video(turned, fps=media.fps, min_pixels=low, max_pixels=high)
-    return open_media(turned, min_pixels=low, max_pixels=high)
+    turned = np.roll(made, bits * 100) if media.kind == "audio" else made ^ np.uint8(bits)
+    return open_any(media.kind, turned, {name: getattr(media, name) for name in ("fps", "min_pixels", "max_pixels")})
 
 
 def _unseen(prompt: Rendered) -> Rendered:

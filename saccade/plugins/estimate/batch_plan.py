@@ -15,12 +15,12 @@ import numpy as np
 
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import ADAPTED, DataConfig, ModelConfig, RewardConfig, RolloutConfig, TrainConfig
-from saccade.data.shorten import SHRINK_STEP
 from saccade.errors import ConfigError
 from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.plugins.estimate.activations import patches
 from saccade.plugins.estimate.model_size import ModelSize
+from saccade.plugins.overlong.shorten import SHRINK_STEP
 from saccade.system.devices import CONTEXT_GIB, Device
 from saccade.trainer.checkpointing import MARGIN
 from saccade.types import Batch, Group, Media, MediaSpan, Message, Rendered, Sample, Source, Trajectory

@@ -17,10 +17,9 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,8 +48,7 @@ QUESTION = "how many objects?"
 TRIES = 400  # places tried for one scene before the shapes are taken not to fit
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(NamedTuple):
     """One drawn object; centre and radius in pixels."""
 
     kind: str
@@ -63,16 +61,30 @@ class Shape:
 def counting_scene(
     rng: np.random.Generator, *, count: int, colours: Sequence[str], size: int = 56, radius: tuple[int, int] = (4, 6)
 ) -> tuple[np.ndarray, tuple[Shape, ...]]:
-    """A picture [size, size, 3] of shapes that do not touch, and the shapes in reading
-    order: the upper half of the picture before the lower half, each from left to right."""
-    shapes = _place(rng, count=count, colours=colours, size=size, radius=radius)
-    image = np.empty((size, size, 3), dtype=np.uint8)
-    image[:] = MID_GREY
-    for shape in shapes:
-        r = shape.radius
-        patch = image[shape.y - r : shape.y + r + 1, shape.x - r : shape.x + r + 1]
-        patch[_stencil(shape.kind, r)] = COLOURS[shape.colour]
-    return image, shapes
+    """A picture [size, size, 3] of shapes that do not touch, and the shapes in reading order: the
+    upper half of the picture before the lower half, each from left to right.
+    """
+    placed: list[Shape] = []
+    for _ in range(TRIES):
+        radii = rng.integers(radius[0], radius[1] + 1, size=count).tolist()
+        kinds = rng.integers(len(KINDS), size=count).tolist()
+        names = rng.integers(len(colours), size=count).tolist()
+        placed.clear()
+        for u, v in rng.random((8 * count, 2)).tolist():
+            if len(placed) == count:
+                break
+            i, r = len(placed), radii[len(placed)]
+            x, y = r + int(u * (size - 2 * r)), r + int(v * (size - 2 * r))
+            if all(max(abs(x - s.x), abs(y - s.y)) > r + s.radius + 1 for s in placed):
+                placed.append(Shape(KINDS[kinds[i]], colours[names[i]], x, y, r))
+        if len(placed) == count:
+            break
+    else:
+        raise ValueError(f"{count} shapes of radius {radius} do not fit into {size} pixels; size={size * 2} does")
+    image = np.full((size, size, 3), MID_GREY, dtype=np.uint8)
+    for kind, colour, x, y, r in placed:
+        image[y - r : y + r + 1, x - r : x + r + 1][_stencil(kind, r)] = COLOURS[colour]
+    return image, tuple(sorted(placed, key=lambda s: (2 * s.y >= size, s.x)))
 
 
 def counting_split(
@@ -96,7 +108,13 @@ def counting_split(
     for index, count in enumerate(np.concatenate(rounds)[:n] if rounds else ()):
         rng = np.random.default_rng((seed, index))
         image, shapes = counting_scene(rng, count=int(count), colours=colours, size=size, radius=radius)
-        rows.append(_sample(f"{name}-{seed}-{index}", name, image, shapes))
+        data = encode_png(image)
+        media = Media(hash=hashlib.sha256(data).hexdigest(), width=size, height=size, data=data)
+        listed, answer = [shape.colour for shape in shapes], str(count)
+        said = f"<think> {' '.join(listed)} </think><answer> {answer} </answer>"
+        asked, extra = Message(role="user", parts=(media, QUESTION)), {"colours": listed, "demonstration": said}
+        id = f"{name}-{seed}-{index}"
+        rows.append(Sample(id=id, messages=(asked,), answer=answer, data_source=name, extra=extra))
     return rows
 
 
@@ -112,21 +130,19 @@ def demonstrated(sample: Sample) -> Sample:
 
 
 def write_jsonl(samples: Sequence[Sample], folder: Path, *, name: str = "train") -> Path:
-    """The rows as NAME.jsonl, pictures in images/.
-
-    A row that ends in an assistant's turn becomes a conversation to learn from, any other a
-    question.
+    """The rows as NAME.jsonl, pictures in images/. A row that ends in an assistant's turn becomes a
+    conversation to learn from, any other a question.
     """
-    return write_rows(samples, folder, name, _row)
 
+    def row_of(sample: Sample, image: str) -> dict[str, Any]:
+        row: dict[str, Any] = {"id": sample.id, "images": [image], "data_source": sample.data_source}
+        question = f"<image>{sample.messages[0].text}"
+        if sample.messages[-1].role == "assistant":
+            reply = {"from": "gpt", "value": sample.messages[-1].text}
+            return row | {"conversations": [{"from": "human", "value": question}, reply]}
+        return row | {"problem": question, "answer": sample.answer, **sample.extra}
 
-def _row(sample: Sample, image: str) -> dict[str, Any]:
-    row: dict[str, Any] = {"id": sample.id, "images": [image], "data_source": sample.data_source}
-    question = f"<image>{sample.messages[0].text}"
-    if sample.messages[-1].role == "assistant":
-        reply = {"from": "gpt", "value": sample.messages[-1].text}
-        return row | {"conversations": [{"from": "human", "value": question}, reply]}
-    return row | {"problem": question, "answer": sample.answer, **sample.extra}
+    return write_rows(samples, folder, name, row_of)
 
 
 def write_rows(
@@ -153,46 +169,6 @@ def encode_png(image: np.ndarray) -> bytes:
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 1)), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(body)) + tag + body + struct.pack(">I", zlib.crc32(tag + body)) for tag, body in chunks
-    )
-
-
-def _sample(id: str, name: str, image: np.ndarray, shapes: Sequence[Shape]) -> Sample:
-    data = encode_png(image)
-    height, width, _ = image.shape
-    media = Media(hash=hashlib.sha256(data).hexdigest(), width=width, height=height, data=data)
-    colours = [shape.colour for shape in shapes]
-    answer = str(len(shapes))
-    return Sample(
-        id=id,
-        messages=(Message(role="user", parts=(media, QUESTION)),),
-        answer=answer,
-        data_source=name,
-        extra={"colours": colours, "demonstration": f"<think> {' '.join(colours)} </think><answer> {answer} </answer>"},
-    )
-
-
-def _place(
-    rng: np.random.Generator, *, count: int, colours: Sequence[str], size: int, radius: tuple[int, int]
-) -> tuple[Shape, ...]:
-    low, high = radius
-    for _ in range(TRIES):
-        radii = rng.integers(low, high + 1, size=count).tolist()
-        kinds = rng.integers(len(KINDS), size=count).tolist()
-        names = rng.integers(len(colours), size=count).tolist()
-        places = rng.random((8 * count, 2)).tolist()
-        placed: list[Shape] = []
-        for u, v in places:
-            if len(placed) == count:
-                break
-            i = len(placed)
-            r = radii[i]
-            x, y = r + int(u * (size - 2 * r)), r + int(v * (size - 2 * r))
-            if all(max(abs(x - s.x), abs(y - s.y)) > r + s.radius + 1 for s in placed):
-                placed.append(Shape(kind=KINDS[kinds[i]], colour=colours[names[i]], x=x, y=y, radius=r))
-        if len(placed) == count:
-            return tuple(sorted(placed, key=lambda s: (2 * s.y >= size, s.x)))
-    raise ValueError(
-        f"{count} shapes of radius {low} to {high} do not fit into {size} pixels; size={size * 2} would hold them"
     )
 
 

@@ -42,6 +42,8 @@ SIZES = {  # rows of demonstrations, of prompts, of each evaluation set, SFT ste
     "full": {"demonstrations": 400, "prompts": 6000, "evaluation": 600, "sft": 100, "rl": 160},
     "quick": {"demonstrations": 64, "prompts": 128, "evaluation": 32, "sft": 4, "rl": 3},
 }
+Size = Mapping[str, int]
+Scores = Mapping[str, Mapping[str, np.ndarray]]  # stage → set → whether each item is right
 STAGES = {"sft": "after SFT", "rl": "after GRPO", "sft_only": "SFT continued"}
 
 
@@ -55,45 +57,42 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> dict[str, Any]:
     _say("1/6", f"drawing {size['prompts']:,} scenes, building a model with random weights")
     data = draw_data(out / "data", size, seed)
     model = tiny.build("qwen2_5_vl", out / "model", words=WORDS, seed=seed)
-
     _say("2/6", f"cold start: SFT on {size['demonstrations']} demonstrations in three colours")
-    sft.run(_write(out, "sft", sft_config(out, data, model, size, seed)))
+    sft.run(_write(out, sft_config(out, data, model, size, seed)))
     start = _last_checkpoint(out / "sft")
 
     _say("3/6", f"GRPO on {size['prompts']:,} questions in six colours; the reward is the count")
     seconds = time.monotonic()
-    rl.run(_write(out, "rl", rl_config(out, data, start, size, seed)))
+    rl.run(_write(out, rl_config(out, data, start, size, seed)))
     seconds = time.monotonic() - seconds
 
     _say("4/6", f"control: SFT goes on with the same demonstrations for the same {seconds:.0f} s")
-    sft.run(_write(out, "sft_only", control_config(out, data, start, size, seed, seconds)))
+    sft.run(_write(out, control_config(out, data, start, size, seed, seconds)))
 
     _say("5/6", "evaluating all three on held-out scenes, and with new colours and more objects")
     scores = {name: _evaluate(out, name, data, seed) for name in STAGES}
     export(out / "rl", out / "exported")
 
-    summary = _summary(began, model, scores)
+    accuracies = {name: {split: float(v.mean()) for split, v in splits.items()} for name, splits in scores.items()}
+    size_of = int(sum(np.prod(shape) for shape in tensor_shapes(Path(model))))
+    summary = {"seconds": round(time.monotonic() - began, 1), "model_parameters": size_of, **accuracies}
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _say("6/6", "writing the report")
-    report = _report(out, summary, scores, seconds, size)
-    _conclude(out, report, summary, scores)
+    _report(out, summary, scores, seconds, size)
+    _conclude(out, summary, scores)
     if quick:
         print("  --quick only shows that everything runs; leave it out to see a model learn")
     return summary
 
 
-def draw_data(folder: Path, size: Mapping[str, int], seed: int) -> dict[str, str]:
+def draw_data(folder: Path, size: Size, seed: int) -> dict[str, str]:
     """Demonstrations, prompts and two evaluation sets as files; no picture is in two of them."""
-    base = 1000 * seed
+    base, draw = 1000 * seed, counting.counting_split
+    taught = draw(size["demonstrations"], seed=base + 1, colours=counting.TEACHING_COLOURS)
     rows = {
-        "demonstrations": [
-            counting.demonstrated(sample)
-            for sample in counting.counting_split(
-                size["demonstrations"], seed=base + 1, colours=counting.TEACHING_COLOURS
-            )
-        ],
-        "train": counting.counting_split(size["prompts"], seed=base + 2, colours=counting.TRAINING_COLOURS),
-        "val": counting.counting_split(size["evaluation"], seed=base + 3, colours=counting.TRAINING_COLOURS),
+        "demonstrations": list(map(counting.demonstrated, taught)),
+        "train": draw(size["prompts"], seed=base + 2, colours=counting.TRAINING_COLOURS),
+        "val": draw(size["evaluation"], seed=base + 3, colours=counting.TRAINING_COLOURS),
         "ood": counting.unseen_split(size["evaluation"], seed=base + 4),
     }
     return {name: str(counting.write_jsonl(samples, folder, name=name)) for name, samples in rows.items()}
@@ -112,22 +111,17 @@ def _common(out: Path, name: str, model: str, seed: int) -> dict[str, Any]:
     }
 
 
-def sft_config(out: Path, data: Mapping[str, str], model: str, size: Mapping[str, int], seed: int) -> dict[str, Any]:
+def sft_config(out: Path, data: Mapping[str, str], model: str, size: Size, seed: int) -> dict[str, Any]:
     config = _common(out, "sft", model, seed)
     config["run"]["max_steps"] = size["sft"]
     config["data"] = {"train": data["demonstrations"]}
-    config["train"] = {
-        "prompts_per_step": min(64, size["demonstrations"]),
-        "lr": 2e-3,
-        "schedule": "constant",
-        "warmup": min(5, size["sft"] - 1),
-        "weight_decay": 0.0,
-    }
+    config["train"] = {"prompts_per_step": min(64, size["demonstrations"]), "lr": 2e-3, "schedule": "constant"}
+    config["train"] |= {"warmup": min(5, size["sft"] - 1), "weight_decay": 0.0}
     return config
 
 
 def control_config(
-    out: Path, data: Mapping[str, str], start: str, size: Mapping[str, int], seed: int, seconds: float
+    out: Path, data: Mapping[str, str], start: str, size: Size, seed: int, seconds: float
 ) -> dict[str, Any]:
     """The cold start goes on, its learning rate falling as in RL, for about as long as RL took."""
     config = sft_config(out, data, start, size, seed + 1)
@@ -138,26 +132,23 @@ def control_config(
     return config
 
 
-def rl_config(out: Path, data: Mapping[str, str], start: str, size: Mapping[str, int], seed: int) -> dict[str, Any]:
+def rl_config(out: Path, data: Mapping[str, str], start: str, size: Size, seed: int) -> dict[str, Any]:
     config = _common(out, "rl", start, seed)
     config["run"]["max_steps"] = size["rl"]
     config["data"] = {"train": data["train"], "val": data["val"]}
     config["rollout"] = {"max_tokens": 12}
     config["reward"] = REWARD
     config["algorithm"] = {"preset": "grpo", "drop_constant": True, "kl": {"coef": 0.0}}
-    config["train"] = {
-        "prompts_per_step": 64,
-        "samples_per_prompt": 8,
-        "lr": 5e-4,
-        "schedule": "linear",
-        "warmup": min(10, size["rl"] - 1),
-        "min_lr": 0.05,
-        "weight_decay": 0.0,
-    }
+    config["train"] = {"prompts_per_step": 64, "samples_per_prompt": 8, "lr": 5e-4, "schedule": "linear"}
+    config["train"] |= {"warmup": min(10, size["rl"] - 1), "min_lr": 0.05, "weight_decay": 0.0}
     config["val"] = {"every": max(1, size["rl"] // 7)}
     return config
 
 
+BETTER = (
+    "What this shows: RL gets past the demonstrations. It sees only whether a count is right, on more and more varied "
+    "scenes than were demonstrated; imitating the same demonstrations for longer does not get there."
+)
 REWARD = {
     "terms": [{"verifier": "count"}, {"verifier": "format:think_answer", "name": "format", "weight": 0.2}],
     "combine": "gate(format)",  # a right number in the wrong shape earns nothing
@@ -175,31 +166,11 @@ def _evaluate(out: Path, name: str, data: Mapping[str, str], seed: int) -> dict[
     config["reward"] = REWARD
     folder = out / "evaluation" / name
     evaluate.run(config, out=folder)
-    scores: dict[str, list[float]] = {"val": [], "ood": []}
-    for line in (folder / "samples.jsonl").read_bytes().split(b"\n")[:-1]:
-        row = json.loads(line)
-        scores[row["set"]].append(row["score"])
-    return {name: np.array(values) for name, values in scores.items()}
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_bytes().split(b"\n")[:-1]]
+    return {split: np.array([row["score"] for row in rows if row["set"] == split]) for split in ("val", "ood")}
 
 
-def _summary(began: float, model: str, scores: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, Any]:
-    accuracies = {
-        name: {split: float(values.mean()) for split, values in splits.items()} for name, splits in scores.items()
-    }
-    return {
-        "seconds": round(time.monotonic() - began, 1),
-        "model_parameters": int(sum(np.prod(shape) for shape in tensor_shapes(Path(model)))),
-        **accuracies,
-    }
-
-
-def _report(
-    out: Path,
-    summary: Mapping[str, Any],
-    scores: Mapping[str, Mapping[str, np.ndarray]],
-    seconds: float,
-    size: Mapping[str, int],
-) -> Path:
+def _report(out: Path, summary: Mapping[str, Any], scores: Scores, seconds: float, size: Size) -> None:
     rows = read_metrics(out / "rl")
     report = Report(
         title="saccade quickstart",
@@ -217,42 +188,31 @@ def _report(
         episodes=stored_episodes(out / "rl"),
         texts={f"{name}.yaml": (out / f"{name}.yaml").read_text() for name in STAGES},
     )
-    return write_report(out / "report.html", report)
+    write_report(out / "report.html", report)
 
 
-def _notes(scores: Mapping[str, Mapping[str, np.ndarray]], size: Mapping[str, int]) -> list[str]:
+def _notes(scores: Scores, size: Size) -> list[str]:
     """Claims no more than the numbers of this run do."""
     if size != SIZES["full"]:
         return ["A quick run shows that every part works; it is too short to learn anything."]
     gain = paired_difference(scores["sft_only"]["val"], scores["rl"]["val"])
-    verdict = (
-        "What this shows: RL gets past the demonstrations. It sees only whether a count is right, "
-        "on more and more varied scenes than were demonstrated; imitating the same demonstrations "
-        "for longer does not get there."
-        if gain[1] > 0
-        else "In this run RL did not get past the demonstrations; try another --seed."
-    )
     return [
-        verdict,
+        BETTER if gain[1] > 0 else "In this run RL did not get past the demonstrations; try another --seed.",
         "What it does not show: that RL beats SFT on the answers of all its questions. With those "
         "answers as targets SFT would do at least as well here.",
         "The reward looks at the count alone, so the listed colours need not be right.",
     ]
 
 
-def _table(scores: Mapping[str, Mapping[str, np.ndarray]]) -> Table:
-    names = {"val": "Held-out scenes", "ood": "New colours, up to eight objects"}
-    rows = []
-    for split, label in names.items():
-        cells: list[Any] = [label]
-        for stage in STAGES:
-            values = scores[stage][split]
-            low, high = mean_interval([np.array([v]) for v in values])
-            cells.append(Estimate(value=float(values.mean()), low=low, high=high))
-        for stage in ("rl", "sft_only"):
-            change = paired_difference(scores["sft"][split], scores[stage][split])
-            cells.append(Estimate(value=change[0], low=change[1], high=change[2], change=True))
-        rows.append(tuple(cells))
+def _table(scores: Scores) -> Table:
+    rows: list[tuple[Any, ...]] = []
+    for split, label in {"val": "Held-out scenes", "ood": "New colours, up to eight objects"}.items():
+        reached = {stage: scores[stage][split] for stage in STAGES}
+        means = [(float(v.mean()), *mean_interval([np.array([one]) for one in v])) for v in reached.values()]
+        gains = [paired_difference(reached["sft"], reached[stage]) for stage in ("rl", "sft_only")]
+        cells = [Estimate(value=value, low=low, high=high) for value, low, high in means]
+        cells += [Estimate(value=value, low=low, high=high, change=True) for value, low, high in gains]
+        rows.append((label, *cells))
     return Table(
         title="Accuracy, greedy, with 95 % intervals",
         columns=("", *STAGES.values(), "gain of GRPO", "gain of SFT continued"),
@@ -261,18 +221,14 @@ def _table(scores: Mapping[str, Mapping[str, np.ndarray]]) -> Table:
     )
 
 
-def _conclude(
-    out: Path, report: Path, summary: Mapping[str, Any], scores: Mapping[str, Mapping[str, np.ndarray]]
-) -> None:
-    gain = paired_difference(scores["sft"]["val"], scores["rl"]["val"])
+def _conclude(out: Path, summary: Mapping[str, Any], scores: Scores) -> None:
+    gain, low, high = (f"{100 * x:+.1f}" for x in paired_difference(scores["sft"]["val"], scores["rl"]["val"]))
     print()
     for split, label in (("val", "held-out scenes"), ("ood", "new colours, more")):
-        cells = "   ".join(f"{STAGES[stage]} {summary[stage][split]:6.1%}" for stage in STAGES)
-        print(f"  {label:<22} {cells}")
-    print(
-        f"\n  GRPO gained {100 * gain[0]:+.1f} points on held-out scenes [{100 * gain[1]:+.1f}, {100 * gain[2]:+.1f}]"
-    )
-    print(f"  report    {report}")
+        cells = (f"{text} {summary[stage][split]:6.1%}" for stage, text in STAGES.items())
+        print(f"  {label:<22} {'   '.join(cells)}")
+    print(f"\n  GRPO gained {gain} points on held-out scenes [{low}, {high}]")
+    print(f"  report    {out / 'report.html'}")
     print(f"  model     {out / 'exported'}  (a Hugging Face folder)")
     print(f"  next      edit {out / 'rl.yaml'}, give it another run.name, then: saccade rl {out / 'rl.yaml'}")
 
@@ -290,8 +246,8 @@ def _make_room(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
 
-def _write(out: Path, name: str, config: Mapping[str, Any]) -> Path:
-    path = out / f"{name}.yaml"
+def _write(out: Path, config: Mapping[str, Any]) -> Path:
+    path = out / f"{config['run']['name']}.yaml"
     path.write_text(yaml.safe_dump(dict(config), sort_keys=False))
     return path
 

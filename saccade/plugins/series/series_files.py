@@ -10,11 +10,9 @@ when they are opened, for one bad number spoils a row. Knows nothing of models.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,10 @@ import numpy as np
 from numpy.lib import format as npy
 
 from saccade.config import DataConfig
-from saccade.media.blob_file import encoded, named
+from saccade.media.blob_file import encoded
 from saccade.media.image_files import ImageError
 from saccade.media.kinds import MediaKind
-from saccade.media.media_files import DEFAULT_LIMITS, Encoded, read
+from saccade.media.media_files import DEFAULT_LIMITS, Encoded, read, reference
 from saccade.types import Media
 
 # Python 3.11 parses literals in one thread at a time only: others see a SystemError now and then.
@@ -49,17 +47,14 @@ def is_one(value: Any) -> bool:
 
 def open_series(source: Any, *, base: Path | None = None, limits: DataConfig = DEFAULT_LIMITS) -> Media:
     """A reference to the series in `source`; of a long one its beginning, if that is allowed."""
-    name, data, path = _encoded(source, base, limits)
-    leads, samples = _values(data, name).shape
+    file = _encoded(source, base, limits)
+    leads, samples = _values(file.data, file.name).shape
     if samples > limits.max_series and limits.long_series == "reject":
         raise ImageError(
-            f"{name}: {samples} samples, data.max_series is {limits.max_series}; "
+            f"{file.name}: {samples} samples, data.max_series is {limits.max_series}; "
             "data.long_series=truncate keeps the first ones"
         )
-    kept = min(samples, limits.max_series)
-    content = hashlib.sha256(data).hexdigest()
-    media = Media(kind="series", hash=content, width=kept, height=leads, path=path, data=data if path is None else None)
-    return replace(media, hash=named(media, content))
+    return reference(file, "series", width=min(samples, limits.max_series), height=leads)
 
 
 def decode(media: Media) -> np.ndarray:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 
 from saccade.config import Config, DataSource, load
 from saccade.data import datasets
-from saccade.data.written_chats import dialogue_row
+from saccade.data.records import dialogue_row
 from saccade.environments import KINDS, Environment, Step, stop_strings
 from saccade.errors import ConfigError, DataError
 from saccade.plugins.visual_search.search_expert import AGAIN, NUMBERS, call, demonstration
@@ -58,13 +59,13 @@ def run(
         for index, sample in enumerate(rows):
             rng = np.random.default_rng((config.run.seed, index))
             question, texts, planned = _turns(sample, rng, turns, mistakes, config)
-            seconds = config.env.step_timeout
+            limits: dict[str, Any] = {"most": turns, "planned": planned, "seconds": config.env.step_timeout}
             try:
-                played, reason = play(question, texts, make(), most=turns, planned=planned, seconds=seconds)
+                played, reason = play(question, texts, make(), **limits)
             except (Failed, TimeoutError) as error:  # code of the user
-                if not counts["env_error"]:
+                played, reason = sample, "env_error"
+                if not counts[reason]:
                     print(f"row {sample.id}: the environment failed: {error}")
-                reason = "env_error"
             if not reason and verifier is not None:
                 right = VERIFIERS[verifier].function(reward_sample(sample, texts[-1]))
                 reason = "" if right.kind == "value" and right.value >= 1 else "wrong"
@@ -77,13 +78,7 @@ def run(
 
 
 def play(
-    sample: Sample,
-    texts: Sequence[str],
-    environment: Environment,
-    *,
-    most: int,
-    planned: int | None = None,
-    seconds: float = 60.0,
+    sample: Sample, texts: list[str], world: Environment, *, most: int, planned: int | None = None, seconds: float = 60
 ) -> tuple[Sample, str]:
     """The whole conversation, and why it must not be learned from (empty: nothing against it).
     `planned`: calls that are meant to fail, where that is known; `seconds`: for one step. Raises
@@ -91,13 +86,12 @@ def play(
     """
     if len(texts) > most:
         return sample, "too_many_turns"
-    close: Callable[[], Any] = environment.close
     try:
-        messages = list(_said(environment.reset(sample, 0), seconds))
+        messages = list(_said(world.reset(sample, 0), seconds))
         info: dict[str, Any] = {}
         for number, text in enumerate(texts, 1):
             reply = Message(role="assistant", parts=(text,))
-            step = Step(*_said(environment.step(reply), seconds))
+            step = Step(*_said(world.step(reply), seconds))
             info |= step.info
             messages.append(reply)
             if step.done and number < len(texts):
@@ -111,66 +105,56 @@ def play(
             messages += step.messages
         return sample, "no_answer"
     finally:
-        _settled(close(), seconds)  # if that fails, the episode is over all the same
+        closed: Any = world.close
+        with suppress(Failed, TimeoutError):  # the episode is over all the same
+            _said(closed(), seconds)
 
 
 def _said(outcome: Any, seconds: float) -> Any:
-    outcome = _settled(outcome, seconds)
+    """What a step of an environment gave, also of one in another process; raises what that raised."""
+    if isinstance(outcome, EnvironmentCall):
+        outcome.seconds = seconds
+        while not outcome.done():
+            time.sleep(0.001)
+        outcome = outcome.outcome
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
 
 
-def _settled(outcome: Any, seconds: float) -> Any:
-    """Waits for an environment in another process."""
-    if not isinstance(outcome, EnvironmentCall):
-        return outcome
-    outcome.seconds = seconds
-    while not outcome.done():
-        time.sleep(0.001)
-    return outcome.outcome
-
-
 def _turns(
     sample: Sample, rng: np.random.Generator, turns: int, mistakes: float, config: Config
 ) -> tuple[Sample, list[str], int | None]:
-    """The question, what an assistant wrote or a searcher would write, and how many of its calls
-    are wrong on purpose.
-    """
+    """The question, what an assistant or a searcher writes, and how many calls are wrong on purpose."""
     written = [m.text for m in sample.messages if m.role == "assistant"]
     if written:
         first = next(i for i, m in enumerate(sample.messages) if m.role == "assistant")
         return replace(sample, messages=sample.messages[:first]), written, None
     if not {"level", "grid", "box", "framed"} <= set(sample.extra):
         raise DataError(
-            f"row {sample.id} holds no assistant turn and is no visual-search scene; give "
-            "trajectories, or the output of `saccade data visual-search`"
+            f"row {sample.id} has no assistant turn and is no visual-search scene of `saccade data visual-search`"
         )
     env = config.env
     if env.name in KINDS and "zoom" not in KINDS[env.name].tools:
         raise ConfigError(f"env.name={env.name}: the scripted searcher zooms; try env.name=crop")
     if env.coordinates not in NUMBERS:
-        raise ConfigError(
-            f"env.coordinates={env.coordinates}: the scripted searcher does not know which pixels "
-            f"a model sees; use {' or '.join(NUMBERS)}"
-        )
-    usual = env.name in KINDS and "</grounding>" not in stop_strings(env)
-    named = env.call == "tool_call" or usual
+        known = " or ".join(NUMBERS)
+        raise ConfigError(f"env.coordinates={env.coordinates}: the scripted searcher writes {known}; use one of them")
+    named = env.call == "tool_call" or (env.name in KINDS and "</grounding>" not in stop_strings(env))
     write = partial(call, coordinates=env.coordinates, named=named)
     texts = demonstration(sample, rng, turns=turns, mistakes=mistakes, write=write)
     return sample, texts, sum(AGAIN in text for text in texts)
 
 
 def _warn(config: Config, rows: Sequence[Sample]) -> None:
-    """The rows are to show what the RL run shows, so its options count and not those of the rows;
-    but they hardly differ on purpose where nobody chose them.
+    """The options of the RL run count and not those of the rows; they hardly differ on purpose where
+    nobody chose them.
     """
     env, usual = config.env, (config.data.min_pixels, config.data.max_pixels)
     own = {(m.min_pixels, m.max_pixels) for row in rows for m in row.media} - {usual}
     if own and not {"min_pixels", "max_pixels"} <= env.model_fields_set:
         least, most = min(own)
         print(
-            f"pictures of tools get {env.min_pixels} to {env.max_pixels} pixels, as in RL with "
-            f"these options, though rows ask for {least} to {most}; to have them alike, set "
-            f"env.min_pixels={least} env.max_pixels={most} here and in RL"
+            f"pictures of tools get {env.min_pixels} to {env.max_pixels} pixels, rows ask for {least} to {most}; "
+            f"to have them alike, set env.min_pixels={least} env.max_pixels={most} here and in RL"
         )

@@ -1,31 +1,30 @@
-"""`saccade data …`: commands that make data sets.
+"""`saccade data …`: commands that make data sets. `cli` registers them and reads their configs.
 
-How a command is registered and how a config is read is told by `cli`, which owns both.
-
-    saccade data visual-search scenes --rows 1000 --level medium
+saccade data visual-search scenes --rows 1000 --level medium
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-Register = Callable[..., Callable[[Callable[..., Any]], Any]]
-ReadConfig = Callable[[Sequence[str]], Any]
-
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")]
+SCENES = "saccade data visual-search scenes --rows 1000 --level hard --view 448"
+COLDSTART = "saccade data coldstart scenes/train.jsonl coldstart env.min_pixels=12544 env.max_pixels=12544"
+ENVIRONMENT = (
+    "The environment of the RL run that follows: env.call, env.max_pixels, …; "
+    "env.name=single_turn, the default, becomes crop."
+)
 
 
-def data_commands(command: Register, read_config: ReadConfig) -> typer.Typer:
+def data_commands(command: Callable[..., Any], read_config: Callable[[list[str]], Any]) -> typer.Typer:
     """All of them as one group."""
     group = typer.Typer(help="Make data sets.", no_args_is_help=True)
 
-    @command(
-        "visual-search", group=group, example="saccade data visual-search scenes --rows 1000 --level hard --view 448"
-    )
+    @command("visual-search", group=group, example=SCENES)
     def visual_search(
         out: Out,
         rows: Annotated[int, typer.Option(help="Scenes to draw.", min=1)] = 1000,
@@ -46,33 +45,19 @@ def data_commands(command: Register, read_config: ReadConfig) -> typer.Typer:
             raise ConfigError(f"--name {name}: wants one file name without its ending, try train")
         require_writable(out, "OUT")
         samples = search_split(rows, seed=seed, level=level, kind=kind, grid=grid, view=view)
-        print(
-            f"wrote {write_search(samples, out, name=name)}: {rows} scenes of "
-            f"{samples[0].media[0].width} pixels; zoom with env.name=crop "
-            f"env.min_pixels={view * view} env.max_pixels={view * view}"
-        )
+        path, side, budget = write_search(samples, out, name=name), samples[0].media[0].width, view * view
+        zoom = f"env.name=crop env.min_pixels={budget} env.max_pixels={budget}"
+        print(f"wrote {path}: {rows} scenes of {side} pixels; zoom with {zoom}")
 
-    @command(
-        "coldstart",
-        group=group,
-        example="saccade data coldstart scenes/train.jsonl coldstart env.min_pixels=12544 env.max_pixels=12544",
-    )
+    @command("coldstart", group=group, example=COLDSTART)
     def coldstart(
         source: Annotated[Path, typer.Argument(help="Trajectories, or scenes of `saccade data visual-search`.")],
         out: Out,
         arguments: Annotated[
-            list[str] | None,
-            typer.Argument(
-                metavar="RUN.YAML | KEY=VALUE",
-                help="The environment of the RL run that follows: env.call, env.max_pixels, …; "
-                "env.name=single_turn, the default, becomes crop.",
-                show_default=False,
-            ),
+            list[str] | None, typer.Argument(metavar="RUN.YAML | KEY=VALUE", help=ENVIRONMENT, show_default=False)
         ] = None,
         turns: Annotated[int, typer.Option(help="Most turns of a trajectory.", min=2)] = 6,
-        mistakes: Annotated[
-            float, typer.Option(help="Share of calls that the searcher gets wrong.", min=0, max=1)
-        ] = 0.05,
+        mistakes: Annotated[float, typer.Option(help="Share of wrong calls of the searcher.", min=0, max=1)] = 0.05,
         verifier: Annotated[str | None, typer.Option(help="Keep what this verifier calls right.")] = None,
     ) -> None:
         """Multi-turn conversations for `saccade sft`, as the environment answers in RL."""

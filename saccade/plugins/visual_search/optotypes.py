@@ -20,33 +20,13 @@ TILE = 28  # side of an object
 MARGIN = 4  # shrunk pixels around an object inside its window, where its overshoot fades
 STEPS = 30  # after so many, less than a thousandth of a grey level survives shrinking
 
-# Rows of five bits, top to bottom.
-DIGITS = {
-    "0": (14, 17, 17, 17, 17, 17, 14),
-    "1": (4, 12, 4, 4, 4, 4, 14),
-    "2": (14, 17, 1, 6, 8, 16, 31),
-    "3": (30, 1, 1, 14, 1, 1, 30),
-    "4": (2, 6, 10, 18, 31, 2, 2),
-    "5": (31, 16, 30, 1, 1, 17, 14),
-    "6": (6, 8, 16, 30, 17, 17, 14),
-    "7": (31, 1, 2, 4, 8, 8, 8),
-    "8": (14, 17, 17, 14, 17, 17, 14),
-    "9": (14, 17, 17, 15, 1, 2, 12),
-}
-LETTERS = {
-    "A": (4, 10, 17, 17, 31, 17, 17),
-    "C": (14, 17, 16, 16, 16, 17, 14),
-    "E": (31, 16, 16, 30, 16, 16, 31),
-    "F": (31, 16, 16, 30, 16, 16, 16),
-    "H": (17, 17, 17, 31, 17, 17, 17),
-    "K": (17, 18, 20, 24, 20, 18, 17),
-    "L": (16, 16, 16, 16, 16, 16, 31),
-    "P": (30, 17, 17, 30, 16, 16, 16),
-    "T": (31, 4, 4, 4, 4, 4, 4),
-    "U": (17, 17, 17, 17, 17, 17, 14),
-}
+# Glyphs: seven rows of five bits from top to bottom, each row a digit to the base 32.
+_DIGITS = "EHHHHHE 4C4444E EH168GV U11E11U 26AIV22 VGU11HE 68GUHHE V124888 EHHEHHE EHHF12C"
+_LETTERS = "4AHHVHH EHGGGHE VGGUGGV VGGUGGG HHHVHHH HIKOKIH GGGGGGV UHHUGGG V444444 HHHHHHE"
+DIGITS = dict(zip("0123456789", _DIGITS.split(), strict=True))
+LETTERS = dict(zip("ACEFHKLPTU", _LETTERS.split(), strict=True))
 TURNS = {"right": 0, "up": 1, "left": 2, "down": 3}  # quarter turns of an opening
-COLOURS = {
+TINTS = {  # the direction in which the ink of spots leaves grey
     "red": (1, -1, -1),
     "green": (-1, 1, -1),
     "blue": (-1, -1, 1),
@@ -63,7 +43,7 @@ def ink(name: str) -> np.ndarray:
     """Where an object is drawn: 0 or 1, [TILE, TILE]."""
     if name in DIGITS or name in LETTERS:
         rows = (DIGITS | LETTERS)[name]
-        bits = np.array([[row >> (4 - bit) & 1 for bit in range(5)] for row in rows])
+        bits = np.array([[int(row, 32) >> (4 - bit) & 1 for bit in range(5)] for row in rows])
         return np.pad(np.kron(bits, np.ones((3, 3))), ((3, 4), (6, 7)))
     y, x = np.mgrid[:TILE, :TILE] - (TILE - 1) / 2
     square, radius = np.maximum(abs(x), abs(y)), np.hypot(x, y)
@@ -81,11 +61,6 @@ def ink(name: str) -> np.ndarray:
         FRAME: square > TILE / 2 - 2,
     }
     return drawn[sort].astype(float)
-
-
-def tint(name: str) -> np.ndarray:
-    """[3]: the direction in which its ink leaves grey."""
-    return np.array(COLOURS.get(name.removeprefix("spots:"), (1, 1, 1)), np.float32)
 
 
 @cache

@@ -1,9 +1,9 @@
-"""A scripted searcher for visual_search.py: what a patient person would write, turn by turn.
+"""A scripted searcher for search_scenes.py: what a patient person would write, turn by turn.
 
 It looks at one place after the other, row by row from some place on, and answers when it sees the
 target; in hard scenes it zooms into every frame. It knows the scene, so it starts where the turns
-that are allowed suffice. Now and then a call is wrong and is written again, so that who learns
-from it sees how to recover. Writes text only: the environment answers.
+that are allowed suffice. Now and then a call is wrong and is written again, so that a model
+learns from it how to recover. Writes text only: the environment answers.
 
     >>> sample = search_split(1, seed=0)[0]
     >>> demonstration(sample, np.random.default_rng(0), turns=6, mistakes=0.0)[-1]
@@ -23,10 +23,8 @@ Fractions = tuple[float, float, float, float]
 Write = Callable[[Sequence[float], str], str]  # a zoom into a box of a picture
 
 ORIGINAL = "original_image"
-FIRST, HINTED, NEXT, FRAMED, AGAIN = (
-    *("Too small to read.", "A light patch.", "Not here.", "A frame.", "I correct it."),
-)
-READS = "It reads {}."
+FIRST, HINTED, NEXT = "Too small to read.", "A light patch.", "Not here."
+FRAMED, AGAIN = "A frame.", "I correct it."
 # How an edge is written; pixels as a model sees them are unknown here.
 NUMBERS: Mapping[str, Callable[[float], str]] = {
     "relative": lambda edge: f"{edge:g}",
@@ -63,7 +61,7 @@ def demonstration(
             written.append(f"<think>{thought}</think>{_wrong_call(box, source, rng, write)}")
             thought = AGAIN
         written.append(f"<think>{thought}</think>{write(box, source)}")
-    return [*written, f"<think>{READS.format(sample.answer)}</think><answer>{sample.answer}</answer>"]
+    return [*written, f"<think>It reads {sample.answer}.</think><answer>{sample.answer}</answer>"]
 
 
 def place_boxes(grid: int) -> list[Fractions]:

@@ -1,7 +1,7 @@
 """Sounds as references, and as what every model here hears: one channel, 16,000 samples a second.
 
 WAV files of integers are read by the standard library; other files (FLAC, OGG, MP3, WAV of floats)
-by the package soundfile where that is installed, and this is the only file that knows it. Opening
+by the package soundfile where that is installed, and this is the only file that imports it. Opening
 reads headers; `decode` makes samples. Knows nothing of models.
 
     >>> open_sound({"array": [0.0] * 8000, "sampling_rate": 8000}).width    # one second
@@ -10,22 +10,21 @@ reads headers; `decode` makes samples. Knows nothing of models.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import io
 import wave
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from saccade.config import DataConfig
 from saccade.errors import EnvironmentProblem
-from saccade.media.blob_file import encoded, named
+from saccade.media.blob_file import encoded
 from saccade.media.image_files import ImageError
-from saccade.media.media_files import DEFAULT_LIMITS, Encoded, read
+from saccade.media.kinds import MediaKind
+from saccade.media.media_files import DEFAULT_LIMITS, Encoded, read, reference
 from saccade.types import Media
 
 RATE = 16_000
@@ -36,24 +35,17 @@ SHORTEST = RATE // 20  # what gives a model at least one token
 WIDTHS = {1: ("u1", 128.0), 2: ("<i2", 2.0**15), 3: ("<i4", 2.0**31), 4: ("<i4", 2.0**31)}
 
 
-class Header(NamedTuple):
-    samples: int
-    rate: int
-
-
 def open_sound(source: Any, *, base: Path | None = None, limits: DataConfig = DEFAULT_LIMITS) -> Media:
     """A reference to the sound in `source`; of a long one the first 30 seconds."""
-    name, data, path = _encoded(source, base, limits)
-    header = probe(data, name)
-    length = round(header.samples * RATE / header.rate)
+    file = _encoded(source, base, limits)
+    name = file.name
+    samples, rate = _header(file.data, name)
+    length = round(samples * RATE / rate)
     if length < SHORTEST:
         raise ImageError(f"{name}: {length / RATE:.3f} seconds of sound are too short")
     if length > LONGEST and limits.long_audio == "reject":
         raise ImageError(f"{name}: {length / RATE:.1f} seconds; data.long_audio=truncate keeps the first 30")
-    kept = min(length, LONGEST)
-    content = hashlib.sha256(data).hexdigest()
-    media = Media(kind="audio", hash=content, width=kept, height=1, path=path, data=data if path is None else None)
-    return replace(media, hash=named(media, content))
+    return reference(file, "audio", width=min(length, LONGEST), height=1)
 
 
 def _encoded(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
@@ -85,15 +77,16 @@ def _as_wav(samples: np.ndarray, rate: int) -> Encoded:
     return Encoded(name, file.getvalue())
 
 
-def probe(data: bytes, name: str) -> Header:
+def _header(data: bytes, name: str) -> tuple[int, int]:
+    """How many samples there are, and how many of them in a second."""
     reader = _wave(data)
-    if reader is not None:
-        with reader:
-            frame = reader.getsampwidth() * reader.getnchannels()
-            there = len(reader.readframes(reader.getnframes()))  # a header may promise more
-            return Header(there // frame, reader.getframerate())
-    with _soundfile(data, name) as file:
-        return Header(file.frames, file.samplerate)
+    if reader is None:
+        with _soundfile(data, name) as file:
+            return file.frames, file.samplerate
+    with reader:
+        frame = reader.getsampwidth() * reader.getnchannels()
+        there = len(reader.readframes(reader.getnframes()))  # a header may promise more
+        return there // frame, reader.getframerate()
 
 
 def decode(media: Media) -> np.ndarray:
@@ -169,3 +162,12 @@ def _soundfile(data: bytes, name: str) -> Any:
         return soundfile.SoundFile(io.BytesIO(data))
     except soundfile.LibsndfileError as error:
         raise ImageError(f"{name}: no sound that can be read: {error}") from None
+
+
+KIND = MediaKind(
+    article="a sound",
+    open=open_sound,
+    decode=decode,
+    columns=("audios", "audio"),
+    keys=("audio", "audio_url", "input_audio"),
+)

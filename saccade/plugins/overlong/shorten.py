@@ -3,8 +3,7 @@
 A policy takes a sample, the function that counts its tokens and the limit, and returns a sample
 that fits or None.
 
-    >>> shorten = POLICIES["drop_turns"]
-    >>> shorten(sample, length, 4096)
+    >>> drop_turns(sample, length, 4096)
 """
 
 from __future__ import annotations
@@ -16,10 +15,6 @@ from saccade.types import Media, Message, Sample
 
 Length = Callable[[Sample], int]
 SHRINK_STEP = 0.8
-
-
-def drop(sample: Sample, length: Length, limit: int) -> Sample | None:
-    return None
 
 
 def shrink(sample: Sample, length: Length, limit: int) -> Sample | None:
@@ -101,11 +96,3 @@ def _without_front(sample: Sample, characters: int) -> Sample:
                 parts.append(part)
         messages.append(replace(message, parts=tuple(parts)))
     return replace(sample, messages=tuple(messages))
-
-
-POLICIES: dict[str, Callable[[Sample, Length, int], Sample | None]] = {
-    "drop": drop,
-    "shrink": shrink,
-    "drop_turns": drop_turns,
-    "truncate_text": truncate_text,
-}

@@ -2,7 +2,7 @@
 
 A video is a film file, an animation, a folder or list of pictures, or a uint8 array of frames. An
 animation (GIF, WebP, PNG) and pictures need Pillow alone; a film file is read by OpenCV where that
-is installed, and this is the only file that knows it. Opening reads headers; `decode` makes pixels.
+is installed, and this is the only file that imports it. Opening reads headers; `decode` makes pixels.
 
     >>> sampled(300, rate=30.0, fps=2.0, least=4, most=768)[:3]    # ten seconds: 20 frames
     (0, 15, 30)
@@ -10,11 +10,10 @@ is installed, and this is the only file that knows it. Opening reads headers; `d
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,10 +26,10 @@ from saccade.errors import EnvironmentProblem
 from saccade.media import image_files, images
 from saccade.media.blob_file import encoded, named, require_unchanged
 from saccade.media.images import ImageError
-from saccade.media.media_files import DEFAULT_LIMITS, SCHEMES, located, read
+from saccade.media.kinds import PAIR, PIXELS, MediaKind
+from saccade.media.media_files import DEFAULT_LIMITS, SCHEMES, located, read, reference
 from saccade.types import Media
 
-PAIR = 2  # frames that a model sees as one
 DEFAULT_DURATION = 100  # milliseconds of a frame that says nothing
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
@@ -59,38 +58,24 @@ def open_video(
     """A reference to the video in `source`. Of a file, `fps` frames per second are chosen, unless
     `frames` names them; pictures are taken to be chosen already, `fps` of them in a second.
     """
-    wanted = fps or limits.fps
-    least, most = min_frames or limits.min_frames, max_frames or limits.max_frames
-    budget: dict[str, Any] = {
-        "min_pixels": min_pixels or limits.min_pixels,
-        "max_pixels": max_pixels or max(limits.max_frame_pixels, limits.min_pixels),
-    }
+    wanted, most = fps or limits.fps, max_frames or limits.max_frames
+    low, high = min_pixels or limits.min_pixels, max_pixels or max(limits.max_frame_pixels, limits.min_pixels)
     listed = _pictures(source, base, limits)
     if listed is not None:
-        return _from_pictures(listed, wanted, most, limits, base, budget)
-    name, data, path = read(source, base, limits)
-    film = probe(data, path, name)
+        video = _from_pictures(listed, wanted, most, limits, base)
+        return replace(video, min_pixels=low, max_pixels=high)
+    file = read(source, base, limits)
+    film = _probe_animation(file.data, file.name) if _is_animation(file.data) else _probe_film(*file)
     if film.width * film.height > limits.max_megapixels * 1e6:
         raise ImageError(
-            f"{name}: frames of {film.width}x{film.height}, data.max_megapixels is {limits.max_megapixels:g}"
+            f"{file.name}: frames of {film.width}x{film.height}, data.max_megapixels is {limits.max_megapixels:g}"
         )
+    least = min_frames or limits.min_frames
     chosen = tuple(frames or sampled(film.frames, rate=film.rate, fps=wanted, least=least, most=most))
     if max(chosen) >= film.frames or len(chosen) % PAIR:
-        raise ImageError(f"{name}: frames must be an even number of indices below {film.frames}, not {chosen}")
-    shown = len(chosen) / film.frames * film.rate
-    content = hashlib.sha256(data).hexdigest()
-    media = Media(
-        kind="video",
-        hash=content,
-        width=film.width,
-        height=film.height,
-        path=path,
-        data=data if path is None else None,
-        frames=chosen,
-        fps=shown,
-        **budget,
-    )
-    return replace(media, hash=named(media, content))
+        raise ImageError(f"{file.name}: frames must be an even number of indices below {film.frames}, not {chosen}")
+    shown = {"frames": chosen, "fps": len(chosen) / film.frames * film.rate, "min_pixels": low, "max_pixels": high}
+    return reference(file, "video", width=film.width, height=film.height, **shown)
 
 
 def sampled(total: int, *, rate: float, fps: float, least: int, most: int) -> tuple[int, ...]:
@@ -100,53 +85,35 @@ def sampled(total: int, *, rate: float, fps: float, least: int, most: int) -> tu
     return tuple(int(index * total / count) for index in range(count))
 
 
-def seconds(media: Media) -> tuple[float, ...]:
-    """When each frame that is shown stands in the video."""
-    return tuple(index / media.fps for index in range(len(media.frames)))
-
-
 # -- pictures --------------------------------------------------------------------------------------
 
 
 def _pictures(source: Any, base: Path | None, limits: DataConfig) -> list[Any] | None:
     """The frames of a source that is no file."""
-    if isinstance(source, np.ndarray):
-        if source.ndim != 4:
-            raise ImageError(f"array {list(source.shape)}: a video is [frames, height, width, 3]")
+    if isinstance(source, np.ndarray) and source.ndim != 4:
+        raise ImageError(f"array {list(source.shape)}: a video is [frames, height, width, 3]")
+    if isinstance(source, list | tuple | np.ndarray):
         return list(source)
-    if isinstance(source, list | tuple):
-        return list(source)
-    if isinstance(source, str | Path) and not str(source).startswith(tuple(SCHEMES)):
-        folder = located(source, base, limits) if len(str(source)) < 1024 else None
-        if folder is not None and os.path.isdir(folder):
+    if isinstance(source, str | Path) and len(str(source)) < 1024 and not str(source).startswith(tuple(SCHEMES)):
+        folder = located(source, base, limits)
+        if os.path.isdir(folder):
             return sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES)
     return None
 
 
-def _from_pictures(
-    listed: Sequence[Any], fps: float, most: int, limits: DataConfig, base: Path | None, budget: Mapping[str, Any]
-) -> Media:
+def _from_pictures(listed: Sequence[Any], fps: float, most: int, limits: DataConfig, base: Path | None) -> Media:
     if not listed:
         raise ImageError("a video without a frame")
     count = min(len(listed), max(PAIR, most // PAIR * PAIR))
     kept = [listed[int(index * len(listed) / count)] for index in range(count)]
-    opened = [images.open_media(one, base=base, limits=limits) for one in kept]
+    opened = tuple(images.open_media(one, base=base, limits=limits) for one in kept)
     sizes = {(one.width, one.height) for one in opened}
     if len(sizes) > 1:
         raise ImageError(f"frames of one video differ in size: {sorted(sizes)[:3]}")
     frames = tuple(range(count)) + ((count - 1,) if count % PAIR else ())
-    shown = fps * count / len(listed)
-    content = " ".join(one.hash for one in opened)
-    media = Media(
-        kind="video",
-        hash=content,
-        width=opened[0].width,
-        height=opened[0].height,
-        pictures=tuple(opened),
-        frames=frames,
-        fps=shown,
-        **budget,
-    )
+    content, shown = " ".join(one.hash for one in opened), fps * count / len(listed)
+    size = sizes.pop()
+    media = Media(kind="video", hash=content, width=size[0], height=size[1], pictures=opened, frames=frames, fps=shown)
     return replace(media, hash=named(media, content))
 
 
@@ -167,18 +134,16 @@ def _frames(media: Media) -> Iterator[tuple[int, np.ndarray]]:
     if media.pictures:
         yield from ((index, images.decode(media.pictures[index])) for index in sorted(missing))
         return
-    name = media.path or f"video {media.hash[:12]}"
+    name, data = media.path or f"video {media.hash[:12]}", b""
     if media.path is None or _is_animation(_start(media.path)):
         data = encoded(media)
-    else:
-        data = b""  # OpenCV reads a film from its path, and not all of it into memory
+    else:  # OpenCV reads a film from its path, and not all of it into memory
         require_unchanged(media)
-    for index, frame in _reader(data)(data, media.path, name, frozenset(missing)):
+    read = _animation_frames if _is_animation(data) else _film_frames
+    for index, frame in read(name, data, media.path, frozenset(missing)):
         if frame.shape != (media.height, media.width, 3):
-            raise ImageError(
-                f"{name}: frame {index} is {frame.shape[1]}x{frame.shape[0]}, and not "
-                f"{media.width}x{media.height} as its header says"
-            )
+            seen = f"{frame.shape[1]}x{frame.shape[0]}"
+            raise ImageError(f"{name}: frame {index} is {seen}, its header says {media.width}x{media.height}")
         yield index, frame
         missing.discard(index)
     if missing:
@@ -186,59 +151,48 @@ def _frames(media: Media) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _start(path: str) -> bytes:
-    """What tells the kind of a file."""
+    """The bytes that tell the kind of a file."""
     with open(path, "rb") as file:
         return file.read(12)
-
-
-def probe(data: bytes, path: str | None, name: str) -> Film:
-    if not _is_animation(data):
-        return _probe_film(data, path, name)
-    with image_files.opened(data, name) as image:
-        try:
-            image.load()  # WebP tells the duration of a frame with its pixels
-            frames = getattr(image, "n_frames", 1)
-        except Exception as error:  # broken files make Pillow raise almost anything
-            raise ImageError(f"{name}: cannot be decoded: {error}") from None
-        duration = image.info.get("duration") or DEFAULT_DURATION
-        return Film(frames, 1000 / duration, *image.size)
 
 
 def _is_animation(data: bytes) -> bool:
     return data[:4] in (b"GIF8", b"\x89PNG") or (data[:4] == b"RIFF" and data[8:12] == b"WEBP")
 
 
-def _reader(data: bytes) -> Callable[..., Iterator[tuple[int, np.ndarray]]]:
-    return _animation_frames if _is_animation(data) else _film_frames
+def _probe_animation(data: bytes, name: str) -> Film:
+    with image_files.opened(data, name) as image:
+        try:
+            image.load()  # WebP tells the duration of a frame with its pixels
+            frames = getattr(image, "n_frames", 1)
+        except Exception as error:  # broken files make Pillow raise almost anything
+            raise ImageError(f"{name}: cannot be decoded: {error}") from None
+        return Film(frames, 1000 / (image.info.get("duration") or DEFAULT_DURATION), *image.size)
 
 
 def _animation_frames(
-    data: bytes, path: str | None, name: str, wanted: frozenset[int]
+    name: str, data: bytes, path: str | None, wanted: frozenset[int]
 ) -> Iterator[tuple[int, np.ndarray]]:
     with image_files.opened(data, name) as image:
         for index in sorted(wanted):
             try:
                 image.seek(index)
                 yield index, np.array(image_files.as_rgb(image))
-            except Exception as error:  # broken files make Pillow raise almost anything
+            except Exception as error:
                 raise ImageError(f"{name}: frame {index} cannot be decoded: {error}") from None
 
 
-def _probe_film(data: bytes, path: str | None, name: str) -> Film:
-    with _captured(data, path, name) as (cv2, capture):
-        film = Film(
-            frames=int(capture.get(cv2.CAP_PROP_FRAME_COUNT)),
-            rate=float(capture.get(cv2.CAP_PROP_FPS)),
-            width=int(capture.get(cv2.CAP_PROP_FRAME_WIDTH)),
-            height=int(capture.get(cv2.CAP_PROP_FRAME_HEIGHT)),
-        )
-    if film.frames < 1 or not film.rate > 0 or film.width < 1:
+def _probe_film(name: str, data: bytes, path: str | None) -> Film:
+    with _captured(name, data, path) as (cv2, capture):
+        keys = ("FRAME_COUNT", "FPS", "FRAME_WIDTH", "FRAME_HEIGHT")
+        frames, rate, width, height = (capture.get(getattr(cv2, f"CAP_PROP_{key}")) for key in keys)
+    if frames < 1 or not rate > 0 or width < 1:
         raise ImageError(f"{name}: no film that can be read")
-    return film
+    return Film(int(frames), float(rate), int(width), int(height))
 
 
-def _film_frames(data: bytes, path: str | None, name: str, wanted: frozenset[int]) -> Iterator[tuple[int, np.ndarray]]:
-    with _captured(data, path, name) as (_, capture):
+def _film_frames(name: str, data: bytes, path: str | None, wanted: frozenset[int]) -> Iterator[tuple[int, np.ndarray]]:
+    with _captured(name, data, path) as (_, capture):
         for index in range(max(wanted) + 1):
             if not capture.grab():
                 return
@@ -250,7 +204,7 @@ def _film_frames(data: bytes, path: str | None, name: str, wanted: frozenset[int
 
 
 @contextmanager
-def _captured(data: bytes, path: str | None, name: str) -> Iterator[tuple[Any, Any]]:
+def _captured(name: str, data: bytes, path: str | None) -> Iterator[tuple[Any, Any]]:
     """OpenCV with the film open; it reads files only."""
     if importlib.util.find_spec("cv2") is None:
         raise EnvironmentProblem(
@@ -259,15 +213,22 @@ def _captured(data: bytes, path: str | None, name: str) -> Iterator[tuple[Any, A
         )
     import cv2
 
-    file = path
-    if file is None:
-        handle, file = tempfile.mkstemp(suffix=".mp4")
-        with os.fdopen(handle, "wb") as copy:
-            copy.write(data)
-    capture = cv2.VideoCapture(file)
-    try:
-        yield cv2, capture
-    finally:
-        capture.release()
+    with tempfile.NamedTemporaryFile(suffix=".mp4") as copy:
         if path is None:
-            os.unlink(file)
+            copy.write(data)
+            copy.flush()
+        capture = cv2.VideoCapture(path or copy.name)
+        try:
+            yield cv2, capture
+        finally:
+            capture.release()
+
+
+KIND = MediaKind(
+    article="a video",
+    open=open_video,
+    decode=decode,
+    columns=("videos", "video"),
+    keys=("video", "video_url"),
+    options=(*PIXELS, "fps", "min_frames", "max_frames", "frames"),
+)
