@@ -50,44 +50,40 @@ def rl(config: Source, *overrides: str) -> dict[str, Any]:
     """Train with reinforcement learning; returns the summary of the run."""
     from saccade.plugins.estimate.estimate_command import preflight
 
-    return _recipe("recipes.rl").run(load_config(config, *overrides), preflight=preflight)
+    return import_module("saccade.recipes.rl").run(load_config(config, *overrides), preflight=preflight)
 
 
 def sft(config: Source, *overrides: str) -> dict[str, Any]:
     """Train on demonstrations; returns the summary of the run."""
-    return _recipe("recipes.sft").run(load_config(config, *overrides))
+    return import_module("saccade.recipes.sft").run(load_config(config, *overrides))
 
 
 def dpo(config: Source, *overrides: str) -> dict[str, Any]:
     """Train on preferences; returns the summary of the run."""
-    return _recipe("plugins.preferences.dpo").run(load_config(config, *overrides))
+    return import_module("saccade.plugins.preferences.dpo").run(load_config(config, *overrides))
 
 
 def reward_model(config: Source, *overrides: str) -> dict[str, Any]:
     """Train a model that scores; returns the summary of the run."""
-    return _recipe("plugins.reward_models.reward_training").run(load_config(config, *overrides))
+    return import_module("saccade.plugins.reward_models.reward_training").run(load_config(config, *overrides))
 
 
 def evaluate(config: Source, *overrides: str, out: str | Path | None = None, rescore: str | Path | None = None) -> Any:
     """Score the validation sets, or score the saved responses of `rescore` again."""
     folders = {"out": out and Path(out), "rescore": rescore and Path(rescore)}
-    return _recipe("recipes.evaluate").run(load_config(config, *overrides), **folders)
+    return import_module("saccade.recipes.evaluate").run(load_config(config, *overrides), **folders)
 
 
 def generate(config: Source, *overrides: str) -> Any:
     """Write responses to a file."""
-    return _recipe("recipes.generate").run(load_config(config, *overrides))
+    return import_module("saccade.recipes.generate").run(load_config(config, *overrides))
 
 
 def quickstart(out: str | Path = "runs/quickstart", seed: int = 0, quick: bool = False) -> dict[str, Any]:
     """A tiny model learns to count: demonstrations, reinforcement learning, evaluation, report."""
-    return _recipe("plugins.quickstart.quickstart").run(Path(out), seed=seed, quick=quick)
+    return import_module("saccade.plugins.quickstart.quickstart").run(Path(out), seed=seed, quick=quick)
 
 
 def check_data(config: Source, *overrides: str, **options: Any) -> Report:
     """Every problem of the data sets, row by row."""
-    return _recipe("plugins.check_data.check_data").run(load_config(config, *overrides), **options)
-
-
-def _recipe(name: str) -> Any:
-    return import_module(f"saccade.{name}")
+    return import_module("saccade.plugins.check_data.check_data").run(load_config(config, *overrides), **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SaccadeError(Exception):
-    """A problem that a user can mend: the message says what, where, and what would work."""
+    """A problem that a user can fix: the message says what, where, and what would work."""
 
     exit_code = 1
     request: str | None = None  # key of the only request that an engine could not serve

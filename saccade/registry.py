@@ -54,7 +54,13 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         "parity": "saccade.plugins.engines.parity:check",
         "replicas": "saccade.plugins.engines.replicas.replica_pool:start_replicas",
     },
-    "environments": {"sokoban_step": "saccade.plugins.sokoban.sokoban_environment:KIND"},
+    "environment_hosts": {"process": "saccade.plugins.user_environments.env_process:host_of"},
+    "environments": {
+        "crop": "saccade.plugins.tools.tool_environment:CROP",
+        "calculator": "saccade.plugins.tools.tool_environment:CALCULATOR",
+        "tools": "saccade.plugins.tools.tool_environment:OWN_TOOLS",
+        "sokoban_step": "saccade.plugins.sokoban.sokoban_environment:KIND",
+    },
     "families": {
         "internvl": "saccade.plugins.families.internvl:SPEC",
         "llava": "saccade.plugins.families.llava:SPEC",

@@ -11,7 +11,7 @@ image is, not what it looks like.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cached_property
 from io import FileIO
@@ -216,7 +216,7 @@ class Request:
     noise: int = 0
     first_index: int = 0  # how many tokens of this trajectory were sampled before
     episode: str | None = None  # keep the cache alive under this name until it is released
-    replica: int | None = None  # that shall do it where there are several; None: any
+    replica: int | None = None  # which replica answers where there are several; None: any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,24 +324,6 @@ class Group:
         assert repeats == sorted(repeats), f"group {self.sample.id}: members out of order"
 
 
-# What a Batch holds per read, where it holds it at all.
-READ_COLUMNS = (
-    "advantages",
-    "scales",
-    "rollout_logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "old_entropies",
-    "keep",
-    "weights",
-    "rewards",
-    "selected",
-    "stale",
-    "values",
-    "returns",
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """A token forest: nodes of packed tokens, each attending to itself (causally) and to all of its
@@ -407,6 +389,11 @@ class Batch:
     def lengths(self) -> np.ndarray:
         """Reads per sequence."""
         return np.bincount(self.sequence, minlength=len(self.keys))
+
+
+# What a Batch holds per read, where it holds it at all.
+_COLUMNS = [f.name for f in fields(Batch)]
+READ_COLUMNS = tuple(_COLUMNS[_COLUMNS.index("advantages") : _COLUMNS.index("last_values")])
 
 
 class Metrics:

@@ -1,77 +1,69 @@
-"""What a policy talks to, by name: built in, or a class or functions of the user.
+"""What a policy talks to, by name: built in, of a plugin, or a class or functions of the user.
 
-Knows nothing of processes: `rollout/env_process.py` decides where an environment lives. Code of the
-user is imported by `load_own` alone, which the training process never calls.
+An environment speaks messages; tokens never leak in. Knows nothing of processes:
+`rollout/env_setup.py` decides where an environment lives. Code of the user is imported by
+`load_own` alone, which the training process never calls.
 
-    build(EnvConfig(name="crop"), Setting(answer=find_answer))
+    class Guess:
+        def reset(self, sample, seed): return sample.messages
+        def step(self, message): return (), None, True, {}
+        def close(self): pass
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, Protocol
 
 from saccade.config import EnvConfig
-from saccade.environments import calls
-from saccade.environments.protocol import Environment, Setting, SingleTurn, Step
-from saccade.environments.texts import texts_hash, words
-from saccade.environments.tools import Tool, ToolEnvironment, calculate_tool, describe, explain, own_tool, zoom_tool
 from saccade.errors import ConfigError
 from saccade.registry import Table
-from saccade.types import Sample
+from saccade.types import Message, Sample
 from saccade.user_code import own_module
 
-__all__ = [
-    "KINDS",
-    "Environment",
-    "Own",
-    "Setting",
-    "SingleTurn",
-    "Step",
-    "build",
-    "gives_rewards",
-    "instruction",
-    "is_own",
-    "load_own",
-    "problems",
-    "stop_strings",
-    "sweep_problems",
-    "texts_hash",
-]
 
-TOOLS: Mapping[str, Tool] = {"zoom": zoom_tool, "calculate": calculate_tool}
+class Step(NamedTuple):
+    """What an environment answers to one assistant message."""
+
+    messages: Sequence[Message]
+    reward: float | None
+    done: bool
+    info: Mapping[str, Any]
+
+
+class Environment(Protocol):
+    def reset(self, sample: Sample, seed: int) -> Sequence[Message]:
+        """The conversation that the policy continues."""
+        ...
+
+    def step(self, message: Message) -> Step | tuple[Sequence[Message], float | None, bool, Mapping[str, Any]]: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A built-in environment."""
+class Setting:
+    """What an environment must know of the model and of the format of responses."""
 
-    calls: tuple[str, ...] = ()  # syntaxes, the usual one first
-    tools: tuple[str, ...] = ()
-    text: str = ""  # name of its explanation, where that is no list of tools
-    rewards: bool = False  # gives rewards of its own
-    make: Callable[[EnvConfig, Setting], Environment] | None = None  # else it is its tools
-    installed: Callable[..., Environment] | None = None  # a class of an installed package
-    check_row: Callable[[Sample], None] | None = None  # raises ValueError for a row of no use
+    answer: Callable[[str], str | None]  # the answer in a turn, if it holds one
+    role: Literal["user", "tool"] = "user"  # in which the model reads what a tool says
+    unit: int = 28  # pixels of a side that the model sees as one token
 
 
-def _adapted(name: str, found: Kind | Callable[..., Environment]) -> Kind:
-    """A row of a plugin; a class of an installed package runs where those of users run."""
-    return found if isinstance(found, Kind) else Kind(installed=found, rewards=True)
+class SingleTurn:
+    """A question, one answer."""
 
+    def reset(self, sample: Sample, seed: int) -> Sequence[Message]:
+        return sample.messages
 
-KINDS: Table[Kind] = Table(
-    "environments",
-    {
-        "single_turn": Kind(make=lambda env, setting: SingleTurn()),
-        "crop": Kind(calls=("grounding", "tool_call"), tools=("zoom",)),
-        "calculator": Kind(calls=("tool_call",), tools=("calculate",)),
-        "tools": Kind(calls=("tool_call",)),
-    },
-    _adapted,
-)
+    def step(self, message: Message) -> Step:
+        return Step((), None, True, {"end_reason": "answered"})
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +71,38 @@ class Own:
     """What the files of the user hold."""
 
     environment: Callable[..., Environment] | None = None
-    tools: Mapping[str, Callable[..., Any]] | None = None
+    tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def descriptions(self) -> dict[str, str]:
-        return {name: describe(name, function) for name, function in (self.tools or {}).items()}
+        """A line about each tool, from its signature and the first line of its text."""
+        found = {}
+        for name, function in self.tools.items():
+            parameters = [str(p) for p in inspect.signature(function).parameters.values() if p.name != "images"]
+            what = (inspect.getdoc(function) or "has no description").strip().splitlines()[0].rstrip(".")
+            found[name] = f"{name}: {what}; arguments {', '.join(parameters) or 'none'}."
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """An environment that has a name."""
+
+    calls: tuple[str, ...] = ()  # syntaxes, the usual one first
+    tools: tuple[str, ...] = ()
+    explain: Callable[[EnvConfig, Mapping[str, str]], str] = lambda env, own: ""  # `own`: tools of the user
+    rewards: bool = False  # gives rewards of its own
+    make: Callable[[EnvConfig, Setting, Own], Environment] | None = None
+    installed: Callable[..., Environment] | None = None  # a class of an installed package
+    check_row: Callable[[Sample], None] | None = None  # raises ValueError for a row of no use
+
+
+# A class of an installed package runs where those of users run.
+KINDS: Table[Kind] = Table(
+    "environments",
+    {"single_turn": Kind(make=lambda *_: SingleTurn())},
+    lambda name, found: found if isinstance(found, Kind) else Kind(installed=found, rewards=True),
+)
 
 
 def is_own(env: EnvConfig) -> bool:
@@ -110,25 +129,23 @@ def _resolved(env: EnvConfig) -> EnvConfig:
 
 
 def stop_strings(env: EnvConfig) -> tuple[str, ...]:
-    return calls.stop_strings(_resolved(env).call, env.parallel_calls)
+    """Where a turn ends. Several calls in one turn end with the turn."""
+    call = _resolved(env).call
+    return (f"</{call}>",) if call in ("grounding", "tool_call") and env.parallel_calls == 1 else ()
 
 
 def instruction(env: EnvConfig, own: Mapping[str, str]) -> str:
     """What the prompt says about the environment; `own` describes tools of the user."""
     if env.instruction is not None:
         return env.instruction
-    kind, env = KINDS.get(env.name, Kind()), _resolved(env)
-    if kind.text:
-        return words(kind.text)
-    return explain(env, (*kind.tools, *own), own) if kind.calls else ""
+    return KINDS.get(env.name, Kind()).explain(_resolved(env), own)
 
 
 def problems(env: EnvConfig) -> Iterator[str]:
     """What the options alone can say against an environment."""
     kind, call = KINDS.get(env.name), _resolved(env).call
     if kind is None and not env.name.rpartition(":")[0].endswith(".py"):
-        known = ", ".join(KINDS)
-        yield f"env.name={env.name!r}: no such environment; use {known} or file.py:Class"
+        yield f"env.name={env.name!r}: no such environment; use {', '.join(KINDS)} or file.py:Class"
     if env.call and kind and env.call not in kind.calls:
         usual = f"try env.call={kind.calls[0]}" if kind.calls else "remove it"
         yield f"env.call: {env.name} does not read {env.call} calls; {usual}"
@@ -153,8 +170,8 @@ def sweep_problems(env: EnvConfig, turns: Sequence[int]) -> Iterator[str]:
     shown = env.limits(evaluation=True)["max_images"]
     if most > 1 and env.name == "crop" and shown is not None and shown < most:
         yield (
-            f"env.eval.max_images: {shown} pictures end an episode before the {most} turns of "
-            f"val.turns; try env.eval.max_images={2 * most}"
+            f"env.eval.max_images: {shown} pictures end an episode before the {most} turns of val.turns; "
+            f"try env.eval.max_images={2 * most}"
         )
 
 
@@ -188,9 +205,6 @@ def build(env: EnvConfig, setting: Setting, own: Own | None = None) -> Environme
     own = own or Own()
     if own.environment is not None:
         return own.environment(**env.args)
-    kind, env = KINDS[env.name], _resolved(env)
-    if kind.make is not None:
-        return kind.make(env, setting)
-    tools = {name: TOOLS[name] for name in kind.tools}
-    tools |= {name: own_tool(function) for name, function in (own.tools or {}).items()}
-    return ToolEnvironment(env, setting, tools)
+    make = KINDS[env.name].make
+    assert make is not None, env.name
+    return make(_resolved(env), setting, own)

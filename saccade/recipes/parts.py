@@ -15,7 +15,8 @@ from typing import Any
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import Config
 from saccade.data import datasets, prompts
-from saccade.environments import Environment, stop_strings, texts_hash
+from saccade.environments import Environment, stop_strings
+from saccade.environments.texts import texts_hash
 from saccade.errors import ConfigError
 from saccade.models import files
 from saccade.models.families import Family
@@ -23,7 +24,7 @@ from saccade.recipes.model_setup import REWARD_MODELS
 from saccade.registry import Table
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import FORMATS
-from saccade.rollout import env_process
+from saccade.rollout import env_setup
 from saccade.rollout.episode import Limits
 from saccade.types import Sample, Sampling
 
@@ -129,7 +130,7 @@ def environments_of(config: Config, family: Family) -> Callable[[], Environment]
             f"env.coordinates=absolute: a {family.name} model sees pictures in squares, so they have no one size; "
             "use env.coordinates=milli"
         )
-    return env_process.environments(
+    return env_setup.environments(
         config.env,
         order=FORMATS.get(config.prompt.format, FORMATS["none"]).order,
         think_prefilled=family.chat.think_prefilled,

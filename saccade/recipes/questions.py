@@ -23,7 +23,7 @@ from saccade.plugins.preferences.preference_rows import chosen_first
 from saccade.registry import Table
 from saccade.rewards.resolve import verifiers_for
 from saccade.rewards.verifiers import VERIFIERS
-from saccade.rollout import env_process
+from saccade.rollout import env_setup
 from saccade.types import Sample
 
 LENGTHS: Table[Any] = Table("lengths", {})  # of rows in tokens
@@ -35,7 +35,7 @@ def instruction_of(config: Config) -> str:
     """How to answer, then which tools there are."""
     own = config.prompt.instruction
     answering = prompts.instruction_for(config.prompt.format) if own is None else own
-    return " ".join(filter(None, [answering, env_process.explanation(config.env)]))
+    return " ".join(filter(None, [answering, env_setup.explanation(config.env)]))
 
 
 def prompt_builder(config: Config) -> Callable[[Sample], Sample]:

@@ -20,7 +20,7 @@ from typing import Any
 from saccade.engines import Engine
 from saccade.environments import Environment
 from saccade.models.families import Family
-from saccade.rollout.env_process import EnvironmentCall
+from saccade.rollout.env_setup import EnvironmentCall
 from saccade.rollout.episode import GREEDY, Limits, episode, episode_key
 from saccade.types import Group, Request, Sample, Sampling, Trajectory
 

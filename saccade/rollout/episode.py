@@ -20,7 +20,7 @@ import numpy as np
 from saccade.environments import Environment, Step
 from saccade.models.families import Family
 from saccade.rollout.env_checks import CHARACTERS, CONVERSATION, messages_flaw, step_flaw
-from saccade.rollout.env_process import EnvironmentCall, Failed, describe_error
+from saccade.rollout.env_setup import EnvironmentCall, Failed
 from saccade.types import (
     STATUS_OF_END,
     Completion,
@@ -33,6 +33,7 @@ from saccade.types import (
     Source,
     Trajectory,
 )
+from saccade.user_code import raised_at
 
 GREEDY = -1  # the repeat of a rollout that is a baseline: scored, never trained
 
@@ -68,7 +69,7 @@ class _World:
         try:
             outcome = function()
         except Exception as error:  # foreign code, when a caller gave us an object of its own
-            outcome = Failed(describe_error(error))
+            outcome = Failed(raised_at(error))
         if isinstance(outcome, EnvironmentCall):
             pending = outcome
             left = max(0.001, self.limits.timeout - self.spent)

@@ -59,11 +59,9 @@ def encode(value: Any, arrays: Arrays | None = None, *, known: Container[str] = 
     if isinstance(value, tuple | list):
         if value and all(isinstance(item, np.ndarray) for item in value):
             assert arrays is not None, f"{name}: no place for arrays"
-            arrays[name] = np.concatenate(value)
-            arrays[f"{name}/lengths"] = np.array([len(item) for item in value], np.int64)
+            arrays |= {name: np.concatenate(value), f"{name}/lengths": np.array(list(map(len, value)), np.int64)}
             return name
-        parts = enumerate(value)
-        return [encode(item, arrays, known=known, name=f"{name}/{n}") for n, item in parts]
+        return [encode(item, arrays, known=known, name=f"{name}/{n}") for n, item in enumerate(value)]
     if isinstance(value, Mapping):
         return dict(value)
     if not is_dataclass(value):
@@ -185,8 +183,7 @@ def _read_ragged(value: str | list[Any], store: _Store) -> tuple[np.ndarray, ...
 
 def _record_reader(kind: Any) -> Reader:
     hints = get_type_hints(kind)
-    required = {field.name for field in fields(kind) if field.default is MISSING}
-    required -= {field.name for field in fields(kind) if field.default_factory is not MISSING}
+    required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
 
     def read(row: Mapping[str, Any], store: _Store) -> Any:
         strange, missing = row.keys() - hints.keys(), required - row.keys()

@@ -13,8 +13,11 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,42 +32,20 @@ class Device:
         return self.name != "CPU"
 
 
-# (name, GiB, TFLOP/s, TB/s). The first whose words all are in the name of a device wins.
-TABLE = (
-    ("GH200", 94.5, 989, 4.0),
-    ("B200", 178.0, 2250, 8.0),
-    ("H200", 139.8, 989, 4.8),
-    ("H100 PCIe", 79.1, 756, 2.0),
-    ("H100 NVL", 93.1, 835, 3.9),
-    ("H100", 79.1, 989, 3.35),
-    ("H800", 79.1, 989, 3.35),
-    ("H20", 95.1, 148, 4.0),
-    ("A100 40GB", 39.4, 312, 1.555),
-    ("A100", 79.2, 312, 2.0),
-    ("A800", 79.2, 312, 2.0),
-    ("L40S", 44.4, 362, 0.864),
-    ("L40", 44.4, 181, 0.864),
-    ("L20", 44.4, 119.5, 0.864),
-    ("L4", 22.0, 121, 0.3),
-    ("A40", 44.4, 150, 0.696),
-    ("A10", 22.0, 125, 0.6),
-    ("RTX 6000 Ada", 47.4, 364, 0.96),
-    ("RTX A6000", 47.4, 155, 0.768),
-    ("RTX 5090", 31.4, 210, 1.792),
-    ("RTX 4090", 23.5, 165, 1.008),
-    ("RTX 3090", 23.6, 71, 0.936),
-    ("MI300X", 191.5, 1307, 5.3),
-    ("Ascend 910B", 61.0, 354, 1.6),
-)
 CONTEXT_GIB = 0.8  # of a process on a GPU before its first tensor
 OTHER_CHIPS = {"laptop"}  # share a name with a larger one
 MEMORY = re.compile(r"(\d+) ?g(?:i?b)?\b")  # in a name
 
 
+@cache
+def table() -> dict[str, list[float]]:
+    return yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text(encoding="utf-8"))
+
+
 def named(name: str) -> Device | None:
     """The row of a device, by what a driver or a person calls it."""
     words = _words(name)
-    for known, memory, tflops, bandwidth in TABLE:
+    for known, (memory, tflops, bandwidth) in table().items():
         if _words(known) <= words and not words & OTHER_CHIPS:
             return Device(name=name, memory=memory, tflops=float(tflops), bandwidth=float(bandwidth))
     return None
@@ -72,7 +53,7 @@ def named(name: str) -> Device | None:
 
 def only(part: str) -> Device | None:
     """The row that alone has all these words: a 4090 is an RTX 4090."""
-    rows = [row[0] for row in TABLE if _words(part) <= _words(row[0])]
+    rows = [known for known in table() if _words(part) <= _words(known)]
     return named(rows[0]) if len(rows) == 1 else None
 
 
@@ -130,14 +111,14 @@ def left_in_groups(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sy
     """
     lines = own.read_text().splitlines() if own.is_file() else []
     groups = {controller: group for _, controller, group in (line.split(":", 2) for line in lines)}
-    for controller, *names, cache in GROUPS:
+    for controller, *names, files_cache in GROUPS:
         top = root / controller
         lowest = top / groups.get(controller, "").strip("/")
         for folder in (lowest, *lowest.parents):
             files = [folder / name for name in (*names, "memory.stat")]
             if folder.is_relative_to(top) and all(file.is_file() for file in files):
                 limit, used, stat = (file.read_text().split() for file in files)
-                cached = dict(zip(stat[::2], stat[1::2], strict=True)).get(cache, "0")
+                cached = dict(zip(stat[::2], stat[1::2], strict=True)).get(files_cache, "0")
                 if limit != ["max"]:
                     yield int(limit[0]) - int(used[0]) + int(cached)
 
@@ -157,10 +138,8 @@ def no_limit(gib: float | None, device: Device) -> str | None:
     """Why `run.gpu_memory_gib` limits nothing on this device; None where it does, or is not set."""
     if gib is None or (device.is_gpu and gib <= device.memory):
         return None
-    if not device.is_gpu:
-        return f"run.gpu_memory_gib={gib:g} has no effect on a CPU; it is for a GPU"
-    most = f"{device.name} has {device.memory:.1f} GiB to give"
-    return f"run.gpu_memory_gib={gib:g} has no effect: {most}"
+    most = f": {device.name} has {device.memory:.1f} GiB to give" if device.is_gpu else " on a CPU; it is for a GPU"
+    return f"run.gpu_memory_gib={gib:g} has no effect{most}"
 
 
 def unoccupied(wanted: str = "auto") -> Device:

@@ -179,10 +179,9 @@ class Child:
 
     def exit_code(self) -> int | None:
         """None while it runs; one that has just closed its socket gets a moment to end."""
-        try:
-            return self.popen.wait(timeout=0.05)
-        except subprocess.TimeoutExpired:
-            return None
+        with suppress(subprocess.TimeoutExpired):
+            self.popen.wait(timeout=0.05)
+        return self.popen.returncode
 
     def kill(self) -> None:
         """With all that it has started; also when it hangs."""

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saccade.environments import calls
-from saccade.environments.calls import CallError, Written, find, read
+from saccade.plugins.tools.calls import CallError, Written, find, read
 
 
 def reason(text) -> str:
@@ -75,12 +74,6 @@ def test_the_first_calls_count_and_a_mention_does_not():
     (first,) = find(text, "tool_call", 1)
     assert text[first.start : first.end] == "<tool_call>1</tool_call>"
     assert find("nothing", "tool_call", 1) == []
-
-
-def test_stop_strings_follow_from_the_syntax():
-    assert calls.stop_strings("grounding", 1) == ("</grounding>",)
-    assert calls.stop_strings("tool_call", 1) == ("</tool_call>",)
-    assert calls.stop_strings("tool_call", 3) == calls.stop_strings("action", 1) == ()
 
 
 @pytest.mark.parametrize("piece", ["</grounding>", "<grounding>", "<grounding>{}</grounding>", "\\'{[\""])

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saccade.config import EnvConfig
-from saccade.environments.calls import CallError
-from saccade.environments.crop import Views, zoom
 from saccade.media.images import decode, open_media, resized_size
 from saccade.media.pixel_cache import DECODED
+from saccade.plugins.tools.calls import CallError
+from saccade.plugins.tools.crop import Views, zoom
 from saccade.types import Media
 
 ENV = EnvConfig(name="crop")

@@ -9,8 +9,8 @@ import pytest
 
 from saccade.config import EnvConfig
 from saccade.environments import Setting, build
-from saccade.environments.calls import LONGEST
 from saccade.environments.texts import words
+from saccade.plugins.tools.calls import LONGEST
 from saccade.plugins.verifiers.extract import extract
 from saccade.types import Message, Sample
 
@@ -59,18 +59,12 @@ def grounding(body: str) -> str:
 ORIGINAL = '"source": "original_image"'
 HOSTILE = {
     "code in the box": (grounding(f'{{"bbox_2d": {CODE}, {ORIGINAL}}}'), "json"),
-    "code as a text": (grounding(f'{{"bbox_2d": "{CODE}", {ORIGINAL}}}'), "box"),
     "code for each edge": (grounding(f'{{"bbox_2d": ["{CODE}", 0, 1, 1], {ORIGINAL}}}'), "box"),
-    "code instead of a call": (grounding(CODE), "json"),
-    "a format string": (grounding(f'{{"bbox_2d": "{{0.__class__}}", {ORIGINAL}}}'), "box"),
     "ten million digits": (grounding(f'{{"bbox_2d": [{"9" * 10**7}], {ORIGINAL}}}'), "too_long"),
-    "four thousand digits": (grounding(f'{{"bbox_2d": [{"9" * 4000}], {ORIGINAL}}}'), "number"),
     "an exponent of 10^9": (grounding(f'{{"bbox_2d": [1e999999999, 0, 1, 1], {ORIGINAL}}}'), "number"),
     "tiny exponents": (grounding(f'{{"bbox_2d": [0, 0, 1e-999999999, 1], {ORIGINAL}}}'), "too_small"),
     "a path as source": (grounding('{"bbox_2d": [0, 0, 1, 1], "source": "/etc/passwd"}'), "source"),
-    "an address as source": (grounding('{"bbox_2d": [0, 0, 1, 1], "source": "http://127.0.0.1/"}'), "source"),
     "a list as source": (grounding('{"bbox_2d": [0, 0, 1, 1], "source": [["x"]]}'), "source"),
-    "an observation to come": (grounding('{"bbox_2d": [0, 0, 1, 1], "source": "observation_999999999999"}'), "source"),
     "brackets in brackets": (grounding("[" * 10**6), "too_long"),
     "a million openings": ("<grounding>" * 10**6 + "</grounding>", "json"),
     "nothing closed": ("<grounding>" + "{" * 10**6, "unclosed"),

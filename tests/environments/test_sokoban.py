@@ -120,7 +120,7 @@ def test_the_end_of_a_game(start):
     assert last.done and last.info["moves"] == 120 and not last.info["solved"]
     with pytest.raises(ValueError, match="solved at its start"):
         start("#####\n#@ *#\n#####")
-    with pytest.raises(ValueError, match="no column `level`"):
+    with pytest.raises(ValueError, match="level: the row has no such column"):
         build(EnvConfig(name="sokoban_step"), Setting(answer=lambda text: None)).reset(
             Sample(id="s", messages=(Message(role="user", parts=("x",)),)), 0
         )

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from saccade.config import EnvConfig
-from saccade.environments import Own, Setting, build, instruction, problems, stop_strings
+from saccade.environments import Own, Setting, build, instruction, problems, stop_strings, sweep_problems
 from saccade.media.images import decode, open_media
 from saccade.plugins.verifiers.extract import extract
 from saccade.types import Message, Sample
@@ -123,6 +123,9 @@ def test_several_calls_in_a_turn(begin):
     assert [m.box for m in message.media] == [(0, 0, 100, 100), (0, 0, 50, 100)]
     assert [c["ok"] for c in three.info["tool_calls"]] == [True, True, False]
     assert stop_strings(EnvConfig(name="crop", call="tool_call", parallel_calls=3)) == ()
+    assert stop_strings(EnvConfig(name="sokoban_step")) == stop_strings(EnvConfig()) == ()
+    assert stop_strings(EnvConfig(name="crop")) == ("</grounding>",)
+    assert stop_strings(EnvConfig(name="calculator")) == ("</tool_call>",)
     many = begin(call="tool_call").step(said(one * 10_000))
     assert len(many.messages[0].media) == 1
 
@@ -156,30 +159,19 @@ def test_a_calculator(begin):
     }.items():
         step = environment.step(said(named("calculate", expression=expression)))
         assert step.messages[0].text == f"<tool_response>\n{shown}\n</tool_response>"
+    for expression, value in {
+        ".5": "0.5",
+        "1e3": "1000",
+        "2.5E-1 * 4": "1",
+        "-.5e+1": "-5",
+        "5.": "5",
+        "1e99999999999": "too large",
+        "2e": "'e' is not arithmetic",
+        ".": "'.' is not arithmetic",
+    }.items():
+        step = environment.step(said(named("calculate", expression=expression)))
+        assert f": {value}" in step.messages[0].text
     assert environment.step(said(named("calculate", expression=7))).info["tool_calls"][-1]["reason"] == "arguments"
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        (".5", "0.5"),
-        ("1e3", "1000"),
-        ("2.5E-1 * 4", "1"),
-        ("-.5e+1", "-5"),
-        ("5.", "5"),
-        ("1e99999999999", "too large"),
-        ("2e", "'e' is not arithmetic"),
-        (".", "'.' is not arithmetic"),
-    ],
-)
-def test_numbers_that_a_calculator_reads(expression, value, begin):
-    step = begin(name="calculator", pictures=0).step(said(named("calculate", expression=expression)))
-    assert f": {value}" in step.messages[0].text
-
-
-def test_a_row_without_a_picture_says_so(begin):
-    shown = begin(pictures=0).step(said(box(0, 0, 1, 1))).messages[0].text
-    assert "there is no picture original_image; there are no pictures at all." in shown
 
 
 def test_arguments_of_the_wrong_type_are_told_to_the_policy(begin):
@@ -265,7 +257,7 @@ def test_what_the_policy_is_told():
 
 def test_options_that_contradict_each_other():
     for options, field in (
-        ({"name": "cave"}, "env.name"),
+        ({"name": "cave"}, "env.name='cave': no such environment; use single_turn"),
         ({"name": "crop", "call": "action"}, "env.call"),
         ({"call": "grounding"}, "env.call"),
         ({"name": "calculator", "call": "grounding"}, "env.call"),
@@ -277,6 +269,9 @@ def test_options_that_contradict_each_other():
     ):
         found = list(problems(EnvConfig(**options)))
         assert len(found) == 1 and found[0].startswith(field), (options, found)
+    crop = EnvConfig(name="crop")
+    assert next(sweep_problems(crop, [0, 5])).startswith("val.turns: a limit is at least one turn")
+    assert next(sweep_problems(EnvConfig(), [2, 5])).startswith("val.turns: has no effect")
     for options in ({"name": "crop", "tools": ["a.py:f"]}, {"name": "crop", "parallel_calls": 4}):
         assert not list(problems(EnvConfig(**options)))
 
@@ -301,6 +296,8 @@ def test_limits_of_training_and_evaluation():
 
 
 def test_pictures_of_the_prompt_have_numbers(begin):
+    shown = begin(pictures=0).step(said(box(0, 0, 1, 1))).messages[0].text
+    assert "there is no picture original_image; there are no pictures at all." in shown
     environment = begin(pictures=2)
     step = environment.step(said(box(0, 0, 0.5, 0.5, source="original_image_2")))
     assert step.messages[0].media[0].parent == environment.views.media["original_image_2"].hash

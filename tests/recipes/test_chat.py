@@ -133,12 +133,6 @@ def test_options_that_do_not_go_together(folder: str, options: list[str], proble
     assert result.exit_code == 2 and problem in result.output.replace("\n", " ")
 
 
-def test_a_folder_for_the_answers_is_looked_for_before_they_are_made(folder: str, tmp_path: Path) -> None:
-    (tmp_path / "in.json").write_text('["x"]')
-    result = chat(folder, "--batch", str(tmp_path / "in.json"), "--out", str(tmp_path / "no" / "a"))
-    assert result.exit_code == 2 and "its folder does not exist; try --out a" in " ".join(result.output.split())
-
-
 def test_ctrl_c_ends_an_answer_between_two_steps(folder: str) -> None:
     """Never within one, which would leave an engine's caches half written."""
     config = load(None, [f"model.path={folder}", "rollout.max_tokens=12", "run.device=cpu"])

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from saccade.checks import check
 from saccade.cli import app
 from saccade.config import load
-from saccade.errors import ConfigError
 from saccade.recipes import evaluate, parts, questions, rl
 from saccade.run.loggers import read_metrics
 from saccade.run.trajectories import read_trajectories
@@ -119,7 +117,7 @@ def _check_metrics(row: dict[str, Any], records: list[dict[str, Any]]) -> None:
 
 
 def test_evaluation_has_limits_of_its_own(config: dict[str, Any], tmp_path: Path, scenes: Path) -> None:
-    val = {"data.val": str(scenes / "val.jsonl"), "val.n": 8, "val.temperature": 1.0}
+    val = {"data.val": str(scenes / "val.jsonl"), "val.n": 4, "val.temperature": 1.0}
     tried = load(config | val)
     assert parts.limits_of(tried).max_turns == 3
     assert parts.limits_of(tried, evaluation=True).max_turns == 5
@@ -128,14 +126,14 @@ def test_evaluation_has_limits_of_its_own(config: dict[str, Any], tmp_path: Path
     evaluate.run(tried)
     lines = (tmp_path / "run-eval" / "samples.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    assert len(rows) == 64 and {row["end_reason"] for row in rows} >= {"answered", "max_turns"}
+    assert len(rows) == 32 and {row["end_reason"] for row in rows} >= {"answered", "max_turns"}
 
 
 def test_one_evaluation_gives_every_limit_of_turns(
     config: dict[str, Any], tmp_path: Path, scenes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Accuracy under a limit is that of an evaluation with this limit, to the last digit."""
-    limits = (1, 2, 3, 5)
+    limits = (1, 3, 5)
     del config["env.eval.max_turns"]
     val = {"data.val": str(scenes / "val.jsonl"), "val.n": 4, "val.temperature": 1.0}
     found = evaluate.run(config | val | {"val.turns": limits}, out=tmp_path / "all")["val"]
@@ -180,16 +178,6 @@ def test_suites(config: dict[str, Any], tmp_path: Path, image: Any) -> None:
     asked = next(row for row in rows if row["set"] == "vstar")
     assert "(A) rubber\n(B) cotton" in asked["prompt"] and "letter" not in asked["prompt"]
     assert {row["data_source"] for row in rows} == set(names)
-
-
-def test_limits_that_contradict_are_refused(config: dict[str, Any], scenes: Path) -> None:
-    val = {"data.val": str(scenes / "val.jsonl")}
-    for changes, said in (
-        ({"val.turns": [0, 5]}, r"val.turns: a limit is at least one turn"),
-        ({"val.turns": [2, 5], "env.name": "single_turn"}, r"val.turns: has no effect"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            check(load(config | val | changes), "eval")
 
 
 def test_the_prompt_says_how_to_answer_and_how_to_zoom(config: dict[str, Any]) -> None:

@@ -183,17 +183,12 @@ CALL = {"turn": 1, "ok": True, "reason": ""}
     ("step", "reason"),
     [
         (done(end_reason="bored"), "info['end_reason'] is 'bored'; use one of answered, env_done"),
-        (done(end_reason="token_budget_pending"), "info['end_reason'] is 'token_budget_pending'"),
         (done(end_reason=["answered"]), "info['end_reason'] is ['answered']"),
         (go_on("x", tool_counts=5), "info['tool_counts'] is 5; it must be numbers by name"),
-        (go_on("x", tool_counts={"failed": "two"}), "info['tool_counts'] is {'failed': 'two'}"),
         (go_on("x", tool_calls=7), "info['tool_calls'] is 7; it must be a list with"),
-        (done(tool_calls=["hello"]), "info['tool_calls'] is ['hello']"),
         (done(tool_calls=[{"turn": 1, "ok": False}]), "info['tool_calls'] is [{'turn': 1"),
         (done(tool_calls=[CALL | {"area": 0.5}]), "info['tool_calls'] is [{'turn': 1"),
-        (done(tool_calls=[CALL | {"observation": [1]}]), "info['tool_calls'] is [{'turn': 1"),
         (Step((Message(role="narrator", parts=("x",)),), 1.0, False, {}), "the role 'narrator'"),
-        (Step((Message(role="assistant", parts=("x",)),), 1.0, False, {}), "use user or tool"),
         (go_on("x" * 32_001), "its messages have 32001 characters, and 32000 are the most"),
     ],
 )

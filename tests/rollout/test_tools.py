@@ -18,9 +18,9 @@ from saccade.environments import stop_strings
 from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.rollout.collect import collect
-from saccade.rollout.env_process import environments
+from saccade.rollout.env_setup import environments
 from saccade.rollout.episode import Limits
-from saccade.types import STATUS_OF_END, Completion, Message, Request, Sample, Sampling, Source, Trajectory
+from saccade.types import STATUS_OF_END, Completion, Message, Request, Sample, Sampling, Trajectory
 
 CROP = {"name": "crop", "min_pixels": 3136, "max_pixels": 28 * 28 * 16}
 
@@ -122,33 +122,6 @@ def check_chain(engine, trajectory, family) -> None:
     assert trajectory.status in {STATUS_OF_END.get(ended), STATUS_OF_END.get(f"{ended}_pending")}
 
 
-def test_four_turns_two_crops_one_tool_error_one_reply_over_the_budget(play, family, question):
-    replies = [
-        "<think>too small</think>" + call(0.5, 0, 1, 1),
-        call(0, 0, 1, 1, source="observation_7"),
-        call(0.25, 0.25, 0.75, 0.75, source="observation_1") + " never said",
-        "<think>" + "so " * 100,
-    ]
-    engine, (group,) = play(replies)
-    (trajectory,) = group.trajectories
-    assert (trajectory.end_reason, trajectory.status) == ("turn_length", "truncated")
-    assert trajectory.turns == 4 and len(trajectory.media) == 3
-    check_chain(engine, trajectory, family)
-    root = question.media[0]
-    assert [s.media.box for s in trajectory.media] == [None, (140, 0, 280, 140), (175, 35, 245, 105)]
-    assert {s.media.hash.split("-")[0] for s in trajectory.media} == {root.hash}
-    noted = trajectory.info["tool_calls"]
-    assert [(c["turn"], c["ok"], c["observation"]) for c in noted] == [(1, True, 1), (2, False, None), (3, True, 2)]
-    # Turns that a stop string ended: the end of turn that was not sampled is the template's.
-    template = np.flatnonzero(trajectory.sources == Source.TEMPLATE)
-    assert len(template) == 3 and set(trajectory.ids[template]) == {family.chat.end_of_turn}
-    text = [m.text for m in trajectory.messages if m.role == "assistant"]
-    assert text[2].endswith("</grounding>") and text[3] == replies[3][:120]
-    # The last policy segment of a truncated episode keeps its mask.
-    assert trajectory.policy_mask[-1] and trajectory.sources[-1] == Source.POLICY
-    assert engine.released == ["s/0"]
-
-
 def test_every_end_has_its_reason(play, family, question):
     look, wrong, answer = call(0, 0, 0.5, 1), call(2, 2, 3, 3), "<answer>7</answer>"
     prompt = len(family.render(question.messages))
@@ -207,7 +180,7 @@ LIMITS = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(replies=st.lists(REPLIES, min_size=1, max_size=6), limits=LIMITS)
 def test_random_episodes_keep_prefix_chain_mask_and_images(play, family, replies, limits):
     engine, (group,) = play(replies, **limits)
@@ -293,11 +266,11 @@ def caller(tmp_path_factory):
     return load_model(family, dtype=torch.float32, device=torch.device("cpu")), family
 
 
-def test_hundreds_of_episodes_share_one_engine(caller, image):
+def test_many_episodes_share_one_engine(caller, image):
     model, family = caller
     engine = EmbeddedEngine(model, family, max_sequences=48)
     config = EnvConfig(**CROP)
-    samples = [Sample(id=f"q{n}", messages=(Message(role="user", parts=(image(112, 84, n), "hm")),)) for n in range(25)]
+    samples = [Sample(id=f"q{n}", messages=(Message(role="user", parts=(image(112, 84, n), "hm")),)) for n in range(12)]
     groups = collect(
         engine,
         samples,
@@ -309,7 +282,7 @@ def test_hundreds_of_episodes_share_one_engine(caller, image):
         seed="3",
     )
     everyone = [t for group in groups for t in group.trajectories]
-    assert len(everyone) == 200 and not engine.scheduler.prefix_cache.turns and engine.pending == 0
+    assert len(everyone) == 96 and not engine.scheduler.prefix_cache.turns and engine.pending == 0
     ends = {t.end_reason for t in everyone}
     assert {"answered", "max_turns", "turn_length", "eos_no_answer"} <= ends
     reasons = {c["reason"] for t in everyone for c in t.info.get("tool_calls", ())}

@@ -87,10 +87,23 @@ def rules() -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture
-def own(tmp_path: Path) -> str:
-    (tmp_path / "own.py").write_text(OWN)
-    return str(tmp_path / "own.py")
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("own") / "own.py"
+    file.write_text(OWN)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def hurt(own: str) -> Iterator[Running]:
+    with serving(f"{own}:hurt", queue=2, unscored=-1.0, log=f"{own}.jsonl") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def sized(own: str) -> Iterator[Running]:
+    with serving(f"{own}:sized") as running:
+        yield running
 
 
 GOOD = "<think>a</think><answer>{}</answer>"
@@ -106,6 +119,8 @@ def test_an_older_client_is_served_as_it_is(rules: Running) -> None:
         "math_rewards": [1.0, 0.0],
         "format_rewards": [1.0, 0.0],
     }
+    odd = "<|user|>say \\boxed{4}<|assistant|>no"  # which nobody can split
+    assert rules.score(odd, GOOD.format(4), labels=["4", "4"])[1]["rewards"] == [None, 1.5]
 
 
 def test_our_own_client_gets_back_what_the_rules_said_in_order(rules: Running) -> None:
@@ -128,9 +143,12 @@ def test_who_may_ask(rules: Running) -> None:
     assert rules.call("POST", "/get_reward", {"query": ["a"]}, Authorization="Bearer x")[0] == 401
     status, health = rules.call("GET", "/health", Authorization="")
     assert (status, health["status"]) == (200, "ok")
-    with serving("count", token="") as open_one:
-        assert open_one.call("GET", "/info", Authorization="")[0] == 200
+    with serving("count", token="", max_body_mb=1) as open_one:
         assert open_one.call("GET", "/info", Authorization="", Host="evil.example")[0] == 403
+        # The whole body crosses before a client looks at the reply.
+        status, reply = open_one.call("POST", "/get_reward", b" " * 32 * 2**20)
+        assert (status, reply) == (413, {"error": "more than 1 MiB"})
+        assert open_one.call("GET", "/info", Authorization="")[0] == 200
 
 
 def test_information_and_metrics(rules: Running) -> None:
@@ -166,7 +184,6 @@ def test_information_and_metrics(rules: Running) -> None:
         ({"query": ["a"] * 5000}, 413, "5000 samples, at most 4096"),
         ({"query": ["a"], "_headers": {"Content_Type": "text/plain"}}, 415, "Content-Type"),
         ({"_headers": {"Content_Length": str(300 * 2**20)}}, 413, "more than 256 MiB"),
-        ({"_headers": {"Content_Length": "9" * 5000}}, 400, "Content-Length"),
     ],
 )
 def test_what_is_refused(rules: Running, body: Any, status: int, words: str) -> None:
@@ -175,20 +192,11 @@ def test_what_is_refused(rules: Running, body: Any, status: int, words: str) -> 
     assert got == status and words in reply["error"]
 
 
-def test_who_sends_too_much_reads_why() -> None:
-    """The whole body crosses before a client looks at the reply."""
-    with serving("count", max_body_mb=1) as running:
-        status, reply = running.call("POST", "/get_reward", b" " * 32 * 2**20)
-        assert (status, reply) == (413, {"error": "more than 1 MiB"})
-        assert running.call("GET", "/info")[0] == 200
-
-
 def test_a_fault_of_the_service_is_told_and_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rules: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving("count") as running:
-        monkeypatch.setattr(running.service.scorer, "recipes", None)
-        status, reply = running.call("GET", "/info")
+    monkeypatch.setattr(rules.service.scorer, "recipes", None)
+    status, reply = rules.call("GET", "/info")
     assert status == 500 and reply["error"].startswith("TypeError: ")
     assert "/info failed" in caplog.text and "Traceback" in caplog.text
 
@@ -199,12 +207,6 @@ def test_a_full_disk_costs_the_log_and_no_score(caplog: pytest.LogCaptureFixture
         replies = [running.score("<answer>7</answer>", labels=["7"]) for _ in range(2)]
     assert [(status, reply["rewards"]) for status, reply in replies] == [(200, [1.0])] * 2
     assert caplog.text.count("reward.serve.log: /dev/full cannot be written") == 1
-
-
-def test_a_query_that_cannot_be_split_has_no_score(rules: Running) -> None:
-    odd = "<|user|>say \\boxed{4}<|assistant|>no"
-    status, reply = rules.score(odd, GOOD.format(4), labels=["4", "4"])
-    assert status == 200 and reply["rewards"] == [None, 1.5]
 
 
 def test_sources_have_rewards_of_their_own_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
@@ -230,40 +232,40 @@ def test_code_that_dies_hangs_or_raises_costs_its_own_sample(own: str) -> None:
     assert reasons == {"1": "crashed", "3": "timeout", "4": "raised"}
 
 
-def test_a_request_that_comes_again_is_scored_once(own: str, tmp_path: Path) -> None:
+def test_a_request_that_comes_again_is_scored_once(hurt: Running, tmp_path: Path) -> None:
     calls, go = tmp_path / "calls", tmp_path / "go"
     word = f"wait {go}"
     body = {"protocol": 2, "request_id": "one", "query": [word], "responses": [word]}
     body |= {"extras": [{"calls": str(calls)}]}
-    with serving(f"{own}:hurt") as running, ThreadPoolExecutor(3) as threads:
-        asked = [threads.submit(running.call, "POST", "/get_reward", body) for _ in range(2)]
-        while running.call("GET", "/health")[1]["pending"] != 1:
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(hurt.call, "POST", "/get_reward", body) for _ in range(2)]
+        while hurt.call("GET", "/health")[1]["pending"] != 1:
             time.sleep(0.01)
         go.touch()
         replies = [reply.result() for reply in asked]
-        replies.append(running.call("POST", "/get_reward", body))  # also when it is done
+        replies.append(hurt.call("POST", "/get_reward", body))  # also when it is done
         other = body | {"labels": ["another body"]}
-        running.call("POST", "/get_reward", other)  # the same id by mistake
-        metrics = running.whole("GET", "/metrics")[2].decode()
+        hurt.call("POST", "/get_reward", other)  # the same id by mistake
+        metrics = hurt.whole("GET", "/metrics")[2].decode()
     assert replies[0] == replies[1] == replies[2] and replies[0][0] == 200
     assert calls.read_text().splitlines() == [word] * 2  # once for each body
     assert "saccade_reward_repeated_total 2" in metrics
 
 
-def test_when_too_many_wait_clients_are_told_when_to_come_back(own: str, tmp_path: Path) -> None:
+def test_when_too_many_wait_clients_are_told_when_to_come_back(hurt: Running, tmp_path: Path) -> None:
     go = tmp_path / "go"
     word = f"wait {go}"
     os.environ["SACCADE_TEST_TOKEN"] = TOKEN
-    with serving(f"{own}:hurt", queue=2) as running, ThreadPoolExecutor(2) as threads:
-        first = threads.submit(running.score, word, word)
-        while running.call("GET", "/health")[1]["pending"] != 2:
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(hurt.score, word, word)
+        while hurt.call("GET", "/health")[1]["pending"] != 2:
             time.sleep(0.01)
-        status, headers, text = running.whole("POST", "/get_reward", {"query": ["a"]})
+        status, headers, text = hurt.whole("POST", "/get_reward", {"query": ["a"]})
         assert status == 429 and int(headers["Retry-After"]) >= 1 and b"come back later" in text
         # A client that listens gets through in the end, without using up its one attempt.
-        remote = Remote(RemoteConfig(url=(running.url,), token="SACCADE_TEST_TOKEN", retries=0))
+        remote = Remote(RemoteConfig(url=(hurt.url,), token="SACCADE_TEST_TOKEN", retries=0))
         patient = remote.submit(RewardSample(id="a", response="abc"))
-        while running.service._counts["busy"] < 2:
+        while hurt.service._counts["busy"] < 2:
             time.sleep(0.01)
         go.touch()
         assert patient.result(timeout=30).value == 3.0
@@ -271,24 +273,21 @@ def test_when_too_many_wait_clients_are_told_when_to_come_back(own: str, tmp_pat
         remote.close()
 
 
-def test_pictures_are_files_for_rewards_while_they_are_scored(own: str, image: Callable[..., Media]) -> None:
+def test_pictures_are_files_for_rewards_while_they_are_scored(sized: Running, image: Callable[..., Media]) -> None:
     pictures = [base64.b64encode(image(width, 28).data or b"").decode() for width in (28, 56)]
     shown = [[pictures[0], f"data:image/png;base64,{pictures[1]}"], []]
-    with serving(f"{own}:sized") as running:
-        assert running.score("a", "b", images=shown)[1]["rewards"] == [84.0, 0.0]
-        assert running.score("a", raw_images=[[pictures[0]]])[1]["rewards"] == [28.0]
+    assert sized.score("a", "b", images=shown)[1]["rewards"] == [84.0, 0.0]
+    assert sized.score("a", raw_images=[[pictures[0]]])[1]["rewards"] == [28.0]
 
 
-def test_a_picture_of_a_group_crosses_once(own: str, image: Callable[..., Media]) -> None:
+def test_a_picture_of_a_group_crosses_once(sized: Running, image: Callable[..., Media]) -> None:
     os.environ["SACCADE_TEST_TOKEN"] = TOKEN
     shown = [RewardSample(id=str(n), response="a", media=(image(28, 28), image(56, 28, n % 2))) for n in range(4)]
-    with serving(f"{own}:sized") as running:
-        options = {"token": "SACCADE_TEST_TOKEN", "send_images": True, "batch": 4}
-        remote = Remote(RemoteConfig(url=(running.url,), **options))
-        remote.check()
-        kinds = [[type(entry) for entry in row] for row in remote._images(shown)]
-        scores = [future.result(timeout=30) for future in [*map(remote.submit, shown)]]
-        remote.close()
+    remote = Remote(RemoteConfig(url=(sized.url,), token="SACCADE_TEST_TOKEN", send_images=True, batch=4))
+    remote.check()
+    kinds = [[type(entry) for entry in row] for row in remote._images(shown)]
+    scores = [future.result(timeout=30) for future in [*map(remote.submit, shown)]]
+    remote.close()
     assert kinds == [[str, str], [dict, str], [dict, dict], [dict, dict]]
     assert [score.value for score in scores] == [84.0] * 4
 
@@ -343,12 +342,10 @@ def test_a_learned_model_is_a_scorer_with_a_name(monkeypatch: pytest.MonkeyPatch
     assert made.closed
 
 
-def test_old_clients_get_the_number_that_was_chosen_for_them(own: str, tmp_path: Path) -> None:
-    log = tmp_path / "logs" / "scored.jsonl"
-    with serving(f"{own}:hurt", unscored=-1.0, log=str(log)) as running:
-        assert running.score("raise", "ab")[1] == {"rewards": [-1.0, 2.0]}
-        assert running.score("\ud800")[1]["rewards"] == [1.0]  # half a character
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
+def test_old_clients_get_the_number_that_was_chosen_for_them(hurt: Running, own: str) -> None:
+    assert hurt.score("raise", "ab")[1] == {"rewards": [-1.0, 2.0]}
+    assert hurt.score("\ud800")[1]["rewards"] == [1.0]  # half a character
+    rows = [json.loads(line) for line in Path(f"{own}.jsonl").read_text().splitlines()][-3:]
     assert [row["status"] for row in rows] == ["error", "ok", "ok"] and "boom" in rows[0]["reason"]
 
 
@@ -392,7 +389,6 @@ def test_no_token_is_for_this_machine_only() -> None:
 
 
 def test_the_service_does_not_import_torch() -> None:
-    code = "import sys, saccade.plugins.serving.serve_reward, saccade.plugins.serving.reward_service\n"
-    code += "print('torch' in sys.modules)"
+    code = "import sys, saccade.plugins.serving.reward_service; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

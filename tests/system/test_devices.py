@@ -31,42 +31,18 @@ def test_known_devices(name, tflops, bandwidth):
     assert (found.tflops, found.bandwidth) == (tflops, bandwidth)
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H201", "Tesla T4", "NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", ""])
-def test_an_unknown_device_has_no_peak(name):
-    assert devices.named(name) is None
-
-
-@pytest.mark.parametrize("name", ["A100 40 GB", "a100-40g", "A100 40GB", "A100 40 GiB", "NVIDIA A100-PCIE-40GB"])
-def test_the_memory_in_a_name_chooses_the_row(name):
-    found = devices.named(name)
-    assert found.memory == 39.4 and not devices.says_otherwise(name, found)
-
-
-def test_words_that_one_row_alone_has_name_it():
+def test_names_that_are_unknown_or_speak_of_memory():
+    for name in ("NVIDIA H201", "Tesla T4", "NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", ""):
+        assert devices.named(name) is None
+    for name in ("A100 40 GB", "a100-40g", "A100 40GB", "A100 40 GiB", "NVIDIA A100-PCIE-40GB"):
+        assert devices.named(name).memory == 39.4 and not devices.says_otherwise(name, devices.named(name))
     assert devices.only("4090") == devices.named("RTX 4090")
     assert devices.only("rtx-6000").memory == 47.4
+    for name in ("A100 48 GB", "A800 40GB", "RTX 4090 48GB"):
+        assert devices.says_otherwise(name, devices.named(name))
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB", "RTX 4090 GPU", "L4 24GB"):
+        assert not devices.says_otherwise(name, devices.named(name))
     assert devices.only("RTX") is devices.only("4090 laptop") is devices.only("") is None
-
-
-@pytest.mark.parametrize(
-    ("name", "otherwise"),
-    [
-        ("A100 48 GB", True),
-        ("A800 40GB", True),
-        ("RTX 4090 48GB", True),
-        ("NVIDIA H100 80GB HBM3", False),
-        ("NVIDIA GH200 480GB", False),
-        ("RTX 4090 GPU", False),
-        ("L4 24GB", False),
-    ],
-)
-def test_a_name_may_contradict_its_row(name, otherwise):
-    assert devices.says_otherwise(name, devices.named(name)) is otherwise
-
-
-def test_a_cpu_has_memory_and_no_peak():
-    here = devices.present("cpu")
-    assert here.memory > 0.5 and here.tflops is None and not here.is_gpu
 
 
 def test_a_limit_that_limits_nothing():
@@ -75,10 +51,9 @@ def test_a_limit_that_limits_nothing():
     assert devices.no_limit(121.0, gpu) == ("run.gpu_memory_gib=121 has no effect: GPU has 120.0 GiB to give")
 
 
-@pytest.mark.parametrize("command", ["rl", "sft", "dpo", "reward-model"])
-def test_every_training_run_is_told_of_a_limit_that_limits_nothing(command, tmp_path):
+def test_a_training_run_is_told_of_a_limit_that_limits_nothing(tmp_path):
     config = load({"run.out": str(tmp_path), "run.device": "cpu", "run.gpu_memory_gib": 2})
-    with Run(config, command, {}) as run:
+    with Run(config, "rl", {}) as run:
         said = run.folder.log.read_text()
     assert said.count("run.gpu_memory_gib=2 has no effect on a CPU; it is for a GPU") == 1
 
@@ -100,5 +75,7 @@ def test_limits_of_a_container_count(tmp_path, group):
     assert list(devices.left_in_groups(tmp_path / "none", tmp_path / "none")) == []
 
 
-def test_free_memory_is_no_more_than_the_machine_has():
+def test_a_cpu_has_memory_and_no_peak():
+    here = devices.present("cpu")
+    assert here.memory > 0.5 and here.tflops is None and not here.is_gpu
     assert 0 < devices.free_host_bytes() < devices.present("cpu").memory * 2**30

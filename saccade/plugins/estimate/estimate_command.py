@@ -92,7 +92,7 @@ def find_device(name: str | None, wanted: str) -> Device:
         return devices.present("cpu")
     found = devices.named(name) or devices.only(name)
     if found is None:
-        names = ", ".join(row[0] for row in devices.TABLE)
+        names = ", ".join(devices.table())
         raise ConfigError(f"--device {name}: not in the table; expected one of {names}, cpu")
     if devices.says_otherwise(name, found):
         raise ConfigError(

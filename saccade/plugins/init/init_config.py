@@ -11,10 +11,9 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from saccade.config import DataConfig, DataSource, load
 from saccade.data.chats import RowError
@@ -63,8 +62,7 @@ Lines = list[tuple[str, str]]  # texts, each with its reason
 Guess = tuple[str, str, str]  # a verifier, its arguments, why
 
 
-@dataclass(frozen=True, kw_only=True)
-class Findings:
+class Findings(NamedTuple):
     """What the two paths tell."""
 
     model_type: str
@@ -73,7 +71,6 @@ class Findings:
     images: int
     keys: Mapping[str, str]  # roles of columns that their names do not tell
     rewards: Mapping[str, Guess]  # by data source; alone under an empty name
-    plays: bool  # levels of a game that is shown move by move
 
 
 def write_config(model: Path, data: Path, out: Path) -> None:
@@ -81,8 +78,7 @@ def write_config(model: Path, data: Path, out: Path) -> None:
     if out.exists():
         raise ConfigError(f"{out} exists; give another name with --out, or remove it")
     require_writable(out, "--out", file=True)
-    found = _look(model, data)
-    text = _page(found, model, data, out)
+    text = _page(_look(model, data), model, data, out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     load(out)
@@ -103,22 +99,14 @@ def _look(model: Path, data: Path) -> Findings:
     if apart := letters_apart(samples):
         column, rewards = apart
         keys = {**keys, "data_source": column} if column else keys
-    return Findings(
-        model_type=model_type,
-        format=format,
-        rows=len(samples),
-        images=images,
-        keys=keys,
-        rewards=rewards,
-        plays=rewards.get("", ("",))[0] == "sokoban" and not images,
-    )
+    return Findings(model_type, format, len(samples), images, keys, rewards)
 
 
 def _type_of(model: Path) -> str:
     kind = str(model).removeprefix("tiny:")
     if kind != str(model):
         if kind not in CONFIGS:
-            raise ConfigError(f"{model} is not known; known are {', '.join(CONFIGS)}")
+            raise ConfigError(f"{model} is not known; expected one of {', '.join(CONFIGS)}")
         return kind
     described = model / "config.json"
     if not described.is_file():
@@ -129,11 +117,11 @@ def _type_of(model: Path) -> str:
 def _elsewhere(format: str, model: Path, data: Path) -> str:
     what, commands, more = ELSEWHERE[format]
     given = shlex.join([f"model.path={model}", f"data.train={data}"])
-    lines = [f"saccade {command} {given} prompt.format=none{more}" for command in commands]
-    return (
-        f"{data} holds {what}, with no answer that a reward could score; `saccade init` writes "
-        "configs for `saccade rl`. Train on these rows with\n  " + "\n  ".join(lines)
+    lines = [f"\n  saccade {command} {given} prompt.format=none{more}" for command in commands]
+    why = (
+        f"{data} holds {what}, with no answer that a reward could score; `saccade init` writes configs for `saccade rl`"
     )
+    return f"{why}. Train on these rows with{''.join(lines)}"
 
 
 def _first_rows(data: Path) -> tuple[str, Mapping[str, str], list[Sample]]:
@@ -171,9 +159,8 @@ def guess_reward(samples: Sequence[Sample]) -> Guess:
     golds = [gold for sample in samples for gold in _golds(sample)]
     if not golds:
         raise DataError(
-            "no row has an answer to score against; call its column `answer` (of Sokoban `level`), "
-            "or write a config with data.keys.answer. Demonstrations without answers are for "
-            "`saccade sft`"
+            "no row has an answer to score against; call its column `answer` (of Sokoban `level`), or write a config "
+            "with data.keys.answer. Demonstrations without answers are for `saccade sft`"
         )
     if all(sample.choices for sample in samples):
         return "choice", "", "every row lists its choices"
@@ -184,10 +171,9 @@ def guess_reward(samples: Sequence[Sample]) -> Guess:
         if reward != "iou" or all(sample.media for sample in samples)
         if reward != "relaxed" or any(re.fullmatch(r"\D*\d+\.\d+\D*", gold) for gold in golds)
     )
-    letters = sum(_is_letter(gold) for gold in golds)
-    if 1 < letters < len(golds):
-        because += f"; {letters} of {len(golds)} are letters: give those rows another data_source, "
-        because += "and it `choice` in reward.by_source"
+    if 1 < (letters := sum(map(_is_letter, golds))) < len(golds):
+        told = "give those rows another data_source, and it `choice` in reward.by_source"
+        because += f"; {letters} of {len(golds)} are letters: {told}"
     return reward, args, because
 
 
@@ -203,9 +189,7 @@ def letters_apart(samples: Sequence[Sample]) -> tuple[str, dict[str, Guess]] | N
         for sample in samples:
             value = sample.extra.get(column, DEFAULT) if column else sample.data_source
             found.setdefault(str(value), []).append(sample)
-        kinds = {
-            value: {_is_letter(gold) for sample in rows for gold in _golds(sample)} for value, rows in found.items()
-        }
+        kinds = {value: {_is_letter(gold) for row in rows for gold in _golds(row)} for value, rows in found.items()}
         if len(found) > MOST_SOURCES or any(len(kind) != 1 for kind in kinds.values()):
             continue
         letters = [value for value, (letter,) in kinds.items() if letter]
@@ -253,31 +237,19 @@ def _page(found: Findings, model: Path, data: Path, out: Path) -> str:
     if found.images:
         spent = PIXELS.get(found.model_type, USUAL_PIXELS)
         lines += [(f"  max_pixels: {pixels}", why) for pixels, why in spent]
-    lines += [
-        ("  max_prompt_tokens: 2048", "longer prompts are dropped and counted"),
-        ("prompt:", ""),
-        ("  format: think_answer", "reasoning in <think>, the answer in <answer>"),
-        ("rollout:", ""),
-        ("  max_tokens: 1024", "longest response; raise it when many are truncated"),
-        *_rewards(found),
-        ("algorithm:", ""),
-        ("  preset: grpo", "`saccade algorithms` lists the others"),
-        ("train:", ""),
-        ("  prompts_per_step: 32", "different questions in one step"),
-        ("  samples_per_prompt: 8", "answers to each, compared with one another"),
-        ("  updates_per_step: 1", "strictly on-policy: the steadiest choice"),
-        ("  micro_tokens: 16384", "memory of one pass; lower it when memory runs out"),
-        ("  # lr: 1.0e-6", "that of rl for models from 1B to 7B; sft and dpo have their own"),
-        ("save:", ""),
-        ("  every: 50", "steps between checkpoints"),
-    ]
+    lines.append(("  max_prompt_tokens: 2048", "longer prompts are dropped and counted"))
+    before, after = Path(__file__).with_name("init_options.yaml").read_text(encoding="utf-8").split("---\n")
     head = f"# Written by `saccade init`. Next: {advice(out)}\n"
-    return head + "".join(f"{text:<36} # {why}\n" if why else f"{text}\n" for text, why in lines)
+    return head + _written(lines) + before + _written(_rewards(found)) + after
+
+
+def _written(lines: Lines) -> str:
+    return "".join(f"{text:<36} # {why}\n" if why else f"{text}\n" for text, why in lines)
 
 
 def _rewards(found: Findings) -> Lines:
     """The section of what scores, by source where the golds are of several kinds."""
-    if found.plays:
+    if found.rewards.get("", ("",))[0] == "sokoban" and not found.images:  # played move by move
         name = ("  name: sokoban_step", "a picture after each turn; the game gives the rewards")
         return [("env:", ""), name]
     single = "" in found.rewards

@@ -51,15 +51,16 @@ class Talk:
     turns: int = 0
 
 
-def talk(config: Config, *, greedy: bool = False, say: Say | None = None) -> None:
+def _print(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def talk(config: Config, *, greedy: bool = False, say: Say = _print) -> None:
     """Reads lines until `exit` or the end of the input."""
-    say = say or _print
     with suppress(ImportError):
         import readline  # noqa: F401  arrow keys in input()
     with _opened(config) as (family, engine):
-        state = Talk(
-            config=config, family=family, engine=engine, sampling=_sampling(config, greedy=False), greedy=greedy
-        )
+        state = Talk(config=config, family=family, engine=engine, sampling=_sampling(config), greedy=greedy)
         _clear(state, "")
         say(f"{model_name(config, engine)}: {', '.join(COMMANDS)}, exit\n")
         for line in _lines():
@@ -79,23 +80,17 @@ def talk(config: Config, *, greedy: bool = False, say: Say | None = None) -> Non
 
 def _lines() -> Iterator[str]:
     prompt = "\n> " if sys.stdin.isatty() else ""
-    while True:
-        try:
-            line = input(prompt).strip()
-        except EOFError:
-            return
-        if line in ("exit", "quit"):
-            return
-        if line:
-            yield line
+    with suppress(EOFError):
+        while (line := input(prompt).strip()) not in ("exit", "quit"):
+            if line:
+                yield line
 
 
 def _answer(state: Talk, line: str, say: Say) -> None:
-    asked = Message(role="user", parts=(*state.pictures, line))
-    messages = (*state.messages, asked)
-    request = _request(KEY, messages, state.family, _heated(state.sampling, state.greedy))
+    messages = (*state.messages, Message(role="user", parts=(*state.pictures, line)))
     noise = noise_key(state.config.run.seed, KEY, state.turns)
-    text, _ = _stream(state, replace(request, noise=noise), say)
+    request = _request(KEY, messages, state.family, _heated(state.sampling, state.greedy), noise)
+    text, _ = _stream(state, request, say)
     say("\n")
     state.messages = [*messages, Message(role="assistant", parts=(text,))]
     state.pictures, state.turns = [], state.turns + 1
@@ -213,29 +208,25 @@ def answer_file(config: Config, path: Path, out: Path | None = None, *, greedy: 
     if out is not None:
         _require_new(out, "--out")
     with _opened(config) as (family, engine):
-        sampling = _sampling(config, greedy=greedy)
+        sampling = _heated(_sampling(config), greedy)
         requests = [
-            replace(_request(f"{path}[{i}]", messages, family, sampling), noise=noise_key(config.run.seed, KEY, i))
+            _request(f"{path}[{i}]", messages, family, sampling, noise_key(config.run.seed, KEY, i))
             for i, messages in enumerate(conversations)
         ]
-        completions = generate(engine, requests)
-        answered = [
-            {
-                "messages": _transcript([*messages, Message(role="assistant", parts=(family.decode(c.ids),))]),
-                "finish": c.finish,
-                "tokens": len(c.ids),
-            }
-            for messages, c in zip(conversations, completions, strict=True)
-        ]
+        answered = []
+        for messages, done in zip(conversations, generate(engine, requests), strict=True):
+            said = Message(role="assistant", parts=(family.decode(done.ids),))
+            row = {"messages": _transcript([*messages, said]), "finish": done.finish, "tokens": len(done.ids)}
+            answered.append(row)
     _write(answered, out)
     return answered
 
 
 def _read(path: Path) -> list[Any]:
-    if not path.is_file():
-        raise ConfigError(f"--batch {path}: no such file; give a JSON list of conversations")
     try:
         items = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"--batch {path}: no such file; give a JSON list of conversations") from None
     except ValueError as error:
         raise ConfigError(f"--batch {path} is not JSON: {error}") from None
     if not isinstance(items, list) or not items:
@@ -274,8 +265,6 @@ def _transcript(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _require_new(path: Path, option: str) -> None:
     if path.exists():
         raise ConfigError(f"{option} {path} exists; give a new name, nothing is overwritten")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{option} {path}: its folder does not exist; try {option} {path.name}")
     require_writable(path, option, file=True)
 
 
@@ -284,6 +273,7 @@ def _write(answered: Sequence[Any], out: Path | None) -> None:
     if out is None:
         print(text, end="")
     else:
+        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
         print(f"wrote {len(answered)} answers to {out}")
 
@@ -291,37 +281,26 @@ def _write(answered: Sequence[Any], out: Path | None) -> None:
 # -- an endpoint -----------------------------------------------------------------------------------
 
 
-def serve(
-    config: Config,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    token: bool = True,
-    greedy: bool = False,
-    say: Say | None = None,
-) -> None:
+def serve(config: Config, *, host: str, port: int, token: bool = True, greedy: bool = False, say: Say = _print) -> None:
     """Serve until it is interrupted. The engine runs in this thread, the server in another."""
     from saccade.plugins.serving.chat_endpoint import Served, chat_app
     from saccade.plugins.serving.engine_hub import Hub
     from saccade.plugins.serving.http_server import make_token, running, shown_token
 
-    say = say or _print
     secret = make_token(host, wanted=token)
     with _opened(config) as (family, engine):
         served = Served(
             family=family,
             model=model_name(config, engine),
-            sampling=_sampling(config, greedy=greedy),
+            sampling=_heated(_sampling(config), greedy),
             data=config.data,
             logprobs=engine.capabilities().logprobs,
         )
         hub = Hub(engine)
         with running(chat_app(hub, served, token=secret), host, port) as address:
-            say(f"{served.model} at {address}/v1\n")
             shown = shown_token(secret)
-            say(f"page:  {address}/{f'#token={shown}' if secret else ''}\n")
-            if secret:
-                say(f"token: {shown}\n")
+            say(f"{served.model} at {address}/v1\npage:  {address}/{f'#token={shown}' if secret else ''}\n")
+            say(f"token: {shown}\n" if secret else "")
             hub.run()
 
 
@@ -336,31 +315,23 @@ def _opened(config: Config) -> Iterator[tuple[Family, Engine]]:
         yield replace(family, max_positions=room(config, family)), engine
 
 
-def _request(key: str, messages: Sequence[Message], family: Family, sampling: Sampling) -> Request:
+def _request(key: str, messages: Sequence[Message], family: Family, sampling: Sampling, noise: int = 0) -> Request:
     rendered = family.chat.render(messages, family.measure, generation=True)
     room = family.max_positions - len(rendered)
     if room < 1:
         raise ConfigError(
-            f"{key}: {len(rendered)} tokens where prompt and answer have {family.max_positions}; "
-            "/clear begins anew, a lower data.max_pixels shrinks images; with vllm and sglang a "
-            "higher data.max_prompt_tokens makes room, up to env.max_total_tokens"
+            f"{key}: {len(rendered)} tokens where prompt and answer have {family.max_positions}; /clear begins anew, "
+            "a lower data.max_pixels shrinks images; with vllm and sglang a higher data.max_prompt_tokens makes room, "
+            "up to env.max_total_tokens"
         )
-    return Request(
-        key=key,
-        ids=rendered.ids,
-        media=rendered.media,
-        messages=tuple(messages),
-        sampling=replace(sampling, max_tokens=min(sampling.max_tokens, room)),
-    )
+    sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+    asked = {"ids": rendered.ids, "media": rendered.media, "messages": tuple(messages)}
+    return Request(key=key, sampling=sampling, noise=noise, **asked)
 
 
-def _sampling(config: Config, *, greedy: bool) -> Sampling:
-    return _heated(replace(parts.rollout_sampling(config), support=False), greedy)
+def _sampling(config: Config) -> Sampling:
+    return replace(parts.rollout_sampling(config), support=False)
 
 
 def _heated(sampling: Sampling, greedy: bool) -> Sampling:
     return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1) if greedy else sampling
-
-
-def _print(text: str) -> None:
-    print(text, end="", flush=True)

@@ -54,14 +54,10 @@ class Style:
 
 
 def _chat_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> Json:
+    spelled = [None if BROKEN in token else list(token.encode()) for token in tokens]
     content = [
-        {
-            "token": token,
-            "logprob": logprob,
-            "bytes": None if BROKEN in token else list(token.encode()),
-            "top_logprobs": [],
-        }
-        for token, logprob in zip(tokens, logprobs, strict=True)
+        {"token": token, "logprob": logprob, "bytes": found, "top_logprobs": []}
+        for token, logprob, found in zip(tokens, logprobs, spelled, strict=True)
     ]
     return {"content": content, "refusal": None}
 
@@ -94,8 +90,7 @@ TEXT = Style(
 def chat_app(hub: Hub, served: Served, *, token: str) -> FastAPI:
     """`token` is empty where none is asked for; the page holds no secret, and asks for it."""
     app = json_app(Gate(token=token, public=("/",)), _error)
-    card: Json = {"id": served.model, "object": "model", "owned_by": "saccade"}
-    card["created"] = int(time.time())
+    card = {"id": served.model, "object": "model", "owned_by": "saccade", "created": int(time.time())}
     rendering = threading.Lock()  # tokenizers are not made for several threads
 
     @app.get("/")
@@ -153,8 +148,7 @@ async def _whole(hub: Hub, served: Served, style: Style, asked: Asked) -> Json:
             logprobs = style.logprobs(tokens, [float(value) for value in completion.logprobs])
         choice = {"index": index, **style.text(text), "logprobs": logprobs}
         choices.append(choice | _ending(completion.finish, stream.stopped_by))
-    head, usage = _head(served, style, style.whole), _usage(asked, list(done.values()))
-    return {**head, "choices": choices, "usage": usage}
+    return {**_head(served, style, style.whole), "choices": choices, "usage": _usage(asked, list(done.values()))}
 
 
 async def _lines(hub: Hub, served: Served, style: Style, asked: Asked) -> AsyncGenerator[str, None]:
@@ -172,38 +166,31 @@ async def _lines(hub: Hub, served: Served, style: Style, asked: Asked) -> AsyncG
 
 async def _pieces(hub: Hub, served: Served, style: Style, asked: Asked) -> AsyncGenerator[Json, None]:
     head = _head(served, style, style.piece)
-    stop = asked.requests[0].sampling.stop
-    streams = [TextStream(served.family.decode, stop) for _ in asked.requests]
+    streams = [TextStream(served.family.decode, request.sampling.stop) for request in asked.requests]
     done: list[Completion] = []
 
-    def piece(index: int, text: str, end: Json) -> Json:
-        choice = {"index": index, **style.delta(text), "logprobs": None, **end}
-        return {**head, "choices": [choice]}
+    def piece(index: int, text: str, finish: str | None = None) -> Json:
+        end = _ending(finish, streams[index].stopped_by if finish else None)
+        return {**head, "choices": [{"index": index, **style.delta(text), "logprobs": None, **end}]}
 
-    if style.opening:
-        for index in range(len(streams)):
-            choice = {"index": index, **style.opening, "finish_reason": None}
-            yield {**head, "choices": [choice]}
+    for index in range(len(streams) if style.opening else 0):
+        yield {**head, "choices": [{"index": index, **style.opening, "finish_reason": None}]}
     async with aclosing(hub.ask(asked.requests, stream=True)) as events:
         async for event in events:
             stream, completion = streams[event.index], event.completion
             text = stream.add(event.ids) if completion is None else stream.finish(event.ids)
             if text:
-                yield piece(event.index, text, _ending(None, None))
+                yield piece(event.index, text)
             if completion is not None:
                 done.append(completion)
-                yield piece(event.index, "", _ending(completion.finish, stream.stopped_by))
+                yield piece(event.index, "", completion.finish)
     if asked.stream_usage:
         yield {**head, "choices": [], "usage": _usage(asked, done)}
 
 
 def _head(served: Served, style: Style, kind: str) -> Json:
-    return {
-        "id": f"{style.prefix}-{secrets.token_hex(12)}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": served.model,
-    }
+    name = f"{style.prefix}-{secrets.token_hex(12)}"
+    return {"id": name, "object": kind, "created": int(time.time()), "model": served.model}
 
 
 def _ending(finish: str | None, stopped_by: str | None) -> Json:
@@ -224,5 +211,4 @@ def _refusal(problem: SaccadeError | Closed) -> BadRequest:
 
 def _error(problem: BadRequest) -> Mapping[str, Any]:
     kind = "server_error" if problem.status >= 500 else "invalid_request_error"
-    error = {"message": str(problem), "type": kind, "param": problem.field}
-    return {"error": error | {"code": problem.code or None}}
+    return {"error": {"message": str(problem), "type": kind, "param": problem.field, "code": problem.code or None}}

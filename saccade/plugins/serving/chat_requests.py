@@ -27,16 +27,8 @@ from saccade.types import Media, Message, Request, Sampling
 IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier"})
 # Served at this value only.
 NEUTRAL: Mapping[str, Any] = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "min_p": 0,
-    "logit_bias": {},
-    "best_of": 1,
-    "echo": False,
-    "suffix": None,
-    "top_logprobs": 0,
-    "tools": [],
+    **{"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0, "top_logprobs": 0},
+    **{"logit_bias": {}, "best_of": 1, "echo": False, "suffix": None, "tools": []},
     "response_format": {"type": "text"},
 }
 
@@ -152,21 +144,18 @@ class Asked:
 
 
 def read_chat(body: ChatBody, served: Served) -> Asked:
-    messages = tuple(
-        Message(
-            role="system" if turn.role == "developer" else turn.role,
-            parts=(turn.content,)
-            if isinstance(turn.content, str)
-            else tuple(
-                part.text
-                if isinstance(part, _Text)
-                else _media(part, f"messages[{i}].content[{j}].image_url.url", served.data)
-                for j, part in enumerate(turn.content)
-            ),
-        )
-        for i, turn in enumerate(body.messages)
-    )
-    images, most = sum(len(message.media) for message in messages), served.data.max_images
+    def part(item: str | _Text | _Image, where: str) -> str | Media:
+        if isinstance(item, _Image):
+            return _media(item, f"messages{where}.image_url.url", served.data)
+        return item.text if isinstance(item, _Text) else item
+
+    def message(turn: _Turn, i: int) -> Message:
+        content = [turn.content] if isinstance(turn.content, str) else turn.content
+        parts = tuple(part(item, f"[{i}].content[{j}]") for j, item in enumerate(content))
+        return Message(role="system" if turn.role == "developer" else turn.role, parts=parts)
+
+    messages = tuple(message(turn, i) for i, turn in enumerate(body.messages))
+    images, most = sum(len(m.media) for m in messages), served.data.max_images
     if images > most:
         raise BadRequest("messages", f"{images} images, at most {most} are taken here")
     try:
@@ -182,17 +171,16 @@ def read_completion(body: CompletionBody, served: Served) -> Asked:
     ids = served.family.chat.tokenizer.encode(body.prompt)
     if len(served.family.banned) and served.family.banned[ids].any():
         raise BadRequest("prompt", "holds tokens that stand for images; use /v1/chat/completions")
-    prompt = Request(
-        key="text", ids=np.array(ids, dtype=np.int64), messages=(Message(role="user", parts=(body.prompt,)),)
-    )
+    said = Message(role="user", parts=(body.prompt,))
+    prompt = Request(key="text", ids=np.array(ids, dtype=np.int64), messages=(said,))
     wanted = body.logprobs is not None and body.logprobs is not False  # 0 asks for them too
     return _asked(body, served, prompt, field="prompt", logprobs=wanted)
 
 
 def require_model(name: str, served: Served) -> None:
     if name != served.model:
-        reason = f"{name!r} is not served here, {served.model!r} is"
-        raise BadRequest("model", reason, status=404, code="model_not_found")
+        why = f"{name!r} is not served here, {served.model!r} is"
+        raise BadRequest("model", why, status=404, code="model_not_found")
 
 
 def _asked(body: Body, served: Served, prompt: Request, *, field: str, logprobs: bool) -> Asked:
@@ -214,11 +202,10 @@ def _asked(body: Body, served: Served, prompt: Request, *, field: str, logprobs:
     wanted = getattr(body, limit)
     if wanted is not None and not 1 <= wanted <= most:
         raise BadRequest(limit, f"takes a whole number from 1 to {most}, not {wanted}")
-    given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
-    given |= {"max_tokens": wanted or most, "ignore_eos": bool(body.ignore_eos)}
-    given |= {"top_k": -1} if body.top_k == 0 else {}
+    given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": -1 if body.top_k == 0 else body.top_k}
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    sampling = replace(served.sampling, **chosen, stop=tuple(body.stop or ()))
+    chosen |= {"max_tokens": wanted or most, "ignore_eos": bool(body.ignore_eos), "stop": tuple(body.stop or ())}
+    sampling = replace(served.sampling, **chosen)
     first = secrets.randbits(62) if body.seed is None else body.seed & ((1 << 62) - 1)
     return Asked(
         requests=tuple(replace(prompt, sampling=sampling, noise=first + index) for index in range(body.n or 1)),
@@ -230,8 +217,7 @@ def _asked(body: Body, served: Served, prompt: Request, *, field: str, logprobs:
 
 def _media(part: _Image, field: str, limits: DataConfig) -> Media:
     if not part.image_url.url.startswith("data:image/"):
-        reason = "only images inside the request are taken: data:image/png;base64,..."
-        raise BadRequest(field, reason)
+        raise BadRequest(field, "only images inside the request are taken: data:image/png;base64,...")
     try:
         media = open_media(part.image_url.url, limits=limits)
         decode(media)  # here, where a damaged file costs one request and not the engine

@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import socket
-import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import anyio
-import h11
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -98,9 +96,8 @@ class Gate:
 def make_token(host: str, *, wanted: bool) -> str:
     """SACCADE_TOKEN, or a new one; empty where none is wanted and only this machine can ask."""
     if not wanted and host not in LOOPBACK:
-        raise ConfigError(
-            f"--no-token: {host} can be reached from other machines; leave the option out, or use --host 127.0.0.1"
-        )
+        helps = "leave the option out, or use --host 127.0.0.1"
+        raise ConfigError(f"--no-token: {host} can be reached from other machines; {helps}")
     return (os.environ.get(TOKEN) or secrets.token_urlsafe(24)) if wanted else ""
 
 
@@ -181,17 +178,14 @@ def _admitted(gate: Gate, method: str, path: str, headers: Headers) -> int:
             raise BadRequest(None, "wrong or missing token", status=401, code="invalid_api_key")
     if "Transfer-Encoding" in headers:
         raise BadRequest(None, "send a Content-Length", status=411)
-    if _length(headers) > gate.largest_body:
+    length = int(headers.get("Content-Length", 0))  # h11 lets only digits through, and few
+    if length > gate.largest_body:
         raise BadRequest(None, f"more than {gate.largest_body >> 20} MiB", status=413)
     # A page from elsewhere cannot send this type without being allowed to.
     kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if method == "POST" and kind != "application/json":
         raise BadRequest(None, "send Content-Type: application/json", status=415)
-    return _length(headers)
-
-
-def _length(headers: Headers) -> int:
-    return int(headers.get("Content-Length", 0))  # h11 lets only digits through, and few
+    return length
 
 
 async def _in_time(step: Awaitable[T]) -> T:
@@ -235,8 +229,7 @@ def _problem(error: Exception, path: str) -> BadRequest:
         return error
     if isinstance(error, HTTPException):
         reasons = {400: "the body is not JSON", 404: f"{path} is not served here"}
-        reason = reasons.get(error.status_code, str(error.detail))
-        return BadRequest(None, reason, status=error.status_code)
+        return BadRequest(None, reasons.get(error.status_code, str(error.detail)), status=error.status_code)
     if not isinstance(error, RequestValidationError):
         logging.getLogger("saccade").error("%s failed", path, exc_info=error)
         return BadRequest(None, f"{type(error).__name__}: {error}", status=500)
@@ -259,8 +252,7 @@ def _problem(error: Exception, path: str) -> BadRequest:
 
 
 class _Protocol(H11Protocol):
-    """uvicorn would answer a broken request in plain text, and wait for ever for the rest of one
-    that has begun."""
+    """uvicorn would wait for ever for the rest of a request that has begun."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -275,14 +267,6 @@ class _Protocol(H11Protocol):
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
-    def send_400_response(self, msg: str) -> None:
-        text = json.dumps({"error": f"this is no HTTP request: {sys.exc_info()[1]}"}).encode()
-        head = [("Content-Type", "application/json"), ("Content-Length", str(len(text)))]
-        event = h11.Response(status_code=400, headers=[*head, ("Connection", "close")])
-        for part in (event, h11.Data(data=text), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(part) or b"")
-        self.transport.close()
-
 
 @contextmanager
 def running(app: FastAPI, host: str, port: int) -> Iterator[str]:
@@ -291,9 +275,8 @@ def running(app: FastAPI, host: str, port: int) -> Iterator[str]:
     try:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise EnvironmentProblem(
-            f"--port {port}: {host} cannot be listened on there: {error.strerror}; try --port 0 for any free port"
-        ) from None
+        why = f"{host} cannot be listened on there: {error.strerror}; try --port 0 for any free port"
+        raise EnvironmentProblem(f"--port {port}: {why}") from None
     config = uvicorn.Config(
         app,
         http=_Protocol,

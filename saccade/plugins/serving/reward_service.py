@@ -15,6 +15,7 @@ import binascii
 import hashlib
 import json
 import logging
+import signal
 import tempfile
 import threading
 import time
@@ -25,23 +26,28 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import anyio
 import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 
-from saccade import __version__
+from saccade import __version__, checks
+from saccade.config import Config
 from saccade.config.schema import DataConfig, ServeConfig
 from saccade.errors import ConfigError, SaccadeError
 from saccade.media.images import open_media
 from saccade.plugins.judges.service_protocol import PROTOCOL, read_samples, reply_to
+from saccade.plugins.serving import http_server
 from saccade.plugins.serving.http_server import BACKLOG, BadRequest, Gate, JsonReply, Room, json_app
 from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample, image_records
 from saccade.rewards.scorer import Scorer
 from saccade.types import Media
+
+if TYPE_CHECKING:
+    from saccade.plugins.reward_models.reward_model_term import RewardModel
 
 PATH = "/get_reward"
 ROOM = 2  # largest requests that fit into memory at once
@@ -50,6 +56,8 @@ LATENCIES = 2048  # requests that quantiles look back on
 LONGEST_HOLD = 30.0  # seconds that a client is sent away
 LONGEST_ID = 128  # characters
 STATUSES = ("ok", "abstain", "error")
+GLANCE = 0.2  # seconds between two looks at whether to stop
+GRACE = 30.0  # seconds for what is under way when the service is told to stop
 
 
 def reward_app(service: RewardService, *, token: str) -> FastAPI:
@@ -105,19 +113,13 @@ class RewardService:
         if name is not None and (not isinstance(name, str) or len(name) > LONGEST_ID):
             raise BadRequest("request_id", f"takes a text of at most {LONGEST_ID} characters")
         scored = self._once(body, f"{name}/{digest}" if name else "")
-        ours = body.get("protocol") == PROTOCOL
-        return reply_to(scored, ours=ours, unscored=self.serve.unscored)
+        return reply_to(scored, ours=body.get("protocol") == PROTOCOL, unscored=self.serve.unscored)
 
     def info(self) -> dict[str, Any]:
         recipes = {**self.scorer.recipes, **({"default": d} if (d := self.scorer.default) else {})}
-        return {
-            "protocol": PROTOCOL,
-            "version": __version__,
-            "models": any(term.learned for term in self.scorer.terms),
-            "rewards": {
-                source: {term.name: term.verifier for term in recipe.terms} for source, recipe in recipes.items()
-            },
-        }
+        rewards = {source: {term.name: term.verifier for term in recipe.terms} for source, recipe in recipes.items()}
+        learned = any(term.learned for term in self.scorer.terms)
+        return {"protocol": PROTOCOL, "version": __version__, "models": learned, "rewards": rewards}
 
     def health(self) -> dict[str, Any]:
         with self._changed:
@@ -129,19 +131,15 @@ class RewardService:
         with self._changed:
             counts, seconds = dict(self._counts), list(self._seconds)
             gauges: dict[str, float] = {"pending": self._pending, "queue": self.serve.queue}
-        pool = self.scorer.pool
-        if pool is not None:
+        if (pool := self.scorer.pool) is not None:
             gauges |= {"workers": pool.alive(), "workers_replaced": pool.replaced}
         gauges |= {"uptime_seconds": time.time() - self.started}
-        lines = [f'saccade_reward_samples_total{{status="{kind}"}} {counts.pop(kind)}' for kind in STATUSES]
-        lines += [f"saccade_reward_{name}_total {value}" for name, value in counts.items()]
-        lines += [f"saccade_reward_{name} {value:g}" for name, value in gauges.items()]
-        if seconds:
-            lines += [
-                f'saccade_reward_request_seconds{{quantile="{q / 100:g}"}} {value:.6f}'
-                for q, value in zip((50, 95), np.percentile(seconds, [50, 95]), strict=True)
-            ]
-        return "\n".join(lines) + "\n"
+        lines = [f'samples_total{{status="{kind}"}} {counts.pop(kind)}' for kind in STATUSES]
+        lines += [f"{name}_total {value}" for name, value in counts.items()]
+        lines += [f"{name} {value:g}" for name, value in gauges.items()]
+        for share in (0.5, 0.95) if seconds else ():
+            lines.append(f'request_seconds{{quantile="{share:g}"}} {np.quantile(seconds, share):.6f}')
+        return "".join(f"saccade_reward_{line}\n" for line in lines)
 
     def drain(self, seconds: float) -> bool:
         """Take no more, and wait for what is there; False when some is left."""
@@ -258,10 +256,8 @@ def _with_images(samples: Sequence[RewardSample], images: Any, limits: DataConfi
             elif (ref := str(image.get("ref"))) in earlier:
                 media.append(earlier[ref])
             else:
-                raise ValueError(
-                    f"{where}: there is no image {ref} before it; give base64, or "
-                    "ref: [sample, image] of an earlier one"
-                )
+                how = "give base64, or ref: [sample, image] of an earlier one"
+                raise ValueError(f"{where}: there is no image {ref} before it; {how}")
             earlier[str([index, number])] = media[-1]
         # Records know the size before it was shrunk for the way, which answers refer to.
         known = sample.images if len(sample.images) == len(media) else image_records(media)
@@ -285,7 +281,47 @@ def _stored(text: Any, where: str, limits: DataConfig, folder: Path) -> Media:
 
 
 def _line(sample: RewardSample, scored: Scored) -> str:
-    row = {"time": time.time(), "id": sample.id, "data_source": sample.data_source}
-    row |= {"response": sample.response, "gold": sample.answer}
-    names = ("status", "reward", "parts", "extracted", "reason")
-    return json.dumps(row | {name: getattr(scored, name) for name in names}) + "\n"
+    row = {"time": time.time(), "gold": sample.answer}
+    row |= {name: getattr(sample, name) for name in ("id", "data_source", "response")}
+    row |= {name: getattr(scored, name) for name in ("status", "reward", "parts", "extracted", "reason")}
+    return json.dumps(row) + "\n"
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def serve(config: Config, *, host: str, port: int, token: bool) -> None:
+    """`saccade serve-reward`: until SIGTERM or Ctrl-C; what clients wait for by then is still answered."""
+    checks.check(config, "serve-reward")
+    secret = http_server.make_token(host, wanted=token)
+    scorer = Scorer(
+        config.reward,
+        prompt_format=config.prompt.format,
+        max_tokens=config.rollout.max_tokens,
+        isolate=True,
+        load_model=partial(_load_model, config),
+    )
+    service = RewardService(scorer, config.reward.serve, config.data)
+    stops: list[int] = []  # a list, because a handler must not wait for a lock
+    try:
+        with http_server.running(reward_app(service, token=secret), host, port) as address:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda number, _: stops.append(number))
+            print(f"rewards at {address}{PATH}", flush=True)
+            if secret:
+                print(f"token: {http_server.shown_token(secret)}", flush=True)
+            while not stops:
+                time.sleep(GLANCE)
+            print("stopping", flush=True)
+            if not service.drain(GRACE):
+                print(f"some samples were not scored after {GRACE:g} s; their clients get no reply", flush=True)
+    finally:
+        service.close()
+
+
+def _load_model(config: Config, path: str) -> RewardModel:
+    from saccade.plugins.reward_models.reward_loading import load_learned  # torch only where one scores
+    from saccade.recipes.model_setup import quiet_libraries
+
+    quiet_libraries()
+    return load_learned(config, path)

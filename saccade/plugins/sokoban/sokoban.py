@@ -117,19 +117,18 @@ def move(state: State, name: str) -> tuple[State, float]:
     rows, columns = MOVES[name]
     to = (state.player[0] + rows, state.player[1] + columns)
     behind = (to[0] + rows, to[1] + columns)
-    if not _inside(to, state) or to in state.walls:
+    pushes = to in state.boxes
+    if not _free(to, state) or (pushes and (behind in state.boxes or not _free(behind, state))):
         return state, STEP
-    if to not in state.boxes:
+    if not pushes:
         return replace(state, player=to), STEP
-    if not _inside(behind, state) or behind in state.walls | state.boxes:
-        return state, STEP
     after = replace(state, player=to, boxes=state.boxes - {to} | {behind})
     gained = ONTO_GOAL * (behind in state.goals) + OFF_GOAL * (to in state.goals)
     return after, STEP + gained + SOLVED * after.solved
 
 
-def _inside(cell: Cell, state: State) -> bool:
-    return 0 <= cell[0] < state.size[0] and 0 <= cell[1] < state.size[1]
+def _free(cell: Cell, state: State) -> bool:
+    return 0 <= cell[0] < state.size[0] and 0 <= cell[1] < state.size[1] and cell not in state.walls
 
 
 def draw(state: State, cell: int = 28) -> np.ndarray:

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from saccade.config import EnvConfig
-from saccade.environments import Kind
-from saccade.environments.protocol import Setting, Step
+from saccade.environments import Kind, Setting, Step
 from saccade.environments.texts import said, words
 from saccade.media.images import open_media
 from saccade.plugins.sokoban import sokoban
@@ -31,8 +30,7 @@ class SokobanStep:
         self.calls: list[dict[str, Any]] = []
 
     def reset(self, sample: Sample, seed: int) -> Sequence[Message]:
-        if "level" not in sample.extra:
-            raise ValueError(f"sample {sample.id} has no column `level`")
+        sokoban.require_level(sample)
         self.state = sokoban.start(sample.extra["level"])
         if sample.media:
             return sample.messages
@@ -61,29 +59,28 @@ class SokobanStep:
             earned += reward
             if self.state.solved or self.moves >= MOST_STEPS:
                 return Step((), earned, True, self._info(end_reason="env_done"))
-        shown = said(
-            "frame", moves=self.moves, placed=self.state.placed, boxes=len(self.state.boxes), image=self._frame()
-        )
+        counts = {"moves": self.moves, "placed": self.state.placed, "boxes": len(self.state.boxes)}
+        shown = said("frame", **counts, image=self._frame())
         return Step((Message(role="user", parts=shown),), earned, False, self._info())
 
     def close(self) -> None:
         pass
 
     def _frame(self) -> Media:
-        return open_media(
-            sokoban.draw(self.state), min_pixels=min(self.env.min_pixels, 28 * 28), max_pixels=self.env.max_pixels
-        )
+        least = min(self.env.min_pixels, 28 * 28)
+        return open_media(sokoban.draw(self.state), min_pixels=least, max_pixels=self.env.max_pixels)
 
     def _info(self, **more: Any) -> dict[str, Any]:
         failed = sum(not call["ok"] for call in self.calls)
-        return {
-            "tool_calls": list(self.calls),
-            "tool_counts": {"calls": len(self.calls), "failed": failed, "noop": 0},
-            "solved": self.state.solved,
-            "moves": self.moves,
-            "placed": self.state.placed,
-            **more,
-        }
+        counts = {"calls": len(self.calls), "failed": failed, "noop": 0}
+        game = {"solved": self.state.solved, "moves": self.moves, "placed": self.state.placed}
+        return {"tool_calls": list(self.calls), "tool_counts": counts, **game, **more}
 
 
-KIND = Kind(calls=("action",), text="sokoban", rewards=True, make=SokobanStep, check_row=sokoban.require_level)
+KIND = Kind(
+    calls=("action",),
+    explain=lambda env, own: words("sokoban"),
+    rewards=True,
+    make=lambda env, setting, own: SokobanStep(env, setting),
+    check_row=sokoban.require_level,
+)

@@ -30,8 +30,8 @@ from saccade.errors import ConfigError, DataError
 from saccade.plugins.visual_search.search_expert import AGAIN, NUMBERS, call, demonstration
 from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.verifiers import FORMATS, VERIFIERS
-from saccade.rollout import env_process
-from saccade.rollout.env_process import EnvironmentCall, Failed
+from saccade.rollout import env_setup
+from saccade.rollout.env_setup import EnvironmentCall, Failed
 from saccade.system.disk import require_writable
 from saccade.types import STATUS_OF_END, Message, Sample
 
@@ -50,7 +50,7 @@ def run(
     if path.exists():
         raise ConfigError(f"{path} exists; give a new folder, nothing is overwritten")
     require_writable(out, "OUT")
-    make = env_process.environments(config.env, order=FORMATS[config.prompt.format].order)
+    make = env_setup.environments(config.env, order=FORMATS[config.prompt.format].order)
     rows = datasets.load([DataSource(path=str(source))], config.data).samples
     _warn(config, rows)
     counts: Counter[str] = Counter()

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from saccade.config import EnvConfig
-from saccade.environments.calls import CallError
 from saccade.media.images import MAX_ASPECT, crop, resized_size
+from saccade.plugins.tools.calls import CallError
 from saccade.types import Media
 
 MARGIN = 0.05  # of a side: boxes that leave the picture by less are cut, by more refused

@@ -1,5 +1,4 @@
-"""Where environments live: built-in ones in this process, those of the user in processes of their
-own. This file is both sides of them.
+"""Environments of the user, in processes of their own. This file is both sides of them.
 
 One host process imports the user's file; each episode is a fork of it. So a file is imported once,
 no two episodes share state, and an environment that hangs or crashes takes nothing with it but its
@@ -7,10 +6,7 @@ episode. Nobody waits for a call: the collector asks now and then whether it is 
 takes too long costs its process. At most `env.processes` episodes live at a time; further ones wait
 for their reset.
 
-    make = environments(config.env, order=("answer_tag",), think_prefilled=False)
-    environment = make()
-
-    $ python -m saccade.rollout.env_process    # the host, started by `Host`
+    $ python -m saccade.plugins.user_environments.env_process    # the host, started by `Host`
 """
 
 from __future__ import annotations
@@ -21,9 +17,8 @@ import os
 import signal
 import socket
 import time
-import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -31,59 +26,27 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import EnvConfig
-from saccade.environments import Environment, Own, Setting, Step, build, instruction, is_own, load_own, problems
+from saccade.environments import Environment, Own, Step, build, load_own
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.blob_file import encoded, root_hash
 from saccade.media.images import decode as pixels
-from saccade.rewards.verifiers import ANSWERS
+from saccade.rollout.env_setup import EnvironmentCall, Failed, setting_of
 from saccade.system.codec import Arrays, decode, encode, files_of
 from saccade.system.process import LARGEST, Block, Channel, Child, Ended, connect, end, end_with_parent, listen
 from saccade.types import Media, Message, Sample
+from saccade.user_code import raised_at
 
+MODULE = "saccade.plugins.user_environments.env_process"
 START_LIMIT = 120.0  # seconds for a host to import the user's file
 
 
-class Failed(Exception):
-    """An environment raised, or its process ended; the text says what and where."""
-
-
-def environments(
-    env: EnvConfig, *, order: Sequence[str], think_prefilled: bool = False, role: str = "user", unit: int = 28
-) -> Callable[[], Environment]:
-    """What makes an environment for each episode. `order`: where answers are looked for; `role`: in
-    which the model reads what a tool says; `unit`: pixels of a side that it sees as one token.
-    """
-    require(env)
-    plain = {"order": tuple(order), "think_prefilled": think_prefilled, "role": role, "unit": unit}
-    if is_own(env):
-        host = _host(env.model_dump_json())
-        return lambda: Hosted(host, plain)  # type: ignore[return-value]
-    setting = _setting(plain)
-    return lambda: build(env, setting)
-
-
-def require(env: EnvConfig) -> None:
-    found = list(problems(env))
-    if found:
-        raise ConfigError("\n".join(found))
-
-
-def explanation(env: EnvConfig) -> str:
-    """What the prompt says about the environment and its tools."""
-    require(env)
-    return instruction(env, _host(env.model_dump_json()).tools if env.tools else {})
+def host_of(env: EnvConfig) -> Host:
+    return _host(env.model_dump_json())
 
 
 @cache
 def _host(env: str) -> Host:
     return Host(EnvConfig.model_validate_json(env))
-
-
-def describe_error(error: BaseException) -> str:
-    """The exception and the last line of user code that it passed through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
 
 
 # -- in the parent ---------------------------------------------------------------------------------
@@ -95,7 +58,7 @@ class Host:
     def __init__(self, env: EnvConfig) -> None:
         self.env = env
         self.live: weakref.WeakSet[Hosted] = weakref.WeakSet()
-        self.child = Child("saccade.rollout.env_process", who=f"env.name={env.name}")
+        self.child = Child(MODULE, who=f"env.name={env.name}")
         atexit.register(self.close)
         try:
             ready = self.child.ask({"env": env.model_dump(mode="json")}, seconds=START_LIMIT).row
@@ -122,6 +85,10 @@ class Host:
                 raise EnvironmentProblem(f"the process that hosts {self.env.name} ended with code {code}") from None
         return Channel(mine, largest=LARGEST)
 
+    def environment(self, setting: Mapping[str, Any]) -> Any:
+        """For one episode."""
+        return Hosted(self, setting)
+
     def close(self) -> None:
         for hosted in list(self.live):
             hosted.end()
@@ -143,21 +110,19 @@ class Hosted:
         self.known = files_of(sample)
         arrays: Arrays = {}
         row = {"sample": encode(sample, arrays), "seed": seed, "setting": self.setting}
-        return EnvironmentCall(self, "reset", Block(row, arrays), self._messages)
+        return ProcessCall(self, "reset", Block(row, arrays), self._messages)
 
     def step(self, message: Message) -> EnvironmentCall:
         arrays: Arrays = {}
-        row = {"message": encode(message, arrays)}
-        return EnvironmentCall(self, "step", Block(row, arrays), self._step)
+        return ProcessCall(self, "step", Block({"message": encode(message, arrays)}, arrays), self._step)
 
     def close(self) -> EnvironmentCall | None:
         if self.over or self.channel is None:
             return None
-        return EnvironmentCall(self, "close", Block({}, {}), lambda reply: None)
+        return ProcessCall(self, "close", Block({}, {}), lambda reply: None)
 
     def _messages(self, reply: Block) -> tuple[Message, ...]:
-        messages, known = reply.row["messages"], self.known
-        return decode(tuple[Message, ...], messages, reply.arrays, known=known)
+        return decode(tuple[Message, ...], reply.row["messages"], reply.arrays, known=self.known)
 
     def _step(self, reply: Block) -> Step:
         row = reply.row
@@ -190,19 +155,12 @@ class Hosted:
                 os.killpg(self.pid, signal.SIGKILL)
 
 
-class EnvironmentCall:
-    """A call under way. `seconds` may be set until it begins."""
-
+class ProcessCall(EnvironmentCall):
     def __init__(self, hosted: Hosted, method: str, request: Block, read: Callable[[Block], Any]) -> None:
-        self.hosted, self.method, self.read = hosted, method, read
-        self.request = request
-        self.seconds = 60.0
-        self.took = 0.0  # seconds there, not until somebody looked
-        self.outcome: Any = None  # an exception where the call failed
+        self.hosted, self.method, self.request, self.read = hosted, method, request, read
         self._began: float | None = None
 
     def done(self) -> bool:
-        """Begins when there is a process for it; never waits."""
         if self._began is None and not self.hosted.start():
             return False
         try:
@@ -219,8 +177,7 @@ class EnvironmentCall:
         if reply is None:
             if time.monotonic() - self._began < self.seconds:
                 return False
-            what = f"{self.method} took more than {self.seconds:g} s"
-            return self._over(TimeoutError(f"the environment's {what}"))
+            return self._over(TimeoutError(f"the environment's {self.method} took more than {self.seconds:g} s"))
         self.took = reply.row["took"]
         failed = reply.row.get("error")
         self.outcome = self.read(reply) if failed is None else Failed(failed)
@@ -248,13 +205,12 @@ def main() -> None:
     env = EnvConfig.model_validate(first.row["env"])
     try:
         own = load_own(env)
-        ready: Mapping[str, Any] = {"tools": own.descriptions}
+        ready = {"tools": own.descriptions}
     except BaseException as error:  # whatever the file raises, also SystemExit
-        told = str(error) if isinstance(error, ConfigError) else describe_error(error)
-        ready = {"failed": told}
-    channel.send({**ready, "id": first.row["id"]})
-    if "failed" in ready:
+        told = str(error) if isinstance(error, ConfigError) else raised_at(error)
+        channel.send({"failed": told, "id": first.row["id"]})
         return
+    channel.send({**ready, "id": first.row["id"]})
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended episodes leave nothing behind
     gc.collect()
     gc.freeze()  # pages stay shared among the forks
@@ -286,24 +242,14 @@ def _live(channel: Channel, env: EnvConfig, own: Own) -> None:
         began = time.monotonic()
         try:
             if request.row["method"] == "reset":
-                environment = build(env, _setting(request.row["setting"]), own)
+                environment = build(env, setting_of(request.row["setting"]), own)
             assert environment is not None
             reply = METHODS[request.row["method"]](environment, request)
             channel.send(reply.row | {"took": time.monotonic() - began}, reply.arrays)
         except Ended:
             return
         except BaseException as error:
-            channel.send({"error": describe_error(error), "took": time.monotonic() - began})
-
-
-def _setting(plain: Mapping[str, Any]) -> Setting:
-    """The setting with its finder of answers."""
-    order, prefilled = plain["order"], plain["think_prefilled"]
-    return Setting(
-        answer=lambda text: ANSWERS["extract"](text, order, think_prefilled=prefilled) or None,
-        role=plain["role"],
-        unit=plain["unit"],
-    )
+            channel.send({"error": raised_at(error), "took": time.monotonic() - began})
 
 
 def _reset(environment: Environment, request: Block) -> Block:

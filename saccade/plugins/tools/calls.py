@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 LONGEST = 4096  # bytes of a call
 DEEPEST = 8  # brackets inside brackets
 MOST_DIGITS = 16  # of an integer; longer ones are floats
-TAGS = {"grounding": "grounding", "tool_call": "tool_call"}  # `action` has none
 
 TOKEN = re.compile(
     r"""[ \t\r\n]*(?:
@@ -50,16 +49,11 @@ class Written(NamedTuple):
     body: str | None  # None: it was opened and never closed
 
 
-def stop_strings(call: str | None, parallel: int) -> tuple[str, ...]:
-    """Where a turn ends. Several calls in one turn end with the turn."""
-    return (f"</{TAGS[call]}>",) if call in TAGS and parallel == 1 else ()
-
-
 def find(text: str, call: str, most: int) -> list[Written]:
     """The first calls of a turn, `most` of them. A tag that is only mentioned before a call does
     not begin it.
     """
-    opening, closing = f"<{TAGS[call]}>", f"</{TAGS[call]}>"
+    opening, closing = f"<{call}>", f"</{call}>"
     found: list[Written] = []
     at = 0
     while len(found) < most and (close := text.find(closing, at)) >= 0:

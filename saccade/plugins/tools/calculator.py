@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from saccade.environments.calls import CallError
+from saccade.plugins.tools.calls import CallError
 
 LONGEST = 400  # characters
 DEEPEST = 40
@@ -25,15 +25,18 @@ def calculate(expression: str) -> str:
     return _written(_Reader(_tokens(expression)).result())
 
 
+def _wrong(problem: str) -> CallError:
+    return CallError("expression", problem=problem)
+
+
 def _tokens(text: str) -> list[str]:
     if len(text) > LONGEST:
-        raise CallError("expression", problem=f"longer than {LONGEST} characters")
+        raise _wrong(f"longer than {LONGEST} characters")
     tokens, at = [], 0
     while at < len(text):
         token = TOKEN.match(text, at)
         if token is None:
-            problem = f"{text[at : at + 10]!r} is not arithmetic; numbers, + - * / ^ and ( ) are"
-            raise CallError("expression", problem=problem)
+            raise _wrong(f"{text[at : at + 10]!r} is not arithmetic; numbers, + - * / ^ and ( ) are")
         tokens.append(token[1] or token[2].replace("**", "^"))
         at = token.end()
     return tokens
@@ -48,7 +51,7 @@ class _Reader:
     def result(self) -> Fraction:
         value = self.sum()
         if self.at < len(self.tokens):
-            raise CallError("expression", problem=f"{self.tokens[self.at]!r} is out of place")
+            raise _wrong(f"{self.tokens[self.at]!r} is out of place")
         return value
 
     def take(self, *wanted: str) -> str:
@@ -69,14 +72,14 @@ class _Reader:
         while sign := self.take("*", "/"):
             other = self.signed()
             if sign == "/" and not other:
-                raise CallError("expression", problem="division by zero")
+                raise _wrong("division by zero")
             value = _bounded(value * other if sign == "*" else value / other)
         return value
 
     def signed(self) -> Fraction:
         self.depth += 1
         if self.depth > DEEPEST:
-            raise CallError("expression", problem="too deeply nested")
+            raise _wrong("too deeply nested")
         sign = self.take("+", "-")
         value = self.signed() if sign else self.power()
         self.depth -= 1
@@ -87,10 +90,10 @@ class _Reader:
         if self.take("^"):
             exponent = self.signed()
             if exponent.denominator != 1 or (not value and exponent < 0):
-                raise CallError("expression", problem="only whole powers are known")
+                raise _wrong("only whole powers are known")
             size = max(value.numerator.bit_length(), value.denominator.bit_length())
             if abs(exponent) * size > MOST_BITS:
-                raise CallError("expression", problem="too large")
+                raise _wrong("too large")
             value = Fraction(value**exponent)
         return value
 
@@ -98,20 +101,20 @@ class _Reader:
         if self.take("("):
             value = self.sum()
             if not self.take(")"):
-                raise CallError("expression", problem="a parenthesis is open")
+                raise _wrong("a parenthesis is open")
             return value
         if self.at >= len(self.tokens) or self.tokens[self.at][0] not in "0123456789.":
-            raise CallError("expression", problem="a number is missing")
+            raise _wrong("a number is missing")
         self.at += 1
         number = self.tokens[self.at - 1].lower()
         if abs(int(number.partition("e")[2] or 0)) > MOST_BITS:  # before its digits are made
-            raise CallError("expression", problem="too large")
+            raise _wrong("too large")
         return _bounded(Fraction(number))
 
 
 def _bounded(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
-        raise CallError("expression", problem="too large")
+        raise _wrong("too large")
     return value
 
 

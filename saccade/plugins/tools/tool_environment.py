@@ -6,7 +6,7 @@ fails costs its turn and is told why. Whatever a tool shows gets the next observ
 that it can be zoomed into. Everything that happened is listed under `tool_calls` of the episode's
 info. Runs no code that a model wrote.
 
-    env = ToolEnvironment(EnvConfig(name="crop"), setting, {"zoom": zoom_tool})
+    env = ToolEnvironment(EnvConfig(name="crop"), setting, {"zoom": zoom})
 """
 
 from __future__ import annotations
@@ -14,46 +14,24 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 import numpy as np
 from PIL import Image
 
 from saccade.config import EnvConfig
-from saccade.environments import calls
-from saccade.environments.calls import CallError, Written
-from saccade.environments.crop import Views, zoom
-from saccade.environments.protocol import Setting, Step
+from saccade.environments import Kind, Own, Setting, Step
 from saccade.environments.texts import said, words
 from saccade.media.images import open_media
-from saccade.plugins.calculator.calculator import calculate
+from saccade.plugins.tools import calls
+from saccade.plugins.tools.calculator import calculate
+from saccade.plugins.tools.calls import CallError, Written
+from saccade.plugins.tools.crop import Views, zoom
 from saccade.types import Media, Message, Sample
 
-Role = Literal["user", "tool"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shown:
-    """What a tool gives back: a text or a picture, and facts for the record."""
-
-    content: str | Media
-    facts: Mapping[str, Any]
-
-
+# What a tool gives back: a text or a picture, and facts for the record.
+Shown = tuple[str | Media, Mapping[str, Any]]
 Tool = Callable[[Mapping[str, Any], Views, EnvConfig, int], Shown]
-
-
-def zoom_tool(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) -> Shown:
-    media, facts = zoom(arguments, views, env, unit)
-    return Shown(content=media, facts=facts)
-
-
-def calculate_tool(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) -> Shown:
-    expression = arguments.get("expression")
-    if not isinstance(expression, str) or len(arguments) > 1:
-        raise CallError("arguments", problem='arguments are {"expression": "2 * (3 + 4)"}')
-    return Shown(content=calculate(expression), facts={})
 
 
 def own_tool(function: Callable[..., Any]) -> Tool:
@@ -81,7 +59,7 @@ def own_tool(function: Callable[..., Any]) -> Tool:
             result = function(**given)
         except ValueError as error:
             raise CallError("tool", problem=str(error)[:200]) from error
-        return Shown(content=_content(result, env), facts={})
+        return _content(result, env), {}
 
     return call
 
@@ -128,28 +106,9 @@ def _content(result: Any, env: EnvConfig) -> str | Media:
     return str(result)
 
 
-def explain(env: EnvConfig, names: Sequence[str], own: Mapping[str, str]) -> str:
-    """What the policy is told about its tools; `own` describes those of the user."""
-    coordinates = words(env.coordinates)
-    if env.call == "grounding":
-        return words("crop_grounding", coordinates=coordinates)
-    several = env.parallel_calls > 1
-    turn = words("several_calls", k=env.parallel_calls) if several else words("one_call")
-    known = [own.get(name) or words(name, coordinates=coordinates) for name in names]
-    return "\n".join([words("tools", turn=turn), *(f"- {line}" for line in known)])
-
-
-def describe(name: str, function: Callable[..., Any]) -> str:
-    """A line about a function of the user, from its signature and the first line of its text."""
-    parameters = [str(p) for p in inspect.signature(function).parameters.values() if p.name != "images"]
-    lines = (inspect.getdoc(function) or "").strip().splitlines()
-    what = lines[0].rstrip(".") if lines else "has no description"
-    return f"{name}: {what}; arguments {', '.join(parameters) or 'none'}."
-
-
 class ToolEnvironment:
     def __init__(self, env: EnvConfig, setting: Setting, tools: Mapping[str, Tool]) -> None:
-        assert env.call in calls.TAGS
+        assert env.call is not None
         self.env, self.setting, self.tools = env, setting, tools
         self.call: str = env.call
         self.turn = 0
@@ -195,18 +154,17 @@ class ToolEnvironment:
         self.calls.append(noted)
         try:
             noted["name"], noted["args"] = name, arguments = self._read(written)
-            shown = self.tools[name](arguments, self.views, self.env, self.setting.unit)
+            content, facts = self.tools[name](arguments, self.views, self.env, self.setting.unit)
         except CallError as error:
             noted["reason"] = error.reason
             return said("error", k=number, reason=words(error.reason, **error.facts))
-        noted |= {"ok": True, **shown.facts}
-        if isinstance(shown.content, str):
-            return said("result", k=number, text=shown.content)
-        source = shown.facts.get("source")
-        place = self.views.add(shown.content, source)
+        noted |= {"ok": True, **facts}
+        if isinstance(content, str):
+            return said("result", k=number, text=content)
+        place = self.views.add(content, facts.get("source"))
         name = f"observation_{place}"
-        noted |= {"observation": place, "media": shown.content.hash, "lineage": list(self.views.lineage[name])}
-        return said("observation", k=number, name=name, image=shown.content)
+        noted |= {"observation": place, "media": content.hash, "lineage": list(self.views.lineage[name])}
+        return said("observation", k=number, name=name, image=content)
 
     def _read(self, written: Written) -> tuple[str, Mapping[str, Any]]:
         """Which tool is meant, and its arguments."""
@@ -224,11 +182,44 @@ class ToolEnvironment:
     def _observation(self, parts: Sequence[str | Media]) -> Message:
         if self.call == "tool_call" and self.setting.role == "user":
             parts = ("<tool_response>\n", *parts, "\n</tool_response>")
-        role: Role = self.setting.role if self.call == "tool_call" else "user"
-        return Message(role=role, parts=tuple(parts))
+        return Message(role=self.setting.role if self.call == "tool_call" else "user", parts=tuple(parts))
 
     def _info(self) -> dict[str, Any]:
         failed = sum(not call["ok"] for call in self.calls)
         noop = sum(bool(call.get("noop")) for call in self.calls)
         counts = {"calls": len(self.calls), "failed": failed, "noop": noop}
         return {"tool_calls": [dict(call) for call in self.calls], "tool_counts": counts}
+
+
+def calculate_tool(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) -> Shown:
+    expression = arguments.get("expression")
+    if not isinstance(expression, str) or len(arguments) > 1:
+        raise CallError("arguments", problem='arguments are {"expression": "2 * (3 + 4)"}')
+    return calculate(expression), {}
+
+
+TOOLS: Mapping[str, Tool] = {"zoom": zoom, "calculate": calculate_tool}
+
+
+def kind(call: tuple[str, ...], tools: tuple[str, ...] = ()) -> Kind:
+    """An environment with these tools and those of the user."""
+
+    def explain(env: EnvConfig, own: Mapping[str, str]) -> str:
+        coordinates = words(env.coordinates)
+        if env.call == "grounding":
+            return words("crop_grounding", coordinates=coordinates)
+        several = env.parallel_calls > 1
+        turn = words("several_calls", k=env.parallel_calls) if several else words("one_call")
+        known = [*(words(name, coordinates=coordinates) for name in tools), *own.values()]
+        return "\n".join([words("tools", turn=turn), *(f"- {line}" for line in known)])
+
+    def make(env: EnvConfig, setting: Setting, own: Own) -> ToolEnvironment:
+        ours = {name: TOOLS[name] for name in tools}
+        return ToolEnvironment(env, setting, ours | {name: own_tool(f) for name, f in own.tools.items()})
+
+    return Kind(calls=call, tools=tools, explain=explain, make=make)
+
+
+CROP = kind(("grounding", "tool_call"), ("zoom",))
+CALCULATOR = kind(("tool_call",), ("calculate",))
+OWN_TOOLS = kind(("tool_call",))

@@ -1,1 +1,0 @@
-"""The calculator tool."""

@@ -1,0 +1,171 @@
+"""Commands of plugins: their options, and which function runs them.
+
+Plugins are imported when their command runs, so that `saccade --help` stays instant.
+
+    saccade chat models/Qwen2.5-VL-3B-Instruct --serve
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from saccade.cli_run import Arguments, command, read_config, split
+from saccade.errors import ConfigError
+from saccade.plugins.visual_search.data_commands import data_commands
+
+Port = Annotated[int, typer.Option(help="Its port; 0: any free one.", min=0, max=65535)]
+NoToken = Annotated[bool, typer.Option("--no-token", help="Serve whoever asks on this machine.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+
+data = data_commands(command, read_config)
+
+
+@command("quickstart", panel="Start", example="saccade quickstart --out runs/first")
+def quickstart(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")] = Path("runs/quickstart"),
+    seed: Annotated[int, typer.Option(help="Seed of data, weights and sampling.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="A few steps only, to see that it runs.")] = False,
+) -> None:
+    """A tiny vision-language model learns to count, with nothing but a CPU."""
+    import_module("saccade.plugins.quickstart.quickstart").run(out, seed=seed, quick=quick)
+
+
+@command("init", panel="Start", example="saccade init models/Qwen2.5-VL-3B-Instruct train.jsonl")
+def init(
+    model: Annotated[Path, typer.Argument(help="Hugging Face model folder, or tiny:FAMILY.")],
+    data: Annotated[Path, typer.Argument(help="Data file.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Config to write.")] = Path("run.yaml"),
+) -> None:
+    """Write a commented run.yaml for a model folder and a data file."""
+    from saccade.plugins.init.init_config import advice, write_config
+
+    write_config(model, data, out)
+    print(f"wrote {out}; next: {advice(out)}")
+
+
+@command("chat", panel="Use", example="saccade chat models/Qwen2.5-VL-3B-Instruct --serve")
+def chat(
+    arguments: Arguments = None,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Always the likeliest token; else rollout.temperature.")
+    ] = False,
+    batch: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Answer a JSON list of conversations, all at once.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where --batch writes; else to the screen.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="An OpenAI-compatible endpoint and a page to chat.")] = False,
+    host: Annotated[str, typer.Option(help="Address that --serve listens on.")] = "127.0.0.1",
+    port: Port = 8000,
+    no_token: NoToken = False,
+) -> None:
+    """Talk with a model about images: /image PATH, /series PATH, /system TEXT, /greedy, /clear,
+    /save FILE, exit.
+
+    A plain argument is a model folder, as model.path=FOLDER is. --serve asks clients for a token,
+    which it prints; the environment variable SACCADE_TOKEN sets one.
+    """
+    from saccade.checks import check
+
+    serving = {"--host": host != "127.0.0.1", "--port": port != 8000, "--no-token": no_token}
+    for option in [name for name, given in serving.items() if given and not serve]:
+        raise ConfigError(f"{option}: has no effect without --serve; add it, or leave this out")
+    if serve and (batch or out):
+        raise ConfigError("--batch: has no effect with --serve; leave one of them out")
+    if out and not batch:
+        raise ConfigError("--out: has no effect without --batch; /save FILE keeps a conversation")
+    config = read_config(arguments, "chat", plain="model.path")
+    check(config, "chat")
+    recipe = import_module("saccade.plugins.serving.chat_command")
+    if serve:
+        recipe.serve(config, host=host, port=port, token=not no_token, greedy=greedy)
+    elif batch is not None:
+        recipe.answer_file(config, batch, out, greedy=greedy)
+    else:
+        recipe.talk(config, greedy=greedy)
+
+
+@command("serve-reward", panel="Use", example="saccade serve-reward run.yaml reward.workers=8")
+def serve_reward(
+    arguments: Arguments = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Port = 8400,
+    no_token: NoToken = False,
+) -> None:
+    """Score responses for other runs over HTTP, with the rewards of a config.
+
+    Clients are asked for a token, which is printed; the environment variable SACCADE_TOKEN sets
+    one. Clients of OpenRLHF and LMM-R1 send none: --no-token serves them on this machine.
+    """
+    recipe = import_module("saccade.plugins.serving.reward_service")
+    recipe.serve(read_config(arguments), host=host, port=port, token=not no_token)
+
+
+@command("check-data", panel="Look", example="saccade check-data train.jsonl data.format=easyr1")
+def inspect_data(
+    arguments: Arguments = None,
+    headers_only: Annotated[
+        bool, typer.Option("--headers-only", help="Read image headers instead of all pixels.")
+    ] = False,
+    workers: Annotated[int, typer.Option(help="Threads that decode images.", min=1)] = 2,
+    fix: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the good rows as canonical JSONL.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the whole report as JSON.")] = None,
+    reads: Annotated[
+        str | None, typer.Option("--for", metavar="COMMAND", help="Also what rl, sft, dpo or reward-model drop.")
+    ] = None,
+) -> None:
+    """Look at every row and image of a data set and list what is wrong, row by row."""
+    import_module("saccade.plugins.check_data.data_report").run(
+        read_config(arguments, plain="data.train"),
+        headers_only=headers_only,
+        workers=workers,
+        command=reads,
+        fix=fix,
+        out=out,
+    )
+
+
+@command("estimate", panel="Look", example="saccade estimate run.yaml --device H100")
+def estimate(
+    arguments: Arguments = None,
+    device: Annotated[str | None, typer.Option(help="H200, A100, RTX 4090 …; else this machine's.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Length of a prompt; else that of the data.", min=1)] = None,
+    image: Annotated[str | None, typer.Option(metavar="WxH", help="Size of the picture in each prompt.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a step of `rl` takes: memory by item, time by phase. Nothing is loaded or trained."""
+    from saccade.checks import check
+    from saccade.config import given
+
+    config = read_config(arguments, "rl")
+    check(config, "estimate", given(split(arguments or ())[1]))
+    import_module("saccade.plugins.estimate.estimate_command").run(
+        config, device=device, prompt_tokens=prompt_tokens, image=image, as_json=as_json
+    )
+
+
+@command("doctor", panel="Look", example="saccade doctor --model models/Qwen2.5-VL-3B-Instruct")
+def doctor(
+    arguments: Arguments = None,
+    model: Annotated[str | None, typer.Option(metavar="FOLDER", help="Same as model.path=FOLDER.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What is missing or does not fit: packages, devices, engines, disk, and a model in full."""
+    named = [f"model.path={model}"] if model else []
+    config = read_config([*(arguments or []), *named])
+    import_module("saccade.plugins.doctor").run(config, as_json=as_json)
+
+
+@command("report", panel="Look", example="saccade report runs/quickstart")
+def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an eval.")]) -> None:
+    """Write the report of a run or an eval as one HTML file, its episodes included."""
+    if (folder / "config.resolved.yaml").is_file():
+        page = import_module("saccade.plugins.reports.report").from_run(folder)
+    elif (folder / "results.json").is_file():
+        page = import_module("saccade.plugins.reports.eval_report").write_eval_report(folder)
+    else:
+        raise ConfigError(f"{folder} is not a run folder; give one such as runs/NAME")
+    print(f"wrote {page}")

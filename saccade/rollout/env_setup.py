@@ -1,0 +1,68 @@
+"""Where environments live: built-in ones in this process, those of the user wherever the table
+`environment_hosts` says, as calls that nobody waits for.
+
+    make = environments(config.env, order=("answer_tag",), think_prefilled=False)
+    environment = make()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from saccade.config import EnvConfig
+from saccade.environments import Environment, Setting, build, instruction, is_own, problems
+from saccade.errors import ConfigError
+from saccade.registry import Table
+from saccade.rewards.verifiers import ANSWERS
+
+HOSTS: Table[Callable[[EnvConfig], Any]] = Table("environment_hosts", {})
+
+
+class Failed(Exception):
+    """An environment raised, or its process ended; the text says what and where."""
+
+
+class EnvironmentCall:
+    """A call under way. `seconds` may be set until it begins."""
+
+    seconds = 60.0
+    took = 0.0  # seconds there, not until somebody looked
+    outcome: Any = None  # an exception where the call failed
+
+    def done(self) -> bool:
+        """Begins when there is a process for it; never waits."""
+        raise NotImplementedError
+
+
+def environments(
+    env: EnvConfig, *, order: Sequence[str], think_prefilled: bool = False, role: str = "user", unit: int = 28
+) -> Callable[[], Environment]:
+    """What makes an environment for each episode. `order`: where answers are looked for; `role`: in
+    which the model reads what a tool says; `unit`: pixels of a side that it sees as one token.
+    """
+    require(env)
+    plain = {"order": tuple(order), "think_prefilled": think_prefilled, "role": role, "unit": unit}
+    if is_own(env):
+        host = HOSTS["process"](env)
+        return lambda: host.environment(plain)
+    setting = setting_of(plain)
+    return lambda: build(env, setting)
+
+
+def require(env: EnvConfig) -> None:
+    if found := list(problems(env)):
+        raise ConfigError("\n".join(found))
+
+
+def explanation(env: EnvConfig) -> str:
+    """What the prompt says about the environment and its tools."""
+    require(env)
+    return instruction(env, HOSTS["process"](env).tools if env.tools else {})
+
+
+def setting_of(plain: Mapping[str, Any]) -> Setting:
+    """The setting with its finder of answers."""
+    order, prefilled = plain["order"], plain["think_prefilled"]
+    answer = lambda text: ANSWERS["extract"](text, order, think_prefilled=prefilled) or None  # noqa: E731
+    return Setting(answer=answer, role=plain["role"], unit=plain["unit"])

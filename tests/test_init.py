@@ -1,0 +1,194 @@
+"""`saccade init`: a config from a model and rows, which the examples of the other commands can run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from saccade.checks import check
+from saccade.cli import app
+from saccade.config import load
+from saccade.plugins.init.init_config import guess_reward, letters_apart
+from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split, write_jsonl
+from saccade.types import Media, Message, Sample
+from tests.test_cli import REPOSITORY, run
+
+
+@pytest.fixture
+def counting(tmp_path: Path) -> Path:
+    return write_jsonl(counting_split(24, seed=0, colours=TEACHING_COLOURS), tmp_path / "counting")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2_vl"}')
+    return tmp_path / "model"
+
+
+EXAMPLES = {
+    command.name: shlex.split(str(command.epilog).split("[bold]")[1].removesuffix("[/bold]"))[1:]
+    for command in app.registered_commands
+}
+PLANNED = {"rl", "sft", "dpo", "reward-model", "eval", "generate"}
+
+
+@pytest.mark.parametrize("command", sorted(PLANNED | {"estimate", "check-data", "doctor"}))
+def test_the_file_of_init_serves_the_example_of_each_command(
+    command: str, tmp_path: Path, counting: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("init", "tiny:qwen2_5_vl", str(counting)).exit_code == 0
+    for name in ("demonstrations", "pairs", "test"):
+        (tmp_path / f"{name}.jsonl").write_bytes(counting.read_bytes())
+    Path("runs/run/checkpoints/step-100").mkdir(parents=True)
+    Path("runs/run/checkpoints/step-100/config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    plain = {"check-data": ["check-data", "run.yaml"], "doctor": ["doctor", "run.yaml"]}
+    words = plain.get(command, EXAMPLES[command])
+    assert words[1] == "run.yaml"
+    result = run(*words, *(["--dry-run"] if command in PLANNED else []))
+    assert result.exit_code == 0, result.stderr
+
+
+def test_init_writes_a_config_that_loads(tmp_path: Path, model: Path, counting: Path) -> None:
+    out = tmp_path / "run.yaml"
+    result = run("init", str(model), str(counting), "--out", str(out))
+    assert result.exit_code == 0, result.stderr
+    steps = [f"check-data {out}", f"rl {out} --dry-run", f"rl {out}"]
+    advice = ", then ".join(f"saccade {step}" for step in steps)
+    assert out.read_text().splitlines()[0].endswith(f" Next: {advice}")
+    assert result.stdout == f"wrote {out}; next: {advice}\n"
+    config = load(out)
+    check(config, "rl")
+    assert config.reward.terms[0].verifier == "count"
+    assert "# format: easyr1" in out.read_text() and config.data.format == "auto"
+    for line in out.read_text().splitlines():
+        assert "#" in line or line.endswith(":")
+    again = run("init", str(model), str(counting), "--out", str(out))
+    assert again.exit_code == 2 and "exists" in again.stderr
+    built = run("init", "tiny:qwen2_5_vl", str(counting), "--out", str(tmp_path / "tiny.yaml"))
+    assert built.exit_code == 0, built.stderr
+    assert load(tmp_path / "tiny.yaml").model.path == "tiny:qwen2_5_vl"
+
+
+def test_init_knows_what_a_family_makes_of_pixels(tmp_path: Path, counting: Path) -> None:
+    out = tmp_path / "run.yaml"
+    result = run("init", "tiny:internvl", str(counting), "--out", str(out))
+    assert result.exit_code == 0, result.stderr
+    assert load(out).data.max_pixels == 4 * 448**2 and "# four tiles and" in out.read_text()
+    result = run("init", "tiny:llava", str(counting), "--out", str(tmp_path / "other.yaml"))
+    assert result.exit_code == 0 and "max_pixels" not in (tmp_path / "other.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("golds", "reward"),
+    [
+        (["3", "12", "-1"], "count"),
+        (["A", "(C)", "B"], "choice"),
+        (["3", "x^2"], "math"),
+        (["x", "2y", r"\frac{1}{2}", r"\sqrt{12}", "3 m"], "math"),
+        (["true", "false"], "exact"),
+        (["Yes.", "no"], "exact"),
+        (["red", "dark blue", "New York", "North-west", "是"], "exact"),
+        (["[0, 1.5, 20, 30]", "[3,4,5,6]"], "math"),  # there is no picture
+        (["red", "12"], "math {gold_unparseable: string}"),
+        (["Gray", "12.5", "2019", "1,200", "40%", "Q3 2019"], "relaxed"),
+        (["Gray", "12.5", r"\frac{1}{2}"], "math {gold_unparseable: string}"),
+        (["Aldi", "12.50", "25/05/2018"], "math {gold_unparseable: string}"),  # a receipt's
+        (["A", "none"], "math {gold_unparseable: string}"),
+        (["Route 66", r"\text{red}"], "math {gold_unparseable: string}"),
+    ],
+)
+def test_the_reward_follows_from_the_golds(golds: list[str], reward: str) -> None:
+    samples = [Sample(id=str(i), messages=(), answer=gold) for i, gold in enumerate(golds)]
+    assert " ".join(guess_reward(samples)[:2]).strip() == reward
+
+
+def test_golds_that_are_letters_get_a_reward_of_their_own(tmp_path: Path) -> None:
+    golds = ["A", "841", "C", r"\frac{1}{2}", "B"]
+    rows = [{"question": "?", "answer": g, "kind": "mc" if g.isalpha() else "free"} for g in golds]
+    data, out = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    assert run("init", "tiny:qwen2_5_vl", str(data), "--out", str(out)).exit_code == 0
+    config = load(out)
+    assert config.data.keys == {"data_source": "kind"} and not config.reward.terms
+    firsts = {source: terms[0]["verifier"] for source, terms in config.reward.by_source.items()}
+    assert firsts == {"mc": "choice", "default": "math"}
+    with data.open("a") as file:  # a source that init did not see
+        file.write("\n" + json.dumps({"question": "?", "answer": "7", "kind": "late"}))
+    assert run("check-data", str(out)).exit_code == 0
+    samples = [Sample(id=g, messages=(), answer=g, data_source="default") for g in "AB"]
+    samples += [Sample(id=g, messages=(), answer=g, data_source="x") for g in "12"]
+    assert letters_apart(samples) is None  # `default` would be both
+    untold = [Sample(id=gold, messages=(), answer=gold) for gold in golds]
+    assert guess_reward(untold)[0] == "math" and "3 of 5 are letters" in guess_reward(untold)[2]
+
+
+def test_levels_of_a_game_are_answers(tmp_path: Path) -> None:
+    level = "; 1 a\n#####\n#@$.#\n#####"
+    with gzip.open(tmp_path / "boxoban.train.txt.gz", "wt") as file:
+        file.write(f"{level}\n\n{level.replace('1', '2')}\n")
+    refused = run("init", "tiny:qwen2_5_vl", str(tmp_path / "boxoban.train.txt.gz"))
+    assert refused.exit_code == 2 and "examples/boxoban.py does for levels" in refused.stderr
+    rows = tmp_path / "boxoban.py"
+    rows.write_text((REPOSITORY / "examples" / "boxoban.py").read_text())
+    assert run("init", "tiny:qwen2_5_vl", str(rows), "--out", f"{tmp_path}/run.yaml").exit_code == 0
+    config = load(tmp_path / "run.yaml")
+    check(config, "rl")
+    assert config.env.name == "sokoban_step" and not config.reward.given
+    assert "rows           2, 2 good" in run("check-data", f"{tmp_path}/run.yaml").stdout
+    shown = (Message(role="user", parts=(Media(hash="a", width=9, height=9, path="a"),)),)
+    played = Sample(id="a", messages=shown, answer="right", extra={"level": level[6:]})
+    assert guess_reward([played])[0] == "sokoban"
+    graded = Sample(id="a", messages=(), answer="7", extra={"level": 3})  # of difficulty
+    assert guess_reward([graded])[0] == "count"
+    asked = (Message(role="user", parts=(Media(hash="a", width=9, height=9, path="a"), "where?")),)
+    assert guess_reward([Sample(id="a", messages=asked, answer="[0, 1.5, 3, 4]")])[0] == "iou"
+
+
+def test_init_finds_pictures_in_a_column_of_another_name_and_names_arguments(tmp_path: Path, model: Path) -> None:
+    rows = [{"question": "How?", "answer": gold, "photo": f"{gold}.png"} for gold in ("red", "12")]
+    data, out = tmp_path / "rows.jsonl", tmp_path / "r.yaml"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    result = run("init", str(model), str(data), "--out", str(out))
+    assert result.exit_code == 0, result.stderr
+    assert load(out).data.keys == {"images": "photo"}
+    term = load(out).reward.terms[0]
+    assert (term.verifier, term.args) == ("math", {"gold_unparseable": "string"})
+    assert "qa rows, each with an image" in out.read_text()
+
+
+def test_init_sends_pairs_and_labels_to_their_commands(tmp_path: Path, model: Path) -> None:
+    """With command lines whose options are in order."""
+    pair = {"prompt": "?", "chosen": "a", "rejected": "b"}
+    label = {"input": "?", "output": "a", "label": 1}
+    for row, what, commands in (
+        (pair, "preference pairs", ["dpo", "reward-model"]),
+        (label, "labelled good or bad", ["dpo"]),
+    ):
+        data = tmp_path / "some rows.jsonl"
+        data.write_text(json.dumps(row) + "\n")
+        result = run("init", str(model), str(data), "--out", str(tmp_path / "run.yaml"))
+        assert result.exit_code == 2 and what in result.stderr
+        named = [shlex.split(line) for line in result.stderr.split("\n") if "  saccade " in line]
+        assert [words[1] for words in named] == commands
+        for words in named:
+            check(load(None, words[2:]), words[1])
+
+
+def test_init_reads_real_data(tmp_path: Path, model: Path, shared: Path) -> None:
+    for name, format in {
+        "mathv/mathv.train.jsonl": "messages",
+        "nlvr/nlvr.train.json": "minio3",
+        "puzzlevqa/puzzlevqa.train.parquet": "easyr1",
+        "gsm8k/gsm8k.train.jsonl.gz": "qa",
+    }.items():
+        out = tmp_path / f"{format}.yaml"
+        result = run("init", str(model), str(shared / name), "--out", str(out))
+        assert result.exit_code == 0, result.stderr
+        assert f"# format: {format}" in out.read_text()
+        load(out)
