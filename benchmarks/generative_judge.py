@@ -22,7 +22,7 @@ from PIL import Image
 
 import saccade
 from saccade.models import tiny
-from saccade.plugins.preferences.pairwise_prompts import ASKED, ENDING
+from saccade.plugins.preferences.preference_rows import ASKED, ENDING
 from saccade.plugins.verifiers.short_answers import VERDICTS
 
 SIDE = 28  # pixels: one token each

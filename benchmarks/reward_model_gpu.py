@@ -27,7 +27,7 @@ from model import build
 from saccade.config import Config, load
 from saccade.plugins.quickstart import counting
 from saccade.plugins.reward_models.learned_reward import LearnedReward
-from saccade.plugins.reward_models.reward_forward import train_ratings
+from saccade.plugins.reward_models.reward_losses import train_ratings
 from saccade.plugins.reward_models.reward_rows import named, rows_of
 from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import reward_sample

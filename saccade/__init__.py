@@ -20,7 +20,7 @@ from saccade.plugins.export.export import export  # light; this way the name is 
 
 if TYPE_CHECKING:
     from saccade.config import Config
-    from saccade.plugins.check_data.check_rows import Report
+    from saccade.plugins.check_data.check_data import Report
 
     Source = str | Path | Mapping[str, Any] | Config | None
 
@@ -76,7 +76,7 @@ def evaluate(config: Source, *overrides: str, out: str | Path | None = None, res
 
 def generate(config: Source, *overrides: str) -> Any:
     """Write responses to a file."""
-    return import_module("saccade.recipes.generate").run(load_config(config, *overrides))
+    return import_module("saccade.plugins.generate.generate").run(load_config(config, *overrides))
 
 
 def quickstart(out: str | Path = "runs/quickstart", seed: int = 0, quick: bool = False) -> dict[str, Any]:

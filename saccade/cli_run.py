@@ -32,7 +32,7 @@ MODULES = {
     "dpo": "plugins.preferences.dpo",
     "reward-model": "plugins.reward_models.reward_training",
     "eval": "recipes.evaluate",
-    "generate": "recipes.generate",
+    "generate": "plugins.generate.generate",
 }
 
 app = typer.Typer(

@@ -75,6 +75,16 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         for name, function in {"abs": "absolute", "k1+": "k1_plus", "k3+": "k3_plus"}.items()
     },
     "losses": {"distillation": "saccade.plugins.distillation.distil:DistillationLoss"},
+    "evaluations": {
+        "rescore": "saccade.plugins.generate.rescore:run",
+        "reward_model": "saccade.plugins.reward_models.reward_training:evaluate",
+    },
+    "row_formats": {
+        "pairs": "saccade.plugins.preferences.preference_rows:PAIRS",
+        "sides": "saccade.plugins.preferences.preference_rows:SIDES",
+        "labels": "saccade.plugins.preferences.preference_rows:LABELLED",
+        "steps": "saccade.plugins.preferences.preference_rows:STEPS",
+    },
     "mappings": {
         name: f"saccade.plugins.preferences.preference_sets:{name.replace('-', '_')}"
         for name in (
@@ -115,6 +125,11 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         )
     }
     | {"dro": "saccade.plugins.more_algorithms.more_losses:kimi"},
+    "preferences": {
+        "mapped": "saccade.plugins.preferences.mappings:mapped",
+        "chosen": "saccade.plugins.preferences.preference_rows:chosen_view",
+        "verdict": "saccade.plugins.preferences.preference_rows:verdict_view",
+    },
     "reports": {
         "evaluation_lines": "saccade.plugins.reports.eval_report:table_lines",
         "evaluation_page": "saccade.plugins.reports.eval_report:write_eval_report",
@@ -125,15 +140,15 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
     "reward_models": {
         "rows": "saccade.plugins.reward_models.reward_rows:rows_of",
         "terms": "saccade.plugins.reward_models.reward_model_term:Learned",
-        "evaluate": "saccade.plugins.reward_models.reward_evaluation:compare",
+        "card": "saccade.plugins.reward_models.reward_card:read_card",
         "score": "saccade.plugins.reward_models.reward_loading:load_learned",
+        "start_critic": "saccade.plugins.reward_models.reward_head:start_critic",
         "require": "saccade.plugins.reward_models.reward_loading:require_folders",
     },
-    "selections": {
-        name: f"saccade.plugins.check_data.selection:{name}" for name in ("best", "best_worst", "threshold")
-    },
     "rules": {
-        "preferences": "saccade.plugins.preferences.preference_checks:problems",
+        "preferences": "saccade.plugins.preferences.preference_losses:check",
+        "rating": "saccade.plugins.reward_models.reward_losses:check",
+        "selection": "saccade.plugins.generate.selection:check",
         "series": "saccade.plugins.series.series_checks:series",
         "trained_series": "saccade.plugins.series.series_checks:trained_series",
     },

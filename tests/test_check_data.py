@@ -32,7 +32,7 @@ def test_check_data_knows_what_a_command_refuses(counting: Path, tmp_path: Path)
         assert "3, 2 good, 1 bad" in result.stdout and f"  {bad} (row" in result.stdout
     assert run(*check, "--for", "dpo", "--fix", str(fixed)).exit_code == 0
     assert [json.loads(line)["id"] for line in fixed.open()] == ["n0", "n1"]
-    for command, reason in {"kto": "known are rl, sft, dpo", "dpo": "model.path=tiny"}.items():
+    for command, reason in {"kto": "expected one of rl, sft, dpo", "dpo": "model.path=tiny"}.items():
         result = run("check-data", str(path), "--for", command)
         assert result.exit_code == 2 and reason in result.stderr
 

@@ -18,8 +18,9 @@ from saccade.config import Config, load
 from saccade.config.schema import options
 from saccade.data import datasets
 from saccade.errors import ConfigError
+from saccade.plugins.generate import generate
 from saccade.plugins.smoke.smoke import model_type, smoke, with_examples
-from saccade.recipes import generate, parts
+from saccade.recipes import parts
 from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import FORMATS, VERIFIERS

@@ -97,7 +97,7 @@ RULES: dict[str, tuple[Rule | str, ...]] = {
     "rl": (*TRAINING, *(*CRITIC, offline.demonstrations, *SAMPLING, steps.reward, steps.environment)),
     "sft": (*TRAINING, offline.imitation),
     "dpo": (*TRAINING, "preferences"),
-    "reward-model": (*TRAINING, offline.rating),
+    "reward-model": (*TRAINING, "rating"),
     "eval": (
         *ANSWERS,
         *(rows.val_data, rows.val_files, *LOOKING),
@@ -107,7 +107,7 @@ RULES: dict[str, tuple[Rule | str, ...]] = {
     "generate": (
         *ANSWERS,
         *(rows.some_data, *READING),
-        *(steps.response_length, steps.environment, steps.selection, offline.selection),
+        *(steps.response_length, steps.environment, steps.selection, "selection"),
     ),
     "chat": (*ANSWERS, rows.pixels, rows.prompt_files),
     # those of rl that need neither rows nor rewards

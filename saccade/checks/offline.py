@@ -1,9 +1,7 @@
-"""What a config alone can say against learning from rows that exist, or making them.
+"""What a config alone can say against learning from demonstrations.
 
-Demonstrations, reward models, selected responses.
-
-    >>> list(selection(load(None, ["generate.select=best"])))
-    ['generate.n: 1 response has no better one; try generate.n=4']
+>>> list(demonstrations(load(None, ["train.sft_coef=1"])))
+['data.demonstrations: train.sft_coef needs some; try data.demonstrations=shown.jsonl']
 """
 
 from __future__ import annotations
@@ -40,28 +38,6 @@ def _shows_reward(tag: str) -> bool:
         return tag.format(reward=0.25) != tag.format(reward=100.0)
     except (LookupError, ValueError, AttributeError):
         return False
-
-
-def rating(config: Config) -> Iterator[str]:
-    own = config.reward_model
-    if own.bounded and own.center_coef:
-        yield "reward_model.center_coef: draws scores to 0, where a sigmoid cannot go; set it to 0"
-    if not own.heads or not all(weight > 0 for weight in own.heads.values()):
-        yield "reward_model.heads: names with weights above 0; try reward_model.heads=[preference]"
-    if len(set(own.tokens)) < 2 or not own.placeholder.strip():
-        yield "reward_model.tokens: two labels or more, and a placeholder; try tokens=[+,-]"
-
-
-def selection(config: Config) -> Iterator[str]:
-    generate = config.generate
-    if generate.select in ("all", "correct"):
-        return
-    if config.env.name != "single_turn":
-        yield "generate.select: keeps single replies; try select=correct, or env.name=single_turn"
-    if generate.select == "threshold" and generate.threshold is None:
-        yield "generate.threshold: generate.select=threshold needs it; try generate.threshold=1"
-    if generate.select in ("best", "best_worst") and generate.n < 2:
-        yield f"generate.n: {generate.n} response has no better one; try generate.n=4"
 
 
 def demonstrations(config: Config) -> Iterator[str]:

@@ -32,8 +32,6 @@ from saccade.media.blob_file import Spill
 from saccade.media.images import ImageError
 from saccade.media.kinds import open_any
 from saccade.media.media_files import located, source_kind
-from saccade.plugins.preferences.mappings import apply, load_mapping
-from saccade.plugins.preferences.pairwise_prompts import judged
 from saccade.registry import Table
 from saccade.types import Media, Sample
 
@@ -46,6 +44,8 @@ LONGEST_NAME = 1024  # of a file; longer text is the file itself
 POLICIES: Table[Callable[..., Sample | None]] = Table("overlong", {"drop": lambda sample, length, limit: None})
 # Called as (path, first rows, format, data.keys) for a set of which no medium is read; they raise DataError.
 SET_CHECKS: Table[Callable[..., None]] = Table("set_checks", {})
+# How rows that compare candidates are read: `mapped`, `chosen`, `verdict`.
+PREFERENCES: Table[Any] = Table("preferences", {})
 
 
 def load(
@@ -171,7 +171,7 @@ class _Reader:
                 if source.data_source is not None:
                     sample = replace(sample, data_source=source.data_source)
                 if self.config.pair_view == "verdict":
-                    sample = judged(sample, seed=self.config.pair_order_seed)
+                    sample = PREFERENCES["verdict"](sample, seed=self.config.pair_order_seed)
                 self._keep(sample, name, number)
             except (RowError, ImageError) as error:
                 self._set_aside(row, name, number, str(error))
@@ -211,8 +211,8 @@ class _Reader:
         wanted = self._mapping(source)
         if wanted is None:
             return detect(columns, self.config, name) if columns else FORMATS["qa"], iter(rows)
-        mapping, seed = load_mapping(wanted), self.config.pair_order_seed
-        return FORMATS["sides"], apply(mapping, rows, folder=folder, seed=seed)
+        mapped = PREFERENCES["mapped"](wanted, rows, folder=folder, seed=self.config.pair_order_seed)
+        return FORMATS["sides"], mapped
 
     def _opener(self, folder: Path | None) -> OpenImage:
         """Opens media of one source, each file once."""

@@ -25,7 +25,7 @@ from saccade.data.chats import Picture, RowError, Turns, arrange, parse_json, re
 from saccade.data.records import WRITTEN, content_hash, plain
 from saccade.errors import ConfigError, DataError
 from saccade.media.kinds import KINDS
-from saccade.plugins.preferences.preference_rows import check_labels, read_candidates, read_label
+from saccade.registry import Table
 from saccade.types import Media, Message, Sample
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -71,91 +71,64 @@ class Format:
     thinking: tuple[str, ...] = ()
     candidates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # columns by role
     label: tuple[str, ...] = ()  # of a single candidate
+    # (prompt, cells of the candidates) → the question, and how each candidate continues
+    read_candidates: Callable[[Any, list[Any]], tuple[Turns, list[Turns]]] | None = None
+    read_label: Callable[[Any], bool] | None = None
+    check: Callable[[Sample], None] = lambda sample: None  # refuses rows with a RowError
 
 
-FORMATS: Mapping[str, Format] = {
-    format.name: format
-    for format in (
-        Format(
-            name="messages",
-            matches=lambda columns: (
-                any(name in columns for name in ("messages", "message", "input"))
-                and not {"input", "label"} <= set(columns)
-            ),
-            prompt=("messages", "message", "input"),
-            answer=("answer", "solution"),
+_OURS = (
+    Format(
+        name="messages",
+        matches=lambda columns: (
+            any(name in columns for name in ("messages", "message", "input")) and not {"input", "label"} <= set(columns)
         ),
-        Format(
-            name="r1v",
-            matches=lambda columns: {"problem", "solution"} <= set(columns) and "images" not in columns,
-            prompt=("problem",),
-            answer=("solution",),
-            gold=inside_answer_tag,
-            thinking=("thinking",),
-        ),
-        Format(
-            name="easyr1",
-            matches=lambda columns: "problem" in columns and ("answer" in columns or "solution" not in columns),
-            prompt=("problem",),
-            answer=("answer",),
-        ),
-        Format(
-            name="minio3",
-            matches=lambda columns: {"problem", "solution", "images"} <= set(columns),
-            prompt=("problem",),
-            answer=("solution",),
-            gold=inside_answer_tag,
-        ),
-        Format(
-            name="lightrft",
-            matches=lambda columns: "prompt" in columns and "chosen" not in columns,
-            prompt=("prompt",),
-            answer=("reference", "reward_model.ground_truth", "ground_truth", "answer"),
-            data_source=("label", "extra_info.label", "data_source"),
-        ),
-        Format(
-            name="qa",
-            matches=lambda columns: "question" in columns,
-            prompt=("question",),
-            answer=("answer",),
-            gold=after_hashes,
-        ),
-        Format(
-            name="sharegpt",
-            matches=lambda columns: "conversations" in columns,
-            prompt=("conversations",),
-            answer=("answer", "solution"),
-        ),
-        Format(
-            name="pairs",
-            matches=lambda columns: {"chosen", "rejected"} <= set(columns),
-            prompt=("prompt", "question", "problem", "input", "messages", "conversations"),
-            answer=("answer", "solution"),
-            candidates={"chosen": ("chosen",), "rejected": ("rejected",)},
-        ),
-        Format(
-            name="sides",
-            matches=lambda columns: {"a", "b"} <= set(columns) and ("labels" in columns or "extra" in columns),
-            prompt=("prompt", "question", "messages"),
-            answer=("answer",),
-            candidates={"a": ("a",), "b": ("b",)},
-        ),
-        Format(
-            name="labels",
-            matches=lambda columns: "label" in columns and ("output" in columns or "completion" in columns),
-            prompt=("input", "prompt", "question", "problem", "messages", "conversations"),
-            answer=("answer", "solution"),
-            candidates={"output": ("output", "completion")},
-            label=("label",),
-        ),
-        Format(  # `label`, one entry per step, stays in `extra`
-            name="steps",
-            matches=lambda columns: {"input", "label"} <= set(columns) and not {"output", "completion"} & set(columns),
-            prompt=("input", "prompt", "messages", "conversations"),
-            answer=("answer", "solution"),
-        ),
-    )
-}
+        prompt=("messages", "message", "input"),
+        answer=("answer", "solution"),
+    ),
+    Format(
+        name="r1v",
+        matches=lambda columns: {"problem", "solution"} <= set(columns) and "images" not in columns,
+        prompt=("problem",),
+        answer=("solution",),
+        gold=inside_answer_tag,
+        thinking=("thinking",),
+    ),
+    Format(
+        name="easyr1",
+        matches=lambda columns: "problem" in columns and ("answer" in columns or "solution" not in columns),
+        prompt=("problem",),
+        answer=("answer",),
+    ),
+    Format(
+        name="minio3",
+        matches=lambda columns: {"problem", "solution", "images"} <= set(columns),
+        prompt=("problem",),
+        answer=("solution",),
+        gold=inside_answer_tag,
+    ),
+    Format(
+        name="lightrft",
+        matches=lambda columns: "prompt" in columns and "chosen" not in columns,
+        prompt=("prompt",),
+        answer=("reference", "reward_model.ground_truth", "ground_truth", "answer"),
+        data_source=("label", "extra_info.label", "data_source"),
+    ),
+    Format(
+        name="qa",
+        matches=lambda columns: "question" in columns,
+        prompt=("question",),
+        answer=("answer",),
+        gold=after_hashes,
+    ),
+    Format(
+        name="sharegpt",
+        matches=lambda columns: "conversations" in columns,
+        prompt=("conversations",),
+        answer=("answer", "solution"),
+    ),
+)
+FORMATS: Table[Format] = Table("row_formats", {format.name: format for format in _OURS})
 FOR_REWARDS = ("segmentation_path", "mask", "level")  # may name a file that a reward reads
 SHARED_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "id": ("id", "doc_id", "unique_id", "question_id"),
@@ -255,14 +228,13 @@ def read_row(
         id="" if values["id"] is None else str(values["id"]),
         messages=tuple(messages[: len(asked)]),
         candidates=tuple(tuple(messages[a:b]) for a, b in pairwise(ends)),
-        desirable=read_label(values["label"]) if format.label else None,
+        desirable=format.read_label(values["label"]) if format.read_label else None,
         answer=_gold(values["answer"], format.gold, choices),
         data_source=values["data_source"] or default_source,
         choices=choices,
         extra=_extra(row, used, format),
     )
-    if format.name == "sides":
-        check_labels(sample.extra.get("labels"))
+    format.check(sample)
     _require_characters(sample)
     return sample if sample.id else replace(sample, id=content_hash(sample)[:16])
 
@@ -340,9 +312,9 @@ def _turns(values: Mapping[str, Any], format: Format) -> tuple[Turns, list[Turns
     the candidates that go on from there.
     """
     candidates: list[Turns] = []
-    if format.candidates:
+    if format.read_candidates:
         replies = [values[role] for role in format.candidates]
-        turns, candidates = read_candidates(values["prompt"], replies)
+        turns, candidates = format.read_candidates(values["prompt"], replies)
     else:
         turns = read_chat(values["prompt"])
     if values["thinking"]:

@@ -1,30 +1,23 @@
-"""Heads that give numbers: one per token for a critic, some per sequence for a reward model.
+"""Heads that give numbers, as the trainer sees them: that of a critic, one number per token, stands
+where the language head stood; a `SavedHead` stands beside it and has a file in the model's folder.
 
-Knows nothing of what the numbers are trained to mean. A critic's head stands where the language
-head stood; a reward model keeps that one, at rest, so that its folder stays a whole model.
+Knows nothing of what the numbers are trained to mean.
 
     attach_score(model, seed=0)
     values = read_scores(model.score, hidden[reads])
 
-    attach_reward(model, RewardHead(like=model, card=Card(kind="scalar", heads=("taste",)), seed=0))
-    scores = model.score(hidden, sequence, count)  # [sequences, heads]
-
-Legend: R reads, E hidden size, S sequences, H heads, P heads of the pooling.
+Legend: R reads, E hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
 
-from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, read_card
 from saccade.system.contents import File, on_host, tensor_file
 
 
@@ -35,25 +28,9 @@ def attach_score(model: nn.Module, *, seed: int) -> None:
     """
     assert not hasattr(model, "score"), "the model has a score head already"
     score = nn.Linear(_size(model), 1, bias=False, device="meta")
-    score.weight = _drawn(model, 1, seed)
+    score.weight = drawn(model, 1, seed)
     model.score = score
     model.lm_head = None  # type: ignore[assignment]
-
-
-@torch.no_grad()
-def start_score(model: nn.Module, folder: Path) -> bool:
-    """A critic that starts from a reward model reads values as that one read its first score. False
-    if its score is no linear function of the last states: then the head stays as it was drawn.
-    """
-    from safetensors.torch import load_file
-
-    card = read_card(folder)
-    if card is None or not (folder / REWARD_FILE).is_file():
-        return True
-    if card.head != "linear" or card.bounded or card.probe_layer != -1:
-        return False
-    model.score.weight.copy_(load_file(folder / REWARD_FILE)["score.weight"][:1])  # type: ignore
-    return True
 
 
 def read_scores(score: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
@@ -62,83 +39,23 @@ def read_scores(score: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     return score(hidden.to(wide)).squeeze(-1)
 
 
-class RewardHead(nn.Module):
-    """Pools the hidden states of each sequence and gives it a number per head."""
+class SavedHead(nn.Module):
+    """`model.score` of a model that is saved without it, and with the blocks above the one it reads."""
 
-    def __init__(self, *, like: nn.Module, card: Card, seed: int, first_log_scale: float = 0.0) -> None:
-        """`first_log_scale` starts a scale that some losses learn beside the scores."""
+    def __init__(self, file: str) -> None:
         super().__init__()
-        self.card = card
-        self.above: list[nn.Module] = []  # blocks of the model that it does not read
-        self.weight = _drawn(like, len(card.heads), seed)
-        size = self.weight.shape[1]
-        if size % card.pooling_heads:
-            raise ConfigError(
-                f"reward_model.pooling_heads: {card.pooling_heads} does not divide the hidden size "
-                f"{size} of this model; try reward_model.pooling_heads=1"
-            )
-        # At first all states count alike; with `mean` it stays so.
-        self.query = nn.Parameter(torch.zeros_like(self.weight[0]))
-        self.log_scale = nn.Parameter(torch.full_like(self.weight[0, :1], first_log_scale))
-        self.query.requires_grad_(card.pooling == "attention")
-        self.log_scale.requires_grad_(first_log_scale != 0)
-        if card.head == "mlp":
-            self.inner = nn.Parameter(_drawn(like, size, seed + 1).data * size**0.5)
-            self.gain = nn.Parameter(torch.ones_like(self.query))
-
-    def forward(self, hidden: Tensor, sequence: Tensor, count: int) -> Tensor:
-        """hidden [R, E] of sequences [R] → [S, H]. With `last` there is one state of each."""
-        pooled = hidden.to(self.weight.dtype)
-        if self.card.pooling != "last":
-            pooled = self._pooled(pooled, sequence, count)
-        if self.card.head == "mlp":
-            pooled = silu(rms_norm(pooled @ self.inner.T, self.gain.shape, self.gain, eps=1e-6))
-        scores = pooled @ self.weight.T
-        return scores.sigmoid() if self.card.bounded else scores
-
-    def _pooled(self, hidden: Tensor, sequence: Tensor, count: int) -> Tensor:
-        """[R, E] → [S, E]: each of P parts of the states by a softmax of its own."""
-        parts = hidden.unflatten(1, (self.card.pooling_heads, -1))
-        query = self.query.view(parts.shape[1:])
-        logits = torch.einsum("rpe,pe->rp", parts, query) / query.shape[1] ** 0.5
-        highest = logits.detach().new_full((count, len(query)), -torch.inf)
-        index = sequence[:, None].expand_as(logits)
-        highest = highest.scatter_reduce(0, index, logits.detach(), "amax")
-        weights = (logits - highest[sequence]).exp()
-        total = weights.new_zeros(highest.shape).index_add(0, sequence, weights)
-        weighted = (weights / total[sequence])[..., None] * parts
-        return hidden.new_zeros(count, hidden.shape[1]).index_add(0, sequence, weighted.flatten(1))
-
-
-def attach_reward(model: nn.Module, head: RewardHead) -> None:
-    """For the folder's sake an untied `lm_head` stays as it is, and blocks above the one that is
-    read wait in the head; neither learns anything.
-    """
-    model.score = head
-    if head.card.probe_layer != -1:
-        blocks, probe = _blocks(model), head.card.probe_layer
-        if not -len(blocks) <= probe < len(blocks):
-            raise ConfigError(
-                f"reward_model.probe_layer: {probe} is none of the {len(blocks)} blocks of this "
-                f"model; give {-len(blocks)} to {len(blocks) - 1}, -1 is the last"
-            )
-        read = probe % len(blocks) + 1
-        head.above = list(blocks[read:])
-        del blocks[read:]
-    output, embedding = model.lm_head.weight, model.get_input_embeddings().weight  # type: ignore
-    if output is not embedding:
-        output.requires_grad_(False)
+        self.file, self.above = file, list[nn.Module]()
 
 
 @contextmanager
-def without_reward(model: nn.Module) -> Iterator[RewardHead | None]:
-    """Inside, the model is whole and has no reward head; it, or None where there was none."""
+def without_head(model: nn.Module) -> Iterator[SavedHead | None]:
+    """Inside, the model is whole and has no such head; yields it, or None where there was none."""
     head = getattr(model, "score", None)
-    if not isinstance(head, RewardHead):
+    if not isinstance(head, SavedHead):
         yield None
         return
     del model.score
-    blocks = _blocks(model)
+    blocks = blocks_of(model)
     blocks.extend(head.above)
     try:
         yield head
@@ -147,24 +64,12 @@ def without_reward(model: nn.Module) -> Iterator[RewardHead | None]:
         del blocks[len(blocks) - len(head.above) :]
 
 
-def reward_file(head: RewardHead, *, copy: bool = False) -> File:
+def head_file(head: SavedHead, *, copy: bool = False) -> File:
     tensors = {f"score.{n}": on_host(p, copy=copy) for n, p in head.named_parameters()}
-    return REWARD_FILE, tensor_file(tensors, {"format": "pt"})
+    return head.file, tensor_file(tensors, {"format": "pt"})
 
 
-@torch.no_grad()
-def load_reward(head: RewardHead, folder: Path) -> None:
-    from safetensors.torch import load_file
-
-    stored = load_file(folder / REWARD_FILE)
-    mine: dict[str, Any] = {f"score.{n}": p for n, p in head.named_parameters()}
-    if {n: p.shape for n, p in mine.items()} != {n: p.shape for n, p in stored.items()}:
-        raise EnvironmentProblem(f"{folder / REWARD_FILE}: its tensors do not fit config.json")
-    for name, parameter in mine.items():
-        parameter.copy_(stored[name])
-
-
-def _blocks(model: Any) -> nn.ModuleList:
+def blocks_of(model: Any) -> nn.ModuleList:
     """Of the language model."""
     return getattr(model.get_decoder(), "layers", None) or nn.ModuleList()
 
@@ -173,7 +78,7 @@ def _size(model: nn.Module) -> int:
     return model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
 
 
-def _drawn(model: nn.Module, count: int, seed: int) -> nn.Parameter:
+def drawn(model: nn.Module, count: int, seed: int) -> nn.Parameter:
     """[count, E]. In fp32 even on a bf16 model: it costs nothing, and a value is a sum of thousands
     of products. Drawn on the CPU: a seed is the same head on every device.
     """

@@ -10,7 +10,7 @@ An outcome that is no share of right answers, such as the score of a reward mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,32 +25,30 @@ from saccade.types import ALWAYS_EXCLUDED, Group, Trajectory
 MOST_CATEGORIES = 40
 SLACK = 1e-6  # of sums that should be 1
 Table = dict[str, dict[str, float]]  # limit, number of turns, category or source -> numbers
+Item = tuple[str, Any]  # a data source, and the outcomes of one question
 Scores = Mapping[str, str]  # data source whose outcome is a score -> what gives that score
 NO_SCORES: Scores = {}
 
 
-def score_terms(
-    scorer: Scorer | None, outcomes: Mapping[str, Sequence[float]], known: Collection[str] = ()
-) -> dict[str, str]:
+def items_of(groups: Sequence[Group]) -> list[Item]:
+    return [(group.sample.data_source, _outcomes(group)) for group in groups]
+
+
+def score_terms(scorer: Scorer | None, items: Sequence[Item], known: Collection[str] = ()) -> dict[str, str]:
     """Sources whose outcome is no accuracy: it comes from a reward model, a value lies beyond 0..1,
     or that is `known` from values before these.
     """
+    beyond = {source: False for source, _ in items}
+    for source, values in items:
+        beyond[source] |= any(not -SLACK <= value <= 1 + SLACK for value in values)
     found = {}
-    for source, values in outcomes.items():
+    for source in beyond:
         term = None
         if scorer is not None:
             recipe = scorer.recipe(source)
             term = recipe.terms[recipe.outcome]
-        beyond = any(not -SLACK <= value <= 1 + SLACK for value in values)
-        if beyond or source in known or (term is not None and term.learned):
+        if beyond[source] or source in known or (term is not None and term.learned):
             found[source] = str(term and (term.verifier, sorted(term.args.items())))
-    return found
-
-
-def outcomes_by_source(groups: Sequence[Group]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for group in groups:
-        found.setdefault(group.sample.data_source, []).extend(_outcomes(group).tolist())
     return found
 
 
@@ -59,15 +57,19 @@ def accuracy(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
     metrics = {"items": float(len(outcomes))}
     if outcomes:
         low, high = statistics.mean_interval(outcomes)
-        mean = float(np.mean([values.mean() for values in outcomes]))
-        metrics |= {"accuracy": mean, "ci_low": low, "ci_high": high}
+        metrics |= {"accuracy": _mean(outcomes), "ci_low": low, "ci_high": high}
         metrics |= _at_k(outcomes)
     return metrics
 
 
-def measured(items: Sequence[tuple[str, np.ndarray]], scores: Scores) -> dict[str, float]:
+def _mean(outcomes: Sequence[np.ndarray]) -> float:
+    """Items count alike, however many outcomes they have."""
+    return float(np.mean([np.mean(values) for values in outcomes]))
+
+
+def measured(items: Iterable[Item], scores: Scores) -> dict[str, float]:
     """Accuracy, and apart from it the scores: one mean where one term gives them all, else one for
-    each source. `items`: source and outcomes of each; those without any do not count.
+    each source. Items without an outcome do not count.
     """
     items = [(source, values) for source, values in items if len(values)]
     metrics = accuracy([values for source, values in items if source not in scores])
@@ -79,12 +81,9 @@ def measured(items: Sequence[tuple[str, np.ndarray]], scores: Scores) -> dict[st
     everyone = [values for of_source in rated.values() for values in of_source]
     if len({scores[source] for source in rated}) == 1:
         low, high = statistics.mean_interval(everyone)
-        mean = float(np.mean([values.mean() for values in everyone]))
-        metrics |= {"score": mean, "score_ci_low": low, "score_ci_high": high}
+        metrics |= {"score": _mean(everyone), "score_ci_low": low, "score_ci_high": high}
     else:
-        for source, of_source in rated.items():
-            mean = float(np.mean([values.mean() for values in of_source]))
-            metrics[f"score/{source}"] = mean
+        metrics |= {f"score/{source}": _mean(of_source) for source, of_source in rated.items()}
     return metrics | ({"score_items": float(len(everyone))} if rated else {})
 
 
@@ -109,7 +108,7 @@ def _at_k(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
     whole = [values for values in outcomes if len(values) == k]
     if k < 2:
         return {}
-    metrics = {f"avg@{k}": float(np.mean([values.mean() for values in whole]))}
+    metrics = {f"avg@{k}": _mean(whole)}
     if all(set(values.tolist()) <= {0.0, 1.0} for values in whole):
         passes = [statistics.pass_at_k(k, int(values.sum()), k) for values in whole]
         metrics[f"pass@{k}"] = float(np.mean(passes))
@@ -121,13 +120,11 @@ def group_accuracy(groups: Sequence[Group], scores: Scores = NO_SCORES) -> dict[
     together for the interval, and `all_rotations` is the share of questions that were answered
     rightly in every order.
     """
-    outcomes = [_outcomes(group) for group in groups]
-    sources = [group.sample.data_source for group in groups]
-    metrics = measured(list(zip(sources, outcomes, strict=True)), scores)
+    items = items_of(groups)
+    metrics = measured(items, scores)
     questions: dict[str, list[np.ndarray]] = {}
-    for group, values in zip(groups, outcomes, strict=True):
-        right_or_wrong = group.sample.data_source not in scores
-        if ROTATION_OF in group.sample.extra and len(values) and right_or_wrong:
+    for group, (source, values) in zip(groups, items, strict=True):
+        if ROTATION_OF in group.sample.extra and len(values) and source not in scores:
             questions.setdefault(group.sample.extra[ROTATION_OF], []).append(values)
     if questions:
         together = [np.concatenate(orders) for orders in questions.values()]
@@ -148,20 +145,19 @@ def _outcomes(group: Group) -> np.ndarray:
 
 def by_category(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
     """Of sets whose rows say what they are about; a column with many values is no category."""
-    return _by([str(group.sample.extra.get("category") or "") for group in groups], groups, scores)
+    return _by(lambda group: str(group.sample.extra.get("category") or ""), groups, scores)
 
 
 def by_source(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
     """Of sets whose rows come from several."""
-    sources = [group.sample.data_source for group in groups]
-    return _by(sources, groups, scores) if len(set(sources)) > 1 else {}
+    several = len({group.sample.data_source for group in groups}) > 1
+    return _by(lambda group: group.sample.data_source, groups, scores) if several else {}
 
 
-def _by(names: Sequence[str], groups: Sequence[Group], scores: Scores) -> Table:
-    kinds = sorted({name for name in names if name})
-    pairs = list(zip(names, groups, strict=True))
+def _by(name: Callable[[Group], str], groups: Sequence[Group], scores: Scores) -> Table:
+    kinds = sorted(set(filter(None, map(name, groups))))
     return {
-        kind: group_accuracy([group for name, group in pairs if name == kind], scores)
+        kind: group_accuracy([group for group in groups if name(group) == kind], scores)
         for kind in (kinds if len(kinds) <= MOST_CATEGORIES else ())
     }
 

@@ -25,12 +25,11 @@ from saccade.engines import Engine
 from saccade.environments import gives_rewards
 from saccade.media.pixel_cache import DECODED
 from saccade.models.families import Family
-from saccade.plugins.reward_models.reward_card import Card, read_card
 from saccade.recipes import accuracy, model_setup, parts, questions
 from saccade.recipes.engines import answering_engine, answering_family, expenses
-from saccade.recipes.failures import Judged, check_errors, refuse_errors
-from saccade.recipes.rescore import rescored
-from saccade.recipes.results import Result, kept_if_filled, places, write_files, write_results
+from saccade.recipes.failures import check_errors
+from saccade.recipes.results import Result, kept_if_filled, places, write_results
+from saccade.registry import Table
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
@@ -47,6 +46,7 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 FILES = (RESULTS, "samples.jsonl", "report.html", QUARANTINE)
+EVALUATIONS: Table[Any] = Table("evaluations", {})  # of other things than a model that answers
 
 
 def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) -> dict[str, Any]:
@@ -60,9 +60,9 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
     folder, answers = places(config, out)
     with kept_if_filled(folder):
         if rescore is not None:
-            return _rescore(config, Path(rescore), folder)
-        if config.model.path and (card := read_card(config.model.path)):
-            return _compare(config, card, folder)
+            return EVALUATIONS["rescore"](config, folder, Path(rescore))
+        if config.model.path and model_setup.REWARD_MODELS["card"](config.model.path):
+            return EVALUATIONS["reward_model"](config, folder)
         return _evaluate(config, folder, answers)
 
 
@@ -154,7 +154,7 @@ class Evaluator:
         judged = scorer is not None or gives_rewards(config.env)
         if judged:
             groups = stream.attach(groups, report_slow_rewards(self.progress, scorer, config.reward))
-        scores = accuracy.score_terms(scorer, accuracy.outcomes_by_source(groups), known)
+        scores = accuracy.score_terms(scorer, accuracy.items_of(groups), known)
         if judged:
             tables = _tables(groups, cuts, limits, scores)
         metrics = set_metrics(groups, family, scores) | (scorer.metrics() if scorer else {})
@@ -219,30 +219,3 @@ def describe(result: Result) -> str:
     left_out = [f"rows left out {m['left_out']:.0f}"] if m.get("left_out") else []
     items = f"items {m['items']:.0f}"
     return f"{result.name}: " + "  ".join([*found, *lost, *beside, items, *left_out])
-
-
-def _compare(config: Config, card: Card, folder: Path) -> dict[str, Any]:
-    with Console(None, "eval", name=folder.name) as console:
-        log.info(
-            f"{config.model.path} is a reward model: it judges the rows of data.val, worded by "
-            f"prompt.format={config.prompt.format}, which should be that of its training"
-        )
-        summary, rows = model_setup.REWARD_MODELS["evaluate"](config, card, folder, console)
-        write_files(folder, summary, rows)
-        log.info(f"{RESULTS}, samples.jsonl are in {folder}")
-    return summary
-
-
-def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:
-    with Console(None, "eval", name=folder.name):
-        log.info(f"answers of {samples} are scored again; data.val and eval.suites do not count")
-        rows, summary = rescored(config, samples)
-        for name, metrics in summary.items():
-            log.info(describe(Result(name=name, groups=(), metrics=metrics)))
-        write_files(folder, summary, rows)
-        log.info(f"{RESULTS}, samples.jsonl are in {folder}")
-        for name in summary:
-            own = [row for row in rows if row["set"] == name]
-            known = [Judged(r["id"], r["status"], r["reason"], r["end_reason"]) for r in own]
-            refuse_errors(known, config)
-    return summary

@@ -19,7 +19,7 @@ from saccade.errors import ConfigError
 from saccade.models import lora, tiny
 from saccade.models.families import Family, load_family
 from saccade.models.files import require_whole
-from saccade.models.heads import attach_score, start_score
+from saccade.models.heads import attach_score
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
 from saccade.models.towers import TOWERS
 from saccade.registry import Table
@@ -30,7 +30,7 @@ from saccade.trainer.reference import AdapterReference
 
 log = logging.getLogger(__name__)
 
-# What recipes do with a reward model: read its rows, evaluate it, refuse a wrong folder, score with it.
+# What recipes do with a reward model: read its card and its rows, refuse a wrong folder, score with it, start from it.
 REWARD_MODELS: Table[Any] = Table("reward_models", {})
 AVERAGES: Table[Any] = Table("averages", {})  # of the weights
 IMITATION: Table[Any] = Table("imitation", {})  # a teacher, demonstrations
@@ -147,7 +147,7 @@ def load_critic(config: Config, family: Family, algorithm: Algorithm) -> LocalBa
     policy = load_policy(config, family, folder=algorithm.critic.path, train=train)
     attach_score(policy.model, seed=config.run.seed)
     path = algorithm.critic.path
-    if path is not None and not start_score(policy.model, Path(path)):
+    if path is not None and not REWARD_MODELS["start_critic"](policy.model, Path(path)):
         log.info(f"algorithm.critic.path={path}: its score is not linear; the critic draws a head of its own")
     return learner(config, policy)
 

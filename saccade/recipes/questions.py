@@ -19,7 +19,6 @@ from saccade.data.sources import set_names
 from saccade.environments import KINDS
 from saccade.errors import DataError
 from saccade.models.families import Family
-from saccade.plugins.preferences.preference_rows import chosen_first
 from saccade.registry import Table
 from saccade.rewards.resolve import verifiers_for
 from saccade.rewards.verifiers import VERIFIERS
@@ -107,10 +106,7 @@ def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family
     def word(sample: Sample) -> Sample:
         if sample.desirable is False and tag is None:
             raise RowError("labelled as bad; sft learns from such rows with sft.reward_tag")
-        for candidate in chosen_first(sample).candidates[:1]:
-            if any(message.media for message in candidate):
-                raise RowError("candidates are media; data.pair_view=verdict teaches to judge them")
-            sample = replace(sample, messages=(*sample.messages, *candidate), candidates=())
+        sample = datasets.PREFERENCES["chosen"](sample)
         roles = [message.role for message in sample.messages]
         if "assistant" not in roles or roles[0] == "assistant":
             raise RowError("no assistant turn that answers something; sft reads conversations")

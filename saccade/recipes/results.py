@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,17 +74,24 @@ def kept_if_filled(folder: Path) -> Iterator[None]:
 
 def write_results(folder: Path, results: Sequence[Result], family: Family) -> dict[str, Any]:
     summary = {result.name: {**result.metrics, **result.tables} for result in results}
-    rows = [
-        _row(result.name, group, t, family) for result in results for group in result.groups for t in group.trajectories
-    ]
+    rows = [_row(result.name, g, t, family) for result in results for g in result.groups for t in g.trajectories]
     write_files(folder, summary, rows)
     return summary
 
 
 def write_files(folder: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-    (folder / "samples.jsonl").write_text(text, encoding="utf-8")
+    (folder / "samples.jsonl").write_text(to_lines(rows), encoding="utf-8")
     (folder / RESULTS).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def to_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows that `to_lines` wrote; none where there is no file. A text may hold other line breaks."""
+    data = path.read_bytes() if path.is_file() else b""
+    return [json.loads(line) for line in data.split(b"\n") if line]
 
 
 def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from saccade.media.kinds import PAIR
 from saccade.media.pixel_cache import in_background
 from saccade.models.families import Family
 from saccade.recipes import parts
-from saccade.recipes.accuracy import Scores, outcomes_by_source, score_terms
+from saccade.recipes.accuracy import Scores, items_of, score_terms
 from saccade.recipes.failures import check_errors
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
@@ -132,7 +132,7 @@ def sample_groups(sampler: Sampler, carried: Sequence[Group], scores: Sequence[s
             dropped += reasons
         kept += groups
     sampler.engine.sleep()
-    found = score_terms(sampler.scorer, outcomes_by_source(scored), scores)
+    found = score_terms(sampler.scorer, items_of(scored), scores)
     metrics = rollout_metrics(scored, algorithm, sampler.scorer, sampler.family, found)
     metrics.add("data/epoch", sampler.stream.epoch)
     metrics.add("data/cursor", sampler.stream.state()["cursor"])

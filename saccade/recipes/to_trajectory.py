@@ -2,7 +2,6 @@
 
 dialogue(sample, family, "assistant")      # a conversation
 document(sample, family, max_tokens=2048)  # plain text, in pieces
-compared(sample, family)                   # a question with its candidates
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from saccade.models.families import Family
-from saccade.plugins.preferences.comparison import CHOSEN, REJECTED
-from saccade.plugins.reward_models.reward_card import from_turn, judged, written
-from saccade.types import Group, Rendered, Sample, Source, Trajectory
+from saccade.types import Group, Message, Rendered, Sample, Source, Trajectory
 
 
 def dialogue(sample: Sample, family: Family, loss_on: str) -> Group:
@@ -42,16 +39,28 @@ def document(sample: Sample, family: Family, max_tokens: int) -> Group:
     )
 
 
-def compared(sample: Sample, family: Family) -> Group:
-    """The candidates of a sample, which share its prompt; their repeat is the side they are on."""
-    sides = [CHOSEN, REJECTED]
-    if sample.desirable is not None:
-        sides = [CHOSEN if sample.desirable else REJECTED]
-    members = [
-        judged(sample.id, side, sample.messages, candidate, family)
-        for side, candidate in zip(sides, sample.candidates, strict=True)
-    ]
-    return _group(sample, members)
+def from_turn(sources: np.ndarray, first: int) -> np.ndarray:
+    """Trained from the assistant's turn number `first` on; negative ones count from the end."""
+    policy = np.flatnonzero(sources == Source.POLICY)
+    starts = policy[np.diff(policy, prepend=-2) > 1]
+    earlier = (sources == Source.POLICY) & (np.arange(len(sources)) < starts[first])
+    return np.where(earlier, Source.PROMPT, sources)
+
+
+def written(
+    sample_id: str, repeat: int, rendered: Rendered, sources: np.ndarray, messages: tuple[Message, ...]
+) -> Trajectory:
+    """As if somebody else had sampled it."""
+    return Trajectory(
+        sample_id=sample_id,
+        repeat=repeat,
+        ids=rendered.ids,
+        sources=sources,
+        logprobs=np.full(len(rendered), np.nan, np.float32),
+        versions=np.full(len(rendered), -1, np.int32),
+        media=rendered.media,
+        messages=messages,
+    )
 
 
 def _group(sample: Sample, trajectories: Sequence[Trajectory]) -> Group:

@@ -28,7 +28,7 @@ from saccade.forest.to_device import to_device
 from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.files import require_same
-from saccade.models.heads import RewardHead, read_scores, without_reward
+from saccade.models.heads import SavedHead, read_scores, without_head
 from saccade.models.load import banned_mask, hidden_states, media_inputs, negated
 from saccade.system.contents import File, held, tensor_file
 from saccade.trainer import Loss, Scoring, Update, model_state
@@ -284,7 +284,7 @@ class LocalBackend:
     def saved_bytes(self) -> int:
         """The size of `model_files` and `state_files` together."""
         steps = self.optimizer.state() if self.optimizer is not None else {}
-        with without_reward(self.model):  # whose folder has more blocks than it reads
+        with without_head(self.model):  # whose folder has more blocks than it reads
             weights = sum(size for _, _, size in self.weight_shapes())
         return weights + sum(t.nbytes for t in (*steps.values(), *self.averages.values()))
 
@@ -337,4 +337,4 @@ class LocalBackend:
     def _weights_are_state(self) -> bool:
         """No model folder holds those of a critic, nor of a reference that moves."""
         score = getattr(self.model, "score", None)
-        return self.optimizer is None or not isinstance(score, RewardHead | None)
+        return self.optimizer is None or not isinstance(score, SavedHead | None)

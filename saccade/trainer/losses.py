@@ -18,7 +18,6 @@ from saccade.algorithms.objective import LossSums, imitation_objective, objectiv
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.errors import ConfigError
 from saccade.models import experts
-from saccade.plugins.preferences.comparison import Comparison, comparison_objective, sides_of
 from saccade.trainer import OWN, Objective, Reader, Scoring
 from saccade.trainer.forward_inputs import column, columns_of
 from saccade.types import Batch
@@ -59,22 +58,6 @@ class ValueLoss:
         old, returns = column(batch.values, new), column(batch.returns, new)
         scales = column(batch.scales, new)
         return partial(value_objective, new, old, returns, scales, clip=self.clip)
-
-
-@dataclass(frozen=True)
-class PreferenceLoss:
-    """Responses that are compared; `comparison` holds the counts of the optimizer step."""
-
-    comparison: Comparison
-    role: ClassVar[str] = "policy"
-
-    @property
-    def whole(self) -> bool:
-        return self.comparison.paired
-
-    def read(self, trainer: Reader, batch: Batch) -> Objective:
-        new, _ = trainer.read(batch, OWN)
-        return partial(comparison_objective, self.comparison, new, sides_of(batch, new))
 
 
 class Balance:

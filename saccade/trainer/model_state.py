@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from saccade.models import lora
 from saccade.models.files import require_same
-from saccade.models.heads import reward_file, without_reward
+from saccade.models.heads import head_file, without_head
 from saccade.models.towers import TOWERS
 from saccade.system.contents import File, held, pretrained
 
@@ -20,13 +20,13 @@ from saccade.system.contents import File, held, pretrained
 def model_files(model: nn.Module, *, copy: bool) -> list[File]:
     """Its head and its encoder apart: without them it is a model that anybody can load."""
     series = TOWERS["series"]
-    with without_reward(model) as head, series.detached(model) as encoder:
+    with without_head(model) as head, series.detached(model) as encoder:
         if lora.is_adapted(model):
             files = lora.files(model, copy=copy)
         else:
             files = [("", pretrained(model, held(model.state_dict(), copy=copy)))]
     if head is not None:
-        files.append(reward_file(head, copy=copy))
+        files.append(head_file(head, copy=copy))
     if encoder is not None:
         files.append(series.file(encoder, copy=copy))
     return files

@@ -1,27 +1,83 @@
-"""The loss of a step of a reward model: denominators, missing labels, ties, margins, sides."""
+"""What pairs and steps ask of the scores of a reward model, in numbers: formulas, then the loss of a step
+with its denominators, missing labels, ties, margins and sides.
+"""
 
 from __future__ import annotations
 
-from math import log, nan
+from math import exp, log, nan
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pytest import approx
+from torch import Tensor
+from torch.nn.functional import cross_entropy, softplus
 
 from saccade.algorithms.objective import to_metrics
 from saccade.config import RewardModelConfig
 from saccade.plugins.reward_models.reward_losses import (
     FIRST_LOG_KAPPA,
+    LARGEST_LOG_KAPPA,
+    REWARD_LOSSES,
     Rating,
     Steps,
+    bt,
     from_config,
+    hps,
+    logexp,
     of_pairs,
-    of_steps,
     rating_objective,
     steps_objective,
 )
 from saccade.types import Batch
+
+FAST = settings(max_examples=50, deadline=None)
+TIGHT = 1e-10
+numbers = st.lists(st.floats(-80, 80), min_size=3, max_size=3)
+
+
+def tensor(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+# -- formulas --------------------------------------------------------------------------------------
+
+
+@FAST
+@given(chosen=numbers, rejected=numbers, kappa=st.floats(0.01, 100))
+def test_identities_of_the_formulas(chosen, rejected, kappa):
+    chosen, rejected = tensor(*chosen), tensor(*rejected)
+    found = logexp(chosen, rejected)
+    assert torch.allclose(found, bt(chosen, rejected), rtol=0, atol=TIGHT)
+    exact = softplus(rejected - chosen, threshold=700)  # above it, torch leaves the logarithm out
+    assert torch.allclose(found, exact, rtol=0, atol=TIGHT)
+    found, scaled = hps(chosen, rejected, kappa=kappa), kappa * torch.stack([chosen, rejected], -1)
+    assert torch.allclose(found, bt(scaled[:, 0], scaled[:, 1]), rtol=0, atol=TIGHT)
+    first = torch.zeros(3, dtype=torch.int64)
+    assert torch.allclose(found, cross_entropy(scaled, first, reduction="none"), rtol=0, atol=TIGHT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", REWARD_LOSSES)
+def test_a_gap_of_80_is_finite_and_exact(name, dtype):
+    chosen = torch.tensor([-80.0, 80.0], dtype=dtype, requires_grad=True)
+    options = {"kappa": 1.0} if name == "hps" else {}
+    losses = REWARD_LOSSES[name].function(chosen, torch.zeros(2, dtype=dtype), **options)
+    (gradient,) = torch.autograd.grad(losses.sum(), chosen)
+    assert losses.tolist() == approx([80.0, 1.8048513878454153e-35], rel=1e-5)
+    assert gradient.tolist() == approx([-1.0, -1.8048513878454153e-35], rel=1e-5)
+
+
+def test_the_largest_scale_on_a_gap_of_80_is_finite():
+    chosen = torch.tensor([-80.0, 80.0], requires_grad=True)
+    losses = hps(chosen, torch.zeros(2), kappa=exp(LARGEST_LOG_KAPPA))
+    (gradient,) = torch.autograd.grad(losses.sum(), chosen)
+    assert losses.tolist() == approx([8000.0, 0.0]) and gradient.tolist() == approx([-100.0, 0.0])
+
+
+# -- pairs of a step -------------------------------------------------------------------------------
 
 IDS = ("a", "b", "c")
 KEYS = tuple((id, side) for id in IDS for side in (0, 1))
@@ -48,6 +104,7 @@ def row(loss: str = "bt", **changes) -> Rating:
         (row(margin=0.1), 1.0, 0.80950419),
         (row("hps"), 1 / 0.07, 1.15375923),
         (row("hps"), 1.0, 0.70694604),
+        (row(center_coef=0.01), 1.0, 0.75680340 + 0.01 * (1.9**2 + 0.1**2 + 1.0) / 3),
     ],
 )
 def test_golden_values(what: Rating, kappa: float, value: float) -> None:
@@ -62,6 +119,8 @@ def test_a_label_says_which_side_is_better() -> None:
     assert other == loss and swapped == approx(metrics, rel=1e-15)  # both sides in another order
     assert metrics["preference/accuracy"] == approx(1 / 3)  # a draw is not right
     assert metrics["preference/gap"] == approx(-0.2 / 3)
+    assert metrics["preference/chosen_mean"] == approx(1.4 / 3)
+    assert metrics["preference/rejected_mean"] == approx(1.6 / 3)
     assert metrics["preference/mean"] == approx(SCORES.mean().item())
     assert metrics["preference/square"] == approx((SCORES**2).mean().item())
 
@@ -70,8 +129,7 @@ def test_pairs_without_a_label_and_ties_teach_differently() -> None:
     one = {"a": (1.0,), "b": (nan,), "c": (nan,)}
     alone = log(1 + np.exp(-0.5))
     assert rated(row(tie_coef=0.5), one)[0] == approx(alone)
-    tied = {"a": (1.0,), "b": (0.0,), "c": (nan,)}
-    loss, metrics = rated(row(tie_coef=0.5), tied)
+    loss, metrics = rated(row(tie_coef=0.5), one | {"b": (0.0,)})
     assert loss == approx((alone + 0.5 * 0.7) / 2)
     assert metrics["preference/accuracy"] == 1  # of the pairs that were decided
     assert rated(row(), dict.fromkeys(IDS, (nan,)))[0] == 0
@@ -85,25 +143,20 @@ def test_a_row_may_have_a_margin_of_its_own() -> None:
 def test_heads_are_weighed_and_counted_apart() -> None:
     labels = {"a": (1.0, nan), "b": (1.0, -1.0), "c": (1.0, nan)}
     scores = torch.cat([SCORES, 2 * SCORES], dim=1)
-    two = Rating(loss="bt", heads={"preference": 1.0, "size": 0.5})
-    loss, metrics = rated(two, labels, scores)
+    loss, metrics = rated(Rating(loss="bt", heads={"preference": 1.0, "size": 0.5}), labels, scores)
     assert loss == approx(0.75680340 + 0.5 * log(1 + np.exp(-1.4)), abs=1e-7)
     assert metrics["size/accuracy"] == 1 and metrics["size/gap"] == approx(1.4)
 
 
-def test_micro_batches_add_up() -> None:
-    whole = of_pairs(row(center_coef=0.01), IDS, FIRST, {})
-    one = torch.tensor(1.0)
-    parts = [rating_objective(whole, SCORES[i : i + 2], one, KEYS[i : i + 2])[0].item() for i in (0, 2, 4)]
-    assert sum(parts) == approx(rating_objective(whole, SCORES, one, KEYS)[0].item(), abs=1e-12)
-
-
-def test_the_scale_of_hps_learns() -> None:
+def test_micro_batches_add_up_and_the_scale_of_hps_learns() -> None:
     log_kappa = torch.tensor(FIRST_LOG_KAPPA, requires_grad=True)
-    whole = of_pairs(row("hps"), IDS, FIRST, {})
-    loss, _ = rating_objective(whole, SCORES.float(), log_kappa.exp(), KEYS)
+    whole = of_pairs(row("hps", center_coef=0.01), IDS, FIRST, {})
+    loss, _ = rating_objective(whole, SCORES, log_kappa.exp(), KEYS)
+    parts = [rating_objective(whole, SCORES[i : i + 2], log_kappa.exp(), KEYS[i : i + 2])[0] for i in (0, 2, 4)]
+    assert sum(parts).item() == approx(loss.item(), abs=1e-12)
     loss.backward()
     assert log_kappa.grad is not None and log_kappa.grad.item() != 0
+    assert exp(FIRST_LOG_KAPPA) == approx(1 / 0.07)
 
 
 def test_options_of_the_config() -> None:
@@ -111,6 +164,9 @@ def test_options_of_the_config() -> None:
     assert from_config(RewardModelConfig(loss="hps", bounded=True)).margin == 0
     heads = RewardModelConfig.model_validate({"heads": ["coherence", "style"]}).heads
     assert heads == {"coherence": 1.0, "style": 1.0}
+
+
+# -- steps -----------------------------------------------------------------------------------------
 
 
 def test_steps_are_a_cross_entropy_with_hard_and_soft_labels() -> None:
@@ -127,8 +183,7 @@ def test_steps_are_a_cross_entropy_with_hard_and_soft_labels() -> None:
         keys=(("a", 0), ("b", 0)),
         groups=np.array([0, 1]),
     )
-    assert of_steps(["a", "b"], labels) == Steps(labels=labels, count=3)
-    loss, stats = steps_objective(of_steps(["a", "b"], labels), logits, batch)
+    loss, stats = steps_objective(Steps(labels=labels, count=3), logits, batch)
     logp = logits.log_softmax(-1).numpy()
     wanted = -(logp[0, 0] + 0.3 * logp[1, 0] + 0.7 * logp[1, 1] + logp[2, 1]) / 3
     assert loss.item() == approx(wanted, abs=1e-6)

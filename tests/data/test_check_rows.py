@@ -1,12 +1,11 @@
 import json
-from pathlib import Path
 
 import pytest
 
 from saccade.config import load as load_config
 from saccade.data.datasets import load
 from saccade.errors import DataError
-from saccade.plugins.check_data.check_rows import check_data, convert, write_fixed
+from saccade.plugins.check_data.check_data import check_data, convert, write_fixed
 
 
 @pytest.fixture
@@ -56,14 +55,14 @@ def test_questions_without_words_are_good_rows_that_are_noted(jsonl, picture):
     assert report.notes == ("2 good rows ask nothing in words, first 1: the question is empty or only <image>",)
 
 
-def test_headers_only_does_not_look_at_pixels_and_the_report_is_json(mixed):
-    report = check_data(mixed, headers_only=True)
-    assert [row.id for row in report.bad] == ["gone"]
-    assert not report.decoded and report.lengths == {} and not report.acceptable
-    report = check_data(load_config(mixed, ["data.max_bad_fraction=0.5"]))
-    assert report.acceptable
+def test_what_a_report_depends_on(mixed):
+    report = check_data(load_config(mixed, ["data.max_bad_fraction=0.5"]), headers_only=True)
+    assert [row.id for row in report.bad] == ["gone"] and report.acceptable  # below the limit
+    assert not report.decoded and report.lengths == {}
     tree = json.loads(report.to_json())
     assert tree["bad"][0]["id"] == "gone" and tree["rows"] == 6 and "samples" not in tree
+    with pytest.raises(DataError, match=r"set data.train or data.val"):
+        check_data(load_config({}))
 
 
 def test_a_fixed_copy_holds_the_good_rows(mixed, tmp_path):
@@ -73,12 +72,9 @@ def test_a_fixed_copy_holds_the_good_rows(mixed, tmp_path):
     config = load_config({"data.train": str(written[0])})
     again = load(config.data.train, config.data)
     assert again.samples == report.samples["train"] and again.formats == {"clean": "messages"}
-    assert check_data(config).acceptable
-    both = load_config(mixed, [f"data.val={mixed.data.train[0].path}"])
+    both = load_config(config, [f"data.val={written[0]}"])
     written = write_fixed(check_data(both), tmp_path / "clean.jsonl")
-    assert [Path(path).name for path in written] == ["clean.train.jsonl", "clean.val.jsonl"]
-    with pytest.raises(DataError, match=r"set data.train or data.val"):
-        check_data(load_config({}))
+    assert [path.name for path in written] == ["clean.train.jsonl", "clean.val.jsonl"]
 
 
 def test_a_column_that_is_no_json_leaves_the_file_as_it_was(tmp_path, ask):

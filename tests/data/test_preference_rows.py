@@ -1,20 +1,24 @@
-"""Rows with candidates: what is the prompt, what are the sides, where do images stand."""
+"""Rows with candidates: what is the prompt, what are the sides, where do images stand; and two candidates
+in one prompt: what a judge reads, and what it should say.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from saccade.config import DataConfig
+from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
+from saccade.data.datasets import load
 from saccade.data.formats import FORMATS, detect, read_row
 from saccade.data.records import content_hash, to_row
 from saccade.media.images import open_media
 from saccade.plugins.overlong.shorten import shrink
-from saccade.plugins.preferences.preference_rows import read_candidates, read_label
-from saccade.types import Media, Sample
+from saccade.plugins.preferences.preference_rows import read_candidates, read_label, verdict_view
+from saccade.types import Media, Message, Sample
 
 
 def said(role, content):
@@ -111,18 +115,14 @@ def test_a_candidate_may_be_a_picture():
     assert [shape(side) for side in sample.candidates] == [[("assistant", "*")]] * 2
 
 
-@pytest.mark.parametrize("value", [1, 1.0, True, "1", "true", " True"])
-def test_labels(value):
-    assert read_label(value) is True
-    sample = read({"input": "how many?", "output": "three", "label": value})
-    assert sample.desirable is True and shape(sample.candidates[0]) == [("assistant", "three")]
+def test_labels():
+    for value in (1, 1.0, True, "1", "true", " True"):
+        sample = read({"input": "how many?", "output": "three", "label": value})
+        assert sample.desirable is True and shape(sample.candidates[0]) == [("assistant", "three")]
     assert read({"prompt": "?", "completion": "x", "label": 0}).desirable is False
-
-
-@pytest.mark.parametrize("value", [2, 0.5, "good", None, [1]])
-def test_what_is_no_label(value):
-    with pytest.raises(RowError, match="a label is 1"):
-        read_label(value)
+    for value in (2, 0.5, "good", None, [1]):
+        with pytest.raises(RowError, match="a label is 1"):
+            read_label(value)
 
 
 def test_columns_decide_whatever_else_they_could_be():
@@ -136,24 +136,85 @@ def test_columns_decide_whatever_else_they_could_be():
     assert shape(sample.candidates[1]) == [("assistant", "a dog")]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"id": "a", "prompt": "<image>?", "images": ["a"], "chosen": "x", "rejected": "y"},
-        {"id": "b", "margin": 2, "input": [SYSTEM, ASKED], "output": "three", "label": 0},
-    ],
-)
-def test_a_canonical_row_is_the_same_sample(row):
-    sample = read(row | {"answer": "3"})
-    written = json.loads(json.dumps(to_row(sample)))
-    format = detect(set(written), DataConfig())
-    assert format is FORMATS[detect(set(row), DataConfig()).name]
-    again = read(written)
-    assert (again.messages, again.candidates) == (sample.messages, sample.candidates)
-    assert (again.desirable, again.extra) == (sample.desirable, sample.extra)
+def test_a_canonical_row_is_the_same_sample_and_the_hash_sees_the_candidates():
+    pair = {"id": "a", "prompt": "<image>?", "images": ["a"], "chosen": "x", "rejected": "y"}
+    for row in (pair, {"id": "b", "margin": 2, "input": [SYSTEM, ASKED], "output": "three", "label": 0}):
+        sample = read(row | {"answer": "3"})
+        written = json.loads(json.dumps(to_row(sample)))
+        assert detect(set(written), DataConfig()) is FORMATS[detect(set(row), DataConfig()).name]
+        again = read(written)
+        assert (again.messages, again.candidates) == (sample.messages, sample.candidates)
+        assert (again.desirable, again.extra) == (sample.desirable, sample.extra)
+    assert content_hash(read(pair)) != content_hash(read(pair | {"chosen": "y", "rejected": "x"}))
 
 
-def test_the_hash_sees_the_candidates():
-    pair = {"prompt": "?", "chosen": "x", "rejected": "y"}
-    swapped = pair | {"chosen": "y", "rejected": "x"}
-    assert content_hash(read(pair)) != content_hash(read(swapped))
+# -- a judge's view --------------------------------------------------------------------------------
+
+
+def compared(first, second, label: str | None = "B", id: str = "s", **extra) -> Sample:
+    labels = {} if label is None else {"labels": {"preference": label}, "sides": {"seed": 0, "swapped": False}}
+    return Sample(
+        id=id,
+        messages=(Message(role="system", parts=("Be fair.",)), Message(role="user", parts=("a red cat",))),
+        candidates=tuple((Message(role="assistant", parts=(side,)),) for side in (first, second)),
+        extra={**labels, **extra},
+    )
+
+
+def test_both_candidates_stand_in_one_prompt_under_their_numbers():
+    one, two = (open_media(np.full((56, 56, 3), shade, np.uint8)) for shade in (1, 2))
+    sample = verdict_view(compared(one, two), seed=0)
+    assert sample.answer == "B" and sample.candidates == () and sample.media == (one, two)
+    assert shape(sample.messages) == [
+        ("system", "Be fair."),
+        (
+            "user",
+            "Two images answer the same request. Compare them and say which one fits it better.\n\n"
+            "a red cat\n\nImage 1:\n|*|\n\nImage 2:\n|*|\n\n"
+            "The answer is one of: Image 1 is better, Image 2 is better, Both images are equally good.",
+        ),
+        ("assistant", "<answer>Image 2 is better</answer>"),
+    ]
+    said = "<think>Sharper.</think><answer>Image 2 is better</answer>"  # with the instruction that it answers
+    sample = verdict_view(compared(one, two, critique=said), seed=0)
+    assert sample.messages[2].text == said
+    assert sample.messages[1].text == "a red cat\n\nImage 1:\n\n\nImage 2:\n"
+    sample = verdict_view(compared("four", "5", "C"), seed=0)  # a tie is a verdict, texts are responses
+    assert sample.messages[2].text == "<answer>Both responses are equally good</answer>"
+    assert "Response 1:\nfour\n\nResponse 2:\n5" in sample.messages[1].text
+
+
+@pytest.mark.parametrize("labels", [{}, {"labels": {"preference": "A", "colour": "C"}}])
+def test_rows_that_name_the_better_one_first_get_sides(labels):
+    drawn = [verdict_view(compared("good", "bad", None, str(n), **labels), seed=3) for n in range(40)]
+    for sample in drawn:
+        better = "AB".index(str(sample.answer)) + 1
+        assert f"Response {better}:\ngood" in sample.messages[1].text
+        assert sample.extra["sides"] == {"seed": 3, "swapped": better == 2}
+        assert sample.extra["labels"] == {**labels.get("labels", {}), "preference": sample.answer}
+    assert 10 <= sum(sample.answer == "A" for sample in drawn) <= 30
+    for fixed in ({"sides": {"seed": 0, "swapped": True}}, {"critique": "Response 1 is right."}):
+        read = [verdict_view(compared("good", "bad", None, str(n), **labels, **fixed), seed=3) for n in range(10)]
+        assert {sample.answer for sample in read} == {"A"}
+
+
+def test_what_has_no_verdict_is_refused_or_left_alone():
+    for labels, words in (
+        ({"colour": "A"}, "no label of the head preference"),
+        ({"preference": "left"}, "labels must say A, B or C"),
+        ({"preference": ["A"]}, "labels must say A, B or C"),
+    ):
+        with pytest.raises(RowError, match=words):
+            verdict_view(compared("x", "y", None, labels=labels), seed=0)
+    assert verdict_view(compared("x", "y", None, tie=True), seed=3).answer == "C"
+    plain = replace(compared("x", "y"), candidates=())
+    assert verdict_view(plain, seed=0) is plain
+
+
+def test_the_option_of_the_data_makes_such_prompts(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "2+2?", "chosen": "4", "rejected": "5"}) + "\n")
+    [sample] = load([DataSource(path=str(path))], DataConfig(pair_view="verdict")).samples
+    assert sample.answer in "AB" and not sample.candidates
+    [apart] = load([DataSource(path=str(path))], DataConfig()).samples
+    assert len(apart.candidates) == 2

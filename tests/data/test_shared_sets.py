@@ -9,7 +9,7 @@ from saccade.config import load as load_config
 from saccade.data.datasets import load
 from saccade.errors import DataError
 from saccade.media.images import crop, decode
-from saccade.plugins.check_data.check_rows import check_data
+from saccade.plugins.check_data.check_data import check_data
 
 SETS = Path(__file__).resolve().parents[3] / "shared" / "data"
 pytestmark = pytest.mark.skipif(not SETS.is_dir(), reason="the shared data sets are not here")

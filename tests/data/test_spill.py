@@ -19,7 +19,7 @@ from saccade.errors import EnvironmentProblem
 from saccade.media.blob_file import Spill, _file_of, encoded
 from saccade.media.images import open_media
 from saccade.media.kinds import decode
-from saccade.plugins.check_data.check_rows import convert
+from saccade.plugins.check_data.check_data import convert
 from saccade.plugins.judges.http_client.chat_client import encode
 from saccade.plugins.media.sounds import open_sound
 from saccade.plugins.media.videos import open_video

@@ -20,7 +20,8 @@ from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.load import load_model
 from saccade.plugins.media import sounds
-from saccade.recipes.to_trajectory import compared, dialogue
+from saccade.plugins.preferences.pairs import compared
+from saccade.recipes.to_trajectory import dialogue
 from saccade.trainer import OWN
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss

@@ -16,7 +16,7 @@ from saccade.forest.packing import pack
 from saccade.models import flops, shapes
 from saccade.models.load import freeze
 from saccade.plugins.media import sounds
-from saccade.recipes.to_trajectory import compared
+from saccade.plugins.preferences.pairs import compared
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss

@@ -14,18 +14,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
-from saccade.models.heads import (
-    RewardHead,
-    attach_reward,
-    attach_score,
-    read_scores,
-    reward_file,
-    start_score,
-    without_reward,
-)
+from saccade.models.heads import attach_score, head_file, read_scores, without_head
 from saccade.models.load import freeze, load_model, trainable_table
 from saccade.models.tiny import build
 from saccade.plugins.reward_models.reward_card import Card, read_card
+from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward, start_critic
 from saccade.system.contents import write_files
 
 FAMILIES = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava", "qwen2", "qwen3", "llama", "mixtral"]
@@ -149,7 +142,7 @@ def test_blocks_above_the_probed_one_wait_for_the_folder(load, name):
     assert len(model.get_decoder().layers) == 1 and len(model.score.above) == 1
     left = {n for n in before if ".layers.1." in n and "vis" not in n and "audio" not in n}
     assert before.keys() - dict(model.named_parameters()).keys() == left != set()
-    with without_reward(model):
+    with without_head(model):
         now = dict(model.named_parameters())
         assert now.keys() == before.keys() and all(now[n] is p for n, p in before.items())
     assert len(model.get_decoder().layers) == 1
@@ -175,9 +168,9 @@ def test_a_folder_from_before_has_a_linear_head_on_the_last_block(tmp_path):
 def test_a_critic_takes_the_score_only_where_it_reads_alike(load, tmp_path, changes):
     model, card = load("qwen3"), replace(CARD, **changes)
     head = made(model, card)
-    write_files(tmp_path, [reward_file(head)])
+    write_files(tmp_path, [head_file(head)])
     (tmp_path / "config.json").write_text(json.dumps({"reward_model": vars(card)}))
     attach_score(model, seed=0)
     drawn = model.score.weight.detach().clone()
-    assert start_score(model, tmp_path) == (not changes)
+    assert start_critic(model, tmp_path) == (not changes)
     assert torch.equal(model.score.weight, drawn if changes else head.weight[:1])

@@ -29,8 +29,9 @@ from saccade.models import lora
 from saccade.models.families import load_family
 from saccade.models.load import freeze, hidden_states, load_model
 from saccade.plugins.media import sounds, videos
+from saccade.plugins.preferences.pairs import compared
 from saccade.recipes.sft import SUPERVISED
-from saccade.recipes.to_trajectory import compared, dialogue
+from saccade.recipes.to_trajectory import dialogue
 from saccade.trainer import OWN
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss

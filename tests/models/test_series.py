@@ -20,10 +20,11 @@ from saccade.forest.packing import pack
 from saccade.media.images import ImageError
 from saccade.models import lora
 from saccade.models.load import freeze, load_model, trainable_table
+from saccade.plugins.preferences.pairs import compared
 from saccade.plugins.series import series_tower
 from saccade.plugins.series.series_files import open_series
 from saccade.recipes.sft import SUPERVISED
-from saccade.recipes.to_trajectory import compared, dialogue
+from saccade.recipes.to_trajectory import dialogue
 from saccade.system.contents import write_files
 from saccade.trainer import OWN, Scoring
 from saccade.trainer.local import LocalBackend

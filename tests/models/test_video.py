@@ -24,7 +24,8 @@ from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.load import load_model
 from saccade.plugins.media import videos
-from saccade.recipes.to_trajectory import compared, dialogue
+from saccade.plugins.preferences.pairs import compared
+from saccade.recipes.to_trajectory import dialogue
 from saccade.system import codec
 from saccade.trainer import OWN
 from saccade.trainer.local import LocalBackend

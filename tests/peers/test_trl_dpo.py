@@ -96,11 +96,10 @@ def test_loss_and_gradient_are_those_of_trl(
     from saccade.forest.packing import pack
     from saccade.models.families import load_family
     from saccade.models.load import load_model
-    from saccade.plugins.preferences.comparison import Comparison, of_step
-    from saccade.plugins.preferences.pairs import scored
-    from saccade.recipes.to_trajectory import compared
+    from saccade.plugins.preferences.dpo import scored
+    from saccade.plugins.preferences.pairs import compared
+    from saccade.plugins.preferences.preference_losses import Comparison, PreferenceLoss, of_step
     from saccade.trainer.local import LocalBackend
-    from saccade.trainer.losses import PreferenceLoss
     from saccade.types import Message, replace
 
     family = load_family(word_model)

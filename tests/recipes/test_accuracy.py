@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 
 from saccade.config import RewardConfig
-from saccade.recipes.accuracy import (
-    by_category,
-    by_limit,
-    by_source,
-    by_turns,
-    group_accuracy,
-    outcomes_by_source,
-    score_terms,
-)
+from saccade.recipes.accuracy import by_category, by_limit, by_source, by_turns, group_accuracy, items_of, score_terms
 from saccade.rewards.scorer import Scorer
 from saccade.types import Group, Message, Sample, Source, Trajectory
 
@@ -79,11 +71,11 @@ def test_which_outcomes_are_scores(tmp_path: Path) -> None:
     model = [{"verifier": "model", "args": {"path": str(tmp_path)}}]
     config = RewardConfig(by_source={"a": ["exact", *model], "b": model, "c": "exact"})
     scorer = Scorer(config, prompt_format="none", max_tokens=8)
-    found = score_terms(scorer, {"a": [0.0, 1.0], "b": [0.5], "c": [0.2]})
+    found = score_terms(scorer, [("a", [0.0]), ("a", [1.0]), ("b", [0.5]), ("c", [0.2])])
     assert list(found) == ["b"]
-    assert list(score_terms(scorer, {"a": [1.0], "c": [1.5]})) == ["c"]
-    assert list(score_terms(scorer, {"a": [1.0], "c": [1.0]}, known=["c"])) == ["c"]
-    assert list(score_terms(None, {"a": [-0.1], "b": [1 + 1e-9]})) == ["a"]
+    assert list(score_terms(scorer, [("a", [1.0]), ("c", [1.5])])) == ["c"]
+    assert list(score_terms(scorer, [("a", [1.0]), ("c", [1.0])], known=["c"])) == ["c"]
+    assert list(score_terms(None, [("a", [-0.1]), ("b", [1 + 1e-9])])) == ["a"]
 
 
 def test_scores_are_never_averaged_with_right_and_wrong() -> None:
@@ -92,7 +84,7 @@ def test_scores_are_never_averaged_with_right_and_wrong() -> None:
         group("b", [1, 1], source="colour"),
         group("c", [-4, -2], source="hue"),
     ]
-    scores = score_terms(None, outcomes_by_source(groups))
+    scores = score_terms(None, items_of(groups))
     found = group_accuracy(groups, scores)
     assert found["accuracy"] == found["avg@2"] == 0.75 and found["pass@2"] == 1
     assert found["score"] == -3 and found["score_ci_low"] == found["score_ci_high"] == -3

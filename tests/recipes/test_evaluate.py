@@ -65,7 +65,7 @@ def four(tmp_path_factory: pytest.TempPathFactory, judged: Make) -> tuple[dict[s
     return result["val"], out / "eval"
 
 
-def test_statistics_of_four_samples(four: tuple[dict[str, float], Path]) -> None:
+def test_metrics_and_fields_of_four_samples(four: tuple[dict[str, float], Path]) -> None:
     metrics, folder = four
     rows = lines(folder / "samples.jsonl")
     assert len(rows) == 8 * 4 and metrics["items"] == 8
@@ -75,14 +75,8 @@ def test_statistics_of_four_samples(four: tuple[dict[str, float], Path]) -> None
     assert metrics["pass@4"] == pytest.approx(np.mean([pass_at_k(4, int(v.sum()), 4) for v in values]))
     assert (metrics["ci_low"], metrics["ci_high"]) == pytest.approx(mean_interval(values))
     assert metrics["ci_low"] <= metrics["accuracy"] <= metrics["ci_high"]
-    assert metrics["accuracy"] <= metrics["pass@4"]
     said = evaluate.describe(Result(name="val", groups=(), metrics=metrics))
     assert f"]  avg@4 {metrics['avg@4']:.3f}  pass@4 {metrics['pass@4']:.3f}  parse_rate" in said
-
-
-def test_rates_beside_the_accuracy(four: tuple[dict[str, float], Path]) -> None:
-    metrics, folder = four
-    rows = lines(folder / "samples.jsonl")
     thinking = ["<think>" in r["response"] and "</think>" in r["response"] for r in rows]
     assert metrics["parse_rate"] == np.mean([r["extracted"] is not None for r in rows])
     assert metrics["think_rate"] == pytest.approx(np.mean(thinking), abs=0.1)
@@ -91,29 +85,12 @@ def test_rates_beside_the_accuracy(four: tuple[dict[str, float], Path]) -> None:
     assert metrics["format"] == np.mean([r["parts"]["format"] for r in rows])
     assert metrics["error_rate"] == metrics["abstain_rate"] == 0
     assert json.loads((folder / "results.json").read_text()) == {"val": metrics}
-
-
-def test_fields_of_a_sample(four: tuple[dict[str, float], Path]) -> None:
-    row = lines(four[1] / "samples.jsonl")[0]
-    assert set(row) == {
-        *("set", "id", "repeat", "data_source", "prompt", "response", "think_prefilled"),
-        *(
-            "extracted",
-            "gold",
-            "choices",
-            "score",
-            "reward",
-            "parts",
-            "tokens",
-            "turns",
-            "said",
-            "tool_calls",
-            "end_reason",
-        ),
-        *("status", "reason", "media", "extra"),
-    }
-    assert row["set"] == "val" and row["data_source"] == "counting" and len(row["media"]) == 1
-    assert row["prompt"] == "how many objects?" and row["gold"] in "123456"
+    assert " ".join(rows[0]) == (
+        "set id repeat data_source prompt response think_prefilled extracted gold choices score reward parts "
+        "tokens turns said tool_calls end_reason status reason media extra"
+    )
+    assert rows[0]["set"] == "val" and rows[0]["data_source"] == "counting" and len(rows[0]["media"]) == 1
+    assert rows[0]["prompt"] == "how many objects?" and rows[0]["gold"] in "123456"
 
 
 def test_one_greedy_answer_is_the_default(tmp_path: Path, judged: Make) -> None:
@@ -128,12 +105,14 @@ def test_whoever_reads_along_may_leave(
     """As in `saccade eval … | head -1`, which is gone before the second set."""
     reads, writes = os.pipe()
     os.close(reads)
-    sets = [{"path": str(scenes / "val.jsonl"), "name": name} for name in ("one", "two")]
+    path = str(scenes / "val.jsonl")
+    sets = [{"path": path, "max_samples": 2}, {"path": path, "name": "other", "max_samples": 3}]
     with TextIOWrapper(Outlasting(writes, "w")) as pipe, monkeypatch.context() as now:
         now.setattr("sys.stdout", pipe)
-        evaluate.run(judged(tmp_path, data__val=sets), out=tmp_path / "eval")
-    assert json.loads((tmp_path / "eval/results.json").read_text()).keys() == {"one", "two"}
-    assert len(lines(tmp_path / SAMPLES)) == 16 and (tmp_path / "eval/report.html").is_file()
+        result = evaluate.run(judged(tmp_path, data__val=sets), out=tmp_path / "eval")
+    assert {name: m["items"] for name, m in result.items()} == {"val": 2, "other": 3}
+    assert json.loads((tmp_path / "eval/results.json").read_text()).keys() == {"val", "other"}
+    assert len(lines(tmp_path / SAMPLES)) == 5 and (tmp_path / "eval/report.html").is_file()
 
 
 def test_responses_can_be_scored_again(four: tuple[dict[str, float], Path], judged: Make, tmp_path: Path) -> None:
@@ -169,40 +148,37 @@ def test_scoring_again_says_what_it_found_and_which_line_is_damaged(
     assert not (tmp_path / "none").exists()
 
 
-def test_odd_line_breaks_in_a_response_are_no_lines(tmp_path: Path, judged: Make, four: tuple[Any, Path]) -> None:
-    rows = lines(four[1] / "samples.jsonl")[:3]
-    rows[0]["response"] = "<think>\u2028\x85\u2029</think><answer>3</answer>"
-    file = tmp_path / "odd.jsonl"
-    file.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
-    result = evaluate.run(judged(tmp_path), out=tmp_path / "eval", rescore=file)
-    assert result["val"]["items"] == 1
-    assert lines(tmp_path / "eval" / "samples.jsonl")[0]["extracted"] == "3"
+@pytest.fixture
+def again(tmp_path: Path, judged: Make) -> Callable[..., tuple[dict[str, float], list[dict[str, Any]]]]:
+    """Rows of an evaluation, scored again by other terms: metrics and rows."""
+
+    def score(rows: list[dict[str, Any]], *terms: Any) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
+        result = evaluate.run(judged(tmp_path, reward__terms=list(terms)), out=tmp_path / "eval", rescore=file)
+        return result["val"], lines(tmp_path / SAMPLES)
+
+    return score
+
+
+def test_turns_are_scored_again_turn_by_turn_and_odd_line_breaks_are_no_lines(
+    four: tuple[Any, Path], again: Callable[..., Any]
+) -> None:
+    row = lines(four[1] / "samples.jsonl")[0]
+    said = ["<think>a</think><grounding>{}</grounding>", "<think>\u2028\x85\u2029</think><answer>3</answer>"]
+    rows = [row | {"said": said, "response": "".join(said)}, row | {"said": said[:1]}]
+    metrics, stored = again(rows, "count", "format:grounding")
+    assert [each["parts"]["format"] for each in stored] == [1.0, 0.0]
+    assert metrics["items"] == 1 and stored[0]["extracted"] == "3"
 
 
 def test_boxes_are_scored_again_in_the_frame_of_their_picture(
-    tmp_path: Path, judged: Make, four: tuple[Any, Path]
+    four: tuple[Any, Path], again: Callable[..., Any]
 ) -> None:
     row = lines(four[1] / "samples.jsonl")[0]
     width, height = row["media"][0]["size"]
     row |= {"gold": f"[0,0,{width},{height / 2}]", "response": "<answer>[0,0,1000,500]</answer>"}
-    (tmp_path / "boxes.jsonl").write_text(json.dumps(row) + "\n")
-    terms = [{"verifier": "iou", "args": {"answer_frame": "milli"}}]
-    config = judged(tmp_path, reward__terms=terms)
-    result = evaluate.run(config, out=tmp_path / "eval", rescore=tmp_path / "boxes.jsonl")
-    assert result["val"]["accuracy"] == 1
-
-
-def test_turns_are_scored_again_turn_by_turn(tmp_path: Path, judged: Make, four: tuple[Any, Path]) -> None:
-    row = lines(four[1] / "samples.jsonl")[0]
-    call = "<think>a</think><grounding>{}</grounding>"
-    said = [call, "<think>b</think><answer>3</answer>"]
-    rows = [row | {"said": said, "response": "".join(said)}, row | {"said": said[:1]}]
-    file = tmp_path / "turns.jsonl"
-    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    config = judged(tmp_path, reward__terms=["count", "format:grounding"])
-    evaluate.run(config, out=tmp_path / "eval", rescore=file)
-    parts = [each["parts"]["format"] for each in lines(tmp_path / "eval" / "samples.jsonl")]
-    assert parts == [1.0, 0.0]
+    assert again([row], {"verifier": "iou", "args": {"answer_frame": "milli"}})[0]["accuracy"] == 1
 
 
 def test_rewards_that_fail_are_counted_beside_the_accuracy(
@@ -244,15 +220,11 @@ def test_an_evaluation_whose_rewards_fail_ends_with_its_samples(
 
 
 def test_what_abstains_is_said_and_scored_again_alike(
-    tmp_path: Path, judged: Make, four: tuple[Any, Path], capsys: pytest.CaptureFixture[str]
+    four: tuple[Any, Path], again: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [row | {"gold": "see figure"} for row in lines(four[1] / "samples.jsonl")]
     rows[0] |= {"response": "<think>a</think><answer>see figure</answer>", "end_reason": "answered"}
-    file = tmp_path / "words.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = judged(tmp_path, reward__terms=["math"])
-    metrics = evaluate.run(config, out=tmp_path / "eval", rescore=file)["val"]
-    stored = lines(tmp_path / SAMPLES)
+    metrics, stored = again(rows, "math")
     assert metrics["abstain_rate"] == np.mean([r["status"] == "abstain" for r in stored]) > 0.3
     assert f"abstain {100 * metrics['abstain_rate']:.0f}%" in capsys.readouterr().out
     assert all(r["score"] is None for r in stored if r["status"] == "abstain")
@@ -261,19 +233,13 @@ def test_what_abstains_is_said_and_scored_again_alike(
 
 
 def test_a_value_beyond_one_is_a_score_and_no_accuracy(
-    tmp_path: Path, judged: Make, four: tuple[Any, Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, four: tuple[Any, Path], again: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text("def score(sample):\n    return float(sample.answer)\n")
-    config = judged(tmp_path, reward__terms=[f"{tmp_path}/mine.py:score"])
-    found = evaluate.run(config, out=tmp_path / "a", rescore=four[1] / "samples.jsonl")["val"]
-    golds = [float(row["gold"]) for row in lines(four[1] / "samples.jsonl")]
+    found, stored = again(lines(four[1] / "samples.jsonl"), f"{tmp_path}/mine.py:score")
+    golds = [float(row["gold"]) for row in stored]
     assert found["score"] == pytest.approx(np.mean(golds)) and "accuracy" not in found
     assert f"val: score {np.mean(golds):.3f} [" in capsys.readouterr().out
-
-
-def test_a_set_without_a_usable_row(tmp_path: Path, judged: Make) -> None:
-    with pytest.raises(DataError, match=r"data\.val: .*val\.jsonl has no usable row"):
-        evaluate.run(judged(tmp_path, data__max_prompt_tokens=3), out=tmp_path / "eval")
 
 
 def test_rows_that_are_left_out_are_listed(
@@ -291,17 +257,8 @@ def test_rows_that_are_left_out_are_listed(
     assert [row["id"] for row in lines(tmp_path / "eval" / "quarantine.jsonl")] == ["dark"]
 
 
-def test_several_sets_and_their_names(tmp_path: Path, judged: Make, scenes: Path) -> None:
-    path = str(scenes / "val.jsonl")
-    sets = [{"path": path, "max_samples": 2}, {"path": path, "name": "other", "max_samples": 3}]
-    result = evaluate.run(judged(tmp_path, data__val=sets), out=tmp_path / "eval")
-    assert {name: m["items"] for name, m in result.items()} == {"val": 2, "other": 3}
-
-
 def test_the_command(tmp_path: Path, judged: Make, four: tuple[dict[str, float], Path]) -> None:
     import yaml
-
-    from saccade.config import load
 
     file = tmp_path / "run.yaml"
     config = load(judged(tmp_path, val__n=4))
@@ -324,9 +281,11 @@ def test_without_a_reward_no_accuracy_is_claimed(tmp_path: Path, judged: Make) -
         evaluate.run(config, out=tmp_path / "eval")
 
 
-def test_a_reward_that_does_not_fit_is_refused(tmp_path: Path, judged: Make) -> None:
+def test_what_does_not_fit_is_refused(tmp_path: Path, judged: Make) -> None:
     with pytest.raises(SelfTestError, match="misjudges known answers"):
         evaluate.run(judged(tmp_path, reward__terms=["choice"]), out=tmp_path / "eval")
+    with pytest.raises(DataError, match=r"data\.val: .*val\.jsonl has no usable row"):
+        evaluate.run(judged(tmp_path, data__max_prompt_tokens=3), out=tmp_path / "eval")
 
 
 def test_a_second_evaluation_gets_a_folder_of_its_own(tmp_path: Path) -> None:

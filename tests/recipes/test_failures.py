@@ -17,7 +17,8 @@ from saccade.algorithms.build import resolve
 from saccade.cli import app
 from saccade.config import AlgorithmConfig, Config, load, to_yaml
 from saccade.errors import ConfigError, DataError, EnvironmentProblem, Interrupted, RewardError, TrainingError
-from saccade.recipes import evaluate, generate, rl, sft
+from saccade.plugins.generate import generate
+from saccade.recipes import evaluate, rl, sft
 from saccade.recipes.failures import check_errors, check_mismatch
 from saccade.rollout import scoring
 from saccade.run.checkpoint import complete_steps

@@ -18,7 +18,8 @@ from saccade.checks import check
 from saccade.config import load as load_config
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
-from saccade.recipes import evaluate, generate
+from saccade.plugins.generate import generate
+from saccade.recipes import evaluate
 from tests.endpoints import TOKEN, Endpoint, Says, chat_answer, scripted, serving
 
 Make = Callable[..., dict[str, Any]]

@@ -18,7 +18,7 @@ from saccade.data.stream import Stream
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.media import pixel_cache
 from saccade.models.families import qwen_vl
-from saccade.plugins.check_data.check_rows import check_data
+from saccade.plugins.check_data.check_data import check_data
 from saccade.plugins.export.export import export
 from saccade.plugins.preferences import dpo
 from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split, write_jsonl

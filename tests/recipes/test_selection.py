@@ -7,10 +7,11 @@ import pytest
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
-from saccade.plugins.check_data.selection import write_selected
+from saccade.plugins.generate import generate
+from saccade.plugins.generate.selection import write_selected
 from saccade.plugins.preferences import dpo, pairs
-from saccade.recipes import generate, questions, sft
-from saccade.recipes.to_trajectory import compared
+from saccade.plugins.preferences.pairs import compared
+from saccade.recipes import questions, sft
 from saccade.types import Message, Sample
 
 

@@ -79,7 +79,10 @@ def stock_loss(config: dict[str, Any], model_path: str, loss_on: str) -> tuple[f
     return total / count, count
 
 
-@pytest.mark.parametrize("loss_on", ["assistant", "last_turn", "all"])
+TRAINED = {"assistant": "3objects<|im_end|>red2<|im_end|>", "last_turn": "red2<|im_end|>", "all": "howmanyred"}
+
+
+@pytest.mark.parametrize("loss_on", TRAINED)
 def test_the_loss_is_that_of_transformers(
     tmp_path: Path, sft_config: Make, talks: Path, word_model: str, loss_on: str
 ) -> None:
@@ -89,21 +92,13 @@ def test_the_loss_is_that_of_transformers(
     assert row["sft/loss"] == pytest.approx(loss, rel=1e-5)
     assert row["sft/tokens"] == tokens
     assert row["sft/ppl"] == pytest.approx(np.exp(loss), rel=1e-4)
-
-
-def test_which_tokens_are_trained(talks: Path, sft_config: Make, tmp_path: Path, word_model: str) -> None:
-    config = load(sft_config(tmp_path, data__train=str(talks)))
-    family = load_family(word_model)
-    sample = questions.load_dialogues(config, config.data.train, family).samples[0]
-    read = {}
-    for loss_on in ("assistant", "last_turn", "all"):
-        (member,) = sft.dialogue(sample, family, loss_on).trajectories
-        ids = member.ids[member.sources == Source.POLICY].tolist()
-        read[loss_on] = family.chat.tokenizer.decode(ids)
-        assert family.chat.placeholder not in ids and len(member.media) == 2
-    assert read["assistant"].replace(" ", "") == "3objects<|im_end|>red2<|im_end|>"
-    assert read["last_turn"].replace(" ", "") == "red2<|im_end|>"
-    assert "how many red" in read["all"]
+    family, resolved = load_family(word_model), load(config)
+    sample = questions.load_dialogues(resolved, resolved.data.train, family).samples[0]
+    (member,) = sft.dialogue(sample, family, loss_on).trajectories
+    ids = member.ids[member.sources == Source.POLICY].tolist()
+    assert family.chat.placeholder not in ids and len(member.media) == 2
+    text = family.chat.tokenizer.decode(ids).replace(" ", "")
+    assert TRAINED[loss_on] in text and (loss_on == "all" or TRAINED[loss_on] == text)
 
 
 def test_packing_changes_nothing(
@@ -118,56 +113,39 @@ def test_packing_changes_nothing(
     assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-6
 
 
-def test_the_loss_falls(tmp_path: Path, sft_config: Make, numbers: Read) -> None:
-    sft.run(sft_config(tmp_path, run__max_steps=12, train__lr=5e-3, train__schedule="cosine"))
-    rows = numbers(tmp_path / "run")
+def test_the_loss_falls_and_validation_generates_with_the_weights_of_the_step(
+    tmp_path: Path, sft_config: Make, scenes: Path, numbers: Read
+) -> None:
+    sets = [{"path": str(scenes / "val.jsonl"), "max_samples": 4}]
+    config = sft_config(tmp_path, data__val=sets, val__every=5, save__every=10, run__max_steps=10)
+    config |= {"train.lr": 5e-3, "train.schedule": "cosine"}
+    sft.run(config | {"reward.terms": ["count"], "rollout.max_tokens": 12})
+    before, *rows = numbers(tmp_path / "run")
     assert rows[-1]["sft/loss"] < 0.6 * rows[0]["sft/loss"]
     assert rows[0]["policy/lr"] == 5e-3 and rows[-1]["policy/lr"] < 2e-4
     assert {"policy/grad_norm", "policy/grad_norm_vision", "guard/nonfinite", "data/epoch"} <= rows[0].keys()
-
-
-def test_validation_generates_with_the_weights_of_the_step(
-    tmp_path: Path, sft_config: Make, scenes: Path, numbers: Read
-) -> None:
-    config = sft_config(tmp_path, data__val=str(scenes / "val.jsonl"), val__every=2, save__every=4)
-    sft.run(config | {"reward.terms": ["count"], "rollout.max_tokens": 12})
-    validated = {r["step"]: r for r in numbers(tmp_path / "run") if "val/val/accuracy" in r}
-    assert list(validated) == [0, 2, 4]
-    assert validated[4]["val/val/think_rate"] >= validated[0]["val/val/think_rate"]
-    assert checkpoint.read_progress(tmp_path / "run/checkpoints/step-4")["best_step"] in (2, 4)
-
-
-def test_validation_without_a_reward_claims_no_accuracy(
-    tmp_path: Path, sft_config: Make, scenes: Path, numbers: Read
-) -> None:
-    config = sft_config(tmp_path, data__val=str(scenes / "val.jsonl"), val__every=1, run__max_steps=1)
-    sft.run(config | {"rollout.max_tokens": 6})
-    rows = numbers(tmp_path / "run")
+    assert [row["step"] for row in (before, *rows) if "val/val/accuracy" in row] == [0, 5, 10]
+    assert rows[-1]["val/val/think_rate"] >= before["val/val/think_rate"]
+    assert checkpoint.read_progress(tmp_path / "run/checkpoints/step-10")["best_step"] in (5, 10)
+    # Without a reward no accuracy is claimed.
+    config |= {"run.name": "bare", "run.max_steps": 1, "val.every": 1, "rollout.max_tokens": 6}
+    sft.run(config)
+    rows = numbers(tmp_path / "bare")
     assert "val/val/think_rate" in rows[0] and "val/val/parse_rate" not in rows[0]
     assert not any(name.endswith(("/accuracy", "val/reward")) for row in rows for name in row)
 
 
-def test_rows_without_an_answer_are_set_aside(tmp_path: Path, sft_config: Make, talks: Path) -> None:
+def test_rows_without_an_answer_or_over_the_limit_are_set_aside(tmp_path: Path, sft_config: Make, talks: Path) -> None:
     file = talks.parent / "more.jsonl"
     rows = talks.read_text() + json.dumps({"id": "silent", "conversations": [{"from": "human", "value": "how many ?"}]})
     rows += "\n" + json.dumps({"id": "eager", "conversations": [{"from": "gpt", "value": "2"}]}) + "\n"
     file.write_text(rows)
-    config = sft_config(tmp_path, data__train=str(file), run__max_steps=1)
+    config = sft_config(tmp_path, data__train=str(file), run__max_steps=1, sft__max_tokens=32)
     with pytest.raises(DataError, match=r"2 of 5 rows are bad.*\n  silent \(row 4 of more\): no assistant turn"):
         sft.run(config)
-    assert not (tmp_path / "run").exists()
-    sft.run(config | {"data.max_bad_fraction": 1})
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert "more: 3 of 5 rows" in log and "2 bad rows set aside" in log
-
-
-def test_rows_over_the_limit_are_left_out(tmp_path: Path, sft_config: Make, talks: Path) -> None:
-    sft.run(sft_config(tmp_path, data__train=str(talks), run__max_steps=1, sft__max_tokens=32))
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert "talks: 2 of 3 rows" in log and "1 row over sft.max_tokens (" in log
-
-
-def test_everything_frozen_is_refused(tmp_path: Path, sft_config: Make) -> None:
     with pytest.raises(ConfigError, match="freezes everything; leave something to train"):
         sft.run(sft_config(tmp_path, model__train="freeze:vision,projector,llm"))
     assert not (tmp_path / "run").exists()
+    sft.run(config | {"data.max_bad_fraction": 1})
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "more: 2 of 5 rows" in log and "2 bad rows set aside" in log and "1 row over sft.max_tokens (" in log

@@ -11,8 +11,8 @@ import pytest
 
 from saccade.media.images import crop
 from saccade.media.kinds import decode as pixels
+from saccade.plugins.generate import rescore
 from saccade.plugins.media import videos
-from saccade.recipes import rescore
 from saccade.rewards.reward_sample import image_records
 from saccade.system.codec import MissingFile, decode, encode, files_of, pack, unpack
 from saccade.types import Completion, Media, MediaSpan, Message, Request, Sample, Sampling, Score, Trajectory

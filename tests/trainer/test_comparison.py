@@ -10,11 +10,18 @@ import torch
 
 from saccade.config import TrainConfig
 from saccade.forest.packing import halves, pack
-from saccade.plugins.preferences.comparison import Comparison, of_step
-from saccade.plugins.preferences.preference_losses import PREFERENCES, UNPAIRED, WITHOUT_REFERENCE, Labelled, Pairs
-from saccade.recipes.to_trajectory import compared
+from saccade.plugins.preferences.pairs import compared
+from saccade.plugins.preferences.preference_losses import (
+    PREFERENCES,
+    UNPAIRED,
+    WITHOUT_REFERENCE,
+    Comparison,
+    Labelled,
+    Pairs,
+    PreferenceLoss,
+    of_step,
+)
 from saccade.trainer.local import LocalBackend
-from saccade.trainer.losses import PreferenceLoss
 from saccade.types import Batch, Group, Message, Sample
 
 NLL, Z = 0.3, 0.05

@@ -11,16 +11,16 @@ import torch
 
 from saccade.config import TrainConfig
 from saccade.forest.packing import pack
-from saccade.models.heads import RewardHead, attach_reward, load_reward, reward_file, without_reward
+from saccade.models.heads import head_file, without_head
 from saccade.models.load import hidden_states, load_model
 from saccade.plugins.judges.service_protocol import read_samples, request_for
+from saccade.plugins.preferences.pairs import compared
 from saccade.plugins.reward_models import learned_reward
 from saccade.plugins.reward_models.learned_reward import LearnedReward
 from saccade.plugins.reward_models.reward_card import Card, judged
-from saccade.plugins.reward_models.reward_forward import RatingLoss, ratings, train_ratings
-from saccade.plugins.reward_models.reward_losses import Rating, of_pairs
+from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward, load_reward
+from saccade.plugins.reward_models.reward_losses import Rating, RatingLoss, of_pairs, ratings, train_ratings
 from saccade.plugins.reward_models.reward_model_term import Learned, conversation_of
-from saccade.recipes.to_trajectory import compared
 from saccade.rewards.reward_sample import RewardSample, reward_sample
 from saccade.system.contents import write_files
 from saccade.trainer.local import LocalBackend
@@ -176,10 +176,10 @@ def test_gradients_do_not_depend_on_packing(family, samples, keep_float64) -> No
 
 def test_the_head_is_a_file_of_its_own_and_loads_again(family, tmp_path) -> None:
     model = model_of(family)
-    with without_reward(model) as head:
+    with without_head(model) as head:
         assert not hasattr(model, "score")
     assert model.score is head
-    write_files(tmp_path, [reward_file(head)])
+    write_files(tmp_path, [head_file(head)])
     other = RewardHead(like=model, card=head.card, seed=9)
     load_reward(other, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), other.parameters(), strict=True))
@@ -249,7 +249,7 @@ def test_one_bad_sample_costs_its_own_score_and_terms_share_a_forward_pass(famil
         passes.append(len(batches))
         return ratings(backend, batches)
 
-    monkeypatch.setattr(learned_reward.reward_forward, "ratings", counted)
+    monkeypatch.setattr(learned_reward, "ratings", counted)
     card = Card(kind="scalar", heads=("a", "b"), statistics={"a": (0.5, 2.0)})
     model = LearnedReward(model_of(family), family, card)
     waiting = Learned(lambda path: model)

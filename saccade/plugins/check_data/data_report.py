@@ -12,7 +12,7 @@ from typing import Any
 from saccade.config import Config
 from saccade.errors import ConfigError, DataError, SelfTestError
 from saccade.plugins.check_data import check_data
-from saccade.plugins.check_data.check_rows import Report, write_fixed
+from saccade.plugins.check_data.check_data import Report, write_fixed
 from saccade.system.disk import require_writable
 
 LISTED = 20  # bad rows on the screen

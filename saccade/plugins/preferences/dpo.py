@@ -1,45 +1,62 @@
 """Preference training on pairs of responses, or on responses that are labelled good or bad.
 
-saccade dpo run.yaml data.train=pairs.jsonl dpo.loss=ipo
+The reference is the model that a run starts from. What it thinks of a response is one number, so it
+is computed once for all rows and kept beside the runs, or in every step by a model that stays.
+
+    saccade dpo run.yaml data.train=pairs.jsonl dpo.loss=ipo
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from saccade.config import Config
 from saccade.data.datasets import Dataset
+from saccade.data.records import content_hash
 from saccade.errors import ConfigError, DataError
 from saccade.models.families import Family
-from saccade.plugins.preferences import pairs
-from saccade.plugins.preferences.comparison import Comparison, from_config
+from saccade.models.files import stamp
+from saccade.models.load import pick_dtype
+from saccade.plugins.check_data.length_cache import renderer
+from saccade.plugins.preferences.pairs import compared, held_out, load_pairs, packed
+from saccade.plugins.preferences.preference_losses import Comparison, PreferenceLoss, from_config, of_step
 from saccade.recipes import model_setup, offline_loop, parts, questions
+from saccade.run.folder import write_whole
+from saccade.run.quarantine import decode_error
 from saccade.run.training_run import Run
-from saccade.trainer.losses import PreferenceLoss
-from saccade.types import Batch, Sample
+from saccade.trainer import OWN, Reference
+from saccade.trainer.local import LocalBackend
+from saccade.types import Batch, Group, Sample
+
+BLOCK = 1024  # rows between two writes of the reference's totals
+Totals = Callable[[Sequence[Batch], Sequence[Group]], list[np.ndarray]]  # [sequences] per batch
 
 
 def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
     config, family = offline_loop.resolve(config, "dpo")
     options = from_config(config.dpo)
-    data = pairs.load_pairs(config, config.data.train, family, paired=options.paired)
-    questions.require_rows(data, "data.train")
+    data = questions.require_rows(load_pairs(config, config.data.train, family, paired=options.paired), "data.train")
     _require_both_labels(config, data.samples)
     held, asked = _validation_sets(config, family, options)
     every = [sample for dataset in (data, *held.values()) for sample in dataset.samples]
     with Run(config, "dpo", parts.manifest(family, data, config)) as this:
-        mismatched = {} if options.paired else pairs.mismatched_pairs(every)
-        totals = None
+        mismatched = {} if options.paired else mismatched_pairs(every)
+        totals: Totals | None = None
         if options.needs_reference and config.dpo.reference == "precompute":
-            totals = pairs.precomputed(this, config, family, [*every, *mismatched.values()])
+            totals = precomputed(this, config, family, [*every, *mismatched.values()])
         job = offline_loop.set_up(this, family, data, rows=held, questions=asked)
         if options.needs_reference and config.dpo.reference == "compute":
             reference = model_setup.load_reference(config, family, None, job.backend)
-            totals = partial(pairs.computed, reference)
-        batches = pairs.PreferenceBatches(
+            totals = lambda batches, groups: scored(reference, batches)  # noqa: E731
+        batches = PreferenceBatches(
             family=family,
             micro_tokens=config.train.micro_tokens,
             policy=job.backend,
@@ -50,7 +67,7 @@ def run(config: Any) -> dict[str, Any]:
 
         def measure(dataset: Dataset, step: int, prefix: str) -> dict[str, float]:
             samples = this.quarantine.whole(dataset, family)
-            return pairs.named(offline_loop.measure(job.backend, *batches.prepare(samples)), prefix)
+            return named(offline_loop.measure(job.backend, *batches.prepare(samples)), prefix)
 
         task = offline_loop.Task(
             prepare=batches.prepare,
@@ -64,7 +81,16 @@ def run(config: Any) -> dict[str, Any]:
 
 def metrics(found: Mapping[str, float], batches: Sequence[Batch], loss: PreferenceLoss) -> dict[str, float]:
     z = {} if loss.comparison.paired else {"dpo/z": loss.comparison.z}
-    return {**found, **pairs.named(found, "dpo"), **z}
+    return {**found, **named(found, "dpo"), **z}
+
+
+def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """What a comparison reports, under a prefix; without pairs the margin is that of the means."""
+    values = {n.removeprefix("dpo/"): value for n, value in found.items() if n.startswith("dpo/")}
+    values["loss"] = found.get("policy/loss", float("nan"))
+    if "margin" not in values and {"reward_chosen", "reward_rejected"} <= values.keys():
+        values["margin"] = values["reward_chosen"] - values["reward_rejected"]
+    return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
 def _require_both_labels(config: Config, samples: Sequence[Sample]) -> None:
@@ -87,8 +113,8 @@ def _validation_sets(
     held: dict[str, Dataset] = {}
     for (name, dataset), source in zip(sets.items(), config.data.val, strict=False):
         if any(sample.candidates for sample in dataset.samples):
-            found = pairs.load_pairs(config, [source], family, paired=options.paired)
-            held[name] = pairs.held_out(found, name, source.path)
+            found = load_pairs(config, [source], family, paired=options.paired)
+            held[name] = held_out(found, name, source.path)
     asked = {name: dataset for name, dataset in sets.items() if name not in held}
     if asked and not config.reward.given:
         raise ConfigError(
@@ -96,3 +122,108 @@ def _validation_sets(
             "set reward.terms=[exact], give rows with chosen and rejected, or val.every=0"
         )
     return held, asked
+
+
+# -- the reference ---------------------------------------------------------------------------------
+
+
+def scored(model: Reference, batches: Sequence[Batch]) -> list[np.ndarray]:
+    """Log-probs of whole responses."""
+    found = model.logprobs(batches, OWN)
+    return [
+        np.bincount(batch.sequence, weights=new.astype(np.float64), minlength=len(batch.keys))
+        for batch, (new, _) in zip(batches, found, strict=True)
+    ]
+
+
+def precomputed(run: Run, config: Config, family: Family, samples: Iterable[Sample]) -> Totals:
+    """Every sample is scored once and for all; the reference is loaded only if one is missing."""
+    path = Path(config.run.out) / ".cache" / f"reference-{_reference_id(config, family)}.json"
+    known: dict[str, list[float]] = json.loads(path.read_text()) if path.is_file() else {}
+    # A row with a damaged image is set aside when its turn comes.
+    missing = {k: s for s in samples if (k := content_hash(s)) not in known and not decode_error(s)}
+    if missing:
+        _score_all(run, config, family, missing, known, path)
+
+    def totals(batches: Sequence[Batch], groups: Sequence[Group]) -> list[np.ndarray]:
+        found = {
+            member.key: total
+            for group in groups
+            for member, total in zip(group.trajectories, known[content_hash(group.sample)], strict=True)
+        }
+        return [np.array([found[key] for key in batch.keys]) for batch in batches]
+
+    return totals
+
+
+def _score_all(
+    run: Run, config: Config, family: Family, missing: Mapping[str, Sample], known: dict[str, list[float]], path: Path
+) -> None:
+    """In blocks, each written before the next: a run that is killed here goes on where it was."""
+    reference = LocalBackend(model_setup.load_policy(config, family).model, family)
+    keys = list(missing)
+    with run.phase("logp_ref"):
+        for start in range(0, len(keys), BLOCK):
+            block = keys[start : start + BLOCK]
+            groups = [compared(missing[key], family) for key in block]
+            batches = packed(groups, family, config.train.micro_tokens)
+            flat = iter(np.concatenate(scored(reference, batches)).tolist())
+            known |= {key: [next(flat) for _ in group.trajectories] for key, group in zip(block, groups, strict=True)}
+            write_whole(path, json.dumps(known))
+            run.display.console.progress(min(start + BLOCK, len(keys)), len(keys))
+
+
+def _reference_id(config: Config, family: Family) -> str:
+    """What a total depends on beside the row: weights, how they compute, how rows are rendered."""
+    dtype = pick_dtype(config.model.dtype, model_setup.device_of(config))
+    what = [stamp(Path(family.path)), str(dtype), config.model.train == "qlora", renderer(family)]
+    return hashlib.blake2b(repr(what).encode(), digest_size=12).hexdigest()
+
+
+# -- one step --------------------------------------------------------------------------------------
+
+
+def mismatched_pairs(samples: Sequence[Sample]) -> dict[str, Sample]:
+    """By id: the question of each sample with the response to the next other question."""
+    found = {}
+    for index, sample in enumerate(samples):
+        others = (samples[(index + step) % len(samples)] for step in range(1, len(samples)))
+        other = next((o for o in others if o.messages != sample.messages and not decode_error(o)), None)
+        if other is None:
+            raise DataError(
+                "dpo.loss=kto compares with responses to other questions, and all rows ask the same one; add rows"
+            )
+        found[sample.id] = replace(sample, id=f"{sample.id}~", candidates=other.candidates[:1], desirable=True)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceBatches:
+    """Makes rows into what `train_step` takes."""
+
+    family: Family
+    micro_tokens: int
+    policy: LocalBackend
+    options: Comparison
+    totals: Totals | None  # None: the loss has no reference
+    mismatched: Mapping[str, Sample]  # KTO only, by id
+
+    def prepare(self, samples: Sequence[Sample]) -> tuple[list[Batch], PreferenceLoss]:
+        batches = self._batches(samples)
+        z = 0.0 if self.options.paired else self._z(samples)
+        return batches, PreferenceLoss(of_step(self.options, batches, z=z))
+
+    def _batches(self, samples: Sequence[Sample]) -> list[Batch]:
+        groups = [compared(sample, self.family) for sample in samples]
+        batches = packed(groups, self.family, self.micro_tokens)
+        if self.totals is None:
+            return batches
+        found = self.totals(batches, groups)
+        return [replace(b, ref_totals=t) for b, t in zip(batches, found, strict=True)]
+
+    def _z(self, samples: Sequence[Sample]) -> float:
+        """How much likelier than before responses to other questions have become on average."""
+        batches = self._batches([self.mismatched[sample.id] for sample in samples])
+        now, before = scored(self.policy, batches), [batch.ref_totals for batch in batches]
+        gaps = np.concatenate(now) - np.concatenate(before)  # type: ignore[arg-type]
+        return max(0.0, float(gaps.mean()))

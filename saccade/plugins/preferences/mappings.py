@@ -5,10 +5,9 @@ None for a row to leave out. The result has the format `sides`. Which candidate 
 `a` is drawn for each row: in a set that always names the better one first, the position would give
 the label away.
 
-    >>> mapping = load_mapping("hpdv3")
     >>> row = {"prompt": "a cat", "path1": "good.png", "path2": "bad.png", "confidence": 1}
-    >>> [(number, mapped["extra"]["labels"]) for number, mapped in apply(mapping, [(1, row)])]
-    [(1, {'preference': 'A'})]
+    >>> [found["extra"]["labels"] for _, found in mapped("hpdv3", [(1, row)])]
+    [{'preference': 'A'}]
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from saccade.data.chats import PLACEHOLDER, RowError, escape
 from saccade.data.records import plain
 from saccade.data.sources import Row
 from saccade.errors import ConfigError, SaccadeError
-from saccade.media.kinds import KINDS
 from saccade.plugins.preferences.preference_rows import OTHER
 from saccade.registry import Table
 from saccade.user_code import own_module, raised_at
@@ -68,94 +66,69 @@ class Rated:
     name: Any = None  # such as the model that made it
 
 
-@dataclass(frozen=True)
-class PreferenceMapping:
-    name: str
-    function: Callable[..., Pair | list[Rated] | None]  # of a row, or of a row and its folder
-    file: str | None = None  # of the user
-
-
 MAPPINGS: Table[Callable[..., Any]] = Table("mappings", {})
 
 
-def load_mapping(name: str) -> PreferenceMapping:
-    """A shipped mapping by its name, or file.py:function of the user."""
+def load_mapping(name: str) -> Callable[..., Any]:
+    """A function of a row, or of a row and its folder: a shipped mapping by its name, or
+    file.py:function of the user.
+    """
     if name in MAPPINGS:
-        return PreferenceMapping(name, MAPPINGS[name])
+        return MAPPINGS[name]
     where, (path, _, symbol) = f"data.mapping={name}", name.rpartition(":")
-    if Path(name.partition(":")[0]).suffix in (".yaml", ".yml"):
-        raise ConfigError(f"{where}: a mapping is a Python function; {EXAMPLE}")
-    if Path(path or name).suffix != ".py":
-        raise ConfigError(f"{where}: expected one of {', '.join(MAPPINGS)}, or file.py:function of your own")
-    if not Path(path or name).is_file():
+    if Path(path).suffix != ".py":
+        raise ConfigError(f"{where}: expected one of {', '.join(MAPPINGS)}, or file.py:function; {EXAMPLE}")
+    if not Path(path).is_file():
         raise ConfigError(f"{where}: the file does not exist; expected file.py:function")
     try:
-        module = own_module(path or name)
+        module = own_module(path)
     except Exception as error:
-        raise ConfigError(f"{where}: the file raised {raised_at(error, path or name)}") from error
-    function = getattr(module, symbol, None) if path else None
-    if not callable(function):
+        raise ConfigError(f"{where}: the file raised {raised_at(error, path)}") from error
+    if not callable(function := getattr(module, symbol, None)):
         found = [n for n, v in vars(module).items() if inspect.isfunction(v)]
         raise ConfigError(f"{where}: expected file.py:function; the file has {', '.join(found) or 'none'}")
-    return PreferenceMapping(name, function, path)
+    return function
 
 
-def apply(
-    mapping: PreferenceMapping, rows: Iterable[tuple[int, Row]], *, folder: Path | None = None, seed: int = 0
+def mapped(
+    name: str, rows: Iterable[tuple[int, Row]], *, folder: Path | None = None, seed: int = 0
 ) -> Iterator[tuple[int, Row | None]]:
     """Numbered rows of the format `sides`; None stands for a row that the mapping leaves out."""
-    groups: dict[str, list[tuple[int, Rated, Mapping[str, Any]]]] = {}
-    wants_folder = len(inspect.signature(mapping.function).parameters) > 1
-    arguments = [folder or Path()] if wants_folder else []
+    function, groups = load_mapping(name), dict[str, list[tuple[int, Rated, Mapping[str, Any]]]]()
+    file = None if name in MAPPINGS else name.rpartition(":")[0]
+    arguments = [folder or Path()] if len(inspect.signature(function).parameters) > 1 else []
     for number, row in rows:
         if isinstance(row, RowError):
             yield number, row
             continue
         try:
-            found = mapping.function(row, *arguments)
+            found = function(row, *arguments)
         except SaccadeError:
             raise
         except Exception as error:
             id = "" if row.get("id") is None else f", id {row['id']}"
-            reason = f"mapping {mapping.name} raised {raised_at(error, mapping.file)}{id}"
+            reason = f"mapping {name} raised {raised_at(error, file)}{id}"
             yield number, error if isinstance(error, RowError) else RowError(reason)
             continue
         if found is None:
             yield number, None
             continue
-        for one in _checked(found, f"mapping {mapping.name}, row {row.get('id', number)}"):
+        for one in found if isinstance(found, list) else [found]:
             if isinstance(one, Pair):
-                yield number, _compared(mapping.name, one, row, seed)
-            else:
+                yield number, _compared(name, one, row, seed)
+            elif isinstance(one, Rated):
                 groups.setdefault(repr(one.group), []).append((number, one, row))
+            else:
+                raise ConfigError(
+                    f"mapping {name}, row {row.get('id', number)}: returned {type(one).__name__}; expected "
+                    "Pair(…), Rated(…), a list of Rated, or None to leave the row out"
+                )
     for group in groups.values():
         for (number, first, row), (_, second, other) in combinations(group, 2):
             labels = {h: better(value, second.ratings.get(h)) for h, value in first.ratings.items()}
-            if labels[MAIN] in ("A", "B"):
-                media = {"a": first.media, "b": second.media}
-                pair = Pair(kind=first.kind, prompt=first.prompt, labels=labels, **media)
-                kept = _named(row, other, first, second)
-                yield number, _compared(mapping.name, pair, kept, seed)
-
-
-def _checked(found: Any, where: str) -> list[Pair | Rated]:
-    """What a function returned as a list, if it is what `apply` reads."""
-    every = found if isinstance(found, list) else [found]
-    for one in every:
-        if not isinstance(one, Pair | Rated):
-            raise ConfigError(
-                f"{where}: returned {type(one).__name__}; expected Pair(…), Rated(…), a list of "
-                "Rated, or None to leave the row out"
-            )
-        name = "labels" if isinstance(one, Pair) else "ratings"
-        heads = getattr(one, name)
-        if one.kind not in (*KINDS, "text"):
-            raise ConfigError(f"{where}: kind={one.kind!r}; expected one of {', '.join((*KINDS, 'text'))}")
-        if not isinstance(heads, Mapping) or MAIN not in heads:
-            raise ConfigError(f"{where}: {name}={heads!r} lack the head {MAIN}")
-        if isinstance(one, Pair) and any(side not in (*OTHER, None) for side in heads.values()):
-            raise ConfigError(f"{where}: labels={heads!r}; expected A, B, C or None for each head")
-    return every
+            if labels.get(MAIN) in ("A", "B"):
+                pair = Pair(kind=first.kind, prompt=first.prompt, labels=labels, a=first.media, b=second.media)
+                yield number, _compared(name, pair, _named(row, other, first, second), seed)
 
 
 def _named(row: Mapping[str, Any], other: Mapping[str, Any], first: Rated, second: Rated) -> Mapping[str, Any]:
@@ -176,7 +149,7 @@ def _compared(name: str, pair: Pair, row: Mapping[str, Any], seed: int) -> Row:
     swapped = bool(drawn) and pair.critique is None  # a critique names the sides as they were given
     extra = {n: v for n, v in row.items() if n != "id" and not _raw(v)}
     if swapped:
-        shown, labels = shown[::-1], {head: OTHER[side] for head, side in labels.items()}
+        shown, labels = shown[::-1], {head: OTHER.get(side, side) for head, side in labels.items()}
         if isinstance(models := extra.get("models"), list):
             extra["models"] = models[::-1]
     # The mapping places the media, so marks of them in the prompt go.

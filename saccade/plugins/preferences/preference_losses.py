@@ -1,28 +1,53 @@
 """Losses on preferences: one per pair or, for kto, per labelled response; to be minimised.
 
-A loss is `f(inputs, *, options) -> (losses [P], {metric: values})`; only the log-probs of the
-policy have a gradient, metrics have none. A step divides by the number of pairs of all its parts.
-Knows nothing of models, batches or coefficients. In the formulas a log-ratio is the log-prob of a
-response minus that of the reference; h = log-ratio of chosen - log-ratio of rejected; h_mean is the
-same with each log-ratio over its own number of tokens. Axes: P pairs, S responses.
+A formula is `f(inputs, *, options) -> (losses [P], {metric: values})`; only the log-probs of the
+policy have a gradient, metrics have none. In the formulas a log-ratio is the log-prob of a response
+minus that of the reference; h = log-ratio of chosen - log-ratio of rejected; h_mean is the same with
+each log-ratio over its own number of tokens.
+
+    loss = sum(losses of pairs) / pairs + nll_coef sum(-log-probs of chosen) / tokens of chosen
+
+`Comparison` holds the denominators of the whole optimizer step, so micro-losses simply add up. A
+pair is a group of two sequences, chosen (repeat 0) before rejected (repeat 1); where responses are
+judged on their own, repeat 0 is a good one and repeat 1 a bad one. Axes: R reads, P pairs, S
+sequences.
 
     >>> losses, metrics = PREFERENCES["dpo"].function(pairs, beta=0.1)
     >>> metrics["acc"]   # [P] bool; also margin, chosen, rejected: rewards as the loss sees them
+    >>> backend.train_step(batches, PreferenceLoss(of_step(from_config(config.dpo), batches)), lr=1e-6)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
 
-from saccade.algorithms.table import Entry, NotNegative, Smoothing
+import numpy as np
+import torch
+from torch import Tensor
+
+from saccade.algorithms.objective import LossSums, mean_of
+from saccade.algorithms.table import Entry, NotNegative, Smoothing, add, bound, parsed
+from saccade.config import Config, DpoConfig
 from saccade.errors import ConfigError
+from saccade.trainer import OWN, Objective, Reader
+from saccade.types import Batch
 
-if TYPE_CHECKING:
-    from torch import Tensor
+Losses = tuple[Tensor, dict[str, Tensor]]
+Sides = tuple[Tensor, Tensor]  # chosen and rejected, [P] each
+PREFERENCES: dict[str, Entry] = {}
+CHOSEN, REJECTED = 0, 1  # repeats
+NAMES = {
+    "chosen": "dpo/reward_chosen",
+    "rejected": "dpo/reward_rejected",
+    "margin": "dpo/margin",
+    "acc": "dpo/accuracy",
+}
 
-Losses: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
-Sides: TypeAlias = "tuple[Tensor, Tensor]"  # chosen and rejected, [P] each
+
+# -- formulas --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +82,13 @@ class Labelled:
     z: Tensor  # [] 0-d
 
 
+@add(PREFERENCES, "-log sigmoid(beta h)")
 def dpo(pairs: Pairs, *, beta: float = 0.1) -> Losses:
     """arXiv 2305.18290."""
-    margin, metrics = _compared(pairs.ratios(), beta)
-    return negative_log_sigmoid(margin), metrics
+    return _logistic(pairs.ratios(), beta)
 
 
+@add(PREFERENCES, "-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), e = label_smoothing")
 def cdpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: Smoothing = 0.1) -> Losses:
     """A share of the labels is taken to be wrong (Mitchell 2023, a note on noisy preferences)."""
     margin, metrics = _compared(pairs.ratios(), beta)
@@ -70,50 +96,57 @@ def cdpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: Smoothing = 0.1) -
     return (1 - label_smoothing) * right + label_smoothing * wrong, metrics
 
 
+@add(PREFERENCES, "(-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e), e = label_smoothing")
 def robust(pairs: Pairs, *, beta: float = 0.1, label_smoothing: Smoothing = 0.1) -> Losses:
     """In expectation dpo on clean labels, if that share is flipped (arXiv 2403.00409)."""
     if not 0 <= label_smoothing < 0.5:
-        raise ConfigError(
-            f"robust: label_smoothing={label_smoothing:g} must be at least 0 and less than 0.5, for example 0.1"
-        )
+        raise ConfigError(f"robust: label_smoothing={label_smoothing:g} must be less than 0.5, for example 0.1")
     margin, metrics = _compared(pairs.ratios(), beta)
     right, wrong = negative_log_sigmoid(margin), negative_log_sigmoid(-margin)
     clean = (1 - label_smoothing) * right - label_smoothing * wrong
     return clean / (1 - 2 * label_smoothing), metrics
 
 
+@add(PREFERENCES, "(h_mean - 1 / (2 beta))^2")
 def ipo(pairs: Pairs, *, beta: float = 0.1) -> Losses:
     """A margin to reach instead of one to grow (arXiv 2310.12036), per token."""
     return _squared(pairs.means(pairs.ratios()), beta)
 
 
+@add(PREFERENCES, "(h - 1 / (2 beta))^2")
 def ipo_sum(pairs: Pairs, *, beta: float = 0.1) -> Losses:
     """The same on whole responses: long ones reach the margin sooner."""
     return _squared(pairs.ratios(), beta)
 
 
+@add(PREFERENCES, "-log sigmoid(beta h_mean)")
 def dpo_norm(pairs: Pairs, *, beta: float = 0.1) -> Losses:
-    margin, metrics = _compared(pairs.means(pairs.ratios()), beta)
-    return negative_log_sigmoid(margin), metrics
+    return _logistic(pairs.means(pairs.ratios()), beta)
 
 
+@add(PREFERENCES, "-log sigmoid(beta h), h of log-probs without a reference")
 def reference_free(pairs: Pairs, *, beta: float = 0.1) -> Losses:
-    margin, metrics = _compared((pairs.chosen, pairs.rejected), beta)
-    return negative_log_sigmoid(margin), metrics
+    return _logistic((pairs.chosen, pairs.rejected), beta)
 
 
+@add(PREFERENCES, "max(0, 1 - beta h)")
 def hinge(pairs: Pairs, *, beta: float = 0.1) -> Losses:
     """arXiv 2305.10425."""
     margin, metrics = _compared(pairs.ratios(), beta)
     return (1 - margin).clamp(min=0), metrics
 
 
+@add(PREFERENCES, "-log sigmoid(beta h_mean - gamma), h_mean of log-probs without a reference")
 def simpo(pairs: Pairs, *, beta: float = 2.0, gamma: NotNegative = 1.0) -> Losses:
     """Log-probs per token, ahead by a margin (arXiv 2405.14734)."""
     margin, metrics = _compared(pairs.means((pairs.chosen, pairs.rejected)), beta)
     return negative_log_sigmoid(margin - gamma), metrics
 
 
+@add(
+    PREFERENCES,
+    "1 - sigmoid(beta (log-ratio - z)) if desirable, else with the opposite sign; times the weight of the label",
+)
 def kto(
     labelled: Labelled, *, beta: float = 0.1, desirable_weight: NotNegative = 1.0, undesirable_weight: NotNegative = 1.0
 ) -> Losses:
@@ -132,6 +165,11 @@ def negative_log_sigmoid(values: Tensor) -> Tensor:
     return (-values).logaddexp(values.new_zeros(()))
 
 
+def _logistic(sides: Sides, beta: float) -> Losses:
+    margin, metrics = _compared(sides, beta)
+    return negative_log_sigmoid(margin), metrics
+
+
 def _squared(sides: Sides, beta: float) -> Losses:
     margin, metrics = _compared(sides, beta)
     return ((margin - 0.5) / beta).square(), metrics
@@ -145,28 +183,117 @@ def _compared(sides: Sides, beta: float) -> Losses:
     return margin, {name: values.detach() for name, values in metrics.items()}
 
 
-PREFERENCES: dict[str, Entry] = {
-    "dpo": Entry(function=dpo, formula="-log sigmoid(beta h)"),
-    "cdpo": Entry(function=cdpo, formula="-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), e = label_smoothing"),
-    "robust": Entry(
-        function=robust,
-        formula="(-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e), e = label_smoothing",
-    ),
-    "ipo": Entry(function=ipo, formula="(h_mean - 1 / (2 beta))^2"),
-    "ipo_sum": Entry(function=ipo_sum, formula="(h - 1 / (2 beta))^2"),
-    "dpo_norm": Entry(function=dpo_norm, formula="-log sigmoid(beta h_mean)"),
-    "reference_free": Entry(
-        function=reference_free, formula="-log sigmoid(beta h), h of log-probs without a reference"
-    ),
-    "hinge": Entry(function=hinge, formula="max(0, 1 - beta h)"),
-    "simpo": Entry(
-        function=simpo, formula="-log sigmoid(beta h_mean - gamma), h_mean of log-probs without a reference"
-    ),
-    "kto": Entry(
-        function=kto,
-        formula="1 - sigmoid(beta (log-ratio - z)) if desirable, else with the opposite sign; "
-        "times the weight of the label",
-    ),
-}
 WITHOUT_REFERENCE = frozenset({"reference_free", "simpo"})  # the others read `ratios`
 UNPAIRED = frozenset({"kto"})  # reads `Labelled` in place of `Pairs`
+
+
+def check(config: Config) -> Iterator[str]:
+    """What a config alone can say against preference training."""
+    dpo = config.dpo
+    read = PREFERENCES[dpo.loss].options.keys() - {"beta"}
+    for name in sorted(dpo.args.keys() - read):
+        known = any(entry.reads(name) for entry in PREFERENCES.values())
+        flaw = f"has no effect with dpo.loss={dpo.loss}" if known else "no loss has such an option"
+        expected = f", which reads {', '.join(sorted(read))}" if read else ""
+        yield f"dpo.args.{name}: {flaw}{expected}; remove it"
+    if "reference" in dpo.model_fields_set and dpo.loss in WITHOUT_REFERENCE:
+        yield f"dpo.reference: has no effect with dpo.loss={dpo.loss}; remove it"
+
+
+# -- one optimizer step ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A loss on preferences with the counts of its optimizer step, as plain data."""
+
+    loss: str
+    options: Mapping[str, Any]
+    nll_coef: float = 0.0
+    count: int = 0  # pairs or, for an unpaired loss, responses
+    chosen_tokens: int = 0
+    z: float = 0.0  # of kto
+
+    @property
+    def paired(self) -> bool:
+        return self.loss not in UNPAIRED
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.loss not in WITHOUT_REFERENCE
+
+
+def from_config(config: DpoConfig) -> Comparison:
+    """Options that are empty are the loss's own."""
+    options = parsed(PREFERENCES[config.loss], config.args, "dpo.args")
+    if config.beta is not None:
+        options["beta"] = config.beta
+    return Comparison(loss=config.loss, options=options, nll_coef=config.nll_coef)
+
+
+def of_step(row: Comparison, batches: Sequence[Batch], *, z: float = 0.0) -> Comparison:
+    """With the counts of all batches of an optimizer step."""
+    tokens = sum(int(batch.lengths[_is_chosen(batch)].sum()) for batch in batches)
+    responses = sum(len(batch.keys) for batch in batches)
+    return replace(row, count=responses // 2 if row.paired else responses, chosen_tokens=tokens, z=z)
+
+
+def _is_chosen(batch: Batch) -> np.ndarray:
+    return np.array([repeat == CHOSEN for _, repeat in batch.keys])
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """Responses that are compared; `comparison` holds the counts of the optimizer step."""
+
+    comparison: Comparison
+    role: ClassVar[str] = "policy"
+
+    @property
+    def whole(self) -> bool:
+        return self.comparison.paired
+
+    def read(self, trainer: Reader, batch: Batch) -> Objective:
+        new, _ = trainer.read(batch, OWN)
+        sequence, chosen, lengths, ref = (
+            None if array is None else torch.from_numpy(array).to(new.device)
+            for array in (batch.sequence, _is_chosen(batch), batch.lengths, batch.ref_totals)
+        )
+        return partial(objective, self.comparison, new, sequence, chosen, lengths, ref)  # type: ignore[arg-type]
+
+
+def objective(
+    row: Comparison, new: Tensor, sequence: Tensor, chosen: Tensor, lengths: Tensor, ref: Tensor | None
+) -> tuple[Tensor, LossSums]:
+    """Of the log-probs `new` [R] of `sequence` [R]. Of sequences [S]: whether it is chosen, its
+    length, its total under the reference.
+    """
+    # In float64: a log-ratio is the small difference of two sums over many tokens.
+    totals = new.new_zeros(len(chosen), dtype=torch.float64).index_add(0, sequence, new.double())
+    inputs: Pairs | Labelled
+    if row.paired:
+        inputs = Pairs(
+            chosen=totals[chosen],
+            rejected=totals[~chosen],
+            chosen_length=lengths[chosen],
+            rejected_length=lengths[~chosen],
+            ref_chosen=None if ref is None else ref[chosen],
+            ref_rejected=None if ref is None else ref[~chosen],
+        )
+    else:
+        assert ref is not None, "this loss needs a reference"
+        inputs = Labelled(logprobs=totals, ref=ref, desirable=chosen, z=totals.new_tensor(row.z))
+    losses, found = bound(PREFERENCES[row.loss].function, row.options)(inputs)
+    nll = -totals[chosen].sum()
+    loss = losses.sum() / row.count
+    if row.nll_coef and row.chosen_tokens:  # a step of kto may have bad responses only
+        loss = loss + row.nll_coef * nll / row.chosen_tokens
+    means = {NAMES[name]: mean_of(values) for name, values in found.items()} | {
+        "dpo/logp_chosen": mean_of(totals[chosen]),
+        "dpo/logp_rejected": mean_of(totals[~chosen]),
+        "dpo/nll": (nll.detach(), lengths[chosen].sum()),
+        "dpo/length_chosen": mean_of(lengths[chosen]),
+        "dpo/length_rejected": mean_of(lengths[~chosen]),
+    }
+    tokens = torch.tensor(len(new), device=new.device)
+    return loss, LossSums(tokens=tokens, terms={"policy/loss": loss.detach()}, means=means)

@@ -1,30 +1,40 @@
-"""Candidates of a row: what stands in `chosen` and `rejected`, or in `output` beside a label.
+"""Rows with candidates: how columns are read, and what recipes make of a row that prefers one of two.
 
 A candidate is a reply, or the whole conversation that ends in it; what whole conversations have in
-common is the prompt. Knows nothing of columns, files or pixels.
+common is the prompt. Knows nothing of files or pixels.
 
     >>> read_candidates("How many?", ["three", "a dog"])[1][0]
     [('assistant', ['three'])]
+    >>> verdict_view(sample, seed=0).answer
+    'A'
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from saccade.data.chats import RowError, Turns, read_chat, read_reply
-from saccade.types import Sample
+from saccade.data.formats import Format
+from saccade.plugins.verifiers.short_answers import VERDICTS
+from saccade.types import Media, Message, Sample
 
 # One text for a whole conversation, as the helpful-harmless sets write it.
 SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 OTHER = {"A": "B", "B": "A", "C": "C"}  # what a label says once the sides are swapped
 LABELS = {"1": True, "true": True, "0": False, "false": False}
+ASKED = "Two {medium}s answer the same request. Compare them and say which one fits it better.\n\n"
+ENDING = "\n\nThe answer is one of: {said}."
+
+
+# -- columns ---------------------------------------------------------------------------------------
 
 
 def read_candidates(prompt: Any, replies: Sequence[Any]) -> tuple[Turns, list[Turns]]:
-    """The question, and how each candidate goes on from it."""
+    """The question, and how each candidate continues from it."""
     asked = [] if prompt is None else read_chat(prompt)
     sides = [_spoken(reply) if prompt is None else read_reply(reply) for reply in replies]
     repeats = [side[0][0] != "assistant" for side in sides]
@@ -46,36 +56,6 @@ def read_candidates(prompt: Any, replies: Sequence[Any]) -> tuple[Turns, list[Tu
     return asked, sides
 
 
-def read_label(value: Any) -> bool:
-    text = f"{value:g}" if isinstance(value, float) else str(value).strip().lower()
-    if text not in LABELS:
-        raise RowError(f"a label is 1 (good) or 0 (bad), not {value!r}")
-    return LABELS[text]
-
-
-def check_labels(labels: Any) -> None:
-    sides = [*labels.values()] if isinstance(labels, Mapping) else []
-    good = sides and all(isinstance(side, str) and side in OTHER for side in sides)
-    if not good:
-        raise RowError(f'labels must say A, B or C for each head, not {labels!r}; write {{"preference": "A"}}')
-
-
-def label_of(sample: Sample, head: str = "preference") -> str | None:
-    """The better candidate, A or B, or C for a tie. Rows without labels have it first."""
-    if "labels" not in sample.extra:
-        return "C" if sample.extra.get("tie") else "A"
-    return sample.extra["labels"].get(head)
-
-
-def chosen_first(sample: Sample) -> Sample:
-    """With the better candidate first; ties as they are."""
-    if label_of(sample) != "B":
-        return sample
-    labels = {head: OTHER[side] for head, side in sample.extra["labels"].items()}
-    candidates, extra = sample.candidates[::-1], {**sample.extra, "labels": labels}
-    return replace(sample, candidates=candidates, extra=extra)
-
-
 def _spoken(reply: Any) -> Turns:
     """A text without a prompt beside it names its speakers."""
     if not isinstance(reply, str) or not SPEAKER.match(reply):
@@ -87,10 +67,139 @@ def _spoken(reply: Any) -> Turns:
 
 def _shared(sides: Sequence[Turns]) -> Turns:
     """The longest common beginning after which every side goes on with a reply."""
-    length = min(len(side) for side in sides) - 1
-    while length and not (
-        all(side[:length] == sides[0][:length] for side in sides)
-        and all(side[length][0] == "assistant" for side in sides)
-    ):
-        length -= 1
-    return list(sides[0][:length])
+    for length in range(min(map(len, sides)) - 1, 0, -1):
+        if all(side[:length] == sides[0][:length] and side[length][0] == "assistant" for side in sides):
+            return list(sides[0][:length])
+    return []
+
+
+def read_label(value: Any) -> bool:
+    text = f"{value:g}" if isinstance(value, float) else str(value).strip().lower()
+    if text not in LABELS:
+        raise RowError(f"a label is 1 (good) or 0 (bad), not {value!r}")
+    return LABELS[text]
+
+
+def check_labels(labels: Any) -> None:
+    sides = [*labels.values()] if isinstance(labels, Mapping) else []
+    if not sides or not all(isinstance(side, str) and side in OTHER for side in sides):
+        raise RowError(f'labels must say A, B or C for each head, not {labels!r}; write {{"preference": "A"}}')
+
+
+PAIRS = Format(
+    name="pairs",
+    matches=lambda columns: {"chosen", "rejected"} <= set(columns),
+    prompt=("prompt", "question", "problem", "input", "messages", "conversations"),
+    answer=("answer", "solution"),
+    candidates={"chosen": ("chosen",), "rejected": ("rejected",)},
+    read_candidates=read_candidates,
+)
+SIDES = Format(
+    name="sides",
+    matches=lambda columns: {"a", "b"} <= set(columns) and ("labels" in columns or "extra" in columns),
+    prompt=("prompt", "question", "messages"),
+    answer=("answer",),
+    candidates={"a": ("a",), "b": ("b",)},
+    read_candidates=read_candidates,
+    check=lambda sample: check_labels(sample.extra.get("labels")),
+)
+LABELLED = Format(
+    name="labels",
+    matches=lambda columns: "label" in columns and ("output" in columns or "completion" in columns),
+    prompt=("input", "prompt", "question", "problem", "messages", "conversations"),
+    answer=("answer", "solution"),
+    candidates={"output": ("output", "completion")},
+    read_candidates=read_candidates,
+    label=("label",),
+    read_label=read_label,
+)
+STEPS = Format(  # `label`, one entry per step, stays in `extra`
+    name="steps",
+    matches=lambda columns: {"input", "label"} <= set(columns) and not {"output", "completion"} & set(columns),
+    prompt=("input", "prompt", "messages", "conversations"),
+    answer=("answer", "solution"),
+)
+
+
+# -- labels ----------------------------------------------------------------------------------------
+
+
+def label_of(sample: Sample, head: str = "preference") -> str | None:
+    """The better candidate, A or B, or C for a tie. Rows without labels have it first."""
+    if "labels" not in sample.extra:
+        return "C" if sample.extra.get("tie") else "A"
+    return sample.extra["labels"].get(head)
+
+
+def chosen_first(sample: Sample) -> Sample:
+    """With the better candidate first; ties as they are."""
+    return _swapped(sample, sample.extra["labels"]) if label_of(sample) == "B" else sample
+
+
+def _swapped(sample: Sample, labels: Mapping[str, str]) -> Sample:
+    swapped = {head: OTHER[side] for head, side in labels.items()}
+    return replace(sample, candidates=sample.candidates[::-1], extra={**sample.extra, "labels": swapped})
+
+
+# -- views -----------------------------------------------------------------------------------------
+
+
+def chosen_view(sample: Sample) -> Sample:
+    """A conversation that ends in the better candidate; one without candidates stays as it is."""
+    for candidate in chosen_first(sample).candidates[:1]:
+        if any(message.media for message in candidate):
+            raise RowError("candidates are media; data.pair_view=verdict teaches to judge them")
+        sample = replace(sample, messages=(*sample.messages, *candidate), candidates=())
+    return sample
+
+
+def verdict_view(sample: Sample, *, seed: int) -> Sample:
+    """The sample as a question about its two candidates, for a judge to learn and to answer. The
+    answer is the label of the head `preference`. The last assistant turn shows what to say: the
+    critique of the row, or the bare verdict; where a model is asked it is left out.
+    """
+    if len(sample.candidates) != 2:
+        return sample
+    sample = _drawn(sample, seed)
+    label = label_of(sample)
+    if label is None:
+        raise RowError("no label of the head preference, so there is no verdict to learn")
+    sides = [[part for message in candidate for part in message.parts] for candidate in sample.candidates]
+    kinds = {part.kind for side in sides for part in side if isinstance(part, Media)}
+    medium = kinds.pop() if len(kinds) == 1 and kinds <= VERDICTS.keys() else "response"
+    critique = sample.extra.get("critique")
+    *earlier, question = sample.messages
+    # A row with a critique holds the instruction that the critic was given.
+    parts = ["" if critique else ASKED.format(medium=medium), *question.parts]
+    for number, side in enumerate(sides, start=1):
+        parts += [f"\n\n{medium.capitalize()} {number}:\n", *side]
+    parts.append("" if critique else ENDING.format(said=", ".join(VERDICTS[medium])))
+    shown = str(critique) if critique else f"<answer>{VERDICTS[medium]['ABC'.index(label)]}</answer>"
+    messages = (*earlier, replace(question, parts=_joined(parts)), Message(role="assistant", parts=(shown,)))
+    return replace(sample, messages=messages, candidates=(), answer=label)
+
+
+def _drawn(sample: Sample, seed: int) -> Sample:
+    """A set that always names the better one first would tell the label by the place. Rows of a
+    mapping have their sides, and a critique names them as they were given.
+    """
+    if "sides" in sample.extra or sample.extra.get("critique"):
+        return sample
+    swapped = hashlib.sha256(f"{seed}:{sample.id}".encode()).digest()[0] % 2 == 1
+    labels = sample.extra.get("labels") or {"preference": label_of(sample)}
+    check_labels(labels)
+    extra = {**sample.extra, "labels": labels, "sides": {"seed": seed, "swapped": swapped}}
+    sample = replace(sample, extra=extra)
+    return _swapped(sample, labels) if swapped else sample
+
+
+def _joined(parts: Sequence[str | Media]) -> tuple[str | Media, ...]:
+    """Neighbouring texts as one."""
+    found: list[str | Media] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, str) and isinstance(last, str):
+            found[-1] = last + part
+        elif part:
+            found.append(part)
+    return tuple(found)

@@ -1,7 +1,7 @@
 """How public preference sets say which candidate is better: one function per set.
 
 Media paths start from the folder of the file, or from image_dir of the source. A missing column is
-None, and `apply` sets a row aside whose prompt, candidate or label is missing.
+None, and `mapped` sets a row aside whose prompt, candidate or label is missing.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,16 +21,24 @@ from saccade.config import SeriesConfig
 from saccade.errors import ConfigError, DataError
 from saccade.forest.packing import pack
 from saccade.models.families import Family, load_family
-from saccade.models.heads import RewardHead, attach_reward, load_reward
 from saccade.models.load import load_model
 from saccade.models.towers import TOWERS
-from saccade.plugins.reward_models import reward_forward
-from saccade.plugins.reward_models.process_steps import stepped, verdict_ids, with_marks
-from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, flaw, judged, read_card
+from saccade.plugins.reward_models.reward_card import (
+    REWARD_FILE,
+    Card,
+    flaw,
+    judged,
+    read_card,
+    stepped,
+    verdict_ids,
+    with_marks,
+)
+from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward, load_reward
+from saccade.plugins.reward_models.reward_losses import judgements, ratings
 from saccade.plugins.reward_models.reward_model_term import conversation_of
 from saccade.rewards.reward_sample import RewardSample
 from saccade.trainer.local import LocalBackend
-from saccade.types import Batch, Group, Media, Message, Sample, Trajectory
+from saccade.types import Group, Media, Message, Sample, Trajectory
 
 TOO_LONG = "unscored: longer than the reward model can read"
 SUMMARIES: dict[str, Callable[[np.ndarray], float]] = {
@@ -50,8 +57,7 @@ class LearnedReward:
         self._tokens = verdict_ids(family, card.tokens)
         self._resting: list[tuple[nn.Parameter, Tensor]] = []
         if offload and self.backend.device.type == "cuda":
-            pairs = [(p, p.data.to("cpu").pin_memory()) for p in model.parameters()]
-            self._resting = pairs
+            self._resting = [(p, p.data.to("cpu").pin_memory()) for p in model.parameters()]
             self._rest()
 
     @staticmethod
@@ -81,15 +87,15 @@ class LearnedReward:
         return LearnedReward(model, family, card, micro_tokens=micro_tokens, offload=offload)
 
     def check(self, *, head: str | None = None, normalise: bool = False, steps: str | None = None) -> None:
-        heads, where = self.card.heads, self.family.path
-        if head is not None and head not in heads:
-            raise ConfigError(f"reward.terms: {where} has no head {head!r}; it has {', '.join(heads)}")
-        if head is None and len(heads) > 1:
-            raise ConfigError(f"reward.terms: {where} has the heads {', '.join(heads)}; set args.head")
-        if steps is not None and self.card.kind == "scalar":
-            raise ConfigError(f"reward.terms: {where} scores whole responses; drop steps={steps}")
-        if normalise and not self.card.statistics:
-            raise ConfigError(f"reward.terms: {where} knows no mean of its scores; drop normalise")
+        heads = self.card.heads
+        flaws = {
+            f"has no head {head!r}; it has {', '.join(heads)}": head is not None and head not in heads,
+            f"has the heads {', '.join(heads)}; set args.head": head is None and len(heads) > 1,
+            f"scores whole responses; drop steps={steps}": steps is not None and self.card.kind == "scalar",
+            "knows no mean of its scores; drop normalise": normalise and not self.card.statistics,
+        }
+        if found := [words for words, wrong in flaws.items() if wrong]:
+            raise ConfigError(f"reward.terms: {self.family.path} {found[0]}")
 
     def check_media(self, media: Sequence[Media]) -> None:
         for one in media:
@@ -102,17 +108,16 @@ class LearnedReward:
         self, samples: Sequence[RewardSample], *, head: str | None = None, normalise: bool = False, steps: str = "mean"
     ) -> list[float]:
         """One number for each sample, NaN where there is none."""
-        options: dict[str, Any] = {"head": head, "normalise": normalise, "steps": steps}
         return [
-            float("nan") if isinstance(found, str) else self.value(found, **options) for found in self.read(samples)
+            float("nan") if isinstance(found, str) else self.value(found, head=head, normalise=normalise, steps=steps)
+            for found in self.read(samples)
         ]
 
     def read(self, samples: Sequence[RewardSample]) -> list[np.ndarray | str]:
         """All heads of each sample, or all its steps; a text says why it has none."""
         groups, keys = self._groups(samples)
         with self._awake():
-            scalar = self.card.kind == "scalar"
-            found = self._scores(groups) if scalar else self._steps(groups)
+            found = self._numbers(groups)
         return [key if isinstance(key, str) else found[key] for key in keys]
 
     def value(
@@ -126,27 +131,16 @@ class LearnedReward:
         mean, deviation = self.card.statistics[head or self.card.heads[0]]
         return (value - mean) / max(deviation, 1e-6)
 
-    def _scores(self, groups: Sequence[Group]) -> dict[tuple[str, int], np.ndarray]:
-        batches = self._packed(groups, ends=True)
-        found = reward_forward.ratings(self.backend, batches)
+    def _numbers(self, groups: Sequence[Group]) -> dict[tuple[str, int], np.ndarray]:
+        """The scores of each sequence, or how probable the best verdict is at each of its steps."""
+        scalar, positions = self.card.kind == "scalar", self.family.positions
+        batches = pack(groups, positions=positions, micro_tokens=self.micro_tokens, ends=scalar)
+        found = ratings(self.backend, batches) if scalar else judgements(self.backend, batches, self._tokens)
         return {
-            key: row
-            for batch, rows in zip(batches, found, strict=True)
-            for key, row in zip(batch.keys, rows, strict=True)
-        }
-
-    def _steps(self, groups: Sequence[Group]) -> dict[tuple[str, int], np.ndarray]:
-        batches = self._packed(groups, ends=False)
-        found = reward_forward.judgements(self.backend, batches, self._tokens)
-        return {
-            key: np.exp(rows[batch.sequence == index, 0])
+            key: rows[index] if scalar else np.exp(rows[batch.sequence == index, 0])
             for batch, rows in zip(batches, found, strict=True)
             for index, key in enumerate(batch.keys)
         }
-
-    def _packed(self, groups: Sequence[Group], *, ends: bool) -> list[Batch]:
-        positions = self.family.positions
-        return pack(groups, positions=positions, micro_tokens=self.micro_tokens, ends=ends)
 
     def _groups(self, samples: Sequence[RewardSample]) -> tuple[list[Group], list[tuple[str, int] | str]]:
         """Members of a question together, and the key of each sample or why it has no score."""

@@ -2,9 +2,10 @@
 
 A reply is judged in the model's own template, up to its end of turn. A candidate that shows media
 is judged as part of the question: it stands behind it, and the score is read where an answer would
-begin.
+begin. A process reward model reads at marks, one behind each step.
 
     judged("a", 0, asked, reply, family)            # a Trajectory; POLICY: what is judged
+    stepped("a", 0, with_marks(asked, response, card), family, card.placeholder)
     card = read_card("runs/rm/checkpoints/step-100")
 """
 
@@ -12,14 +13,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.models.files import SINGLE, header_of, shards
+from saccade.recipes.to_trajectory import from_turn, written
 from saccade.types import Message, Rendered, Source, Trajectory
 
 SECTION = "reward_model"  # of config.json
@@ -88,8 +91,18 @@ def judged(
     sample_id: str, repeat: int, asked: Sequence[Message], reply: Sequence[Message], family: Family
 ) -> Trajectory:
     """What is judged is POLICY, so that members of a group share the rest as a trunk."""
-    rendered, sources = _judged(asked, reply, family)
-    return written(sample_id, repeat, rendered, sources, (*asked, *reply))
+    messages = (*asked, *reply)
+    if not shows_media(reply):
+        rendered = family.render_dialogue(messages)
+        earlier = sum(message.role == "assistant" for message in asked)
+        return written(sample_id, repeat, rendered, from_turn(rendered.sources, earlier), messages)
+    shown = tuple(part for message in reply for part in message.parts)
+    before = asked[-1].parts if asked[-1].role == "user" else ()
+    kept = asked[:-1] if before else asked
+    rendered = family.render((*kept, Message(role="user", parts=(*before, *shown))))
+    sources = rendered.sources.copy()
+    sources[rendered.media[sum(len(message.media) for message in asked)].start :] = Source.POLICY
+    return written(sample_id, repeat, rendered, sources, messages)
 
 
 def shows_media(reply: Sequence[Message]) -> bool:
@@ -97,44 +110,58 @@ def shows_media(reply: Sequence[Message]) -> bool:
     return any(message.media for message in reply if message.role == "assistant")
 
 
-def judged_length(asked: Sequence[Message], reply: Sequence[Message], family: Family) -> int:
-    return len(_judged(asked, reply, family)[0])
+# -- steps -----------------------------------------------------------------------------------------
 
 
-def _judged(asked: Sequence[Message], reply: Sequence[Message], family: Family) -> tuple[Rendered, np.ndarray]:
-    if not shows_media(reply):
-        rendered = family.render_dialogue((*asked, *reply))
-        earlier = sum(message.role == "assistant" for message in asked)
-        return rendered, from_turn(rendered.sources, earlier)
-    shown = tuple(part for message in reply for part in message.parts)
-    before = asked[-1].parts if asked[-1].role == "user" else ()
-    kept = asked[:-1] if before else asked
-    rendered = family.render((*kept, Message(role="user", parts=(*before, *shown))))
-    first = sum(len(message.media) for message in asked)
-    sources = rendered.sources.copy()
-    sources[rendered.media[first].start :] = Source.POLICY
-    return rendered, sources
+def stepped(sample_id: str, repeat: int, messages: Sequence[Message], family: Family, placeholder: str) -> Trajectory:
+    """A read at every placeholder. What it would predict comes behind it, so one id is added."""
+    chat = messages[-1].role == "assistant"
+    rendered = family.render_dialogue(messages) if chat else family.render(messages)
+    ids = np.append(rendered.ids, rendered.ids[-1])
+    sources = np.full(len(ids), Source.PROMPT, np.int8)
+    sources[_marks(rendered.ids, family, placeholder) + 1] = Source.POLICY
+    rendered = Rendered(ids=ids, sources=sources, media=rendered.media)
+    return written(sample_id, repeat, rendered, sources, tuple(messages))
 
 
-def from_turn(sources: np.ndarray, first: int) -> np.ndarray:
-    """Trained from the assistant's turn number `first` on; negative ones count from the end."""
-    policy = np.flatnonzero(sources == Source.POLICY)
-    starts = policy[np.diff(policy, prepend=-2) > 1]
-    earlier = (sources == Source.POLICY) & (np.arange(len(sources)) < starts[first])
-    return np.where(earlier, Source.PROMPT, sources)
+def _marks(ids: np.ndarray, family: Family, placeholder: str) -> np.ndarray:
+    """The last id of each placeholder. A tokenizer may write it differently after a blank."""
+    found: set[int] = set()
+    for text in (placeholder, f" {placeholder}"):
+        mark = family.chat.encode(text)
+        if len(mark) <= len(ids):
+            windows = np.lib.stride_tricks.sliding_window_view(ids, len(mark))
+            found |= set((np.flatnonzero((windows == mark).all(1)) + len(mark) - 1).tolist())
+    return np.array(sorted(found), dtype=np.int64)
 
 
-def written(
-    sample_id: str, repeat: int, rendered: Rendered, sources: np.ndarray, messages: tuple[Message, ...]
-) -> Trajectory:
-    """As if somebody else had sampled it."""
-    return Trajectory(
-        sample_id=sample_id,
-        repeat=repeat,
-        ids=rendered.ids,
-        sources=sources,
-        logprobs=np.full(len(rendered), np.nan, np.float32),
-        versions=np.full(len(rendered), -1, np.int32),
-        media=rendered.media,
-        messages=messages,
-    )
+def verdict_ids(family: Family, tokens: Sequence[str]) -> list[int]:
+    """The ids of the words that name a verdict, one each."""
+    found = [family.chat.encode(token).tolist() for token in tokens]
+    for token, ids in zip(tokens, found, strict=True):
+        if len(ids) != 1:
+            raise ConfigError(
+                f"reward_model.tokens: {token!r} is {len(ids)} tokens of this tokenizer, and a "
+                "verdict is one; try reward_model.tokens=[+,-]"
+            )
+    return [ids[0] for ids in found]
+
+
+def with_marks(asked: Sequence[Message], response: str, card: Card) -> tuple[Message, ...]:
+    """A response with a mark behind every line, as the model learned to read it. Marks in what it
+    is given go: a policy could write some to be read more often.
+    """
+    asked = [replace(m, parts=tuple(_unmarked(p, card) if isinstance(p, str) else p for p in m.parts)) for m in asked]
+    response = _unmarked(response, card)
+    lines = [line.rstrip() for line in response.splitlines() if line.strip()] or [response]
+    text = "\n".join(f"{line} {card.placeholder}" for line in lines)
+    if card.chat:
+        return (*asked, Message(role="assistant", parts=(text,)))
+    parts = tuple(part for message in asked for part in message.parts)
+    return (Message(role="user", parts=(*parts, f"\n{text}")),)
+
+
+def _unmarked(text: str, card: Card) -> str:
+    while card.placeholder in text:  # what is left around one may be another
+        text = text.replace(card.placeholder, "")
+    return text

@@ -1,5 +1,5 @@
-"""The losses of reward models: the formulas, and their sums on one micro-batch of scored pairs or
-judged steps.
+"""Reward models on forests: scores of whole sequences, verdicts at the steps of a process, and their
+losses.
 
     loss = sum over heads of weight * (sum of the losses of its labelled pairs) / labelled pairs
     loss = sum over steps of the cross-entropy with their labels / steps
@@ -8,30 +8,38 @@ A formula is `f(chosen, rejected, *, options) -> [P]` on fp32 scores. `Rating` a
 labels and denominators of a whole optimizer step, so micro-losses simply add up. A pair is a group
 of two sequences; its label says for each head whether the first (1), the second (-1) or neither (0)
 is better. NaN: nothing was said, which is no tie. Axes: S sequences, P pairs, H heads, R reads, K
-tokens that name a verdict.
+tokens that name a verdict. A sequence is packed up to its last token (`pack(..., ends=True)`); a
+step is read at its mark.
 
     >>> REWARD_LOSSES["bt"].function(chosen, rejected, margin=0.1)   # [P]
     >>> rating = of_pairs(Rating(loss="bt", heads={"preference": 1.0}), ids, labels, margins)
-    >>> loss, sums = rating_objective(rating, scores, kappa, batch.keys)
+    >>> train_ratings(backend, batches, RatingLoss(rating), lr=9e-6)
+    >>> [scores] = ratings(backend, batches)  # [sequences, heads]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.algorithms.objective import LossSums, mean_of
-from saccade.algorithms.table import Entry, bound
-from saccade.config import RewardModelConfig
+from saccade.algorithms.objective import LossSums, mean_of, to_metrics
+from saccade.algorithms.table import Entry, add, bound
+from saccade.config import Config, RewardModelConfig
 from saccade.plugins.preferences.preference_losses import negative_log_sigmoid
-from saccade.types import Batch
+from saccade.plugins.reward_models.reward_head import RewardHead
+from saccade.trainer import Objective, Reader, Update
+from saccade.trainer.local import LocalBackend
+from saccade.types import Batch, Metrics
 
 Keys = Sequence[tuple[str, int]]
+REWARD_LOSSES: dict[str, Entry] = {}
 
 
 # -- formulas --------------------------------------------------------------------------------------
@@ -42,15 +50,18 @@ FIRST_LOG_KAPPA = math.log(1 / 0.07)
 LARGEST_LOG_KAPPA = math.log(100)
 
 
+@add(REWARD_LOSSES, "-log sigmoid(chosen - rejected - margin)")
 def bt(chosen: Tensor, rejected: Tensor, *, margin: float | Tensor = 0.0) -> Tensor:
     """Bradley-Terry; the margin is one number or one per pair [P]."""
     return negative_log_sigmoid(chosen - rejected - margin)
 
 
+@add(REWARD_LOSSES, "log(1 + exp(rejected - chosen))")
 def logexp(chosen: Tensor, rejected: Tensor) -> Tensor:
     return bt(chosen, rejected)
 
 
+@add(REWARD_LOSSES, "-log softmax(kappa [chosen, rejected])[0]")
 def hps(chosen: Tensor, rejected: Tensor, *, kappa: float | Tensor) -> Tensor:
     """Cross-entropy of both scaled scores (arXiv 2306.09341).
 
@@ -59,28 +70,15 @@ def hps(chosen: Tensor, rejected: Tensor, *, kappa: float | Tensor) -> Tensor:
     return bt(kappa * chosen, kappa * rejected)
 
 
-def center(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Added with a coefficient (usually 0.01) to keep scores around 0 (arXiv 2312.09244)."""
-    return (chosen + rejected).square()
-
-
-def tie(first: Tensor, second: Tensor) -> Tensor:
-    """For pairs labelled as ties: no side is chosen. With a coefficient (usually 0.01)."""
-    return (first - second).abs()
-
-
-def reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """[P] each, to be summed with their counts: a mean of means or a maximum would be wrong."""
-    chosen, rejected = chosen.detach(), rejected.detach()
-    gap = chosen - rejected
-    return {"accuracy": gap > 0, "gap": gap, "chosen_mean": chosen, "rejected_mean": rejected}
-
-
-REWARD_LOSSES: dict[str, Entry] = {
-    "bt": Entry(function=bt, formula="-log sigmoid(chosen - rejected - margin)"),
-    "logexp": Entry(function=logexp, formula="log(1 + exp(rejected - chosen))"),
-    "hps": Entry(function=hps, formula="-log softmax(kappa [chosen, rejected])[0]"),
-}
+def check(config: Config) -> Iterator[str]:
+    """What a config alone can say against training a reward model."""
+    own = config.reward_model
+    if own.bounded and own.center_coef:
+        yield "reward_model.center_coef: draws scores to 0, where a sigmoid cannot go; set it to 0"
+    if not own.heads or not all(weight > 0 for weight in own.heads.values()):
+        yield "reward_model.heads: names with weights above 0; try reward_model.heads=[preference]"
+    if len(set(own.tokens)) < 2 or not own.placeholder.strip():
+        yield "reward_model.tokens: two labels or more, and a placeholder; try tokens=[+,-]"
 
 
 # -- pairs -----------------------------------------------------------------------------------------
@@ -136,14 +134,14 @@ def rating_objective(row: Rating, scores: Tensor, kappa: Tensor, keys: Keys) -> 
         chosen, rejected = upper[decided], lower[decided]
         options = {"margin": margins[decided], "kappa": kappa}
         total = bound(REWARD_LOSSES[row.loss].function, options)(chosen, rejected).sum()
-        if row.center_coef:
-            total = total + row.center_coef * center(chosen, rejected).sum()
-        total = total + row.tie_coef * tie(upper[tied], lower[tied]).sum()
+        if row.center_coef:  # keeps scores around 0 (arXiv 2312.09244)
+            total = total + row.center_coef * (chosen + rejected).square().sum()
+        total = total + row.tie_coef * (upper[tied] - lower[tied]).abs().sum()
         loss = loss + weight * total / max(row.counts[index], 1)
-        found = {n: v.double() for n, v in reward_metrics(chosen, rejected).items()}
-        both = scores.detach()[:, index].double()
+        gap, both = (chosen - rejected).detach(), scores.detach()[:, index].double()
+        found = {"accuracy": gap > 0, "gap": gap, "chosen_mean": chosen.detach(), "rejected_mean": rejected.detach()}
         found |= {"mean": both, "square": both**2}
-        means |= {f"{name}/{what}": mean_of(values) for what, values in found.items()}
+        means |= {f"{name}/{what}": mean_of(values.double()) for what, values in found.items()}
     return loss, _reported(loss, means, len(scores))
 
 
@@ -163,10 +161,6 @@ class Steps:
     count: int
 
 
-def of_steps(ids: Sequence[str], labels: Mapping[str, np.ndarray]) -> Steps:
-    return Steps(labels=labels, count=sum(len(labels[id]) for id in ids))
-
-
 def steps_objective(row: Steps, logits: Tensor, batch: Batch) -> tuple[Tensor, LossSums]:
     """logits [R, K] of the tokens that name a verdict, at the steps of all sequences in order."""
     wanted = np.concatenate([row.labels[id] for id, _ in batch.keys]).astype(np.float32)
@@ -180,3 +174,110 @@ def steps_objective(row: Steps, logits: Tensor, batch: Batch) -> tuple[Tensor, L
     }
     means = {f"steps/{what}": mean_of(values) for what, values in found.items()}
     return loss, _reported(loss, means, len(logits))
+
+
+# -- on a model ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RatingLoss:
+    """Whole pairs, each side with its scores."""
+
+    rating: Rating
+    role: ClassVar[str] = "policy"
+    whole: ClassVar[bool] = True
+
+    def read(self, trainer: Reader, batch: Batch) -> Objective:
+        return partial(self.objective, trainer, batch, self.outputs(trainer, batch))
+
+    def outputs(self, trainer: Reader, batch: Batch) -> Tensor:
+        return _rate(trainer, batch)
+
+    def objective(self, trainer: Reader, batch: Batch, outputs: Tensor) -> tuple[Tensor, LossSums]:
+        return rating_objective(self.rating, outputs, head_of(trainer).log_scale.exp(), batch.keys)
+
+
+@dataclass(frozen=True)
+class StepsLoss:
+    """The steps of a process, whose verdicts are `tokens`."""
+
+    steps: Steps
+    tokens: Sequence[int]
+    role: ClassVar[str] = "policy"
+    whole: ClassVar[bool] = False
+
+    def read(self, trainer: Reader, batch: Batch) -> Objective:
+        return partial(self.objective, trainer, batch, self.outputs(trainer, batch))
+
+    def outputs(self, trainer: Reader, batch: Batch) -> Tensor:
+        return _judge(trainer, self.tokens, batch)
+
+    def objective(self, trainer: Reader, batch: Batch, outputs: Tensor) -> tuple[Tensor, LossSums]:
+        return steps_objective(self.steps, outputs, batch)
+
+
+def train_ratings(
+    backend: LocalBackend, batches: Sequence[Batch], loss: RatingLoss | StepsLoss, *, lr: float
+) -> Update:
+    """One optimizer step; the scale of a head stays within its bound."""
+    update = backend.train_step(batches, loss, lr=lr)
+    if isinstance(loss, RatingLoss):
+        with torch.no_grad():  # not in the loss: there a clamp would stop the gradient for good
+            head_of(backend).log_scale.clamp_(max=LARGEST_LOG_KAPPA)
+    return update
+
+
+def ratings(backend: LocalBackend, batches: Sequence[Batch]) -> list[np.ndarray]:
+    """[sequences, heads] of each batch."""
+    return _arrays(_outputs(backend, batches, partial(_rate, backend)))
+
+
+def judgements(backend: LocalBackend, batches: Sequence[Batch], tokens: Sequence[int]) -> list[np.ndarray]:
+    """[reads, tokens]: log-probs of the verdicts among themselves at every step."""
+    logits = _outputs(backend, batches, partial(_judge, backend, tokens))
+    return _arrays(found.log_softmax(-1) for found in logits)
+
+
+@torch.no_grad()
+def measured(
+    backend: LocalBackend, batches: Sequence[Batch], loss: RatingLoss | StepsLoss
+) -> tuple[Metrics, list[np.ndarray]]:
+    """What training on these batches would report, without it, and the outputs of the model."""
+    outputs = _outputs(backend, batches, partial(loss.outputs, backend))
+    sums = [loss.objective(backend, batch, found)[1] for batch, found in zip(batches, outputs, strict=True)]
+    return to_metrics(sums), _arrays(outputs)
+
+
+@torch.no_grad()
+def _outputs(backend: LocalBackend, batches: Sequence[Batch], read: Callable[[Batch], Tensor]) -> list[Tensor]:
+    backend.model.eval()
+    backend.prefetch(batches)
+    return [read(batch) for batch in batches]
+
+
+def _arrays(tensors: Iterable[Tensor]) -> list[np.ndarray]:
+    return [tensor.float().cpu().numpy() for tensor in tensors]
+
+
+def head_of(backend: Reader) -> RewardHead:
+    head = getattr(backend.model, "score", None)
+    assert isinstance(head, RewardHead), "not a scalar reward model"
+    return head
+
+
+def _rate(backend: Reader, batch: Batch) -> Tensor:
+    """[sequences, heads]"""
+    assert batch.sampled is not None and batch.ends is not None, "packed without its last tokens"
+    head, count = head_of(backend), len(batch.keys)
+    places, sequence = batch.sampled, batch.sequence
+    if head.card.pooling == "last":
+        places, sequence = batch.ends, np.arange(count)
+    hidden = backend.hidden_at(batch, places)
+    return head(hidden, torch.from_numpy(sequence).to(hidden.device), count)
+
+
+def _judge(backend: Reader, tokens: Sequence[int], batch: Batch) -> Tensor:
+    """[reads, tokens]"""
+    weight = backend.model.lm_head.weight[list(tokens)]  # type: ignore[union-attr, index]
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return backend.hidden_at(batch, batch.reads).to(wide) @ weight.to(wide).T

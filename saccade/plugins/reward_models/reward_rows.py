@@ -24,22 +24,17 @@ from saccade.data.sources import set_names
 from saccade.errors import ConfigError, DataError
 from saccade.forest.packing import pack
 from saccade.models.families import Family
-from saccade.models.heads import RewardHead, attach_reward, load_reward
 from saccade.plugins.check_data.length_cache import cached_lengths
 from saccade.plugins.preferences import pairs
-from saccade.plugins.preferences.mappings import number_of
-from saccade.plugins.preferences.pairs import is_tie, load_pairs
+from saccade.plugins.preferences.mappings import MAIN, number_of
 from saccade.plugins.reward_models import reward_losses
-from saccade.plugins.reward_models.process_steps import stepped, verdict_ids
-from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, read_card, write_card
-from saccade.plugins.reward_models.reward_forward import RatingLoss, StepsLoss
-from saccade.plugins.reward_models.reward_losses import FIRST_LOG_KAPPA
+from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, read_card, stepped, verdict_ids, write_card
+from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward, load_reward
+from saccade.plugins.reward_models.reward_losses import FIRST_LOG_KAPPA, RatingLoss, StepsLoss
 from saccade.recipes import questions
-from saccade.recipes.to_trajectory import compared
 from saccade.types import Batch, Group, Message, Sample, Trajectory
 
 SIDES = {"A": 1.0, "B": -1.0, "C": 0.0}  # of labels: the first, the second, a tie
-MAIN = "preference"  # the head that chosen and rejected alone speak of
 
 
 # -- pairs -----------------------------------------------------------------------------------------
@@ -53,7 +48,13 @@ class Pairs:
 
     def load(self, sources: Sequence[DataSource]) -> datasets.Dataset:
         """Rows that say something about one of the heads."""
-        data = load_pairs(self.config, sources, self.family, paired=True, judge=self._require)
+        data = pairs.load_pairs(
+            self.config,
+            sources,
+            self.family,
+            paired=True,
+            judge=lambda sample: (self._labels(sample), margin_of(sample)),
+        )
         return datasets.keep(data, self._unlabelled)
 
     def check(self, samples: Sequence[Sample]) -> None:
@@ -62,17 +63,11 @@ class Pairs:
         labels = np.array([self._labels(sample) for sample in samples])
         found = sorted({name for s in samples for name in s.extra.get("labels") or (MAIN,)})
         for name, said in zip(self.row.heads, labels.T, strict=True):
-            if (np.abs(said) == 1).any():
-                continue
-            ties = int((said == 0).sum())
-            raise ConfigError(
-                f"reward_model.heads: no row says which side is better by {name}; "
-                + (
-                    f"all {ties} that label it are ties: add rows with a better side"
-                    if ties
-                    else f"rows label {', '.join(found)}: add labels, or remove it"
-                )
-            )
+            if not (np.abs(said) == 1).any():
+                ties = f"all {(said == 0).sum()} that label it are ties: add rows with a better side"
+                others = f"rows label {', '.join(found)}: add labels, or remove it"
+                why = ties if (said == 0).any() else others
+                raise ConfigError(f"reward_model.heads: no row says which side is better by {name}; {why}")
 
     def card(self, stored: Path | None, samples: Sequence[Sample]) -> Card:
         """That of a checkpoint, else the wanted one; without statistics, which are measured."""
@@ -82,12 +77,8 @@ class Pairs:
     def attach(self, model: Any, *, card: Card, stored: Path | None) -> None:
         """Add the head, from a checkpoint or drawn."""
         own = self.config.reward_model
-        head = RewardHead(
-            like=model,
-            card=card,
-            seed=self.config.run.seed,
-            first_log_scale=FIRST_LOG_KAPPA if own.loss == "hps" else 0.0,
-        )
+        scale = FIRST_LOG_KAPPA if own.loss == "hps" else 0.0
+        head = RewardHead(like=model, card=card, seed=self.config.run.seed, first_log_scale=scale)
         start = stored or _trained(self.family.path, card)
         if start is not None:
             load_reward(head, start)
@@ -97,13 +88,8 @@ class Pairs:
         write_card(model, card)
 
     def prepare(self, samples: Sequence[Sample]) -> tuple[list[Batch], RatingLoss]:
-        batches = pack(
-            [compared(sample, self.family) for sample in samples],
-            positions=self.family.positions,
-            micro_tokens=self.config.train.micro_tokens,
-            ends=True,
-            whole=True,
-        )
+        groups = [pairs.compared(sample, self.family) for sample in samples]
+        batches = pairs.packed(groups, self.family, self.config.train.micro_tokens, ends=True)
         labels = {sample.id: self._labels(sample) for sample in samples}
         own = {s.id: m for s in samples if (m := margin_of(s)) is not None}
         known = reward_losses.of_pairs(self.row, [s.id for s in samples], labels, own)
@@ -132,10 +118,6 @@ class Pairs:
             head=own.head,
             bounded=bool(own.bounded),
         )
-
-    def _require(self, sample: Sample) -> None:
-        self._labels(sample)
-        margin_of(sample)
 
 
 def _trained(folder: str, wanted: Card) -> Path | None:
@@ -167,15 +149,11 @@ def labels_of(sample: Sample, heads: Mapping[str, float]) -> tuple[float, ...]:
     """Per head 1: the first candidate is better, -1: the second, 0: a tie, NaN: nothing is said."""
     given = sample.extra.get("labels")
     if given is None:
-        main = 0.0 if is_tie(sample) else 1.0
+        main = 0.0 if pairs.is_tie(sample) else 1.0
         return tuple(main if name == MAIN else nan for name in heads)
-    if not isinstance(given, Mapping):
-        raise RowError("`labels` must be a record of heads, such as {coherence: A}")
-    said = [given.get(name) for name in heads]
-    for name, side in zip(heads, said, strict=True):
-        if side is not None and side not in SIDES:
-            raise RowError(f"label {name}={side!r}: write A, B, or C for a tie")
-    return tuple(nan if side is None else SIDES[side] for side in said)
+    if not isinstance(given, Mapping) or not all(given.get(name) in (None, *SIDES) for name in heads):
+        raise RowError(f"labels {given!r}: write A, B, or C for a tie, for each head")
+    return tuple(SIDES.get(given.get(name) or "", nan) for name in heads)
 
 
 # -- steps -----------------------------------------------------------------------------------------
@@ -222,18 +200,11 @@ class Process:
         write_card(model, card)
 
     def prepare(self, samples: Sequence[Sample]) -> tuple[list[Batch], StepsLoss]:
-        batches = pack(
-            [self._group(sample) for sample in samples],
-            positions=self.family.positions,
-            micro_tokens=self.config.train.micro_tokens,
-        )
+        groups = [Group(sample=s, uid=s.id, trajectories=(self._read(s.id, s.messages),)) for s in samples]
+        batches = pack(groups, positions=self.family.positions, micro_tokens=self.config.train.micro_tokens)
         labels = {sample.id: self._labels(sample) for sample in samples}
-        known = reward_losses.of_steps([sample.id for sample in samples], labels)
+        known = reward_losses.Steps(labels=labels, count=sum(map(len, labels.values())))
         return batches, StepsLoss(known, self.tokens)
-
-    def _group(self, sample: Sample) -> Group:
-        read = self._read(sample.id, sample.messages)
-        return Group(sample=sample, uid=sample.id, trajectories=(read,))
 
     def _read(self, sample_id: str, messages: Sequence[Message]) -> Trajectory:
         placeholder = self.config.reward_model.placeholder
@@ -318,9 +289,9 @@ def with_statistics(card: Card, found: Mapping[str, float], step: int) -> Card:
     """With mean and deviation of all scores, for terms that normalise, and the step whose weights
     gave them: a later checkpoint may keep them.
     """
-    pairs = {
+    known = {
         head: (found[f"{head}/mean"], max(0.0, s - found[f"{head}/mean"] ** 2) ** 0.5)
         for head in card.heads
         if isfinite(s := found.get(f"{head}/square", nan))
     }
-    return replace(card, statistics=pairs, statistics_step=step) if pairs else card
+    return replace(card, statistics=known, statistics_step=step) if known else card

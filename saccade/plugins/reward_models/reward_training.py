@@ -1,22 +1,39 @@
-"""Training of reward models on pairs with labels, or on steps with theirs.
+"""Training of reward models on pairs with labels, or on steps with theirs; and their evaluation: how
+often one prefers what the rows of `data.val` prefer.
 
-saccade reward-model run.yaml data.train=pairs.jsonl reward_model.loss=hps
+    saccade reward-model run.yaml data.train=pairs.jsonl reward_model.loss=hps
+    saccade eval model.path=runs/rm/checkpoints/step-100 data.val=held_out.jsonl
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from saccade.config import Config, load
 from saccade.data.datasets import Dataset
-from saccade.plugins.reward_models.reward_card import write_card
-from saccade.plugins.reward_models.reward_forward import train_ratings
+from saccade.errors import ConfigError
+from saccade.plugins.reward_models.reward_card import Card, read_card, write_card
+from saccade.plugins.reward_models.reward_losses import RatingLoss, StepsLoss, measured, train_ratings
 from saccade.plugins.reward_models.reward_rows import held_out, named, rows_of, with_statistics
-from saccade.recipes import offline_loop, parts, questions
+from saccade.recipes import model_setup, offline_loop, parts, questions
+from saccade.recipes.accuracy import with_interval
+from saccade.recipes.results import write_files
+from saccade.run import statistics
+from saccade.run.console import Console
+from saccade.run.folder import RESULTS
+from saccade.run.quarantine import Quarantine
 from saccade.run.training_run import Run
 from saccade.trainer import Loss
+from saccade.trainer.local import LocalBackend
 from saccade.types import Batch, Sample
+
+log = logging.getLogger(__name__)
 
 LOGGED = ("policy/grad_norm", "policy/grad_norm_vision", "policy/lr", "moe/aux_loss", "guard/nonfinite")
 
@@ -65,3 +82,105 @@ def run(config: Any) -> dict[str, Any]:
 
 def metrics(found: Mapping[str, float], batches: Sequence[Batch], loss: Loss) -> dict[str, float]:
     return {name: found[name] for name in LOGGED if name in found} | named(found, "rm")
+
+
+# -- evaluation ------------------------------------------------------------------------------------
+
+
+def evaluate(config: Config, folder: Path) -> dict[str, Any]:
+    """Writes and returns the metrics of every set; of a scalar model also its scores of each pair.
+    What it judges, and how, is read from its folder; nothing is generated.
+    """
+    if not config.data.val:
+        raise ConfigError("data.val: a reward model judges rows; try data.val=held_out.jsonl")
+    card = read_card(config.model.path)
+    assert card is not None, "not a reward model"
+    with Console(None, "eval", name=folder.name) as console:
+        log.info(
+            f"{config.model.path} is a reward model: it judges the rows of data.val, worded by "
+            f"prompt.format={config.prompt.format}, which should be that of its training"
+        )
+        config = _as_trained(config, card)
+        family = model_setup.family_of(config, config.model.path)
+        rows = rows_of(config, family)
+        sets = held_out(config, rows)
+        model = model_setup.load_policy(config, family, train="full").model
+        rows.attach(model, card=card, stored=Path(family.path))
+        backend, quarantine = LocalBackend(model, family), Quarantine(folder, config.data)
+        summary, listed = dict[str, Any](), list[dict[str, Any]]()
+        for name, dataset in sets.items():
+            with console.phase(name):
+                samples = quarantine.whole(dataset, family)
+                batches, loss = rows.prepare(samples)
+                metrics, outputs = measured(backend, batches, loss)
+            left_out = quarantine.left_out(dataset)
+            found = {n.removeprefix(f"{name}/"): value for n, value in named(metrics.means(), name).items()}
+            found |= intervals(loss, batches, outputs) | {"items": len(samples), "left_out": left_out}
+            summary[name] = found
+            without = f"  rows left out {left_out}" if left_out else ""
+            log.info(f"{name}: {with_interval(found, 'accuracy')}  items {len(samples)}{without}")
+            if dataset.aside:
+                log.info(f"{name}: {dataset.summary}")
+                quarantine.record(dataset.aside)
+            listed += [{"set": name, **row} for row in _scored(card.heads, batches, outputs)]
+        write_files(folder, summary, listed)
+        log.info(f"{RESULTS}, samples.jsonl are in {folder}")
+    return summary
+
+
+def intervals(
+    loss: RatingLoss | StepsLoss, batches: Sequence[Batch], outputs: Sequence[np.ndarray]
+) -> dict[str, float]:
+    """The interval of the accuracy; with several heads that of each, and none of their mean."""
+    if isinstance(loss, StepsLoss):
+        return _ends("", _shares(loss.steps.labels, batches, outputs))
+    row = loss.rating
+    said = np.concatenate([[row.labels[uid] for uid, _ in b.keys[::2]] for b in batches])
+    gaps = np.concatenate([found[::2] - found[1::2] for found in outputs])
+    ends: dict[str, float] = {}
+    for name, label, gap in zip(row.heads, said.T, gaps.T, strict=True):
+        right = (label * gap > 0)[np.abs(label) == 1].astype(float)
+        ends |= _ends(f"{name}/" if len(row.heads) > 1 else "", right)
+    return ends
+
+
+def _shares(labels: Mapping[str, np.ndarray], batches: Sequence[Batch], outputs: Sequence[np.ndarray]) -> np.ndarray:
+    """One value for each row, whose mean is the accuracy over all steps: rows are drawn, as steps
+    of one are correlated, and a longer one weighs more.
+    """
+    wanted = [labels[uid].argmax(-1) for batch in batches for uid, _ in batch.keys]
+    found = np.split(np.concatenate(outputs).argmax(-1), np.cumsum([len(row) for row in wanted])[:-1])
+    right = np.array([float((a == b).sum()) for a, b in zip(wanted, found, strict=True)])
+    steps = np.array([float(len(row)) for row in wanted])
+    accuracy = right.sum() / steps.sum()
+    return accuracy + (right - accuracy * steps) / steps.mean()
+
+
+def _ends(prefix: str, values: np.ndarray) -> dict[str, float]:
+    if not len(values):
+        return {}
+    low, high = np.clip(statistics.mean_interval(values), 0.0, 1.0).tolist()
+    return {f"{prefix}ci_low": low, f"{prefix}ci_high": high}
+
+
+def _as_trained(config: Config, card: Card) -> Config:
+    """With the options that the folder was trained with."""
+    own: dict[str, Any] = {"kind": card.kind}
+    if card.kind == "process":
+        own |= {"placeholder": card.placeholder, "tokens": card.tokens}
+    else:
+        own |= {name: getattr(card, name) for name in ("pooling", "probe_layer", "head", "bounded")}
+        own["pooling_heads"] = card.pooling_heads if card.pooling == "attention" else None
+        own["heads"] = {name: config.reward_model.heads.get(name, 1.0) for name in card.heads}
+    changed = config.reward_model.model_copy(update=own)
+    return load(config.model_copy(update={"reward_model": changed}), command="reward-model")
+
+
+def _scored(heads: Sequence[str], batches: Sequence[Batch], outputs: Sequence[np.ndarray]) -> list[dict[str, Any]]:
+    """The scores of both sides of each pair; none of a process, which has no heads."""
+    if not heads:
+        return []
+    ids = [uid for batch in batches for uid, _ in batch.keys[::2]]
+    scores = [dict(zip(heads, row, strict=True)) for row in np.concatenate(outputs).tolist()]
+    pairs = zip(ids, scores[::2], scores[1::2], strict=True)
+    return [{"id": uid, "chosen": chosen, "rejected": rejected} for uid, chosen, rejected in pairs]

@@ -6,18 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import saccade
 from saccade.config import load
-from saccade.errors import DataError
 from saccade.models.families import load_family
-from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.learned_reward import LearnedReward
-from saccade.plugins.reward_models.process_steps import stepped, with_marks
-from saccade.plugins.reward_models.reward_card import Card
+from saccade.plugins.reward_models.reward_card import Card, stepped, with_marks
 from saccade.plugins.reward_models.reward_rows import rows_of
 from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import reward_sample
@@ -51,45 +47,27 @@ def test_steps_are_judged_and_a_response_by_its_steps(tmp_path: Path, config: Ma
     assert (found["ci_low"], found["ci_high"]) == wilson(int(found["items"]), int(found["items"]))
 
 
-def test_soft_labels_are_probabilities(tmp_path: Path, config: Make) -> None:
-    path = tmp_path / "soft.jsonl"
-    row = {"input": f"red {MARK} blue {MARK}", "label": [0.8, 0.3]}
-    path.write_text("".join(json.dumps(row | {"id": n}) + "\n" for n in range(8)))
-    options = config(tmp_path, data__train=str(path), run__max_steps=40) | PROCESS
-    last = reward_training.run(options)
-    entropy = -sum(p * np.log(p) + (1 - p) * np.log(1 - p) for p in (0.8, 0.3)) / 2
-    assert last["rm/loss"] == pytest.approx(entropy, abs=0.01)
-    assert last["rm/good_mean"] == pytest.approx(0.55, abs=0.03)
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"input": f"red {MARK}", "label": ["1", "2"]}, "1 placeholders 'black' but 2 labels"),
-        ({"input": f"red {MARK}", "label": ["3"]}, "write one of 1, 2, or a probability"),
-        ({"input": "red", "label": "1"}, "no list of labels"),
-        ({"input": f"red {MARK}", "label": "[+, bad"}, "column 'label' is not valid JSON"),
-    ],
-)
-def test_rows_of_steps_that_are_set_aside(tmp_path: Path, config: Make, row: dict[str, Any], words: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    with pytest.raises(DataError, match=words):
-        reward_training.run(config(tmp_path, data__train=str(path)) | PROCESS)
-
-
-def test_a_later_row_whose_placeholder_is_joined_is_set_aside(tmp_path: Path, config: Make) -> None:
-    path = tmp_path / "joined.jsonl"
-    listed = [{"id": n, "input": f"red {MARK} blue {MARK}", "label": ["1", "2"]} for n in range(8)]
-    listed[5]["input"] = f"red {MARK}blue {MARK}"
-    path.write_text("".join(json.dumps(row) + "\n" for row in listed))
-    options = config(tmp_path, data__train=str(path), data__max_bad_fraction=0.5) | PROCESS
+def test_rows_of_steps_that_are_set_aside(tmp_path: Path, config: Make) -> None:
+    bad: list[tuple[Any, Any, str]] = [
+        (f"red {MARK}", ["1", "2"], "1 placeholders 'black' but 2 labels"),
+        (f"red {MARK}", ["3"], "write one of 1, 2, or a probability"),
+        ("red", "1", "no list of labels"),
+        (f"red {MARK}", "[+, bad", "column 'label' is not valid JSON"),
+        (f"red {MARK}blue {MARK}", ["1", "2"], "1 of 2 placeholders"),  # joined with its neighbour
+        (f"red {MARK} blue {MARK}", ["1", 0.3], ""),  # soft labels are probabilities
+    ]
+    path = tmp_path / "steps.jsonl"
+    path.write_text("".join(json.dumps({"input": text, "label": label}) + "\n" for text, label, _ in bad))
+    options = config(tmp_path, data__train=str(path), data__max_bad_fraction=1.0) | PROCESS
     resolved = load(options, command="reward-model")
     task = rows_of(resolved, model_setup.family_of(resolved, resolved.model.path))
     for _ in range(2):  # lengths are remembered
         data = task.load(resolved.data.train)
-        assert len(data) == 7 and data.quarantined[0].row == 6
-        assert "1 of 2 placeholders" in data.quarantined[0].reason
+        assert len(data) == 1 and [row.row for row in data.quarantined] == [1, 2, 3, 4, 5]
+        for row, (_, _, words) in zip(data.quarantined, bad, strict=False):
+            assert words in row.reason
+    [labels] = task.prepare(data.samples)[1].steps.labels.values()
+    assert labels.tolist() == [[1.0, 0.0], [0.3, 0.7]]
 
 
 def test_marks_of_a_policy_are_not_read(word_model: str) -> None:

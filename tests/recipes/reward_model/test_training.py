@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from math import nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,13 +17,13 @@ from safetensors.torch import load_file
 import saccade
 from saccade.config import load
 from saccade.errors import ConfigError, DataError
-from saccade.plugins.reward_models import reward_evaluation, reward_training
+from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.learned_reward import LearnedReward
 from saccade.plugins.reward_models.reward_card import Card, read_card
+from saccade.plugins.reward_models.reward_losses import Rating, RatingLoss, Steps, StepsLoss
 from saccade.plugins.reward_models.reward_rows import rows_of
 from saccade.recipes import model_setup
-from saccade.run.console import Console
-from saccade.run.statistics import wilson
+from saccade.run.statistics import mean_interval, wilson
 from tests.recipes.reward_model.judged import DEEP, MARK, PROCESS, Make, Read, scores_of
 
 
@@ -64,10 +66,8 @@ def test_eval_of_a_reward_model_judges_the_rows(
     options["val.every"] = 0  # training looked at no set
     [found] = saccade.evaluate(options, out=tmp_path / "deep").values()
     assert found["accuracy"] == (np.diff(scores_of(deep, config(tmp_path))) < 0).mean()
-    card = read_card(deep)
-    assert card is not None
-    with pytest.raises(ConfigError, match=r"judges rows; try data\.val="), Console(None, "eval") as c:
-        reward_evaluation.compare(load({"model.path": str(deep)}), card, tmp_path, c)  # suites have none
+    with pytest.raises(ConfigError, match=r"judges rows; try data\.val="):
+        reward_training.evaluate(load({"model.path": str(deep)}), tmp_path)  # suites have none
 
 
 def test_a_deep_head_learns_and_its_folder_is_a_whole_model(
@@ -76,6 +76,9 @@ def test_a_deep_head_learns_and_its_folder_is_a_whole_model(
     scores = scores_of(deep, config(tmp_path))
     assert (scores[:, 0] > scores[:, 1]).all() and 0 < scores.min() < scores.max() < 1
     card = read_card(deep)
+    assert card is not None
+    mean, std = card.statistics["preference"]  # of the last step's rows, a quarter of all
+    assert (mean, std) == (pytest.approx(scores.mean(), abs=0.05), pytest.approx(scores.std(), rel=0.1))
     assert card == Card(
         kind="scalar",
         heads=("preference",),
@@ -84,7 +87,7 @@ def test_a_deep_head_learns_and_its_folder_is_a_whole_model(
         probe_layer=0,
         head="mlp",
         bounded=True,
-        statistics=card.statistics if card else {},
+        statistics=card.statistics,
         statistics_step=12,
     )
     from transformers import AutoModelForImageTextToText
@@ -97,35 +100,6 @@ def test_a_deep_head_learns_and_its_folder_is_a_whole_model(
     }
     assert any(".layers.0." in name for name in moved)
     assert not any("language_model.layers.1." in name for name in moved)
-
-
-def test_statistics_are_those_of_the_weights_beside_them(deep: Path, config: Make) -> None:
-    """Without held-out rows, of the last step's: here a quarter of all."""
-    card = read_card(deep)
-    assert card is not None
-    mean, std = card.statistics["preference"]
-    scores = scores_of(deep, config(deep))
-    assert mean == pytest.approx(scores.mean(), abs=0.05)
-    assert std == pytest.approx(scores.std(), rel=0.1)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"reward_model.loss": "hps", "reward_model.pooling": "attention"},
-        {"reward_model.loss": "logexp", "reward_model.pooling": "mean"},
-    ],
-    ids=["hps", "logexp"],
-)
-def test_other_losses_and_poolings_learn(tmp_path: Path, config: Make, changes: dict[str, Any]) -> None:
-    last = reward_training.run(config(tmp_path, run__max_steps=12) | changes)
-    assert last["rm/accuracy"] == 1
-    folder = tmp_path / "run" / "checkpoints" / "step-12"
-    scores = scores_of(folder, config(tmp_path))
-    assert (scores[:, 0] > scores[:, 1]).all()
-    stored = load_file(folder / "reward_head.safetensors")
-    scale, query = stored["score.log_scale"].item(), stored["score.query"].abs().max().item()
-    assert (scale != 0 and query > 0) if "hps" in changes.values() else scale == query == 0
 
 
 def test_candidates_may_be_pictures(tmp_path: Path, config: Make, rows: Path) -> None:
@@ -154,13 +128,6 @@ def test_heads_learn_what_their_labels_say(tmp_path: Path, config: Make) -> None
     assert not np.allclose(two[0], two[1])
 
 
-def test_a_head_without_labels_is_refused(tmp_path: Path, config: Make) -> None:
-    with pytest.raises(ConfigError, match="no row says which side is better by coherence"):
-        reward_training.run(config(tmp_path, reward_model__heads=["preference", "coherence"]))
-    with pytest.raises(ConfigError, match=r"better by taste; rows label preference, size"):
-        reward_training.run(config(tmp_path, "heads", reward_model__heads=["taste", "size"]))
-
-
 PAIR = {"prompt": "how many ?", "chosen": "red", "rejected": "blue"}
 
 
@@ -171,13 +138,15 @@ PAIR = {"prompt": "how many ?", "chosen": "red", "rejected": "blue"}
         (PAIR | {"labels": {"taste": "A"}}, "no usable row:\n.*\n1 row left out: it labels taste,"),
         ({"input": f"red {MARK}", "label": ["1"]}, "reward_model.kind=process learns from"),
         ({"input": "how ?", "output": "red", "label": 1}, "one labelled response; rows need cho"),
+        (PAIR, "better by coherence; rows label preference: add labels, or remove it"),
     ],
 )
 def test_rows_that_compare_nothing(tmp_path: Path, config: Make, row: dict[str, Any], words: str) -> None:
     path = tmp_path / "odd.jsonl"
     path.write_text(json.dumps(row) + "\n")
+    heads = ["preference", *(["coherence"] if row == PAIR else [])]
     with pytest.raises((ConfigError, DataError), match=words):
-        reward_training.run(config(tmp_path, data__train=str(path)))
+        reward_training.run(config(tmp_path, data__train=str(path), reward_model__heads=heads))
     assert not (tmp_path / "run").exists()
 
 
@@ -205,12 +174,12 @@ def test_rows_that_are_not_trained_on_are_listed(tmp_path: Path, config: Make) -
 def test_stopped_and_resumed_is_the_same_run(
     tmp_path: Path, config: Make, numbers: Read, same_weights: Callable[..., bool], changes: dict[str, Any]
 ) -> None:
-    options = config(tmp_path, train__prompts_per_step=12, run__max_steps=5) | changes
+    options = config(tmp_path, train__prompts_per_step=12, run__max_steps=3) | changes
     reward_training.run(options | {"run.name": "whole"})  # an epoch ends within the third step
     reward_training.run(options | {"run.name": "parts", "run.max_steps": 2})
     reward_training.run(options | {"run.name": "parts", "run.resume": "auto"})
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
-    ends = [tmp_path / name / "checkpoints" / "step-5" for name in ("whole", "parts")]
+    ends = [tmp_path / name / "checkpoints" / "step-3" for name in ("whole", "parts")]
     assert same_weights(*ends)
     assert read_card(ends[0]) == read_card(ends[1])
     heads = [(end / "reward_head.safetensors") for end in ends]
@@ -236,31 +205,22 @@ def test_a_reward_model_is_trained_further_with_its_head(tmp_path: Path, config:
 def test_the_card_says_whose_scores_it_keeps(tmp_path: Path, config: Make, rows: Path) -> None:
     held = {"data.val": str(rows / "held-pairs.jsonl"), "save.every": 1, "val.every": 2}
     reward_training.run(config(tmp_path, run__max_steps=3) | held)
-    reward_training.run(config(tmp_path, run__max_steps=2, run__name="bare"))
-    steps = {}
-    for folder in tmp_path.glob("*/checkpoints/step-*"):
-        card = read_card(folder)
-        assert card is not None and card.statistics
-        steps[f"{folder.parents[1].name}/{folder.name}"] = card.statistics_step
-    wanted = {"run/step-1": 1, "run/step-2": 2, "run/step-3": 3, "bare/step-2": 2}
-    assert steps == wanted
+    steps = [
+        card and card.statistics_step for n in (1, 2, 3) if (card := read_card(tmp_path / f"run/checkpoints/step-{n}"))
+    ]
+    assert steps == [1, 2, 3]
 
 
-@pytest.mark.parametrize("margin", ["high", float("nan"), float("inf"), -1, "-0.5"])
-def test_a_margin_that_asks_for_no_lead_is_a_bad_row(tmp_path: Path, config: Make, rows: Path, margin: Any) -> None:
-    good = [json.loads(line) for line in (rows / "train-pairs.jsonl").read_text().splitlines()[:8]]
-    lines = [row | {"images": [str(rows / image) for image in row["images"]]} for row in good]
+def test_a_margin_that_asks_for_no_lead_is_a_bad_row(tmp_path: Path, config: Make) -> None:
+    margins = ["high", float("nan"), float("inf"), -1, "-0.5", "0.5", None]
     path = tmp_path / "margins.jsonl"
-    listed = [lines[0] | {"margin": margin}, lines[1] | {"margin": "0.5"}, *lines[2:]]
-    path.write_text("".join(json.dumps(row) + "\n" for row in listed))
-    options = config(tmp_path, data__train=str(path), data__max_bad_fraction=0.5)
-    resolved = load(options, command="reward-model")
+    path.write_text("".join(json.dumps(PAIR | {"id": n, "margin": m}) + "\n" for n, m in enumerate(margins)))
+    resolved = load(config(tmp_path, data__train=str(path), data__max_bad_fraction=0.9), command="reward-model")
     task = rows_of(resolved, model_setup.family_of(resolved, resolved.model.path))
     data = task.load(resolved.data.train)
-    assert [(bad.row, "margin" in bad.reason) for bad in data.quarantined] == [(1, True)]
+    assert [(bad.row, "margin" in bad.reason) for bad in data.quarantined] == [(n, True) for n in range(1, 6)]
     _, loss = task.prepare(data.samples)
-    row = loss.rating
-    assert list(row.margins.values()) == [0.5]
+    assert loss.rating.margins == {"5": 0.5}
 
 
 def test_the_average_is_a_reward_model_of_its_own(tmp_path: Path, config: Make) -> None:
@@ -283,3 +243,39 @@ def test_stock_transformers_loads_the_folder_and_export_takes_the_head_along(tra
     assert read_card(out) == read_card(trained)
     kept = [load_file(folder / "reward_head.safetensors") for folder in (trained, out)]
     assert torch.equal(kept[0]["score.weight"], kept[1]["score.weight"])
+
+
+# -- how sure an evaluation is -----------------------------------------------------------------------
+
+
+def batch_of(*ids: str, sides: int = 1) -> Any:
+    return SimpleNamespace(keys=[(uid, side) for uid in ids for side in range(sides)])
+
+
+def test_each_head_has_the_interval_of_its_decided_pairs() -> None:
+    labels = {"a": (1.0, nan), "b": (-1.0, 1.0), "c": (0.0, 1.0), "d": (1.0, 1.0)}
+    batches = [batch_of("a", "b", sides=2), batch_of("c", "d", sides=2)]
+    first = np.array([[2, 0], [1, 0], [2, 0], [1, 3]], np.float32)  # a: 2 > 1, b: 2 > 1, 0 < 3
+    second = np.array([[1, 1], [1, 0], [1, 2], [0, 3]], np.float32)  # c: tied label, d: 1 > 0
+    outputs = [first, second]
+    loss = RatingLoss(Rating(loss="bt", heads={"x": 1.0, "y": 1.0}, labels=labels))
+    found = reward_training.intervals(loss, batches, outputs)
+    assert (found["x/ci_low"], found["x/ci_high"]) == wilson(2, 3)  # b is judged the other way
+    assert (found["y/ci_low"], found["y/ci_high"]) == wilson(1, 3)
+    assert len(found) == 4
+    alone = Rating(loss="bt", heads={"x": 1.0}, labels={k: v[:1] for k, v in labels.items()})
+    found = reward_training.intervals(RatingLoss(alone), batches, [scores[:, :1] for scores in outputs])
+    assert (found["ci_low"], found["ci_high"]) == wilson(2, 3)
+
+
+def test_rows_of_steps_are_drawn_as_a_whole() -> None:
+    good, bad = [1.0, 0.0], [0.0, 1.0]
+    labels = {"a": np.array([good, good]), "b": np.array([good, bad]), "c": np.array([bad, bad])}
+    outputs = [np.array([good, good, good, good]), np.array([bad, good])]
+    loss = StepsLoss(Steps(labels=labels, count=6), tokens=())
+    found = reward_training.intervals(loss, [batch_of("a", "b"), batch_of("c")], outputs)
+    assert tuple(found.values()) == pytest.approx(mean_interval([1.0, 0.5, 0.5]))
+    labels["c"] = np.array([bad, bad, bad, bad])  # all right: a longer row weighs more
+    outputs[1] = np.array([bad] * 4)
+    found = reward_training.intervals(loss, [batch_of("a", "b"), batch_of("c")], outputs)
+    assert found["ci_low"] < 7 / 8 < found["ci_high"] <= 1

@@ -18,10 +18,15 @@ from saccade.config import Config
 from saccade.errors import ConfigError
 from saccade.recipes import parts
 from saccade.recipes.accuracy import measured, score_terms
+from saccade.recipes.evaluate import describe
+from saccade.recipes.failures import Judged, refuse_errors
+from saccade.recipes.results import Result, write_files
 from saccade.rewards.combine import DROPPED, Scored, drops_group
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.scoring import parsed
+from saccade.run.console import Console
+from saccade.run.folder import RESULTS
 from saccade.system.codec import decode
 from saccade.types import ALWAYS_EXCLUDED, STATUS_OF_END, Media
 
@@ -31,12 +36,11 @@ log = logging.getLogger(__name__)
 NEEDED = ["id", "response", "data_source", "prompt", "choices", "extra", "end_reason", "think_prefilled"]
 
 
-def rescored(config: Config, samples: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
-    """The rows with their new scores, and the metrics of each set."""
+def run(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
+    """Writes the rows with their new scores; returns the metrics of each set."""
     if not samples.is_file():
         raise ConfigError(f"--rescore {samples}: no such file; give the samples.jsonl of an evaluation")
-    rows = _stored(samples)
-    scorer = parts.make_scorer(config)
+    rows, scorer = _stored(samples), parts.make_scorer(config)
     if scorer is None:
         raise ConfigError("reward.terms: nothing scores a response; try reward.terms=[math]")
     if scorer.learned is not None:
@@ -44,14 +48,20 @@ def rescored(config: Config, samples: Path) -> tuple[list[dict[str, Any]], dict[
             "reward.terms: --rescore has answers only, and a reward model reads the whole "
             "conversation; remove the terms of `model`"
         )
-    with scorer:
+    with Console(None, "eval", name=folder.name), scorer:
+        log.info(f"answers of {samples} are scored again; data.val and eval.suites do not count")
         _require_pictures(config, rows)
         for warning in scorer.unused((row["data_source"] for row in rows), shared=False):
             log.warning(warning)
-        return rows, {
-            name: _rescored([row for row in rows if row["set"] == name], scorer)
-            for name in dict.fromkeys(row["set"] for row in rows)
-        }
+        sets = {name: [r for r in rows if r["set"] == name] for name in dict.fromkeys(r["set"] for r in rows)}
+        summary = {name: _rescored(own, scorer) for name, own in sets.items()}
+        for name, metrics in summary.items():
+            log.info(describe(Result(name=name, groups=(), metrics=metrics)))
+        write_files(folder, summary, rows)
+        log.info(f"{RESULTS}, samples.jsonl are in {folder}")
+        for own in sets.values():
+            refuse_errors([Judged(r["id"], r["status"], r["reason"], r["end_reason"]) for r in own], config)
+    return summary
 
 
 def _stored(samples: Path) -> list[dict[str, Any]]:
@@ -77,35 +87,26 @@ def _stored(samples: Path) -> list[dict[str, Any]]:
 
 
 def _rescored(rows: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, float]:
-    items: dict[tuple[str, str], list[float]] = {}
-    outcomes: dict[str, list[float]] = {}
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row, score in zip(rows, scorer.score([_reward_sample(row) for row in rows]), strict=True):
         row |= _verdict(row, score)
-    _drop_together(rows)
-    for row in rows:
-        if row["score"] is not None:
-            items.setdefault((row["data_source"], row["id"]), []).append(row["score"])
-            outcomes.setdefault(row["data_source"], []).append(row["score"])
-    judged = [(source, np.array(values)) for (source, _), values in items.items()]
+        groups.setdefault((row["data_source"], row["id"]), []).append(row)
+    for members in groups.values():  # one failure may cost the whole group its scores
+        if drops_group(row["reason"] for row in members):
+            for row in members:
+                if row["status"] not in ALWAYS_EXCLUDED:
+                    row |= {"status": "abstain", "score": None, "reward": None, "reason": DROPPED}
+    items = [
+        (source, np.array([row["score"] for row in members if row["score"] is not None]))
+        for (source, _), members in groups.items()
+    ]
     read = [parsed(row["extracted"], row["reason"]) for row in rows if row["status"] not in ALWAYS_EXCLUDED]
-    metrics = measured(judged, score_terms(scorer, outcomes)) | {
+    metrics = measured(items, score_terms(scorer, items)) | {
         **({"parse_rate": float(np.mean(read))} if read else {}),
         "error_rate": float(np.mean([row["status"] == "error" for row in rows])),
         "abstain_rate": float(np.mean([row["status"] == "abstain" for row in rows])),
     }
     return metrics | scorer.metrics()
-
-
-def _drop_together(rows: Sequence[dict[str, Any]]) -> None:
-    """Where a reward failed that costs the whole group, its other answers have no score either."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(row["id"], []).append(row)
-    for members in groups.values():
-        if drops_group(row["reason"] for row in members):
-            for row in members:
-                if row["status"] not in ALWAYS_EXCLUDED:
-                    row |= {"status": "abstain", "score": None, "reward": None, "reason": DROPPED}
 
 
 def _verdict(row: Mapping[str, Any], score: Scored) -> dict[str, Any]:
@@ -146,20 +147,17 @@ def _media(record: Mapping[str, Any]) -> Media:
 
 def _has_files(record: Mapping[str, Any], *, there: bool = False) -> bool:
     """Whether a medium, or each picture of a video, has a path; `there`: with a file at it."""
-    pictures = record.get("pictures") or [record]
-    paths = [picture.get("path") for picture in pictures]
+    paths = [picture.get("path") for picture in record.get("pictures") or [record]]
     return all(path and (not there or Path(path).is_file()) for path in paths)
 
 
 def _require_pictures(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
     """Where a judge or a service looks at them, each must still be where it was."""
-    if not (config.reward.judge.send_images or config.reward.remote.send_images):
-        return
-    records = [record for row in rows for record in row["media"]]
-    gone = [r for r in records if not _has_files(r, there=True)]
-    if gone:
-        raise ConfigError(
-            f"reward.judge.send_images: {len(gone)} of {len(records)} pictures are in no file any "
-            f"more, such as {gone[0]['path'] or gone[0]['hash'][:12]}; restore them, or try "
-            "send_images=false"
-        )
+    if config.reward.judge.send_images or config.reward.remote.send_images:
+        records = [record for row in rows for record in row["media"]]
+        gone = [r for r in records if not _has_files(r, there=True)]
+        if gone:
+            raise ConfigError(
+                f"reward.judge.send_images: {len(gone)} of {len(records)} pictures are in no file any more, "
+                f"such as {gone[0]['path'] or gone[0]['hash'][:12]}; restore them, or try send_images=false"
+            )

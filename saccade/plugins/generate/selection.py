@@ -9,18 +9,31 @@ it a second time.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from saccade.config import Config
 from saccade.data.prompts import WORDED
-from saccade.plugins.check_data.check_rows import convert
+from saccade.plugins.check_data.check_data import convert
+from saccade.recipes.results import read_lines
 from saccade.types import STATUS_OF_END, Message, Sample, replace
 
 Response = Mapping[str, Any]
+
+
+def check(config: Config) -> Iterator[str]:
+    """What a config alone can say against a selection."""
+    generate = config.generate
+    if generate.select in ("all", "correct"):
+        return
+    if config.env.name != "single_turn":
+        yield "generate.select: keeps single replies; try select=correct, or env.name=single_turn"
+    if generate.select == "threshold" and generate.threshold is None:
+        yield "generate.threshold: generate.select=threshold needs it; try generate.threshold=1"
+    if generate.select in ("best", "best_worst") and generate.n < 2:
+        yield f"generate.n: {generate.n} response has no better one; try generate.n=4"
 
 
 def write_selected(
@@ -30,10 +43,9 @@ def write_selected(
     path = responses.with_suffix(f".{select}.jsonl")
     known = {sample.id: sample for sample in samples}
     chosen: list[Sample] = []
-    for line in responses.read_bytes().split(b"\n"):
-        row = json.loads(line) if line else {}
-        if row.get("id") in known:
-            whole = sorted(filter(_is_whole, row["responses"]), key=_reward, reverse=True)
+    for row in read_lines(responses):
+        if row["id"] in known:
+            whole = sorted(filter(_is_whole, row["responses"]), key=lambda r: r["reward"], reverse=True)
             good = [r for r in whole if threshold is None or r["reward"] >= threshold]
             if good:
                 chosen += SELECT[select](known[row["id"]], good, whole)
@@ -47,14 +59,6 @@ def _is_whole(response: Response) -> bool:
     """One that was cut off would teach to stop there."""
     ended = STATUS_OF_END.get(response["end_reason"]) in ("ok", "void")
     return ended and response["reward"] is not None and bool(response["text"])
-
-
-def _reward(response: Response) -> float:
-    return response["reward"]
-
-
-def _best(sample: Sample, good: Sequence[Response], whole: Sequence[Response]) -> list[Sample]:
-    return [_demonstration(sample, good[0])]
 
 
 def _best_worst(sample: Sample, good: Sequence[Response], whole: Sequence[Response]) -> list[Sample]:
@@ -82,5 +86,8 @@ def _turn(response: Response) -> Message:
     return Message(role="assistant", parts=(response["text"],))
 
 
-SELECT: dict[str, Callable[..., list[Sample]]] = {"best": _best, "best_worst": _best_worst, "threshold": _all_good}
-best, best_worst, threshold = (partial(write_selected, name) for name in SELECT)
+SELECT: dict[str, Callable[..., list[Sample]]] = {
+    "best": lambda sample, good, whole: [_demonstration(sample, good[0])],
+    "best_worst": _best_worst,
+    "threshold": _all_good,
+}

@@ -28,10 +28,11 @@ from saccade.data.records import content_hash, dialogue_row
 from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
 from saccade.models.files import stamp
+from saccade.plugins.generate.selection import SELECT, write_selected
 from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.accuracy import measured, measures, score_terms
 from saccade.recipes.engines import answering_engine, answering_family, expenses
-from saccade.registry import Table
+from saccade.recipes.results import read_lines, to_lines
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream, free_memory_for_rewards
@@ -43,7 +44,6 @@ from saccade.types import Group
 
 log = logging.getLogger(__name__)
 
-SELECTIONS: Table[Any] = Table("selections", {})  # write rows to train on, chosen from the responses
 BLOCK = 512  # prompts between two writes
 FILES = "files"  # that a response depends on, in what it was made of
 # Options of rollout that say how answers are come by, and change none.
@@ -112,7 +112,7 @@ def run(config: Any) -> dict[str, Any]:
                 _teach(taught, groups, done)
             for group in groups:
                 row = _row(group, family) | {"row": contents[group.sample.id]} | made_by
-                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+                file.write(to_lines([row]))
             file.flush()
             done |= {group.sample.id for group in groups}
         if left_out := quarantine.left_out(data):
@@ -123,11 +123,11 @@ def run(config: Any) -> dict[str, Any]:
     result: dict[str, Any] = {"path": str(path), "rows": made, "skipped": skipped}
     chosen, lines = config.generate, [_made(path, scorer)]
     if chosen.select == "correct":
-        count = len(_rows(taught))
+        count = len(read_lines(taught))
         lines += [f"{count} of {len(done) * chosen.n} episodes were right, to train on in {taught}"]
         result |= {"selected": str(taught), "selected_rows": count}
-    if chosen.select in SELECTIONS:
-        selected, count = SELECTIONS[chosen.select](path, data.samples, chosen.threshold)
+    if chosen.select in SELECT:
+        selected, count = write_selected(chosen.select, path, data.samples, chosen.threshold)
         lines += [f"{count} rows to train on in {selected}{'' if count else f': {NONE_SELECTED}'}"]
         result |= {"selected": str(selected), "selected_rows": count}
     print(*lines, sep="\n")
@@ -136,40 +136,28 @@ def run(config: Any) -> dict[str, Any]:
 
 def _made(path: Path, scorer: Scorer | None) -> str:
     """What the file holds, in a line."""
-    rows, rewards, outcomes = _rows(path), list[float](), dict[str, list[float]]()
-    items = []
-    for row in rows:
-        scored = [answer for answer in row["responses"] if answer["reward"] is not None]
-        rewards += [answer["reward"] for answer in scored]
-        values = [answer["score"] for answer in scored if answer["score"] is not None]
-        outcomes.setdefault(row["data_source"], []).extend(values)
-        items.append((row["data_source"], np.array(values)))
+    rows = read_lines(path)
+    scored = [[answer for answer in row["responses"] if answer["reward"] is not None] for row in rows]
+    rewards = [answer["reward"] for answers in scored for answer in answers]
+    items = [
+        (row["data_source"], np.array([a["score"] for a in answers if a["score"] is not None]))
+        for row, answers in zip(rows, scored, strict=True)
+    ]
     scores = [f"reward {np.mean(rewards):.3f}"] if rewards else []
-    scores += measures(measured(items, score_terms(scorer, outcomes)))
+    scores += measures(measured(items, score_terms(scorer, items)))
     responses = sum(len(row["responses"]) for row in rows)
     return "  ".join([f"{len(rows)} rows with {responses} responses are in {path}", *scores])
 
 
 def _teach(path: Path, groups: Sequence[Group], done: Set[str]) -> None:
     """Right episodes as rows for sft. Those of rows that are not done were left by a kill."""
-    rows = [row for row in _rows(path) if row["id"].rpartition("/")[0] in done]
-    rows += [
-        dialogue_row(
-            replace(
-                g.sample, id=f"{g.sample.id}/{t.repeat}", messages=t.messages, extra={**g.sample.extra, WORDED: True}
-            ),
-            path.parent,
-        )
-        for g in groups
-        for t in g.trajectories
-        if t.status == "ok" and t.outcome is not None and t.outcome >= 1
-    ]
-    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    data = path.read_bytes() if path.is_file() else b""
-    return [json.loads(line) for line in data.split(b"\n") if line]
+    rows = [row for row in read_lines(path) if row["id"].rpartition("/")[0] in done]
+    for sample, t in ((group.sample, t) for group in groups for t in group.trajectories):
+        if t.status == "ok" and t.outcome is not None and t.outcome >= 1:
+            extra = {**sample.extra, WORDED: True}
+            taught = replace(sample, id=f"{sample.id}/{t.repeat}", messages=t.messages, extra=extra)
+            rows.append(dialogue_row(taught, path.parent))
+    write_whole(path, to_lines(rows))
 
 
 def _row(group: Group, family: Any) -> dict[str, Any]:
@@ -197,31 +185,26 @@ def _made_of(config: Config, folder: str) -> dict[str, Any]:
     """What a response and its score depend on besides the row: answers of two models, and scores of
     two rewards, never mix in one file.
     """
-    rollout, http, generate = config.rollout, config.rollout.http, config.generate
-    http_used = rollout.engine == "http"
-    reward = _without_pace(config.reward.model_dump(mode="json"))
-    prompt, env = config.prompt.model_dump(mode="json"), config.env.model_dump(mode="json")
+    tree, http, generate = config.model_dump(mode="json"), config.rollout.http, config.generate
+    rollout = {name: value for name, value in tree["rollout"].items() if name not in HOW}
     made: dict[str, Any] = {
-        "model.path": f"{http.model} at {http.url}" if http_used else config.model.path,
+        "model.path": f"{http.model} at {http.url}" if config.rollout.engine == "http" else config.model.path,
         "run.seed": config.run.seed,
-        "rollout": rollout.model_dump(mode="json", exclude=set(HOW)) | {"http.api": http.api},
-        "prompt": prompt,
-        "env": env,
-        "reward": reward,
+        "rollout": rollout | {"http.api": http.api},
+        "prompt": tree["prompt"],
+        "env": tree["env"],
+        "reward": _without_pace(tree["reward"]),
         # other selections are made from the file and change no response
         "generate": {"n": generate.n, "select=correct": generate.select == "correct"},
     }
-    files = {text: _stamped(text) for text in (folder, *_texts([reward, prompt, env]))}
-    made[FILES] = {name: digest for name, digest in files.items() if digest}
+    named = (folder, *_texts([made[name] for name in ("reward", "prompt", "env")]))
+    made[FILES] = {text: digest for text in named if (digest := _stamped(text))}
     return json.loads(json.dumps(made))
 
 
 def _without_pace(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_pace(value) if name in ("judge", "remote") else value
-        for name, value in options.items()
-        if name not in PACE
-    }
+    kept = {name: value for name, value in options.items() if name not in PACE}
+    return kept | {name: _without_pace(kept[name]) for name in ("judge", "remote") if name in kept}
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -258,21 +241,21 @@ def _done(
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:
         path.write_bytes(whole)
-    rows = [json.loads(line) for line in whole.split(b"\n") if line]
+    rows = read_lines(path)
     if any(row.get(name) != value for row in rows for name, value in made_by.items()):
         before = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else made_of
         found = [_told(*change) for change in differences(before, made_of).items()]
+        changes = f" ({'; '.join(found)})" if found else ""
         raise ConfigError(
             f"{path} holds responses of {rows[0].get('model')} with other settings, rewards or "
-            f"weights{' (' * bool(found)}{'; '.join(found)}{')' * bool(found)}; give another "
-            "run.name or generate.output"
+            f"weights{changes}; give another run.name or generate.output"
         )
     if not rows:
         write_whole(beside, json.dumps(made_of, ensure_ascii=False))
     again = [row["id"] for row in rows if row.get("row") != contents.get(row["id"], row.get("row"))]
     kept = [row for row in rows if row["id"] not in set(again)]
     if again:
-        write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+        write_whole(path, to_lines(kept))
     return {row["id"] for row in kept}, again
 
 

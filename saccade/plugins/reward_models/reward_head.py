@@ -1,0 +1,113 @@
+"""The head of a reward model: some numbers per sequence. The model keeps its language head, at rest,
+so that its folder stays a whole model.
+
+    attach_reward(model, RewardHead(like=model, card=Card(kind="scalar", heads=("taste",)), seed=0))
+    scores = model.score(hidden, sequence, count)  # [sequences, heads]
+
+Legend: R reads, E hidden size, S sequences, H heads, P heads of the pooling.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.models.heads import SavedHead, blocks_of, drawn
+from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, read_card
+
+
+class RewardHead(SavedHead):
+    """Pools the hidden states of each sequence and gives it a number per head."""
+
+    def __init__(self, *, like: nn.Module, card: Card, seed: int, first_log_scale: float = 0.0) -> None:
+        """`first_log_scale` starts a scale that some losses learn beside the scores."""
+        super().__init__(REWARD_FILE)
+        self.card = card
+        self.weight = drawn(like, len(card.heads), seed)
+        size = self.weight.shape[1]
+        if size % card.pooling_heads:
+            raise ConfigError(
+                f"reward_model.pooling_heads: {card.pooling_heads} does not divide the hidden size "
+                f"{size} of this model; try reward_model.pooling_heads=1"
+            )
+        # At first all states count alike; with `mean` it stays so.
+        self.query = nn.Parameter(torch.zeros_like(self.weight[0]))
+        self.log_scale = nn.Parameter(torch.full_like(self.weight[0, :1], first_log_scale))
+        self.query.requires_grad_(card.pooling == "attention")
+        self.log_scale.requires_grad_(first_log_scale != 0)
+        if card.head == "mlp":
+            self.inner = nn.Parameter(drawn(like, size, seed + 1).data * size**0.5)
+            self.gain = nn.Parameter(torch.ones_like(self.query))
+
+    def forward(self, hidden: Tensor, sequence: Tensor, count: int) -> Tensor:
+        """hidden [R, E] of sequences [R] → [S, H]. With `last` there is one state of each."""
+        pooled = hidden.to(self.weight.dtype)
+        if self.card.pooling != "last":
+            pooled = self._pooled(pooled, sequence, count)
+        if self.card.head == "mlp":
+            pooled = silu(rms_norm(pooled @ self.inner.T, self.gain.shape, self.gain, eps=1e-6))
+        scores = pooled @ self.weight.T
+        return scores.sigmoid() if self.card.bounded else scores
+
+    def _pooled(self, hidden: Tensor, sequence: Tensor, count: int) -> Tensor:
+        """[R, E] → [S, E]: each of P parts of the states by a softmax of its own."""
+        parts = hidden.unflatten(1, (self.card.pooling_heads, -1))
+        query = self.query.view(parts.shape[1:])
+        logits = torch.einsum("rpe,pe->rp", parts, query) / query.shape[1] ** 0.5
+        highest = logits.detach().new_full((count, len(query)), -torch.inf)
+        index = sequence[:, None].expand_as(logits)
+        highest = highest.scatter_reduce(0, index, logits.detach(), "amax")
+        weights = (logits - highest[sequence]).exp()
+        total = weights.new_zeros(highest.shape).index_add(0, sequence, weights)
+        weighted = (weights / total[sequence])[..., None] * parts
+        return hidden.new_zeros(count, hidden.shape[1]).index_add(0, sequence, weighted.flatten(1))
+
+
+def attach_reward(model: nn.Module, head: RewardHead) -> None:
+    """For the folder's sake an untied `lm_head` stays as it is, and blocks above the one that is
+    read wait in the head; neither learns anything.
+    """
+    model.score = head
+    if head.card.probe_layer != -1:
+        blocks, probe = blocks_of(model), head.card.probe_layer
+        if not -len(blocks) <= probe < len(blocks):
+            raise ConfigError(
+                f"reward_model.probe_layer: {probe} is none of the {len(blocks)} blocks of this "
+                f"model; give {-len(blocks)} to {len(blocks) - 1}, -1 is the last"
+            )
+        read = probe % len(blocks) + 1
+        head.above = list(blocks[read:])
+        del blocks[read:]
+    output, embedding = model.lm_head.weight, model.get_input_embeddings().weight  # type: ignore
+    if output is not embedding:
+        output.requires_grad_(False)
+
+
+@torch.no_grad()
+def load_reward(head: RewardHead, folder: Path) -> None:
+    stored = load_file(folder / REWARD_FILE)
+    mine: dict[str, Any] = {f"score.{n}": p for n, p in head.named_parameters()}
+    if {n: p.shape for n, p in mine.items()} != {n: p.shape for n, p in stored.items()}:
+        raise EnvironmentProblem(f"{folder / REWARD_FILE}: its tensors do not fit config.json")
+    for name, parameter in mine.items():
+        parameter.copy_(stored[name])
+
+
+@torch.no_grad()
+def start_critic(model: nn.Module, folder: Path) -> bool:
+    """A critic that starts from a reward model reads values as that one read its first score. False
+    if its score is no linear function of the last states: then the head stays as it was drawn.
+    """
+    card = read_card(folder)
+    if card is None or not (folder / REWARD_FILE).is_file():
+        return True
+    if card.head != "linear" or card.bounded or card.probe_layer != -1:
+        return False
+    model.score.weight.copy_(load_file(folder / REWARD_FILE)["score.weight"][:1])  # type: ignore
+    return True

@@ -1,0 +1,81 @@
+"""Rows of which one candidate is better, for preference training and reward models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.plugins.quickstart import counting
+from tests.recipes.reward_model.judged import MARK, OTHER, Make
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One big shape each: the right colour is preferred. Replies, pictures and steps are judged, alone or in
+    pairs; some heads have few labels; questions alone.
+    """
+    folder = tmp_path_factory.mktemp("judged")
+    for split, n in {"train": 32, "held": 12}.items():
+        scenes = counting.counting_split(n, seed=n, colours=tuple(OTHER), counts=(1, 1), radius=(16, 20))
+        drawn = counting.write_jsonl(scenes, folder, name="drawn").read_text().splitlines()
+        listed = [json.loads(line) for line in drawn]
+        by = {colour: [r for r in listed if r["colours"] == [colour]] for colour in OTHER}
+        kinds = ("asked", "pairs", "labels", "media", "heads", "steps")
+        found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+        for number, scene in enumerate(listed):
+            [right] = scene["colours"]
+            wrong = OTHER[right]
+            row = {"id": scene["id"], "images": scene["images"], "answer": right}
+            asked = row | {"prompt": "<image>how many objects ?"}
+            found["asked"].append(asked)
+            found["pairs"].append(asked | {"chosen": right, "rejected": wrong})
+            labelled = {"output": right if number % 2 else wrong, "label": number % 2}
+            found["labels"].append(row | {"input": f"<image>how many {number % 5} ?"} | labelled)
+            other = by[wrong][number % len(by[wrong])]
+            found["media"].append(
+                {"id": scene["id"], "prompt": right, "images": [*scene["images"], *other["images"]]}
+                | {"chosen": "<image>", "rejected": "<image>"}
+            )
+            said = {"preference": "AB"[number % 2]} | ({"size": "C"} if number % 3 else {"size": "A"})
+            sides = [right, wrong] if number % 2 == 0 else [wrong, right]
+            found["heads"].append(asked | {"chosen": sides[0], "rejected": sides[1], "labels": said})
+            steps = [right, wrong] if number % 2 else [wrong, right]
+            labels = ["1" if step == right else "2" for step in steps]
+            found["steps"].append(
+                {"id": scene["id"], "images": scene["images"], "label": labels}
+                | {
+                    "input": [
+                        {"role": "user", "content": "<image>how many objects ?"},
+                        {"role": "assistant", "content": "\n".join(f"{s} {MARK}" for s in steps)},
+                    ]
+                }
+            )
+        for kind, lines in found.items():
+            text = "".join(json.dumps(row) + "\n" for row in lines)
+            (folder / f"{split}-{kind}.jsonl").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def config(rows: Path, word_model: str) -> Make:
+    def make(out: Path, kind: str = "pairs", **changes: Any) -> dict[str, Any]:
+        options = {
+            "run.out": str(out),
+            "run.max_steps": 4,
+            "run.device": "cpu",
+            "model.path": word_model,
+            "data.train": str(rows / f"train-{kind}.jsonl"),
+            "prompt.format": "direct",
+            "prompt.instruction": "",
+            "train.prompts_per_step": 8,
+            "train.lr": 3e-3,
+            "train.schedule": "constant",
+            "train.warmup": 0,
+            "track.tensorboard": False,
+        }
+        return options | {name.replace("__", "."): value for name, value in changes.items()}
+
+    return make
