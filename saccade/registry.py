@@ -33,7 +33,7 @@ CHECKED = (
 PLUGINS: Mapping[str, Mapping[str, str]] = {
     "advantages": {
         name: f"saccade.plugins.more_algorithms.more_advantages:{name}"
-        for name in ("opo", "gpg", "max_rl", "grpo_passk", "cpgd", "gdpo", "drpo")
+        for name in ("batch_std", "opo", "gpg", "max_rl", "grpo_passk", "cpgd", "gdpo", "drpo")
     },
     "aggregations": {
         name: f"saccade.plugins.more_algorithms.more_aggregations:{name}"
@@ -43,7 +43,7 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
     "averages": {"ema": "saccade.plugins.averages.ema:follow"},
     "corrections": dict.fromkeys(
         [f"reject.{level}.{kind}" for kind in ("k1", "k2", "k3") for level in ("token", "seq_sum", "seq_mean")]
-        + ["reject.seq_max.k2", "reject.seq_max.k3", "opsm"],
+        + ["reject.seq_max.k2", "reject.seq_max.k3", "seq_mask", "seq_mask_tis", "opsm"],
         "saccade.plugins.more_algorithms.more_corrections:ROWS",
     ),
     "engines": {

@@ -44,11 +44,6 @@ def no_std(inputs: AdvantageInputs) -> Tensor:
     return inputs.per_token(inputs.centred)
 
 
-@add(ADVANTAGES, "(R - mean_g) / (std of the step + std_eps)", group=True)
-def batch_std(inputs: AdvantageInputs, *, std_eps: float = 1e-6) -> Tensor:
-    return inputs.per_token(inputs.centred / divisor(inputs.scores[inputs.live], std_eps))
-
-
 @add(ADVANTAGES, "R - mean of the other members", group=True)
 def rloo(inputs: AdvantageInputs) -> Tensor:
     """arXiv 2402.14740"""
@@ -173,11 +168,6 @@ def _constant(estimator: Entry, inputs: AdvantageInputs) -> Tensor:
 def standardised(inputs: AdvantageInputs, std_eps: float) -> Tensor:
     # With std_eps=0 a constant group would be 0/0.
     return (inputs.centred / (inputs.group_std + std_eps)).where(~inputs.constant, 0.0)
-
-
-def divisor(values: Tensor, eps: float) -> Tensor | float:
-    """Std + eps; 1 for a lone value or equal ones, which eps alone would blow up."""
-    return values.std() + eps if len(values) > 1 and not is_constant(values.tolist()) else 1.0
 
 
 def count_groups(groups: Tensor) -> int:

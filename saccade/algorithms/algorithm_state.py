@@ -71,12 +71,7 @@ def restore(algorithm: Algorithm, saved: Mapping[str, Any] | None) -> AlgorithmS
 
 
 def to_json(state: AlgorithmState) -> dict[str, Any]:
-    return {
-        "kl_coef": state.kl_coef,
-        "entropy_coef": state.entropy_coef,
-        "moments": {name: asdict(one) for name, one in state.moments.items()},
-        "domains": state.domains,
-    }
+    return asdict(state)
 
 
 def observe(state: AlgorithmState, groups: Sequence[Group], algorithm: Algorithm) -> AlgorithmState:

@@ -128,16 +128,6 @@ def icepop(mismatch: Mismatch, *, low: float = 0.5, high: float = 5.0) -> Correc
     return Correction(weights=mismatch.ratio.where(keep, 0.0), keep=keep)
 
 
-@add(CORRECTIONS, "sequences with low <= exp(mean of delta) <= high")
-def seq_mask(mismatch: Mismatch, *, low: float = 0.99, high: float = 1.01) -> Correction:
-    return Correction(keep=band(Mismatch.mean, mismatch, low, high))
-
-
-@add(CORRECTIONS, "w = exp(delta), sequences with low <= exp(mean of delta) <= high", weighs=True)
-def seq_mask_tis(mismatch: Mismatch, *, low: float = 0.99, high: float = 1.01) -> Correction:
-    return Correction(weights=mismatch.ratio, keep=band(Mismatch.mean, mismatch, low, high))
-
-
 def band(statistic: Statistic, mismatch: Mismatch, low: float, high: float) -> Tensor:
     ratio = exp(statistic(mismatch, mismatch.delta))
     return ((ratio >= low) & (ratio <= high)) | unjudged(statistic, mismatch)

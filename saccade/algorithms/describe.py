@@ -19,8 +19,7 @@ from saccade.config.schema.section import about
 def explain(preset: str | None = None) -> str:
     """All presets and add-ons in a line each, or one of them in full."""
     if preset is None:
-        rows = [f"{name:<22} {row['about']}" for name, row in PRESETS.items()]
-        extras = [f"{name:<22} {row['about']}" for name, row in ADD_ONS.items()]
+        rows, extras = ([f"{name:<22} {row['about']}" for name, row in t.items()] for t in (PRESETS, ADD_ONS))
         return "\n".join([*rows, "", "to be added to any of them, as in algorithm.preset=[dapo, tis]:", *extras])
     return describe(resolve(AlgorithmConfig(preset=(preset,)), max_tokens=RolloutConfig().max_tokens))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saccade.algorithms.advantages import AdvantageInputs
 from saccade.algorithms.algorithm_state import AlgorithmState, domain_of, success_of
-from saccade.algorithms.filters import in_baseline, is_excluded
+from saccade.algorithms.filters import is_excluded
 from saccade.algorithms.policy_losses import KINDS
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.table import bound
@@ -35,16 +35,12 @@ def estimator_inputs(
     members = [t for group in groups for t in group.trajectories]
     owners = [group for group in groups for _ in group.trajectories]
     sequence = sequence[counted]
+    outside = () if algorithm.excluded_in_baseline else algorithm.exclude_status
     inputs = AdvantageInputs(
         rewards=_numbers(_reward(t) for t in members),
         groups=torch.tensor([g for g, group in enumerate(groups) for _ in group.trajectories]),
         live=torch.tensor([t.trained and t.response_length > 0 for t in members]),
-        baseline=torch.tensor(
-            [
-                t.reward is not None and in_baseline(t.status, algorithm.exclude_status, algorithm.excluded_in_baseline)
-                for t in members
-            ]
-        ),
+        baseline=torch.tensor([t.reward is not None and not is_excluded(t.status, outside) for t in members]),
         lengths=torch.tensor([t.response_length for t in members]) - int(not counted.all()),
         sequence=sequence,
         token_penalties=_penalties(batches, algorithm)[counted],

@@ -44,13 +44,6 @@ def is_excluded(status: str, exclude_status: Collection[str] = ()) -> bool:
     return status in ALWAYS_EXCLUDED or status in exclude_status
 
 
-def in_baseline(status: str, exclude_status: Collection[str], excluded_in_baseline: bool) -> bool:
-    """Whether a member enters the statistics of its group."""
-    if status in ALWAYS_EXCLUDED:
-        return False
-    return excluded_in_baseline or status not in exclude_status
-
-
 def share(fraction: float, count: int) -> int:
     """How many a fraction of them is, rounded down, but one at least."""
     return max(1, int(fraction * count + ROUNDING))

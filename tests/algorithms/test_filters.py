@@ -3,15 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade.algorithms.filters import (
-    discard_reason,
-    entropy_threshold,
-    high_entropy,
-    in_baseline,
-    is_constant,
-    is_excluded,
-    share,
-)
+from saccade.algorithms.filters import discard_reason, entropy_threshold, high_entropy, is_constant, is_excluded, share
 
 
 def test_constant_is_a_matter_of_range():
@@ -38,11 +30,8 @@ def test_dynamic_sampling_keeps_groups_that_differ(outcomes, reason):
 
 def test_who_is_excluded():
     for status in ("error", "abstain", "aborted", "stale"):
-        assert is_excluded(status) and not in_baseline(status, ("void",), True)
+        assert is_excluded(status)
     assert not is_excluded("truncated") and is_excluded("truncated", ("truncated",))
-    assert in_baseline("overturn", ("overturn",), True)
-    assert not in_baseline("overturn", ("overturn",), False)
-    assert in_baseline("ok", ("overturn",), False)
 
 
 def test_tokens_of_high_entropy_in_the_fixture(golden):

@@ -10,13 +10,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from saccade.algorithms.advantage_inputs import INFINITY, AdvantageInputs
-from saccade.algorithms.advantages import count_groups, divisor, grpo, no_std, standardised, whitened
+from saccade.algorithms.advantages import count_groups, grpo, no_std, standardised, whitened
+from saccade.algorithms.filters import is_constant
 from saccade.algorithms.table import Positive, ShareBelowOne, entry
 from saccade.errors import ConfigError
 from saccade.plugins.more_algorithms.domains import observe, weight
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@entry("(R - mean_g) / (std of the step + std_eps)", group=True)
+def batch_std(inputs: AdvantageInputs, *, std_eps: float = 1e-6) -> Tensor:
+    return inputs.per_token(inputs.centred / _divisor(inputs.scores[inputs.live], std_eps))
 
 
 @entry("R - length-weighted mean_g", group=True)
@@ -92,7 +98,7 @@ def gdpo(inputs: AdvantageInputs, *, std_eps: float = 1e-6, gdpo_whiten: Literal
     if gdpo_whiten == "token":
         return whitened(inputs.per_token(total), live)
     inside = total[inputs.live]
-    return inputs.per_token((total - inside.mean()) / divisor(inside, 1e-4)).where(live, 0.0)
+    return inputs.per_token((total - inside.mean()) / _divisor(inside, 1e-4)).where(live, 0.0)
 
 
 @entry("w_domain (R - mean_g) / (std_g + std_eps) / std of the step", group=True, observe=observe, weigh=weight)
@@ -120,7 +126,7 @@ def drpo(
     if not bool(weighted[live].any()):
         return inputs.per_token(weighted)
     if drpo_renorm == "std":
-        weighted = weighted / divisor(weighted[live], 1e-6)
+        weighted = weighted / _divisor(weighted[live], 1e-6)
     else:
         weighted = weighted * plain[live].norm() / weighted[live].norm()
     if drpo_kl_damp > 0:
@@ -130,3 +136,8 @@ def drpo(
         if limit > 0:  # at 0 most members do not strain, and the formula would erase the rest
             weighted = weighted * limit / (strain + limit)
     return inputs.per_token(weighted)
+
+
+def _divisor(values: Tensor, eps: float) -> Tensor | float:
+    """Std + eps; 1 for a lone value or equal ones, which eps alone would blow up."""
+    return values.std() + eps if len(values) > 1 and not is_constant(values.tolist()) else 1.0

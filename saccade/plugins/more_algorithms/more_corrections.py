@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 ROWS: dict[str, Entry] = {}
 
 
+@add(ROWS, "sequences with low <= exp(mean of delta) <= high")
+def seq_mask(mismatch: Mismatch, *, low: float = 0.99, high: float = 1.01) -> Correction:
+    return Correction(keep=band(Mismatch.mean, mismatch, low, high))
+
+
+@add(ROWS, "w = exp(delta), sequences with low <= exp(mean of delta) <= high", weighs=True)
+def seq_mask_tis(mismatch: Mismatch, *, low: float = 0.99, high: float = 1.01) -> Correction:
+    return Correction(weights=mismatch.ratio, keep=band(Mismatch.mean, mismatch, low, high))
+
+
 def _reject_ratio(statistic: Statistic) -> Corrector:
     def reject(mismatch: Mismatch, *, low: float, high: float) -> Correction:
         return Correction(keep=band(statistic, mismatch, low, high))
