@@ -63,12 +63,11 @@ class Golden:
         )
         return replace(inputs, **changes)
 
-    def scales(self, aggregation: str, *, fixed_length: int = 6, counted: Tensor | None = None) -> Tensor:
+    def scales(self, aggregation: str, *, fixed_length: int = 6) -> Tensor:
         return token_scales(
             AGGREGATIONS[aggregation].function,
             self.sequence,
             live=torch.ones(4, dtype=torch.bool),
-            counted=counted,
             options={"fixed_length": fixed_length},
         ).values
 
@@ -90,22 +89,12 @@ class Golden:
         return losses * weights if weighed else losses
 
     def loss(
-        self,
-        name: str,
-        aggregation: str,
-        *,
-        wide: bool = False,
-        fixed_length: int = 6,
-        keep: Tensor | None = None,
-        denominator: str = "original",
-        **options: Any,
+        self, name: str, aggregation: str, *, wide: bool = False, fixed_length: int = 6, **options: Any
     ) -> tuple[float, float]:
         """(value, norm of the gradient with respect to the new log-probs)"""
         new = (self.wide if wide else self.new).clone().requires_grad_()
         losses = self.losses(name, new, **options)
-        counted = keep if denominator == "kept" else None
-        scales = self.scales(aggregation, fixed_length=fixed_length, counted=counted)
-        total = (losses * scales * (1 if keep is None else keep)).sum()
+        total = (losses * self.scales(aggregation, fixed_length=fixed_length)).sum()
         (gradient,) = torch.autograd.grad(total, new)
         return total.item(), gradient.norm().item()
 

@@ -25,7 +25,7 @@ from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.table import bound
 from saccade.config import AlgorithmConfig
 
-SEEDS = range(5)
+SEEDS = range(3)
 GROUPS, SIZE, WIDTH = 3, 4, 11
 Loss = tuple[Tensor, Tensor]  # value, gradient [B, T]
 
