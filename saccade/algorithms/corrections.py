@@ -111,14 +111,13 @@ def _truncated(statistic: Statistic) -> Corrector:
     return weigh
 
 
-_tis = "w = clip(exp({}), low, high)"
-add(CORRECTIONS, _tis.format("delta"), name="tis.token", weighs=True)(_truncated(token))
-add(CORRECTIONS, _tis.format("sum of delta"), name="tis.sequence", weighs=True, by_sequence=True)(
-    _truncated(Mismatch.total)
-)
-add(CORRECTIONS, _tis.format("mean of delta"), name="tis.geometric", weighs=True, by_sequence=True)(
-    _truncated(Mismatch.mean)
-)
+for _name, _text, _statistic in (
+    ("tis.token", "delta", token),
+    ("tis.sequence", "sum of delta", Mismatch.total),
+    ("tis.geometric", "mean of delta", Mismatch.mean),
+):
+    _formula = f"w = clip(exp({_text}), low, high)"
+    add(CORRECTIONS, _formula, name=_name, weighs=True, by_sequence=_statistic is not token)(_truncated(_statistic))
 
 
 @add(CORRECTIONS, "w = exp(delta), 0 outside of [low, high]", weighs=True)
