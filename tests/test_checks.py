@@ -38,7 +38,10 @@ def test_a_plain_config_passes(rows: Path, command: str) -> None:
         (["model.train=freeze:vision,"], "model.train: nothing stands beside a comma; try"),
         (["model.train=lora", "model.lora.targets=''"], "model.lora.targets: no layer is named; try"),
         (["model.train=freeze:vision", "train.lr_scale.vision=0.1"], "train.lr_scale: has no effect without towers"),
-        (["val.before=true", "val.every=0"], "val.before: val.every=0 never validates; try val.every=50"),
+        (
+            ["val.before=true", "val.every=0"],
+            "val.before: has no effect without val.every > 0; remove it, or use val.every=50",
+        ),
     ],
 )
 def test_options_that_contradict_each_other(rows: Path, overrides: list[str], says: str) -> None:

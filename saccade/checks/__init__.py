@@ -88,10 +88,7 @@ CRITIC = (model_rules.critic, model_rules.critic_warmup)
 SAMPLING = (model_rules.lora_dropout, steps.sampling, steps.response_length, steps.batch)
 LOOKING = (rows.pixels, rows.prompt_files, model_rules.judge)
 READING = (rows.data_files, *LOOKING)
-TRAINING = (
-    *(*MODEL, rows.train_data, *READING),
-    *(steps.optimizer, steps.validation, steps.before, steps.best, steps.resume),
-)
+TRAINING = (*(*MODEL, rows.train_data, *READING), *(steps.optimizer, steps.validation, steps.best, steps.resume))
 ANSWERS = (model_rules.answering_model, "series", "trained_series")
 RULES: dict[str, tuple[Rule | str, ...]] = {
     "rl": (*TRAINING, *(*CRITIC, offline.demonstrations, *SAMPLING, steps.reward, steps.environment)),

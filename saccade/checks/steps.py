@@ -106,12 +106,6 @@ def validation(config: Config) -> Iterator[str]:
     yield from environments.sweep_problems(config.env, val.turns)
 
 
-def before(config: Config) -> Iterator[str]:
-    val = config.val
-    if val.before and "before" in val.model_fields_set and config.data.val and not val.every:
-        yield "val.before: val.every=0 never validates; try val.every=50 or val.before=false"
-
-
 def best(config: Config) -> Iterator[str]:
     name = config.save.best_metric
     if name and not (config.data.val and config.val.every):

@@ -21,6 +21,7 @@ SCALAR = When("reward_model.kind == 'scalar'", "reward_model.kind=scalar")
 PROCESS = When("reward_model.kind == 'process'", "reward_model.kind=process")
 BRADLEY_TERRY = When("reward_model.loss == 'bt'", "reward_model.loss=bt")
 ATTENTION = When("reward_model.pooling == 'attention'", "reward_model.pooling=attention")
+VALIDATING = When("val.every > 0 or not (val.before and data.val)", "val.every=50", "val.every > 0")
 SELECTING = When("generate.select not in ('all', 'correct')", "generate.select=threshold", "generate.select")
 
 
@@ -185,7 +186,7 @@ class RewardModelConfig(Section):
 
 class ValConfig(Section):
     every: int = option(20, "Validate every N steps; 0 never.", ge=0)
-    before: bool = option(True, "Validate before the first step.")
+    before: bool = option(True, "Validate before the first step.", when=VALIDATING)
     n: int = option(
         1, "Samples per prompt: 1 is greedy unless a temperature is set, more give avg@k.", ge=1, commands=ANSWERING
     )
