@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,55 +23,36 @@ SETS: dict[str, tuple[str, Any, str, int]] = {
 
 def options(out: Path, shared: Path, name: str) -> dict[str, Any]:
     path, reward, style, _ = SETS[name]
+    data = {"train": str(shared / path), "max_samples": 6, "max_pixels": 56 * 56, "max_bad_fraction": 0}
     return {
-        "run.out": str(out),
-        "run.max_steps": 2,
-        "model.path": "tiny:qwen2_5_vl",
-        "data.train": str(shared / path),
-        "data.max_samples": 6,
-        "data.max_pixels": 56 * 56,
-        "data.max_bad_fraction": 0,
-        "prompt.format": style,
-        "rollout.max_tokens": 8,
-        "reward.terms": [reward],
-        "train.prompts_per_step": 2,
-        "train.samples_per_prompt": 2,
-        "track.tensorboard": False,
+        **{"run.out": str(out), "run.max_steps": 2, "model.path": "tiny:qwen2_5_vl", "track.tensorboard": False},
+        **{f"data.{key}": value for key, value in data.items()},
+        **{"prompt.format": style, "rollout.max_tokens": 8, "reward.terms": [reward]},
+        **{"train.prompts_per_step": 2, "train.samples_per_prompt": 2},
     }
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("real")
-
-
 @pytest.mark.parametrize("name", SETS)
-def test_two_steps(out: Path, shared: Path, name: str) -> None:
-    row = rl.run(options(out, shared, name) | {"run.name": name})
-    assert [r["step"] for r in read_metrics(out / name)] == [1, 2]
+def test_two_steps_with_rewards_that_know_right_from_wrong(tmp_path: Path, shared: Path, name: str) -> None:
+    config = options(tmp_path, shared, name)
+    row = rl.run(config | {"run.name": name})
+    assert [r["step"] for r in read_metrics(tmp_path / name)] == [1, 2]
     assert row["guard/nonfinite"] == row["reward/error_rate"] == 0
     assert row["turns/images_per_sample"] == SETS[name][3]
     assert row["mismatch/logp_gap_max"] < 1e-5
-
-
-def test_letters_are_judged_as_choices(out: Path, shared: Path) -> None:
-    """The half of mathv that is multiple choice, by the verifier made for it."""
-    import json
-
-    rows = [json.loads(line) for line in (shared / "mathv" / "mathv.train.jsonl").open()]
-    letters = [row for row in rows if row["answer_type"] == "choice"][:6]
-    file = out / "letters.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in letters))
-    config = options(out, shared, "mathv") | {"run.name": "letters", "reward.terms": ["choice"]}
-    source = {"path": str(file), "image_dir": str(shared / "mathv")}
-    row = rl.run(config | {"data.train": [source], "prompt.format": "letter"})
-    assert row["reward/error_rate"] == 0
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_the_rewards_know_right_from_wrong(out: Path, shared: Path, name: str) -> None:
-    config = options(out, shared, name)
     report = check_data.run(config, headers_only=True, workers=1)
     assert report.acceptable and report.self_test is not None
     assert report.self_test["passed"] and report.self_test["rows"] == 6
     assert report.good == 6 and report.lengths
+
+
+def test_letters_are_judged_as_choices(tmp_path: Path, shared: Path) -> None:
+    """The half of mathv that is multiple choice, by the verifier made for it."""
+    rows = [json.loads(line) for line in (shared / "mathv" / "mathv.train.jsonl").open()]
+    letters = [row for row in rows if row["answer_type"] == "choice"][:6]
+    file = tmp_path / "letters.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in letters))
+    config = options(tmp_path, shared, "mathv") | {"run.name": "letters", "reward.terms": ["choice"]}
+    source = {"path": str(file), "image_dir": str(shared / "mathv")}
+    row = rl.run(config | {"data.train": [source], "prompt.format": "letter"})
+    assert row["reward/error_rate"] == 0

@@ -15,7 +15,8 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 from saccade.media.kinds import KINDS, SOURCE_KEYS
 
@@ -65,8 +66,7 @@ class Picture:
         return Picture(source=source, kind=kind, options=given, **budget)
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """A place for one of the row's media of its kind; number 0 takes the next one."""
 
     number: int = 0
@@ -94,8 +94,7 @@ def escape(text: str) -> str:
 
 def read_chat(prompt: Any) -> Turns:
     """A question, a list of messages, or JSON text of such a list."""
-    if isinstance(prompt, str) and JSON_LIST.match(prompt):
-        prompt = parse_json(prompt, "the list of messages")
+    prompt = _unpacked(prompt)
     if isinstance(prompt, str):
         return [("user", [prompt])]
     if not isinstance(prompt, Sequence) or not prompt:
@@ -108,14 +107,18 @@ def read_chat(prompt: Any) -> Turns:
 
 def read_reply(reply: Any) -> Turns:
     """What an assistant answers: text, content items, or messages (also as JSON text)."""
-    if isinstance(reply, str) and JSON_LIST.match(reply):
-        reply = parse_json(reply, "the list of messages")
+    reply = _unpacked(reply)
     items = reply if isinstance(reply, list | tuple) else [reply]
     if not items or any(item is None for item in items):
         raise RowError("there is no reply where one is expected")
     if all(isinstance(item, Mapping) and ("role" in item or "from" in item) for item in items):
         return [_turn(message) for message in items]
     return [("assistant", [_piece(item) for item in items])]
+
+
+def _unpacked(given: Any) -> Any:
+    is_json = isinstance(given, str) and JSON_LIST.match(given)
+    return parse_json(given, "the list of messages") if is_json else given
 
 
 def _turn(message: Any) -> tuple[str, list[Piece]]:
@@ -137,7 +140,7 @@ def _piece(item: Any) -> Piece:
     if not isinstance(item, Mapping):
         raise RowError(f"a content item must be text or a record with a type, not {_short(item)}")
     keys = {name: (*kind.keys, *SOURCE_KEYS) for name, kind in KINDS.items()}
-    named = ("text", *KINDS, *(key for each in keys.values() for key in each))
+    named = ("text", *KINDS, *chain(*keys.values()))
     kind = item.get("type") or next((key for key in named if item.get(key)), None)
     if kind == "text":
         if not isinstance(item.get("text"), str):
@@ -205,12 +208,10 @@ def _split(pieces: Sequence[Piece], marks: Collection[str]) -> list[Piece]:
             if found[1] or found[2] not in marks:
                 text += found[0].removeprefix("\\")
             else:
-                slot = Slot(int(found[3] or 0), found[2])
-                parts += [text, slot] if text else [slot]
+                parts += [text, Slot(int(found[3] or 0), found[2])]
                 text = ""
-        if text + piece[start:]:
-            parts.append(text + piece[start:])
-    return parts
+        parts.append(text + piece[start:])
+    return [part for part in parts if part != ""]
 
 
 def _ordered(slots: Sequence[Slot], pictures: Sequence[Picture], kind: str) -> list[Picture]:

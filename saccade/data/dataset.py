@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, compress
+from typing import Any
 
 from saccade.config import DataConfig
 from saccade.errors import DataError
@@ -112,21 +113,16 @@ def keep(dataset: Dataset, unwanted: Callable[[Sample], str | None]) -> Dataset:
     reasons = [unwanted(sample) for sample in dataset.samples]
     flags = [reason is None for reason in reasons]
     before = [0, *accumulate(flags)]
-    moved = (replace(p, start=before[p.start], stop=before[p.stop]) for p in dataset.parts)
+    moved = tuple(replace(p, start=before[p.start], stop=before[p.stop]) for p in dataset.parts)
     left_out = (
         BadRow(id=dataset.samples[n].id, source=p.name, row=dataset.row_numbers[n], reason=reason)
         for p in dataset.parts
         for n in range(p.start, p.stop)
         if (reason := reasons[n]) is not None
     )
-    return replace(
-        dataset,
-        samples=tuple(compress(dataset.samples, flags)),
-        lengths=tuple(compress(dataset.lengths, flags)),
-        row_numbers=tuple(compress(dataset.row_numbers, flags)),
-        parts=tuple(moved),
-        left_out=(*dataset.left_out, *left_out),
-    )
+    lists = ("samples", "lengths", "row_numbers")
+    kept: dict[str, Any] = {name: tuple(compress(getattr(dataset, name), flags)) for name in lists}
+    return replace(dataset, **kept, parts=moved, left_out=(*dataset.left_out, *left_out))
 
 
 def refuse_first(row: BadRow, config: DataConfig) -> None:

@@ -68,8 +68,7 @@ def apply(sample: Sample, config: PromptConfig, *, instruction: str, choices_see
     messages = list(sample.messages)
     messages[first] = replace(messages[first], parts=_question(sample, messages[first], config, instruction))
     if config.system and not any(message.role == "system" for message in messages):
-        system = text_or_file(config.system)
-        messages.insert(0, Message(role="system", parts=(system,)))
+        messages.insert(0, Message(role="system", parts=(text_or_file(config.system),)))
     return replace(sample, messages=tuple(messages))
 
 

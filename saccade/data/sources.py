@@ -59,7 +59,11 @@ def open_source(source: DataSource, *, allow_network: bool = False) -> Container
     path = Path(address.path)
     kind = "folder" if path.is_dir() else "hub" if not path.is_file() else "python" if path.suffix == ".py" else "file"
     if kind == "hub":
-        _require_hub_id(address, source.path, allow_network)
+        is_file_name = suffix_of(path) in (*FILES, ".py")
+        named = not is_file_name and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", address.path)
+        if not named or not allow_network:
+            hint = "; a hub id needs data.allow_network=true" if named else ""
+            raise DataError(f"data file {source.path} does not exist{hint}")
     rows, folder = CONTAINERS[kind](address)
     if source.image_dir is not None:
         folder = Path(source.image_dir)
@@ -87,20 +91,11 @@ def suffix_of(path: Path) -> str:
     return "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
 
 
-def _require_hub_id(address: Address, text: str, allow_network: bool) -> None:
-    is_file_name = suffix_of(Path(address.path)) in (*FILES, ".py")
-    if is_file_name or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", address.path):
-        raise DataError(f"data file {text} does not exist")
-    if not allow_network:
-        raise DataError(f"data file {text} does not exist; a hub id needs data.allow_network=true")
-
-
 # -- files -----------------------------------------------------------------------------------------
 
 
 def _file_rows(address: Address) -> tuple[Iterator[Row], Path | None]:
-    path = Path(address.path)
-    suffix = suffix_of(path)
+    path, suffix = Path(address.path), suffix_of(Path(address.path))
     if suffix not in FILES:
         raise DataError(
             f"{path}: unknown kind of file {suffix!r}; readable are {', '.join(FILES)}, and a .py "
@@ -134,16 +129,12 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
         with _open(path) as file:
             for line in file:
                 if text := line.removeprefix(b"\xef\xbb\xbf").strip():
-                    yield _json_line(text)
+                    try:
+                        yield record(json.loads(text))
+                    except ValueError as error:
+                        yield RowError(f"not valid JSON: {error}")
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
-
-
-def _json_line(text: bytes) -> Row:
-    try:
-        return record(json.loads(text))
-    except ValueError as error:
-        return RowError(f"not valid JSON: {error}")
 
 
 def record(value: Any) -> Row:

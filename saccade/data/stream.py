@@ -110,8 +110,8 @@ def _sort_keys(dataset: Dataset, order: str) -> list[Any] | None:
         if not dataset.lengths:
             raise ConfigError("data.order=length needs token lengths; load the data with a length function")
         return list(dataset.lengths)
-    kind, _, column = order.partition(":")
-    if kind != "column" or not column:
+    column = order.removeprefix("column:")
+    if column in (order, ""):
         raise ConfigError(f"data.order={order}: write shuffle, sequential, length or column:NAME")
     missing = next((sample for sample in dataset.samples if sample.extra.get(column) is None), None)
     if missing is not None:

@@ -229,16 +229,13 @@ def test_repeated_ids_are_made_unique_and_listed(jsonl):
     assert "2 rows got a suffix, as another one has the same id" in data.summary
 
 
-def test_the_hash_follows_the_content(jsonl, picture):
+def test_the_hash_follows_the_content_and_files_are_opened_once(jsonl, picture):
     picture()
     row = {"id": 1, "problem": "?", "answer": "1", "images": ["a.png"], "level": 2}
     hashes = [load([source(jsonl([r]))], DataConfig()).hash for r in (row, row, row | {"level": 3})]
     assert hashes[0] == hashes[1] != hashes[2]
     picture(colour=(0, 0, 0))
     assert load([source(jsonl([row]))], DataConfig()).hash != hashes[0]
-
-
-def test_image_kinds_are_counted_and_files_opened_once(jsonl, picture):
     path = picture()
     rows = [{"problem": "?", "answer": str(n), "images": ["a.png", str(path)]} for n in range(3)]
     data = load([source(jsonl(rows))], DataConfig())

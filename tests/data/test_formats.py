@@ -48,13 +48,8 @@ ROWS = {
     },
     "r1v": {"image": {"bytes": b"x"}, "problem": "How many?", "solution": "<answer> 4 </answer>"},
     "easyr1": {"problem": "<image><image>Which?", "answer": "2", "images": ["a.jpg", b"x"]},
-    "minio3": {
-        "images": ["probe/7.jpg"],
-        "doc_id": "vp-7",
-        "problem": "<image>\nWhat number?",
-        "solution": "B",
-        "data_source": "probe",
-    },
+    "minio3": {"images": ["probe/7.jpg"], "problem": "<image>\nWhat number?", "solution": "B"}
+    | {"doc_id": "vp-7", "data_source": "probe"},
     "lightrft": {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": "2+2?"}],
@@ -76,6 +71,8 @@ ROWS = {
     "labels": {"input": "2+2?", "output": "4", "label": 1},
     "steps": {"input": "2+2? 5 !", "label": ["-"]},
 }
+SAID = [("user", "*|Number?"), ("assistant", "<think>Small.</think>"), ("user", "Observation 1: |*")]
+SAID.append(("assistant", "<answer>12</answer>"))
 READ = {
     "messages": ([("user", "*|Find x.")], "$42$", "file"),
     "r1v": ([("user", "*|How many?")], "4", "file"),
@@ -83,19 +80,9 @@ READ = {
     "minio3": ([("user", "*|\nWhat number?")], "B", "probe"),
     "lightrft": ([("user", "2+2?")], "4", "gsm8k_rule"),
     "qa": ([("user", "2+2?")], "4", "file"),
-    "sharegpt": (
-        [
-            ("user", "*|Number?"),
-            ("assistant", "<think>Small.</think>"),
-            ("user", "Observation 1: |*"),
-            ("assistant", "<answer>12</answer>"),
-        ],
-        None,
-        "file",
-    ),
+    "sharegpt": (SAID, None, "file"),
     "pairs": ([("user", "*|Describe.")], None, "file"),
-    "sides": ([("user", "2+2?")], None, "file"),
-    "labels": ([("user", "2+2?")], None, "file"),
+    **dict.fromkeys(("sides", "labels"), ([("user", "2+2?")], None, "file")),
     "steps": ([("user", "2+2? 5 !")], None, "file"),
 }
 
@@ -110,7 +97,7 @@ def test_each_format_is_detected_and_read(name, read):
 def test_the_rows_in_the_docs_are_of_the_format_they_stand_under(read):
     text = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     found = re.findall(r"\*\*(\w+)\.\*\*[^`]*(?:`[^`]+`[^`]*)*```json\n(.*?)\n```", text)
-    assert [name for name, _ in found] == list(FORMATS)
+    assert {name for name, _ in found} == set(FORMATS)
     for name, row in found:
         row = json.loads(row)
         assert detect(set(row), DataConfig()).name == name
@@ -118,12 +105,8 @@ def test_the_rows_in_the_docs_are_of_the_format_they_stand_under(read):
 
 
 def test_other_columns_stay_in_extra_untouched(read):
-    sample = read(ROWS["lightrft"])
-    assert sample.extra == {
-        "data_source": "openai/gsm8k",
-        "reward_model": {"ground_truth": "4"},
-        "extra_info": {"label": "gsm8k_rule", "index": 0},
-    }
+    kept = {name: value for name, value in ROWS["lightrft"].items() if name != "prompt"}
+    assert read(ROWS["lightrft"]).extra == kept
     assert read(ROWS["qa"] | {"level": 3}).extra == {"level": 3}
 
 
@@ -327,25 +310,11 @@ def test_an_id_is_given_or_follows_from_the_content(read):
 
 def test_canonical_rows_read_back_as_the_same_sample(read, picture):
     path = str(picture())
-    sample = read_row(
-        chat(
-            {"type": "image", "image": path, "max_pixels": 5000},
-            r"what is \<image> or \\<image2>?",
-            answer=["a", "b"],
-            choices=["x", "y"],
-            level=3,
-            question="not the prompt",
-        ),
-        FORMATS["messages"],
-        DataConfig(),
-        open_image=open_media,
-    )
-    again = read_row(
-        json.loads(json.dumps(to_row(sample))),
-        detect(set(to_row(sample)), DataConfig()),
-        DataConfig(),
-        open_image=open_media,
-    )
+    items = {"type": "image", "image": path, "max_pixels": 5000}, r"what is \<image> or \\<image2>?"
+    given = chat(*items, answer=["a", "b"], choices=["x", "y"], level=3, question="not the prompt")
+    sample = read_row(given, FORMATS["messages"], DataConfig(), open_image=open_media)
+    row_again = json.loads(json.dumps(to_row(sample)))
+    again = read_row(row_again, detect(set(row_again), DataConfig()), DataConfig(), open_image=open_media)
     assert again == sample
     assert content_hash(again, everything=True) == content_hash(sample, everything=True)
     text = read(row(r"\<image> only"))

@@ -94,13 +94,21 @@ def test_what_is_no_series_is_refused(source: object, why: str, tmp_path: Path) 
         open_series(source, base=tmp_path)
 
 
-def test_long_series_are_refused_or_cut() -> None:
-    limits = DataConfig(max_series=4)
+def test_long_series_are_refused_or_cut_where_they_are_opened_alone() -> None:
     with pytest.raises(ImageError, match=r"6 samples, data\.max_series is 4; data\.long_series=tr"):
-        open_series(VALUES, limits=limits)
+        open_series(VALUES, limits=DataConfig(max_series=4))
     cut = open_series(VALUES, limits=DataConfig(max_series=4, long_series="truncate"))
     assert decode(cut).tolist() == VALUES[:, :4].tolist()
     assert cut.key != open_series(VALUES[:, :4]).key and cut.width == 4
+    long = {"question": "<series>" + "a" * 50, "answer": "1", "series": VALUES.tolist()}
+    sample = read_row(long, FORMATS["qa"], DataConfig(), open_image=lambda source, **more: open_series(source))
+
+    def length(one) -> int:
+        return sum(len(m.text) + 5 * len(m.media) for m in one.messages)
+
+    shorter = POLICIES["truncate_text"](sample, length, 20)
+    assert shorter is not None and shorter.media == sample.media and len(shorter.messages[0].text) == 15
+    assert POLICIES["shrink"](sample, length, 20) is None
 
 
 @pytest.mark.parametrize("column", ["series", "time_series", "time-series"])
@@ -146,19 +154,6 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     again = tmp_path / "again.jsonl"
     again.write_text("\n".join(json.dumps(to_row(sample)) for sample in data.samples))
     assert load([DataSource(path=str(again))], config).samples == data.samples
-
-
-def test_no_policy_cuts_a_series() -> None:
-    long = {"question": "<series>" + "a" * 50, "answer": "1", "series": VALUES.tolist()}
-    opened = lambda source, **more: open_series(source)  # noqa: E731
-    sample = read_row(long, FORMATS["qa"], DataConfig(), open_image=opened)
-
-    def length(one) -> int:
-        return sum(len(m.text) + 5 * len(m.media) for m in one.messages)
-
-    cut = POLICIES["truncate_text"](sample, length, 20)
-    assert cut is not None and cut.media == sample.media and len(cut.messages[0].text) == 15
-    assert POLICIES["shrink"](sample, length, 20) is None
 
 
 def test_a_mapping_may_compare_series(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def loaded(name: str, folder: Path) -> Dataset:
     return read([source], config, change=suites.SUITES[name].row)
 
 
-def test_vstar(folder: Path) -> None:
+def test_vstar_and_visual_probe(folder: Path) -> None:
     first, second = loaded("vstar", folder).samples
     assert first.messages[0].text == "What is the material of the glove?"
     assert first.choices == ("rubber", "cotton") and first.answer == "B"
@@ -37,14 +37,11 @@ def test_vstar(folder: Path) -> None:
     assert [s.extra["category"] for s in (first, second)] == ["direct_attributes", "relative_position"]
     assert (first.media[0].width, first.media[0].height) == (200, 100)
     assert decode(second.media[0]).shape == (100, 200, 3)
-
-
-@pytest.mark.parametrize("level", ["easy", "medium", "hard"])
-def test_visual_probe(folder: Path, level: str) -> None:
-    (sample,) = loaded(f"visualprobe_{level}", folder).samples
-    assert sample.answer == "42" and sample.data_source == f"visualprobe_{level}"
-    assert sample.messages[0].text.strip() == "What number is on the bus?"
-    assert sample.id == f"{level.capitalize()}-1" and sample.media[0].width == 150
+    for level in ("easy", "medium", "hard"):
+        (sample,) = loaded(f"visualprobe_{level}", folder).samples
+        assert sample.answer == "42" and sample.data_source == f"visualprobe_{level}"
+        assert sample.messages[0].text.strip() == "What number is on the bus?"
+        assert sample.id == f"{level.capitalize()}-1" and sample.media[0].width == 150
 
 
 @pytest.mark.parametrize("size", ["4k", "8k"])

@@ -83,14 +83,6 @@ def test_a_model_learns_to_read_series_and_cannot_guess_them(tmp_path: Path) -> 
     assert again["accuracy"] == found[True]
 
 
-def test_an_encoder_that_has_learnt_nothing_answers_nothing(tmp_path: Path) -> None:
-    val = write(tmp_path / "val.jsonl", 4, seed=2)
-    folder = tiny.build("qwen2", tmp_path / "model")
-    run = options(tmp_path, val, model__path=str(folder)) | {"data.val": val}
-    with pytest.raises(ConfigError, match="holds no encoder, and one that is drawn has learnt"):
-        evaluate.run(run | {"reward.terms": ["exact"]})
-
-
 @pytest.mark.parametrize("name", ["qwen2", "qwen2_5_vl"])
 def test_rl_trains_the_encoder_and_goes_on_exactly(name, tmp_path, same_weights) -> None:
     rows = write(tmp_path / "rows.jsonl", 8, seed=3)
@@ -162,5 +154,8 @@ def test_a_teacher_has_to_read_series_too(tmp_path: Path) -> None:
     last = sft.run(options(tmp_path, rows, run__name="pupil", sft__teacher=teacher))
     assert np.isfinite(last["sft/loss"])
     plain = tiny.build("qwen2", tmp_path / "plain")
+    run = options(tmp_path, rows, model__path=str(plain)) | {"data.val": rows}
+    with pytest.raises(ConfigError, match="holds no encoder, and one that is drawn has learnt"):
+        evaluate.run(run | {"reward.terms": ["exact"]})
     with pytest.raises(ConfigError, match="with an encoder of time series if that has one"):
         sft.run(options(tmp_path, rows, run__name="alone", sft__teacher=plain))

@@ -176,9 +176,6 @@ def encode_png(image: np.ndarray) -> bytes:
 def _stencil(kind: str, radius: int) -> np.ndarray:
     """Which pixels of the square around a shape belong to it."""
     y, x = np.mgrid[-radius : radius + 1, -radius : radius + 1]
-    inside = {
-        "circle": x**2 + y**2 <= radius**2,
-        "square": np.maximum(abs(x), abs(y)) < radius,
-        "diamond": abs(x) + abs(y) <= radius,
-    }
-    return inside[kind]
+    if kind == "circle":
+        return x**2 + y**2 <= radius**2
+    return np.maximum(abs(x), abs(y)) < radius if kind == "square" else abs(x) + abs(y) <= radius
