@@ -80,6 +80,10 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         "reward_model": "saccade.plugins.reward_models.reward_training:evaluate",
     },
     "row_formats": {
+        **{
+            name: f"saccade.plugins.row_formats.foreign_rows:{name.upper()}"
+            for name in ("r1v", "minio3", "lightrft", "sharegpt")
+        },
         "pairs": "saccade.plugins.preferences.preference_rows:PAIRS",
         "sides": "saccade.plugins.preferences.preference_rows:SIDES",
         "labels": "saccade.plugins.preferences.preference_rows:LABELLED",

@@ -14,8 +14,8 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.dataset import POSITIONS, PROMPT_LIMIT, BadRow, Dataset, Part, keep, refuse_first, too_many
-from saccade.data.formats import FOR_REWARDS, FORMATS, Format, OpenImage, detect, read_row, row_id, writable
+from saccade.data.formats import FOR_REWARDS, FORMATS, OpenImage, detect, read_row, row_id, writable
 from saccade.data.records import content_hash
 from saccade.data.sources import Row, open_source
 from saccade.data.stream import Stream
@@ -40,12 +40,12 @@ __all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]
 DETECTION_ROWS = 100
 FILE_NAME = re.compile(r".+\.\w{2,5}")
 LONGEST_NAME = 1024  # of a file; longer text is the file itself
+# How rows that compare candidates are read: `mapped`, `chosen`, `verdict`.
+PREFERENCES: Table[Any] = Table("preferences", {})
 # By data.overlong: (sample, function that counts tokens, limit) → a sample that fits, or None.
 POLICIES: Table[Callable[..., Sample | None]] = Table("overlong", {"drop": lambda sample, length, limit: None})
 # Called as (path, first rows, format, data.keys) for a set of which no medium is read; they raise DataError.
 SET_CHECKS: Table[Callable[..., None]] = Table("set_checks", {})
-# How rows that compare candidates are read: `mapped`, `chosen`, `verdict`.
-PREFERENCES: Table[Any] = Table("preferences", {})
 
 
 def load(
@@ -111,28 +111,25 @@ def _limit(source: DataSource, sources: Sequence[DataSource], config: DataConfig
 # -- rows ------------------------------------------------------------------------------------------
 
 
+@dataclass
 class _Reader:
     """Collects rows over all sources: the good, the bad, the overlong."""
 
-    def __init__(
-        self,
-        config: DataConfig,
-        length: Callable[[Sample], int] | None,
-        change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None,
-        limit: str,
-        marks: Collection[str],
-    ) -> None:
-        self.config, self.length, self.change, self.limit = config, length, change, limit
-        self.marks = marks
-        self.samples: list[Sample] = []
-        self.row_numbers: list[int] = []
-        self.lengths: list[int] = []
-        self.bad: list[BadRow] = []
-        self.overlong: list[BadRow] = []
-        self.refused = ""  # what a template said of the first row that it does not take
-        self.shortened = self.filtered = 0
-        self.kinds: Counter[str] = Counter()
-        self.spill = Spill()
+    config: DataConfig
+    length: Callable[[Sample], int] | None
+    change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None
+    limit: str
+    marks: Collection[str]
+    samples: list[Sample] = field(default_factory=list)
+    row_numbers: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    bad: list[BadRow] = field(default_factory=list)
+    overlong: list[BadRow] = field(default_factory=list)
+    refused: str = ""  # what a template said of the first row that it does not take
+    shortened: int = 0
+    filtered: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    spill: Spill = field(default_factory=Spill)
 
     def read(self, source: DataSource, limit: int | None) -> Part:
         container = open_source(source, allow_network=self.config.allow_network)
@@ -142,23 +139,24 @@ class _Reader:
         rows = map(self._changed, islice(rest, limit))
         first = list(islice(rows, DETECTION_ROWS))
         if source.offset and not first and limit != 0:
-            raise DataError(
-                f"{source.path}: offset={source.offset} leaves no row of {passed}; "
-                f"try offset={max(0, passed - 1)} or less"
-            )
+            said = f"offset={source.offset} leaves no row of {passed}; try offset={max(0, passed - 1)} or less"
+            raise DataError(f"{source.path}: {said}")
         columns = {column for row in first if not isinstance(row, RowError) for column in row}
         if not columns and limit != 0:
             reason = f"no row can be read: {first[0]}" if first else "it holds no rows"
             raise DataError(f"{source.path}: {reason}")
-        options: dict[str, Any] = {
-            "open_image": self._opener(container.folder),
-            "default_source": container.stem,
-            "marks": self.marks,
-        }
+        options: dict[str, Any] = {"default_source": container.stem, "marks": self.marks}
+        options["open_image"] = self._opener(container.folder)
         # As in the file, from 1. Behind the last row, the next number says how many were read.
         numbers, seen = count(passed + 1), self.kinds.total()
         counted = ((number, row) for row, number in zip(chain(first, rows), numbers, strict=False))
-        format, numbered = self._format(source, container.folder, counted, columns, name)
+        mapping, seed = source.mapping or self.config.mapping or "none", self.config.pair_order_seed
+        format, numbered = FORMATS["qa"], counted
+        if mapping != "none":
+            format = FORMATS["sides"]
+            numbered = PREFERENCES["mapped"](mapping, counted, folder=container.folder, seed=seed)
+        elif columns:
+            format = detect(columns, self.config, name)
         for number, row in numbered:
             if row is None:
                 self.filtered += 1
@@ -171,30 +169,19 @@ class _Reader:
                 if source.data_source is not None:
                     sample = replace(sample, data_source=source.data_source)
                 if self.config.pair_view == "verdict":
-                    sample = PREFERENCES["verdict"](sample, seed=self.config.pair_order_seed)
+                    sample = PREFERENCES["verdict"](sample, seed=seed)
                 self._keep(sample, name, number)
             except (RowError, ImageError) as error:
                 self._set_aside(row, name, number, str(error))
             except ConfigError as error:  # a template that refuses this row, or every row
                 bad = self._set_aside(row, name, number, str(error))
                 self.refused = self.refused or f"{error} ({bad.id}, row {number} of {name})"
-        if self.kinds.total() == seen and not self._mapping(source):
+        if self.kinds.total() == seen and mapping == "none":
             readable = [row for row in first if not isinstance(row, RowError)]
             for check in SET_CHECKS.values():
                 check(source.path, readable, format, self.config.keys)
-        return Part(
-            name=name,
-            format=format.name,
-            start=start,
-            stop=len(self.samples),
-            rows=next(numbers) - passed - 1,
-            weight=source.weight,
-            path=source.path,
-        )
-
-    def _mapping(self, source: DataSource) -> str | None:
-        wanted = source.mapping or self.config.mapping
-        return None if wanted == "none" else wanted
+        place: dict[str, Any] = {"start": start, "stop": len(self.samples), "rows": next(numbers) - passed - 1}
+        return Part(name=name, format=format.name, weight=source.weight, path=source.path, **place)
 
     def _changed(self, row: Row) -> Row:
         if self.change is None or isinstance(row, RowError):
@@ -203,16 +190,6 @@ class _Reader:
             return self.change(row)
         except RowError as error:
             return error
-
-    def _format(
-        self, source: DataSource, folder: Path | None, rows: Iterable[tuple[int, Row]], columns: set[str], name: str
-    ) -> tuple[Format, Iterator[tuple[int, Row | None]]]:
-        """How the rows are read, and the rows: as they are, or as a mapping makes them."""
-        wanted = self._mapping(source)
-        if wanted is None:
-            return detect(columns, self.config, name) if columns else FORMATS["qa"], iter(rows)
-        mapped = PREFERENCES["mapped"](wanted, rows, folder=folder, seed=self.config.pair_order_seed)
-        return FORMATS["sides"], mapped
 
     def _opener(self, folder: Path | None) -> OpenImage:
         """Opens media of one source, each file once."""

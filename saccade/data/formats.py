@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -37,24 +37,6 @@ NUMBERS = {int, float, bool, type(None)}
 OpenImage = Callable[..., Media]
 
 
-# -- golds -----------------------------------------------------------------------------------------
-
-
-def as_given(text: str) -> str:
-    return text
-
-
-def after_hashes(text: str) -> str:
-    """What follows the last ####, or everything."""
-    return text.rpartition("####")[2].strip()
-
-
-def inside_answer_tag(text: str) -> str:
-    """What stands in the last <answer> pair, or everything."""
-    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return found[-1].strip() if found else text
-
-
 # -- the table -------------------------------------------------------------------------------------
 
 
@@ -66,7 +48,7 @@ class Format:
     matches: Callable[[Collection[str]], bool]
     prompt: tuple[str, ...]
     answer: tuple[str, ...]
-    gold: Callable[[str], str] = as_given
+    gold: Callable[[str], str] = str
     data_source: tuple[str, ...] = ("data_source", "datasource")
     thinking: tuple[str, ...] = ()
     candidates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # columns by role
@@ -77,23 +59,12 @@ class Format:
     check: Callable[[Sample], None] = lambda sample: None  # refuses rows with a RowError
 
 
+def _is_chat(columns: Collection[str]) -> bool:
+    return any(name in columns for name in ("messages", "message", "input")) and not {"input", "label"} <= set(columns)
+
+
 _OURS = (
-    Format(
-        name="messages",
-        matches=lambda columns: (
-            any(name in columns for name in ("messages", "message", "input")) and not {"input", "label"} <= set(columns)
-        ),
-        prompt=("messages", "message", "input"),
-        answer=("answer", "solution"),
-    ),
-    Format(
-        name="r1v",
-        matches=lambda columns: {"problem", "solution"} <= set(columns) and "images" not in columns,
-        prompt=("problem",),
-        answer=("solution",),
-        gold=inside_answer_tag,
-        thinking=("thinking",),
-    ),
+    Format(name="messages", matches=_is_chat, prompt=("messages", "message", "input"), answer=("answer", "solution")),
     Format(
         name="easyr1",
         matches=lambda columns: "problem" in columns and ("answer" in columns or "solution" not in columns),
@@ -101,31 +72,11 @@ _OURS = (
         answer=("answer",),
     ),
     Format(
-        name="minio3",
-        matches=lambda columns: {"problem", "solution", "images"} <= set(columns),
-        prompt=("problem",),
-        answer=("solution",),
-        gold=inside_answer_tag,
-    ),
-    Format(
-        name="lightrft",
-        matches=lambda columns: "prompt" in columns and "chosen" not in columns,
-        prompt=("prompt",),
-        answer=("reference", "reward_model.ground_truth", "ground_truth", "answer"),
-        data_source=("label", "extra_info.label", "data_source"),
-    ),
-    Format(
         name="qa",
         matches=lambda columns: "question" in columns,
         prompt=("question",),
         answer=("answer",),
-        gold=after_hashes,
-    ),
-    Format(
-        name="sharegpt",
-        matches=lambda columns: "conversations" in columns,
-        prompt=("conversations",),
-        answer=("answer", "solution"),
+        gold=lambda text: text.rpartition("####")[2].strip(),
     ),
 )
 FORMATS: Table[Format] = Table("row_formats", {format.name: format for format in _OURS})
@@ -184,11 +135,8 @@ def detect(columns: Collection[str], config: DataConfig, name: str = "data") -> 
             f"{name}: columns {listed} belong to no known format ({', '.join(FORMATS)}); "
             "name them, for example data.keys.prompt=text data.keys.answer=label"
         )
-    candidates = [format.name for format in found]
-    raise DataError(
-        f"{name}: columns {listed} fit several formats: {', '.join(candidates)}; "
-        f"choose one, for example data.format={candidates[0]}"
-    )
+    fitting = f"several formats: {', '.join(format.name for format in found)}"
+    raise DataError(f"{name}: columns {listed} fit {fitting}; choose one, for example data.format={found[0].name}")
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -222,7 +170,14 @@ def read_row(
         raise RowError(f"{count} images, data.max_images is {config.max_images}")
     choices = _choices(values["choices"])
     used = {column for column, _ in fields.values()}
-    messages = [_message(role, pieces, open_image) for role, pieces in turns]
+
+    def opened(piece: Any) -> Any:
+        if not isinstance(piece, Picture):
+            return piece
+        more = {} if piece.kind == "image" else {"kind": piece.kind, **piece.options}
+        return open_image(piece.source, min_pixels=piece.min_pixels, max_pixels=piece.max_pixels, **more)
+
+    messages = [Message(role=cast(Any, role), parts=tuple(map(opened, pieces))) for role, pieces in turns]
     ends = np.cumsum([len(asked), *(len(candidate) for candidate in candidates)]).tolist()
     sample = Sample(
         id="" if values["id"] is None else str(values["id"]),
@@ -241,27 +196,21 @@ def read_row(
 
 def _require_characters(sample: Sample) -> None:
     """Neither a tokenizer nor a file takes half of a surrogate pair, which JSON can write."""
-    messages = [*sample.messages, *(m for candidate in sample.candidates for m in candidate)]
-    shown = [p if isinstance(p, str) else p.path for m in messages for p in m.parts]
-    fields: dict[str, Any] = {"id": sample.id, "data_source": sample.data_source, "prompt": shown}
-    fields |= {"answer": sample.answer, "choices": sample.choices}
-    for name, value in chain(fields.items(), sample.extra.items()):
+    messages = [*sample.messages, *chain(*sample.candidates)]
+    shown = [part if isinstance(part, str) else part.path for message in messages for part in message.parts]
+    fields = {"id": sample.id, "data_source": sample.data_source, "prompt": shown, "answer": sample.answer}
+    for name, value in chain(fields.items(), {"choices": sample.choices}.items(), sample.extra.items()):
         if found := _lone_surrogate([name, value]):
-            raise RowError(
-                f"{name}: {found!r} is half of a surrogate pair and no character, which no "
-                "tokenizer and no file takes; remove it, or write the pair"
-            )
+            raise RowError(f"{name}: {found[0]!r} is half of a surrogate pair and no character; remove it")
 
 
-def _lone_surrogate(value: Any) -> str | None:
+def _lone_surrogate(value: Any) -> re.Match[str] | None:
     if isinstance(value, str):
-        found = None if value.isascii() else SURROGATE.search(value)
-        return found and found[0]
+        return None if value.isascii() else SURROGATE.search(value)
     items = [*value, *value.values()] if isinstance(value, Mapping) else value
-    within = items if isinstance(items, list | tuple) else ()
-    if NUMBERS.issuperset(map(type, within)):  # of which a column may have a hundred thousand
+    if not isinstance(items, list | tuple) or NUMBERS.issuperset(map(type, items)):  # a column may have many numbers
         return None
-    return next(filter(None, map(_lone_surrogate, within)), None)
+    return next(filter(None, map(_lone_surrogate, items)), None)
 
 
 def row_id(row: Mapping[str, Any], config: DataConfig) -> str | None:
@@ -318,7 +267,9 @@ def _turns(values: Mapping[str, Any], format: Format) -> tuple[Turns, list[Turns
     else:
         turns = read_chat(values["prompt"])
     if values["thinking"]:
-        turns.append(("assistant", [_worked(values["thinking"], values["answer"])]))
+        worked = {"think": str(values["thinking"]), "answer": str(values["answer"])}
+        tagged = [text if f"<{tag}>" in text else f"<{tag}>{text}</{tag}>" for tag, text in worked.items()]
+        turns.append(("assistant", ["".join(tagged)]))
     if values["system"] is not None:
         if any(role == "system" for role, _ in turns):
             raise RowError("a system column beside a system message in the chat; keep one of them")
@@ -326,28 +277,10 @@ def _turns(values: Mapping[str, Any], format: Format) -> tuple[Turns, list[Turns
     return turns, candidates
 
 
-def _worked(thinking: Any, solution: Any) -> str:
-    think = str(thinking) if "<think>" in str(thinking) else f"<think>{thinking}</think>"
-    answer = str(solution) if "<answer>" in str(solution) else f"<answer>{solution}</answer>"
-    return think + answer
-
-
-def _message(role: Any, pieces: list[Any], open_image: OpenImage) -> Message:
-    parts = tuple(_open(piece, open_image) if isinstance(piece, Picture) else piece for piece in pieces)
-    return Message(role=role, parts=parts)
-
-
-def _open(piece: Picture, open_image: OpenImage) -> Media:
-    more = {} if piece.kind == "image" else {"kind": piece.kind, **piece.options}
-    budget = {"min_pixels": piece.min_pixels, "max_pixels": piece.max_pixels}
-    return open_image(piece.source, **budget, **more)
-
-
 def _choices(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         value = parse_json(value, "the choices") if value.strip() else None
-    if isinstance(value, Mapping):
-        value = list(value.values())
+    value = list(value.values()) if isinstance(value, Mapping) else value
     if value is None:
         return ()
     if not isinstance(value, list | tuple | np.ndarray) or len(value) > len(LETTERS):

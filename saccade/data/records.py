@@ -1,7 +1,6 @@
-"""Samples as plain data: canonical rows, rows of conversations, hashes of what they hold.
+"""Samples as plain data: canonical rows, hashes of what they hold.
 
-A canonical row is JSON that the formats of `WRITTEN` read back as the same sample; one of a
-conversation is ShareGPT with its pictures as files.
+A canonical row is JSON that the formats of `WRITTEN` read back as the same sample.
 
     >>> read_row(to_row(sample), FORMATS["messages"], DataConfig(), open_image=open_media) == sample
     True
@@ -11,21 +10,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from saccade.data.chats import escape
 from saccade.media.blob_file import encoded
-from saccade.media.images import decode
 from saccade.types import Media, Message, Sample
 
-SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}
 WRITTEN = ("messages", "pairs", "sides", "labels")
 
 
@@ -82,39 +76,6 @@ def _source(media: Media) -> Any:
     if media.pictures:
         return [_source(media.pictures[frame]) for frame in media.frames]
     return media.path or "data:;base64," + base64.b64encode(encoded(media)).decode()
-
-
-def dialogue_row(sample: Sample, folder: Path) -> dict[str, Any]:
-    """A conversation as a row to learn from. Its pictures are written into `folder`/images: a crop
-    as one of its own, each with its pixel budget, so the row is read back to the same tokens.
-    """
-
-    def said(message: Message) -> str:
-        return "".join(escape(part) if isinstance(part, str) else "<image>" for part in message.parts)
-
-    (folder / "images").mkdir(parents=True, exist_ok=True)
-    return {
-        "id": sample.id,
-        "data_source": sample.data_source,
-        "conversations": [{"from": SPEAKERS[message.role], "value": said(message)} for message in sample.messages],
-        "images": [_stored(media, folder) for media in sample.media],
-        "answer": sample.answer,
-        **sample.extra,
-    }
-
-
-def _stored(media: Media, folder: Path) -> dict[str, Any]:
-    """A whole picture keeps its file as it is; a crop becomes one without loss."""
-    suffix = Path(media.path).suffix if media.path and media.box is None else ".png"
-    name = f"images/{media.hash[:16]}{media.hash[64:]}{suffix}"
-    if not (folder / name).exists():
-        file = io.BytesIO()
-        if media.box is None:
-            file.write(encoded(media))
-        else:
-            Image.fromarray(decode(media)).save(file, "PNG")
-        (folder / name).write_bytes(file.getvalue())
-    return {"path": name, "min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
 
 
 def content_hash(sample: Sample, *, everything: bool = False) -> str:

@@ -114,7 +114,7 @@ def test_other_columns_stay_in_extra_untouched(read):
 
 
 def test_ambiguous_and_unknown_columns_formats_and_roles_are_refused():
-    with pytest.raises(DataError, match=r"r1v, easyr1.*data\.format=r1v"):
+    with pytest.raises(DataError, match=r"easyr1, r1v.*data\.format=easyr1"):
         detect({"problem", "solution", "answer"}, DataConfig())
     assert detect({"problem", "solution", "answer"}, DataConfig(format="easyr1")).name == "easyr1"
     chosen = DataConfig(keys={"answer": "solution"})

@@ -24,10 +24,11 @@ import numpy as np
 from saccade import checks
 from saccade.config import Config, load
 from saccade.data.prompts import WORDED
-from saccade.data.records import content_hash, dialogue_row
+from saccade.data.records import content_hash
 from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
 from saccade.models.files import stamp
+from saccade.plugins.generate.dialogue_rows import dialogue_row
 from saccade.plugins.generate.selection import SELECT, write_selected
 from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.accuracy import measured, measures, score_terms

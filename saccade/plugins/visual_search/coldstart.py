@@ -24,9 +24,9 @@ import numpy as np
 
 from saccade.config import Config, DataSource, load
 from saccade.data import datasets
-from saccade.data.records import dialogue_row
 from saccade.environments import KINDS, Environment, Step, stop_strings
 from saccade.errors import ConfigError, DataError
+from saccade.plugins.generate.dialogue_rows import dialogue_row
 from saccade.plugins.visual_search.search_expert import AGAIN, NUMBERS, call, demonstration
 from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.verifiers import FORMATS, VERIFIERS

@@ -1,0 +1,46 @@
+"""Rows as other systems write them. Each format says which columns hold what; `data.formats` reads them.
+
+data.train=rows.jsonl data.format=minio3
+"""
+
+from __future__ import annotations
+
+import re
+
+from saccade.data.formats import Format
+
+
+def _inside_answer_tag(text: str) -> str:
+    """What stands in the last <answer> pair, or everything."""
+    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return found[-1].strip() if found else text
+
+
+R1V = Format(
+    name="r1v",
+    matches=lambda columns: {"problem", "solution"} <= set(columns) and "images" not in columns,
+    prompt=("problem",),
+    answer=("solution",),
+    gold=_inside_answer_tag,
+    thinking=("thinking",),
+)
+MINIO3 = Format(
+    name="minio3",
+    matches=lambda columns: {"problem", "solution", "images"} <= set(columns),
+    prompt=("problem",),
+    answer=("solution",),
+    gold=_inside_answer_tag,
+)
+LIGHTRFT = Format(
+    name="lightrft",
+    matches=lambda columns: "prompt" in columns and "chosen" not in columns,
+    prompt=("prompt",),
+    answer=("reference", "reward_model.ground_truth", "ground_truth", "answer"),
+    data_source=("label", "extra_info.label", "data_source"),
+)
+SHAREGPT = Format(
+    name="sharegpt",
+    matches=lambda columns: "conversations" in columns,
+    prompt=("conversations",),
+    answer=("answer", "solution"),
+)
