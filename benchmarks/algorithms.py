@@ -24,7 +24,7 @@ import numpy as np
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig
 from saccade.config.schema.presets import PRESETS
-from saccade.models import tiny
+from saccade.plugins.families import tiny
 from saccade.plugins.quickstart import quickstart
 from saccade.recipes import rl, sft
 from saccade.run.loggers import read_metrics

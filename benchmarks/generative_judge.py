@@ -21,7 +21,7 @@ from typing import Any
 from PIL import Image
 
 import saccade
-from saccade.models import tiny
+from saccade.plugins.families import tiny
 from saccade.plugins.preferences.preference_rows import ASKED, ENDING
 from saccade.plugins.verifiers.short_answers import VERDICTS
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from works import FILLER, QUESTION
 
-from saccade.models import tiny
+from saccade.plugins.families import tiny
 
 TEXT = {
     "hidden_size": 2048,

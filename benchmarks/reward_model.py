@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import saccade
-from saccade.models import tiny
+from saccade.plugins.families import tiny
 from saccade.plugins.quickstart import counting
 from saccade.plugins.quickstart.quickstart import WORDS
 

@@ -156,7 +156,7 @@ def draw_reading(folder: Path, size: Size, name: str, scenes: Path) -> Path:
 
 
 def build_model(folder: Path, data: Mapping[str, str], size: Size) -> str:
-    from saccade.models import tiny
+    from saccade.plugins.families import tiny
 
     texts = [
         turn["value"]

@@ -62,11 +62,11 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         "sokoban_step": "saccade.plugins.sokoban.sokoban_environment:KIND",
     },
     "families": {
-        "internvl": "saccade.plugins.families.internvl:SPEC",
-        "llava": "saccade.plugins.families.llava:SPEC",
-        "qwen2_audio": "saccade.plugins.families.qwen_audio:SPEC",
-        "qwen2_5_omni": "saccade.plugins.families.qwen_omni:SPEC",
-        "qwen2_5_omni_thinker": "saccade.plugins.families.qwen_omni:SPEC",
+        "internvl": "saccade.plugins.families.squares:INTERNVL",
+        "llava": "saccade.plugins.families.squares:LLAVA",
+        "qwen2_audio": "saccade.plugins.families.hearing:AUDIO",
+        "qwen2_5_omni": "saccade.plugins.families.hearing:OMNI",
+        "qwen2_5_omni_thinker": "saccade.plugins.families.hearing:OMNI",
     },
     "formats": dict.fromkeys((*CHECKED, "direct", "none"), "saccade.plugins.verifiers.response_shape:ROWS"),
     "judges": {"chat": "saccade.plugins.judges.judge:Judge"},
@@ -170,6 +170,7 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         name: f"saccade.plugins.suites.public_suites:{name.upper()}"
         for name in ("vstar", *(f"visualprobe_{x}" for x in ("easy", "medium", "hard")), "hrbench4k", "hrbench8k")
     },
+    "tiny_models": {"build": "saccade.plugins.families.tiny:build"},
     "towers": {"series": "saccade.plugins.series.series_tower:TOWER"},
     "verifiers": {
         "sokoban": "saccade.plugins.sokoban.sokoban_verifier:VERIFIER",

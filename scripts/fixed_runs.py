@@ -49,7 +49,7 @@ def rows_of(folder: Path) -> None:
 
 def runs_of(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     """Name → command and options."""
-    from saccade.models import tiny
+    from saccade.plugins.families import tiny
     from saccade.plugins.quickstart.quickstart import WORDS
 
     words = tiny.build("qwen2_5_vl", folder / "words", words=WORDS)

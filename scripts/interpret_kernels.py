@@ -20,9 +20,9 @@ import torch
 
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine, kv_cache
-from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.load import load_model
+from saccade.plugins.families import tiny
 from saccade.types import Completion, Message, Request, Sampling
 
 FREE = Sampling(temperature=1.0, ignore_eos=True)

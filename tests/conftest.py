@@ -93,7 +93,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def word_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random vision model whose vocabulary is the words of the scenes: answers are short."""
-    from saccade.models.tiny import build
+    from saccade.plugins.families.tiny import build
     from saccade.plugins.quickstart.quickstart import WORDS
 
     return build("qwen2_5_vl", tmp_path_factory.mktemp("words"), words=WORDS)
@@ -213,7 +213,7 @@ def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Famil
     @functools.cache
     def bound(name: str) -> Family:
         from saccade.models.families import load_family
-        from saccade.models.tiny import build
+        from saccade.plugins.families.tiny import build
 
         return load_family(build(name, tmp_path_factory.mktemp(name)))
 

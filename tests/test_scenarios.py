@@ -315,7 +315,7 @@ def biased_model(folder: Path) -> str:
     from safetensors.torch import load_file, save_file
 
     from saccade.models.families import load_family
-    from saccade.models.tiny import build
+    from saccade.plugins.families.tiny import build
     from saccade.plugins.quickstart.quickstart import WORDS
 
     path = build("qwen2_5_vl", folder, words=WORDS, text={"tie_word_embeddings": False})

@@ -165,7 +165,7 @@ def compare(trainer: Any, inputs: dict[str, Any], path: str, groups: list[Any], 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3])
 def test_text(tmp_path: Path, trainer_of: Callable[..., Any], spread: float) -> None:
-    from saccade.models.tiny import build
+    from saccade.plugins.families.tiny import build
     from saccade.plugins.quickstart.quickstart import WORDS
 
     path = build("qwen3", tmp_path / "model", words=WORDS)

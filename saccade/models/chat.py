@@ -93,10 +93,7 @@ class Chat:
         if not turns:
             raise ConfigError("a conversation without an assistant turn has nothing to learn from")
         if turns[0] == 0:
-            raise ConfigError(
-                "a conversation begins with the assistant, which has nothing to answer; put a "
-                "system or user message before it"
-            )
+            raise ConfigError("a conversation begins with the assistant; put a system or user message before it")
         contexts = [self._opening(messages[: turns[0]], generation=True)]
         contexts += [self._continuation(messages[a + 1 : b]) for a, b in pairwise(turns)]
         frame = self._frame()
@@ -168,7 +165,7 @@ class Chat:
         of the past (some drop their thoughts).
         """
         _, after = self._around_probe(messages, generation=True)
-        end = "" if self.end_of_turn is None else self._token(self.end_of_turn)
+        end = "" if self.end_of_turn is None else self.tokenizer.convert_ids_to_tokens(self.end_of_turn)
         before, found, rest = after.partition(end) if end else ("", "", after)
         if not found or before.strip():  # a template without ends of turns
             return self._encode_after(after)
@@ -203,14 +200,9 @@ class Chat:
         text = self.text_of((_QUESTION, _REPLY, *messages), generation)
         before, found, after = text.partition(PROBE)
         if not found:
-            raise ConfigError(
-                "the chat template does not show what an assistant wrote; give another one with "
-                "prompt.chat_template=FILE"
-            )
+            what = "the chat template does not show what an assistant wrote"
+            raise ConfigError(f"{what}; give another one with prompt.chat_template=FILE")
         return before, after
-
-    def _token(self, token: int) -> str:
-        return self.tokenizer.convert_ids_to_tokens(token)
 
     def text_of(self, messages: Sequence[Message], generation: bool) -> str:
         """What the template makes of a conversation; media are a placeholder each."""
@@ -244,11 +236,8 @@ class Chat:
         if part.kind != "series":
             return SHOWN[part.kind]
         if "series" not in self.placeholders:
-            raise ConfigError(
-                f"a row holds a time series ({part.path or part.hash[:12]}), and this model has no "
-                "encoder for it; try model.series.encoder=patches "
-                f"model.series.channels={part.height}"
-            )
+            what = f"a row holds a time series ({part.path or part.hash[:12]}), and this model has no encoder for it"
+            raise ConfigError(f"{what}; try model.series.encoder=patches model.series.channels={part.height}")
         return SERIES_MARK
 
     def _guard(self, text: str) -> str:
@@ -333,7 +322,8 @@ def load_chat(
 
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     template = template or tokenizer.chat_template or PLAIN_TEMPLATE
-    reserved = tuple(token for token in tokenizer.get_added_vocab() if _is_special(tokenizer, token))
+    added = tokenizer.added_tokens_decoder
+    reserved = tuple(token for token, i in tokenizer.get_added_vocab().items() if i in added and added[i].special)
     probe = Chat(
         tokenizer=tokenizer,
         template=template,
@@ -378,15 +368,9 @@ def _ids_of(tokenizer: Any, tokens: tuple[str, str] | None, path: str) -> tuple[
     if tokens is None:
         return None
     known = tokenizer.get_vocab()
-    missing = [token for token in tokens if token not in known]
-    if missing:
+    if missing := [token for token in tokens if token not in known]:
         raise EnvironmentProblem(
             f"{path}: its tokenizer has no {' and '.join(missing)}, which stand around each image; "
             "copy or download its tokenizer files again"
         )
     return known[tokens[0]], known[tokens[1]]
-
-
-def _is_special(tokenizer: Any, token: str) -> bool:
-    entry = tokenizer.added_tokens_decoder.get(tokenizer.convert_tokens_to_ids(token))
-    return entry is not None and entry.special

@@ -112,9 +112,9 @@ def _hash(path: Path, start: int) -> bytes:
     return found.digest()
 
 
-def described(folder: Path) -> dict[str, Any]:
-    """What its config.json says; nothing where there is none."""
-    file = folder / "config.json"
+def described(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """What a JSON file of a model folder says; nothing where there is none."""
+    file = folder / name
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 

@@ -5,7 +5,6 @@ model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,10 +19,9 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest import attention
 from saccade.forest.to_device import to_device
 from saccade.models import experts
-from saccade.models.families import FAMILIES, Family
+from saccade.models.families import FAMILIES, TOWERS, Family
 from saccade.models.files import require_intact, require_some
 from saccade.models.fused import fuse
-from saccade.models.towers import TOWERS
 from saccade.types import MediaSpan
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -39,16 +37,10 @@ def pick_device(name: str) -> torch.device:
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" and _native_bfloat16() else torch.float32
+        # Older GPUs emulate bfloat16, many times slower than they compute in float32.
+        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if native else torch.float32
     return DTYPES[name]
-
-
-def _native_bfloat16() -> bool:
-    # Older GPUs emulate bfloat16, many times slower than they compute in float32.
-    ask = torch.cuda.is_bf16_supported
-    options = {"including_emulation": False}
-    known = inspect.signature(ask).parameters
-    return ask(**{name: value for name, value in options.items() if name in known})
 
 
 def load_model(
@@ -72,12 +64,10 @@ def load_model(
         family.path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **(options or {})
     )
     problems = {
-        kind: sorted(str(name) for name in info.get(f"{kind}_keys", ()))
-        for kind in ("missing", "unexpected", "mismatched")
+        kind: sorted(map(str, info.get(f"{kind}_keys", ()))) for kind in ("missing", "unexpected", "mismatched")
     }
     problems["unexpected"] = [name for name in problems["unexpected"] if not name.startswith(family.spec.beside)]
-    if any(problems.values()):
-        listed = "; ".join(f"{kind}: {', '.join(names[:5])}" for kind, names in problems.items() if names)
+    if listed := "; ".join(f"{kind}: {', '.join(names[:5])}" for kind, names in problems.items() if names):
         raise EnvironmentProblem(f"{family.path}: the weights do not fit the architecture ({listed})")
     attention.use_in(model)
     family.spec.prepare(model)

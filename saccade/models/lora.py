@@ -59,7 +59,10 @@ def add(model: nn.Module, family: Family, config: LoraConfig, *, seed: int, stor
         layer.lora_B.to(dtype)
     if stored is not None:
         _read(model, stored)
-    _forget_quantization(model)
+    whole: Any = model
+    if getattr(model, "hf_quantizer", None) is not None:  # what is written holds whole weights again
+        whole.hf_quantizer = None
+        del whole.config.quantization_config
 
 
 def target_names(model: nn.Module, family: Family, config: LoraConfig) -> list[str]:
@@ -68,9 +71,7 @@ def target_names(model: nn.Module, family: Family, config: LoraConfig) -> list[s
     linear = [name for name in modules if family.tower_of(name) != "series"]  # small enough whole
     linear.remove(HEAD)  # it may be tied to the embedding, and log-probs are read from its weight
     if config.vision and "vision" not in family.spec.towers:
-        raise ConfigError(
-            f"model.lora.vision: a {family.name} has no vision tower; remove it, or give a vision model as model.path"
-        )
+        raise ConfigError(f"model.lora.vision: a {family.name} has no vision tower; remove it, or use a vision model")
     if config.targets == "all-linear":
         towers = ("llm", "vision", "projector") if config.vision else ("llm",)
         chosen = [name for name in linear if family.tower_of(name) in towers]
@@ -89,11 +90,8 @@ def _matching(option: str, patterns: str, names: list[str], family: Family) -> l
     for pattern in patterns.split(","):
         hits = {name for name in names if matches(name, pattern.strip(), family)}
         if not hits:
-            raise ConfigError(
-                f"model.lora.{option}: {pattern.strip()!r} matches no linear layer that could be "
-                f"adapted; write a tower ({', '.join(family.spec.towers)}), a prefix or re:REGEX "
-                f"of names such as {names[0]!r}"
-            )
+            towers = f"a tower ({', '.join(family.spec.towers)}), a prefix or re:REGEX of names such as {names[0]!r}"
+            raise ConfigError(f"model.lora.{option}: {pattern.strip()!r} matches no linear layer; write {towers}")
         found |= hits
     return [name for name in names if name in found]
 
@@ -115,13 +113,6 @@ def four_bit(family: Family, dtype: torch.dtype, device: torch.device) -> dict[s
         llm_int8_skip_modules=[HEAD, *others],  # of 4-bit layers too, whatever its name says
     )
     return {"quantization_config": quantization, "device_map": {"": device}}
-
-
-def _forget_quantization(model: Any) -> None:
-    """The folder that is written holds whole weights again, and its config must say so."""
-    if getattr(model, "hf_quantizer", None) is not None:
-        model.hf_quantizer = None
-        del model.config.quantization_config
 
 
 def require(package: str, extra: str) -> None:

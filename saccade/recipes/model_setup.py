@@ -16,12 +16,11 @@ import torch
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import ADAPTED, Config
 from saccade.errors import ConfigError
-from saccade.models import lora, tiny
-from saccade.models.families import Family, load_family
+from saccade.models import lora
+from saccade.models.families import TOWERS, Family, load_family
 from saccade.models.files import require_whole
 from saccade.models.heads import attach_score
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
-from saccade.models.towers import TOWERS
 from saccade.registry import Table
 from saccade.system.devices import limit_memory
 from saccade.trainer import Reference
@@ -34,6 +33,7 @@ log = logging.getLogger(__name__)
 REWARD_MODELS: Table[Any] = Table("reward_models", {})
 AVERAGES: Table[Any] = Table("averages", {})  # of the weights
 IMITATION: Table[Any] = Table("imitation", {})  # a teacher, demonstrations
+TINY_MODELS: Table[Any] = Table("tiny_models", {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def model_folder(config: Config, path: str) -> str:
     folder = Path(config.run.out) / ".tiny" / f"{kind}-{config.run.seed}"
     if not (folder / "model.safetensors").is_file():
         quiet_libraries()
-        tiny.build(kind, folder, seed=config.run.seed)
+        TINY_MODELS["build"](kind, folder, seed=config.run.seed)
     return str(folder)
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from saccade.models import lora
+from saccade.models.families import TOWERS
 from saccade.models.files import require_same
 from saccade.models.heads import head_file, without_head
-from saccade.models.towers import TOWERS
 from saccade.system.contents import File, held, pretrained
 
 

@@ -3,8 +3,8 @@ from functools import cache
 
 import pytest
 
-from saccade.models import tiny
-from saccade.plugins.estimate.model_size import empty_model
+from saccade.plugins.estimate.batch_plan import empty_model
+from saccade.plugins.families import tiny
 from tests.estimate.works import SIZES, VISION
 
 

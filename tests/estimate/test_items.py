@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from saccade.config import LoraConfig, load
-from saccade.models import lora, tiny
+from saccade.models import lora
 from saccade.models.families import load_family
 from saccade.models.load import freeze, load_model
+from saccade.plugins.estimate.batch_plan import empty_model, size_of
 from saccade.plugins.estimate.memory_items import host_peak
-from saccade.plugins.estimate.model_size import empty_model, size_of
+from saccade.plugins.families import tiny
 from saccade.system import devices
 from tests.estimate.works import H200, W1, W2, planned, sizes
 
@@ -72,6 +73,8 @@ def test_main_memory_holds_a_copy_of_what_is_saved(large):
     assert host_peak(found.host) == pytest.approx(2.0 + 2.5 + 7 * weights)
     adapted = {i.name: i.gib for i in planned(large, H200, W1, "model.train=lora").host}
     assert weights < adapted["copy of a checkpoint"] < 1.3 * weights
+    moved = planned(large, H200, W1, "algorithm.kl.coef=0.01", "algorithm.kl.update=copy")  # is in a checkpoint, too
+    assert host_peak(moved.host) - host_peak(found.host) == pytest.approx(sizes(moved)["reference"])
     without = planned(large, H200, W1, "save.background=false").host
     assert host_peak(without) == pytest.approx(2.0 + 2.5 + weights)
     assert planned(large, devices.present("cpu"), W1).host == ()
@@ -90,22 +93,6 @@ def test_an_average_of_the_weights_is_another_copy_and_one_in_fp32(large):
     assert tight.advice[-3:] == ("train.ema=0", "model.train=lora train.ema=0", "model.train=qlora train.ema=0")
 
 
-def test_a_reference_that_moves_is_in_a_checkpoint(large):
-    still, moving = (
-        planned(large, H200, W1, "algorithm.kl.coef=0.01", f"algorithm.kl.update={update}")
-        for update in ("none", "copy")
-    )
-    added = host_peak(moving.host) - host_peak(still.host)
-    assert added == pytest.approx(sizes(moving)["reference"])
-
-
-def test_recomputing_saves_activations_and_costs_time(large):
-    kept, again = (planned(large, H200, W1, f"model.checkpointing={mode}") for mode in ("off", "on"))
-    assert sizes(kept)["decoder activations"] > 15 * sizes(again)["decoder activations"]
-    assert kept.pace.recomputed == 0 and again.pace.recomputed > 300
-    assert again.pace.seconds["update"] > kept.pace.seconds["update"] + 0.5
-
-
 def test_left_open_as_many_layers_recompute_as_memory_asks_for(large):
     notes = {}
     for name in ("H200", "H100"):
@@ -114,6 +101,10 @@ def test_left_open_as_many_layers_recompute_as_memory_asks_for(large):
         (note,) = (i.note for i in found.memory.items if i.name == "decoder activations")
         notes[name] = int(re.search(r"(\d+) of 36 layers", note)[1])
     assert notes["H200"] == 0 and 20 < notes["H100"] < 36
+    kept, again = (planned(large, H200, W1, f"model.checkpointing={mode}") for mode in ("off", "on"))
+    assert sizes(kept)["decoder activations"] > 15 * sizes(again)["decoder activations"]
+    assert kept.pace.recomputed == 0 and again.pace.recomputed > 300
+    assert again.pace.seconds["update"] > kept.pace.seconds["update"] + 0.5
 
 
 @pytest.mark.parametrize("train", ["full", "freeze:vision", "lora"])

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from saccade.models import flops, tiny
+from saccade.models import flops
+from saccade.plugins.families import tiny
 from tests.estimate.works import H200, LIMITED, W1, W2, planned, sizes
 
 
@@ -47,15 +48,6 @@ def test_seconds_and_peaks_measured_on_an_h200(shaped, size, work, options, roll
             assert found.pace.seconds[phase] == pytest.approx(measured, rel=0.1)
     if peak is not None:
         assert max(found.memory.peaks.values()) == pytest.approx(peak, rel=0.05)
-
-
-def test_packed_weights_save_memory_and_cost_time(large):
-    lora, qlora = (
-        planned(large, H200, (896, 1120, 256), *SMALL, f"model.train={train}") for train in ("lora", "qlora")
-    )
-    assert sizes(qlora)["weights"] < sizes(lora)["weights"] / 2
-    for phase in ("rollout", "update"):
-        assert lora.pace.seconds[phase] < qlora.pace.seconds[phase]
 
 
 def test_every_prompt_of_a_step_is_computed(large):

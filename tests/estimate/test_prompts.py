@@ -11,7 +11,7 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.plugins.estimate import estimate
 from saccade.system import devices
-from tests.estimate.works import H200, W1, planned, sizes
+from tests.estimate.works import H200, W1, planned
 
 
 def test_prompts_are_those_of_the_data(scenes, word_model):
@@ -54,6 +54,11 @@ def test_a_gpu_that_is_not_there_is_not_taken_for_a_cpu(large, monkeypatch):
     assert result.exit_code == 3 and "name the one to plan for: --device H100" in result.stderr
 
 
+def test_a_prompt_is_longer_than_its_picture(large):
+    found = planned(large, H200, (448, 10, 512))
+    assert found.prompts == "257 tokens, a picture of 448x448 (the picture alone takes 256)"
+
+
 def test_without_data_prompts_are_as_long_as_allowed(word_model):
     config = load({"model.path": word_model, "data.max_prompt_tokens": 2000})
     found = estimate(config, devices.present("cpu"))
@@ -70,26 +75,13 @@ def test_pictures_of_planned_prompts_are_shrunk_as_those_of_rows_would_be(large)
 
 
 def test_data_that_is_not_there_is_named(word_model):
-    options = ["data.train=trian.parquet@train", "data.max_prompt_tokens=500"]
-    arguments = ["estimate", f"model.path={word_model}", *options, "--device", "cpu"]
-    said = "data.train: trian.parquet not found, so prompts are as long as "
-    said += "data.max_prompt_tokens=500 allows"
-    assert said in CliRunner().invoke(app, arguments).stdout
-    result = CliRunner().invoke(app, [*arguments, "--json"])
-    assert json.loads(result.stdout)["notes"] == [said]
-    result = CliRunner().invoke(app, [*arguments, "--json", "--prompt-tokens", "40"])
-    assert json.loads(result.stdout)["notes"] == []
-    result = CliRunner().invoke(app, [*arguments, "--json", "--image", "28x28"])
-    assert json.loads(result.stdout)["notes"] == [said]
-    result = CliRunner().invoke(app, [*arguments, "--json", "--image", "1400x1400"])
-    over, missing = json.loads(result.stdout)["notes"]
-    assert over.startswith("a run leaves prompts of")
-    assert missing == ("data.train: trian.parquet not found, so of prompts only the picture is counted")
-
-
-def test_a_prompt_is_longer_than_its_picture(large):
-    found = planned(large, H200, (448, 10, 512))
-    assert found.prompts == "257 tokens, a picture of 448x448 (the picture alone takes 256)"
+    config = load({"model.path": word_model, "data.train": "trian.parquet@train", "data.max_prompt_tokens": 500})
+    gone = "data.train: trian.parquet not found, so"
+    said = f"{gone} prompts are as long as data.max_prompt_tokens=500 allows"
+    for options, wanted in (({}, (said,)), ({"prompt_tokens": 40}, ()), ({"image": (28, 28)}, (said,))):
+        assert estimate(config, devices.present("cpu"), **options).notes == wanted, options
+    over, missing = estimate(config, devices.present("cpu"), image=(1400, 1400)).notes
+    assert over.startswith("a run leaves prompts of") and missing == f"{gone} of prompts only the picture is counted"
 
 
 def test_a_large_group_is_a_multiple_of_some_of_its_members(large):
@@ -110,9 +102,3 @@ def test_full_precision_has_no_seconds(large):
     assert found.notes == ("no seconds with model.dtype=float32: peaks are known in bfloat16 only",)
     unknown = devices.Device(name="other", memory=139.8)  # it has none anyway
     assert planned(large, unknown, W1, "model.dtype=float32").notes == ()
-
-
-def test_longer_responses_take_more(large):
-    short, long = (planned(large, H200, (448, 374, new)) for new in (256, 1024))
-    assert long.pace.seconds["rollout"] > 3 * short.pace.seconds["rollout"]
-    assert sizes(long)["keys and values"] > 2 * sizes(short)["keys and values"]

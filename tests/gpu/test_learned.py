@@ -15,7 +15,7 @@ WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 16
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    from saccade.models.tiny import build
+    from saccade.plugins.families.tiny import build
 
     return build("qwen2", tmp_path_factory.mktemp("wide"), text=WIDE)
 

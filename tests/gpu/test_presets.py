@@ -12,7 +12,7 @@ import pytest
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig
 from saccade.config.schema.presets import ADD_ONS, PRESETS
-from saccade.models import tiny
+from saccade.plugins.families import tiny
 from saccade.recipes import rl
 
 torch = pytest.importorskip("torch")

@@ -4,40 +4,28 @@ from __future__ import annotations
 
 import io
 import wave
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from saccade.algorithms import select
 from saccade.config import DataConfig, TrainConfig
-from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, DataError, EnvironmentProblem
-from saccade.forest.packing import pack
 from saccade.media.images import ImageError, open_media
 from saccade.media.kinds import decode
-from saccade.models import tiny
-from saccade.models.families import load_family
-from saccade.models.load import load_model
 from saccade.plugins.media import sounds
-from saccade.plugins.preferences.pairs import compared
-from saccade.recipes.to_trajectory import dialogue
+from saccade.recipes.sft import SUPERVISED
 from saccade.trainer import OWN
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
-from saccade.types import Media, Message, Request, Sample, Sampling
+from tests.models.against import CPU, ask, assert_forests_are_plain_rows, noise, ours, pair, rows_of, theirs
 
-CPU = torch.device("cpu")
 RATE = 16_000
 
 
 def tone(seconds: float, pitch: float = 440.0, rate: int = RATE) -> np.ndarray:
     return (0.5 * np.sin(np.arange(round(seconds * rate)) * 2 * np.pi * pitch / rate)).astype("f4")
-
-
-def noise(seconds: float, seed: int = 0) -> Media:
-    samples = np.random.default_rng(seed).normal(size=round(seconds * RATE)) * 0.1
-    return sounds.open_sound(samples.astype("f4"))
 
 
 def wav(samples: np.ndarray, rate: int, width: int) -> bytes:
@@ -55,17 +43,8 @@ def wav(samples: np.ndarray, rate: int, width: int) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny.build("qwen2_audio", tmp_path_factory.mktemp("models") / "qwen2_audio")
-
-
-@pytest.fixture(scope="module")
-def family(folder):
-    return load_family(folder)
-
-
-def ask(*parts: str | Media) -> tuple[Message, ...]:
-    return (Message(role="user", parts=parts),)
+def family(family_of):
+    return family_of("qwen2_audio")
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -85,9 +64,7 @@ def test_other_rates_become_16_khz(rate):
     media = sounds.open_sound(wav(tone(1.0, rate=rate)[:, None], rate, 2))
     assert media.width == RATE
     assert np.abs(decode(media) - tone(1.0))[400:-400].max() < 2e-3
-
-
-def test_what_the_new_rate_cannot_hold_goes():
+    # What the new rate cannot hold goes.
     media = sounds.open_sound({"array": tone(0.5, 12_000.0, 48_000), "sampling_rate": 48_000})
     assert np.abs(decode(media))[400:-400].max() < 1e-3
 
@@ -162,73 +139,33 @@ def test_features_and_tokens_are_those_of_transformers(family):
     assert [span.length for span in rendered.media] == [37, 18, 750]
 
 
-def test_greedy_answers_are_those_of_transformers(family):
-    from transformers import Qwen2AudioForConditionalGeneration
-
-    load = Qwen2AudioForConditionalGeneration.from_pretrained
-    reference = load(family.path, dtype=torch.float32)
+def test_greedy_answers_are_those_of_transformers(family, load, stock):
     asked = [ask(noise(1.0), "a"), ask("x", noise(0.4, 1), "y", noise(2.2, 2)), ask("text only")]
     prompts = [family.render(messages) for messages in asked]
-    engine = EmbeddedEngine(load_model(family, dtype=torch.float32, device=CPU), family)
-    for n, prompt in enumerate(prompts):
-        sampling = Sampling(temperature=0.0, max_tokens=8)
-        engine.submit(Request(key=str(n), ids=prompt.ids, media=prompt.media, sampling=sampling))
-    answers = {}
-    while len(answers) < len(prompts):
-        answers |= {done.key: done for done in engine.poll()}
-    for n, prompt in enumerate(prompts):
-        ids = torch.from_numpy(prompt.ids)[None]
-        theirs = reference.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=8,
-            suppress_tokens=np.flatnonzero(family.banned).tolist(),
-            **family.vision(prompt.media, CPU, torch.float32),
-        )
-        assert answers[str(n)].ids.tolist() == theirs[0, len(prompt) :].tolist()
+    assert ours(load("qwen2_audio"), family, prompts) == theirs(stock("qwen2_audio"), family, prompts)
 
 
-def test_rows_with_sound_train_in_forests_and_reach_the_tower(family):
-    model = load_model(family, dtype=torch.float32, device=CPU)
-    replies = [(Message(role="assistant", parts=(text,)),) for text in ("rain", "a bell")]
-    sample = Sample(id="s", messages=ask(noise(0.5), "what?"), candidates=tuple(replies))
-    (forest,) = pack([compared(sample, family)], positions=family.positions, micro_tokens=4096)
-    assert len(forest.media) == 1 and len(forest.keys) == 2
-    scoring = LocalBackend(model, family)
-    ((together, _),) = scoring.logprobs([forest], OWN)
-    apart = []
-    for reply in replies:
-        row = dialogue(replace(sample, messages=(*sample.messages, *reply)), family, "assistant")
-        batches = pack([row], positions=family.positions, micro_tokens=4096)
-        apart.append(scoring.logprobs(batches, OWN)[0][0])
-    assert np.abs(together - np.concatenate(apart)).max() < 1e-5
-
-    from saccade.algorithms import select
-    from saccade.recipes.sft import SUPERVISED
-
-    learning = load_model(family, dtype=torch.float32, device=CPU)
+def test_rows_with_sound_train_in_forests_and_reach_the_tower(family, load):
+    sample = pair(noise(0.5), "what?")
+    assert_forests_are_plain_rows(load("qwen2_audio"), family, sample)
+    learning = load("qwen2_audio")
     before = learning.base_model.audio_tower.conv1.weight.detach().clone()
-    backend = LocalBackend(learning, family, TrainConfig(lr=1e-3))
+    backend, row = LocalBackend(learning, family, TrainConfig(lr=1e-3)), rows_of(sample, family)[1:]
     losses = []
-    for _ in range(6):
-        update = backend.train_step(select.write_supervision(batches), PolicyLoss(SUPERVISED, OWN), lr=1e-2)
+    for _ in range(4):
+        update = backend.train_step(select.write_supervision(row), PolicyLoss(SUPERVISED, OWN), lr=1e-2)
         losses.append(update.metrics.means()["policy/loss"])
-    assert losses[-1] < losses[0] - 0.5
+    assert losses[-1] < losses[0] - 0.3
     assert not torch.equal(before, learning.base_model.audio_tower.conv1.weight)
 
 
 def test_what_it_does_not_hear_is_refused(family):
     picture = open_media(np.zeros((56, 56, 3), np.uint8))
-    with pytest.raises(DataError, match="does not see, but a row holds an image"):
+    with pytest.raises(DataError, match="takes text and audio, but a row holds an image"):
         family.measure(picture)
     with pytest.raises(ConfigError, match="0 of 1 images"):
         family.render(ask(picture, "x"))
     banned = family.chat.tokenizer.convert_tokens_to_ids(["<|AUDIO|>", "<|audio_bos|>"])
     assert family.banned[banned].all()
-
-
-def test_typed_marks_of_sound_stay_text(family):
-    rendered = family.render(ask(noise(0.5), "write <|AUDIO|> here"))
-    assert len(rendered.media) == 1
-    assert (~family.chat.is_text(rendered.ids)).sum() == rendered.media[0].length
+    typed = family.render(ask(noise(0.5), "write <|AUDIO|> here"))
+    assert len(typed.media) == 1 and (~family.chat.is_text(typed.ids)).sum() == typed.media[0].length

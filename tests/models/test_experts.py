@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -16,8 +13,9 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.models import experts, lora
+from saccade.models.families import load_family
 from saccade.models.load import describe_trained, load_model
-from saccade.models.tiny import build
+from saccade.plugins.families.tiny import build
 from saccade.system.contents import write_files
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
@@ -56,40 +54,31 @@ def test_other_models_have_no_routers(load):
 
 def asked(family, count: int) -> list[Request]:
     prompts = [family.render([Message(role="user", parts=("why " * n,))]) for n in range(1, 5)]
-    sampling = Sampling(temperature=1.0, max_tokens=12, ignore_eos=True)
+    sampling = Sampling(temperature=1.0, max_tokens=8, ignore_eos=True)
     return [Request(key=f"{i}", ids=prompts[i % 4].ids, sampling=sampling, noise=i) for i in range(count)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
 def test_samples_do_not_depend_on_what_shares_their_batch(name, load, family_of):
     family, model = family_of(name), load(name)
-    together = generate(EmbeddedEngine(model, family), asked(family, 12))
+    together = generate(EmbeddedEngine(model, family), asked(family, 6))
     for limit, order in ((1, 1), (3, -1)):
         engine = EmbeddedEngine(model, family, max_sequences=limit)
-        found = {c.key: c for c in generate(engine, asked(family, 12)[::order])}
+        found = {c.key: c for c in generate(engine, asked(family, 6)[::order])}
         for completion in together:
             other = found[completion.key]
             assert other.ids.tolist() == completion.ids.tolist()
             assert np.abs(other.logprobs - completion.logprobs).max() < 1e-5
 
 
-def test_a_window_in_every_layer_is_refused_by_the_engine(tmp_path):
-    from saccade.models.families import load_family
-
-    family = load_family(build("mixtral", tmp_path, text={"sliding_window": 16}))
+def test_windows_in_every_layer_and_random_routes_are_refused(tmp_path):
+    family = load_family(build("mixtral", tmp_path / "windows", text={"sliding_window": 16}))
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(EnvironmentProblem, match="sliding windows"):
         EmbeddedEngine(model, family)
-
-
-def test_random_routes_are_refused(tmp_path):
-    from saccade.models.families import load_family
-
-    folder = build("mixtral", tmp_path)
-    file = Path(folder) / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"router_jitter_noise": 0.1}))
+    family = load_family(build("mixtral", tmp_path / "noise", text={"router_jitter_noise": 0.1}))
     with pytest.raises(EnvironmentProblem, match=r"router_jitter_noise=0.1 .*set it to 0"):
-        load_model(load_family(folder), dtype=torch.float32, device=torch.device("cpu"))
+        load_model(family, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_adapters_sit_in_the_attention_and_the_run_says_so(load, family_of, grow, tmp_path):

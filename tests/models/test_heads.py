@@ -16,7 +16,7 @@ from saccade.errors import ConfigError
 from saccade.models.families import load_family
 from saccade.models.heads import attach_score, head_file, read_scores, without_head
 from saccade.models.load import freeze, load_model, trainable_table
-from saccade.models.tiny import build
+from saccade.plugins.families.tiny import build
 from saccade.plugins.reward_models.reward_card import Card, read_card
 from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward, start_critic
 from saccade.system.contents import write_files

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from saccade.config import LoraConfig, TrainConfig
-from saccade.engines import generate
+from saccade.engines import generate, parity
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest.packing import pack
@@ -28,11 +28,11 @@ from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.optimizer import Optimizer
 from saccade.trainer.reference import AdapterReference
-from saccade.types import Batch, Message, Request, Sampling
+from saccade.types import Batch, Request, Sampling
+from tests.models.against import CPU, ask, ours, theirs
 
 peft = pytest.importorskip("peft")
 
-CPU = torch.device("cpu")
 VISION, TEXT = "qwen2_5_vl", "qwen3"
 LLM, TOWER = "model.language_model.", "model.visual."
 PROJECTOR = TOWER + "merger."
@@ -94,7 +94,6 @@ def test_targets_are_named_by_tower_prefix_or_pattern(load, adapted):
     cases: list[tuple[dict[str, Any], set[str]]] = [
         ({}, llm),
         ({"vision": True}, llm | tower),
-        ({"targets": "llm"}, llm),
         ({"targets": "vision"}, tower - projector),
         ({"targets": "vision, projector"}, tower),
         ({"targets": f"{LLM}layers.0."}, {name for name in llm if ".layers.0." in name}),
@@ -110,12 +109,9 @@ def test_targets_are_named_by_tower_prefix_or_pattern(load, adapted):
     ("name", "options", "message"),
     [
         (VISION, {"targets": "q_proj"}, r"targets: 'q_proj' matches no linear.*tower.*re:REGEX"),
-        (VISION, {"targets": "llm,re:nothing"}, "targets: 're:nothing' matches no linear layer"),
         (VISION, {"targets": "lm_head"}, "targets: 'lm_head' matches no linear layer"),
-        (VISION, {"targets": TOWER + "patch_embed."}, "targets: .* matches no linear layer"),
         (VISION, {"exclude": "vision"}, "exclude: 'vision' matches no linear layer"),
         (VISION, {"exclude": "llm"}, "exclude=llm leaves no layer to adapt"),
-        (TEXT, {"targets": "vision"}, "targets: 'vision' matches no linear layer"),
         (TEXT, {"vision": True}, "vision: a qwen3 has no vision tower"),
     ],
 )
@@ -158,9 +154,8 @@ def test_only_adapters_are_trained_and_only_they_have_a_state(adapted, family_of
 def test_a_seed_gives_the_same_adapter_and_leaves_the_random_numbers_alone(adapted):
     before = torch.get_rng_state()
     one, other = lora.copied(adapted(TEXT)), lora.copied(adapted(TEXT))
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), before) and any(tensor.any() for tensor in one.values())
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert any(tensor.any() for tensor in one.values())
 
 
 # -- what they compute -----------------------------------------------------------------------------
@@ -174,8 +169,9 @@ def test_a_fresh_or_silent_adapter_is_the_base_model(adapted, load, family_of, f
     assert (scores(model, family, batches) == base).all()
     move(model)
     assert np.abs(scores(model, family, batches) - base).max() > 0.01
-    with lora.switched_off(model):
+    with pytest.raises(RuntimeError), lora.switched_off(model):
         assert (scores(model, family, batches) == base).all()
+        raise RuntimeError  # after which it is on again
     assert np.abs(scores(model, family, batches) - base).max() > 0.01
 
 
@@ -204,16 +200,10 @@ def test_a_reference_is_the_policy_without_adapters_or_with_older_ones(adapted, 
     assert (read(resumed) == now).all()
 
 
-def test_a_failure_while_switched_off_switches_on_again(adapted):
-    model = adapted(TEXT)
-    with pytest.raises(RuntimeError), lora.switched_off(model):
-        raise RuntimeError
-    assert len(targets(model)) == 14
-
-
-@pytest.mark.parametrize("name", [VISION, "internvl", "llava", TEXT])
+@pytest.mark.parametrize("name", [VISION, TEXT])
 def test_merged_weights_are_those_of_a_plain_model(adapted, load, family_of, forests, name):
     model, plain = adapted(name, moved=True), load(name)
+    assert all(w is p for (_, w), p in zip(lora.merged(plain), plain.parameters(), strict=True))
     weights = dict(lora.merged(model))
     assert weights.keys() == dict(plain.named_parameters()).keys()
     changed = {n for n, p in plain.named_parameters() if not torch.equal(p, weights[n])}
@@ -236,27 +226,14 @@ def test_a_merged_layer_is_its_weight_and_its_adapter(adapted, name):
         assert (wanted - found).norm() < 1e-14 * wanted.norm(), target
 
 
-def test_a_model_without_adapters_gives_its_own_tensors(load):
-    model = load(TEXT)
-    assert all(w is p for (_, w), p in zip(lora.merged(model), model.parameters(), strict=True))
-
-
 def test_the_engine_generates_with_the_adapter(adapted, load, family_of, grow):
     """Its log-probs are the trainer's, and not those of the base model."""
     family, model = family_of(VISION), adapted(VISION, moved=True, vision=True)
     (prompt,) = grow(np.random.default_rng(3), family, size=1, depth=0).trajectories
-    request = Request(
-        key="a", ids=prompt.ids, media=prompt.media, sampling=Sampling(temperature=1.0, max_tokens=12, ignore_eos=True)
-    )
+    sampling = Sampling(temperature=1.0, max_tokens=12, ignore_eos=True)
+    request = Request(key="a", ids=prompt.ids, media=prompt.media, sampling=sampling)
     (completion,) = generate(EmbeddedEngine(model, family), [request])
-    episode = replace(
-        prompt,
-        ids=np.concatenate([prompt.ids, completion.ids]),
-        sources=np.concatenate([np.zeros_like(prompt.sources), np.ones(12, np.int8)]),
-        logprobs=np.concatenate([np.full(len(prompt.ids), np.nan), completion.logprobs]),
-        versions=np.zeros(len(prompt.ids) + 12, np.int32),
-        advantages=None,
-    )
+    episode = parity.trajectory(request, completion)
     group = replace(grow(np.random.default_rng(3), family, size=1), trajectories=(episode,))
     batches = pack([group], positions=family.positions, micro_tokens=9999)
     assert np.abs(scores(model, family, batches) - completion.logprobs).max() < 1e-5
@@ -266,7 +243,7 @@ def test_the_engine_generates_with_the_adapter(adapted, load, family_of, grow):
 # -- files -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [VISION, "internvl", "llava", TEXT])
+@pytest.mark.parametrize("name", [VISION, "llava", TEXT])
 def test_stock_transformers_and_peft_load_what_is_written(adapted, family_of, stock, tensors, tmp_path, image, name):
     """Greedy tokens of the merged folder, of base + adapter through peft, and of the model."""
     import transformers
@@ -276,44 +253,20 @@ def test_stock_transformers_and_peft_load_what_is_written(adapted, family_of, st
     model = adapted(name, moved=True, vision=sees)
     write_files(tmp_path, lora.files(model))
     assert tensors(tmp_path).keys() == tensors(family.path).keys()
-    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
+    written = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert written == {"adapter_config.json", "adapter_model.safetensors"}
     assert not list(tmp_path.glob("adapter_*"))
     parts = (image(84, 56, 0), "how many?") if sees else ("how many?",)
-    prompt = family.render((Message(role="user", parts=parts),))
+    prompt = family.render(ask(*parts))
     auto = getattr(transformers, family.spec.auto_class)
     merged, info = auto.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
     assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
     through_peft = peft.PeftModel.from_pretrained(
         auto.from_pretrained(family.path, dtype=torch.float32), str(tmp_path / "adapter")
     )
-    request = Request(
-        key="a", ids=prompt.ids, media=prompt.media, sampling=Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)
-    )
-    (ours,) = generate(EmbeddedEngine(model, family), [request])
-    found = [greedy(other, family, prompt) for other in (merged, through_peft)]
-    assert found == [ours.ids.tolist()] * 2
-    assert greedy(stock(name), family, prompt) != ours.ids.tolist()
-
-
-def greedy(model: Any, family: Family, prompt: Any) -> list[int]:
-    ids = torch.from_numpy(prompt.ids)[None]
-    vision = dict(family.vision(prompt.media, CPU, torch.float32))
-    if prompt.media and family.axes > 1:
-        vision["mm_token_type_ids"] = (ids == family.chat.placeholder).long()
-    made = model.eval().generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=12,
-        min_new_tokens=12,
-        eos_token_id=None,
-        suppress_tokens=np.flatnonzero(family.banned).tolist(),
-        **vision,
-    )
-    return made[0, ids.shape[1] :].tolist()
+    (mine,) = ours(model, family, [prompt], 12)
+    assert [theirs(other, family, [prompt], 12) for other in (merged, through_peft)] == [[mine]] * 2
+    assert theirs(stock(name), family, [prompt], 12) != [mine]
 
 
 def test_a_stored_adapter_comes_back_and_must_fit(adapted, load, family_of, tmp_path):

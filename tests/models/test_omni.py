@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,39 +18,32 @@ from saccade.algorithms import select
 from saccade.config import LoraConfig, TrainConfig
 from saccade.engines import Settings
 from saccade.engines.builders import build
-from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest.attention import forest_plan
-from saccade.forest.packing import pack
 from saccade.media.images import open_media
 from saccade.media.kinds import decode
 from saccade.models import lora
 from saccade.models.families import load_family
 from saccade.models.load import freeze, hidden_states, load_model
-from saccade.plugins.media import sounds, videos
-from saccade.plugins.preferences.pairs import compared
+from saccade.plugins.media import videos
 from saccade.recipes.sft import SUPERVISED
-from saccade.recipes.to_trajectory import dialogue
 from saccade.trainer import OWN
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
-from saccade.types import Media, Message, Request, Sample, Sampling
+from tests.models.against import (
+    CPU,
+    ask,
+    assert_forests_are_plain_rows,
+    film,
+    forest_of,
+    noise,
+    ours,
+    pair,
+    rows_of,
+    theirs,
+)
 
-CPU = torch.device("cpu")
 NAME = "qwen2_5_omni"
-
-
-def noise(seconds: float, seed: int = 0) -> Media:
-    samples = np.random.default_rng(seed).normal(size=round(seconds * 16_000)) * 0.1
-    return sounds.open_sound(samples.astype("f4"))
-
-
-def film(frames: int, height: int = 84, width: int = 112, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 255, (frames, height, width, 3), np.uint8)
-
-
-def ask(*parts: str | Media) -> tuple[Message, ...]:
-    return (Message(role="user", parts=parts),)
 
 
 PICTURES = open_media(film(1, 56, 84)[0]), open_media(film(1, 112, 56, seed=1)[0])
@@ -152,7 +144,7 @@ def test_positions_and_logits_are_those_of_transformers(family, load, stock, nam
 
 def test_a_place_in_time_is_40_milliseconds(family, stock):
     pixels = film(60, 56, 56)
-    for fps in (0.3, 1.0, 2.0, 3.0, 7.0, 23.976, 29.97):
+    for fps in (0.3, 2.0, 7.0, 29.97):
         rendered = family.render(ask(videos.open_video(pixels, fps=fps), "x"))
         (span,), ids = rendered.media, torch.from_numpy(rendered.ids)[None]
         ours = family.positions(len(rendered), rendered.media)
@@ -166,67 +158,30 @@ def test_a_place_in_time_is_40_milliseconds(family, stock):
 
 
 def test_greedy_answers_are_those_of_transformers(family, load, stock):
-    prompts = {name: family.render(messages) for name, messages in ASKED.items()}
-    engine = EmbeddedEngine(load(NAME), family)
-    sampling = Sampling(temperature=0.0, max_tokens=8)
-    for name, prompt in prompts.items():
-        engine.submit(Request(key=name, ids=prompt.ids, media=prompt.media, sampling=sampling))
-    answers = {}
-    while len(answers) < len(prompts):
-        answers |= {done.key: done for done in engine.poll()}
-    for name, prompt in prompts.items():
-        ids = torch.from_numpy(prompt.ids)[None]
-        theirs = stock(NAME).generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=8,
-            suppress_tokens=np.flatnonzero(family.banned).tolist(),
-            **family.vision(prompt.media, CPU, torch.float32),
-        )
-        assert answers[name].ids.tolist() == theirs[0, len(prompt) :].tolist(), name
+    prompts = [family.render(messages) for messages in ASKED.values()]
+    assert ours(load(NAME), family, prompts) == theirs(stock(NAME), family, prompts)
 
 
 # -- training --------------------------------------------------------------------------------------
 
 
-def pair() -> Sample:
-    replies = [(Message(role="assistant", parts=(text,)),) for text in ("rain", "a bell")]
-    asked = ask(PICTURES[0], SOUNDS[1], FILMS[1], "what?")
-    return Sample(id="s", messages=asked, candidates=tuple(replies))
-
-
-def rows_of(sample, family):
-    for reply in sample.candidates:
-        row = dialogue(replace(sample, messages=(*sample.messages, *reply)), family, "assistant")
-        yield pack([row], positions=family.positions, micro_tokens=4096)
-
-
-def test_forests_are_plain_rows(family, load):
-    sample = pair()
-    (forest,) = pack([compared(sample, family)], positions=family.positions, micro_tokens=4096)
-    assert len(forest.media) == 3 and len(forest.keys) == 2
-    backend = LocalBackend(load(NAME), family)
-    ((together, _),) = backend.logprobs([forest], OWN)
-    apart = [backend.logprobs(row, OWN)[0][0] for row in rows_of(sample, family)]
-    assert np.abs(together - np.concatenate(apart)).max() < 1e-5
+PAIR = pair(PICTURES[0], SOUNDS[1], FILMS[1], "what?")
 
 
 def test_gradients_of_a_forest_are_those_of_transformers_on_rows(family, load, monkeypatch):
-    sample = pair()
-    (forest,) = pack([compared(sample, family)], positions=family.positions, micro_tokens=4096)
+    assert_forests_are_plain_rows(load(NAME), family, PAIR)
     backend = LocalBackend(load(NAME), family, TrainConfig())
     seen: dict[str, torch.Tensor] = {}
     monkeypatch.setattr(backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients))
-    update = backend.train_step(select.write_supervision([forest]), PolicyLoss(SUPERVISED, OWN), lr=0.0)
+    forest = select.write_supervision([forest_of(PAIR, family)])
+    update = backend.train_step(forest, PolicyLoss(SUPERVISED, OWN), lr=0.0)
     theirs = Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(family.path)
     losses = []
-    for (row,) in rows_of(sample, family):
+    for row in rows_of(PAIR, family):
         ids = torch.from_numpy(row.ids)[None]
         given = family.vision(row.media, CPU, torch.float32)
         logits = theirs(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0]
-        scores = logits.log_softmax(-1)
-        losses.append(-scores[torch.from_numpy(row.reads), torch.from_numpy(row.targets)])
+        losses.append(-logits.log_softmax(-1)[torch.from_numpy(row.reads), torch.from_numpy(row.targets)])
     loss = torch.cat(losses).mean()
     loss.backward()
     wanted = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
@@ -236,8 +191,9 @@ def test_gradients_of_a_forest_are_those_of_transformers_on_rows(family, load, m
     assert max((seen[n] - g).norm() for n, g in wanted.items()) < 1e-5 * whole
 
 
-def step(model, family, batches) -> set[str]:
+def step(model, family) -> set[str]:
     """Towers whose weights moved."""
+    batches = rows_of(PAIR, family)[:1]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     backend = LocalBackend(model, family, TrainConfig())
     backend.train_step(select.write_supervision(batches), PolicyLoss(SUPERVISED, OWN), lr=1e-2)
@@ -245,25 +201,23 @@ def step(model, family, batches) -> set[str]:
     return {family.tower_of(name) for name, p in named if not torch.equal(before[name], p)}
 
 
-def test_every_tower_learns_or_stands(family, load):
-    batches = next(rows_of(pair(), family))
-    assert step(load(NAME), family, batches) == {"vision", "audio", "projector", "llm"}
+def test_every_tower_learns_or_is_frozen(family, load):
+    assert step(load(NAME), family) == {"vision", "audio", "projector", "llm"}
     model = load(NAME)
     freeze(model, family, "freeze:vision,audio")
-    assert step(model, family, batches) == {"projector", "llm"}
+    assert step(model, family) == {"projector", "llm"}
     assert family.tower_of("audio_tower.proj.weight") == "projector"
     assert family.tower_of("visual.merger.mlp.0.weight") == "projector"
 
 
 @pytest.mark.parametrize(
-    ("options", "towers"),
-    [({}, {"llm"}), ({"vision": True}, {"llm", "vision", "projector"}), ({"targets": "audio"}, {"audio"})],
+    ("options", "towers"), [({"vision": True}, {"llm", "vision", "projector"}), ({"targets": "audio"}, {"audio"})]
 )
 def test_adapters_sit_where_they_were_asked_for(family, load, options, towers):
     pytest.importorskip("peft")
     model = load(NAME)
     lora.add(model, family, LoraConfig(rank=4, **options), seed=0)
-    assert step(model, family, next(rows_of(pair(), family))) == towers
+    assert step(model, family) == towers
 
 
 # -- folders ---------------------------------------------------------------------------------------
@@ -286,19 +240,12 @@ def test_of_a_whole_checkpoint_the_thinker_is_loaded_and_saved(family, tmp_path)
     assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
     theirs = dict(stock.named_parameters())
     assert all(torch.equal(p, theirs[name]) for name, p in model.named_parameters())
+    save_file(stored | {"thinker.more.weight": torch.ones(2)}, whole / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EnvironmentProblem, match=r"more\.weight"):
+        load_model(load_family(str(whole)), dtype=torch.float32, device=CPU)
 
 
 def test_other_engines_are_refused(family):
     settings = Settings(engine="vllm", folder=family.path, dtype="float32")
     with pytest.raises(ConfigError, match=r"rollout\.engine=embedded"):
         build(settings, family)
-
-
-def test_a_folder_with_strange_tensors_is_refused(family, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    folder = Path(shutil.copytree(family.path, tmp_path / "strange"))
-    tensors = load_file(folder / "model.safetensors") | {"thinker.more.weight": torch.ones(2)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(EnvironmentProblem, match=r"more\.weight"):
-        load_model(load_family(str(folder)), dtype=torch.float32, device=CPU)

@@ -17,23 +17,23 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
 )
 
 from saccade.config import load as load_config
-from saccade.engines import Settings, generate
+from saccade.engines import Settings
 from saccade.engines.builders import build
-from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, DataError, EnvironmentProblem
 from saccade.media.images import open_media
 from saccade.media.kinds import decode
-from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.load import load_model, negated
 from saccade.models.shapes import shape_of
-from saccade.plugins.families.internvl import best_grid
-from saccade.plugins.media import sounds, videos
+from saccade.plugins.families import tiny
+from saccade.plugins.families.squares import best_grid
+from saccade.plugins.media import videos
 from saccade.recipes.parts import environments_of
-from saccade.types import Message, Request, Sampling
+from saccade.types import Message
+from tests.models.against import CPU, ask, noise, ours
+from tests.models.against import theirs as stocks
 
-CPU = torch.device("cpu")
-SIZES = [(56, 56), (140, 84), (97, 61), (20, 30), (400, 300), (300, 40), (33, 500), (1, 1)]
+SIZES = [(56, 56), (97, 61), (20, 30), (400, 300), (33, 500), (1, 1)]
 
 
 class TilesAlone(InternVLProcessor):
@@ -69,7 +69,7 @@ def theirs(processor, *parts):
 
 
 def assert_same(family, processor, *parts):
-    rendered = family.render([Message(role="user", parts=parts)])
+    rendered = family.render(ask(*parts))
     wanted = theirs(processor, *parts)
     assert rendered.ids.tolist() == wanted["input_ids"][0].tolist()
     assert sum(s.length for s in rendered.media) == (rendered.ids == family.chat.placeholder).sum()
@@ -94,11 +94,13 @@ def test_several_pictures_stand_between_their_own_brackets(family_of, image):
     family = family_of("internvl")
     parts = ("first ", image(140, 84, 1), image(56, 56, 2), " and ", image(84, 56, 3), "?")
     assert_same(family, internvl_processor(family), *parts)
-    rendered = family.render([Message(role="user", parts=parts)])
+    rendered = family.render(ask(*parts))
     start, end = family.chat.tokenizer.convert_tokens_to_ids(["<img>", "</img>"])
     assert [rendered.ids[[s.start - 1, s.end]].tolist() for s in rendered.media] == [[start, end]] * 3
     assert [s.grid for s in rendered.media] == [(7, 4, 4), (1, 4, 4), (7, 4, 4)]
     assert len(rendered.sources) == len(rendered.ids)
+    typed = family.render(ask(image(56, 56), "<img><IMG_CONTEXT>"))  # words that look like brackets
+    assert (typed.ids == family.chat.placeholder).sum() == 4 and typed.ids.tolist().count(start) == 1
 
 
 @pytest.mark.parametrize(
@@ -122,52 +124,26 @@ def test_a_pixel_budget_is_one_of_tiles(family_of, image, limits, least, most):
         assert least <= max(1, tiles - 1) <= most
 
 
-def test_words_that_look_like_brackets_are_prose(family_of, image):
-    family = family_of("internvl")
-    rendered = family.render([Message(role="user", parts=(image(56, 56), "<img><IMG_CONTEXT>"))])
-    assert (rendered.ids == family.chat.placeholder).sum() == 4
-    assert rendered.ids.tolist().count(family.chat.brackets[0]) == 1
-
-
-def test_a_tokenizer_without_brackets_is_refused(family_of, tmp_path):
-    folder = shutil.copytree(family_of("internvl").path, tmp_path / "model")
-    for file in folder.glob("tokenizer*.json"):
-        file.write_text(file.read_text().replace("</img>", "</imp>"))
-    with pytest.raises(EnvironmentProblem, match=r"tokenizer has no </img>.*around each image"):
-        load_family(str(folder))
-
-
-def test_tiles_that_are_no_squares_are_refused(family_of, tmp_path):
-    folder = shutil.copytree(family_of("internvl").path, tmp_path / "model")
-    file = folder / "preprocessor_config.json"
-    settings = json.loads(file.read_text()) | {"size": {"height": 56, "width": 84}}
-    file.write_text(json.dumps(settings))
-    with pytest.raises(EnvironmentProblem, match=r"tiles of 84x56 pixels.*set size to"):
-        load_family(str(folder))
+def test_an_internvl_that_does_not_fit_is_refused(family_of, tmp_path):
+    for file, old, new, message in (
+        ("tokenizer.json", "</img>", "</imp>", r"tokenizer has no </img>.*around each image"),
+        ("preprocessor_config.json", '"width": 56', '"width": 84', r"tiles of 84x56 pixels.*set size to"),
+    ):
+        folder = shutil.copytree(family_of("internvl").path, tmp_path / file)
+        for path in (folder / file, *folder.glob(f"{Path(file).stem}_*.json")):
+            path.write_text(path.read_text().replace(old, new))
+        with pytest.raises(EnvironmentProblem, match=message):
+            load_family(str(folder))
 
 
 @pytest.mark.parametrize("decoder", ["qwen3", "llama"])
 def test_decoders_of_other_sizes_of_internvl(tmp_path, image, decoder):
     folder = tiny.build("internvl", tmp_path, text={"model_type": decoder})
     family = load_family(folder)
-    prompt = family.render([Message(role="user", parts=(image(140, 84, 1), "why?"))])
-    sampling = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
-    request = Request(key="a", ids=prompt.ids, media=prompt.media, sampling=sampling)
+    prompts = [family.render(ask(image(140, 84, 1), "why?"))]
     model = load_model(family, dtype=torch.float32, device=CPU)
-    (ours,) = generate(EmbeddedEngine(model, family), [request])
-    ids = torch.from_numpy(prompt.ids)[None]
-    stock = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    theirs = stock.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=8,
-        min_new_tokens=8,
-        suppress_tokens=np.flatnonzero(family.banned).tolist(),
-        eos_token_id=None,
-        **family.vision(prompt.media, CPU, torch.float32),
-    )
-    assert ours.ids.tolist() == theirs[0, len(prompt) :].tolist()
+    stock = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    assert ours(model, family, prompts) == stocks(stock, family, prompts)
     assert shape_of(model, family.tower_of).text.head_norms == (decoder == "qwen3")
 
 
@@ -195,10 +171,7 @@ def test_a_picture_is_its_middle_whatever_its_budget(family_of, image):
     wide = decode(image(112, 56, 3))
     grids = {family.measure(open_media(wide, max_pixels=n)) for n in (10_000, 3136, 1_000_000)}
     assert grids == {((1, 4, 4), 16)}
-    spans = [
-        family.render([Message(role="user", parts=(open_media(each),))]).media[0]
-        for each in (wide, np.ascontiguousarray(wide[:, 28:84]))
-    ]
+    spans = [family.render(ask(open_media(each))).media[0] for each in (wide, np.ascontiguousarray(wide[:, 28:84]))]
     whole, middle = (family.vision([s], CPU, torch.float32)["pixel_values"] for s in spans)
     assert torch.equal(whole, middle)
 
@@ -232,14 +205,11 @@ def test_a_prompt_begins_as_the_tokenizer_begins_one(family_of):
     )
     assert not chat.knows_tools  # it prints any role
     assert family_of("internvl").chat.begin == family_of("llama").chat.begin == ()
-
-
-def test_a_begin_that_the_template_writes_is_not_doubled(family_of):
-    template = "{{ bos_token }}" + family_of("llava").chat.template
-    family = load_family(family_of("llava").path, chat_template=template)
-    ids = family.render([Message(role="user", parts=("x",))]).ids.tolist()
-    assert ids == family_of("llava").render([Message(role="user", parts=("x",))]).ids.tolist()
-    assert family.chat.begin == ()
+    writes = load_family(family_of("llava").path, chat_template="{{ bos_token }}" + chat.template)
+    assert (
+        writes.chat.begin == ()
+        and writes.render(ask("x")).ids.tolist() == family_of("llava").render(ask("x")).ids.tolist()
+    )
 
 
 @pytest.mark.parametrize(
@@ -260,22 +230,18 @@ def test_features_are_those_of_the_layers_that_the_config_names(changed, image, 
     stock = LlavaForConditionalGeneration.from_pretrained(family.path, ignore_mismatched_sizes=True)
     stock.save_pretrained(family.path)
     model = load_model(family, dtype=torch.float32, device=CPU)
-    (span,) = family.render([Message(role="user", parts=(image(97, 61, 2),))]).media
+    (span,) = family.render(ask(image(97, 61, 2))).media
     assert span.length == tokens
     pixels = family.vision([span], CPU, torch.float32)["pixel_values"]
     with torch.no_grad():
         (wanted,) = stock.eval().get_image_features(pixels, return_dict=True).pooler_output
         made = family.features(model, family.media([span]))
     assert made.shape == (tokens, 64) and (made - wanted).abs().max() < 1e-5
-    run = [not hasattr(each, "unread") for each in tower_layers(model)]
+    run = [not hasattr(each, "unread") for each in model.model.vision_tower.encoder.layers]
     assert run == [True, True, layer == -1]
     assert model.state_dict().keys() == stock.state_dict().keys()
     with negated(model, family, "vision") as name, torch.no_grad():
         assert not torch.equal(family.features(model, family.media([span])), made), name
-
-
-def tower_layers(model):
-    return model.model.vision_tower.encoder.layers
 
 
 @pytest.mark.parametrize(
@@ -303,20 +269,14 @@ def test_ids_and_pixels_are_those_of_transformers(family_of, image, name, size):
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_other_media_are_refused(family_of, name):
+def test_other_media_and_who_needs_one_size_of_a_picture_are_refused(family_of, name):
     family = family_of(name)
     video = videos.open_video(np.zeros((4, 56, 56, 3), np.uint8), fps=2.0)
-    sound = sounds.open_sound(np.zeros(1600, np.float32))
-    for medium, wanted in ((video, "a model that sees videos"), (sound, "an audio model")):
+    for medium, wanted in ((video, "a model that sees videos"), (noise(0.1), "an audio model")):
         with pytest.raises(ConfigError, match=f"use {wanted}"):
-            family.render([Message(role="user", parts=(medium, "x"))])
-        with pytest.raises(DataError, match="sees images alone, but a row holds a"):
+            family.render(ask(medium, "x"))
+        with pytest.raises(DataError, match="takes text and image, but a row holds a"):
             family.measure(medium)
-
-
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_who_needs_one_size_of_a_picture_is_refused(family_of, name):
-    family = family_of(name)
     assert family.size_unit is None and family_of("qwen2_5_vl").size_unit == 28
     config = load_config(None, ["env.name=crop", "env.coordinates=absolute"])
     with pytest.raises(ConfigError, match=r"absolute: .* in squares.*use env.coordinates=milli"):

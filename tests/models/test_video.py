@@ -14,29 +14,16 @@ import torch
 from PIL import Image
 
 from saccade.config import DataConfig
-from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import DataError, EnvironmentProblem
-from saccade.forest.packing import pack
 from saccade.media.blob_file import named
 from saccade.media.images import ImageError, open_media
 from saccade.media.kinds import decode
-from saccade.models import tiny
-from saccade.models.families import load_family
-from saccade.models.load import load_model
 from saccade.plugins.media import videos
-from saccade.plugins.preferences.pairs import compared
-from saccade.recipes.to_trajectory import dialogue
 from saccade.system import codec
-from saccade.trainer import OWN
-from saccade.trainer.local import LocalBackend
-from saccade.types import Media, Message, Request, Sample, Sampling
+from saccade.types import Media, Request
+from tests.models.against import CPU, ask, assert_forests_are_plain_rows, film, kinds_of, ours, pair, theirs
 
-CPU = torch.device("cpu")
 NAMES = ("qwen2_vl", "qwen2_5_vl")
-
-
-def film(frames: int, height: int = 84, width: int = 112, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 255, (frames, height, width, 3), np.uint8)
 
 
 def animation(pixels: np.ndarray, duration: int = 250) -> bytes:
@@ -44,16 +31,6 @@ def animation(pixels: np.ndarray, duration: int = 250) -> bytes:
     first, *rest = (Image.fromarray(frame) for frame in pixels)
     first.save(file, "WEBP", save_all=True, append_images=rest, duration=duration, lossless=True, exact=True)
     return file.getvalue()
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    home = tmp_path_factory.mktemp("models")
-    return {name: tiny.build(name, home / name) for name in NAMES}
-
-
-def ask(*parts: str | Media) -> tuple[Message, ...]:
-    return (Message(role="user", parts=parts),)
 
 
 # -- references ------------------------------------------------------------------------------------
@@ -169,8 +146,8 @@ def test_an_animation_in_a_file_is_decoded_and_a_changed_one_refused(tmp_path: P
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_and_positions_are_those_of_transformers(name, folders):
-    family = load_family(folders[name])
+def test_tokens_and_positions_are_those_of_transformers(name, family_of, load):
+    family = family_of(name)
     media = videos.open_video(animation(film(8, 84, 140)), fps=4.0)
     picture = open_media(film(1, 56, 84)[0])
     rendered = family.render(ask(picture, "see", media, "what?"))
@@ -179,13 +156,10 @@ def test_tokens_and_positions_are_those_of_transformers(name, folders):
     assert [span.length for span in spans] == [6, 60]
     video_id = family.chat.placeholders["video"]
     assert (rendered.ids[spans[1].start : spans[1].end] == video_id).all()
-    kinds = np.zeros(len(rendered), np.int64)
-    for kind, span in enumerate(spans, start=1):
-        kinds[span.start : span.end] = kind
-    model = load_model(family, dtype=torch.float32, device=CPU)
     vision = dict(family.vision(spans, CPU, torch.float32))
     grids = {key: value for key, value in vision.items() if "pixel" not in key}
-    wanted, _ = model.model.get_rope_index(torch.from_numpy(rendered.ids)[None], torch.from_numpy(kinds)[None], **grids)
+    rope_index = load(name).model.get_rope_index
+    wanted, _ = rope_index(torch.from_numpy(rendered.ids)[None], kinds_of(rendered), **grids)
     # transformers goes on behind the rows and columns of a video, Qwen's own code behind its time
     # as well: the two agree up to there.
     ours = family.positions(len(rendered), spans)
@@ -194,8 +168,8 @@ def test_tokens_and_positions_are_those_of_transformers(name, folders):
     assert ours[0, end] == ours[:, spans[1].start : end].max() + 1
 
 
-def test_the_clock_spaces_the_layers_of_qwen2_5(folders):
-    family = load_family(folders["qwen2_5_vl"])
+def test_the_clock_spaces_the_layers_of_qwen2_5(family_of):
+    family = family_of("qwen2_5_vl")
     pace = 4  # tokens per second of the config
     for fps, step in ((1.0, 2 * pace), (2.0, pace), (4.0, pace // 2)):
         media = videos.open_video(film(6, 56, 56), fps=fps)
@@ -204,8 +178,8 @@ def test_the_clock_spaces_the_layers_of_qwen2_5(folders):
         assert np.unique(times).tolist() == [0, step, 2 * step]
 
 
-def test_patches_hold_two_frames_in_the_order_of_the_tower(folders):
-    family = load_family(folders["qwen2_5_vl"])
+def test_patches_hold_two_frames_in_the_order_of_the_tower(family_of):
+    family = family_of("qwen2_5_vl")
     pixels = film(4, 56, 84)
     video, picture = videos.open_video(pixels), open_media(pixels[0])
     still = videos.open_video(np.stack([pixels[0], pixels[0]]))
@@ -220,18 +194,14 @@ def test_patches_hold_two_frames_in_the_order_of_the_tower(folders):
     assert torch.equal(made[1]["pixel_values"], made[2]["pixel_values_videos"])
 
 
-def test_a_frame_has_a_budget_of_its_own(folders):
-    family = load_family(folders["qwen2_vl"])
+def test_a_frame_has_a_budget_of_its_own(family_of):
+    family = family_of("qwen2_vl")
     limits = DataConfig(max_frame_pixels=56 * 56)
     media = videos.open_video(film(4, 224, 224), limits=limits)
     assert family.measure(media) == ((2, 4, 4), 8)
     assert family.measure(replace(media, max_pixels=112 * 112)) == ((2, 8, 8), 32)
-
-
-def test_a_video_family_hears_nothing(folders):
-    family = load_family(folders["qwen2_vl"])
     sound = Media(hash="s", kind="audio", width=16000, height=1, data=b"x")
-    with pytest.raises(DataError, match="hears nothing"):
+    with pytest.raises(DataError, match="takes text and image and video, but a row holds a sound"):
         family.measure(sound)
 
 
@@ -239,73 +209,27 @@ def test_a_video_family_hears_nothing(folders):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_answers_are_those_of_transformers(name, folders):
-    from transformers import AutoModelForImageTextToText
-
-    family = load_family(folders[name])
-    reference = AutoModelForImageTextToText.from_pretrained(folders[name], dtype=torch.float32)
+def test_greedy_answers_are_those_of_transformers(name, family_of, load, stock):
+    family = family_of(name)
     # As many layers as rows, at a step of one: there transformers and Qwen count alike.
     video = videos.open_video(film(6, 84, 112, seed=1), fps=8.0 if name == "qwen2_5_vl" else 2.0)
     other = videos.open_video(animation(film(4, 56, 84, seed=2), 125), fps=8.0)
     picture = open_media(film(1, 56, 56)[0])
     asked = [ask(video, "a"), ask("x", picture, other, "why"), ask(other, video, picture), ask("a")]
     prompts = [family.render(messages) for messages in asked]
-    requests = [
-        Request(key=str(n), ids=p.ids, media=p.media, sampling=Sampling(temperature=0.0, max_tokens=8))
-        for n, p in enumerate(prompts)
-    ]
-    engine = EmbeddedEngine(load_model(family, dtype=torch.float32, device=CPU), family)
-    for request in requests:
-        engine.submit(request)
-    answers = {}
-    while len(answers) < len(requests):
-        answers |= {done.key: done for done in engine.poll()}
-    banned = np.flatnonzero(family.banned).tolist()
-    for request, prompt in zip(requests, prompts, strict=True):
-        ids = torch.from_numpy(prompt.ids)[None]
-        kinds = torch.zeros_like(ids)
-        for span in prompt.media:
-            kinds[:, span.start : span.end] = 1 if span.media.kind == "image" else 2
-        vision = dict(family.vision(prompt.media, CPU, torch.float32))
-        theirs = reference.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=8,
-            suppress_tokens=banned,
-            **vision,
-            **({"mm_token_type_ids": kinds} if vision else {}),
-        )
-        assert answers[request.key].ids.tolist() == theirs[0, len(prompt) :].tolist()
+    assert ours(load(name), family, prompts) == theirs(stock(name), family, prompts)
 
 
-def test_rows_with_videos_train_in_forests(folders):
-    """SFT and DPO rows: the video stands in the trunk once, the loss is that of single rows."""
-    family = load_family(folders["qwen2_5_vl"])
-    model = load_model(family, dtype=torch.float32, device=CPU)
-    video = videos.open_video(film(4, 56, 84))
-    reply = Message(role="assistant", parts=("a cat",))
-    other = Message(role="assistant", parts=("dogs",))
-    sample = Sample(id="s", messages=ask(video, "what?"), candidates=((reply,), (other,)))
-    pair = compared(sample, family)
-    (forest,) = pack([pair], positions=family.positions, micro_tokens=4096)
-    assert len(forest.media) == 1 and len(forest.keys) == 2
-    backend = LocalBackend(model, family)
-    ((together, _),) = backend.logprobs([forest], OWN)
-    apart = []
-    for candidate in sample.candidates:
-        row = dialogue(replace(sample, messages=(*sample.messages, *candidate)), family, "assistant")
-        batches = pack([row], positions=family.positions, micro_tokens=4096)
-        ((found, _),) = backend.logprobs(batches, OWN)
-        apart.append(found)
-    assert np.abs(together - np.concatenate(apart)).max() < 1e-5
+def test_rows_with_videos_train_in_forests(family_of, load):
+    sample = pair(videos.open_video(film(4, 56, 84)), "what?")
+    assert_forests_are_plain_rows(load("qwen2_5_vl"), family_of("qwen2_5_vl"), sample)
 
 
 # -- across processes ------------------------------------------------------------------------------
 
 
-def test_a_video_travels_to_engines(folders):
-    family = load_family(folders["qwen2_vl"])
+def test_a_video_travels_to_engines(family_of):
+    family = family_of("qwen2_vl")
     for media in (videos.open_video(film(4)), videos.open_video(animation(film(4)))):
         prompt = family.render(ask(media, "x"))
         arrays: codec.Arrays = {}

@@ -26,7 +26,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    from saccade.models.tiny import build
+    from saccade.plugins.families.tiny import build
     from saccade.plugins.quickstart.quickstart import WORDS
 
     path = build("qwen3", tmp_path_factory.mktemp("model"), words=WORDS)

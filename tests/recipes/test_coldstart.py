@@ -13,8 +13,8 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError, DataError
 from saccade.media.images import decode
-from saccade.models import tiny
 from saccade.models.families import Family, load_family
+from saccade.plugins.families import tiny
 from saccade.plugins.visual_search import coldstart
 from saccade.plugins.visual_search.search_expert import AGAIN, call, demonstration
 from saccade.plugins.visual_search.search_scenes import search_split, write_search

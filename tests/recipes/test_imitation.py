@@ -20,7 +20,7 @@ from saccade.types import Message, Sample
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    from saccade.models.tiny import build
+    from saccade.plugins.families.tiny import build
     from saccade.plugins.quickstart.quickstart import WORDS
 
     return build("qwen2_5_vl", tmp_path_factory.mktemp("teacher"), words=WORDS, seed=7)

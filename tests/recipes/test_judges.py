@@ -13,7 +13,7 @@ import pytest
 from benchmarks.generative_judge import PHRASES, SAID, write_rows
 from saccade.config import DataSource, load
 from saccade.errors import DataError
-from saccade.models.tiny import build
+from saccade.plugins.families.tiny import build
 from saccade.recipes import evaluate, model_setup, questions, rl, sft
 
 STEPS = 28

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError
-from saccade.models.tiny import build
+from saccade.plugins.families.tiny import build
 from saccade.plugins.preferences import dpo
 from saccade.plugins.quickstart.quickstart import WORDS
 from saccade.plugins.reward_models import reward_training

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 from saccade.config import load
 from saccade.errors import ConfigError
-from saccade.models import tiny
 from saccade.models.files import SERIES_FILE
 from saccade.plugins.check_data import check_data
-from saccade.plugins.estimate.model_size import empty_model
+from saccade.plugins.estimate.batch_plan import empty_model
 from saccade.plugins.export.export import export
+from saccade.plugins.families import tiny
 from saccade.plugins.preferences import dpo
 from saccade.plugins.reward_models import reward_training
 from saccade.recipes import evaluate, model_setup, rl, sft

@@ -37,7 +37,7 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory) -> str:
-    from saccade.models.tiny import build
+    from saccade.plugins.families.tiny import build
 
     return build("qwen2_5_vl", tmp_path_factory.mktemp("caller"), words=WORDS)
 

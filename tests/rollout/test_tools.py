@@ -251,7 +251,7 @@ def caller(tmp_path_factory):
 
     from saccade.models.families import load_family
     from saccade.models.load import load_model
-    from saccade.models.tiny import build
+    from saccade.plugins.families.tiny import build
 
     words = [
         call(0, 0, 0.5, 0.5),

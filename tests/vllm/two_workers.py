@@ -14,7 +14,7 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.media.images import open_media
 from saccade.models.families import load_family
 from saccade.models.load import load_model
-from saccade.models.tiny import build as build_model
+from saccade.plugins.families.tiny import build as build_model
 from saccade.trainer.local import LocalBackend
 from saccade.types import Message, Request, Sampling
 

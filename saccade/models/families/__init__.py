@@ -10,8 +10,8 @@ at a model type.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,33 +21,23 @@ import numpy as np
 
 from saccade.config import SeriesConfig
 from saccade.errors import EnvironmentProblem
+from saccade.media.images import ImageError
+from saccade.media.kinds import KINDS
 from saccade.media.pixel_cache import ImageCache, in_background
 from saccade.models.chat import Chat, Grid, load_chat
-from saccade.models.families import qwen_vl, text
+from saccade.models.families import qwen_vl
+from saccade.models.files import described
 from saccade.registry import Table
+from saccade.system.contents import File
 from saccade.types import Media, MediaSpan, Message, Rendered
 
 # Special tokens of other modalities that some text tokenizers carry too.
 PLACEHOLDER_TOKENS = (
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<|vision_pad|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|audio_pad|>",
-    "<|audio_bos|>",
-    "<|audio_eos|>",
-    "<|AUDIO|>",
-    "<|IMAGE|>",
-    "<|VIDEO|>",
-    "<|vision_bos|>",
-    "<|vision_eos|>",
-    "<img>",
-    "</img>",
-    "<IMG_CONTEXT>",
-    "<image>",
-    "<video>",
+    *("<|image_pad|>", "<|video_pad|>", "<|vision_pad|>", "<|vision_start|>", "<|vision_end|>", "<|audio_pad|>"),
+    *("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>", "<|IMAGE|>", "<|VIDEO|>", "<|vision_bos|>", "<|vision_eos|>"),
+    *("<img>", "</img>", "<IMG_CONTEXT>", "<image>", "<video>"),
 )
+NO_PIXELS = ImageCache(0, make=lambda media: np.empty(0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +46,8 @@ class FamilySpec:
 
     auto_class: str  # of transformers
     towers: Mapping[str, tuple[str, ...]]  # name → prefixes of its parameters
-    bind: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
+    # (config.json, settings of the processor) → fields of `Family`; those of text are the defaults
+    bind: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] = lambda config, processor: {}
     placeholders: tuple[str, ...] = ()  # config keys of ids that are never sampled
     media_tokens: Mapping[str, str] = field(default_factory=dict)  # kind of media → config key of
     # the id that is expanded
@@ -71,8 +62,17 @@ class FamilySpec:
         return self.media_tokens.get("image")
 
 
-_TEXT = FamilySpec(auto_class="AutoModelForCausalLM", towers={"llm": ("model.",)}, bind=text.bind)
-_MIXTURE = replace(_TEXT, prepare=text.refuse_noise)
+def refuse_noise(model: Any) -> None:
+    """Random routes in training would be those of another policy than the one that answered."""
+    noise = getattr(model.config, "router_jitter_noise", 0.0)
+    if noise:
+        raise EnvironmentProblem(
+            f"router_jitter_noise={noise:g} in the model's config.json makes experts random in training; set it to 0"
+        )
+
+
+_TEXT = FamilySpec(auto_class="AutoModelForCausalLM", towers={"llm": ("model.",)})
+_MIXTURE = replace(_TEXT, prepare=refuse_noise)
 _QWEN_VL = FamilySpec(
     auto_class="AutoModelForImageTextToText",
     towers={"projector": ("model.visual.merger.",), "vision": ("model.visual.",), "llm": ("model.language_model.",)},
@@ -84,32 +84,30 @@ _QWEN_VL = FamilySpec(
 # Its videos are told apart by times in the text, which no row is rendered with yet.
 _QWEN3_VL = replace(
     _QWEN_VL,
-    towers={
-        "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
-        "vision": ("model.visual.",),
-        "llm": ("model.language_model.",),
-    },
+    towers={**_QWEN_VL.towers, "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list.")},
     media_tokens={"image": "image_token_id"},
     prepare=qwen_vl.prepare_deepstack,
 )
 FAMILIES: Table[FamilySpec] = Table(
     "families",
     {
-        "qwen2_vl": _QWEN_VL,
-        "qwen2_5_vl": _QWEN_VL,
-        "qwen3_vl": _QWEN3_VL,
-        "qwen3_vl_moe": _QWEN3_VL,
-        "qwen2": _TEXT,
-        "qwen3": _TEXT,
-        "llama": _TEXT,
-        "mixtral": _MIXTURE,
-        "qwen2_moe": _MIXTURE,
-        "qwen3_moe": _MIXTURE,
+        **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN_VL),
+        **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _QWEN3_VL),
+        **dict.fromkeys(("qwen2", "qwen3", "llama"), _TEXT),
+        **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), _MIXTURE),
     },
 )
 
 # Published in formats that need code of their own, and in that of transformers.
 CONVERTED = {"internvl_chat": "use its conversion, whose name ends in -hf"}
+
+
+def text_positions(length: int, media: tuple[MediaSpan, ...]) -> np.ndarray:
+    return np.arange(length)[None]
+
+
+def _unused(*arguments: Any) -> Any:
+    raise AssertionError("this family has no such media, or engines that ask for it are refused")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,24 +118,24 @@ class Family:
     path: str
     spec: FamilySpec
     chat: Chat
-    axes: int  # of position ids
     vocabulary: int
     banned: np.ndarray  # [vocabulary] bool: never sampled, masked in the trainer's softmax
     max_positions: int
-    measure: Callable[[Media], tuple[Grid, int]]
-    positions: Callable[[int, tuple[MediaSpan, ...]], np.ndarray]
-    picture: Callable[[Media], np.ndarray]  # [height, width, 3] bytes, as large as it is seen;
-    # of a video [frames, height, width, 3]
-    untouched: Callable[[int, int], Mapping[str, int]]  # (most tokens, most pixels) → `size` of
-    # the model's own processor with which it leaves such pictures as they are
-    cache: Callable[[Media], ImageCache]  # what makes and keeps that which the model reads of it
-    media: Callable[[Sequence[MediaSpan]], Mapping[str, Any]]  # what `features` reads, on the host
-    features: Callable[[Any, Mapping[str, Any]], Any]  # (model, media) → [media tokens, hidden], or
-    # a multiple of hidden: what the first decoder layers add follows
-    vision: Callable[..., Mapping[str, Any]]  # (spans, device, dtype) → arguments of the forward
-    unit: int  # pixels of a side that are seen as one token
+    axes: int = 1  # of position ids
+    measure: Callable[[Media], tuple[Grid, int]] = _unused
+    positions: Callable[[int, tuple[MediaSpan, ...]], np.ndarray] = text_positions
+    picture: Callable[[Media], np.ndarray] = _unused  # [height, width, 3] bytes, as large as it is
+    # seen; of a video [frames, height, width, 3]
+    untouched: Callable[[int, int], Mapping[str, int]] = lambda tokens, pixels: {}  # (most tokens,
+    # most pixels) → `size` of the model's processor with which it leaves such pictures as they are
+    cache: Callable[[Media], ImageCache] = lambda media: NO_PIXELS  # makes and keeps what the model reads of it
+    media: Callable[[Sequence[MediaSpan]], Mapping[str, Any]] = _unused  # what `features` reads, on the host
+    features: Callable[[Any, Mapping[str, Any]], Any] = _unused  # (model, media) → [media tokens,
+    # hidden], or a multiple of hidden: what the first decoder layers add follows
+    vision: Callable[..., Mapping[str, Any]] = lambda spans, device, dtype: {}  # arguments of transformers' forward
+    unit: int = 1  # pixels of a side that are seen as one token
     budget: Callable[[int, int], Mapping[str, Any]] = lambda low, high: {}  # (min_pixels,
-    # max_pixels) → settings of the model's own processor that show as much of a picture
+    # max_pixels) → settings of the model's processor that show as much of a picture
     shown: Mapping[str, Any] = field(default_factory=dict)  # those of the run, for what it saves
     series: SeriesConfig | None = None  # of the encoder that was plugged in, if there is one
 
@@ -173,23 +171,37 @@ class Family:
         return next((name for name, prefixes in self.spec.towers.items() if parameter.startswith(prefixes)), "llm")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PluggedTower:
+    """A tower that a plugin puts beside those of a family, such as an encoder of time series."""
+
+    plug: Callable[[Family, Any], Family]  # the family with the tower, if its settings ask for one
+    attach: Callable[..., None]  # (model, family, seed=): gives the model the tower's module
+    detached: Callable[[Any], AbstractContextManager[Any]]  # inside, the model is without it
+    file: Callable[..., File]  # (module, copy=): its weights, beside those of the model
+    fingerprint: Callable[[Any], bytes]  # of the settings that decide how many tokens it makes
+
+
+TOWERS: Table[PluggedTower] = Table("towers", {})
+
+
 def load_family(
     path: str, *, name: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> Family:
     """Reads the folder's config, tokenizer and processor settings; no weights."""
-    config = _read_json(path, "config.json")
+    config = described(Path(path))
+    if not config:
+        raise EnvironmentProblem(f"{path} is no model folder: it has no config.json")
     name = name or config.get("model_type", "")
-    spec = FAMILIES.get(name)
-    if spec is None:
-        spec = _generic(name, config, path)
+    spec = FAMILIES.get(name) or _generic(name, config, path)
     config = config.get(spec.section, config)
     text_config = config.get("text_config", config)
-    generation = _read_json(path, "generation_config.json", required=False)
-    eos = generation.get("eos_token_id", [])
+    eos = described(Path(path), "generation_config.json").get("eos_token_id", [])
     chat = load_chat(
         path,
         placeholders={kind: config[k] for kind, k in spec.media_tokens.items() if k in config},
-        template=chat_template or _processor_template(path),
+        # Older folders keep the template that knows images beside a tokenizer whose template knows text only.
+        template=chat_template or described(Path(path), "chat_template.json").get("chat_template"),
         brackets=spec.brackets,
         begins=bool(spec.media_tokens),
         eos_ids=eos if isinstance(eos, list) else [eos],
@@ -197,11 +209,21 @@ def load_family(
     )
     vocabulary = int(text_config.get("vocab_size", config.get("vocab_size", len(chat.tokenizer))))
     try:
-        bound = spec.bind(config, _processor_settings(path))
+        bound = dict(spec.bind(config, _processor_settings(Path(path))))
     except KeyError as missing:
         raise EnvironmentProblem(
             f"{path}/config.json: no {missing}, which {name} models have; is the file whole?"
         ) from None
+    measured = bound.pop("measure", _unused)
+
+    def measure(media: Media) -> tuple[Grid, int]:
+        if media.kind not in spec.media_tokens:
+            raise ImageError(
+                f"this model takes {' and '.join(('text', *spec.media_tokens))}, but a row holds "
+                f"{KINDS[media.kind].article} ({media.path or media.hash[:12]})"
+            )
+        return measured(media)
+
     return Family(
         name=name,
         path=path,
@@ -210,6 +232,7 @@ def load_family(
         vocabulary=vocabulary,
         banned=_banned(chat, vocabulary, [config.get(key) for key in spec.placeholders]),
         max_positions=_max_positions(text_config),
+        measure=measure,
         **bound,
     )
 
@@ -236,8 +259,8 @@ def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
     """
     modalities = [key for key in config if key.endswith("_config") and key != "text_config"]
     if not name or any(key.startswith(("vision", "audio", "speech", "image")) for key in modalities):
-        other = CONVERTED.get(name, f"known are {', '.join(FAMILIES)}")
-        raise EnvironmentProblem(f"{path}: model_type {name!r} is multimodal and not known; {other}")
+        other = CONVERTED.get(name, f"use one of {', '.join(FAMILIES)}")
+        raise EnvironmentProblem(f"{path}: model_type {name!r} is multimodal and not supported; {other}")
     kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if "num_attention_heads" not in config or kinds:
         what = f"has layers of type {', '.join(sorted(kinds))}" if kinds else "has no attention heads"
@@ -248,22 +271,10 @@ def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
     return _TEXT
 
 
-def _processor_settings(path: str) -> dict[str, Any]:
-    """Of what reads pictures and sounds: in a file of its own, in newer folders as parts of that of
-    the whole processor.
-    """
-    settings = _read_json(path, "preprocessor_config.json", required=False)
-    whole = _read_json(path, "processor_config.json", required=False)
-    for part in ("feature_extractor", "image_processor"):
-        settings |= whole.get(part) or {}
-    return settings
-
-
-def _processor_template(path: str) -> str | None:
-    """Older folders keep the template that knows images in chat_template.json, beside a tokenizer
-    whose own template knows text only.
-    """
-    return _read_json(path, "chat_template.json", required=False).get("chat_template")
+def _processor_settings(folder: Path) -> dict[str, Any]:
+    """Of what reads pictures and sounds: a file, in newer folders parts of that of the whole processor."""
+    settings, whole = (described(folder, f"{name}_config.json") for name in ("preprocessor", "processor"))
+    return settings | (whole.get("feature_extractor") or {}) | (whole.get("image_processor") or {})
 
 
 def _banned(chat: Chat, vocabulary: int, ids: Sequence[int | None]) -> np.ndarray:
@@ -274,12 +285,3 @@ def _banned(chat: Chat, vocabulary: int, ids: Sequence[int | None]) -> np.ndarra
         if token is not None and token < vocabulary:
             banned[token] = True
     return banned
-
-
-def _read_json(path: str, name: str, *, required: bool = True) -> dict[str, Any]:
-    file = Path(path) / name
-    if not file.is_file():
-        if required:
-            raise EnvironmentProblem(f"{path} is no model folder: it has no {name}")
-        return {}
-    return json.loads(file.read_text(encoding="utf-8"))

@@ -9,21 +9,25 @@ N patches, F frames in a patch (of an image 1, which is seen F times).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image
 
-from saccade.media.images import ImageError, resized_size
+from saccade.media.images import resized_size
 from saccade.media.kinds import KINDS
 from saccade.media.pixel_cache import DECODED, ImageCache
-from saccade.models.families.pixels import CACHE_BYTES, CLIP_MEAN, CLIP_STD, normalised, resized
 from saccade.types import Media, MediaSpan
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+# Kept in memory: about 1,700 images of a megapixel, or every image of a small task.
+CACHE_BYTES = 2 << 30
 Clock = Callable[[np.ndarray, float], np.ndarray]  # (layers, frames per second) → places in time
 
 
@@ -63,22 +67,20 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
         },
         "media": partial(
             host_media,
-            cache=kept,
+            kept=kept,
             merge=merge,
             patch=patch,
             window=vision.get("window_size", 112) if newer else None,
             side=int(table**0.5) if table else None,
         ),
         "features": partial(features, pixels=pixels),
-        "vision": partial(forward_arguments, cache=kept, pixels=pixels, seconds=frames if newer else None),
+        "vision": partial(forward_arguments, kept=kept, pixels=pixels, seconds=frames if newer else None),
         "unit": patch * merge,
     }
 
 
 def measure(media: Media, *, patch: int, merge: int, frames: int) -> tuple[tuple[int, int, int], int]:
     """Grid and placeholder count from the header alone."""
-    if media.kind == "audio":
-        raise ImageError(f"this model hears nothing, but a row holds a sound ({media.path})")
     height, width = resized_size(
         media.width, media.height, unit=patch * merge, min_pixels=media.min_pixels, max_pixels=media.max_pixels
     )
@@ -135,13 +137,7 @@ def patches(pixels: np.ndarray, patch: int, merge: int, frames: int) -> np.ndarr
 
 
 def host_media(
-    spans: Sequence[MediaSpan],
-    *,
-    cache: ImageCache,
-    merge: int,
-    patch: int,
-    window: int | None,
-    side: int | None = None,
+    spans: Sequence[MediaSpan], *, kept: ImageCache, merge: int, patch: int, window: int | None, side: int | None = None
 ) -> Mapping[str, Any]:
     """Patches, and what the tower would otherwise read back from the device to find its windows and
     segments: tensors on the host, and numbers.
@@ -152,7 +148,7 @@ def host_media(
     grids = torch.tensor([span.grid for span in spans])
     segments = vision_utils.get_vision_cu_seqlens(grids)
     made = {
-        "patches": _all_patches(spans, cache),
+        "patches": _all_patches(spans, kept),
         "grid_thw": grids,
         "position_ids": vision_utils.get_vision_position_ids(grids, merge),
         "cu_seqlens": segments,
@@ -189,7 +185,7 @@ def forward_arguments(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    cache: ImageCache,
+    kept: ImageCache,
     pixels: Callable[..., Tensor],
     seconds: int | None,
 ) -> Mapping[str, Any]:
@@ -202,7 +198,7 @@ def forward_arguments(
     for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         shown = [span for span in spans if span.media.kind == kind]
         if shown:
-            made[name] = pixels(_all_patches(shown, cache).to(device), dtype)
+            made[name] = pixels(_all_patches(shown, kept).to(device), dtype)
             made[f"{kind}_grid_thw"] = torch.tensor([span.grid for span in shown], device=device)
     rates = [span.media.fps for span in spans if span.media.kind == "video"]
     if rates and seconds is not None:
@@ -210,11 +206,11 @@ def forward_arguments(
     return made
 
 
-def _all_patches(spans: Sequence[MediaSpan], cache: ImageCache) -> Tensor:
+def _all_patches(spans: Sequence[MediaSpan], kept: ImageCache) -> Tensor:
     """[N, 3, F, P, P]. Images beside a video are repeated here, else on the device."""
     import torch
 
-    made = cache.get_all([span.media for span in spans])
+    made = kept.get_all([span.media for span in spans])
     inside = max(each.shape[2] for each in made)
     same = [np.broadcast_to(each, (*each.shape[:2], inside, *each.shape[3:])) for each in made]
     return torch.from_numpy(np.concatenate(same))
@@ -256,3 +252,28 @@ def prepare_deepstack(model: Any) -> None:
         return hidden.index_add(1, places, added[None])
 
     decoder._deepstack_process = add
+
+
+# -- what other families do alike with pictures -----------------------------------------------------
+
+
+def resized(pixels: np.ndarray, *, size: tuple[int, int]) -> np.ndarray:
+    """[height, width, 3] bytes of a (width, height)."""
+    if pixels.shape[1::-1] == size:
+        return pixels
+    return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
+
+
+def normalised(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """[N, 3, …] bytes → as many numbers around 0."""
+    shape = (1, 3, *[1] * (pixels.ndim - 2))
+    centre, spread = (_constants(values, pixels.device).view(shape) for values in (mean, std))
+    return (pixels.float() * (1 / 255) - centre) / spread
+
+
+@cache
+def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """On the device once: to copy them is to wait for it."""
+    import torch
+
+    return torch.tensor(values, device=device)

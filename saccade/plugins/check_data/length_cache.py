@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from saccade.config import Config
-from saccade.models.families import Family
-from saccade.models.towers import TOWERS
+from saccade.models.families import TOWERS, Family
 from saccade.run.folder import write_whole
 from saccade.types import Message, Sample
 

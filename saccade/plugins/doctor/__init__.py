@@ -1,9 +1,9 @@
 """What keeps a run from working here: packages, devices, engines, disk, and of a model its files,
 its chat template and whether everyone who computes with it gets the same numbers.
 
-A table names each check; a check yields rows `(status, text, fix)`, without a fix where it is ok or
-a note: worth knowing, nothing to do about it yet. Nothing is written or left running, and torch is
-imported only where it can be said that it is missing.
+A check is a row `(name, function)`; it yields findings `(status, text, fix)`, without a fix where it
+is ok or a note. Nothing is written or left running, and torch is imported only where a check can
+say that it is missing.
 
     run(load(None, ["model.path=my-model"]))
 """
@@ -12,32 +12,28 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from saccade.config import Config
 from saccade.errors import EnvironmentProblem, SaccadeError
-from saccade.plugins.doctor import machine
+from saccade.plugins.doctor import machine, model_files
 
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "failure": "red"}
 RERUN = "fix this and run doctor again"  # of an error, whose text ends with what helps
-Check = tuple[str, Callable[[], Iterator[tuple[str, ...]]]]
+Rows = Iterator[tuple[str, ...]]
+Check = tuple[str, Callable[[], Rows]]
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     name: str
     status: str
     text: str
     fix: str = ""
-
-    def __post_init__(self) -> None:
-        assert self.fix or self.status in ("ok", "note"), f"{self.name}: no fix"
 
 
 def run(config: Config, *, as_json: bool = False) -> None:
@@ -55,7 +51,7 @@ def run(config: Config, *, as_json: bool = False) -> None:
             if finding.fix:
                 console.print(Text(f"{'':<26}to fix it: {finding.fix}", style="dim"))
     if as_json:
-        print(json.dumps({"findings": [asdict(finding) for finding in found]}, indent=2))
+        print(json.dumps({"findings": [finding._asdict() for finding in found]}, indent=2))
     failed = [finding.name for finding in found if finding.status == "failure"]
     if failed:
         raise EnvironmentProblem(f"{len(failed)} of {len(found)} checks failed: {', '.join(dict.fromkeys(failed))}")
@@ -64,7 +60,7 @@ def run(config: Config, *, as_json: bool = False) -> None:
 
 
 def examine(config: Config) -> Iterator[Finding]:
-    """The machine, then the model if the config names one."""
+    """The machine, then the model if the config names one, up to its first failure."""
     rollout, path = config.rollout, config.model.path
     allowed = partial(import_module("saccade.checks").check, config, "chat")
     machine_checks: list[Check] = [
@@ -77,54 +73,37 @@ def examine(config: Config) -> Iterator[Finding]:
         ("loopback", partial(machine.loopback, rollout)),
         ("disk", partial(machine.disk, config.run.out)),
     ]
-    for check in machine_checks:
-        yield from look(check)[0]
+    for name, check in machine_checks:
+        yield from look(name, check)
+    stopped = False
     with tempfile.TemporaryDirectory(prefix="saccade-doctor-") as folder:
+        build: list[Check] = []
         if path.startswith("tiny:"):
-            kind, path = path.removeprefix("tiny:"), folder
             model = config.model.model_copy(update={"path": folder})
             config = config.model_copy(update={"model": model})
-            build = partial(_build_tiny, kind, folder, config.run.seed)
-            yield from look_in_turn([[("model", build)], *model_checks(config)])
-        elif path:
-            yield from look_in_turn(model_checks(config))
-
-
-def look(check: Check) -> tuple[list[Finding], bool]:
-    """What a check finds, and whether an error ended it: whatever a broken folder or library raises
-    is a finding, too.
-    """
-    name, rows = check
-    found: list[Finding] = []
-    try:
-        for row in rows():
-            found.append(Finding(name, *row))
-    except Exception as error:
-        text = str(error) if isinstance(error, SaccadeError) else f"{type(error).__name__}: {error}"
-        return [*found, Finding(name, "failure", text.strip()[:500], RERUN)], True
-    return found, False
-
-
-def look_in_turn(stages: Sequence[Sequence[Check]]) -> Iterator[Finding]:
-    """What the stages find, as far as it goes: what cannot be read cannot be rendered, nor loaded.
-    An error ends its stage, a failure all later ones.
-    """
-    failed = False
-    for stage in stages:
-        stopped = failed
-        for check in stage:
-            found = [Finding(check[0], "note", "not looked at: see above")]
-            if not stopped:
-                found, stopped = look(check)
-                failed |= any(finding.status == "failure" for finding in found)
+            build = [("model", partial(_build_tiny, path.removeprefix("tiny:"), folder, config.run.seed))]
+        for name, check in [*build, *model_checks(config)] if path else ():
+            found = [Finding(name, "note", "not looked at: see above")] if stopped else look(name, check)
+            stopped |= any(finding.status == "failure" for finding in found)
             yield from found
 
 
-def model_checks(config: Config) -> list[list[Check]]:
-    """Stages of checks, each of which needs what the earlier ones looked at."""
-    path, template, rollout = Path(config.model.path), config.prompt.chat_template, config.rollout
+def look(name: str, check: Callable[[], Rows]) -> list[Finding]:
+    """What a check finds: whatever a broken folder or library raises is a finding, too."""
+    found: list[Finding] = []
+    try:
+        for row in check():
+            found.append(Finding(name, *row))
+    except Exception as error:
+        text = str(error) if isinstance(error, SaccadeError) else f"{type(error).__name__}: {error}"
+        found.append(Finding(name, "failure", text.strip()[:500], RERUN))
+    return found
+
+
+def model_checks(config: Config) -> list[Check]:
+    """Each needs what the earlier ones looked at."""
+    path, rollout = Path(config.model.path), config.rollout
     embedded = config.model_copy(update={"rollout": rollout.model_copy(update={"engine": "embedded", "replicas": 0})})
-    part = cache(lambda name: import_module(f"saccade.plugins.doctor.{name}"))
 
     @cache
     def family() -> Any:
@@ -142,41 +121,40 @@ def model_checks(config: Config) -> list[list[Check]]:
         policy = load_policy(config, family(), train="full")
         return policy, LocalBackend(policy.model, family()), make_engine(embedded, policy)
 
-    def parity(asked: Any, engine: Any) -> Iterator[tuple[str, ...]]:
+    def rows() -> Rows:
+        from saccade.plugins.doctor.agreement import rows_agree
+
+        yield from rows_agree(*loaded()[1:])
+
+    def parity(asked: Config, engine: Any) -> Rows:
+        from saccade.plugins.doctor.agreement import questions
         from saccade.plugins.engines.parity import compare
 
-        samples = part("agreement").questions(family())
-        try:
-            yield "ok", str(compare(asked, engine, loaded()[1], samples, version=0))
-        except EnvironmentProblem as error:
-            yield "failure", str(error), RERUN
+        yield "ok", str(compare(asked, engine, loaded()[1], questions(family()), version=0))
 
-    def foreign() -> Iterator[tuple[str, ...]]:
+    def foreign() -> Rows:
         from saccade.recipes.engines import make_engine
 
-        policy, *_ = loaded()
         with (
             tempfile.TemporaryDirectory(prefix="saccade-doctor-") as logs,
-            closing(make_engine(config, policy, logs=Path(logs))) as engine,
+            closing(make_engine(config, loaded()[0], logs=Path(logs))) as engine,
         ):
             yield from parity(config, engine)
 
-    numbers: list[Check] = [
-        ("rows", lambda: part("agreement").rows_agree(*loaded()[1:])),
+    checks: list[Check] = [
+        ("model", lambda: model_files.check(path, bool(config.prompt.chat_template))),
+        ("tokenizer", lambda: model_files.tokenizer(family(), config.data)),
+        ("template", lambda: model_files.traps(family())),
+        ("rows", rows),
         ("parity embedded", lambda: parity(embedded, loaded()[2])),
     ]
     if rollout.engine not in ("embedded", "http") or rollout.replicas:
-        numbers.append((f"parity {rollout.engine}", foreign))
-    return [
-        [("model", lambda: part("model_files").check(path, bool(template)))],
-        [
-            ("tokenizer", lambda: part("template").tokenizer(family(), config.data)),
-            ("template", lambda: part("template").traps(family())),
-        ],
-        numbers,
-    ]
+        checks.append((f"parity {rollout.engine}", foreign))
+    return checks
 
 
-def _build_tiny(kind: str, folder: str, seed: int) -> Iterator[tuple[str, ...]]:
-    import_module("saccade.models.tiny").build(kind, folder, seed=seed)
+def _build_tiny(kind: str, folder: str, seed: int) -> Rows:
+    from saccade.plugins.families.tiny import build
+
+    build(kind, folder, seed=seed)
     yield from ()

@@ -80,14 +80,10 @@ def padded(backend: LocalBackend, members: Sequence[Trajectory]) -> np.ndarray:
         rows = [np.pad(row, (0, longest - len(row))) for row in values]
         return torch.from_numpy(np.stack(rows)).to(backend.device)
 
-    kinds = [np.zeros(len(member.ids), np.int64) for member in members]
-    for kind, member in zip(kinds, members, strict=True):
-        for span in member.media:
-            kind[span.start : span.end] = 1
     spans = [span for member in members for span in member.media]
     vision = dict(family.vision(spans, backend.device, backend.dtype))
     if vision and family.axes > 1:  # positions on several axes are found by them
-        vision["mm_token_type_ids"] = table(kinds)
+        vision["mm_token_type_ids"] = table([(~family.chat.is_text(member.ids)).astype(int) for member in members])
     model.eval().config._attn_implementation = "sdpa"  # type: ignore[union-attr]
     try:
         logits = model(

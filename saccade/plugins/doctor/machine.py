@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
-import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 from saccade.config import RolloutConfig
 from saccade.engines import INSTALL
 from saccade.system.disk import free_bytes, size, unwritable
 
-PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 LEAST_DISK, LEAST_SHARE = 10**10, 0.5  # free bytes; free share of a GPU's memory
 SHOWN_MODELS = 8  # of an endpoint that has many
 TORCH = 'pip install "torch>=2.11,<3"'
@@ -36,30 +31,20 @@ def packages() -> Rows:
     from packaging.requirements import Requirement
 
     found = []
-    for wanted in map(Requirement, requirements()):
+    asked = metadata.requires("saccade") if version_of("saccade") else ()  # else it runs from its sources
+    for wanted in map(Requirement, asked or ()):
         optional = "extra" in str(wanted.marker or "")
         if not optional and wanted.marker is not None and not wanted.marker.evaluate():
             continue
         name, version = wanted.name, version_of(wanted.name)
-        install = f'pip install "{name}{wanted.specifier}"'
-        if version is None and not optional:
-            yield "failure", f"{name} is missing", install
-        elif version is not None and not wanted.specifier.contains(version, prereleases=True):
-            status = "warning" if optional else "failure"
-            yield status, f"{name} {version} is outside {wanted.specifier}", install
-        elif version is not None and not optional:
-            found.append(f"{name} {version}")
+        if version is None and optional:
+            continue
+        if version is not None and wanted.specifier.contains(version, prereleases=True):
+            found += [] if optional else [f"{name} {version}"]
+            continue
+        text = f"{name} is missing" if version is None else f"{name} {version} is outside {wanted.specifier}"
+        yield "warning" if optional else "failure", text, f'pip install "{name}{wanted.specifier}"'
     yield "ok", ", ".join(found)
-
-
-def requirements() -> list[str]:
-    """Of the installed package, or of the source tree beside this file."""
-    try:
-        return metadata.requires("saccade") or []
-    except metadata.PackageNotFoundError:
-        text = PROJECT.read_text(encoding="utf-8") if PROJECT.is_file() else ""
-        block = re.search(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
-        return re.findall(r'"([^"]+)"', block[1]) if block else []
 
 
 def version_of(name: str) -> str | None:
@@ -69,18 +54,11 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def imported(name: str) -> Any:
-    """The module, or what went wrong: a library may be there and still not load."""
-    try:
-        return importlib.import_module(name)
-    except (ImportError, OSError, RuntimeError) as error:
-        return error
-
-
 def devices(wanted: str) -> Rows:
-    torch = imported("torch")
-    if isinstance(torch, Exception):
-        yield "failure", f"torch does not load: {torch}", TORCH
+    try:
+        import torch
+    except (ImportError, OSError, RuntimeError) as error:  # it may be there and still not load
+        yield "failure", f"torch does not load: {error}", TORCH
         return
     pages, page = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -91,8 +69,8 @@ def devices(wanted: str) -> Rows:
     yield "ok", host if gpus else f"{host}; no GPU"
     for index in range(gpus):
         free, total = torch.cuda.mem_get_info(index)
-        text = f"GPU {index}: {torch.cuda.get_device_name(index)}, "
-        text += f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        name = torch.cuda.get_device_name(index)
+        text = f"GPU {index}: {name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         if free < LEAST_SHARE * total:
             yield "warning", text, "something else uses it; nvidia-smi names the process"
         else:
@@ -100,12 +78,13 @@ def devices(wanted: str) -> Rows:
 
 
 def kernels() -> Rows:
-    torch = imported("torch")
-    if isinstance(torch, Exception):
+    try:
+        import torch
+    except (ImportError, OSError, RuntimeError):
         return  # said already
     if not torch.cuda.is_available():
         yield "ok", "dense attention of torch; a CPU needs no other"
-    elif not hasattr(imported("torch.nn.attention.varlen"), "varlen_attn"):
+    elif find_spec("torch.nn.attention.varlen") is None:
         text = "torch has no variable-length attention, on which training in half precision relies"
         yield "failure", text, f"{TORCH}, or use model.dtype=float32"
     elif find_spec("triton") is None:
@@ -163,24 +142,19 @@ def loopback(rollout: RolloutConfig) -> Rows:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
     except OSError as error:
-        yield (
-            "failure" if rollout.replicas > 0 or rollout.engine in INSTALL else "warning",
-            f"no port can be opened and reached on 127.0.0.1: {error}; a run needs it for "
-            "rollout.replicas and the engines vllm and sglang, nothing else does but "
-            "`chat --serve` and `serve-reward`",
-            "let this user listen on loopback, or use rollout.engine=embedded rollout.replicas=0",
-        )
+        status = "failure" if rollout.replicas > 0 or rollout.engine in INSTALL else "warning"
+        text = f"no port can be opened on 127.0.0.1 ({error}), which rollout.replicas, vllm, sglang and servers need"
+        yield status, text, "let this user listen on loopback, or use rollout.engine=embedded rollout.replicas=0"
     else:
         yield "ok", "ports on 127.0.0.1 open and answer"
 
 
 def disk(out: str) -> Rows:
-    if found := unwritable(out, "run.out"):
-        yield "failure", *found
-        return
     free = free_bytes(out)
     text = f"run.out={out} can be written, {size(free)} free"
-    if free < LEAST_DISK:
+    if found := unwritable(out, "run.out"):
+        yield "failure", *found
+    elif free < LEAST_DISK:
         yield "warning", text, "a checkpoint may not fit; use run.out on a larger disk"
     else:
         yield "ok", text

@@ -1,4 +1,7 @@
-"""The files of a model folder, read without torch: what is missing, cut short or does not fit."""
+"""A model folder, read without torch: files that are missing, cut short or do not fit; and what its
+tokenizer and chat template do to a conversation, found by rendering some: traps that have cost
+others whole runs.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from saccade.config import DataConfig
+from saccade.errors import ConfigError
+from saccade.models.families import Family
 from saccade.models.files import AGAIN, INDEX, SINGLE, header_of
 from saccade.system.disk import size
+from saccade.types import Media, Message
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
+WORD, OTHER = "qzxj", "vwkq"  # that no template says by itself
+USER, REPLY = Message(role="user", parts=(WORD,)), Message(role="assistant", parts=(WORD,))
+SYSTEM = Message(role="system", parts=(OTHER,))
+PICTURE = Media(hash="0", width=56, height=56, data=b"")
+ANOTHER = "give another template with prompt.chat_template=FILE"
+TOOLS = f"environments that answer as `tool` need another template: {ANOTHER}"
 
 Rows = Iterator[tuple[str, ...]]
+
+
+# -- files -----------------------------------------------------------------------------------------
 
 
 def check(path: Path, has_template: bool) -> Rows:
@@ -25,25 +41,19 @@ def check(path: Path, has_template: bool) -> Rows:
     if isinstance(config, Exception):
         yield "failure", f"{path}/config.json cannot be read: {config}", AGAIN
         config = {}
-    elif not config.get("model_type"):
-        yield "failure", f"{path}/config.json names no model_type", AGAIN
     there = {file.name for file in path.iterdir()}
     if there.isdisjoint(TOKENIZERS):
         yield "failure", f"no tokenizer: none of {', '.join(TOKENIZERS)} is there", AGAIN
     inside = "chat_template" in _settings(path / "tokenizer_config.json")
     if not (has_template or inside or not there.isdisjoint(TEMPLATES)):
-        yield (
-            "warning",
-            "no chat template: turns are written as `role: text`",
-            "give that of the model with prompt.chat_template=FILE, unless it is a base model",
-        )
-    sees = "vision_config" in config.get("thinker_config", config)
+        fix = "give that of the model with prompt.chat_template=FILE, unless it is a base model"
+        yield "warning", "no chat template: turns are written as `role: text`", fix
     optional = {"generation_config.json": "generation ends at the tokenizer's end-of-text only"}
+    sees = "vision_config" in config.get("thinker_config", config)
     if sees and "image_processor" not in _settings(path / "processor_config.json"):
         optional["preprocessor_config.json"] = "pictures are normalised as for CLIP"
-    for name, effect in optional.items():
-        if name not in there:
-            yield "warning", f"no {name}: {effect}", f"{AGAIN}, with {name}"
+    for name in optional.keys() - there:
+        yield "warning", f"no {name}: {optional[name]}", f"{AGAIN}, with {name}"
     yield from weights(path, config.get("text_config", config).get("vocab_size"))
 
 
@@ -63,12 +73,8 @@ def _settings(path: Path) -> set[str]:
 
 def weights(path: Path, vocabulary: int | None) -> Rows:
     """Every shard of the index, every tensor of every shard, every byte of every tensor."""
-    index = read_json(path / INDEX) if (path / INDEX).exists() else {"weight_map": {}}
-    if isinstance(index, Exception):
-        yield "failure", f"{INDEX} cannot be read: {index}", AGAIN
-        return
-    places = index["weight_map"]
-    headers = {shard: header_of(path / shard) for shard in {*places.values()} or {SINGLE}}
+    places = json.loads((path / INDEX).read_bytes())["weight_map"] if (path / INDEX).exists() else {}
+    headers: dict[str, Any] = {shard: header_of(path / shard) for shard in {*places.values()} or {SINGLE}}
     broken = [f"{shard}: {why}" for shard, why in sorted(headers.items()) if isinstance(why, str)]
     broken += [
         f"{shard}: {INDEX} places {name} there, which it lacks"
@@ -78,14 +84,74 @@ def weights(path: Path, vocabulary: int | None) -> Rows:
     yield from (("failure", text, AGAIN) for text in broken)
     if broken:
         return
-    read = [header for header in headers.values() if not isinstance(header, str)]
-    tensors = {name: entry for header in read for name, entry in header.items()}
+    tensors = {name: entry for header in headers.values() for name, entry in header.items()}
     embedded = (t["shape"][0] for n, t in tensors.items() if n.endswith("embed_tokens.weight"))
     if vocabulary is not None and (rows := next(embedded, vocabulary)) != vocabulary:
-        yield (
-            "failure",
-            f"config.json has vocab_size {vocabulary}, the embedding {rows} rows",
-            "take config.json and weights from the same model",
-        )
+        text = f"config.json has vocab_size {vocabulary}, the embedding {rows} rows"
+        yield "failure", text, "take config.json and weights from the same model"
     total = size(sum((path / shard).stat().st_size for shard in headers))
     yield "ok", f"{path}: {len(tensors)} tensors in {len(headers)} files, {total}"
+
+
+# -- tokenizer and template ------------------------------------------------------------------------
+
+
+def tokenizer(family: Family, data: DataConfig) -> Rows:
+    """Its ids, and words of the rows that it does not know, where the config names some rows."""
+    from saccade.data import datasets
+    from saccade.data.sources import parse_address
+    from saccade.recipes.questions import READ, unknown_words
+
+    known, rows = len(family.chat.tokenizer), family.vocabulary
+    if known > rows:
+        yield "failure", f"it has {known} ids, the model {rows}", "take tokenizer and weights from the same model"
+    else:
+        ends = [family.chat.decode([i], special=True) for i in sorted(family.chat.eos_ids)]
+        banned = int(family.banned.sum())
+        yield "ok", f"{known} of {rows} ids, {banned} never sampled, ends with {', '.join(ends)}"
+    paths = [Path(parse_address(source.path).path) for source in data.train]
+    if paths and all(path.exists() for path in paths):
+        some = {"max_samples": READ, "max_bad_fraction": 1.0, "on_bad_row": "quarantine"}
+        samples = datasets.load(data.train, data.model_copy(update=some)).samples
+        if found := unknown_words(family, samples):
+            yield "warning", *found
+
+
+def traps(family: Family) -> Rows:
+    found = [*_traps(family)]
+    yield from found or [("ok", "system and tool turns, pictures and thoughts pass as they are")]
+
+
+def shown(family: Family, *messages: Message) -> str | None:
+    """What the template writes; None where it refuses."""
+    try:
+        return family.chat.text_of(messages, False)
+    except ConfigError:
+        return None
+
+
+def _traps(family: Family) -> Rows:
+    plain, asked = shown(family, USER) or "", shown(family, SYSTEM, USER)
+    before, found, after = (asked or "").partition(OTHER)
+    middle = plain[len(before) : len(plain) - len(after)]
+    if found and plain == before + middle + after and middle.strip():
+        text = f"it adds a system message where there is none: {middle.strip()[:60]!r}"
+        yield "warning", text, "say it yourself with prompt.system, so that every engine and evaluation agrees"
+    thinks = Message(role="assistant", parts=(f"<think>{OTHER}</think>{WORD}",))
+    text = shown(family, USER, thinks, USER) or OTHER
+    if OTHER not in text:
+        yield "note", "it drops thoughts of earlier turns; episodes keep them, as they were sampled"
+    if family.chat.think_prefilled:
+        yield "note", "its generation prompt opens <think>: responses and formats begin inside it"
+    tool = shown(family, USER, REPLY, Message(role="tool", parts=(OTHER,)))
+    instead = f"put the text into the question with prompt.instruction, or {ANOTHER}"
+    for role, written, fix in (("system", asked, instead), ("tool", tool, TOOLS)):
+        if written is None or OTHER not in written:
+            yield "warning", f"it {'refuses' if written is None else 'leaves out'} {role} turns", fix
+    if family.spec.image_token is None:
+        return
+    mark = family.chat.tokenizer.convert_ids_to_tokens(family.chat.placeholder)
+    if (shown(family, Message(role="user", parts=(PICTURE, PICTURE, WORD))) or "").count(mark) < 2:
+        yield "failure", "it drops pictures of a question", ANOTHER
+    if mark not in (shown(family, USER, REPLY, Message(role="tool", parts=(PICTURE, WORD))) or ""):
+        yield "warning", "it drops pictures in tool turns", TOOLS

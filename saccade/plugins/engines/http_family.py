@@ -18,7 +18,7 @@ import numpy as np
 from saccade.media.images import ImageError
 from saccade.media.pixel_cache import DECODED
 from saccade.models.chat import Chat, Grid
-from saccade.models.families import Family, FamilySpec, text
+from saccade.models.families import Family, FamilySpec
 from saccade.types import Media
 
 MARK = "\ufffc"  # where an image stands
@@ -73,10 +73,11 @@ def endpoint_family(url: str) -> Family:
     return Family(
         name="endpoint",
         path=url,
-        spec=FamilySpec(auto_class="", towers={}, bind=text.bind),
+        spec=FamilySpec(auto_class="", towers={}),
         chat=chat,
         vocabulary=0,
         banned=np.zeros(0, dtype=bool),
         max_positions=1 << 30,
-        **{**text.bind({}, {}), "measure": _measure, "cache": lambda media: DECODED},
+        measure=_measure,
+        cache=lambda media: DECODED,
     )

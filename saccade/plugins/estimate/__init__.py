@@ -10,23 +10,36 @@ over the peak of the device times a share that was measured on one GPU: an estim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from saccade.algorithms.build import from_config
-from saccade.config import ADAPTED, Config, DataConfig, LoraConfig, RewardConfig, RolloutConfig, load
+from saccade.config import ADAPTED, Config, DataConfig, LoraConfig, load
 from saccade.data.sources import parse_address
 from saccade.models.families import Family
-from saccade.plugins.estimate.advice import advice
-from saccade.plugins.estimate.batch_plan import ROWS, Plan, Prompts, make_step, prompts_of, typical_prompts
+from saccade.plugins.estimate.batch_plan import (
+    ROWS,
+    ModelSize,
+    Plan,
+    Prompts,
+    empty_model,
+    make_step,
+    prompts_of,
+    size_of,
+    typical_prompts,
+)
 from saccade.plugins.estimate.memory_items import Item, Memory, host_items, memory_of, reward_folders, weights_in
-from saccade.plugins.estimate.model_size import ModelSize, empty_model, full_rank, size_of
 from saccade.plugins.estimate.pace import Pace, pace_of
+from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.recipes import model_setup, questions
 from saccade.system.devices import Device, in_precision, no_limit
 from saccade.types import Sample
+
+SMALLEST_BATCH, SHORTEST_RESPONSE = 1024, 256  # tokens
+SMALLEST_PICTURE, SMALLEST_RANK = 224 * 224, 8
+Fits = Callable[[Sequence[str]], bool]  # with these options changed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,19 +66,16 @@ def estimate(
     be loaded again: the family, `samples` of the data.
     """
     family = known = family or model_setup.family_of(config, model_setup.start_folder(config))
-    model, data, rollout = config.model, config.data, config.rollout
-    notes = [*not_counted(rollout), *missing_rewards(config.reward)]
-    if unlimited := no_limit(config.run.gpu_memory_gib, device):
-        notes.append(unlimited)
-    if config.run.gpu_memory_gib is not None and device.is_gpu:
-        device = replace(device, memory=min(device.memory, config.run.gpu_memory_gib))
+    model, data, limit = config.model, config.data, config.run.gpu_memory_gib
+    notes = [*not_counted(config), *filter(None, [no_limit(limit, device)])]
+    if limit is not None and device.is_gpu:
+        device = replace(device, memory=min(device.memory, limit))
     if (precise := in_precision(device, model.dtype)) != device:
         notes.append("no seconds with model.dtype=float32: peaks are known in bfloat16 only")
         device = precise
     element = element_of(model.dtype, device)
     empty = empty_model(family, trust_remote_code=model.trust_remote_code)
-    if model.train in ADAPTED and model.lora.rank > (full := full_rank(empty, family, model.lora)):
-        notes.append(f"model.lora.rank={model.lora.rank} adds nothing to {full}, the rank of whole matrices")
+    missing = missing_data(data)
 
     @cache
     def size(train: str, lora: LoraConfig) -> ModelSize:
@@ -77,20 +87,16 @@ def estimate(
             return prompts_of(samples, known)
         changed = load(config, [f"data.max_pixels={max_pixels}"], "rl")
         few = [s.model_copy(update={"max_samples": ROWS}) for s in data.train]
-        there = few and not missing_data(data)
         read = lambda: questions.load_prompts(changed, few, known).samples  # noqa: E731
-        return typical_prompts(changed.data, known, read if there else None, prompt_tokens=prompt_tokens, image=image)
+        there = read if few and not missing else None
+        return typical_prompts(changed.data, known, there, prompt_tokens=prompt_tokens, image=image)
 
     def planned(*changes: str) -> Plan:
         changed = load(config, " ".join(changes).split(), "rl")
         algorithm, (train, lora) = from_config(changed), (changed.model.train, changed.model.lora)
         typical, _ = prompts(changed.data.max_pixels)
         return Plan(
-            model=changed.model,
-            train=changed.train,
-            rollout=changed.rollout,
-            data=changed.data,
-            reward=changed.reward,
+            **{part: getattr(changed, part) for part in ("model", "train", "rollout", "data", "reward")},
             algorithm=algorithm,
             device=device,
             step=make_step(changed.train, changed.rollout.max_tokens, algorithm, known, typical),
@@ -102,19 +108,9 @@ def estimate(
 
     first, about = prompts(data.max_pixels)
     asked = samples is not None or prompt_tokens is not None
-    notes += length_notes(data, max(map(len, first)), [] if asked else missing_data(data))
+    notes += length_notes(data, max(map(len, first)), [] if asked else missing)
     plan = planned()
     memory = memory_of(plan)
-    if (chosen := plan.algorithm.filter).dynamic:
-        notes.append(
-            "one round of dynamic sampling is counted; a step takes up to "
-            f"algorithm.filter.max_rounds={chosen.max_rounds}"
-        )
-    if config.env.max_turns > 1:
-        notes.append(
-            f"of an episode of env.name={config.env.name} one response is counted, and nothing "
-            "that the environment says"
-        )
     return Estimate(
         device=device,
         prompts=about,
@@ -128,8 +124,7 @@ def estimate(
 
 def element_of(dtype: str, device: Device) -> int:
     """Bytes of a weight as `model.dtype` loads it there."""
-    wide = {"auto": not device.is_gpu, "float32": True, "bfloat16": False}
-    return 4 if wide[dtype] else 2
+    return 4 if {"auto": not device.is_gpu, "float32": True, "bfloat16": False}[dtype] else 2
 
 
 def missing_data(data: DataConfig) -> list[str]:
@@ -140,25 +135,31 @@ def missing_data(data: DataConfig) -> list[str]:
 # -- notes -----------------------------------------------------------------------------------------
 
 
-def not_counted(rollout: RolloutConfig) -> Iterator[str]:
+def not_counted(config: Config) -> Iterator[str]:
     """The rollout is always counted as that of the embedded engine in the trainer's process."""
-    if rollout.engine != "embedded":
-        yield (
-            f"rollout.engine={rollout.engine} is not counted, the rollout is that of the embedded "
-            f"engine; it holds {rollout.memory_share:g} of its GPUs (rollout.memory_share) while "
-            "it generates"
-        )
-    elif rollout.replicas:
-        yield (
-            f"rollout.replicas={rollout.replicas} is not counted, the rollout is that of one "
-            "engine in the trainer's process; each replica holds the weights once more"
-        )
-
-
-def missing_rewards(reward: RewardConfig) -> Iterator[str]:
-    for folder in reward_folders(reward):
+    rollout, filtered = config.rollout, from_config(config).filter
+    if foreign := foreign_rollout(config):
+        held = "each replica holds the weights once more"
+        if rollout.engine != "embedded":
+            held = f"while it generates it holds {rollout.memory_share:g} of its GPUs (rollout.memory_share)"
+        yield f"{foreign} is not counted, the rollout is that of one embedded engine; {held}"
+    for folder in reward_folders(config.reward):
         if not weights_in(folder):
             yield f"the reward model {folder} is not counted: no *.safetensors lie there"
+    if filtered.dynamic:
+        most = f"algorithm.filter.max_rounds={filtered.max_rounds}"
+        yield f"one round of dynamic sampling is counted; a step takes up to {most}"
+    if config.env.max_turns > 1:
+        what = "one response is counted, and nothing that the environment says"
+        yield f"of an episode of env.name={config.env.name} {what}"
+
+
+def foreign_rollout(config: Config) -> str:
+    """The option that puts the rollout elsewhere than into the trainer's process, if one does."""
+    rollout = config.rollout
+    if rollout.engine != "embedded":
+        return f"rollout.engine={rollout.engine}"
+    return f"rollout.replicas={rollout.replicas}" if rollout.replicas else ""
 
 
 def length_notes(data: DataConfig, longest: int, missing: Sequence[str]) -> Iterator[str]:
@@ -173,3 +174,65 @@ def length_notes(data: DataConfig, longest: int, missing: Sequence[str]) -> Iter
         if longest > most:
             planned = "of prompts only the picture is counted"
         yield f"data.train: {', '.join(missing)} not found, so {planned}"
+
+
+# -- which option makes a plan fit -----------------------------------------------------------------
+
+
+def advice(plan: Plan, fits: Fits) -> Iterator[str]:
+    """Every option that is enough alone; if none is, some that are enough together."""
+    options = ladder(plan)
+    alone = [next((value for value in values if fits([value])), None) for values in options]
+    if any(alone):
+        yield from filter(None, alone)
+    elif together := _together(options, fits):
+        yield " ".join(together)
+
+
+def _together(options: Sequence[Sequence[str]], fits: Fits) -> list[str]:
+    """From the strongest value of every option back to the mildest ones that still fit, or to none
+    of an option, those that cost most first. Nothing where the strongest are not enough.
+    """
+    values: dict[str, list[str]] = {}
+    for option in options:
+        values.setdefault(option[0].partition("=")[0], []).extend(option)
+    chosen = {name: found[-1] for name, found in values.items()}
+    if not fits(list(chosen.values())):
+        return []
+    for name in reversed(values):
+        others = [value for other, value in chosen.items() if other != name]
+        if fits(others):
+            del chosen[name]
+        else:
+            chosen[name] = next(value for value in values[name] if fits([*others, value]))
+    return list(chosen.values())
+
+
+def ladder(plan: Plan) -> list[list[str]]:
+    """Options that save memory, those that cost least first; the values of each, mildest first."""
+    model, train, data, reward = plan.model, plan.train, plan.data, plan.reward
+    without = " train.ema=0" if train.ema else ""  # adapters are not averaged
+    adapters = {"lora": ["qlora"], "qlora": []}.get(model.train, ["lora", "qlora"])
+    smallest = max(data.min_pixels, SMALLEST_PICTURE) if plan.step.pictures else data.max_pixels
+    options = [
+        ("model.checkpointing", {"off": ["auto", "on"], "auto": ["on"]}.get(model.checkpointing, [])),
+        ("train.micro_tokens", _halves(train.micro_tokens, SMALLEST_BATCH)),
+        ("reward.offload", ["true"] if model_terms(reward) and not reward.offload else []),
+        ("rollout.max_sequences", _halves(plan.sequences, 1)),
+        ("train.optimizer", ["adamw_bf16"] if train.optimizer == "adamw" and plan.element < 4 else []),
+        ("train.ema", ["0"] if train.ema else []),
+        *(("model.train", [f"{kind}{without}"]) for kind in adapters),
+        ("model.lora.rank", _halves(model.lora.rank, SMALLEST_RANK)),
+        ("rollout.max_tokens", _halves(plan.rollout.max_tokens, SHORTEST_RESPONSE)),
+        ("data.max_pixels", _halves(data.max_pixels, smallest)),
+    ]
+    return [[f"{name}={value}" for value in values] for name, values in options if values]
+
+
+def _halves(value: int, least: int) -> list[str]:
+    """Half the value, half of that, down to the least itself."""
+    found = []
+    while value > least:
+        value = max(value // 2, least)
+        found.append(f"{value}")
+    return found

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from saccade.config import Config, load
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import FAMILIES, Family
-from saccade.plugins.estimate import Estimate, estimate, not_counted
+from saccade.plugins.estimate import Estimate, estimate, foreign_rollout
 from saccade.plugins.estimate.memory_items import host_peak
 from saccade.recipes.model_setup import quiet_libraries
 from saccade.system import devices
@@ -72,7 +72,7 @@ def preflight(config: Config, family: Family, samples: Sequence[Sample], *, devi
     if found.memory.fits:
         return []
     far = max(found.memory.peaks.values()) > OFF * found.device.memory
-    counted = family.name in FAMILIES and not any(not_counted(config.rollout))
+    counted = family.name in FAMILIES and not foreign_rollout(config)
     if far and counted and not config.run.overcommit:
         raise ConfigError(f"{refusal(found)}; run.overcommit=true starts all the same")
     return [f"the run starts, but by `saccade estimate` it {refusal(found)}"]
@@ -95,10 +95,8 @@ def find_device(name: str | None, wanted: str) -> Device:
         names = ", ".join(devices.table())
         raise ConfigError(f"--device {name}: not in the table; expected one of {names}, cpu")
     if devices.says_otherwise(name, found):
-        raise ConfigError(
-            f"--device {name}: the one in the table has {found.memory:.1f} GiB; leave the memory "
-            "out of the name, and plan with less of it by run.gpu_memory_gib=GIB"
-        )
+        has = f"the one in the table has {found.memory:.1f} GiB"
+        raise ConfigError(f"--device {name}: {has}; to plan with less of it use run.gpu_memory_gib=GIB")
     return found
 
 
@@ -137,10 +135,7 @@ def refusal(found: Estimate) -> str:
     )
     if found.advice:
         return text + "try " + ", or ".join(found.advice)
-    return text + (
-        "recomputing, smaller batches, responses and pictures, a smaller optimizer and adapters "
-        "do not make it fit, not even together: take a smaller model or another device"
-    )
+    return text + "no options make it fit, not even together: take a smaller model or another device"
 
 
 def show(found: Estimate) -> None:

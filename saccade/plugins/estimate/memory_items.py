@@ -1,5 +1,9 @@
 """Memory of a plan by item, at the heaviest moment of the rollout and of the update; main memory
 beside a GPU.
+
+Activations are the tensors that live at the moments where memory peaks. Counted for a GPU in half
+precision (fused norms, rotations and gated layers, one attention call over gathered keys);
+elsewhere the count is off by what those save.
 """
 
 from __future__ import annotations
@@ -14,10 +18,10 @@ from saccade.engines.embedded.pages import POOL_SHARE
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS
 from saccade.forest.logprobs import CHUNK_ELEMENTS, KERNEL_CHUNK
 from saccade.media.pixel_cache import DECODED
-from saccade.models.families.pixels import CACHE_BYTES
-from saccade.plugins.estimate import activations
-from saccade.plugins.estimate.batch_plan import Plan
-from saccade.plugins.estimate.model_size import ModelSize
+from saccade.models.families.qwen_vl import CACHE_BYTES
+from saccade.models.flops import token_depths
+from saccade.models.shapes import Shape, Stack
+from saccade.plugins.estimate.batch_plan import ModelSize, Plan, patches
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.trainer.checkpointing import MARGIN
 from saccade.trainer.forward_inputs import FEATURE_BYTES
@@ -29,6 +33,19 @@ PROCESS_GIB = 2.0  # main memory of libraries and the context of CUDA, as one H2
 # How items begin that a checkpoint holds beside the weights.
 STATE = ("fp32 masters", "moments", "average")
 SMALLEST_PREFILL = 1024  # tokens: the engine would halve further, and take long
+
+
+# Numbers per token that one layer keeps for its backward, its input included: two inputs of norms
+# and two of matrices (hidden size), the query and the result of attention (all heads), gate and
+# other half (width of the MLP). Adapters keep what enters the last matrix, too.
+KEPT_HIDDEN, KEPT_HEADS, KEPT_WIDE, KEPT_WIDE_ADAPTED = 4, 2, 2, 3
+# Numbers that an expert keeps, which is not fused: its token and its result (hidden size); both
+# halves, the activated gate and the product. A frozen one keeps nothing that enters its matrices.
+KEPT_EXPERT_HIDDEN, KEPT_EXPERT_WIDE = 2, 4
+# Beside that in backward: gradients of both halves, their product and its gradient; of the stream.
+BACKWARD_WIDE, BACKWARD_HIDDEN = 4, 4
+# Without backward: both halves and their product; the stream and its norms.
+FORWARD_WIDE, FORWARD_HIDDEN = 3, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,17 +177,15 @@ def _prefill(plan: Plan) -> tuple[float, float]:
     step, cut = plan.step, plan.paged
     if cut:
         spans = [span for one in step.members for span in one.media]
-        units = [(span.length, activations.patches([span])) for span in spans]
+        units = [(span.length, patches([span])) for span in spans]
     else:
-        units = [(one.prompt_length, activations.patches(one.media)) for one in step.members]
+        units = [(one.prompt_length, patches(one.media)) for one in step.members]
     tokens, seen = max(units, default=(0, 0))
     most = max(PREFILL_TOKENS, tokens) if cut else PREFILL_TOKENS + tokens
     together = min(plan.train.prompts_per_step * step.mean_prompt, most)
     pictures = max(seen, together / step.mean_prompt * step.mean_patches)
     sizes = ((together, pictures), (min(together, max(tokens, SMALLEST_PREFILL)), seen))
-    whole, least = (
-        activations.prefill_bytes(plan.policy.shape, int(n), int(m), element=plan.element) for n, m in sizes
-    )
+    whole, least = (prefill_bytes(plan.policy.shape, int(n), int(m), element=plan.element) for n, m in sizes)
     return whole, least
 
 
@@ -185,7 +200,7 @@ def _update(plan: Plan, learner: ModelSize, free: float) -> list[Item]:
         kept = layers_that_keep(plan, learner, batch, free - sums.gib)
         layers = learner.shape.text.layers
         note = f"{batch.tokens} tokens; {layers - kept.text} of {layers} layers recompute"
-        for moment in _moments(plan, learner, batch, kept).values():
+        for moment in _moments(plan, learner, batch, kept):
             items = [Item(name=name, gib=size / GIB, phase="update") for name, size in moment.items() if size]
             if items:  # a frozen tower has no such moment
                 found.append([replace(items[0], note=note), *items[1:]])
@@ -217,40 +232,102 @@ def layers_that_keep(plan: Plan, learner: ModelSize, batch: Batch, free: float) 
     if wanted == "on":
         return RetainedLayers()
     first = plan.step.batches[0]
-    bare = max(sum(m.values()) for m in _moments(plan, learner, first, RetainedLayers()).values())
-    seen, seen_first = (activations.patches(each.media) for each in (batch, first))
+    bare = max(sum(m.values()) for m in _moments(plan, learner, first, RetainedLayers()))
+    seen, seen_first = (patches(each.media) for each in (batch, first))
     bare *= max(1.0, batch.tokens / first.tokens, seen / (seen_first or seen or 1))
     room, keeping = free * GIB - bare, [0, 0]
-    sizes = ((shape.text, batch.tokens, activations.gathered_keys(batch)), (tower, seen, seen))
+    sizes = ((shape.text, batch.tokens, gathered_keys(batch)), (tower, seen, seen))
     for index, (stack, count, keys) in enumerate(sizes):
         if stack is not None and count:
             adapted = learner.training.mode("llm") == "adapter"
-            cost = activations.layer_bytes(stack, count, keys, element=plan.element, adapted=adapted)
-            cost -= activations.input_bytes(stack, count, element=plan.element)
+            cost = layer_bytes(stack, count, keys, element=plan.element, adapted=adapted)
+            cost -= input_bytes(stack, count, element=plan.element)
             keeping[index] = min(stack.layers, max(0, int(room // cost)))
             room -= keeping[index] * cost
     return RetainedLayers(text=keeping[0], vision=keeping[1], spare=max(0.0, room))
 
 
-def _moments(plan: Plan, learner: ModelSize, batch: Batch, kept: RetainedLayers) -> activations.Moments:
-    shape, element, kernel = learner.shape, plan.element, plan.device.is_gpu
+def _moments(plan: Plan, learner: ModelSize, batch: Batch, kept: RetainedLayers) -> list[dict[str, float]]:
+    """What lives beside weights and gradient sums when backward enters the head, the decoder and
+    the vision tower: item → bytes.
+    """
+    shape, training, element, kernel = learner.shape, learner.training, plan.element, plan.device.is_gpu
     logits = len(batch.reads) * shape.vocabulary
     if element * logits > kept.spare:  # else they are kept, too
         logits = min(logits, CHUNK_ELEMENTS * (KERNEL_CHUNK if kernel else 1))
     # A kernel writes the gradient over the logits; else three copies in fp32 live beside them.
     logits *= element if kernel else element + 12
     values = learner is plan.critic
-    gradient = element * shape.head_weights if learner.head_trained and not values else 0
-    return activations.update_moments(
-        shape,
-        batch,
-        element=element,
-        keeping=(kept.text, kept.vision),
-        logits=0.0 if values else float(logits),
-        head_gradient=float(gradient),
-        head_tied=learner.head_tied,
-        training=learner.training,
+    gradient = float(element * shape.head_weights) if learner.head_trained and not values else 0.0
+    adapted = training.mode("llm") == "adapter"
+    one = layer_bytes(shape.text, batch.tokens, gathered_keys(batch), element=element, adapted=adapted)
+    decoder, layer = _tower(shape.text, batch.tokens, one, kept.text, element)
+    if training.mode("llm") == "full":  # matrices of experts outweigh a layer's activations
+        layer += element * shape.text.expert_weights
+    shown, block, seen = 0.0, 0.0, patches(batch.media)
+    vision = shape.senses.get("vision")
+    if vision is not None and seen and training.mode("vision") != "frozen":
+        one = layer_bytes(vision.stack, seen, seen, element=element)
+        shown, block = _tower(vision.stack, seen, one, kept.vision, element)
+    both = {"decoder activations": decoder, "vision activations": shown}
+    # The gradient of a head that is also the embedding waits for the end of backward.
+    waiting = {"gradient of the head": gradient * learner.head_tied}
+    return [
+        both | {"logits": 0.0 if values else float(logits), "gradient of the head": 2 * gradient},
+        both | {"a layer in backward": layer} | waiting,
+        {"vision activations": shown, "a layer in backward": block} | waiting,
+    ]
+
+
+# -- activations -----------------------------------------------------------------------------------
+
+
+def layer_bytes(stack: Stack, tokens: int, keys: int, *, element: int, adapted: bool = False) -> float:
+    """What one layer keeps for its backward, among it `keys` gathered keys and their values."""
+    wide = KEPT_WIDE_ADAPTED if adapted else KEPT_WIDE
+    per_token = KEPT_HIDDEN * stack.hidden + KEPT_HEADS * stack.queries + wide * stack.wide
+    per_token += (KEPT_EXPERT_HIDDEN - adapted) * stack.chosen * stack.hidden
+    per_token += (KEPT_EXPERT_WIDE - adapted) * stack.chosen * stack.expert_wide
+    if stack.experts and stack.wide:
+        per_token += stack.hidden  # the result of the shared expert, which is weighted, too
+    per_token += stack.head_norms * (stack.queries + stack.keys)
+    per_token += stack.scales * stack.hidden  # what is scaled
+    return float(element * (tokens * per_token + 2 * keys * stack.keys))
+
+
+def input_bytes(stack: Stack, tokens: int, *, element: int) -> float:
+    """What a layer keeps that computes everything else again."""
+    return float(element * tokens * stack.hidden)
+
+
+def gathered_keys(batch: Batch) -> int:
+    """Keys of all nodes, each with those of its ancestors."""
+    depths = token_depths(batch.node_starts, batch.parents)
+    return int((depths[batch.node_starts[1:] - 1] + 1).sum())
+
+
+def prefill_bytes(shape: Shape, tokens: int, patches: int, *, element: int) -> float:
+    """Running prompts, their pictures first."""
+    towers = [(shape.text, tokens)]
+    if (vision := shape.senses.get("vision")) is not None:
+        towers.append((vision.stack, patches))
+    return max(
+        float(element * n * (FORWARD_WIDE * _wide(stack) + FORWARD_HIDDEN * stack.hidden)) for stack, n in towers
     )
+
+
+def _tower(stack: Stack, tokens: int, one: float, keeping: int, element: int) -> tuple[float, float]:
+    """What its layers keep, and what the one that backward is in needs beside that: all that `one`
+    keeps, where that is computed again.
+    """
+    kept = keeping * one + (stack.layers - keeping) * input_bytes(stack, tokens, element=element)
+    wide = BACKWARD_WIDE * _wide(stack) + BACKWARD_HIDDEN * stack.hidden
+    return kept, element * tokens * wide + (0.0 if keeping else one)
+
+
+def _wide(stack: Stack) -> float:
+    """Numbers between the matrices of a layer, for one token."""
+    return stack.wide + stack.chosen * (stack.expert_wide + stack.hidden)
 
 
 # -- main memory -----------------------------------------------------------------------------------

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from saccade.config import Config
 from saccade.errors import ConfigError
-from saccade.models.families import Family, load_family
+from saccade.models.families import TOWERS, Family, load_family
 from saccade.models.files import SERIES_FILE
-from saccade.models.towers import TOWERS
 from saccade.recipes import model_setup
 from saccade.trainer.local import LocalBackend
 

@@ -20,8 +20,8 @@ from saccade.data.chats import RowError
 from saccade.data.formats import Format, detect, read_row
 from saccade.data.sources import open_source
 from saccade.errors import ConfigError, DataError
-from saccade.models.tiny import CONFIGS
 from saccade.plugins.check_data.unused_media import unread_media
+from saccade.plugins.families.tiny import CONFIGS
 from saccade.plugins.sokoban import sokoban
 from saccade.system.disk import require_writable
 from saccade.types import Media, Sample

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from saccade.models import tiny
 from saccade.plugins.export.export import export
+from saccade.plugins.families import tiny
 from saccade.plugins.quickstart import counting
 from saccade.plugins.reports.curves import charts_of, phase_seconds
 from saccade.plugins.reports.episodes import stored_episodes

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from saccade.config import SeriesConfig
 from saccade.errors import ConfigError, DataError
 from saccade.forest.packing import pack
-from saccade.models.families import Family, load_family
+from saccade.models.families import TOWERS, Family, load_family
 from saccade.models.load import load_model
-from saccade.models.towers import TOWERS
 from saccade.plugins.reward_models.reward_card import (
     REWARD_FILE,
     Card,

@@ -30,7 +30,6 @@ from saccade.types import Media
 PARSING = threading.Lock()
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 FILES = (str, bytes, bytearray, Path, Mapping)
-OTHERS = {b"\x89PNG": "a PNG picture", b"\xff\xd8\xff": "a JPEG picture", b"PK\x03\x04": "an NPZ file"}
 EXPECTED = "a time series is numbers [leads, samples], such as [[0.1, 0.2], [0.0, 0.3]]"
 
 
@@ -89,9 +88,6 @@ def _encoded(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
 def _values(data: bytes, name: str) -> np.ndarray:
     """float32 [leads, samples] of a whole file."""
     try:
-        other = next((kind for start, kind in OTHERS.items() if data.startswith(start)), None)
-        if other:
-            raise ValueError(f"{other}, and neither NPY nor CSV")
         made = _npy(data) if data.startswith(npy.MAGIC_PREFIX) else _csv(data)
     except UnicodeDecodeError:
         raise ImageError(f"{name}: neither NPY nor CSV, which is text; {EXPECTED}") from None
@@ -128,32 +124,10 @@ def _npy(data: bytes) -> np.ndarray:
 
 
 def _csv(data: bytes) -> np.ndarray:
-    text = data.decode("utf-8-sig")
-    lines = {n: line for n, line in enumerate(text.splitlines(), 1) if line.strip()}
-    first = next(iter(lines), 0)
-    if lines and not any(_is_number(cell) or not cell.strip() for cell in lines[first].split(",")):
-        del lines[first]  # the names of the leads
-    if not lines:
-        return np.zeros(0)
-    try:
-        return np.loadtxt(list(lines.values()), delimiter=",", ndmin=2, comments=None).T
-    except ValueError as error:
-        raise ValueError(_flaw(lines) or str(error)) from None
-
-
-def _flaw(lines: Mapping[int, str]) -> str | None:
-    """The first cell that is no number, or the first line that is longer or shorter."""
-    width = len(next(iter(lines.values())).split(","))
-    for number, line in lines.items():
-        cells = line.split(",")
-        for column, cell in enumerate(cells, 1):
-            if not _is_number(cell):
-                parted = any(mark in line for mark in ";\t")
-                hint = "; commas part the cells, not semicolons or tabs" if parted else ""
-                return f"line {number}, cell {column}: {cell.strip()!r} is no number{hint}"
-        if len(cells) != width:
-            return f"line {number} has {len(cells)} cells, the ones before have {width}"
-    return None
+    lines = [line for line in data.decode("utf-8-sig").splitlines() if line.strip()]
+    if lines and not any(_is_number(cell) or not cell.strip() for cell in lines[0].split(",")):
+        del lines[0]  # the names of the leads
+    return np.loadtxt(lines, delimiter=",", ndmin=2, comments=None).T if lines else np.zeros(0)
 
 
 def _is_number(cell: str) -> bool:

@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import gcd, log
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,9 @@ from saccade.config import SeriesConfig
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.images import ImageError
 from saccade.media.pixel_cache import DECODED
-from saccade.models.families import Family
+from saccade.models.families import Family, PluggedTower
 from saccade.models.files import SERIES_FILE
-from saccade.models.towers import PluggedTower
-from saccade.plugins.families.qwen_omni import apart, as_shown
+from saccade.plugins.families.hearing import apart, as_shown
 from saccade.plugins.series import user_encoder
 from saccade.system.contents import File, on_host, tensor_file
 from saccade.types import Media, MediaSpan
@@ -68,7 +68,9 @@ def plugged(family: Family, given: SeriesConfig) -> Family:
     own, hidden = str(settings.encoder), 0
     module, untried = None, True
     if settings.encoder != BUILT_IN:
-        hidden = _hidden(family.path)
+        from transformers import AutoConfig
+
+        hidden = int(AutoConfig.from_pretrained(family.path).get_text_config().hidden_size)
         module = user_encoder.load(own, channels=settings.channels, hidden=hidden)
 
     def measure(media: Media) -> tuple[tuple[int, int, int], int]:
@@ -85,10 +87,8 @@ def plugged(family: Family, given: SeriesConfig) -> Family:
             return GRID, -(-media.width // settings.patch)
         tokens = user_encoder.count_tokens(own, module, media.height, media.width)
         if tokens < 1:
-            raise ImageError(
-                f"{media.path or 'series'}: {media.width} samples are {tokens} tokens of "
-                f"{settings.encoder}; give more samples"
-            )
+            what = f"{media.width} samples are {tokens} tokens of {settings.encoder}"
+            raise ImageError(f"{media.path or 'series'}: {what}; give more samples")
         if untried:
             values = torch.tensor(DECODED.get(media))  # a copy: it may be written to
             user_encoder.try_out(own, module, values, [tokens, hidden])
@@ -170,16 +170,12 @@ def _token(family: Family, settings: SeriesConfig) -> int:
     free = [t for t in chat.reserved if known[t] not in taken and t not in chat.template]
     if settings.token is None and last > max(known.values()):
         return last
-    if settings.token is None:
-        name = next((token for token in free if SPARE.search(token)), None)
-    else:
-        name = settings.token if settings.token in free else None
-    if name is None:
-        why = f"{settings.token} cannot" if settings.token else "no id is spare; no special token can"
+    fitting: Iterable[str] = filter(SPARE.search, free) if settings.token is None else {settings.token} & set(free)
+    if (name := next(iter(fitting), None)) is None:
+        why = f"{settings.token} cannot" if settings.token else "no id is spare: no special token can"
+        other = free[0] if free else "TOKEN, a special one that you add to the tokenizer"
         raise ConfigError(
-            f"model.series.token: {why} stand for a series in {family.path}; "
-            "try model.series.token="
-            f"{free[0] if free else 'TOKEN, a special one that you add to the tokenizer'}"
+            f"model.series.token: {why} stand for a series in {family.path}; try model.series.token={other}"
         )
     return known[name]
 
@@ -242,12 +238,6 @@ def places(like: Tensor) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=1).to(like.dtype)
 
 
-def _hidden(folder: str) -> int:
-    from transformers import AutoConfig
-
-    return int(AutoConfig.from_pretrained(folder).get_text_config().hidden_size)
-
-
 class Encoder(nn.Module):
     """Whoever made the module inside: all series of a forward, as many tokens as were promised."""
 
@@ -269,10 +259,8 @@ class Encoder(nn.Module):
             return self.inner(torch.stack(cut)).flatten(0, 1)
         if isinstance(self.inner, Patches):
             return torch.cat([self.inner(one) for one in cut])
-        shapes = [[count, self.hidden] for count in tokens]
-        named, pairs = str(self.settings.encoder), zip(cut, shapes, strict=True)
-        made = [user_encoder.forward(named, self.inner, one, shape) for one, shape in pairs]
-        return torch.cat(made)
+        run = partial(user_encoder.forward, str(self.settings.encoder), self.inner)
+        return torch.cat([run(one, [count, self.hidden]) for one, count in zip(cut, tokens, strict=True)])
 
 
 def attach(model: Any, family: Family, *, seed: int) -> None:

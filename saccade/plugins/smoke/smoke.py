@@ -21,8 +21,8 @@ from saccade.checks import unread
 from saccade.config import Config, load
 from saccade.data.sources import parse_address
 from saccade.data.suites import problems
+from saccade.models.families import FAMILIES
 from saccade.models.files import described, names_experts
-from saccade.models.tiny import CONFIGS
 
 DEFAULT_FAMILY = "qwen2_5_vl"
 NAMES = {  # what a path tells, the first that fits; else the default
@@ -167,6 +167,6 @@ def model_type(config: Config) -> str:
         guess = next(guesses, DEFAULT_FAMILY)
         return "qwen3_moe" if config.train.aux_coef and guess != "mixtral" else guess
     kind = found.get("model_type", DEFAULT_FAMILY)
-    if kind in CONFIGS or {"vision_config", "audio_config"} & found.keys():
+    if kind in FAMILIES or {"vision_config", "audio_config"} & found.keys():
         return kind
     return "qwen3_moe" if names_experts(found) else "llama"  # of the generic text family

@@ -18,7 +18,7 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.data import datasets
 from saccade.errors import ConfigError
-from saccade.models.tiny import build
+from saccade.plugins.families.tiny import build
 from saccade.plugins.quickstart.quickstart import WORDS
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.learned_reward import LearnedReward

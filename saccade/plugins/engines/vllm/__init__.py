@@ -34,7 +34,7 @@ from saccade.engines import (
 from saccade.engines.weights import folder_shapes, in_memory
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.pixel_cache import ImageCache
-from saccade.models import mend
+from saccade.models import DECLARED
 from saccade.models.families import Family
 from saccade.plugins.engines.vllm.vllm_probe import HOW_TO_INSTALL, Probe, probe
 from saccade.plugins.engines.vllm.vllm_weights import Announced, HandOver, renaming, sample_for
@@ -298,7 +298,7 @@ def _build(settings: Settings, family: Family, found: Probe) -> Any:
         arguments["logits_processors"] = ["saccade.plugins.engines.vllm.vllm_worker:First"]
     if device.type == "cpu":
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE}
-    if mend.acted():
+    if DECLARED:
         _inspect_here(settings.folder)
     return LLMEngine.from_engine_args(EngineArgs(**arguments | dict(settings.args)))
 

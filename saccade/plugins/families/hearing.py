@@ -1,9 +1,14 @@
-"""The thinker of Qwen2.5-Omni, which reads: pictures and videos as Qwen2.5-VL does, sounds in
-windows of two seconds, three position axes. A place in time is 40 milliseconds, of a sound (one
-token each) and of a video alike.
+"""Families that hear.
 
-The sound inside a video is not heard: give it as a sound of its own. Legend: B mel bins, F mel
-frames of all sounds.
+Qwen2-Audio: half a minute of sound as 3,000 mel frames, one placeholder token per four of them. A
+sound becomes mel frames once per content; the tower always sees half a minute, silence at its end
+masked.
+
+The thinker of Qwen2.5-Omni, which reads: pictures and videos as Qwen2.5-VL does, sounds in windows of
+two seconds, three position axes. A place in time is 40 milliseconds, of a sound (one token each) and
+of a video alike. The sound inside a video is not heard: give it as a sound of its own.
+
+Legend: N sounds, B mel bins, F mel frames of half a minute, or of all sounds.
 """
 
 from __future__ import annotations
@@ -14,26 +19,124 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from saccade.media.pixel_cache import ImageCache
+from saccade.media.pixel_cache import DECODED, ImageCache
 from saccade.models.families import FamilySpec, qwen_vl
-from saccade.plugins.families import qwen_audio
 from saccade.types import Media, MediaSpan
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+HOP = 160  # samples between two mel frames
+CACHE_BYTES = 1 << 30  # about 700 sounds
 
-def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
+
+def bind_audio(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
+    kept = mel_cache(processor, padded=True)
+    return {
+        "measure": measure_sound,
+        "cache": lambda media: kept,
+        "media": partial(audio_media, cache=kept),
+        "features": audio_features,
+        "vision": partial(audio_arguments, cache=kept),
+    }
+
+
+def mel_cache(settings: Mapping[str, Any], *, padded: bool) -> ImageCache:
+    """`padded`: all are as long as the longest sound that the model hears."""
+    make = partial(mel_frames, settings=settings, padded=padded)
+    return ImageCache(CACHE_BYTES, make=make, key=lambda media: media.key)
+
+
+def measure_sound(media: Media) -> tuple[tuple[int, int, int], int]:
+    """(1, 1, mel frames), and the tokens that convolution and pooling leave of them."""
+    frames = -(-media.width // HOP)
+    return (1, 1, frames), (_convolved(frames) - 2) // 2 + 1
+
+
+def _convolved(frames: int) -> int:
+    return (frames - 1) // 2 + 1
+
+
+def mel_frames(media: Media, *, settings: Mapping[str, Any], padded: bool) -> np.ndarray:
+    """[B, F] float32; without padding F are those of the sound."""
+    from transformers import WhisperFeatureExtractor
+
+    extractor: Any = WhisperFeatureExtractor.from_dict(dict(settings))
+    samples, options = DECODED.get(media), {"sampling_rate": extractor.sampling_rate}
+    if padded:
+        return np.array(extractor(samples, **options)["input_features"][0], np.float32)
+    # The last frames look past the end, where padding would have put silence.
+    made = extractor(np.pad(samples, (0, extractor.n_fft)), padding=False, **options)
+    return np.array(made["input_features"][0][:, : measure_sound(media)[0][2]], np.float32)
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def audio_media(spans: Sequence[MediaSpan], *, cache: ImageCache) -> Mapping[str, Any]:
+    """Mel frames, what the tower may attend to, and which rows of its output are tokens."""
+    import torch
+
+    mels = np.stack(cache.get_all([span.media for span in spans]))
+    half = _convolved(mels.shape[-1])
+    heard = np.array([_convolved(span.grid[2]) for span in spans])
+    rows = [np.arange(span.length) + number * (half // 2) for number, span in enumerate(spans)]
+    return {
+        "mels": torch.from_numpy(mels),
+        "mask": torch.from_numpy(np.arange(half) < heard[:, None])[:, None, None],  # [N, 1, 1, F/2]
+        "rows": torch.from_numpy(np.concatenate(rows)),
+    }
+
+
+def audio_features(model: Any, media: Mapping[str, Any]) -> Tensor:
+    """[media tokens, hidden size] of what `audio_media` made, once it is on the model's device."""
+    inner = model.base_model
+    heard = inner.audio_tower(media["mels"], attention_mask=media["mask"]).last_hidden_state
+    return inner.multi_modal_projector(heard.flatten(0, 1)[media["rows"]])
+
+
+def audio_arguments(
+    spans: Sequence[MediaSpan], device: torch.device, dtype: torch.dtype, *, cache: ImageCache
+) -> Mapping[str, Any]:
+    """input_features [N, B, F] and their mask of transformers' own forward; nothing for text."""
+    import torch
+
+    if not spans:
+        return {}
+    made = [torch.tensor(mels.T) for mels in cache.get_all([span.media for span in spans])]
+    mels = torch.nn.utils.rnn.pad_sequence(made, batch_first=True)
+    frames = torch.tensor([span.grid[2] for span in spans])
+    mask = torch.arange(mels.shape[1]) < frames[:, None]
+    return {"input_features": mels.mT.to(device, dtype), "feature_attention_mask": mask.long().to(device)}
+
+
+AUDIO = FamilySpec(
+    auto_class="Qwen2AudioForConditionalGeneration",
+    towers={
+        "projector": ("model.multi_modal_projector.",),
+        "audio": ("model.audio_tower.",),
+        "llm": ("model.language_model.",),
+    },
+    bind=bind_audio,
+    placeholders=("audio_token_index",),
+    media_tokens={"audio": "audio_token_index"},
+)
+
+
+# -- Qwen2.5-Omni ----------------------------------------------------------------------------------
+
+
+def bind_omni(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
     vision = {"fullatt_block_indexes": (), **config["vision_config"]}  # the newer tower, always
     seeing = qwen_vl.bind({**config, "vision_config": vision}, processor)
     frames = int(vision.get("temporal_patch_size", 2))
     pace = config.get("position_id_per_seconds", 25)
     window = int(config.get("audio_config", {}).get("n_window", 100))
-    mels = qwen_audio.mel_cache(processor, padded=False)
+    mels = mel_cache(processor, padded=False)
 
     def measure(media: Media) -> tuple[tuple[int, int, int], int]:
-        return (qwen_audio.measure if media.kind == "audio" else seeing["measure"])(media)
+        return (measure_sound if media.kind == "audio" else seeing["measure"])(media)
 
     def clock(layers: np.ndarray, fps: float) -> np.ndarray:
         # Rounded as often as transformers does it.
@@ -116,14 +219,14 @@ def forward_arguments(
 ) -> Mapping[str, Any]:
     """Of transformers' own forward: those of both towers, seconds under another name."""
     seen, heard = apart(spans, "audio")
-    made = {**see(seen, device, dtype), **qwen_audio.forward_arguments(heard, device, dtype, cache=mels)}
+    made = {**see(seen, device, dtype), **audio_arguments(heard, device, dtype, cache=mels)}
     if "second_per_grid_ts" in made:
         made["video_second_per_grid"] = made.pop("second_per_grid_ts")
     return made
 
 
 # Of a whole checkpoint the thinker is loaded: what speaks (talker, token2wav) learns nothing here.
-SPEC = FamilySpec(
+OMNI = FamilySpec(
     auto_class="Qwen2_5OmniThinkerForConditionalGeneration",
     towers={
         "projector": ("visual.merger.", "audio_tower.proj"),
@@ -131,7 +234,7 @@ SPEC = FamilySpec(
         "audio": ("audio_tower.",),
         "llm": ("model.",),
     },
-    bind=bind,
+    bind=bind_omni,
     placeholders=(
         "image_token_index",
         "video_token_index",
