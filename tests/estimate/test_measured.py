@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from saccade.models import flops
+from saccade.plugins.estimate import flops
 from saccade.plugins.families import tiny
 from tests.estimate.works import H200, LIMITED, W1, W2, planned, sizes
 

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from saccade.config import LoraConfig, TrainConfig
-from saccade.engines import generate, parity
+from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.load import describe_trained, load_model, trainable_table
+from saccade.plugins.engines import parity
 from saccade.system.contents import write_files
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend

@@ -14,13 +14,14 @@ from saccade.algorithms import select
 from saccade.checks import check
 from saccade.config import LoraConfig, SeriesConfig, TrainConfig
 from saccade.config import load as load_config
-from saccade.engines import generate, parity
+from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.media.images import ImageError
 from saccade.models import lora
 from saccade.models.load import freeze, load_model, trainable_table
+from saccade.plugins.engines import parity
 from saccade.plugins.series import series_tower
 from saccade.plugins.series.series_files import open_series
 from saccade.recipes.sft import SUPERVISED

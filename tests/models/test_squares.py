@@ -24,7 +24,7 @@ from saccade.media.images import open_media
 from saccade.media.kinds import decode
 from saccade.models.families import load_family
 from saccade.models.load import load_model, negated
-from saccade.models.shapes import shape_of
+from saccade.plugins.estimate.shapes import shape_of
 from saccade.plugins.families import tiny
 from saccade.plugins.families.squares import best_grid
 from saccade.plugins.media import videos

@@ -22,9 +22,9 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.models import lora
 from saccade.models.families import Family
-from saccade.models.flops import NF4, Training, training_of
 from saccade.models.load import freeze
-from saccade.models.shapes import Shape, shape_of
+from saccade.plugins.estimate.flops import NF4, Training, training_of
+from saccade.plugins.estimate.shapes import Shape, shape_of
 from saccade.plugins.overlong.shorten import SHRINK_STEP
 from saccade.plugins.series.series_tower import Encoder
 from saccade.system.devices import CONTEXT_GIB, Device

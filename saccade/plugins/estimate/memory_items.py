@@ -19,9 +19,9 @@ from saccade.engines.embedded.scheduler import PREFILL_TOKENS
 from saccade.forest.logprobs import CHUNK_ELEMENTS, KERNEL_CHUNK
 from saccade.media.pixel_cache import DECODED
 from saccade.models.families.qwen_vl import CACHE_BYTES
-from saccade.models.flops import token_depths
-from saccade.models.shapes import Shape, Stack
 from saccade.plugins.estimate.batch_plan import ModelSize, Plan, patches
+from saccade.plugins.estimate.flops import token_depths
+from saccade.plugins.estimate.shapes import Shape, Stack
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.trainer.checkpointing import MARGIN
 from saccade.trainer.forward_inputs import FEATURE_BYTES

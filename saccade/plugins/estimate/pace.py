@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from saccade.engines.embedded.decode_state import FEW_ROWS, members_of
-from saccade.models import flops
-from saccade.models.flops import Generation
+from saccade.plugins.estimate import flops
 from saccade.plugins.estimate.batch_plan import Plan
+from saccade.plugins.estimate.flops import Generation
 from saccade.plugins.estimate.memory_items import GIB, Memory, layers_that_keep
 
 TERA = 1e12

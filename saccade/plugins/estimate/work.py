@@ -15,9 +15,9 @@ from typing import Any
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import ADAPTED, Config
 from saccade.engines.embedded.decode_state import members_of
-from saccade.models import flops
-from saccade.models.flops import FROZEN, Training, Work
-from saccade.models.shapes import Shape, shape_of
+from saccade.plugins.estimate import flops
+from saccade.plugins.estimate.flops import FROZEN, Training, Work
+from saccade.plugins.estimate.shapes import Shape, shape_of
 from saccade.system.devices import Device
 from saccade.trainer.local import LocalBackend
 from saccade.types import Batch, Group

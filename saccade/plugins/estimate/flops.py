@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from saccade.models.shapes import SENSES, Sense, Shape, Stack
+from saccade.plugins.estimate.shapes import SENSES, Sense, Shape, Stack
 from saccade.types import Batch, Group, MediaSpan, Trajectory
 
 Mode = Literal["full", "adapter", "frozen"]
