@@ -75,23 +75,13 @@ def test_verdicts_become_rewards(fair: Endpoint) -> None:
 
 
 def test_a_hybrid_asks_only_where_the_rule_is_unsure(fair: Endpoint) -> None:
-    with scorer(fair.url, ["hybrid"]) as scoring:
+    config = RewardConfig(preset="hybrid_mc", judge={"url": fair.url, "model": "m"}, workers=1)
+    with Scorer(config, prompt_format="think_answer", max_tokens=64) as scoring:
         scoring.metrics()
         scored = scoring.score([*said("red", "blue", ""), *said("7", "8", gold="7")])
         metrics = scoring.metrics()
     assert values(scored) == [1, 0, 0, 1, 0]
     assert (metrics["judge/samples"], metrics["judge/by_rule"], metrics["judge/calls"]) == (1, 4, 1)
-
-
-def test_recipes_by_source(fair: Endpoint) -> None:
-    config = RewardConfig(
-        by_source={"probe": "hybrid_mc", "default": ["count"]}, judge={"url": fair.url, "model": "m"}, workers=1
-    )
-    with Scorer(config, prompt_format="think_answer", max_tokens=64) as scoring:
-        asked = len(fair.asked)
-        probe = said("crimson", data_source="probe")
-        assert values(scoring.score([*probe, *said("7", gold="7")])) == [0, 1]
-    assert len(fair.asked) - asked == 1
 
 
 def test_the_same_answer_is_judged_once() -> None:

@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,12 +122,8 @@ def test_a_busy_service_is_waited_for_and_costs_no_attempt() -> None:
     assert scores[0].value == 1.0
     times = [request["at"] for request in service.asked]
     assert all(later - earlier >= 0.05 for earlier, later in itertools.pairwise(times))
-
-
-def test_but_not_for_ever() -> None:
-    busy = Says(status=503, body={"error": "busy"}, headers=(("Retry-After", "0.2"),))
-    with scripted(lambda body: busy) as service:
-        scores, metrics = asked(to(service, deadline=0.5), samples(2))
+    with scripted(lambda body: replace(busy, status=503)) as service:  # but not for ever
+        scores, metrics = asked(to(service, deadline=0.3), samples(2))
     assert {score.kind for score in scores} == {"error"} and metrics["failures"] == 2
     assert "gave no answer in time" in scores[0].reason
 
@@ -147,14 +144,6 @@ def test_what_is_not_scored_is_never_0(says: Says, words: str, kind: str) -> Non
         scores, metrics = asked(to(service, retries=1, on_failure=kind), samples(2))
     assert [score.kind for score in scores] == [kind, kind] and metrics["failures"] == 2
     assert re.search(words, scores[0].reason), scores[0].reason
-
-
-def test_null_is_an_abstention_and_an_error_has_its_reason() -> None:
-    reply = {"rewards": [None, None, 1.0], "errors": {"1": "raised: ZeroDivisionError"}}
-    with scripted([Says(body=reply)]) as service:
-        scores, metrics = asked(to(service), samples(3))
-    assert [score.kind for score in scores] == ["abstain", "error", "value"]
-    assert scores[1].reason == "raised: ZeroDivisionError" and metrics["failures"] == 0
 
 
 def free_port() -> int:

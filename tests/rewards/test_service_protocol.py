@@ -78,11 +78,7 @@ def test_no_gold_an_empty_gold_and_several_golds_stay_what_they_are() -> None:
 def test_prompt_and_response_are_joined_as_old_services_split_them(template: str, query: str) -> None:
     sample = RewardSample(id="a", response="<answer>4</answer>", prompt="2+2?")
     assert sent([sample], template=template)["query"] == [query]
-
-
-def test_every_known_template_can_be_asked_for() -> None:
-    known = get_args(RemoteConfig.model_fields["template"].annotation)
-    assert set(known) == {*MARKS, "plain"}
+    assert set(get_args(RemoteConfig.model_fields["template"].annotation)) == {*MARKS, "plain"}
 
 
 # -- requests of others ----------------------------------------------------------------------------
@@ -244,3 +240,5 @@ def test_a_reply_of_the_wrong_shape_is_no_reward(reply: dict[str, Any]) -> None:
 def test_numbers_that_are_none_are_errors_of_their_sample_alone() -> None:
     scores = read_reply(json.loads('{"rewards": [NaN, 1.0, Infinity, null]}'), 4)
     assert [score.kind for score in scores] == ["error", "value", "error", "abstain"]
+    scores = read_reply({"rewards": [None, 1.0], "errors": {"0": "raised: ZeroDivisionError"}}, 2)
+    assert [(score.kind, score.reason) for score in scores] == [("error", "raised: ZeroDivisionError"), ("value", "")]
