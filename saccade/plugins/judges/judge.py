@@ -17,24 +17,19 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from saccade.config.schema import JudgeConfig
 from saccade.errors import ConfigError
-from saccade.plugins.judges.http_client.chat_client import AnswerCache, ChatClient, key_of
+from saccade.plugins.judges.http_client.chat_client import ChatClient, key_of, store_answer, stored_answer
 from saccade.plugins.judges.http_client.sender import RequestQueue
 from saccade.plugins.verifiers.hybrid import ASK
 from saccade.rewards.combine import DROP_GROUP, Pending
 from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Media, Message, Sampling, Score
-
-if TYPE_CHECKING:
-    from jinja2 import Template
-
 
 SHIPPED = Path(__file__).with_name("judge.jinja")
 LONGEST_ANSWER = 2000  # characters of an answer that the judge sees
@@ -77,7 +72,7 @@ def _harmless(answer: str) -> str:
     return line if len(line) <= LONGEST_ANSWER else line[:LONGEST_ANSWER] + " [cut]"
 
 
-def question_of(case: Case, template: Template, scale: int) -> Message:
+def question_of(case: Case, template: Any, scale: int) -> Message:
     text = template.render(question=case.question, references=case.references, prediction=case.prediction, scale=scale)
     return Message(role="user", parts=(*case.media, text))
 
@@ -86,7 +81,7 @@ def template_text(path: str | None) -> str:
     return (Path(path) if path else SHIPPED).read_text(encoding="utf-8")
 
 
-def compiled(source: str) -> Template:
+def compiled(source: str) -> Any:
     from jinja2 import StrictUndefined, TemplateSyntaxError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -117,11 +112,6 @@ SECTION = "reward.judge"
 WARMER = 0.2  # added to the temperature after a reply without a verdict
 QUOTED = 200  # characters of a reply that a reason keeps
 CHECK = Case(question="What is 1 + 1?", references=("2",), prediction="two")
-FAILURES: Mapping[str, tuple[Literal["error", "abstain"], str]] = {
-    "error": ("error", "judge"),
-    "abstain": ("abstain", "judge"),
-    "drop_group": ("error", DROP_GROUP),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +143,7 @@ class Judge:
         self._template = compiled(text)
         # Verdicts are cached here, and not every reply there: one without a verdict is no answer.
         self._client = ChatClient(config.model_copy(update={"cache": None}), fields=config.fields, section=SECTION)
-        self._cache = AnswerCache(config.cache) if config.cache else None
+        self._cache = config.cache or ""
         self._about: dict[str, Any] = {
             "model": self._client.model,
             "template": hashlib.sha256(text.encode()).hexdigest(),
@@ -246,7 +236,7 @@ class Judge:
             job.verdict.set_result(verdict)
 
     def _ask(self, case: Case, key: str, until: float) -> Verdict:
-        stored = self._cache.get(key) if self._cache else None
+        stored = stored_answer(self._cache, key) if self._cache else None
         if stored is not None:
             value = read_verdict(stored.text, self.config.scale)
             return Verdict(value=value, words=stored.text, stored=True)
@@ -258,7 +248,7 @@ class Judge:
             value = read_verdict(answer.text, self.config.scale)
             if value is not None and answer.finish == "stop":
                 if self._cache:
-                    self._cache.put(key, self._about | case.shown, answer)
+                    store_answer(self._cache, key, self._about | case.shown, answer)
                 return Verdict(value=value, words=answer.text)
         return Verdict(
             words=f"no verdict (attempts: {self.config.retries + 1}); the last reply ended with "
@@ -282,8 +272,9 @@ class Judge:
             logging.getLogger("saccade").warning("an answer could not be judged: %s", why)
         if self.config.on_failure == "rule":
             return replace(first, info={})
-        kind, reason = FAILURES[self.config.on_failure]
-        return Score(kind=kind, reason=f"{reason}: {why}", extracted=first.extracted)
+        reason = DROP_GROUP if self.config.on_failure == "drop_group" else "judge"
+        kind = "abstain" if self.config.on_failure == "abstain" else "error"
+        return Score(kind=kind, reason=f"{reason}: {why}", extracted=first.extracted)  # type: ignore[arg-type]
 
     def _key(self, case: Case) -> str:
         return key_of(self._about | case.shown)

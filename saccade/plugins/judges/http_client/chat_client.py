@@ -169,31 +169,32 @@ def key_of(asked: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
-class AnswerCache:
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+def stored_answer(folder: str, key: str) -> Answer | None:
+    """What a cache holds. A file that cannot be read counts as absent and is written again."""
+    path = _file_of(folder, key)
+    if not path.is_file():
+        return None
+    try:
+        stored = json.loads(path.read_bytes())["answer"]
+        return Answer(**{**stored, "usage": Usage(**stored["usage"])})
+    except (ValueError, KeyError, TypeError):
+        return None
 
-    def get(self, key: str) -> Answer | None:
-        path = self._path(key)
-        if not path.is_file():
-            return None
-        try:
-            stored = json.loads(path.read_bytes())["answer"]
-            return Answer(**{**stored, "usage": Usage(**stored["usage"])})
-        except (ValueError, KeyError, TypeError):
-            return None
 
-    def put(self, key: str, asked: Mapping[str, Any], answer: Answer) -> None:
-        """`asked` is for people who look into the file."""
-        path = self._path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-        record = {"answer": asdict(answer), "asked": asked}
-        unfinished.write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8")
-        unfinished.replace(path)
+def store_answer(folder: str, key: str, asked: Mapping[str, Any], answer: Answer) -> None:
+    """One file per answer; `asked` is for people who look into it. Written under another name first: a run that is
+    killed loses only what was under way.
+    """
+    path = _file_of(folder, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    record = {"answer": asdict(answer), "asked": asked}
+    unfinished.write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8")
+    unfinished.replace(path)
 
-    def _path(self, key: str) -> Path:
-        return self.folder / key[:2] / f"{key}.json"
+
+def _file_of(folder: str, key: str) -> Path:
+    return Path(folder) / key[:2] / f"{key}.json"
 
 
 OFF = "off"  # in the place of a cache's folder
@@ -233,7 +234,7 @@ class ChatClient:
         self.counters = Counters()
         self._api = APIS[http.api]
         self._pictures = Pictures()
-        self._cache = AnswerCache(http.cache) if http.cache not in (None, "", OFF) else None
+        self._cache = "" if http.cache == OFF else http.cache or ""
         self._lock = threading.Lock()
         target = Target(
             urls=[http.url],
@@ -252,7 +253,7 @@ class ChatClient:
         asked = self._body(messages, sampling, seed, _named)
         asked = {"url": self.http.url, "api": self.http.api, "seed": seed, "body": asked}
         key = key_of(asked)
-        answer = self._cache.get(key) if self._cache else None
+        answer = stored_answer(self._cache, key) if self._cache else None
         if answer is not None:
             self._count(cached=1)
             return answer
@@ -263,7 +264,7 @@ class ChatClient:
         usage = answer.usage
         self._count(prompt_tokens=usage.prompt, response_tokens=usage.response, estimated=int(usage.estimated))
         if self._cache:
-            self._cache.put(key, asked, answer)
+            store_answer(self._cache, key, asked, answer)
         return answer
 
     def stop(self) -> None:
