@@ -204,6 +204,6 @@ def test_what_is_refused_before_a_run(tmp_path: Path, judged: Make, rl_config: M
     assert "reward.judge.api=chat" in problems(api="completions", send_images=True)
     with pytest.raises(EnvironmentProblem, match="Connection refused"):
         rl.run(judged(tmp_path, "http://127.0.0.1:9/v1"))
-    for name, url in (("judge", "http://127.0.0.1:9/v1"), ("remote", "http://127.0.0.1:8400")):
-        with pytest.raises(ConfigError, match=rf"reward\.{name}\.url: has no effect .* add {name}"):
-            rl.run(rl_config(tmp_path) | {f"reward.{name}.url": url})
+    for name, told in (("judge", "judge or hybrid"), ("remote", "remote")):
+        with pytest.raises(ConfigError, match=rf"reward\.{name}\.url: has no effect without {told} in reward\.terms"):
+            rl.run(rl_config(tmp_path) | {f"reward.{name}.url": "http://127.0.0.1:9/v1"})
