@@ -135,8 +135,8 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         "verdict": "saccade.plugins.preferences.preference_rows:verdict_view",
     },
     "reports": {
-        "evaluation_lines": "saccade.plugins.reports.eval_report:table_lines",
-        "evaluation_page": "saccade.plugins.reports.eval_report:write_eval_report",
+        "evaluation_lines": "saccade.plugins.reports.report:table_lines",
+        "evaluation_page": "saccade.plugins.reports.report:write_eval_report",
         "pictures": "saccade.plugins.reports.stored_pictures:StoredPictures",
         "diagnose": "saccade.plugins.reports.diagnosis:diagnose",
         "unread_answers": "saccade.plugins.reports.diagnosis:unread_answers",

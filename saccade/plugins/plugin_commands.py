@@ -165,7 +165,7 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an
     if (folder / "config.resolved.yaml").is_file():
         page = import_module("saccade.plugins.reports.report").from_run(folder)
     elif (folder / "results.json").is_file():
-        page = import_module("saccade.plugins.reports.eval_report").write_eval_report(folder)
+        page = import_module("saccade.plugins.reports.report").write_eval_report(folder)
     else:
         raise ConfigError(f"{folder} is not a run folder; give one such as runs/NAME")
     print(f"wrote {page}")

@@ -12,8 +12,7 @@ from pytest import approx
 from saccade.config import TrackConfig
 from saccade.errors import ConfigError
 from saccade.plugins.reports.curves import charts_of
-from saccade.plugins.reports.eval_report import write_eval_report
-from saccade.plugins.reports.report import before_after, from_run
+from saccade.plugins.reports.report import before_after, from_run, write_eval_report
 from saccade.plugins.reports.report_page import (
     Chart,
     Curve,
