@@ -325,8 +325,8 @@ def _request(key: str, messages: Sequence[Message], family: Family, sampling: Sa
             "up to env.max_total_tokens"
         )
     sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-    asked = {"ids": rendered.ids, "media": rendered.media, "messages": tuple(messages)}
-    return Request(key=key, sampling=sampling, noise=noise, **asked)
+    said = tuple(messages)
+    return Request(key=key, ids=rendered.ids, media=rendered.media, messages=said, sampling=sampling, noise=noise)
 
 
 def _sampling(config: Config) -> Sampling:
