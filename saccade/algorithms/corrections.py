@@ -111,13 +111,14 @@ def _truncated(statistic: Statistic) -> Corrector:
     return weigh
 
 
-for _name, _text, _statistic in (
-    ("tis.token", "delta", token),
-    ("tis.sequence", "sum of delta", Mismatch.total),
-    ("tis.geometric", "mean of delta", Mismatch.mean),
-):
+_TRUNCATED: dict[str, tuple[str, Statistic]] = {
+    "tis.token": ("delta", token),
+    "tis.sequence": ("sum of delta", Mismatch.total),
+    "tis.geometric": ("mean of delta", Mismatch.mean),
+}
+for _name, (_text, _statistic) in _TRUNCATED.items():
     _formula = f"w = clip(exp({_text}), low, high)"
-    add(CORRECTIONS, _formula, name=_name, weighs=True, by_sequence=_statistic is not token)(_truncated(_statistic))
+    add(CORRECTIONS, _formula, name=_name, weighs=True, by_sequence=_name != "tis.token")(_truncated(_statistic))
 
 
 @add(CORRECTIONS, "w = exp(delta), 0 outside of [low, high]", weighs=True)
