@@ -38,18 +38,13 @@ def test_neighbours_with_the_same_first_pages_are_a_family():
     assert shared.tolist() == [8, 8, 8, 0, 0, 4, 4]
 
 
-def test_a_family_is_as_large_as_one_program_can_read():
+def test_a_family_is_as_large_as_one_program_can_read_and_shares_whole_pages():
     table, lengths = np.ones((10, 3), dtype=np.int32), np.full(10, 8)
-    prefix_groups, shared = decode_state.find_prefix_groups(table, lengths, page=4, most=4)
+    prefix_groups, _ = decode_state.find_prefix_groups(table, lengths, page=4, most=4)
     assert prefix_groups.T.tolist() == [[0, 4, 8], [4, 4, 8], [8, 2, 8]]
     prefix_groups, shared = decode_state.find_prefix_groups(table, lengths, page=4, most=3)
     assert prefix_groups.T.tolist() == [[0, 3, 8], [3, 3, 8], [6, 3, 8]] and shared[9] == 0
-    prefix_groups, shared = decode_state.find_prefix_groups(table[:1], lengths[:1], page=4, most=3)
-    assert prefix_groups.shape == (3, 0) and shared.tolist() == [0]
-
-
-def test_only_whole_pages_are_shared():
-    """What lies in the table behind a sequence's own pages belongs to nobody."""
-    table, lengths = np.zeros((2, 5), dtype=np.int32), np.array([7, 3])
-    prefix_groups, shared = decode_state.find_prefix_groups(table, lengths, page=4, most=8)
-    assert not prefix_groups.size and not shared.any()
+    # One row; and two whose common pages lie behind their own tokens, and so belong to nobody.
+    for rows, tokens in ((1, [8]), (2, [7, 3])):
+        prefix_groups, shared = decode_state.find_prefix_groups(table[:rows], np.array(tokens), page=4, most=8)
+        assert prefix_groups.shape == (3, 0) and not shared.any()
