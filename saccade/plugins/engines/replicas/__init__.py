@@ -1,4 +1,3 @@
-"""Engines in processes of their own. `server` holds any engine behind HTTP on loopback, `client` is
-that server as an engine, `replicas` are several of them behind one queue, `wire` and `weights` say
-how requests, completions and weights travel.
+"""Engines in processes of their own: `replica` is one of them, `replica_pool` several behind one
+queue, `replica_process` what runs there.
 """
