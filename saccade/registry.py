@@ -145,9 +145,9 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         "rows": "saccade.plugins.reward_models.reward_rows:rows_of",
         "terms": "saccade.plugins.reward_models.reward_model_term:Learned",
         "card": "saccade.plugins.reward_models.reward_card:read_card",
-        "score": "saccade.plugins.reward_models.reward_loading:load_learned",
+        "score": "saccade.plugins.reward_models.learned_reward:load_learned",
         "start_critic": "saccade.plugins.reward_models.reward_head:start_critic",
-        "require": "saccade.plugins.reward_models.reward_loading:require_folders",
+        "require": "saccade.plugins.reward_models.learned_reward:require_folders",
     },
     "rules": {
         "preferences": "saccade.plugins.preferences.preference_losses:check",

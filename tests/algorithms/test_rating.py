@@ -107,12 +107,12 @@ def row(loss: str = "bt", **changes) -> Rating:
         (row(center_coef=0.01), 1.0, 0.75680340 + 0.01 * (1.9**2 + 0.1**2 + 1.0) / 3),
     ],
 )
-def test_golden_values(what: Rating, kappa: float, value: float) -> None:
+def test_golden_values(what, kappa, value):
     scores = SCORES.sigmoid() if what.loss == "hps" else SCORES  # as a bounded head gives them
     assert rated(what, scores=scores, kappa=kappa)[0] == approx(value, abs=1e-7)
 
 
-def test_a_label_says_which_side_is_better() -> None:
+def test_a_label_says_which_side_is_better():
     flipped = SCORES.view(3, 2, 1).flip(1).reshape(6, 1)
     loss, metrics = rated(row())
     other, swapped = rated(row(), dict.fromkeys(IDS, (-1.0,)), flipped)
@@ -125,7 +125,7 @@ def test_a_label_says_which_side_is_better() -> None:
     assert metrics["preference/square"] == approx((SCORES**2).mean().item())
 
 
-def test_pairs_without_a_label_and_ties_teach_differently() -> None:
+def test_pairs_without_a_label_and_ties_teach_differently():
     one = {"a": (1.0,), "b": (nan,), "c": (nan,)}
     alone = log(1 + np.exp(-0.5))
     assert rated(row(tie_coef=0.5), one)[0] == approx(alone)
@@ -135,12 +135,12 @@ def test_pairs_without_a_label_and_ties_teach_differently() -> None:
     assert rated(row(), dict.fromkeys(IDS, (nan,)))[0] == 0
 
 
-def test_a_row_may_have_a_margin_of_its_own() -> None:
+def test_a_row_may_have_a_margin_of_its_own():
     plain, wide = rated(row(margin=0.1))[0], rated(row(margin=0.1), margins={"b": 2.0})[0]
     assert wide - plain == approx((log(1 + np.exp(2.7)) - log(1 + np.exp(0.8))) / 3)
 
 
-def test_heads_are_weighed_and_counted_apart() -> None:
+def test_heads_are_weighed_and_counted_apart():
     labels = {"a": (1.0, nan), "b": (1.0, -1.0), "c": (1.0, nan)}
     scores = torch.cat([SCORES, 2 * SCORES], dim=1)
     loss, metrics = rated(Rating(loss="bt", heads={"preference": 1.0, "size": 0.5}), labels, scores)
@@ -148,7 +148,7 @@ def test_heads_are_weighed_and_counted_apart() -> None:
     assert metrics["size/accuracy"] == 1 and metrics["size/gap"] == approx(1.4)
 
 
-def test_micro_batches_add_up_and_the_scale_of_hps_learns() -> None:
+def test_micro_batches_add_up_and_the_scale_of_hps_learns():
     log_kappa = torch.tensor(FIRST_LOG_KAPPA, requires_grad=True)
     whole = of_pairs(row("hps", center_coef=0.01), IDS, FIRST, {})
     loss, _ = rating_objective(whole, SCORES, log_kappa.exp(), KEYS)
@@ -159,7 +159,7 @@ def test_micro_batches_add_up_and_the_scale_of_hps_learns() -> None:
     assert exp(FIRST_LOG_KAPPA) == approx(1 / 0.07)
 
 
-def test_options_of_the_config() -> None:
+def test_options_of_the_config():
     assert from_config(RewardModelConfig()).margin == 0.1
     assert from_config(RewardModelConfig(loss="hps", bounded=True)).margin == 0
     heads = RewardModelConfig.model_validate({"heads": ["coherence", "style"]}).heads
@@ -169,7 +169,7 @@ def test_options_of_the_config() -> None:
 # -- steps -----------------------------------------------------------------------------------------
 
 
-def test_steps_are_a_cross_entropy_with_hard_and_soft_labels() -> None:
+def test_steps_are_a_cross_entropy_with_hard_and_soft_labels():
     labels = {"a": np.array([[1.0, 0.0], [0.3, 0.7]]), "b": np.array([[0.0, 1.0]])}
     logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [1.0, 0.5]], dtype=torch.float64)
     batch = Batch(

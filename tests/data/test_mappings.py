@@ -125,7 +125,7 @@ VIDEOGEN = {"path_A": "x", "path_B": "y", "prompt": "a bird", "VQ": "A", "MQ": "
         ("audio_alpaca", "audio", {"prompt": "a bell", "chosen": "x", "rejected": "y"}, "x"),
     ],
 )
-def test_which_candidate_a_set_prefers(name: str, kind: str, row: Any, preferred: Any) -> None:
+def test_which_candidate_a_set_prefers(name, kind, row, preferred):
     critique = row if isinstance(row, str) else None
     if critique:
         row = {"conversations": [{"value": "<image>\n<image>\na cat"}, {"value": critique}], "images": ["x", "y"]}
@@ -151,7 +151,7 @@ def test_which_candidate_a_set_prefers(name: str, kind: str, row: Any, preferred
             assert found["messages"][0]["content"][0]["text"] == "a cat"
 
 
-def test_rated_candidates_make_pairs_unless_they_are_tied() -> None:
+def test_rated_candidates_make_pairs_unless_they_are_tied():
     models = {name: f"{name}.png" for name in "smnop"}
     pairs = [found for _, found in mapped("genai_bench", [(1, GENAI | models)])]
     assert sorted(sorted(pair["extra"]["models"]) for pair in pairs) == [["m", "p"], ["m", "s"]]  # nought is a rating
@@ -177,7 +177,7 @@ def test_rated_candidates_make_pairs_unless_they_are_tied() -> None:
     assert best == ["x0", "x0", "y1"]  # of x the tied pair is missing
 
 
-def test_sides_are_drawn_and_media_are_read(tmp_path: Path) -> None:
+def test_sides_are_drawn_and_media_are_read(tmp_path):
     rows = []
     for n in range(40):
         png(tmp_path / f"images/{n}-good.png", 100 + n)
@@ -200,7 +200,7 @@ def test_sides_are_drawn_and_media_are_read(tmp_path: Path) -> None:
     assert [label_of(s) for s in other.samples] != [label_of(s) for s in data.samples]
 
 
-def test_media_inside_of_rows_are_kept_once(tmp_path: Path) -> None:
+def test_media_inside_of_rows_are_kept_once(tmp_path):
     rated = {"DALLE_3": [5, 4, 5], "SD_2": [1, 2, 1], "Flux": [4, 5, 5]}
     row = {"Index": 7, "Prompt": "two dogs", "HumanRatings": rated}
     row |= {name: {"bytes": png(None, n), "path": None} for n, name in enumerate(rated, start=1)}
@@ -216,7 +216,7 @@ def test_media_inside_of_rows_are_kept_once(tmp_path: Path) -> None:
     assert better(sample) == 50 and {c[0].media[0].kind for c in sample.candidates} == {"audio"}
 
 
-def test_videodpo_looks_clips_up_in_the_table_beside_it(tmp_path: Path) -> None:
+def test_videodpo_looks_clips_up_in_the_table_beside_it(tmp_path):
     for n in range(4):
         clip(tmp_path / f"v/{n}.mp4", 20 * n)
     write_json(tmp_path / "metadata.json", [{"basic": {"clip_path": f"v/{n}.mp4"}} for n in range(4)])
@@ -231,7 +231,7 @@ def test_videodpo_looks_clips_up_in_the_table_beside_it(tmp_path: Path) -> None:
 # -- records ---------------------------------------------------------------------------------------
 
 
-def test_a_comparison_is_written_and_read_back(tmp_path: Path) -> None:
+def test_a_comparison_is_written_and_read_back(tmp_path):
     png(tmp_path / "g.png", 1), png(tmp_path / "b.png", 2)
     rows = [{"prompt": "use <image>", "path1": "g.png", "path2": "b.png", "confidence": 1}]
     (sample,) = read(write_json(tmp_path / "x.json", rows), "hpdv3").samples
@@ -270,14 +270,14 @@ def text(row):
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> tuple[Path, str]:
+def own(tmp_path):
     """Four rows of texts, and the file of the user's mappings."""
     (tmp_path / "own.py").write_text(OWN)
     rows = [{"q": "2+2?", "left": "4", "right": "5", "winner": w} for w in ("L", "r", "none", "?")]
     return write_json(tmp_path / "r.json", rows), f"{tmp_path}/own.py"
 
 
-def test_a_mapping_of_the_user_may_compare_texts_or_rate_them(own: tuple[Path, str]) -> None:
+def test_a_mapping_of_the_user_may_compare_texts_or_rate_them(own):
     data = read(own[0], f"{own[1]}:judge", max_bad_fraction=0.5)
     labels = [label_of(sample) or "" for sample in data.samples]
     better = [s.candidates["ABC".index(label)][0].text for s, label in zip(data.samples[:2], labels, strict=False)]
@@ -302,12 +302,12 @@ def test_a_mapping_of_the_user_may_compare_texts_or_rate_them(own: tuple[Path, s
         ("nowhere", "expected file.py:function; the file has judge, rate"),
     ],
 )
-def test_a_wrong_function_is_refused(own: tuple[Path, str], name: str, message: str) -> None:
+def test_a_wrong_function_is_refused(own, name, message):
     with pytest.raises((ConfigError, DataError), match=re.escape(message)):
         read(own[0], f"{own[1]}:{name}")
 
 
-def test_unknown_names_are_refused_with_those_that_work() -> None:
+def test_unknown_names_are_refused_with_those_that_work():
     for name, message in {
         "hpd": "expected one of .*hpdv3.*, or file.py:function; write file.py with",
         "own.yaml:mine": "or file.py:function; write file.py with",
@@ -318,7 +318,7 @@ def test_unknown_names_are_refused_with_those_that_work() -> None:
     assert len(MAPPINGS) == 13 and all(callable(load_mapping(name)) for name in MAPPINGS)
 
 
-def test_a_file_or_function_that_raises_is_named_with_its_line(own: tuple[Path, str]) -> None:
+def test_a_file_or_function_that_raises_is_named_with_its_line(own):
     path = Path(own[1])
     path.write_text("\n\ndef f(row):\n    return row['nothing']\n")
     reason = re.escape(f"row-1 (row 1 of r): mapping {path}:f raised KeyError: 'nothing' (own.py:4)")
@@ -330,6 +330,6 @@ def test_a_file_or_function_that_raises_is_named_with_its_line(own: tuple[Path, 
             load_mapping(f"{path}:f")
 
 
-def test_texts_and_lists_count_as_numbers() -> None:
+def test_texts_and_lists_count_as_numbers():
     values: list[Any] = [" -2.5 ", "1e-3", [4, "5"], "x", [], [1, None]]
     assert [number_of(value) for value in values] == [-2.5, 0.001, 4.5, None, None, None]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from saccade.plugins.quickstart import counting
-from tests.recipes.reward_model.judged import MARK, OTHER, Make
+from tests.recipes.reward_model.judged import MARK, OTHER
 
 
 @pytest.fixture(scope="session")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rows(tmp_path_factory):
     """One big shape each: the right colour is preferred. Replies, pictures and steps are judged, alone or in
     pairs; some heads have few labels; questions alone.
     """
@@ -60,7 +60,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def config(rows: Path, word_model: str) -> Make:
+def config(rows, word_model):
     def make(out: Path, kind: str = "pairs", **changes: Any) -> dict[str, Any]:
         options = {
             "run.out": str(out),

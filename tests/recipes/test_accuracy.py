@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ def group(id: str, outcomes: Sequence[float | None], turns: int = 1, source: str
     return Group(sample=sample, trajectories=members, uid=id)
 
 
-def test_rotations_of_a_question_count_together() -> None:
+def test_rotations_of_a_question_count_together():
     """Sample by sample: the first of "a" is right in both orders, the second in one of them."""
     rows = [group("a0", [1, 1]), group("a1", [1, 0]), group("b0", [0, 1]), group("b1", [0, 1])]
     plain = group_accuracy(rows)
@@ -48,7 +47,7 @@ def test_rotations_of_a_question_count_together() -> None:
     assert plain["ci_high"] > 0.75
 
 
-def test_categories_turns_and_limits() -> None:
+def test_categories_turns_and_limits():
     groups = [
         group("a", [1, 0], turns=2, category="single"),
         group("b", [1, None], turns=4, category="cross"),
@@ -65,7 +64,7 @@ def test_categories_turns_and_limits() -> None:
     assert rows["4"]["turns_mean"] == pytest.approx(16 / 6)
 
 
-def test_which_outcomes_are_scores(tmp_path: Path) -> None:
+def test_which_outcomes_are_scores(tmp_path):
     """Those of a reward model, whatever they are, and values beyond 0..1."""
     (tmp_path / "config.json").write_text('{"reward_model": {}}')
     model = [{"verifier": "model", "args": {"path": str(tmp_path)}}]
@@ -78,7 +77,7 @@ def test_which_outcomes_are_scores(tmp_path: Path) -> None:
     assert list(score_terms(None, [("a", [-0.1]), ("b", [1 + 1e-9])])) == ["a"]
 
 
-def test_scores_are_never_averaged_with_right_and_wrong() -> None:
+def test_scores_are_never_averaged_with_right_and_wrong():
     groups = [
         group("a", [1, 0], source="colour"),
         group("b", [1, 1], source="colour"),
@@ -95,7 +94,7 @@ def test_scores_are_never_averaged_with_right_and_wrong() -> None:
     assert by_source(groups[:2]) == {} and by_turns(groups, scores)["1"]["episodes"] == 4
 
 
-def test_scores_of_different_terms_stay_apart() -> None:
+def test_scores_of_different_terms_stay_apart():
     groups = [group("a", [3], source="x"), group("b", [50], source="y")]
     found = group_accuracy(groups, {"x": "model 1", "y": "model 2"})
     assert (found["score/x"], found["score/y"]) == (3, 50) and "score" not in found

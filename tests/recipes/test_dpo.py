@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -18,18 +16,13 @@ from saccade.errors import ConfigError, DataError
 from saccade.models.families import load_family
 from saccade.plugins.preferences import dpo, pairs
 
-Make = Callable[..., dict[str, Any]]
-Read = Callable[[Path], list[dict[str, Any]]]
-
 
 @pytest.fixture(scope="module")
-def config(config: Make) -> Make:
+def config(config):
     return lambda out, **changes: config(out, **{"train__lr": 5e-3, "dpo__beta": 0.5} | changes)
 
 
-def test_pairs_of_pictures_are_learned_and_answers_improve(
-    tmp_path: Path, config: Make, rows: Path, numbers: Read
-) -> None:
+def test_pairs_of_pictures_are_learned_and_answers_improve(tmp_path, config, rows, numbers):
     sets = [str(rows / f"held-{kind}.jsonl") for kind in ("pairs", "asked")]
     more = {"run.max_steps": 12, "val.every": 12, "dpo.nll_coef": 0.5, "rollout.max_tokens": 3}
     last = saccade.dpo(config(tmp_path, data__val=sets) | more | {"reward.terms": ["exact"]})
@@ -53,9 +46,7 @@ def test_pairs_of_pictures_are_learned_and_answers_improve(
     ],
     ids=["precompute", "kto", "lora"],
 )
-def test_stopped_and_resumed_is_the_same_run(
-    tmp_path: Path, config: Make, rows: Path, numbers: Read, same_weights: Callable[..., bool], changes: Any
-) -> None:
+def test_stopped_and_resumed_is_the_same_run(tmp_path, config, rows, numbers, same_weights, changes):
     if "data.train" in changes:
         changes = changes | {"data.train": str(rows / changes["data.train"])}
     options = config(tmp_path, train__prompts_per_step=12, run__max_steps=3) | changes
@@ -66,9 +57,7 @@ def test_stopped_and_resumed_is_the_same_run(
     assert same_weights(*(tmp_path / name / "checkpoints" / "step-3" for name in ("whole", "parts")))
 
 
-def test_the_reference_is_scored_once_and_for_all(
-    tmp_path: Path, config: Make, numbers: Read, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reference_is_scored_once_and_for_all(tmp_path, config, numbers, monkeypatch):
     dpo.run(config(tmp_path, run__name="first", run__max_steps=2))
     (cache,) = (tmp_path / ".cache").glob("reference-*.json")
     rows = map(json.loads, Path(config(tmp_path)["data.train"]).read_text().splitlines())
@@ -83,7 +72,7 @@ def test_the_reference_is_scored_once_and_for_all(
         assert precomputed["dpo/loss"] == pytest.approx(computed["dpo/loss"], abs=1e-5)
 
 
-def test_without_its_adapter_the_policy_is_the_reference(tmp_path: Path, config: Make) -> None:
+def test_without_its_adapter_the_policy_is_the_reference(tmp_path, config):
     adapted = config(tmp_path, model__train="lora", model__lora__rank=4, run__max_steps=2)
     rows = [dpo.run(adapted | {"run.name": how, "dpo.reference": how}) for how in ("compute", "precompute")]
     assert rows[0]["dpo/loss"] == pytest.approx(rows[1]["dpo/loss"], abs=1e-5)
@@ -91,9 +80,7 @@ def test_without_its_adapter_the_policy_is_the_reference(tmp_path: Path, config:
 
 
 @pytest.mark.parametrize("loss", ["simpo", "reference_free"])
-def test_a_loss_without_a_reference_loads_none(
-    tmp_path: Path, config: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], loss: str
-) -> None:
+def test_a_loss_without_a_reference_loads_none(tmp_path, config, monkeypatch, capsys, loss):
     monkeypatch.setattr(dpo, "precomputed", None)
     unused = {"reward.terms": ["exact"]} if loss == "simpo" else {}
     row = dpo.run(config(tmp_path, dpo__loss=loss, run__max_steps=1) | unused)
@@ -101,7 +88,7 @@ def test_a_loss_without_a_reference_loads_none(
     assert ("reward scores nothing here" in capsys.readouterr().out) == bool(unused)
 
 
-def test_kto_learns_from_labels_and_from_pairs(tmp_path: Path, config: Make, rows: Path, numbers: Read) -> None:
+def test_kto_learns_from_labels_and_from_pairs(tmp_path, config, rows, numbers):
     for name in ("labels", "pairs"):
         options = {"dpo.loss": "kto", "run.name": name, "run.max_steps": 15, "dpo.beta": 0.5}
         train = str(rows / f"train-{name}.jsonl")
@@ -113,7 +100,7 @@ def test_kto_learns_from_labels_and_from_pairs(tmp_path: Path, config: Make, row
         assert all(row["dpo/z"] >= 0 for row in others)
 
 
-def test_a_stranger_is_the_answer_to_another_question(rows: Path, config: Make) -> None:
+def test_a_stranger_is_the_answer_to_another_question(rows, config):
     resolved = load(config(rows), command="dpo")
     family = load_family(resolved.model.path)
     first, other, *_ = pairs.load_pairs(resolved, resolved.data.train, family, paired=True).samples
@@ -122,7 +109,7 @@ def test_a_stranger_is_the_answer_to_another_question(rows: Path, config: Make) 
         dpo.mismatched_pairs([first, first])
 
 
-def test_ties_are_left_out_and_other_rows_are_set_aside(tmp_path: Path, config: Make) -> None:
+def test_ties_are_left_out_and_other_rows_are_set_aside(tmp_path, config):
     good = {"prompt": "how many ?", "chosen": "red", "rejected": "blue"}
     rows = [
         good,
@@ -169,12 +156,12 @@ def test_ties_are_left_out_and_other_rows_are_set_aside(tmp_path: Path, config: 
         ("algorithm.preset=rloo", "has no effect in `saccade dpo`"),
     ],
 )
-def test_what_dpo_refuses_or_does_not_read(config: Make, tmp_path: Path, override: str, words: str) -> None:
+def test_what_dpo_refuses_or_does_not_read(config, tmp_path, override, words):
     with pytest.raises(ConfigError, match=words):
         check(load(config(tmp_path), [override]), "dpo", given([override]))
 
 
-def test_defaults_and_the_dry_run(config: Make, tmp_path: Path) -> None:
+def test_defaults_and_the_dry_run(config, tmp_path):
     plain = load(None, command="dpo")
     assert (plain.train.lr, plain.dpo.max_tokens, plain.dpo.nll_coef) == (1e-5, 512, 0.0)
     kto = load({"dpo.loss": "kto"}, command="dpo").dpo
@@ -186,7 +173,7 @@ def test_defaults_and_the_dry_run(config: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["precompute", "compute"])
-def test_a_damaged_picture_costs_its_row(tmp_path: Path, config: Make, rows: Path, how: str) -> None:
+def test_a_damaged_picture_costs_its_row(tmp_path, config, rows, how):
     some = [json.loads(line) for line in (rows / "train-pairs.jsonl").read_text().splitlines()[:6]]
     for number, row in enumerate(some):
         picture = (rows / row["images"][0]).read_bytes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from saccade.recipes import evaluate, rl, sft
 from saccade.recipes.results import Result, places
 from saccade.run.statistics import mean_interval, pass_at_k
 
-Make = Callable[..., dict[str, Any]]
 SAMPLES = "eval/samples.jsonl"
 
 
@@ -30,7 +28,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def taught(tmp_path_factory: pytest.TempPathFactory, sft_config: Make) -> str:
+def taught(tmp_path_factory, sft_config):
     """A model that has learned the format, and a little counting."""
     out = tmp_path_factory.mktemp("taught")
     sft.run(sft_config(out, run__max_steps=20, train__prompts_per_step=12, train__lr=4e-3))
@@ -38,7 +36,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory, sft_config: Make) -> str:
 
 
 @pytest.fixture(scope="module")
-def judged(taught: str, scenes: Path, rl_config: Make) -> Make:
+def judged(taught, scenes, rl_config):
     def config(out: Path, **changes: Any) -> dict[str, Any]:
         options = rl_config(out, model__path=taught, data__val=str(scenes / "val.jsonl"))
         options |= {"prompt.format": "think_answer", "rollout.max_tokens": 14}
@@ -48,7 +46,7 @@ def judged(taught: str, scenes: Path, rl_config: Make) -> Make:
     return config
 
 
-def test_the_score_in_training_is_that_of_the_checkpoint(tmp_path: Path, judged: Make) -> None:
+def test_the_score_in_training_is_that_of_the_checkpoint(tmp_path, judged):
     config = judged(tmp_path, run__max_steps=2, val__every=2, val__n=3, train__lr=1e-4)
     row = rl.run(config)
     path = tmp_path / "run" / "checkpoints" / "step-2"
@@ -59,13 +57,13 @@ def test_the_score_in_training_is_that_of_the_checkpoint(tmp_path: Path, judged:
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory, judged: Make) -> tuple[dict[str, float], Path]:
+def four(tmp_path_factory, judged):
     out = tmp_path_factory.mktemp("four")
     result = evaluate.run(judged(out, val__n=4), out=out / "eval")
     return result["val"], out / "eval"
 
 
-def test_metrics_and_fields_of_four_samples(four: tuple[dict[str, float], Path]) -> None:
+def test_metrics_and_fields_of_four_samples(four):
     metrics, folder = four
     rows = lines(folder / "samples.jsonl")
     assert len(rows) == 8 * 4 and metrics["items"] == 8
@@ -93,15 +91,13 @@ def test_metrics_and_fields_of_four_samples(four: tuple[dict[str, float], Path])
     assert rows[0]["prompt"] == "how many objects?" and rows[0]["gold"] in "123456"
 
 
-def test_one_greedy_answer_is_the_default(tmp_path: Path, judged: Make) -> None:
+def test_one_greedy_answer_is_the_default(tmp_path, judged):
     first, second = (evaluate.run(judged(tmp_path, run__seed=seed), out=tmp_path / str(seed)) for seed in (1, 2))
     assert first == second
     assert "avg@1" not in first["val"] and first["val"]["items"] == 8
 
 
-def test_whoever_reads_along_may_leave(
-    tmp_path: Path, judged: Make, scenes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whoever_reads_along_may_leave(tmp_path, judged, scenes, monkeypatch):
     """As in `saccade eval … | head -1`, which is gone before the second set."""
     reads, writes = os.pipe()
     os.close(reads)
@@ -115,7 +111,7 @@ def test_whoever_reads_along_may_leave(
     assert len(lines(tmp_path / SAMPLES)) == 5 and (tmp_path / "eval/report.html").is_file()
 
 
-def test_responses_can_be_scored_again(four: tuple[dict[str, float], Path], judged: Make, tmp_path: Path) -> None:
+def test_responses_can_be_scored_again(four, judged, tmp_path):
     metrics, folder = four
     samples = folder / "samples.jsonl"
     same = evaluate.run(judged(tmp_path), out=tmp_path / "same", rescore=samples)
@@ -129,9 +125,7 @@ def test_responses_can_be_scored_again(four: tuple[dict[str, float], Path], judg
     assert evaluate.run(alone, out=tmp_path / "alone", rescore=samples) == other
 
 
-def test_scoring_again_says_what_it_found_and_which_line_is_damaged(
-    four: tuple[Any, Path], judged: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scoring_again_says_what_it_found_and_which_line_is_damaged(four, judged, tmp_path, capsys):
     samples, cut = four[1] / "samples.jsonl", tmp_path / "cut.jsonl"
     misspelt = judged(tmp_path, reward__by_source={"cuonting": "exact"})
     evaluate.run(misspelt, out=tmp_path / "again", rescore=samples)
@@ -149,41 +143,31 @@ def test_scoring_again_says_what_it_found_and_which_line_is_damaged(
 
 
 @pytest.fixture
-def again(tmp_path: Path, judged: Make) -> Callable[..., tuple[dict[str, float], list[dict[str, Any]]]]:
+def again(tmp_path, judged):
     """Rows of an evaluation, scored again by other terms: metrics and rows."""
 
-    def score(rows: list[dict[str, Any]], *terms: Any) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        file = tmp_path / "rows.jsonl"
+    def score(rows, *terms, out="eval"):
+        file, folder = tmp_path / "rows.jsonl", tmp_path / out
         file.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
-        result = evaluate.run(judged(tmp_path, reward__terms=list(terms)), out=tmp_path / "eval", rescore=file)
-        return result["val"], lines(tmp_path / SAMPLES)
+        result = evaluate.run(judged(tmp_path, reward__terms=list(terms)), out=folder, rescore=file)
+        return result["val"], lines(folder / "samples.jsonl")
 
     return score
 
 
-def test_turns_are_scored_again_turn_by_turn_and_odd_line_breaks_are_no_lines(
-    four: tuple[Any, Path], again: Callable[..., Any]
-) -> None:
+def test_turns_boxes_and_odd_line_breaks_are_scored_again(four, again):
     row = lines(four[1] / "samples.jsonl")[0]
-    said = ["<think>a</think><grounding>{}</grounding>", "<think>\u2028\x85\u2029</think><answer>3</answer>"]
+    said = ["<think>a</think><grounding>{}</grounding>", "<think>b\u2028\x85\u2029</think><answer>3</answer>"]
     rows = [row | {"said": said, "response": "".join(said)}, row | {"said": said[:1]}]
     metrics, stored = again(rows, "count", "format:grounding")
-    assert [each["parts"]["format"] for each in stored] == [1.0, 0.0]
+    assert [each["parts"]["format"] for each in stored] == [1.0, 0.0]  # turn by turn
     assert metrics["items"] == 1 and stored[0]["extracted"] == "3"
-
-
-def test_boxes_are_scored_again_in_the_frame_of_their_picture(
-    four: tuple[Any, Path], again: Callable[..., Any]
-) -> None:
-    row = lines(four[1] / "samples.jsonl")[0]
-    width, height = row["media"][0]["size"]
+    width, height = row["media"][0]["size"]  # the frame of the picture
     row |= {"gold": f"[0,0,{width},{height / 2}]", "response": "<answer>[0,0,1000,500]</answer>"}
-    assert again([row], {"verifier": "iou", "args": {"answer_frame": "milli"}})[0]["accuracy"] == 1
+    assert again([row], {"verifier": "iou", "args": {"answer_frame": "milli"}}, out="boxes")[0]["accuracy"] == 1
 
 
-def test_rewards_that_fail_are_counted_beside_the_accuracy(
-    tmp_path: Path, judged: Make, four: tuple[Any, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rewards_that_fail_are_counted_beside_the_accuracy(tmp_path, judged, four, capsys):
     (tmp_path / "mine.py").write_text(
         "def score(sample):\n"
         "    if sample.answer == '1':\n        raise ValueError('not this one')\n"
@@ -203,9 +187,7 @@ def test_rewards_that_fail_are_counted_beside_the_accuracy(
     assert lines(tmp_path / "b/samples.jsonl") == stored  # as if it had never failed before
 
 
-def test_an_evaluation_whose_rewards_fail_ends_with_its_samples(
-    tmp_path: Path, judged: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_whose_rewards_fail_ends_with_its_samples(tmp_path, judged, capsys):
     (tmp_path / "mine.py").write_text("def score(sample):\n    raise ValueError('no')\n")
     own = {"reward__terms": [f"{tmp_path}/mine.py:score"], "reward__self_test": "off"}
     with pytest.raises(RewardError, match="8 of 8 samples could not be scored"):
@@ -219,9 +201,7 @@ def test_an_evaluation_whose_rewards_fail_ends_with_its_samples(
     assert lines(tmp_path / "again/samples.jsonl") == first
 
 
-def test_what_abstains_is_said_and_scored_again_alike(
-    four: tuple[Any, Path], again: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_abstains_is_said_and_scored_again_alike(four, again, capsys):
     rows = [row | {"gold": "see figure"} for row in lines(four[1] / "samples.jsonl")]
     rows[0] |= {"response": "<think>a</think><answer>see figure</answer>", "end_reason": "answered"}
     metrics, stored = again(rows, "math")
@@ -232,9 +212,7 @@ def test_what_abstains_is_said_and_scored_again_alike(
     assert metrics["parse_rate"] == np.mean(found)  # what abstains says nothing of the answer
 
 
-def test_a_value_beyond_one_is_a_score_and_no_accuracy(
-    tmp_path: Path, four: tuple[Any, Path], again: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_value_beyond_one_is_a_score_and_no_accuracy(tmp_path, four, again, capsys):
     (tmp_path / "mine.py").write_text("def score(sample):\n    return float(sample.answer)\n")
     found, stored = again(lines(four[1] / "samples.jsonl"), f"{tmp_path}/mine.py:score")
     golds = [float(row["gold"]) for row in stored]
@@ -242,9 +220,7 @@ def test_a_value_beyond_one_is_a_score_and_no_accuracy(
     assert f"val: score {np.mean(golds):.3f} [" in capsys.readouterr().out
 
 
-def test_rows_that_are_left_out_are_listed(
-    tmp_path: Path, judged: Make, scenes: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_are_left_out_are_listed(tmp_path, judged, scenes, capsys):
     good = (scenes / "val.jsonl").read_text().splitlines()[:2]
     bad = json.dumps({"id": "dark", "problem": "<image>How many?", "answer": "1"})
     (tmp_path / "some.jsonl").write_text("\n".join([*good, bad]) + "\n")
@@ -257,7 +233,7 @@ def test_rows_that_are_left_out_are_listed(
     assert [row["id"] for row in lines(tmp_path / "eval" / "quarantine.jsonl")] == ["dark"]
 
 
-def test_the_command(tmp_path: Path, judged: Make, four: tuple[dict[str, float], Path]) -> None:
+def test_the_command(tmp_path, judged, four):
     import yaml
 
     file = tmp_path / "run.yaml"
@@ -271,7 +247,7 @@ def test_the_command(tmp_path: Path, judged: Make, four: tuple[dict[str, float],
     assert refused.exit_code == 2 and "no such file" in refused.output
 
 
-def test_without_a_reward_no_accuracy_is_claimed(tmp_path: Path, judged: Make) -> None:
+def test_without_a_reward_no_accuracy_is_claimed(tmp_path, judged):
     config = judged(tmp_path, reward__terms=[])
     metrics = evaluate.run(config, out=tmp_path / "eval")["val"]
     assert metrics["items"] == 0 and "accuracy" not in metrics and "reward" not in metrics
@@ -281,14 +257,14 @@ def test_without_a_reward_no_accuracy_is_claimed(tmp_path: Path, judged: Make) -
         evaluate.run(config, out=tmp_path / "eval")
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path, judged: Make) -> None:
+def test_what_does_not_fit_is_refused(tmp_path, judged):
     with pytest.raises(SelfTestError, match="misjudges known answers"):
         evaluate.run(judged(tmp_path, reward__terms=["choice"]), out=tmp_path / "eval")
     with pytest.raises(DataError, match=r"data\.val: .*val\.jsonl has no usable row"):
         evaluate.run(judged(tmp_path, data__max_prompt_tokens=3), out=tmp_path / "eval")
 
 
-def test_a_second_evaluation_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_a_second_evaluation_gets_a_folder_of_its_own(tmp_path):
     """But what was broken off since the last that ended goes on."""
     config = load(None, [f"run.out={tmp_path}", "run.name=a"])
     assert places(config, None) == (tmp_path / "a-eval", tmp_path / "a-eval/answers")

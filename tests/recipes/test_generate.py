@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ from saccade.errors import ConfigError
 from saccade.plugins.generate import generate
 from saccade.recipes import model_setup, questions
 
-Make = Callable[..., dict[str, Any]]
-
 
 @pytest.fixture(scope="module")
-def config(rl_config: Make) -> Make:
+def config(rl_config):
     return lambda out, **changes: rl_config(out, generate__n=3, rollout__max_tokens=5, **changes)
 
 
@@ -29,14 +26,14 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory, config: Make) -> Path:
+def written(tmp_path_factory, config):
     out = tmp_path_factory.mktemp("generate")
     result = saccade.generate(config(out))
     assert result == {"path": str(out / "run" / "generations.jsonl"), "rows": 24, "skipped": 0}
     return Path(result["path"])
 
 
-def test_every_row_has_its_responses(written: Path) -> None:
+def test_every_row_has_its_responses(written):
     rows = rows_of(written)
     assert len(rows) == 24 and len({row["id"] for row in rows}) == 24
     for row in rows:
@@ -47,9 +44,7 @@ def test_every_row_has_its_responses(written: Path) -> None:
             assert 1 <= response["tokens"] <= 5 and response["score"] in (0.0, 1.0)
 
 
-def test_a_cut_file_is_completed_exactly(
-    tmp_path: Path, config: Make, written: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cut_file_is_completed_exactly(tmp_path, config, written, capsys):
     path = tmp_path / "run" / "generations.jsonl"
     path.parent.mkdir()
     whole = written.read_bytes()
@@ -65,7 +60,7 @@ def test_a_cut_file_is_completed_exactly(
     assert f"  accuracy {right:.3f} [" in last and "  avg@3 " in last and "  pass@3 " in last
 
 
-def test_a_cut_inside_a_character_and_odd_line_breaks(tmp_path: Path, config: Make, written: Path) -> None:
+def test_a_cut_inside_a_character_and_odd_line_breaks(tmp_path, config, written):
     path = tmp_path / "run" / "generations.jsonl"
     path.parent.mkdir()
     row = rows_of(written)[0]
@@ -75,7 +70,7 @@ def test_a_cut_inside_a_character_and_odd_line_breaks(tmp_path: Path, config: Ma
     assert [row["id"] for row in rows_of(path)] == [row["id"] for row in rows_of(written)[:2]]
 
 
-def test_without_rewards_nothing_is_scored(tmp_path: Path, config: Make) -> None:
+def test_without_rewards_nothing_is_scored(tmp_path, config):
     result = generate.run(config(tmp_path, reward__terms=[], data__max_samples=1))
     (row,) = rows_of(Path(result["path"]))
     assert {r["reward"] for r in row["responses"]} == {None}
@@ -83,7 +78,7 @@ def test_without_rewards_nothing_is_scored(tmp_path: Path, config: Make) -> None
         generate.run(config(tmp_path, generate__select="correct", reward__terms=[]))
 
 
-def test_rows_that_changed_are_answered_again(config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_changed_are_answered_again(config, tmp_path, capsys):
     from PIL import Image
 
     def write(gold: int = 1, colour: str = "red") -> None:
@@ -119,7 +114,7 @@ def test_rows_that_changed_are_answered_again(config: Make, tmp_path: Path, caps
     assert made(data__max_pixels=3136, data__max_samples=1) == (0, 3)
 
 
-def test_scores_of_other_rewards_or_weights_are_not_taken_for_done(config: Make, tmp_path: Path) -> None:
+def test_scores_of_other_rewards_or_weights_are_not_taken_for_done(config, tmp_path):
     import shutil
 
     model = tmp_path / "model"
@@ -147,9 +142,7 @@ def test_scores_of_other_rewards_or_weights_are_not_taken_for_done(config: Make,
         saccade.generate(few)
 
 
-def test_right_episodes_become_conversations_to_learn_from(
-    tmp_path: Path, config: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_right_episodes_become_conversations_to_learn_from(tmp_path, config, capsys):
     worded = tmp_path / "prompt.jinja"
     worded.write_text("Look well. {{ content }}")
     chosen = config(tmp_path, generate__select="correct", rollout__stop=list("23456"))
@@ -184,7 +177,7 @@ def test_right_episodes_become_conversations_to_learn_from(
     assert (path.read_bytes(), taught.read_bytes()) == (whole, made)
 
 
-def test_a_crash_while_writing_leaves_the_rows_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_while_writing_leaves_the_rows_so_far(tmp_path, monkeypatch):
     path = tmp_path / "coldstart" / "train.jsonl"
     path.parent.mkdir()
     path.write_text('{"id": "a/0"}\n')

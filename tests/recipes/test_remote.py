@@ -13,7 +13,7 @@ import pytest
 from saccade.config import DataConfig, load
 from saccade.config.schema import ServeConfig
 from saccade.errors import ConfigError, RewardError
-from saccade.plugins.reward_models.reward_loading import load_learned
+from saccade.plugins.reward_models.learned_reward import load_learned
 from saccade.plugins.serving.http_server import running
 from saccade.plugins.serving.reward_service import RewardService, reward_app
 from saccade.recipes import rl

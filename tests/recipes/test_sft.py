@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +15,11 @@ from saccade.recipes import questions, sft
 from saccade.run import checkpoint
 from saccade.types import Source
 
-Make = Callable[..., dict[str, Any]]
-Read = Callable[[Path], list[dict[str, Any]]]
 PICTURE = "picture-{}.png"
 
 
 @pytest.fixture(scope="module")
-def talks(tmp_path_factory: pytest.TempPathFactory, scenes: Path) -> Path:
+def talks(tmp_path_factory, scenes):
     """Three conversations of two turns: two pictures, one picture, none."""
     folder = tmp_path_factory.mktemp("talks")
     pictures = sorted((scenes / "images").iterdir())[:3]
@@ -83,9 +79,7 @@ TRAINED = {"assistant": "3objects<|im_end|>red2<|im_end|>", "last_turn": "red2<|
 
 
 @pytest.mark.parametrize("loss_on", TRAINED)
-def test_the_loss_is_that_of_transformers(
-    tmp_path: Path, sft_config: Make, talks: Path, word_model: str, loss_on: str
-) -> None:
+def test_the_loss_is_that_of_transformers(tmp_path, sft_config, talks, word_model, loss_on):
     config = sft_config(tmp_path, run__max_steps=1, data__train=str(talks), train__prompts_per_step=3)
     row = sft.run(config | {"sft.loss_on": loss_on})
     loss, tokens = stock_loss(config, word_model, loss_on)
@@ -101,9 +95,7 @@ def test_the_loss_is_that_of_transformers(
     assert TRAINED[loss_on] in text and (loss_on == "all" or TRAINED[loss_on] == text)
 
 
-def test_packing_changes_nothing(
-    tmp_path: Path, sft_config: Make, tensors: Callable[..., dict[str, Any]], numbers: Read
-) -> None:
+def test_packing_changes_nothing(tmp_path, sft_config, tensors, numbers):
     for name, budget in (("wide", 16_384), ("narrow", 16)):
         config = sft_config(tmp_path, run__name=name, train__micro_tokens=budget, run__max_steps=3)
         sft.run(config | {"train.eps": 1e-3})  # else Adam blows up the rounding of a tiny gradient
@@ -113,9 +105,7 @@ def test_packing_changes_nothing(
     assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-6
 
 
-def test_the_loss_falls_and_validation_generates_with_the_weights_of_the_step(
-    tmp_path: Path, sft_config: Make, scenes: Path, numbers: Read
-) -> None:
+def test_the_loss_falls_and_validation_generates_with_the_weights_of_the_step(tmp_path, sft_config, scenes, numbers):
     sets = [{"path": str(scenes / "val.jsonl"), "max_samples": 4}]
     config = sft_config(tmp_path, data__val=sets, val__every=5, save__every=10, run__max_steps=10)
     config |= {"train.lr": 5e-3, "train.schedule": "cosine"}
@@ -135,7 +125,7 @@ def test_the_loss_falls_and_validation_generates_with_the_weights_of_the_step(
     assert not any(name.endswith(("/accuracy", "val/reward")) for row in rows for name in row)
 
 
-def test_rows_without_an_answer_or_over_the_limit_are_set_aside(tmp_path: Path, sft_config: Make, talks: Path) -> None:
+def test_rows_without_an_answer_or_over_the_limit_are_set_aside(tmp_path, sft_config, talks):
     file = talks.parent / "more.jsonl"
     rows = talks.read_text() + json.dumps({"id": "silent", "conversations": [{"from": "human", "value": "how many ?"}]})
     rows += "\n" + json.dumps({"id": "eager", "conversations": [{"from": "gpt", "value": "2"}]}) + "\n"

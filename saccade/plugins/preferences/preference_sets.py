@@ -20,12 +20,16 @@ from saccade.plugins.preferences.mappings import MAIN, Pair, Rated, better, numb
 Row = Mapping[str, Any]
 
 
+def _pair(kind: str, row: Row, a: str, b: str, labels: Mapping[str, str | None]) -> Pair:
+    """Of a row with a column `prompt`, and one for each candidate."""
+    return Pair(kind=kind, prompt=row.get("prompt"), a=row.get(a), b=row.get(b), labels=labels)
+
+
 def hpdv3(row: Row) -> Pair | None:
     """The first image is the better one; rows of low confidence are left out."""
     if not (number_of(row.get("confidence")) or 0) >= 0.95:
         return None
-    a, b = row.get("path1"), row.get("path2")
-    return Pair(kind="image", prompt=row.get("prompt"), a=a, b=b, labels={MAIN: "A"})
+    return _pair("image", row, "path1", "path2", {MAIN: "A"})
 
 
 def imagerewarddb(row: Row) -> Rated:
@@ -61,8 +65,7 @@ def rapidata_t2v(row: Row) -> Pair:
         for head in (MAIN, "coherence", "alignment")
     }
     labels = {head: better(*pair) for head, pair in votes.items()}
-    a, b = row.get("file_name1"), row.get("file_name2")
-    return Pair(kind="video", prompt=row.get("prompt"), a=a, b=b, labels=labels)
+    return _pair("video", row, "file_name1", "file_name2", labels)
 
 
 def rapidata_i2v(row: Row) -> Pair:
@@ -74,14 +77,8 @@ def rapidata_i2v(row: Row) -> Pair:
 def _omnireward(row: Row, kind: str, column: str) -> Pair:
     """Everything but a preference for one of the two is a tie."""
     side = {"response1": "A", "response2": "B", "None": None}
-    return Pair(
-        kind=kind,
-        prompt=row.get("prompt"),
-        a=row.get(f"response1{column}"),
-        b=row.get(f"response2{column}"),
-        labels={MAIN: side.get(str(row.get("criteria_preference")), "C")},
-        criteria=row.get("criteria"),
-    )
+    labels = {MAIN: side.get(str(row.get("criteria_preference")), "C")}
+    return replace(_pair(kind, row, f"response1{column}", f"response2{column}", labels), criteria=row.get("criteria"))
 
 
 def omnireward_t2i(row: Row) -> Pair:
@@ -112,15 +109,9 @@ def genai_bench(row: Row) -> list[Rated]:
 def genai_bench_video(row: Row) -> list[Rated]:
     """A row holds ratings of several models, whose videos are MODEL/ID.mp4."""
     prompt, id = row.get("prompt"), row.get("id")
+    media = {n: None if id is None else f"{n}/{id}.mp4" for n in row.get("models") or {}}
     return [
-        Rated(
-            kind="video",
-            prompt=prompt,
-            media=None if id is None else f"{n}/{id}.mp4",
-            group=id,
-            ratings={MAIN: v},
-            name=n,
-        )
+        Rated(kind="video", prompt=prompt, media=media[n], group=id, ratings={MAIN: v}, name=n)
         for n, v in _rated_models(row.get("models")).items()
     ]
 
@@ -147,11 +138,9 @@ def videogen_rewardbench(row: Row) -> Pair | None:
     heads = {MAIN: "Overall", "visual_quality": "VQ", "motion_quality": "MQ", "alignment": "TA"}
     sides = {"A": "A", "B": "B", "same": "C"}
     labels = {head: sides.get(str(row.get(column))) for head, column in heads.items()}
-    a, b = row.get("path_A"), row.get("path_B")
-    return Pair(kind="video", prompt=row.get("prompt"), a=a, b=b, labels=labels)
+    return _pair("video", row, "path_A", "path_B", labels)
 
 
 def audio_alpaca(row: Row) -> Pair:
     """The chosen sound is the better one."""
-    a, b = row.get("chosen"), row.get("rejected")
-    return Pair(kind="audio", prompt=row.get("prompt"), a=a, b=b, labels={MAIN: "A"})
+    return _pair("audio", row, "chosen", "rejected", {MAIN: "A"})

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saccade.config import SeriesConfig
+from saccade.config import Config, SeriesConfig
 from saccade.errors import ConfigError, DataError
 from saccade.forest.packing import pack
 from saccade.models.families import TOWERS, Family, load_family
-from saccade.models.load import load_model
+from saccade.models.load import load_model, pick_dtype
 from saccade.plugins.reward_models.reward_card import (
     REWARD_FILE,
     Card,
@@ -34,7 +34,8 @@ from saccade.plugins.reward_models.reward_card import (
 )
 from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward, load_reward
 from saccade.plugins.reward_models.reward_losses import judgements, ratings
-from saccade.plugins.reward_models.reward_model_term import conversation_of
+from saccade.plugins.reward_models.reward_model_term import conversation_of, model_terms
+from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import RewardSample
 from saccade.trainer.local import LocalBackend
 from saccade.types import Group, Media, Message, Sample, Trajectory
@@ -182,3 +183,27 @@ class LearnedReward:
         if self._resting:
             self.backend.forget_features()
             torch.cuda.empty_cache()
+
+
+# -- of the terms of a reward ------------------------------------------------------------------------
+
+
+def load_learned(config: Config, path: str) -> LearnedReward:
+    """In this process, beside the policy."""
+    device = model_setup.device_of(config)
+    return LearnedReward.load(
+        model_setup.model_folder(config, path),
+        device=device,
+        dtype=pick_dtype(config.model.dtype, device),
+        micro_tokens=config.train.micro_tokens,
+        offload=config.reward.offload,
+        trust_remote_code=config.model.trust_remote_code,
+        untrained=path.startswith("tiny:"),
+    )
+
+
+def require_folders(config: Config) -> None:
+    """Refuse folders that are no reward models, before a run has a folder of its own."""
+    for args in model_terms(config.reward):
+        if not args["path"].startswith("tiny:") and (wrong := flaw(Path(args["path"]))):
+            raise ConfigError(f"reward.terms: {wrong}")

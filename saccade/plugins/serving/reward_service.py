@@ -320,7 +320,7 @@ def serve(config: Config, *, host: str, port: int, token: bool) -> None:
 
 
 def _load_model(config: Config, path: str) -> RewardModel:
-    from saccade.plugins.reward_models.reward_loading import load_learned  # torch only where one scores
+    from saccade.plugins.reward_models.learned_reward import load_learned  # torch only where one scores
     from saccade.recipes.model_setup import quiet_libraries
 
     quiet_libraries()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import saccade
 from saccade.plugins.reward_models import reward_training
-from tests.recipes.reward_model.judged import DEEP, Make
+from tests.recipes.reward_model.judged import DEEP
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, config: Make, rows: Path) -> Path:
+def trained(tmp_path_factory, config, rows):
     """The folder of a reward model that knows the colours."""
     out = tmp_path_factory.mktemp("trained")
     held = str(rows / "held-pairs.jsonl")
@@ -21,7 +19,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, config: Make, rows: Path) 
 
 
 @pytest.fixture(scope="session")
-def deep(tmp_path_factory: pytest.TempPathFactory, config: Make) -> Path:
+def deep(tmp_path_factory, config):
     """One whose score is no linear function of the last states."""
     out = tmp_path_factory.mktemp("deep")
     reward_training.run(config(out, run__max_steps=12) | DEEP)

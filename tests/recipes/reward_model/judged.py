@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import reward_sample
 from saccade.types import replace
 
-Make = Callable[..., dict[str, Any]]
-Read = Callable[[Path], list[dict[str, Any]]]
 OTHER = {"red": "blue", "blue": "red"}
 MARK = "black"  # a word of the tiny model that no scene of these shows
 

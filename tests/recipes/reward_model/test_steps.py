@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +18,10 @@ from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import reward_sample
 from saccade.run.statistics import wilson
 from saccade.types import Message, replace
-from tests.recipes.reward_model.judged import MARK, OTHER, PROCESS, Make
+from tests.recipes.reward_model.judged import MARK, OTHER, PROCESS
 
 
-def test_steps_are_judged_and_a_response_by_its_steps(tmp_path: Path, config: Make, rows: Path) -> None:
+def test_steps_are_judged_and_a_response_by_its_steps(tmp_path, config, rows):
     held = {"data.val": str(rows / "held-steps.jsonl"), "val.every": 40}
     options = config(tmp_path, "steps", run__max_steps=40) | PROCESS | held
     last = saccade.reward_model(options)
@@ -47,7 +46,7 @@ def test_steps_are_judged_and_a_response_by_its_steps(tmp_path: Path, config: Ma
     assert (found["ci_low"], found["ci_high"]) == wilson(int(found["items"]), int(found["items"]))
 
 
-def test_rows_of_steps_that_are_set_aside(tmp_path: Path, config: Make) -> None:
+def test_rows_of_steps_that_are_set_aside(tmp_path, config):
     bad: list[tuple[Any, Any, str]] = [
         (f"red {MARK}", ["1", "2"], "1 placeholders 'black' but 2 labels"),
         (f"red {MARK}", ["3"], "write one of 1, 2, or a probability"),
@@ -70,7 +69,7 @@ def test_rows_of_steps_that_are_set_aside(tmp_path: Path, config: Make) -> None:
     assert labels.tolist() == [[1.0, 0.0], [0.3, 0.7]]
 
 
-def test_marks_of_a_policy_are_not_read(word_model: str) -> None:
+def test_marks_of_a_policy_are_not_read(word_model):
     card = Card(kind="process", placeholder=MARK, tokens=("1", "2"))
     asked = (Message(role="user", parts=(f"how many {MARK} objects ?",)),)
     for said in ("red\nblue", f"red {MARK} {MARK}\n{MARK}\nblue bla{MARK}ck"):

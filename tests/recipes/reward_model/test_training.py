@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from math import nan
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +22,10 @@ from saccade.plugins.reward_models.reward_losses import Rating, RatingLoss, Step
 from saccade.plugins.reward_models.reward_rows import rows_of
 from saccade.recipes import model_setup
 from saccade.run.statistics import mean_interval, wilson
-from tests.recipes.reward_model.judged import DEEP, MARK, PROCESS, Make, Read, scores_of
+from tests.recipes.reward_model.judged import DEEP, MARK, PROCESS, scores_of
 
 
-def test_pairs_of_pictures_are_learned_and_the_folder_scores_again(
-    trained: Path, config: Make, tmp_path: Path, numbers: Read
-) -> None:
+def test_pairs_of_pictures_are_learned_and_the_folder_scores_again(trained, config, tmp_path, numbers):
     first, *steps = numbers(trained.parents[1])
     assert first["val/held-pairs/accuracy"] < 0.8
     last = steps[-1]
@@ -46,9 +42,7 @@ def test_pairs_of_pictures_are_learned_and_the_folder_scores_again(
     np.testing.assert_allclose(normal, (scores - mean) / std, rtol=1e-5)
 
 
-def test_eval_of_a_reward_model_judges_the_rows(
-    trained: Path, deep: Path, config: Make, rows: Path, tmp_path: Path, numbers: Read
-) -> None:
+def test_eval_of_a_reward_model_judges_the_rows(trained, deep, config, rows, tmp_path, numbers):
     """Its folder alone says what it is; nothing of its training is given."""
     held = rows / "held-pairs.jsonl"
     wording = {"prompt.format": "direct", "prompt.instruction": "", "run.device": "cpu"}
@@ -70,13 +64,10 @@ def test_eval_of_a_reward_model_judges_the_rows(
         reward_training.evaluate(load({"model.path": str(deep)}), tmp_path)  # suites have none
 
 
-def test_a_deep_head_learns_and_its_folder_is_a_whole_model(
-    deep: Path, config: Make, tmp_path: Path, word_model: str
-) -> None:
+def test_a_deep_head_learns_and_its_folder_is_a_whole_model(deep, config, tmp_path, word_model):
     scores = scores_of(deep, config(tmp_path))
     assert (scores[:, 0] > scores[:, 1]).all() and 0 < scores.min() < scores.max() < 1
     card = read_card(deep)
-    assert card is not None
     mean, std = card.statistics["preference"]  # of the last step's rows, a quarter of all
     assert (mean, std) == (pytest.approx(scores.mean(), abs=0.05), pytest.approx(scores.std(), rel=0.1))
     assert card == Card(
@@ -102,7 +93,7 @@ def test_a_deep_head_learns_and_its_folder_is_a_whole_model(
     assert not any("language_model.layers.1." in name for name in moved)
 
 
-def test_candidates_may_be_pictures(tmp_path: Path, config: Make, rows: Path) -> None:
+def test_candidates_may_be_pictures(tmp_path, config, rows):
     held = str(rows / "held-media.jsonl")
     options = config(tmp_path, "media", run__max_steps=20, data__val=held, val__every=20)
     last = reward_training.run(options)
@@ -111,7 +102,7 @@ def test_candidates_may_be_pictures(tmp_path: Path, config: Make, rows: Path) ->
     assert (scores[:, 0] > scores[:, 1]).mean() >= 0.9
 
 
-def test_heads_learn_what_their_labels_say(tmp_path: Path, config: Make) -> None:
+def test_heads_learn_what_their_labels_say(tmp_path, config):
     both = {"preference": 1.0, "size": 0.5}
     last = reward_training.run(config(tmp_path, "heads", run__max_steps=15, reward_model__heads=both))
     assert last["rm/preference/accuracy"] == 1  # whichever side the better one stands on
@@ -141,7 +132,7 @@ PAIR = {"prompt": "how many ?", "chosen": "red", "rejected": "blue"}
         (PAIR, "better by coherence; rows label preference: add labels, or remove it"),
     ],
 )
-def test_rows_that_compare_nothing(tmp_path: Path, config: Make, row: dict[str, Any], words: str) -> None:
+def test_rows_that_compare_nothing(tmp_path, config, row, words):
     path = tmp_path / "odd.jsonl"
     path.write_text(json.dumps(row) + "\n")
     heads = ["preference", *(["coherence"] if row == PAIR else [])]
@@ -150,7 +141,7 @@ def test_rows_that_compare_nothing(tmp_path: Path, config: Make, row: dict[str, 
     assert not (tmp_path / "run").exists()
 
 
-def test_rows_that_are_not_trained_on_are_listed(tmp_path: Path, config: Make) -> None:
+def test_rows_that_are_not_trained_on_are_listed(tmp_path, config):
     path = tmp_path / "some.jsonl"
     listed = [PAIR, PAIR | {"labels": {"taste": "A"}}, PAIR | {"chosen": "red " * 3000}]
     path.write_text("".join(json.dumps(row) + "\n" for row in listed))
@@ -171,9 +162,7 @@ def test_rows_that_are_not_trained_on_are_listed(tmp_path: Path, config: Make) -
     [DEEP | {"train.ema": 0.9}, {"model.train": "lora", "model.lora.rank": 4, "reward_model.probe_layer": -2}],
     ids=["full", "lora"],
 )
-def test_stopped_and_resumed_is_the_same_run(
-    tmp_path: Path, config: Make, numbers: Read, same_weights: Callable[..., bool], changes: dict[str, Any]
-) -> None:
+def test_stopped_and_resumed_is_the_same_run(tmp_path, config, numbers, same_weights, changes):
     options = config(tmp_path, train__prompts_per_step=12, run__max_steps=3) | changes
     reward_training.run(options | {"run.name": "whole"})  # an epoch ends within the third step
     reward_training.run(options | {"run.name": "parts", "run.max_steps": 2})
@@ -186,7 +175,7 @@ def test_stopped_and_resumed_is_the_same_run(
     assert heads[0].read_bytes() == heads[1].read_bytes()
 
 
-def test_a_reward_model_is_trained_further_with_its_head(tmp_path: Path, config: Make, trained: Path) -> None:
+def test_a_reward_model_is_trained_further_with_its_head(tmp_path, config, trained):
     further = config(tmp_path, model__path=str(trained), run__max_steps=1, train__lr=1e-9)
     assert reward_training.run(further | {"run.name": "bt"})["rm/accuracy"] == 1
     folders = [trained, tmp_path / "bt" / "checkpoints" / "step-1"]
@@ -202,7 +191,7 @@ def test_a_reward_model_is_trained_further_with_its_head(tmp_path: Path, config:
     assert not (tmp_path / "run").exists()
 
 
-def test_the_card_says_whose_scores_it_keeps(tmp_path: Path, config: Make, rows: Path) -> None:
+def test_the_card_says_whose_scores_it_keeps(tmp_path, config, rows):
     held = {"data.val": str(rows / "held-pairs.jsonl"), "save.every": 1, "val.every": 2}
     reward_training.run(config(tmp_path, run__max_steps=3) | held)
     steps = [
@@ -211,7 +200,7 @@ def test_the_card_says_whose_scores_it_keeps(tmp_path: Path, config: Make, rows:
     assert steps == [1, 2, 3]
 
 
-def test_a_margin_that_asks_for_no_lead_is_a_bad_row(tmp_path: Path, config: Make) -> None:
+def test_a_margin_that_asks_for_no_lead_is_a_bad_row(tmp_path, config):
     margins = ["high", float("nan"), float("inf"), -1, "-0.5", "0.5", None]
     path = tmp_path / "margins.jsonl"
     path.write_text("".join(json.dumps(PAIR | {"id": n, "margin": m}) + "\n" for n, m in enumerate(margins)))
@@ -223,7 +212,7 @@ def test_a_margin_that_asks_for_no_lead_is_a_bad_row(tmp_path: Path, config: Mak
     assert loss.rating.margins == {"5": 0.5}
 
 
-def test_the_average_is_a_reward_model_of_its_own(tmp_path: Path, config: Make) -> None:
+def test_the_average_is_a_reward_model_of_its_own(tmp_path, config):
     reward_training.run(config(tmp_path, train__ema=0.5))
     folder = tmp_path / "run" / "checkpoints" / "step-4"
     mine = scores_of(folder, config(tmp_path))
@@ -234,7 +223,7 @@ def test_the_average_is_a_reward_model_of_its_own(tmp_path: Path, config: Make) 
     assert [card and bool(card.statistics) for card in cards] == [True, False]
 
 
-def test_stock_transformers_loads_the_folder_and_export_takes_the_head_along(trained: Path, tmp_path: Path) -> None:
+def test_stock_transformers_loads_the_folder_and_export_takes_the_head_along(trained, tmp_path):
     from transformers import AutoModelForImageTextToText
 
     _, info = AutoModelForImageTextToText.from_pretrained(trained, output_loading_info=True)
@@ -252,7 +241,7 @@ def batch_of(*ids: str, sides: int = 1) -> Any:
     return SimpleNamespace(keys=[(uid, side) for uid in ids for side in range(sides)])
 
 
-def test_each_head_has_the_interval_of_its_decided_pairs() -> None:
+def test_each_head_has_the_interval_of_its_decided_pairs():
     labels = {"a": (1.0, nan), "b": (-1.0, 1.0), "c": (0.0, 1.0), "d": (1.0, 1.0)}
     batches = [batch_of("a", "b", sides=2), batch_of("c", "d", sides=2)]
     first = np.array([[2, 0], [1, 0], [2, 0], [1, 3]], np.float32)  # a: 2 > 1, b: 2 > 1, 0 < 3
@@ -268,7 +257,7 @@ def test_each_head_has_the_interval_of_its_decided_pairs() -> None:
     assert (found["ci_low"], found["ci_high"]) == wilson(2, 3)
 
 
-def test_rows_of_steps_are_drawn_as_a_whole() -> None:
+def test_rows_of_steps_are_drawn_as_a_whole():
     good, bad = [1.0, 0.0], [0.0, 1.0]
     labels = {"a": np.array([good, good]), "b": np.array([good, bad]), "c": np.array([bad, bad])}
     outputs = [np.array([good, good, good, good]), np.array([bad, good])]

@@ -25,12 +25,9 @@ from saccade.plugins.reward_models.learned_reward import LearnedReward
 from saccade.plugins.reward_models.reward_card import read_card
 from saccade.rewards.reward_sample import reward_sample
 from saccade.run.trajectories import read_trajectories
-from tests.recipes.reward_model.judged import Make, Read
 
 
-def test_ppo_with_a_critic_raises_the_score_of_the_model(
-    tmp_path: Path, config: Make, rows: Path, trained: Path, numbers: Read
-) -> None:
+def test_ppo_with_a_critic_raises_the_score_of_the_model(tmp_path, config, rows, trained, numbers):
     """That the true score rises with it is what benchmarks/reward_model.py shows."""
     learned = {"verifier": "model", "name": "rm", "args": {"path": str(trained), "normalise": True}}
     saccade.rl(
@@ -51,9 +48,7 @@ def test_ppo_with_a_critic_raises_the_score_of_the_model(
     assert 0 <= last["reward/accuracy"] <= 1 and np.isfinite(last["critic/loss"])
 
 
-def test_two_models_of_different_families_and_a_rule_by_source_in_one_run(
-    tmp_path: Path, config: Make, rl_config: Make, deep: Path, trained: Path, scenes: Path
-) -> None:
+def test_models_of_two_families_and_a_rule_by_source_in_one_run(tmp_path, config, rl_config, deep, trained, scenes):
     """Each response has the score that each folder gives it alone, weighed, and the weights are kept. A
     critic draws its own head where it cannot take one.
     """
@@ -95,7 +90,6 @@ def test_two_models_of_different_families_and_a_rule_by_source_in_one_run(
         assert [r["parts"][name] for r in stored] == pytest.approx(alone, abs=1e-4), name
         assert np.std(alone) > 1e-3
     card = read_card(trained)
-    assert card is not None
     mean, std = card.statistics["preference"]
     for row in stored:
         parts = row["parts"]
@@ -103,7 +97,7 @@ def test_two_models_of_different_families_and_a_rule_by_source_in_one_run(
         assert row["reward"] == pytest.approx(sum(weights[n] * parts[n] for n in weights), abs=1e-4)
 
 
-def test_a_judge_that_writes_is_trained_by_sft(config: Make, tmp_path: Path) -> None:
+def test_a_judge_that_writes_is_trained_by_sft(config, tmp_path):
     wanted = "`saccade sft RUN.yaml data.pair_view=verdict train.lr=1e-5`"
     with pytest.raises(ConfigError, match=re.escape(wanted)) as refused:
         saccade.reward_model(config(tmp_path, reward_model__kind="generative"))
@@ -112,9 +106,7 @@ def test_a_judge_that_writes_is_trained_by_sft(config: Make, tmp_path: Path) -> 
     assert load(None, options).data.pair_view == "verdict" and command == "sft"
 
 
-def test_eval_scores_with_a_model_and_rescore_refuses(
-    tmp_path: Path, rl_config: Make, trained: Path, scenes: Path
-) -> None:
+def test_eval_scores_with_a_model_and_rescore_refuses(tmp_path, rl_config, trained, scenes):
     learned = {"verifier": "model", "args": {"path": str(trained)}}
     options = rl_config(tmp_path, data__val=str(scenes / "val.jsonl"))
     options |= {"reward.terms": [learned]}
@@ -143,9 +135,7 @@ def test_eval_scores_with_a_model_and_rescore_refuses(
         ("config.json", b'{"reward_model": {"kind": "scalar"}}', "names neither heads nor tokens"),
     ],
 )
-def test_a_damaged_reward_model_is_refused_before_the_run_has_a_folder(
-    tmp_path: Path, rl_config: Make, trained: Path, name: str, content: bytes | None, words: str
-) -> None:
+def test_a_damaged_reward_model_is_refused_before_the_run_begins(tmp_path, rl_config, trained, name, content, words):
     copied = Path(shutil.copytree(trained, tmp_path / "rm"))
     (copied / name).unlink(missing_ok=True)
     if content is not None:
@@ -156,7 +146,7 @@ def test_a_damaged_reward_model_is_refused_before_the_run_has_a_folder(
     assert not (tmp_path / "run").exists()
 
 
-def test_what_starts_from_a_reward_model_is_none(tmp_path: Path, rl_config: Make, trained: Path) -> None:
+def test_what_starts_from_a_reward_model_is_none(tmp_path, rl_config, trained):
     learned = {"verifier": "model", "name": "taste", "args": {"path": str(trained)}}
     options = rl_config(tmp_path, run__max_steps=1, model__path=str(trained))
     last = saccade.rl(options | {"reward.terms": [learned, "exact"], "reward.self_test": "off"})
@@ -179,13 +169,13 @@ def test_what_starts_from_a_reward_model_is_none(tmp_path: Path, rl_config: Make
         ("reward_model.heads={preference: 0}", "weights above 0"),
     ],
 )
-def test_what_is_refused(config: Make, tmp_path: Path, override: str, words: str) -> None:
+def test_what_is_refused(config, tmp_path, override, words):
     with pytest.raises(ConfigError) as caught:
         reward_training.run(load(config(tmp_path), override.split("; ")))
     assert words in str(caught.value) and not (tmp_path / "run").exists()
 
 
-def test_defaults_and_the_dry_run(config: Make, tmp_path: Path) -> None:
+def test_defaults_and_the_dry_run(config, tmp_path):
     plain = load(None, command="reward-model")
     assert (plain.train.lr, plain.reward_model.max_tokens) == (9e-6, 512)
     process = load({"reward_model.kind": "process"}, command="reward-model")
