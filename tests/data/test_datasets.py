@@ -138,19 +138,12 @@ HALF = "\ud800"
 @pytest.mark.parametrize(
     "column",
     [
-        {"question": f"{HALF} lone?"},
-        {"question": [{"role": "user", "content": HALF}]},
         {"question": '[{"role": "user", "content": "\\ud800"}]'},
-        {"answer": HALF},
-        {"answer": ["1", HALF]},
-        {"choices": ["1", HALF]},
-        {"id": f"a{HALF}"},
-        {"data_source": HALF},
-        {"system": HALF},
-        {"images": [f"{HALF}.png"]},
-        {"note": {"by": [HALF]}},
-        {"note": [1, 2.5, None, [HALF]]},
-        {HALF: 1},
+        *({"question": asked} for asked in (f"{HALF} lone?", [{"role": "user", "content": HALF}])),
+        *({name: HALF} for name in ("answer", "data_source", "system")),
+        *({name: ["1", HALF]} for name in ("answer", "choices")),
+        *({"id": f"a{HALF}"}, {"images": [f"{HALF}.png"]}, {HALF: 1}),
+        *({"note": note} for note in ({"by": [HALF]}, [1, 2.5, None, [HALF]])),
     ],
 )
 def test_half_a_surrogate_pair_is_a_bad_row_that_can_be_listed(jsonl, column):
