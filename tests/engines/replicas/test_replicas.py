@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from saccade.engines import generate
+from saccade.engines.builders import ENGINES
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.plugins.engines.replicas import replica
@@ -26,7 +27,7 @@ from saccade.plugins.engines.replicas.replica_pool import (
     start_replicas,
     visible_gpus,
 )
-from saccade.recipes import engines, rl
+from saccade.recipes import rl
 from saccade.types import Request, Sampling
 from tests.engines.asked import drain
 
@@ -82,7 +83,7 @@ def test_a_run_over_two_replicas_is_the_run_over_the_embedded_engine(pool, rl_co
         asked.append((settings.folder, settings.dtype, count, logs))
         return pool
 
-    monkeypatch.setattr(engines, "start_replicas", start)
+    monkeypatch.setitem(ENGINES, "replicas", start)
     monkeypatch.setattr(pool, "close", lambda: closed.append(True))
     for name, replicas in {"here": 0, "there": 2}.items():
         rl.run(rl_config(tmp_path / name, run__max_steps=2, rollout__replicas=replicas))
