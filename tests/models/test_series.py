@@ -173,8 +173,8 @@ def test_a_group_shares_its_series_and_gradients_reach_the_encoder(plugged):
     learning = loaded(family)
     assert trainable_table(learning, family)["series"][0] > 0
     before = {n: p.detach().clone() for n, p in learning.series.named_parameters()}
-    config = TrainConfig(lr_scale={"llm": 0.0})
-    backend = LocalBackend(learning, family, config)
+    freeze(learning, family, "freeze:llm")
+    backend = LocalBackend(learning, family, TrainConfig())
     words = learning.get_input_embeddings().weight.detach().clone()
     rows, loss = select.write_supervision(apart), PolicyLoss(SUPERVISED, OWN)
     losses = [backend.train_step(rows, loss, lr=1e-2).metrics.means()["policy/loss"] for _ in range(6)]
@@ -310,7 +310,6 @@ def test_a_broken_module_is_refused_by_the_first_row(family_of, tmp_path, change
             ["model.series.encoder=patches", "model.train=freeze:vision,series"],
             "freeze:vision,series would leave the encoder of time series as it was drawn",
         ),
-        (["model.train=lora", "train.lr_scale.vision=2"], r"\.vision: has no effect with model"),
         (["model.series.patch=5"], r"model\.series\.patch: has no effect without an encoder"),
         (["model.series.encoder=waves"], "waves is neither patches nor FILE.py:FUNCTION"),
         (["model.series.encoder=patches", "rollout.engine=vllm"], "vllm has no encoder for time"),
