@@ -435,6 +435,12 @@ def test_sequences_that_lose_their_pages_go_on_with_the_same_tokens(family, aske
     assert lost and alike(got, wanted, limit=1e-3) == 1
 
 
+def test_in_half_precision_they_go_on_up_to_ties(model, family, asked, monkeypatch):
+    wanted = generate(EmbeddedEngine(model, family), asked)
+    got, lost = with_few_pages(EmbeddedEngine(model, family), asked, monkeypatch)
+    assert lost and alike(got, wanted) > 0.5
+
+
 def test_graphs_outlive_the_pool_and_follow_the_weights(family, asked):
     model = load_model(family, dtype=torch.bfloat16, device=DEVICE)
     engine = EmbeddedEngine(model, family)

@@ -132,6 +132,28 @@ def test_memory_that_runs_out_costs_time_and_changes_nothing(family_of, batches,
     assert distance(got, wanted) < 0.01
 
 
+def test_frozen_towers_look_once_at_an_image(family_of, batches):
+    from saccade.config import TrainConfig
+    from saccade.models.load import freeze, load_model
+    from saccade.trainer import Scoring
+    from saccade.trainer.local import LocalBackend
+    from saccade.trainer.losses import PolicyLoss
+
+    family = family_of(NAME)
+    model = load_model(family, dtype=torch.bfloat16, device=DEVICE)
+    freeze(model, family, "freeze:vision,projector")
+    backend = LocalBackend(model, family, TrainConfig())
+    calls = []
+    model.model.visual.register_forward_hook(lambda *_: calls.append(1))
+    first = backend.logprobs(batches, Scoring())
+    seen = len(calls)
+    backend.train_step(batches, PolicyLoss(algorithm(), Scoring()), lr=0.0)
+    second = backend.logprobs(batches, Scoring())
+    assert 0 < seen == len(calls)
+    for (a, _), (b, _) in zip(first, second, strict=True):
+        assert np.array_equal(a, b)
+
+
 def test_the_clock_of_an_update_waits_for_the_optimizer(rl_config, tmp_path):
     """Else its kernels would count as a part of the next phase."""
     from saccade.config import load
