@@ -9,7 +9,8 @@ question); a list of lists may be ragged, because a sample whose reward failed h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -110,6 +111,26 @@ def pass_at_k(n: Any, c: Any, k: int) -> Any:
     return float(value) if value.ndim == 0 else value
 
 
+def avg_at_k(scores_per_item: Values) -> float:
+    """Mean over items of the mean over their samples."""
+    return float(item_means(scores_per_item).mean())
+
+
+def maj_at_k(
+    answers_per_item: Sequence[Sequence[Hashable | None]], scores_per_item: Sequence[Sequence[float]]
+) -> float:
+    """Mean score of the commonest answer; None does not vote. Tied answers share the vote."""
+    return float(majority_scores(answers_per_item, scores_per_item).mean())
+
+
+def majority_scores(
+    answers_per_item: Sequence[Sequence[Hashable | None]], scores_per_item: Sequence[Sequence[float]]
+) -> np.ndarray:
+    """Score of the commonest answer of each item, for an interval around maj@k."""
+    pairs = zip(answers_per_item, scores_per_item, strict=True)
+    return np.array([_majority_score(answers, scores) for answers, scores in pairs])
+
+
 def item_means(values_per_item: Values) -> np.ndarray:
     """One float64 mean per item, of scores that may be ragged."""
     sizes = np.array([np.size(row) for row in values_per_item])
@@ -122,6 +143,15 @@ def item_means(values_per_item: Values) -> np.ndarray:
     if not np.isfinite(means).all():
         raise ValueError(f"item {int(np.flatnonzero(~np.isfinite(means))[0])} is not finite")
     return means
+
+
+def _majority_score(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    winning = [score for answer, score in zip(answers, scores, strict=True) if votes.get(answer) == most]
+    return float(np.mean(winning))
 
 
 def _around_a_constant(values: np.ndarray, least: float) -> Interval:

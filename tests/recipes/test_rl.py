@@ -16,6 +16,24 @@ from saccade.media import blob_file
 from saccade.recipes import rl
 from saccade.run import checkpoint
 
+# Of the names of docs/runs.md, those that every run of GRPO with a KL has.
+NAMES = {
+    "reward": "mean std min max accuracy abstain_rate error_rate by_source/counting/accuracy",
+    "group": "dead_frac all_right_frac all_wrong_frac constant_low constant_high singleton std_mean kept_frac rounds",
+    "policy": "loss pg_loss kl_ref kl_loss kl_coef kl_old entropy clip_frac_low clip_frac_high "
+    "ratio_mean ratio_max grad_norm grad_norm_vision lr update_skipped",
+    "adv": "mean std min max clip_frac",
+    "guard": "nonfinite",
+    "mismatch": "logp_gap_mean logp_gap_max mult_prob_error",
+    "length": "response_mean response_std response_min response_max response_p50 response_p95 "
+    "prompt_mean vision_tokens_mean truncated_frac parse_rate think_rate",
+    "turns": "mean max overturn_frac void_frac images_per_sample",
+    "data": "epoch cursor bad_rows",
+    "time": "rollout reward_wait logp_ref advantage update step bottleneck",
+    "perf": "samples_per_s rollout_tokens_per_s update_tokens_per_s tokens_per_s_per_gpu",
+    "mem": "host_rss_gb rss_growth_gb",
+}
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, rl_config):
@@ -28,6 +46,12 @@ def finished(tmp_path_factory, rl_config):
 
 
 # -- what a run leaves -----------------------------------------------------------------------------
+
+
+def test_the_names_of_the_metrics(finished):
+    (*_, last) = [json.loads(line) for line in (finished / "metrics.jsonl").open()]
+    wanted = {f"{group}/{name}" for group, names in NAMES.items() for name in names.split()}
+    assert wanted - last.keys() == set()
 
 
 def test_stored_rollouts_say_what_they_taught(finished):

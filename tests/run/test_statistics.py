@@ -7,9 +7,12 @@ from hypothesis import strategies as st
 from pytest import approx
 
 from saccade.run.statistics import (
+    avg_at_k,
     bootstrap_mean,
     independent_difference,
     item_means,
+    maj_at_k,
+    majority_scores,
     mean_interval,
     paired_difference,
     pass_at_k,
@@ -123,3 +126,11 @@ def test_a_change_that_is_the_same_everywhere_is_not_certain():
 def test_pairs_must_match():
     with pytest.raises(ValueError, match="3 before and 2 after"):
         paired_difference([1.0, 0.0, 1.0], [1.0, 0.0])
+
+
+def test_majority_ignores_silence_and_shares_ties():
+    assert majority_scores([["4", "5", "4", None]], [[1.0, 0.0, 1.0, 0.0]]).tolist() == [1.0]
+    assert majority_scores([["4", "5"]], [[1.0, 0.0]]).tolist() == [0.5]
+    assert majority_scores([[None, None]], [[0.0, 0.0]]).tolist() == [0.0]
+    assert maj_at_k([["a", "a", "b"], ["b", "b", "a"]], [[1, 1, 0], [0, 0, 1]]) == 0.5
+    assert avg_at_k([[1.0, 0.0], [1.0]]) == 0.75
