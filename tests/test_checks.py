@@ -38,6 +38,7 @@ def test_a_plain_config_passes(rows: Path, command: str) -> None:
         (["model.train=freeze:vision,"], "model.train: nothing stands beside a comma; try"),
         (["model.train=lora", "model.lora.targets=''"], "model.lora.targets: no layer is named; try"),
         (["model.train=freeze:vision", "train.lr_scale.vision=0.1"], "train.lr_scale: has no effect without towers"),
+        (["model.train=lora", "train.lr_scale.vision=2"], "train.lr_scale.vision: model.train=lora adds no adapter"),
         (
             ["val.before=true", "val.every=0"],
             "val.before: has no effect without val.every > 0; remove it, or use val.every=50",

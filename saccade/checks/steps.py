@@ -81,6 +81,11 @@ def optimizer(config: Config) -> Iterator[str]:
             f"train.aux_coef: {config.model.path} is a {found.get('model_type')} and has no "
             "experts to balance; try train.aux_coef=0"
         )
+    lora, without = config.model.lora, {"series"}  # towers that get no adapter
+    if lora.targets == "all-linear":
+        without |= {"audio"} if lora.vision else {"audio", "vision", "projector"}
+    for name in sorted(without & train.lr_scale.keys()) if config.model.train in ADAPTED else ():
+        yield f"train.lr_scale.{name}: model.train={config.model.train} adds no adapter to that tower; remove it"
     for beta in train.betas:
         if not 0 <= beta < 1:
             yield f"train.betas: {beta} is outside [0, 1); try train.betas=[0.9,0.95]"
