@@ -184,7 +184,7 @@ def test_towers_have_learning_rates_of_their_own(family_of, load, batches):
         before = snapshot(model)
         LocalBackend(model, family, config).train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-4)
         change = {n: p - before[n] for n, p in snapshot(model).items()}
-        assert all((c == 0).all() for n, c in change.items() if family.tower_of(n) == "vision")
+        assert all(c.abs().max() < 1e-20 for n, c in change.items() if family.tower_of(n) == "vision")
         moved[scale] = change["model.visual.merger.mlp.2.weight"].norm().item()
     assert moved[0.5] == approx(moved[1.0] / 2, rel=1e-3)
 
