@@ -1,0 +1,1 @@
+"""An average of the weights that a run trains."""

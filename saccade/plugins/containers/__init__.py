@@ -1,0 +1,1 @@
+"""Data sets in folders, parquet and other tables."""

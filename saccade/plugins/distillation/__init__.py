@@ -1,0 +1,1 @@
+"""A loss that pulls a policy to a teacher."""

@@ -1,0 +1,1 @@
+"""Engines beside the embedded one: vLLM, SGLang, HTTP, replicas; the parity probe."""

@@ -1,0 +1,1 @@
+"""`saccade export`: a checkpoint as a folder that others load."""

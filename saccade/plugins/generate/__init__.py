@@ -1,0 +1,1 @@
+"""`saccade generate`, and scoring saved responses again."""

@@ -1,0 +1,1 @@
+"""`saccade init`: a commented config for a model and a data file."""

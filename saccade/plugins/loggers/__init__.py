@@ -1,0 +1,1 @@
+"""TensorBoard, W&B, and the live display of a terminal."""

@@ -1,0 +1,1 @@
+"""Videos and sounds."""

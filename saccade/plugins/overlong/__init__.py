@@ -1,0 +1,1 @@
+"""What happens to prompts that are too long."""

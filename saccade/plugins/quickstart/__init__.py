@@ -1,0 +1,1 @@
+"""`saccade quickstart`: a tiny model learns to count."""

@@ -1,0 +1,1 @@
+"""The report page, curves, stored pictures, and the diagnosis of a run."""

@@ -1,0 +1,1 @@
+"""Models that score: heads, losses, training, use as a reward."""

@@ -1,0 +1,1 @@
+"""Time series: files, and an encoder on top of any family."""

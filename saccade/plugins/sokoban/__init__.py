@@ -1,0 +1,1 @@
+"""Sokoban: levels, an environment, a verifier."""

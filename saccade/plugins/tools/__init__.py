@@ -1,0 +1,1 @@
+"""Tools of a policy: crop, calculator, functions of the user."""

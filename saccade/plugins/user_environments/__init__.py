@@ -1,0 +1,1 @@
+"""Environments of the user, each episode in a process."""
