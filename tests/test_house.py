@@ -16,6 +16,7 @@ from saccade.recipes import rl
 from tests.test_imports import modules
 
 PACKAGE = str(Path(saccade.__file__).parent)
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Commands of plugins are recipes, too.
 READ_CONFIG = ("config", "checks", "recipes", "run", "plugins", "cli", "cli_run")
 # Who else still takes a whole config, and functions with more than eight parameters: both lists
@@ -67,6 +68,24 @@ def test_no_function_has_more_than_eight_parameters() -> None:
         and not any("jit" in ast.unparse(mark) for mark in node.decorator_list)  # GPU kernels
     }
     assert found <= STILL_WIDE
+
+
+def lines_of_code(path: Path, tree: ast.Module) -> int:
+    """Without blank lines, comments and docstrings."""
+    texts = [node.body[0] for node in ast.walk(tree) if isinstance(node, DOCUMENTED) and ast.get_docstring(node)]
+    told = {line for text in texts for line in range(text.lineno, (text.end_lineno or 0) + 1)}
+    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    return sum(bool(line.strip()) and not line.strip().startswith("#") and n not in told for n, line in lines)
+
+
+def test_the_house_stays_small() -> None:
+    """Limits that only shrink, on the way to 30, 16 and 32 thousand lines."""
+    sizes = {path.relative_to(PACKAGE): lines_of_code(path, tree) for path, tree in modules()}
+    spine = sum(size for path, size in sizes.items() if path.parts[0] != "plugins")
+    tests = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in Path(__file__).parent.rglob("*.py"))
+    assert sum(sizes.values()) <= 34_150
+    assert spine <= 17_750
+    assert tests <= 38_550
 
 
 def test_a_file_name_occurs_once() -> None:
