@@ -84,16 +84,16 @@ def test_check_data_says_how_a_reward_fails(body: str, ends: str, tmp_path: Path
 
 
 def test_check_data_counts_rows_that_repeat_or_lack_an_answer(tmp_path: Path) -> None:
-    rows = [{"id": "a", "question": "1+1?", "answer": "2"}] * 3 + [
-        {"question": "why?"},
-        {"question": "why?", "answer": []},
-    ]
+    rows = [{"id": "a", "question": "1+1?", "answer": "2"}] * 3 + [{"question": "why?"}] * 2
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = run("check-data", str(path), f"data.val={path}", "reward.terms=[exact]")
     assert "duplicate ids  4, and 6 rows got a suffix" in result.stdout
     assert "2 different rows of data.val are in data.train" in result.stdout
     assert "4 of 10 rows have no answer, and exact abstains" in result.stdout
+    path.write_text("".join(json.dumps(row) + "\n" for row in [rows[0], rows[-1] | {"answer": []}]))
+    result = run("check-data", str(path), "reward.terms=[exact]")
+    assert "1 of 2 rows have no answer, and exact abstains" in result.stdout
 
 
 def test_check_data_says_that_it_counts_a_picture_once(counting: Path) -> None:
