@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from saccade.plugins.tools.calls import CallError, Written, find, read
@@ -92,6 +92,7 @@ PLAIN = st.recursive(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # the first draw makes a table of all characters
 @given(st.dictionaries(NAMES, PLAIN, max_size=3))
 def test_whatever_json_writes_is_read(value):
     assert read(json.dumps(value)) == value
