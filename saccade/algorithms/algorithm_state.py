@@ -124,6 +124,7 @@ def after_step(state: AlgorithmState, algorithm: Algorithm, metrics: Metrics) ->
 
 def next_kl_coef(coef: float, *, measured: float, sequences: int, target: float, horizon: float) -> float:
     """Up while the KL of live `sequences` is above the target, else down (arXiv 1909.08593)."""
+    assert LARGEST_ERROR * sequences < horizon, f"algorithm.kl.horizon={horizon:g} is too short for {sequences}"
     error = min(max(measured / target - 1, -LARGEST_ERROR), LARGEST_ERROR)
     return coef * (1 + error * sequences / horizon)
 

@@ -64,7 +64,8 @@ def resolved_options(algorithm: Algorithm) -> tuple[str, ...]:
     names = ("samples_per_prompt", "updates_per_step", "reward_clip", "reward_normalise")
     beside = {name: getattr(algorithm, name) for name in names}
     inside = {f"algorithm.{name}": value for name, value in cells(algorithm).items()}
-    return tuple(f"{name}={value}" for name, value in (inside | beside).items())
+    ordered = {k: dict(sorted(v.items())) if isinstance(v, dict) else v for k, v in (inside | beside).items()}
+    return tuple(f"{name}={value}" for name, value in ordered.items())
 
 
 OLD = {

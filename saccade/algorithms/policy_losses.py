@@ -87,7 +87,7 @@ def pg(new: Tensor, inputs: LossInputs) -> Losses:
     return -inputs.advantages * new, {}
 
 
-@add(LOSSES, "the same, summed by sequence", name="luspo", own_aggregation="seq_sum")
+@add(LOSSES, "clip loss with the r of gspo, summed by sequence", name="luspo", own_aggregation="seq_sum")
 @add(LOSSES, "clip loss with r = exp(mean over the sequence of new - old)", own_aggregation="seq_mean")
 def gspo(new: Tensor, inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Losses:
     """One ratio per sequence (arXiv 2507.18071)."""

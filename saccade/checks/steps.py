@@ -102,6 +102,8 @@ def reward(config: Config) -> Iterator[str]:
 
 def environment(config: Config) -> Iterator[str]:
     yield from environments.problems(config.env)
+    if config.env.name == "single_turn" and config.env.max_turns > 1:
+        yield f"env.max_turns: {config.env.max_turns} has no effect with env.name=single_turn; try env.name=tools"
 
 
 def validation(config: Config) -> Iterator[str]:

@@ -121,4 +121,6 @@ def _sort_keys(dataset: Dataset, order: str) -> list[Any] | None:
     try:
         return [float(value) for value in values]  # also numbers that are written as text
     except (TypeError, ValueError):
-        return list(map(str, values))
+        if not all(isinstance(value, str) for value in values):
+            raise ConfigError(f"data.order={order}: the column must hold numbers or text throughout") from None
+        return values

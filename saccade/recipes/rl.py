@@ -119,7 +119,7 @@ def refuse_another_algorithm(config: Config, algorithm: Algorithm) -> None:
         return  # the folder of the run compares its whole config
     path, now = Path(config.run.resume), [*resolved_options(algorithm)]
     before = checkpoint.read_progress(path).get("algorithm") if checkpoint.is_complete(path) else None
-    if before and before != now:
+    if before and "=" in before[0] and before != now:  # older ones hold a description instead
         changed = next(pair for pair in zip_longest(before, now) if pair[0] != pair[1])
         raise ConfigError(
             f"run.resume={path} was trained with another algorithm ({changed[0]!r}, now {changed[1]!r}); set algorithm "

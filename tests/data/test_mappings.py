@@ -264,6 +264,9 @@ def smell(row):
 def first(row):
     return Pair(kind="text", prompt="p", a="x", b="y", labels={"preference": "first"})
 
+def headless(row):
+    return Rated(kind="text", prompt="p", media="x", group="g", ratings={"quality": 4})
+
 def text(row):
     return row["q"]
 """
@@ -298,6 +301,7 @@ def test_a_mapping_of_the_user_may_compare_texts_or_rate_them(own):
     [
         ("smell", "content of type 'smell' cannot be read: text, image, "),
         ("first", "labels must say A, B or C for each head, not {'preference': 'first'}"),
+        ("headless", "row 1: {'quality': 4} lacks the head preference"),
         ("text", "row 1: returned str; expected Pair"),
         ("nowhere", "expected file.py:function; the file has judge, rate"),
     ],

@@ -63,13 +63,14 @@ def test_state_of_other_data_or_another_seed_is_refused():
 
 
 def test_orders():
-    data = dataset(3, lengths=(5, 1, 3), level=["10", "9", "11"], name=["b", "c", "a"])
+    data = dataset(3, lengths=(5, 1, 3), level=["10", "9", "11"], name=["b", "c", "a"], mixed=[1, "n/a", 2])
     assert ids(stream(data, order="sequential").take(3)) == ["a0", "a1", "a2"]
     assert ids(stream(data, order="length").take(3)) == ["a1", "a2", "a0"]
     assert ids(stream(data, order="column:level").take(6)) == ["a1", "a0", "a2"] * 2
     assert ids(stream(data, order="column:name").take(3)) == ["a2", "a0", "a1"]
     for order, said in {
         "column:depth": "row a0 has no such column; it has level",
+        "column:mixed": "must hold numbers or text throughout",
         "random": "write shuffle, sequential, length or column:NAME",
     }.items():
         with pytest.raises(ConfigError, match=said):

@@ -9,7 +9,6 @@ from pydantic import field_validator, model_validator
 from saccade.config.schema.section import Section, When, mapping, option
 
 OTHER_ENGINE = When("rollout.engine != 'embedded'", "rollout.engine=vllm")
-TURNS = When("env.name != 'single_turn' or env.max_turns == 1", "env.name=tools", "an environment of several turns")
 OTHER_WEIGHTS = When(
     "rollout.engine != 'embedded' or rollout.replicas",
     "rollout.engine=vllm",
@@ -101,7 +100,7 @@ class EnvConfig(Section):
     min_pixels: int = option(40_000, "Pictures that a tool shows: those below are scaled up.", ge=1)
     max_pixels: int = option(2_000_000, "Pictures that a tool shows: above, scaled down.", ge=1)
     invalid_call_penalty: float = option(0.0, "Taken off the reward for every call that failed.", ge=0)
-    max_turns: int = option(1, "Assistant turns of one episode; 6 unless set with tools.", ge=1, when=TURNS)
+    max_turns: int = option(1, "Assistant turns of one episode; 6 unless set with tools.", ge=1)
     max_images: int = option(64, "Images of one episode, prompt included; 12 unless set with tools.", ge=0)
     max_turn_tokens: int | None = option(
         None, "Longest turn; empty: rollout.max_tokens, in evaluation val.max_tokens.", ge=1

@@ -11,7 +11,7 @@ from saccade.config.schema.section import ANSWERING, Section, When, is_name, opt
 DECAYING = When("train.schedule != 'constant'", "train.schedule=linear")
 TOWERS = ("vision", "projector", "llm", "audio", "series")
 TRAINED_TOWERS = When(
-    "not set(train.lr_scale) & set(model.train.removeprefix('freeze:').split(','))",
+    "not set(train.lr_scale) & set(model.train.removeprefix('freeze:').replace(' ', '').split(','))",
     "model.train=full",
     "towers that model.train trains",
 )

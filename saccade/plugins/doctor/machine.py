@@ -44,7 +44,7 @@ def packages() -> Rows:
             continue
         text = f"{name} is missing" if version is None else f"{name} {version} is outside {wanted.specifier}"
         yield "warning" if optional else "failure", text, f'pip install "{name}{wanted.specifier}"'
-    yield "ok", ", ".join(found)
+    yield ("ok", ", ".join(found)) if found else ("note", "not installed by pip: versions were not compared")
 
 
 def version_of(name: str) -> str | None:

@@ -114,6 +114,10 @@ def mapped(
             yield number, None
             continue
         for one in found if isinstance(found, list) else [found]:
+            heads = getattr(one, "labels", getattr(one, "ratings", None))
+            if isinstance(one, Pair | Rated) and not (isinstance(heads, Mapping) and MAIN in heads):
+                where = f"mapping {name}, row {row.get('id', number)}"
+                raise ConfigError(f"{where}: {heads!r} lacks the head {MAIN}; return {{{MAIN!r}: …}}")
             if isinstance(one, Pair):
                 yield number, _compared(name, one, row, seed)
             elif isinstance(one, Rated):

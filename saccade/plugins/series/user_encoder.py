@@ -8,6 +8,7 @@ What goes wrong in their code is a ConfigError with the file, the line and what 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,9 +28,11 @@ def load(encoder: str, *, channels: int, hidden: int) -> nn.Module:
     if not (path.endswith(".py") and Path(path).is_file()):
         raise _refusal(encoder, f"the file {path} does not exist (looked in {Path.cwd()}), or is no .py")
     with blamed(encoder, "loading the file"):
-        make = getattr(own_module(path), name, None)
+        file = own_module(path)
+    make = getattr(file, name, None)
     if not callable(make):
-        raise _refusal(encoder, f"no function {name!r} in {path}")
+        there = ", ".join(n for n, f in vars(file).items() if inspect.isfunction(f))
+        raise _refusal(encoder, f"no function {name!r} in {path}; there is {there or 'none'}")
     with blamed(encoder, f"{name}({channels}, {hidden})"):
         made = make(channels, hidden)
     if not isinstance(made, nn.Module) or not callable(getattr(made, "tokens", None)):

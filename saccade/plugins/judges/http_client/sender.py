@@ -21,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timezone
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -256,7 +257,9 @@ def _seconds(header: str | None) -> float:
     with suppress(ValueError):
         return max(0.0, float(header or 0))
     with suppress(ValueError):
-        return max(0.0, parsedate_to_datetime(header or "").timestamp() - time.time())
+        moment = parsedate_to_datetime(header or "")
+        moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+        return max(0.0, moment.timestamp() - time.time())
     return 0.0
 
 
