@@ -230,7 +230,7 @@ class _Reader:
         return problem
 
     def _keep(self, sample: Sample, name: str, number: int) -> None:
-        """Adds a sample, shortened where its prompt is too long and the policy can mend that."""
+        """Adds a sample, shortened where its prompt is too long and the policy allows it."""
         if self.length is not None:
             tokens, limit = self.length(sample), self.config.max_prompt_tokens
             if tokens > limit:
