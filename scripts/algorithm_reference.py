@@ -20,11 +20,7 @@ from saccade.algorithms.aggregation import AGGREGATIONS  # noqa: E402
 from saccade.algorithms.build import resolve  # noqa: E402
 from saccade.algorithms.corrections import CORRECTIONS, Correction, Mismatch  # noqa: E402
 from saccade.algorithms.describe import extras, numbers  # noqa: E402
-from saccade.algorithms.policy_losses import (  # noqa: E402
-    KINDS,
-    LOSSES,
-    LossInputs,
-)
+from saccade.algorithms.policy_losses import KINDS, LOSSES, LossInputs  # noqa: E402
 from saccade.algorithms.resolved_algorithm import Algorithm  # noqa: E402
 from saccade.algorithms.table import Entry  # noqa: E402
 from saccade.config import AlgorithmConfig  # noqa: E402

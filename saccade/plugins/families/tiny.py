@@ -85,14 +85,23 @@ SEEN = BOUNDS | {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_p
 SEEN_AND_HEARD = BOUNDS | {"image_token_index": "<|image_pad|>", "video_token_index": "<|video_pad|>"}
 SEEN_AND_HEARD |= {"audio_start_token_id": "<|audio_bos|>", "audio_end_token_id": "<|audio_eos|>"}
 SEEN_AND_HEARD |= {"audio_token_index": "<|AUDIO|>"}
-# What differs from the defaults of the processors.
+# As real folders have them: vLLM reads other defaults where a step is not named.
+PICTURES: dict[str, Any] = {
+    "do_convert_rgb": True,
+    "do_resize": True,
+    "do_rescale": True,
+    "do_normalize": True,
+    "resample": 3,
+}
 EXTRACTOR: dict[str, Any] = {
     "feature_extractor_type": "WhisperFeatureExtractor",
     "processor_class": "Qwen2AudioProcessor",
 }
 EXTRACTOR |= {"feature_size": 128, "return_attention_mask": True}
-PROCESSOR = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
-GOT: dict[str, Any] = {"image_processor_type": "GotOcr2ImageProcessor", "min_patches": 1, "max_patches": 6}
+PROCESSOR = PICTURES | {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
+PROCESSOR |= {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "merge_size": 2, "temporal_patch_size": 2}
+PROCESSOR |= {"rescale_factor": 1 / 255, "size": {"shortest_edge": 3136, "longest_edge": 1003520}}
+GOT: dict[str, Any] = PICTURES | {"image_processor_type": "GotOcr2ImageProcessor", "min_patches": 1, "max_patches": 6}
 GOT |= {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 NONE: Mapping[str, Any] = {}
 
@@ -155,7 +164,8 @@ CONFIGS: Mapping[str, Tiny] = {
         names={"<image>": ("<image>", "image_token")},
         template=LLAVA_TEMPLATE,
         begin="<s>",
-        processor={"image_processor_type": "CLIPImageProcessor", "image_mean": CLIP_MEAN, "image_std": CLIP_STD},
+        processor=PICTURES
+        | {"image_processor_type": "CLIPImageProcessor", "image_mean": CLIP_MEAN, "image_std": CLIP_STD},
     ),
     "qwen2_audio": Tiny(
         # The head is a layer of its own.
