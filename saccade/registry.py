@@ -23,188 +23,92 @@ from saccade.errors import EnvironmentProblem
 
 Row = TypeVar("Row")
 
-# Response formats whose shape a verifier can check.
-CHECKED = (
-    *("think_answer", "counting", "think_boxed", "boxed", "answer_line", "hash", "letter"),
-    *("grounding", "boxes_json"),
+# (table, module of `saccade.plugins`, its rows): a row is NAME or NAME=ATTRIBUTE of the module; with
+# MODULE:ATTRIBUTE all of them are in that one, a mapping.
+PLUGINS: tuple[tuple[str, str, str], ...] = (
+    ("advantages", "more_algorithms.more_advantages", "batch_std opo gpg max_rl grpo_passk cpgd gdpo drpo"),
+    ("aggregations", "more_algorithms.more_aggregations", "sample_mean group_mean token_sum"),
+    ("answers", "verifiers.extract", "extract"),
+    ("averages", "averages.ema", "ema=follow"),
+    ("corrections", "more_algorithms.more_corrections:ROWS", "reject.token.k1 reject.seq_sum.k1 reject.seq_mean.k1"),
+    ("corrections", "more_algorithms.more_corrections:ROWS", "reject.token.k2 reject.seq_sum.k2 reject.seq_mean.k2"),
+    ("corrections", "more_algorithms.more_corrections:ROWS", "reject.token.k3 reject.seq_sum.k3 reject.seq_mean.k3"),
+    ("corrections", "more_algorithms.more_corrections:ROWS", "reject.seq_max.k2 reject.seq_max.k3 seq_mask"),
+    ("corrections", "more_algorithms.more_corrections:ROWS", "seq_mask_tis opsm"),
+    ("engines", "engines.vllm", "vllm=VllmEngine"),
+    ("engines", "engines.sglang", "sglang=SglangEngine"),
+    ("engines", "engines.http", "http=from_settings"),
+    ("engines", "engines.http_family", "http_family=endpoint_family"),
+    ("engines", "engines.parity", "parity=check"),
+    ("engines", "engines.replicas.replica_pool", "replicas=start_replicas"),
+    ("environment_hosts", "user_environments.env_process", "process=host_of"),
+    ("environments", "tools.tool_environment", "crop=CROP calculator=CALCULATOR tools=OWN_TOOLS"),
+    ("environments", "sokoban.sokoban_environment", "sokoban_step=KIND"),
+    ("families", "families.squares", "internvl=INTERNVL llava=LLAVA"),
+    ("families", "families.hearing", "qwen2_audio=AUDIO qwen2_5_omni=OMNI qwen2_5_omni_thinker=OMNI"),
+    ("formats", "verifiers.response_shape:ROWS", "think_answer counting think_boxed boxed answer_line hash letter"),
+    ("formats", "verifiers.response_shape:ROWS", "grounding boxes_json direct none"),
+    ("judges", "judges.judge", "chat=Judge"),
+    ("kl_kinds", "more_algorithms.more_losses", "abs=absolute k1+=k1_plus k3+=k3_plus"),
+    ("losses", "distillation.distil", "distillation=DistillationLoss"),
+    ("evaluations", "generate.rescore", "rescore=run"),
+    ("evaluations", "reward_models.reward_training", "reward_model=evaluate"),
+    ("row_formats", "row_formats.foreign_rows", "r1v=R1V minio3=MINIO3 lightrft=LIGHTRFT sharegpt=SHAREGPT"),
+    ("row_formats", "preferences.preference_rows", "pairs=PAIRS sides=SIDES labels=LABELLED steps=STEPS"),
+    ("mappings", "preferences.preference_sets", "hpdv3 imagerewarddb imagegen_cot rapidata-t2v rapidata-i2v"),
+    ("mappings", "preferences.preference_sets", "omnireward-t2i omnireward-t2v omnireward-t2a genai_bench"),
+    ("mappings", "preferences.preference_sets", "genai_bench-video videodpo videogen_rewardbench audio_alpaca"),
+    ("displays", "loggers.live_display", "live=LiveDisplay"),
+    ("imitation", "imitation.demonstrations", "demonstrations=Demonstrations"),
+    ("imitation", "imitation.teacher", "teacher=load_teacher"),
+    ("lengths", "check_data.length_cache", "cached=cached_lengths"),
+    ("loggers", "loggers.metric_sinks", "tensorboard wandb"),
+    ("media_kinds", "media.videos", "video=KIND"),
+    ("media_kinds", "media.sounds", "audio=KIND"),
+    ("media_kinds", "series.series_files", "series=KIND"),
+    ("policy_losses", "more_algorithms.more_losses", "gspo_token gmpo sapo cpgd kl_cov clip_cov topr kimi dppo_tv"),
+    ("policy_losses", "more_algorithms.more_losses", "dppo_kl vespo dro=kimi"),
+    ("preferences", "preferences.mappings", "mapped"),
+    ("preferences", "preferences.preference_rows", "chosen=chosen_view verdict=verdict_view"),
+    ("reports", "reports.report", "evaluation_lines=table_lines evaluation_page=write_eval_report"),
+    ("reports", "reports.stored_pictures", "pictures=StoredPictures"),
+    ("reports", "reports.diagnosis", "diagnose unread_answers"),
+    ("reward_models", "reward_models.reward_rows", "rows=rows_of"),
+    ("reward_models", "reward_models.reward_model_term", "terms=Learned"),
+    ("reward_models", "reward_models.reward_card", "card=read_card"),
+    ("reward_models", "reward_models.learned_reward", "score=load_learned require=require_folders"),
+    ("reward_models", "reward_models.reward_head", "start_critic"),
+    ("rules", "preferences.preference_losses", "preferences=check"),
+    ("rules", "reward_models.reward_losses", "rating=check"),
+    ("rules", "generate.selection", "selection=check"),
+    ("rules", "series.series_checks", "series trained_series"),
+    ("self_tests", "check_data.self_test", "known_answers=check_known_answers"),
+    ("services", "judges.remote", "remote=open_remote"),
+    ("containers", "containers.folders", "folder=folder_rows hub=hub_rows python=python_rows"),
+    ("file_kinds", "containers.table_files", ".csv=csv_rows .parquet=parquet_rows .arrow=arrow_rows"),
+    ("overlong", "overlong.shorten", "shrink drop_turns truncate_text"),
+    ("set_checks", "check_data.unused_media", "unread_media=refuse_unread"),
+    ("suites", "suites.public_suites", "vstar=VSTAR visualprobe_easy=VISUALPROBE_EASY"),
+    ("suites", "suites.public_suites", "visualprobe_medium=VISUALPROBE_MEDIUM visualprobe_hard=VISUALPROBE_HARD"),
+    ("suites", "suites.public_suites", "hrbench4k=HRBENCH4K hrbench8k=HRBENCH8K"),
+    ("tiny_models", "families.tiny", "build"),
+    ("towers", "series.series_tower", "series=TOWER"),
+    ("verifiers", "sokoban.sokoban_verifier", "sokoban=VERIFIER"),
+    ("verifiers", "reward_models.reward_model_term", "model=MODEL"),
+    ("verifiers", "verifiers.maths:ROWS", "math geo3k"),
+    ("verifiers", "verifiers.numbers:ROWS", "count number relaxed gsm8k"),
+    ("verifiers", "verifiers.text_match:ROWS", "exact contains_one_of regex labels_f1 labels_recall token_f1"),
+    ("verifiers", "verifiers.text_match:ROWS", "token_recall"),
+    ("verifiers", "verifiers.short_answers:ROWS", "choice digit dapo_math avqa verdict"),
+    ("verifiers", "verifiers.grounding:ROWS", "iou point medical"),
+    ("verifiers", "verifiers.hybrid:ROWS", "judge hybrid"),
+    ("verifiers", "verifiers.response_shape:ROWS", "format:think_answer format:counting format:think_boxed"),
+    ("verifiers", "verifiers.response_shape:ROWS", "format:boxed format:answer_line format:hash format:letter"),
+    ("verifiers", "verifiers.response_shape:ROWS", "format:grounding format:boxes_json overlong repetition length"),
+    ("verifiers", "verifiers.response_shape:ROWS", "tool_use"),
+    ("warnings", "check_data.row_warnings", "rewards=warn_of_rewards rows=warn_of_rows"),
+    ("work", "estimate.work", "rates rl=rl_work offline=offline_work"),
 )
-
-# table → name → where its row is
-PLUGINS: Mapping[str, Mapping[str, str]] = {
-    "advantages": {
-        name: f"saccade.plugins.more_algorithms.more_advantages:{name}"
-        for name in ("batch_std", "opo", "gpg", "max_rl", "grpo_passk", "cpgd", "gdpo", "drpo")
-    },
-    "aggregations": {
-        name: f"saccade.plugins.more_algorithms.more_aggregations:{name}"
-        for name in ("sample_mean", "group_mean", "token_sum")
-    },
-    "answers": {"extract": "saccade.plugins.verifiers.extract:extract"},
-    "averages": {"ema": "saccade.plugins.averages.ema:follow"},
-    "corrections": dict.fromkeys(
-        [f"reject.{level}.{kind}" for kind in ("k1", "k2", "k3") for level in ("token", "seq_sum", "seq_mean")]
-        + ["reject.seq_max.k2", "reject.seq_max.k3", "seq_mask", "seq_mask_tis", "opsm"],
-        "saccade.plugins.more_algorithms.more_corrections:ROWS",
-    ),
-    "engines": {
-        "vllm": "saccade.plugins.engines.vllm:VllmEngine",
-        "sglang": "saccade.plugins.engines.sglang:SglangEngine",
-        "http": "saccade.plugins.engines.http:from_settings",
-        "http_family": "saccade.plugins.engines.http_family:endpoint_family",
-        "parity": "saccade.plugins.engines.parity:check",
-        "replicas": "saccade.plugins.engines.replicas.replica_pool:start_replicas",
-    },
-    "environment_hosts": {"process": "saccade.plugins.user_environments.env_process:host_of"},
-    "environments": {
-        "crop": "saccade.plugins.tools.tool_environment:CROP",
-        "calculator": "saccade.plugins.tools.tool_environment:CALCULATOR",
-        "tools": "saccade.plugins.tools.tool_environment:OWN_TOOLS",
-        "sokoban_step": "saccade.plugins.sokoban.sokoban_environment:KIND",
-    },
-    "families": {
-        "internvl": "saccade.plugins.families.squares:INTERNVL",
-        "llava": "saccade.plugins.families.squares:LLAVA",
-        "qwen2_audio": "saccade.plugins.families.hearing:AUDIO",
-        "qwen2_5_omni": "saccade.plugins.families.hearing:OMNI",
-        "qwen2_5_omni_thinker": "saccade.plugins.families.hearing:OMNI",
-    },
-    "formats": dict.fromkeys((*CHECKED, "direct", "none"), "saccade.plugins.verifiers.response_shape:ROWS"),
-    "judges": {"chat": "saccade.plugins.judges.judge:Judge"},
-    "kl_kinds": {
-        name: f"saccade.plugins.more_algorithms.more_losses:{function}"
-        for name, function in {"abs": "absolute", "k1+": "k1_plus", "k3+": "k3_plus"}.items()
-    },
-    "losses": {"distillation": "saccade.plugins.distillation.distil:DistillationLoss"},
-    "evaluations": {
-        "rescore": "saccade.plugins.generate.rescore:run",
-        "reward_model": "saccade.plugins.reward_models.reward_training:evaluate",
-    },
-    "row_formats": {
-        **{
-            name: f"saccade.plugins.row_formats.foreign_rows:{name.upper()}"
-            for name in ("r1v", "minio3", "lightrft", "sharegpt")
-        },
-        "pairs": "saccade.plugins.preferences.preference_rows:PAIRS",
-        "sides": "saccade.plugins.preferences.preference_rows:SIDES",
-        "labels": "saccade.plugins.preferences.preference_rows:LABELLED",
-        "steps": "saccade.plugins.preferences.preference_rows:STEPS",
-    },
-    "mappings": {
-        name: f"saccade.plugins.preferences.preference_sets:{name.replace('-', '_')}"
-        for name in (
-            *("hpdv3", "imagerewarddb", "imagegen_cot", "rapidata-t2v", "rapidata-i2v"),
-            *("omnireward-t2i", "omnireward-t2v", "omnireward-t2a", "genai_bench"),
-            *("genai_bench-video", "videodpo", "videogen_rewardbench", "audio_alpaca"),
-        )
-    },
-    "displays": {"live": "saccade.plugins.loggers.live_display:LiveDisplay"},
-    "imitation": {
-        "demonstrations": "saccade.plugins.imitation.demonstrations:Demonstrations",
-        "teacher": "saccade.plugins.imitation.teacher:load_teacher",
-    },
-    "lengths": {"cached": "saccade.plugins.check_data.length_cache:cached_lengths"},
-    "loggers": {
-        "tensorboard": "saccade.plugins.loggers.metric_sinks:tensorboard",
-        "wandb": "saccade.plugins.loggers.metric_sinks:wandb",
-    },
-    "media_kinds": {
-        "video": "saccade.plugins.media.videos:KIND",
-        "audio": "saccade.plugins.media.sounds:KIND",
-        "series": "saccade.plugins.series.series_files:KIND",
-    },
-    "policy_losses": {
-        name: f"saccade.plugins.more_algorithms.more_losses:{name}"
-        for name in (
-            "gspo_token",
-            "gmpo",
-            "sapo",
-            "cpgd",
-            "kl_cov",
-            "clip_cov",
-            "topr",
-            "kimi",
-            "dppo_tv",
-            "dppo_kl",
-            "vespo",
-        )
-    }
-    | {"dro": "saccade.plugins.more_algorithms.more_losses:kimi"},
-    "preferences": {
-        "mapped": "saccade.plugins.preferences.mappings:mapped",
-        "chosen": "saccade.plugins.preferences.preference_rows:chosen_view",
-        "verdict": "saccade.plugins.preferences.preference_rows:verdict_view",
-    },
-    "reports": {
-        "evaluation_lines": "saccade.plugins.reports.report:table_lines",
-        "evaluation_page": "saccade.plugins.reports.report:write_eval_report",
-        "pictures": "saccade.plugins.reports.stored_pictures:StoredPictures",
-        "diagnose": "saccade.plugins.reports.diagnosis:diagnose",
-        "unread_answers": "saccade.plugins.reports.diagnosis:unread_answers",
-    },
-    "reward_models": {
-        "rows": "saccade.plugins.reward_models.reward_rows:rows_of",
-        "terms": "saccade.plugins.reward_models.reward_model_term:Learned",
-        "card": "saccade.plugins.reward_models.reward_card:read_card",
-        "score": "saccade.plugins.reward_models.learned_reward:load_learned",
-        "start_critic": "saccade.plugins.reward_models.reward_head:start_critic",
-        "require": "saccade.plugins.reward_models.learned_reward:require_folders",
-    },
-    "rules": {
-        "preferences": "saccade.plugins.preferences.preference_losses:check",
-        "rating": "saccade.plugins.reward_models.reward_losses:check",
-        "selection": "saccade.plugins.generate.selection:check",
-        "series": "saccade.plugins.series.series_checks:series",
-        "trained_series": "saccade.plugins.series.series_checks:trained_series",
-    },
-    "self_tests": {"known_answers": "saccade.plugins.check_data.self_test:check_known_answers"},
-    "services": {"remote": "saccade.plugins.judges.remote:open_remote"},
-    "containers": {kind: f"saccade.plugins.containers.folders:{kind}_rows" for kind in ("folder", "hub", "python")},
-    "file_kinds": {
-        f".{kind}": f"saccade.plugins.containers.table_files:{kind}_rows" for kind in ("csv", "parquet", "arrow")
-    },
-    "overlong": {
-        name: f"saccade.plugins.overlong.shorten:{name}" for name in ("shrink", "drop_turns", "truncate_text")
-    },
-    "set_checks": {"unread_media": "saccade.plugins.check_data.unused_media:refuse_unread"},
-    "suites": {
-        name: f"saccade.plugins.suites.public_suites:{name.upper()}"
-        for name in ("vstar", *(f"visualprobe_{x}" for x in ("easy", "medium", "hard")), "hrbench4k", "hrbench8k")
-    },
-    "tiny_models": {"build": "saccade.plugins.families.tiny:build"},
-    "towers": {"series": "saccade.plugins.series.series_tower:TOWER"},
-    "verifiers": {
-        "sokoban": "saccade.plugins.sokoban.sokoban_verifier:VERIFIER",
-        "model": "saccade.plugins.reward_models.reward_model_term:MODEL",
-        **{
-            name: f"saccade.plugins.verifiers.{file}:ROWS"
-            for file, names in {
-                "maths": ("math", "geo3k"),
-                "numbers": ("count", "number", "relaxed", "gsm8k"),
-                "text_match": (
-                    *("exact", "contains_one_of", "regex"),
-                    *("labels_f1", "labels_recall", "token_f1", "token_recall"),
-                ),
-                "short_answers": ("choice", "digit", "dapo_math", "avqa", "verdict"),
-                "grounding": ("iou", "point", "medical"),
-                "hybrid": ("judge", "hybrid"),
-                "response_shape": (
-                    *(f"format:{name}" for name in CHECKED),
-                    *("overlong", "repetition", "length", "tool_use"),
-                ),
-            }.items()
-            for name in names
-        },
-    },
-    "warnings": {
-        "rewards": "saccade.plugins.check_data.row_warnings:warn_of_rewards",
-        "rows": "saccade.plugins.check_data.row_warnings:warn_of_rows",
-    },
-    "work": {
-        "rates": "saccade.plugins.estimate.work:rates",
-        "rl": "saccade.plugins.estimate.work:rl_work",
-        "offline": "saccade.plugins.estimate.work:offline_work",
-    },
-}
 
 
 class Table(MutableMapping[str, Row]):
@@ -243,8 +147,14 @@ class Table(MutableMapping[str, Row]):
 def _elsewhere(table: str) -> dict[str, EntryPoint]:
     """Rows that are not imported yet, by name. A name of ours cannot be taken."""
     group = f"saccade.{table}"
-    ours = {n: EntryPoint(n, where, group) for n, where in PLUGINS.get(table, {}).items()}
-    return {point.name: point for point in entry_points(group=group)} | ours
+    points = {point.name: point for point in entry_points(group=group)}
+    for _, place, rows in (ours for ours in PLUGINS if ours[0] == table):
+        module, _, shared = place.partition(":")
+        for row in rows.split():
+            name, _, attribute = row.partition("=")
+            found = shared or attribute or name.replace("-", "_")
+            points[name] = EntryPoint(name, f"saccade.plugins.{module}:{found}", group)
+    return points
 
 
 def _load(table: str, found: EntryPoint) -> Any:
