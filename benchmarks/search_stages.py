@@ -278,7 +278,7 @@ def evaluate(
     out: Path, name: str, arm: str, model: str, data: Mapping[str, str], common: Mapping[str, Any], size: Size
 ) -> dict[str, Any]:
     """avg@k under every limit of turns, and how the episodes ended."""
-    from saccade.recipes import evaluate as recipe
+    from saccade.plugins.evaluation import evaluate as recipe
 
     config = _with(
         common,

@@ -71,7 +71,7 @@ def reward_model(config: Source, *overrides: str) -> dict[str, Any]:
 def evaluate(config: Source, *overrides: str, out: str | Path | None = None, rescore: str | Path | None = None) -> Any:
     """Score the validation sets, or score the saved responses of `rescore` again."""
     folders = {"out": out and Path(out), "rescore": rescore and Path(rescore)}
-    return import_module("saccade.recipes.evaluate").run(load_config(config, *overrides), **folders)
+    return import_module("saccade.plugins.evaluation.evaluate").run(load_config(config, *overrides), **folders)
 
 
 def generate(config: Source, *overrides: str) -> Any:

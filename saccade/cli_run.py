@@ -31,7 +31,7 @@ MODULES = {
     "sft": "recipes.sft",
     "dpo": "plugins.preferences.dpo",
     "reward-model": "plugins.reward_models.reward_training",
-    "eval": "recipes.evaluate",
+    "eval": "plugins.evaluation.evaluate",
     "generate": "plugins.generate.generate",
 }
 

@@ -32,7 +32,7 @@ from saccade.media.blob_file import Spill
 from saccade.media.images import ImageError
 from saccade.media.kinds import open_any
 from saccade.media.media_files import located, source_kind
-from saccade.registry import Table
+from saccade.registry import HOOKS, Table
 from saccade.types import Media, Sample
 
 __all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]
@@ -40,8 +40,6 @@ __all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]
 DETECTION_ROWS = 100
 FILE_NAME = re.compile(r".+\.\w{2,5}")
 LONGEST_NAME = 1024  # of a file; longer text is the file itself
-# How rows that compare candidates are read: `mapped`, `chosen`, `verdict`.
-PREFERENCES: Table[Any] = Table("preferences", {})
 # By data.overlong: (sample, function that counts tokens, limit) → a sample that fits, or None.
 POLICIES: Table[Callable[..., Sample | None]] = Table("overlong", {"drop": lambda sample, length, limit: None})
 # Called as (path, first rows, format, data.keys) for a set of which no medium is read; they raise DataError.
@@ -154,7 +152,7 @@ class _Reader:
         format, numbered = FORMATS["qa"], counted
         if mapping != "none":
             format = FORMATS["sides"]
-            numbered = PREFERENCES["mapped"](mapping, counted, folder=container.folder, seed=seed)
+            numbered = HOOKS["mapped_rows"](mapping, counted, folder=container.folder, seed=seed)
         elif columns:
             format = detect(columns, self.config, name)
         for number, row in numbered:
@@ -169,7 +167,7 @@ class _Reader:
                 if source.data_source is not None:
                     sample = replace(sample, data_source=source.data_source)
                 if self.config.pair_view == "verdict":
-                    sample = PREFERENCES["verdict"](sample, seed=seed)
+                    sample = HOOKS["verdict"](sample, seed=seed)
                 self._keep(sample, name, number)
             except (RowError, ImageError) as error:
                 self._set_aside(row, name, number, str(error))

@@ -10,8 +10,7 @@ An outcome that is no share of right answers, such as the score of a reward mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from saccade.data.suites import ROTATION_OF
 from saccade.rewards.scorer import Scorer
 from saccade.run import statistics
 from saccade.run.metrics import interval_of
-from saccade.types import ALWAYS_EXCLUDED, Group, Trajectory
+from saccade.types import ALWAYS_EXCLUDED, Group
 
 MOST_CATEGORIES = 40
 SLACK = 1e-6  # of sums that should be 1
@@ -141,78 +140,3 @@ def group_accuracy(groups: Sequence[Group], scores: Scores = NO_SCORES) -> dict[
 def _outcomes(group: Group) -> np.ndarray:
     live = [t for t in group.trajectories if t.status not in ALWAYS_EXCLUDED]
     return np.array([t.outcome for t in live if t.outcome is not None], dtype=np.float64)
-
-
-def by_category(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
-    """Of sets whose rows say what they are about; a column with many values is no category."""
-    return _by(lambda group: str(group.sample.extra.get("category") or ""), groups, scores)
-
-
-def by_source(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
-    """Of sets whose rows come from several."""
-    several = len({group.sample.data_source for group in groups}) > 1
-    return _by(lambda group: group.sample.data_source, groups, scores) if several else {}
-
-
-def _by(name: Callable[[Group], str], groups: Sequence[Group], scores: Scores) -> Table:
-    kinds = sorted(set(filter(None, map(name, groups))))
-    return {
-        kind: group_accuracy([group for group in groups if name(group) == kind], scores)
-        for kind in (kinds if len(kinds) <= MOST_CATEGORIES else ())
-    }
-
-
-def by_limit(groups_under: Mapping[int, Sequence[Group]], scores: Scores = NO_SCORES) -> Table:
-    """Accuracy under each limit of turns, and the share of episodes that it cut off."""
-    table: Table = {}
-    for limit, groups in sorted(groups_under.items()):
-        members = [t for group in groups for t in group.trajectories]
-        cut = float(np.mean([t.end_reason == "max_turns" for t in members]))
-        turns = float(np.mean([t.turns for t in members]))
-        about = {"overturn_frac": cut, "turns_mean": turns}
-        table[str(limit)] = group_accuracy(groups, scores) | about
-    return table
-
-
-def by_turns(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
-    """Of the episodes that used so many turns: how many there are, and how many were right."""
-    judged = [
-        (t.turns, t.outcome)
-        for group in groups
-        for t in group.trajectories
-        if t.outcome is not None and t.status not in ALWAYS_EXCLUDED
-        if group.sample.data_source not in scores
-    ]
-    table: Table = {}
-    for turns in sorted({turns for turns, _ in judged}):
-        values = [outcome for used, outcome in judged if used == turns]
-        table[str(turns)] = {"episodes": float(len(values)), "accuracy": float(np.mean(values))}
-    return table
-
-
-class Cuts:
-    """Episodes as smaller limits of turns would have ended them, scored like any other.
-
-    cuts = Cuts(limits.marks, lambda: RewardStream(scorer, family))
-    groups = collect(..., on_mark=cuts.submit)
-    """
-
-    def __init__(self, limits: Sequence[int], stream: Callable[[], Any]) -> None:
-        self._streams = {limit: stream() for limit in limits}
-        self._cut: dict[int, dict[tuple[str, int], Trajectory]] = {n: {} for n in limits}
-
-    def submit(self, sample: Any, trajectory: Trajectory) -> None:
-        self._cut[trajectory.turns][trajectory.key] = trajectory
-        self._streams[trajectory.turns].submit(sample, trajectory)
-
-    def attach(self, groups: Sequence[Group]) -> dict[int, list[Group]]:
-        """`groups` as they are under each limit: cut where it would have struck."""
-        return {limit: [self._under(limit, group) for group in groups] for limit in self._streams}
-
-    def _under(self, limit: int, group: Group) -> Group:
-        cut = self._cut[limit]
-        struck = tuple(cut[t.key] for t in group.trajectories if t.key in cut)
-        (scored,) = self._streams[limit].attach([replace(group, trajectories=struck)])
-        found = {t.key: t for t in scored.trajectories}
-        members = tuple(found.get(t.key, t) for t in group.trajectories)
-        return replace(group, trajectories=members)

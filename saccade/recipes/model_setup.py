@@ -21,19 +21,13 @@ from saccade.models.families import TOWERS, Family, load_family
 from saccade.models.files import require_whole
 from saccade.models.heads import attach_score
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
-from saccade.registry import Table
+from saccade.registry import HOOKS
 from saccade.system.devices import limit_memory
 from saccade.trainer import Reference
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.reference import AdapterReference
 
 log = logging.getLogger(__name__)
-
-# What recipes do with a reward model: read its card and its rows, refuse a wrong folder, score with it, start from it.
-REWARD_MODELS: Table[Any] = Table("reward_models", {})
-AVERAGES: Table[Any] = Table("averages", {})  # of the weights
-IMITATION: Table[Any] = Table("imitation", {})  # a teacher, demonstrations
-TINY_MODELS: Table[Any] = Table("tiny_models", {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +58,7 @@ def model_folder(config: Config, path: str) -> str:
     folder = Path(config.run.out) / ".tiny" / f"{kind}-{config.run.seed}"
     if not (folder / "model.safetensors").is_file():
         quiet_libraries()
-        TINY_MODELS["build"](kind, folder, seed=config.run.seed)
+        HOOKS["tiny_model"](kind, folder, seed=config.run.seed)
     return str(folder)
 
 
@@ -147,11 +141,11 @@ def load_critic(config: Config, family: Family, algorithm: Algorithm) -> LocalBa
     policy = load_policy(config, family, folder=algorithm.critic.path, train=train)
     attach_score(policy.model, seed=config.run.seed)
     path = algorithm.critic.path
-    if path is not None and not REWARD_MODELS["start_critic"](policy.model, Path(path)):
+    if path is not None and not HOOKS["start_critic"](policy.model, Path(path)):
         log.info(f"algorithm.critic.path={path}: its score is not linear; the critic draws a head of its own")
     return learner(config, policy)
 
 
 def average_of(config: Config, *of: Any, **options: Any) -> dict[str, Any]:
     """What follows the policy as a part of its checkpoints; empty unless train.ema asks for one."""
-    return AVERAGES["ema"](config, *of, **options) if config.train.ema else {}
+    return HOOKS["average"](config, *of, **options) if config.train.ema else {}

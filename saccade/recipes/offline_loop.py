@@ -22,10 +22,10 @@ from saccade.config import Config, load
 from saccade.data.datasets import Dataset, Stream
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
-from saccade.recipes import model_setup, parts
+from saccade.recipes import model_setup
 from saccade.recipes.failures import guard
 from saccade.recipes.validation import Validation, make_evaluator
-from saccade.run import WORK
+from saccade.registry import HOOKS
 from saccade.run.training_run import Run
 from saccade.system.disk import require_writable
 from saccade.trainer import Loss, Update
@@ -94,7 +94,7 @@ def set_up(
     run.restore(backend, {"stream": stream})
     sets = {**(rows or {}), **(questions or {})}
     run.compare_sets(sets)
-    parts.WARNINGS["rows"](config, family, stream, sets.values())
+    HOOKS["warn_of_rows"](config, family, stream, sets.values())
     return Job(
         run=run,
         policy=policy,
@@ -138,7 +138,7 @@ def train(job: Job, task: Task) -> dict[str, Any]:
         values = task.metrics(found, batches, loss) | {"data/epoch": stream.epoch}
         if not validation.due(step, total):
             task.unmeasured(samples, found, step)
-        last = run.finish_step(progress, values | WORK["offline"](backend, batches), validation)
+        last = run.finish_step(progress, values | HOOKS["offline_work"](backend, batches), validation)
     return last
 
 

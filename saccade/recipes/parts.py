@@ -20,8 +20,7 @@ from saccade.environments.texts import texts_hash
 from saccade.errors import ConfigError
 from saccade.models import files
 from saccade.models.families import Family
-from saccade.recipes.model_setup import REWARD_MODELS
-from saccade.registry import Table
+from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import FORMATS
 from saccade.rollout import env_setup
@@ -29,9 +28,6 @@ from saccade.rollout.episode import Limits
 from saccade.types import Sample, Sampling
 
 log = logging.getLogger(__name__)
-
-SELF_TESTS: Table[Any] = Table("self_tests", {})
-WARNINGS: Table[Any] = Table("warnings", {})  # about rows and rewards, logged
 
 
 def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | None:
@@ -46,7 +42,7 @@ def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | 
         prompt_format=config.prompt.format,
         max_tokens=config.rollout.max_tokens,
         overlong=overlong,
-        load_model=lambda path: REWARD_MODELS["score"](config, path),
+        load_model=lambda path: HOOKS["load_reward_model"](config, path),
     )
     idle = {"judge": scorer.judge is None, "remote": not scorer.services}
     for name, unused in idle.items():
@@ -65,7 +61,7 @@ def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample
     scorer.check_sources(sample.data_source for sample in samples)
     scorer.check_media(samples)
     if config.reward.self_test != "off":
-        SELF_TESTS["known_answers"](scorer, samples, format=config.prompt.format, mode=config.reward.self_test)
+        HOOKS["check_known_answers"](scorer, samples, format=config.prompt.format, mode=config.reward.self_test)
     scorer.metrics()  # those of the test belong to no step
 
 

@@ -19,13 +19,12 @@ from saccade.data.sources import set_names
 from saccade.environments import KINDS
 from saccade.errors import DataError
 from saccade.models.families import Family
-from saccade.registry import Table
+from saccade.registry import HOOKS
 from saccade.rewards.resolve import verifiers_for
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.rollout import env_setup
 from saccade.types import Sample
 
-LENGTHS: Table[Any] = Table("lengths", {})  # of rows in tokens
 READ = 256  # rows whose words are looked up
 MATERIAL = 0.01  # share of unknown tokens that is worth a word
 
@@ -85,7 +84,7 @@ def load_prompts(
     """Questions, ready to be rendered; rows over the prompt limit follow `data.overlong`."""
     ask, longest = prompt_builder(config), config.data.max_prompt_tokens
     limits, limit = row_limit(config.data, family, longest, PROMPT_LIMIT, answer=1)
-    with LENGTHS["cached"](config, family, "prompt", ask, family.render) as length:
+    with HOOKS["cached_lengths"](config, family, "prompt", ask, family.render) as length:
         data = datasets.load(sources, limits, length=length, change=change, limit=limit, marks=marks_of(family))
     return map_samples(data, ask)
 
@@ -106,7 +105,7 @@ def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family
     def word(sample: Sample) -> Sample:
         if sample.desirable is False and tag is None:
             raise RowError("labelled as bad; sft learns from such rows with sft.reward_tag")
-        sample = datasets.PREFERENCES["chosen"](sample)
+        sample = HOOKS["chosen"](sample)
         roles = [message.role for message in sample.messages]
         if "assistant" not in roles or roles[0] == "assistant":
             raise RowError("no assistant turn that answers something; sft reads conversations")
@@ -114,7 +113,7 @@ def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family
         return sample if tag is None else _tagged(sample, tag, reward_of(sample))
 
     limits, limit = row_limit(config.data, family, config.sft.max_tokens, "sft.max_tokens")
-    with LENGTHS["cached"](config, family, "dialogue", word, family.render_dialogue) as length:
+    with HOOKS["cached_lengths"](config, family, "dialogue", word, family.render_dialogue) as length:
         data = datasets.load(sources, limits, length=length, limit=limit, marks=marks_of(family))
     return map_samples(data, word)
 

@@ -33,8 +33,9 @@ from saccade.recipes.engines import check_parity
 from saccade.recipes.rl_rollout import Rollouts, sample_groups
 from saccade.recipes.rl_setup import set_up
 from saccade.recipes.rl_update import Learners, update_models
+from saccade.registry import HOOKS
 from saccade.rollout.scoring import unread
-from saccade.run import WORK, checkpoint
+from saccade.run import checkpoint
 from saccade.run.metrics import signal_metrics
 from saccade.run.training_run import Run
 from saccade.system.disk import require_writable
@@ -59,7 +60,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
     require_writable(config.run.out, "run.out")
     model_setup.quiet_libraries()
     family = model_setup.family_of(config, model_setup.start_folder(config))
-    model_setup.REWARD_MODELS["require"](config)
+    HOOKS["require_reward_models"](config)
     data = questions.load_prompts(config, config.data.train, family)
     doubts = preflight(config, family, data.samples) if preflight else []
     with Run(config, "rl", parts.manifest(family, data, config)) as this:
@@ -107,7 +108,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 shown = annotate.show_advantages(groups[: config.track.trajectories_groups], updates)
                 this.display.store(shown, step=step, scores=progress.scores)
             sampled, critic = rollouts.scored, learners.critic
-            work = WORK["rl"](policy, critic, sampled, updates, config, algorithm, step)
+            work = HOOKS["rl_work"](policy, critic, sampled, updates, config, algorithm, step)
             missed = unread(sampled, sampler.scorer, family)
             last = this.finish_step(progress, metrics.means() | work, validation, missed)
         return last

@@ -23,6 +23,7 @@ from saccade.recipes.engines import make_engine, require_support
 from saccade.recipes.rl_rollout import Sampler
 from saccade.recipes.rl_update import Learners, schedule_of
 from saccade.recipes.validation import Validation, evaluator_of
+from saccade.registry import HOOKS
 from saccade.rollout.stored import group_files, load_groups
 from saccade.run.training_run import Run
 from saccade.system.contents import File
@@ -78,8 +79,8 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     require_support(config, engine)
     sets = questions.validation_sets(config, family) if config.val.every else {}
     run.compare_sets(sets)
-    parts.WARNINGS["rewards"](scorer, [data, *sets.values()])
-    parts.WARNINGS["rows"](config, family, stream, sets.values())
+    HOOKS["warn_of_rewards"](scorer, [data, *sets.values()])
+    HOOKS["warn_of_rows"](config, family, stream, sets.values())
     reference = critic = demonstrations = None
     if algorithm.needs_reference:
         reference = model_setup.load_reference(config, family, algorithm, backend)
@@ -87,7 +88,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
         critic = model_setup.load_critic(config, family, algorithm)
     if config.train.sft_coef:
         updates = algorithm.updates_per_step
-        demonstrations = model_setup.IMITATION["demonstrations"](config, family, run.quarantine, updates=updates)
+        demonstrations = HOOKS["demonstrations"](config, family, run.quarantine, updates=updates)
     surplus = CarriedGroups(sample_of=data.sample)
     moving = reference if algorithm.reference_moves else None
     carried = surplus if algorithm.filter.keep_surplus else None

@@ -6,7 +6,7 @@ saccade sft run.yaml data.train=demonstrations.jsonl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,9 @@ from saccade.algorithms import select
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig
 from saccade.forest.packing import pack
-from saccade.recipes import model_setup, offline_loop, parts, questions
+from saccade.recipes import offline_loop, parts, questions
 from saccade.recipes.to_trajectory import dialogue, document
-from saccade.registry import Table
+from saccade.registry import HOOKS
 from saccade.run.training_run import Run
 from saccade.trainer import OWN, Loss
 from saccade.trainer.losses import PolicyLoss
@@ -26,7 +26,6 @@ from saccade.types import Batch, Sample
 
 # -log p of each trained token, all tokens alike: the policy gradient of an advantage of 1.
 SUPERVISED = resolve(AlgorithmConfig(preset=("reinforce",)), max_tokens=1)
-PLUGGED: Table[Callable[..., Loss]] = Table("losses", {})
 LOGGED = (
     "policy/grad_norm",
     "policy/grad_norm_vision",
@@ -60,10 +59,10 @@ def run(config: Any) -> dict[str, Any]:
     with Run(config, "sft", parts.manifest(family, data, config)) as this:
         asked = questions.asking_for_the_best(config, data, sets)
         job = offline_loop.set_up(this, family, data, questions=asked)
-        teacher = model_setup.IMITATION["teacher"](config, family)
+        teacher = HOOKS["teacher"](config, family)
         loss: Loss = PolicyLoss(SUPERVISED, OWN)
         if teacher is not None:
-            loss = PLUGGED["distillation"](teacher, sft.kd_coef)
+            loss = HOOKS["distillation"](teacher, sft.kd_coef)
         task = offline_loop.Task(prepare=prepare, train=job.backend.train_step, metrics=metrics)
         return offline_loop.train(job, task)
 

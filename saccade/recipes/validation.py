@@ -11,10 +11,10 @@ from saccade.engines import Engine
 from saccade.models.families import Family
 from saccade.recipes import model_setup, parts
 from saccade.recipes.engines import check_parity, make_engine
-from saccade.recipes.evaluate import Evaluator, describe
+from saccade.recipes.evaluator import Evaluator, describe
+from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.scoring import unread
-from saccade.run import REPORTS
 from saccade.run.training_run import Measured, Run
 from saccade.trainer.local import LocalBackend
 
@@ -77,7 +77,7 @@ class Validation:
         for result in results:
             log.info(f"step {step}  {describe(result)}")
             shown_answers = unread(result.groups, evaluator.scorer, evaluator.family)
-            if line := REPORTS["unread_answers"](result.metrics.get("parse_rate", 1.0), shown_answers):
+            if line := HOOKS["unread_answers"](result.metrics.get("parse_rate", 1.0), shown_answers):
                 advice.setdefault("length/parse_rate", f"{result.name}: {line}")
         kept = evaluator.config.val.log_generations
         found = {f"val/{r.name}/{key}": v for r in results for key, v in r.metrics.items()}
@@ -113,7 +113,7 @@ def make_evaluator(run: Run, policy: model_setup.Policy, sets: Mapping[str, Data
     run.close_at_end(scorer)
     for dataset in sets.values():
         parts.test_rewards(config, scorer, dataset.samples)
-    parts.WARNINGS["rewards"](scorer, sets.values())
+    HOOKS["warn_of_rewards"](scorer, sets.values())
     engine = make_engine(config, policy, logs=run.folder.path)
     run.close_at_end(engine)
     return evaluator_of(run, engine, policy.family, scorer)

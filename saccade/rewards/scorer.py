@@ -24,7 +24,7 @@ from typing import Any
 
 from saccade.config import RewardConfig
 from saccade.errors import ConfigError
-from saccade.registry import Table
+from saccade.registry import HOOKS
 from saccade.rewards.combine import Pending, RewardRecipe, Scored, Term, combine
 from saccade.rewards.pool import WorkerPool
 from saccade.rewards.resolve import resolve_recipes, unknown
@@ -32,10 +32,6 @@ from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.user_functions import split_name
 from saccade.rewards.verifiers import SERVICES, VERIFIERS, Service
 from saccade.types import Sample, Score
-
-# What scores terms that no rule does. `chat` takes reward.judge, `terms` a function that loads a model.
-JUDGES: Table[Any] = Table("judges", {})
-REWARD_MODELS: Table[Any] = Table("reward_models", {})
 
 
 class Scorer:
@@ -206,7 +202,7 @@ class Scorer:
         if term.verifier in SERVICES:
             return self._service(term).submit
         if term.learned and self._load_model is not None:
-            self.learned = self.learned or REWARD_MODELS["terms"](self._load_model)
+            self.learned = self.learned or HOOKS["reward_model_terms"](self._load_model)
             self.learned.prepare(term.args)
             return partial(self.learned.submit, term.args)
         if term.function is not None and not self._isolate:
@@ -234,7 +230,7 @@ class Scorer:
                 "reward.judge.on_failure=abstain"
             )
         if self.judge is None:
-            self.judge = JUDGES["chat"](self.config.judge)
+            self.judge = HOOKS["judge"](self.config.judge)
             self.judge.check()
         return self.judge
 

@@ -112,5 +112,4 @@ def _row(name: str, found: Any) -> Verifier:
 
 VERIFIERS: Table[Verifier] = Table("verifiers", {}, _row)
 FORMATS: Table[ResponseFormat] = Table("formats", {}, _own)
-ANSWERS: Table[Callable[..., str | None]] = Table("answers", {})  # how an answer is found in a response
 SERVICES: Table[Callable[..., Service]] = Table("services", {})  # called with reward: and a term's arguments

@@ -13,10 +13,7 @@ from typing import Any
 from saccade.config import EnvConfig
 from saccade.environments import Environment, Setting, build, instruction, is_own, problems
 from saccade.errors import ConfigError
-from saccade.registry import Table
-from saccade.rewards.verifiers import ANSWERS
-
-HOSTS: Table[Callable[[EnvConfig], Any]] = Table("environment_hosts", {})
+from saccade.registry import HOOKS
 
 
 class Failed(Exception):
@@ -44,7 +41,7 @@ def environments(
     require(env)
     plain = {"order": tuple(order), "think_prefilled": think_prefilled, "role": role, "unit": unit}
     if is_own(env):
-        host = HOSTS["process"](env)
+        host = HOOKS["environment_host"](env)
         return lambda: host.environment(plain)
     setting = setting_of(plain)
     return lambda: build(env, setting)
@@ -58,11 +55,11 @@ def require(env: EnvConfig) -> None:
 def explanation(env: EnvConfig) -> str:
     """What the prompt says about the environment and its tools."""
     require(env)
-    return instruction(env, HOSTS["process"](env).tools if env.tools else {})
+    return instruction(env, HOOKS["environment_host"](env).tools if env.tools else {})
 
 
 def setting_of(plain: Mapping[str, Any]) -> Setting:
     """The setting with its finder of answers."""
     order, prefilled = plain["order"], plain["think_prefilled"]
-    answer = lambda text: ANSWERS["extract"](text, order, think_prefilled=prefilled) or None  # noqa: E731
+    answer = lambda text: HOOKS["extract_answer"](text, order, think_prefilled=prefilled) or None  # noqa: E731
     return Setting(answer=answer, role=plain["role"], unit=plain["unit"])

@@ -20,17 +20,15 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from saccade.registry import Table
+from saccade.registry import HOOKS
 from saccade.run.messages import shown_by
 from saccade.run.metrics import MEASURE
 
 Row = Mapping[str, float | str]
 Cells = list[tuple[str, str]]  # label and text
 Columns = tuple[tuple[str, str, Callable[[float], str]], ...]  # label, metric, how it is shown
-
-DISPLAYS: Table[Any] = Table("displays", {})  # of a terminal
 
 
 def percent(value: float) -> str:
@@ -185,7 +183,7 @@ class Console:
         self._messages = ExitStack()
         if live is None:
             live = self._file.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-        self._display = DISPLAYS["live"](self, self._file) if live else None
+        self._display = HOOKS["live_display"](self, self._file) if live else None
 
     def __enter__(self) -> Console:
         """From here on messages of the package appear above the display."""

@@ -17,15 +17,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from saccade.config import TrackConfig
-from saccade.media.pixel_cache import DECODED
 from saccade.models.families import Family
 from saccade.models.load import gpu_peak_gb
-from saccade.run import REPORTS, WORK
+from saccade.registry import HOOKS
 from saccade.run.console import Console
 from saccade.run.folder import RunFolder
 from saccade.run.loggers import Loggers
 from saccade.run.metrics import host_memory
-from saccade.run.trajectories import Decoders, TrajectoryWriter
 from saccade.system.devices import Device
 from saccade.types import Group
 
@@ -39,7 +37,7 @@ class Display:
         self.folder = folder
         self.console = Console(None, command, name=folder.path.name, log=folder.log)
         self.loggers = Loggers(folder, track)
-        self.trajectories = TrajectoryWriter(folder)
+        self.trajectories = HOOKS["trajectories"](folder.path)
         self._open = ExitStack()
         self._history: deque[Mapping[str, Any]] = deque(maxlen=32)
         self._noted: dict[str, int] = {}  # what a diagnosis is about → the step that said it last
@@ -101,7 +99,7 @@ class Display:
         times = self.console.clock.lap()
         row = {
             **metrics,
-            **WORK["rates"](metrics, times, self._device),
+            **HOOKS["rates"](metrics, times, self._device),
             **self._gpu_memory(),
             **host_memory(self._rss_at_start),
             **times,
@@ -110,7 +108,7 @@ class Display:
             self.loggers.log(row, step)
         self.console.step(step, row)
         self._history.append(row)
-        for about, line in REPORTS["diagnose"](self._history, unread).items():
+        for about, line in HOOKS["diagnose"](self._history, unread).items():
             self.advise(about, line, step)
         return row
 
@@ -122,15 +120,8 @@ class Display:
 
     def store(self, groups: Sequence[Group], *, step: int, scores: Sequence[str], kind: str = "train") -> None:
         """Write rollouts to disk; `scores`: data sources whose outcome is a score."""
-        family = self._family
-        self.trajectories.write(
-            step,
-            groups,
-            Decoders(text=family.decode, image=DECODED.get, unit=family.size_unit),
-            version=step - (kind == "train"),  # its samples are older than its update
-            kind=kind,
-            scores=scores,
-        )
+        version = step - (kind == "train")  # its samples are older than its update
+        self.trajectories.write(step, groups, self._family, version=version, kind=kind, scores=scores)
 
     def _gpu_memory(self) -> dict[str, float]:
         """Peaks of the phases and of the step, and what the allocator keeps; none without a GPU."""

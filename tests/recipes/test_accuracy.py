@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from saccade.config import RewardConfig
-from saccade.recipes.accuracy import by_category, by_limit, by_source, by_turns, group_accuracy, items_of, score_terms
+from saccade.plugins.evaluation.breakdown import by_category, by_limit, by_source, by_turns
+from saccade.recipes.accuracy import group_accuracy, items_of, score_terms
 from saccade.rewards.scorer import Scorer
 from saccade.types import Group, Message, Sample, Source, Trajectory
 

@@ -16,8 +16,10 @@ import saccade
 from saccade.cli import Outlasting, app
 from saccade.config import load
 from saccade.errors import ConfigError, DataError, RewardError, SelfTestError
-from saccade.recipes import evaluate, rl, sft
-from saccade.recipes.results import Result, places
+from saccade.plugins.evaluation import evaluate
+from saccade.plugins.evaluation.results import places
+from saccade.recipes import rl, sft
+from saccade.recipes.evaluator import Result, describe
 from saccade.run.statistics import mean_interval, pass_at_k
 
 SAMPLES = "eval/samples.jsonl"
@@ -73,7 +75,7 @@ def test_metrics_and_fields_of_four_samples(four):
     assert metrics["pass@4"] == pytest.approx(np.mean([pass_at_k(4, int(v.sum()), 4) for v in values]))
     assert (metrics["ci_low"], metrics["ci_high"]) == pytest.approx(mean_interval(values))
     assert metrics["ci_low"] <= metrics["accuracy"] <= metrics["ci_high"]
-    said = evaluate.describe(Result(name="val", groups=(), metrics=metrics))
+    said = describe(Result(name="val", groups=(), metrics=metrics))
     assert f"]  avg@4 {metrics['avg@4']:.3f}  pass@4 {metrics['pass@4']:.3f}  parse_rate" in said
     thinking = ["<think>" in r["response"] and "</think>" in r["response"] for r in rows]
     assert metrics["parse_rate"] == np.mean([r["extracted"] is not None for r in rows])

@@ -17,8 +17,9 @@ from saccade.algorithms.build import resolve
 from saccade.cli import app
 from saccade.config import AlgorithmConfig, Config, load, to_yaml
 from saccade.errors import ConfigError, DataError, EnvironmentProblem, Interrupted, RewardError, TrainingError
+from saccade.plugins.evaluation import evaluate
 from saccade.plugins.generate import generate
-from saccade.recipes import evaluate, rl, sft
+from saccade.recipes import rl, sft
 from saccade.recipes.failures import check_errors, check_mismatch
 from saccade.rollout import scoring
 from saccade.run.checkpoint import complete_steps
@@ -101,7 +102,7 @@ def test_an_engine_that_fails_in_validation_loses_no_finished_step(sft_config, s
     def broken(*args, **kwargs):
         raise RuntimeError("the engine is gone")
 
-    monkeypatch.setattr("saccade.recipes.evaluate.collect", broken)
+    monkeypatch.setattr("saccade.recipes.evaluator.collect", broken)
     config = sft_config(tmp_path, run__max_steps=2, save__every=0, val__every=1, val__before=False)
     with pytest.raises(RuntimeError, match="is gone"):
         sft.run(config | {"data.val": str(scenes / "val.jsonl"), "reward.terms": ["count"]})

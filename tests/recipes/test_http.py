@@ -18,8 +18,8 @@ from saccade.checks import check
 from saccade.config import load as load_config
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
+from saccade.plugins.evaluation import evaluate
 from saccade.plugins.generate import generate
-from saccade.recipes import evaluate
 from tests.endpoints import TOKEN, Endpoint, Says, chat_answer, scripted, serving
 
 Make = Callable[..., dict[str, Any]]
@@ -110,7 +110,7 @@ def test_a_killed_run_asks_only_for_what_is_missing(tmp_path: Path, over_http: M
 
     with scripted(script) as endpoint:
         config = over_http(tmp_path, url=endpoint.url, rollout__http__concurrency=2)
-        code = f"from saccade.recipes import evaluate; evaluate.run({config!r})"
+        code = f"from saccade.plugins.evaluation import evaluate; evaluate.run({config!r})"
         run = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "."})
         answers = tmp_path / "answers"
         while len(list(answers.rglob("*.json"))) < 3 and run.poll() is None:

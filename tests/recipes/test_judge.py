@@ -14,8 +14,9 @@ from saccade.checks import check
 from saccade.config import load as load_config
 from saccade.errors import ConfigError, EnvironmentProblem, RewardError, SelfTestError
 from saccade.models.families import load_family
+from saccade.plugins.evaluation import evaluate
 from saccade.plugins.judges.http_client import sender as endpoint_client
-from saccade.recipes import evaluate, rl
+from saccade.recipes import rl
 from saccade.run.loggers import read_metrics
 from tests.endpoints import TOKEN, Endpoint, Says, fair_judge, scripted, serving, shown_to_judge
 

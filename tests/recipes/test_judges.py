@@ -13,8 +13,9 @@ import pytest
 from benchmarks.generative_judge import PHRASES, SAID, write_rows
 from saccade.config import DataSource, load
 from saccade.errors import DataError
+from saccade.plugins.evaluation import evaluate
 from saccade.plugins.families.tiny import build
-from saccade.recipes import evaluate, model_setup, questions, rl, sft
+from saccade.recipes import model_setup, questions, rl, sft
 
 STEPS = 28
 STORED = ("track.trajectories_every=1", "track.trajectories_groups=16")

@@ -10,8 +10,9 @@ from saccade.checks import check
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError
+from saccade.plugins.evaluation import evaluate
 from saccade.plugins.export.export import export
-from saccade.recipes import evaluate, rl, sft
+from saccade.recipes import rl, sft
 
 pytest.importorskip("peft")
 

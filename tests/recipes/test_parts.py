@@ -11,7 +11,8 @@ from saccade.data.stream import Stream
 from saccade.errors import DataError
 from saccade.models.families import load_family
 from saccade.plugins.check_data import check_data
-from saccade.recipes import parts, questions
+from saccade.recipes import questions
+from saccade.registry import HOOKS
 
 
 def read(folder, name, *questions):
@@ -25,9 +26,9 @@ def test_rows_that_repeat_in_a_step_or_in_validation_are_told(tmp_path, family_o
     family = family_of("qwen2_5_vl")
     train, val = (read(tmp_path, "a.jsonl", "1+1?", "3-1?"), read(tmp_path, "b.jsonl", "1+1?", "4-2?"))
     stream = Stream(train, seed=0, config=DataConfig())
-    parts.WARNINGS["rows"](load({"train.prompts_per_step": 2}), family, stream, [train])
+    HOOKS["warn_of_rows"](load({"train.prompts_per_step": 2}), family, stream, [train])
     assert f"2 of 2 different rows of {tmp_path / 'a.jsonl'} (data.val) are in" in said.pop()
-    parts.WARNINGS["rows"](load({"train.prompts_per_step": 5}), family, stream, [val])
+    HOOKS["warn_of_rows"](load({"train.prompts_per_step": 5}), family, stream, [val])
     assert "a step takes each 2.5 times; try train.prompts_per_step=2" in said[0]
     assert f"1 of 2 different rows of {tmp_path / 'b.jsonl'} (data.val) are in data.train" in said[1]
 
@@ -89,7 +90,7 @@ def test_a_share_of_words_that_the_tokenizer_does_not_know_is_told(tmp_path, fam
     assert questions.unknown_words(bytes_, common.samples) is None  # it spells them
     stream = Stream(common, seed=0, config=DataConfig())
     options = load({"train.prompts_per_step": 1})
-    parts.WARNINGS["rows"](options, words, stream, [])
+    HOOKS["warn_of_rows"](options, words, stream, [])
     assert len(said) == 1
     assert "does not know 12% of the words of these rows, such as 'teapots': all of" in said[0]
     options = {"model.path": word_model, "data.train": str(tmp_path / "common.jsonl")}

@@ -16,11 +16,12 @@ from saccade.errors import ConfigError
 from saccade.models.files import SERIES_FILE
 from saccade.plugins.check_data import check_data
 from saccade.plugins.estimate.batch_plan import empty_model
+from saccade.plugins.evaluation import evaluate
 from saccade.plugins.export.export import export
 from saccade.plugins.families import tiny
 from saccade.plugins.preferences import dpo
 from saccade.plugins.reward_models import reward_training
-from saccade.recipes import evaluate, model_setup, rl, sft
+from saccade.recipes import model_setup, rl, sft
 
 LEADS = 4
 

@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.config import load
-from saccade.recipes import evaluate, parts, questions, rl
+from saccade.plugins.evaluation import evaluate
+from saccade.plugins.reports.trajectories import read_trajectories
+from saccade.recipes import parts, questions, rl
 from saccade.run.loggers import read_metrics
-from saccade.run.trajectories import read_trajectories
 from saccade.types import Message, Sample
 from tests.browser import page_data
 from tests.public_sets import write_all

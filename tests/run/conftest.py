@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from saccade.config import load
+from saccade.plugins.reports.trajectories import TrajectoryWriter
 from saccade.run.training_run import open_folder as start
-from saccade.run.trajectories import Decoders, TrajectoryWriter
 from saccade.types import Group, Media, MediaSpan, Message, Sample, Source, Trajectory
 from tests.browser import Browser
 
@@ -66,10 +66,10 @@ def group(*members, source="count", answer="3", uid="s"):
 
 def store(folder, *groups, steps=(1,), image=pixels, **how):
     """Write the groups at each of the steps."""
-    decoders = Decoders(text=decode, image=image)
-    with TrajectoryWriter(folder) as writer:
+    family = SimpleNamespace(decode=decode, size_unit=None)
+    with TrajectoryWriter(getattr(folder, "path", folder), image) as writer:
         for step in steps:
-            writer.write(step, groups, decoders, **{"version": step} | how)
+            writer.write(step, groups, family, **{"version": step} | how)
 
 
 @pytest.fixture

@@ -18,9 +18,10 @@ from saccade.config import load
 from saccade.engines.weights import folder_shapes
 from saccade.errors import ConfigError, EnvironmentProblem, Interrupted
 from saccade.models import files
+from saccade.plugins.evaluation import evaluate
 from saccade.plugins.export.export import export
 from saccade.plugins.generate import generate
-from saccade.recipes import evaluate, rl, sft
+from saccade.recipes import rl, sft
 from saccade.run import checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[2]

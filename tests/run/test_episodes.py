@@ -1,6 +1,7 @@
 """An episode turn by turn: which picture a crop came from, where, and a page that shows it."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from saccade.media.images import decode, open_media
 from saccade.plugins.reports import episodes
 from saccade.plugins.reports.episodes import stored_episodes
 from saccade.plugins.reports.report_page import Report, write_report
+from saccade.plugins.reports.trajectories import TrajectoryWriter, read_trajectories
 from saccade.plugins.verifiers.extract import extract
-from saccade.run.trajectories import Decoders, TrajectoryWriter, read_trajectories
 from saccade.types import Group, MediaSpan, Message, Sample, Source, Trajectory
 from tests.browser import needs_browser, page_data
 
@@ -80,8 +81,8 @@ def episode(id, turns, **env):
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     groups = [episode("first", TURNS), episode("cut", TURNS[:1]), episode("second", TURNS[:3])]
-    with TrajectoryWriter(folder) as writer:
-        writer.write(3, groups, Decoders(text=str, image=decode, unit=28), version=3)
+    with TrajectoryWriter(folder, decode) as writer:
+        writer.write(3, groups, SimpleNamespace(decode=str, size_unit=28), version=3)
     return folder
 
 

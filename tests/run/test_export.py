@@ -11,9 +11,10 @@ from saccade.config import load
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.images import open_media
 from saccade.models.families import load_family
+from saccade.plugins.evaluation import evaluate
 from saccade.plugins.export.export import export, pictures
 from saccade.plugins.families.tiny import build
-from saccade.recipes import evaluate, rl
+from saccade.recipes import rl
 from saccade.recipes.model_setup import family_of
 from saccade.run.checkpoint import copy_processor
 

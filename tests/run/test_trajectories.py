@@ -2,13 +2,14 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from saccade.media.images import decode, open_media
-from saccade.run.trajectories import Decoders, TrajectoryWriter, read_trajectories, stored_steps
+from saccade.plugins.reports.trajectories import TrajectoryWriter, read_trajectories, stored_steps
 from saccade.types import MediaSpan, Source, Trajectory
 
 
@@ -110,8 +111,8 @@ def test_a_slow_disk_never_holds_up_a_step(folder, build):
         return build.pixels(media)
 
     group = build.group(build.trajectory(pictures=[build.media()]))
-    with TrajectoryWriter(folder) as writer:
-        writer.write(1, [group], Decoders(text=str, image=slow), version=1)
+    with TrajectoryWriter(folder.path, slow) as writer:
+        writer.write(1, [group], SimpleNamespace(decode=str, size_unit=None), version=1)
         assert stored_steps(folder.path) == {}
         gate.set()
         writer.flush()
@@ -123,10 +124,9 @@ def test_failures_are_said_once_and_cost_only_themselves(folder, build, said):
         raise OSError("unreadable")
 
     groups = [build.group(build.trajectory(pictures=[build.media(name)]), uid=name) for name in "abc"]
-    with TrajectoryWriter(folder) as writer:
+    with TrajectoryWriter(folder.path, broken) as writer:
         for step, decoder in ((1, str), (2, None), (3, str)):
-            decoders = Decoders(text=decoder, image=broken)
-            writer.write(step, groups, decoders, version=1)
+            writer.write(step, groups, SimpleNamespace(decode=decoder, size_unit=None), version=1)
     assert said == ["WARNING: picture a could not be stored: OSError: unreadable"]
     assert stored_steps(folder.path) == {"train": [1, 3]}
     assert {r["images"][0]["file"] for r in read_trajectories(folder.path, "train", 1)} == {None}
@@ -156,7 +156,7 @@ def test_validation_has_its_own_files_wherever_its_name_points(folder, build):
 
 def test_resume_forgets_later_steps_and_replaces_equal_ones(folder, build):
     build.store(folder, build.group(build.trajectory()), steps=(10, 20, 30, 10))
-    TrajectoryWriter(folder).truncate_after(20)
+    TrajectoryWriter(folder.path).truncate_after(20)
     assert stored_steps(folder.path) == {"train": [10, 20]}
     text = (folder.trajectories / "step-10.jsonl").read_text()
     assert len(text.splitlines()) == 1 and json.loads(text)["step"] == 10

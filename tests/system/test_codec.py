@@ -11,7 +11,7 @@ import pytest
 
 from saccade.media.images import crop
 from saccade.media.kinds import decode as pixels
-from saccade.plugins.generate import rescore
+from saccade.plugins.evaluation import rescore
 from saccade.plugins.media import videos
 from saccade.rewards.reward_sample import image_records
 from saccade.system.codec import MissingFile, decode, encode, files_of, pack, unpack

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from saccade.errors import ConfigError
-from saccade.recipes import evaluate, rl
+from saccade.plugins.evaluation import evaluate
+from saccade.recipes import rl
 from saccade.run.loggers import read_metrics
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")

@@ -29,6 +29,7 @@ from saccade.data.records import plain, to_row
 from saccade.errors import ConfigError, DataError
 from saccade.media import kinds
 from saccade.media.images import ImageError
+from saccade.registry import HOOKS
 from saccade.types import Media, Sample
 
 if TYPE_CHECKING:
@@ -115,11 +116,11 @@ def _reader(config: Config, command: str, family: Family) -> Read:
     """The sets as the command reads them, to train and to validate on."""
     from saccade.plugins.preferences import pairs
     from saccade.plugins.preferences.preference_losses import from_config
-    from saccade.recipes import model_setup, questions
+    from saccade.recipes import questions
 
     def used(split: str, sources: Sequence[DataSource], own: Config) -> Dataset:
         if command == "reward-model":
-            return model_setup.REWARD_MODELS["rows"](own, family).load(sources)
+            return HOOKS["reward_model_rows"](own, family).load(sources)
         if command == "sft" and split == "train":
             return questions.load_dialogues(own, sources, family)
         asked = questions.load_prompts(own, sources, family)

@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import yaml
 
+from saccade.plugins.evaluation import evaluate
 from saccade.plugins.export.export import export
 from saccade.plugins.families import tiny
 from saccade.plugins.quickstart import counting
 from saccade.plugins.reports.curves import charts_of, phase_seconds
 from saccade.plugins.reports.episodes import stored_episodes
 from saccade.plugins.reports.report_page import Estimate, Report, Table, write_report
-from saccade.recipes import evaluate, model_setup, rl, sft
+from saccade.recipes import model_setup, rl, sft
 from saccade.run.checkpoint import complete_steps, tensor_shapes
 from saccade.run.loggers import read_metrics
 from saccade.run.statistics import mean_interval, paired_difference

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from saccade.plugins.reports.report_page import Episode, Episodes, Turn, View
+from saccade.plugins.reports.trajectories import read_trajectories, stored_steps
 from saccade.run.folder import TRAJECTORIES
 from saccade.run.metrics import RIGHT, WRONG
-from saccade.run.trajectories import read_trajectories, stored_steps
 
 Record = Mapping[str, Any]
 

@@ -1,11 +1,12 @@
 """Pictures of stored rollouts: each once, as a small copy and as the model saw it, and where it came from.
 
-pictures = StoredPictures(folder / "trajectories", print)
-record["images"] = pictures.records(trajectory, decoders)
+pictures = StoredPictures(folder / "trajectories", decode, print)
+record["images"] = pictures.records(trajectory, family.size_unit)
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import numpy as np
 from PIL import Image
 
 from saccade.media.images import resized_size
-from saccade.run.trajectories import Decoders, picture_name
 from saccade.types import Media, MediaSpan, Trajectory
 
 IMAGES = "images"
@@ -24,18 +24,21 @@ FEW_COLOURS = 256  # drawings with so few stay sharp as PNG; photographs are sma
 
 
 class StoredPictures:
-    def __init__(self, root: Path, report: Callable[[str], object]) -> None:
-        self._root, self._report = root, report
+    def __init__(self, root: Path, image: Callable[[Media], np.ndarray], report: Callable[[str], object]) -> None:
+        self._root, self._image, self._report = root, image, report
         self._files: dict[str, str | None] = {}  # name of a picture -> its file
 
-    def records(self, trajectory: Trajectory, decoders: Decoders) -> list[dict[str, Any]]:
-        """What is known of each picture of an episode."""
+    def records(self, trajectory: Trajectory, unit: int | None) -> list[dict[str, Any]]:
+        """What is known of each picture of an episode. `unit`: the side of what the model sees as
+        one token, which says at which size it saw pictures; those of several turns are stored like
+        that, too.
+        """
         return [
-            self._record(span, decoders, trajectory.turns > 1) | view
+            self._record(span, unit, trajectory.turns > 1) | view
             for span, view in zip(trajectory.media, _views(trajectory), strict=True)
         ]
 
-    def _record(self, span: MediaSpan, decoders: Decoders, several: bool) -> dict[str, Any]:
+    def _record(self, span: MediaSpan, unit: int | None, several: bool) -> dict[str, Any]:
         media = span.media
         record: dict[str, Any] = {
             "name": picture_name(media),
@@ -47,18 +50,18 @@ class StoredPictures:
             "path": media.path,
             "start": span.start,
             "tokens": span.length,
-            "file": self._stored(media, decoders),
+            "file": self._stored(media),
             "seen": None,
         }
-        if decoders.unit is not None and media.kind == "image":
+        if unit is not None and media.kind == "image":
             budget = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
-            height, width = resized_size(media.width, media.height, unit=decoders.unit, **budget)
+            height, width = resized_size(media.width, media.height, unit=unit, **budget)
             record["seen"] = [width, height]
             if several and max(width, height) <= LARGEST_SEEN:
-                record["seen_file"] = self._stored(media, decoders, (width, height))
+                record["seen_file"] = self._stored(media, (width, height))
         return record
 
-    def _stored(self, media: Media, decoders: Decoders, size: tuple[int, int] | None = None) -> str | None:
+    def _stored(self, media: Media, size: tuple[int, int] | None = None) -> str | None:
         """File of a picture relative to trajectories/, made on first sight; None when it cannot be
         made.
         """
@@ -67,11 +70,22 @@ class StoredPictures:
             return None
         if name not in self._files:
             try:
-                self._files[name] = _store(self._root, name, decoders.image(media), size)
+                self._files[name] = _store(self._root, name, self._image(media), size)
             except Exception as error:
                 self._files[name] = None
                 self._report(f"picture {name} could not be stored: {type(error).__name__}: {error}")
         return self._files[name]
+
+
+def picture_name(media: Media) -> str:
+    """Equal names mean equal pixels; a crop may carry the hash of the picture it was cut from."""
+    box = "" if media.box is None else "-" + "-".join(str(edge) for edge in media.box)
+    return safe_name(media.hash) + box
+
+
+def safe_name(name: str) -> str:
+    """A name of data as a file name that cannot leave its folder."""
+    return re.sub(r"[^\w.=+-]|^\.+", "_", name) or "_"
 
 
 def _views(trajectory: Trajectory) -> list[dict[str, Any]]:

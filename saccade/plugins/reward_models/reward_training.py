@@ -18,12 +18,12 @@ import numpy as np
 from saccade.config import Config, load
 from saccade.data.datasets import Dataset
 from saccade.errors import ConfigError
+from saccade.plugins.evaluation.results import write_files
 from saccade.plugins.reward_models.reward_card import Card, read_card, write_card
 from saccade.plugins.reward_models.reward_losses import RatingLoss, StepsLoss, measured, train_ratings
 from saccade.plugins.reward_models.reward_rows import held_out, named, rows_of, with_statistics
 from saccade.recipes import model_setup, offline_loop, parts, questions
 from saccade.recipes.accuracy import with_interval
-from saccade.recipes.results import write_files
 from saccade.run import statistics
 from saccade.run.console import Console
 from saccade.run.folder import RESULTS

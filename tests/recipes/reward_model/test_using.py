@@ -20,11 +20,11 @@ from saccade.data import datasets
 from saccade.errors import ConfigError
 from saccade.plugins.families.tiny import build
 from saccade.plugins.quickstart.quickstart import WORDS
+from saccade.plugins.reports.trajectories import read_trajectories
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.learned_reward import LearnedReward
 from saccade.plugins.reward_models.reward_card import read_card
 from saccade.rewards.reward_sample import reward_sample
-from saccade.run.trajectories import read_trajectories
 
 
 def test_ppo_with_a_critic_raises_the_score_of_the_model(tmp_path, config, rows, trained, numbers):

@@ -16,11 +16,11 @@ import numpy as np
 
 from saccade.config import Config
 from saccade.errors import ConfigError
+from saccade.plugins.evaluation.results import write_files
 from saccade.recipes import parts
 from saccade.recipes.accuracy import measured, score_terms
-from saccade.recipes.evaluate import describe
+from saccade.recipes.evaluator import Result, describe
 from saccade.recipes.failures import Judged, refuse_errors
-from saccade.recipes.results import Result, write_files
 from saccade.rewards.combine import DROPPED, Scored, drops_group
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer

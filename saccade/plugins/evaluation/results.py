@@ -11,14 +11,13 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from saccade.config import Config
 from saccade.errors import ConfigError
 from saccade.models.families import Family
-from saccade.recipes.accuracy import Scores, Table
+from saccade.recipes.evaluator import Result
 from saccade.rewards.reward_sample import image_records
 from saccade.run.folder import METRICS, RESULTS
 from saccade.system.codec import encode
@@ -26,17 +25,6 @@ from saccade.system.disk import require_writable
 from saccade.types import Group, Trajectory
 
 ANSWERS = "answers"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """One set, evaluated."""
-
-    name: str
-    groups: tuple[Group, ...]
-    metrics: Mapping[str, float]  # without the val/<set>/ prefix
-    tables: Mapping[str, Table] = field(default_factory=dict)  # by_limit, by_turns, …
-    scores: Scores = field(default_factory=dict)
 
 
 def places(config: Config, out: Path | None) -> tuple[Path, Path]:

@@ -3,8 +3,8 @@
 A thread does the work, so a step never waits; what goes wrong there is reported once and costs
 records, not the run.
 
-    writer = TrajectoryWriter(folder)
-    writer.write(10, groups, Decoders(text=tokenizer.decode, image=load), version=10)
+    writer = TrajectoryWriter(Path("runs/first"))
+    writer.write(10, groups, family, version=10)
 """
 
 from __future__ import annotations
@@ -13,51 +13,37 @@ import hashlib
 import json
 import logging
 import math
-import re
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
-from saccade.run import REPORTS
-from saccade.run.folder import TRAJECTORIES, RunFolder, write_whole
+from saccade.media.pixel_cache import DECODED
+from saccade.models.families import Family
+from saccade.plugins.reports.stored_pictures import StoredPictures, picture_name, safe_name
+from saccade.run.folder import TRAJECTORIES, write_whole
 from saccade.types import ALWAYS_EXCLUDED, Group, Media, Message, Source, Trajectory
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decoders:
-    """How a reader can see what the model saw; both functions run in the thread of the writer."""
-
-    text: Callable[[Sequence[int]], str]  # of token ids
-    image: Callable[[Media], np.ndarray]  # upright RGB, [height, width, 3] uint8
-    # Side of what the model sees as one token: says at which size it saw pictures, and pictures of
-    # several turns are also stored like that.
-    unit: int | None = None
-
-
 class TrajectoryWriter:
-    """Writes groups in the background until it is closed."""
+    """Writes groups in the background until it is closed. `image` decodes a picture: upright RGB."""
 
-    def __init__(self, folder: RunFolder | Path) -> None:
-        path = folder if isinstance(folder, Path) else folder.path
-        self._run, self._root = path.name, path / TRAJECTORIES
+    def __init__(self, folder: Path, image: Callable[[Media], np.ndarray] = DECODED.get) -> None:
+        self._run, self._root = folder.name, folder / TRAJECTORIES
         self._said = False
-        self._pictures = REPORTS["pictures"](self._root, self._report)
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._pictures = StoredPictures(self._root, image, self._report)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trajectories")
 
     def write(
         self,
         step: int,
         groups: Sequence[Group],
-        decoders: Decoders,
+        family: Family,
         *,
         version: int,
         kind: str = "train",
@@ -66,30 +52,23 @@ class TrajectoryWriter:
         """Queue the groups of a step; `kind` is train or val/SET. The same step and kind replaces
         its file. `scores`: sources whose outcome is a score, neither right nor wrong.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="trajectories", daemon=True)
-            self._thread.start()
         groups, scores = tuple(groups), frozenset(scores)
 
         def job() -> None:
             lines = []
-            for group in groups:
-                for trajectory in group.trajectories:
-                    record = {"run": self._run, "step": step, "version": version, "kind": kind}
-                    record |= record_of(group, trajectory, decoders.text)
-                    record["outcome_is_score"] = record["data_source"] in scores
-                    record["images"] = self._pictures.records(trajectory, decoders)
-                    lines.append(json.dumps(record, ensure_ascii=False, default=str))
-            write_whole(_file_of(self._root, kind, step), "".join(line + "\n" for line in lines))
+            for group, trajectory in ((g, t) for g in groups for t in g.trajectories):
+                record = {"run": self._run, "step": step, "version": version, "kind": kind}
+                record |= record_of(group, trajectory, family.decode)
+                record["outcome_is_score"] = record["data_source"] in scores
+                record["images"] = self._pictures.records(trajectory, family.size_unit)
+                lines.append(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+            write_whole(_file_of(self._root, kind, step), "".join(lines))
 
-        self._jobs.put(job)
+        self._thread.submit(self._try, job)
 
     def flush(self) -> None:
         """Wait until all that was queued is on disk."""
-        if self._thread is not None:
-            done = threading.Event()
-            self._jobs.put(done.set)
-            done.wait()
+        self._thread.submit(lambda: None).result()
 
     def truncate_after(self, step: int) -> None:
         """Forget what a killed run stored after the checkpoint that is resumed from."""
@@ -98,10 +77,7 @@ class TrajectoryWriter:
                 file.unlink()
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
-            self._thread = None
+        self._thread.shutdown()
 
     def __enter__(self) -> TrajectoryWriter:
         return self
@@ -109,12 +85,11 @@ class TrajectoryWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception as error:
-                self._report(f"rollouts could not be stored: {type(error).__name__}: {error}")
+    def _try(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:
+            self._report(f"rollouts could not be stored: {type(error).__name__}: {error}")
 
     def _report(self, text: str) -> None:
         if not self._said:
@@ -143,17 +118,12 @@ def stored_steps(run: Path) -> dict[str, list[int]]:
 
 
 def _file_of(root: Path, kind: str, step: int) -> Path:
-    parts = [] if kind == "train" else [_safe(part) for part in kind.split("/", 1)]
+    parts = [] if kind == "train" else [safe_name(part) for part in kind.split("/", 1)]
     return root.joinpath(*parts, f"step-{step}.jsonl")
 
 
 def _step_of(file: Path) -> int:
     return int(file.stem.removeprefix("step-"))
-
-
-def _safe(name: str) -> str:
-    """A name of data as a file name that cannot leave its folder."""
-    return re.sub(r"[^\w.=+-]|^\.+", "_", name) or "_"
 
 
 # -- records ---------------------------------------------------------------------------------------
@@ -250,12 +220,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool | int | str | None):
         return value
     return _number(value) if isinstance(value, float) else str(value)
-
-
-# -- pictures --------------------------------------------------------------------------------------
-
-
-def picture_name(media: Media) -> str:
-    """Equal names mean equal pixels; a crop may carry the hash of the picture it was cut from."""
-    box = "" if media.box is None else "-" + "-".join(str(edge) for edge in media.box)
-    return _safe(media.hash) + box

@@ -1,0 +1,1 @@
+"""`saccade eval`: results of a model on sets, and scoring saved responses again."""

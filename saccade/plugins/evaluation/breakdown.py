@@ -1,0 +1,100 @@
+"""Accuracy of parts of a set: by limit of turns, by turns that were used, by category and by source.
+
+breakdown = Breakdown(limits, lambda: RewardStream(scorer, family))
+groups = collect(..., on_mark=breakdown.submit)
+breakdown.tables(groups, scores)["by_limit"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from saccade.recipes.accuracy import NO_SCORES, Scores, Table, group_accuracy
+from saccade.rollout.episode import Limits
+from saccade.types import ALWAYS_EXCLUDED, Group, Trajectory
+
+MOST_CATEGORIES = 40
+
+
+class Breakdown:
+    """Holds episodes as smaller limits of turns would have ended them, scored like any other."""
+
+    def __init__(self, limits: Limits, stream: Callable[[], Any]) -> None:
+        self._limits = limits
+        self._streams = {limit: stream() for limit in sorted(limits.marks)}
+        self._cut: dict[int, dict[tuple[str, int], Trajectory]] = {n: {} for n in limits.marks}
+
+    def submit(self, sample: Any, trajectory: Trajectory) -> None:
+        """An episode as the limit of its turns would have ended it."""
+        self._cut[trajectory.turns][trajectory.key] = trajectory
+        self._streams[trajectory.turns].submit(sample, trajectory)
+
+    def tables(self, groups: Sequence[Group], scores: Scores) -> dict[str, Table]:
+        """The tables that have rows, by name."""
+        tables = {"by_category": by_category(groups, scores), "by_source": by_source(groups, scores)}
+        if self._limits.max_turns > 1:
+            tables["by_turns"] = by_turns(groups, scores)
+        if self._limits.marks:
+            under = {limit: [self._under(limit, group) for group in groups] for limit in self._streams}
+            tables["by_limit"] = by_limit({**under, self._limits.max_turns: groups}, scores)
+        return {name: table for name, table in tables.items() if table}
+
+    def _under(self, limit: int, group: Group) -> Group:
+        """The group as it is under that limit: cut where it would have struck."""
+        cut = self._cut[limit]
+        struck = tuple(cut[t.key] for t in group.trajectories if t.key in cut)
+        (scored,) = self._streams[limit].attach([replace(group, trajectories=struck)])
+        found = {t.key: t for t in scored.trajectories}
+        members = tuple(found.get(t.key, t) for t in group.trajectories)
+        return replace(group, trajectories=members)
+
+
+def by_category(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
+    """Of sets whose rows say what they are about; a column with many values is no category."""
+    return _by(lambda group: str(group.sample.extra.get("category") or ""), groups, scores)
+
+
+def by_source(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
+    """Of sets whose rows come from several."""
+    several = len({group.sample.data_source for group in groups}) > 1
+    return _by(lambda group: group.sample.data_source, groups, scores) if several else {}
+
+
+def _by(name: Callable[[Group], str], groups: Sequence[Group], scores: Scores) -> Table:
+    kinds = sorted(set(filter(None, map(name, groups))))
+    return {
+        kind: group_accuracy([group for group in groups if name(group) == kind], scores)
+        for kind in (kinds if len(kinds) <= MOST_CATEGORIES else ())
+    }
+
+
+def by_limit(groups_under: Mapping[int, Sequence[Group]], scores: Scores = NO_SCORES) -> Table:
+    """Accuracy under each limit of turns, and the share of episodes that it cut off."""
+    table: Table = {}
+    for limit, groups in sorted(groups_under.items()):
+        members = [t for group in groups for t in group.trajectories]
+        cut = float(np.mean([t.end_reason == "max_turns" for t in members]))
+        turns = float(np.mean([t.turns for t in members]))
+        about = {"overturn_frac": cut, "turns_mean": turns}
+        table[str(limit)] = group_accuracy(groups, scores) | about
+    return table
+
+
+def by_turns(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
+    """Of the episodes that used so many turns: how many there are, and how many were right."""
+    judged = [
+        (t.turns, t.outcome)
+        for group in groups
+        for t in group.trajectories
+        if t.outcome is not None and t.status not in ALWAYS_EXCLUDED
+        if group.sample.data_source not in scores
+    ]
+    table: Table = {}
+    for turns in sorted({turns for turns, _ in judged}):
+        values = [outcome for used, outcome in judged if used == turns]
+        table[str(turns)] = {"episodes": float(len(values)), "accuracy": float(np.mean(values))}
+    return table

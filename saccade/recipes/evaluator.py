@@ -1,0 +1,132 @@
+"""What answers the questions of a set, scores the answers and measures the set.
+
+One path for validation inside a run and for `saccade eval`: prompt, sampling, parser and verifier
+are the same, so a score in training is the score of the exported folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from saccade.config import Config
+from saccade.data.datasets import Dataset
+from saccade.engines import Engine
+from saccade.environments import gives_rewards
+from saccade.models.families import Family
+from saccade.recipes import accuracy, parts
+from saccade.recipes.accuracy import Scores, Table
+from saccade.registry import HOOKS
+from saccade.rewards.scorer import Scorer
+from saccade.rollout.collect import collect
+from saccade.rollout.scoring import RewardStream, free_memory_for_rewards, parsed, report_slow_rewards, thinks
+from saccade.run.console import unscored
+from saccade.run.metrics import episode_metrics, without_scores
+from saccade.run.quarantine import Quarantine
+from saccade.types import ALWAYS_EXCLUDED, Group
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One set, evaluated."""
+
+    name: str
+    groups: tuple[Group, ...]
+    metrics: Mapping[str, float]  # without the val/<set>/ prefix
+    tables: Mapping[str, Table] = field(default_factory=dict)  # by_limit, by_turns, …
+    scores: Scores = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """What answers the questions of a set and scores the answers."""
+
+    engine: Engine
+    family: Family
+    scorer: Scorer | None
+    config: Config
+    quarantine: Quarantine
+    progress: Progress
+
+    def evaluate(self, name: str, dataset: Dataset, known: Collection[str] = ()) -> Result:
+        """`known`: sources whose outcome is a score."""
+        family, scorer, config = self.family, self.scorer, self.config
+        stream = RewardStream(scorer, family)
+        limits = parts.limits_of(config, evaluation=True)
+        breakdown = HOOKS["breakdown"](limits, lambda: RewardStream(scorer, family))
+        groups = collect(
+            self.engine,
+            self.quarantine.whole(dataset, family),
+            repeats=config.val.n,
+            environment=parts.environments_of(config, family),
+            family=family,
+            sampling=parts.validation_sampling(config),
+            limits=limits,
+            seed=f"{config.run.seed}/val",
+            on_finish=stream.submit,
+            on_mark=breakdown.submit,
+            progress=self.progress,
+        )
+        tables: dict[str, accuracy.Table] = {}
+        free_memory_for_rewards(self.engine, scorer)
+        judged = scorer is not None or gives_rewards(config.env)
+        if judged:
+            groups = stream.attach(groups, report_slow_rewards(self.progress, scorer, config.reward))
+        scores = accuracy.score_terms(scorer, accuracy.items_of(groups), known)
+        if judged:
+            tables = breakdown.tables(groups, scores)
+        metrics = set_metrics(groups, family, scores) | (scorer.metrics() if scorer else {})
+        metrics["left_out"] = self.quarantine.left_out(dataset)
+        for limit, row in tables.get("by_limit", {}).items():
+            if "accuracy" in row:
+                metrics[f"accuracy_within_{limit}_turns"] = row["accuracy"]
+        return Result(name=name, groups=tuple(groups), metrics=metrics, tables=tables, scores=scores)
+
+
+def set_metrics(
+    groups: Sequence[Group], family: Family, scores: accuracy.Scores = accuracy.NO_SCORES
+) -> dict[str, float]:
+    """Accuracy with its interval, and beside it what a gain could hide behind: parsing, thinking,
+    cut-off answers.
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
+    metrics = accuracy.group_accuracy(groups, scores)
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    if rewards:
+        metrics["reward"] = float(np.mean(rewards))
+    formats = [v for t in trajectories for k, v in t.parts.items() if k.startswith("format")]
+    if formats:
+        metrics["format"] = float(np.mean(formats))
+    judged = [t for t in trajectories if t.status not in ALWAYS_EXCLUDED]
+    if any(t.reward is not None or t.reason for t in judged):  # else nobody has read them
+        metrics["parse_rate"] = float(np.mean([parsed(t.extracted, t.reason) for t in judged]))
+    metrics |= {
+        "think_rate": float(np.mean([thinks(t, family) for t in trajectories])),
+        "truncated_frac": float(np.mean([t.status == "truncated" for t in trajectories])),
+        "response_mean": float(np.mean([t.response_length for t in trajectories])),
+        "error_rate": float(np.mean([t.status == "error" for t in trajectories])),
+        "abstain_rate": float(np.mean([t.status == "abstain" for t in trajectories])),
+    }
+    plain = [t for group in without_scores(groups, scores) for t in group.trajectories]
+    return metrics | episode_metrics(plain)
+
+
+def describe(result: Result) -> str:
+    m = result.metrics
+    rates = (("abstain", "abstain_rate"), ("error", "error_rate"))
+    lost = [f"{label} {share}" for label, share in unscored(m, rates)]
+    found = accuracy.measures(m) or [
+        "nothing could be scored"
+        if lost
+        else "no outcome"
+        if "parse_rate" in m
+        else "nothing scored, for want of reward.terms"
+    ]
+    beside = [f"{key} {m[key]:.2f}" for key in ("parse_rate", "think_rate", "truncated_frac") if key in m]
+    left_out = [f"rows left out {m['left_out']:.0f}"] if m.get("left_out") else []
+    items = f"items {m['items']:.0f}"
+    return f"{result.name}: " + "  ".join([*found, *lost, *beside, items, *left_out])
