@@ -6,15 +6,16 @@ python scripts/config_reference.py [--check]
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the source tree is enough, no install needed
 
-from saccade.config import Config, DataSource, RewardTerm, Section, options, type_name  # noqa: E402
+from saccade.config import Config, DataSource, RewardTerm, Section, options  # noqa: E402
 from saccade.config.schema import CorrectionConfig  # noqa: E402
 from saccade.config.schema.section import about  # noqa: E402
 
@@ -126,6 +127,13 @@ def default(field: Any) -> str:
         return "required"
     value = {} if is_mapping(field) else field.default
     return "" if value is None or value == "" else f"`{json.dumps(value, ensure_ascii=False)}`"
+
+
+def type_name(annotation: Any) -> str:
+    """A type as a reader of the reference wants to see it."""
+    named = getattr(annotation, "__name__", str(annotation))
+    text = str(annotation) if get_args(annotation) else named
+    return re.sub(r"\b[a-z_]+\.", "", text).replace("NoneType", "None")
 
 
 if __name__ == "__main__":

@@ -21,37 +21,28 @@ from pydantic import ValidationError
 
 from saccade.config.notation import other_names, parse, write
 from saccade.config.schema import *  # noqa: F403 (whoever loads a config finds its sections here, too)
-from saccade.config.schema import Config, CorrectionConfig, DataSource, RewardTerm, Section, options
+from saccade.config.schema import Config, DataSource, RewardTerm, Section, options
 from saccade.config.schema.presets import cells_of, row_of
 from saccade.config.schema.section import WORDS, about
 from saccade.errors import ConfigError
 
 # -- defaults of the commands ----------------------------------------------------------------------
 
+FALLING = {"train.schedule": "cosine_with_min_lr", "train.warmup": 0.03}
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "rl": {"train.lr": 1e-6},
-    "sft": {"train.epochs": 2.0, "train.lr": 5e-6, "train.schedule": "cosine_with_min_lr", "train.warmup": 0.03},
-    "dpo": {"train.lr": 1e-5, "train.schedule": "cosine_with_min_lr", "train.warmup": 0.03, "dpo.max_tokens": 512},
-    "reward-model": {
-        "train.lr": 9e-6,
-        "train.schedule": "cosine_with_min_lr",
-        "train.warmup": 0.03,
-        "reward_model.max_tokens": 512,
-    },
+    "sft": {"train.epochs": 2.0, "train.lr": 5e-6, **FALLING},
+    "dpo": {"train.lr": 1e-5, "dpo.max_tokens": 512, **FALLING},
+    "dpo kto": {"dpo.beta": 0.01, "dpo.max_tokens": 2048},
+    "reward-model": {"train.lr": 9e-6, "reward_model.max_tokens": 512, **FALLING},
+    "reward-model process": {"train.lr": 1e-6, "reward_model.max_tokens": 2048},
     "chat": {"rollout.temperature": 0.7, "rollout.top_p": 0.95, "rollout.max_tokens": 4096},
 }
-KTO = {"dpo.beta": 0.01, "dpo.max_tokens": 2048}
-PROCESS = {"train.lr": 1e-6, "reward_model.max_tokens": 2048}
 
 
 def defaults_for(command: str | None, config: Config) -> dict[str, Any]:
-    """The defaults of a command, by dotted name."""
-    special: dict[str, Any] = {}
-    if command == "dpo" and config.dpo.loss == "kto":
-        special = KTO
-    if command == "reward-model" and config.reward_model.kind == "process":
-        special = PROCESS
-    return DEFAULTS.get(command or "", {}) | special
+    """The defaults of a command, by dotted name; a kind of it may have its own."""
+    kind = {"dpo": config.dpo.loss, "reward-model": config.reward_model.kind}.get(command or "", "")
+    return DEFAULTS.get(command or "", {}) | DEFAULTS.get(f"{command} {kind}", {})
 
 
 # -- loading ---------------------------------------------------------------------------------------
@@ -155,10 +146,7 @@ def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, A
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(written, dict):
-        kind = type(written).__name__
-        raise ConfigError(
-            f"{path} must hold sections such as 'model:' and 'data:', not a {kind}; rows are given as data.train={path}"
-        )
+        raise ConfigError(f"{path} must hold sections such as 'model:'; rows are given as data.train={path}")
     return _read(written)
 
 
@@ -258,11 +246,6 @@ WANTED = {
     "tuple_type": "wants a list such as [a, b]",
     "dict_type": "wants a table such as {a: 1}",
 }
-ENTRIES: dict[str, type[Section]] = {  # of lists
-    **dict.fromkeys(("data.train", "data.val", "data.demonstrations"), DataSource),
-    "reward.terms": RewardTerm,
-    "algorithm.correct": CorrectionConfig,
-}
 
 
 def explain(error: Mapping[str, Any]) -> str:
@@ -292,16 +275,16 @@ def _leaves(key: str, given: Any) -> list[str]:
 
 
 def unknown_key(key: str) -> str:
-    """Says which option was meant: as other systems call it, in another section, or spelled so."""
+    """Says which option was meant: as other systems or older versions call it, in another section, or spelled so."""
     above, _, leaf = key.rpartition(".")
     entry, _, index = above.rpartition(".")
-    if entry in ENTRIES and index.isdigit():
-        keys = dict(ENTRIES[entry].model_fields)
+    if index.isdigit():  # an entry of a list
+        keys = get_args(_kind(entry))[0].model_fields
         meant = difflib.get_close_matches(leaf, keys, n=1)
         hint = f"did you mean {meant[0]!r}?" if meant else f"expected one of {', '.join(keys)}"
     else:
-        instead, option = other_names()[2], meant_by(key)
-        hint = renamed_to(key) or (f"did you mean {option!r}?" if option else "")
+        instead, option = other_names()[1], meant_by(key)
+        hint = f"did you mean {option!r}?" if option else ""
         hint = hint or next((instead[part] for part in reversed(key.split(".")) if part in instead), "")
         if not hint and (keys := keys_of(above)):
             hint = f"expected one of {', '.join(keys)}"
@@ -315,15 +298,6 @@ def keys_of(name: str) -> dict[str, Any]:
     return {} if kind is None else dict(options(kind))
 
 
-def renamed_to(key: str) -> str:
-    """What became of an option of older versions; empty where there was none of that name."""
-    for old, new in other_names()[1].items():
-        if key == old or key.startswith(f"{old}.") or ("." not in key and old.endswith(f".{key}")):
-            rest = key[len(old) :] if key.startswith(f"{old}.") else ""
-            return new if " " in new else f"it is now {new}{rest}"
-    return ""
-
-
 def meant_by(key: str) -> str:
     """The option by the name that others have for it, or the one whose name is most like it; of
     several such the one whose sections are named in the key. Empty where nothing is.
@@ -332,7 +306,7 @@ def meant_by(key: str) -> str:
     for start in range(len(parts)):
         if (name := ".".join(parts[start:])) in other_names()[0]:
             return other_names()[0][name]
-    if other_names()[2].keys() & set(parts):
+    if other_names()[1].keys() & set(parts):
         return ""
 
     def likeness(name: str) -> tuple[float, int, int]:
@@ -345,5 +319,4 @@ def meant_by(key: str) -> str:
 
 
 def to_yaml(config: Config, *, full: bool = True) -> str:
-    tree = config.model_dump(mode="json", exclude_unset=not full)
-    return write(tree)
+    return write(config.model_dump(mode="json", exclude_unset=not full))

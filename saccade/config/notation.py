@@ -71,11 +71,12 @@ def write(tree: Any, *, flow: bool = False) -> str:
 
 
 @cache
-def other_names() -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """What other systems call our options, what became of options of older versions, and parts of
-    a key that nothing here corresponds to: each with what to write instead.
+def other_names() -> tuple[dict[str, str], dict[str, str]]:
+    """What other systems and older versions call our options; and parts of a key that nothing here
+    corresponds to, each with what to write instead.
     """
     tables = parse(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
     elsewhere = {name: option for option, names in tables["names"].items() for name in names.split()}
-    instead = dict.fromkeys(tables["nowhere"].split(), "nothing here corresponds to it, remove it")
-    return elsewhere, tables["renamed"], instead | {"val_only": "use `saccade eval`"}
+    return elsewhere, dict.fromkeys(tables["nowhere"].split(), "nothing here corresponds to it, remove it") | tables[
+        "instead"
+    ]

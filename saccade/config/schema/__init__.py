@@ -7,46 +7,21 @@ read is `config.py`. One file for each part of a run; `Config` puts them togethe
     'Peak learning rate; empty: 1e-6 (rl), 5e-6 (sft).'
 """
 
-# ruff: noqa: F401 (whoever wants a section finds it here)
+# ruff: noqa: F403, F405 (whoever wants a section finds it here)
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import model_validator
 
-from saccade.config.schema.algorithm import (
-    AlgorithmConfig,
-    CorrectionConfig,
-    CriticConfig,
-    FilterConfig,
-    HotFirstTokenConfig,
-    KLConfig,
-    OverlongConfig,
-)
-from saccade.config.schema.data import DataConfig, DataSource, PromptConfig
-from saccade.config.schema.reward import JudgeConfig, RemoteConfig, RewardConfig, RewardTerm, ServeConfig
-from saccade.config.schema.rollout import EnvConfig, HttpConfig, RolloutConfig
-from saccade.config.schema.run_options import (
-    ADAPTED,
-    LoraConfig,
-    ModelConfig,
-    RunConfig,
-    SaveConfig,
-    SeriesConfig,
-    TrackConfig,
-)
+from saccade.config.schema.algorithm import *
+from saccade.config.schema.data import *
+from saccade.config.schema.reward import *
+from saccade.config.schema.rollout import *
+from saccade.config.schema.run_options import *
 from saccade.config.schema.section import ANSWERING, Section, about, section
-from saccade.config.schema.train import (
-    DpoConfig,
-    EvalConfig,
-    GenerateConfig,
-    RewardModelConfig,
-    SftConfig,
-    TrainConfig,
-    ValConfig,
-)
+from saccade.config.schema.train import *
 
 
 class Config(Section):
@@ -88,10 +63,3 @@ def options(kind: type[Section] = Config, prefix: str = "", *, keys: bool = True
             yield from options(annotation, f"{prefix}{name}.", keys=keys)
         else:
             yield f"{prefix}{name}", info
-
-
-def type_name(annotation: Any) -> str:
-    """A type as a reader of the reference wants to see it."""
-    named = getattr(annotation, "__name__", str(annotation))
-    text = str(annotation) if get_args(annotation) else named
-    return re.sub(r"\b[a-z_]+\.", "", text).replace("NoneType", "None")

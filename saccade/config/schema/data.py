@@ -20,11 +20,9 @@ class DataSource(Section):
     split: str | None = option(None, "Split of a data set that has several.")
     offset: int = option(0, "Rows to leave out at the beginning; max_samples counts from there.", ge=0)
     max_samples: int | None = option(None, "Use only the first rows.", ge=1)
-    image_dir: str | None = option(
-        None, "Folder that relative media paths start from; empty: the file's own folder.", path=True
-    )
+    image_dir: str | None = option(None, "Folder that relative media paths start from; empty: the file's.", path=True)
     mapping: str | None = option(
-        None, "Mapping of this set's preference rows; empty: data.mapping; none: as they are.", path=True
+        None, "Mapping of this set's preference rows; empty: data.mapping; none: no mapping.", path=True
     )
 
 
@@ -36,28 +34,20 @@ class DataConfig(Section):
     )
     keys: dict[str, str] = option(
         {},
-        "Column names by role: prompt, answer, images, videos, audios, series, id, data_source, "
-        "choices, system, chosen, rejected, output, label.",
+        "Column names by role: prompt, answer, images, videos, audios, series, id, data_source, choices, "
+        "system, chosen, rejected, output, label.",
     )
     format: str = option(
         "auto",
-        "Record format: auto | messages | r1v | easyr1 | minio3 | lightrft | qa | sharegpt | "
-        "pairs | sides | labels | steps.",
+        "Of rows: auto | messages | r1v | easyr1 | minio3 | lightrft | qa | sharegpt | pairs | sides | labels | steps.",
     )
     mapping: str | None = option(
-        None,
-        "How preference rows in another layout are read: hpdv3, imagerewarddb and others that are "
-        "included, or file.py:function.",
-        path=True,
+        None, "How preference rows of another layout are read: hpdv3 and others, or file.py:function.", path=True
     )
     pair_view: Literal["apart", "verdict"] = option(
-        "apart",
-        "Rows with two candidates: apart keeps them (dpo, reward models), verdict shows both in "
-        "one prompt that asks for the better one (sft, rl, eval).",
+        "apart", "Two candidates: apart keeps them, verdict asks in one prompt for the better one."
     )
-    pair_order_seed: int = option(
-        0, "Draws for each compared pair which candidate is shown first; stored in the record."
-    )
+    pair_order_seed: int = option(0, "Draws for each compared pair which candidate is shown first; stored in the row.")
     placeholder: Literal["strict", "prepend"] = option(
         "prepend", "Media but no <image> in the text: prepend puts them first, strict refuses the row."
     )
@@ -69,12 +59,10 @@ class DataConfig(Section):
     max_frames: int = option(768, "Most frames of a video; their number is always even.", ge=2)
     max_frame_pixels: int = option(602_112, "Frames of videos above are scaled down.", ge=1)
     long_audio: Literal["truncate", "reject"] = option(
-        "truncate", "Sound of more than 30 seconds: keep the first 30, or a bad row."
+        "truncate", "Sound over 30 seconds: keep the first 30, or a bad row."
     )
     max_series: int = option(10_000, "Most samples of each lead of a time series.", ge=1)
-    long_series: Literal["reject", "truncate"] = option(
-        "reject", "A longer series: a bad row, or keep its first samples."
-    )
+    long_series: Literal["reject", "truncate"] = option("reject", "A longer series: a bad row, or keep its beginning.")
     max_prompt_tokens: int = option(4096, "Longest prompt, media tokens included.", ge=1, commands=ANSWERING)
     overlong: Literal["drop", "shrink", "drop_turns", "truncate_text", "error"] = option(
         "drop", "What happens to a longer prompt. No policy ever cuts inside a media span."
@@ -90,9 +78,7 @@ class DataConfig(Section):
     max_samples: int | None = option(None, "Use only the first rows of the whole mixture.", ge=1)
     allow_network: bool = option(False, "Fetch http(s) images and hub data sets.")
     allow_outside: Literal["absolute"] | bool = option(
-        "absolute",
-        "Media outside of the folder of their rows, or of image_dir: read where an absolute path "
-        "or file:// names them; true: by ../ too; false: never.",
+        "absolute", "Media outside of the rows' folder or image_dir: by absolute path; true: also ../; false: no."
     )
 
     @field_validator("train", "val", "demonstrations", mode="before")
@@ -104,21 +90,18 @@ class DataConfig(Section):
 class PromptConfig(Section):
     format: str = option(
         "think_answer",
-        "How the model answers: think_answer | think_boxed | boxed | answer_line | hash | letter | "
-        "counting | grounding | boxes_json | direct | none.",
+        "How the model answers: think_answer | think_boxed | boxed | answer_line | hash | letter | counting | "
+        "grounding | boxes_json | direct | none.",
     )
     instruction: str | None = option(None, "Replaces the format's instruction; an empty string adds none.")
     position: Literal["before", "after"] = option("after", "Where the instruction stands in the first user message.")
     system: str | None = option(None, "System message: text, or a file that holds it.")
     template: str | None = option(
-        None, "Jinja file around the question; variables: content, choices, row, instruction.", path=True
+        None, "Jinja file around the question: content, choices, row, instruction.", path=True
     )
-    chat_template: str | None = option(
-        None, "Jinja file that replaces the model's chat template everywhere.", path=True
-    )
+    chat_template: str | None = option(None, "Jinja file that replaces the model's chat template.", path=True)
     permute_choices: bool = option(
         False,
-        "Show options in an order drawn per row; the gold letter follows. A question that lists "
-        "its options itself keeps their order.",
+        "Show options in an order drawn per row, and the gold letter follows; not where the question lists them.",
         commands=("rl", "eval", "generate", "check-data"),
     )

@@ -25,12 +25,8 @@ class HttpConfig(Section):
     per_minute: int = option(0, "Most requests in a minute; 0: as many as go.", ge=0)
     retries: int = option(5, "Further attempts after an error that may pass.", ge=0)
     timeout: float = option(120.0, "Seconds before an attempt is given up.", gt=0)
-    cache: str | None = option(
-        None, "Folder of answers that are not asked for again; empty: beside the results; off: none.", path=True
-    )
-    price: tuple[float, float] | None = option(
-        None, "Cost of a million prompt and of a million response tokens, to be summed up."
-    )
+    cache: str | None = option(None, "Folder of answers for reuse; empty: beside the results; off: none.", path=True)
+    price: tuple[float, float] | None = option(None, "Cost of a million prompt and a million response tokens.")
 
 
 class RolloutConfig(Section):
@@ -39,25 +35,17 @@ class RolloutConfig(Section):
     )
     replicas: int = option(0, "Engine processes of their own behind one queue; 0: one engine in this process.", ge=0)
     tensor_parallel: int = option(1, "GPUs of one engine (vllm, sglang).", ge=1, when=OTHER_ENGINE)
-    memory_share: float = option(
-        0.6, "Share of the GPU's memory that vllm or sglang may hold.", gt=0, le=1, when=OTHER_ENGINE
-    )
-    engine_args: dict[str, Any] = option(
-        {}, "Further arguments for vllm or sglang, or fields of an http request, as they are.", when=OTHER_ENGINE
-    )
+    memory_share: float = option(0.6, "Share of the GPU's memory for vllm or sglang.", gt=0, le=1, when=OTHER_ENGINE)
+    engine_args: dict[str, Any] = option({}, "Further arguments of vllm or sglang, or http fields.", when=OTHER_ENGINE)
     parity_max: float | None = option(
-        None,
-        "Largest mean gap of log-probs between engine and trainer at the start; empty: 0.05 in "
-        "bfloat16, 1e-4 in float32.",
-        gt=0,
-        when=OTHER_WEIGHTS,
+        None, "Largest mean gap of log-probs to the trainer; empty: 0.05, float32 1e-4.", gt=0, when=OTHER_WEIGHTS
     )
     http: HttpConfig = mapping(HttpConfig, "The endpoint of engine=http.", commands=("eval", "generate", "chat"))
     temperature: float = option(1.0, "Sampling temperature; the trainer scores at the same one.", gt=0)
     top_p: float = option(1.0, "Nucleus sampling; below 1 the kept ids are replayed in training.", gt=0, le=1)
     top_k: int = option(-1, "Keep only the k likeliest tokens; -1 keeps all. Replayed in training.", ge=-1)
     truncated_sampling: Literal["refuse", "replay"] = option(
-        "refuse", "Truncated sampling in training: refuse it, or replay kept ids."
+        "refuse", "top_p or top_k in training: refuse, or replay the kept ids."
     )
     max_tokens: int = option(2048, "Longest response (of one turn).", ge=1)
     stop: tuple[str, ...] = option((), "Strings that end a response; they stay in it.")
@@ -77,19 +65,12 @@ LIMITS = {  # of one episode that are counted, and the least value of each
 
 class EnvConfig(Section):
     name: str = option(
-        "single_turn",
-        "What the policy talks to: single_turn | crop | calculator | tools | sokoban_step | "
-        "file.py:Class with reset, step and close.",
-        path=True,
+        "single_turn", "single_turn | crop | calculator | tools | sokoban_step | file.py:Class.", path=True
     )
     args: dict[str, Any] = option({}, "Arguments of your own environment's class.")
-    tools: tuple[str, ...] = option(
-        (), "Functions of your own, file.py:name, that the policy may call beside built-in tools.", path=True
-    )
+    tools: tuple[str, ...] = option((), "Your functions, file.py:name, beside built-in tools.", path=True)
     call: Literal["grounding", "tool_call", "action"] | None = option(
-        None,
-        "How a call is written: <grounding>, <tool_call> with a name, or moves in the answer tag; "
-        "empty: as the environment likes it.",
+        None, "<grounding>, <tool_call> with a name, or moves in the answer tag; empty: the environment's."
     )
     parallel_calls: int = option(1, "Calls of one turn that are answered; above 1 only with tool_call.", ge=1)
     instruction: str | None = option(None, "Replaces the text that explains the tools; an empty string adds none.")
@@ -102,25 +83,17 @@ class EnvConfig(Section):
     invalid_call_penalty: float = option(0.0, "Taken off the reward for every call that failed.", ge=0)
     max_turns: int = option(1, "Assistant turns of one episode; 6 unless set with tools.", ge=1)
     max_images: int = option(64, "Images of one episode, prompt included; 12 unless set with tools.", ge=0)
-    max_turn_tokens: int | None = option(
-        None, "Longest turn; empty: rollout.max_tokens, in evaluation val.max_tokens.", ge=1
-    )
+    max_turn_tokens: int | None = option(None, "Longest turn; empty: that of rollout (val in evaluation).", ge=1)
     max_total_tokens: int = option(32_768, "Prompt, policy and observation tokens of one episode.", ge=1)
     min_turn_tokens: int = option(
-        2000,
-        "An observation must leave this many tokens for the next turn; at most a sixteenth of max_total_tokens, "
-        "unless set.",
-        ge=1,
+        2000, "Left for the next turn by an observation; unless set at most max_total_tokens / 16.", ge=1
     )
     max_tool_errors: int | None = option(None, "Failed calls before an episode ends; empty: any number.", ge=0)
     timeout: float = option(600.0, "Seconds that the environment of one episode may take in all.", gt=0)
     step_timeout: float = option(60.0, "Seconds for one step of your own environment; then its process is ended.", gt=0)
     processes: int = option(128, "Environments of your own that live at once, each in a process; others wait.", ge=1)
     eval: dict[str, int] = option(
-        {},
-        "Limits that differ in validation and eval, such as {max_turns: 12}: max_turns (12 unless "
-        "env.max_turns is set), max_images, max_turn_tokens, max_total_tokens, min_turn_tokens, "
-        "max_tool_errors.",
+        {}, "Limits that differ in evaluation, such as {max_turns: 12}, its default with tools."
     )
 
     @field_validator("eval")

@@ -16,14 +16,10 @@ class RunConfig(Section):
     resume: str = option("none", "none | auto (latest checkpoint, or start) | best | path of a checkpoint.", path=True)
     max_steps: int | None = option(None, "Stop after this many steps; empty: when the epochs are over.", ge=1)
     max_hours: float | None = option(None, "Stop cleanly, with a checkpoint, after this many hours.", gt=0)
-    device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "Where the model lives; auto takes a GPU when there is one."
-    )
-    gpu_memory_gib: float | None = option(
-        None, "GiB of the GPU that this process may take; empty: all that is free.", gt=0
-    )
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "Where the model lives; auto: a GPU if there is one.")
+    gpu_memory_gib: float | None = option(None, "GiB of the GPU for this process; empty: all that is free.", gt=0)
     overcommit: bool = option(
-        False, "Start although the estimate needs far more than the free memory of the GPU.", commands=("rl",)
+        False, "Start although the estimate exceeds the GPU's free memory by far.", commands=("rl",)
     )
     trace: bool = option(False, "Write a profiler trace of the third step (or the last, if there are fewer).")
 
@@ -45,10 +41,7 @@ class LoraConfig(Section):
     alpha: int = option(16, "Adapters are scaled by alpha / rank.", ge=1, when=ADAPTERS)
     dropout: float = option(0.0, "Dropout before the adapters; sft and dpo only.", ge=0, lt=1, when=ADAPTERS)
     targets: str = option(
-        "all-linear",
-        "Linear layers with an adapter: all-linear (those of the language model), or PATTERNS as "
-        "in model.train. Never the head.",
-        when=ADAPTERS,
+        "all-linear", "Layers with adapters: all-linear (language model), or PATTERNS.", when=ADAPTERS
     )
     exclude: str = option("", "PATTERNS of layers among them that get none.", when=ADAPTERS)
     vision: bool = option(False, "all-linear means vision tower and projector, too.", when=(ADAPTERS, ALL_LINEAR))
@@ -56,10 +49,7 @@ class LoraConfig(Section):
 
 class SeriesConfig(Section):
     encoder: str | None = option(
-        None,
-        "What reads time series: patches, or FILE.py:FUNCTION that makes a module of your own; "
-        "empty: nothing, or the encoder that model.path holds.",
-        path=True,
+        None, "patches, or FILE.py:FUNCTION that makes a module; empty: what model.path holds.", path=True
     )
     channels: int = option(8, "Leads of every series.", ge=1)
     patch: int = option(50, "patches: samples that all leads show in one token.", ge=1)
@@ -71,13 +61,9 @@ class SeriesConfig(Section):
 class ModelConfig(Section):
     path: str = option("", "Hugging Face model folder, or tiny:FAMILY for a model built in place.", path=True)
     family: str | None = option(None, "Force a family; empty: detected from model_type in config.json.")
-    dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "auto", "Compute type; auto: bfloat16 on GPU, float32 on CPU."
-    )
+    dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "Compute type; auto: bfloat16 on GPU, else float32.")
     train: str = option(
-        "full",
-        "full | lora | qlora (over 4-bit weights) | freeze:PATTERNS, comma-separated: vision, "
-        "projector, llm, audio, series, a prefix or re:REGEX.",
+        "full", "full | lora | qlora | freeze:PATTERNS of vision, projector, llm, audio, series, NAME, re:REGEX."
     )
     lora: LoraConfig = section(LoraConfig, "Adapters, with train=lora or qlora.")
     series: SeriesConfig = mapping(SeriesConfig, "An encoder for time series beside the model.")
@@ -90,13 +76,9 @@ class ModelConfig(Section):
 class SaveConfig(Section):
     every: int = option(50, "Checkpoint every N steps; 0: only at the end.", ge=0)
     keep: int = option(3, "Newest checkpoints to keep, the best one beside them.", ge=1)
-    background: bool = option(
-        True, "Copy the state to main memory and write it while training goes on, if it fits there."
-    )
+    background: bool = option(True, "Copy the state to main memory and write it while training goes on, if it fits.")
     best_metric: str | None = option(
-        None,
-        "Metric that names the best checkpoint, such as val/SET/accuracy; empty: accuracy of the "
-        "first set, or its score.",
+        None, "Metric of the best checkpoint, such as val/SET/accuracy; empty: that or score of the first set."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -74,17 +75,13 @@ def option(
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
-def section(kind: type[Section], description: str, *, commands: tuple[str, ...] = ()) -> Any:
-    extra: dict[str, Any] = {"when": (), "commands": commands}
+def section(kind: type[Section], description: str, *, commands: tuple[str, ...] = (), mapping: bool = False) -> Any:
+    """`mapping`: one option that is written as a whole, or key by key with dots."""
+    extra: dict[str, Any] = {"when": (), "commands": commands} | ({"mapping": True} if mapping else {})
     return Field(default_factory=kind, description=description, json_schema_extra=extra)
 
 
-def mapping(kind: type[Section], description: str, *, commands: tuple[str, ...] = ()) -> Any:
-    """One option that takes a mapping with the keys of `kind`: written as a whole, or key by key
-    with dots.
-    """
-    extra: dict[str, Any] = {"when": (), "commands": commands, "mapping": True}
-    return Field(default_factory=kind, description=description, json_schema_extra=extra)
+mapping = partial(section, mapping=True)
 
 
 def about(field: Any) -> Mapping[str, Any]:

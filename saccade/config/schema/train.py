@@ -28,33 +28,19 @@ SELECTING = When("generate.select not in ('all', 'correct')", "generate.select=t
 class TrainConfig(Section):
     prompts_per_step: int = option(128, "Prompts (rl) or rows (sft, dpo, reward-model) of one step.", ge=1)
     samples_per_prompt: int = option(8, "Rollouts of each prompt; presets may differ.", ge=1, commands=("rl",))
-    updates_per_step: int = option(
-        1, "Optimizer steps on the samples of a step, each on whole groups; presets may differ.", ge=1, commands=("rl",)
-    )
+    updates_per_step: int = option(1, "Optimizer steps per step, each on whole groups.", ge=1, commands=("rl",))
     epochs_per_batch: int = option(1, "Passes over the samples of a step.", ge=1, commands=("rl",))
     epochs: float = option(1.0, "Passes over the data when run.max_steps is empty; sft: 2 unless set.", gt=0)
     micro_tokens: int = option(16_384, "Tokens of one forward and backward, media tokens included.", ge=1)
     lr: float = option(
-        1e-6,
-        "Peak learning rate; unless set 5e-6 in sft, 1e-5 in dpo, 9e-6 in reward-model (but 1e-6 for processes).",
-        gt=0,
+        1e-6, "Peak learning rate; sft 5e-6, dpo 1e-5, reward-model 9e-6 (process 1e-6) unless set.", gt=0
     )
-    lr_scale: dict[str, float] = option(
-        {}, "Factors above 0 per tower: vision, projector, llm, audio, series.", when=TRAINED_TOWERS
-    )
+    lr_scale: dict[str, float] = option({}, "Factors: vision, projector, llm, audio, series.", when=TRAINED_TOWERS)
     schedule: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = option(
         "constant", "Shape of the learning rate; but for rl cosine_with_min_lr unless set."
     )
-    warmup: float = option(
-        0.0, "Warm-up steps, or a share of all steps when below 1; but for rl 0.03 unless set.", ge=0
-    )
-    min_lr: float = option(
-        0.0,
-        "Floor of the schedule as a share of lr; cosine_with_min_lr: 0.1 unless above 0.",
-        ge=0,
-        le=1,
-        when=DECAYING,
-    )
+    warmup: float = option(0.0, "Warm-up steps, or a share of all steps when below 1; not rl: 0.03 unless set.", ge=0)
+    min_lr: float = option(0.0, "Floor as a share of lr; cosine_with_min_lr: 0.1.", ge=0, le=1, when=DECAYING)
     optimizer: Literal["adamw", "adamw_bf16"] = option(
         "adamw", "adamw keeps fp32 masters; adamw_bf16 updates bf16 weights with Kahan compensation."
     )
@@ -65,17 +51,12 @@ class TrainConfig(Section):
     on_nonfinite: Literal["skip", "stop"] = option("skip", "A non-finite loss or gradient: skip the update, or stop.")
     max_bad_updates: int = option(3, "Stop after this many skipped updates in a row.", ge=1)
     sft_coef: float = option(
-        0.0, "Weight of the loss on data.demonstrations, as many rows as an update has prompts.", ge=0, commands=("rl",)
+        0.0, "Weight of the loss on data.demonstrations, a row per prompt.", ge=0, commands=("rl",)
     )
     aux_coef: float = option(
-        0.0,
-        "Weight of the loss that evens out the use of experts, for mixtures of them; the only term "
-        "that depends on how rows are packed into forests.",
-        ge=0,
+        0.0, "Weight of the loss that balances experts; the only one that depends on packing.", ge=0
     )
-    ema: float = option(
-        0.0, "Share of the old in an average of weights kept in state/ema, such as 0.992; 0: none.", ge=0, lt=1
-    )
+    ema: float = option(0.0, "Decay of an average of weights in state/ema, such as 0.992; 0: none.", ge=0, lt=1)
 
     @field_validator("lr_scale")
     @classmethod
@@ -92,18 +73,11 @@ class SftConfig(Section):
     loss_on: Literal["assistant", "last_turn", "all"] = option(
         "assistant", "Trained tokens of a conversation.", when=CHAT
     )
-    max_tokens: int = option(
-        2048, "Longest row; longer ones follow data.overlong, documents are cut into pieces.", ge=1
-    )
-    teacher: str | None = option(
-        None, "Model folder of a teacher whose distribution is learned beside the tokens.", path=True
-    )
+    max_tokens: int = option(2048, "Longest row; others follow data.overlong, documents are cut into pieces.", ge=1)
+    teacher: str | None = option(None, "Folder of a teacher whose distribution is learned, too.", path=True)
     kd_coef: float = option(0.4, "Share of the teacher's term in the loss.", ge=0, le=1, when=TEACHER)
     reward_tag: str | None = option(
-        None,
-        "Text with {reward} after the question, filled from the row's reward (or label); "
-        "validation asks for the best of the training rows.",
-        when=CHAT,
+        None, "Text with {reward} after the question, from that of the row; val asks for the best.", when=CHAT
     )
 
 
@@ -113,56 +87,38 @@ class DpoConfig(Section):
     )
     beta: float | None = option(None, "Scale of the log-ratios; empty: 0.1, simpo 2, kto 0.01.", gt=0)
     args: dict[str, Any] = option(
-        {},
-        "Further options of the loss: label_smoothing (cdpo, robust: share of labels that are "
-        "taken to be wrong), gamma (simpo: margin to be ahead by), desirable_weight and "
-        "undesirable_weight (kto).",
+        {}, "label_smoothing (cdpo, robust), gamma (simpo), desirable_weight and undesirable_weight (kto)."
     )
     nll_coef: float = option(0.0, "Weight of the mean -log p of the tokens of chosen.", ge=0)
     reference: Literal["precompute", "compute"] = option(
         "precompute", "Score all rows with the start model once, before it is freed; or keep it and score every step."
     )
-    max_tokens: int | None = option(
-        None, "Longest prompt with a response; longer ones follow data.overlong. Empty: 512, kto 2048.", ge=1
-    )
+    max_tokens: int | None = option(None, "Longest row; others follow data.overlong; empty: 512, kto 2048.", ge=1)
 
 
 class RewardModelConfig(Section):
     kind: Literal["scalar", "process"] = option(
-        "scalar",
-        "scalar: pairs of responses or media; process: a label for every step. One that writes "
-        "its verdict: `saccade sft RUN.yaml data.pair_view=verdict train.lr=1e-5`.",
+        "scalar", "scalar: pairs; process: labelled steps. Verdicts in words: sft with data.pair_view=verdict."
     )
     loss: Literal["bt", "logexp", "hps"] = option(
         "bt", "scalar: Bradley-Terry with a margin, without one, or with a learned scale.", when=SCALAR
     )
     margin: float | None = option(
-        None,
-        "bt: lead that is asked for where a row has no margin of its own; empty: 0.1.",
-        ge=0,
-        when=(SCALAR, BRADLEY_TERRY),
+        None, "bt: lead where a row has no margin; empty: 0.1.", ge=0, when=(SCALAR, BRADLEY_TERRY)
     )
     heads: dict[str, float] = option(
         {"preference": 1.0},
-        "scalar: named scores and their weights in the loss; a list of names also works. Rows "
-        "label them in `labels`; chosen and rejected alone label `preference`.",
+        "scalar: named scores and their weights in the loss, also a list of names. "
+        "Rows label them in `labels`; chosen and rejected alone label `preference`.",
         when=SCALAR,
     )
     pooling: Literal["last", "mean", "attention"] = option(
         "last", "scalar: what is scored: the last token, or an average over the response.", when=SCALAR
     )
     pooling_heads: int | None = option(
-        None,
-        "attention: parts of a state that are averaged each with weights of its own; empty: 4.",
-        ge=1,
-        when=(SCALAR, ATTENTION),
+        None, "attention: parts with weights of their own; empty: 4.", ge=1, when=(SCALAR, ATTENTION)
     )
-    probe_layer: int = option(
-        -1,
-        "scalar: whose output is scored, through the final norm: 0 is the first block, -1 the "
-        "last. Blocks above are neither computed nor trained.",
-        when=SCALAR,
-    )
+    probe_layer: int = option(-1, "scalar: block that is scored, -1 the last; those above are left out.", when=SCALAR)
     head: Literal["linear", "mlp"] = option(
         "linear", "scalar: what makes the scores; mlp: linear, RMSNorm, SiLU, linear.", when=SCALAR
     )
@@ -173,9 +129,7 @@ class RewardModelConfig(Section):
     tokens: tuple[str, ...] = option(
         ("+", "-"), "process: labels, the best first; a number is the probability of the first.", when=PROCESS
     )
-    max_tokens: int | None = option(
-        None, "Longest prompt with a response; longer ones follow data.overlong. Empty: 512, process 2048.", ge=1
-    )
+    max_tokens: int | None = option(None, "Longest row; others follow data.overlong; empty: 512, process 2048.", ge=1)
 
     @field_validator("heads", mode="before")
     @classmethod
@@ -187,23 +141,14 @@ class RewardModelConfig(Section):
 class ValConfig(Section):
     every: int = option(20, "Validate every N steps; 0 never.", ge=0)
     before: bool = option(True, "Validate before the first step.", when=VALIDATING)
-    n: int = option(
-        1, "Samples per prompt: 1 is greedy unless a temperature is set, more give avg@k.", ge=1, commands=ANSWERING
-    )
-    temperature: float = option(
-        0.0, "Temperature of validation; 1 unless set when n is above 1.", ge=0, commands=ANSWERING
-    )
+    n: int = option(1, "Samples per prompt: 1 is greedy, more give avg@k.", ge=1, commands=ANSWERING)
+    temperature: float = option(0.0, "Unless set 0, and 1 when n is above 1.", ge=0, commands=ANSWERING)
     top_p: float = option(1.0, "Nucleus of validation sampling.", gt=0, le=1, commands=ANSWERING)
     max_tokens: int = option(2048, "Longest response; rollout.max_tokens unless set.", ge=1, commands=ANSWERING)
     turns: tuple[int, ...] = option(
-        (),
-        "Limits of turns to report accuracy under, such as [1,2,4,6,8,12,16,32]; the largest is "
-        "that of the episodes, in place of env.eval.max_turns.",
-        commands=ANSWERING,
+        (), "Limits of turns to report accuracy under, such as [1,2,4]; the largest counts.", commands=ANSWERING
     )
-    log_generations: int = option(
-        16, "Responses of each set that are stored with their pictures.", ge=0, commands=ANSWERING
-    )
+    log_generations: int = option(16, "Stored responses of each set, with pictures.", ge=0, commands=ANSWERING)
 
     @model_validator(mode="after")
     def _derived(self) -> ValConfig:
@@ -214,17 +159,14 @@ class ValConfig(Section):
 
 class EvalConfig(Section):
     suites: tuple[str, ...] = option(
-        (),
-        "Public sets to measure on: vstar | visualprobe_easy | visualprobe_medium | "
-        "visualprobe_hard | hrbench4k | hrbench8k.",
+        (), "vstar | visualprobe_easy | visualprobe_medium | visualprobe_hard | hrbench4k | hrbench8k."
     )
     folder: str = option("data", "Folder that holds them, each as it is downloaded.", path=True)
 
 
 class GenerateConfig(Section):
     output: str = option(
-        "generations.jsonl",
-        "File of responses inside the run folder; rows already there are skipped, unless they changed.",
+        "generations.jsonl", "File of responses in the run folder; rows there are skipped unless they changed."
     )
     n: int = option(1, "Responses per prompt.", ge=1)
     select: Literal["all", "correct", "best", "best_worst", "threshold"] = option(
