@@ -88,12 +88,8 @@ class Scored:
 Weighted = Sequence[tuple[float, float]]  # (value, weight)
 
 
-def _weighted_sum(values: Weighted) -> float:
-    return sum([value * weight for value, weight in values])
-
-
 COMBINATIONS: dict[str, Callable[[Weighted], float]] = {
-    "weighted_sum": _weighted_sum,
+    "weighted_sum": lambda values: sum([value * weight for value, weight in values]),
     "product": lambda values: math.prod(value * weight for value, weight in values),
     "min": lambda values: min(value * weight for value, weight in values),
 }
@@ -102,68 +98,45 @@ COMBINATIONS: dict[str, Callable[[Weighted], float]] = {
 def combine(recipe: RewardRecipe, scores: Sequence[Score]) -> Scored:
     """An error of any term is an error; next comes an abstention, unless renormalised."""
     outcome = scores[recipe.outcome]
-    raw = _accuracy(outcome) if outcome.kind == "value" else None
+    raw = None
+    if outcome.kind == "value":
+        accuracy = next((name for name in ("accuracy", "accuracy_normalized") if name in outcome.parts), "")
+        raw = outcome.parts.get(accuracy, outcome.value)
     pairs = [
-        (term, replace(score, value=score.value * (raw or 0.0)) if _follows(score) else score)
+        (term, replace(score, value=score.value * (raw or 0.0)) if TIMES_OUTCOME in (score.info or ()) else score)
         for term, score in zip(recipe.terms, scores, strict=True)
     ]
     parts = {term.name: score.value for term, score in pairs if score.kind == "value"}
-    if len(parts) == len(scores):
-        reward: float | None = _reward(recipe, pairs)
-    else:
-        error, abstention = _first(pairs, "error"), _first(pairs, "abstain")
-        if error:
-            return Scored(status="error", outcome=raw, parts=parts, reason=error)
-        reward = _renormalised(recipe, pairs) if recipe.renormalise else None
-        if reward is None:
-            return Scored(status="abstain", outcome=raw, parts=parts, reason=abstention)
-    assert reward is not None
+    error, abstention = _first(pairs, "error"), _first(pairs, "abstain")
+    reward = None if error or (abstention and not recipe.renormalise) else _reward(recipe, pairs)
+    if reward is None:
+        return Scored(status="error" if error else "abstain", outcome=raw, parts=parts, reason=error or abstention)
     return Scored(
         status="ok", reward=reward, outcome=raw, parts=parts, extracted=outcome.extracted, reason=outcome.reason
     )
 
 
-def _accuracy(score: Score) -> float:
-    names = (name for name in ("accuracy", "accuracy_normalized") if name in score.parts)
-    return score.parts.get(next(names, ""), score.value)
-
-
 Pairs = Sequence[tuple[Term, Score]]
 
 
-def _follows(score: Score) -> bool:
-    return bool(score.info) and TIMES_OUTCOME in score.info
-
-
-def _reward(recipe: RewardRecipe, pairs: Pairs) -> float:
-    shaping, values = 0.0, []
-    for term, score in pairs:
-        if term.kind == "shaping":
-            shaping += term.weight * score.value
-        else:
-            values.append((score.value, term.weight))
-    if recipe.gate is not None and pairs[recipe.gate][1].value <= 0:
-        return shaping
-    return COMBINATIONS[recipe.combination](values) + shaping
-
-
-def _renormalised(recipe: RewardRecipe, pairs: Pairs) -> float | None:
-    """Without the abstaining terms, the rest weighing as much as all; None when none is left."""
-    left = [(term, score) for term, score in pairs if score.kind == "value"]
-    whole = sum(term.weight for term, _ in pairs if term.kind != "shaping")
-    rest = sum(term.weight for term, _ in left if term.kind != "shaping")
-    gate = None
-    if recipe.gate is not None:
-        if pairs[recipe.gate][1].kind != "value":
+def _reward(recipe: RewardRecipe, pairs: Pairs) -> float | None:
+    """Of the terms that have a value, weighing as much as all; None where none is left, or no gate."""
+    judging = [(term, score) for term, score in pairs if term.kind != "shaping"]
+    values = [(score.value, term.weight) for term, score in judging if score.kind == "value"]
+    if len(values) < len(judging):
+        whole, rest = sum(term.weight for term, _ in judging), sum(weight for _, weight in values)
+        if not rest:
             return None
-        gate = left.index(pairs[recipe.gate])
-    if not rest:
-        return None
-    scaled = [
-        (replace(term, weight=term.weight * whole / rest), score) if term.kind != "shaping" else (term, score)
-        for term, score in left
-    ]
-    return _reward(replace(recipe, gate=gate), scaled)
+        values = [(value, weight * whole / rest) for value, weight in values]
+    shaping = 0.0
+    for term, score in pairs:
+        if term.kind == "shaping" and score.kind == "value":
+            shaping += term.weight * score.value
+    if recipe.gate is not None:
+        gate = pairs[recipe.gate][1]
+        if gate.kind != "value" or gate.value <= 0:
+            return shaping if gate.kind == "value" else None
+    return COMBINATIONS[recipe.combination](values) + shaping
 
 
 def drops_group(reasons: Iterable[str]) -> bool:

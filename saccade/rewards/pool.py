@@ -19,10 +19,10 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from saccade.rewards.reward_sample import RewardSample, to_json
 from saccade.rewards.user_functions import late
@@ -33,11 +33,10 @@ from saccade.types import Score
 START_LIMIT = 120.0  # seconds for a process to start and to import the function
 GRACE = 1.0  # beyond the deadline, where the worker keeps it itself
 LARGEST_CHUNK = 32
-CRASHED = "crashed"
+CRASHED, CLOSED = "crashed", "closed: the pool was closed first"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call:
+class _Call(NamedTuple):
     verifier: str
     args: str  # JSON
     deadline: float
@@ -48,11 +47,8 @@ class _Job:
     call: _Call
     future: Future[Score]
     sample: str | None = None  # JSON; None only asks whether the function loads
-    alone: bool = False
+    alone: bool = False  # in its chunk
     survived: bool = False  # the end of a process; a second one is its own fault
-
-    def fail(self, reason: str) -> None:
-        self.future.set_result(Score(kind="error", reason=reason))
 
 
 class WorkerPool:
@@ -67,9 +63,7 @@ class WorkerPool:
         self._children: set[Child] = set()
         self._apart: set[_Call] = set()  # take lists and fail on them, but not on one sample
         self.replaced = 0  # processes that hung or died
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"reward-worker-{index}", daemon=True) for index in range(workers)
-        ]
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(workers)]
         for thread in self._threads:
             thread.start()
         atexit.register(self.close)
@@ -102,8 +96,7 @@ class WorkerPool:
             for child in self._children:
                 child.kill()
             self._changed.notify_all()
-        for job in left:
-            job.fail("closed: the pool was closed first")
+        _fail(left, CLOSED)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=5)
@@ -111,9 +104,8 @@ class WorkerPool:
 
     def _enqueue(self, verifier: str, args: Mapping[str, Any], sample: str | None) -> Future[Score]:
         own = VERIFIERS[verifier].deadline if verifier in VERIFIERS else None
-        deadline = min(self.deadline, own or self.deadline)
-        call = _Call(verifier=verifier, args=json.dumps(args), deadline=deadline)
-        job = _Job(call=call, future=Future(), sample=sample)
+        call = _Call(verifier, json.dumps(args), min(self.deadline, own or self.deadline))
+        job = _Job(call=call, future=Future(), sample=sample, alone=sample is None)
         job.future.set_running_or_notify_cancel()  # a reward that was asked for is not cancelled
         self._put([job])
         return job.future
@@ -125,8 +117,7 @@ class WorkerPool:
                     self._queues.setdefault(job.call, deque()).append(job)
                 self._changed.notify_all()
                 return
-        for job in jobs:
-            job.fail("closed: the pool was closed first")
+        _fail(jobs, CLOSED)
 
     def _take(self) -> list[_Job]:
         """The next chunk, small enough that all workers get a share; empty when closed."""
@@ -153,9 +144,7 @@ class WorkerPool:
                 usable = self._run(child, chunk)
             except Exception as error:  # whatever happens here, nobody may wait for ever
                 usable = False
-                for job in chunk:
-                    if not job.future.done():
-                        job.fail(f"worker: {type(error).__name__}: {error}")
+                _fail(chunk, f"worker: {type(error).__name__}: {error}")
             if child is not None and not usable:
                 self._end(child)
                 child = None
@@ -179,38 +168,29 @@ class WorkerPool:
 
     def _run(self, child: Child, chunk: list[_Job]) -> bool:
         """Have a chunk scored. False when the process can no longer be used."""
-        call = chunk[0].call
-        asked = [job for job in chunk if job.sample is not None]
-        request = {
-            "verifier": call.verifier,
-            "args": json.loads(call.args),
-            "deadline": call.deadline,
-            "apart": call in self._apart,
-            "samples": [job.sample for job in asked],
-        }
-        proven = child.asked > 0
+        call, proven = chunk[0].call, child.asked > 0
+        samples = [job.sample for job in chunk if job.sample is not None]
+        request = {**call._asdict(), "apart": call in self._apart, "samples": samples}
         try:
             reply = child.ask(request, seconds=START_LIMIT).row
-            failed = reply.get("failed")
         except (Ended, TimeoutError):
+            trouble = _trouble(child, f"not loaded after {START_LIMIT:g} s")
             if proven:  # it ended while idle: not the fault of this chunk
                 self._put(chunk)
-                return False
-            failed = _trouble(child, f"not loaded after {START_LIMIT:g} s")
-            if failed.startswith(CRASHED):
-                self._blame(chunk, True, failed)
-                return False
-            reply = {}
-        for job in chunk:
-            if failed is not None:
-                job.fail(f"load: {failed}")
-            elif job.sample is None:
-                job.future.set_result(Score(kind="value"))
-        if failed is not None:
-            return bool(reply)
-        return self._collect(child, asked, bool(reply["together"]), call)
+            elif trouble.startswith(CRASHED):
+                self._blame(chunk, True, trouble)
+            else:
+                _fail(chunk, f"load: {trouble}")
+            return False
+        if "failed" in reply:
+            _fail(chunk, f"load: {reply['failed']}")
+        elif not samples:
+            chunk[0].future.set_result(Score(kind="value"))
+        else:
+            return self._collect(child, chunk, call, together=reply["together"])
+        return True
 
-    def _collect(self, child: Child, jobs: list[_Job], together: bool, call: _Call) -> bool:
+    def _collect(self, child: Child, jobs: list[_Job], call: _Call, *, together: bool) -> bool:
         waiting, deadline, apart, failed = dict(enumerate(jobs)), call.deadline, "", False
         end = time.monotonic() + deadline + GRACE * together
         while waiting:
@@ -220,28 +200,23 @@ class WorkerPool:
                 trouble = _trouble(child, late(deadline, own=deadline < self.deadline))
                 self._blame(list(waiting.values()), together, trouble)
                 return False
-            if "index" in reply:
+            if "apart" in reply:
+                together, apart = False, reply["apart"]
+            else:
                 score = Score(**reply["score"])
                 failed |= score.kind == "error"
                 waiting.pop(reply["index"]).future.set_result(score)
-            together, apart = reply.get("together", together), reply.get("apart", apart)
             if not together:
                 end = time.monotonic() + deadline
-        if apart and not failed:
-            self._score_apart(call, apart)
-        return True
-
-    def _score_apart(self, call: _Call, trouble: str) -> None:
-        with self._changed:
-            known = call in self._apart
+        if apart and not failed and call not in self._apart:
             self._apart.add(call)
-        if not known:
             logging.getLogger("saccade").warning(
                 "%s cannot score several samples at once (%s), but each alone; from now on it is "
                 "called with one sample at a time",
                 call.verifier,
-                trouble,
+                apart,
             )
+        return True
 
     def _blame(self, waiting: list[_Job], together: bool, reason: str) -> None:
         """The sample at work is at fault. Several at work at once: each is tried again alone."""
@@ -249,9 +224,15 @@ class WorkerPool:
         died = reason.startswith(CRASHED)
         for job in suspects:
             if len(suspects) == 1 and (job.survived or not died):
-                job.fail(reason)
+                _fail([job], reason)
             job.alone, job.survived = True, job.survived or died
         self._put([job for job in waiting if not job.future.done()])
+
+
+def _fail(jobs: Iterable[_Job], reason: str) -> None:
+    for job in jobs:
+        if not job.future.done():
+            job.future.set_result(Score(kind="error", reason=reason))
 
 
 def _trouble(child: Child, late: str) -> str:

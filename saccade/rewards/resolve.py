@@ -58,10 +58,8 @@ def resolve_recipes(
         terms = tuple(_term(where, row, prompt_format, max_tokens) for row in rows)
         return _recipe(where, terms, config)
 
-    recipes = {
-        source: recipe(f"reward.by_source.{source}", _rows(f"reward.by_source.{source}", value))
-        for source, value in config.by_source.items()
-    }
+    wheres = {source: f"reward.by_source.{source}" for source in config.by_source}
+    recipes = {source: recipe(where, _rows(where, config.by_source[source])) for source, where in wheres.items()}
     default = recipes.pop("default", None)
     if not config.terms and config.preset is None:
         if not config.by_source:
@@ -71,20 +69,23 @@ def resolve_recipes(
         raise ConfigError("reward.terms and reward.preset are both set; keep one of them")
     if default is not None:
         raise ConfigError("reward.by_source.default and reward.terms are both set; keep one")
-    rows = config.terms or _rows("reward.preset", _preset(config.preset or ""))
-    return recipes, recipe("reward.terms", rows)
+    return recipes, recipe("reward.terms", _shared_rows(config))
 
 
 def verifiers_for(config: RewardConfig, data_source: str) -> set[str]:
     """Names of the terms that score rows of a source."""
     value = config.by_source.get(data_source, config.by_source.get("default"))
-    if value is not None:
-        rows = _rows(f"reward.by_source.{data_source}", value)
-    elif config.preset is not None:
-        rows = _rows("reward.preset", _preset(config.preset))
-    else:
-        rows = list(config.terms)
+    rows = _shared_rows(config) if value is None else _rows(f"reward.by_source.{data_source}", value)
     return {row.verifier for row in rows}
+
+
+def _shared_rows(config: RewardConfig) -> Sequence[RewardTerm]:
+    """Those of reward.terms or reward.preset."""
+    if config.preset is None:
+        return config.terms
+    if config.preset not in PRESETS:
+        raise ConfigError(f"reward.preset: {unknown('preset', config.preset, PRESETS)}")
+    return _rows("reward.preset", config.preset)
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
@@ -92,12 +93,6 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(sorted(names))}"
     return f"unknown {what} {name!r}; {hint}"
-
-
-def _preset(name: str) -> Sequence[Mapping[str, Any]]:
-    if name not in PRESETS:
-        raise ConfigError(f"reward.preset: {unknown('preset', name, PRESETS)}")
-    return PRESETS[name]
 
 
 def _rows(where: str, value: Any) -> list[RewardTerm]:
@@ -151,35 +146,24 @@ def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> T
 
 
 def _arguments(where: str, row: RewardTerm, verifier: Verifier, prompt_format: str, max_tokens: int) -> dict[str, Any]:
-    parameters = list(inspect.signature(verifier.function).parameters.values())[1:]
-    names = [parameter.name for parameter in parameters]
+    """With the places to look at: those that the prompt asked for, then the verifier's, the whole text last."""
+    known = dict(list(inspect.signature(verifier.function).parameters.items())[1:])
     for name in row.args:
-        if name not in names:
-            if not names:
-                raise ConfigError(f"{where}: {row.verifier} takes no arguments, remove {name!r}")
-            raise ConfigError(f"{where}: {row.verifier}: {unknown('argument', name, names)}")
+        if name not in known:
+            problem = unknown("argument", name, known) if known else f"takes no arguments, remove {name!r}"
+            raise ConfigError(f"{where}: {row.verifier}: {problem}")
     args = dict(row.args)
-    if "order" in names and "order" not in args:
-        default = inspect.signature(verifier.function).parameters["order"].default
-        args["order"] = _search_order(default, FORMATS[prompt_format].order)
-    _try(where, row.verifier, verifier, args, max_tokens)
-    return args
-
-
-def _search_order(verifier: Sequence[str], shape: Sequence[str]) -> tuple[str, ...]:
-    """The places that the prompt asked for, then the verifier's; the whole text last."""
-    places = (*(place for place in shape if place not in verifier), *verifier)
-    return tuple(sorted(places, key=lambda place: place == "whole"))
-
-
-def _try(where: str, name: str, verifier: Verifier, args: Mapping[str, Any], max_tokens: int) -> None:
-    """Bad values of arguments show on any response."""
-    for response in ("", "<think>a</think><answer>1</answer>"):
+    if "order" in known and "order" not in args:
+        own = known["order"].default
+        places = (*(place for place in FORMATS[prompt_format].order if place not in own), *own)
+        args["order"] = tuple(sorted(places, key=lambda place: place == "whole"))
+    for response in ("", "<think>a</think><answer>1</answer>"):  # bad values of arguments show on any
         sample = RewardSample(id="probe", response=response, answer="1", length=1, max_tokens=max_tokens)
         try:
             verifier.function(sample, **args)
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{where}: {name} with {dict(args)}: {error}") from None
+            raise ConfigError(f"{where}: {row.verifier} with {args}: {error}") from None
+    return args
 
 
 # -- recipes ---------------------------------------------------------------------------------------
@@ -193,35 +177,28 @@ def _recipe(where: str, terms: tuple[Term, ...], config: RewardConfig) -> Reward
     if not any(term.kind != "shaping" for term in terms):
         found = "only shaping terms" if terms else "no terms"
         raise ConfigError(f"{where}: {found}; add one that judges the answer, such as math")
-    combination, gate = _combination(where, config.combine, terms)
+    gate = re.fullmatch(r"gate\((.+)\)", config.combine.strip())
+    if not gate and config.combine not in COMBINATIONS:
+        known = [*COMBINATIONS, "gate(TERM)"]
+        raise ConfigError(f"reward.combine: {unknown('combination', config.combine, known)}")
     return RewardRecipe(
         terms=terms,
         outcome=_outcome(where, config.accuracy_term, terms),
-        combination=combination,
-        gate=gate,
+        combination="weighted_sum" if gate else config.combine,
+        gate=_index(f"{where}: reward.combine", gate[1].strip(), terms) if gate else None,
         renormalise=config.reweight_abstained,
     )
-
-
-def _combination(where: str, combine: str, terms: Sequence[Term]) -> tuple[str, int | None]:
-    gate = re.fullmatch(r"gate\((.+)\)", combine.strip())
-    if gate:
-        return "weighted_sum", _index(f"{where}: reward.combine", gate[1].strip(), terms)
-    if combine not in COMBINATIONS:
-        known = [*COMBINATIONS, "gate(TERM)"]
-        raise ConfigError(f"reward.combine: {unknown('combination', combine, known)}")
-    return combine, None
 
 
 def _outcome(where: str, name: str | None, terms: Sequence[Term]) -> int:
     if name is not None:
         return _index(f"{where}: reward.accuracy_term", name, terms)
     judging = [index for index, term in enumerate(terms) if term.kind == "outcome"]
+    if not judging:
+        helps = f"set reward.accuracy_term={terms[0].name} to count that one"
+        raise ConfigError(f"{where}: no term judges the answer; {helps}")
     # A learned score says little about right and wrong: what does goes before it.
-    rules = [index for index in judging if not terms[index].learned]
-    if judging:
-        return (rules or judging)[0]
-    raise ConfigError(f"{where}: no term judges the answer; set reward.accuracy_term={terms[0].name} to count that one")
+    return min(judging, key=lambda index: terms[index].learned)
 
 
 def _index(where: str, name: str, terms: Sequence[Term]) -> int:

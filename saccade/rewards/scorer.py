@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from saccade.config import RewardConfig
 from saccade.errors import ConfigError
@@ -32,6 +32,8 @@ from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.user_functions import split_name
 from saccade.rewards.verifiers import SERVICES, VERIFIERS, Service
 from saccade.types import Sample, Score
+
+T = TypeVar("T")
 
 
 class Scorer:
@@ -124,17 +126,13 @@ class Scorer:
         """Warnings of recipes that no row asks for; `shared`: also of that for all others, which
         an evaluation of other sets may well not need.
         """
-        there = sorted(set(sources))
-        idle, known = ", ".join(sorted(set(self.recipes) - set(there))), ", ".join(there)
-        found = []
-        if idle:
-            found = [f"reward.by_source: no row has the data_source {idle}; there is {known}"]
+        there, named = set(sources), set(self.recipes)
+        idle, known = ", ".join(sorted(named - there)), ", ".join(sorted(there))
+        found = [f"reward.by_source: no row has the data_source {idle}; there is {known}"] if idle else []
         others = next((name for name in ("terms", "preset") if getattr(self.config, name)), None)
-        if shared and others and there and set(there) <= set(self.recipes):
-            found.append(
-                f"reward.{others}: scores no row, as reward.by_source names the "
-                f"data_source of all ({known}); remove it, or those"
-            )
+        if shared and others and there and there <= named:
+            all_named = f"as reward.by_source names the data_source of all ({known})"
+            found.append(f"reward.{others}: scores no row, {all_named}; remove it, or those")
         return found
 
     def check_media(self, samples: Iterable[Sample]) -> None:
@@ -169,11 +167,7 @@ class Scorer:
     def submit(self, sample: RewardSample) -> Future[Scored]:
         """The result as a future that never holds an exception of a verifier."""
         begun = self._begin(sample)
-        if isinstance(begun, Future):
-            return begun
-        future: Future[Scored] = Future()
-        future.set_result(begun)
-        return future
+        return begun if isinstance(begun, Future) else _done(begun)
 
     def flush(self) -> None:
         """What waits for a model is scored now, in this thread; nothing without models."""
@@ -235,6 +229,12 @@ class Scorer:
         return self.judge
 
 
+def _done(value: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
 def _in_place(function: Callable[..., Score], args: Mapping[str, Any], sample: RewardSample) -> Score:
     try:
         return function(sample, **args)
@@ -253,10 +253,8 @@ def _then(
 
     def go_on(done: Future[Score]) -> None:
         last = second(sample, done.result())
-        if isinstance(last, Future):
-            last.add_done_callback(lambda done: result.set_result(done.result()))
-        else:
-            result.set_result(last)
+        last = last if isinstance(last, Future) else _done(last)
+        last.add_done_callback(lambda done: result.set_result(done.result()))
 
     begun.add_done_callback(go_on)
     return result

@@ -3,8 +3,8 @@
 The form follows from the names of the parameters: the first row of FORMS that fits them. So reward
 files of TRL, R1-V, LMM-R1, EasyR1 and verl work as they are.
 
-    >>> form_of(lambda sample, bonus=0.0: 1.0).name
-    'sample'
+    >>> form_of(lambda sample, bonus=0.0: 1.0).known_by
+    ('sample',)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import isfinite
 from pathlib import Path
@@ -36,10 +36,6 @@ class Form:
     batch: bool = False
     first: bool = False  # known by its first parameter; others are args of the term
 
-    @property
-    def name(self) -> str:
-        return self.known_by[0]
-
 
 def split_name(verifier: str) -> tuple[str, str] | None:
     """`file.py:name` as (file, name); None when it is no file."""
@@ -47,19 +43,18 @@ def split_name(verifier: str) -> tuple[str, str] | None:
     return (match[1], match[2] or DEFAULT_NAME) if match else None
 
 
+_loaded = cache(own_module)
+
+
 def load(verifier: str) -> Callable[..., Any]:
     """The function, from its file. Raises what the file raises."""
-    parts = split_name(verifier)
-    assert parts is not None, verifier
-    module = _loaded(Path(parts[0]).resolve())
-    function = getattr(module, parts[1], None)
+    path, name = split_name(verifier) or (verifier, DEFAULT_NAME)
+    module = _loaded(Path(path).resolve())
+    function = getattr(module, name, None)
     if not callable(function):
         known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        raise ValueError(f"{parts[0]} has no function {parts[1]!r}; it has {', '.join(known)}")
+        raise ValueError(f"{path} has no function {name!r}; it has {', '.join(known)}")
     return function
-
-
-_loaded = cache(own_module)
 
 
 # -- calling ---------------------------------------------------------------------------------------
@@ -204,25 +199,19 @@ def to_scores(result: Any, count: int) -> list[Score] | None:
 def to_score(result: Any) -> Score:
     """A float, a mapping with `overall`, `value` or `score`, or a Score; all else is an error."""
     if isinstance(result, Score):
-        broken = [part for part in map(_finite, result.parts.values()) if part.kind == "error"]
-        return broken[0] if broken else result
+        broken = (part for part in map(_finite, result.parts.values()) if part.kind == "error")
+        return next(broken, result)
     if not isinstance(result, Mapping):
         return _finite(result)
     key = next((key for key in TOTALS if key in result), None)
     if key is None:
-        found = ", ".join(map(str, result))
-        return _error("bad_type", f"a dict needs one of {TOTALS}, this one has {found}")
+        return _error("bad_type", f"a dict needs one of {TOTALS}, this one has {', '.join(map(str, result))}")
+    given = {"accuracy" if name == "acc" else name: v for name, v in result.items() if name not in (key, "parts")}
+    given |= result.get("parts") or {}
     value = _finite(result[key])
-    parts = {
-        "accuracy" if name == "acc" else name: entry for name, entry in result.items() if name not in (key, "parts")
-    }
-    parts |= result.get("parts") or {}
-    scores = {str(name): _finite(part) for name, part in parts.items() if _is_number(part)}
-    broken = [score for score in (value, *scores.values()) if score.kind == "error"]
-    if broken:
-        return broken[0]
-    named = {name: score.value for name, score in scores.items()}
-    return Score(kind="value", value=value.value, parts=named)
+    parts = {str(name): _finite(part) for name, part in given.items() if _is_number(part)}
+    broken = (score for score in (value, *parts.values()) if score.kind == "error")
+    return next(broken, replace(value, parts={name: score.value for name, score in parts.items()}))
 
 
 def _is_number(value: Any) -> bool:

@@ -13,10 +13,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import os
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import asdict
 from typing import Any
 
 from saccade.rewards import user_functions as custom
@@ -24,9 +22,9 @@ from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.system.process import connect, listen
 from saccade.types import Score
+from saccade.user_code import raised_at
 
 Emit = Callable[[Mapping[str, Any]], None]
-Failure = Callable[[BaseException], Score]
 RAISED = (Exception, SystemExit, KeyboardInterrupt)  # by user code
 
 
@@ -40,28 +38,69 @@ def main() -> None:
 
 
 def serve(request: Mapping[str, Any], emit: Emit) -> None:
-    """Answer one request: `ready` or `failed`, then `{index, score}` for every sample."""
-    args = request["args"]
-    file = (custom.split_name(request["verifier"]) or ("",))[0]
+    """Answer one request: `together` or `failed`, then `{index, score}` for every sample."""
+    verifier, args = request["verifier"], json.loads(request["args"])
+    file = (custom.split_name(verifier) or (None,))[0]
     try:
-        function, form = _function(request["verifier"], args)
+        function, form = _function(verifier, args)
     except RAISED as error:
-        emit({"failed": _described(error, file)})
+        emit({"failed": raised_at(error, file)})
         return
-    coroutine = _is_async(function)
-    together = coroutine or (form.batch and not request["apart"])
-    emit({"ready": True, "together": together})
+    concurrent = _is_async(function) and not form.batch
+    together = concurrent or (form.batch and not request["apart"])
+    emit({"together": together})
     samples = [RewardSample(**json.loads(row)) for row in request["samples"]]
-    if not samples:
-        return  # only asked whether it loads: a function need not know what to do with none
-    failure = partial(_failure, file=file)
-    if form.batch:
-        _batch(function, form, samples, args, emit, failure, together=together)
-    elif coroutine:
-        deadline = request["deadline"]
-        asyncio.run(_concurrently(function, form, samples, args, deadline, emit, failure))
-    else:
-        _one_by_one(lambda sample: custom.to_score(custom.call(function, form, sample, args)), samples, emit, failure)
+
+    def score(index: int, value: Score) -> None:
+        emit({"index": index, "score": asdict(value)})
+
+    def failure(error: BaseException) -> Score:
+        short = isinstance(error, BadLength)
+        reason = f"bad_length: {error}" if short else f"raised: {raised_at(error, file)}"
+        return Score(kind="error", reason=reason)
+
+    def scores(part: Sequence[RewardSample]) -> list[Score]:
+        if not form.batch:
+            return [custom.to_score(custom.call(function, form, part[0], args))]
+        result = custom.call(function, form, part, args)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
+        if (found := custom.to_scores(result, len(part))) is None:
+            size = len(result) if hasattr(result, "__len__") else type(result).__name__
+            raise BadLength(f"{size} results for {len(part)} samples")
+        return found
+
+    async def awaited(sample: RewardSample) -> Score:
+        try:
+            return custom.to_score(await custom.call(function, form, sample, args))
+        except RAISED as error:  # here: outside of its task an exit would end all of them
+            return failure(error)
+
+    async def in_time(index: int, sample: RewardSample) -> None:
+        try:
+            score(index, await asyncio.wait_for(awaited(sample), request["deadline"]))
+        except asyncio.TimeoutError:
+            score(index, Score(kind="error", reason=f"timeout: {custom.late(request['deadline'])}"))
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(in_time, range(len(samples)), samples))
+
+    if concurrent:
+        asyncio.run(all_of_them())
+        return
+    if together and len(samples) > 1:
+        try:
+            for index, value in enumerate(scores(samples)):
+                score(index, value)
+            return
+        except RAISED as error:  # then one at a time, so that only the culprits fail
+            emit({"apart": failure(error).reason})
+    for index, sample in enumerate(samples):
+        try:
+            (value,) = scores([sample])
+        except RAISED as error:
+            value = failure(error)
+        score(index, value)
 
 
 def _function(verifier: str, args: Mapping[str, Any]) -> tuple[Callable[..., Any], custom.Form]:
@@ -81,105 +120,12 @@ def _is_async(function: Callable[..., Any]) -> bool:
     )
 
 
-def _one_by_one(
-    score: Callable[[RewardSample], Score], samples: Sequence[RewardSample], emit: Emit, failure: Failure
-) -> None:
-    for index, sample in enumerate(samples):
-        try:
-            result = score(sample)
-        except RAISED as error:
-            result = failure(error)
-        emit(_reply(index, result))
-
-
-def _batch(
-    function: Callable[..., Any],
-    form: custom.Form,
-    samples: Sequence[RewardSample],
-    args: Mapping[str, Any],
-    emit: Emit,
-    failure: Failure,
-    *,
-    together: bool,
-) -> None:
-    """All at once; when that fails, one at a time, so that only the culprits fail."""
-
-    def scores(part: Sequence[RewardSample]) -> list[Score]:
-        result = custom.call(function, form, part, args)
-        if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
-        found = custom.to_scores(result, len(part))
-        if found is None:
-            size = len(result) if hasattr(result, "__len__") else type(result).__name__
-            raise BadLength(f"{size} results for {len(part)} samples")
-        return found
-
-    if together and len(samples) > 1:
-        try:
-            found = scores(samples)
-        except RAISED as error:
-            emit({"together": False, "apart": failure(error).reason})
-        else:
-            for index, score in enumerate(found):
-                emit(_reply(index, score))
-            return
-    _one_by_one(lambda sample: scores([sample])[0], samples, emit, failure)
-
-
 class BadLength(ValueError):
     """A batch function did not return one result per sample."""
 
 
 async def _awaited(result: Any) -> Any:
     return await result
-
-
-async def _concurrently(
-    function: Callable[..., Any],
-    form: custom.Form,
-    samples: Sequence[RewardSample],
-    args: Mapping[str, Any],
-    deadline: float,
-    emit: Emit,
-    failure: Failure,
-) -> None:
-    async def scored(sample: RewardSample) -> Score:
-        try:
-            return custom.to_score(await custom.call(function, form, sample, args))
-        except RAISED as error:  # here: outside of its task an exit would end all of them
-            return failure(error)
-
-    async def one(index: int, sample: RewardSample) -> None:
-        try:
-            score = await asyncio.wait_for(scored(sample), deadline)
-        except asyncio.TimeoutError:
-            score = Score(kind="error", reason=f"timeout: {custom.late(deadline)}")
-        emit(_reply(index, score))
-
-    await asyncio.gather(*(one(index, sample) for index, sample in enumerate(samples)))
-
-
-def _failure(error: BaseException, file: str) -> Score:
-    length = isinstance(error, BadLength)
-    reason = f"bad_length: {error}" if length else f"raised: {_described(error, file)}"
-    return Score(kind="error", reason=reason)
-
-
-def _described(error: BaseException, file: str) -> str:
-    """The exception and the line: of the syntax error, or the last that it passed in the user's
-    file; of a built-in verifier (no file) the last of all.
-    """
-    message, places = str(error), traceback.extract_tb(error.__traceback__)
-    lines = [(place.filename, place.lineno) for place in places if file in ("", place.filename)]
-    if isinstance(error, SyntaxError) and error.filename:
-        message, lines = error.msg, [(error.filename, error.lineno)]
-    where = f" ({os.path.basename(lines[-1][0])}:{lines[-1][1]})" if lines else ""
-    return f"{type(error).__name__}{message and f': {message}'}{where}"
-
-
-def _reply(index: int, score: Score) -> dict[str, Any]:
-    plain = {**vars(score), "parts": dict(score.parts), "info": dict(score.info)}
-    return {"index": index, "score": plain}
 
 
 if __name__ == "__main__":

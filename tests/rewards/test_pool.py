@@ -181,14 +181,14 @@ def test_whether_a_list_function_loads_is_asked_without_calling_it(functions: st
 
 def test_a_late_reply_is_never_taken_for_one_to_another_request(functions: str) -> None:
     def request(*samples: RewardSample) -> dict[str, Any]:
-        call = {"verifier": f"{functions}:single", "args": {}, "deadline": 9, "apart": False}
+        call = {"verifier": f"{functions}:single", "args": "{}", "deadline": 9, "apart": False}
         return call | {"samples": list(map(to_json, samples))}
 
     some = [RewardSample(id=str(n), response="none") for n in range(20)]
     child = Child("saccade.rewards.worker")
-    assert child.ask(request(*some), seconds=60).row["ready"]
+    assert "together" in child.ask(request(*some), seconds=60).row
     reply = child.ask(request(RewardSample(id="a", response="good")), seconds=60)
-    assert reply.row["ready"] and reply.row["id"] == 2  # while twenty are still out
+    assert "together" in reply.row and reply.row["id"] == 2  # while twenty are still out
     assert child.answer(60).row["score"]["value"] == 1
     child.close()
 

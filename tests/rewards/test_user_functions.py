@@ -52,7 +52,7 @@ def with_parameters(parameters: str) -> Callable[..., Any]:
 )
 def test_the_form_follows_from_parameter_names(parameters: str, form: str, is_batch: bool) -> None:
     function = with_parameters(parameters)
-    assert (form_of(function).name, form_of(function).batch) == (form, is_batch)
+    assert (form_of(function).known_by[0], form_of(function).batch) == (form, is_batch)
     check_arguments(function, {})
 
 
