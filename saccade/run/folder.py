@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
+from functools import cache
 from importlib import metadata
 from itertools import count
 from pathlib import Path
@@ -130,7 +131,7 @@ class RunFolder:
             "platform": platform.platform(),
             "host": socket.gethostname(),
             "git": _git_revision(),
-            "packages": {one.name: one.version for one in metadata.distributions() if one.name in PACKAGES},
+            "packages": _versions(),
             "functions": functions,
             "starts": [*before.get("starts", []), start],
         }
@@ -276,6 +277,11 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 # -- facts for the manifest ------------------------------------------------------------------------
+
+
+@cache  # all metadata of an environment take 0.2 s to read
+def _versions() -> dict[str, str]:
+    return {one.name: one.version for one in metadata.distributions() if one.name in PACKAGES}
 
 
 def _git_revision() -> str | None:

@@ -154,8 +154,9 @@ def _test(scorer: Scorer, samples: Sequence[Sample], format: str, count: int, *,
             continue
         plain = format == "none" and split_name(term.verifier) and term.verifier not in tagged
         render = FORMATS["direct" if plain else format].render
+        golds = [_gold(row, term) for row in rows]
         for index, row in enumerate(rows):
-            cases += _cases(row, rows[index + 1 :] + rows[:index], recipe, render)
+            cases += _cases(row, golds[index:] + golds[:index], recipe, render)
     cases, scored, ended = _scored(scorer, cases)
     failures = _failures(list(zip(cases, scored, strict=True)), format)
     return SelfTest(
@@ -168,14 +169,14 @@ def _test(scorer: Scorer, samples: Sequence[Sample], format: str, count: int, *,
     )
 
 
-def _cases(row: Sample, others: Sequence[Sample], recipe: RewardRecipe, render: Callable[[str], str]) -> list[Case]:
-    term = recipe.terms[recipe.outcome]
-    gold = _gold(row, term)
+def _cases(row: Sample, texts: Sequence[str], recipe: RewardRecipe, render: Callable[[str], str]) -> list[Case]:
+    """`texts` are the golds of all rows, that of this one first."""
+    gold = texts[0]
     responses: dict[Kind, str] = {"gold": render(gold), "empty": ""}
     golds = {gold, *(row.answer if isinstance(row.answer, tuple) else ())}
     foreign = [
         text
-        for text in (_gold(other, term) for other in others)
+        for text in dict.fromkeys(texts)
         if not any(text.casefold() == own.casefold() or equivalent(text, own, formulas=False) for own in golds)
     ]
     if foreign:  # the one far away: some verifiers have a tolerance
