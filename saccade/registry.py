@@ -26,8 +26,8 @@ Row = TypeVar("Row")
 # (table, module of `saccade.plugins`, its rows): a row is NAME or NAME=ATTRIBUTE of the module; with
 # MODULE:ATTRIBUTE all of them are in that one, a mapping.
 PLUGINS: tuple[tuple[str, str, str], ...] = (
-    ("advantages", "more_algorithms.more_advantages", "batch_std opo gpg max_rl grpo_passk cpgd gdpo drpo"),
-    ("aggregations", "more_algorithms.more_aggregations", "sample_mean group_mean token_sum"),
+    ("advantages", "more_algorithms.more_advantages:ROWS", "batch_std opo gpg max_rl grpo_passk cpgd gdpo drpo"),
+    ("aggregations", "more_algorithms.more_aggregations:ROWS", "sample_mean group_mean token_sum"),
     ("corrections", "more_algorithms.more_corrections:ROWS", "reject.token.k1 reject.seq_sum.k1 reject.seq_mean.k1"),
     ("corrections", "more_algorithms.more_corrections:ROWS", "reject.token.k2 reject.seq_sum.k2 reject.seq_mean.k2"),
     ("corrections", "more_algorithms.more_corrections:ROWS", "reject.token.k3 reject.seq_sum.k3 reject.seq_mean.k3"),
@@ -67,7 +67,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("hooks", "reward_models.reward_rows", "reward_model_rows=rows_of"),
     ("hooks", "user_environments.env_process", "environment_host=host_of"),
     ("hooks", "verifiers.extract", "extract_answer=extract"),
-    ("kl_kinds", "more_algorithms.more_losses", "abs=absolute k1+=k1_plus k3+=k3_plus"),
+    ("kl_kinds", "more_algorithms.more_losses:ROWS", "abs k1+ k3+"),
     ("row_formats", "row_formats.foreign_rows", "r1v=R1V minio3=MINIO3 lightrft=LIGHTRFT sharegpt=SHAREGPT"),
     ("row_formats", "preferences.preference_rows", "pairs=PAIRS sides=SIDES labels=LABELLED steps=STEPS"),
     ("mappings", "preferences.preference_sets", "hpdv3 imagerewarddb imagegen_cot rapidata-t2v rapidata-i2v"),
@@ -77,8 +77,8 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("media_kinds", "media.videos", "video=KIND"),
     ("media_kinds", "media.sounds", "audio=KIND"),
     ("media_kinds", "series.series_files", "series=KIND"),
-    ("policy_losses", "more_algorithms.more_losses", "gspo_token gmpo sapo cpgd kl_cov clip_cov topr kimi dppo_tv"),
-    ("policy_losses", "more_algorithms.more_losses", "dppo_kl vespo dro=kimi"),
+    ("policy_losses", "more_algorithms.more_losses:ROWS", "gspo_token gmpo sapo cpgd kl_cov clip_cov topr kimi"),
+    ("policy_losses", "more_algorithms.more_losses:ROWS", "dppo_tv dppo_kl vespo dro"),
     ("rules", "preferences.preference_losses", "preferences=check"),
     ("rules", "reward_models.reward_losses", "rating=check"),
     ("rules", "generate.selection", "selection=check"),

@@ -14,8 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the source tree is enough, no install needed
 
-from saccade.algorithms.advantage_inputs import AdvantageInputs  # noqa: E402
-from saccade.algorithms.advantages import ADVANTAGES  # noqa: E402
+from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs  # noqa: E402
 from saccade.algorithms.aggregation import AGGREGATIONS  # noqa: E402
 from saccade.algorithms.build import resolve  # noqa: E402
 from saccade.algorithms.corrections import CORRECTIONS, Correction, Mismatch  # noqa: E402
@@ -48,7 +47,7 @@ def presets() -> Iterator[str]:
     for name in PRESETS:
         row = resolve(AlgorithmConfig(preset=name), max_tokens=LONGEST_RESPONSE)
         samples = f"{row.samples_per_prompt}" + (" + greedy" if row.estimator.greedy else "")
-        also = "; ".join(f"{what}: {text}" for what, text in extras(row).items())
+        also = "; ".join(f"`{option}={value}`" for option, (value, _) in extras(row).items() if option != "old")
         if row.updates_per_step > 1:
             also = "; ".join(filter(None, [f"{row.updates_per_step} updates per step", also]))
         yield cells(f"`{name}`", row.about, formula(row), samples, also, links(row.paper))
@@ -56,8 +55,8 @@ def presets() -> Iterator[str]:
 
 def formula(row: Algorithm) -> str:
     parts = [
-        f"A: `{row.advantage}`{in_brackets(row.estimator, row.advantage_options)}",
-        f"loss: `{row.policy_loss}`{in_brackets(row.loss, row.loss_options)}",
+        f"A: `{row.advantage}`{in_brackets(row.estimator)}",
+        f"loss: `{row.policy_loss}`{in_brackets(row.loss)}",
         f"`{row.aggregation}`",
     ]
     if row.needs_reference:
@@ -65,8 +64,8 @@ def formula(row: Algorithm) -> str:
     return ", ".join(parts)
 
 
-def in_brackets(entry: Entry, options: Mapping[str, object]) -> str:
-    shown = numbers({k: v for k, v in options.items() if k != "std_eps" or v != 1e-6})
+def in_brackets(entry: Entry) -> str:
+    shown = numbers({k: v for k, v in entry.options.items() if k != "std_eps" or v != 1e-6})
     return f" ({shown})" if shown else ""
 
 

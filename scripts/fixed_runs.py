@@ -115,7 +115,15 @@ def algorithms() -> dict[str, Any]:
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         if path.read_text(encoding="utf-8").startswith("# saccade rl "):
             sources[f"configs/{path.name}"] = path
-    return {name: from_config(load(source, command="rl")).model_dump(mode="json") for name, source in sources.items()}
+    return {name: cells_of(from_config(load(source, command="rl"))) for name, source in sources.items()}
+
+
+def cells_of(row: Any) -> dict[str, Any]:
+    """The fields of an algorithm, its functions by their names and options."""
+    entries = {"advantage": row.estimator, "loss": row.loss, "aggregation": row.aggregate, "kl": row.divergence}
+    found = row.model_dump(mode="json", exclude={"estimator", "loss", "aggregate", "divergence", "corrections"})
+    found |= {f"{name}_options": entry.options for name, entry in entries.items()}
+    return found | {"corrections": [{"name": c.name, "options": c.options} for c in row.corrections]}
 
 
 def record() -> dict[str, Any]:

@@ -3,30 +3,143 @@
 An estimator is `f(inputs, *, options) -> [T]`. What holds for all of them is done once, in
 `compute`: a group shrunk to one member does not train, a constant group gets exactly 0, whitening
 happens at most once, the clip comes last. Knows nothing of losses, masks or how rewards were made.
-Axes: S members (sequences), T policy tokens.
+Axes: S members (sequences), T policy tokens, K terms of the reward; tokens of a member are
+contiguous and in order of time.
 
-    >>> compute(ADVANTAGES["grpo"], inputs, {"std_eps": 1e-4}).values
+    >>> compute(ADVANTAGES["grpo"].having({"std_eps": 1e-4}), inputs).values
     tensor([ 0.7070,  0.7070, -0.7070], dtype=torch.float64)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from operator import and_
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from saccade.algorithms.advantage_inputs import AdvantageInputs
-from saccade.algorithms.filters import is_constant
-from saccade.algorithms.table import Entry, Share, add, bound
-from saccade.registry import Table
+from saccade.algorithms.filters import CONSTANT_TOLERANCE, is_constant
+from saccade.algorithms.table import Entry, Share, add, table_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ADVANTAGES: Table[Entry] = Table("advantages", {})
+ADVANTAGES = table_of("advantages")
+INFINITY = float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageInputs:
+    """What an estimator sees. A property `group_*` has one value per member, of its own group."""
+
+    rewards: Tensor  # [S] shaped; anything, also NaN, where a member is not in the baseline
+    groups: Tensor  # [S] int64
+    live: Tensor  # [S] bool: trains
+    baseline: Tensor  # [S] bool: enters the statistics of its group; every live member does
+    lengths: Tensor  # [S] policy tokens of a member
+    sequence: Tensor  # [T] member of each policy token
+    token_penalties: Tensor  # [T] KL in the reward, times its coefficient; zeros without
+    # What only some estimators read.
+    values: Tensor | None = None  # [T] of the critic, at the position that predicts the token
+    final_values: Tensor | None = None  # [S] value after the last token; None: 0, episodes end
+    greedy: Tensor | None = None  # [S] reward of the group's greedy rollout; NaN: it failed
+    components: Tensor | None = None  # [S, K] terms of the reward, shaping included
+    component_weights: Tensor | None = None  # [K], or [S, K] where members have their own
+    domain_weights: Tensor | None = None  # [S] of the group: `weigh` of the estimator
+    drift: Tensor | None = None  # [S] sum over tokens of k3(old, ref)
+
+    def __post_init__(self) -> None:
+        assert bool((self.baseline | ~self.live).all()), "a live member must be in the baseline"
+        assert bool(self.scores.isfinite().all()), "a reward that is not finite is status 'error'"
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """[S] reward minus the KL of all tokens; 0 for members outside the baseline."""
+        penalty = self.sum_by(self.sequence, self.token_penalties, len(self.rewards))
+        return (self.rewards - penalty).where(self.baseline, 0.0)
+
+    @cached_property
+    def centred(self) -> Tensor:
+        """[S] score minus the mean of the group; exactly 0 where the group is constant."""
+        return (self.scores - self.group_mean).where(~self.constant, 0.0)
+
+    @cached_property
+    def constant(self) -> Tensor:
+        """[S] bool: all members of the group have the same score."""
+        return self.same(self.scores)
+
+    @cached_property
+    def group_index(self) -> Tensor:
+        return self.groups.unique(return_inverse=True)[1]
+
+    @cached_property
+    def group_size(self) -> Tensor:
+        """[S] members in the baseline of the group, at least 1 so that it may divide."""
+        return self.group_sum(self.scores.new_ones(len(self.scores))).clamp(min=1)
+
+    @cached_property
+    def live_in_group(self) -> Tensor:
+        """[S] members of the group that train."""
+        index = self.group_index
+        return self.sum_by(index, self.live.double(), len(index))[index]
+
+    @cached_property
+    def group_mean(self) -> Tensor:
+        return self.group_sum(self.scores) / self.group_size
+
+    @cached_property
+    def group_std(self) -> Tensor:
+        """[S] unbiased; 0 in a group of one."""
+        squares = self.group_sum((self.scores - self.group_mean).square())
+        return (squares / (self.group_size - 1).clamp(min=1)).sqrt()
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """[T] bool: last token of its member."""
+        return self.sequence.diff(append=self.sequence.new_full((1,), -1)) != 0
+
+    @cached_property
+    def token_rewards(self) -> Tensor:
+        """[T] the reward on the last token, minus the KL of each."""
+        rewards = self.per_token(self.rewards.where(self.baseline, 0.0))
+        return rewards.where(self.ends, 0.0) - self.token_penalties
+
+    def same(self, values: Tensor) -> Tensor:
+        """[S] -> [S] bool: equal in the group by range; a rounding residue is no difference."""
+        high, low = self.group_max(values), -self.group_max(-values)
+        return high - low <= CONSTANT_TOLERANCE * high.abs().maximum(low.abs()).clamp(min=1)
+
+    def group_sum(self, values: Tensor) -> Tensor:
+        """[S] -> [S], over the baseline members of each group."""
+        index = self.group_index
+        return self.sum_by(index, values.where(self.baseline, 0.0), len(values))[index]
+
+    def group_max(self, values: Tensor) -> Tensor:
+        """[S] -> [S], over the baseline members of each group."""
+        index = self.group_index
+        inside = values.where(self.baseline, -INFINITY)
+        empty = inside.new_full((len(values),), -INFINITY)
+        return empty.scatter_reduce(0, index, inside, "amax")[index]
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """[S] -> [T]"""
+        return values[self.sequence]
+
+    def sum_from(self, values: Tensor, rate: float) -> Tensor:
+        """[T] -> [T]: sum over s >= t of rate^(s-t) values_s, within each member."""
+        total, reach = values, 1
+        longest = int(self.sequence.bincount().max()) if len(values) else 0
+        while reach < longest:  # doubling: after k rounds each token has seen 2^k of its member
+            same = self.sequence[reach:] == self.sequence[:-reach]
+            later = total.new_zeros(len(total))
+            later[:-reach] = total[reach:].where(same, 0.0)
+            total = total + rate**reach * later
+            reach *= 2
+        return total
+
+    @staticmethod
+    def sum_by(index: Tensor, values: Tensor, count: int) -> Tensor:
+        return values.new_zeros(count).index_add(0, index, values)
+
 
 # -- one number per member -------------------------------------------------------------------------
 
@@ -87,17 +200,17 @@ class Advantages:
     values: Tensor  # [T] float64, 0 where the member is not live
     returns: Tensor | None  # [T] what the critic learns, 0 where not live; None without a critic
     live: Tensor  # [S] bool, without singletons and, if wanted, without constant groups
-    constant_low: int  # groups, by whether their common reward is below 1/2
+    clip_frac: float  # live tokens beyond adv_clip, before it acts
+    # Groups: constant ones by whether their common reward is below 1/2, and those without a greedy reward.
+    constant_low: int
     constant_high: int
     singleton: int
-    no_baseline: int  # groups whose greedy rollout failed
-    clip_frac: float  # live tokens beyond adv_clip, before it acts
+    no_baseline: int
 
 
 def compute(
     estimator: Entry,
     inputs: AdvantageInputs,
-    options: Mapping[str, Any] = MappingProxyType({}),
     *,
     whiten: bool | None = None,
     whiten_std: bool = True,
@@ -107,15 +220,19 @@ def compute(
     """`whiten` None: as the estimator has it; `adv_clip` 0: off."""
     whiten = estimator.whiten if whiten is None else whiten
     assert not (whiten and estimator.whiten is None), "an estimator that is never whitened"
-    inputs, no_baseline = _present(estimator, inputs)
-    nobody = inputs.live & ~inputs.live
+    nobody, present = inputs.live & ~inputs.live, inputs.lengths > 0
+    known = present if inputs.greedy is None or not estimator.greedy else inputs.greedy.isfinite()
+    no_baseline, present = inputs.live & present & ~known, present & known
+    inputs = replace(inputs, live=inputs.live & present, baseline=inputs.baseline & present)
     singleton = inputs.live & (inputs.live_in_group < 2) if estimator.group else nobody
     live = inputs.live & ~singleton
-    constant = live & _constant(estimator, inputs) if estimator.group else nobody
+    # Where terms are compared one by one, all of them must be constant.
+    terms = [inputs.scores] if inputs.components is None or not estimator.components else inputs.components.T
+    constant = live & reduce(and_, map(inputs.same, terms)) if estimator.group else nobody
     inputs = replace(inputs, live=live & ~constant if drop_constant else live)
 
     live_tokens = inputs.per_token(inputs.live)
-    raw = bound(estimator.function, options)(inputs).where(live_tokens, 0.0)
+    raw = estimator(inputs).where(live_tokens, 0.0)
     values = whitened(raw, live_tokens, std=whiten_std) if whiten else raw
     # Also after whitening: its shift would push a group that says nothing.
     values = values.where(~inputs.per_token(constant), 0.0)
@@ -144,25 +261,6 @@ def whitened(values: Tensor, live: Tensor, *, std: bool = True) -> Tensor:
         return values.new_zeros(len(values))  # not the rounding of the mean, scaled up
     scale = (inside.var() + 1e-8).sqrt() if std and len(inside) > 1 else 1.0
     return ((values - inside.mean()) / scale).where(live, 0.0)
-
-
-def _present(estimator: Entry, inputs: AdvantageInputs) -> tuple[AdvantageInputs, Tensor]:
-    """Without members that have no tokens or no greedy reward to compare with, and the latter."""
-    present, no_baseline = inputs.lengths > 0, inputs.live & ~inputs.live
-    if estimator.greedy:
-        assert inputs.greedy is not None
-        no_baseline = inputs.live & present & ~inputs.greedy.isfinite()
-        present = present & inputs.greedy.isfinite()
-    live, baseline = inputs.live & present, inputs.baseline & present
-    return replace(inputs, live=live, baseline=baseline), no_baseline
-
-
-def _constant(estimator: Entry, inputs: AdvantageInputs) -> Tensor:
-    """[S] bool; where terms are compared one by one, all of them must be constant."""
-    if not estimator.components:
-        return inputs.constant
-    assert inputs.components is not None
-    return reduce(and_, map(inputs.same, inputs.components.T))
 
 
 def standardised(inputs: AdvantageInputs, std_eps: float) -> Tensor:

@@ -7,23 +7,22 @@ over all sequences of an optimizer step and travel with the tokens. Knows nothin
 aggregation sees lengths [S] (0: not live), the trajectory and the group of each sequence [S] and
 gives a scale [S]. Axes: T tokens, S sequences.
 
-    >>> token_scales(AGGREGATIONS["seq_mean"].function, sequence, live=live).values.sum()
+    >>> token_scales(AGGREGATIONS["seq_mean"], sequence, live=live).values.sum()
     tensor(1., dtype=torch.float64)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from saccade.algorithms.table import Count, Entry, add, bound
-from saccade.registry import Table
+from saccade.algorithms.table import Count, add, table_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-AGGREGATIONS: Table[Entry] = Table("aggregations", {})
+AGGREGATIONS = table_of("aggregations")
 
 
 @add(AGGREGATIONS, "sum(l) / N")
@@ -71,21 +70,14 @@ def token_scales(
     sequence: Tensor,  # [T] index into what follows
     *,
     live: Tensor,  # [S] bool
-    trajectory: Tensor | None = None,  # [S]; None: each sequence is its own
     group: Tensor | None = None,  # [S]; None: each sequence is its own
     counted: Tensor | None = None,  # [T] bool, tokens that count as trained; None: all
-    options: Mapping[str, Any] = {},
 ) -> Scales:
     """The only place where exclusion enters the loss, numerator and denominator together."""
-    counting = sequence if counted is None else sequence[counted]
-    lengths = counting.bincount(minlength=len(live)) * live
+    counted = sequence >= 0 if counted is None else counted
+    lengths = sequence[counted].bincount(minlength=len(live)) * live
     own = lengths.new_ones(len(live)).cumsum(0)
-    scale = bound(aggregation, options)(
-        lengths, own if trajectory is None else trajectory, own if group is None else group
-    )
-    values = scale[sequence]
+    scale = aggregation(lengths, own, own if group is None else group)
     return Scales(
-        values=values if counted is None else values.where(counted, 0.0),
-        tokens=int(lengths.sum()),
-        sequences=int((lengths > 0).sum()),
+        values=scale[sequence].where(counted, 0.0), tokens=int(lengths.sum()), sequences=int((lengths > 0).sum())
     )

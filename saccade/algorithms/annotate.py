@@ -12,7 +12,7 @@ step, so no split into micro-batches changes a result.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,16 +23,16 @@ from torch import Tensor
 from saccade.algorithms import corrections
 from saccade.algorithms.advantages import AdvantageInputs, Advantages, compute
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
-from saccade.algorithms.algorithm_state import AlgorithmState
-from saccade.algorithms.estimator_inputs import ComponentWeights, column, estimator_inputs
-from saccade.algorithms.filters import high_entropy
+from saccade.algorithms.algorithm_state import AlgorithmState, domain_of, success_of
+from saccade.algorithms.filters import high_entropy, is_excluded
 from saccade.algorithms.objective import explained_variance
-from saccade.algorithms.policy_losses import SelectionInputs
+from saccade.algorithms.policy_losses import KINDS, SelectionInputs
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.select import Updates
-from saccade.algorithms.table import bound
 from saccade.forest.packing import has_media
 from saccade.types import Batch, Group, Metrics, Trajectory
+
+ComponentWeights = Callable[[str], Mapping[str, float]]  # data source → weight of each term
 
 # -- advantages and scales -------------------------------------------------------------------------
 
@@ -58,11 +58,10 @@ def add_advantages(
     owner = [np.array([place[key] for key in batch.keys])[batch.sequence] for batch in flat]
     sequence = torch.from_numpy(np.concatenate(owner))
     counted = _counted(sequence, algorithm)
-    inputs = estimator_inputs(groups, flat, sequence, counted, algorithm, state, component_weights)
+    inputs = _estimator_inputs(groups, flat, sequence, counted, algorithm, state, component_weights)
     result = compute(
         algorithm.estimator,
         inputs,
-        algorithm.advantage_options,
         whiten=algorithm.whiten,
         whiten_std=algorithm.whiten_std,
         adv_clip=algorithm.adv_clip,
@@ -89,6 +88,74 @@ def add_advantages(
         for batches in updates
     ]
     return scaled, metrics
+
+
+def _estimator_inputs(
+    groups: Sequence[Group],
+    batches: Sequence[Batch],
+    sequence: Tensor,
+    counted: Tensor,
+    algorithm: Algorithm,
+    state: AlgorithmState,
+    component_weights: ComponentWeights | None,
+) -> AdvantageInputs:
+    """The groups and forests of a step as flat tensors, with what the estimator reads."""
+    owners = [group for group in groups for _ in group.trajectories]
+    members = [t for group in groups for t in group.trajectories]
+    place = torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories])
+    sequence, estimator = sequence[counted], algorithm.estimator
+    outside = () if algorithm.excluded_in_baseline else algorithm.exclude_status
+    penalties, read = torch.zeros(len(sequence), dtype=torch.float64), dict[str, Any]()
+    if algorithm.kl_in_reward:
+        old, ref = _numbers_of(batches, "old_logprobs"), _numbers_of(batches, "ref_logprobs")
+        penalties = (algorithm.kl.coef * algorithm.divergence(old, ref))[counted]
+    if estimator.critic:
+        read["values"] = _numbers_of(batches, "values")[counted]
+        if algorithm.critic.bootstrap_truncated:  # an episode that ended is worth nothing more
+            pairs = [(key, value) for b in batches for key, value in zip(b.keys, b.last_values, strict=True)]  # type: ignore[arg-type]
+            last = {key: float(value) for key, value in pairs}
+            read["final_values"] = _numbers(last.get(t.key, 0.0) if t.status == "truncated" else 0.0 for t in members)
+    if estimator.greedy:
+        read["greedy"] = _numbers(_reward(group.greedy) for group in owners)
+    if estimator.weigh:
+        found = [(domain_of(group), success_of(group, algorithm)) for group in groups]
+        weights = [1.0 if y is None else estimator.weigh(state.domains, domain, y) for domain, y in found]
+        read["domain_weights"] = _numbers(weights)[place]
+    if estimator.components:
+        assert component_weights is not None, "the terms of the reward have weights"
+        read["components"], read["component_weights"] = _components(owners, members, component_weights)
+    if estimator.options.get("drpo_kl_damp"):
+        old, ref = _numbers_of(batches, "old_logprobs"), _numbers_of(batches, "ref_logprobs")
+        gaps = KINDS["k3"](old, ref)[counted]
+        read["drift"] = AdvantageInputs.sum_by(sequence, gaps, len(members))
+    return AdvantageInputs(
+        rewards=_numbers(_reward(t) for t in members),
+        groups=place,
+        live=torch.tensor([t.trained and t.response_length > 0 for t in members]),
+        baseline=torch.tensor([t.reward is not None and not is_excluded(t.status, outside) for t in members]),
+        lengths=torch.tensor([t.response_length for t in members]) - int(not counted.all()),
+        sequence=sequence,
+        token_penalties=penalties,
+        **read,
+    )
+
+
+def _reward(trajectory: Trajectory | None) -> float:
+    if trajectory is None or trajectory.reward is None or is_excluded(trajectory.status):
+        return float("nan")
+    return trajectory.reward
+
+
+def _components(
+    owners: Sequence[Group], members: Sequence[Trajectory], weights_of: ComponentWeights
+) -> tuple[Tensor, Tensor]:
+    """Terms of the reward and their weights, [S, K] each; a term that a source lacks weighs 0."""
+    by_source = {s: weights_of(s) for s in sorted({g.sample.data_source for g in owners})}
+    names = sorted({name for weights in by_source.values() for name in weights})
+    # What an environment gave on the way is a term of its own.
+    values = [[sum(t.turn_rewards), *(t.parts.get(name, 0.0) for name in names)] for t in members]
+    weights = [[1.0, *(by_source[g.sample.data_source].get(name, 0.0) for name in names)] for g in owners]
+    return _numbers(values), _numbers(weights)
 
 
 def _finite(batches: Sequence[Batch]) -> bool:
@@ -128,14 +195,9 @@ def _scaled(
     """The denominators of one optimizer step."""
     present = torch.zeros_like(result.live)
     present[sequence] = True
-    scales = token_scales(
-        algorithm.aggregate.function,
-        sequence,
-        live=result.live & present,
-        group=inputs.groups,
-        counted=_counted(sequence, algorithm),
-        options=algorithm.aggregation_options,
-    )
+    counted = _counted(sequence, algorithm)
+    live = result.live & present
+    scales = token_scales(algorithm.aggregate, sequence, live=live, group=inputs.groups, counted=counted)
     metrics.add("policy/live_tokens", scales.tokens)
     metrics.add("policy/live_sequences", scales.sequences)
     return _with(batches, scales=scales.values)
@@ -189,8 +251,7 @@ def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Me
         updates = _written(updates, {"rollout_logprobs": rollout})
     if algorithm.at_once:
         mismatch = corrections.measure(old, rollout, live=live, sequence=sequence)
-        chosen = [(c.entry, c.options) for c in algorithm.at_once]
-        correction = corrections.apply(chosen, mismatch)
+        correction = corrections.apply(algorithm.at_once, mismatch)
         keep = keep if correction.keep is None else keep * correction.keep
         weights = weights if correction.weights is None else weights * correction.weights
     _correction_metrics(weights, keep, live, flat, metrics)
@@ -231,14 +292,8 @@ def _over_kept(batches: Sequence[Batch], algorithm: Algorithm) -> list[Batch]:
     sequence = _sequences(batches)
     kept = (keep > 0) & (scales > 0)
     groups = torch.from_numpy(np.concatenate([batch.groups for batch in batches]))
-    over_kept = token_scales(
-        algorithm.aggregate.function,
-        sequence,
-        live=torch.ones(len(groups), dtype=torch.bool),
-        group=groups,
-        counted=kept,
-        options=algorithm.aggregation_options,
-    )
+    everybody = torch.ones(len(groups), dtype=torch.bool)
+    over_kept = token_scales(algorithm.aggregate, sequence, live=everybody, group=groups, counted=kept)
     factor = (over_kept.values / scales.where(kept, 1.0)).where(kept, 0.0)
     return _with(batches, keep=keep * factor)
 
@@ -247,28 +302,19 @@ def _over_kept(batches: Sequence[Batch], algorithm: Algorithm) -> list[Batch]:
 
 
 def write_selection(
-    batches: Sequence[Batch], current: Sequence[np.ndarray], algorithm: Algorithm, *, seed: str
+    batches: Sequence[Batch], current: Sequence[np.ndarray] | None, algorithm: Algorithm, *, seed: str
 ) -> list[Batch]:
-    """The tokens that the policy loss treats apart, from the log-probs of this moment."""
-    assert algorithm.loss.select is not None
+    """The tokens that the policy loss treats apart, from the `current` log-probs; None: the old ones."""
     live = column(batches, "scales") > 0
     noise = torch.from_numpy(np.concatenate([_token_noise(batch, seed) for batch in batches]))
+    old = column(batches, "old_logprobs")
+    new = old if current is None else torch.from_numpy(np.concatenate(current)).double()
     inputs = SelectionInputs(
-        new=torch.from_numpy(np.concatenate(current)).double()[live],
-        old=column(batches, "old_logprobs")[live],
-        advantages=column(batches, "advantages")[live],
-        noise=noise[live],
+        new=new[live], old=old[live], advantages=column(batches, "advantages")[live], noise=noise[live]
     )
-    chosen = bound(algorithm.loss.select, algorithm.loss_options)(inputs)
     selected = torch.zeros(len(live), dtype=torch.float64)
-    selected[live] = chosen.double()
+    selected[live] = algorithm.loss.selection(inputs).double()
     return _with(batches, selected=selected)
-
-
-def old_logprobs(batches: Sequence[Batch]) -> list[np.ndarray]:
-    found = [batch.old_logprobs for batch in batches if batch.old_logprobs is not None]
-    assert len(found) == len(batches), "old log-probs were not computed"
-    return found
 
 
 def _token_noise(batch: Batch, seed: str) -> np.ndarray:
@@ -286,14 +332,10 @@ def _token_noise(batch: Batch, seed: str) -> np.ndarray:
 
 def for_critic(batches: Sequence[Batch]) -> list[Batch]:
     """The same forests with the critic's own denominator: a mean over live tokens."""
-    live = column(batches, "scales") > 0
     sequence = _sequences(batches)
-    scales = token_scales(
-        AGGREGATIONS["token_mean"].function,
-        sequence,
-        live=torch.ones(int(sequence.max()) + 1, dtype=torch.bool),
-        counted=live,
-    )
+    everybody = torch.ones(int(sequence.max()) + 1, dtype=torch.bool)
+    counted = column(batches, "scales") > 0
+    scales = token_scales(AGGREGATIONS["token_mean"], sequence, live=everybody, counted=counted)
     return _with(batches, scales=scales.values)
 
 
@@ -321,6 +363,19 @@ def show_advantages(groups: Sequence[Group], updates: Updates) -> list[Group]:
     return [
         replace(g, trajectories=tuple(replace(t, advantages=values.get(t.key)) for t in g.trajectories)) for g in groups
     ]
+
+
+def column(batches: Sequence[Batch], name: str) -> Tensor:
+    return torch.from_numpy(np.concatenate([getattr(b, name) for b in batches])).double()
+
+
+def _numbers_of(batches: Sequence[Batch], name: str) -> Tensor:
+    """A column that estimators count with; `_finite` looks whether it was one of numbers."""
+    return column(batches, name).nan_to_num(posinf=0.0, neginf=0.0)
+
+
+def _numbers(values: Iterable[float | list[float]]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float64)
 
 
 def _sequences(batches: Sequence[Batch]) -> Tensor:

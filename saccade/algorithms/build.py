@@ -9,25 +9,19 @@ nothing of what the functions compute. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from saccade.algorithms.checks import find_warnings, refuse_contradictions
-from saccade.algorithms.corrections import CORRECTIONS
-from saccade.algorithms.policy_losses import KINDS
-from saccade.algorithms.resolved_algorithm import AXES, Algorithm, Correct, OldMode
-from saccade.algorithms.table import Entry, canonical, find, parsed
+from saccade.algorithms.checks import refuse_contradictions
+from saccade.algorithms.resolved_algorithm import AXES, Algorithm
+from saccade.algorithms.table import Entry, find, parsed
 from saccade.config import AlgorithmConfig, Config, load
 from saccade.config.schema import CorrectionConfig
-from saccade.config.schema.presets import ADD_ONS, row_of, unknown
+from saccade.config.schema.presets import ADD_ONS, OF_FUNCTIONS, row_of, unknown
 from saccade.config.schema.section import without_effect
 from saccade.errors import ConfigError
 
-EXAMPLES = {"low": 0.97, "high": 1.03, "threshold": 0.01}  # bounds of a correction
+EXAMPLES = {"low": 0.97, "high": 1.03, "threshold": 0.01}  # of options without a default; of others 1
 FIELDS = AlgorithmConfig.model_fields
-OF_FUNCTIONS = {  # fields that are options of a function on one of the axes
-    n for table in AXES.values() for entry in table.values() for n in entry.options if n in FIELDS
-}
 
 
 def resolve(config: AlgorithmConfig, *, max_tokens: int, **train: int | None) -> Algorithm:
@@ -40,33 +34,28 @@ def from_config(config: Config) -> Algorithm:
     """The algorithm of a whole run."""
     given, train, row = config.algorithm, config.train, row_of(config.algorithm.preset)
     max_tokens = config.rollout.max_tokens * config.env.max_turns
-    names = {axis: canonical(table, getattr(given, axis)) for axis, table in AXES.items()}
-    if names["policy_loss"] != row.get("policy_loss", "clip"):
-        loss = find("policy_loss", AXES["policy_loss"], names["policy_loss"])
-        if loss.own_aggregation and "aggregation" not in given.model_fields_set:
-            names["aggregation"] = loss.own_aggregation
-    entries = {axis: find(axis, AXES[axis], name) for axis, name in names.items()}
-    options = {axis: _options(entry, given) for axis, entry in entries.items()}
-    if entries["aggregation"].reads("fixed_length") and "fixed_length" not in given.args:
-        options["aggregation"]["fixed_length"] = max_tokens
-    kind = canonical(KINDS, given.kl.kind or {"loss": "k3", "reward": "k1"}[given.kl.place])
-    divergence = find("kl.kind", KINDS, kind)
-    kl_options = divergence.options | parsed(divergence, given.args)
-    if given.kl.clamp is not None and divergence.reads("clamp"):
-        kl_options["clamp"] = given.kl.clamp
-    corrections = tuple(_correction(cells, given.args) for cells in given.correct)
-    used = {name: value for axis in AXES for name, value in options[axis].items()}
-    chosen = dict(given) | names | {name: used.get(name) for name in OF_FUNCTIONS}
+    estimator = _choose("advantage", given.advantage, given)
+    loss = _choose("policy_loss", given.policy_loss, given)
+    aggregation = given.aggregation
+    if loss.name != row.get("policy_loss", "clip") and "aggregation" not in given.model_fields_set:
+        aggregation = loss.own_aggregation or aggregation
+    longest = {"fixed_length": max_tokens} if "fixed_length" not in given.args else {}
+    aggregate = _choose("aggregation", aggregation, given, **longest)
+    kind = given.kl.kind or {"loss": "k3", "reward": "k1"}[given.kl.place]
+    divergence = _choose("kl.kind", kind, given, **_set(clamp=given.kl.clamp))
+    corrections = tuple(_correction(cells, given) for cells in given.correct)
+    used = {**estimator.options, **loss.options, **aggregate.options}
+    names = {"advantage": estimator.name, "policy_loss": loss.name, "aggregation": aggregate.name}
+    chosen = dict(given) | {name: used.get(name) for name in OF_FUNCTIONS} | names
     if given.filter.function is not None:
-        function = canonical({}, given.filter.function)
-        find("filter.function", {}, function)
+        function = find("filter.function", {}, given.filter.function).name
         chosen["filter"] = given.filter.model_copy(update={"function": function})
     algorithm = Algorithm.model_construct(
         **chosen
         | {
             "args": given.args | {n: value for n, value in used.items() if n not in FIELDS},
-            "whiten": bool(entries["advantage"].whiten if given.whiten is None else given.whiten),
-            "kl": given.kl.model_copy(update={"kind": kind, "clamp": kl_options.get("clamp")}),
+            "whiten": bool(estimator.whiten if given.whiten is None else given.whiten),
+            "kl": given.kl.model_copy(update={"kind": divergence.name, "clamp": divergence.options.get("clamp")}),
             "correct": tuple(CorrectionConfig.model_construct(name=c.name) for c in corrections),
         },
         about=row["about"],
@@ -77,43 +66,42 @@ def from_config(config: Config) -> Algorithm:
         max_tokens=max_tokens,
         reward_clip=config.reward.clip,
         reward_normalise=config.reward.running_norm,
-        advantage_options=options["advantage"],
-        loss_options=options["policy_loss"],
-        aggregation_options=options["aggregation"],
-        kl_options=kl_options,
+        estimator=estimator,
+        loss=loss,
+        aggregate=aggregate,
+        divergence=divergence,
         corrections=corrections,
     )
     refuse_contradictions(algorithm)
     _refuse_unread(given, algorithm)
     for problem in without_effect(given, "algorithm.", {"algorithm": algorithm}):
         raise ConfigError(problem)
-    updates, epochs = train.updates_per_step, train.epochs_per_batch
-    old = old_mode(given.old, updates, epochs, forced=why_recompute(algorithm))
-    if row.get("on_policy") and updates * epochs > 1:
+    once = train.updates_per_step * train.epochs_per_batch == 1
+    if row.get("on_policy") and not once:
         raise ConfigError(
-            f"algorithm.preset={given.preset[0]} takes one optimizer step per batch, not "
-            f"train.updates_per_step={updates} train.epochs_per_batch={epochs}; use 1 and 1, or "
+            f"algorithm.preset={given.preset[0]} takes one optimizer step per batch; use train.updates_per_step=1 "
+            f"train.epochs_per_batch=1 instead of {train.updates_per_step} and {train.epochs_per_batch}, or "
             "algorithm.preset=grpo"
         )
-    return algorithm.model_copy(update={"old": old, "warnings": find_warnings(algorithm)})
+    old = old_mode(given.old, once=once, forced=why_recompute(algorithm))
+    warnings = ()
+    if loss.own_aggregation not in (None, aggregate.name):
+        text = f"algorithm.aggregation={aggregate.name}: policy loss {loss.name} is made for {loss.own_aggregation}"
+        warnings = (f"{text}; long sequences weigh more now",)
+    return algorithm.model_copy(update={"old": old, "warnings": warnings})
 
 
-def old_mode(wanted: str, updates: int, epochs: int, *, forced: str | None = None) -> OldMode:
-    """Which old log-probs are used: the detached current ones wherever that is exact.
-
-    `forced` says why they must be recomputed before training, if they must.
+def old_mode(wanted: str, *, once: bool, forced: str | None) -> str:
+    """Which old log-probs are used: the detached current ones wherever that is exact, that is with
+    one optimizer step per batch. `forced` says why they must be recomputed before training.
     """
-    on_policy = updates == 1 and epochs == 1
-    if wanted == "recompute" or (wanted == "auto" and (forced or not on_policy)):
-        return "recompute"
-    if forced is not None:
+    if wanted == "auto":
+        return "detach" if once and not forced else "recompute"
+    if wanted == "detach" and not once:
+        forced = forced or "is exact only with train.updates_per_step=1 and train.epochs_per_batch=1"
+    if forced and wanted != "recompute":
         raise ConfigError(f"algorithm.old={wanted}: {forced}; use algorithm.old=recompute")
-    if wanted == "detach" and not on_policy:
-        raise ConfigError(
-            f"algorithm.old=detach is exact only with one optimizer step per batch, not with train.updates_per_step="
-            f"{updates} train.epochs_per_batch={epochs}; use 1 and 1, or algorithm.old=recompute"
-        )
-    return "rollout" if wanted == "rollout" else "detach"
+    return wanted
 
 
 def why_recompute(algorithm: Algorithm) -> str | None:
@@ -126,63 +114,57 @@ def why_recompute(algorithm: Algorithm) -> str | None:
         f"policy_loss={algorithm.policy_loss}": algorithm.loss.select is not None,
         f"correct=[{corrections}]": bool(corrections),
         "self_normalise": algorithm.self_normalise,
-        "args.drpo_kl_damp": bool(algorithm.advantage_options.get("drpo_kl_damp")),
+        "args.drpo_kl_damp": bool(algorithm.estimator.options.get("drpo_kl_damp")),
         "filter.keep_surplus": algorithm.filter.keep_surplus,
         "hot_first_token.first_token=is": fire.temperature > 0 and fire.first_token == "is",
     }
-    found = [name for name, forces in reasons.items() if forces]
-    return f"algorithm.{found[0]} needs old log-probs before training" if found else None
+    found = next((name for name, forces in reasons.items() if forces), None)
+    return found and f"algorithm.{found} needs old log-probs before training"
 
 
 # -- options of functions --------------------------------------------------------------------------
 
 
-def _options(entry: Entry, given: AlgorithmConfig) -> dict[str, Any]:
-    """What was given for the options of an entry, else its defaults."""
-    fields = {n: getattr(given, n) for n in entry.options if n in FIELDS}
-    fields = {name: value for name, value in fields.items() if value is not None}
-    return entry.options | parsed(entry, given.args) | fields
+def _choose(axis: str, name: str, given: AlgorithmConfig, **options: Any) -> Entry:
+    """The entry called `name` with what was given for its options, in `args` or in fields."""
+    entry = find(axis, AXES[axis], name)
+    entry = entry.having(parsed(entry, given.args) | _set(**dict(given)) | options)
+    if missing := [n for n, p in entry.parameters.items() if p.default is p.empty and n not in entry.given]:
+        fields = [f"algorithm.{n}={EXAMPLES.get(n, 1)}" for n in missing if n in FIELDS]
+        args = ", ".join(f"{n}: {EXAMPLES.get(n, 1)}" for n in missing if n not in FIELDS)
+        example = " ".join(fields + ([f"algorithm.args={{{args}}}"] if args else []))
+        raise ConfigError(f"algorithm.{axis}={name} needs {' and '.join(missing)}; for example {example}")
+    return entry
 
 
-def _correction(cells: CorrectionConfig, args: Mapping[str, Any]) -> Correct:
-    name = canonical(CORRECTIONS, cells.name)
-    entry = find("correct", CORRECTIONS, name)
+def _set(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _correction(cells: CorrectionConfig, given: AlgorithmConfig) -> Entry:
     bounds = cells.model_dump(exclude_none=True, exclude={"name"})
+    entry = _choose("correct", cells.name, given, **bounds)
     for key in bounds:
         if not entry.reads(key):
-            raise ConfigError(
-                f"algorithm.correct: {cells.name} has no {key}; it reads {', '.join(entry.options) or 'no option'}"
-            )
-    options = {**entry.options, **parsed(entry, args), **bounds}
-    missing = [key for key in entry.required if options[key] is None]
-    if missing:
-        works = bounds | {key: EXAMPLES[key] for key in missing if key in EXAMPLES}
-        shown = "".join(f", {key}: {value:g}" for key, value in works.items())
-        others = ", ".join(f"{key}: 1" for key in missing if key not in EXAMPLES)
-        raise ConfigError(
-            f"algorithm.correct: {cells.name} needs {' and '.join(missing)}; for example "
-            f"algorithm.correct=[{{name: {cells.name}{shown}}}]" + (f" algorithm.args={{{others}}}" if others else "")
-        )
-    return Correct(name=name, options=options)
+            reads = ", ".join(entry.options) or "no option"
+            raise ConfigError(f"algorithm.correct: {cells.name} has no {key}; it reads {reads}")
+    return entry
 
 
 def _refuse_unread(given: AlgorithmConfig, algorithm: Algorithm) -> None:
     """Options and add-ons that no chosen function reads would do nothing."""
-    entries = [entry for _, entry, _ in algorithm.axes.values()]
-    entries += [algorithm.divergence, *(correction.entry for correction in algorithm.corrections)]
-    read = {name for entry in entries for name in entry.options}
+    read = {name for entries in algorithm.chosen.values() for entry in entries for name in entry.options}
     asked = {name: f"{name}: has no effect" for name in given.model_fields_set}
     asked |= {name: f"args.{name}: has no effect" for name in given.args}
     for add_on in given.preset[1:]:
         about = f"preset: {add_on} has no effect, as {{name}} is not read"
         asked |= {name: about.format(name=name) for name in ADD_ONS[add_on] if name in FIELDS}
     for name, says in asked.items():
-        for axis, table in AXES.items() if name not in read else ():
-            readers = [other for other, entry in table.items() if entry.reads(name)]
-            if readers:
+        for axis, entries in algorithm.chosen.items() if name not in read else ():
+            if readers := [other for other, entry in AXES[axis].items() if entry.reads(name)]:
+                now = ", ".join(entry.name for entry in entries)
                 raise ConfigError(
-                    f"algorithm.{says} with {axis}={getattr(algorithm, axis)}; remove it, or use "
-                    f"algorithm.{axis}={readers[0]}"
+                    f"algorithm.{says} with {axis}={now}; remove it, or use algorithm.{axis}={readers[0]}"
                 )
     for name in given.args:
         if name in FIELDS:

@@ -7,26 +7,24 @@ weight is 1 and statistics of its sequence do without it. Knows nothing of losse
 advantage. Axes: T tokens, S sequences.
 
     >>> mismatch = measure(old, rollout, live=live, sequence=sequence)
-    >>> apply([(CORRECTIONS["tis.token"], {"high": 2.0})], mismatch).weights   # [T]
+    >>> apply([CORRECTIONS["tis.token"]], mismatch).weights   # [T]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any, TypeAlias
+from operator import and_
+from typing import TYPE_CHECKING, TypeAlias
 
-from saccade.algorithms.table import Entry, add, bound
-from saccade.registry import Table
+from saccade.algorithms.table import Entry, add, table_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_EXPONENT = 20.0
-CORRECTIONS: Table[Entry] = Table(
-    "corrections", {}, adapt=lambda name, row: row[name] if isinstance(row, dict) else row
-)
+CORRECTIONS = table_of("corrections")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,18 +78,12 @@ def measure(old: Tensor, rollout: Tensor, *, live: Tensor, sequence: Tensor) -> 
     )
 
 
-def apply(chosen: Sequence[tuple[Entry, Mapping[str, Any]]], mismatch: Mismatch) -> Correction:
-    """All of them, each with its options: a token is kept that every one of them keeps."""
-    found: list[Correction] = []
-    for entry, options in chosen:
-        assert not entry.each_update, "it has no place among what is computed once"
-        found.append(bound(entry.function, options)(mismatch))
-    weights = [one.weights for one in found if one.weights is not None]
+def apply(chosen: Sequence[Entry], mismatch: Mismatch) -> Correction:
+    """All of them: a token is kept that every one of them keeps. At most one gives weights."""
+    found: list[Correction] = [entry(mismatch) for entry in chosen]
+    weights = next((one.weights for one in found if one.weights is not None), None)
     masks = [one.keep for one in found if one.keep is not None]
-    assert len(weights) < 2, "two of them weigh tokens for the same gap"
-    return Correction(
-        weights=weights[0] if weights else None, keep=reduce(lambda one, other: one & other, masks) if masks else None
-    )
+    return Correction(weights=weights, keep=reduce(and_, masks) if masks else None)
 
 
 # -- weights ---------------------------------------------------------------------------------------

@@ -3,13 +3,13 @@ report, which stay on the device until the step is over.
 
     policy  sum(l k w scale) + beta sum(kl scale) - c_H sum(H scale)
     critic  1/2 sum(max((V - Ret)^2, (V_old + clip(V - V_old) - Ret)^2) scale)
-    demonstrations  sum(l scale),  l = -log p of the token, or a mix of that with a teacher's
+    demonstrations  sum(l scale),  l = -log p of the token
 
 Scales hold the denominators of the whole optimizer step, so micro-losses simply add up. Tokens
 with scale 0 are not live: nothing about them, not even NaN, reaches the loss or a metric. Knows
 nothing of models, ranks or where the log-probs came from. Axis: T tokens.
 
-    >>> loss, sums = objective(algorithm, new, entropy, columns)
+    >>> loss, sums = objective(algorithm, new, entropy, inputs)
     >>> to_metrics([sums], step_tokens=scales.tokens).means()["policy/ratio_mean"]
     1.0
 """
@@ -18,14 +18,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from saccade.algorithms.policy_losses import KINDS, LossInputs, log_ratio
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.algorithms.table import bound
 from saccade.types import Metrics
 
 LARGEST_EXPONENT = 20.0
@@ -74,93 +73,42 @@ def mean_of(values: Tensor) -> tuple[Tensor, Tensor]:
     return values.detach().sum(), torch.tensor(len(values), device=values.device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """What is known of each token before training on it; floats in the type of `new`."""
-
-    advantages: Tensor
-    scales: Tensor
-    sequence: Tensor  # int64, index of the sequence of each token
-    sequences: int
-    old: Tensor | None = None  # None: the detached current ones, so that the ratio is exactly 1
-    rollout: Tensor | None = None  # NaN where the engine gave no log-prob
-    ref: Tensor | None = None
-    keep: Tensor | None = None  # factor of the policy term, 0 where a filter drops it
-    weights: Tensor | None = None
-    rewards: Tensor | None = None  # of the sequence, after shaping
-    selected: Tensor | None = None  # bool
-    stale: Tensor | None = None  # bool: older weights sampled it, so a gap to them is no error
-    images: Tensor | None = None  # bool: the sequence has an image; None: nobody asks
-
-
-def objective(algorithm: Algorithm, new: Tensor, entropy: Tensor | None, columns: Columns) -> tuple[Tensor, LossSums]:
-    live = columns.scales > 0
-    new, advantages = new.where(live, 0.0), columns.advantages.where(live, 0.0)
-    old = _old(algorithm, new, columns).where(live, 0.0)
-    inputs = LossInputs(
-        old=old,
-        advantages=advantages,
-        sequence=columns.sequence,
-        sequences=columns.sequences,
-        live=live,
-        sequence_sum=lambda x: x.new_zeros(columns.sequences).index_add(0, columns.sequence, x),
-        weights=_inside(columns.weights, live),
-        rewards=_inside(columns.rewards, live),
-        selected=columns.selected,
-    )
-    losses, indicators = bound(algorithm.loss.function, algorithm.loss_options)(new, inputs)
+def objective(algorithm: Algorithm, new: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, LossSums]:
+    if algorithm.old == "rollout":
+        assert inputs.rollout is not None, "old=rollout needs rollout log-probs"
+        inputs = replace(inputs, old=inputs.rollout.where(~inputs.rollout.isnan(), new.detach()))
+    live, scales, inputs = inputs.live, inputs.scales, inputs.only_live()
+    new = new.where(live, 0.0)
+    losses, indicators = algorithm.loss(new, inputs)
+    dropped = {
+        f"{c.name}_dropped": ~c(new.detach(), inputs.rollout, inputs.advantages, inputs.sequence_mean)
+        for c in algorithm.corrections
+        if c.each_update
+    }
     weights = None if algorithm.loss.applies_weights else inputs.weights
-    dropped = _dropped_now(algorithm, new, columns, inputs)
-    for factor in (_inside(columns.keep, live), weights, *(~d for d in dropped.values())):
+    for factor in (inputs.keep, weights, *(~d for d in dropped.values())):
         losses = losses if factor is None else losses * factor
     # A clamp or a selection may hide a log-prob that is not finite. 0 times it is NaN, so that the
     # update is skipped; 0 times any other changes nothing.
-    terms = {"policy/pg_loss": (losses * columns.scales).sum() + 0.0 * new.detach().sum()}
+    terms = {"policy/pg_loss": (losses * scales).sum() + 0.0 * new.detach().sum()}
     loss = terms["policy/pg_loss"]
 
     distance = None
-    if algorithm.needs_reference and columns.ref is not None:
-        ref = columns.ref.where(live, 0.0)
-        distance = bound(algorithm.divergence.function, algorithm.kl_options)(new, ref)
+    if algorithm.needs_reference and inputs.ref is not None:
+        distance = algorithm.divergence(new, inputs.ref)
     if algorithm.kl_in_loss:
         assert distance is not None, "a KL in the loss needs reference log-probs"
-        ratio = log_ratio(new, old).exp() if algorithm.kl.ratio_correct else 1.0
-        terms["policy/kl_loss"] = (ratio * distance * columns.scales).sum()
+        ratio = log_ratio(new, inputs.old).exp() if algorithm.kl.ratio_correct else 1.0
+        terms["policy/kl_loss"] = (ratio * distance * scales).sum()
         loss = loss + algorithm.kl.coef * terms["policy/kl_loss"]
     if algorithm.entropy_coef != 0:
         assert entropy is not None, "an entropy bonus needs the entropy"
-        bonus = (entropy.where(live, 0.0) * columns.scales).sum()
+        bonus = (entropy.where(live, 0.0) * scales).sum()
         loss = loss - algorithm.entropy_coef * bonus
     terms["policy/loss"] = loss
     # Where the engine's log-probs are taken for old ones, the trainer's view is the current one.
-    trainer = new.detach() if algorithm.old == "rollout" else old
-    return loss, _sums(terms, indicators | dropped, inputs, new.detach(), trainer, entropy, distance, columns)
-
-
-def _inside(column: Tensor | None, live: Tensor) -> Tensor | None:
-    return None if column is None else column.where(live, 0.0)
-
-
-def _dropped_now(algorithm: Algorithm, new: Tensor, columns: Columns, inputs: LossInputs) -> dict[str, Tensor]:
-    """What corrections drop that look at the current log-probs."""
-    dropped = {}
-    for correction in algorithm.each_update:
-        assert columns.rollout is not None, f"{correction.name} needs rollout log-probs"
-        keep = bound(correction.entry.function, correction.options)(
-            new.detach(), columns.rollout, inputs.advantages, inputs.sequence_mean
-        )
-        dropped[f"{correction.name}_dropped"] = ~keep
-    return dropped
-
-
-def _old(algorithm: Algorithm, new: Tensor, columns: Columns) -> Tensor:
-    if algorithm.old == "rollout":
-        assert columns.rollout is not None, "old=rollout needs rollout log-probs"
-        return columns.rollout.where(~columns.rollout.isnan(), new.detach())
-    if columns.old is None:
-        assert algorithm.old == "detach", "old=recompute needs old log-probs"
-        return new.detach()
-    return columns.old
+    trainer = new.detach() if algorithm.old == "rollout" else inputs.old
+    return loss, _sums(terms, indicators | dropped, inputs, new.detach(), trainer, entropy, distance)
 
 
 @torch.no_grad()
@@ -172,7 +120,6 @@ def _sums(
     trainer: Tensor,
     entropy: Tensor | None,
     distance: Tensor | None,
-    columns: Columns,
 ) -> LossSums:
     live = inputs.live
     gap = log_ratio(new, inputs.old)
@@ -182,29 +129,29 @@ def _sums(
         per_token[f"policy/{name.replace('clip_', 'clip_frac_')}"] = flags
     if entropy is not None:
         per_token["policy/entropy"] = entropy
-    if columns.ref is not None:
-        per_token["policy/kl_ref"] = KINDS["k3"].function(new, columns.ref)
-        per_token["policy/kl_ref_k1"] = KINDS["k1"].function(new, columns.ref)
+    if inputs.ref is not None:
+        per_token["policy/kl_ref"] = KINDS["k3"].function(new, inputs.ref)
+        per_token["policy/kl_ref_k1"] = KINDS["k1"].function(new, inputs.ref)
     per_sequence = {}
     if distance is not None:
         per_sequence["policy/kl_controlled"] = _sum_of_means(distance.detach(), inputs)
     maxima = {"policy/ratio_max": _largest(ratio, live)}
 
     scored, per_scored, per_kind = torch.zeros_like(live), {}, {}
-    if columns.rollout is not None:
-        scored = live & columns.rollout.isfinite()
+    if inputs.rollout is not None:
+        scored = live & inputs.rollout.isfinite()
         per_token["mismatch/unscored_frac"] = ~scored
-        scored = scored if columns.stale is None else scored & ~columns.stale
-        mismatch = (trainer - columns.rollout).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
-        gaps = (trainer - columns.rollout).abs()
+        scored = scored if inputs.stale is None else scored & ~inputs.stale
+        mismatch = (trainer - inputs.rollout).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+        gaps = (trainer - inputs.rollout).abs()
         per_scored = {
             "mismatch/logp_gap_mean": gaps,
             "mismatch/mult_prob_error": mismatch.abs().exp(),
             "mismatch/kl": mismatch.expm1() - mismatch,
         }
         maxima["mismatch/logp_gap_max"] = _largest(gaps, scored)
-        if columns.images is not None:
-            kinds = {"image": scored & columns.images, "text": scored & ~columns.images}
+        if inputs.images is not None:
+            kinds = {"image": scored & inputs.images, "text": scored & ~inputs.images}
             maxima |= {f"mismatch/logp_gap_max/{kind}": _largest(gaps, mask) for kind, mask in kinds.items()}
             per_kind = {
                 f"{name}/{kind}": (_total(values, mask), mask.sum())
@@ -291,21 +238,3 @@ def imitation_objective(
         terms={} if term is None else {term: loss.detach()},
         means={name: (v.detach().double().sum(), tokens) for name, v in reported.items()},
     )
-
-
-def kd(
-    logits: Tensor, teacher_logits: Tensor, targets: Tensor, *, kd_coef: float = 0.4
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """(1 - kd_coef) CE + kd_coef (-sum over v of p_teacher log p_student), and both terms.
-
-    logits [R, V], with a gradient; teacher_logits [R, V]; targets [R]. Ids that are banned (-inf)
-    for the student are banned for the teacher.
-    """
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    banned = logits == -torch.inf
-    student = logits.to(wide).log_softmax(-1)
-    teacher = teacher_logits.to(wide).detach().masked_fill(banned, -torch.inf).softmax(-1)
-    written = -student.gather(-1, targets[:, None]).squeeze(-1)
-    taught = -(teacher * student.masked_fill(banned, 0.0)).sum(-1)  # 0 times -inf is not 0
-    mix = (1 - kd_coef) * written + kd_coef * taught
-    return mix, {"ce": written.detach(), "teacher": taught.detach()}

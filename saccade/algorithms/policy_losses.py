@@ -13,12 +13,10 @@ tokens, S sequences.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from saccade.algorithms.table import Entry, NotNegative, Positive, add
-from saccade.registry import Table
+from saccade.algorithms.table import NotNegative, Positive, add, table_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,23 +25,42 @@ LARGEST_LOG_RATIO = 20.0
 LARGEST_SEQUENCE_LOG_RATIO = 10.0
 SMALLEST_WEIGHT = math.exp(-LARGEST_LOG_RATIO)  # in place of 0 before a logarithm
 LARGEST_KL = 10.0  # of k3, and of the slopes of k2 and k3
-LOSSES: Table[Entry] = Table("policy_losses", {})
-KINDS: Table[Entry] = Table("kl_kinds", {})
+LOSSES = table_of("policy_losses")
+KINDS = table_of("kl_kinds")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """What is known of the tokens; 0 where a token is not live."""
+    """What is known of the tokens before training on them; a loss sees 0 where one is not live."""
 
-    old: Tensor  # [T]
+    old: Tensor  # [T] log-probs before the first update
     advantages: Tensor  # [T]
+    scales: Tensor  # [T] what a token counts in the loss; 0: it is not live
     sequence: Tensor  # [T] index of the sequence of each token
     sequences: int
-    live: Tensor  # [T] bool
-    sequence_sum: Callable[[Tensor], Tensor]  # [T] -> [S]
     weights: Tensor | None = None  # [T] of the correction; None: ones
     rewards: Tensor | None = None  # [T] of the token's member, after shaping
     selected: Tensor | None = None  # [T] bool, from the `select` of the loss
+    # What losses need not look at.
+    rollout: Tensor | None = None  # [T] NaN where the engine gave no log-prob
+    ref: Tensor | None = None  # [T]
+    keep: Tensor | None = None  # [T] factor of the loss, 0 where a filter drops it
+    stale: Tensor | None = None  # [T] bool: older weights sampled it, so a gap to them is no error
+    images: Tensor | None = None  # [T] bool: the sequence has an image; None: nobody asks
+
+    @property
+    def live(self) -> Tensor:
+        """[T] bool"""
+        return self.scales > 0
+
+    def only_live(self) -> LossInputs:
+        """With 0 where a token is not live."""
+        columns = {n: getattr(self, n) for n in ("old", "advantages", "weights", "rewards", "ref", "keep")}
+        return replace(self, **{n: values.where(self.live, 0.0) for n, values in columns.items() if values is not None})
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """[T] -> [S]"""
+        return values.new_zeros(self.sequences).index_add(0, self.sequence, values)
 
     def sequence_total(self, values: Tensor) -> Tensor:
         """[T] -> [T]: the sum over the live tokens of a sequence, at each of its tokens."""

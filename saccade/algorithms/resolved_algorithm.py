@@ -1,43 +1,33 @@
 """`Algorithm`: the `algorithm` section of a config, complete, with what a run adds to it.
 
-Functions are looked up by name, so an algorithm crosses a process and is stored with a checkpoint.
 Knows nothing of how it was made; `build.from_config` makes it. Imports no torch.
 
-    >>> bound(algorithm.loss.function, algorithm.loss_options)(new, inputs)
+    >>> algorithm.loss(new, inputs)   # the chosen function, with its options
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from saccade.algorithms.advantages import ADVANTAGES
 from saccade.algorithms.aggregation import AGGREGATIONS
 from saccade.algorithms.corrections import CORRECTIONS
 from saccade.algorithms.policy_losses import KINDS, LOSSES
-from saccade.algorithms.table import Entry, find
+from saccade.algorithms.table import Entry
 from saccade.config.schema import AlgorithmConfig
 
-AXES: Mapping[str, Mapping[str, Entry]] = {"advantage": ADVANTAGES, "policy_loss": LOSSES, "aggregation": AGGREGATIONS}
-OldMode = Literal["detach", "recompute", "rollout"]
-Options = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Correct:
-    """A correction of the gap between engine and trainer."""
-
-    name: str
-    options: Options
-
-    @property
-    def entry(self) -> Entry:
-        return find("correct", CORRECTIONS, self.name)
+AXES: Mapping[str, Mapping[str, Entry]] = {
+    "advantage": ADVANTAGES,
+    "policy_loss": LOSSES,
+    "aggregation": AGGREGATIONS,
+    "kl.kind": KINDS,
+    "correct": CORRECTIONS,
+}
 
 
 class Algorithm(AlgorithmConfig):
-    """Every option has the value that is used; `old` is one of OldMode."""
+    """Every option has the value that is used; `old` is never auto."""
 
     about: str
     paper: str
@@ -47,37 +37,18 @@ class Algorithm(AlgorithmConfig):
     max_tokens: int  # most sampled tokens of an episode
     reward_clip: tuple[float, float] | None
     reward_normalise: Literal["off", "std", "mean_std"]
-    advantage_options: Options
-    loss_options: Options
-    aggregation_options: Options
-    kl_options: Options
-    corrections: tuple[Correct, ...]
+    # What was chosen on each of AXES, with its options.
+    estimator: Entry
+    loss: Entry
+    aggregate: Entry
+    divergence: Entry
+    corrections: tuple[Entry, ...]
     warnings: tuple[str, ...] = ()
 
     @property
-    def estimator(self) -> Entry:
-        return find("advantage", ADVANTAGES, self.advantage)
-
-    @property
-    def loss(self) -> Entry:
-        return find("policy_loss", LOSSES, self.policy_loss)
-
-    @property
-    def aggregate(self) -> Entry:
-        return find("aggregation", AGGREGATIONS, self.aggregation)
-
-    @property
-    def divergence(self) -> Entry:
-        return find("kl.kind", KINDS, self.kl.kind or "")
-
-    @property
-    def axes(self) -> dict[str, tuple[str, Entry, Options]]:
-        """What was chosen on each of AXES: its name, its entry, its options."""
-        return {
-            "advantage": (self.advantage, self.estimator, self.advantage_options),
-            "policy_loss": (self.policy_loss, self.loss, self.loss_options),
-            "aggregation": (self.aggregation, self.aggregate, self.aggregation_options),
-        }
+    def chosen(self) -> dict[str, tuple[Entry, ...]]:
+        alone = (self.estimator, self.loss, self.aggregate, self.divergence)
+        return dict(zip(AXES, [*((entry,) for entry in alone), self.corrections], strict=True))
 
     @property
     def needs_reference(self) -> bool:
@@ -110,10 +81,6 @@ class Algorithm(AlgorithmConfig):
         return self.needs_reference and self.kl.update != "none"
 
     @property
-    def at_once(self) -> tuple[Correct, ...]:
+    def at_once(self) -> tuple[Entry, ...]:
         """Corrections that are computed before training on the step."""
-        return tuple(c for c in self.corrections if not c.entry.each_update)
-
-    @property
-    def each_update(self) -> tuple[Correct, ...]:
-        return tuple(c for c in self.corrections if c.entry.each_update)
+        return tuple(c for c in self.corrections if not c.each_update)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial, wraps
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -24,6 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from saccade.config import explain
 from saccade.config.schema.presets import unknown
 from saccade.errors import ConfigError, SaccadeError
+from saccade.registry import Table
 from saccade.user_code import own_module
 
 # Types of options: what `algorithm.args` may hold.
@@ -40,13 +41,16 @@ OPTIONS = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True, arbitrary_
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A function of an axis and what the builder must know of it.
+    """A function of an axis, its options, and what the builder must know of it.
 
-    Its options are its keyword-only parameters, with their defaults.
+    Its options are its keyword-only parameters, and those of its selection; `given` holds the ones
+    that do not have their defaults.
     """
 
     function: Callable[..., Any]
     formula: str
+    name: str = ""
+    given: Mapping[str, Any] = field(default_factory=dict)
     # advantage
     group: bool = False  # compares the members of a group, so the group rules hold
     whiten: bool | None = None  # over the live tokens of the step; None: never
@@ -69,20 +73,32 @@ class Entry:
     by_sequence: bool = False  # the weight is that of the whole sequence, at each of its tokens
     each_update: bool = False  # looks at the current log-probs, so it is no column of the batch
 
+    def __call__(self, *arguments: Any) -> Any:
+        return self._called(self.function, arguments)
+
+    def selection(self, inputs: Any) -> Any:
+        assert self.select is not None, f"{self.name} treats no tokens apart"
+        return self._called(self.select, (inputs,))
+
+    def _called(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        return function(*arguments, **{n: v for n, v in self.given.items() if n in _keywords(function)})
+
+    def having(self, options: Mapping[str, Any]) -> Entry:
+        """The entry with those of the options that it reads."""
+        return replace(self, given={**self.given, **{n: v for n, v in options.items() if self.reads(n)}})
+
     @cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """Its options, and those of its selection."""
         return _keywords(self.function) | (_keywords(self.select) if self.select else {})
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """Names and defaults; None where there is no default."""
-        return {name: None if p.default is p.empty else p.default for name, p in self.parameters.items()}
+        """Names and values; None where there is none."""
+        defaults = {name: None if p.default is p.empty else p.default for name, p in self.parameters.items()}
+        return {**defaults, **self.given}
 
-    @property
-    def required(self) -> tuple[str, ...]:
-        """Options without a default."""
-        return tuple(name for name, p in self.parameters.items() if p.default is p.empty)
+    def reads(self, option: str) -> bool:
+        return option in self.parameters
 
     def parse(self, option: str, value: Any) -> Any:
         """The value as the annotation of that parameter wants it; raises ValidationError."""
@@ -97,18 +113,11 @@ class Entry:
             return value
         return TypeAdapter(annotation, config=OPTIONS).validate_python(value)
 
-    def reads(self, option: str) -> bool:
-        return option in self.parameters
 
-
+@cache
 def _keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
-
-
-def entry(formula: str, **about: Any) -> Callable[[Callable[..., Any]], Entry]:
-    """Makes an entry of the function below."""
-    return lambda function: Entry(function=function, formula=formula, **about)
 
 
 def add(
@@ -117,10 +126,16 @@ def add(
     """Adds the function below to a table, under its own name unless another is given."""
 
     def put(function: Function) -> Function:
-        table[name or function.__name__] = Entry(function=function, formula=formula, **about)
+        key = name or function.__name__
+        table[key] = Entry(function=function, formula=formula, name=key, **about)
         return function
 
     return put
+
+
+def table_of(name: str) -> Table[Entry]:
+    """A table to add functions to; a plugin names a dict of entries."""
+    return Table(name, {}, adapt=lambda key, row: row[key] if isinstance(row, dict) else row)
 
 
 def parsed(entry: Entry, args: Mapping[str, Any], where: str = "algorithm.args") -> dict[str, Any]:
@@ -138,25 +153,22 @@ def parsed(entry: Entry, args: Mapping[str, Any], where: str = "algorithm.args")
     return found
 
 
-def bound(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function with those of the options that it has parameters for."""
-    return partial(function, **{n: options[n] for n in _keywords(function) if n in options})
-
-
 def find(axis: str, table: Mapping[str, Entry], name: str) -> Entry:
-    """The entry called `name`, or the user's function at `file.py:name`."""
+    """The entry called `name`, or the user's function at `file.py:name`, whose name then means the
+    same in any working directory.
+    """
     if name in table:
-        return table[name]
+        return replace(table[name], name=name)
     path, separator, symbol = name.rpartition(":")
     if not separator:
         raise unknown(f"algorithm.{axis}", name, table)
-    return _users_entry(axis, name, path, symbol)
+    return _users_entry(axis, Path(path).resolve(), symbol)
 
 
 @cache
-def _users_entry(axis: str, name: str, path: str, symbol: str) -> Entry:
-    field = f"algorithm.{axis}"
-    if not (Path(path).is_file() and path.endswith(".py")):
+def _users_entry(axis: str, path: Path, symbol: str) -> Entry:
+    field, name = f"algorithm.{axis}", f"{path}:{symbol}"
+    if not (path.is_file() and path.suffix == ".py"):
         raise ConfigError(f"{field}: file {path} does not exist or is no .py file; write file.py:name")
     try:
         module = own_module(path)
@@ -165,18 +177,11 @@ def _users_entry(axis: str, name: str, path: str, symbol: str) -> Entry:
     found = getattr(module, symbol, None)
     if found is None:
         raise unknown(field, symbol, [n for n in vars(module) if not n.startswith("_")])
-    if isinstance(found, Entry):
-        return replace(found, function=checked(axis, name, found.function), by_advantage=False)
     if not callable(found):
         raise ConfigError(f"{field}: {symbol} in {path} is neither a function nor an Entry")
-    summary = (found.__doc__ or name).strip().splitlines()[0]
-    return Entry(function=checked(axis, name, found), formula=summary, by_advantage=False)
-
-
-def canonical(table: Mapping[str, Entry], name: str) -> str:
-    """A name that means the same in any working directory."""
-    path, separator, symbol = name.rpartition(":")
-    return name if name in table or not separator else f"{Path(path).resolve()}:{symbol}"
+    if not isinstance(found, Entry):
+        found = Entry(function=found, formula=(found.__doc__ or name).strip().splitlines()[0])
+    return replace(found, name=name, function=checked(axis, name, found.function), by_advantage=False)
 
 
 # -- functions of users ----------------------------------------------------------------------------

@@ -34,18 +34,9 @@ HALF = (torch.bfloat16, torch.float16)  # what flash attention and our kernels s
 NAME = "saccade_flash"
 # What models pass beside the arguments below without changing what attention has to compute here: a
 # plan knows its tokens, a segment of keys is one of queries. Anything else changes the result.
-HARMLESS = frozenset(
-    {
-        "position_ids",
-        "cache_position",
-        "is_causal",
-        "cu_seq_lens_k",
-        "max_length_k",
-        "use_cache",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-    }
+HARMLESS = (
+    *("position_ids", "cache_position", "is_causal", "cu_seq_lens_k", "max_length_k"),
+    *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
 )
 # A dense mask of a larger tree would cost more memory than it saves time; it is computed node by
 # node instead.
@@ -128,7 +119,7 @@ def segment_attention(
     q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, scale: float, longest: int | None = None
 ) -> Tensor:
     """Full attention inside each segment [boundaries[i], boundaries[i+1])."""
-    if _use_varlen(q):
+    if q.is_cuda and q.dtype in HALF:
         cu = boundaries.to(torch.int32)
         longest = int((cu[1:] - cu[:-1]).max()) if longest is None else int(longest)
         return varlen(q, k, v, cu, cu, longest, longest, scale=scale, causal=False, window=None)
@@ -330,10 +321,6 @@ def _pad_trees(
 
 
 # -- the variable-length call ----------------------------------------------------------------------
-
-
-def _use_varlen(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in HALF
 
 
 @functools.cache

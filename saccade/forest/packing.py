@@ -19,6 +19,7 @@ from saccade.types import READ_COLUMNS, Batch, Group, MediaSpan, Trajectory
 
 Positions = Callable[[int, tuple[MediaSpan, ...]], np.ndarray]
 
+EVERYTHING = np.empty(0, dtype=np.int64)  # support of a token where nothing was cut away
 # A branch below the trunk that is shorter than this costs more (its own attention call) than it
 # saves.
 MIN_BRANCH = 4
@@ -175,7 +176,8 @@ def _fitting(members: Sequence[Trajectory], group: int, ends: bool, budget: int,
 
 
 def _tree(members: Sequence[Trajectory], group: int, with_ends: bool) -> _Tree:
-    ends = [_last_sampled(t) + with_ends for t in members]
+    # The last target is predicted one token earlier, and what follows is never read.
+    ends = [int(np.flatnonzero(t.policy_mask)[-1]) + with_ends for t in members]
     nodes: list[_Node] = []
     paths: list[tuple[int, ...]] = [()] * len(members)
 
@@ -200,11 +202,6 @@ def _tree(members: Sequence[Trajectory], group: int, with_ends: bool) -> _Tree:
                 branches.setdefault(_next(members[name], end), []).append(name)
         growing += [(branch, end, parent, path) for branch in reversed(branches.values())]
     return _Tree(members=tuple(members), group=group, nodes=tuple(nodes), paths=tuple(paths))
-
-
-def _last_sampled(trajectory: Trajectory) -> int:
-    """The last target; it is predicted one token earlier, and what follows is never read."""
-    return int(np.flatnonzero(trajectory.policy_mask)[-1])
 
 
 def _next(trajectory: Trajectory, place: int) -> tuple[object, ...]:
@@ -240,7 +237,9 @@ def _batch(trees: Sequence[_Tree], positions: Positions, with_ends: bool) -> Bat
     parents: list[int] = []
     keys: list[tuple[str, int]] = []
     reads, targets, sequence, groups = [], [], [], []
-    rollout, advantages, support, sampled = [], [], [], []
+    rollout, advantages, sampled = [], [], []
+    support: list[np.ndarray] = []
+    truncated = False
     for tree in trees:
         first_node = len(parents)
         tree_positions = _tree_positions(tree, positions)
@@ -262,7 +261,8 @@ def _batch(trees: Sequence[_Tree], positions: Positions, with_ends: bool) -> Bat
             groups.append(tree.group)
             rollout.append(member.logprobs[policy])
             advantages.append(member.advantages)
-            support.append(member.support)
+            support += member.support or (EVERYTHING,) * len(policy)
+            truncated |= member.support is not None
             if with_ends:
                 sampled.append(where[policy])
     return Batch(
@@ -278,7 +278,7 @@ def _batch(trees: Sequence[_Tree], positions: Positions, with_ends: bool) -> Bat
         media=tuple(media),
         rollout_logprobs=np.concatenate(rollout),
         advantages=None if any(a is None for a in advantages) else np.concatenate(advantages),  # type: ignore[arg-type]
-        support=_all_support(support, [len(r) for r in reads]),
+        support=tuple(support) if truncated else None,
         sampled=np.concatenate(sampled) if with_ends else None,
     )
 
@@ -287,19 +287,6 @@ def _tree_positions(tree: _Tree, positions: Positions) -> list[np.ndarray]:
     """Positions depend on length and media alone, so members with the same media share one
     computation.
     """
-    shared: dict[tuple[MediaSpan, ...], np.ndarray] = {}
     longest = max(len(t.ids) for t in tree.members)
-    for member in tree.members:
-        if member.media not in shared:
-            shared[member.media] = positions(longest, member.media)
+    shared = {media: positions(longest, media) for media in {t.media for t in tree.members}}
     return [shared[member.media] for member in tree.members]
-
-
-def _all_support(
-    support: Sequence[tuple[np.ndarray, ...] | None], lengths: Sequence[int]
-) -> tuple[np.ndarray, ...] | None:
-    if all(kept is None for kept in support):
-        return None
-    nothing = np.empty(0, dtype=np.int64)  # read as: nothing was cut away
-    rows = [kept or (nothing,) * n for kept, n in zip(support, lengths, strict=True)]
-    return tuple(ids for kept in rows for ids in kept)

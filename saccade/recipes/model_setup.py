@@ -23,9 +23,8 @@ from saccade.models.heads import attach_score
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
 from saccade.registry import HOOKS
 from saccade.system.devices import limit_memory
-from saccade.trainer import Reference
 from saccade.trainer.local import LocalBackend
-from saccade.trainer.reference import AdapterReference
+from saccade.trainer.reference import AdapterReference, Reference
 
 log = logging.getLogger(__name__)
 

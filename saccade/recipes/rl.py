@@ -18,10 +18,9 @@ import numpy as np
 from saccade import checks
 from saccade.algorithms import algorithm_state, annotate, select
 from saccade.algorithms.algorithm_state import AlgorithmState
-from saccade.algorithms.annotate import add_advantages, add_corrections
+from saccade.algorithms.annotate import ComponentWeights, add_advantages, add_corrections
 from saccade.algorithms.build import from_config
 from saccade.algorithms.describe import describe, resolved_options
-from saccade.algorithms.estimator_inputs import ComponentWeights
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.select import Updates
 from saccade.config import Config, load
@@ -39,8 +38,8 @@ from saccade.run import checkpoint
 from saccade.run.metrics import signal_metrics
 from saccade.run.training_run import Run
 from saccade.system.disk import require_writable
-from saccade.trainer import Reference
 from saccade.trainer.local import LocalBackend
+from saccade.trainer.reference import Reference
 from saccade.types import Group, Metrics, Sample
 
 log = logging.getLogger(__name__)

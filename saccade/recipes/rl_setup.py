@@ -27,7 +27,8 @@ from saccade.registry import HOOKS
 from saccade.rollout.stored import group_files, load_groups
 from saccade.run.training_run import Run
 from saccade.system.contents import File
-from saccade.trainer import Reference, Scoring
+from saccade.trainer import Scoring
+from saccade.trainer.reference import Reference
 from saccade.types import Group, Sample
 
 log = logging.getLogger(__name__)

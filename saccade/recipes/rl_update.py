@@ -116,8 +116,7 @@ def _select_tokens(batches: Sequence[Batch], algorithm: Algorithm, learners: Lea
     """
     if algorithm.loss.select is None:
         return [*batches]
-    if algorithm.updates_per_step * learners.train.epochs_per_batch == 1:
-        current = annotate.old_logprobs(batches)
-    else:
+    current = None
+    if algorithm.updates_per_step * learners.train.epochs_per_batch > 1:
         current = [new for new, _ in learners.policy.logprobs(batches, learners.scoring)]
     return annotate.write_selection(batches, current, algorithm, seed=seed)

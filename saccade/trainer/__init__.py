@@ -7,10 +7,9 @@ the same call can cross a process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 from saccade.algorithms.objective import LossSums
 from saccade.models.families import Family
-from saccade.system.contents import File
 from saccade.types import Batch, Metrics
 
 Objective = Callable[[], tuple[Tensor, LossSums]]
@@ -75,17 +73,3 @@ class Loss(Protocol):
     def read(self, trainer: Reader, batch: Batch) -> Objective:
         """The forward of a forest; what it returns computes loss and sums from its outputs."""
         ...
-
-
-class Reference(Protocol):
-    """The reference model that a KL term compares with: frozen, unless it follows the policy."""
-
-    def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]: ...
-
-    def blend(self, source: Iterable[tuple[str, Any]], share: float) -> None: ...
-
-    def saved_bytes(self) -> int: ...
-
-    def state_files(self, *, copy: bool = False) -> Iterator[File]: ...
-
-    def load_state(self, folder: Path) -> None: ...

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.algorithms.objective import Columns
+from saccade.algorithms.policy_losses import LossInputs
 from saccade.forest.attention import AttentionPlan, forest_plan
 from saccade.forest.packing import has_media
 from saccade.forest.to_device import to_device
@@ -27,6 +27,10 @@ from saccade.models.load import media_inputs
 from saccade.types import Batch, MediaSpan
 
 FEATURE_BYTES = 1 << 30
+COLUMNS = (
+    *("old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "scales"),
+    *("keep", "weights", "rewards", "selected", "stale"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,27 +53,17 @@ def inputs_of(batch: Batch, family: Family, device: torch.device, dtype: torch.d
     )
 
 
-def columns_of(batch: Batch, family: Family, like: Tensor) -> Columns:
-    """What is known of each read, where the log-probs `like` are and as wide."""
-
-    def optional(values: np.ndarray | None, dtype: torch.dtype | None = None) -> Tensor | None:
-        return None if values is None else column(values, like, dtype)
-
-    sees = family.spec.image_token is not None
-    return Columns(
-        advantages=column(batch.advantages, like),
-        scales=column(batch.scales, like),
-        sequence=column(batch.sequence, like, torch.int64),
-        sequences=len(batch.keys),
-        old=optional(batch.old_logprobs),
-        rollout=optional(batch.rollout_logprobs),
-        ref=optional(batch.ref_logprobs),
-        keep=optional(batch.keep),
-        weights=optional(batch.weights),
-        rewards=optional(batch.rewards),
-        selected=optional(batch.selected, torch.bool),
-        stale=optional(batch.stale, torch.bool),
-        images=column(has_media(batch)[batch.sequence], like, torch.bool) if sees else None,
+def loss_inputs(batch: Batch, new: Tensor, *, images: bool) -> LossInputs:
+    """What is known of each read, where the log-probs `new` are and as wide. Without old log-probs
+    they are the detached current ones, so that the ratio is exactly 1.
+    """
+    given = {name: getattr(batch, name) for name in COLUMNS}
+    found = {n.removesuffix("_logprobs"): column(v, new) for n, v in given.items() if v is not None}
+    found |= {name: found[name].bool() for name in ("selected", "stale") if name in found}
+    if images:
+        found["images"] = column(has_media(batch)[batch.sequence], new, torch.bool)
+    return LossInputs(
+        **{"old": new.detach()} | found, sequence=column(batch.sequence, new, torch.int64), sequences=len(batch.keys)
     )
 
 
@@ -79,26 +73,20 @@ def column(values: np.ndarray | None, like: Tensor, dtype: torch.dtype | None = 
 
 
 class Ahead:
-    """Inputs that were begun earlier, or are made when they are asked for."""
+    """Inputs of one forest that were begun earlier; others are made when they are asked for."""
 
     def __init__(self, make: Callable[[Batch], Inputs]) -> None:
         self.make = make
         self._thread: ThreadPoolExecutor | None = None
-        self._begun: dict[int, tuple[Batch, Future[Inputs]]] = {}
+        self._begun: tuple[Batch, Future[Inputs]] | None = None
 
     def begin(self, batch: Batch) -> None:
-        if id(batch) in self._begun:
-            return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="inputs")
-        self._begun[id(batch)] = (batch, self._thread.submit(self.make, batch))
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="inputs")
+        self._begun = (batch, self._thread.submit(self.make, batch))
 
     def get(self, batch: Batch) -> Inputs:
-        begun = self._begun.pop(id(batch), None)
-        return self.make(batch) if begun is None else begun[1].result()
-
-    def clear(self) -> None:
-        self._begun.clear()
+        begun, self._begun = self._begun, None
+        return begun[1].result() if begun is not None and begun[0] is batch else self.make(batch)
 
 
 class FeatureCache:

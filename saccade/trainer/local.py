@@ -184,7 +184,6 @@ class LocalBackend:
         self.optimizer.begin()
         self.oom_splits = 0
         self.prefetch(batches)
-        self._inputs.clear()
         tokens = max(1, sum(batch.tokens for batch in batches))
         found: list[LossSums] = []
         # The batch; parameters whose gradient of it is in the sums; recompute every layer.

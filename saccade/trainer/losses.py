@@ -19,7 +19,7 @@ from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.errors import ConfigError
 from saccade.models import experts
 from saccade.trainer import OWN, Objective, Reader, Scoring
-from saccade.trainer.forward_inputs import column, columns_of
+from saccade.trainer.forward_inputs import column, loss_inputs
 from saccade.types import Batch
 
 AUX_METRICS = {"policy": "moe/aux_loss", "critic": "moe/aux_loss_critic"}
@@ -41,8 +41,9 @@ class PolicyLoss:
             return partial(imitation_objective, -new, shown, scales)
         asked = self.algorithm.entropy_coef != 0
         new, entropy = trainer.read(batch, self.scoring, entropy_gradient=asked)
-        columns = columns_of(batch, trainer.family, new)
-        return partial(objective, self.algorithm, new, entropy, columns)
+        assert batch.old_logprobs is not None or self.algorithm.old != "recompute", "old log-probs were not computed"
+        inputs = loss_inputs(batch, new, images=trainer.family.spec.image_token is not None)
+        return partial(objective, self.algorithm, new, entropy, inputs)
 
 
 @dataclass(frozen=True)

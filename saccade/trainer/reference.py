@@ -47,3 +47,7 @@ class AdapterReference:
         from safetensors.torch import load_file
 
         self.held = {n: t.to(self.policy.device) for n, t in load_file(folder / STATE).items()}
+
+
+# What a KL term compares with: frozen, unless it follows the policy.
+Reference = LocalBackend | AdapterReference

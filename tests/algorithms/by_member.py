@@ -8,7 +8,8 @@ import torch
 
 from saccade.algorithms.algorithm_state import restore
 from saccade.algorithms.annotate import add_advantages
-from saccade.algorithms.objective import Columns, LossSums, objective, to_metrics
+from saccade.algorithms.objective import LossSums, objective, to_metrics
+from saccade.trainer.forward_inputs import loss_inputs
 
 LENGTHS = (6, 4, 5, 3)
 KEYS = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
@@ -26,31 +27,8 @@ def loss_of(row, batches, new):
     """The loss of an optimizer step over its forests, and its metrics; `new` by member."""
     total, stats = 0.0, list[LossSums]()
     for batch in batches:
-
-        def column(name, batch=batch):
-            values = getattr(batch, name)
-            return None if values is None else torch.from_numpy(values).double()
-
-        current = np.concatenate([new[key] for key in batch.keys])
-        loss, one = objective(
-            row,
-            torch.from_numpy(current),
-            None,
-            Columns(
-                advantages=column("advantages"),
-                scales=column("scales"),
-                sequence=torch.from_numpy(batch.sequence),
-                sequences=len(batch.keys),
-                old=column("old_logprobs"),
-                rollout=column("rollout_logprobs"),
-                ref=column("ref_logprobs"),
-                keep=column("keep"),
-                weights=column("weights"),
-                rewards=column("rewards"),
-                selected=None if batch.selected is None else column("selected").bool(),
-                stale=None if batch.stale is None else column("stale").bool(),
-            ),
-        )
+        current = torch.from_numpy(np.concatenate([new[key] for key in batch.keys]))
+        loss, one = objective(row, current, None, loss_inputs(batch, current, images=False))
         total, stats = total + loss.item(), [*stats, one]
     return total, to_metrics(stats).means()
 

@@ -20,7 +20,6 @@ from saccade.algorithms.build import from_config
 from saccade.algorithms.corrections import Mismatch, measure
 from saccade.algorithms.policy_losses import LOSSES, LossInputs, SelectionInputs
 from saccade.algorithms.select import Updates
-from saccade.algorithms.table import bound
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.forest.packing import pack
@@ -57,34 +56,29 @@ class Golden:
             advantages=self.advantages,
             sequence=self.sequence,
             sequences=4,
-            live=self.live,
-            sequence_sum=lambda x: x.new_zeros(4).index_add(0, self.sequence, x),
+            scales=torch.ones_like(self.old),
             rewards=torch.tensor(REWARDS, dtype=torch.float64)[self.sequence],
         )
         return replace(inputs, **changes)
 
     def scales(self, aggregation: str, *, fixed_length: int = 6) -> Tensor:
-        return token_scales(
-            AGGREGATIONS[aggregation].function,
-            self.sequence,
-            live=torch.ones(4, dtype=torch.bool),
-            options={"fixed_length": fixed_length},
-        ).values
+        entry = AGGREGATIONS[aggregation].having({"fixed_length": fixed_length})
+        return token_scales(entry, self.sequence, live=torch.ones(4, dtype=torch.bool)).values
 
     def selected(self, name: str, new: Tensor, options: dict[str, Any]) -> Tensor | None:
-        select = LOSSES[name].select
-        if select is None:
+        entry = LOSSES[name].having(options)
+        if entry.select is None:
             return None
         inputs = SelectionInputs(
             new=new.detach(), old=self.old, advantages=self.advantages, noise=(torch.arange(len(new)) * 7919) % 101
         )
-        return bound(select, options)(inputs)
+        return entry.selection(inputs)
 
     def losses(self, name: str, new: Tensor, *, weights: Tensor | None = None, **options: Any) -> Tensor:
         """[T] with its correction weights; options that the loss does not have are ignored."""
         selected = self.selected(name, new, options)
         inputs = self.inputs(weights=weights, selected=selected)
-        losses, _ = bound(LOSSES[name].function, options)(new, inputs)
+        losses, _ = LOSSES[name].having(options)(new, inputs)
         weighed = weights is not None and not LOSSES[name].applies_weights
         return losses * weights if weighed else losses
 

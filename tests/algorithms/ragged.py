@@ -11,19 +11,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from saccade.algorithms.advantage_inputs import PER_MEMBER, PER_TOKEN
 from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
 from saccade.algorithms.corrections import apply, measure, self_normalise
 from saccade.algorithms.filters import high_entropy
-from saccade.algorithms.objective import Columns, objective
+from saccade.algorithms.objective import objective
 from saccade.algorithms.policy_losses import LOSSES, LossInputs, SelectionInputs
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.algorithms.table import bound
 
 GROUP_ESTIMATORS = [name for name, entry in ADVANTAGES.items() if entry.group]
-FAST = settings(max_examples=25, deadline=None)
+FAST = settings(max_examples=12, deadline=None)
 TIGHT = 1e-10
+PER_MEMBER = (
+    *("rewards", "groups", "live", "baseline", "lengths"),
+    *("final_values", "greedy", "components", "domain_weights", "drift"),
+)
+PER_TOKEN = ("sequence", "token_penalties", "values")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +91,7 @@ def steps(draw: st.DrawFn, rewards: Sequence[float] = ROUNDED) -> Step:
 
 
 def advantages(name: str, members: AdvantageInputs, options=None, **changes) -> Tensor:
-    return compute(ADVANTAGES[name], replace(members, **changes), options or {}).values
+    return compute(ADVANTAGES[name].having(options or {}), replace(members, **changes)).values
 
 
 def chosen(order: Tensor, members: AdvantageInputs) -> tuple[AdvantageInputs, Tensor]:
@@ -110,43 +113,33 @@ def loss_and_gradient(
         advantages=advantages,
         sequence=sequence,
         sequences=count,
-        live=torch.ones(len(sequence), dtype=torch.bool),
-        sequence_sum=lambda x: x.new_zeros(count).index_add(0, sequence, x),
+        scales=torch.ones_like(old),
         rewards=step.members.rewards[sequence],
     )
     new = step.new.clone().requires_grad_()
-    losses, _ = bound(LOSSES[name].function, options)(new, inputs)
+    losses, _ = LOSSES[name].having(options)(new, inputs)
     total = (losses * scales).sum()
     return total.detach(), torch.autograd.grad(total, new)[0]
 
 
 def scales_of(name: str, members: AdvantageInputs) -> Tensor:
-    return token_scales(
-        AGGREGATIONS[name].function,
-        members.sequence,
-        live=members.live,
-        group=members.groups,
-        options={"fixed_length": 7},
-    ).values
+    entry = AGGREGATIONS[name].having({"fixed_length": 7})
+    return token_scales(entry, members.sequence, live=members.live, group=members.groups).values
 
 
 def same(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=TIGHT, atol=TIGHT)
 
 
-# 1
-
-
-def columns_of(algorithm: Algorithm, step: Step) -> Columns:
+def columns_of(algorithm: Algorithm, step: Step) -> LossInputs:
     """What a step is given before training on it, over all of its members."""
     members, sequence = step.members, step.members.sequence
     if algorithm.kl_in_reward:
-        distance = bound(algorithm.divergence.function, algorithm.kl_options)(step.old, step.ref)
+        distance = algorithm.divergence(step.old, step.ref)
         members = replace(members, token_penalties=algorithm.kl.coef * distance)
     result = compute(
         algorithm.estimator,
         members,
-        algorithm.advantage_options,
         whiten=algorithm.whiten,
         whiten_std=algorithm.whiten_std,
         adv_clip=algorithm.adv_clip,
@@ -154,19 +147,13 @@ def columns_of(algorithm: Algorithm, step: Step) -> Columns:
     )
 
     def scales_over(counted: Tensor | None) -> Tensor:
-        return token_scales(
-            algorithm.aggregate.function,
-            sequence,
-            live=result.live,
-            group=members.groups,
-            counted=counted,
-            options=algorithm.aggregation_options,
-        ).values
+        sides = {"live": result.live, "group": members.groups}
+        return token_scales(algorithm.aggregate, sequence, counted=counted, **sides).values
 
     scales = scales_over(None)
     live = scales > 0
     mismatch = measure(step.old, step.rollout, live=live, sequence=sequence)
-    found = apply([(c.entry, c.options) for c in algorithm.at_once], mismatch)
+    found = apply(algorithm.at_once, mismatch)
     keep = live if found.keep is None else live & found.keep
     if algorithm.entropy_top:
         scope = algorithm.entropy_scope
@@ -182,11 +169,11 @@ def columns_of(algorithm: Algorithm, step: Step) -> Columns:
         inputs = SelectionInputs(
             new=step.new[live], old=step.old[live], advantages=result.values[live], noise=step.noise[live]
         )
-        picked = bound(algorithm.loss.select, algorithm.loss_options)(inputs)
+        picked = algorithm.loss.selection(inputs)
         selected = torch.zeros_like(live).masked_scatter(live, picked)
     elif algorithm.loss.select is not None:
         selected = live
-    return Columns(
+    return LossInputs(
         advantages=result.values,
         scales=scales,
         sequence=sequence,

@@ -7,8 +7,11 @@ from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
 
 SEQUENCE = torch.tensor([0, 0, 0, 1, 2, 2, 3, 3, 3, 3])  # 3, 1, 2 and 4 tokens
 LIVE = torch.tensor([True, True, True, False])
-TRAJECTORY = torch.tensor([7, 7, 8, 9])
 GROUP = torch.tensor([0, 1, 1, 1])
+
+
+def entry_of(name):
+    return AGGREGATIONS[name].having({"fixed_length": 10})
 
 
 @pytest.mark.parametrize(
@@ -18,55 +21,32 @@ GROUP = torch.tensor([0, 1, 1, 1])
         ("seq_mean", (1 / 9, 1 / 3, 1 / 6)),
         ("seq_sum", (1 / 3, 1 / 3, 1 / 3)),
         ("fixed", (1 / 30, 1 / 30, 1 / 30)),
-        ("sample_mean", (1 / 8, 1 / 8, 1 / 4)),
+        ("sample_mean", (1 / 9, 1 / 3, 1 / 6)),  # a sample is one sequence
         ("group_mean", (1 / 6, 1 / 6, 1 / 6)),
         ("token_sum", (1, 1, 1)),
     ],
 )
 def test_scale_of_each_sequence(name, per_sequence):
-    scales = token_scales(
-        AGGREGATIONS[name].function,
-        SEQUENCE,
-        live=LIVE,
-        trajectory=TRAJECTORY,
-        group=GROUP,
-        options={"fixed_length": 10},
-    )
+    scales = token_scales(entry_of(name), SEQUENCE, live=LIVE, group=GROUP)
     expected = [(*per_sequence, 0.0)[i] for i in SEQUENCE.tolist()]
     assert scales.values.tolist() == pytest.approx(expected, abs=1e-15)
     assert (scales.tokens, scales.sequences) == (6, 3)
     assert scales.values.dtype == torch.float64
 
 
-def test_one_sequence_per_sample_makes_sample_mean_the_sequence_mean():
-    one, other = (
-        token_scales(AGGREGATIONS[name].function, SEQUENCE, live=LIVE).values for name in ("sample_mean", "seq_mean")
-    )
-    assert torch.equal(one, other)
+def test_sequences_of_one_sample_are_pooled():
+    lengths, sample = SEQUENCE.bincount() * LIVE, torch.tensor([7, 7, 8, 9])
+    assert AGGREGATIONS["sample_mean"](lengths, sample, GROUP).tolist() == [1 / 8, 1 / 8, 1 / 4, 0]
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
-def test_nothing_live_gives_zeros(name):
-    function, nobody = AGGREGATIONS[name].function, torch.zeros_like(LIVE)
-    scales = token_scales(function, SEQUENCE, live=nobody, options={"fixed_length": 10})
-    assert scales.values.abs().sum() == 0 and scales.tokens == 0 and scales.sequences == 0
-
-
-@pytest.mark.parametrize("name", AGGREGATIONS)
-def test_tokens_that_do_not_count_are_as_if_absent(name):
-    function, options = AGGREGATIONS[name].function, {"fixed_length": 10}
+def test_what_does_not_count_is_as_if_absent(name):
+    entry = entry_of(name)
     counted = torch.tensor([True, False, True, False, True, True, True, True, False, True])
-    sides = {"trajectory": TRAJECTORY, "group": GROUP}
-    found = token_scales(function, SEQUENCE, live=LIVE, counted=counted, options=options, **sides)
-    expected = token_scales(function, SEQUENCE[counted], live=LIVE, options=options, **sides)
+    found = token_scales(entry, SEQUENCE, live=LIVE, counted=counted, group=GROUP)
+    expected = token_scales(entry, SEQUENCE[counted], live=LIVE, group=GROUP)
     assert torch.equal(found.values[counted], expected.values)
     assert found.values[~counted].abs().sum() == 0
     assert (found.tokens, found.sequences) == (expected.tokens, expected.sequences) == (4, 2)
-
-
-def test_only_the_fixed_length_is_an_option():
-    assert {name: list(entry.options) for name, entry in AGGREGATIONS.items() if entry.options} == {
-        "fixed": ["fixed_length"]
-    }
-    with pytest.raises(TypeError, match="fixed_length"):
-        token_scales(AGGREGATIONS["fixed"].function, SEQUENCE, live=LIVE)
+    nothing = token_scales(entry, SEQUENCE, live=torch.zeros_like(LIVE))
+    assert nothing.values.abs().sum() == 0 and nothing.tokens == 0 and nothing.sequences == 0

@@ -134,12 +134,6 @@ def test_what_a_group_says_of_its_domain(algorithm, records):
     assert success_of(shaped, row) == 0.75
 
 
-def test_without_domains_nothing_is_observed(algorithm, records):
-    row = algorithm()
-    start = restore(row, None)
-    assert observe(start, [records.group("a", [7.0, 0.0])], row) is start
-
-
 # -- coefficients ----------------------------------------------------------------------------------
 
 
@@ -161,7 +155,7 @@ def test_the_kl_coefficient_follows_the_kl(measured, expected):
 # -- moments of rewards ----------------------------------------------------------------------------
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.lists(FINITE, max_size=6), max_size=5))
 def test_merged_steps_are_one_step(steps):
     moments = Moments()
@@ -207,11 +201,8 @@ def test_the_mean_of_a_domain_favours_rare_bins():
     mean = (0.15 / 2 + 0.85 / 1) / (1 / 2 + 1 / 1)
     assert domains.weight(found, "a", 0.85) == pytest.approx(1 / (3**0.5 * mean * 0.85))
     assert domains.weight(found, "a", 0.15) == pytest.approx(1 / (3**0.5 * mean * 2**0.5 * 0.15))
-
-
-def test_a_domain_that_always_fails_weighs_finitely():
-    found = domains.observe({}, [("a", 0.0)])
-    assert domains.weight(found, "a", 0.0) == pytest.approx(1 / (0.05 * 0.05))
+    always_fails = domains.observe({}, [("a", 0.0)])
+    assert domains.weight(always_fails, "a", 0.0) == pytest.approx(1 / (0.05 * 0.05))
 
 
 def test_old_groups_fade_before_new_ones_are_added():

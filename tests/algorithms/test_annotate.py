@@ -285,7 +285,6 @@ def test_scores_go_to_the_forest_they_came_from(records):
     scored = [(np.full(len(b.reads), i, np.float32), np.zeros(len(b.reads))) for i, b in enumerate(flat)]
     written = annotate.with_scores(updates, ("old_logprobs",), scored)
     assert [len(batches) for batches in written] == [len(batches) for batches in updates]
-    found = annotate.old_logprobs([batch for batches in written for batch in batches])
-    seen = [set(values.tolist()) for values in found]
+    seen = [set(batch.old_logprobs.tolist()) for batches in written for batch in batches]
     assert seen == [{float(i)} for i in range(len(flat))]
     assert all(b.old_entropies is None for batches in written for b in batches)

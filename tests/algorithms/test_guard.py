@@ -20,9 +20,9 @@ from saccade.algorithms import corrections
 from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute
 from saccade.algorithms.build import resolve
 from saccade.algorithms.corrections import CORRECTIONS
-from saccade.algorithms.objective import Columns, objective, to_metrics
-from saccade.algorithms.policy_losses import KINDS, LOSSES
-from saccade.algorithms.resolved_algorithm import Algorithm, Correct
+from saccade.algorithms.objective import objective, to_metrics
+from saccade.algorithms.policy_losses import KINDS, LOSSES, LossInputs
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.errors import ConfigError
 from saccade.forest.packing import pack
@@ -49,7 +49,7 @@ def algorithm_of(loss: str, **kl: Any) -> Algorithm:
     return resolve(AlgorithmConfig.model_validate(config), max_tokens=8)
 
 
-def columns(**changes: Any) -> Columns:
+def columns(**changes: Any) -> LossInputs:
     fields: dict[str, Any] = {
         "advantages": ADVANTAGE,
         "scales": torch.full((TOKENS,), 1 / TOKENS),
@@ -61,10 +61,10 @@ def columns(**changes: Any) -> Columns:
         "rewards": ADVANTAGE,
         "selected": SEQUENCE == 2,
     }
-    return Columns(**(fields | changes))
+    return LossInputs(**(fields | changes))
 
 
-def loss_of(algorithm: Algorithm, new: Tensor, flat: Columns) -> tuple[Tensor, Tensor, list[float]]:
+def loss_of(algorithm: Algorithm, new: Tensor, flat: LossInputs) -> tuple[Tensor, Tensor, list[float]]:
     """Value, gradient and metrics."""
     new = new.clone().requires_grad_()
     loss, stats = objective(algorithm, new, torch.ones(TOKENS), flat)
@@ -72,7 +72,7 @@ def loss_of(algorithm: Algorithm, new: Tensor, flat: Columns) -> tuple[Tensor, T
     return loss.detach(), torch.autograd.grad(loss, new)[0], list(metrics.values())
 
 
-def assert_finite(algorithm: Algorithm, flat: Columns) -> None:
+def assert_finite(algorithm: Algorithm, flat: LossInputs) -> None:
     loss, gradient, metrics = loss_of(algorithm, NEW, flat)
     assert loss.isfinite() and gradient.isfinite().all() and np.isfinite(metrics).all()
 
@@ -92,7 +92,7 @@ def test_a_gap_of_80_is_finite(loss: str, kl: dict[str, Any]) -> None:
         every = {"old": far, "ref": far, "rollout": far}
         for changes in ({"ref": far}, {"old": far}, {"rollout": far}, every):
             assert_finite(algorithm, columns(**changes))
-        assert_finite(algorithm.model_copy(update={"old": "rollout"}), columns(rollout=far, old=None))
+        assert_finite(algorithm.model_copy(update={"old": "rollout"}), columns(rollout=far))
 
 
 @pytest.mark.parametrize("gap", GAPS)
@@ -100,19 +100,18 @@ def test_a_gap_of_80_is_finite(loss: str, kl: dict[str, Any]) -> None:
 def test_corrections_of_a_gap_of_80(name: str, gap: str) -> None:
     bounds = {"low": 0.9, "high": 1.1, "threshold": 0.01}
     chosen = {key: bounds[key] for key, value in CORRECTIONS[name].options.items() if value is None}
-    flat = columns(rollout=NEW + GAPS[gap])
+    flat, correct = columns(rollout=NEW + GAPS[gap]), CORRECTIONS[name].having(chosen)
     if not CORRECTIONS[name].each_update:
         live = torch.ones(TOKENS, dtype=torch.bool)
         assert flat.old is not None and flat.rollout is not None
         mismatch = corrections.measure(flat.old, flat.rollout, live=live, sequence=SEQUENCE)
-        found = corrections.apply([(CORRECTIONS[name], chosen)], mismatch)
+        found = corrections.apply([correct], mismatch)
         weights = found.weights
         if weights is not None:
             weights = corrections.self_normalise(weights, live)
             assert weights.isfinite().all()
         keep = None if found.keep is None else found.keep.float()
         flat = replace(flat, weights=weights, keep=keep)
-    correct = Correct(name=name, options=CORRECTIONS[name].options | chosen)
     for loss in LOSSES:
         assert_finite(algorithm_of(loss).model_copy(update={"corrections": (correct,)}), flat)
 
@@ -148,7 +147,7 @@ def test_a_kl_of_80_in_the_reward(name: str, kind: str) -> None:
             with pytest.raises(ConfigError, match="rewards >= 0"):
                 compute(estimator, inputs)
             continue
-        assert compute(estimator, inputs, {"drpo_kl_damp": 0.75}).values.isfinite().all()
+        assert compute(estimator.having({"drpo_kl_damp": 0.75}), inputs).values.isfinite().all()
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saccade.algorithms.advantage_inputs import PER_TOKEN
 from saccade.algorithms.advantages import ADVANTAGES, compute, whitened
 from saccade.algorithms.aggregation import AGGREGATIONS
 from saccade.algorithms.build import resolve
@@ -16,6 +15,7 @@ from saccade.config import AlgorithmConfig, KLConfig
 from tests.algorithms.ragged import (
     FAST,
     GROUP_ESTIMATORS,
+    PER_TOKEN,
     TOKENS,
     Step,
     advantages,
@@ -48,7 +48,6 @@ def test_grpo_times_its_divisor_is_no_std(step, std_eps):
     assert same(grpo * divisor, advantages("no_std", members))
 
 
-# 2
 @FAST
 @given(steps(), st.sampled_from(["token_mean", "seq_mean"]))
 def test_on_one_token_the_sequence_ratio_is_that_of_the_token(step, aggregation):
@@ -66,7 +65,6 @@ def test_on_one_token_the_sequence_ratio_is_that_of_the_token(step, aggregation)
         assert same(one[0], other[0]) and same(one[1], other[1])
 
 
-# 3
 @FAST
 @given(steps())
 def test_gspo_and_its_token_form_agree_on_sequence_advantages(step):
@@ -78,7 +76,6 @@ def test_gspo_and_its_token_form_agree_on_sequence_advantages(step):
         assert same(one[0], other[0]) and same(one[1], other[1])
 
 
-# 4
 ON_POLICY: list[tuple[str, dict[str, float | str]]] = [
     ("clip", {}),
     ("clip", {"dual_clip": 3.0}),
@@ -112,7 +109,6 @@ def test_on_policy_gradient_is_that_of_the_policy_gradient(step, aggregation):
         assert same(gradient, -values * scales), name
 
 
-# 5
 @FAST
 @given(steps(), st.floats(0, 1), st.floats(1, 2.5))
 def test_cispo_leaves_every_token_its_gradient(step, low, high):
@@ -123,7 +119,6 @@ def test_cispo_leaves_every_token_its_gradient(step, low, high):
     assert same(gradient, -values * ratio.clamp(low, high) * scales)
 
 
-# 6
 @FAST
 @given(steps(), st.floats(1.21, 4))
 def test_delta_is_dual_clip_and_both_can_be_off(step, bound):
@@ -137,7 +132,6 @@ def test_delta_is_dual_clip_and_both_can_be_off(step, bound):
         assert same(one[0], other[0]) and same(one[1], other[1])
 
 
-# 8
 @FAST
 @given(steps())
 def test_relations_between_estimators(step):
@@ -167,7 +161,7 @@ def test_gdpo_of_one_term_is_whitened_grpo(step):
 def test_gae_without_values_or_discount_is_the_return(step):
     members = replace(step.members, token_penalties=0.1 * (step.old - step.ref))
     zero = {"values": torch.zeros_like(step.old), "final_values": None}
-    gae = compute(ADVANTAGES["gae"], replace(members, **zero), {"gamma": 1.0, "lam": 1.0}, whiten=False)
+    gae = compute(ADVANTAGES["gae"].having({"gamma": 1.0, "lam": 1.0}), replace(members, **zero), whiten=False)
     assert same(gae.values, advantages("reinforce", members))
     assert gae.returns is not None and same(gae.returns, gae.values)
 
@@ -176,7 +170,7 @@ def test_gae_without_values_or_discount_is_the_return(step):
 @given(steps(), st.floats(0.5, 1), st.floats(0, 1))
 def test_gae_is_its_recursion(step, gamma, lam):
     members = replace(step.members, token_penalties=0.1 * (step.old - step.ref))
-    result = compute(ADVANTAGES["gae"], members, {"gamma": gamma, "lam": lam}, whiten=False)
+    result = compute(ADVANTAGES["gae"].having({"gamma": gamma, "lam": lam}), members, whiten=False)
     assert members.values is not None and members.final_values is not None
     expected = torch.zeros_like(step.old)
     for member, reward in enumerate(members.rewards):
@@ -190,7 +184,6 @@ def test_gae_is_its_recursion(step, gamma, lam):
     assert result.returns is not None and same(result.returns, expected + members.values)
 
 
-# 9
 @FAST
 @given(steps(), st.floats(-3, 3))
 def test_a_constant_added_to_rewards_changes_no_group_estimator(step, shift):
@@ -208,6 +201,3 @@ def test_grpo_without_eps_ignores_the_scale_of_rewards(step, factor):
     members, exact = step.members, {"std_eps": 0.0}
     scaled = advantages("grpo", members, exact, rewards=factor * members.rewards)
     assert same(scaled, advantages("grpo", members, exact))
-
-
-# 10

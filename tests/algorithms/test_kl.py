@@ -51,5 +51,4 @@ def test_token_mean_over_the_fixture(golden, kind, value, norm):
 
 
 def test_the_slope_of_k2_is_bounded():
-    assert at("k2", 80.0) == (3200.0, 10.0)
-    assert at("k1+", -80.0) == (-80.0, -10.0)
+    assert (at("k2", 80.0), at("k1+", -80.0)) == ((3200.0, 10.0), (-80.0, -10.0))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from saccade.algorithms.build import resolve
-from saccade.algorithms.objective import Columns, objective, to_metrics
+from saccade.algorithms.objective import objective, to_metrics
+from saccade.algorithms.policy_losses import LossInputs
 from saccade.config import AlgorithmConfig, KLConfig
 from saccade.config.schema import CorrectionConfig
 from saccade.types import Metrics
@@ -14,7 +15,7 @@ from saccade.types import Metrics
 GRPO = resolve(AlgorithmConfig(clip_high=0.28, dual_clip=3.0, kl=KLConfig(coef=0.1)), max_tokens=8)
 NO_KL = resolve(AlgorithmConfig(clip_high=0.28, dual_clip=3.0, kl=KLConfig(coef=0)), max_tokens=8)
 
-SINGLE = NO_KL.model_copy(update={"loss_options": {**NO_KL.loss_options, "dual_clip": 0.0}})
+SINGLE = NO_KL.model_copy(update={"loss": NO_KL.loss.having({"dual_clip": 0.0})})
 
 
 def with_bonus(coef):
@@ -27,7 +28,7 @@ def opsm(threshold):
     return resolve(config, max_tokens=8)
 
 
-def columns(golden, aggregation="token_mean", **changes) -> Columns:
+def columns(golden, aggregation="token_mean", **changes) -> LossInputs:
     fields = {
         "advantages": golden.advantages,
         "scales": golden.scales(aggregation),
@@ -37,7 +38,7 @@ def columns(golden, aggregation="token_mean", **changes) -> Columns:
         "rollout": golden.rollout,
         "ref": golden.ref,
     }
-    return Columns(**(fields | changes))
+    return LossInputs(**(fields | changes))
 
 
 def means(algorithm, new, columns, entropy=None):
@@ -79,8 +80,8 @@ def test_bad_sequences_that_the_policy_left_behind_are_dropped_anew(golden):
 
 def test_strictly_on_policy_the_ratio_is_exactly_one(golden):
     new = golden.new.float().requires_grad_()
-    flat = columns(golden, old=None)
-    log = means(NO_KL, new, flat)
+    flat = columns(golden, old=golden.new)
+    log = means(NO_KL, new, columns(golden, old=new.detach()))
     assert log["policy/ratio_mean"] == 1 and log["policy/ratio_max"] == 1
     assert log["policy/kl_old"] == 0 and log["policy/kl_old_k1"] == 0
     assert log["policy/clip_frac_low"] == log["policy/clip_frac_high"] == 0
@@ -127,9 +128,9 @@ def test_unscored_tokens_are_counted_and_in_no_mismatch(golden):
     assert log["mismatch/unscored_frac"] == pytest.approx(2 / 18)
     assert log["mismatch/logp_gap_mean"] == pytest.approx(gap.mean().item(), abs=1e-12)
     bypass = NO_KL.model_copy(update={"old": "rollout"})
-    loss, _ = objective(bypass, golden.new, None, columns(golden, old=None, rollout=rollout))
+    loss, _ = objective(bypass, golden.new, None, columns(golden, rollout=rollout))
     assert loss.isfinite()
-    without, _ = objective(NO_KL, golden.new, None, columns(golden, old=None, rollout=None))
+    without, _ = objective(NO_KL, golden.new, None, columns(golden, old=golden.new, rollout=None))
     assert without.isfinite()
 
 
@@ -146,7 +147,7 @@ def test_mismatch_by_kind_of_prompt(golden):
 
 def test_old_from_the_engine(golden):
     bypass = NO_KL.model_copy(update={"old": "rollout"})
-    loss, _ = objective(bypass, golden.new, None, columns(golden, old=None))
+    loss, _ = objective(bypass, golden.new, None, columns(golden))
     same, _ = objective(NO_KL, golden.new, None, columns(golden, old=golden.rollout))
     assert loss.item() == same.item()
 

@@ -33,7 +33,7 @@ from saccade.plugins.reward_models.reward_losses import (
 )
 from saccade.types import Batch
 
-FAST = settings(max_examples=50, deadline=None)
+FAST = settings(max_examples=20, deadline=None)
 TIGHT = 1e-10
 numbers = st.lists(st.floats(-80, 80), min_size=3, max_size=3)
 

@@ -8,7 +8,7 @@ import torch
 
 from saccade.errors import EnvironmentProblem
 from saccade.forest import attention
-from saccade.forest.attention import forest_plan, paths, segment_attention
+from saccade.forest.attention import forest_plan, segment_attention
 
 CPU = torch.device("cpu")
 
@@ -48,6 +48,14 @@ def naive(starts, parents, q, k, v, scale: float, window: int | None) -> torch.T
     return torch.stack(rows)
 
 
+def assert_same(got: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+    """Values and gradients."""
+    assert (got - wanted).abs().max() < 1e-13
+    weight = torch.randn_like(wanted)
+    ours, theirs = (torch.autograd.grad((out * weight).sum(), inputs) for out in (got, wanted))
+    assert max((a - b).abs().max() for a, b in zip(ours, theirs, strict=True)) < 1e-12
+
+
 @pytest.mark.parametrize("largest", [4096, 8, 0])
 @pytest.mark.parametrize("window", [None, 1, 4])
 def test_every_plan_agrees_with_a_loop_over_queries(monkeypatch, largest, window):
@@ -58,31 +66,23 @@ def test_every_plan_agrees_with_a_loop_over_queries(monkeypatch, largest, window
         plan = forest_plan(starts, parents, CPU, torch.float64)
         got = plan(0, *inputs, 0.3, window)
         wanted = naive(starts, parents, *inputs, 0.3, window)
-        assert (got - wanted).abs().max() < 1e-13
-        weight = torch.randn_like(wanted)
-        ours = torch.autograd.grad((got * weight).sum(), inputs)
-        theirs = torch.autograd.grad((wanted * weight).sum(), inputs)
-        for a, b in zip(ours, theirs, strict=True):
-            assert (a - b).abs().max() < 1e-12
+        assert_same(got, wanted, inputs)
 
 
-def test_trees_below_and_above_the_limit_go_together(monkeypatch):
-    monkeypatch.setattr(attention, "LARGEST_DENSE_TREE", 6)
-    starts, parents = np.array([0, 4, 6, 12, 15]), np.array([-1, 0, -1, 2])
-    inputs = qkv(15)
-    plan = forest_plan(starts, parents, CPU, torch.float64)
-    assert len(plan.nodes) == 2 and [b.index.shape for b in plan.buckets] == [(1, 6)]
-    assert (plan(0, *inputs, 0.3, None) - naive(starts, parents, *inputs, 0.3, None)).abs().max() < 1e-13
-
-
-def test_a_long_tree_does_not_pad_the_short_ones():
-    sizes = [100, 3, 4, 70, 1, 2, 3]
-    starts, parents = np.concatenate([[0], np.cumsum(sizes)]), np.full(7, -1)
+@pytest.mark.parametrize(
+    ("largest", "sizes", "parents", "large", "buckets"),
+    [
+        (6, [4, 2, 6, 3], [-1, 0, -1, 2], 2, [(1, 6)]),  # trees below and above the limit
+        (4096, [100, 3, 4, 70, 1, 2, 3], [-1] * 7, 0, [(1, 1), (1, 2), (3, 4), (2, 100)]),  # short ones are not padded
+    ],
+)
+def test_trees_go_into_buckets_of_about_one_size(monkeypatch, largest, sizes, parents, large, buckets):
+    monkeypatch.setattr(attention, "LARGEST_DENSE_TREE", largest)
+    starts, parents = np.concatenate([[0], np.cumsum(sizes)]), np.array(parents)
     inputs = qkv(int(starts[-1]))
     plan = forest_plan(starts, parents, CPU, torch.float64)
-    assert [tuple(b.index.shape) for b in plan.buckets] == [(1, 1), (1, 2), (3, 4), (2, 100)]
-    wanted = naive(starts, parents, *inputs, 0.3, None)
-    assert (plan(0, *inputs, 0.3, None) - wanted).abs().max() < 1e-13
+    assert len(plan.nodes) == large and [tuple(b.index.shape) for b in plan.buckets] == buckets
+    assert (plan(0, *inputs, 0.3, None) - naive(starts, parents, *inputs, 0.3, None)).abs().max() < 1e-13
 
 
 # -- what models pass ------------------------------------------------------------------------------
@@ -123,10 +123,6 @@ def test_a_model_that_never_asks_for_a_plan_is_refused(name):
         attention.use_in(tiny_model(name))
 
 
-def test_a_path_runs_from_the_root_to_the_node_itself():
-    assert paths(np.array([-1, 0, 1, 0, -1])) == [[0], [0, 1], [0, 1, 2], [0, 3], [4]]
-
-
 @pytest.mark.parametrize("lengths", [[4, 4, 4], [3, 1, 5, 3, 2], [7]])
 def test_segments_attend_inside_themselves_only(lengths):
     boundaries = torch.tensor([0, *np.cumsum(lengths)])
@@ -137,12 +133,7 @@ def test_segments_attend_inside_themselves_only(lengths):
     for start, end in pairwise(boundaries.tolist()):
         weights = (torch.einsum("qhd,khd->hqk", q[start:end], k[start:end]) * 0.2).softmax(-1)
         rows.append(torch.einsum("hqk,khd->qhd", weights, v[start:end]))
-    wanted = torch.cat(rows)
-    assert (got - wanted).abs().max() < 1e-13
-    weight = torch.randn_like(wanted)
-    ours = torch.autograd.grad((got * weight).sum(), inputs)
-    theirs = torch.autograd.grad((wanted * weight).sum(), inputs)
-    assert max((a - b).abs().max() for a, b in zip(ours, theirs, strict=True)) < 1e-12
+    assert_same(got, torch.cat(rows), inputs)
 
 
 def test_gathered_rows_sum_their_gradients_in_fp32():

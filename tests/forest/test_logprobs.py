@@ -26,9 +26,14 @@ def test_golden_values():
     assert entropy.tolist() == approx(ENTROPIES, abs=1e-6)
     single, _ = read(LOGITS.float())
     assert single.dtype == torch.float32 and single.tolist() == approx(LOGPROBS, abs=2e-6)
+    hot, _ = read(temperature=2.0)
+    assert hot.tolist() == approx((LOGITS / 2).log_softmax(-1)[range(6), TARGETS].tolist())
+    assert sampling_logits(LOGITS.bfloat16(), 0.5, None).dtype == torch.float32  # half precision is widened
+    new, entropy = read(LOGITS[:0], TARGETS[:0])
+    assert new.shape == entropy.shape == (0,)
 
 
-@pytest.mark.parametrize("elements", [1, 5, 11, 29, 10**9])
+@pytest.mark.parametrize("elements", [1, 11, 10**9])
 def test_chunks_change_neither_values_nor_gradients(monkeypatch, elements):
     head = torch.nn.Linear(7, 5, dtype=torch.float64)
     hidden = torch.randn(6, 7, dtype=torch.float64, requires_grad=True)
@@ -76,11 +81,6 @@ def test_the_entropy_has_a_graph_only_when_asked(monkeypatch, elements):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_temperature_divides_the_logits():
-    hot, _ = read(temperature=2.0)
-    assert hot.tolist() == approx((LOGITS / 2).log_softmax(-1)[range(6), TARGETS].tolist())
-
-
 def test_banned_ids_have_no_mass_and_no_gradient():
     logits = LOGITS.clone().requires_grad_()
     banned = torch.tensor([False, True, False, False, False])
@@ -114,12 +114,3 @@ def test_nothing_is_nan_where_a_target_itself_is_banned():
     assert entropy.abs().max() < 1e-12
     (new.sum() + entropy.sum()).backward()
     assert logits.grad.isfinite().all()
-
-
-def test_no_reads_give_no_log_probs():
-    new, entropy = read(LOGITS[:0], TARGETS[:0])
-    assert new.shape == entropy.shape == (0,)
-
-
-def test_half_precision_logits_are_scored_in_fp32():
-    assert sampling_logits(LOGITS.bfloat16(), 0.5, None).dtype == torch.float32

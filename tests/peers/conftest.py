@@ -19,10 +19,9 @@ from torch import Tensor
 from saccade.algorithms import corrections
 from saccade.algorithms.aggregation import token_scales
 from saccade.algorithms.build import resolve
-from saccade.algorithms.objective import Columns, objective
-from saccade.algorithms.policy_losses import SelectionInputs
+from saccade.algorithms.objective import objective
+from saccade.algorithms.policy_losses import LossInputs, SelectionInputs
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.algorithms.table import bound
 from saccade.config import AlgorithmConfig
 
 SEEDS = range(3)
@@ -95,22 +94,17 @@ def ours(algorithm: Algorithm, rows: Rows, **columns: Any) -> Loss:
     """Columns are of the flat tokens."""
     mask, sequence = rows.mask, rows.sequence
     new = rows.new.clone().requires_grad_()
-    scales = token_scales(
-        algorithm.aggregate.function,
-        sequence,
-        live=torch.ones(len(mask), dtype=torch.bool),
-        options=algorithm.aggregation_options,
-    )
+    scales = token_scales(algorithm.aggregate, sequence, live=torch.ones(len(mask), dtype=torch.bool))
     advantages = rows.advantages[sequence]
     if algorithm.loss.select is not None:
-        columns["selected"] = bound(algorithm.loss.select, algorithm.loss_options)(
+        columns["selected"] = algorithm.loss.selection(
             SelectionInputs(new=rows.new[mask], old=rows.old[mask], advantages=advantages, noise=sequence)
         )
     loss, _ = objective(
         algorithm,
         new[mask],
         rows.entropies[mask],
-        Columns(
+        LossInputs(
             advantages=advantages,
             scales=scales.values.to(new.dtype),
             sequence=sequence,

@@ -185,7 +185,7 @@ def test_corrections(
     theirs, mine = TRL[loss]
     vllm = {"use_vllm": True, "vllm_importance_sampling_correction": True}
     for rows in drawn():
-        chosen = [(corrections.CORRECTIONS[correction], {"high": 1.05})]
+        chosen = [corrections.CORRECTIONS[correction].having({"high": 1.05})]
         weights = corrections.apply(chosen, rows.mismatch).weights
         assert weights is not None and weights.std() > 0.01
         value = trl_loss(

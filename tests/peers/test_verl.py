@@ -16,7 +16,6 @@ from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
 from saccade.algorithms.algorithm_state import next_kl_coef
 from saccade.algorithms.objective import value_objective
 from saccade.algorithms.policy_losses import KINDS
-from saccade.algorithms.table import bound
 
 core = pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
 helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper", exc_type=ImportError)
@@ -128,7 +127,7 @@ def test_correction_weights(drawn: Drawn, assert_ours: Callable[..., None], case
 def assert_same_kl(kind: str, new: Tensor, ref: Tensor) -> None:
     found = []
     for function in (
-        lambda new: bound(KINDS[kind].function, {"clamp": "zero"})(new, ref),
+        lambda new: KINDS[kind].having({"clamp": "zero"})(new, ref),
         lambda new: core.kl_penalty(new, ref, kind),
     ):
         leaf = new.clone().requires_grad_()
@@ -153,10 +152,9 @@ def test_k3_far_away() -> None:
 def test_aggregation(drawn: Drawn, mode: str) -> None:
     for rows in drawn():
         scales = token_scales(
-            AGGREGATIONS[MODES[mode]].function,
+            AGGREGATIONS[MODES[mode]].having({"fixed_length": 7}),
             rows.sequence,
             live=torch.ones(len(rows.mask), dtype=torch.bool),
-            options={"fixed_length": 7},
         )
         theirs = core.agg_loss(rows.new, rows.mask.double(), mode, loss_scale_factor=7)
         mine = (rows.new[rows.mask] * scales.values).sum()
@@ -239,7 +237,7 @@ def test_advantages(drawn: Drawn, case: str) -> None:
             token_level_rewards=rewards, response_mask=mask, **read, **more
         )
         inputs = members(rows, token_penalties=penalties[rows.mask])
-        found = compute(ADVANTAGES[name], inputs, options)
+        found = compute(ADVANTAGES[name].having(options), inputs)
         torch.testing.assert_close(found.values, wanted[rows.mask], rtol=1e-9, atol=1e-9)
         if case == "gae":
             torch.testing.assert_close(found.returns, returns[rows.mask], rtol=1e-9, atol=1e-9)
@@ -260,7 +258,7 @@ def test_gdpo_of_several_terms(drawn: Drawn) -> None:
         inputs = members(
             rows, components=torch.stack(list(terms.values()), 1), component_weights=torch.tensor([1.0, 0.5]).double()
         )
-        found = compute(ADVANTAGES["gdpo"], inputs, {"gdpo_whiten": "token"})
+        found = compute(ADVANTAGES["gdpo"].having({"gdpo_whiten": "token"}), inputs)
         # It reads the terms in fp32.
         torch.testing.assert_close(found.values, wanted[rows.mask], rtol=1e-5, atol=1e-6)
 
@@ -282,7 +280,7 @@ def test_weights(drawn: Drawn, case: str, normalise: bool) -> None:
         weights, _ = helper.compute_rollout_correction_weights(
             rows.old - rows.rollout, rows.mask.double(), level, threshold, normalise
         )
-        chosen = [(corrections.CORRECTIONS[name], bounds)]
+        chosen = [corrections.CORRECTIONS[name].having(bounds)]
         found = corrections.apply(chosen, rows.mismatch).weights
         assert found is not None
         if normalise:
@@ -313,6 +311,6 @@ def test_rejection(drawn: Drawn, name: str) -> None:
     entry = corrections.CORRECTIONS[f"reject.{level}.{distance}"]
     for rows in drawn():
         wanted, _ = helper.compute_rollout_rejection_mask(rows.old - rows.rollout, rows.mask.double(), name, threshold)
-        keep = corrections.apply([(entry, bounds)], rows.mismatch).keep
+        keep = corrections.apply([entry.having(bounds)], rows.mismatch).keep
         assert keep is not None and 0 < keep.sum() < len(keep)
         assert torch.equal(keep, wanted[rows.mask].bool())

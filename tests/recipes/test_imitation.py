@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from saccade.algorithms.objective import kd
 from saccade.config import load
 from saccade.data.datasets import Stream
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
+from saccade.plugins.distillation.distil import kd
 from saccade.recipes import questions, rl, sft
 from saccade.recipes.to_trajectory import document
 from saccade.trainer.losses import PolicyLoss
@@ -56,7 +56,7 @@ def test_the_loss_beside_a_teacher(tmp_path, sft_config, teacher, word_model, mo
         kinds = torch.from_numpy((member.ids == family.chat.placeholder).astype(np.int64))[None]
         logits = [m(input_ids=ids, mm_token_type_ids=kinds, **vision).logits[0] for m in models]
         places = np.flatnonzero(member.policy_mask)
-        losses, _ = kd(logits[0][places - 1], logits[1][places - 1], ids[0][places], kd_coef=0.3)
+        losses, *_ = kd(logits[0][places - 1], logits[1][places - 1], ids[0][places], kd_coef=0.3)
         total, count = total + losses.sum(), count + len(places)
     loss = total / count
     loss.backward()

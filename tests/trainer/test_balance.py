@@ -21,7 +21,7 @@ ROUTER = "model.layers.0.mlp.gate.weight"
 
 
 @pytest.fixture
-def step(family_of, load, grow, monkeypatch):
+def step(family_of, load, grow, monkeypatch, measured):
     """(metrics, gradients) of an update whose policy loss is 0: what is left is the balance."""
 
     def taken(name="mixtral", *, coef, budget=9999, checkpointing=False, scale=0.0, split=False):
@@ -34,12 +34,9 @@ def step(family_of, load, grow, monkeypatch):
         ]
         train = TrainConfig(aux_coef=coef)
         backend = LocalBackend(load(name), family, train, checkpointing=checkpointing)
-        seen = {}
-        monkeypatch.setattr(backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients))
         if split:
             fail_once(backend, monkeypatch)
-        update = backend.train_step(batches, PolicyLoss(ALGORITHM, Scoring()), lr=0.0)
-        return update.metrics.means(), {n: g.clone() for n, g in seen.items()}, batches
+        return *measured(backend, batches, PolicyLoss(ALGORITHM, Scoring())), batches
 
     return taken
 

@@ -47,16 +47,13 @@ def packed(groups: list[Group], family, budget: int, **options) -> list[Batch]:
     return pack(groups, positions=family.positions, micro_tokens=budget, **options)
 
 
-def alone(stock, score: torch.Tensor, family, t: Trajectory) -> torch.Tensor:
-    """Values [tokens] of one member from transformers' own forward."""
-    ids = torch.from_numpy(t.ids)[None]
-    kinds = torch.zeros_like(ids)
-    for span in t.media:
-        kinds[0, span.start : span.end] = 1
-    vision = family.vision(t.media, torch.device("cpu"), stock.dtype)
-    vision = {**vision, "mm_token_type_ids": kinds} if vision else {}
-    hidden = stock.base_model(input_ids=ids, use_cache=False, **vision).last_hidden_state[0]
-    return hidden @ score[0]
+@pytest.fixture
+def alone(padded):
+    def values(stock, score: torch.Tensor, family, t: Trajectory) -> torch.Tensor:
+        """Values [tokens] of one member from transformers' own forward."""
+        return stock.base_model(**padded(family, [t], stock.dtype)).last_hidden_state[0] @ score[0]
+
+    return values
 
 
 def members(groups: list[Group]) -> list[Trajectory]:
@@ -66,8 +63,8 @@ def members(groups: list[Group]) -> list[Trajectory]:
 # -- values --
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_values_of_a_forest_are_those_of_each_member_alone(critic, family_of, stock, grow, name):
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl", "qwen3"])
+def test_values_of_a_forest_are_those_of_each_member_alone(critic, family_of, stock, grow, alone, name):
     family, backend = family_of(name), critic(name)
     groups = random_groups(grow, family, 0)
     wanted, wanted_after = [], []
@@ -84,15 +81,8 @@ def test_values_of_a_forest_are_those_of_each_member_alone(critic, family_of, st
         assert got.dtype == after.dtype == np.float32
         assert got == approx(np.concatenate(wanted), abs=1e-5)
         assert after == approx(np.array(wanted_after), abs=1e-5)
-
-
-def test_without_ends_an_episode_is_over_after_its_last_token(critic, family_of, grow):
-    family, backend = family_of(NAME), critic(NAME)
-    groups = random_groups(grow, family, 0)
-    with_ends = backend.values(packed(groups, family, 10_000, ends=True))
-    without = backend.values(packed(groups, family, 10_000))
-    assert without[0][0] == approx(with_ends[0][0], abs=1e-6)
-    assert without[0][1].tolist() == [0.0] * 8 and (with_ends[0][1] != 0).all()
+    ((without, over),) = backend.values(packed(groups, family, 10_000))  # an episode that ended
+    assert without == approx(np.concatenate(wanted), abs=1e-5) and over.tolist() == [0.0] * 8
 
 
 # -- gradients --
@@ -122,16 +112,7 @@ def with_columns(batch: Batch, columns: dict) -> Batch:
     return replace(batch, **{n: np.concatenate([columns[key][n] for key in batch.keys]) for n in names})
 
 
-def gradients(backend: LocalBackend, batches: list[Batch], monkeypatch, clip: float):
-    seen: dict[str, torch.Tensor] = {}
-    with monkeypatch.context() as patch:
-        patch.setattr(backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients))
-        update = backend.train_step(batches, ValueLoss(clip), lr=0.0)
-    assert not update.skipped
-    return update.metrics.means(), seen
-
-
-def one_by_one(model, score: torch.nn.Parameter, family, groups: list[Group], columns, clip):
+def one_by_one(alone, model, score: torch.nn.Parameter, family, groups: list[Group], columns, clip):
     """Loss and gradients from transformers' own forward of each live member, written out again."""
     model.zero_grad()
     score.grad = None
@@ -151,10 +132,9 @@ def one_by_one(model, score: torch.nn.Parameter, family, groups: list[Group], co
     return total, grads | {"score.weight": score.grad.clone()}
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "clip"), [*((name, 0.5) for name in NAMES), (NAME, 0.0)])
 def test_gradients_of_a_forest_are_those_of_each_member_alone(
-    critic, family_of, stock, grow, monkeypatch, keep_float64, name, clip
+    critic, family_of, stock, grow, alone, measured, keep_float64, name, clip
 ):
     family, backend = family_of(name), critic(name, TrainConfig(), "float64")
     model = stock(name, "float64")
@@ -162,11 +142,11 @@ def test_gradients_of_a_forest_are_those_of_each_member_alone(
     groups = random_groups(grow, family, 5)
     columns = columns_of(groups)
     score = torch.nn.Parameter(backend.model.score.weight.detach().clone())
-    loss, wanted = one_by_one(model, score, family, groups, columns, clip)
+    loss, wanted = one_by_one(alone, model, score, family, groups, columns, clip)
     whole = torch.stack([g.norm() for g in wanted.values()]).norm()
-    for budget in (10_000, 60, 1):
+    for budget in (10_000, 60):
         batches = [with_columns(b, columns) for b in packed(groups, family, budget)]
-        means, got = gradients(backend, batches, monkeypatch, clip)
+        means, got = measured(backend, batches, ValueLoss(clip))
         assert means["critic/loss"] == approx(loss, rel=1e-10)
         assert (means["critic/clip_frac"] > 0.1) == (clip > 0)
         assert set(got) == set(wanted) and len(got) > 10
@@ -304,11 +284,14 @@ def test_a_moving_average_arrives_however_small_its_steps(family_of, load, tmp_p
     start = {n: p.double() for n, p in LocalBackend(load("qwen3", dtype), family).weights()}
     reference = LocalBackend(load("qwen3", dtype), family)
     for step in range(60):
-        if step == 30:  # stored and restored half-way, in bf16 with the fp32 averages
-            write_files(tmp_path, [reference.weight_file()])
-            reference = LocalBackend(load("qwen3", dtype), family)
-            reference.load_weights(tmp_path)
         reference.blend(policy.weights(), 0.01)
+        if step == 30:  # stored and restored half-way, in bf16 with the fp32 averages
+            before, reference = reference, LocalBackend(load("qwen3", dtype), family)
+            write_files(tmp_path, [before.weight_file()])
+            reference.load_weights(tmp_path)
+            assert all(torch.equal(a, reference.averages[n]) for n, a in before.averages.items())
+            restored = dict(reference.weights())
+            assert all(torch.equal(p, restored[n]) for n, p in before.weights())
     aims = dict(policy.weights())
     for name, weight in reference.weights():
         wanted = start[name] + (1 - 0.99**60) * (aims[name].double() - start[name])
@@ -318,17 +301,3 @@ def test_a_moving_average_arrives_however_small_its_steps(family_of, load, tmp_p
         name = "model.embed_tokens.weight"
         wanted = start[name] + (1 - 0.99**60) * (aims[name].double() - start[name])
         assert (reference.averages[name].double() - wanted).abs().max() < 1e-6
-
-
-def test_a_restored_average_goes_on_bit_for_bit(family_of, load, tmp_path):
-    family = family_of("qwen3")
-    policy = LocalBackend(moved(load, "bfloat16", 0.02), family)
-    first, second = (LocalBackend(load("qwen3", "bfloat16"), family) for _ in range(2))
-    first.blend(policy.weights(), 0.1)
-    write_files(tmp_path, [first.weight_file()])
-    second.load_weights(tmp_path)
-    for reference in (first, second):
-        reference.blend(policy.weights(), 0.1)
-    restored = dict(second.weights())
-    assert all(torch.equal(p, restored[n]) for n, p in first.weights())
-    assert all(torch.equal(a, second.averages[n]) for n, a in first.averages.items())

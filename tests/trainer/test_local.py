@@ -20,8 +20,8 @@ from saccade.trainer.losses import PolicyLoss
 from saccade.types import Batch
 
 ON_POLICY = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0}), max_tokens=64)
-WITH_KL = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0.1}), max_tokens=64)
 SCORING = Scoring()
+POLICY = PolicyLoss(ON_POLICY, SCORING)
 NAME = "qwen2_5_vl"
 
 
@@ -34,14 +34,6 @@ def batches(family_of, grow) -> list[Batch]:
     packed = [b for g in groups for b in pack([g], positions=family.positions, micro_tokens=9999)]
     tokens = sum(len(batch.reads) for batch in packed)
     return [replace(b, scales=np.full(len(b.reads), 1 / tokens, np.float32)) for b in packed]
-
-
-def gradients(backend, batches, monkeypatch):
-    seen: dict[str, torch.Tensor] = {}
-    with monkeypatch.context() as patch:
-        patch.setattr(backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients))
-        update = backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=0.0)
-    return update.metrics.means(), seen
 
 
 def assert_equal(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -61,7 +53,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def test_on_policy_the_ratio_is_exactly_one(family_of, load, batches):
     backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
-    update = backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-6)
+    update = backend.train_step(batches, POLICY, lr=1e-6)
     means = update.metrics.means()
     assert means["policy/ratio_mean"] == 1.0 and means["policy/ratio_max"] == 1.0
     assert means["policy/kl_old"] == 0.0 and not update.skipped
@@ -79,17 +71,17 @@ def test_scoring_agrees_with_training_and_knows_the_ban(family_of, load, batches
     assert (free < new).all()  # the banned ids take some of the mass
     assert not any(p.requires_grad for p in backend.model.parameters())
     with pytest.raises(AssertionError, match="only scores"):
-        backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=0.0)
+        backend.train_step(batches, POLICY, lr=0.0)
 
 
 def out_of_memory_once(*_args):
     raise torch.OutOfMemoryError("simulated")
 
 
-def test_out_of_memory_in_the_forward_splits_and_changes_nothing(family_of, load, batches, monkeypatch):
+def test_out_of_memory_in_the_forward_splits_and_changes_nothing(family_of, load, batches, measured):
     model = load(NAME)
     backend = LocalBackend(model, family_of(NAME), TrainConfig())
-    _, wanted = gradients(backend, batches, monkeypatch)
+    _, wanted = measured(backend, batches, POLICY)
     layer = model.model.language_model.layers[1]
     calls = []
 
@@ -99,19 +91,21 @@ def test_out_of_memory_in_the_forward_splits_and_changes_nothing(family_of, load
             raise torch.OutOfMemoryError("simulated")
 
     handle = layer.register_forward_pre_hook(hook)
-    means, got = gradients(backend, batches, monkeypatch)
+    means, got = measured(backend, batches, POLICY)
     handle.remove()
     assert_equal(got, wanted)
     assert means["mem/oom_splits"] == 2 and means["policy/ratio_mean"] == 1.0
     assert len(calls) == 2 + 3 + 1  # two that failed, three parts, the other forest
 
 
-@pytest.mark.parametrize("large", [1, 1000, 10**9])  # gradients that are added at once
-def test_out_of_memory_in_the_middle_of_backward_leaves_nothing_behind(family_of, load, batches, monkeypatch, large):
+@pytest.mark.parametrize("large", [1, 10**9])  # gradients that are added at once
+def test_out_of_memory_in_the_middle_of_backward_leaves_nothing_behind(
+    family_of, load, batches, monkeypatch, measured, large
+):
     monkeypatch.setattr("saccade.trainer.optimizer.LARGE", large)
     model = load(NAME)
     backend = LocalBackend(model, family_of(NAME), TrainConfig())
-    _, wanted = gradients(backend, batches, monkeypatch)
+    _, wanted = measured(backend, batches, POLICY)
     fired = []
 
     def in_backward(module, args, output):
@@ -121,7 +115,7 @@ def test_out_of_memory_in_the_middle_of_backward_leaves_nothing_behind(family_of
         return output
 
     handle = model.model.language_model.layers[0].register_forward_hook(in_backward)
-    means, got = gradients(backend, batches, monkeypatch)
+    means, got = measured(backend, batches, POLICY)
     handle.remove()
     assert fired == [1] and means["mem/oom_splits"] == 1
     assert_equal(got, wanted)
@@ -130,7 +124,7 @@ def test_out_of_memory_in_the_middle_of_backward_leaves_nothing_behind(family_of
 def test_a_backend_that_nobody_needs_gives_its_memory_back(family_of, load, batches, monkeypatch):
     monkeypatch.setattr("saccade.trainer.optimizer.LARGE", 1)  # every gradient is added by a hook
     backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
-    backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-4)
+    backend.train_step(batches, POLICY, lr=1e-4)
     left = [weakref.ref(backend.model), weakref.ref(backend.optimizer)]
     del backend
     gc.collect()
@@ -142,18 +136,18 @@ def test_one_sequence_that_does_not_fit_is_an_error(family_of, load, batches):
     backend = LocalBackend(model, family_of(NAME), TrainConfig())
     model.model.language_model.layers[0].register_forward_pre_hook(out_of_memory_once)
     with pytest.raises(torch.OutOfMemoryError):
-        backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=0.0)
+        backend.train_step(batches, POLICY, lr=0.0)
 
 
 def test_a_non_finite_step_changes_neither_parameters_nor_optimizer(family_of, load, batches):
     model = load(NAME)
     backend = LocalBackend(model, family_of(NAME), TrainConfig())
-    assert not backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-4).skipped
+    assert not backend.train_step(batches, POLICY, lr=1e-4).skipped
     with torch.no_grad():
         model.model.language_model.norm.weight[3] = torch.inf
     parameters = snapshot(model)
     state = {n: t.clone() for n, t in backend.optimizer.state().items()}
-    update = backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-4)
+    update = backend.train_step(batches, POLICY, lr=1e-4)
     means = update.metrics.means()
     assert update.skipped
     assert means["guard/nonfinite"] == 1 and means["policy/update_skipped"] == 1
@@ -161,18 +155,7 @@ def test_a_non_finite_step_changes_neither_parameters_nor_optimizer(family_of, l
     assert not backend.optimizer.gradients
     with torch.no_grad():
         model.model.language_model.norm.weight[3] = 1.0
-    assert not backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-4).skipped
-
-
-@pytest.mark.parametrize("gap", [80.0, -80.0])
-def test_a_reference_far_away_stays_finite(family_of, load, batches, gap):
-    backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
-    scored = backend.logprobs(batches, SCORING)
-    far = [replace(batch, ref_logprobs=new + np.float32(gap)) for batch, (new, _) in zip(batches, scored, strict=True)]
-    update = backend.train_step(far, PolicyLoss(WITH_KL, SCORING), lr=1e-6)
-    means = update.metrics.means()
-    assert not update.skipped
-    assert np.isfinite(list(means.values())).all() and means["policy/kl_loss"] <= 10
+    assert not backend.train_step(batches, POLICY, lr=1e-4).skipped
 
 
 def test_towers_have_learning_rates_of_their_own(family_of, load, batches):
@@ -182,24 +165,24 @@ def test_towers_have_learning_rates_of_their_own(family_of, load, batches):
         model = load(NAME)
         config = TrainConfig(lr_scale={"vision": 1e-20, "projector": scale}, weight_decay=0.0)
         before = snapshot(model)
-        LocalBackend(model, family, config).train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-4)
+        LocalBackend(model, family, config).train_step(batches, POLICY, lr=1e-4)
         change = {n: p - before[n] for n, p in snapshot(model).items()}
         assert all(c.abs().max() < 1e-20 for n, c in change.items() if family.tower_of(n) == "vision")
         moved[scale] = change["model.visual.merger.mlp.2.weight"].norm().item()
     assert moved[0.5] == approx(moved[1.0] / 2, rel=1e-3)
 
 
-def test_rows_without_media_teach_a_tower_that_trains_alone_nothing(family_of, load, batches, monkeypatch):
+def test_rows_without_media_teach_a_tower_that_trains_alone_nothing(family_of, load, batches, measured):
     family, model = family_of(NAME), load(NAME)
     freeze(model, family, "freeze:llm")
     backend = LocalBackend(model, family, TrainConfig())
     text, shown = batches
     assert not text.media and shown.media
-    both, alone = (gradients(backend, some, monkeypatch) for some in (batches, [shown]))
+    both, alone = (measured(backend, some, POLICY) for some in (batches, [shown]))
     assert both[0]["policy/grad_norm"] == alone[0]["policy/grad_norm"] > 0
     assert_equal(both[1], alone[1])
     before = snapshot(model)
-    update = backend.train_step([text], PolicyLoss(ON_POLICY, SCORING), lr=1e-3)
+    update = backend.train_step([text], POLICY, lr=1e-3)
     assert update.metrics.means()["policy/grad_norm"] == 0 and not update.skipped
     assert same(before, snapshot(model))
 
@@ -210,7 +193,7 @@ def test_a_restored_backend_continues_bit_for_bit(family_of, load, batches, tmp_
     few = batches if dtype == "float32" else batches[:1]  # a CPU may be slow in bf16
 
     def step(backend: LocalBackend) -> None:
-        assert not backend.train_step(few, PolicyLoss(ON_POLICY, SCORING), lr=1e-3).skipped
+        assert not backend.train_step(few, POLICY, lr=1e-3).skipped
 
     first = LocalBackend(load(NAME, dtype), family, config)
     step(first)
@@ -231,7 +214,7 @@ def test_stock_transformers_loads_what_is_saved(family_of, load, batches, tmp_pa
     from transformers import AutoModelForImageTextToText
 
     backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
-    backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-3)
+    backend.train_step(batches, POLICY, lr=1e-3)
     write_files(tmp_path, backend.model_files())
     model, info = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))

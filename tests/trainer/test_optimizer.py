@@ -59,16 +59,13 @@ def torch_adamw(lr: float = 1e-2, dtype: torch.dtype = torch.float32, rounded=to
     return theirs
 
 
-def test_fp32_is_torch_adamw():
+def test_it_is_torch_adamw_and_bf16_weights_are_rounded_fp32_masters():
     mine, _ = run("adamw", torch.float32)
+    halves, _ = run("adamw", torch.bfloat16)
     for name, wanted in torch_adamw().items():
         assert (mine[name] - wanted).abs().max() < 1e-6, name
-
-
-def test_bf16_weights_are_rounded_fp32_masters():
-    mine, _ = run("adamw", torch.bfloat16)
     for name, wanted in torch_adamw(rounded=torch.bfloat16).items():
-        assert torch.equal(mine[name], wanted.bfloat16()), name
+        assert torch.equal(halves[name], wanted.bfloat16()), name
 
 
 def test_kahan_follows_fp32_where_plain_bf16_stands_still():
@@ -94,7 +91,7 @@ def test_kahan_loses_nothing_of_weights_that_are_fp32():
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_bf16"])
-def test_a_step_without_gradients_changes_nothing(kind):
+def test_a_step_without_gradients_changes_nothing_and_state_of_another_model_is_refused(kind):
     mine, optimizer = run(kind, torch.float32, steps=1)
     before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
     weights = {name: p.detach().clone() for name, p in mine.items()}
@@ -102,6 +99,8 @@ def test_a_step_without_gradients_changes_nothing(kind):
     optimizer.step(1e-2, norm=optimizer.norm())
     assert all(torch.equal(before[name], now) for name, now in optimizer.state().items())
     assert all(torch.equal(weights[name], p) for name, p in mine.items())
+    with pytest.raises(AssertionError, match="optimizer state differs"):
+        optimizer.load({f"{name}x": value for name, value in before.items()})
 
 
 def test_gradients_of_micro_batches_add_up_in_fp32():
@@ -162,14 +161,6 @@ def test_frozen_parameters_are_no_part_of_it():
     assert not any("vision" in name for name in optimizer.state())
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw_bf16"])
-def test_state_of_another_model_is_refused(kind):
-    _, optimizer = run(kind, torch.bfloat16, steps=1)
-    state = {f"{name}x": value for name, value in optimizer.state().items()}
-    with pytest.raises(AssertionError, match="optimizer state differs"):
-        optimizer.load(state)
-
-
 def lrs(schedule: str, *, warmup: float = 0, total: int = 10, min_lr: float = 0.0) -> list[float]:
     return [rate(i, total=total, lr=1.0, schedule=schedule, warmup=warmup, min_lr=min_lr) for i in range(total)]
 
@@ -186,7 +177,7 @@ def test_schedules():
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "cosine_with_min_lr"])
-@pytest.mark.parametrize("warmup", [0, 0.01, 0.05, 0.5, 1, 3, 50])
-def test_every_update_moves(schedule, warmup):
-    assert all(0 < lr <= 1 for lr in lrs(schedule, warmup=warmup))
-    assert rate(0, total=1, lr=1.0, schedule=schedule, warmup=warmup, min_lr=0.0) > 0
+def test_every_update_moves(schedule):
+    for warmup in (0, 0.01, 0.05, 0.5, 1, 3, 50):
+        assert all(0 < lr <= 1 for lr in lrs(schedule, warmup=warmup))
+        assert rate(0, total=1, lr=1.0, schedule=schedule, warmup=warmup, min_lr=0.0) > 0

@@ -38,9 +38,7 @@ DOMAINS = When("algorithm.estimator.observe", "algorithm.advantage=drpo", "an ad
 STEERED = When("algorithm.entropy_target > 0", "algorithm.entropy_target=0.2")
 TOP_ONLY = When("algorithm.entropy_top > 0", "algorithm.entropy_top=0.2")
 WEIGHING = When(
-    "any(c.entry.weighs for c in algorithm.corrections)",
-    "algorithm.correct=[tis.token]",
-    "a correction that gives weights",
+    "any(c.weighs for c in algorithm.corrections)", "algorithm.correct=[tis.token]", "a correction that gives weights"
 )
 DROPPING = When(
     "algorithm.entropy_top > 0 or algorithm.at_once", "algorithm.entropy_top=0.2", "a filter that drops tokens"

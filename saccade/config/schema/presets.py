@@ -25,6 +25,8 @@ _TABLES = yaml.load(  # the fast reader, where there is one
 )
 PRESETS: Table[Row] = Table("presets", _TABLES["presets"])
 ADD_ONS: dict[str, Row] = _TABLES["add_ons"]
+# Fields that are options of several functions; empty where the chosen one has its default.
+OF_FUNCTIONS = ("std_eps", "gamma", "clip_low", "clip_high", "dual_clip", "delta")
 # Which function of the row a cell was chosen for.
 AXIS_OF = {
     **dict.fromkeys(("clip_low", "clip_high", "dual_clip", "delta"), "policy_loss"),

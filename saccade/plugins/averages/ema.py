@@ -6,6 +6,7 @@ average = b * average + (1 - b) * weights, after every update; b = train.ema
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from saccade.system.contents import File
 from saccade.trainer.local import LocalBackend
 
 
+@dataclass(frozen=True)
 class Average:
-    def __init__(self, backend: LocalBackend) -> None:
-        self.backend = backend
+    backend: LocalBackend
 
     def saved_bytes(self) -> int:
         return 2 * self.backend.saved_bytes()

@@ -7,25 +7,22 @@ Legend: R reads, V vocabulary of the student, E hidden sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from saccade.algorithms.objective import imitation_objective, kd
+from saccade.algorithms.objective import imitation_objective
 from saccade.forest.logprobs import CHUNK_ELEMENTS
 from saccade.forest.to_device import to_device
 from saccade.trainer import Objective, Reader
 from saccade.trainer.forward_inputs import column
 from saccade.trainer.local import LocalBackend
 from saccade.types import Batch
-
-Head = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,51 +38,39 @@ class DistillationLoss:
         self.teacher.model.eval()
         with torch.no_grad():
             taught = self.teacher.hidden_at(batch, batch.reads)
-        losses, terms = read_taught(
-            trainer.hidden_at(batch, batch.reads),
-            trainer.model.lm_head,  # type: ignore[arg-type]
-            taught,
-            self.teacher.model.lm_head,  # type: ignore[arg-type]
-            to_device(batch.targets, trainer.device),
-            kd_coef=self.kd_coef,
-            vocabulary=trainer.family.vocabulary,
-        )
-        shown = {f"sft/{name}": values for name, values in terms.items()}
-        scales = column(batch.scales, losses)
+        hidden, targets = trainer.hidden_at(batch, batch.reads), to_device(batch.targets, trainer.device)
+        head: Any = trainer.model.lm_head
+        their_head: Any = self.teacher.model.lm_head
+
+        def chunk(hidden: Tensor, taught: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits = head(hidden)
+            with torch.no_grad():
+                # Embeddings of one tokenizer are padded to different sizes; no token stands there.
+                theirs = their_head(taught)[:, : logits.shape[1]]
+                theirs = pad(theirs, (0, logits.shape[1] - theirs.shape[1]), value=-torch.inf)
+            return kd(logits, theirs, targets, kd_coef=self.kd_coef)
+
+        # The logits of a chunk are computed again in backward.
+        rows = max(1, CHUNK_ELEMENTS // trainer.family.vocabulary)
+        parts = zip(hidden.split(rows), taught.split(rows), targets.split(rows), strict=True)
+        results = [checkpoint(chunk, *part, use_reentrant=False) for part in parts]
+        losses, written, teacher = (torch.cat(found) for found in zip(*results, strict=True))
+        shown, scales = {"sft/ce": written, "sft/teacher": teacher}, column(batch.scales, losses)
         return partial(imitation_objective, losses, shown, scales, term="policy/loss")
 
 
-def read_taught(
-    hidden: Tensor, head: Head, taught: Tensor, teacher_head: Head, targets: Tensor, *, kd_coef: float, vocabulary: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """hidden, taught [R, E] → losses [R] and their terms; the logits of a chunk are computed again
-    in backward.
-    """
-    rows = max(1, CHUNK_ELEMENTS // vocabulary)
-    results = [
-        checkpoint(
-            _chunk,
-            hidden[start : start + rows],
-            head,
-            taught[start : start + rows],
-            teacher_head,
-            targets[start : start + rows],
-            kd_coef,
-            use_reentrant=False,
-        )
-        for start in range(0, len(targets), rows)
-    ]
-    losses, written, teacher = (torch.cat(column) for column in zip(*results, strict=True))
-    return losses, {"ce": written, "teacher": teacher}
-
-
-def _chunk(
-    hidden: Tensor, head: Head, taught: Tensor, teacher_head: Head, targets: Tensor, kd_coef: float
+def kd(
+    logits: Tensor, teacher_logits: Tensor, targets: Tensor, *, kd_coef: float = 0.4
 ) -> tuple[Tensor, Tensor, Tensor]:
-    logits = head(hidden)
-    with torch.no_grad():
-        # Embeddings of one tokenizer are padded to different sizes; no token stands there.
-        theirs = teacher_head(taught)[:, : logits.shape[1]]
-        theirs = pad(theirs, (0, logits.shape[1] - theirs.shape[1]), value=-torch.inf)
-    losses, terms = kd(logits, theirs, targets, kd_coef=kd_coef)
-    return losses, terms["ce"], terms["teacher"]
+    """(1 - kd_coef) CE + kd_coef (-sum over v of p_teacher log p_student), and both terms.
+
+    logits [R, V], with a gradient; teacher_logits [R, V]; targets [R]. Ids that are banned (-inf)
+    for the student are banned for the teacher.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    banned = logits == -torch.inf
+    student = logits.to(wide).log_softmax(-1)
+    teacher = teacher_logits.to(wide).detach().masked_fill(banned, -torch.inf).softmax(-1)
+    written = -student.gather(-1, targets[:, None]).squeeze(-1)
+    taught = -(teacher * student.masked_fill(banned, 0.0)).sum(-1)  # 0 times -inf is not 0
+    return (1 - kd_coef) * written + kd_coef * taught, written.detach(), taught.detach()

@@ -9,23 +9,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from saccade.algorithms.advantage_inputs import INFINITY, AdvantageInputs
-from saccade.algorithms.advantages import count_groups, grpo, no_std, standardised, whitened
+from saccade.algorithms.advantages import INFINITY, AdvantageInputs, count_groups, grpo, no_std, standardised, whitened
 from saccade.algorithms.filters import is_constant
-from saccade.algorithms.table import Positive, ShareBelowOne, entry
+from saccade.algorithms.table import Entry, Positive, ShareBelowOne, add
 from saccade.errors import ConfigError
 from saccade.plugins.more_algorithms.domains import observe, weight
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+ROWS: dict[str, Entry] = {}
 
-@entry("(R - mean_g) / (std of the step + std_eps)", group=True)
+
+@add(ROWS, "(R - mean_g) / (std of the step + std_eps)", group=True)
 def batch_std(inputs: AdvantageInputs, *, std_eps: float = 1e-6) -> Tensor:
     return inputs.per_token(inputs.centred / _divisor(inputs.scores[inputs.live], std_eps))
 
 
-@entry("R - length-weighted mean_g", group=True)
+@add(ROWS, "R - length-weighted mean_g", group=True)
 def opo(inputs: AdvantageInputs) -> Tensor:
     """The baseline of least variance weighs members by length (arXiv 2505.23585)."""
     lengths = inputs.lengths.to(inputs.scores)
@@ -33,7 +34,7 @@ def opo(inputs: AdvantageInputs) -> Tensor:
     return inputs.per_token(inputs.scores - baseline)
 
 
-@entry("alpha (R - mean_g), alpha = live members / those in groups that differ", group=True)
+@add(ROWS, "alpha (R - mean_g), alpha = live members / those in groups that differ", group=True)
 def gpg(
     inputs: AdvantageInputs,
     *,
@@ -49,7 +50,7 @@ def gpg(
     return inputs.per_token(signal * alpha.clamp(max=gpg_alpha_max))
 
 
-@entry("(R - mean_g) / mean_g, 0 where mean_g <= 0", group=True, positive=True)
+@add(ROWS, "(R - mean_g) / mean_g, 0 where mean_g <= 0", group=True, positive=True)
 def max_rl(inputs: AdvantageInputs) -> Tensor:
     """arXiv 2602.02710"""
     if bool((inputs.scores < 0).any()):
@@ -61,7 +62,7 @@ def max_rl(inputs: AdvantageInputs) -> Tensor:
     return inputs.per_token((inputs.centred / mean).where(mean > 0, 0.0))
 
 
-@entry("best member: (R_1 - R_2) / (std_g + std_eps); others 0", group=True)
+@add(ROWS, "best member: (R_1 - R_2) / (std_g + std_eps); others 0", group=True)
 def grpo_passk(inputs: AdvantageInputs, *, std_eps: float = 1e-6, divide_by_std: bool = True) -> Tensor:
     """Only the best member of a group, by its lead over the second (arXiv 2503.19595)."""
     scores, order = inputs.scores, inputs.scores.new_ones(len(inputs.scores)).cumsum(0)
@@ -72,7 +73,7 @@ def grpo_passk(inputs: AdvantageInputs, *, std_eps: float = 1e-6, divide_by_std:
     return inputs.per_token(((scores - second) / divisor).where(first, 0.0))
 
 
-@entry("(R - mean_g) / (std_g + std_eps), or times groups / groups that differ", group=True)
+@add(ROWS, "(R - mean_g) / (std_g + std_eps), or times groups / groups that differ", group=True)
 def cpgd(
     inputs: AdvantageInputs, *, cpgd_weight: Literal["std", "clip_filter", "none"] = "std", std_eps: float = 1e-6
 ) -> Tensor:
@@ -86,7 +87,7 @@ def cpgd(
     return inputs.per_token(inputs.centred * min(groups / max(differing, 1), 3.0))
 
 
-@entry("sum over terms of v (r - mean_g) / (std_g + std_eps), whitened over the step", group=True, components=True)
+@add(ROWS, "sum over terms of v (r - mean_g) / (std_g + std_eps), whitened over the step", group=True, components=True)
 def gdpo(inputs: AdvantageInputs, *, std_eps: float = 1e-6, gdpo_whiten: Literal["seq", "token"] = "seq") -> Tensor:
     """Each term of the reward on its own scale (arXiv 2601.05242); a KL belongs in the loss."""
     assert inputs.components is not None and inputs.component_weights is not None
@@ -101,7 +102,7 @@ def gdpo(inputs: AdvantageInputs, *, std_eps: float = 1e-6, gdpo_whiten: Literal
     return inputs.per_token((total - inside.mean()) / _divisor(inside, 1e-4)).where(live, 0.0)
 
 
-@entry("w_domain (R - mean_g) / (std_g + std_eps) / std of the step", group=True, observe=observe, weigh=weight)
+@add(ROWS, "w_domain (R - mean_g) / (std_g + std_eps) / std of the step", group=True, observe=observe, weigh=weight)
 def drpo(
     inputs: AdvantageInputs,
     *,

@@ -5,24 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from saccade.algorithms.aggregation import inverse
-from saccade.algorithms.table import entry
+from saccade.algorithms.table import Entry, add
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+ROWS: dict[str, Entry] = {}
 
-@entry("mean over trajectories of their token mean")
+
+@add(ROWS, "mean over trajectories of their token mean")
 def sample_mean(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
     """Token mean over all sequences of a trajectory, then mean over trajectories."""
     return _pooled_mean(lengths, trajectory)
 
 
-@entry("mean over groups of their token mean")
+@add(ROWS, "mean over groups of their token mean")
 def group_mean(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
     return _pooled_mean(lengths, group)
 
 
-@entry("sum(l)")
+@add(ROWS, "sum(l)")
 def token_sum(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
     return inverse(lengths.new_ones(()).expand_as(lengths), lengths)
 

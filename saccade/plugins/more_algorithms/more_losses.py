@@ -31,15 +31,17 @@ from saccade.algorithms.policy_losses import (
     sequence_ratio,
     with_slope_of_k2,
 )
-from saccade.algorithms.table import Entry, NotNegative, Positive, PositiveShare, entry
+from saccade.algorithms.table import Entry, NotNegative, Positive, PositiveShare, add
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+ROWS: dict[str, Entry] = {}
+
 SMALLEST_SEQUENCE_WEIGHT = 1e-8  # vespo
 
 
-@entry("-A exp(mean over the sequence of new - old, clipped to [-clip_low, clip_high])", own_aggregation="seq_mean")
+@add(ROWS, "-A exp(mean over the sequence of new - old, clipped to [-clip_low, clip_high])", own_aggregation="seq_mean")
 def gmpo(new: Tensor, inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Losses:
     """Geometric mean of token ratios, each clipped in log space (arXiv 2507.20673)."""
     gap, positive = log_ratio(new, inputs.old), inputs.advantages > 0
@@ -49,7 +51,7 @@ def gmpo(new: Tensor, inputs: LossInputs, *, clip_low: float = 0.4, clip_high: f
     return -inputs.advantages * ratio, beyond(gap, inputs.advantages, -clip_low, clip_high)
 
 
-@entry("-A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A")
+@add(ROWS, "-A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A")
 def sapo(new: Tensor, inputs: LossInputs, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> Losses:
     """A soft gate instead of a clip (arXiv 2511.20347)."""
     ratio = log_ratio(new, inputs.old).exp()
@@ -57,7 +59,7 @@ def sapo(new: Tensor, inputs: LossInputs, *, tau_positive: Positive = 1.0, tau_n
     return -inputs.advantages * (4 / tau) * (tau * (ratio - 1)).sigmoid(), {}
 
 
-@entry("max(-A d, -A clip(d, ln(1 - clip_low), ln(1 + clip_high))) + drift, d = new - old")
+@add(ROWS, "max(-A d, -A clip(d, ln(1 - clip_low), ln(1 + clip_high))) + drift, d = new - old")
 def cpgd(
     new: Tensor,
     inputs: LossInputs,
@@ -83,7 +85,7 @@ def _drift(new: Tensor, gap: Tensor, cap: float) -> Tensor:
     return pull - pull.detach() + (excess - gap)
 
 
-@entry("-A new, times sg[min(r, 1)] on bad samples")
+@add(ROWS, "-A new, times sg[min(r, 1)] on bad samples")
 def topr(new: Tensor, inputs: LossInputs, *, topr_split: Literal["reward", "advantage"] = "reward") -> Losses:
     """Bad samples weigh at most their ratio, good ones fully (arXiv 2503.14286)."""
     sign = inputs.rewards if topr_split == "reward" else inputs.advantages
@@ -93,7 +95,8 @@ def topr(new: Tensor, inputs: LossInputs, *, topr_split: Literal["reward", "adva
     return -inputs.advantages * new * weight, {}
 
 
-@entry("-A new + tau / 2 (new - old)^2")
+@add(ROWS, "-A new + tau / 2 (new - old)^2", name="dro")
+@add(ROWS, "-A new + tau / 2 (new - old)^2")
 def kimi(
     new: Tensor, inputs: LossInputs, *, kimi_tau: NotNegative = 0.1, kimi_level: Literal["token", "sequence"] = "token"
 ) -> Losses:
@@ -137,11 +140,12 @@ def inside_kl(new: Tensor, old: Tensor, advantages: Tensor, clip_low: float, cli
     return near | (new <= old).where(positive, new >= old)
 
 
-dppo_tv = Entry(function=_dppo(inside_tv), formula="-A new sg[min(r, cap)], 0 where the probability moved too far")
-dppo_kl = Entry(function=_dppo(inside_kl), formula="-A new sg[min(r, cap)], 0 where the binary KL is too large")
+_FORMULA = "-A new sg[min(r, cap)], 0 where the"
+add(ROWS, f"{_FORMULA} probability moved too far", name="dppo_tv")(_dppo(inside_tv))
+add(ROWS, f"{_FORMULA} binary KL is too large", name="dppo_kl")(_dppo(inside_kl))
 
 
-@entry("-A new sg[W^k exp(lambda (1 - W))], W = product of r w over the sequence", applies_weights=True)
+@add(ROWS, "-A new sg[W^k exp(lambda (1 - W))], W = product of r w over the sequence", applies_weights=True)
 def vespo(
     new: Tensor,
     inputs: LossInputs,
@@ -161,7 +165,7 @@ def vespo(
     return -inputs.advantages * new * gate, {}
 
 
-@entry("clip loss with r = sg[exp(mean of new - old)] exp(new - sg[new])", own_aggregation="seq_mean")
+@add(ROWS, "clip loss with r = sg[exp(mean of new - old)] exp(new - sg[new])", own_aggregation="seq_mean")
 def gspo_token(new: Tensor, inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Losses:
     """The value of gspo with the gradient of each token, for advantages that differ by token."""
     ratio = sequence_ratio(new, inputs).detach() * (new - new.detach()).exp()
@@ -172,17 +176,17 @@ def gspo_token(new: Tensor, inputs: LossInputs, *, clip_low: float = 3e-4, clip_
 
 
 # The gradient of abs points by sign only, so that it is no distance.
-@entry("|u|", in_loss=False)
+@add(ROWS, "|u|", name="abs", in_loss=False)
 def absolute(new: Tensor, ref: Tensor) -> Tensor:
     return (new - ref).abs()
 
 
-@entry("u, with the gradient of k2")
+@add(ROWS, "u, with the gradient of k2", name="k1+")
 def k1_plus(new: Tensor, ref: Tensor) -> Tensor:
     return with_slope_of_k2(k1(new, ref), new, ref)
 
 
-@entry("exp(-u) - 1 + u, with the gradient of k2")
+@add(ROWS, "exp(-u) - 1 + u, with the gradient of k2", name="k3+")
 def k3_plus(new: Tensor, ref: Tensor) -> Tensor:
     return with_slope_of_k2(k3(new, ref), new, ref)
 
@@ -229,7 +233,7 @@ def some_covariant(
     return _first(inputs, shuffled[inside[shuffled]], cov_fraction)
 
 
-@entry("-A r, plus |new - old| on the tokens of largest covariance", select=most_covariant)
+@add(ROWS, "-A r, plus |new - old| on the tokens of largest covariance", select=most_covariant)
 def kl_cov(new: Tensor, inputs: LossInputs, *, cov_coef: NotNegative = 1.0) -> Losses:
     """Tokens whose log-prob and advantage vary together most are held back (arXiv 2505.22617)."""
     assert inputs.selected is not None, "kl_cov needs its selection"
@@ -238,7 +242,7 @@ def kl_cov(new: Tensor, inputs: LossInputs, *, cov_coef: NotNegative = 1.0) -> L
     return penalty - inputs.advantages * gap.exp(), {"selected": inputs.selected}
 
 
-@entry("clip loss, 0 on some tokens of large covariance", select=some_covariant)
+@add(ROWS, "clip loss, 0 on some tokens of large covariance", select=some_covariant)
 def clip_cov(new: Tensor, inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Losses:
     """The clip loss without some of those tokens (arXiv 2505.22617)."""
     assert inputs.selected is not None, "clip_cov needs its selection"

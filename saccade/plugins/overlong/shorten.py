@@ -8,7 +8,8 @@ that fits or None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from saccade.types import Media, Message, Sample
@@ -63,21 +64,12 @@ def drop_turns(sample: Sample, length: Length, limit: int) -> Sample | None:
 
 def truncate_text(sample: Sample, length: Length, limit: int) -> Sample | None:
     """Remove text from the front (the question tends to stand last); system and media stay."""
-    total = sum(len(part) for message in _spoken(sample) for part in message.parts if isinstance(part, str))
-    low, high = 0, total  # fits when `high` characters go, if at all
-    while high - low > 1:
-        middle = (low + high) // 2
-        if length(_without_front(sample, middle)) <= limit:
-            high = middle
-        else:
-            low = middle
-    if high == total:  # nothing would be left to ask
+    spoken = [message for message in sample.messages if message.role != "system"]
+    total = sum(len(part) for message in spoken for part in message.parts if isinstance(part, str))
+    fits = bisect_left(range(1, total), True, key=lambda gone: length(_without_front(sample, gone)) <= limit)
+    if fits + 1 >= total:  # nothing would be left to ask
         return None
-    return _without_front(sample, high)
-
-
-def _spoken(sample: Sample) -> Iterator[Message]:
-    return (message for message in sample.messages if message.role != "system")
+    return _without_front(sample, fits + 1)
 
 
 def _without_front(sample: Sample, characters: int) -> Sample:

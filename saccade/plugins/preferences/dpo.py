@@ -31,8 +31,9 @@ from saccade.recipes import model_setup, offline_loop, parts, questions
 from saccade.run.folder import write_whole
 from saccade.run.quarantine import decode_error
 from saccade.run.training_run import Run
-from saccade.trainer import OWN, Reference
+from saccade.trainer import OWN
 from saccade.trainer.local import LocalBackend
+from saccade.trainer.reference import Reference
 from saccade.types import Batch, Group, Sample
 
 BLOCK = 1024  # rows between two writes of the reference's totals

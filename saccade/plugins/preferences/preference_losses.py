@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from saccade.algorithms.objective import LossSums, mean_of
-from saccade.algorithms.table import Entry, NotNegative, Smoothing, add, bound, parsed
+from saccade.algorithms.table import Entry, NotNegative, Smoothing, add, parsed
 from saccade.config import Config, DpoConfig
 from saccade.errors import ConfigError
 from saccade.trainer import OWN, Objective, Reader
@@ -283,7 +283,7 @@ def objective(
     else:
         assert ref is not None, "this loss needs a reference"
         inputs = Labelled(logprobs=totals, ref=ref, desirable=chosen, z=totals.new_tensor(row.z))
-    losses, found = bound(PREFERENCES[row.loss].function, row.options)(inputs)
+    losses, found = PREFERENCES[row.loss].having(row.options)(inputs)
     nll = -totals[chosen].sum()
     loss = losses.sum() / row.count
     if row.nll_coef and row.chosen_tokens:  # a step of kto may have bad responses only

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from saccade.algorithms.objective import LossSums, mean_of, to_metrics
-from saccade.algorithms.table import Entry, add, bound
+from saccade.algorithms.table import Entry, add
 from saccade.config import Config, RewardModelConfig
 from saccade.plugins.preferences.preference_losses import negative_log_sigmoid
 from saccade.plugins.reward_models.reward_head import RewardHead
@@ -133,7 +133,7 @@ def rating_objective(row: Rating, scores: Tensor, kappa: Tensor, keys: Keys) -> 
         decided, tied = label.abs() == 1, label == 0
         chosen, rejected = upper[decided], lower[decided]
         options = {"margin": margins[decided], "kappa": kappa}
-        total = bound(REWARD_LOSSES[row.loss].function, options)(chosen, rejected).sum()
+        total = REWARD_LOSSES[row.loss].having(options)(chosen, rejected).sum()
         if row.center_coef:  # keeps scores around 0 (arXiv 2312.09244)
             total = total + row.center_coef * (chosen + rejected).square().sum()
         total = total + row.tie_coef * (upper[tied] - lower[tied]).abs().sum()
