@@ -84,7 +84,7 @@ def from_config(config: Config) -> Algorithm:
             "algorithm.preset=grpo"
         )
     old = old_mode(given.old, once=once, forced=why_recompute(algorithm))
-    warnings = ()
+    warnings: tuple[str, ...] = ()
     if loss.own_aggregation not in (None, aggregate.name):
         text = f"algorithm.aggregation={aggregate.name}: policy loss {loss.name} is made for {loss.own_aggregation}"
         warnings = (f"{text}; long sequences weigh more now",)
