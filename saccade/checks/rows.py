@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from saccade.config import Config
-from saccade.data import suites
 from saccade.data.sources import parse_address
+from saccade.registry import HOOKS
 
 
 def train_data(config: Config) -> Iterator[str]:
@@ -21,7 +21,7 @@ def train_data(config: Config) -> Iterator[str]:
 def val_data(config: Config) -> Iterator[str]:
     if not config.data.val and not config.eval.suites:
         yield "data.val: nothing to evaluate; try data.val=test.jsonl"
-    yield from suites.problems(config.eval)
+    yield from HOOKS["suite_problems"](config.eval) if config.eval.suites else ()
 
 
 def some_data(config: Config) -> Iterator[str]:

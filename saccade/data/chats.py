@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -38,15 +37,12 @@ class RowError(ValueError):
     """A row that cannot be used; the message is the reason."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Picture:
-    """A source with the pixel budget that the row asks for, and what else it says of a video."""
+class Picture(NamedTuple):
+    """A source, the kind of medium, and what the row says of how it is shown: a pixel budget, frames."""
 
     source: Any
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    kind: str = "image"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    kind: str
+    options: Mapping[str, Any]
 
     @staticmethod
     def of(source: Any, item: Mapping[str, Any] | None = None, kind: str = "image") -> Picture:
@@ -55,15 +51,12 @@ class Picture:
             raise RowError("use_audio_in_video: sound inside a video is not heard; add it as an audio item")
         given = {name: said[name] for name in KINDS[kind].options if said.get(name) is not None}
         for name, value in given.items():
-            if name == "frames":
-                good = isinstance(value, list) and bool(value) and all(_counts(v, 0) for v in value)
-            else:
-                good = _counts(value, 1) or (name == "fps" and isinstance(value, float) and value > 0)
-            if not good:
-                what = "a list of numbers" if name == "frames" else "a positive integer"
+            frames, types = name == "frames", (int, float) if name == "fps" else (int,)
+            numbers = value if frames and isinstance(value, list) else [] if frames else [value]
+            if not numbers or not all(type(n) in types and (n > 0 or (frames and n == 0)) for n in numbers):
+                what = "a list of numbers" if frames else "a positive integer"
                 raise RowError(f"{name} of {KINDS[kind].article} must be {what}, not {value!r}")
-        budget = {name: given.pop(name, None) for name in ("min_pixels", "max_pixels")}
-        return Picture(source=source, kind=kind, options=given, **budget)
+        return Picture(source, kind, given)
 
 
 class Slot(NamedTuple):
@@ -226,7 +219,3 @@ def _ordered(slots: Sequence[Slot], pictures: Sequence[Picture], kind: str) -> l
 
 def _count(pictures: Sequence[Picture], kind: str) -> str:
     return f"{len(pictures)} {kind}{'' if len(pictures) == 1 or kind == 'series' else 's'}"
-
-
-def _counts(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

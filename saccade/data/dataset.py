@@ -16,6 +16,7 @@ from saccade.config import DataConfig
 from saccade.errors import DataError
 from saccade.types import Sample
 
+ROTATION_OF = "rotation_of"  # a column of rows that ask the same with their options in another order
 PROMPT_LIMIT = "data.max_prompt_tokens"
 POSITIONS = "the model's own limit of length"
 
@@ -130,17 +131,15 @@ def refuse_first(row: BadRow, config: DataConfig) -> None:
         raise DataError(f"bad row {row}; data.on_bad_row=quarantine sets it aside")
 
 
-def too_many(
-    bad: Sequence[BadRow], rows: int, paths: Sequence[str], config: DataConfig, *, checked: bool, none_left: bool
-) -> str:
-    """`paths`: where they are from. `checked`: `check-data` refuses the same rows."""
+def too_many(bad: Sequence[BadRow], rows: int, paths: Sequence[str], config: DataConfig, *, none_left: bool) -> str:
+    """`paths`: where they are from."""
     splits = {"data.train: ": config.train, "data.val: ": config.val}
     where = next((key for key, listed in splits.items() if {source.path for source in listed}.issuperset(paths)), "")
     examples = "\n".join(f"  {problem}" for problem in bad[:5])
     lifted = f"data.max_bad_fraction={math.ceil(100 * len(bad) / rows) / 100:g}"
     advice = "No row is left to go on with." if none_left else f"{lifted} goes on without them."
-    if checked:
-        advice += " `saccade check-data` lists all" + ("." if none_left else ", its --fix writes a copy without them.")
+    fixed = "." if none_left else ", its --fix writes a copy without them."
+    advice += f" `saccade check-data --for COMMAND` lists all{fixed}"
     if config.format != "auto":
         advice += f" data.format is {config.format}: auto reads what the columns say."
     return (

@@ -22,7 +22,7 @@ from typing import Any
 
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
-from saccade.data.dataset import POSITIONS, PROMPT_LIMIT, BadRow, Dataset, Part, keep, refuse_first, too_many
+from saccade.data.dataset import PROMPT_LIMIT, BadRow, Dataset, Part, keep, refuse_first, too_many
 from saccade.data.formats import FOR_REWARDS, FORMATS, OpenImage, detect, read_row, row_id, writable
 from saccade.data.records import content_hash
 from saccade.data.sources import Row, open_source
@@ -73,8 +73,8 @@ def load(
     if reader.refused and not reader.samples:
         raise ConfigError(reader.refused)
     if len(reader.bad) > config.max_bad_fraction * rows:
-        options = {"checked": limit in (PROMPT_LIMIT, POSITIONS), "none_left": len(reader.bad) == rows}
-        raise DataError(too_many(reader.bad, rows, [source.path for source in sources], config, **options))
+        paths = [source.path for source in sources]
+        raise DataError(too_many(reader.bad, rows, paths, config, none_left=len(reader.bad) == rows))
     samples, duplicates = _with_unique_ids(reader.samples)
     hashes = [content_hash(sample, everything=True) for sample in samples]
     return Dataset(
@@ -136,15 +136,12 @@ class _Reader:
         passed = sum(1 for _ in islice(rest, source.offset))
         rows = map(self._changed, islice(rest, limit))
         first = list(islice(rows, DETECTION_ROWS))
-        if source.offset and not first and limit != 0:
-            said = f"offset={source.offset} leaves no row of {passed}; try offset={max(0, passed - 1)} or less"
-            raise DataError(f"{source.path}: {said}")
-        columns = {column for row in first if not isinstance(row, RowError) for column in row}
+        readable = [row for row in first if not isinstance(row, RowError)]
+        columns = {column for row in readable for column in row}
         if not columns and limit != 0:
             reason = f"no row can be read: {first[0]}" if first else "it holds no rows"
-            raise DataError(f"{source.path}: {reason}")
-        options: dict[str, Any] = {"default_source": container.stem, "marks": self.marks}
-        options["open_image"] = self._opener(container.folder)
+            raise DataError(f"{source.path}: {reason}{f' behind offset={passed}' if passed else ''}")
+        open_image = self._opener(container.folder)
         # As in the file, from 1. Behind the last row, the next number says how many were read.
         numbers, seen = count(passed + 1), self.kinds.total()
         counted = ((number, row) for row, number in zip(chain(first, rows), numbers, strict=False))
@@ -162,7 +159,9 @@ class _Reader:
             try:
                 if isinstance(row, RowError):
                     raise row
-                sample = read_row(row, format, self.config, **options)
+                sample = read_row(
+                    row, format, self.config, open_image=open_image, default_source=container.stem, marks=self.marks
+                )
                 sample = self._with_files(sample, container.folder)
                 if source.data_source is not None:
                     sample = replace(sample, data_source=source.data_source)
@@ -175,7 +174,6 @@ class _Reader:
                 bad = self._set_aside(row, name, number, str(error))
                 self.refused = self.refused or f"{error} ({bad.id}, row {number} of {name})"
         if self.kinds.total() == seen and mapping == "none":
-            readable = [row for row in first if not isinstance(row, RowError)]
             for check in SET_CHECKS.values():
                 check(source.path, readable, format, self.config.keys)
         place: dict[str, Any] = {"start": start, "stop": len(self.samples), "rows": next(numbers) - passed - 1}
@@ -193,18 +191,15 @@ class _Reader:
         """Opens media of one source, each file once."""
         known: dict[Any, Media] = {}
 
-        def open_image(source: Any, *, min_pixels: int | None, max_pixels: int | None, **more: Any) -> Media:
-            kind = more.pop("kind", "image")
+        def open_image(source: Any, *, kind: str = "image", **options: Any) -> Media:
             self.kinds[source_kind(source, folder) if kind == "image" else kind] += 1
             named = isinstance(source, str) and len(source) < LONGEST_NAME
-            key: Any = (source, min_pixels, max_pixels, kind, repr(more)) if named else None
-            if key in known:
-                return known[key]
-            options = {"min_pixels": min_pixels, "max_pixels": max_pixels, **more}
-            media = open_any(kind, source, options, base=folder, limits=self.config)
-            key = key or media.key  # equal bytes once
+            key: Any = (source, kind, repr(options)) if named else None
             if key not in known:
-                known[key] = self.spill(media)
+                media = open_any(kind, source, options, base=folder, limits=self.config)
+                key = key or media.key  # equal bytes once
+                if key not in known:
+                    known[key] = self.spill(media)
             return known[key]
 
         return open_image

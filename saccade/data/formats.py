@@ -31,9 +31,7 @@ from saccade.types import Media, Message, Sample
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SURROGATE = re.compile("[\ud800-\udfff]")
 NUMBERS = {int, float, bool, type(None)}
-
-
-# Opens (source, *, min_pixels, max_pixels, **more); `more` is `kind` and options of other media.
+# Opens (source, **options): `kind` where it is no image, and what its row says of it.
 OpenImage = Callable[..., Media]
 
 
@@ -174,8 +172,7 @@ def read_row(
     def opened(piece: Any) -> Any:
         if not isinstance(piece, Picture):
             return piece
-        more = {} if piece.kind == "image" else {"kind": piece.kind, **piece.options}
-        return open_image(piece.source, min_pixels=piece.min_pixels, max_pixels=piece.max_pixels, **more)
+        return open_image(piece.source, **({} if piece.kind == "image" else {"kind": piece.kind}), **piece.options)
 
     messages = [Message(role=cast(Any, role), parts=tuple(map(opened, pieces))) for role, pieces in turns]
     ends = np.cumsum([len(asked), *(len(candidate) for candidate in candidates)]).tolist()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from saccade.data.suites import ROTATION_OF
+from saccade.data.dataset import ROTATION_OF
 from saccade.rewards.scorer import Scorer
 from saccade.run import statistics
 from saccade.run.metrics import interval_of

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from saccade.config import Config, DataConfig, DataSource
-from saccade.data import datasets, prompts, suites
+from saccade.data import datasets, prompts
 from saccade.data.chats import RowError
 from saccade.data.dataset import POSITIONS, PROMPT_LIMIT
 from saccade.data.sources import set_names
@@ -206,15 +206,3 @@ def require_rows(dataset: datasets.Dataset, where: str) -> datasets.Dataset:
     if not dataset.samples:
         raise DataError(f"{where} has no usable row:\n{dataset.summary}")
     return dataset
-
-
-def suite_sets(config: Config, family: Family) -> dict[str, datasets.Dataset]:
-    """The sets of `eval.suites`, whatever the config says about columns of its own rows."""
-    plain: dict[str, Any] = {"format": "auto", "keys": {}}
-    config = config.model_copy(update={"data": config.data.model_copy(update=plain)})
-    sets = {}
-    for name in config.eval.suites:
-        source, change = suites.suite_source(name, config.eval), suites.SUITES[name].row
-        loaded = load_prompts(config, [source], family, change)
-        sets[name] = require_rows(loaded, f"eval.suites: {source.path}")
-    return sets

@@ -90,7 +90,7 @@ class Quarantine:
         bad, none_left = [*found, *dataset.quarantined], len(found) == len(dataset)
         if none_left or len(bad) > self._config.max_bad_fraction * dataset.rows:
             paths = [part.path for part in dataset.parts]
-            raise DataError(too_many(bad, dataset.rows, paths, self._config, checked=True, none_left=none_left))
+            raise DataError(too_many(bad, dataset.rows, paths, self._config, none_left=none_left))
 
 
 def decode_error(sample: Sample, cache: Callable[[Media], ImageCache] = lambda media: DECODED) -> str | None:

@@ -5,7 +5,8 @@ import pytest
 from saccade.config import load as load_config
 from saccade.data.datasets import load
 from saccade.errors import DataError
-from saccade.plugins.check_data.check_data import check_data, convert, write_fixed
+from saccade.plugins.check_data.canonical_rows import convert
+from saccade.plugins.check_data.check_data import check_data, write_fixed
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from saccade.config import DataConfig
 from saccade.data.chats import RowError
 from saccade.data.formats import FORMATS, detect, read_row
-from saccade.data.records import content_hash, to_row
+from saccade.data.records import content_hash
 from saccade.errors import ConfigError, DataError
 from saccade.media.images import ImageError, open_media
+from saccade.plugins.check_data.canonical_rows import to_row
 from saccade.types import Media
 
 
@@ -22,7 +23,7 @@ from saccade.types import Media
 def read(tmp_path):
     """Reads a row in the format that its columns show; any image name opens a small image."""
 
-    def open_image(source, *, min_pixels, max_pixels, **more):
+    def open_image(source, *, min_pixels=None, max_pixels=None, **more):
         size = sum(map(ord, str(source))) % 50 + 10  # a size of its own for every name
         pixels = np.zeros((size, size, 3), np.uint8)
         return open_media(pixels, min_pixels=min_pixels, max_pixels=max_pixels)

@@ -20,9 +20,9 @@ from PIL import Image
 from saccade.config import DataConfig, DataSource
 from saccade.data.datasets import Dataset, load
 from saccade.data.formats import FORMATS, read_row
-from saccade.data.records import to_row
 from saccade.errors import ConfigError, DataError
 from saccade.media.images import open_media
+from saccade.plugins.check_data.canonical_rows import to_row
 from saccade.plugins.preferences.mappings import MAPPINGS, load_mapping, mapped, number_of
 from saccade.plugins.preferences.preference_rows import chosen_first, label_of
 from saccade.types import Media, Sample

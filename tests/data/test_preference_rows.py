@@ -14,8 +14,9 @@ from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.datasets import load
 from saccade.data.formats import FORMATS, detect, read_row
-from saccade.data.records import content_hash, to_row
+from saccade.data.records import content_hash
 from saccade.media.images import open_media
+from saccade.plugins.check_data.canonical_rows import to_row
 from saccade.plugins.overlong.shorten import shrink
 from saccade.plugins.preferences.preference_rows import read_candidates, read_label, verdict_view
 from saccade.types import Media, Message, Sample
@@ -30,9 +31,9 @@ SYSTEM, LOOK = said("system", "be brief"), said("user", "look again")
 
 
 def read(row, **options) -> Sample:
-    def open_image(source, *, min_pixels, max_pixels):
+    def open_image(source, **budget):
         if not isinstance(source, str) or source.startswith("data:"):
-            return open_media(source, min_pixels=min_pixels, max_pixels=max_pixels)
+            return open_media(source, **budget)
         side = 100 + len(source)  # another name, another size
         return open_media(np.zeros((side, side, 3), np.uint8))
 

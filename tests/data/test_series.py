@@ -13,9 +13,9 @@ from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.datasets import POLICIES, load
 from saccade.data.formats import FORMATS, read_row
-from saccade.data.records import to_row
 from saccade.media.images import ImageError
 from saccade.media.kinds import decode
+from saccade.plugins.check_data.canonical_rows import to_row
 from saccade.plugins.series.series_files import is_one, open_series
 from saccade.types import Media
 

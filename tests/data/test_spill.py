@@ -14,12 +14,11 @@ from PIL import Image
 
 from saccade.config import DataConfig, DataSource
 from saccade.data.datasets import load
-from saccade.data.records import to_row
 from saccade.errors import EnvironmentProblem
 from saccade.media.blob_file import Spill, _file_of, encoded
 from saccade.media.images import open_media
 from saccade.media.kinds import decode
-from saccade.plugins.check_data.check_data import convert
+from saccade.plugins.check_data.canonical_rows import convert, to_row
 from saccade.plugins.judges.http_client.chat_client import encode
 from saccade.plugins.media.sounds import open_sound
 from saccade.plugins.media.videos import open_video

@@ -9,12 +9,13 @@ import pytest
 
 from saccade.checks import check
 from saccade.config import EvalConfig, RewardConfig, load
-from saccade.data import suites
 from saccade.data.chats import RowError
+from saccade.data.dataset import ROTATION_OF
 from saccade.data.datasets import Dataset
 from saccade.data.datasets import load as read
 from saccade.errors import ConfigError
 from saccade.media.images import decode
+from saccade.plugins.suites import suites
 from tests.public_sets import write_all
 
 
@@ -50,7 +51,7 @@ def test_hr_bench(folder: Path, size: str) -> None:
     assert len(samples) == 8 and {s.extra["category"] for s in samples} == {"single", "cross"}
     assert [s.answer for s in samples[:4]] == ["A", "D", "C", "B"]
     assert all(s.choices["ABCD".index(s.answer)] == "red" for s in samples)  # type: ignore[arg-type]
-    same = [s.extra[suites.ROTATION_OF] for s in samples]
+    same = [s.extra[ROTATION_OF] for s in samples]
     assert len(set(same[:4])) == len(set(same[4:])) == 1 and len(set(same)) == 2
     assert len({s.media[0].hash for s in samples}) == 2  # each picture is kept once
 

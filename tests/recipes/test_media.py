@@ -13,11 +13,11 @@ from PIL import Image
 
 from saccade.config import DataConfig, DataSource, load
 from saccade.data.datasets import load as load_data
-from saccade.data.records import to_row
 from saccade.data.stream import Stream
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.media import pixel_cache
 from saccade.models.families import qwen_vl
+from saccade.plugins.check_data.canonical_rows import to_row
 from saccade.plugins.check_data.check_data import check_data
 from saccade.plugins.export.export import export
 from saccade.plugins.preferences import dpo

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
-from datetime import date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +24,11 @@ from saccade import checks
 from saccade.config import Config, DataConfig, DataSource
 from saccade.config import load as load_config
 from saccade.data.datasets import BadRow, Dataset, keep, load
-from saccade.data.records import plain, to_row
+from saccade.data.records import plain
 from saccade.errors import ConfigError, DataError
 from saccade.media import kinds
 from saccade.media.images import ImageError
+from saccade.plugins.check_data.canonical_rows import convert
 from saccade.registry import HOOKS
 from saccade.types import Media, Sample
 
@@ -311,9 +311,6 @@ def _histogram(tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(counts.items()))
 
 
-# -- writing ---------------------------------------------------------------------------------------
-
-
 def write_fixed(report: Report, path: Path) -> list[Path]:
     """The good rows as canonical JSONL; train and val together give NAME.train.jsonl …."""
     paths = []
@@ -322,27 +319,3 @@ def write_fixed(report: Report, path: Path) -> list[Path]:
         convert(samples, target)
         paths.append(target)
     return paths
-
-
-def convert(samples: Sequence[Sample], path: Path) -> None:
-    """Samples as canonical JSONL, which the `messages` format reads back as the same samples."""
-    for sample in samples:  # a row that cannot be written is found before the file is touched
-        _line(replace(sample, messages=(), candidates=()))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(map(_line, samples))  # one at a time: media may be inside of them
-
-
-def _line(sample: Sample) -> str:
-    try:
-        return json.dumps(to_row(sample), ensure_ascii=False, default=_json_value) + "\n"
-    except TypeError as error:
-        raise DataError(f"row {sample.id}: a column cannot be written as JSON: {error}") from None
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    if isinstance(value, date | datetime):
-        return value.isoformat()
-    raise TypeError(f"{type(value).__name__} is no JSON value")

@@ -12,7 +12,6 @@ from typing import Any
 
 from saccade import checks
 from saccade.config import Config, load
-from saccade.data.suites import with_rewards
 from saccade.plugins.check_data.row_warnings import warn_of_rewards
 from saccade.plugins.evaluation import rescore as rescoring
 from saccade.plugins.evaluation.results import kept_if_filled, places, write_results
@@ -20,6 +19,7 @@ from saccade.plugins.reports.report import table_lines, write_eval_report
 from saccade.plugins.reports.trajectories import TrajectoryWriter
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.reward_card import read_card
+from saccade.plugins.suites.suites import suite_sets, with_rewards
 from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.engines import answering_engine, answering_family, expenses
 from saccade.recipes.evaluator import Evaluator, describe
@@ -52,7 +52,7 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
 
 def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
     family = answering_family(config)
-    sets = questions.validation_sets(config, family) | questions.suite_sets(config, family)
+    sets = questions.validation_sets(config, family) | suite_sets(config, family)
     scorer = parts.make_scorer(config)
     engine = answering_engine(config, family, logs=folder, answers=answers)
     with (

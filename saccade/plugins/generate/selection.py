@@ -16,7 +16,7 @@ from typing import Any
 
 from saccade.config import Config
 from saccade.data.prompts import WORDED
-from saccade.plugins.check_data.check_data import convert
+from saccade.plugins.check_data.canonical_rows import convert
 from saccade.plugins.evaluation.results import read_lines
 from saccade.types import STATUS_OF_END, Message, Sample, replace
 

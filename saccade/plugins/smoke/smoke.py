@@ -20,9 +20,9 @@ from typing import Any
 from saccade.checks import unread
 from saccade.config import Config, load
 from saccade.data.sources import parse_address
-from saccade.data.suites import problems
 from saccade.models.families import FAMILIES
 from saccade.models.files import described, names_experts
+from saccade.plugins.suites.suites import problems
 
 DEFAULT_FAMILY = "qwen2_5_vl"
 NAMES = {  # what a path tells, the first that fits; else the default

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from saccade.data.chats import RowError
-from saccade.data.suites import ROTATION_OF, Row, Suite
+from saccade.data.dataset import ROTATION_OF
+from saccade.plugins.suites.suites import Row, Suite
 
 OPTION = re.compile(r"^\(([A-Z])\)[ \t]*(.*)$", re.MULTILINE)
 

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from saccade.config import DataSource, EvalConfig, RewardConfig
+from saccade.config import Config, DataSource, EvalConfig, RewardConfig
+from saccade.data.dataset import Dataset
+from saccade.models.families import Family
+from saccade.recipes.questions import load_prompts, require_rows
 from saccade.registry import Table
 
 Row = Mapping[str, Any]
-ROTATION_OF = "rotation_of"  # rows that ask the same with their options in another order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,3 +59,15 @@ def with_rewards(reward: RewardConfig, config: EvalConfig) -> RewardConfig:
     suites = {name: SUITES[name] for name in config.suites}
     own = {name: "hybrid" if one.judged and reward.judge.url else one.verifier for name, one in suites.items()}
     return reward.model_copy(update={"by_source": own | reward.by_source}) if own else reward
+
+
+def suite_sets(config: Config, family: Family) -> dict[str, Dataset]:
+    """The sets of `eval.suites`, whatever the config says about columns of its own rows."""
+    plain: dict[str, Any] = {"format": "auto", "keys": {}}
+    config = config.model_copy(update={"data": config.data.model_copy(update=plain)})
+    sets = {}
+    for name in config.eval.suites:
+        source, change = suite_source(name, config.eval), SUITES[name].row
+        loaded = load_prompts(config, [source], family, change)
+        sets[name] = require_rows(loaded, f"eval.suites: {source.path}")
+    return sets

@@ -1,0 +1,86 @@
+"""Samples as canonical rows: JSON that the formats of `data.records.WRITTEN` read back as the same samples.
+
+>>> read_row(to_row(sample), FORMATS["messages"], DataConfig(), open_image=open_media) == sample
+True
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from saccade.data.chats import escape
+from saccade.errors import DataError
+from saccade.media.blob_file import encoded
+from saccade.types import Media, Message, Sample
+
+
+def to_row(sample: Sample) -> dict[str, Any]:
+    """The canonical record of a sample, which the formats of `WRITTEN` read back."""
+    row: dict[str, Any] = {
+        "id": sample.id,
+        "data_source": sample.data_source,
+        "messages": _items(sample.messages),
+        "answer": sample.answer,
+        "choices": sample.choices,
+        "extra": dict(sample.extra),
+    }
+    if sample.candidates:
+        sides = ("a", "b") if "labels" in sample.extra else ("chosen", "rejected")
+        roles = sides if sample.desirable is None else ("output",)
+        row |= {r: _items(c) for r, c in zip(roles, sample.candidates, strict=True)}
+    return row if sample.desirable is None else row | {"label": int(sample.desirable)}
+
+
+def _items(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    return [{"role": message.role, "content": [_item(part) for part in message.parts]} for message in messages]
+
+
+def _item(part: str | Media) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": escape(part)}
+    assert part.box is None, "a data set holds whole images"
+    item = {"type": part.kind, part.kind: _source(part), "hash": part.hash}
+    if part.kind in ("audio", "series"):
+        return item
+    item |= {name: getattr(part, name) for name in ("width", "height", "min_pixels", "max_pixels")}
+    if part.kind == "image":
+        return item
+    return item | ({"fps": part.fps} if part.pictures else {"frames": list(part.frames)})
+
+
+def _source(media: Media) -> Any:
+    if media.pictures:
+        return [_source(media.pictures[frame]) for frame in media.frames]
+    return media.path or "data:;base64," + base64.b64encode(encoded(media)).decode()
+
+
+def convert(samples: Sequence[Sample], path: Path) -> None:
+    """Samples as canonical JSONL, which the `messages` format reads back as the same samples."""
+    for sample in samples:  # a row that cannot be written is found before the file is touched
+        _line(replace(sample, messages=(), candidates=()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(map(_line, samples))  # one at a time: media may be inside of them
+
+
+def _line(sample: Sample) -> str:
+    try:
+        return json.dumps(to_row(sample), ensure_ascii=False, default=_json_value) + "\n"
+    except TypeError as error:
+        raise DataError(f"row {sample.id}: a column cannot be written as JSON: {error}") from None
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, date | datetime):
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} is no JSON value")
