@@ -35,9 +35,9 @@ from saccade.forest import attention
 from saccade.forest.packing import pack
 from saccade.media.images import open_media
 from saccade.models.families import Family, load_family
-from saccade.models.fused import fuse
 from saccade.plugins.estimate import flops, shapes
 from saccade.plugins.families import tiny
+from saccade.plugins.gpu.fused import fuse
 from saccade.system import devices
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend

@@ -29,10 +29,9 @@ INSTALL = {
 class Capabilities:
     """What an engine can do: asked of the engine, never derived from a version number."""
 
-    logprobs: bool  # of the sampling distribution, temperature included
-    support: bool  # returns the kept ids of truncated sampling
-    shares_weights: bool  # update_weights moves nothing
-    live_episodes: bool  # continues a turn from its cache
+    logprobs: bool = True  # of the sampling distribution, temperature included
+    support: bool = False  # returns the kept ids of truncated sampling
+    shares_weights: bool = False  # update_weights moves nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +106,8 @@ class Engine(Protocol):
         """Take back the memory that `sleep` freed."""
         return
 
-    def capabilities(self) -> Capabilities: ...
+    def capabilities(self) -> Capabilities:
+        return Capabilities()
 
     def close(self) -> None:
         """End the processes, sockets and files that the engine started."""
@@ -153,6 +153,15 @@ def require_finite(logprobs: np.ndarray) -> None:
             "log-probs are not finite; `saccade doctor MODEL` names the weight they come from, or "
             "whether a number overflows (model.dtype=float32)"
         )
+
+
+def not_finite(weights: Iterable[tuple[str, Any]]) -> TrainingError:
+    """The error for log-probs that are not finite, naming the weight that they come from."""
+    broken = (name for name, tensor in weights if not tensor.isfinite().all())
+    if name := next(broken, None):
+        fix = "copy or download the files of model.path again, or use an earlier checkpoint"
+        return TrainingError(f"log-probs are not finite, because {name} holds NaN or infinity; {fix}")
+    return TrainingError("log-probs are not finite, although all weights are: use model.dtype=float32")
 
 
 def content_of(request: Request) -> Any:

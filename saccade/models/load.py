@@ -21,9 +21,10 @@ from saccade.forest.to_device import to_device
 from saccade.models import experts
 from saccade.models.families import FAMILIES, TOWERS, Family
 from saccade.models.files import require_intact, require_some
-from saccade.models.fused import fuse
+from saccade.registry import Table
 from saccade.types import MediaSpan
 
+KERNELS: Table[Any] = Table("kernels", {})  # what a GPU runs instead of some layers
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -74,7 +75,7 @@ def load_model(
     model = model.to(device).train()
     if family.name not in FAMILIES:
         _require_plain_head(model, family)
-    fuse(model)
+    KERNELS["fuse"](model)
     if family.series is not None:
         TOWERS["series"].attach(model, family, seed=seed)
     return model

@@ -10,7 +10,6 @@ import torch
 from saccade.engines import generate
 from saccade.plugins.engines import parity
 from saccade.plugins.engines.parity import trajectory
-from saccade.trainer import Scoring
 from saccade.types import Completion, Group, Message, Request, Sample, Sampling
 
 NAME = "qwen2_5_vl"
@@ -118,14 +117,7 @@ def drain(engine) -> list[Completion]:
 
 
 def probe(engine, backend, samples, **options) -> parity.Parity:
-    """The parity probe of an engine beside a trainer."""
-
-    def score(batches, temperature, ban):
-        scored = backend.logprobs(batches, Scoring(temperature=temperature, ban=ban))
-        return [logprobs for logprobs, _ in scored]
-
-    trainer = parity.Trainer(score=score, source=backend, changed=backend.changed)
-    return parity.probe(engine, trainer, backend.family, samples, **({"limit": 1e-4, "version": 0} | options))
+    return parity.probe(engine, backend, samples, **({"limit": 1e-4, "version": 0} | options))
 
 
 def too_small_for(model, most: int) -> None:

@@ -43,19 +43,20 @@ def prompts(family, image):
 @pytest.fixture
 def paged(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Engines built while this is in use have kernels; `budget` is the pool in bytes."""
-    from saccade.engines import embedded
     from saccade.engines.embedded import kv_cache
+    from saccade.plugins import gpu
     from tests.engines import reference
 
     for name in NAMES:  # whatever was imported before is put back at the end
-        monkeypatch.delitem(sys.modules, f"{embedded.__name__}.{name}", raising=False)
-        monkeypatch.delattr(embedded, name, raising=False)
+        monkeypatch.delitem(sys.modules, f"{gpu.__name__}.{name}", raising=False)
+        monkeypatch.delattr(gpu, name, raising=False)
     for name in KERNELS:
-        monkeypatch.setitem(sys.modules, f"{embedded.__name__}.{name}", reference)
-        monkeypatch.setattr(embedded, name, reference, raising=False)
+        monkeypatch.setitem(sys.modules, f"{gpu.__name__}.{name}", reference)
+        monkeypatch.setattr(gpu, name, reference, raising=False)
+    monkeypatch.setattr(kv_cache.KERNELS, "_rows", {})
     settings = SimpleNamespace(budget=1 << 26)
     monkeypatch.setattr(kv_cache.KVCache, "_budget", lambda cache: settings.budget)
     monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: True)
     yield settings
     for name in NAMES[len(KERNELS) :]:
-        sys.modules.pop(f"{embedded.__name__}.{name}", None)
+        sys.modules.pop(f"{gpu.__name__}.{name}", None)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from saccade.engines import Capabilities
+from saccade.engines import Capabilities, Engine
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.types import Completion, Request
 
 
-class CopyEngine:
+class CopyEngine(Engine):
     """The embedded engine over a model of its own; weights come by name."""
 
     def __init__(
@@ -25,11 +25,7 @@ class CopyEngine:
         takes: Callable[[str], bool] = lambda name: True,
     ) -> None:
         """`request`: what becomes of requests; `takes`: which weights are loaded."""
-        self.inner, self.request, self.takes = EmbeddedEngine(model, family), request, takes
-
-    @property
-    def version(self) -> int:
-        return self.inner.version
+        self.inner, self.request, self.takes, self.version = EmbeddedEngine(model, family), request, takes, 0
 
     @property
     def pending(self) -> int:
@@ -47,6 +43,7 @@ class CopyEngine:
             if self.takes(name):
                 mine[name].data.copy_(weight.detach())
         self.inner.update_weights(source, version)
+        self.version = version
 
     def capabilities(self) -> Capabilities:
         return replace(self.inner.capabilities(), shares_weights=False)
@@ -59,12 +56,6 @@ class CopyEngine:
 
     def sleep(self) -> None:
         self.inner.sleep()
-
-    def wake(self) -> None:
-        self.inner.wake()
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def remembering(features: Callable[..., Any], key: Callable[[Any], Any]) -> Callable[..., Any]:

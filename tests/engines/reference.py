@@ -9,9 +9,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from saccade.engines.embedded import decode_state as fields
 from saccade.engines.embedded.sampling import kept_ids, sample
 from saccade.forest.logprobs import sampling_logits
+from saccade.plugins.gpu import decode_state as fields
 from saccade.types import Sampling
 
 WORD = 4

@@ -2,22 +2,7 @@
 
 import numpy as np
 
-from saccade.engines.embedded import decode_state
-
-
-def test_batch_sizes_are_few_and_pad_little():
-    sizes = {decode_state.bucket(n) for n in range(1, 513)}
-    assert len(sizes) == len(decode_state.BUCKETS) and all(decode_state.bucket(n) >= n for n in range(1, 2000))
-    assert all(decode_state.bucket(n) <= 1.5 * n for n in range(48, 2000))
-    assert decode_state.bucket(513) == 640 and all(size % 8 == 0 for size in sizes)
-
-
-def test_padding_is_idle():
-    fields = {name: np.arange(3) + 10 * i for i, name in enumerate(decode_state.NAMES)}
-    packed = decode_state.pack_rows(fields, 8)
-    assert packed.shape == (decode_state.FIELDS, 8)
-    assert packed[decode_state.LENGTH].tolist() == [10, 11, 12, -1, -1, -1, -1, -1]
-    assert packed[decode_state.KEY].tolist() == [40, 41, 42, 0, 0, 0, 0, 0]
+from saccade.plugins.gpu import decode_state
 
 
 def test_neighbours_with_the_same_first_pages_are_a_family():

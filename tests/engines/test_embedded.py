@@ -76,22 +76,6 @@ def test_sampling_does_not_depend_on_batching(model, family, prompts, changes):
             assert support_of(got[completion.key]) == support_of(completion)
 
 
-def test_requests_with_other_settings_share_a_batch(model, family, prompts):
-    cut = replace(FREE, top_k=2, max_tokens=5)
-    kinds = [FREE, replace(FREE, temperature=0.0), cut, replace(cut, support=True)]
-    asked = [
-        replace(request, sampling=kind, key=f"{request.key}/{i}")
-        for i, kind in enumerate(kinds)
-        for request in requests(prompts[:2])
-    ]
-    together = generate(EmbeddedEngine(model, family), asked)
-    for request, completion in zip(asked, together, strict=True):
-        same(generate(EmbeddedEngine(model, family), [request])[0], completion)
-    assert {len(c.ids) for c in together} == {8, 5}
-    assert [c.support is not None for c in together] == [False] * 6 + [True] * 2
-    assert [len(ids) for c in together[6:] for ids in c.support] == [2] * 10
-
-
 def test_noise_continues_where_the_last_turn_stopped(model, family, prompts):
     (request,) = requests(prompts[:1])
     (whole,) = generate(EmbeddedEngine(model, family), [request])

@@ -7,10 +7,10 @@ import torch
 from saccade.config import LoraConfig
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine, kv_cache
-from saccade.engines.embedded.fused_decode import NAMES, Projections, fused_forwards, swapped_forwards
 from saccade.forest.attention import forest_plan
 from saccade.models import lora
 from saccade.models.load import hidden_states
+from saccade.plugins.gpu.fused_decode import NAMES, Projections, fused_forwards, swapped_forwards
 from saccade.types import Message, Request, Sampling
 
 

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from saccade.engines import generate
-from saccade.engines.embedded import EmbeddedEngine, decode_state, kv_cache, scheduler
+from saccade.engines.embedded import EmbeddedEngine, kv_cache, scheduler
 from saccade.errors import ConfigError, TrainingError
+from saccade.plugins.gpu import decode_state
 from saccade.types import Completion, Message, Request, Sampling
 from tests.engines.asked import count_evictions, counted, drain, support_of, too_small_for
 from tests.engines.asked import requests as requests_for
 from tests.engines.asked import same as same_completion
 
-FREE = Sampling(temperature=1.0, max_tokens=20, ignore_eos=True)
+FREE = Sampling(temperature=1.0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_settings_mix_in_one_batch(model, family, prompts, paged, plain):
 
 
 def test_a_sequence_without_room_for_what_it_keeps_goes_on_later(model, family, prompts, paged, plain, monkeypatch):
-    from saccade.engines.embedded import graphs
+    from saccade.plugins.gpu import graphs
 
     monkeypatch.setattr(graphs, "KEPT", 1)  # as many as one sequence needs, then
     asked = requests(prompts[:2], replace(FREE, top_p=0.9, support=True, max_tokens=6), repeats=2)
@@ -165,7 +166,7 @@ def test_log_probs_that_are_no_numbers_end_it_where_nobody_trains(load, family, 
     weight.data[0, 0] = torch.nan
     asked = requests(prompts[:1], repeats=2)
     (first, _) = generate(EmbeddedEngine(model, family), asked)
-    assert len(first.ids) == 20 and np.isnan(first.logprobs).all()  # a trainer skips its update
+    assert len(first.ids) == 12 and np.isnan(first.logprobs).all()  # a trainer skips its update
     engine = EmbeddedEngine(model, family, finite=True)
     with pytest.raises(TrainingError, match=f"log-probs are not finite, because {name} holds NaN"):
         generate(engine, asked)
@@ -216,7 +217,7 @@ def test_prompts_that_memory_is_too_short_for_are_halved(load, family, prompts, 
 @pytest.mark.parametrize("running, most_waits", [(8, 0), (3, scheduler.PATIENCE)])
 def test_decoding_goes_on_between_the_pieces(model, family, prompts, paged, monkeypatch, running, most_waits):
     """Few that decode wait for one that comes, but not until the end of a long prompt."""
-    from saccade.engines.embedded import graphs
+    from saccade.plugins.gpu import graphs
 
     monkeypatch.setattr(graphs, "MAX_BURST", 2)
     engine = EmbeddedEngine(model, family)
@@ -256,12 +257,12 @@ def test_a_request_after_new_weights_shares_nothing_with_those_before(load, fami
     fresh = EmbeddedEngine(model, family)
     fresh.update_weights(None, version=1)
     same(after, generate(fresh, [replace(asked, key="after")]))
-    assert after[0].versions.tolist() == [1] * 20
+    assert after[0].versions.tolist() == [1] * 12
 
 
 @pytest.mark.parametrize("pages", [11, 24])
 def test_sequences_that_lose_their_pages_go_on_with_the_same_tokens(model, family, prompts, paged, plain, pages):
-    asked = requests(prompts, replace(FREE, max_tokens=40))
+    asked = requests(prompts, replace(FREE, max_tokens=24))
     wanted = plain(asked)
     engine = EmbeddedEngine(model, family)
     paged.budget = pages * engine.cache.bytes_per_page

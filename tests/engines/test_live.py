@@ -31,15 +31,6 @@ def test_a_live_episode_computes_only_what_is_new(model, family, prompts, image)
     assert engine.cache.pages.free == engine.cache.pages.count
 
 
-def test_the_mode_of_the_modules_is_set_once(model, family, prompts, monkeypatch):
-    walks = []
-    evaluate = model.eval
-    monkeypatch.setattr(model, "eval", lambda: walks.append(1) or evaluate())
-    model.train()
-    generate(EmbeddedEngine(model, family), requests(prompts))
-    assert walks == [1] and not model.training
-
-
 def test_live_and_fresh_requests_are_admitted_together_and_computed_apart(model, family, prompts, image):
     engine = EmbeddedEngine(model, family)
     asked = [replace(r, episode=f"e{i}") for i, r in enumerate(requests(prompts[:3]))]

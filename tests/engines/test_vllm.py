@@ -6,14 +6,16 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from saccade.engines import Settings
+from saccade.engines import Settings, require_finite
 from saccade.engines.builders import build
-from saccade.errors import EnvironmentProblem
+from saccade.errors import EnvironmentProblem, TrainingError
 from saccade.plugins.engines.vllm.vllm_probe import probe
-from saccade.plugins.engines.vllm.vllm_weights import Announced, HandOver, Place, sample_for
+from saccade.plugins.engines.vllm.vllm_weights import Place, sample_for
+from saccade.plugins.engines.weights import HandOver
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
@@ -22,6 +24,13 @@ def test_without_vllm_the_install_line_is_named(family_of: Callable[[str], Any])
     assert "pip install" in probe().problem and not probe().device
     with pytest.raises(EnvironmentProblem, match=r"not installed; run: pip install .*saccade\[vllm"):
         build(Settings(engine="vllm", folder=family.path, dtype="float32"), family)
+
+
+def test_log_probs_that_are_no_numbers_are_refused() -> None:
+    require_finite(np.array([-1.0, -2.0], np.float32))
+    for value in (np.nan, -np.inf):
+        with pytest.raises(TrainingError, match=r"not finite; `saccade doctor MODEL` names"):
+            require_finite(np.array([-1.0, value], np.float32))
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -62,25 +71,12 @@ def test_every_place_comes_round() -> None:
     assert set().union(*turns) == places.keys() and all(len(turn) == 16 for turn in turns)
 
 
-def hand_over(weights: dict[str, torch.Tensor]) -> HandOver:
-    expected = {f"x.{n}": Announced(n, s) for n, s in {"a": (2,), "b": (3,)}.items()}
-    sample = {"x.a": Place(parameter="x.a", start=0, rows=2)}
-    return HandOver(
-        weights=iter(weights.items()),
-        renamed=lambda name: f"x.{name}",
-        expected=expected,
-        sample=sample,
-        dtype=torch.float32,
-    )
-
-
 def test_names_are_compared_both_ways() -> None:
-    whole = hand_over({"a": torch.ones(2), "b": torch.ones(3)})
-    assert [name for name, _ in whole] == ["a", "b"]
-    right = whole.checksums
-    assert whole.problem({"x.a", "x.b"}, {"x.a", "x.b"}, right) == ""
-    assert whole.problem({"x.a"}, {"x.a", "x.b"}, right) == "vllm left unwritten: x.b"
-    assert whole.problem(set(), set(), {"x.a": 0}) == "other bytes arrived for: x.a"
-    drifted = hand_over({"a": torch.ones(2), "c": torch.ones(3)})
-    assert [name for name, _ in drifted] == ["a"]  # what is not expected is not handed on
-    assert drifted.problem(set(), set(), {}) == "missing: b [3]; not expected: c [3]"
+    def handed(**weights: torch.Tensor) -> tuple[list[str], str]:
+        shapes = {"a": (2,), "b": (3,), "lm_head.weight": (1,)}
+        hand_over = HandOver(weights=weights.items(), shapes=shapes, renamed=lambda name: f"x.{name.lower()}")
+        return [name for name, _ in hand_over], hand_over.drift()
+
+    assert handed(A=torch.ones(2), b=torch.ones(3)) == (["a", "b"], "")
+    # What is not expected is not handed on.
+    assert handed(a=torch.ones(2), c=torch.ones(3)) == (["a"], "missing: b [3]; not expected: c [3]")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from saccade.engines import weights
 from saccade.errors import EnvironmentProblem
+from saccade.plugins.engines import weights
 
 
 @pytest.fixture

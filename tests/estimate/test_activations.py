@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from saccade.forest.packing import pack
-from saccade.models import fused
 from saccade.models.families import load_family
 from saccade.models.load import hidden_states, load_model
 from saccade.plugins.estimate import memory_items, shapes
 from saccade.plugins.families import tiny
+from saccade.plugins.gpu import fused
 from saccade.types import MediaSpan, Message
 
 TOKENS, KEYS = 256, 400

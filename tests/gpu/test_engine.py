@@ -14,11 +14,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 from saccade.config import LoraConfig  # noqa: E402
 from saccade.engines import generate  # noqa: E402
 from saccade.engines.embedded import EmbeddedEngine, kv_cache  # noqa: E402
-from saccade.engines.embedded import decode_state as fields  # noqa: E402
 from saccade.engines.embedded.sampling import sample  # noqa: E402
 from saccade.forest.packing import pack  # noqa: E402
 from saccade.models import lora  # noqa: E402
 from saccade.models.load import load_model  # noqa: E402
+from saccade.plugins.gpu import decode_state as fields  # noqa: E402
 from saccade.trainer import Scoring  # noqa: E402
 from saccade.trainer.local import LocalBackend  # noqa: E402
 from saccade.types import Message, Request, Sampling  # noqa: E402
@@ -64,7 +64,7 @@ TOLERANCE = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 1e-5}
 @pytest.mark.parametrize("together", [0, 256])
 def test_decode_attention_is_that_of_float64(heads, key_heads, size, page, splits, dtype, together, monkeypatch):
     """Also with rows behind their prefix groups, as for many rows: 0, where a row is one part."""
-    from saccade.engines.embedded import kernels
+    from saccade.plugins.gpu import kernels
 
     monkeypatch.setattr(kernels, "TOGETHER", together)
     decodes_like_float64(heads, key_heads, size, page, splits, dtype, seed=heads * size + page)
@@ -79,7 +79,7 @@ def test_decode_attention_of_any_shape_is_that_of_float64(seed, monkeypatch):
     page = int(rng.choice([8, 16, 32, 64]))
     front, back = (int(2 ** rng.integers(0, 6)) for _ in range(2))
     if seed % 2:  # rows that are one part, behind their prefix_groups
-        from saccade.engines.embedded import kernels
+        from saccade.plugins.gpu import kernels
 
         back = 1
         monkeypatch.setattr(kernels, "TOGETHER", 0)
@@ -87,7 +87,7 @@ def test_decode_attention_of_any_shape_is_that_of_float64(seed, monkeypatch):
 
 
 def decodes_like_float64(heads, key_heads, size, page, splits, dtype, *, seed):
-    from saccade.engines.embedded import kernels
+    from saccade.plugins.gpu import kernels
 
     rng = np.random.default_rng(seed)
     lengths = np.array([0, 1, page - 1, page, -1, 700, *rng.integers(0, 1500, 14)])
@@ -137,7 +137,7 @@ def decodes_like_float64(heads, key_heads, size, page, splits, dtype, *, seed):
 
 
 def test_pages_are_written_and_copied():
-    from saccade.engines.embedded import kernels
+    from saccade.plugins.gpu import kernels
 
     made, bases = pools(3, 50, 16, 3, 64, torch.bfloat16)
     before = [(k.clone(), v.clone()) for k, v in made]
@@ -156,7 +156,7 @@ def test_pages_are_written_and_copied():
 @pytest.mark.parametrize("vocabulary", [300, 4096, 151_936])
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
 def test_fused_draws_are_those_of_the_sampler(vocabulary, temperature):
-    from saccade.engines.embedded import sampling_kernels
+    from saccade.plugins.gpu import sampling_kernels
 
     torch.manual_seed(vocabulary)
     logits = (torch.randn(64, vocabulary, device=DEVICE) * 3).bfloat16()
@@ -178,7 +178,7 @@ def test_fused_draws_are_those_of_the_sampler(vocabulary, temperature):
 @pytest.mark.parametrize("vocabulary", [50, 4097, 151_936])
 def test_logits_that_are_no_numbers_give_ids_that_exist(vocabulary, temperature):
     """A model that diverged is stopped by its log-probs, not by an id past the vocabulary."""
-    from saccade.engines.embedded import sampling_kernels
+    from saccade.plugins.gpu import sampling_kernels
 
     logits = torch.randn(6, vocabulary, device=DEVICE, dtype=torch.bfloat16)
     logits[0], logits[1], logits[2, ::3] = torch.nan, -torch.inf, torch.nan
@@ -205,7 +205,7 @@ def test_logits_that_are_no_numbers_give_ids_that_exist(vocabulary, temperature)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("vocabulary", [50, 300, 8192, 151_936])
 def test_what_is_cut_away_is_what_sorting_cuts_away(vocabulary, dtype):
-    from saccade.engines.embedded import sampling_kernels
+    from saccade.plugins.gpu import sampling_kernels
 
     torch.manual_seed(vocabulary)
     count = 48
@@ -259,7 +259,7 @@ def test_what_is_cut_away_is_what_sorting_cuts_away(vocabulary, dtype):
 
 
 def test_rows_advance_and_end():
-    from saccade.engines.embedded import sampling_kernels
+    from saccade.plugins.gpu import sampling_kernels
 
     state = torch.zeros(fields.FIELDS, 200, dtype=torch.int64, device=DEVICE)
     state[fields.LENGTH] = torch.arange(200) - 1
@@ -466,7 +466,7 @@ def test_graphs_outlive_the_pool_and_follow_the_weights(family, asked):
 
 
 def test_graphs_are_captured_again_for_longer_sequences(model, family, asked, monkeypatch):
-    from saccade.engines.embedded import graphs
+    from saccade.plugins.gpu import graphs
 
     monkeypatch.setattr(graphs, "COLUMNS", 2)
     engine = EmbeddedEngine(model, family)

@@ -134,8 +134,8 @@ FUSED = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava", "qwen3"]
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_modules_are_the_modules(name, family_of):
-    from saccade.models.fused import fuse
     from saccade.models.load import load_model
+    from saccade.plugins.gpu.fused import fuse
 
     fused = load_model(family_of(name), dtype=torch.bfloat16, device=DEVICE)
     exact = load_model(family_of(name), dtype=torch.float32, device=DEVICE)
@@ -160,7 +160,7 @@ def test_fused_modules_are_the_modules(name, family_of):
 
 
 def test_a_gated_layer_of_odd_width_is_padded():
-    from saccade.models import fused
+    from saccade.plugins.gpu import fused
 
     class Gated(torch.nn.Module):
         def __init__(self):

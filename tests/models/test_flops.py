@@ -10,11 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig, TrainConfig
-from saccade.engines.embedded.decode_state import find_prefix_groups
 from saccade.forest.attention import paths
 from saccade.forest.packing import pack
 from saccade.models.load import freeze
 from saccade.plugins.estimate import flops, shapes
+from saccade.plugins.gpu.decode_state import find_prefix_groups
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss

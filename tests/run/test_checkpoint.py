@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from saccade.config import load
-from saccade.engines.weights import folder_shapes
 from saccade.errors import ConfigError, EnvironmentProblem, Interrupted
 from saccade.models import files
+from saccade.plugins.engines.weights import folder_shapes
 from saccade.plugins.evaluation import evaluate
 from saccade.plugins.export.export import export
 from saccade.plugins.generate import generate

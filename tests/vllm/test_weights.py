@@ -145,7 +145,7 @@ def test_bytes_that_did_not_arrive_are_found(engine: Any, backend: Any) -> None:
         return ask(method, *arguments)
 
     engine._ask = spoil
-    with pytest.raises(EnvironmentProblem, match=f"other bytes arrived for: {name}"):
+    with pytest.raises(EnvironmentProblem, match=rf"other bytes arrived for: \['{name}'"):
         engine.update_weights(backend, len(engine._places) * 16)  # this turn begins with it
     engine._ask = ask
     engine.update_weights(backend, 400)

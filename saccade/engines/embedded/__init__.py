@@ -20,13 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saccade.engines import Capabilities, Engine, require_room
-from saccade.engines.embedded.decode_state import fields_of, temperature_top_p_of
+from saccade.engines import Capabilities, Engine, not_finite, require_room
 from saccade.engines.embedded.kv_cache import KVCache, shape_of
 from saccade.engines.embedded.sampling import cuts, draw
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS, Scheduler
 from saccade.engines.embedded.sequences import Outputs, Part, Sequence
-from saccade.engines.weights import not_finite
 from saccade.errors import EnvironmentProblem
 from saccade.forest.to_device import to_device
 from saccade.models.families import Family
@@ -51,12 +49,8 @@ class EmbeddedEngine(Engine):
         self.scheduler = Scheduler(family, self.cache, self.outputs, max_sequences)
         self.graphs: Any = None  # without kernels every step runs by itself
         if self.cache.kernels is not None:
-            from saccade.engines.embedded.fused_decode import Projections
-            from saccade.engines.embedded.graphs import Graphs
-
-            self.projections = Projections(model)
-            eos = np.array(sorted(family.chat.eos_ids), dtype=np.int64)
-            self.graphs = Graphs(model, family, self.cache, banned=self.banned, eos=eos)
+            self.projections = self.cache.kernels["projections"](model)
+            self.graphs = self.cache.kernels["graphs"](model, family, self.cache, banned=self.banned)
 
     # -- the protocol --
 
@@ -110,7 +104,7 @@ class EmbeddedEngine(Engine):
         self.outputs.clear()
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(logprobs=True, support=True, shares_weights=True, live_episodes=True)
+        return Capabilities(support=True, shares_weights=True)
 
     # -- a poll --
 
@@ -216,9 +210,7 @@ class EmbeddedEngine(Engine):
         slots = np.array([s.slot for s in ready])
         pages = self.cache.pages
         table = pages.table[slots, : int(pages.held[slots].max())]
-        cutting = any(cuts(s.request.sampling) for s in ready)
-        fields = fields_of(ready, self.outputs.last(ready))
-        self.graphs.launch(fields, table, temperature_top_p_of(ready), steps, cutting=cutting)
+        self.graphs.launch(ready, self.outputs.last(ready), table, steps)
 
     def _read(self, ready: SequenceOf[Sequence]) -> None:
         """Read what the burst has drawn, and which ids were kept where others were cut away."""

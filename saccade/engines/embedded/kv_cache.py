@@ -12,7 +12,7 @@ them, G key heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from importlib.util import find_spec
@@ -26,12 +26,15 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from saccade.engines.embedded.pages import POOL_SHARE, Pages
 from saccade.forest.attention import HALF, AttentionPlan, forest_plan, one_node, varlen
 from saccade.forest.to_device import to_device
+from saccade.registry import Table
 from saccade.system.devices import free_bytes
 
 PAGE = 16  # tokens: small, so that little of a prompt is copied and little of a last page is empty
 POOL_STEP = 4096  # such pages by which the pool grows at least
 WHOLE_STEP = 64  # pages of whole sequences grow in steps, so that a longer prompt rarely reallocates
 CPU_CACHE_BYTES = 4 << 30
+# How a GPU decodes over small pages: `copy_pages` and `write_pages`, `graphs` and `projections`.
+KERNELS: Table[Callable[..., Any]] = Table("kernels", {})
 GPU_CACHE_SHARE = 0.6  # of the free memory of a GPU, for pages of whole sequences
 
 
@@ -83,11 +86,7 @@ class KVCache:
     def __init__(self, shape: Shape, slots: int) -> None:
         self.shape, self.slots = shape, slots
         self.device, self.dtype = shape.device, shape.dtype
-        self.kernels: Any = None  # the module; None: torch, with pages of whole sequences
-        if use_kernels(shape):
-            from saccade.engines.embedded import kernels
-
-            self.kernels = kernels
+        self.kernels: Any = KERNELS if use_kernels(shape) else None  # None: torch, with pages of whole sequences
         self.bases = torch.zeros((shape.layers, 2), dtype=torch.int64, device=self.device)
         self.clear()
 
@@ -181,7 +180,7 @@ class KVCache:
         here, there = self._tensor(np.array(pairs).T)
         if self.kernels is not None:
             words = self.bytes_per_page // (2 * self.shape.layers) // 4
-            self.kernels.copy_pages(here, there, bases=self.bases, words=words)
+            self.kernels["copy_pages"](here, there, bases=self.bases, words=words)
             return
         length = max(tokens for _, tokens, _ in groups)  # what lies behind a shorter one is not read
         for tensor in (*self.keys, *self.values):
@@ -252,7 +251,7 @@ class PagedPlan:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         cache = self.cache
         if cache.kernels is not None:
-            cache.kernels.write_pages(k, v, bases=cache.bases, layer=layer, places=self.places[0])
+            cache.kernels["write_pages"](k, v, bases=cache.bases, layer=layer, places=self.places[0])
         else:
             cache.keys[layer][self.places] = k
             cache.values[layer][self.places] = v

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.engines import Engine, generate
-from saccade.engines.weights import not_finite
+from saccade.engines import Engine, generate, not_finite
 from saccade.forest import attention
 from saccade.forest.packing import pack
 from saccade.models.families import Family

@@ -1,17 +1,15 @@
 """An engine that asks an endpoint over HTTP: for evaluation, for generating, never for training.
 
-It gives no log-probs and takes no weights. Requests wait in one queue for `concurrency` threads. An
-endpoint that refuses one, or stays away after all retries, is an error of that request: whoever
-polls decides whether to go on without it.
+It gives no log-probs and takes no weights; `concurrency` threads ask. Where the endpoint refuses a
+request, or stays away after all retries, that is an error of this request: whoever polls decides
+whether to go on without it.
 
     engine = HttpEngine(ChatClient(config.rollout.http), endpoint_family(config.rollout.http.url))
 """
 
 from __future__ import annotations
 
-import itertools
-import queue
-import threading
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Literal
 
 import numpy as np
@@ -35,33 +33,9 @@ class HttpEngine(Engine):
 
     def __init__(self, client: ChatClient, family: Family) -> None:
         self.client, self._texts = client, family.chat.tokenizer
-        self._waiting: queue.SimpleQueue[tuple[int, Request] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[int, str, Answer | BaseException]]
-        self._answers = queue.SimpleQueue()
-        # A key may be used again while an answer that nobody wants any more is under way.
-        self._numbers = itertools.count()
-        self._open: dict[str, int] = {}
+        self._threads = ThreadPoolExecutor(client.http.concurrency, thread_name_prefix="http")
+        self._open: dict[str, Future[Answer]] = {}
         self._done: list[Completion] = []
-        self._closed = False
-        # Daemons: what still waits must not keep an interrupted run alive.
-        self._workers = [
-            threading.Thread(target=self._work, name=f"http-{i}", daemon=True) for i in range(client.http.concurrency)
-        ]
-        for worker in self._workers:
-            worker.start()
-
-    def _work(self) -> None:
-        while (task := self._waiting.get()) is not None:
-            number, request = task
-            if self._open.get(request.key) != number:
-                continue
-            answer: Answer | BaseException
-            try:
-                seed = request.noise & ((1 << SEED_BITS) - 1)
-                answer = self.client.ask(request.messages, request.sampling, seed)
-            except BaseException as error:  # raised again where the engine is polled
-                answer = _about(request, error)
-            self._answers.put((number, request.key, answer))
 
     @property
     def model_name(self) -> str:
@@ -75,24 +49,21 @@ class HttpEngine(Engine):
 
     def submit(self, request: Request) -> None:
         assert request.messages, f"request {request.key} has no messages to send"
-        assert not self._closed, f"request {request.key}: the engine is closed"
-        self._open[request.key] = next(self._numbers)
-        self._waiting.put((self._open[request.key], request))
+        seed = request.noise & ((1 << SEED_BITS) - 1)
+        asked = self._threads.submit(self.client.ask, request.messages, request.sampling, seed)
+        self._open[request.key] = asked
 
     def poll(self) -> list[Completion]:
         """Raises what became of a request instead of an answer; others come with the next call."""
-        wait = bool(self._open) and not self._done
-        while not self._answers.empty() or wait:
+        if self._open and not self._done:
+            wait(self._open.values(), timeout=GLANCE, return_when=FIRST_COMPLETED)
+        for key in [key for key, asked in self._open.items() if asked.done()]:
             try:
-                number, key, answer = self._answers.get(timeout=GLANCE)
-            except queue.Empty:
-                break
-            wait = False
-            if self._open.get(key) != number:  # it was aborted
-                continue
-            del self._open[key]
-            if isinstance(answer, BaseException):
-                raise answer
+                answer = self._open.pop(key).result()
+            except SaccadeError as error:
+                told = type(error)(f"{key}: {error}")
+                told.request = key
+                raise told from error
             ids = self._texts.record(answer.text, tokens=answer.usage.response)
             self._done.append(_completion(key, ids, answer.finish))
         done, self._done = self._done, []
@@ -103,7 +74,8 @@ class HttpEngine(Engine):
         return len(self._open) + len(self._done)
 
     def abort(self, key: str) -> None:
-        if self._open.pop(key, None) is not None:
+        if asked := self._open.pop(key, None):
+            asked.cancel()
             self._done.append(_completion(key, np.zeros(0, np.int64), "aborted"))
 
     def update_weights(self, source: Any, version: int) -> None:
@@ -112,17 +84,13 @@ class HttpEngine(Engine):
         )
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(logprobs=False, support=False, shares_weights=False, live_episodes=False)
+        return Capabilities(logprobs=False)
 
     def close(self) -> None:
         """Sends nothing more, but waits for answers under way: they are paid for and are cached."""
-        self._closed = True
         self._open.clear()
         self.client.stop()
-        for _ in self._workers:
-            self._waiting.put(None)
-        for worker in self._workers:
-            worker.join(self.client.http.timeout)
+        self._threads.shutdown(cancel_futures=True)
 
 
 def _completion(key: str, ids: np.ndarray, finish: Literal["stop", "length", "aborted"]) -> Completion:
@@ -133,11 +101,3 @@ def _completion(key: str, ids: np.ndarray, finish: Literal["stop", "length", "ab
         versions=np.zeros(len(ids), np.int32),
         finish=finish,
     )
-
-
-def _about(request: Request, error: BaseException) -> BaseException:
-    if not isinstance(error, SaccadeError):
-        return error
-    told = type(error)(f"{request.key}: {error}")
-    told.request = request.key
-    return told

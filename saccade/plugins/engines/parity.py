@@ -6,32 +6,29 @@ another image, another temperature). The one that fits names the cause. The weig
 were.
 
     check(config, engine, policy, samples, version=0)
-    probe(engine, trainer, family, samples, sampling=Sampling(), limit=1e-4, version=0)
+    probe(engine, policy, samples, sampling=Sampling(), limit=1e-4, version=0)
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 
 import numpy as np
 
 from saccade.config import Config
-from saccade.engines import Engine, WeightSource, generate
-from saccade.engines.weights import not_finite
+from saccade.engines import Engine, generate, not_finite
 from saccade.errors import EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.media.kinds import open_any
 from saccade.media.pixel_cache import DECODED
-from saccade.models.families import Family
 from saccade.recipes.parts import rollout_sampling
 from saccade.run.quarantine import decode_error
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
-from saccade.types import Batch, Completion, Group, Media, Rendered, Request, Sample, Sampling, Source, Trajectory
+from saccade.types import Completion, Group, Media, Rendered, Request, Sample, Sampling, Source, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +48,6 @@ SCORING = (  # what an engine may leave out: (cause, temperature, ban)
     ("banned ids differ: the engine draws among ids that the trainer bans", False, True),
     ("the engine's log-probs leave out both rollout.temperature and the banned ids", True, True),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trainer:
-    """What the probe needs of the trainer."""
-
-    score: Callable[[Sequence[Batch], float, bool], list[np.ndarray]]  # temperature, with the ban
-    source: WeightSource
-    changed: Callable[[str], AbstractContextManager[str]]  # inside, a weight of a tower differs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,19 +82,13 @@ def check(
 
 
 def compare(config: Config, engine: Engine, policy: LocalBackend, samples: Sequence[Sample], *, version: int) -> Parity:
-    def score(batches: Sequence[Batch], temperature: float, ban: bool) -> list[np.ndarray]:
-        scored = policy.logprobs(batches, Scoring(temperature=temperature, ban=ban))
-        return [logprobs for logprobs, _ in scored]
-
     with_pictures = sorted(samples[:LOOKED_AT], key=lambda sample: not sample.media)
-    dtype = str(policy.dtype).removeprefix("torch.")
     return probe(
         engine,
-        Trainer(score=score, source=policy, changed=policy.changed),
-        policy.family,
+        policy,
         [*islice((s for s in with_pictures if decode_error(s) is None), PROMPTS)],
         sampling=rollout_sampling(config),
-        limit=config.rollout.parity_max or LIMITS[dtype],
+        limit=config.rollout.parity_max or LIMITS[str(policy.dtype).removeprefix("torch.")],
         version=version,
         copies=max(1, config.rollout.replicas),
     )
@@ -114,8 +96,7 @@ def compare(config: Config, engine: Engine, policy: LocalBackend, samples: Seque
 
 def probe(
     engine: Engine,
-    trainer: Trainer,
-    family: Family,
+    policy: LocalBackend,
     samples: Sequence[Sample],
     *,
     sampling: Sampling,
@@ -127,17 +108,17 @@ def probe(
     that both have now; `copies`: how often each prompt is asked, once of every replica.
     """
     chosen = sorted(samples, key=lambda sample: not sample.media)[:PROMPTS]  # pictures first
-    prompts = [family.render(sample.messages) for sample in chosen for _ in range(copies)]
+    prompts = [policy.family.render(sample.messages) for sample in chosen for _ in range(copies)]
     seen = [prompt for prompt in prompts if prompt.media]
     length = min(NEW_TOKENS, sampling.max_tokens)
     sampling = replace(sampling, max_tokens=length, stop=(), ignore_eos=True, first=None)
-    bench = _Bench(engine=engine, trainer=trainer, family=family, sampling=sampling, limit=limit, replicas=copies)
+    bench = _Bench(engine=engine, policy=policy, sampling=sampling, limit=limit, replicas=copies)
 
     answers = bench.ask(prompts)
     others = bench.ask([_with_pictures(prompt, ANOTHER) for prompt in seen])
     gap, by_picture = bench.gap(answers), None
     if np.isnan(gap) and np.isnan(np.concatenate(bench.score(answers))).any():
-        raise not_finite(trainer.source.weights())
+        raise not_finite(policy.weights())
     if seen:
         bench.judge_sight(answers, others)
     bench.judge_gap(answers, gap)
@@ -146,15 +127,14 @@ def probe(
     by_weight = bench.judge_weight(seen or prompts, "vision" if seen else "llm", version)
     restored = bench.gap(bench.ask(prompts))
     facts = f"the gap was {gap:.2g} and is {restored:.2g}"
-    bench.require(restored <= limit, "the engine does not come back to weights that it had before", facts, NO_CACHE)
+    require(restored <= limit, "the engine does not come back to weights that it had before", facts, NO_CACHE)
     return Parity(gap=gap, restored=restored, by_weight=by_weight, by_picture=by_picture, limit=limit)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Bench:
     engine: Engine
-    trainer: Trainer
-    family: Family
+    policy: LocalBackend
     sampling: Sampling
     limit: float
     replicas: int
@@ -182,8 +162,9 @@ class _Bench:
         for answer in answers:
             group = Group(sample=sample, trajectories=(answer,))
             size = len(answer.ids)
-            batches += pack([group], positions=self.family.positions, micro_tokens=size)
-        return self.trainer.score(batches, temperature or self.sampling.temperature, ban)
+            batches += pack([group], positions=self.policy.family.positions, micro_tokens=size)
+        scoring = Scoring(temperature=temperature or self.sampling.temperature, ban=ban)
+        return [logprobs for logprobs, _ in self.policy.logprobs(batches, scoring)]
 
     def gap(self, answers: Sequence[Trajectory], temperature: float | None = None, ban: bool = True) -> float:
         engine = [answer.logprobs[answer.policy_mask] for answer in answers]
@@ -195,21 +176,21 @@ class _Bench:
             same = np.array_equal(one.ids, other.ids)
             moved = not same or np.nanmax(np.abs(one.logprobs - other.logprobs)) > NOTHING
             facts = "what it samples is the same for another picture"
-            self.require(moved, "the picture does not reach the engine", facts, "use rollout.engine=embedded")
+            require(moved, "the picture does not reach the engine", facts, "use rollout.engine=embedded")
 
     def judge_gap(self, answers: Sequence[Trajectory], gap: float) -> None:
         if gap <= self.limit:
             return
         facts = f"mean |gap| of log-probs {gap:.2g}, limit {self.limit:g}"
         missing = "the engine gives no log-prob for some of what it sampled"
-        self.require(not np.isnan(gap), missing, facts, "use rollout.engine=embedded")
+        require(not np.isnan(gap), missing, facts, "use rollout.engine=embedded")
         for cause, plain, unbanned in SCORING:
             temperature = 1.0 if plain else self.sampling.temperature
             near = self.gap(answers, temperature, not unbanned) <= self.limit
-            self.require(not near, cause, facts, SAME_DRAW)
+            require(not near, cause, facts, SAME_DRAW)
         cause = "the engine has other weights than the trainer, or reads the prompt differently"
         fix = "load both from the same model.path; if model.dtype=float32 closes the gap, raise rollout.parity_max"
-        raise problem(cause, facts, fix)
+        require(False, cause, facts, fix)
 
     def judge_picture(self, answers: Sequence[Trajectory], others: Sequence[Trajectory]) -> float:
         """Another picture moves both, the engine as far as the trainer."""
@@ -218,43 +199,40 @@ class _Bench:
         moved = _apart(self.score(others), self.score(before))
         facts = f"the trainer moves by {moved:.2g}, gap {gap:.2g}, to the first picture {kept:.2g}"
         fix = EMPTY_TOWER.format("vision")
-        self.require(moved > NOTHING, "another picture changes nothing in the trainer either", facts, fix)
-        self.require(gap <= kept, "the engine answers a second picture with what it kept of the first", facts, NO_CACHE)
+        require(moved > NOTHING, "another picture changes nothing in the trainer either", facts, fix)
+        require(gap <= kept, "the engine answers a second picture with what it kept of the first", facts, NO_CACHE)
         cause = "the engine reads a second picture differently from the trainer"
-        self.require(gap <= self.limit, cause, facts, "use rollout.engine=embedded")
+        require(gap <= self.limit, cause, facts, "use rollout.engine=embedded")
         return moved
 
     def judge_weight(self, prompts: Sequence[Rendered], tower: str, version: int) -> float:
         """One changed weight moves both, the engine as far as the trainer, on prompts that it has
         seen.
         """
-        with self.trainer.changed(tower) as name:
-            self.engine.update_weights(self.trainer.source, version=NO_STEP)
+        with self.policy.changed(tower) as name:
+            self.engine.update_weights(self.policy, version=NO_STEP)
             again, fresh = self.ask(prompts), self.ask(list(map(_unseen, prompts)))
             scores, gap, gap_unseen = self.score(again), self.gap(again), self.gap(fresh)
-        self.engine.update_weights(self.trainer.source, version=version)
+        self.engine.update_weights(self.policy, version=version)
         kept, moved = self.gap(again), _apart(scores, self.score(again))
         facts = (
             f"{name} was changed: the trainer moves by {moved:.2g}; gap {gap:.2g}, to the weights "
             f"before {kept:.2g}, on prompts not seen before {gap_unseen:.2g}"
         )
         fix = EMPTY_TOWER.format(tower)
-        self.require(moved > NOTHING, "a changed weight changes nothing in the trainer", facts, fix)
-        if gap <= self.limit and gap <= kept:
-            return moved
-        stale = gap_unseen <= self.limit and gap_unseen < gap
-        self.require(not stale, STALE.format("picture" if prompts[0].media else "prompt"), facts, NO_CACHE)
+        require(moved > NOTHING, "a changed weight changes nothing in the trainer", facts, fix)
+        arrived = gap <= self.limit and gap <= kept
+        stale = not arrived and gap_unseen <= self.limit and gap_unseen < gap
+        require(not stale, STALE.format("picture" if prompts[0].media else "prompt"), facts, NO_CACHE)
         how = "none of" if kept <= self.limit else "only some of"
         cause = f"wrong weights: {how} what was handed over arrived in the engine"
-        raise problem(cause, facts, "use rollout.engine=embedded, or another release of the engine")
-
-    def require(self, holds: bool | np.bool_, cause: str, facts: str, fix: str) -> None:
-        if not holds:
-            raise problem(cause, facts, fix)
+        require(arrived, cause, facts, "use rollout.engine=embedded, or another release of the engine")
+        return moved
 
 
-def problem(cause: str, facts: str, fix: str) -> EnvironmentProblem:
-    return EnvironmentProblem(f"rollout.engine: {cause} ({facts}); {fix}")
+def require(holds: bool | np.bool_, cause: str, facts: str, fix: str) -> None:
+    if not holds:
+        raise EnvironmentProblem(f"rollout.engine: {cause} ({facts}); {fix}")
 
 
 def trajectory(request: Request, answer: Completion) -> Trajectory:

@@ -26,7 +26,6 @@ from saccade.plugins.estimate.batch_plan import (
     Prompts,
     empty_model,
     make_step,
-    prompts_of,
     size_of,
     typical_prompts,
 )
@@ -75,7 +74,8 @@ def estimate(
         device = precise
     element = element_of(model.dtype, device)
     empty = empty_model(family, trust_remote_code=model.trust_remote_code)
-    missing = missing_data(data)
+    paths = [parse_address(source.path).path for source in data.train]
+    missing = [str(path) for path in paths if not Path(path).exists()]
 
     @cache
     def size(train: str, lora: LoraConfig) -> ModelSize:
@@ -83,26 +83,25 @@ def estimate(
 
     @cache
     def prompts(max_pixels: int) -> Prompts:
+        changed, rows = load(config, [f"data.max_pixels={max_pixels}"], "rl"), None
         if samples is not None and max_pixels == data.max_pixels:
-            return prompts_of(samples, known)
-        changed = load(config, [f"data.max_pixels={max_pixels}"], "rl")
-        few = [s.model_copy(update={"max_samples": ROWS}) for s in data.train]
-        read = lambda: questions.load_prompts(changed, few, known).samples  # noqa: E731
-        there = read if few and not missing else None
-        return typical_prompts(changed.data, known, there, prompt_tokens=prompt_tokens, image=image)
+            rows = samples
+        elif data.train and not missing and prompt_tokens is None:
+            few = [source.model_copy(update={"max_samples": ROWS}) for source in data.train]
+            rows = questions.load_prompts(changed, few, known).samples
+        return typical_prompts(changed.data, known, rows, prompt_tokens=prompt_tokens, image=image)
 
     def planned(*changes: str) -> Plan:
         changed = load(config, " ".join(changes).split(), "rl")
         algorithm, (train, lora) = from_config(changed), (changed.model.train, changed.model.lora)
         typical, _ = prompts(changed.data.max_pixels)
         return Plan(
-            **{part: getattr(changed, part) for part in ("model", "train", "rollout", "data", "reward")},
+            config=changed,
             algorithm=algorithm,
             device=device,
             step=make_step(changed.train, changed.rollout.max_tokens, algorithm, known, typical),
             policy=size(train, lora),
-            # A copy, since the critic is no policy.
-            whole=replace(size("full" if train in ADAPTED else train, lora)),
+            whole=size("full" if train in ADAPTED else train, lora),
             element=element,
         )
 
@@ -125,11 +124,6 @@ def estimate(
 def element_of(dtype: str, device: Device) -> int:
     """Bytes of a weight as `model.dtype` loads it there."""
     return 4 if {"auto": not device.is_gpu, "float32": True, "bfloat16": False}[dtype] else 2
-
-
-def missing_data(data: DataConfig) -> list[str]:
-    paths = [parse_address(source.path).path for source in data.train]
-    return [str(path) for path in paths if not Path(path).exists()]
 
 
 # -- notes -----------------------------------------------------------------------------------------
@@ -166,13 +160,11 @@ def length_notes(data: DataConfig, longest: int, missing: Sequence[str]) -> Iter
     """What happens to prompts that are too long, and which files of the data are missing."""
     most = data.max_prompt_tokens
     if longest > most:
-        happens = {"drop": "leaves {} out", "error": "stops at {}"}
-        what = happens.get(data.overlong, "shortens {}").format(f"prompts of {longest} tokens")
-        yield f"a run {what}: data.max_prompt_tokens={most}"
+        what = {"drop": "leaves {} out", "error": "stops at {}"}.get(data.overlong, "shortens {}")
+        yield f"a run {what.format(f'prompts of {longest} tokens')}: data.max_prompt_tokens={most}"
     if missing:
         planned = f"prompts are as long as data.max_prompt_tokens={most} allows"
-        if longest > most:
-            planned = "of prompts only the picture is counted"
+        planned = "of prompts only the picture is counted" if longest > most else planned
         yield f"data.train: {', '.join(missing)} not found, so {planned}"
 
 
@@ -185,32 +177,26 @@ def advice(plan: Plan, fits: Fits) -> Iterator[str]:
     alone = [next((value for value in values if fits([value])), None) for values in options]
     if any(alone):
         yield from filter(None, alone)
-    elif together := _together(options, fits):
-        yield " ".join(together)
-
-
-def _together(options: Sequence[Sequence[str]], fits: Fits) -> list[str]:
-    """From the strongest value of every option back to the mildest ones that still fit, or to none
-    of an option, those that cost most first. Nothing where the strongest are not enough.
-    """
+        return
     values: dict[str, list[str]] = {}
     for option in options:
         values.setdefault(option[0].partition("=")[0], []).extend(option)
     chosen = {name: found[-1] for name, found in values.items()}
     if not fits(list(chosen.values())):
-        return []
+        return
+    # From the strongest values back to the mildest ones that still fit, those that cost most first.
     for name in reversed(values):
         others = [value for other, value in chosen.items() if other != name]
         if fits(others):
             del chosen[name]
         else:
             chosen[name] = next(value for value in values[name] if fits([*others, value]))
-    return list(chosen.values())
+    yield " ".join(chosen.values())
 
 
 def ladder(plan: Plan) -> list[list[str]]:
     """Options that save memory, those that cost least first; the values of each, mildest first."""
-    model, train, data, reward = plan.model, plan.train, plan.data, plan.reward
+    model, train, data, reward = (getattr(plan.config, part) for part in ("model", "train", "data", "reward"))
     without = " train.ema=0" if train.ema else ""  # adapters are not averaged
     adapters = {"lora": ["qlora"], "qlora": []}.get(model.train, ["lora", "qlora"])
     smallest = max(data.min_pixels, SMALLEST_PICTURE) if plan.step.pictures else data.max_pixels
@@ -223,7 +209,7 @@ def ladder(plan: Plan) -> list[list[str]]:
         ("train.ema", ["0"] if train.ema else []),
         *(("model.train", [f"{kind}{without}"]) for kind in adapters),
         ("model.lora.rank", _halves(model.lora.rank, SMALLEST_RANK)),
-        ("rollout.max_tokens", _halves(plan.rollout.max_tokens, SHORTEST_RESPONSE)),
+        ("rollout.max_tokens", _halves(plan.config.rollout.max_tokens, SHORTEST_RESPONSE)),
         ("data.max_pixels", _halves(data.max_pixels, smallest)),
     ]
     return [[f"{name}={value}" for value in values] for name, values in options if values]

@@ -8,8 +8,8 @@ how large it is while it trains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import isqrt
 from statistics import fmean
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.config import ADAPTED, DataConfig, LoraConfig, ModelConfig, RewardConfig, RolloutConfig, TrainConfig
+from saccade.config import ADAPTED, Config, DataConfig, LoraConfig, TrainConfig
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.models import lora
@@ -51,6 +51,7 @@ class ModelSize:
     largest: int  # weights of the largest trained tensor
     head_tied: bool
     head_trained: bool
+    head: bool = True  # logits are read, not values
 
 
 def empty_model(family: Family, *, trust_remote_code: bool = False) -> Any:
@@ -81,11 +82,24 @@ def empty_model(family: Family, *, trust_remote_code: bool = False) -> Any:
 
 def size_of(model: Any, family: Family, settings: LoraConfig, *, element: int, train: str) -> ModelSize:
     """The size of an empty model that trains as `train` says."""
+    from torch.nn import Linear
+
     model.requires_grad_(True)
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    trained = _trained(model, family, settings, train)
-    packed = _linear(model, family) if train == "qlora" else 0
-    weights += sum(trained.values()) if train in ADAPTED else 0
+    weights, packed = sum(parameter.numel() for parameter in model.parameters()), 0
+    if train in ADAPTED:
+        adapted = [(name, model.get_submodule(name)) for name in lora.target_names(model, family, settings)]
+        trained = {f"{name}.lora_A": layer.in_features * settings.rank for name, layer in adapted}
+        trained |= {f"{name}.lora_B": layer.out_features * settings.rank for name, layer in adapted}
+        weights += sum(trained.values())
+    else:
+        freeze(model, family, train)
+        trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+    if train == "qlora":  # `lora.four_bit` packs linear layers, which experts are not
+        packed = sum(
+            module.weight.numel()
+            for name, module in model.named_modules()
+            if isinstance(module, Linear) and name != lora.HEAD and family.tower_of(name) == "llm"
+        )
     head = model.get_output_embeddings().weight
     return ModelSize(
         shape=shape_of(model, family.tower_of),
@@ -96,30 +110,6 @@ def size_of(model: Any, family: Family, settings: LoraConfig, *, element: int, t
         head_tied=head is model.get_input_embeddings().weight,
         head_trained=head.requires_grad and train not in ADAPTED,
     )
-
-
-def _linear(model: Any, family: Family) -> int:
-    """Weights that `lora.four_bit` packs: experts are no linear layers."""
-    import torch
-
-    return sum(
-        module.weight.numel()
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and name != lora.HEAD and family.tower_of(name) == "llm"
-    )
-
-
-def _trained(model: Any, family: Family, settings: LoraConfig, train: str) -> dict[str, int]:
-    """Parameters that are trained: name → how many numbers."""
-    if train not in ADAPTED:
-        freeze(model, family, train)
-        return {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
-    found = {}
-    for name in lora.target_names(model, family, settings):
-        layer = model.get_submodule(name)
-        found[f"{name}.lora_A"] = layer.in_features * settings.rank
-        found[f"{name}.lora_B"] = layer.out_features * settings.rank
-    return found
 
 
 # -- the plan ---------------------------------------------------------------------------------------
@@ -149,20 +139,8 @@ class Step:
         return [group.trajectories[0] for group in self.groups]
 
     @property
-    def longest(self) -> int:
-        return max(len(member.ids) for member in self.members)
-
-    @property
     def mean_length(self) -> float:
         return fmean(len(member.ids) for member in self.members)
-
-    @property
-    def mean_prompt(self) -> float:
-        return fmean(member.prompt_length for member in self.members)
-
-    @property
-    def mean_patches(self) -> float:
-        return fmean(patches(member.media) for member in self.members)
 
     @property
     def pictures(self) -> bool:
@@ -173,11 +151,7 @@ class Step:
 class Plan:
     """All that memory and seconds are counted from."""
 
-    model: ModelConfig
-    train: TrainConfig
-    rollout: RolloutConfig
-    data: DataConfig
-    reward: RewardConfig
+    config: Config
     algorithm: Algorithm
     device: Device
     step: Step
@@ -186,16 +160,13 @@ class Plan:
     element: int  # bytes of a weight
 
     @property
-    def critic(self) -> ModelSize | None:
-        return self.whole if self.algorithm.needs_critic else None
-
-    @property
     def learners(self) -> list[ModelSize]:
-        return [learner for learner in (self.policy, self.critic) if learner is not None]
+        """The policy, and a critic if there is one."""
+        return [self.policy, *([replace(self.whole, head=False)] if self.algorithm.needs_critic else [])]
 
     @property
     def adapted(self) -> bool:
-        return self.model.train in ADAPTED
+        return self.config.model.train in ADAPTED
 
     @property
     def paged(self) -> bool:
@@ -212,7 +183,7 @@ class Plan:
     def sequences(self) -> int:
         """Sequences in the engine at a time, if its cache has room for them."""
         members = self.algorithm.samples_per_prompt + self.algorithm.estimator.greedy
-        return min(self.rollout.max_sequences, self.train.prompts_per_step * members)
+        return min(self.config.rollout.max_sequences, self.config.train.prompts_per_step * members)
 
 
 # -- prompts ---------------------------------------------------------------------------------------
@@ -221,24 +192,23 @@ class Plan:
 def typical_prompts(
     data: DataConfig,
     family: Family,
-    read: Callable[[], Sequence[Sample]] | None,
+    rows: Sequence[Sample] | None,
     *,
     prompt_tokens: int | None,
     image: tuple[int, int] | None,
 ) -> Prompts:
-    """As long as `prompt_tokens` says, else those of the rows that `read` gives, else as long as
-    allowed.
-    """
-    source = "as said" if prompt_tokens is not None else "data.max_prompt_tokens"
-    tokens = prompt_tokens or data.max_prompt_tokens
-    if prompt_tokens is None and read is not None:
-        rows = prompts_of(read(), family)
+    """As long as `prompt_tokens` says, else those of the rows, else as long as allowed."""
+    tokens, source = prompt_tokens or data.max_prompt_tokens, "data.max_prompt_tokens"
+    if prompt_tokens is not None:
+        source = "as said"
+    elif rows is not None:
+        found = prompts_of(rows, family)
         if image is None:
-            return rows
-        text = fmean(len(p) - sum(span.length for span in p.media) for p in rows[0])
+            return found
+        text = fmean(len(p) - sum(span.length for span in p.media) for p in found[0])
         tokens = max(1, round(text)) + _picture(image, data, family).length
-        source = f"the text is that of {len(rows[0])} rows of data.train"
-    if prompt_tokens is None and image is None and family.spec.image_token:
+        source = f"the text is that of {len(found[0])} rows of data.train"
+    elif image is None and family.spec.image_token:
         image = _largest_picture(data, family)
     spans = (_picture(image, data, family),) if image else ()
     if spans and tokens <= spans[0].length:
@@ -280,14 +250,8 @@ def _largest_picture(data: DataConfig, family: Family) -> tuple[int, int] | None
 
 
 def _picture(size: tuple[int, int], data: DataConfig, family: Family) -> MediaSpan:
-    media = Media(
-        hash="planned",
-        width=size[0],
-        height=size[1],
-        path="planned",
-        min_pixels=data.min_pixels,
-        max_pixels=data.max_pixels,
-    )
+    media = Media(hash="planned", width=size[0], height=size[1], path="planned")
+    media = replace(media, min_pixels=data.min_pixels, max_pixels=data.max_pixels)
     grid, length = family.measure(media)
     return MediaSpan(media=media, start=0, length=length, grid=grid)
 
@@ -318,6 +282,7 @@ def make_step(
 def _group(prompt: Rendered, index: int, members: int, new: int, greedy: bool) -> Group:
     sources = np.concatenate([prompt.sources, np.full(new, Source.POLICY, np.int8)])
     asked = np.full(len(prompt), index)  # another prompt in each group: each is computed
+    media = tuple(replace(span, media=replace(span.media, hash=f"{index}/{span.media.hash}")) for span in prompt.media)
     trajectories = tuple(
         Trajectory(
             sample_id=f"{index}",
@@ -326,7 +291,7 @@ def _group(prompt: Rendered, index: int, members: int, new: int, greedy: bool) -
             sources=sources,
             logprobs=np.zeros(len(sources), np.float32),
             versions=np.zeros(len(sources), np.int32),
-            media=prompt.media,
+            media=media,
         )
         for repeat in range(members)
     )

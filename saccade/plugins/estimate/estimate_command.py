@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from tempfile import TemporaryDirectory
 
@@ -139,44 +139,36 @@ def refusal(found: Estimate) -> str:
 
 
 def show(found: Estimate) -> None:
+    """Print memory by item, main memory, what is not counted, and the phases of a step."""
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(soft_wrap=True, emoji=False)
-    console.print(about(found), highlight=False)
-    for title, columns, rows in tables(found):
-        table = Table(*columns, title=title, title_justify="left")
+    console, memory, pace = Console(soft_wrap=True, emoji=False), found.memory, found.pace
+
+    def table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
+        shown = Table(*columns, title=title, title_justify="left")
         for row in rows:
-            table.add_row(*row, style="bold" if row[0] in ("peak", "step") else "")
-        console.print(table)
-        if title.endswith("memory") or (title == "Memory" and not found.host):
-            for note in found.notes:
-                console.print(note, highlight=False, markup=False)
+            shown.add_row(*row, style="bold" if row[0] in ("peak", "step") else "")
+        console.print(shown)
 
-
-Rows = list[tuple[str, ...]]
-
-
-def tables(found: Estimate) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
-    """(title, columns, rows) of memory, of main memory and of the phases of a step."""
-    memory = found.memory
-    rows: Rows = [
+    console.print(about(found), highlight=False)
+    rows = [
         (item.name, *(f"{item.gib:.2f}" if item.phase in ("always", phase) else "" for phase in PHASES), item.note)
         for item in memory.items
     ]
     peaks = [f"{memory.peaks[phase]:.2f}" for phase in PHASES]
-    rows.append(("peak", *peaks, f"of {memory.limit:.2f} that can be planned with"))
-    yield "Memory", ("GiB", *PHASES, ""), rows
+    planned = f"of {memory.limit:.2f} that can be planned with"
+    table("Memory", ("GiB", *PHASES, ""), [*rows, ("peak", *peaks, planned)])
     if found.host:
         rows = [(item.name, f"{item.gib:.2f}", item.note) for item in found.host]
-        yield "Main memory", ("GiB", "", ""), [*rows, ("peak", f"{host_peak(found.host):.2f}")]
-    if found.pace is None:
+        table("Main memory", ("GiB", "", ""), [*rows, ("peak", f"{host_peak(found.host):.2f}")])
+    for note in found.notes:
+        console.print(note, highlight=False, markup=False)
+    if pace is None:
         return
-    seconds, tflop = found.pace.seconds, found.pace.tflop
-    rows = [(phase, f"{count:,.1f}", *([f"{seconds[phase]:.2f}"] if seconds else [])) for phase, count in tflop.items()]
-    if again := found.pace.recomputed:
-        rows.append(("recomputed in the update", f"{again:,.1f}"))
-    if seconds:
-        rows.append(("step", "", f"{sum(seconds.values()):.2f}"))
+    seconds, again = pace.seconds, pace.recomputed
+    steps = [[phase, f"{n:,.1f}", *([f"{seconds[phase]:.2f}"] if seconds else [])] for phase, n in pace.tflop.items()]
+    steps += [["recomputed in the update", f"{again:,.1f}"]] if again else []
+    steps += [["step", "", f"{sum(seconds.values()):.2f}"]] if seconds else []
     title = "A step (seconds: an estimate)" if seconds else "A step"
-    yield title, ("phase", "TFLOP", *(["seconds"] if seconds else [])), rows
+    table(title, ("phase", "TFLOP", *(["seconds"] if seconds else [])), steps)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from saccade.config import RewardConfig
 from saccade.engines.embedded.kv_cache import CPU_CACHE_BYTES, GPU_CACHE_SHARE
@@ -100,15 +101,14 @@ def _always(plan: Plan) -> list[Item]:
     """Weights and the state of their optimizer, other copies of the model, features and rewards."""
     half, sizes = plan.element < 4, dict[str, float]()
     state = {"fp32 masters": 4 * half, "moments": 8}
-    if plan.train.optimizer == "adamw_bf16":
+    if plan.config.train.optimizer == "adamw_bf16":
         state = {"moments and compensation": 6}
-    for whose, model in (("", plan.policy), (" of the critic", plan.critic)):
-        if model is not None:
-            sizes[f"weights{whose}"] = model.weights
-            sizes |= {f"{name}{whose}": size * model.trained for name, size in state.items()}
+    for whose, model in zip(("", " of the critic"), plan.learners, strict=False):
+        sizes[f"weights{whose}"] = model.weights
+        sizes |= {f"{name}{whose}": size * model.trained for name, size in state.items()}
     # A copy that moves by little is kept in fp32 beside its weights.
     averaged = plan.whole.weights * (3 if half else 1)
-    sizes["average"] = averaged if plan.train.ema else 0.0
+    sizes["average"] = averaged if plan.config.train.ema else 0.0
     if plan.algorithm.needs_reference:
         update = plan.algorithm.kl.update
         if plan.adapted:  # the reference is the policy without its adapters
@@ -117,8 +117,8 @@ def _always(plan: Plan) -> list[Item]:
             sizes["reference"] = averaged if update == "ema" else plan.whole.weights
     if plan.step.pictures and plan.policy.training.towers_frozen:
         sizes["features of pictures"] = FEATURE_BYTES
-    if not plan.reward.offload:  # else they come when everything else has gone
-        folders = reward_folders(plan.reward)
+    if not plan.config.reward.offload:  # else they come when everything else has gone
+        folders = reward_folders(plan.config.reward)
         sizes["reward models"] = sum(f.stat().st_size for d in folders for f in weights_in(d))
     return [
         Item(name=name, gib=size / GIB, phase="always", note="at most" if "features" in name else "")
@@ -146,7 +146,8 @@ def _rollout(plan: Plan, free: float) -> list[Item]:
     """
     shape, element, step = plan.policy.shape, plan.element, plan.step
     per_token = shape.kv_bytes(element) / GIB
-    wanted = plan.sequences * (step.mean_length if plan.paged else step.longest) * per_token
+    longest = max(len(member.ids) for member in step.members)
+    wanted = plan.sequences * (step.mean_length if plan.paged else longest) * per_token
     drawn = float(plan.sequences * shape.vocabulary * element)
     whole, least = ((size + drawn) / GIB for size in _prefill(plan))
     margin = MARGIN * plan.device.memory  # of which the engine knows nothing: it is shared, too
@@ -158,7 +159,7 @@ def _rollout(plan: Plan, free: float) -> list[Item]:
     else:  # it knows only one size
         room, least = CPU_CACHE_BYTES / GIB, whole
     # The pool takes what there is, as long as one sequence finds room.
-    pool = max(min(wanted, room), step.longest * per_token)
+    pool = max(min(wanted, room), longest * per_token)
     left = (free - pool) * (1 - 1e-9)
     beside = max(least, min(whole, left))
     fitting = min(plan.sequences, int(pool / wanted * plan.sequences))
@@ -174,16 +175,15 @@ def _prefill(plan: Plan) -> tuple[float, float]:
     """Bytes of one forward over prompts, and of the smallest that the engine halves it to where
     memory is short: a picture is never cut, without pages no prompt is.
     """
-    step, cut = plan.step, plan.paged
-    if cut:
-        spans = [span for one in step.members for span in one.media]
-        units = [(span.length, patches([span])) for span in spans]
-    else:
-        units = [(one.prompt_length, patches(one.media)) for one in step.members]
+    members = plan.step.members
+    units = [(one.prompt_length, patches(one.media)) for one in members]
+    mean, mean_patches = (fmean(numbers) for numbers in zip(*units, strict=True))
+    if plan.paged:
+        units = [(span.length, patches([span])) for one in members for span in one.media]
     tokens, seen = max(units, default=(0, 0))
-    most = max(PREFILL_TOKENS, tokens) if cut else PREFILL_TOKENS + tokens
-    together = min(plan.train.prompts_per_step * step.mean_prompt, most)
-    pictures = max(seen, together / step.mean_prompt * step.mean_patches)
+    most = max(PREFILL_TOKENS, tokens) if plan.paged else PREFILL_TOKENS + tokens
+    together = min(plan.config.train.prompts_per_step * mean, most)
+    pictures = max(seen, together / mean * mean_patches)
     sizes = ((together, pictures), (min(together, max(tokens, SMALLEST_PREFILL)), seen))
     whole, least = (prefill_bytes(plan.policy.shape, int(n), int(m), element=plan.element) for n, m in sizes)
     return whole, least
@@ -204,7 +204,7 @@ def _update(plan: Plan, learner: ModelSize, free: float) -> list[Item]:
             items = [Item(name=name, gib=size / GIB, phase="update") for name, size in moment.items() if size]
             if items:  # a frozen tower has no such moment
                 found.append([replace(items[0], note=note), *items[1:]])
-    if plan.train.optimizer == "adamw_bf16":
+    if plan.config.train.optimizer == "adamw_bf16":
         # It works in fp32 on one tensor after the other, with seven numbers for each of its own.
         work = 7 * 4 * learner.largest / GIB
         found.append([Item(name="the optimizer at work", gib=work, phase="update")])
@@ -224,7 +224,7 @@ def layers_that_keep(plan: Plan, learner: ModelSize, batch: Batch, free: float) 
     """As many as fit, when the config leaves it open, beside what the first micro-batch of a run
     needs where every layer recomputes (trainer/checkpointing.py measures that).
     """
-    shape, wanted = learner.shape, plan.model.checkpointing
+    shape, wanted = learner.shape, plan.config.model.checkpointing
     vision = shape.senses.get("vision")
     tower = vision.stack if vision is not None else None
     if wanted == "off" or (wanted == "auto" and not plan.device.is_gpu):
@@ -234,12 +234,11 @@ def layers_that_keep(plan: Plan, learner: ModelSize, batch: Batch, free: float) 
     first = plan.step.batches[0]
     bare = max(sum(m.values()) for m in _moments(plan, learner, first, RetainedLayers()))
     seen, seen_first = (patches(each.media) for each in (batch, first))
-    bare *= max(1.0, batch.tokens / first.tokens, seen / (seen_first or seen or 1))
-    room, keeping = free * GIB - bare, [0, 0]
+    room = free * GIB - bare * max(1.0, batch.tokens / first.tokens, seen / (seen_first or seen or 1))
+    keeping, adapted = [0, 0], learner.training.mode("llm") == "adapter"
     sizes = ((shape.text, batch.tokens, gathered_keys(batch)), (tower, seen, seen))
     for index, (stack, count, keys) in enumerate(sizes):
         if stack is not None and count:
-            adapted = learner.training.mode("llm") == "adapter"
             cost = layer_bytes(stack, count, keys, element=plan.element, adapted=adapted)
             cost -= input_bytes(stack, count, element=plan.element)
             keeping[index] = min(stack.layers, max(0, int(room // cost)))
@@ -257,8 +256,7 @@ def _moments(plan: Plan, learner: ModelSize, batch: Batch, kept: RetainedLayers)
         logits = min(logits, CHUNK_ELEMENTS * (KERNEL_CHUNK if kernel else 1))
     # A kernel writes the gradient over the logits; else three copies in fp32 live beside them.
     logits *= element if kernel else element + 12
-    values = learner is plan.critic
-    gradient = float(element * shape.head_weights) if learner.head_trained and not values else 0.0
+    gradient = float(element * shape.head_weights) if learner.head_trained and learner.head else 0.0
     adapted = training.mode("llm") == "adapter"
     one = layer_bytes(shape.text, batch.tokens, gathered_keys(batch), element=element, adapted=adapted)
     decoder, layer = _tower(shape.text, batch.tokens, one, kept.text, element)
@@ -273,7 +271,7 @@ def _moments(plan: Plan, learner: ModelSize, batch: Batch, kept: RetainedLayers)
     # The gradient of a head that is also the embedding waits for the end of backward.
     waiting = {"gradient of the head": gradient * learner.head_tied}
     return [
-        both | {"logits": 0.0 if values else float(logits), "gradient of the head": 2 * gradient},
+        both | {"logits": float(logits) * learner.head, "gradient of the head": 2 * gradient},
         both | {"a layer in backward": layer} | waiting,
         {"vision activations": shown, "a layer in backward": block} | waiting,
     ]
@@ -341,7 +339,7 @@ def host_items(plan: Plan, memory: Memory, *, background: bool) -> tuple[Item, .
         return ()
     whole = plan.whole.weights / GIB
     # Merged weights of adapters, and an average in a model folder of its own.
-    saved = whole * (len(plan.learners) + bool(plan.train.ema))
+    saved = whole * (len(plan.learners) + bool(plan.config.train.ema))
     kept = (*STATE, "reference") if plan.algorithm.reference_moves else STATE
     saved += total([item for item in memory.items if item.name.startswith(kept)])
     waits = "kept for the next one; without room for twice that training waits"

@@ -5,15 +5,13 @@ that is reached.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from saccade.engines.embedded.decode_state import FEW_ROWS, members_of
-from saccade.plugins.estimate import flops
-from saccade.plugins.estimate.batch_plan import Plan
+from saccade.plugins.estimate.batch_plan import ModelSize, Plan
 from saccade.plugins.estimate.flops import Generation
 from saccade.plugins.estimate.memory_items import GIB, Memory, layers_that_keep
+from saccade.plugins.estimate.work import TERA, Meter, passes
+from saccade.plugins.gpu.decode_state import FEW_ROWS
 
-TERA = 1e12
 # Calibrated on one H200 and taken for every GPU: how much of the peak of a data sheet is reached,
 # of bytes (reading, the optimizer) or of FLOPs.
 REACHED = {"reading": 0.8, "decode": 0.5, "prefill": 0.35, "score": 0.47, "update": 0.46, "optimizer": 0.7}
@@ -35,66 +33,39 @@ class Pace:
 
 
 def pace_of(plan: Plan, memory: Memory) -> Pace:
-    made, step = _generation(plan), plan.step
-    passes, again, layers = _passes(plan, memory)
-    work = {"rollout": step.times * made.prefill.total + step.repeats * made.decode.total} | passes
+    step, train = plan.step, plan.config.train
+    policy, *critic = meters = [_meter(plan, learner, memory.free) for learner in plan.learners]
+    made = policy.generation(step.groups, element=plan.element, four_bit=plan.config.model.train == "qlora")
+    epochs = train.epochs_per_batch
+    work = passes(policy, next(iter(critic), None), step.batches, step.batches, plan.algorithm, epochs=epochs)
+    work = {phase: count * step.repeats for phase, count in work.items()}
+    again = work.pop("recomputed")
+    work = {"rollout": step.times * made.prefill.total + step.repeats * made.decode.total} | work
+    # Backward is two thirds of what a layer takes that recomputes nothing.
+    layers = sum(_layers(meter) * (1 + meter.repeats(batch) / 3) for meter in meters for batch in step.batches)
     return Pace(
         tflop={phase: count / TERA for phase, count in work.items()},
         recomputed=again / TERA,
-        seconds=_seconds(plan, memory, made, work, again, layers),
+        seconds=_seconds(plan, memory, made, work, again, epochs * step.repeats * layers),
     )
 
 
-def _generation(plan: Plan) -> Generation:
-    shape = plan.policy.shape
-    return flops.generation(
-        shape,
-        plan.step.groups,
-        element=plan.element,
-        together=members_of(shape.queries_per_key),
-        four_bit=plan.model.train == "qlora",
-        training=plan.policy.training,
+def _meter(plan: Plan, learner: ModelSize, free: float) -> Meter:
+    left, layers = free - 4 * learner.trained / GIB, learner.shape.text.layers
+    return Meter(
+        shape=learner.shape,
+        training=learner.training,
+        head=learner.head,
+        repeats=lambda batch: 1 - layers_that_keep(plan, learner, batch, left).text / layers,
     )
 
 
-def _passes(plan: Plan, memory: Memory) -> tuple[dict[str, float], float, float]:
-    """FLOPs of scoring and training, and of recomputed activations; layers that are trained, once
-    for each micro-batch. A frozen tower encodes a picture in the first pass only.
-    """
-    shape, step, epochs = plan.policy.shape, plan.step, plan.train.epochs_per_batch
-
-    def scored(**options: Any) -> float:
-        return sum(flops.forward(shape, batch, **options).total for batch in step.batches)
-
-    stands, known = plan.policy.training.towers_frozen, False
-    work = {}
-    if plan.algorithm.old == "recompute":
-        work["logp_old"] = scored(training=plan.policy.training)
-        known = stands
-    if plan.algorithm.needs_reference:
-        work["logp_ref"] = scored(media=not (known and plan.adapted))
-        known |= stands and plan.adapted
-    if plan.algorithm.needs_critic:
-        work["values"] = scored(head=False)  # no logits
-    work["update"] = again = layers = 0.0
-    for learner in plan.learners:
-        free = memory.free - 4 * learner.trained / GIB
-        stack = shape.text.layers
-        if (vision := shape.senses.get("vision")) and learner.training.mode("vision") != "frozen":
-            stack += vision.stack.layers
-        looks = epochs
-        if learner.training.towers_frozen:
-            looks = 0 if known or learner is plan.critic else 1
-        for batch in step.batches:
-            one = flops.forward(shape, batch, head=learner is plan.policy, training=learner.training)
-            seen = one.of("vision")
-            share = 1 - layers_that_keep(plan, learner, batch, free).text / shape.text.layers
-            useful = one.total - seen + flops.backward(one, learner.training)
-            work["update"] += epochs * useful + looks * seen
-            again += epochs * share * flops.recomputed(shape, one, learner.training)
-            layers += epochs * stack * (1 + share / 3)  # backward is two thirds
-    work = {phase: count * step.repeats for phase, count in work.items()}
-    return work, again * step.repeats, layers * step.repeats
+def _layers(meter: Meter) -> int:
+    """Layers that are trained."""
+    shape, vision = meter.shape, meter.shape.senses.get("vision")
+    if vision is None or meter.training.mode("vision") == "frozen":
+        return shape.text.layers
+    return shape.text.layers + vision.stack.layers
 
 
 def _seconds(
@@ -104,7 +75,8 @@ def _seconds(
     if device.tflops is None or device.bandwidth is None:
         return {}
     peak, bandwidth = device.tflops * TERA, device.bandwidth * TERA
-    shape, least = plan.policy.shape, LAYER.get(plan.model.train, LAYER["full"])
+    shape, train = plan.policy.shape, plan.config.train
+    least = LAYER.get(plan.config.model.train, LAYER["full"])
     per_sequence = shape.kv_bytes(plan.element) * plan.step.mean_length
     at_once = max(1, min(plan.sequences, int(memory.pool * GIB / per_sequence)))
     steps = max(made.longest, made.sampled * repeats / at_once)
@@ -113,7 +85,7 @@ def _seconds(
     decode = steps * shape.text.layers * least["few" if rows <= FEW_ROWS else "many"] + max(
         read / (bandwidth * REACHED["reading"]), made.decode.total * repeats / (peak * REACHED["decode"])
     )
-    updates = plan.train.epochs_per_batch * plan.algorithm.updates_per_step
+    updates = train.epochs_per_batch * plan.algorithm.updates_per_step
     moved = updates * OPTIMIZER_BYTES * sum(learner.trained for learner in plan.learners)
     seconds = {phase: count / (peak * REACHED["score"]) for phase, count in work.items()}
     seconds["rollout"] = decode + made.prefill.total * times / (peak * REACHED["prefill"])

@@ -8,16 +8,17 @@ to read; MFU and the share of the bandwidth are these against the peak of the de
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.config import ADAPTED, Config
-from saccade.engines.embedded.decode_state import members_of
+from saccade.config import Config
 from saccade.plugins.estimate import flops
-from saccade.plugins.estimate.flops import FROZEN, Training, Work
+from saccade.plugins.estimate.flops import FROZEN, Generation, Training, Work
 from saccade.plugins.estimate.shapes import Shape, shape_of
+from saccade.plugins.gpu.decode_state import members_of
 from saccade.system.devices import Device
 from saccade.trainer.local import LocalBackend
 from saccade.types import Batch, Group
@@ -37,24 +38,73 @@ class Meter:
 
     shape: Shape
     training: Training
-    repeats: float  # share of the layers that compute their activations again
     head: bool  # logits are read, not values
+    repeats: Callable[[Batch], float]  # share of the layers that compute their activations again
 
-    def forward(self, batches: Sequence[Batch], *, media: bool = True) -> Work:
-        every = media and not self.training.towers_frozen
-        work = Work()
-        for batch in batches:
-            work += flops.forward(self.shape, batch, head=self.head, media=every, training=self.training)
-        if media and self.training.towers_frozen:
+    def forward(self, batches: Sequence[Batch], *, media: bool = True) -> list[Work]:
+        """Of each batch, and then of pictures that a frozen tower encodes once for all of them."""
+        frozen = self.training.towers_frozen
+        every = media and not frozen
+        works = [
+            flops.forward(self.shape, batch, head=self.head, media=every, training=self.training) for batch in batches
+        ]
+        if media and frozen:
             once = {span.media.key: span for batch in batches for span in batch.media}
-            work += flops.encode(self.shape, once.values())
-        return work
+            works.append(flops.encode(self.shape, once.values()))
+        return works
+
+    def score(self, batches: Sequence[Batch], *, media: bool = True) -> float:
+        return sum(work.total for work in self.forward(batches, media=media))
 
     def train_step(self, batches: Sequence[Batch], *, media: bool = True) -> tuple[float, float]:
         """Useful FLOPs, and those that are only repeated."""
-        work = self.forward(batches, media=media)
-        again = self.repeats * flops.recomputed(self.shape, work, self.training)
-        return work.total + flops.backward(work, self.training), again
+        works = self.forward(batches, media=media)
+        again = sum(
+            self.repeats(batch) * flops.recomputed(self.shape, work, self.training)
+            for batch, work in zip(batches, works, strict=False)
+        )
+        return sum(work.total + flops.backward(work, self.training) for work in works), again
+
+    def generation(self, groups: Sequence[Group], *, element: int, four_bit: bool) -> Generation:
+        together = members_of(self.shape.queries_per_key)
+        return flops.generation(
+            self.shape, groups, element=element, together=together, four_bit=four_bit, training=self.training
+        )
+
+
+def passes(
+    policy: Meter,
+    critic: Meter | None,
+    scored: Sequence[Batch],
+    trained: Sequence[Batch],
+    algorithm: Algorithm,
+    *,
+    epochs: int,
+    warming: bool = False,
+) -> dict[str, float]:
+    """FLOPs of scoring and training by phase, and those that are only repeated. A frozen tower
+    encodes a picture in the first pass that shows it. `warming`: the critic learns alone.
+    """
+    known, frozen, work = False, policy.training.towers_frozen, dict[str, float]()
+    if algorithm.old == "recompute":
+        work["logp_old"] = policy.score(scored)
+        known = frozen
+    if algorithm.needs_reference:
+        shared = any(policy.training.adapters.values())  # it is the policy without its adapters
+        reference = replace(policy, training=FROZEN)
+        work["logp_ref"] = reference.score(scored, media=not (known and shared))
+        known |= frozen and shared
+    if critic is not None:
+        work["values"] = critic.score(scored)
+    work |= {"update": 0.0, "recomputed": 0.0}
+    for learner in (critic, None if warming else policy):
+        for epoch in range(epochs if learner else 0):
+            assert learner is not None
+            looked = epoch > 0 or known or learner is critic  # for the values
+            useful, again = learner.train_step(trained, media=not (learner.training.towers_frozen and looked))
+            work["update"] += useful
+            work["recomputed"] += again
+    return work
 
 
 def meter(backend: LocalBackend) -> Meter:
@@ -62,11 +112,12 @@ def meter(backend: LocalBackend) -> Meter:
     model: Any = backend.model
     assert backend.optimizer is not None, "a backend that trains"
     trained = {name: p.numel() for name, p in backend.optimizer.parameters.items()}
+    repeats = backend.recompute.repeated()
     return Meter(
         shape=shape_of(model, backend.family.tower_of),
         training=flops.training_of(model, trained, backend.family.tower_of),
-        repeats=backend.recompute.repeated(),
         head=not hasattr(model, "score"),
+        repeats=lambda batch: repeats,
     )
 
 
@@ -84,48 +135,23 @@ def rl_work(
     """
     policy = meter(trained)
     critic = meter(judging) if judging is not None else None
-    made = flops.generation(
-        policy.shape,
-        groups,
-        element=trained.dtype.itemsize,
-        together=members_of(policy.shape.queries_per_key),
-        four_bit=config.model.train == "qlora",
-        training=policy.training,
+    made = policy.generation(groups, element=trained.dtype.itemsize, four_bit=config.model.train == "qlora")
+    scaled = [part for part in updates if any(batch.scales is not None and batch.scales.any() for batch in part)]
+    work = {"rollout": made.prefill.total + made.decode.total} | passes(
+        policy,
+        critic,
+        [*chain(*updates)],
+        [*chain(*scaled)],
+        algorithm,
+        epochs=config.train.epochs_per_batch,
+        warming=algorithm.is_warming(step),
     )
-    work = {"rollout": made.prefill.total + made.decode.total, "update": 0.0, "recomputed": 0.0}
-    every = [batch for part in updates for batch in part]
-    known = False  # features of frozen towers
-    if algorithm.old == "recompute":
-        work["logp_old"] = policy.forward(every).total
-        known = policy.training.towers_frozen
-    if algorithm.needs_reference:
-        reference, shared = replace(policy, training=FROZEN), config.model.train in ADAPTED
-        work["logp_ref"] = reference.forward(every, media=not (known and shared)).total
-        known |= policy.training.towers_frozen and shared
-    if critic is not None:
-        work["values"] = critic.forward(every).total
-    live = [
-        batch
-        for part in updates
-        if any(batch.scales is not None and batch.scales.any() for batch in part)
-        for batch in part
-    ]
-    for learner in (critic, None if algorithm.is_warming(step) else policy):
-        for epoch in range(config.train.epochs_per_batch if learner else 0):
-            assert learner is not None
-            looked = epoch > 0 or known or learner is critic  # for the values
-            seen = learner.training.towers_frozen and looked
-            useful, again = learner.train_step(live, media=not seen)
-            work["update"] += useful
-            work["recomputed"] += again
     counted = {f"flops/{phase}": count / TERA for phase, count in work.items()}
-    read = made.read_bytes(config.rollout.max_sequences)
-    return counted | {"bytes/rollout": read / GIGA}
+    return counted | {"bytes/rollout": made.read_bytes(config.rollout.max_sequences) / GIGA}
 
 
 def offline_work(backend: LocalBackend, batches: Sequence[Batch]) -> dict[str, float]:
-    policy = meter(backend)
-    useful, again = policy.train_step(batches)
+    useful, again = meter(backend).train_step(batches)
     return {"flops/update": useful / TERA, "flops/recomputed": again / TERA}
 
 

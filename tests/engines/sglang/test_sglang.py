@@ -128,10 +128,10 @@ def probe(engine, trained, image):
 def test_names_that_drift_are_refused_and_nothing_is_sampled_after(engine, trained, requests):
     odd = "model.visual.blocks.1.mlp.down_proj.weight"
     drifted = [(name + "_" * (name == odd), weight) for name, weight in trained.weights()]
-    with pytest.raises(EnvironmentProblem, match=f"{odd}_ .* the folder has none"):
+    with pytest.raises(EnvironmentProblem, match=rf"missing: visual\..*; not expected: {odd}_ "):
         engine.update_weights(SimpleNamespace(weights=lambda: drifted), version=1)
     short = list(trained.weights())[:-1]
-    with pytest.raises(EnvironmentProblem, match="nothing is handed over for "):
+    with pytest.raises(EnvironmentProblem, match=r"missing: .*; not expected: none"):
         engine.update_weights(SimpleNamespace(weights=lambda: short), version=1)
     with pytest.raises(EnvironmentProblem, match="did not end"):
         engine.submit(requests[0])
@@ -197,7 +197,8 @@ def test_what_the_server_says_of_an_error_is_passed_on(over_http, family, reques
         generate(over_http, [bad])
 
 
-def test_a_key_is_read_from_the_environment(core, family, requests, monkeypatch):
+def test_a_key_is_read_from_the_environment_and_no_proxy_sees_it(core, family, requests, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # is not asked for this machine
     server = serve(core, key="secret")
     args = {"url": f"http://127.0.0.1:{server.server_port}", "key": "MY_KEY"}
     locked = build(settings(family, args=args), family)
@@ -205,31 +206,6 @@ def test_a_key_is_read_from_the_environment(core, family, requests, monkeypatch)
         generate(locked, requests[:1])
     monkeypatch.setenv("MY_KEY", "secret")
     assert len(generate(build(settings(family, args=args), family), requests[:1])) == 1
-    server.shutdown()
-    server.server_close()
-
-
-def test_neither_a_proxy_nor_a_redirect_sees_the_key(core, family, requests, monkeypatch):
-    """A proxy is not asked for this machine, and a redirect is a refusal."""
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.setenv("MY_KEY", "secret")
-    seen, server = [], serve(core)
-    args = {"url": f"http://127.0.0.1:{server.server_port}", "key": "MY_KEY"}
-    engine = build(settings(family, args=args), family)
-    assert len(generate(engine, requests[:1])) == 1
-
-    def elsewhere(handler):
-        seen.append(handler.path)
-        handler.send_response(302)
-        handler.send_header("Location", "/stolen")
-        handler.send_header("Content-Length", "0")
-        handler.end_headers()
-
-    monkeypatch.setattr(server.RequestHandlerClass, "do_POST", elsewhere)
-    monkeypatch.setattr(server.RequestHandlerClass, "do_GET", elsewhere)
-    with pytest.raises(EnvironmentProblem, match=r"refused /generate \(302\)"):
-        generate(engine, requests[:1])
-    assert seen == ["/generate"]
     server.shutdown()
     server.server_close()
 

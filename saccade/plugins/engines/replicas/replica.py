@@ -4,7 +4,7 @@ A thread starts the process, takes what it sends, and sees when it dies; all els
 the caller's thread. What it is told to do is sent together, by `flush`.
 
     replica = Replica(settings, log=path, events=queue.SimpleQueue())
-    replica.submit(request)
+    replica.unsent.append(("submit", request))
     replica.flush()
     replica.events.get()    # (replica, [completion])
 """
@@ -68,7 +68,7 @@ class Replica:
         self.environment, self.beside_trainer = environment, beside_trainer
         self.events = events
         self.child: Child | None = None
-        self.unsent: list[tuple[str, Any]] = []  # calls with their argument, in order
+        self.unsent: list[tuple[str, Any]] = []  # submit, abort or release with its argument, in order
         self._files: dict[str, int] = {}  # hash → bytes of what the process has, oldest first
         self._numbers = itertools.count()
         self._answers: dict[int, Future[Block]] = {}
@@ -154,17 +154,8 @@ class Replica:
             raise rebuild_error(reply["failed"])
         return reply["result"]
 
-    def submit(self, request: Request) -> None:
-        self.unsent.append(("submit", request))
-
-    def abort(self, key: str) -> None:
-        self.unsent.append(("abort", key))
-
-    def release(self, episode: str) -> None:
-        self.unsent.append(("release", episode))
-
     def flush(self) -> None:
-        """Send what has been queued here."""
+        """Send what is in `unsent`."""
         unsent, self.unsent = self.unsent, []
         for call, group in itertools.groupby(unsent, key=lambda each: each[0]):
             items = [item for _, item in group]

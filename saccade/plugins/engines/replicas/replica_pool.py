@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from saccade.engines import Capabilities, Settings, WeightSource, content_of, nothing_sampled
 from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
@@ -33,10 +33,6 @@ POLL_WAIT = 0.02  # seconds: the caller has signals and environments to look aft
 AHEAD = 16  # requests by which a replica may be ahead of another one to keep equal prompts together
 DEATHS_IN_A_ROW = 3  # of every replica, with nothing finished in between
 ATTEMPTS = 3  # give up on a request after it killed three replicas
-
-
-class Launcher(Protocol):
-    def __call__(self, *, events: Events) -> Replica: ...
 
 
 @dataclass(kw_only=True)
@@ -61,7 +57,7 @@ class _Load:
 
 
 class Replicas:
-    def __init__(self, launchers: Sequence[Launcher]) -> None:
+    def __init__(self, launchers: Sequence[Callable[..., Replica]]) -> None:
         self.version = 0
         self._launchers = launchers
         self._events: Events = queue.SimpleQueue()
@@ -113,7 +109,7 @@ class Replicas:
             return
         if task.engine is not None:
             task.aborted = True
-            task.engine.abort(key)
+            task.engine.unsent.append(("abort", key))
         else:
             self._waiting.remove(key)
             self._give_up(key)
@@ -121,7 +117,7 @@ class Replicas:
     def release(self, episode: str) -> None:
         engine = self._episodes.pop(episode, None)
         if engine is not None:
-            engine.release(episode)
+            engine.unsent.append(("release", episode))
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         while not self._events.empty():
@@ -151,7 +147,7 @@ class Replicas:
 
     def _share(self, source: WeightSource, version: int, engines: Sequence[Replica]) -> Mapping[str, int]:
         """One copy of the weights for all of them."""
-        from saccade.engines.weights import shared
+        from saccade.plugins.engines.weights import shared
 
         with shared(source, turn=version) as copy:
             self._all(engines, lambda engine: engine.load(copy, version))
@@ -181,7 +177,7 @@ class Replicas:
             load.contents[task.content] += 1
             if task.request.episode is not None:
                 self._episodes[task.request.episode] = engine
-            engine.submit(task.request)
+            engine.unsent.append(("submit", task.request))
         self._all([engine for engine in self._loads if engine.unsent], Replica.flush)
 
     def _choose(self, task: _Task) -> Replica:

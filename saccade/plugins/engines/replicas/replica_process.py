@@ -79,7 +79,7 @@ class Worker:
         self.channel.send({**reply, "id": number})
 
     def _update_weights(self, paths: Sequence[str], checksums: Mapping[str, int], version: int) -> None:
-        from saccade.engines.weights import Mapped, load_by_name, require_checksums
+        from saccade.plugins.engines.weights import Mapped, load_by_name, require_checksums
 
         engine, source = self.engine, Mapped(paths)
         self._unsure = True

@@ -14,28 +14,18 @@ import base64
 import hashlib
 import io
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from PIL import Image
-from torch import Tensor
 
-from saccade.engines import (
-    Capabilities,
-    Engine,
-    Settings,
-    WeightSource,
-    collapsed,
-    reads_differently,
-    require_finite,
-    require_room,
-)
-from saccade.engines.weights import folder_shapes
+from saccade.engines import Engine, Settings, WeightSource, collapsed, reads_differently, require_finite, require_room
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
 from saccade.plugins.engines.sglang.sglang_transport import InProcess, OverHttp
+from saccade.plugins.engines.weights import HandOver, folder_shapes
 from saccade.types import Completion, Media, Request
 
 PICTURES = 1024  # encoded images that are kept
@@ -102,7 +92,13 @@ class SglangEngine(Engine):
         assert not self._running, "weights change while sequences are running"
         self._rouse("weights")
         self._unusable = f"sglang: the hand-over of weights {version} did not end"
-        self._sglang.load(as_in_folder(source, self._shapes), version)
+        hand_over = HandOver(weights=source.weights(), shapes=self._shapes, renamed=_plain)
+        self._sglang.load(hand_over, version)
+        if drift := hand_over.drift():
+            raise EnvironmentProblem(
+                f"sglang: names of weights have drifted apart: {drift}; start again from the model.path that is "
+                "trained, or use rollout.engine=embedded"
+            )
         self.version, self._unusable = version, ""
         self._source = source if self._beside else None
 
@@ -124,34 +120,8 @@ class SglangEngine(Engine):
             self._sglang.memory("resume", [part])
             self._asleep.discard(part)
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(logprobs=True, support=False, shares_weights=False, live_episodes=False)
-
     def close(self) -> None:
         self._sglang.close()
-
-
-def as_in_folder(source: WeightSource, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights under the names of the folder that SGLang loaded, which it understands. Names
-    and shapes are compared both ways.
-    """
-    left = {_plain(name): name for name in shapes}
-    problem = ""
-    for name, weight in source.weights():
-        known = left.pop(_plain(name), None)
-        if known is None or shapes[known] != tuple(weight.shape):
-            problem = f"{name} {list(weight.shape)} is handed over, the folder has "
-            problem += "none" if known is None else f"{known} {list(shapes[known])}"
-            break
-        yield known, weight.detach()
-    left.pop("lm_head.weight", None)  # some folders hold it twice, tied
-    if left and not problem:
-        problem = f"nothing is handed over for {', '.join(sorted(left.values())[:3])}"
-    if problem:
-        raise EnvironmentProblem(
-            f"sglang: names of weights have drifted apart: {problem}; start again from the "
-            "model.path that is trained, or use rollout.engine=embedded"
-        )
 
 
 def _plain(name: str) -> str:

@@ -19,9 +19,9 @@ import httpx2
 from torch import Tensor
 
 from saccade.engines import INSTALL, Settings
-from saccade.engines.weights import in_folder, pieces
 from saccade.errors import EnvironmentProblem
 from saccade.models.families import Family
+from saccade.plugins.engines.weights import in_folder, pieces
 from saccade.plugins.judges.http_client.sender import http_client
 
 HOW_TO_INSTALL = INSTALL["sglang"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from saccade.engines import (
-    Capabilities,
-    Engine,
-    Settings,
-    WeightSource,
-    collapsed,
-    reads_differently,
-    require_finite,
-    require_room,
-)
-from saccade.engines.weights import folder_shapes, in_memory
+from saccade.engines import Engine, Settings, WeightSource, collapsed, reads_differently, require_finite, require_room
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.pixel_cache import ImageCache
 from saccade.models import DECLARED
 from saccade.models.families import Family
 from saccade.plugins.engines.vllm.vllm_probe import HOW_TO_INSTALL, Probe, probe
-from saccade.plugins.engines.vllm.vllm_weights import Announced, HandOver, renaming, sample_for
+from saccade.plugins.engines.vllm.vllm_weights import renaming, sample_for
+from saccade.plugins.engines.weights import HandOver, checksum, folder_shapes, in_memory
 from saccade.types import Completion, Request
 
 PICTURES = 256 << 20  # bytes of images at the size that the model sees
@@ -72,14 +63,10 @@ class VllmEngine(Engine):
     def _learn_names(self, shapes: dict[str, tuple[int, ...]]) -> None:
         from vllm.model_executor.model_loader.utils import get_model_architecture
 
-        model = self._engine.vllm_config.model_config
-        self._renamed = renaming(get_model_architecture(model)[0])
-        if model.hf_config.get_text_config().tie_word_embeddings:
-            shapes.pop("lm_head.weight", None)  # some folders hold it twice
-        known = {self._renamed(name): Announced(name, s) for name, s in shapes.items()}
-        self._expected = {name: tensor for name, tensor in known.items() if name}
-        plain = {name: tensor.shape for name, tensor in self._expected.items()}
-        self._places = self._ask("saccade_places", plain)
+        self._shapes = shapes
+        self._renamed = renaming(get_model_architecture(self._engine.vllm_config.model_config)[0])
+        known = {self._renamed(name): shape for name, shape in shapes.items()}
+        self._places = self._ask("saccade_places", {name: shape for name, shape in known.items() if name})
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """The answer of the first worker; each one answers for its part of the tensors."""
@@ -181,16 +168,23 @@ class VllmEngine(Engine):
     def _hand_over(self, source: WeightSource, version: int) -> None:
         self._unusable = f"vllm: the hand-over of weights {version} did not end"
         self._handed_over = None
-        hand_over = HandOver(
-            weights=source.weights(),
-            renamed=self._renamed,
-            expected=self._expected,
-            sample=sample_for(self._places, version),
-            dtype=getattr(torch, self.settings.dtype),
-        )
-        loaded, parameters = self._load(hand_over)
-        found = self._ask("saccade_checksums", hand_over.sample)
-        problem = hand_over.problem(loaded, parameters, found)
+        sample, dtype = sample_for(self._places, version), getattr(torch, self.settings.dtype)
+        hand_over = HandOver(weights=source.weights(), shapes=self._shapes, renamed=self._renamed)
+        checksums: dict[str, int] = {}
+
+        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, weight in hand_over:
+                if (known := self._renamed(name)) in sample:
+                    checksums[known] = checksum(weight.to(dtype))
+                yield name, weight
+
+        loaded, parameters = self._load(noted())
+        found = self._ask("saccade_checksums", sample)
+        unwritten = sorted(parameters - loaded)
+        wrong = sorted(name for name, value in checksums.items() if found[name] != value)
+        problem = hand_over.drift()
+        if not problem and (unwritten or wrong):
+            problem = f"vllm left unwritten: {unwritten[:5]}" if unwritten else f"other bytes arrived for: {wrong[:5]}"
         if problem:
             self._unusable = (
                 f"vllm: weights {version} do not fit the model that it loaded from "
@@ -213,7 +207,7 @@ class VllmEngine(Engine):
         self._engine.reset_mm_cache()
         self._last = None
 
-    def _load(self, weights: HandOver) -> tuple[set[str], set[str]]:
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[set[str], set[str]]:
         if self.settings.tensor_parallel == 1:
             return self._ask("saccade_load", weights)
         with in_memory(weights) as paths:
@@ -240,9 +234,6 @@ class VllmEngine(Engine):
         if part in self._asleep:
             self._engine.wake_up(tags=[part])
             self._asleep.discard(part)
-
-    def capabilities(self) -> Capabilities:
-        return Capabilities(logprobs=True, support=False, shares_weights=False, live_episodes=False)
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory

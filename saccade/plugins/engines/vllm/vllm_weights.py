@@ -1,4 +1,4 @@
-"""Compare names and bytes of the weights that are handed over to vLLM.
+"""Names and places of the weights that are handed over to vLLM.
 
 Names are compared as vLLM reads them (its model class renames prefixes of a folder), before its
 loader fuses some of them. Checksums are taken of tensors that keep their bytes: whole
@@ -8,28 +8,15 @@ so norms, embeddings, biases and convolutions are left. Knows nothing of engines
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
-
-from saccade.engines.weights import checksum
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 CHECKED = 16  # tensors of each hand-over, others the next time
-
-
-class Announced(NamedTuple):
-    """A tensor as a folder names it."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.name} {list(self.shape)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,42 +49,6 @@ class Place:
         return parameters[self.parameter][self.start : self.start + self.rows]
 
 
-@dataclass(kw_only=True)
-class HandOver:
-    """One pass of weights into an engine: iterate over it, then ask for its `problem`."""
-
-    weights: Iterator[tuple[str, Tensor]]
-    renamed: Callable[[str], str]
-    expected: Mapping[str, Announced]
-    sample: Mapping[str, Place]
-    dtype: torch.dtype
-    seen: set[str] = field(default_factory=set)
-    unexpected: list[str] = field(default_factory=list)
-    checksums: dict[str, int] = field(default_factory=dict)
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self.weights:
-            known = self.renamed(name)
-            if known not in self.expected or self.expected[known].shape != tuple(weight.shape):
-                self.unexpected.append(str(Announced(name, tuple(weight.shape))))
-                continue
-            self.seen.add(known)
-            weight = weight.detach()
-            if known in self.sample:
-                self.checksums[known] = checksum(weight.to(self.dtype))
-            yield name, weight
-
-    def problem(self, loaded: set[str], parameters: set[str], found: Mapping[str, int]) -> str:
-        """What is wrong with the names or the bytes that arrived; empty if nothing is."""
-        missing = sorted(str(self.expected[n]) for n in self.expected.keys() - self.seen)
-        if missing or self.unexpected:
-            return f"missing: {_listed(missing)}; not expected: {_listed(sorted(self.unexpected))}"
-        if parameters - loaded:
-            return f"vllm left unwritten: {_listed(sorted(parameters - loaded))}"
-        wrong = sorted(n for n, value in self.checksums.items() if found[n] != value)
-        return f"other bytes arrived for: {_listed(wrong)}" if wrong else ""
-
-
 def sample_for(places: Mapping[str, Place], turn: int) -> dict[str, Place]:
     """The places to check in a turn; every place is checked after a few turns."""
     names = sorted(places)
@@ -113,8 +64,3 @@ def renaming(model_class: Any) -> Callable[[str], str]:
     if getattr(mapper, "orig_to_new_stacked", None):
         mapper = replace(mapper, orig_to_new_stacked={})
     return cache(lambda name: "".join(mapper.apply_list([name])))
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:5]) or "none"
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

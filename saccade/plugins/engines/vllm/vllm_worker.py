@@ -16,8 +16,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from saccade.engines.weights import Mapped, checksum
 from saccade.plugins.engines.vllm.vllm_weights import Place
+from saccade.plugins.engines.weights import Mapped, checksum
 
 # Methods whose parameters stay as they were loaded, so that they can be written in place.
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}

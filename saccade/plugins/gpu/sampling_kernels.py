@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.engines.embedded import decode_state as fields
+from saccade.plugins.gpu import decode_state as fields
 
 CHUNK = 4096  # of the vocabulary, one program each
 BLOCK = 8192  # of the vocabulary, one turn of a program that reads it all

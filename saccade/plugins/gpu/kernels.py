@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.engines.embedded import decode_state as fields
+from saccade.plugins.gpu import decode_state as fields
 
 LOG2_E = 1.4426950408889634
 TOGETHER = 256  # programs of rows, at most, that run beside those of prefix groups

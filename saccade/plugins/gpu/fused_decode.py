@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from saccade.engines.embedded.decode_state import FEW_ROWS
+from saccade.plugins.gpu.decode_state import FEW_ROWS
 
 NAMES = ("q_proj", "k_proj", "v_proj")
 READERS = (NAMES, ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))  # of one input each

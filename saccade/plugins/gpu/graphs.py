@@ -6,7 +6,7 @@ host takes it out. Weights are the trainer's and change in place, so graphs stay
 tensor has moved they are captured again. On a CPU (tests), and where a model cannot be captured,
 the step simply runs.
 
-    graphs.launch(row_fields, table, temperature_top_p, steps=16)
+    graphs.launch(ready, tokens, table, steps=16)
     ids, logprobs = graphs.read()
 
 Legend: B rows, E hidden size.
@@ -21,16 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saccade.engines.embedded import decode_state as fields
-from saccade.engines.embedded import kernels, sampling_kernels, sequences
-from saccade.engines.embedded.fused_decode import fused_forwards, swapped_forwards
+from saccade.engines.embedded import sequences
 from saccade.engines.embedded.kv_cache import PAGE, KVCache
-from saccade.engines.embedded.sampling import Drawn
+from saccade.engines.embedded.sampling import Drawn, cuts
 from saccade.forest.attention import AttentionPlan
 from saccade.forest.to_device import to_device
 from saccade.models.experts import capturable
 from saccade.models.families import Family
 from saccade.models.load import hidden_states
+from saccade.plugins.gpu import decode_state as fields
+from saccade.plugins.gpu import kernels, sampling_kernels
+from saccade.plugins.gpu.fused_decode import fused_forwards, swapped_forwards
 from saccade.types import Sampling
 
 STEPS_PER_SYNC = 16  # steps of a burst, after which the host reads what was drawn
@@ -45,15 +46,13 @@ KEPT = 16 << 20
 
 
 class Graphs:
-    def __init__(
-        self, model: nn.Module, family: Family, cache: KVCache, *, banned: Tensor | None, eos: np.ndarray
-    ) -> None:
+    def __init__(self, model: nn.Module, family: Family, cache: KVCache, *, banned: Tensor | None) -> None:
         self.model, self.family, self.cache, self.banned = model, family, cache, banned
         self.device = cache.device
         self._fused = fused_forwards(model)
         self._captures = self.device.type == "cuda" and capturable(model)
         count = fields.bucket(cache.slots)
-        self.eos = torch.from_numpy(eos).to(self.device)
+        self.eos = torch.tensor(sorted(family.chat.eos_ids), dtype=torch.int64, device=self.device)
         self.state = torch.zeros((fields.FIELDS, count), dtype=torch.int64, device=self.device)
         self.temperature_top_p = torch.ones((2, count), dtype=torch.float32, device=self.device)
         self.table = torch.zeros((count, 0), dtype=torch.int32, device=self.device)
@@ -81,19 +80,13 @@ class Graphs:
         far = STEPS_PER_SYNC if open_ended else max(STEPS_PER_SYNC, min(limits))
         return min(far, MAX_BURST, max(limits))
 
-    def launch(
-        self,
-        row_fields: dict[str, np.ndarray],
-        table: np.ndarray,
-        temperature_top_p: np.ndarray,
-        steps: int,
-        *,
-        cutting: bool = False,
-    ) -> None:
-        """Start `steps` steps of the rows described; nothing waits for them. `table` [B, pages],
-        `temperature_top_p` [2, B]. `cutting`: ids are cut away in some rows.
+    def launch(self, ready: Sequence[sequences.Sequence], tokens: np.ndarray, table: np.ndarray, steps: int) -> None:
+        """Start `steps` steps of the sequences; nothing waits for them. `tokens` [B]: the last one
+        of each; `table` [B, pages].
         """
-        count = temperature_top_p.shape[1]
+        row_fields, temperature_top_p = fields.fields_of(ready, tokens), fields.temperature_top_p_of(ready)
+        cutting = any(cuts(s.request.sampling) for s in ready)
+        count = len(ready)
         padded = fields.bucket(count)
         self._widen(table.shape[1])
         step = self._step_of(padded, cutting)

@@ -15,27 +15,26 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from saccade.engines import WeightSource
-from saccade.errors import EnvironmentProblem, TrainingError
+from saccade.errors import EnvironmentProblem
 from saccade.models.files import require_intact, require_same
 
 PIECE = 256 << 20
 SAMPLED = 16  # every 16th tensor is compared, others at the next turn
 CHUNK = 1 << 22  # elements of a checksum at a time
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,20 +93,7 @@ def pieces(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
 
 
 def _write(tensors: Mapping[str, Tensor], file: Any) -> None:
-    header: dict[str, Any] = {}
-    size = 0
-    # Wide types first: each tensor then lies at a multiple of its own width.
-    order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    for name, tensor in order:
-        end = size + tensor.nbytes
-        shape = list(tensor.shape)
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": [size, end]}
-        size = end
-    head = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    head += b" " * (-len(head) % 8)
-    file.write(struct.pack("<Q", len(head)) + head)
-    for _, tensor in order:
-        file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    file.write(save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, {"format": "pt"}))
     file.flush()
 
 
@@ -157,15 +143,6 @@ def require_checksums(weights: Iterable[tuple[str, Tensor]], checksums: Mapping[
         )
 
 
-def not_finite(weights: Iterable[tuple[str, Tensor]]) -> TrainingError:
-    """The error for log-probs that are not finite, naming the weight that they come from."""
-    broken = (name for name, tensor in weights if not tensor.isfinite().all())
-    if name := next(broken, None):
-        fix = "copy or download the files of model.path again, or use an earlier checkpoint"
-        return TrainingError(f"log-probs are not finite, because {name} holds NaN or infinity; {fix}")
-    return TrainingError("log-probs are not finite, although all weights are: use model.dtype=float32")
-
-
 @torch.no_grad()
 def load_by_name(model: nn.Module, source: WeightSource) -> None:
     """Copy every weight, after comparing names and shapes both ways."""
@@ -173,6 +150,38 @@ def load_by_name(model: nn.Module, source: WeightSource) -> None:
     require_same("the trainer's weights", mine.items(), source.weights())
     for name, tensor in source.weights():
         mine[name].copy_(tensor)
+
+
+@dataclass(kw_only=True)
+class HandOver:
+    """One pass of weights into an engine that has loaded a folder, under the names of that folder:
+    iterate over it, then ask for its `drift`. `renamed` gives what names of one tensor have in
+    common; empty: the engine ignores it.
+    """
+
+    weights: Iterable[tuple[str, Tensor]]
+    shapes: Mapping[str, tuple[int, ...]]  # of the folder
+    renamed: Callable[[str], str]
+    unexpected: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.left = {known: name for name in self.shapes if (known := self.renamed(name))}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self.weights:
+            known = self.renamed(name)
+            if self.shapes.get(self.left.get(known, "")) == tuple(weight.shape):
+                yield self.left.pop(known), weight.detach()
+            else:
+                self.unexpected.append(f"{name} {list(weight.shape)}")
+
+    def drift(self) -> str:
+        """Names and shapes that differ; empty if none do. Some folders hold a tied head twice."""
+        missing = [f"{name} {list(self.shapes[name])}" for name in self.left.values() if name != "lm_head.weight"]
+        if not missing and not self.unexpected:
+            return ""
+        listed = (", ".join(sorted(names)[:5]) or "none" for names in (missing, self.unexpected))
+        return "missing: {}; not expected: {}".format(*listed)
 
 
 def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
