@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from saccade.errors import ConfigError
 from saccade.media.images import open_media
 from saccade.models.chat import PLAIN_TEMPLATE
 from saccade.plugins.engines.http_family import endpoint_family
-from saccade.plugins.judges.http_client.chat_client import APIS, Pictures, read_answer, settings
+from saccade.plugins.judges.http_client.chat_client import APIS, encode, read_answer, settings
 from saccade.types import Media, Message, Sampling, Source
 
 SAMPLING = Sampling(temperature=0.5, max_tokens=9, stop=("END",), top_k=5)
@@ -22,8 +21,8 @@ def talk(media: Media) -> tuple[Message, ...]:
     return (Message(role="system", parts=("Be brief.",)), Message(role="user", parts=(media, "How many?")))
 
 
-def test_images_travel_as_data_urls(image: Callable[..., Media]) -> None:
-    body = APIS["chat"].body(talk(image()), Pictures()) | settings(SAMPLING, 3)
+def test_images_travel_as_data_urls(image):
+    body = APIS["chat"].body(talk(image()), encode) | settings(SAMPLING, 3)
     part = body["messages"][1]["content"][0]
     head, _, data = part["image_url"]["url"].partition(",")
     assert head == "data:image/png;base64"
@@ -32,19 +31,19 @@ def test_images_travel_as_data_urls(image: Callable[..., Media]) -> None:
     assert body["top_k"] == 5 and body["stop"] == ["END"] and body["seed"] == 3
 
 
-def test_completions_ask_as_a_folder_without_a_template(image: Callable[..., Media]) -> None:
+def test_completions_ask_as_a_folder_without_a_template(image):
     from jinja2 import Template
 
     messages = (*talk(image())[:1], Message(role="user", parts=("How many?",)))
-    body = APIS["completions"].body(messages, Pictures())
+    body = APIS["completions"].body(messages, encode)
     plain = [{"role": m.role, "content": m.text} for m in messages]
     template = Template(PLAIN_TEMPLATE)
     assert body["prompt"] == template.render(messages=plain, add_generation_prompt=True)
     with pytest.raises(ConfigError, match=r"rollout\.http\.api=chat"):
-        APIS["completions"].body(talk(image()), Pictures())
+        APIS["completions"].body(talk(image()), encode)
 
 
-def test_a_stop_string_is_put_back_where_the_endpoint_names_it() -> None:
+def test_a_stop_string_is_put_back_where_the_endpoint_names_it():
     choice = {"message": {"content": "4 "}, "finish_reason": "stop", "stop_reason": "END"}
     assert read_answer(APIS["chat"], {"choices": [choice]}, SAMPLING).text == "4 END"
     choice["stop_reason"] = 151645  # an end-of-turn id
@@ -57,7 +56,7 @@ def test_a_stop_string_is_put_back_where_the_endpoint_names_it() -> None:
 # -- the family of an endpoint ---------------------------------------------------------------------
 
 
-def test_a_response_counts_the_tokens_that_were_used(image: Callable[..., Media]) -> None:
+def test_a_response_counts_the_tokens_that_were_used(image):
     family = endpoint_family("http://127.0.0.1:9/v1")
     rendered = family.render(talk(image()))
     assert len(rendered) == 1 and len(rendered.media) == 1  # one place for the image, no more
@@ -67,7 +66,7 @@ def test_a_response_counts_the_tokens_that_were_used(image: Callable[..., Media]
     assert len(other) == 1 and family.decode(np.concatenate([other, one])) == "four apples"
 
 
-def test_images_of_later_turns_have_a_place_too(image: Callable[..., Media]) -> None:
+def test_images_of_later_turns_have_a_place_too(image):
     family = endpoint_family("http://127.0.0.1:9/v1")
     observed = Message(role="user", parts=("look \ufffc", image(), image(84, 56), "!"))
     added = family.render_continuation([observed], last_id=0)

@@ -6,8 +6,6 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from saccade.config.schema import HttpConfig
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.plugins.judges.http_client import sender as http_client
 from saccade.plugins.judges.http_client.chat_client import ChatClient
-from saccade.types import Media, Message, Sampling
+from saccade.types import Message, Sampling
 from tests.endpoints import Endpoint, Says, chat_answer, scripted
 
 QUESTION = (Message(role="user", parts=("How many?",)),)
@@ -24,7 +22,7 @@ GREEDY = Sampling(temperature=0, max_tokens=16)
 
 
 @pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_pauses(monkeypatch):
     monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
 
 
@@ -32,7 +30,7 @@ def client(endpoint: Endpoint, **options: Any) -> ChatClient:
     return ChatClient(HttpConfig(url=endpoint.url, model="m", **options))
 
 
-def test_an_answer_with_its_usage() -> None:
+def test_an_answer_with_its_usage():
     with scripted([chat_answer("four")]) as endpoint:
         asking = client(endpoint)
         answer = asking.ask(QUESTION, Sampling(temperature=0.5, top_p=0.9, stop=("x",)), 7)
@@ -58,12 +56,12 @@ def test_an_answer_with_its_usage() -> None:
     [
         [Says(status=500, body="oh"), Says(status=503, body="oh")],
         [Says(body=b"{broken"), Says(body={"choices": []})],
-        [Says(status=429, body="slow down", headers=(("Retry-After", "0.01"),))] * 2,
+        [Says(status=429, body="slow down", headers=(("Retry-After", when),)) for when in ("0.01", "soon")],
         [Says(body={}, after=1.0)] * 2,
     ],
     ids=["5xx", "broken", "429", "hang"],
 )
-def test_what_may_pass_is_tried_again(trouble: list[Says]) -> None:
+def test_what_may_pass_is_tried_again(trouble):
     with scripted([*trouble, chat_answer("four")]) as endpoint:
         asking = client(endpoint, timeout=0.3)
         assert asking.ask(QUESTION, GREEDY, 0).text == "four"
@@ -71,7 +69,7 @@ def test_what_may_pass_is_tried_again(trouble: list[Says]) -> None:
     assert len({json.dumps(asked["body"]) for asked in endpoint.asked}) == 1
 
 
-def test_retry_after_holds_everybody_back() -> None:
+def test_retry_after_holds_everybody_back():
     script = [Says(status=429, headers=(("Retry-After", "0.4"),)), *[chat_answer("four")] * 2]
     with scripted(script) as endpoint:
         asking = client(endpoint)
@@ -81,13 +79,7 @@ def test_retry_after_holds_everybody_back() -> None:
     assert second - first >= 0.4 and third >= second
 
 
-def test_a_date_in_retry_after() -> None:
-    assert http_client._seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0
-    assert http_client._seconds("Fri, 01 Jan 2999 00:00:00 GMT") > 1e9
-    assert http_client._seconds("soon") == http_client._seconds(None) == 0
-
-
-def test_it_gives_up_after_all_retries_with_the_last_words() -> None:
+def test_it_gives_up_after_all_retries_with_the_last_words():
     with scripted([Says(status=500, body="out of cheese")] * 3) as endpoint:
         asking = client(endpoint, retries=2)
         with pytest.raises(EnvironmentProblem, match=r"3 attempts.*status 500.*out of cheese"):
@@ -96,7 +88,7 @@ def test_it_gives_up_after_all_retries_with_the_last_words() -> None:
         client(endpoint, retries=0).ask(QUESTION, GREEDY, 0)
 
 
-def test_a_deadline_ends_attempts_and_pauses() -> None:
+def test_a_deadline_ends_attempts_and_pauses():
     for trouble in (Says(body={}, after=30), Says(status=429, headers=(("Retry-After", "30"),))):
         with scripted([trouble] * 9) as endpoint:
             asking = client(endpoint)
@@ -104,7 +96,7 @@ def test_a_deadline_ends_attempts_and_pauses() -> None:
                 asking.ask(QUESTION, GREEDY, 0, until=time.monotonic() + 0.5)
 
 
-def test_an_answer_that_trickles_is_given_up() -> None:
+def test_an_answer_that_trickles_is_given_up():
     """Every byte would start the timeout of a socket anew."""
     done = threading.Event()
 
@@ -127,7 +119,7 @@ def test_an_answer_that_trickles_is_given_up() -> None:
     ("field", "option"),
     [("model", "rollout.http.model"), ("max_tokens", "rollout.max_tokens"), ("temperature", "rollout.http.url")],
 )
-def test_a_refusal_is_not_repeated_and_names_field_and_option(field: str, option: str) -> None:
+def test_a_refusal_is_not_repeated_and_names_field_and_option(field, option):
     error = {"error": {"message": "must be below 2", "param": field}}
     with scripted([Says(status=400, body=error)]) as endpoint:
         asking = client(endpoint)
@@ -136,13 +128,13 @@ def test_a_refusal_is_not_repeated_and_names_field_and_option(field: str, option
     assert asking.counters.sent == 1
 
 
-def test_a_redirect_is_not_followed() -> None:
+def test_a_redirect_is_not_followed():
     elsewhere = Says(status=302, body="gone", headers=(("Location", "http://127.0.0.1:9/"),))
     with scripted([elsewhere]) as endpoint, pytest.raises(ConfigError, match="status 302"):
         client(endpoint).ask(QUESTION, GREEDY, 0)
 
 
-def test_the_key_is_sent_and_told_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_sent_and_told_to_nobody(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", "sk-secret-123")
     wrong = Says(status=401, body={"error": {"message": "Incorrect API key: sk-secret-123"}})
     with scripted([chat_answer("four"), wrong]) as endpoint:
@@ -156,13 +148,13 @@ def test_the_key_is_sent_and_told_to_nobody(tmp_path: Path, monkeypatch: pytest.
     assert "secret" not in str(refused.value) + stored + repr(asking.http)
 
 
-def test_a_key_that_is_not_set_is_not_repeated() -> None:
+def test_a_key_that_is_not_set_is_not_repeated():
     with pytest.raises(ConfigError, match=r"rollout\.http\.key: no environment") as refused:
         ChatClient(HttpConfig(url="http://127.0.0.1:9/v1", model="m", key="ABC123"))
     assert "ABC123" not in str(refused.value)
 
 
-def test_the_pace_is_kept() -> None:
+def test_the_pace_is_kept():
     with scripted([chat_answer("x")] * 4) as endpoint:
         asking = client(endpoint, per_minute=600)
         for seed in range(4):
@@ -171,7 +163,7 @@ def test_the_pace_is_kept() -> None:
     assert starts[-1] - starts[0] >= 0.29
 
 
-def test_fields_of_ones_own() -> None:
+def test_fields_of_ones_own():
     fields = {"max_tokens": None, "max_completion_tokens": 5}
     with scripted([chat_answer("x")]) as endpoint:
         ChatClient(HttpConfig(url=endpoint.url, model="m"), fields=fields).ask(QUESTION, GREEDY, 0)
@@ -183,21 +175,19 @@ def test_fields_of_ones_own() -> None:
 
 
 @pytest.fixture
-def counting() -> Iterator[Endpoint]:
+def counting():
     numbers = iter(range(1000))
     with scripted(lambda body: chat_answer(f"answer {next(numbers)}")) as endpoint:
         yield endpoint
 
 
-def test_nothing_is_asked_twice(counting: Endpoint, tmp_path: Path) -> None:
+def test_nothing_is_asked_twice(counting, tmp_path):
     answers = [client(counting, cache=str(tmp_path)).ask(QUESTION, GREEDY, 0) for _ in range(3)]
     assert len(counting.asked) == 1 and len(set(answers)) == 1
     assert answers[0].usage.response == 7
 
 
-def test_what_an_answer_depends_on_is_in_the_key(
-    counting: Endpoint, tmp_path: Path, image: Callable[..., Media]
-) -> None:
+def test_what_an_answer_depends_on_is_in_the_key(counting, tmp_path, image):
     shown = [(Message(role="user", parts=(image(56, 56, s), "How many?")),) for s in (1, 2)]
     variants: list[tuple[str, Any, Sampling, int]] = [
         ("m", QUESTION, GREEDY, 0),
@@ -213,7 +203,7 @@ def test_what_an_answer_depends_on_is_in_the_key(
     assert len(counting.asked) == len(variants)
 
 
-def test_a_damaged_file_is_written_again(counting: Endpoint, tmp_path: Path) -> None:
+def test_a_damaged_file_is_written_again(counting, tmp_path):
     asking = client(counting, cache=str(tmp_path))
     asking.ask(QUESTION, GREEDY, 0)
     (file,) = tmp_path.rglob("*.json")
@@ -225,14 +215,14 @@ def test_a_damaged_file_is_written_again(counting: Endpoint, tmp_path: Path) -> 
     assert [path.suffix for path in tmp_path.rglob("*.*")] == [".json"]
 
 
-def test_an_answer_without_usage_is_estimated_and_said() -> None:
+def test_an_answer_without_usage_is_estimated_and_said():
     with scripted([chat_answer("x" * 10, usage=None)]) as endpoint:
         asking = client(endpoint)
         assert asking.ask(QUESTION, GREEDY, 0).usage.response == 3
     assert asking.counters.describe(None).endswith("of 1 answers: estimated")
 
 
-def test_pauses_grow_from_one_second_to_thirty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_grow_from_one_second_to_thirty(monkeypatch):
     monkeypatch.undo()
     waits = [[http_client.pause(attempt) for _ in range(200)] for attempt in range(12)]
     assert min(map(min, waits)) >= 1 and max(map(max, waits)) == 30

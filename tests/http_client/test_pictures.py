@@ -4,43 +4,19 @@ from __future__ import annotations
 
 import base64
 import io
-import os
-import threading
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from saccade.media.images import ImageError, crop, decode, open_media
-from saccade.plugins.judges.http_client.chat_client import Pictures, encode
+from saccade.plugins.judges.http_client.chat_client import encode
 from saccade.types import Media
 
 
-def test_one_image_does_not_wait_for_another(tmp_path: Path, image: Callable[..., Media]) -> None:
-    """The first is read from a pipe that nobody has written to yet."""
-    slow, quick = image(56, 56, 1), image(56, 56, 2)
-    os.mkfifo(tmp_path / "slow.png")
-    piped = replace(slow, data=None, path=str(tmp_path / "slow.png"))
-    pictures, found = Pictures(), []
-    # Daemons, so that a failure does not hang.
-    asking = [threading.Thread(target=lambda: found.append(pictures(piped)), daemon=True) for _ in range(3)]
-    for thread in asking:
-        thread.start()
-    other = threading.Thread(target=lambda: found.append(pictures(quick)), daemon=True)
-    other.start()
-    other.join(20)
-    assert found == [encode(quick)]
-    (tmp_path / "slow.png").write_bytes(slow.data or b"")  # read once, or the second would hang
-    for thread in asking:
-        thread.join(20)
-    assert found[1:] == [encode(slow)] * 3
-
-
 @pytest.mark.parametrize("kind", ["video", "audio"])
-def test_what_is_no_image_is_refused_by_name(image: Callable[..., Media], kind: str) -> None:
+def test_what_is_no_image_is_refused_by_name(image, kind):
     still = image(56, 56)
     more = {"frames": (0, 1), "fps": 1.0} if kind == "video" else {}
     with pytest.raises(ImageError, match=f"sent images, and no {kind}"):
@@ -52,18 +28,18 @@ def pixels(media: Media) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
-def test_a_large_image_shrinks_to_its_budget(image: Callable[..., Media]) -> None:
+def test_a_large_image_shrinks_to_its_budget(image):
     media = replace(image(200, 100), max_pixels=5000)
     height, width, _ = pixels(media).shape
     assert (width, height) == (100, 50)
 
 
-def test_a_crop_is_what_it_shows(image: Callable[..., Media]) -> None:
+def test_a_crop_is_what_it_shows(image):
     part = crop(image(100, 80), (10, 20, 60, 70))
     assert np.array_equal(pixels(part), decode(part))
 
 
-def test_a_turned_photo_is_sent_upright(tmp_path: Path) -> None:
+def test_a_turned_photo_is_sent_upright(tmp_path):
     turned = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), np.uint8))
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -72,8 +48,8 @@ def test_a_turned_photo_is_sent_upright(tmp_path: Path) -> None:
     assert np.array_equal(pixels(media), decode(media)) and media.height == 60
 
 
-def test_each_image_is_encoded_once(image: Callable[..., Media]) -> None:
-    encoded = Pictures()
+def test_each_image_is_encoded_once(image):
+    encode.cache_clear()
     for _ in range(3):
-        assert encoded(image(56, 56, 1)) != encoded(image(56, 56, 2))
-    assert encoded._encoded.cache_info().misses == 2
+        assert encode(image(56, 56, 1)) != encode(image(56, 56, 2))
+    assert encode.cache_info().misses == 2

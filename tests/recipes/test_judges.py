@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ ROWS = {"train": 256, "held": 48}
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rows(tmp_path_factory):
     """The redder picture is better, in the layout of HPDv3; held-out pairs have other colours."""
     folder = tmp_path_factory.mktemp("rows")
     write_rows(folder, 0, ROWS)
@@ -31,12 +30,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> str:
+def start(tmp_path_factory):
     return build("qwen2_vl", tmp_path_factory.mktemp("model"), phrases=PHRASES)
 
 
 @pytest.fixture(scope="module")
-def taught(rows: Path, start: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def taught(rows, start, tmp_path_factory):
     """The run of a judge that learned from written verdicts."""
     out = tmp_path_factory.mktemp("taught")
     more = {"run": {"max_steps": STEPS}, "train": {"prompts_per_step": 32}, "val": {"every": STEPS}}
@@ -74,15 +73,13 @@ def config_of(rows: Path, model: str, out: Path, **changes: Any) -> Any:
     return load(options)
 
 
-def test_a_judge_learns_to_rank_pictures_that_it_has_not_seen(
-    taught: Path, numbers: Callable[[Path], list[dict[str, Any]]]
-) -> None:
+def test_a_judge_learns_to_rank_pictures_that_it_has_not_seen(taught, numbers):
     found = [row for row in numbers(taught) if "val/held/accuracy" in row]
     before, after = (row["val/held/accuracy"] for row in found)
     assert before == 0 and after > 0.75  # guessing is right on half of them
 
 
-def test_sft_learns_from_the_better_text_and_sends_media_to_judges(rows: Path, start: str, tmp_path: Path) -> None:
+def test_sft_learns_from_the_better_text_and_sends_media_to_judges(rows, start, tmp_path):
     texts = [
         {"prompt": "2+2?", "a": a, "b": b, "labels": {"preference": side}}
         for a, b, side in (("4", "5", "A"), ("5", "4", "B"))
@@ -99,7 +96,7 @@ def test_sft_learns_from_the_better_text_and_sends_media_to_judges(rows: Path, s
         questions.load_dialogues(apart, apart.data.train, family)
 
 
-def test_rl_pays_one_for_the_right_verdict_and_nothing_for_others(rows: Path, taught: Path, tmp_path: Path) -> None:
+def test_rl_pays_one_for_the_right_verdict_and_nothing_for_others(rows, taught, tmp_path):
     few = {"prompts_per_step": 16, "samples_per_prompt": 4, "lr": 1e-4}
     config = config_of(rows, checkpoint(taught), tmp_path, train=few, val={"every": 0})
     last = rl.run(load(config, ["run.max_steps=1", *STORED]))
@@ -124,7 +121,7 @@ def test_rl_pays_one_for_the_right_verdict_and_nothing_for_others(rows: Path, ta
     assert any(record["reward"] == 0 for record in records)
 
 
-def test_a_judge_is_evaluated(rows: Path, start: str, taught: Path, tmp_path: Path) -> None:
+def test_a_judge_is_evaluated(rows, start, taught, tmp_path):
     (untaught,) = evaluate.run(config_of(rows, start, tmp_path)).values()
     assert untaught["accuracy"] == 0  # it says nothing that is a verdict
     model = config_of(rows, checkpoint(taught), tmp_path, run={"name": "again"})

@@ -43,12 +43,12 @@ def serving(*terms: Any, folder: Path | None = None) -> Iterator[str]:
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
+def address():
     with serving("count") as url:
         yield url
 
 
-def test_two_steps_with_a_service(tmp_path: Path, rl_config: Make, address: str) -> None:
+def test_two_steps_with_a_service(tmp_path, rl_config, address):
     two = {"run.max_steps": 2}
     terms = [{"verifier": "remote"}, {"verifier": "format:think_answer", "weight": 0.5}]
     local = [{"verifier": "count"}, terms[1]]
@@ -62,7 +62,7 @@ def test_two_steps_with_a_service(tmp_path: Path, rl_config: Make, address: str)
         assert two_["service/remote/samples"] == 16 and two_["service/remote/failures"] == 0
 
 
-def test_a_model_scores_behind_the_service_as_at_home(tmp_path: Path, rl_config: Make) -> None:
+def test_a_model_scores_behind_the_service_as_at_home(tmp_path, rl_config):
     """Both see the pictures: untrained models of one seed are the same model."""
     learned = [{**MODEL, "name": "m"}]
     rl.run(rl_config(tmp_path / "home") | {"run.max_steps": 1, "reward.terms": learned})
@@ -78,7 +78,7 @@ def test_a_model_scores_behind_the_service_as_at_home(tmp_path: Path, rl_config:
     assert other["reward/std"] == pytest.approx(home["reward/std"], abs=1e-5)
 
 
-def test_rule_judge_model_and_service_in_one_run(tmp_path: Path, rl_config: Make, address: str) -> None:
+def test_rule_judge_model_and_service_in_one_run(tmp_path, rl_config, address):
     judge = {"verifier": "judge", "weight": 0.5, "args": {"order": ["last_number", "whole"]}}
     terms = ["count", judge, {**MODEL, "weight": 0.25}, {"verifier": "remote", "weight": 0.125}]
     with scripted(fair_judge) as endpoint:
@@ -99,7 +99,7 @@ def test_rule_judge_model_and_service_in_one_run(tmp_path: Path, rl_config: Make
         assert row["reward/mean"] == pytest.approx(whole, abs=1e-5)
 
 
-def test_a_service_that_fails_stops_the_run(tmp_path: Path, rl_config: Make) -> None:
+def test_a_service_that_fails_stops_the_run(tmp_path, rl_config):
     with scripted(lambda body: Says(status=422, body={"error": "no"})) as service:
         config = rl_config(tmp_path) | {"reward.terms": ["remote"]}
         with pytest.raises(RewardError, match="remote"):

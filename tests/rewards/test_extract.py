@@ -35,7 +35,7 @@ MATH = ("answer_tag", "boxed", "answer_line")
         ("", ("whole",), None),
     ],
 )
-def test_order_and_places(response: str, order: tuple[str, ...], found: str | None) -> None:
+def test_order_and_places(response, order, found):
     assert extract(response, order) == found
 
 
@@ -51,7 +51,7 @@ def test_order_and_places(response: str, order: tuple[str, ...], found: str | No
         ("<think>a</think><think>b<answer>1</answer>", False, None),
     ],
 )
-def test_scope_is_what_follows_the_last_closed_thought(response: str, prefilled: bool, found: str | None) -> None:
+def test_scope_is_what_follows_the_last_closed_thought(response, prefilled, found):
     assert extract(response, MATH, think_prefilled=prefilled) == found
 
 
@@ -74,14 +74,14 @@ def test_an_answer_of_several_turns_stands_in_the_last_one():
         ("<grounding>[1] <answer>7</answer>", "7"),
     ],
 )
-def test_a_call_is_no_answer(last: str, found: str | None) -> None:
+def test_a_call_is_no_answer(last, found):
     for turns in ((last,), ("I see 99.", last)):
         sample = RewardSample(id="a", response="\n".join(turns), turns=turns)
         assert answer_of(sample, ("answer_tag", "last_number"), "after_think") == found
 
 
 @pytest.mark.parametrize("text", ["\\boxed{" * 50_000, "<grounding>" * 100_000])
-def test_many_open_marks_are_read_in_one_pass(text: str) -> None:
+def test_many_open_marks_are_read_in_one_pass(text):
     start = time.process_time()
     assert answer_of(RewardSample(id="a", response=text), MATH, "all") is None
     assert time.process_time() - start < 2

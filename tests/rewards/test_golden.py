@@ -39,11 +39,11 @@ def right(row: dict[str, Any]) -> bool:
     return found.kind == "value" and outcome == 1
 
 
-def test_right_answers_pass_and_no_other() -> None:
+def test_right_answers_pass_and_no_other():
     assert [row for row in ROWS if right(row) != row["right"]] == []
 
 
-def test_the_file_asks_both_questions() -> None:
+def test_the_file_asks_both_questions():
     shares = [row["right"] for row in ROWS]
     assert len(shares) >= 300 and 0.4 < sum(shares) / len(shares) < 0.6
     for verifier in {row["verifier"] for row in ROWS}:
@@ -51,7 +51,7 @@ def test_the_file_asks_both_questions() -> None:
     assert {"math", "choice", "number", "count", "verdict"} <= {row["verifier"] for row in ROWS}
 
 
-def test_every_part_of_a_score() -> None:
+def test_every_part_of_a_score():
     """`about` says what a row shows."""
     for row in SCORED:
         sample, wanted = row["sample"], row["score"]
@@ -65,7 +65,7 @@ def test_every_part_of_a_score() -> None:
 
 
 @pytest.mark.parametrize("name", COMPARING)
-def test_no_gold_is_no_verdict(name: str) -> None:
+def test_no_gold_is_no_verdict(name):
     blank = ("", " \n", (), ("",), ("", " "), "[]", "{}", "null", ("[]", ""))
     more: dict[str, list[dict[str, Any]]] = {
         "math": [{"gold_unparseable": kind} for kind in ("string", "error")],
@@ -77,13 +77,13 @@ def test_no_gold_is_no_verdict(name: str) -> None:
                 assert score(name, response, answer, args, choices=("a", "b")).kind == "abstain"
 
 
-def test_which_verifiers_take_a_blank_gold_for_an_answer() -> None:
+def test_which_verifiers_take_a_blank_gold_for_an_answer():
     counting = {name for name, row in VERIFIERS.items() if row.blank_counts}
     assert counting == {"labels_f1", "labels_recall", "medical"} and len(COMPARING) == 22
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.check])
-def test_what_a_format_renders_passes_its_own_check(name: str) -> None:
+def test_what_a_format_renders_passes_its_own_check(name):
     shown = FORMATS[name].render("B" if name == "letter" else "12")
     assert score(f"format:{name}", shown, choices=("cat", "dog")).value == 1
 
@@ -106,13 +106,13 @@ def test_what_a_format_renders_passes_its_own_check(name: str) -> None:
         ("hybrid", {"options": {"rel_tol": 1}}, "name it, such as rule: number"),
     ],
 )
-def test_arguments_and_rows_of_no_use_are_refused(verifier: str, args: dict[str, Any], words: str) -> None:
+def test_arguments_and_rows_of_no_use_are_refused(verifier, args, words):
     solved = {"level": "#####\n#@ *#\n#####"}
     with pytest.raises(ValueError, match=words):
         score(verifier, "<answer>left</answer>", "[0,0,1,1]", args, extra=solved, max_tokens=2048)
 
 
-def test_the_matching_is_the_best_of_all() -> None:
+def test_the_matching_is_the_best_of_all():
     draw = np.random.default_rng(0)
     for rows, columns in [(1, 3), (3, 3), (4, 2), (4, 5)]:
         corners = draw.integers(0, 12, (rows + columns, 4)).tolist()
@@ -126,7 +126,7 @@ def test_the_matching_is_the_best_of_all() -> None:
         assert matched(found, gold) == pytest.approx(best / len(many))
 
 
-def test_masks_may_have_another_size_than_their_picture(tmp_path: Path) -> None:
+def test_masks_may_have_another_size_than_their_picture(tmp_path):
     mask = np.zeros((50, 100), np.uint8)
     mask[:, 50:] = 255
     Image.fromarray(mask).save(tmp_path / "mask.png")
@@ -139,7 +139,7 @@ def test_masks_may_have_another_size_than_their_picture(tmp_path: Path) -> None:
             assert score("iou", f"<answer>{said}</answer>", None, {"mode": "mask"}, **known).value == wanted
 
 
-def test_levels_as_grids_and_files(tmp_path: Path) -> None:
+def test_levels_as_grids_and_files(tmp_path):
     grid = np.array([[0, 0, 0, 0, 0], [0, 5, 4, 2, 0], [0, 0, 0, 0, 0]])
     np.save(tmp_path / "level.npy", grid)
     np.save(tmp_path / "objects.npy", np.array([{"a": 1}], dtype=object))
@@ -150,7 +150,7 @@ def test_levels_as_grids_and_files(tmp_path: Path) -> None:
     assert score("sokoban", "<answer>right</answer>", extra={"level": None}).kind == "error"
 
 
-def test_the_use_of_tools_costs_as_far_as_the_answer_is_right() -> None:
+def test_the_use_of_tools_costs_as_far_as_the_answer_is_right():
     calls = [{"name": "zoom", "ok": n > 1} for n in (1, 2, 3)]
     for args, answer, reward in (
         ({}, "7", 0.9),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +17,14 @@ from saccade.plugins.judges.http_client import sender as endpoint_client
 from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
-from saccade.types import Media, Message, Sample
-from tests.endpoints import Endpoint, Says, chat_answer, fair_judge, scripted, shown_to_judge
+from saccade.types import Message, Sample
+from tests.endpoints import Says, chat_answer, fair_judge, scripted, shown_to_judge
 
 Script = Callable[[dict[str, Any]], Says]
 
 
 @pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_pauses(monkeypatch):
     monkeypatch.setattr(endpoint_client, "FIRST_PAUSE", 0.01)
 
 
@@ -48,7 +47,7 @@ def besides(script: Script) -> Script:
 
 
 @pytest.fixture
-def fair() -> Iterator[Endpoint]:
+def fair():
     with scripted(fair_judge) as endpoint:
         yield endpoint
 
@@ -57,7 +56,7 @@ def values(scored: list[Scored]) -> list[float | None]:
     return [score.outcome for score in scored]
 
 
-def test_verdicts_become_rewards(fair: Endpoint) -> None:
+def test_verdicts_become_rewards(fair):
     with scorer(fair.url, price=(1.0, 2.0)) as scoring:
         scoring.metrics()
         scored = scoring.score(said("RED", "blue", "", "red"))
@@ -74,7 +73,7 @@ def test_verdicts_become_rewards(fair: Endpoint) -> None:
     assert (body["temperature"], body["max_tokens"], body["model"]) == (0, 1024, "m")
 
 
-def test_a_hybrid_asks_only_where_the_rule_is_unsure(fair: Endpoint) -> None:
+def test_a_hybrid_asks_only_where_the_rule_is_unsure(fair):
     config = RewardConfig(preset="hybrid_mc", judge={"url": fair.url, "model": "m"}, workers=1)
     with Scorer(config, prompt_format="think_answer", max_tokens=64) as scoring:
         scoring.metrics()
@@ -84,7 +83,7 @@ def test_a_hybrid_asks_only_where_the_rule_is_unsure(fair: Endpoint) -> None:
     assert (metrics["judge/samples"], metrics["judge/by_rule"], metrics["judge/calls"]) == (1, 4, 1)
 
 
-def test_the_same_answer_is_judged_once() -> None:
+def test_the_same_answer_is_judged_once():
     with scripted(lambda body: replace(fair_judge(body), after=0.2)) as endpoint, scorer(endpoint.url) as scoring:
         scoring.metrics()
         assert values(scoring.score(said(*["blue"] * 8))) == [0] * 8
@@ -92,7 +91,7 @@ def test_the_same_answer_is_judged_once() -> None:
     assert (metrics["judge/calls"], metrics["judge/cache_hit_rate"]) == (1, 7 / 8)
 
 
-def test_a_cache_outlives_the_process_and_the_endpoint(tmp_path: Path, fair: Endpoint) -> None:
+def test_a_cache_outlives_the_process_and_the_endpoint(tmp_path, fair):
     samples = [*said("red", "blue"), *said("red", gold="blue")]
     options = {"cache": str(tmp_path)}
     with scorer(fair.url, **options) as scoring:
@@ -110,7 +109,7 @@ def test_a_cache_outlives_the_process_and_the_endpoint(tmp_path: Path, fair: End
         assert len(fair.asked) >= asked
 
 
-def test_a_reply_without_a_verdict_is_asked_again_warmer() -> None:
+def test_a_reply_without_a_verdict_is_asked_again_warmer():
     replies = iter(["Score: 1 or 0?", "I like it", "Fine.\nScore: 1"])
 
     @besides
@@ -138,7 +137,7 @@ CUT = Says(body={"choices": [{"message": {"content": "Score: 1"}, "finish_reason
     ],
     ids=["garbage", "cut", "503", "400", "hang", "429"],
 )
-def test_what_has_no_verdict_is_an_error_of_its_own(trouble: Says, reason: str) -> None:
+def test_what_has_no_verdict_is_an_error_of_its_own(trouble, reason):
     script = besides(lambda body: trouble if "bad" in str(body) else fair_judge(body))
     options = {"timeout": 0.3, "deadline": 5.0}
     with scripted(script) as endpoint, scorer(endpoint.url, **options) as scoring:
@@ -159,7 +158,7 @@ def test_what_has_no_verdict_is_an_error_of_its_own(trouble: Says, reason: str) 
         ("rule", ["hybrid"], "ok", 0.0),
     ],
 )
-def test_what_a_failure_becomes(on_failure: str, terms: list[str], status: str, outcome: float | None) -> None:
+def test_what_a_failure_becomes(on_failure, terms, status, outcome):
     script = besides(lambda body: GARBAGE)
     options = {"on_failure": on_failure}
     with scripted(script) as endpoint, scorer(endpoint.url, terms, **options) as scoring:
@@ -168,7 +167,7 @@ def test_what_a_failure_becomes(on_failure: str, terms: list[str], status: str, 
     assert scored.reason_kind == {"drop_group": "drop_group", "rule": "wrong"}.get(on_failure, "judge")
 
 
-def test_other_rewards_do_not_wait() -> None:
+def test_other_rewards_do_not_wait():
     free = threading.Event()
 
     @besides
@@ -187,7 +186,7 @@ def test_other_rewards_do_not_wait() -> None:
             assert slow.result(10).outcome == 0
 
 
-def test_many_at_once_and_never_more_than_allowed() -> None:
+def test_many_at_once_and_never_more_than_allowed():
     now, most, lock, full = 0, 0, threading.Lock(), threading.Event()
 
     @besides
@@ -210,7 +209,7 @@ def test_many_at_once_and_never_more_than_allowed() -> None:
     assert most == 20
 
 
-def test_a_judge_that_hangs_costs_its_deadline_once() -> None:
+def test_a_judge_that_hangs_costs_its_deadline_once():
     script = besides(lambda body: Says(body=chat_answer("Score: 1").body, after=60))
     options = {"concurrency": 2, "timeout": 60, "deadline": 0.5}
     with scripted(script) as endpoint, scorer(endpoint.url, **options) as scoring:
@@ -218,7 +217,7 @@ def test_a_judge_that_hangs_costs_its_deadline_once() -> None:
     assert {score.status for score in scored} == {"error"}  # 20 rounds of a minute otherwise
 
 
-def test_a_judge_that_is_killed_costs_what_it_had_not_judged() -> None:
+def test_a_judge_that_is_killed_costs_what_it_had_not_judged():
     with scripted(fair_judge) as endpoint:
         scoring = scorer(endpoint.url)
         assert values(scoring.score(said("red", "blue"))) == [1, 0]
@@ -228,7 +227,7 @@ def test_a_judge_that_is_killed_costs_what_it_had_not_judged() -> None:
     assert "Connection refused" in scored[0].reason
 
 
-def test_closing_leaves_nobody_waiting() -> None:
+def test_closing_leaves_nobody_waiting():
     script = besides(lambda body: Says(body=chat_answer("Score: 1").body, after=60))
     with scripted(script) as endpoint:
         scoring = scorer(endpoint.url, concurrency=1)
@@ -238,7 +237,7 @@ def test_closing_leaves_nobody_waiting() -> None:
         assert scoring.submit(said("d")[0]).result(1).status == "error"
 
 
-def test_pictures_reach_the_judge(fair: Endpoint, image: Callable[..., Media]) -> None:
+def test_pictures_reach_the_judge(fair, image):
     for send in (False, True):
         with scorer(fair.url, send_images=send) as scoring:
             scoring.score(said("blue", media=(image(),)))
@@ -250,7 +249,7 @@ def test_pictures_reach_the_judge(fair: Endpoint, image: Callable[..., Media]) -
 # -- before a run ----------------------------------------------------------------------------------
 
 
-def test_an_endpoint_that_cannot_be_reached_is_refused() -> None:
+def test_an_endpoint_that_cannot_be_reached_is_refused():
     with pytest.raises(ConfigError, match=r"reward\.judge\.url: .*try reward\.judge\.url=http"):
         scorer("")
     with scripted([]) as gone:
@@ -268,7 +267,7 @@ def rows(*answers: str) -> list[Sample]:
     return [Sample(id=a, messages=(Message(role="user", parts=("?",)),), answer=a) for a in answers]
 
 
-def test_the_self_test_tells_a_judge_from_a_yes_man(fair: Endpoint) -> None:
+def test_the_self_test_tells_a_judge_from_a_yes_man(fair):
     samples = rows(*(f"colour {n}" for n in range(12)))
     with scorer(fair.url) as scoring:
         assert self_test(scoring, samples, format="think_answer").passed

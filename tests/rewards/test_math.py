@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import random
+import re
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ def sample(response: str, answer: str | tuple[str, ...] | None) -> RewardSample:
     return RewardSample(id="a", response=response, answer=answer)
 
 
-def test_without_formulas_numbers_units_and_structure_decide() -> None:
+def test_without_formulas_numbers_units_and_structure_decide():
     for answer, gold in [("100 cm", "1 m"), (r"\frac12", "50%"), (r"\{1,2\}", r"\{2,1.0\}")]:
         assert equivalent(answer, gold, formulas=False)
     assert not equivalent(r"2\sqrt3", r"\sqrt{12}", formulas=False)
@@ -42,7 +43,7 @@ def test_without_formulas_numbers_units_and_structure_decide() -> None:
         "(x+y+z+w)^{40}",
     ],
 )
-def test_huge_expressions_are_refused_at_once(answer: str) -> None:
+def test_huge_expressions_are_refused_at_once(answer):
     symbolic.load()
     start = time.process_time()
     score = math(sample(f"<answer>{answer}</answer>", "5x"))
@@ -58,18 +59,17 @@ PIECES = st.sampled_from([*SIGNS, *COMMANDS.split(), *LONGER])
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(PIECES, max_size=20), st.lists(PIECES, max_size=8))
-def test_any_text_gets_a_verdict(answer: list[str], gold: list[str]) -> None:
+def test_any_text_gets_a_verdict(answer, gold):
     score = math(sample("<answer>" + "".join(answer) + "</answer>", "".join(gold)))
     assert score.kind in ("value", "abstain")
 
 
-def test_competition_golds_equal_themselves_and_no_other(shared: Path) -> None:
+def test_competition_golds_equal_themselves_and_no_other(shared):
     with gzip.open(shared / "math500/math500.jsonl.gz", "rt") as lines:
         golds = sorted({json.loads(line)["answer"] for line in lines})
-    draw = random.Random(0)
-    kinds = [math(sample(f"\\boxed{{{gold}}}", gold)).value for gold in golds]
-    assert kinds == [1] * len(golds)
-    pairs = [(a, b) for a in golds for b in draw.sample(golds, 3) if a != b]
-    assert [pair for pair in pairs if equivalent(*pair)] == [(r"10,\!080", "10080")]
-    unread = [g for g in golds if math(sample("<answer>-77777</answer>", g)).kind == "abstain"]
-    assert len(unread) == 5  # five golds are words
+    assert [math(sample(f"\\boxed{{{gold}}}", gold)).value for gold in golds] == [1] * len(golds)
+    assert equivalent(r"10,\!080", "10080")
+    some = random.Random(0).sample(golds, 150)
+    assert [pair for pair in itertools.pairwise(some) if equivalent(*pair)] == []
+    unread = [g for g in some if math(sample("<answer>-77777</answer>", g)).kind == "abstain"]
+    assert all(re.search("[a-z]{4}", gold) for gold in unread) and len(unread) < 5  # words

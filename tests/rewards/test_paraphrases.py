@@ -281,7 +281,7 @@ def passes(case: Case) -> bool:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_no_wrong_paraphrase_passes_and_hardly_a_right_one_fails(name: str) -> None:
+def test_no_wrong_paraphrase_passes_and_hardly_a_right_one_fails(name):
     draw = random.Random(f"{SEED} {name}")
     made: list[Case] = []
     while len(made) < CASES / len(KINDS):

@@ -61,7 +61,7 @@ def dies_later(sample):
 
 
 @pytest.fixture
-def functions(tmp_path: Path) -> str:
+def functions(tmp_path):
     path = tmp_path / "bad.py"
     path.write_text(BAD)
     return str(path)
@@ -76,7 +76,7 @@ def scores(pool: WorkerPool, verifier: str, responses: list[str]) -> dict[str, S
 GOOD = [f"good {index}" for index in range(40)]
 
 
-def test_bad_samples_cost_only_themselves(functions: str) -> None:
+def test_bad_samples_cost_only_themselves(functions):
     bad = ["raise", "sleep", "none", "nan", "exit", "noise"]
     with WorkerPool(workers=2, deadline=1.5) as pool:
         assert pool.check(f"{functions}:single") is None
@@ -90,29 +90,25 @@ def test_bad_samples_cost_only_themselves(functions: str) -> None:
     assert 1.5 <= seconds < 15  # one deadline and two new processes, not sixty seconds
 
 
-@pytest.mark.parametrize("name", ["batch", "waiting"])
-def test_batch_and_async_functions_lose_only_the_culprits(functions: str, name: str) -> None:
-    bad = {"batch": ["raise", "sleep", "exit"], "waiting": ["raise", "sleep", "block"]}[name]
-    with WorkerPool(workers=2, deadline=1) as pool:
-        found = scores(pool, f"{functions}:{name}", [*GOOD[:9], *bad, *GOOD[9:12]])
-    assert {key for key, score in found.items() if score.kind == "error"} == set(bad)
-    assert found["sleep"].reason.startswith("timeout")
+def test_batch_and_async_functions_lose_only_the_culprits(functions):
+    with WorkerPool(workers=2, deadline=0.5) as pool:
+        for name, bad in {"batch": {"raise", "sleep", "exit"}, "waiting": {"raise", "sleep", "block"}}.items():
+            found = scores(pool, f"{functions}:{name}", [*GOOD[:9], *bad, *GOOD[9:12]])
+            assert {key for key, score in found.items() if score.kind == "error"} == bad
+            assert found["sleep"].reason.startswith("timeout")
 
 
-@pytest.mark.parametrize("name", ["single", "batch", "waiting"])
-def test_an_exit_or_an_interrupt_is_an_exception_with_its_line(functions: str, name: str) -> None:
-    with WorkerPool(workers=1, deadline=5) as pool:
-        start = time.monotonic()
-        found = scores(pool, f"{functions}:{name}", [*GOOD[:3], "leave", "interrupt"])
-        assert time.monotonic() - start < 5 and pool.replaced == 0
-    assert all(found[name].value == 1 for name in GOOD[:3])
-    assert found["leave"].reason == "raised: SystemExit: enough (bad.py:10)"
-    assert found["interrupt"].reason == "raised: KeyboardInterrupt (bad.py:11)"
+def test_an_exit_or_an_interrupt_is_an_exception_with_its_line(functions):
+    with WorkerPool(workers=1, deadline=30) as pool:
+        for name in ("single", "batch", "waiting"):
+            found = scores(pool, f"{functions}:{name}", [*GOOD[:3], "leave", "interrupt"])
+            assert all(found[name].value == 1 for name in GOOD[:3])
+            assert found["leave"].reason == "raised: SystemExit: enough (bad.py:10)"
+            assert found["interrupt"].reason == "raised: KeyboardInterrupt (bad.py:11)"
+        assert pool.replaced == 0
 
 
-def test_a_list_function_that_can_only_score_one_is_told_of_once(
-    functions: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_list_function_that_can_only_score_one_is_told_of_once(functions, caplog):
     with WorkerPool(workers=1, deadline=5) as pool:
         for _ in range(2):
             found = scores(pool, f"{functions}:counted", GOOD[:16])
@@ -125,9 +121,7 @@ def test_a_list_function_that_can_only_score_one_is_told_of_once(
     assert f"(bad_length: 1 results for {several} samples)" in said
 
 
-def test_what_rewards_print_has_a_limit_that_is_told_of_once(
-    functions: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_rewards_print_has_a_limit_that_is_told_of_once(functions, capfd, caplog):
     process._say_enough.cache_clear()
     with WorkerPool(workers=2, deadline=30) as pool:
         found = scores(pool, f"{functions}:loud", GOOD[:8])
@@ -137,7 +131,7 @@ def test_what_rewards_print_has_a_limit_that_is_told_of_once(
     assert said == "a reward printed more than 256 kB; of each of its processes only that much is shown"
 
 
-def test_lists_are_short_or_awaited_and_a_process_that_dies_idle_is_replaced(functions: str) -> None:
+def test_lists_are_short_or_awaited_and_a_process_that_dies_idle_is_replaced(functions):
     with WorkerPool(workers=1, deadline=5) as pool:
         found = scores(pool, f"{functions}:short", [*GOOD[:5], "drop"])
         assert found["drop"].reason.startswith("bad_length")
@@ -145,11 +139,11 @@ def test_lists_are_short_or_awaited_and_a_process_that_dies_idle_is_replaced(fun
         awaited = scores(pool, f"{functions}:waiting_batch", GOOD[:4])
         assert [awaited[name].value for name in GOOD[:4]] == [0, 1, 2, 3]
         assert scores(pool, f"{functions}:dies_later", ["a"])["a"].value == 1
-        time.sleep(0.6)
+        time.sleep(0.4)
         assert scores(pool, f"{functions}:single", ["b"])["b"].value == 1
 
 
-def test_check_tells_what_is_wrong(functions: str, tmp_path: Path) -> None:
+def test_check_tells_what_is_wrong(functions, tmp_path):
     (tmp_path / "broken.py").write_text("import no_such_module_at_all\n")
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(2)\n")
     with WorkerPool(workers=1, deadline=5) as pool:
@@ -167,19 +161,18 @@ def test_check_tells_what_is_wrong(functions: str, tmp_path: Path) -> None:
             assert "f(sample), f(samples)" in told and ".py:" not in told
 
 
-@pytest.mark.parametrize("name", ["first_one", "one_only"])
-def test_whether_a_list_function_loads_is_asked_without_calling_it(functions: str, name: str) -> None:
+def test_whether_a_list_function_loads_is_asked_without_calling_it(functions):
     samples = [RewardSample(id=str(n), response="red" * (n % 3), answer="red") for n in range(96)]
     with WorkerPool(workers=2, deadline=30) as pool:
-        checks = [pool.check(f"{functions}:{name}") for _ in range(3)]
-        found = [pool.submit(f"{functions}:{name}", sample) for sample in samples]
-        values = [future.result(timeout=60).value for future in found]
-        assert checks == [None] * 3 and pool.replaced == 0
-    right = [float(bool(n % 3) or name == "one_only") for n in range(96)]
-    assert values == right
+        for name in ("first_one", "one_only"):
+            assert pool.check(f"{functions}:{name}") is None
+            found = [pool.submit(f"{functions}:{name}", sample) for sample in samples]
+            right = [float(bool(n % 3) or name == "one_only") for n in range(96)]
+            assert [future.result(timeout=60).value for future in found] == right
+        assert pool.replaced == 0
 
 
-def test_a_late_reply_is_never_taken_for_one_to_another_request(functions: str) -> None:
+def test_a_late_reply_is_never_taken_for_one_to_another_request(functions):
     def request(*samples: RewardSample) -> dict[str, Any]:
         call = {"verifier": f"{functions}:single", "args": "{}", "deadline": 9, "apart": False}
         return call | {"samples": list(map(to_json, samples))}
@@ -193,7 +186,7 @@ def test_a_late_reply_is_never_taken_for_one_to_another_request(functions: str) 
     child.close()
 
 
-def test_closing_ends_the_processes_and_answers_what_is_left(functions: str) -> None:
+def test_closing_ends_the_processes_and_answers_what_is_left(functions):
     pool = WorkerPool(workers=1, deadline=30)
     pid = int(pool.submit(f"{functions}:child", RewardSample(id="a", response="")).result().value)
     assert pid == os.getpid()
@@ -206,7 +199,7 @@ def test_closing_ends_the_processes_and_answers_what_is_left(functions: str) -> 
     assert late.result(timeout=5).reason.startswith("closed")
 
 
-def test_only_math_pays_for_its_libraries(tmp_path: Path) -> None:
+def test_only_math_pays_for_its_libraries(tmp_path):
     probe = tmp_path / "probe.py"
     probe.write_text("import sys\ndef f(sample): return float(sample.response in sys.modules)\n")
     loaded = [RewardSample(id=name, response=name) for name in ("sympy", "torch")]
@@ -220,13 +213,17 @@ def test_only_math_pays_for_its_libraries(tmp_path: Path) -> None:
         assert [pool.submit(f"{probe}:f", s).result().value for s in loaded] == [1, 0]
 
 
-@pytest.mark.parametrize("name", ["once", "once_together"])
-def test_a_worker_that_is_killed_from_outside_costs_nothing(functions: str, tmp_path: Path, name: str) -> None:
+def test_a_worker_that_is_killed_from_outside_costs_nothing(functions, tmp_path):
     """The sample at work is scored by the next process, and every other one is scored, too."""
-    extra = {"folder": str(tmp_path)}
-    samples = [RewardSample(id=str(n), response="killed" if n in (5, 21) else "ok", extra=extra) for n in range(40)]
     with WorkerPool(workers=2, deadline=20) as pool:
-        futures = [pool.submit(f"{functions}:{name}", sample) for sample in samples]
-        found = [future.result(timeout=60) for future in futures]
-        assert pool.replaced == 2 and pool.alive() <= 2
-    assert [score.value for score in found] == [float(n) for n in range(40)]
+        for replaced, name in ((2, "once"), (4, "once_together")):
+            (tmp_path / name).mkdir()
+            samples = [
+                RewardSample(
+                    id=str(n), response="killed" if n in (5, 21) else "", extra={"folder": f"{tmp_path}/{name}"}
+                )
+                for n in range(40)
+            ]
+            futures = [pool.submit(f"{functions}:{name}", sample) for sample in samples]
+            assert [future.result(timeout=60).value for future in futures] == [float(n) for n in range(40)]
+            assert pool.replaced == replaced and pool.alive() <= 2

@@ -7,7 +7,6 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +25,7 @@ from tests.endpoints import Endpoint, Says, scripted
 
 
 @pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_pauses(monkeypatch):
     monkeypatch.setattr(sender, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(remote, "GATHER", 20.0)  # requests are full, however slow the machine
 
@@ -77,7 +76,7 @@ def lmm_r1(body: dict[str, Any]) -> Says:
     return Says(body={"rewards": rewards})
 
 
-def test_an_old_service_scores_as_it_always_did() -> None:
+def test_an_old_service_scores_as_it_always_did():
     with scripted(lmm_r1) as service:
         Remote(to(service)).check()
         scores, metrics = asked(to(service, batch=4), samples(12))
@@ -85,7 +84,7 @@ def test_an_old_service_scores_as_it_always_did() -> None:
     assert (metrics["samples"], metrics["requests"]) == (12, 3)
 
 
-def test_old_reward_functions_with_parts_give_the_accuracy() -> None:
+def test_old_reward_functions_with_parts_give_the_accuracy():
     def service(body: dict[str, Any]) -> Says:
         count = len(body.get("query", "x"))
         return Says(body={"rewards": [1.5] * count, "accuracy_rewards": [1.0] * count})
@@ -106,7 +105,7 @@ def test_old_reward_functions_with_parts_give_the_accuracy() -> None:
     assert metrics["service/remote/samples"] == 4 and metrics["service/remote/failures"] == 0
 
 
-def test_a_request_is_sent_again_under_the_same_id_until_it_is_answered() -> None:
+def test_a_request_is_sent_again_under_the_same_id_until_it_is_answered():
     replies = iter([Says(status=500, body={}), Says(body=b"<html>"), Says(body={"rewards": [1, 0]})])
     with scripted(lambda body: next(replies)) as service:
         scores, metrics = asked(to(service), samples(2))
@@ -115,7 +114,7 @@ def test_a_request_is_sent_again_under_the_same_id_until_it_is_answered() -> Non
     assert len({request["body"]["request_id"] for request in service.asked}) == 1
 
 
-def test_a_busy_service_is_waited_for_and_costs_no_attempt() -> None:
+def test_a_busy_service_is_waited_for_and_costs_no_attempt():
     busy = Says(status=429, body={"error": "busy"}, headers=(("Retry-After", "0.05"),))
     with scripted([*[busy] * 6, Says(body={"rewards": [1.0]})]) as service:
         scores, _ = asked(to(service, retries=0), samples(1))
@@ -139,7 +138,7 @@ def test_a_busy_service_is_waited_for_and_costs_no_attempt() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["error", "abstain"])
-def test_what_is_not_scored_is_never_0(says: Says, words: str, kind: str) -> None:
+def test_what_is_not_scored_is_never_0(says, words, kind):
     with scripted(lambda body: says) as service:
         scores, metrics = asked(to(service, retries=1, on_failure=kind), samples(2))
     assert [score.kind for score in scores] == [kind, kind] and metrics["failures"] == 2
@@ -152,7 +151,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_several_services_share_the_work_and_one_that_is_gone_is_left_out() -> None:
+def test_several_services_share_the_work_and_one_that_is_gone_is_left_out():
     both = threading.Barrier(2, timeout=20)
 
     def first(body: dict[str, Any]) -> Says:
@@ -170,7 +169,7 @@ def test_several_services_share_the_work_and_one_that_is_gone_is_left_out() -> N
     assert [score.value for score in scores] == [1.5] * 3 + [0.5] * 5
 
 
-def test_pictures_are_sent_where_they_are_asked_for(image: Callable[..., Media]) -> None:
+def test_pictures_are_sent_where_they_are_asked_for(image):
     media = image(32, 24)
     shown = [RewardSample(id="a", response="x", media=(media,)), RewardSample(id="b", response="y")]
     service = Says(body={"rewards": [1, 1]})
@@ -183,7 +182,7 @@ def test_pictures_are_sent_where_they_are_asked_for(image: Callable[..., Media])
     assert with_pictures["images"][0][0].startswith("iVBOR")  # a PNG in base64
 
 
-def test_a_video_is_refused_and_costs_its_own_sample(image: Callable[..., Media]) -> None:
+def test_a_video_is_refused_and_costs_its_own_sample(image):
     picture = image(32, 24)
     film = Media(hash="f", width=32, height=24, kind="video", frames=(0, 1), fps=1.0, pictures=(picture,) * 2)
     shown = [RewardSample(id=m.kind, response="x", media=(m,)) for m in (film, picture)]
@@ -193,9 +192,7 @@ def test_a_video_is_refused_and_costs_its_own_sample(image: Callable[..., Media]
     assert "requests carry images only, and no video" in scores[0].reason
 
 
-def test_half_of_a_request_that_fails_does_not_take_the_other_along(
-    image: Callable[..., Media], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_of_a_request_that_fails_does_not_take_the_other_along(image, monkeypatch):
     monkeypatch.setattr(remote, "LARGEST", 1)
     shown = [RewardSample(id=str(n), response="x", media=(image(32, 24, n),)) for n in range(2)]
     replies = [Says(status=422, body={"error": "no"}), Says(body={"rewards": [1]})]
@@ -213,7 +210,7 @@ def test_half_of_a_request_that_fails_does_not_take_the_other_along(
         (set(), False, None),
     ],
 )
-def test_a_model_of_the_service_must_see_the_rows(kinds: set[str], send: bool, words: str | None) -> None:
+def test_a_model_of_the_service_must_see_the_rows(kinds, send, words):
     info = Says(body={"protocol": 2, "models": True})
     with scripted([info]) as service:
         client = Remote(to(service, send_images=send))
@@ -226,7 +223,7 @@ def test_a_model_of_the_service_must_see_the_rows(kinds: set[str], send: bool, w
             client.check_media(kinds)
 
 
-def test_rows_that_json_has_no_words_for_travel_as_their_text() -> None:
+def test_rows_that_json_has_no_words_for_travel_as_their_text():
     odd = RewardSample(id="a", response="x", extra={"labels": {"b"}, "path": print})
     with scripted([Says(body={"rewards": [1]})]) as service:
         scores, _ = asked(to(service), [odd])
@@ -244,13 +241,13 @@ def test_rows_that_json_has_no_words_for_travel_as_their_text() -> None:
         ({"url": "http://127.0.0.1:1", "batch": 0}, r"remote: batch: "),
     ],
 )
-def test_bad_options_are_refused_before_anything_is_sent(options: dict[str, Any], words: str) -> None:
+def test_bad_options_are_refused_before_anything_is_sent(options, words):
     config = RewardConfig(terms=[{"verifier": "remote", "args": options}])
     with pytest.raises(ConfigError, match=words):
         Scorer(config, prompt_format="think_answer", max_tokens=8)
 
 
-def test_a_service_that_is_gone_or_closed_to_us_stops_a_run_before_it_starts() -> None:
+def test_a_service_that_is_gone_or_closed_to_us_stops_a_run_before_it_starts():
     config = RemoteConfig(url=(f"http://127.0.0.1:{free_port()}",), retries=1)
     with pytest.raises(EnvironmentProblem, match=r"reward\.remote\.url: .*no answer in 2 attempts"):
         Remote(config).check()
@@ -260,7 +257,7 @@ def test_a_service_that_is_gone_or_closed_to_us_stops_a_run_before_it_starts() -
             Scorer(RewardConfig(terms=terms), prompt_format="think_answer", max_tokens=8)
 
 
-def test_closing_leaves_nobody_waiting() -> None:
+def test_closing_leaves_nobody_waiting():
     hold = threading.Event()
 
     def slow(body: dict[str, Any]) -> Says:
@@ -277,7 +274,7 @@ def test_closing_leaves_nobody_waiting() -> None:
     assert client.submit(samples(1)[0]).result().kind == "error"
 
 
-def test_the_token_goes_into_the_header_and_into_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_goes_into_the_header_and_into_no_message(monkeypatch):
     monkeypatch.setenv("OF_THE_SERVICE", "sesame")
     echo = Says(status=400, body={"error": "you sent Bearer sesame"})
     with scripted([echo]) as service:

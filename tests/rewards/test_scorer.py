@@ -44,13 +44,13 @@ TWO = ["count", {"verifier": "format:think_answer", "weight": 0.5}]
         ("gate(format:think_answer)", BARE, 0.0),
     ],
 )
-def test_combinations(combine: str, response: str, reward: float) -> None:
+def test_combinations(combine, response, reward):
     scored = one(scorer(terms=TWO, combine=combine), response)
     assert (scored.status, scored.reward, scored.outcome) == ("ok", reward, 1.0)
     assert set(scored.parts) == {"count", "format"}
 
 
-def test_order_is_combine_then_shape_and_limits_are_for_training() -> None:
+def test_order_is_combine_then_shape_and_limits_are_for_training():
     config = {"terms": TWO, "combine": "gate(format)", "clip": (-0.25, 0.9)}
     shaped = one(scorer(overlong=(50, 1.0, 100), **config), BARE, length=75)
     assert shaped.parts == {"count": 1.0, "format": 0.0, "overlong": -0.5}
@@ -59,20 +59,20 @@ def test_order_is_combine_then_shape_and_limits_are_for_training() -> None:
     assert (free.reward, free.outcome) == (1.0, 1.0)
 
 
-def test_shaping_terms_never_reach_the_outcome() -> None:
+def test_shaping_terms_never_reach_the_outcome():
     terms = ["repetition", "count", {"verifier": "length", "args": {"band": [0, 5]}, "weight": 0.1}]
     scored = one(scorer(terms=terms), "7", length=3)
     assert (scored.outcome, scored.reward) == (1.0, 1.1)
 
 
-def test_the_outcome_is_the_accuracy_part_where_there_is_one() -> None:
+def test_the_outcome_is_the_accuracy_part_where_there_is_one():
     scored = one(scorer(preset="geo3k", form="think_boxed"), r"\boxed{7}")
     assert (scored.reward, scored.outcome) == (0.9, 1.0)
     wrong = one(scorer(terms=["dapo_math"], form="answer_line"), "Answer: 8")
     assert (wrong.reward, wrong.outcome) == (-1, 0)
 
 
-def test_an_abstaining_term_excludes_the_member_unless_renormalised() -> None:
+def test_an_abstaining_term_excludes_the_member_unless_renormalised():
     terms = [{"verifier": "count", "weight": 3.0}, {"verifier": "format:think_answer", "weight": 1.0}]
     scored = one(scorer(terms=terms), RIGHT, answer="several")
     assert (scored.status, scored.reward, scored.reason_kind) == ("abstain", None, "gold_unparseable")
@@ -84,7 +84,7 @@ def test_an_abstaining_term_excludes_the_member_unless_renormalised() -> None:
     assert one(gated, RIGHT, answer="several").status == "abstain"
 
 
-def test_an_error_beats_an_abstention(tmp_path: Path) -> None:
+def test_an_error_beats_an_abstention(tmp_path):
     (tmp_path / "bad.py").write_text("def compute_score(sample):\n    raise ValueError('boom')\n")
     terms = ["count", f"{tmp_path}/bad.py"]
     scored = one(scorer(terms=terms, reweight_abstained=True, workers=1), RIGHT, answer="several")
@@ -92,7 +92,7 @@ def test_an_error_beats_an_abstention(tmp_path: Path) -> None:
     assert scored.reason.startswith("raised: bad: ValueError: boom")
 
 
-def test_a_bad_reward_is_counted_by_kind_and_the_rest_is_scored(tmp_path: Path) -> None:
+def test_a_bad_reward_is_counted_by_kind_and_the_rest_is_scored(tmp_path):
     code = """
 import time
 def compute_score(sample):
@@ -103,7 +103,7 @@ def compute_score(sample):
     (tmp_path / "bad.py").write_text(code)
     responses = ["raise", "sleep", "none", "nan"] + ["fine"] * 28
     samples = [RewardSample(id=str(i), response=text, answer="7") for i, text in enumerate(responses)]
-    with scorer(terms=[f"{tmp_path}/bad.py", "repetition"], deadline=1.0) as scoring:
+    with scorer(terms=[f"{tmp_path}/bad.py", "repetition"], deadline=0.5) as scoring:
         start = time.monotonic()
         futures = [scoring.submit(sample) for sample in samples]
         scored = [future.result(timeout=30) for future in futures]
@@ -114,7 +114,7 @@ def compute_score(sample):
     assert seconds < 10
 
 
-def test_recipes_by_source() -> None:
+def test_recipes_by_source():
     by_source = {"clevr": ["count"], "geo": "geo3k", "words": {"verifier": "exact", "weight": 2.0}}
     with scorer(by_source=by_source) as scoring:
         samples = [
@@ -138,7 +138,7 @@ def test_recipes_by_source() -> None:
         assert scoring.unused(["clevr", "geo", "words"], shared=False) == []
 
 
-def test_weights_of_the_components_of_a_sum() -> None:
+def test_weights_of_the_components_of_a_sum():
     by_source = {"bare": ["count"], "both": TWO}
     with scorer(terms=TWO, by_source=by_source, overlong=(50, 2.0, 100)) as scoring:
         weights = {"count": 1.0, "format": 0.5, "overlong": 1.0}
@@ -157,7 +157,7 @@ def test_weights_of_the_components_of_a_sum() -> None:
         ({"terms": ["count"]}, r"'any' has \['count'\] alone"),
     ],
 )
-def test_components_need_a_plain_sum_of_several(config: dict[str, Any], problem: str) -> None:
+def test_components_need_a_plain_sum_of_several(config, problem):
     with (
         scorer(**({"terms": TWO} | config)) as scoring,
         pytest.raises(ConfigError, match=rf"reward\.combine=weighted_sum; .*{problem}"),
@@ -165,32 +165,34 @@ def test_components_need_a_plain_sum_of_several(config: dict[str, Any], problem:
         scoring.component_weights("any")
 
 
-@pytest.mark.parametrize(
-    ("preset", "response", "reward"),
-    [
-        ("lmmr1_math", RIGHT, 1.5),
-        ("lmmr1_math", "<think>a</think>\n<answer>7</answer>", 1.0),
-        ("r1v", RIGHT, 2.0),
-        ("easyr1_math", r"<think>a</think>\boxed{7}", 1.0),
-        ("lightrft", r"\boxed{7}", 0.9),
-        ("gsm8k", "#### 7", 1.0),
-        ("easyr1_r1v", RIGHT, 1.0),
-        ("medical_safe", "<answer>7</answer>", 0.5 / 0.6),
-        ("lmmr1_sokoban", "<think>a</think><answer>right</answer>", 11.45),
-    ],
-)
-def test_presets(preset: str, response: str, reward: float) -> None:
+PRESETS = {
+    "lmmr1_math": {RIGHT: 1.5, "<think>a</think>\n<answer>7</answer>": 1.0},
+    "r1v": {RIGHT: 2.0},
+    "easyr1_math": {r"<think>a</think>\boxed{7}": 1.0},
+    "lightrft": {r"\boxed{7}": 0.9},
+    "gsm8k": {"#### 7": 1.0},
+    "easyr1_r1v": {RIGHT: 1.0},
+    "medical_safe": {"<answer>7</answer>": 0.5 / 0.6},
+    "lmmr1_sokoban": {"<think>a</think><answer>right</answer>": 11.45},
+}
+
+
+def test_presets():
     level = {"level": "#####\n#@$.#\n#####"}
-    scored = one(scorer(preset=preset, workers=1), response, extra=level)
-    assert scored.reward == pytest.approx(reward)
+    with scorer(by_source={name: name for name in PRESETS}, workers=1) as scoring:
+        for name, rewards in PRESETS.items():
+            asked = [
+                RewardSample(id=text, response=text, answer="7", data_source=name, extra=level) for text in rewards
+            ]
+            assert [scored.reward for scored in scoring.score(asked)] == pytest.approx([*rewards.values()]), name
+    assert one(scorer(preset="gsm8k"), "#### 7").reward == 1
 
 
-def test_the_prompt_format_tells_where_to_look() -> None:
+def test_the_prompt_format_tells_where_to_look():
     assert one(scorer(terms=["count"], form="hash"), "3 + 4\n#### 7").outcome == 1
     assert one(scorer(terms=["exact"], form="direct"), "7").outcome == 1
     assert one(scorer(terms=["exact"]), "7").outcome == 0
-    assert one(scorer(terms=["math"], form="direct", workers=1), "7").outcome == 1
-    assert one(scorer(terms=["math"], workers=1), "7").reason == "no_answer"
+    assert one(scorer(terms=["relaxed"]), "Answer: 7").outcome == 1
     boxes = {"verifier": "iou", "args": {"mode": "iou@0.5"}}
     assert one(scorer(terms=[boxes], form="direct"), "[0,0,9,9]", answer="[0,0,9,9]").outcome == 1
 
@@ -232,19 +234,19 @@ def test_the_prompt_format_tells_where_to_look() -> None:
         ({"terms": [{"verifier": f"{EXAMPLE}:close_count", "args": {"wide": 1}}]}, "wide"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_refused_at_once(config: dict[str, Any], message: str) -> None:
+def test_what_cannot_run_is_refused_at_once(config, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace(")", r"\)")):
         scorer(**config).close()
 
 
-def test_the_example_file() -> None:
+def test_the_example_file():
     terms = [f"{EXAMPLE}:close_count", {"verifier": f"{EXAMPLE}:brevity", "shaping": True, "args": {"target": 10}}]
     scored = one(scorer(terms=terms, workers=1), "<answer>6</answer>", length=15)
     assert scored.parts == {"close_count": pytest.approx(2 / 3), "brevity": -0.5}
     assert (scored.outcome, scored.reward) == (0.0, pytest.approx(1 / 6))
 
 
-def test_cheap_terms_start_no_process() -> None:
+def test_cheap_terms_start_no_process():
     samples = [RewardSample(id=str(n), response=f"<answer>{n % 10}</answer>", answer=str(n % 9)) for n in range(512)]
     with scorer(terms=["count", "format:think_answer"]) as scoring:
         assert scoring.pool is None

@@ -5,6 +5,7 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,15 @@ from saccade.config import RewardConfig
 from saccade.errors import SelfTestError
 from saccade.plugins.check_data.self_test import SelfTest, require, self_test
 from saccade.rewards.scorer import Scorer
+from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Media, Message, Sample
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    """Nothing here hangs in `math`, and its processes take a second each to start."""
+    for name in ("math", "geo3k"):
+        monkeypatch.setitem(VERIFIERS, name, replace(VERIFIERS[name], isolated=False))
 
 
 def rows(*answers: Any, **known: Any) -> list[Sample]:
@@ -57,12 +66,12 @@ def result_of(samples: list[Sample], terms: list[Any], form: str = "think_answer
         ("point", "think_answer", ("[0,0,10,10]", "[20,20,30,30]")),
     ],
 )
-def test_built_in_verifiers_pass(verifier: str, form: str, answers: tuple[Any, ...]) -> None:
+def test_built_in_verifiers_pass(verifier, form, answers):
     result = result_of(rows(*answers), [verifier], form)
     assert (result.passed, result.rows, result.failures) == (True, len(answers), ())
 
 
-def test_gold_boxes_are_written_in_the_frame_that_is_asked_for() -> None:
+def test_gold_boxes_are_written_in_the_frame_that_is_asked_for():
     picture = Media(hash="a", path="a.png", width=200, height=100)
     question = (Message(role="user", parts=("Where is it?", picture)),)
     boxes = ("[100,0,150,30]", "[13,17,61,83]")
@@ -78,7 +87,7 @@ def test_gold_boxes_are_written_in_the_frame_that_is_asked_for() -> None:
     assert masked.skipped == ("iou (default): no row has an answer",)
 
 
-def test_what_else_passes() -> None:
+def test_what_else_passes():
     assert result_of(rows("7", "8"), ["count", "format:think_boxed", "repetition"]).passed
     assert result_of(rows("1", "2", "3", "cat"), ["math"]).passed
     near = [{"verifier": "number", "args": {"rel_tol": 0.05}}]
@@ -87,13 +96,13 @@ def test_what_else_passes() -> None:
     assert (none.passed, none.rows, none.skipped) == (True, 0, ("count (default): no row has an answer",))
 
 
-def test_places_may_be_right_for_a_few_other_rows_but_not_for_all() -> None:
+def test_places_may_be_right_for_a_few_other_rows_but_not_for_all():
     everywhere = rows(*(f"[0,0,{side},{side}]" for side in (10, 11, 12)))
     assert not result_of(everywhere, ["point"]).passed
     assert result_of(rows("[0,0,10,10]", "[2,2,30,30]", "[50,50,60,60]"), ["point"]).passed
 
 
-def test_a_verifier_that_does_not_fit_the_answers_is_refused() -> None:
+def test_a_verifier_that_does_not_fit_the_answers_is_refused():
     result = result_of(rows("3.5", "7.25"), ["count"])
     assert [f.case.sample.id for f in result.failures] == ["row-0", "row-1"]
     told = r"row row-0: gold response .*prompt.format=think_answer.* scored 0.*expected 1"
@@ -113,9 +122,7 @@ def test_a_verifier_that_does_not_fit_the_answers_is_refused() -> None:
         ("iou", ("left", "right"), r"\[10, 20, 50, 80\]"),
     ],
 )
-def test_golds_that_cannot_be_read_are_refused_with_what_reads_them(
-    verifier: str, answers: tuple[str, ...], told: str
-) -> None:
+def test_golds_that_cannot_be_read_are_refused_with_what_reads_them(verifier, answers, told):
     result = result_of(rows(*answers), [verifier])
     assert len(result.failures) == 1
     with pytest.raises(SelfTestError, match=f"{verifier} cannot read these golds.*{told}"):
@@ -124,7 +131,7 @@ def test_golds_that_cannot_be_read_are_refused_with_what_reads_them(
         assert result_of(rows(*answers), ["exact"]).passed
 
 
-def test_warn_only_warns(caplog: pytest.LogCaptureFixture) -> None:
+def test_warn_only_warns(caplog):
     with caplog.at_level(logging.WARNING):
         require(result_of(rows("cat", "dog"), ["count"]), "warn")
     assert "misjudges" in caplog.text
@@ -139,13 +146,13 @@ def test_warn_only_warns(caplog: pytest.LogCaptureFixture) -> None:
         ("raise ValueError('boom')", "gold"),
     ],
 )
-def test_careless_custom_rewards_are_refused(tmp_path: Path, body: str, case: str) -> None:
+def test_careless_custom_rewards_are_refused(tmp_path, body, case):
     (tmp_path / "mine.py").write_text(f"def compute_score(sample):\n    {body}\n")
     result = result_of(rows("7", "8"), [f"{tmp_path}/mine.py"])
     assert case in {failure.case.kind for failure in result.failures}
 
 
-def test_a_careful_custom_reward_passes(tmp_path: Path) -> None:
+def test_a_careful_custom_reward_passes(tmp_path):
     body = "return 2.0 * (f'<answer>{sample.answer}</answer>' in sample.response) - 1"
     (tmp_path / "mine.py").write_text(f"def compute_score(sample):\n    {body}\n")
     assert result_of(rows("7", "8"), [f"{tmp_path}/mine.py"]).passed
@@ -156,29 +163,25 @@ def test_a_careful_custom_reward_passes(tmp_path: Path) -> None:
     [
         (
             "raise ValueError('boom ' + sample.id)",
-            r"mine.py:f raised ValueError: boom row-0 \(mine.py:2\), on 5 of 5 rows, first on the "
-            "gold",
+            r"mine.py:f raised ValueError: boom row-0 \(mine.py:2\), on 5 of 5 rows, first on the gold",
         ),
         ("return float('nan')", "mine.py:f: nan: the function returned nan, on 5 of 5 rows"),
-        ("return '1.0'", "mine.py:f: bad_type: a reward is a number.* not str, on 5 of 5 rows"),
         ("return float(sample.response[0] == sample.answer[0])", r"IndexError.*mine.py:2.*5 of 5"),
     ],
 )
-@pytest.mark.parametrize("second", [False, True])
-def test_what_a_function_fails_with_is_told_once(tmp_path: Path, body: str, told: str, second: bool) -> None:
+def test_what_a_function_fails_with_is_told_once(tmp_path, body, told):
     (tmp_path / "mine.py").write_text(f"def f(sample):\n    {body}\n")
     own = f"{tmp_path}/mine.py:f"
-    result = result_of(rows(*map(str, range(5))), ["count", own] if second else [own], "direct")
-    if second and "IndexError" in told:  # one response in three costs no other term its place
-        assert result.passed
-        return
+    result = result_of(rows(*map(str, range(5))), ["count", own] if "nan" in body else [own], "direct")
+    if "IndexError" in told:  # one response in three costs no other term its place
+        assert result_of(rows(*map(str, range(5))), ["count", own], "direct").passed
     with pytest.raises(SelfTestError, match=told) as error:
         require(result, "strict")
     assert len(result.failures) == 1 and "self_test" not in str(error.value)
 
 
 @pytest.mark.parametrize("body", ["sample.response == sample.answer", "f'<answer>{sample.answer}<' in sample.response"])
-def test_without_a_format_own_functions_may_read_the_bare_answer_or_tags(tmp_path: Path, body: str) -> None:
+def test_without_a_format_own_functions_may_read_the_bare_answer_or_tags(tmp_path, body):
     (tmp_path / "mine.py").write_text(f"def f(sample):\n    return float({body})\n")
     terms = [f"{tmp_path}/mine.py:f"]
     assert result_of(rows("red", "blue"), terms, "none").passed
@@ -190,7 +193,7 @@ def test_without_a_format_own_functions_may_read_the_bare_answer_or_tags(tmp_pat
         require(result_of(rows("red", "17"), terms, "none"), "strict")
 
 
-def test_real_sets_pass(shared: Path) -> None:
+def test_real_sets_pass(shared):
     with gzip.open(shared / "math500/math500.jsonl.gz", "rt") as lines:
         answers = [json.loads(line)["answer"] for line in lines][:32]
     assert result_of(rows(*answers), ["math"], "think_boxed").passed
@@ -205,7 +208,7 @@ def test_real_sets_pass(shared: Path) -> None:
     assert result_of(rows(*letters[:32]), ["choice"]).passed
 
 
-def test_the_package_imports_no_torch() -> None:
+def test_the_package_imports_no_torch():
     code = (
         "import sys, saccade.rewards.worker\n"
         "from saccade.plugins.check_data.self_test import equivalent\n"
@@ -215,7 +218,7 @@ def test_the_package_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
-def test_a_function_that_hangs_is_given_up_soon(tmp_path: Path) -> None:
+def test_a_function_that_hangs_is_given_up_soon(tmp_path):
     (tmp_path / "loop.py").write_text("def loop(sample):\n    while True: pass\n")
     config = RewardConfig(terms=[f"{tmp_path}/loop.py:loop"], workers=1, deadline=0.2)
     with Scorer(config, prompt_format="direct", max_tokens=64) as scorer:

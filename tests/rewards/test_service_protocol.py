@@ -43,7 +43,7 @@ def sent(samples: list[RewardSample], **options: Any) -> dict[str, Any]:
     return json.loads(json.dumps(request_for(samples, request_id="r", **options)))
 
 
-def test_a_sample_arrives_whole_but_for_its_token_ids() -> None:
+def test_a_sample_arrives_whole_but_for_its_token_ids():
     (back,) = read_samples(sent([FULL]))
     listed = {
         name: list(value) if isinstance(value, tuple) else value
@@ -53,7 +53,7 @@ def test_a_sample_arrives_whole_but_for_its_token_ids() -> None:
     assert {name: value for name, value in vars(back).items() if name not in AT_HOME} == {**listed, "token_ids": ()}
 
 
-def test_no_gold_an_empty_gold_and_several_golds_stay_what_they_are() -> None:
+def test_no_gold_an_empty_gold_and_several_golds_stay_what_they_are():
     samples = [
         RewardSample(id="a", response="x"),
         RewardSample(id="b", response="x", answer=""),
@@ -75,7 +75,7 @@ def test_no_gold_an_empty_gold_and_several_golds_stay_what_they_are() -> None:
         ("plain", "2+2?<answer>4</answer>"),
     ],
 )
-def test_prompt_and_response_are_joined_as_old_services_split_them(template: str, query: str) -> None:
+def test_prompt_and_response_are_joined_as_old_services_split_them(template, query):
     sample = RewardSample(id="a", response="<answer>4</answer>", prompt="2+2?")
     assert sent([sample], template=template)["query"] == [query]
     assert set(get_args(RemoteConfig.model_fields["template"].annotation)) == {*MARKS, "plain"}
@@ -106,7 +106,7 @@ CHATML = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>"
         '{"query": "<answer>4</answer>", "labels": [4]}',
     ],
 )
-def test_requests_of_older_programs_are_understood(body: str) -> None:
+def test_requests_of_older_programs_are_understood(body):
     (sample,) = read_samples(json.loads(body), response_after=BEGIN)
     assert (sample.response, sample.data_source) == ("<answer>4</answer>", "default")
     assert sample.answer in ("4", None)
@@ -134,18 +134,18 @@ def test_requests_of_older_programs_are_understood(body: str) -> None:
         ("User: hi\n\nAssistant: yes", None, "Assistant: ", "yes"),
     ],
 )
-def test_where_a_response_begins(query: str, prompt: str | None, after: str, response: str) -> None:
+def test_where_a_response_begins(query, prompt, after, response):
     assert split_query(query, prompt, after) == response
 
 
-def test_a_query_with_a_prompt_that_nothing_marks_is_an_error_of_its_sample_alone() -> None:
+def test_a_query_with_a_prompt_that_nothing_marks_is_an_error_of_its_sample_alone():
     odd = "<|user|>\\boxed{4}?<|assistant|>5"
     bad, good = read_samples({"query": [odd, "4"]})
     assert "<|user|> shows that a prompt is in it" in bad.unreadable and bad.response == ""
     assert (good.response, good.unreadable) == ("4", "")
 
 
-def test_a_prompt_that_a_template_wrote_is_no_question_for_a_model() -> None:
+def test_a_prompt_that_a_template_wrote_is_no_question_for_a_model():
     prompt = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     (sample,) = read_samples({"query": [prompt + "4"], "prompts": [prompt]})
     assert (sample.response, sample.prompt) == ("4", prompt)
@@ -166,7 +166,7 @@ def test_a_prompt_that_a_template_wrote_is_no_question_for_a_model() -> None:
         ({"query": ["a"], "lengths": [True]}, r"lengths\[0\]: bool"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(body: dict[str, Any], words: str) -> None:
+def test_what_makes_no_sense_is_refused_by_name(body, words):
     with pytest.raises(ValueError, match=words):
         read_samples(body)
 
@@ -180,7 +180,7 @@ SCORED = [
 ]
 
 
-def test_our_own_reply_keeps_values_abstentions_and_errors_apart() -> None:
+def test_our_own_reply_keeps_values_abstentions_and_errors_apart():
     reply = json.loads(json.dumps(reply_to(SCORED, ours=True, unscored=0.0)))
     assert reply["rewards"] == [1.5, None, None]
     value, abstention, error = read_reply(reply, 3)
@@ -189,7 +189,7 @@ def test_our_own_reply_keeps_values_abstentions_and_errors_apart() -> None:
     assert (error.kind, error.reason[:7]) == ("error", "timeout")
 
 
-def test_an_older_client_gets_lists_of_numbers_and_nothing_else() -> None:
+def test_an_older_client_gets_lists_of_numbers_and_nothing_else():
     """LMM-R1 makes a tensor of every value of the reply, OpenRLHF reads `rewards` and `scores`."""
     reply = reply_to(SCORED[:1] * 2, ours=False, unscored=None)
     arrays = {name: np.array(values, dtype=np.float32) for name, values in reply.items()}
@@ -213,7 +213,7 @@ def test_an_older_client_gets_lists_of_numbers_and_nothing_else() -> None:
         ('{"rewards": [1.5, 0], "local_rank": 3}', None),
     ],
 )
-def test_replies_of_older_services(reply: str, accuracy: list[float] | None) -> None:
+def test_replies_of_older_services(reply, accuracy):
     scores = read_reply(json.loads(reply), 2)
     assert [score.value for score in scores] == [1.5, 0.0]
     found = [score.parts.get("accuracy") for score in scores]
@@ -232,12 +232,12 @@ def test_replies_of_older_services(reply: str, accuracy: list[float] | None) -> 
         {"rewards": [1.0, 0.0], "parts": {"math": [1.0]}},
     ],
 )
-def test_a_reply_of_the_wrong_shape_is_no_reward(reply: dict[str, Any]) -> None:
+def test_a_reply_of_the_wrong_shape_is_no_reward(reply):
     with pytest.raises((ValueError, KeyError)):
         read_reply(reply, 2)
 
 
-def test_numbers_that_are_none_are_errors_of_their_sample_alone() -> None:
+def test_numbers_that_are_none_are_errors_of_their_sample_alone():
     scores = read_reply(json.loads('{"rewards": [NaN, 1.0, Infinity, null]}'), 4)
     assert [score.kind for score in scores] == ["error", "value", "error", "abstain"]
     scores = read_reply({"rewards": [None, 1.0], "errors": {"0": "raised: ZeroDivisionError"}}, 2)

@@ -50,7 +50,7 @@ def with_parameters(parameters: str) -> Callable[..., Any]:
         ("completion_ids, **kwargs", "completion_ids", True),
     ],
 )
-def test_the_form_follows_from_parameter_names(parameters: str, form: str, is_batch: bool) -> None:
+def test_the_form_follows_from_parameter_names(parameters, form, is_batch):
     function = with_parameters(parameters)
     assert (form_of(function).known_by[0], form_of(function).batch) == (form, is_batch)
     check_arguments(function, {})
@@ -60,7 +60,7 @@ def called(function: Callable[..., Any], given: Any, **args: Any) -> Any:
     return call(function, form_of(function), given, args)
 
 
-def test_what_each_form_is_given() -> None:
+def test_what_each_form_is_given():
     def easyr1(reward_input, weight):
         return reward_input, weight
 
@@ -115,7 +115,7 @@ def test_what_each_form_is_given() -> None:
         ("sample, weight", {}, "weight"),
     ],
 )
-def test_arguments_are_checked_against_the_signature(parameters: str, args: dict[str, Any], words: str) -> None:
+def test_arguments_are_checked_against_the_signature(parameters, args, words):
     check_arguments(with_parameters("sample, bonus=0.0"), {"bonus": 1})
     with pytest.raises(TypeError, match=words):
         check_arguments(with_parameters(parameters), args)
@@ -133,7 +133,7 @@ def test_arguments_are_checked_against_the_signature(parameters: str, args: dict
         (Score(kind="value", value=3.0), 3.0, {}),
     ],
 )
-def test_results_that_count(result: Any, value: float, parts: dict[str, float]) -> None:
+def test_results_that_count(result, value, parts):
     score = to_score(result)
     assert (score.kind, score.value, dict(score.parts)) == ("value", value, parts)
 
@@ -152,12 +152,12 @@ def test_results_that_count(result: Any, value: float, parts: dict[str, float]) 
         (Score(kind="value", value=1.0, parts={"a": math.nan}), "nan"),
     ],
 )
-def test_results_that_are_errors(result: Any, kind: str) -> None:
+def test_results_that_are_errors(result, kind):
     score = to_score(result)
     assert (score.kind, score.reason.partition(":")[0]) == ("error", kind)
 
 
-def test_list_results() -> None:
+def test_list_results():
     values = [score.value for score in to_scores(np.array([1.0, 0.5]), 2) or []]
     assert values == [1.0, 0.5]
     assert [s.value for s in to_scores({"rewards": [1, 2], "extra": 0}, 2) or []] == [1.0, 2.0]
@@ -165,7 +165,7 @@ def test_list_results() -> None:
     assert to_scores(1.0, 1) is None
 
 
-def test_names() -> None:
+def test_names():
     assert split_name("a/b.py:f") == ("a/b.py", "f")
     assert split_name("a/b.py") == ("a/b.py", "compute_score")
     assert split_name("format:think_answer") is None

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -27,7 +27,6 @@ from saccade.plugins.serving.http_server import running as running_server
 from saccade.plugins.serving.reward_service import RewardService, reward_app
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
-from saccade.types import Media
 from tests.endpoints import TOKEN, call, fair_judge, scripted
 
 COMMAND = (sys.executable, "-m", "saccade", "serve-reward")
@@ -82,26 +81,26 @@ def serving(*terms: Any, token: str = TOKEN, judge: Any = None, **options: Any) 
 
 
 @pytest.fixture(scope="module")
-def rules() -> Iterator[Running]:
+def rules():
     with serving("math", {"verifier": "format:think_answer", "weight": 0.5}) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> str:
+def own(tmp_path_factory):
     file = tmp_path_factory.mktemp("own") / "own.py"
     file.write_text(OWN)
     return str(file)
 
 
 @pytest.fixture(scope="module")
-def hurt(own: str) -> Iterator[Running]:
+def hurt(own):
     with serving(f"{own}:hurt", queue=2, unscored=-1.0, log=f"{own}.jsonl") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def sized(own: str) -> Iterator[Running]:
+def sized(own):
     with serving(f"{own}:sized") as running:
         yield running
 
@@ -109,7 +108,7 @@ def sized(own: str) -> Iterator[Running]:
 GOOD = "<think>a</think><answer>{}</answer>"
 
 
-def test_an_older_client_is_served_as_it_is(rules: Running) -> None:
+def test_an_older_client_is_served_as_it_is(rules):
     prompt = "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
     query = f"{prompt}{GOOD.format('1/2')}<|im_end|>"
     status, reply = rules.score(query, "no", prompts=[prompt, "?"], labels=["0.5", "1"])
@@ -123,7 +122,7 @@ def test_an_older_client_is_served_as_it_is(rules: Running) -> None:
     assert rules.score(odd, GOOD.format(4), labels=["4", "4"])[1]["rewards"] == [None, 1.5]
 
 
-def test_our_own_client_gets_back_what_the_rules_said_in_order(rules: Running) -> None:
+def test_our_own_client_gets_back_what_the_rules_said_in_order(rules):
     os.environ["SACCADE_TEST_TOKEN"] = TOKEN
     remote = Remote(RemoteConfig(url=(rules.url,), token="SACCADE_TEST_TOKEN", batch=16))
     remote.check()
@@ -137,7 +136,7 @@ def test_our_own_client_gets_back_what_the_rules_said_in_order(rules: Running) -
     assert scores[50].kind == "abstain" and "gold_unparseable" in scores[50].reason
 
 
-def test_who_may_ask(rules: Running) -> None:
+def test_who_may_ask(rules):
     assert rules.call("GET", "/info", Authorization="")[0] == 401
     assert rules.call("POST", "/other", {})[0] == 404
     assert rules.call("POST", "/get_reward", {"query": ["a"]}, Authorization="Bearer x")[0] == 401
@@ -151,7 +150,7 @@ def test_who_may_ask(rules: Running) -> None:
         assert open_one.call("GET", "/info", Authorization="")[0] == 200
 
 
-def test_information_and_metrics(rules: Running) -> None:
+def test_information_and_metrics(rules):
     info = rules.call("GET", "/info")[1]
     assert info == rules.call("GET", "/get_reward")[1] and info["protocol"] == 2
     assert info["rewards"] == {"default": {"math": "math", "format": "format:think_answer"}}
@@ -175,7 +174,6 @@ def test_information_and_metrics(rules: Running) -> None:
         ([], 400, "must be a record"),
         ({}, 400, "query: missing"),
         ({"query": ["a", "b"], "labels": ["1"]}, 400, "labels: 1 entries for 2 samples"),
-        ({"query": ["a"], "request_id": 3}, 400, "request_id"),
         ({"query": ["a"], "images": [["not base64!"]]}, 400, "images[0][0]"),
         ({"query": ["a"], "images": [["/etc/passwd"]]}, 400, "images[0][0]"),
         ({"query": ["a"], "images": [["", "", ""]]}, 400, "at most 2"),
@@ -186,15 +184,13 @@ def test_information_and_metrics(rules: Running) -> None:
         ({"_headers": {"Content_Length": str(300 * 2**20)}}, 413, "more than 256 MiB"),
     ],
 )
-def test_what_is_refused(rules: Running, body: Any, status: int, words: str) -> None:
+def test_what_is_refused(rules, body, status, words):
     headers = body.pop("_headers", {}) if isinstance(body, dict) else {}
     got, reply = rules.call("POST", "/get_reward", body, **headers)
     assert got == status and words in reply["error"]
 
 
-def test_a_fault_of_the_service_is_told_and_logged(
-    rules: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fault_of_the_service_is_told_and_logged(rules, monkeypatch, caplog):
     monkeypatch.setattr(rules.service.scorer, "recipes", None)
     status, reply = rules.call("GET", "/info")
     assert status == 500 and reply["error"].startswith("TypeError: ")
@@ -202,14 +198,14 @@ def test_a_fault_of_the_service_is_told_and_logged(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full")
-def test_a_full_disk_costs_the_log_and_no_score(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_costs_the_log_and_no_score(caplog):
     with serving("count", log="/dev/full") as running:
         replies = [running.score("<answer>7</answer>", labels=["7"]) for _ in range(2)]
     assert [(status, reply["rewards"]) for status, reply in replies] == [(200, [1.0])] * 2
     assert caplog.text.count("reward.serve.log: /dev/full cannot be written") == 1
 
 
-def test_sources_have_rewards_of_their_own_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
+def test_sources_have_rewards_of_their_own_and_an_unknown_one_is_refused(tmp_path):
     config = RewardConfig(by_source={"a": "count", "b": "exact"}, workers=1)
     scorer = Scorer(config, prompt_format="think_answer", max_tokens=64, isolate=True)
     service = RewardService(scorer, ServeConfig(), DataConfig())
@@ -221,7 +217,7 @@ def test_sources_have_rewards_of_their_own_and_an_unknown_one_is_refused(tmp_pat
     assert reply["rewards"] == [1.0, 1.0]
 
 
-def test_code_that_dies_hangs_or_raises_costs_its_own_sample(own: str) -> None:
+def test_code_that_dies_hangs_or_raises_costs_its_own_sample(own):
     words = ["ok", "die", "fine", "hang", "raise", "good"]
     with serving(f"{own}:hurt", deadline=1.5) as running:
         body = {"protocol": 2, "query": words, "responses": words}
@@ -232,7 +228,7 @@ def test_code_that_dies_hangs_or_raises_costs_its_own_sample(own: str) -> None:
     assert reasons == {"1": "crashed", "3": "timeout", "4": "raised"}
 
 
-def test_a_request_that_comes_again_is_scored_once(hurt: Running, tmp_path: Path) -> None:
+def test_a_request_that_comes_again_is_scored_once(hurt, tmp_path):
     calls, go = tmp_path / "calls", tmp_path / "go"
     word = f"wait {go}"
     body = {"protocol": 2, "request_id": "one", "query": [word], "responses": [word]}
@@ -252,7 +248,7 @@ def test_a_request_that_comes_again_is_scored_once(hurt: Running, tmp_path: Path
     assert "saccade_reward_repeated_total 2" in metrics
 
 
-def test_when_too_many_wait_clients_are_told_when_to_come_back(hurt: Running, tmp_path: Path) -> None:
+def test_when_too_many_wait_clients_are_told_when_to_come_back(hurt, tmp_path):
     go = tmp_path / "go"
     word = f"wait {go}"
     os.environ["SACCADE_TEST_TOKEN"] = TOKEN
@@ -273,14 +269,14 @@ def test_when_too_many_wait_clients_are_told_when_to_come_back(hurt: Running, tm
         remote.close()
 
 
-def test_pictures_are_files_for_rewards_while_they_are_scored(sized: Running, image: Callable[..., Media]) -> None:
+def test_pictures_are_files_for_rewards_while_they_are_scored(sized, image):
     pictures = [base64.b64encode(image(width, 28).data or b"").decode() for width in (28, 56)]
     shown = [[pictures[0], f"data:image/png;base64,{pictures[1]}"], []]
     assert sized.score("a", "b", images=shown)[1]["rewards"] == [84.0, 0.0]
     assert sized.score("a", raw_images=[[pictures[0]]])[1]["rewards"] == [28.0]
 
 
-def test_a_picture_of_a_group_crosses_once(sized: Running, image: Callable[..., Media]) -> None:
+def test_a_picture_of_a_group_crosses_once(sized, image):
     os.environ["SACCADE_TEST_TOKEN"] = TOKEN
     shown = [RewardSample(id=str(n), response="a", media=(image(28, 28), image(56, 28, n % 2))) for n in range(4)]
     remote = Remote(RemoteConfig(url=(sized.url,), token="SACCADE_TEST_TOKEN", send_images=True, batch=4))
@@ -292,7 +288,7 @@ def test_a_picture_of_a_group_crosses_once(sized: Running, image: Callable[..., 
     assert [score.value for score in scores] == [84.0] * 4
 
 
-def test_a_judge_behind_the_service_sees_the_pictures(image: Callable[..., Media]) -> None:
+def test_a_judge_behind_the_service_sees_the_pictures(image):
     picture = base64.b64encode(image(28, 28).data or b"").decode()
     with scripted(fair_judge) as endpoint:
         judge = {"url": endpoint.url, "model": "m", "send_images": True}
@@ -305,7 +301,7 @@ def test_a_judge_behind_the_service_sees_the_pictures(image: Callable[..., Media
     assert parts[0]["image_url"]["url"] == f"data:image/png;base64,{picture}"
 
 
-def test_a_learned_model_is_a_scorer_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learned_model_is_a_scorer_with_a_name(monkeypatch):
     """Whatever has the five methods; here one that counts letters."""
     from concurrent.futures import Future
 
@@ -342,7 +338,7 @@ def test_a_learned_model_is_a_scorer_with_a_name(monkeypatch: pytest.MonkeyPatch
     assert made.closed
 
 
-def test_old_clients_get_the_number_that_was_chosen_for_them(hurt: Running, own: str) -> None:
+def test_old_clients_get_the_number_that_was_chosen_for_them(hurt, own):
     assert hurt.score("raise", "ab")[1] == {"rewards": [-1.0, 2.0]}
     assert hurt.score("\ud800")[1]["rewards"] == [1.0]  # half a character
     rows = [json.loads(line) for line in Path(f"{own}.jsonl").read_text().splitlines()][-3:]
@@ -350,7 +346,7 @@ def test_old_clients_get_the_number_that_was_chosen_for_them(hurt: Running, own:
 
 
 @pytest.fixture
-def command(own: str) -> Iterator[tuple[subprocess.Popen[str], Running]]:
+def command(own):
     process = subprocess.Popen(
         [*COMMAND, f"reward.terms=[{own}:hurt]", "reward.workers=1", "--port", "0"],
         env={**os.environ, "SACCADE_TOKEN": TOKEN},
@@ -365,7 +361,7 @@ def command(own: str) -> Iterator[tuple[subprocess.Popen[str], Running]]:
     process.stdout.close()
 
 
-def test_sigterm_answers_who_waits_then_ends(command: tuple[subprocess.Popen[str], Running], tmp_path: Path) -> None:
+def test_sigterm_answers_who_waits_then_ends(command, tmp_path):
     process, running = command
     go = tmp_path / "go"
     with ThreadPoolExecutor(1) as threads:
@@ -382,13 +378,13 @@ def test_sigterm_answers_who_waits_then_ends(command: tuple[subprocess.Popen[str
     assert process.wait(timeout=30) == 0
 
 
-def test_no_token_is_for_this_machine_only() -> None:
+def test_no_token_is_for_this_machine_only():
     options = ["reward.terms=[count]", "--no-token", "--host", "0.0.0.0"]
     done = CliRunner().invoke(app, ["serve-reward", *options])
     assert done.exit_code == 2 and "--no-token: 0.0.0.0 can be reached" in done.output
 
 
-def test_the_service_does_not_import_torch() -> None:
+def test_the_service_does_not_import_torch():
     code = "import sys, saccade.plugins.serving.reward_service; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

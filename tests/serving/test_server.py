@@ -8,7 +8,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,9 +17,8 @@ import pytest
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.models.families import Family
 from saccade.plugins.serving import http_server
-from saccade.types import Media, Message, Request, Sampling
+from saccade.types import Message, Request, Sampling
 from tests.endpoints import TOKEN, Endpoint, serving
 from tests.endpoints import call as raw
 
@@ -29,17 +27,17 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
-def family(family_of: Callable[[str], Family]) -> Family:
+def family(family_of):
     return family_of(NAME)
 
 
 @pytest.fixture(scope="module")
-def model(load: Callable[..., Any]) -> Any:
+def model(load):
     return load(NAME)
 
 
 @pytest.fixture(scope="module")
-def endpoint(model: Any, family: Family) -> Iterator[Endpoint]:
+def endpoint(model, family):
     with serving(model, family) as served:
         yield served
 
@@ -71,7 +69,7 @@ def connected(endpoint: Endpoint) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=20)
 
 
-def test_models(endpoint: Endpoint) -> None:
+def test_models(endpoint):
     status, reply = call(endpoint, "/models")
     assert status == 200 and [m["id"] for m in reply["data"]] == ["tiny"]
     for path in ("/models/tiny", "/models/%74iny/"):
@@ -82,7 +80,7 @@ def test_models(endpoint: Endpoint) -> None:
     assert call(endpoint, "/models/tiny", None, Authorization="")[0] == 401
 
 
-def test_an_answer_is_the_engines(endpoint: Endpoint, model: Any, family: Family, image: Callable[..., Media]) -> None:
+def test_an_answer_is_the_engines(endpoint, model, family, image):
     media = image(84, 56, 4)
     assert media.data is not None
     url = "data:image/png;base64," + base64.b64encode(media.data).decode()
@@ -104,7 +102,7 @@ def test_an_answer_is_the_engines(endpoint: Endpoint, model: Any, family: Family
     }
 
 
-def test_choices_differ_and_a_seed_repeats_them(endpoint: Endpoint) -> None:
+def test_choices_differ_and_a_seed_repeats_them(endpoint):
     neutral = {"presence_penalty": 0, "user": "me", "response_format": {"type": "text"}, "tools": None}
     options = {"n": 3, "temperature": 1.0, "seed": 11, **neutral}
     first, second = ([c["message"]["content"] for c in chat(endpoint, **options)["choices"]] for _ in range(2))
@@ -112,7 +110,7 @@ def test_choices_differ_and_a_seed_repeats_them(endpoint: Endpoint) -> None:
     assert chat(endpoint, **options | {"seed": 12})["choices"][0]["message"]["content"] != first[0]
 
 
-def test_a_stream_is_the_answer_in_pieces(endpoint: Endpoint) -> None:
+def test_a_stream_is_the_answer_in_pieces(endpoint):
     body = {"messages": HELLO, "n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 20}
     whole = chat(endpoint, **body)
     *pieces, last = events(endpoint, **body, stream_options={"include_usage": True})
@@ -125,7 +123,7 @@ def test_a_stream_is_the_answer_in_pieces(endpoint: Endpoint) -> None:
         assert len(mine) > 4 and mine[-1]["finish_reason"] == choice["finish_reason"]
 
 
-def test_completions_and_their_stream(endpoint: Endpoint) -> None:
+def test_completions_and_their_stream(endpoint):
     body = {"prompt": "one two", "temperature": 0, "max_tokens": 8}
     status, reply = call(endpoint, "/completions", body | {"logprobs": 1})
     (choice,) = reply["choices"]
@@ -135,7 +133,7 @@ def test_completions_and_their_stream(endpoint: Endpoint) -> None:
     assert "".join(p["choices"][0]["text"] for p in pieces) == choice["text"]
 
 
-def test_a_stop_string_is_cut_off_and_named(endpoint: Endpoint) -> None:
+def test_a_stop_string_is_cut_off_and_named(endpoint):
     body = {"messages": HELLO, "temperature": 1.0, "seed": 3, "max_tokens": 40}
     text = chat(endpoint, **body)["choices"][0]["message"]["content"]
     end = next(text[i : i + 2] for i in range(4, len(text)) if "\ufffd" not in text[i : i + 2])
@@ -147,7 +145,7 @@ def test_a_stop_string_is_cut_off_and_named(endpoint: Endpoint) -> None:
     assert shown == text[: text.index(end)]
 
 
-def test_clients_share_the_engine(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_share_the_engine(endpoint, monkeypatch):
     """Ten at once get what each would get alone."""
     bodies = [{"messages": [{"role": "user", "content": f"say {i}"}]} for i in range(10)]
     alone = [chat(endpoint, **body)["choices"] for body in bodies]
@@ -167,7 +165,7 @@ def test_clients_share_the_engine(endpoint: Endpoint, monkeypatch: pytest.Monkey
         assert longer["message"]["content"].startswith(choice["message"]["content"].rstrip("\ufffd"))
 
 
-def test_a_client_that_leaves_frees_the_engine(endpoint: Endpoint) -> None:
+def test_a_client_that_leaves_frees_the_engine(endpoint):
     assert endpoint.hub is not None
     body = json.dumps({"messages": HELLO, "stream": True, "ignore_eos": True, "n": 4}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
@@ -222,7 +220,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("field", BAD)
-def test_a_bad_field_is_named(endpoint: Endpoint, field: str) -> None:
+def test_a_bad_field_is_named(endpoint, field):
     for body in BAD[field]:
         status, reply = call(endpoint, "/chat/completions", {"messages": HELLO} | body)
         assert status == 400 and reply["error"]["param"] == field, (body, reply)
@@ -232,9 +230,7 @@ def test_a_bad_field_is_named(endpoint: Endpoint, field: str) -> None:
 @pytest.mark.parametrize(
     ("damaged", "count", "words"), [(True, 1, "cannot be decoded"), (False, 65, "65 images, at most 64")]
 )
-def test_a_bad_image_costs_its_request_only(
-    endpoint: Endpoint, image: Callable[..., Media], damaged: bool, count: int, words: str
-) -> None:
+def test_a_bad_image_costs_its_request_only(endpoint, image, damaged, count, words):
     data = bytearray(image(140, 84, 2).data or b"")
     data[len(data) // 2] ^= 0xFF * damaged
     url = "data:image/png;base64," + base64.b64encode(bytes(data)).decode()
@@ -273,7 +269,7 @@ class Picky:
         return self.engine.poll()
 
 
-def test_what_an_engine_refuses_costs_its_client_only(endpoint: Endpoint) -> None:
+def test_what_an_engine_refuses_costs_its_client_only(endpoint):
     assert endpoint.hub is not None
     engine, endpoint.hub.engine = endpoint.hub.engine, Picky(endpoint.hub.engine)  # type: ignore
     for text, status in (("early", 400), ("late", 502)):
@@ -285,7 +281,7 @@ def test_what_an_engine_refuses_costs_its_client_only(endpoint: Endpoint) -> Non
     assert not endpoint.hub._clients and not engine.pending
 
 
-def test_a_stranger_is_turned_away_before_the_body_is_read(endpoint: Endpoint) -> None:
+def test_a_stranger_is_turned_away_before_the_body_is_read(endpoint):
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000000\r\n"
     with connected(endpoint) as connection:
         connection.sendall(f"{head}Authorization: Bearer no\r\n\r\n".encode())
@@ -294,7 +290,7 @@ def test_a_stranger_is_turned_away_before_the_body_is_read(endpoint: Endpoint) -
     assert call(endpoint, "/chat/completions", big, Authorization="Bearer no")[0] == 401
 
 
-def test_what_is_no_request(endpoint: Endpoint) -> None:
+def test_what_is_no_request(endpoint):
     for path, body, headers, status in (
         ("/chat/completions", b"{broken", {}, 400),
         ("/chat/completions", [1], {}, 400),
@@ -310,7 +306,7 @@ def test_what_is_no_request(endpoint: Endpoint) -> None:
         assert call(endpoint, path, body, **headers)[0] == status, (path, body)
 
 
-def test_without_a_token_only_this_machine_is_served(model: Any, family: Family) -> None:
+def test_without_a_token_only_this_machine_is_served(model, family):
     with serving(model, family, token="") as open_to_all:
         assert call(open_to_all, "/models", None, Authorization="")[0] == 200
         assert call(open_to_all, "/models", None, Host="evil.example")[0] == 403
@@ -319,7 +315,7 @@ def test_without_a_token_only_this_machine_is_served(model: Any, family: Family)
         assert raw(open_to_all.url, "OPTIONS", "/v1/models", Host="evil.example")[0] == 403
 
 
-def test_methods_besides_get_and_post(endpoint: Endpoint) -> None:
+def test_methods_besides_get_and_post(endpoint):
     for path in ("/", "/v1/models", "/v1/nothing"):
         status, headers, body = raw(endpoint.url, "GET", path)
         shown = raw(endpoint.url, "HEAD", path)
@@ -334,7 +330,7 @@ def test_methods_besides_get_and_post(endpoint: Endpoint) -> None:
     assert "Method Not Allowed" in json.loads(body)["error"]["message"]
 
 
-def test_a_client_that_leaves_is_no_news(endpoint: Endpoint, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_client_that_leaves_is_no_news(endpoint, capfd):
     for sent in (b"GET /v1/mod", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"):
         with connected(endpoint) as connection:
             connection.sendall(sent)
@@ -344,7 +340,7 @@ def test_a_client_that_leaves_is_no_news(endpoint: Endpoint, capfd: pytest.Captu
     assert chat(endpoint) and capfd.readouterr().err == ""
 
 
-def test_a_client_that_falls_silent_is_let_go(model: Any, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_falls_silent_is_let_go(model, family, monkeypatch):
     monkeypatch.setattr(http_server, "SILENCE", 0.2)
     begun = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n"
     begun += f"Authorization: Bearer {TOKEN}\r\nContent-Type: application/json\r\n\r\n"
@@ -357,7 +353,7 @@ def test_a_client_that_falls_silent_is_let_go(model: Any, family: Family, monkey
         assert chat(endpoint)
 
 
-def test_the_other_loopback_address() -> None:
+def test_the_other_loopback_address():
     app = http_server.json_app(http_server.Gate(token=""), lambda problem: {"error": str(problem)})
     with http_server.running(app, "::1", 0) as url:
         assert url.startswith("http://[::1]:")
@@ -367,14 +363,14 @@ def test_the_other_loopback_address() -> None:
             http_server.running(app, "::1", port).__enter__()
 
 
-def test_the_page_needs_no_token_and_fetches_nothing_from_elsewhere(endpoint: Endpoint) -> None:
+def test_the_page_needs_no_token_and_fetches_nothing_from_elsewhere(endpoint):
     _, headers, text = raw(endpoint.url, "GET", "/", Authorization="")
     page, policy = text.decode(), headers["Content-Security-Policy"]
     assert "<textarea" in page and "http" not in page.replace("http-equiv", "")
     assert "default-src 'none'" in policy and TOKEN not in page
 
 
-def test_progress_shows_ids_as_they_are_sampled(model: Any, family: Family) -> None:
+def test_progress_shows_ids_as_they_are_sampled(model, family):
     engine = EmbeddedEngine(model, family)
     ids = family.render([Message(role="user", parts=("x",))]).ids
     sampling = Sampling(temperature=0, max_tokens=6, ignore_eos=True)

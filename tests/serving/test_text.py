@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ def shown(ids: np.ndarray, stop: tuple[str, ...] = (), steps: int = 1) -> tuple[
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])
-def test_pieces_are_whole_characters_and_together_the_text(steps: int) -> None:
+def test_pieces_are_whole_characters_and_together_the_text(steps):
     ids = np.frombuffer(WORDS.encode(), np.uint8)
     pieces, _ = shown(ids, steps=steps)
     assert "".join(pieces) == WORDS
@@ -33,7 +32,7 @@ def test_pieces_are_whole_characters_and_together_the_text(steps: int) -> None:
     assert sum(map(bool, pieces)) > 3
 
 
-def test_bytes_that_are_no_text_do_not_hold_up_the_rest() -> None:
+def test_bytes_that_are_no_text_do_not_hold_up_the_rest():
     draw = random.Random(0)
     for _ in range(200):
         ids = np.array([draw.randrange(256) for _ in range(40)])
@@ -43,7 +42,7 @@ def test_bytes_that_are_no_text_do_not_hold_up_the_rest() -> None:
     assert pieces[-1] == "\ufffd" * 4  # no more than the latest tokens
 
 
-def test_a_stop_string_never_shows() -> None:
+def test_a_stop_string_never_shows():
     ids = np.frombuffer(b"one </answer> two", np.uint8)
     pieces, stream = shown(ids, stop=("</answer>", "three"))
     assert "".join(pieces) == "one " and stream.stopped_by == "</answer>"
@@ -52,7 +51,7 @@ def test_a_stop_string_never_shows() -> None:
     assert not any("<" in piece for piece in pieces[:8])
 
 
-def test_a_real_tokenizer(family_of: Callable[[str], Any]) -> None:
+def test_a_real_tokenizer(family_of):
     family = family_of("qwen3")
     ids = np.array(family.chat.tokenizer.encode(WORDS), np.int64)
     stream = TextStream(family.decode)

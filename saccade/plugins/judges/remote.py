@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from saccade.config.schema import RemoteConfig, RewardConfig
 from saccade.errors import ConfigError
-from saccade.plugins.judges.http_client.chat_client import Pictures
+from saccade.plugins.judges.http_client.chat_client import encode
 from saccade.plugins.judges.http_client.sender import Reply, RequestQueue, Sender, Target, key_from
 from saccade.plugins.judges.service_protocol import PROTOCOL, read_reply, request_for
 from saccade.rewards.reward_sample import RewardSample
@@ -88,7 +88,6 @@ class Remote:
             patient=True,
         )
         self._sender = Sender(target, self._sent)
-        self._pictures = Pictures()
         self._queue: RequestQueue[_Job] = RequestQueue(
             self._answer, threads=config.concurrency, batch=config.batch, gather=GATHER
         )
@@ -183,7 +182,7 @@ class Remote:
 
         def image(media: Media, here: list[int]) -> Any:
             place = places.setdefault(media.key, here)
-            return {"ref": place} if self._refers and place != here else self._pictures(media)[1]
+            return {"ref": place} if self._refers and place != here else encode(media)[1]
 
         return [
             [image(media, [index, number]) for number, media in enumerate(sample.media)]

@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample
@@ -44,46 +46,34 @@ MARKS: Mapping[str, tuple[str, str, str]] = {
     "mistral": ("[INST]{content}", "[/INST]", "</s>"),
     "base": ("User: {content}", "\n\nAssistant: ", ""),
 }
-# -- columns ---------------------------------------------------------------------------------------
 
 
-Check = Callable[[Any], bool]
+def _list_of(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(list[kind], config=ConfigDict(strict=True))
 
 
-def _is(kind: type | tuple[type, ...]) -> Check:
-    """A value of this type; a bool is no number."""
-    return lambda value: isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+TEXT, TEXTS, RECORD, RECORDS, FLAG = map(_list_of, (str, list[str], dict, list[dict], bool))
+WHOLE = _list_of(Annotated[int, Field(gt=-(2**53), lt=2**53)])
+ANSWER, ANYTHING = map(_list_of, (str | float | list[str] | None, Any))
 
-
-def _list_of(check: Check) -> Check:
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-def _whole(value: Any) -> bool:
-    return _is(int)(value) and abs(value) < 2**53
-
-
-_text, _flag, _record, _number = _is(str), _is(bool), _is(dict), _is((int, float))
-
-
-# Column of a request -> field of a sample, and what an entry must be.
-COLUMNS: Mapping[str, tuple[str, Check]] = {
-    "ids": ("id", _text),
-    "data_sources": ("data_source", _text),
-    "references": ("references", _list_of(_text)),
-    "choices": ("choices", _list_of(_text)),
-    "extras": ("extra", _record),
-    "lengths": ("length", _whole),
-    "max_tokens": ("max_tokens", _whole),
-    "steps": ("step", _whole),
-    "turns": ("turns", _list_of(_text)),
-    "observations": ("observations", _list_of(_text)),
-    "roles": ("roles", _list_of(_text)),
-    "tool_calls": ("tool_calls", _list_of(_record)),
-    "image_records": ("images", _list_of(_record)),
-    "end_reasons": ("end_reason", _text),
-    "truncated": ("truncated", _flag),
-    "think_prefilled": ("think_prefilled", _flag),
+# Column of a request -> field of a sample, and what its entries must be.
+COLUMNS: Mapping[str, tuple[str, TypeAdapter[Any]]] = {
+    "ids": ("id", TEXT),
+    "data_sources": ("data_source", TEXT),
+    "references": ("references", TEXTS),
+    "choices": ("choices", TEXTS),
+    "extras": ("extra", RECORD),
+    "lengths": ("length", WHOLE),
+    "max_tokens": ("max_tokens", WHOLE),
+    "steps": ("step", WHOLE),
+    "turns": ("turns", TEXTS),
+    "observations": ("observations", TEXTS),
+    "roles": ("roles", TEXTS),
+    "tool_calls": ("tool_calls", RECORDS),
+    "image_records": ("images", RECORDS),
+    "end_reasons": ("end_reason", TEXT),
+    "truncated": ("truncated", FLAG),
+    "think_prefilled": ("think_prefilled", FLAG),
 }
 ALIASES = {"queries": "query", "datasources": "data_sources", "raw_images": "images"}
 
@@ -127,38 +117,33 @@ def read_samples(body: Mapping[str, Any], *, response_after: str = "") -> list[R
     given = next((name for name in known if body.get(name) is not None), None)
     if given is None:
         raise ValueError(f"{known[0]}: missing; give a list of texts")
-    count = len(_column(body, given, _text, None))
-    queries = _column(body, "query", _text, count) or [""] * count
-    prompts = _column(body, "prompts", _is(object), count) or [None] * count
-    told = _column(body, "responses", _text, count)
+    count = len(_column(body, given, TEXT, None))
+    queries = _column(body, "query", TEXT, count) or [""] * count
+    prompts = _column(body, "prompts", ANYTHING, count) or [None] * count
+    told = _column(body, "responses", TEXT, count)
     found = [(text, "") for text in told] or [
         _found(query, prompt, response_after) for query, prompt in zip(queries, prompts, strict=True)
     ]
     gold = "labels" if body.get("labels") is not None else "references"
-    labels = _column(body, gold, _answer, count) or [None] * count
-    answered = _column(body, "answered", _flag, count) or [True] * count
+    labels = _column(body, gold, ANSWER, count) or [None] * count
+    answered = _column(body, "answered", FLAG, count) or [True] * count
     columns = {
         field: column
-        for name, (field, check) in COLUMNS.items()
-        if (ours or name != "references") and (column := _column(body, name, check, count))
+        for name, (field, kind) in COLUMNS.items()
+        if (ours or name != "references") and (column := _column(body, name, kind, count))
     }
     samples = []
     for index, (response, problem) in enumerate(found):
-        own = {field: column[index] for field, column in columns.items()}
         text, messages = _prompt(prompts[index])
         label = labels[index] if answered[index] else None
-        label = str(label) if _number(label) else label
+        label = str(label) if isinstance(label, int | float) else label
         base: dict[str, Any] = {"id": str(index), "turns": [response], "prompt": text, "messages": messages}
-        base |= {**own, "response": response, "answer": label, "unreadable": problem}
-        samples.append(RewardSample(**base))
+        base |= {field: column[index] for field, column in columns.items()}
+        samples.append(RewardSample(**base | {"response": response, "answer": label, "unreadable": problem}))
     return samples
 
 
-def _answer(value: Any) -> bool:
-    return value is None or _text(value) or _number(value) or _list_of(_text)(value)
-
-
-def _column(body: Mapping[str, Any], name: str, check: Check, count: int | None) -> list[Any]:
+def _column(body: Mapping[str, Any], name: str, kind: TypeAdapter[Any], count: int | None) -> list[Any]:
     """A list with an entry for every sample; nothing where the column is missing."""
     value = body.get(name)
     if value is None:
@@ -169,9 +154,11 @@ def _column(body: Mapping[str, Any], name: str, check: Check, count: int | None)
         raise ValueError(f"{name}: give a list with an entry for every sample")
     if count is not None and len(value) != count:
         raise ValueError(f"{name}: {len(value)} entries for {count} samples")
-    wrong = next((index for index, entry in enumerate(value) if not check(entry)), None)
-    if wrong is not None:
-        raise ValueError(f"{name}[{wrong}]: {type(value[wrong]).__name__} is not what stands here")
+    try:
+        kind.validate_python(value)
+    except ValidationError as error:
+        index = error.errors()[0]["loc"][0]
+        raise ValueError(f"{name}[{index}]: {type(value[int(index)]).__name__} is not what stands here") from None
     return value
 
 
@@ -189,7 +176,7 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             return []
     keys = {"role", "content"}
-    if not isinstance(prompt, list) or not all(_record(m) and keys <= set(m) for m in prompt):
+    if not isinstance(prompt, list) or not all(isinstance(m, dict) and keys <= set(m) for m in prompt):
         return []
     return [{"role": str(m["role"]), "content": _content(m["content"])} for m in prompt]
 
@@ -198,7 +185,8 @@ def _content(content: Any) -> str:
     """Parts of a message as its text, with a mark for each medium."""
     if not isinstance(content, list):
         return str(content)
-    return "".join(str(part.get("text", f"<{part.get('type')}>")) if _record(part) else str(part) for part in content)
+    records = (part if isinstance(part, dict) else {"text": part} for part in content)
+    return "".join(str(part.get("text", f"<{part.get('type')}>")) for part in records)
 
 
 def _found(query: str, prompt: Any, response_after: str) -> tuple[str, str]:
@@ -263,50 +251,34 @@ def reply_to(scored: Sequence[Scored], *, ours: bool, unscored: float | None) ->
 
 def read_reply(reply: Any, count: int) -> list[Score]:
     """One score for each sample, whichever service replied."""
-    rewards = _numbers("rewards", reply["rewards"], count)
-    parts = _parts(reply, count)
-    errors = reply.get("errors") or {}
-    reasons, found = reply.get("reasons") or [], reply.get("extracted") or []
-    for name, column in (("reasons", reasons), ("extracted", found)):
-        if column and (not isinstance(column, list) or len(column) != count):
+    columns = {"rewards": reply["rewards"], **_parts(reply)}
+    for name, column in columns.items():
+        if not isinstance(column, list) or len(column) != count:
             raise ValueError(f"{name}: not {count} entries")
-    return [
-        _score(
-            value,
-            {name: each for name, column in parts.items() if (each := column[index]) is not None},
-            failed=errors.get(str(index)),
-            reason=str(reasons[index]) if reasons else "",
-            extracted=found[index] if found else None,
-        )
-        for index, value in enumerate(rewards)
-    ]
+        if not all(entry is None or type(entry) in (int, float) for entry in column):
+            raise ValueError(f"{name}: an entry is no number")
+    rewards, errors = columns.pop("rewards"), reply.get("errors") or {}
+    reasons, found = ((reply.get(name) or [None] * count) for name in ("reasons", "extracted"))
+    scores = []
+    for index, (value, reason, extracted) in enumerate(zip(rewards, reasons, found, strict=True)):
+        parts = {str(name): column[index] for name, column in columns.items() if column[index] is not None}
+        odd = [number for number in (value or 0.0, *parts.values()) if not math.isfinite(number)]
+        if str(index) in errors:
+            scores.append(Score(kind="error", reason=str(errors[str(index)])))
+        elif odd:
+            scores.append(Score(kind="error", reason=f"nan: the service gave {odd[0]}"))
+        elif value is None:
+            scores.append(Score(kind="abstain", reason=str(reason or NO_REASON)))
+        else:
+            text = None if extracted is None else str(extracted)
+            scores.append(Score(kind="value", value=value, parts=parts, reason=str(reason or ""), extracted=text))
+    return scores
 
 
-def _score(value: float | None, parts: Mapping[str, float], *, failed: Any, reason: str, extracted: Any) -> Score:
-    if failed is not None:
-        return Score(kind="error", reason=str(failed))
-    odd = [number for number in (value or 0.0, *parts.values()) if not math.isfinite(number)]
-    if odd:
-        return Score(kind="error", reason=f"nan: the service gave {odd[0]}")
-    if value is None:
-        return Score(kind="abstain", reason=reason or NO_REASON)
-    text = None if extracted is None else str(extracted)
-    return Score(kind="value", value=value, parts=parts, reason=reason, extracted=text)
-
-
-def _parts(reply: Mapping[str, Any], count: int) -> dict[str, list[float | None]]:
+def _parts(reply: Mapping[str, Any]) -> dict[str, Any]:
     """Named columns. `scores` and `acc_rewards` are what others call the accuracy."""
     columns = {"accuracy": reply["scores"]} if isinstance(reply.get("scores"), list) else {}
     columns |= reply.get("extra_logs") or {}
     columns |= {k.removesuffix("_rewards"): v for k, v in reply.items() if k.endswith("_rewards")}
     columns |= {"accuracy": columns.pop("acc")} if "acc" in columns else {}
-    columns |= reply.get("parts") or {}
-    return {str(name): _numbers(name, column, count) for name, column in columns.items()}
-
-
-def _numbers(name: str, column: Any, count: int) -> list[float | None]:
-    if not isinstance(column, list) or len(column) != count:
-        raise ValueError(f"{name}: not {count} entries")
-    if not all(entry is None or _number(entry) for entry in column):
-        raise ValueError(f"{name}: an entry is no number")
-    return column
+    return columns | (reply.get("parts") or {})

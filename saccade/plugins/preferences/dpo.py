@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,25 +57,27 @@ def run(config: Any) -> dict[str, Any]:
         if options.needs_reference and config.dpo.reference == "compute":
             reference = model_setup.load_reference(config, family, None, job.backend)
             totals = lambda batches, groups: scored(reference, batches)  # noqa: E731
-        batches = PreferenceBatches(
-            family=family,
-            micro_tokens=config.train.micro_tokens,
-            policy=job.backend,
-            options=options,
-            totals=totals,
-            mismatched=mismatched,
-        )
+
+        def batches_of(samples: Sequence[Sample]) -> list[Batch]:
+            groups = [compared(sample, family) for sample in samples]
+            batches = packed(groups, family, config.train.micro_tokens)
+            found = totals(batches, groups) if totals else [None] * len(batches)
+            return [replace(batch, ref_totals=total) for batch, total in zip(batches, found, strict=True)]
+
+        def prepare(samples: Sequence[Sample]) -> tuple[list[Batch], PreferenceLoss]:
+            batches, z = batches_of(samples), 0.0
+            if not options.paired:  # how much likelier than before responses to other questions have become
+                others = batches_of([mismatched[sample.id] for sample in samples])
+                gaps = np.concatenate(scored(job.backend, others)) - np.concatenate([b.ref_totals for b in others])
+                z = max(0.0, float(gaps.mean()))
+            return batches, PreferenceLoss(of_step(options, batches, z=z))
 
         def measure(dataset: Dataset, step: int, prefix: str) -> dict[str, float]:
             samples = this.quarantine.whole(dataset, family)
-            return named(offline_loop.measure(job.backend, *batches.prepare(samples)), prefix)
+            return named(offline_loop.measure(job.backend, *prepare(samples)), prefix)
 
         task = offline_loop.Task(
-            prepare=batches.prepare,
-            train=job.backend.train_step,
-            metrics=metrics,
-            measure=measure,
-            preparing="logp_ref",
+            prepare=prepare, train=job.backend.train_step, metrics=metrics, measure=measure, preparing="logp_ref"
         )
         return offline_loop.train(job, task)
 
@@ -181,9 +183,6 @@ def _reference_id(config: Config, family: Family) -> str:
     return hashlib.blake2b(repr(what).encode(), digest_size=12).hexdigest()
 
 
-# -- one step --------------------------------------------------------------------------------------
-
-
 def mismatched_pairs(samples: Sequence[Sample]) -> dict[str, Sample]:
     """By id: the question of each sample with the response to the next other question."""
     found = {}
@@ -196,35 +195,3 @@ def mismatched_pairs(samples: Sequence[Sample]) -> dict[str, Sample]:
             )
         found[sample.id] = replace(sample, id=f"{sample.id}~", candidates=other.candidates[:1], desirable=True)
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreferenceBatches:
-    """Makes rows into what `train_step` takes."""
-
-    family: Family
-    micro_tokens: int
-    policy: LocalBackend
-    options: Comparison
-    totals: Totals | None  # None: the loss has no reference
-    mismatched: Mapping[str, Sample]  # KTO only, by id
-
-    def prepare(self, samples: Sequence[Sample]) -> tuple[list[Batch], PreferenceLoss]:
-        batches = self._batches(samples)
-        z = 0.0 if self.options.paired else self._z(samples)
-        return batches, PreferenceLoss(of_step(self.options, batches, z=z))
-
-    def _batches(self, samples: Sequence[Sample]) -> list[Batch]:
-        groups = [compared(sample, self.family) for sample in samples]
-        batches = packed(groups, self.family, self.micro_tokens)
-        if self.totals is None:
-            return batches
-        found = self.totals(batches, groups)
-        return [replace(b, ref_totals=t) for b, t in zip(batches, found, strict=True)]
-
-    def _z(self, samples: Sequence[Sample]) -> float:
-        """How much likelier than before responses to other questions have become on average."""
-        batches = self._batches([self.mismatched[sample.id] for sample in samples])
-        now, before = scored(self.policy, batches), [batch.ref_totals for batch in batches]
-        gaps = np.concatenate(now) - np.concatenate(before)  # type: ignore[arg-type]
-        return max(0.0, float(gaps.mean()))

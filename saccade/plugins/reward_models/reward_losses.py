@@ -179,16 +179,19 @@ def steps_objective(row: Steps, logits: Tensor, batch: Batch) -> tuple[Tensor, L
 # -- on a model ------------------------------------------------------------------------------------
 
 
+class _RewardLoss:
+    role: ClassVar[str] = "policy"
+
+    def read(self, trainer: Reader, batch: Batch) -> Objective:
+        return partial(self.objective, trainer, batch, self.outputs(trainer, batch))  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
-class RatingLoss:
+class RatingLoss(_RewardLoss):
     """Whole pairs, each side with its scores."""
 
     rating: Rating
-    role: ClassVar[str] = "policy"
     whole: ClassVar[bool] = True
-
-    def read(self, trainer: Reader, batch: Batch) -> Objective:
-        return partial(self.objective, trainer, batch, self.outputs(trainer, batch))
 
     def outputs(self, trainer: Reader, batch: Batch) -> Tensor:
         return _rate(trainer, batch)
@@ -198,16 +201,12 @@ class RatingLoss:
 
 
 @dataclass(frozen=True)
-class StepsLoss:
+class StepsLoss(_RewardLoss):
     """The steps of a process, whose verdicts are `tokens`."""
 
     steps: Steps
     tokens: Sequence[int]
-    role: ClassVar[str] = "policy"
     whole: ClassVar[bool] = False
-
-    def read(self, trainer: Reader, batch: Batch) -> Objective:
-        return partial(self.objective, trainer, batch, self.outputs(trainer, batch))
 
     def outputs(self, trainer: Reader, batch: Batch) -> Tensor:
         return _judge(trainer, self.tokens, batch)

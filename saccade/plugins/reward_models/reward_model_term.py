@@ -1,7 +1,7 @@
 """Scores of learned reward models as terms of the reward: collected during a rollout, then scored
 together.
 
-Knows nothing of models: whoever builds the scorer says how a folder becomes something that scores.
+Knows nothing of models: whoever builds the scorer says how a folder becomes a `LearnedReward`.
 
     {verifier: model, weight: 0.5, args: {path: runs/rm/checkpoints/step-100, normalise: true}}
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,26 +26,6 @@ from saccade.types import Media, Message, Score
 
 MEDIA = re.compile("<(image|video|audio|series)>")  # how a text shows that a medium stands there
 STEPS = ("mean", "min", "last")
-
-
-class RewardModel(Protocol):
-    def read(self, samples: Sequence[RewardSample]) -> list[np.ndarray | str]:
-        """The numbers of each sample, whatever a term wants of them, or why there are none."""
-        ...
-
-    def value(
-        self, numbers: np.ndarray, *, head: str | None = None, normalise: bool = False, steps: str = "mean"
-    ) -> float:
-        """What a term makes of the numbers of a sample."""
-        ...
-
-    def check(self, *, head: str | None = None, normalise: bool = False, steps: str | None = None) -> None:
-        """Refuse, with a ConfigError, what this model cannot give."""
-        ...
-
-    def check_media(self, media: Sequence[Media]) -> None:
-        """Refuse, with a ConfigError, what this model cannot see or hear."""
-        ...
 
 
 def model(
@@ -77,9 +57,9 @@ def model_terms(reward: RewardConfig) -> Iterator[dict[str, Any]]:
 class Learned:
     """Models by their folders, and what waits to be scored by them."""
 
-    def __init__(self, load: Callable[[str], RewardModel]) -> None:
+    def __init__(self, load: Callable[[str], Any]) -> None:
         self._load = load
-        self._models: dict[str, RewardModel] = {}
+        self._models: dict[str, Any] = {}
         self._waiting: list[tuple[Mapping[str, Any], RewardSample, Future[Score]]] = []
         self._lock, self._scoring = threading.Lock(), threading.Lock()
 

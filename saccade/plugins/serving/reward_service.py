@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import anyio
 import numpy as np
@@ -46,15 +46,11 @@ from saccade.rewards.reward_sample import RewardSample, image_records
 from saccade.rewards.scorer import Scorer
 from saccade.types import Media
 
-if TYPE_CHECKING:
-    from saccade.plugins.reward_models.reward_model_term import RewardModel
-
 PATH = "/get_reward"
 ROOM = 2  # largest requests that fit into memory at once
 KEPT = 512  # finished requests whose scores can still be asked for
 LATENCIES = 2048  # requests that quantiles look back on
 LONGEST_HOLD = 30.0  # seconds that a client is sent away
-LONGEST_ID = 128  # characters
 STATUSES = ("ok", "abstain", "error")
 GLANCE = 0.2  # seconds between two looks at whether to stop
 GRACE = 30.0  # seconds for what is under way when the service is told to stop
@@ -109,10 +105,7 @@ class RewardService:
 
     def answer(self, body: Mapping[str, Any], *, digest: str) -> dict[str, Any]:
         """The reply. `digest` of the request's bytes tells apart what shares an id by mistake."""
-        name = body.get("request_id")
-        if name is not None and (not isinstance(name, str) or len(name) > LONGEST_ID):
-            raise BadRequest("request_id", f"takes a text of at most {LONGEST_ID} characters")
-        scored = self._once(body, f"{name}/{digest}" if name else "")
+        scored = self._once(body, digest if body.get("request_id") else "")
         return reply_to(scored, ours=body.get("protocol") == PROTOCOL, unscored=self.serve.unscored)
 
     def info(self) -> dict[str, Any]:
@@ -319,7 +312,7 @@ def serve(config: Config, *, host: str, port: int, token: bool) -> None:
         service.close()
 
 
-def _load_model(config: Config, path: str) -> RewardModel:
+def _load_model(config: Config, path: str) -> Any:
     from saccade.plugins.reward_models.learned_reward import load_learned  # torch only where one scores
     from saccade.recipes.model_setup import quiet_libraries
 

@@ -33,7 +33,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 class Found(NamedTuple):
-    box: Box
+    box: Any  # a Box, or the two numbers of a point
     label: str | None = None
     score: float | None = None
 
@@ -41,11 +41,6 @@ class Found(NamedTuple):
 class Frame(NamedTuple):
     name: str
     layout: str = "xyxy"
-
-    def check(self) -> None:
-        for what, value, known in (("frame", self.name, FRAMES), ("layout", self.layout, LAYOUTS)):
-            if value not in known:
-                raise ValueError(f"{what} is one of {', '.join(known)}, not {value!r}")
 
 
 class Space(NamedTuple):
@@ -113,10 +108,7 @@ def read_boxes(text: str) -> list[Found] | None:
     if _in_doubt(text):
         return None
     value = read_json(text)
-    found = list(_boxes(value))[: MOST_BOXES + 1]
-    if not found and value is None:
-        numbers = [_to_float(number) for number in NUMBER.findall(text)[:5]]
-        found = [Found((*numbers,))] if _numbers(numbers, 4) else []  # type: ignore[arg-type]
+    found = list(_groups(value, 4, KEYS))[: MOST_BOXES + 1] or (_bare(text, 4) if value is None else [])
     return found if 0 < len(found) <= MOST_BOXES or value == [] else None
 
 
@@ -124,11 +116,13 @@ def read_points(text: str) -> list[tuple[float, float]]:
     text = _body(text)
     if _in_doubt(text):
         return []
-    found = list(_points(read_json(text)))
-    if not found:
-        numbers = [_to_float(number) for number in NUMBER.findall(text)[:3]]
-        found = [(numbers[0], numbers[1])] if _numbers(numbers, 2) else []
-    return found
+    return [found.box for found in list(_groups(read_json(text), 2, POINT_KEYS)) or _bare(text, 2)]
+
+
+def _bare(text: str, count: int) -> list[Found]:
+    """The only numbers of a text, where they are so many."""
+    numbers = [float(n.replace(",", "").replace("\u2212", "-")) for n in NUMBER.findall(text)[: count + 1]]
+    return [Found(tuple(numbers))] if _numbers(numbers, count) else []
 
 
 def read_json(text: str) -> Any:
@@ -160,36 +154,23 @@ def _body(text: str) -> str:
     return (text if inside is None else inside).strip()[:LONGEST]
 
 
-def _boxes(value: Any, label: str | None = None, score: float | None = None, levels: int = 4) -> Iterator[Found]:
-    if _numbers(value, 4):
-        yield Found(tuple(map(float, value)), label, score)  # type: ignore[arg-type]
+def _groups(
+    value: Any, count: int, keys: Sequence[str], label: str | None = None, score: float | None = None, levels: int = 4
+) -> Iterator[Found]:
+    """Every group of `count` numbers: alone, in a list, or under one of the keys of a record."""
+    if _numbers(value, count):
+        yield Found(tuple(map(float, value)), label, score)
     elif isinstance(value, list):
         for item in value if levels else ():
-            if isinstance(item, dict) or _numbers(item, 4):  # deeper lists are no boxes
-                yield from _boxes(item, label, score, levels - 1)
+            if isinstance(item, dict) or _numbers(item, count):  # deeper lists are none
+                yield from _groups(item, count, keys, label, score, levels - 1)
     elif isinstance(value, dict):
         label = next((str(value[key]) for key in LABELS if key in value), label)
         scores = [float(value[key]) for key in SCORES if _is_number(value.get(key))]
-        for key in KEYS:
-            yield from _boxes(_listed(value.get(key)), label, next(iter(scores), score), levels - 1)
-
-
-def _points(value: Any, levels: int = 4) -> Iterator[tuple[float, float]]:
-    if _numbers(value, 2):
-        yield float(value[0]), float(value[1])
-    elif isinstance(value, list):
-        for item in value if levels else ():
-            if isinstance(item, dict) or _numbers(item, 2):
-                yield from _points(item, levels - 1)
-    elif isinstance(value, dict):
-        if _numbers([value.get("x"), value.get("y")], 2):
-            yield float(value["x"]), float(value["y"])
-        for key in POINT_KEYS:
-            yield from _points(_listed(value.get(key)), levels - 1)
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+        pair = [value.get("x"), value.get("y")] if count == 2 else None
+        for inner in (pair, *map(value.get, keys)):
+            if isinstance(inner, list):
+                yield from _groups(inner, count, keys, label, next(iter(scores), score), levels - 1)
 
 
 def _numbers(value: Any, count: int) -> bool:
@@ -199,10 +180,6 @@ def _numbers(value: Any, count: int) -> bool:
 def _is_number(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and value == value and abs(value) < LARGEST
-
-
-def _to_float(text: str) -> float:
-    return float(text.replace(",", "").replace("\u2212", "-"))
 
 
 THRESHOLDS = [0.5 + 0.05 * step for step in range(10)]  # of mean average precision

@@ -13,14 +13,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from saccade.plugins.verifiers.boxes import (
+    FRAMES,
+    LAYOUTS,
     MODES,
     Box,
     Compare,
@@ -66,9 +68,9 @@ def iou(
     compare, single = _mode(mode)
     view = view_of(sample, answer_frame, layout, box_frame, box_layout, unit, image)
     text = written(sample, order, scope)  # an empty one says that there is no box
-    found = view.found(text)
+    found = view.read(text, view.asked)
     mask = mask_of(sample.extra) if mode == "mask" else None
-    golds = [view.gold(gold) for gold in sample.golds] if mode != "mask" else []
+    golds = [view.read(gold, view.frame) for gold in sample.golds] if mode != "mask" else []
     if not view.known:
         return NO_SIZE
     if (mask is None and not golds) or None in golds or (single and max(len(gold or ()) for gold in golds) > 1):
@@ -98,7 +100,7 @@ def point(
     view = view_of(sample, answer_frame, "xyxy", box_frame, box_layout, unit, image)
     if not view.known:
         return NO_SIZE
-    boxes = [found.box for gold in sample.golds for found in view.gold(gold) or ()]
+    boxes = [found.box for gold in sample.golds for found in view.read(gold, view.frame) or ()]
     if not boxes:
         return no_gold(sample)
     text = written(sample, order, scope)
@@ -120,25 +122,23 @@ def right_boxes(sample: RewardSample, **args: Any) -> str:
 
 def right_point(sample: RewardSample, **args: Any) -> str:
     boxes = _right(sample, args)
-    if isinstance(boxes, str):
-        return boxes
-    return json.dumps([[(b[0] + b[2]) / 2, (b[1] + b[3]) / 2] for b in boxes][:1])
+    middles = boxes if isinstance(boxes, str) else [[(b[0] + b[2]) / 2, (b[1] + b[3]) / 2] for b in boxes[:1]]
+    return middles if isinstance(middles, str) else json.dumps(middles)
 
 
 def _right(sample: RewardSample, args: Mapping[str, Any]) -> list[Box] | str:
     """The text of the gold where it holds no boxes: the verifier says what is wrong with it."""
     view = view_of(sample, **{name: args[name] for name in FRAME_ARGS if name in args})
     text = next(iter(sample.golds), "")
-    gold = view.gold(text)
+    gold = view.read(text, view.frame)
     return text if gold is None else [from_pixels(g.box, view.asked, view.space) for g in gold]
 
 
 # -- frames ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class View:
-    """Brings answer and gold of a row to original pixels."""
+class View(NamedTuple):
+    """The frames of answer and gold, and the sizes that bring both to original pixels."""
 
     asked: Frame
     frame: Frame
@@ -149,11 +149,12 @@ class View:
         """Whether the sizes are there that the frames take."""
         return all(self.space.scale(frame.name) for frame in (self.asked, self.frame))
 
-    def found(self, text: str | None) -> list[Found] | None:
-        return _placed(text, self.asked, self.space)
-
-    def gold(self, text: str) -> list[Found] | None:
-        return _placed(text, self.frame, self.space)
+    def read(self, text: str | None, frame: Frame) -> list[Found] | None:
+        """Boxes in original pixels."""
+        found = None if text is None else read_boxes(text)
+        if found is None or self.space.scale(frame.name) is None:
+            return None
+        return [item._replace(box=to_pixels(item.box, frame, self.space)) for item in found]
 
 
 FRAME_ARGS = ("answer_frame", "layout", "box_frame", "box_layout", "unit", "image")
@@ -171,7 +172,9 @@ def view_of(
     row = sample.extra.get("box_frame"), sample.extra.get("box_layout")
     asked, frame = Frame(answer_frame, layout), Frame(row[0] or box_frame, row[1] or box_layout)
     for each in (asked, frame):
-        each.check()
+        for what, value, known in (("frame", each.name, FRAMES), ("layout", each.layout, LAYOUTS)):
+            if value not in known:
+                raise ValueError(f"{what} is one of {', '.join(known)}, not {value!r}")
         if each.name == "pixel_resized" and unit is None:
             raise ValueError(
                 "pixel_resized needs `unit`, the pixels of a side that the model sees as one "
@@ -180,14 +183,7 @@ def view_of(
     space = space_of(sample.images, image, unit)
     if space.original is None and asked.name == frame.name in ("unit", "milli"):
         space = Space((1.0, 1.0))  # shares of any size compare the same
-    return View(asked=asked, frame=frame, space=space)
-
-
-def _placed(text: str | None, frame: Frame, space: Space) -> list[Found] | None:
-    found = None if text is None else read_boxes(text)
-    if found is None or space.scale(frame.name) is None:
-        return None
-    return [item._replace(box=to_pixels(item.box, frame, space)) for item in found]
+    return View(asked, frame, space)
 
 
 def _mode(mode: str) -> tuple[Compare, bool]:
@@ -252,8 +248,8 @@ def medical(
         "length": min(1.0, len(sample.response) / LONG),
     }
     view = view_of(sample, answer_frame, "xyxy", box_frame, unit=unit)
-    found = view.found(fenced(sample.response) or "") or []
-    mask, gold = mask_of(sample.extra), view.gold(_row_boxes(sample.extra.get("bbox")))
+    found = view.read(fenced(sample.response) or "", view.asked) or []
+    mask, gold = mask_of(sample.extra), view.read(_row_boxes(sample.extra.get("bbox")), view.frame)
     if not view.known:
         return NO_SIZE
     if gold is None:
@@ -283,13 +279,8 @@ def json_quality(response: str) -> float:
     items = value if isinstance(value, list) else []
     good = [isinstance(i, dict) and "label" in i and len(read_boxes(json.dumps(i)) or ()) == 1 for i in items]
     share = sum(good) / len(good) if good else 0.0
-    return (
-        0.2 * (inside is not None)
-        + 0.1 * marked
-        + 0.2 * (value is not None)
-        + 0.1 * isinstance(value, list)
-        + 0.4 * share
-    )
+    shape = 0.2 * (inside is not None) + 0.1 * marked
+    return shape + 0.2 * (value is not None) + 0.1 * isinstance(value, list) + 0.4 * share
 
 
 ROWS = {

@@ -27,7 +27,7 @@ from saccade.plugins.verifiers.wording import (
     NUMERAL,
     SCALE,
     TAKEN_BACK,
-    numeral,
+    in_digits,
     peel_number,
     unsettled,
 )
@@ -204,7 +204,6 @@ CONTRAST = re.compile(  # 7, not 8
 )
 NEAR = 40  # characters before a number that are looked at
 LONGEST_NUMBER = 64  # characters; what is longer is no answer
-LARGEST_EXPONENT = 300
 
 Number = int | Fraction
 
@@ -277,7 +276,7 @@ def single_number(text: str) -> Number | None:
         return None
     start, end = hits[0].span()
     stands_alone = _is_its_value(text[max(0, start - NEAR) : start], text[end:])
-    return to_number(hits[0][0]) if stands_alone else None
+    return _rational(in_digits(hits[0][0])) if stands_alone and end - start <= LONGEST_NUMBER else None
 
 
 def _is_its_value(before: str, behind: str) -> bool:
@@ -292,20 +291,6 @@ def _rational(text: str) -> Number | None:
         return rational(normalise(text))
     except TooLarge:
         return None
-
-
-def to_number(text: str) -> Number | None:
-    """A number as it is written, or a number word; exact."""
-    if len(text) > LONGEST_NUMBER:
-        return None
-    if text.isdigit():
-        return int(text)
-    if (value := numeral(text)) is not None:
-        return value
-    mantissa, _, exponent = text.lower().replace(",", "").replace("\u2212", "-").partition("e")
-    if exponent and abs(int(exponent)) > LARGEST_EXPONENT:
-        return None
-    return Fraction(mantissa) * Fraction(10) ** int(exponent or 0)
 
 
 def near(value: Number, gold: Number, rel_tol: float) -> bool:

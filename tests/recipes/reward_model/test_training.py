@@ -95,19 +95,19 @@ def test_a_deep_head_learns_and_its_folder_is_a_whole_model(deep, config, tmp_pa
 
 def test_candidates_may_be_pictures(tmp_path, config, rows):
     held = str(rows / "held-media.jsonl")
-    options = config(tmp_path, "media", run__max_steps=20, data__val=held, val__every=20)
+    options = config(tmp_path, "media", run__max_steps=15, data__val=held, val__every=15)
     last = reward_training.run(options)
     assert last["val/held-media/accuracy"] >= 0.9
-    scores = scores_of(tmp_path / "run" / "checkpoints" / "step-20", options)
+    scores = scores_of(tmp_path / "run" / "checkpoints" / "step-15", options)
     assert (scores[:, 0] > scores[:, 1]).mean() >= 0.9
 
 
 def test_heads_learn_what_their_labels_say(tmp_path, config):
     both = {"preference": 1.0, "size": 0.5}
-    last = reward_training.run(config(tmp_path, "heads", run__max_steps=15, reward_model__heads=both))
+    last = reward_training.run(config(tmp_path, "heads", run__max_steps=10, reward_model__heads=both))
     assert last["rm/preference/accuracy"] == 1  # whichever side the better one stands on
     assert {"rm/size/gap", "rm/size/std", "rm/accuracy"} <= last.keys()
-    folder = tmp_path / "run" / "checkpoints" / "step-15"
+    folder = tmp_path / "run" / "checkpoints" / "step-10"
     card = read_card(folder)
     assert card is not None and card.heads == ("preference", "size")
     model = LearnedReward.load(folder, device=torch.device("cpu"), dtype=torch.float32)
@@ -213,13 +213,13 @@ def test_a_margin_that_asks_for_no_lead_is_a_bad_row(tmp_path, config):
 
 
 def test_the_average_is_a_reward_model_of_its_own(tmp_path, config):
-    reward_training.run(config(tmp_path, train__ema=0.5))
-    folder = tmp_path / "run" / "checkpoints" / "step-4"
+    reward_training.run(config(tmp_path, train__ema=0.5, run__max_steps=2))
+    folder = tmp_path / "run" / "checkpoints" / "step-2"
     mine = scores_of(folder, config(tmp_path))
     average = scores_of(folder / "state" / "ema", config(tmp_path))
     assert not np.allclose(mine, average)
-    reward_training.run(config(tmp_path, train__ema=0.5, run__max_steps=5, run__resume="auto"))
-    cards = [read_card(folder.parent / "step-5" / own) for own in ("", "state/ema")]
+    reward_training.run(config(tmp_path, train__ema=0.5, run__max_steps=3, run__resume="auto"))
+    cards = [read_card(folder.parent / "step-3" / own) for own in ("", "state/ema")]
     assert [card and bool(card.statistics) for card in cards] == [True, False]
 
 

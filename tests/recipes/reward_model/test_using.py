@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -31,14 +30,14 @@ def test_ppo_with_a_critic_raises_the_score_of_the_model(tmp_path, config, rows,
     """That the true score rises with it is what benchmarks/reward_model.py shows."""
     learned = {"verifier": "model", "name": "rm", "args": {"path": str(trained), "normalise": True}}
     saccade.rl(
-        config(tmp_path, run__max_steps=10, train__lr=2e-3)
+        config(tmp_path, run__max_steps=6, train__lr=3e-3)
         | {
             "rollout.max_tokens": 2,
             "reward.terms": [learned, {"verifier": "exact", "weight": 0.0}],
             "reward.accuracy_term": "exact",  # reported beside it, without a weight
             "algorithm.preset": "ppo",
             "algorithm.critic.path": str(trained),
-            "algorithm.critic.lr": 2e-3,
+            "algorithm.critic.lr": 3e-3,
             "train.samples_per_prompt": 4,
         }
     )
@@ -53,8 +52,8 @@ def test_models_of_two_families_and_a_rule_by_source_in_one_run(tmp_path, config
     critic draws its own head where it cannot take one.
     """
     start = build("qwen2_vl", tmp_path / "model", words=WORDS, seed=7)
-    reward_training.run(config(tmp_path, run__max_steps=3) | {"run.name": "other", "model.path": start})
-    folders = {"taste": trained, "other": tmp_path / "other" / "checkpoints" / "step-3", "scaled": trained}
+    reward_training.run(config(tmp_path, run__max_steps=2) | {"run.name": "other", "model.path": start})
+    folders = {"taste": trained, "other": tmp_path / "other" / "checkpoints" / "step-2", "scaled": trained}
     weights = {"taste": 0.25, "other": -2.0, "scaled": 1.0}
     terms: list[dict[str, Any]] = [
         {"verifier": "model", "name": name, "weight": weights[name], "args": {"path": str(folder)}}
@@ -98,12 +97,8 @@ def test_models_of_two_families_and_a_rule_by_source_in_one_run(tmp_path, config
 
 
 def test_a_judge_that_writes_is_trained_by_sft(config, tmp_path):
-    wanted = "`saccade sft RUN.yaml data.pair_view=verdict train.lr=1e-5`"
-    with pytest.raises(ConfigError, match=re.escape(wanted)) as refused:
+    with pytest.raises(ConfigError, match=r"reward_model\.kind: .* sft with data\.pair_view=verdict"):
         saccade.reward_model(config(tmp_path, reward_model__kind="generative"))
-    assert "reward_model.kind" in str(refused.value)
-    _, command, _, *options = wanted.strip("`").split()
-    assert load(None, options).data.pair_view == "verdict" and command == "sft"
 
 
 def test_eval_scores_with_a_model_and_rescore_refuses(tmp_path, rl_config, trained, scenes):

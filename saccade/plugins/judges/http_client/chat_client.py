@@ -35,25 +35,12 @@ from saccade.plugins.judges.http_client.sender import Sender, Target, key_from
 from saccade.types import Media, Message, Sampling
 
 COMMON = ("PNG", "JPEG", "WEBP")
-KEPT = 64
+KEPT = 64  # encoded images
 
 
-class Pictures:
-    """Encodes each image once, however many threads ask, and several images at a time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._locks = lru_cache(maxsize=KEPT)(lambda media: threading.Lock())
-        self._encoded = lru_cache(maxsize=KEPT)(encode)
-
-    def __call__(self, media: Media) -> tuple[str, str]:
-        with self._lock:
-            mine = self._locks(media)
-        with mine:
-            return self._encoded(media)
-
-
+@lru_cache(maxsize=KEPT)
 def encode(media: Media) -> tuple[str, str]:
+    """Its type and its base64 text."""
     if media.kind != "image":
         raise ImageError(f"{media.path or media.hash}: endpoints are sent images, and no {media.kind}")
     small = media.width * media.height <= media.max_pixels
@@ -233,7 +220,6 @@ class ChatClient:
         self.http, self.section, self._fields = http, section, dict(fields or {})
         self.counters = Counters()
         self._api = APIS[http.api]
-        self._pictures = Pictures()
         self._cache = "" if http.cache == OFF else http.cache or ""
         self._lock = threading.Lock()
         target = Target(
@@ -257,7 +243,7 @@ class ChatClient:
         if answer is not None:
             self._count(cached=1)
             return answer
-        body = self._body(messages, sampling, seed, self._pictures)
+        body = self._body(messages, sampling, seed, encode)
         answer = self._sender.send(
             "POST", self._api.path, body, lambda reply: read_answer(self._api, reply, sampling), until
         )

@@ -15,14 +15,12 @@ import json
 import math
 import os
 import random
+import re
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timezone
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -192,8 +190,9 @@ class Sender:
                     content += piece
                     if time.monotonic() > until:  # the client's timeout starts anew with each byte
                         raise httpx2.ReadTimeout("the reply took too long")
-                hold = _seconds(response.headers.get("Retry-After"))
-                return Reply(response.status_code, content.decode("utf-8", "replace"), hold)
+                hold = re.fullmatch(r"\d+(\.\d+)?", response.headers.get("Retry-After", ""))  # a date counts as no wish
+                text = content.decode("utf-8", "replace")
+                return Reply(response.status_code, text, float(hold[0]) if hold else 0.0)
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             return Reply(0, f"{type(error).__name__}: {error}")
 
@@ -250,17 +249,6 @@ def _words(text: str) -> tuple[str, str]:
         return str(error), ""
     words = error.get("message") or error.get("detail") or error
     return str(words), str(error.get("param") or "")
-
-
-def _seconds(header: str | None) -> float:
-    """Of Retry-After: a number of seconds, or a date."""
-    with suppress(ValueError):
-        return max(0.0, float(header or 0))
-    with suppress(ValueError):
-        moment = parsedate_to_datetime(header or "")
-        moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
-        return max(0.0, moment.timestamp() - time.time())
-    return 0.0
 
 
 Job = TypeVar("Job")
