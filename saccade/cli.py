@@ -8,7 +8,6 @@ imported inside the command that needs it, so `saccade --help` is instant.
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import Callable
@@ -21,7 +20,8 @@ import typer
 from saccade import __version__
 from saccade.cli_run import Arguments, DryRun, Full, Seed, Smoke, app, command, run_recipe, show_error
 from saccade.errors import EnvironmentProblem
-from saccade.plugins import plugin_commands
+from saccade.plugins import plugin_commands  # noqa: F401  registers its commands
+from saccade.plugins.visual_search import data_commands
 from saccade.registry import Table
 from saccade.run.messages import shown_by
 
@@ -131,7 +131,7 @@ def algorithms(
 
 
 app.registered_commands.sort(key=lambda known: PANELS.index(str(known.rich_help_panel)))
-app.add_typer(plugin_commands.data, name="data", rich_help_panel="Start")
+app.add_typer(data_commands.group, name="data", rich_help_panel="Start")
 
 
 def add_installed_commands() -> None:
@@ -146,38 +146,34 @@ def add_installed_commands() -> None:
             show_error(str(error), error)
 
 
-class Outlasting(io.FileIO):
-    """A file whose reader may leave (`| head -1`): what follows goes nowhere, the work goes on."""
+class Outlasting:
+    """A stream whose reader may leave (`| head -1`): what follows goes nowhere, the work goes on."""
 
-    def write(self, data: Any) -> int:
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._try(self._stream.write, text) or len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[..., Any], *arguments: str) -> Any:
         try:
-            return super().write(data)
+            return action(*arguments)
         except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
-            return len(data)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def main() -> None:
-    sys.stdout, sys.stderr = map(_outlasting, (sys.stdout, sys.stderr))
+    sys.stdout, sys.stderr = (stream and Outlasting(stream) for stream in (sys.stdout, sys.stderr))  # type: ignore
     if sys.argv[1:2] not in [[known.name] for known in app.registered_commands]:
         add_installed_commands()
     with shown_by(print):
         app(prog_name="saccade")
-
-
-def _outlasting(stream: Any) -> Any:
-    if stream is None or stream.isatty():  # closed from the start, or nobody's pipe
-        return stream
-    file = Outlasting(stream.fileno(), "w", closefd=False)
-    return io.TextIOWrapper(
-        file if stream.write_through else io.BufferedWriter(file),
-        encoding=stream.encoding,
-        errors=stream.errors,
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )
 
 
 if __name__ == "__main__":

@@ -116,30 +116,16 @@ def run_recipe(
     config = read_config(arguments, name)
     named = given(split(arguments)[1])
     if smoke:
-        config = _shrunk(config, name, split(arguments)[0], named)
+        config = import_module("saccade.plugins.smoke.smoke").shrunk(config, name, split(arguments)[0], named)
     check(config, "rescore" if more and more.get("rescore") else name, named)
     if dry_run:
-        _print_plan(config, name, full=full)
+        import_module("saccade.plugins.dry_run.plan").print_plan(config, name, full=full)
         return
     if smoke:  # of an earlier one, so that it can be repeated
         shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
     if name == "rl":  # refuses what does not fit
         more = {"preflight": import_module("saccade.plugins.estimate.estimate_command").preflight}
     import_module(f"saccade.{MODULES[name]}").run(config, **(more or {}))
-
-
-def _shrunk(config: Config, name: str, files: Sequence[str], given: Sequence[str]) -> Config:
-    shrink = import_module("saccade.plugins.smoke.smoke")
-    for file in files:
-        config, replaced = shrink.with_examples(config, Path(file), given)
-        for line in replaced:
-            print(line)
-    small, path = shrink.smoke(config, name), config.model.path
-    if path and path != small.model.path:
-        known = config.model.family or (Path(path) / "config.json").is_file()
-        guess = "" if known else ", guessed by name as the folder is not here; model.family says it"
-        print(f"{small.model.path} stands in for model.path: {path}{guess}")
-    return small
 
 
 def read_config(arguments: Sequence[str] | None, command: str | None = None, *, plain: str = "") -> Config:
@@ -167,45 +153,3 @@ def read_config(arguments: Sequence[str] | None, command: str | None = None, *, 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Files, and options that override them."""
     return [item for item in arguments if "=" not in item], [item for item in arguments if "=" in item]
-
-
-def _print_plan(config: Config, name: str, *, full: bool) -> None:
-    """What was chosen, or every option, then the arithmetic that follows from it."""
-    from saccade.algorithms.build import from_config
-    from saccade.algorithms.describe import cells, describe
-    from saccade.checks import not_counted
-    from saccade.config.notation import write
-
-    algorithm = from_config(config) if name == "rl" else None
-    if config.reward.given:
-        from saccade.rewards.resolve import resolve_recipes
-
-        resolve_recipes(  # refuses unknown verifiers
-            config.reward, prompt_format=config.prompt.format, max_tokens=config.rollout.max_tokens, overlong=None
-        )
-    tree = _read_by(name, config.model_dump(mode="json", exclude_unset=not full))
-    if full and algorithm is not None:
-        tree["algorithm"] = {"preset": tree["algorithm"]["preset"]} | cells(algorithm)
-    lines = [f"{part}: {write(value, flow=True)}" for part, value in tree.items() if value]
-    print(write(tree) if full else "".join(lines), end="")
-    if algorithm is not None:
-        print(f"\n{describe(algorithm)}")
-    print("\nBatch arithmetic")
-    for quantity, value in import_module("saccade.plugins.dry_run.plan").plan(config, name):
-        print(f"  {quantity:<30} {value}")
-    if others := not_counted(config, name):
-        print(others)
-    if name == "rl":
-        import_module("saccade.plugins.estimate.estimate_command").preview(config)
-    print("nothing was run" + ("" if full else "; --full shows every option with its value"))
-
-
-def _read_by(command: str, tree: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """The options that the command reads."""
-    from saccade.checks import unread
-
-    return {
-        name: _read_by(command, value, f"{above}{name}.") if isinstance(value, dict) else value
-        for name, value in tree.items()
-        if not unread(above + name, command)
-    }

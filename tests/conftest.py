@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -201,6 +202,42 @@ def numbers() -> Callable[[Path], list[dict[str, Any]]]:
         ]
 
     return read
+
+
+@pytest.fixture
+def resumed(
+    tmp_path: Path, same_weights: Callable[..., bool], numbers: Callable[[Path], list[dict[str, Any]]]
+) -> Callable[..., tuple[Path, Path]]:
+    """Runs a config, then its last step again from the checkpoint before: weights, state and metrics are the same, bit
+    by bit. Returns the last checkpoint of both.
+    """
+
+    def run(recipe: Callable[..., Any], config: dict[str, Any]) -> tuple[Path, Path]:
+        whole, again = (tmp_path / name for name in ("whole", "again"))
+        recipe(config | {"run.out": str(whole), "save.every": 1})
+        shutil.copytree(whole, again)
+        last = f"run/checkpoints/step-{config['run.max_steps']}"
+        shutil.rmtree(again / last)
+        recipe(config | {"run.out": str(again), "save.every": 1, "run.resume": "auto"})
+        names = [
+            sorted(p.relative_to(out / last) for p in (out / last).rglob("*") if p.is_file()) for out in (whole, again)
+        ]
+        assert names[0] == names[1] and same_weights(whole / last, again / last)
+        for name in (name for name in names[0] if name.parts[0] in ("state", "adapter")):
+            assert (whole / last / name).read_bytes() == (again / last / name).read_bytes(), name
+        assert numbers(whole / "run") == numbers(again / "run")
+        return whole / last, again / last
+
+    return run
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
+    """Tests that share a fixture of their module run in one process, so that it is made once."""
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
+        used = [made for found in item._fixtureinfo.name2fixturedefs.values() for made in found]
+        if any(made.scope == "module" for made in used):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 # -- tiny models ---------------------------------------------------------------------------------

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.config import load
@@ -21,19 +19,16 @@ from saccade.plugins.check_data import check_data
 from saccade.recipes import model_setup, questions, rl, sft
 from saccade.run import checkpoint
 
-Make = Callable[..., dict[str, Any]]
-Read = Callable[[Path], list[dict[str, Any]]]
 
-
-def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
+def rollouts(run, step):
     return [json.loads(line) for line in (run / "trajectories" / f"step-{step}.jsonl").open()]
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
+def rows_of(path):
     return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
 
 
-def command(name: str, config: dict[str, Any], folder: Path, *overrides: str) -> Result:
+def command(name, config, folder, *overrides):
     """What the command line makes of a config."""
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(load(config).model_dump(mode="json", exclude_unset=True)))
@@ -47,7 +42,7 @@ LIMIT = 260  # tokens: sixteen pictures of 16 would be cut at full size, 64 of 1
 
 
 @pytest.fixture(scope="module")
-def albums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def albums(tmp_path_factory):
     """Rows with 1 to 64 pictures of 112 x 112."""
     from saccade.plugins.quickstart.counting import encode_png
 
@@ -64,12 +59,12 @@ def albums(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def album_config(albums: Path, rl_config: Make, tmp_path: Path) -> dict[str, Any]:
+def album_config(albums, rl_config, tmp_path):
     limits = {"data.max_prompt_tokens": LIMIT, "data.min_pixels": 28 * 28}
     return rl_config(tmp_path, data__train=str(albums), run__max_steps=2, train__samples_per_prompt=2) | limits
 
 
-def test_overlong_rows_are_listed_by_id_and_reason(album_config: dict[str, Any], tmp_path: Path) -> None:
+def test_overlong_rows_are_listed_by_id_and_reason(album_config, tmp_path):
     rl.run(album_config)
     listed = rows_of(tmp_path / "run" / "quarantine.jsonl")
     assert [row["id"] for row in listed] == ["n16", "n32", "n64"]
@@ -79,7 +74,7 @@ def test_overlong_rows_are_listed_by_id_and_reason(album_config: dict[str, Any],
     assert len(report.overlong) == 3 and "n64" in str(report.overlong)
 
 
-def test_shrunk_rows_fit_and_train(album_config: dict[str, Any], tmp_path: Path) -> None:
+def test_shrunk_rows_fit_and_train(album_config, tmp_path):
     config = load(album_config | {"data.overlong": "shrink", "train.prompts_per_step": 7})
     family = model_setup.family_of(config, model_setup.start_folder(config))
     data = questions.load_prompts(config, config.data.train, family)
@@ -121,13 +116,13 @@ def generous(sample):
 
 
 @pytest.fixture(scope="module")
-def reward_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reward_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("reward") / "mine.py"
     path.write_text(REWARD)
     return path
 
 
-def test_rewards_that_misbehave_cost_their_sample_only(tmp_path: Path, rl_config: Make, reward_file: Path) -> None:
+def test_rewards_that_misbehave_cost_their_sample_only(tmp_path, rl_config, reward_file):
     mine = {"reward.terms": [f"{reward_file}:moody"], "reward.deadline": 1, "reward.max_error_rate": 1}
     sizes = {"train.prompts_per_step": 6, "track.trajectories_groups": 6, "run.max_steps": 1}
     began = time.monotonic()
@@ -145,7 +140,7 @@ def test_rewards_that_misbehave_cost_their_sample_only(tmp_path: Path, rl_config
     assert row["guard/nonfinite"] == 0
 
 
-def test_too_many_failures_end_the_run_with_4(tmp_path: Path, rl_config: Make, reward_file: Path) -> None:
+def test_too_many_failures_end_the_run_with_4(tmp_path, rl_config, reward_file):
     mine = {"reward.terms": [f"{reward_file}:moody"], "reward.deadline": 1, "train.prompts_per_step": 6}
     done = command("rl", rl_config(tmp_path) | mine, tmp_path)
     assert done.exit_code == 4
@@ -153,9 +148,7 @@ def test_too_many_failures_end_the_run_with_4(tmp_path: Path, rl_config: Make, r
     assert "raise reward.max_error_rate above 0.05" in done.stderr
 
 
-def test_a_reward_that_likes_silence_is_refused_before_step_1(
-    tmp_path: Path, rl_config: Make, reward_file: Path
-) -> None:
+def test_a_reward_that_likes_silence_is_refused_before_step_1(tmp_path, rl_config, reward_file):
     done = command("rl", rl_config(tmp_path) | {"reward.terms": [f"{reward_file}:generous"]}, tmp_path)
     assert done.exit_code == 2
     assert "empty response '' scored 1, expected 0" in done.stderr
@@ -166,7 +159,7 @@ def test_a_reward_that_likes_silence_is_refused_before_step_1(
 
 
 @pytest.fixture(scope="module")
-def poisoned(tmp_path_factory: pytest.TempPathFactory, word_model: str) -> str:
+def poisoned(tmp_path_factory, word_model):
     """The model with one infinite weight."""
     import shutil
 
@@ -181,22 +174,14 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory, word_model: str) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "remax", "ppo", "sft"])
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "sft"])
 def test_updates_that_are_not_finite_are_skipped_then_stop_the_run(
-    tmp_path: Path,
-    rl_config: Make,
-    sft_config: Make,
-    poisoned: str,
-    kind: str,
-    numbers: Read,
-    same_weights: Callable[..., bool],
-) -> None:
+    tmp_path, rl_config, sft_config, poisoned, kind, numbers, same_weights
+):
     make, recipe = (sft_config, sft.run) if kind == "sft" else (rl_config, rl.run)
     config = make(tmp_path, model__path=poisoned, run__max_steps=9, save__every=1)
     if kind != "sft":
         config["algorithm.preset"] = kind
-    if kind == "remax":
-        config["train.samples_per_prompt"] = 1
     with pytest.raises(TrainingError, match=r"3 (critic )?updates in a row were not finite .*lower train\.lr"):
         recipe(config)
     assert [row["guard/nonfinite"] for row in numbers(tmp_path / "run")] == [1, 1]
@@ -222,9 +207,7 @@ def moody(new, inputs):
 '''
 
 
-def test_one_bad_update_leaves_no_trace(
-    tmp_path: Path, rl_config: Make, numbers: Read, same_weights: Callable[..., bool]
-) -> None:
+def test_one_bad_update_leaves_no_trace(tmp_path, rl_config, numbers, same_weights):
     from safetensors.torch import load_file
 
     (tmp_path / "loss.py").write_text(LOSS)
@@ -238,7 +221,7 @@ def test_one_bad_update_leaves_no_trace(
     assert checkpoint.read_progress(three)["bad_updates"] == {"policy": 0}
 
 
-def test_stop_means_at_once(tmp_path: Path, sft_config: Make, poisoned: str) -> None:
+def test_stop_means_at_once(tmp_path, sft_config, poisoned):
     config = sft_config(tmp_path, model__path=poisoned, train__on_nonfinite="stop")
     done = command("sft", config, tmp_path)
     assert done.exit_code == 5 and "1 updates in a row were not finite" in done.stderr
@@ -247,7 +230,7 @@ def test_stop_means_at_once(tmp_path: Path, sft_config: Make, poisoned: str) -> 
 # -- awkward data ----------------------------------------------------------------------------------
 
 
-def test_awkward_rows_are_set_aside_and_the_rest_trains(tmp_path: Path, shared: Path) -> None:
+def test_awkward_rows_are_set_aside_and_the_rest_trains(tmp_path, shared):
     path = shared / "nasty" / "nasty.jsonl"
     expected = {row["id"]: row["expect"] for row in rows_of(path)}
     sizes = {
@@ -272,11 +255,7 @@ def test_awkward_rows_are_set_aside_and_the_rest_trains(tmp_path: Path, shared: 
 # -- bad configs -----------------------------------------------------------------------------------
 
 BAD = {  # override: (what is named, a value that works)
-    "train.samples_per_prompt=1": ("train.samples_per_prompt", "train.samples_per_prompt=8"),
-    "train.micro_tokens=0": ("train.micro_tokens", "greater than or equal to 1"),
     "rollout.top_p=0.9": ("rollout.top_p", "rollout.truncated_sampling=replay"),
-    "rollout.max_tokens=2": ("rollout.max_tokens", "rollout.max_tokens=256"),
-    "train.updates_per_step=9": ("train.updates_per_step", "train.updates_per_step=4"),
     "algorithm.preset=grop": ("algorithm.preset", "grpo"),
     "reward.terms=[cuont]": ("cuont", "count"),
     "prompt.format=think_anwser": ("think_anwser", "think_answer"),
@@ -286,15 +265,12 @@ BAD = {  # override: (what is named, a value that works)
     "data.train=no.jsonl": ("data.train", "file or folder on this disk"),
     "model.train=freeze:llm,vision,projector": ("model.train", "leave something to train"),
     "algorithm.kl.kind=k1": ("algorithm.kl.kind", "k1+ or k3"),
-    "algorithm.filter.low=0.5": ("algorithm.filter.low", "algorithm.filter.dynamic=true"),
     "algorithm.overlong.buffer=99": ("algorithm.overlong.buffer", "algorithm.overlong.buffer="),
-    "data.order=random": ("data.order", "shuffle"),
-    "rollout.temperature=0": ("rollout.temperature", "greater than 0"),
 }
 
 
 @pytest.mark.parametrize("override", BAD)
-def test_a_config_that_cannot_run_is_refused_at_once(tmp_path: Path, rl_config: Make, override: str) -> None:
+def test_a_config_that_cannot_run_is_refused_at_once(tmp_path, rl_config, override):
     config = rl_config(tmp_path) | {"prompt.format": "think_answer"}
     began = time.monotonic()
     done = command("rl", config, tmp_path, override)
@@ -308,7 +284,7 @@ def test_a_config_that_cannot_run_is_refused_at_once(tmp_path: Path, rl_config: 
 # -- a policy that loves placeholders --------------------------------------------------------------
 
 
-def biased_model(folder: Path) -> str:
+def biased_model(folder):
     """Logits of every id that must never be sampled are far above all others: one dimension of the
     residual stream is the same everywhere, and only those rows of the head read it.
     """
@@ -335,7 +311,7 @@ def biased_model(folder: Path) -> str:
     return path
 
 
-def test_a_policy_that_loves_placeholders_never_writes_one(tmp_path: Path, rl_config: Make, numbers: Read) -> None:
+def test_a_policy_that_loves_placeholders_never_writes_one(tmp_path, rl_config, numbers):
     import torch
     import transformers
 
@@ -351,17 +327,17 @@ def test_a_policy_that_loves_placeholders_never_writes_one(tmp_path: Path, rl_co
     allowed = np.setdiff1d(np.arange(logits.shape[1]), banned)
     assert (logits[:, banned].min(1) - logits[:, allowed].max(1)).min() > 50
 
-    config = rl_config(tmp_path, model__path=path, run__max_steps=6, track__trajectories_every=1)
+    config = rl_config(tmp_path, model__path=path, run__max_steps=2, track__trajectories_every=1)
     rl.run(config)
     rows = numbers(tmp_path / "run")
-    assert len(rows) == 6 and max(row["mismatch/logp_gap_max"] for row in rows) < 1e-5
+    assert len(rows) == 2 and max(row["mismatch/logp_gap_max"] for row in rows) < 1e-5
     assert all(row["mismatch/unscored_frac"] == 0 for row in rows)
     written = {
         id
-        for step in range(1, 7)
+        for step in (1, 2)
         for member in rollouts(tmp_path / "run", step)
         for segment in member["segments"]
         if segment["source"] == "policy"
         for id in segment["ids"]
     }
-    assert len(written) > 20 and written.isdisjoint(banned.tolist())
+    assert len(written) > 10 and written.isdisjoint(banned.tolist())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from saccade.checks import model_rules, offline, rows, steps
+from saccade.checks import model_rules, rows, steps
 from saccade.config import Config, Section
 from saccade.config.schema.section import ANSWERING, about, chosen, without_effect
 from saccade.errors import ConfigError
@@ -91,8 +91,8 @@ READING = (rows.data_files, *LOOKING)
 TRAINING = (*(*MODEL, rows.train_data, *READING), *(steps.optimizer, steps.validation, steps.best, steps.resume))
 ANSWERS = (model_rules.answering_model, "series", "trained_series")
 RULES: dict[str, tuple[Rule | str, ...]] = {
-    "rl": (*TRAINING, *(*CRITIC, offline.demonstrations, *SAMPLING, steps.reward, steps.environment)),
-    "sft": (*TRAINING, offline.imitation),
+    "rl": (*TRAINING, *(*CRITIC, rows.demonstrations, *SAMPLING, steps.reward, steps.environment)),
+    "sft": (*TRAINING, model_rules.imitation),
     "dpo": (*TRAINING, "preferences"),
     "reward-model": (*TRAINING, "rating"),
     "eval": (

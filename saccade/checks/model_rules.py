@@ -1,4 +1,4 @@
-"""Rules about models: folders, endpoints, engines, adapters, critics."""
+"""Rules about models: folders, endpoints, engines, adapters, critics, teachers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from saccade.checks import offline
 from saccade.config import ADAPTED, Config
 from saccade.config.schema import HttpConfig
 
@@ -20,12 +19,23 @@ EXAMPLES = {
 }
 
 
+def folder(field: str, path: str) -> Iterator[str]:
+    if not path.startswith("tiny:") and not (Path(path) / "config.json").is_file():
+        reason = "has no config.json" if Path(path).is_dir() else "is not a folder"
+        saved = [p.parent for p in (Path(path) / "checkpoints").glob("step-*/config.json")]
+        newest = max(saved, key=lambda p: p.stat().st_mtime, default=None)
+        if (Path(path) / "adapter_config.json").is_file():  # the merged model lies around it
+            reason, newest = "is an adapter", Path(path).absolute().parent
+        advice = "give a Hugging Face model folder that is on this disk"
+        yield f"{field}: {path} {reason}; {f'try {field}={newest}' if newest else advice}"
+
+
 def model(config: Config) -> Iterator[str]:
     path, train = config.model.path, config.model.train
     if not path:
         yield ("model.path: no model; give a Hugging Face model folder, or model.path=tiny:qwen2_5_vl")
     else:
-        yield from offline.folder("model.path", path)
+        yield from folder("model.path", path)
     frozen = train.removeprefix("freeze:")
     if train not in ("full", *ADAPTED) and (frozen == train or not frozen.strip(", ")):
         near = get_close_matches(train.lower(), ("full", *ADAPTED), n=1)
@@ -142,3 +152,20 @@ def critic_warmup(config: Config) -> Iterator[str]:
             f"algorithm.critic.warmup_steps: in all {steps} steps of the run only the critic would "
             f"learn; try algorithm.critic.warmup_steps={steps // 10}"
         )
+
+
+def imitation(config: Config) -> Iterator[str]:
+    sft = config.sft
+    if sft.teacher is not None:
+        yield from folder("sft.teacher", sft.teacher)
+    if sft.reward_tag is not None and not _shows_reward(sft.reward_tag):
+        yield (
+            f"sft.reward_tag: {sft.reward_tag!r} does not show a reward; try sft.reward_tag='<reward {{reward:.1f}}>'"
+        )
+
+
+def _shows_reward(tag: str) -> bool:
+    try:
+        return tag.format(reward=0.25) != tag.format(reward=100.0)
+    except (LookupError, ValueError, AttributeError):
+        return False

@@ -60,3 +60,9 @@ def prompt_files(config: Config) -> Iterator[str]:
         path = getattr(config.prompt, name)
         if path is not None and not Path(path).is_file():
             yield f"prompt.{name}: file {path} does not exist; give a Jinja file, or remove it"
+
+
+def demonstrations(config: Config) -> Iterator[str]:
+    rows, coef = config.data.demonstrations, config.train.sft_coef
+    if coef and not rows:
+        yield "data.demonstrations: train.sft_coef needs some; try data.demonstrations=shown.jsonl"

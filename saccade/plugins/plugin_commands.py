@@ -15,13 +15,10 @@ import typer
 
 from saccade.cli_run import Arguments, command, read_config, split
 from saccade.errors import ConfigError
-from saccade.plugins.visual_search.data_commands import data_commands
 
 Port = Annotated[int, typer.Option(help="Its port; 0: any free one.", min=0, max=65535)]
 NoToken = Annotated[bool, typer.Option("--no-token", help="Serve whoever asks on this machine.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
-
-data = data_commands(command, read_config)
 
 
 @command("quickstart", panel="Start", example="saccade quickstart --out runs/first")

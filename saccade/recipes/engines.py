@@ -18,7 +18,6 @@ from saccade.models.families import Family
 from saccade.models.load import pick_dtype
 from saccade.recipes import model_setup, parts
 from saccade.recipes.model_setup import Policy
-from saccade.rewards.scorer import Scorer
 from saccade.rollout.episode import Limits
 from saccade.trainer.local import LocalBackend
 from saccade.types import Sample
@@ -42,45 +41,15 @@ def make_engine(config: Config, policy: Policy, *, first_tokens: bool = False, l
         elif not experts.capturable(policy.model):
             log.info("generation runs without CUDA graphs: on this GPU experts ask the host for sizes")
     settings = replace(settings_of(config, policy.family), first_tokens=first_tokens)
-    return _make(config, settings, policy.family, policy.model, logs=logs)
+    return start_engine(config, settings, policy.family, policy.model, logs=logs)
 
 
-def _make(config: Config, settings: Settings, family: Family, model: Any = None, *, logs: Path | None = None) -> Engine:
+def start_engine(
+    config: Config, settings: Settings, family: Family, model: Any = None, *, logs: Path | None = None
+) -> Engine:
     if config.rollout.replicas:
         return ENGINES["replicas"](settings, config.rollout.replicas, logs=logs)
     return build(settings, family, model)
-
-
-def answering_family(config: Config) -> Family:
-    """Of the model that answers where none is trained."""
-    if config.rollout.engine == "http":
-        return ENGINES["http_family"](config.rollout.http.url)
-    return model_setup.family_of(config, model_setup.start_folder(config))
-
-
-def answering_engine(
-    config: Config, family: Family, *, logs: Path | None = None, answers: Path | None = None
-) -> Engine:
-    """Where none is trained: over weights that it loads itself, or over an endpoint's own, whose
-    answers are kept in the folder `answers` unless the config names another.
-    """
-    rollout = config.rollout
-    if rollout.engine == "http":
-        cache = rollout.http.cache or (str(answers) if answers else None)
-        http = rollout.http.model_copy(update={"cache": cache})
-        return build(Settings(engine="http", folder="", dtype="", args=rollout.engine_args, http=http), family)
-    return _make(config, replace(settings_of(config, family), finite=True), family, logs=logs)
-
-
-def model_name(config: Config, engine: Engine) -> str:
-    """As its endpoint calls it, or its folder."""
-    return getattr(engine, "model_name", config.model.path)
-
-
-def expenses(engine: Engine, scorer: Scorer | None) -> list[str]:
-    """What endpoints were asked and what that cost, of the model and of a judge."""
-    asked: list[Any] = [engine, scorer.judge if scorer is not None else None]
-    return [one.expenses() for one in asked if hasattr(one, "expenses")]
 
 
 def settings_of(config: Config, family: Family) -> Settings:
@@ -116,12 +85,6 @@ def longest_sequence(config: Config) -> int:
 
 def _limits(config: Config) -> list[Limits]:
     return [parts.limits_of(config, evaluation=evaluation) for evaluation in (False, True)]
-
-
-def room(config: Config, family: Family) -> int:
-    """Tokens of a prompt with its answer; vllm and sglang are built for what the config may ask."""
-    bounded = config.rollout.engine in ("vllm", "sglang")
-    return min(family.max_positions, longest_sequence(config) if bounded else family.max_positions)
 
 
 def require_support(config: Config, engine: Engine) -> None:

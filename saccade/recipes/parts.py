@@ -1,5 +1,5 @@
 """What else recipes are made of, built from a config: rewards, sampling, limits, environments.
-Models are in models.py, data in questions.py.
+Models are in model_setup.py, data in questions.py.
 
 Each function makes one part; the recipes decide which they need and in what order.
 """

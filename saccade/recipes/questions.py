@@ -25,9 +25,6 @@ from saccade.rewards.verifiers import VERIFIERS
 from saccade.rollout import env_setup
 from saccade.types import Sample
 
-READ = 256  # rows whose words are looked up
-MATERIAL = 0.01  # share of unknown tokens that is worth a word
-
 
 def instruction_of(config: Config) -> str:
     """How to answer, then which tools there are."""
@@ -110,7 +107,7 @@ def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family
         if "assistant" not in roles or roles[0] == "assistant":
             raise RowError("no assistant turn that answers something; sft reads conversations")
         sample = prompts.apply(sample, config.prompt, instruction=instruction)
-        return sample if tag is None else _tagged(sample, tag, reward_of(sample))
+        return sample if tag is None else HOOKS["reward_tagged"](sample, tag)
 
     limits, limit = row_limit(config.data, family, config.sft.max_tokens, "sft.max_tokens")
     with HOOKS["cached_lengths"](config, family, "dialogue", word, family.render_dialogue) as length:
@@ -131,63 +128,6 @@ def load_documents(config: Config, sources: Sequence[DataSource], family: Family
     changes["format"] = "messages" if data.format == "auto" else data.format
     limits = data.model_copy(update=changes)
     return datasets.load(sources, limits, length=length, limit="sft.max_tokens")
-
-
-def reward_of(sample: Sample) -> float:
-    """What the row says of its answer."""
-    value = sample.desirable
-    for column in ("reward", "label"):
-        value = sample.extra.get(column) if value is None else value
-    if not isinstance(value, bool | int | float):
-        raise RowError("no number in the column reward or label, which sft.reward_tag shows")
-    return float(value)
-
-
-def _tagged(sample: Sample, tag: str, reward: float) -> Sample:
-    """The reward after the question, which is the last one that is answered."""
-    messages = list(sample.messages)
-    last = max(index for index, message in enumerate(messages) if message.role == "user")
-    text = tag.format(reward=reward)
-    messages[last] = replace(messages[last], parts=(*messages[last].parts, text))
-    return replace(sample, messages=tuple(messages))
-
-
-def asking_for_the_best(
-    config: Config, data: datasets.Dataset, sets: dict[str, datasets.Dataset]
-) -> dict[str, datasets.Dataset]:
-    """Where answers were learned with their reward, questions name the highest one."""
-    tag = config.sft.reward_tag
-    if tag is None or not sets:
-        return sets
-    best = max(reward_of(sample) for sample in data.samples)
-    return {name: map_samples(part, lambda s: _tagged(s, tag, best)) for name, part in sets.items()}
-
-
-def unknown_words(family: Family, samples: Sequence[Sample]) -> tuple[str, str] | None:
-    """What to say where a tokenizer does not know the words of the rows, of which some are read,
-    and what to do.
-    """
-    unknown, found, total, example = family.chat.unknown, 0, 0, ""
-    if unknown is None:
-        return None
-    for sample in samples[:: max(1, len(samples) // READ)]:
-        for text in (message.text for message in sample.messages):
-            ids = family.chat.encode(text)
-            found, total = found + int((ids == unknown).sum()), total + len(ids)
-            words = text.split() if unknown in ids and not example else ()
-            example = next((word for word in words if unknown in family.chat.encode(word)), example)
-    if found < MATERIAL * max(1, total):
-        return None
-    return (
-        f"the tokenizer of {family.path} does not know {found / total:.0%} of the words of these "
-        f"rows, such as {example!r}: all of them are one and the same token to the model",
-        "take a model whose tokenizer covers the data",
-    )
-
-
-def warning_of_words(family: Family, samples: Sequence[Sample]) -> str | None:
-    found = unknown_words(family, samples)
-    return found and "; ".join(found)
 
 
 def map_samples(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> datasets.Dataset:

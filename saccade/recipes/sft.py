@@ -57,8 +57,9 @@ def run(config: Any) -> dict[str, Any]:
         return select.write_supervision(batches), loss
 
     with Run(config, "sft", parts.manifest(family, data, config)) as this:
-        asked = questions.asking_for_the_best(config, data, sets)
-        job = offline_loop.set_up(this, family, data, questions=asked)
+        if sft.reward_tag is not None and sets:
+            sets = HOOKS["asking_for_the_best"](sft.reward_tag, data, sets)
+        job = offline_loop.set_up(this, family, data, questions=sets)
         teacher = HOOKS["teacher"](config, family)
         loss: Loss = PolicyLoss(SUPERVISED, OWN)
         if teacher is not None:

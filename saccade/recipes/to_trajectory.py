@@ -26,17 +26,13 @@ def document(sample: Sample, family: Family, max_tokens: int) -> Group:
     """
     max_tokens = min(max_tokens, family.max_positions)
     ids = family.chat.encode_document("".join(message.text for message in sample.messages))
-    starts = range(0, max(1, len(ids) - 1), max_tokens)  # a piece of one token predicts nothing
-    pieces = [ids[start : start + max_tokens] for start in starts]
-    sources = [np.full(len(piece), Source.POLICY, np.int8) for piece in pieces]
-    rendered = [Rendered(ids=i, sources=s) for i, s in zip(pieces, sources, strict=True)]
-    return _group(
-        sample,
-        [
-            written(sample.id, n, r, _all(r.sources, np.ones(len(r), bool)), sample.messages)
-            for n, r in enumerate(rendered)
-        ],
-    )
+    pieces = []
+    for start in range(0, max(1, len(ids) - 1), max_tokens):  # a piece of one token predicts nothing
+        piece = ids[start : start + max_tokens]
+        sources = _all(np.full(len(piece), Source.POLICY, np.int8), np.ones(len(piece), bool))
+        rendered = Rendered(ids=piece, sources=sources)
+        pieces.append(written(sample.id, len(pieces), rendered, sources, sample.messages))
+    return _group(sample, pieces)
 
 
 def from_turn(sources: np.ndarray, first: int) -> np.ndarray:

@@ -8,8 +8,10 @@ all others are the environment's own. Knows neither tokens nor processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from saccade.environments import Step
 from saccade.types import STATUS_OF_END, Message
@@ -19,54 +21,44 @@ CONVERSATION = ("system", "user", "assistant", "tool")
 OBSERVATION = ("user", "tool")
 ENDS = tuple(end for end in STATUS_OF_END if end not in ("token_budget_pending", "aborted"))
 
-Check = Callable[[Any], bool]
+Place = Annotated[Sequence[float], Field(min_length=4, max_length=4)]
 
 
-def _is(*types: type) -> Check:
-    return lambda value: type(value) in types
+class Noted(BaseModel, strict=True):
+    """A call of a tool."""
+
+    turn: int
+    ok: bool
+    reason: str
+    source: str | None = None
+    lineage: Sequence[str] = ()
 
 
-def _list_of(check: Check, length: int | None = None) -> Check:
-    return lambda value: (
-        isinstance(value, list | tuple) and length in (None, len(value)) and all(check(item) for item in value)
-    )
+class Crop(Noted):
+    observation: int | None
+    box: Place
+    pixels: Place
+    area: float
+    noop: bool
 
 
-_number, _place = _is(int, float), _list_of(_is(int, float), 4)
-CALL: Mapping[str, Check] = {"turn": _is(int), "ok": _is(bool), "reason": _is(str)}
-CROP: Mapping[str, Check] = {
-    "observation": _is(int, type(None)),
-    "box": _place,
-    "pixels": _place,
-    "area": _number,
-    "noop": _is(bool),
-}
-OPTIONAL: Mapping[str, Check] = {
-    "observation": _is(int, type(None)),
-    "source": _is(str, type(None)),
-    "lineage": _list_of(_is(str)),
-}
+class Other(Noted):
+    observation: int | None = None
+    box: None = None
+    area: None = None
 
 
-def _call(value: Any) -> bool:
-    if not isinstance(value, Mapping):
-        return False
-    crop = CROP if value.keys() & {"area", "box"} else {}
-    optional = {name: check for name, check in OPTIONAL.items() if name in value}
-    checks = {**CALL, **crop, **optional}
-    return all(name in value and check(value[name]) for name, check in checks.items())
+class Reserved(BaseModel, strict=True):
+    """What rewards, metrics and reports read of `info`."""
+
+    tool_calls: Sequence[Crop | Other] = ()
+    tool_counts: dict[Any, float] = {}
 
 
-def _counts(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(_number(count) for count in value.values())
-
-
-RESERVED: Mapping[str, tuple[Check, str]] = {
-    "tool_calls": (
-        _list_of(_call),
-        f'a list with {{"turn": 1, "ok": True, "reason": ""}} for each call; a crop has all of {", ".join(CROP)} too',
-    ),
-    "tool_counts": (_counts, 'numbers by name, such as {"calls": 2, "failed": 1, "noop": 0}'),
+SHAPES = {
+    "tool_calls": 'a list with {"turn": 1, "ok": True, "reason": ""} for each call; a crop has observation, box, '
+    "pixels, area and noop, too",
+    "tool_counts": 'numbers by name, such as {"calls": 2, "failed": 1, "noop": 0}',
 }
 
 
@@ -84,9 +76,11 @@ def messages_flaw(messages: Iterable[Message], roles: Collection[str], *, longes
 
 def step_flaw(step: Step, *, longest: int) -> str:
     """Empty where there is none."""
-    for name, (check, shape) in RESERVED.items():
-        if name in step.info and not check(step.info[name]):
-            return f"info[{name!r}] is {str(step.info[name])[:80]}; it must be {shape}"
+    try:
+        Reserved.model_validate(dict(step.info))
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        return f"info[{name!r}] is {str(step.info[name])[:80]}; it must be {SHAPES[name]}"
     if not step.done:
         return messages_flaw(step.messages, OBSERVATION, longest=longest)
     end = step.info.get("end_reason", "env_done")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -35,6 +34,7 @@ from saccade.types import (
 )
 from saccade.user_code import raised_at
 
+COLUMNS = ("ids", "sources", "logprobs", "versions")  # of a trajectory, one entry for each token
 GREEDY = -1  # the repeat of a rollout that is a baseline: scored, never trained
 
 
@@ -100,10 +100,7 @@ class _World:
 class _Tape:
     """The tokens of an episode so far: append only."""
 
-    ids: list[np.ndarray] = field(default_factory=list)
-    sources: list[np.ndarray] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    versions: list[np.ndarray] = field(default_factory=list)
+    pieces: list[tuple[np.ndarray, ...]] = field(default_factory=list)  # as COLUMNS says
     media: list[MediaSpan] = field(default_factory=list)
     support: list[np.ndarray] = field(default_factory=list)
     length: int = 0
@@ -112,35 +109,25 @@ class _Tape:
     def read(self, rendered: Rendered) -> None:
         n = len(rendered)
         self.media += [span.moved(self.length) for span in rendered.media]
-        self._append(rendered.ids, rendered.sources, np.full(n, np.nan, np.float32), np.full(n, -1, np.int32))
+        self.pieces.append((rendered.ids, rendered.sources, np.full(n, np.nan, np.float32), np.full(n, -1, np.int32)))
+        self.length += n
 
     def write(self, completion: Completion) -> None:
-        sources = np.full(len(completion.ids), Source.POLICY, np.int8)
-        self._append(completion.ids, sources, completion.logprobs, completion.versions)
+        n = len(completion.ids)
+        sources = np.full(n, Source.POLICY, np.int8)
+        self.pieces.append((completion.ids, sources, completion.logprobs, completion.versions))
         self.support += completion.support or ()
-        self.sampled += len(completion.ids)
+        self.length, self.sampled = self.length + n, self.sampled + n
 
     def so_far(self) -> _Tape:
         """As it is now: what is on it never changes."""
-        copied = copy(self)
-        for name in ("ids", "sources", "logprobs", "versions", "media", "support"):
-            setattr(copied, name, list(getattr(self, name)))
-        return copied
+        return replace(self, pieces=[*self.pieces], media=[*self.media], support=[*self.support])
 
     def columns(self) -> dict[str, Any]:
         """Those of a trajectory."""
-        names = ("ids", "sources", "logprobs", "versions")
-        return {name: np.concatenate(getattr(self, name)) for name in names} | {
-            "media": tuple(self.media),
-            "support": tuple(self.support) or None,
-        }
-
-    def _append(self, ids: np.ndarray, sources: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
-        self.ids.append(ids)
-        self.sources.append(sources)
-        self.logprobs.append(logprobs)
-        self.versions.append(versions)
-        self.length += len(ids)
+        joined = map(np.concatenate, zip(*self.pieces, strict=True))
+        columns = dict(zip(COLUMNS, joined, strict=True))
+        return {**columns, "media": tuple(self.media), "support": tuple(self.support) or None}
 
 
 def noise_key(*parts: object) -> int:
@@ -186,7 +173,7 @@ def episode(
         turn += 1
         completion: Completion = yield Request(
             key=key,
-            ids=tape.ids[0] if turn == 1 else np.concatenate(tape.ids),
+            ids=np.concatenate([piece[0] for piece in tape.pieces]) if turn > 1 else tape.pieces[0][0],
             media=tuple(tape.media),
             messages=tuple(messages),
             sampling=sampling if allowed == sampling.max_tokens else replace(sampling, max_tokens=allowed),
@@ -262,7 +249,7 @@ def _answer(
         return "max_turns", True
     if len(tape.media) + sum(len(m.media) for m in step.messages) > limits.max_images:
         return "max_images", True
-    added = family.render_continuation(step.messages, last_id=int(tape.ids[-1][-1]))
+    added = family.render_continuation(step.messages, last_id=int(tape.pieces[-1][0][-1]))
     if limits.tokens(family) - tape.length - len(added) < limits.min_turn_tokens:
         return "token_budget", True
     family.prefetch(span.media for span in added.media)  # made while others generate

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from math import isfinite
-from typing import Protocol
 
 from saccade.config import RewardConfig
 from saccade.engines import Engine
@@ -34,18 +33,10 @@ SHOWN = 160  # characters of a response in a line
 Progress = Callable[[int, int], None]  # done, all
 
 
-class Scores(Protocol):
-    def submit(self, sample: RewardSample) -> Future[Scored]: ...
-
-    def flush(self) -> None:
-        """Begin with what was kept back to be scored together."""
-        ...
-
-
 class RewardStream:
     """Takes trajectories as they finish, gives back groups with rewards when all are in."""
 
-    def __init__(self, scorer: Scores | None, family: Family, *, step: int = 0) -> None:
+    def __init__(self, scorer: Scorer | None, family: Family, *, step: int = 0) -> None:
         """Without a scorer the environment's own rewards count."""
         self.scorer, self.family, self.step = scorer, family, step
         self._pending: dict[tuple[str, int], Future[Scored]] = {}

@@ -12,7 +12,8 @@ hold, tuples as lists.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -70,13 +71,10 @@ def _group(row: dict[str, Any], arrays: Arrays, sample: Sample) -> Group:
     return Group(sample=sample, uid=row["uid"], trajectories=tuple(members), greedy=greedy)
 
 
-def _without_objects(info: Any) -> dict[str, Any]:
-    return {name: value for name, value in info.items() if _is_plain({name: value})}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, str | int | float | np.number | np.bool_)
+def _without_objects(info: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for name, value in info.items():
+        with suppress(TypeError):
+            json.dumps(value, default=lambda number: number.item() if isinstance(number, np.generic) else number)
+            kept[name] = value
+    return kept

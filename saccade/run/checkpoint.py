@@ -20,13 +20,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
 from saccade.models.files import LISTING, STATE, checksum, damaged, header_of, listing
 from saccade.system import disk
 from saccade.system.contents import File, text_file, write_files
+from saccade.trainer.local import LocalBackend
 
 # Files of a model folder that a checkpoint makes anew.
 OWN_FILES = re.compile(r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|(adapter_)?config\.json)$")
@@ -35,29 +36,15 @@ PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 HASHED_UP_TO = 64 << 20  # larger files of its state are compared by size
 
 
-class Stateful(Protocol):
-    def saved_bytes(self) -> int: ...
-
-    def state_files(self, *, copy: bool = False) -> Iterator[File]: ...
-
-
-class Trained(Stateful, Protocol):
-    """A model that a checkpoint holds as a Hugging Face folder."""
-
-    def weight_shapes(self) -> list[tuple[str, tuple[int, ...], int]]: ...
-
-    def model_files(self, *, copy: bool = False) -> list[File]: ...
-
-
 def prepare(
     folder: Path,
     step: int,
-    backend: Trained,
+    backend: LocalBackend,
     family: Family,
     *,
     progress: Mapping[str, Any],
     keep: int,
-    parts: Mapping[str, Stateful] | None = None,
+    parts: Mapping[str, Any] | None = None,
     copy: bool = False,
 ) -> Callable[[], Path]:
     """What comes back writes the checkpoint. With `copy` all of it is in main memory by then, and
@@ -86,16 +73,16 @@ def require_room(folder: Path, needed: int) -> None:
         )
 
 
-def saved_bytes(backend: Trained, parts: Mapping[str, Stateful]) -> int:
+def saved_bytes(backend: LocalBackend, parts: Mapping[str, Any]) -> int:
     return sum(one.saved_bytes() for one in (backend, *parts.values()))
 
 
 def _collect(
-    backend: Trained, family: Family, progress: Mapping[str, Any], parts: Mapping[str, Stateful], *, copy: bool
+    backend: LocalBackend, family: Family, progress: Mapping[str, Any], parts: Mapping[str, Any], *, copy: bool
 ) -> Iterator[File]:
     yield from backend.model_files(copy=copy)
     yield "", partial(copy_processor, family)
-    states: dict[str, Stateful] = {"state": backend}
+    states: dict[str, Any] = {"state": backend}
     states |= {f"state/{name}": part for name, part in parts.items()}
     for place, one in states.items():
         for path, writer in one.state_files(copy=copy):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from saccade.config import SaveConfig
 from saccade.models.families import Family
@@ -26,6 +27,7 @@ from saccade.run.progress import Progress
 from saccade.system import devices
 from saccade.system.contents import kept_bytes
 from saccade.system.disk import free_bytes, size
+from saccade.trainer.local import LocalBackend
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +44,7 @@ class Checkpointer:
         self._took: deque[float] = deque()  # seconds of those that are finished
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def begin(
-        self,
-        backend: checkpoint.Trained,
-        family: Family,
-        parts: Mapping[str, checkpoint.Stateful],
-        *,
-        first: int,
-        total: int,
-    ) -> None:
+    def begin(self, backend: LocalBackend, family: Family, parts: Mapping[str, Any], *, first: int, total: int) -> None:
         """What is saved; `parts` have state of their own beside the backend's. Refuses a disk that
         has no room for one checkpoint of the steps `first` to `total`.
         """

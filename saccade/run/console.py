@@ -1,8 +1,7 @@
 """Progress of a run: one plain line per step, or what a display of a plugin draws on a terminal.
 
 Also the run's phase timer, because the display names the phase that is timed. Knows metric names,
-not what made them. Calls inside a step cost a microsecond: a display looks at the state when it
-draws.
+not what made them. Calls inside a step are cheap: a display looks at the state when it draws.
 
     with Console(350, "rl") as console:
         logging.getLogger("saccade").info("shown above the display, and in the log file")
@@ -16,8 +15,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import IO
@@ -112,13 +111,20 @@ class PhaseClock:
         self._seconds: dict[str, float] = {}
         self._mark = self._lap_began = now()
 
-    def phase(self, name: str) -> Phase:
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
         """`with clock.phase("rollout"):` counts its body under that name."""
-        return Phase(self, name)
+        self._charge()
+        self.open.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self.open.pop()
 
     def lap(self) -> dict[str, float | str]:
         """Seconds, shares and the bottleneck of the step that ends here; the next step begins."""
-        self.charge()
+        self._charge()
         total = self._mark - self._lap_began
         seconds, self._seconds, self._lap_began = self._seconds, {}, self._mark
         seconds["other"] = total - sum(seconds.values())
@@ -129,30 +135,13 @@ class PhaseClock:
             lap["time/bottleneck"] = max(seconds, key=seconds.__getitem__)
         return lap
 
-    def charge(self) -> None:
+    def _charge(self) -> None:
         """Book the time since the last mark on the innermost open phase."""
         now = self._now()
         if self.open:
             name = self.open[-1]
             self._seconds[name] = self._seconds.get(name, 0.0) + now - self._mark
         self._mark = now
-
-
-class Phase:
-    """One use of `with`; a class because a generator would cost four times as much."""
-
-    __slots__ = ("_clock", "_name")
-
-    def __init__(self, clock: PhaseClock, name: str) -> None:
-        self._clock, self._name = clock, name
-
-    def __enter__(self) -> None:
-        self._clock.charge()
-        self._clock.open.append(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        self._clock.charge()
-        self._clock.open.pop()
 
 
 class Console:
@@ -199,7 +188,7 @@ class Console:
         if self._display is not None:
             self._display.stop()
 
-    def phase(self, name: str) -> Phase:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Time the body under `name` and show it."""
         self.done = None
         return self.clock.phase(name)

@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from datetime import datetime, timezone
 from functools import cache
 from importlib import metadata
@@ -236,8 +235,6 @@ def write_whole(path: Path, text: str) -> None:
 
 # -- lock ------------------------------------------------------------------------------------------
 
-_held: set[int] = set()
-
 
 def _acquire(path: Path) -> int:
     lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -255,25 +252,12 @@ def _acquire(path: Path) -> int:
         ) from None
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    _held.add(lock)
     return lock
 
 
 def _release(lock: int) -> None:
-    _held.discard(lock)
     os.ftruncate(lock, 0)
     os.close(lock)
-
-
-def _forget_in_child() -> None:
-    """A forked worker that outlives us must not keep the folder locked."""
-    for lock in _held:
-        with suppress(OSError):
-            os.close(lock)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
 
 
 # -- facts for the manifest ------------------------------------------------------------------------

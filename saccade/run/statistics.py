@@ -9,8 +9,7 @@ question); a list of lists may be ragged, because a sample whose reward failed h
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -24,12 +23,6 @@ Z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
 
 
 class Interval(NamedTuple):
-    low: float
-    high: float
-
-
-class Difference(NamedTuple):
-    mean: float
     low: float
     high: float
 
@@ -67,33 +60,9 @@ def mean_interval(values_per_item: Values) -> Interval:
     means = item_means(values_per_item)
     if np.isin(means, (0.0, 1.0)).all():
         return wilson(float(means.sum()), len(means))
-    if np.ptp(means) == 0 and _are_shares(means):
-        return _around_a_constant(means, least=0.0)
+    if np.ptp(means) == 0 and are_shares(means):
+        return around_a_constant(means, least=0.0)
     return bootstrap_mean(means)
-
-
-def paired_difference(before: Values, after: Values) -> Difference:
-    """Mean of after - before over the same items, with its bootstrap interval."""
-    first, second = item_means(before), item_means(after)
-    if len(first) != len(second):
-        raise ValueError(f"paired items: {len(first)} before and {len(second)} after")
-    change = second - first
-    constant = np.ptp(change) == 0 and _are_shares(first) and _are_shares(second)
-    interval = _around_a_constant(change, least=-1.0) if constant else bootstrap_mean(change)
-    return Difference(float(change.mean()), *interval)
-
-
-def independent_difference(
-    before: float, before_interval: Interval, after: float, after_interval: Interval
-) -> Difference:
-    """after - before of two measurements, from their intervals alone (Newcombe 1998, method 10).
-
-    For the same items this is wider than need be: `paired_difference` is better where scores exist.
-    """
-    change = after - before
-    down = (after - after_interval.low) ** 2 + (before_interval.high - before) ** 2
-    up = (after_interval.high - after) ** 2 + (before - before_interval.low) ** 2
-    return Difference(change, change - down**0.5, change + up**0.5)
 
 
 def pass_at_k(n: Any, c: Any, k: int) -> Any:
@@ -111,26 +80,6 @@ def pass_at_k(n: Any, c: Any, k: int) -> Any:
     return float(value) if value.ndim == 0 else value
 
 
-def avg_at_k(scores_per_item: Values) -> float:
-    """Mean over items of the mean over their samples."""
-    return float(item_means(scores_per_item).mean())
-
-
-def maj_at_k(
-    answers_per_item: Sequence[Sequence[Hashable | None]], scores_per_item: Sequence[Sequence[float]]
-) -> float:
-    """Mean score of the commonest answer; None does not vote. Tied answers share the vote."""
-    return float(majority_scores(answers_per_item, scores_per_item).mean())
-
-
-def majority_scores(
-    answers_per_item: Sequence[Sequence[Hashable | None]], scores_per_item: Sequence[Sequence[float]]
-) -> np.ndarray:
-    """Score of the commonest answer of each item, for an interval around maj@k."""
-    pairs = zip(answers_per_item, scores_per_item, strict=True)
-    return np.array([_majority_score(answers, scores) for answers, scores in pairs])
-
-
 def item_means(values_per_item: Values) -> np.ndarray:
     """One float64 mean per item, of scores that may be ragged."""
     sizes = np.array([np.size(row) for row in values_per_item])
@@ -145,16 +94,7 @@ def item_means(values_per_item: Values) -> np.ndarray:
     return means
 
 
-def _majority_score(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
-    votes = Counter(answer for answer in answers if answer is not None)
-    if not votes:
-        return 0.0
-    most = max(votes.values())
-    winning = [score for answer, score in zip(answers, scores, strict=True) if votes.get(answer) == most]
-    return float(np.mean(winning))
-
-
-def _around_a_constant(values: np.ndarray, least: float) -> Interval:
+def around_a_constant(values: np.ndarray, least: float) -> Interval:
     """Of equal values that could lie in least..1: a bootstrap would call them certain. As many
     items may differ, and as far as they can, as Wilson allows where none of these does.
     """
@@ -162,5 +102,5 @@ def _around_a_constant(values: np.ndarray, least: float) -> Interval:
     return Interval(value - differing * (value - least), value + differing * (1.0 - value))
 
 
-def _are_shares(values: np.ndarray) -> bool:
+def are_shares(values: np.ndarray) -> bool:
     return bool(values.min() >= 0.0 and values.max() <= 1.0)

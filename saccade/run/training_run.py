@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from traceback import format_exception
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -51,23 +51,12 @@ class Stopping(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a validation found."""
+    """What a validation found: `Run` asks it whether it is `due`, then to `measure`."""
 
     metrics: Mapping[str, float]
     scores: Sequence[str] = ()  # data sources whose outcome is a score
     stored: Mapping[str, Sequence[Group]] = field(default_factory=dict)  # by the kind of rollout
     advice: Mapping[str, str] = field(default_factory=dict)  # what it is about → a line
-
-
-class Validates(Protocol):
-    @property
-    def sets(self) -> Mapping[str, Dataset]: ...
-
-    def due(self, step: int, total: int) -> bool: ...
-
-    def measure(self, step: int, scores: Sequence[str]) -> Measured:
-        """`scores`: data sources whose outcome is a score, as far as that is known."""
-        ...
 
 
 def open_folder(config: Config, *, command: str, manifest: Mapping[str, Any]) -> RunFolder:
@@ -210,7 +199,7 @@ class Run:
         backend: LocalBackend,
         family: Family,
         sets: Iterable[Dataset],
-        parts: Mapping[str, checkpoint.Stateful] | None = None,
+        parts: Mapping[str, Any] | None = None,
     ) -> None:
         """Everything is loaded: from here on a signal writes a checkpoint first. What is not used
         of the `sets` is listed. `parts` have state of their own beside the backend's.
@@ -232,7 +221,7 @@ class Run:
         if metrics and self.step == 0:
             self.display.loggers.log(metrics, 0)
 
-    def validate_start(self, validation: Validates) -> None:
+    def validate_start(self, validation: Any) -> None:
         """The score of the start, for the comparison."""
         if validation.sets and self.config.val.before and self.step == 0:
             self.log_start(self._validate(validation))
@@ -282,7 +271,7 @@ class Run:
         )
 
     def finish_step(
-        self, progress: Progress, metrics: Mapping[str, float], validation: Validates, unread: str = ""
+        self, progress: Progress, metrics: Mapping[str, float], validation: Any, unread: str = ""
     ) -> dict[str, Any]:
         """The step is made: `progress` holds. Validate, log, give advice when little is being
         learned, save when it is time; returns the row that is logged. An error in a validation ends
@@ -303,7 +292,7 @@ class Run:
             self.save(last=self.step == self.total)
         return row
 
-    def _validate(self, validation: Validates) -> Mapping[str, float]:
+    def _validate(self, validation: Any) -> Mapping[str, float]:
         step = self.step
         try:
             with self.phase("validation"):

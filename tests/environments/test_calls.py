@@ -79,8 +79,8 @@ def test_the_first_calls_count_and_a_mention_does_not():
 @pytest.mark.parametrize("piece", ["</grounding>", "<grounding>", "<grounding>{}</grounding>", "\\'{[\""])
 def test_megabytes_of_calls_are_read_in_one_pass(piece):
     """A reader that looks back would still be at it tomorrow."""
-    found = find(piece * 400_000, "grounding", 10**9)
-    assert len(found) == {"<grounding>{}</grounding>": 400_000, "<grounding>": 1}.get(piece, 0)
+    found = find(piece * 40_000, "grounding", 10**9)
+    assert len(found) == {"<grounding>{}</grounding>": 40_000, "<grounding>": 1}.get(piece, 0)
 
 
 NUMBERS = st.integers(-(10**12), 10**12) | st.floats(allow_nan=False, allow_infinity=False)

@@ -3,7 +3,6 @@ what it may write in a turn.
 """
 
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -21,25 +20,25 @@ CODE = "__import__('os').system('touch owned')"
 watching: list[list[str]] = []
 
 
-def _audit(event: str, arguments: tuple) -> None:
+def _audit(event, arguments):
     if watching and event in FORBIDDEN:
         watching[-1].append(f"{event} {arguments!r:.80}")
 
 
 @pytest.fixture(scope="module")
-def audited() -> None:
+def audited():
     """A hook stays for good, so it looks only while something is watched."""
     sys.addaudithook(_audit)
 
 
 @pytest.fixture
-def seen(audited) -> Iterator[list[str]]:
+def seen(audited):
     events: list[str] = []
     yield events
     assert not watching
 
 
-def played(text: str, seen: list[str], image, **options):
+def played(text, seen, image, **options):
     environment = build(EnvConfig(**{"name": "crop"} | options), SETTING)
     picture = image(200, 100, 3)
     sample = Sample(id="s", messages=(Message(role="user", parts=(picture, "?")),), extra={"level": "@$."})
@@ -52,7 +51,7 @@ def played(text: str, seen: list[str], image, **options):
     return step
 
 
-def grounding(body: str) -> str:
+def grounding(body):
     return f"<grounding>{body}</grounding>"
 
 
@@ -111,7 +110,7 @@ def test_unknown_tools_have_no_names_to_look_up(seen, image):
         seen.clear()
 
 
-@pytest.mark.parametrize("answer", ["up, " * 10**6, f"up, {CODE}", "up" * 10**6])
+@pytest.mark.parametrize("answer", ["up, " * 10**5, f"up, {CODE}", "up" * 10**5])
 def test_a_game_reads_moves_and_nothing_else(answer, seen, image):
     step = played(f"<answer>{answer}</answer>", seen, image, name="sokoban_step")
     noted = step.info["tool_calls"][-1]

@@ -10,41 +10,38 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.config import load
+from saccade.plugins.evaluation.answering import room
 from saccade.plugins.serving import chat_command as chatting
-from saccade.recipes.engines import room
 from saccade.types import Media, Message, Sampling
 from tests.browser import CHROMIUM, Browser
 from tests.endpoints import Says, chat_answer, scripted
 
 
 @pytest.fixture(scope="module")
-def folder(family_of: Any) -> str:
+def folder(family_of):
     return family_of("qwen2_5_vl").path
 
 
 @pytest.fixture
-def picture(tmp_path: Path, image: Any) -> Path:
+def picture(tmp_path, image):
     media: Media = image(84, 56, 5)
     (tmp_path / "a.png").write_bytes(media.data or b"")
     return tmp_path / "a.png"
 
 
-def chat(*arguments: str, typed: Sequence[str] = ()) -> Result:
+def chat(*arguments, typed=()):
     lines = "".join(f"{line}\n" for line in typed)
     return CliRunner().invoke(app, ["chat", "rollout.max_tokens=12", *arguments], input=lines)
 
 
-def test_a_conversation(folder: str, picture: Path, tmp_path: Path) -> None:
+def test_a_conversation(folder, picture, tmp_path):
     saved = tmp_path / "talk.json"
     result = chat(
         folder,
@@ -77,7 +74,7 @@ def test_a_conversation(folder: str, picture: Path, tmp_path: Path) -> None:
     assert "never" not in result.stdout
 
 
-def test_a_file_of_conversations_gets_the_answers_of_the_terminal(folder: str, picture: Path, tmp_path: Path) -> None:
+def test_a_file_of_conversations_gets_the_answers_of_the_terminal(folder, picture, tmp_path):
     content = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "how many?"}]
     conversations = [[{"role": "user", "content": content}], "hello", {"messages": "hello"}]
     (tmp_path / "in.json").write_text(json.dumps(conversations))
@@ -93,7 +90,7 @@ def test_a_file_of_conversations_gets_the_answers_of_the_terminal(folder: str, p
     assert "nothing is overwritten" in chat(folder, *options).output
 
 
-def test_an_image_of_a_file_keeps_its_own_pixel_budget(picture: Path) -> None:
+def test_an_image_of_a_file_keeps_its_own_pixel_budget(picture):
     shown = {"type": "image", "image": picture.name, "max_pixels": 3136}
     turns = [{"role": "user", "content": [shown]}]
     (message,) = chatting._conversation(turns, "in.json[0]", picture.parent, load({}))
@@ -113,7 +110,7 @@ def test_an_image_of_a_file_keeps_its_own_pixel_budget(picture: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_cannot_be_answered(folder: str, tmp_path: Path, content: str, problem: str) -> None:
+def test_a_file_that_cannot_be_answered(folder, tmp_path, content, problem):
     (tmp_path / "in.json").write_text(content)
     result = chat(folder, "--batch", str(tmp_path / "in.json"))
     assert result.exit_code == 2 and problem in result.output.replace("\n", "")
@@ -128,19 +125,19 @@ def test_a_file_that_cannot_be_answered(folder: str, tmp_path: Path, content: st
         (["--no-token"], "--no-token: has no effect without --serve"),
     ],
 )
-def test_options_that_do_not_go_together(folder: str, options: list[str], problem: str) -> None:
+def test_options_that_do_not_go_together(folder, options, problem):
     result = chat(folder, *options)
     assert result.exit_code == 2 and problem in result.output.replace("\n", " ")
 
 
-def test_ctrl_c_ends_an_answer_between_two_steps(folder: str) -> None:
+def test_ctrl_c_ends_an_answer_between_two_steps(folder):
     """Never within one, which would leave an engine's caches half written."""
     config = load(None, [f"model.path={folder}", "rollout.max_tokens=12", "run.device=cpu"])
     before, steps, said = signal.getsignal(signal.SIGINT), [], []
     with chatting._opened(config) as (family, engine):
         poll = engine.poll
 
-        def interrupted() -> Any:
+        def interrupted():
             if len(steps) == 3:
                 os.kill(os.getpid(), signal.SIGINT)
             steps.append(poll())
@@ -159,14 +156,14 @@ def test_ctrl_c_ends_an_answer_between_two_steps(folder: str) -> None:
         assert again.finish == "length" and again.ids[:4].tolist() == done.ids.tolist()
 
 
-def test_an_answer_has_the_room_that_the_engine_was_built_with(family_of: Any) -> None:
+def test_an_answer_has_the_room_that_the_engine_was_built_with(family_of):
     family = replace(family_of("qwen2_5_vl"), max_positions=131_072)
     for engine, tokens in (("vllm", 32_768), ("embedded", 131_072), ("http", 131_072)):
         asked = [f"rollout.engine={engine}", "rollout.max_tokens=30000"]
         assert room(load(None, asked), family) == tokens
 
 
-def test_a_refused_question_is_not_the_end_of_the_talk() -> None:
+def test_a_refused_question_is_not_the_end_of_the_talk():
     script = [Says(status=400, body={"error": {"message": "too rude"}}), chat_answer("four")]
     with scripted(script) as endpoint:
         options = ["rollout.engine=http", f"rollout.http.url={endpoint.url}"]
@@ -175,7 +172,7 @@ def test_a_refused_question_is_not_the_end_of_the_talk() -> None:
     assert [len(seen["body"]["messages"]) for seen in endpoint.asked] == [1, 1]
 
 
-def test_a_server_that_others_can_reach_has_a_token(folder: str) -> None:
+def test_a_server_that_others_can_reach_has_a_token(folder):
     result = chat(folder, "--serve", "--no-token", "--host", "0.0.0.0")
     assert result.exit_code == 2 and "--host 127.0.0.1" in result.output.replace("\n", " ")
 
@@ -184,7 +181,7 @@ def test_a_server_that_others_can_reach_has_a_token(folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(folder: str) -> Iterator[tuple[str, str]]:
+def server(folder):
     """Its address, and its page with the token in it."""
     command = [sys.executable, "-m", "saccade", "chat", folder, "rollout.max_tokens=64"]
     process = subprocess.Popen(
@@ -202,7 +199,7 @@ def server(folder: str) -> Iterator[tuple[str, str]]:
     process.wait()
 
 
-def test_terminal_and_endpoint_say_the_same(server: tuple[str, str], folder: str) -> None:
+def test_terminal_and_endpoint_say_the_same(server, folder):
     url, page = server
     token = page.partition("#token=")[2]
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 12}
@@ -213,9 +210,7 @@ def test_terminal_and_endpoint_say_the_same(server: tuple[str, str], folder: str
     assert text and text in chat(folder, "--greedy", typed=["hello", "exit"]).stdout
 
 
-def test_a_chat_over_an_endpoint(
-    server: tuple[str, str], folder: str, picture: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_over_an_endpoint(server, folder, picture, monkeypatch):
     url, page = server
     monkeypatch.setenv("SACCADE_TEST_KEY", page.partition("#token=")[2])
     typed = [f"/image {picture}", "how many?", "exit"]
@@ -226,7 +221,7 @@ def test_a_chat_over_an_endpoint(
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-def test_the_page(server: tuple[str, str], folder: str, tmp_path: Path, picture: Path) -> None:
+def test_the_page(server, folder, tmp_path, picture):
     """Type a message and see the answer; then one about an image."""
     _, page = server
     browser = Browser(tmp_path / "profile")

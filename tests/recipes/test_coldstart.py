@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError, DataError
 from saccade.media.images import decode
-from saccade.models.families import Family, load_family
+from saccade.models.families import load_family
 from saccade.plugins.families import tiny
 from saccade.plugins.visual_search import coldstart
 from saccade.plugins.visual_search.search_expert import AGAIN, call, demonstration
@@ -23,29 +22,27 @@ from saccade.recipes.sft import dialogue
 from saccade.rollout.episode import Limits, episode
 from saccade.types import Completion, Message, Request, Sample, Sampling, Source
 
-Scenes = dict[str, Path]
 ENV = ["env.name=crop", "env.min_pixels=3136", "env.max_pixels=3136"]
 LEVELS = ("easy", "medium", "hard")
 
 
 @pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+def family(tmp_path_factory):
     return load_family(tiny.build("qwen2_5_vl", tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
+def scenes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scenes")
     return {level: write_search(search_split(6, seed=1, level=level, view=56), folder, name=level) for level in LEVELS}
 
 
-def written(path: Path) -> list[dict]:
+def written(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("stops", [True, False], ids=["stop string", "end of turn"])
-def test_sft_and_rl_read_the_same_tokens(level: str, stops: bool, scenes: Scenes, family: Family, tmp_path: Path):
+@pytest.mark.parametrize(("level", "stops"), [("easy", True), ("medium", False), ("hard", True)])
+def test_sft_and_rl_read_the_same_tokens(level, stops, scenes, family, tmp_path):
     """What `saccade sft` trains on is, id by id, what the episode loop makes of the same turns."""
     options = [*ENV, f"data.train={scenes[level]}"]
     coldstart.run(load(None, options), scenes[level], tmp_path / "cold", mistakes=0.4)
@@ -95,7 +92,7 @@ def run_episode(sample, texts, family, config, *, stops):
     return end.value.value
 
 
-def test_rows_of_a_cold_start_are_asked_without_their_turns(scenes: Scenes, family: Family, tmp_path: Path) -> None:
+def test_rows_of_a_cold_start_are_asked_without_their_turns(scenes, family, tmp_path):
     coldstart.run(load(None, ENV), scenes["easy"], tmp_path / "cold")
     rows = tmp_path / "cold" / "train.jsonl"
     options = [f"model.path={family.path}", "reward.terms=exact", "rollout.max_tokens=8"]
@@ -108,8 +105,8 @@ def test_rows_of_a_cold_start_are_asked_without_their_turns(scenes: Scenes, fami
         assert row["gold"] == str(drawn["answer"]) and len(row["media"]) == 1
 
 
-def test_where_a_question_ends_depends_on_what_follows_it() -> None:
-    def asked(roles: str, *options: str) -> str:
+def test_where_a_question_ends_depends_on_what_follows_it():
+    def asked(roles, *options):
         names = {"u": "user", "a": "assistant", "t": "tool"}
         messages = tuple(Message(role=names[role], parts=("x",)) for role in roles)  # type: ignore[arg-type]
         ask = questions.prompt_builder(load(None, ["prompt.instruction=", *options]))
@@ -120,7 +117,7 @@ def test_where_a_question_ends_depends_on_what_follows_it() -> None:
     assert asked("uau", *ENV) == "uau"  # a question after a chat
 
 
-def test_a_crop_is_stored_as_the_model_sees_it(scenes: Scenes, family: Family, tmp_path: Path) -> None:
+def test_a_crop_is_stored_as_the_model_sees_it(scenes, family, tmp_path):
     config = load(None, ENV)
     coldstart.run(config, scenes["hard"], tmp_path / "cold", mistakes=0.0)
     rows = load(None, [f"data.train={tmp_path / 'cold' / 'train.jsonl'}", "sft.max_tokens=4000"])
@@ -133,9 +130,7 @@ def test_a_crop_is_stored_as_the_model_sees_it(scenes: Scenes, family: Family, t
         np.testing.assert_array_equal(crop[y : y + y1 - y0, x : x + x1 - x0], target)
 
 
-def test_trajectories_of_others_are_played_again(
-    scenes: Scenes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trajectories_of_others_are_played_again(scenes, tmp_path, capsys):
     first = coldstart.run(load(None, ENV), scenes["medium"], tmp_path / "a", verifier="exact")
     again = coldstart.run(load(None, ENV), tmp_path / "a" / "train.jsonl", tmp_path / "b")
     assert first == again == {"written": 6} and capsys.readouterr().out == ""
@@ -144,7 +139,7 @@ def test_trajectories_of_others_are_played_again(
     assert written(tmp_path / "a" / "train.jsonl") == written(tmp_path / "b" / "train.jsonl")
 
 
-def test_what_must_not_be_taught_is_set_aside(scenes: Scenes, tmp_path: Path) -> None:
+def test_what_must_not_be_taught_is_set_aside(scenes, tmp_path):
     look = f"<think>Small.</think>{call((0, 0, 0.5, 0.5), 'original_image')}"
     answer = "<think>Now.</think><answer>{}</answer>"
     wrong = f"<think>Small.</think>{call((0, 0, 0.5, 0.5), 'observation_9')}"
@@ -171,17 +166,9 @@ def test_what_must_not_be_taught_is_set_aside(scenes: Scenes, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("coordinates", "call", "mistakes"),
-    [
-        ("relative", "grounding", 0.5),
-        ("relative", "tool_call", 0.0),
-        ("milli", "grounding", 0.0),
-        ("milli", "tool_call", 0.5),
-    ],
+    ("coordinates", "call", "mistakes"), [("relative", "grounding", 0.5), ("milli", "tool_call", 0.5)]
 )
-def test_the_searcher_writes_calls_as_the_environment_reads_them(
-    coordinates: str, call: str, mistakes: float, scenes: Scenes, tmp_path: Path
-) -> None:
+def test_the_searcher_writes_calls_as_the_environment_reads_them(coordinates, call, mistakes, scenes, tmp_path):
     config = load(None, [*ENV, f"env.coordinates={coordinates}", f"env.call={call}"])
     counts = coldstart.run(config, scenes["hard"], tmp_path / "cold", mistakes=mistakes)
     assert counts == {"written": 6}
@@ -192,7 +179,7 @@ def test_the_searcher_writes_calls_as_the_environment_reads_them(
         assert f"<{call}>" in said[0]
 
 
-def test_what_cannot_be_played_is_refused(scenes: Scenes, tmp_path: Path) -> None:
+def test_what_cannot_be_played_is_refused(scenes, tmp_path):
     for option in ("coordinates=absolute", "name=calculator"):
         with pytest.raises(ConfigError, match=f"env.{option}: the scripted searcher"):
             coldstart.run(load(None, [*ENV, f"env.{option}"]), scenes["easy"], tmp_path / option)
@@ -229,7 +216,7 @@ def weigh(thing):
 """
 
 
-def test_environments_and_tools_of_the_user_are_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_environments_and_tools_of_the_user_are_played(tmp_path, capsys):
     own = tmp_path / "own.py"
     own.write_text(OWN)
     weigh = '<tool_call>{"name": "weigh", "arguments": {"thing": "It"}}</tool_call>'
@@ -253,7 +240,7 @@ def test_environments_and_tools_of_the_user_are_played(tmp_path: Path, capsys: p
         assert "It weighs 3" in row["conversations"][2]["value"]
 
 
-def test_a_searcher_finds_what_it_looks_for() -> None:
+def test_a_searcher_finds_what_it_looks_for():
     """Every demonstration ends with a look at the target; one that is misread teaches nothing."""
     make = coldstart.env_setup.environments(load(None, ENV).env, order=("answer_tag",))
     # One call of three fails against the plan, and not the last.

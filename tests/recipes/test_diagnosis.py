@@ -38,12 +38,3 @@ def test_groups_that_are_nearly_all_dead_are_said_with_what_a_live_one_costs(tmp
     assert row["group/rollouts_per_live"] * row["group/live_frac"] == 2
     assert f"each of these costs {row['group/rollouts_per_live']:,.0f} rollouts" in log
     assert "data of medium difficulty" in log
-
-
-def test_groups_that_differ_by_length_alone_are_said(tmp_path, rl_config):
-    terms = ["exact", {"verifier": "length", "args": {"target": 6}}]
-    config = rl_config(tmp_path) | MANY | {"reward.terms": terms, "prompt.format": "think_answer"}
-    row = rl.run(config)
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert row["group/side_signal_frac"] == 1.0
-    assert "in all of the groups that teach anything all answers are equally right or wrong" in log

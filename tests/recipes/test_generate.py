@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ def config(rl_config):
     return lambda out, **changes: rl_config(out, generate__n=3, rollout__max_tokens=5, **changes)
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
+def rows_of(path):
     return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
 
 
@@ -81,7 +80,7 @@ def test_without_rewards_nothing_is_scored(tmp_path, config):
 def test_rows_that_changed_are_answered_again(config, tmp_path, capsys):
     from PIL import Image
 
-    def write(gold: int = 1, colour: str = "red") -> None:
+    def write(gold=1, colour="red"):
         Image.new("RGB", (56, 56), colour).save(tmp_path / "0.png")
         lines = [
             {"id": "picture", "question": "<image> count", "answer": "1", "images": ["0.png"]},
@@ -90,7 +89,7 @@ def test_rows_that_changed_are_answered_again(config, tmp_path, capsys):
         ]
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
 
-    def made(**options: Any) -> tuple[int, int]:
+    def made(**options):
         result = generate.run(config(tmp_path, data__train=str(tmp_path / "rows.jsonl"), **options))
         return result["rows"], result["skipped"]
 
@@ -182,7 +181,7 @@ def test_a_crash_while_writing_leaves_the_rows_so_far(tmp_path, monkeypatch):
     path.parent.mkdir()
     path.write_text('{"id": "a/0"}\n')
 
-    def full(descriptor: int) -> None:
+    def full(descriptor):
         raise OSError("no space left")
 
     monkeypatch.setattr("os.fsync", full)

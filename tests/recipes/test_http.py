@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,15 @@ from saccade.errors import ConfigError
 from saccade.models.families import load_family
 from saccade.plugins.evaluation import evaluate
 from saccade.plugins.generate import generate
-from tests.endpoints import TOKEN, Endpoint, Says, chat_answer, scripted, serving
-
-Make = Callable[..., dict[str, Any]]
+from tests.endpoints import TOKEN, Says, chat_answer, scripted, serving
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
+def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
-def endpoint(word_model: str) -> Iterator[Endpoint]:
+def endpoint(word_model):
     import torch
 
     from saccade.models.load import load_model
@@ -42,10 +39,10 @@ def endpoint(word_model: str) -> Iterator[Endpoint]:
 
 
 @pytest.fixture
-def over_http(endpoint: Endpoint, rl_config: Make, scenes: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+def over_http(endpoint, rl_config, scenes, monkeypatch):
     monkeypatch.setenv("SACCADE_TEST_KEY", TOKEN)
 
-    def config(out: Path, url: str = endpoint.url, **changes: Any) -> dict[str, Any]:
+    def config(out, url=endpoint.url, **changes):
         options = rl_config(out, data__val=str(scenes / "val.jsonl"), **changes)
         options |= {
             "model.path": "",
@@ -60,9 +57,7 @@ def over_http(endpoint: Endpoint, rl_config: Make, scenes: Path, monkeypatch: py
     return config
 
 
-def test_an_endpoint_answers_as_the_model_behind_it(
-    tmp_path: Path, rl_config: Make, over_http: Make, scenes: Path
-) -> None:
+def test_an_endpoint_answers_as_the_model_behind_it(tmp_path, rl_config, over_http, scenes):
     """Greedy, with images, without and with a stop string: every field of every row."""
     stop: list[str] = []
     for name in ("plain", "stopped"):
@@ -77,7 +72,7 @@ def test_an_endpoint_answers_as_the_model_behind_it(
         stop = found[0]["response"].split()[1:2]
 
 
-def test_a_second_run_sends_nothing(tmp_path: Path, over_http: Make, endpoint: Endpoint) -> None:
+def test_a_second_run_sends_nothing(tmp_path, over_http, endpoint):
     before = len(endpoint.asked)
     first = evaluate.run(over_http(tmp_path, val__n=3), out=tmp_path / "a")
     assert len(endpoint.asked) - before == 24 and first["val"]["items"] == 8
@@ -89,7 +84,7 @@ def test_a_second_run_sends_nothing(tmp_path: Path, over_http: Make, endpoint: E
     assert len(responses) > 8  # repeats have seeds of their own
 
 
-def test_generate_counts_tokens_and_costs(tmp_path: Path, over_http: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_counts_tokens_and_costs(tmp_path, over_http, capsys):
     price = {"generate__n": 2, "data__max_samples": 3, "rollout__http__price": [1.0, 2.0]}
     result = generate.run(over_http(tmp_path, **price))
     found = rows(Path(result["path"]))
@@ -101,10 +96,10 @@ def test_generate_counts_tokens_and_costs(tmp_path: Path, over_http: Make, capsy
     assert generate.run(again)["skipped"] == 3  # how it is reached makes no other answers
 
 
-def test_a_killed_run_asks_only_for_what_is_missing(tmp_path: Path, over_http: Make) -> None:
+def test_a_killed_run_asks_only_for_what_is_missing(tmp_path, over_http):
     released: list[dict[str, Any]] = []
 
-    def script(body: dict[str, Any]) -> Says:
+    def script(body):
         released.append(body)
         return Says(body=chat_answer("<answer>3</answer>").body, after=0.0 if len(released) < 4 else 60)
 
@@ -126,17 +121,17 @@ def test_a_killed_run_asks_only_for_what_is_missing(tmp_path: Path, over_http: M
     assert result["val"]["response_mean"] == 7  # as the endpoint counted
 
 
-def own_cache(config: dict[str, Any]) -> dict[str, Any]:
+def own_cache(config):
     return {name: value for name, value in config.items() if name != "rollout.http.cache"}
 
 
-def broken_off(config: dict[str, Any], fails: int, recipe: Any) -> int:
+def broken_off(config, fails, recipe):
     """Runs against an endpoint that refuses everything from request number `fails` on; returns how
     many it has answered.
     """
     seen: list[Any] = []
 
-    def script(body: dict[str, Any]) -> Says:
+    def script(body):
         seen.append(body)
         return chat_answer("<answer>3</answer>") if len(seen) < fails else Says(status=400)
 
@@ -151,7 +146,7 @@ def broken_off(config: dict[str, Any], fails: int, recipe: Any) -> int:
 
 
 @pytest.mark.parametrize("recipe", [evaluate.run, generate.run])
-def test_without_a_cache_of_its_own_a_run_keeps_one(tmp_path: Path, over_http: Make, recipe: Any) -> None:
+def test_without_a_cache_of_its_own_a_run_keeps_one(tmp_path, over_http, recipe):
     """What was broken off goes on, twice over; what has ended is not taken for the answers of
     another day.
     """
@@ -170,7 +165,7 @@ def test_without_a_cache_of_its_own_a_run_keeps_one(tmp_path: Path, over_http: M
     assert not list((tmp_path / "off").rglob("answers"))
 
 
-def test_an_environment_of_several_turns(tmp_path: Path, over_http: Make) -> None:
+def test_an_environment_of_several_turns(tmp_path, over_http):
     """Later turns send the whole conversation, images included."""
     file = tmp_path / "asks.py"
     file.write_text(
@@ -204,7 +199,7 @@ def test_an_environment_of_several_turns(tmp_path: Path, over_http: Make) -> Non
     assert [part["type"] for part in last[2]["content"]] == ["image_url", "text"]
 
 
-def problems(command: str, **options: Any) -> str:
+def problems(command, **options):
     base = {"rollout.engine": "http", "rollout.http.url": "http://127.0.0.1:8000/v1"}
     base |= {"data.val": __file__, "data.train": __file__, "prompt.format": "direct"}
     base |= {"reward.terms": ["math"]}
@@ -215,7 +210,7 @@ def problems(command: str, **options: Any) -> str:
     return ""
 
 
-def test_what_a_config_can_say_of_endpoints() -> None:
+def test_what_a_config_can_say_of_endpoints():
     assert problems("eval") == problems("generate") == problems("chat") == ""
     for command in ("rl", "sft"):
         said = problems(command, model__path="tiny:qwen2_5_vl")

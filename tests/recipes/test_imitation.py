@@ -12,6 +12,7 @@ from saccade.data.datasets import Stream
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
 from saccade.plugins.distillation.distil import kd
+from saccade.plugins.imitation.reward_tags import asking_for_the_best
 from saccade.recipes import questions, rl, sft
 from saccade.recipes.to_trajectory import document
 from saccade.trainer.losses import PolicyLoss
@@ -134,7 +135,7 @@ def test_the_reward_stands_after_the_question(tmp_path, sft_config, word_model):
         ["how many ? reward 0.0", "blue"],
     ]
     data = questions.load_dialogues(config, config.data.train, family)
-    (asked,) = questions.asking_for_the_best(config, data, {"val": data})["val"].samples
+    (asked,) = asking_for_the_best(config.sft.reward_tag, data, {"val": data})["val"].samples
     assert asked.messages[0].text.endswith("reward 0.0 reward 0.0")
     for tag in ("reward", "{score}", "{reward"):
         with pytest.raises(ConfigError, match=r"sft.reward_tag: .* does not show a reward"):
@@ -167,24 +168,16 @@ def test_one_model_learns_good_and_bad_answers_apart(tmp_path, sft_config, numbe
 # -- demonstrations beside reinforcement learning --------------------------------------------------
 
 
-def test_demonstrations_are_part_of_the_same_update(tmp_path, rl_config, scenes, numbers, same_weights):
-    shown = str(scenes / "shown.jsonl")
-    for name, coef in (("without", 0.0), ("with", 1.0)):
-        more = {"train.sft_coef": coef, "data.demonstrations": shown} if coef else {}
-        rl.run(rl_config(tmp_path, run__name=name) | more)
-    without, both = numbers(tmp_path / "without"), numbers(tmp_path / "with")
+def test_demonstrations_are_part_of_the_same_update(tmp_path, rl_config, scenes, numbers, resumed):
+    rl.run(rl_config(tmp_path, run__max_steps=1))
+    more = {"train.sft_coef": 1.0, "data.demonstrations": str(scenes / "shown.jsonl")}
+    last, _ = resumed(rl.run, rl_config(tmp_path) | more)
+    without, both = numbers(tmp_path / "run"), numbers(last.parents[1])
     # The rollouts of the first step are the same, so its own loss is, too.
     assert both[0]["policy/loss"] == without[0]["policy/loss"]
     assert both[0]["policy/grad_norm"] != without[0]["policy/grad_norm"]
     assert both[-1]["policy/ptx_loss"] < 0.8 * both[0]["policy/ptx_loss"]
     assert "policy/ptx_loss" not in without[0]
-
-    options = rl_config(tmp_path, run__name="parts") | more
-    rl.run(options | {"run.max_steps": 2})
-    rl.run(options | {"run.resume": "auto"})
-    assert numbers(tmp_path / "parts") == both
-    ends = (tmp_path / name / "checkpoints" / "step-4" for name in ("with", "parts"))
-    assert same_weights(*ends)
     with pytest.raises(ConfigError, match=r"data.demonstrations: train.sft_coef needs some"):
         rl.run(rl_config(tmp_path, train__sft_coef=0.1))
 
@@ -222,10 +215,10 @@ def test_the_gradients_of_both_terms_add_up(word_model, scenes):
 # -- an average of the weights ---------------------------------------------------------------------
 
 
-def test_an_average_follows_the_weights_and_resumes(tmp_path, sft_config, word_model, tensors, same_weights):
-    config = sft_config(tmp_path, run__max_steps=3, save__every=1, train__ema=0.75)
-    sft.run(config | {"run.name": "whole"})
-    folders = [tmp_path / "whole/checkpoints" / f"step-{n}" for n in (1, 2, 3)]
+def test_an_average_follows_the_weights_and_resumes(tmp_path, sft_config, word_model, tensors, resumed):
+    config = sft_config(tmp_path, run__max_steps=3, train__ema=0.75)
+    last, _ = resumed(sft.run, config)
+    folders = [last.with_name(f"step-{n}") for n in (1, 2, 3)]
     average = tensors(word_model)
     for folder in folders:
         weights = tensors(folder)
@@ -233,9 +226,5 @@ def test_an_average_follows_the_weights_and_resumes(tmp_path, sft_config, word_m
     kept = tensors(folders[-1] / "state" / "ema")
     assert max(float((kept[name] - average[name]).abs().max()) for name in average) < 1e-6
     load_family(str(folders[-1] / "state" / "ema"))  # a model folder of its own
-    sft.run(config | {"run.name": "parts", "run.max_steps": 2})
-    sft.run(config | {"run.name": "parts", "run.resume": "auto"})
-    ends = (tmp_path / name / "checkpoints/step-3/state/ema" for name in ("whole", "parts"))
-    assert same_weights(*ends)
     with pytest.raises(ConfigError, match=r"train.ema: averages whole weights"):
         sft.run(config | {"model.train": "lora"})

@@ -130,9 +130,8 @@ def test_a_broken_medium_is_a_bad_row(folder):
         assert report.good == 0 and len(report.bad) == 1 and name in report.bad[0].reason
 
 
-@pytest.mark.parametrize("ready", [0, 3, 4])
-def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(family_of, tmp_path, monkeypatch, ready):
-    begun = []
+def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(family_of, tmp_path, monkeypatch):
+    begun, ready = [], 3
     ahead = SimpleNamespace(get=begun.append)
     family = replace(family_of("qwen2_5_vl"), cache=lambda media: ahead)
     rows = write_jsonl(counting_split(8, seed=0, colours=TEACHING_COLOURS), tmp_path)

@@ -11,6 +11,7 @@ from saccade.data.stream import Stream
 from saccade.errors import DataError
 from saccade.models.families import load_family
 from saccade.plugins.check_data import check_data
+from saccade.plugins.check_data.row_warnings import unknown_words
 from saccade.recipes import questions
 from saccade.registry import HOOKS
 
@@ -86,8 +87,8 @@ def test_a_share_of_words_that_the_tokenizer_does_not_know_is_told(tmp_path, fam
     known, strange = ["how many red ?"], "how many teapots ?"
     rare = read(tmp_path, "rare.jsonl", *known * 99, strange)  # one word in 400
     common = read(tmp_path, "common.jsonl", *known, strange)
-    assert questions.unknown_words(words, rare.samples) is None
-    assert questions.unknown_words(bytes_, common.samples) is None  # it spells them
+    assert unknown_words(words, rare.samples) is None
+    assert unknown_words(bytes_, common.samples) is None  # it spells them
     stream = Stream(common, seed=0, config=DataConfig())
     options = load({"train.prompts_per_step": 1})
     HOOKS["warn_of_rows"](options, words, stream, [])

@@ -160,10 +160,9 @@ def test_warm_up_counts_steps_not_updates(tmp_path, rl_config, numbers):
 @pytest.mark.parametrize(
     "more",
     [
-        {"algorithm.old": "rollout"},
-        {"algorithm.old": "recompute", "train.micro_tokens": 10},
-        {"algorithm.entropy_coef": 0.01, "model.checkpointing": "on"},
-        {"rollout.max_sequences": 3, "train.prompts_per_step": 30},  # more than there are rows
+        {"algorithm.old": "rollout", "algorithm.entropy_coef": 0.01, "model.checkpointing": "on"},
+        {"algorithm.old": "recompute", "train.micro_tokens": 10, "rollout.max_sequences": 3},
+        {"train.prompts_per_step": 30, "train.samples_per_prompt": 2},  # more than there are rows
     ],
 )
 def test_options_that_leave_the_policy_on_its_own_samples(tmp_path, rl_config, more):
@@ -269,10 +268,10 @@ def test_a_step_without_an_informative_group_changes_nothing(tmp_path, rl_config
 @pytest.mark.parametrize("change", [{}, {"algorithm.drop_constant": True}], ids=["kl", "dropped"])
 def test_dead_groups_move_nothing(change, tmp_path, rl_config, word_model, same_weights, tensors, numbers):
     """With weight decay and a KL in the loss, too. The steps count, and why is said once."""
-    config = rl_config(tmp_path, run__max_steps=6) | NEVER_RIGHT | {"train.weight_decay": 0.1}
+    config = rl_config(tmp_path, run__max_steps=5) | NEVER_RIGHT | {"train.weight_decay": 0.1}
     rl.run(config | change)
-    last = tmp_path / "run" / "checkpoints" / "step-6"
-    assert same_weights(word_model, last) and checkpoint.read_progress(last)["updates"] == 6
+    last = tmp_path / "run" / "checkpoints" / "step-5"
+    assert same_weights(word_model, last) and checkpoint.read_progress(last)["updates"] == 5
     moments = {n: t for n, t in tensors(last / "state").items() if n.startswith("exp_avg")}
     assert moments and not any(bool(moment.any()) for moment in moments.values())
     assert {row["policy/empty_step"] for row in numbers(tmp_path / "run")} == {1.0}
@@ -285,14 +284,6 @@ def test_an_entropy_bonus_teaches_without_advantages(tmp_path, rl_config, word_m
     row = rl.run(config)
     assert row["policy/empty_step"] == 0 and row["policy/grad_norm"] > 0
     assert not same_weights(word_model, tmp_path / "run" / "checkpoints" / "step-1")
-
-
-def test_excluded_members_train_nothing(tmp_path, rl_config):
-    config = rl_config(tmp_path, run__max_steps=1) | {"algorithm.exclude_status": ["truncated"]}
-    row = rl.run(config)
-    finished = 16 * (1 - row["length/truncated_frac"])
-    assert 0 < finished < 16
-    assert row.get("policy/live_sequences", 0) <= finished
 
 
 # -- environments ----------------------------------------------------------------------------------
@@ -316,10 +307,6 @@ class Twice:
 
     def close(self):
         pass
-
-class Broken(Twice):
-    def step(self, message):
-        raise RuntimeError("no world today")
 '''
 
 
@@ -332,13 +319,6 @@ def test_an_environment_of_your_own(tmp_path, rl_config):
     assert 0 < row["reward/mean"] < 1 and row["reward/mean"] == row["reward/accuracy"]
     assert row["policy/live_tokens"] == row["count/rollout_tokens"]  # observations do not train
     assert row["mismatch/logp_gap_max"] < 1e-5 and row["mismatch/unscored_frac"] == 0
-
-
-def test_an_environment_that_always_fails_ends_the_run(tmp_path, rl_config):
-    (tmp_path / "world.py").write_text(WORLD)
-    env = {"env.name": f"{tmp_path}/world.py:Broken", "env.max_turns": 2, "reward.terms": []}
-    with pytest.raises(saccade.errors.RewardError, match=r"could not be scored .*env_error"):
-        rl.run(rl_config(tmp_path, rollout__stop=["?"], rollout__max_tokens=60) | env)
 
 
 # -- limits ----------------------------------------------------------------------------------------

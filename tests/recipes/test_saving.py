@@ -123,10 +123,10 @@ RECIPES = {"rl": rl.run, "sft": sft.run, "rm": reward_training.run}
 
 @pytest.fixture
 def config_of(tmp_path, rl_config, sft_config):
-    """Three steps; the second is saved while the third trains."""
+    """Two steps; the first is saved while the second trains."""
 
     def config(kind, changes):
-        made = (rl_config if kind == "rl" else sft_config)(tmp_path, run__max_steps=3)
+        made = (rl_config if kind == "rl" else sft_config)(tmp_path, run__max_steps=2)
         rows = tmp_path / "rows.jsonl"
         if kind == "rm":
             rows.write_text('{"prompt": "how many ?", "chosen": "1", "rejected": "red"}\n' * 8)
@@ -137,7 +137,7 @@ def config_of(tmp_path, rl_config, sft_config):
             row = {"messages": [asked, {"role": "assistant", "content": "3"}]} | series
             rows.write_text((json.dumps(row) + "\n") * 8)
             made |= {"data.train": str(rows)}
-        return made | {"save.every": 2} | changes
+        return made | {"save.every": 1} | changes
 
     return config
 
@@ -156,25 +156,25 @@ def content(folder):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_folder_is_that_of_a_save_that_waits(name, tmp_path, config_of, before_writing):
-    """Nothing of step 2 is written before step 3 has moved every weight."""
+    """Nothing of step 1 is written before step 2 has moved every weight."""
     kind, changes, expected = KINDS[name]
     config, seen = config_of(kind, changes), list[list[int]]()
     RECIPES[kind](config | {"run.name": "waits", "save.background": False})
 
     def late():
-        wait_for_step(tmp_path / "goes_on", 3)
+        wait_for_step(tmp_path / "goes_on", 2)
         seen.append(rows_of(tmp_path / "goes_on"))
 
     before_writing(late)
     RECIPES[kind](config | {"run.name": "goes_on"})
-    assert seen == [[1, 2, 3]]
-    for step in ("step-2", "step-3"):
+    assert seen == [[1, 2]]
+    for step in ("step-1", "step-2"):
         one, other = (content(tmp_path / run / "checkpoints" / step) for run in ("waits", "goes_on"))
         assert one.keys() == other.keys() > expected
         assert [path for path in one if one[path] != other[path]] == []
-    two, three = (content(tmp_path / "goes_on" / "checkpoints" / f"step-{n}") for n in (2, 3))
+    first, second = (content(tmp_path / "goes_on" / "checkpoints" / f"step-{n}") for n in (1, 2))
     weights = {path for path in expected if path.endswith(".safetensors")}
-    assert all(two[path] != three[path] for path in weights)
+    assert all(first[path] != second[path] for path in weights)
 
 
 # -- what goes wrong -------------------------------------------------------------------------------

@@ -3,8 +3,6 @@ tokens are whole calls and answers plays episodes of every kind.
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ from tests.browser import page_data
 from tests.public_sets import write_all
 
 
-def call(box: list[float], source: str) -> str:
+def call(box, source):
     return f"<grounding>{{'bbox_2d': {box}, 'source': '{source}'}}</grounding>"
 
 
@@ -37,14 +35,14 @@ WORDS = [
 
 
 @pytest.fixture(scope="module")
-def caller(tmp_path_factory) -> str:
+def caller(tmp_path_factory):
     from saccade.plugins.families.tiny import build
 
     return build("qwen2_5_vl", tmp_path_factory.mktemp("caller"), words=WORDS)
 
 
 @pytest.fixture
-def config(tmp_path, rl_config, caller) -> dict[str, Any]:
+def config(tmp_path, rl_config, caller):
     own = {
         "run.max_steps": 2,
         "model.path": caller,
@@ -65,9 +63,7 @@ def config(tmp_path, rl_config, caller) -> dict[str, Any]:
     return rl_config(tmp_path) | own
 
 
-def test_rl_with_tools_leaves_overturned_members_out_of_loss_and_baseline(
-    config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_rl_with_tools_leaves_overturned_members_out_of_loss_and_baseline(config, tmp_path):
     rl.run(config)
     rows = [row for row in read_metrics(tmp_path / "run") if "policy/loss" in row]
     assert len(rows) == 2
@@ -95,7 +91,7 @@ def test_rl_with_tools_leaves_overturned_members_out_of_loss_and_baseline(
         assert row["policy/grad_norm"] > 0
 
 
-def _check_metrics(row: dict[str, Any], records: list[dict[str, Any]]) -> None:
+def _check_metrics(row, records):
     turns = [r["turns"] for r in records]
     calls = [c for r in records for c in r["info"].get("tool_calls", [])]
     listed = [r for r in records if "tool_calls" in r["info"]]
@@ -117,7 +113,7 @@ def _check_metrics(row: dict[str, Any], records: list[dict[str, Any]]) -> None:
     assert row["turns/images_per_sample"] == pytest.approx(np.mean(pictures)) and max(pictures) > 2
 
 
-def test_evaluation_has_limits_of_its_own(config: dict[str, Any], tmp_path: Path, scenes: Path) -> None:
+def test_evaluation_has_limits_of_its_own(config, tmp_path, scenes):
     val = {"data.val": str(scenes / "val.jsonl"), "val.n": 4, "val.temperature": 1.0}
     tried = load(config | val)
     assert parts.limits_of(tried).max_turns == 3
@@ -130,9 +126,7 @@ def test_evaluation_has_limits_of_its_own(config: dict[str, Any], tmp_path: Path
     assert len(rows) == 32 and {row["end_reason"] for row in rows} >= {"answered", "max_turns"}
 
 
-def test_one_evaluation_gives_every_limit_of_turns(
-    config: dict[str, Any], tmp_path: Path, scenes: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_evaluation_gives_every_limit_of_turns(config, tmp_path, scenes, capsys):
     """Accuracy under a limit is that of an evaluation with this limit, to the last digit."""
     limits = (1, 3, 5)
     del config["env.eval.max_turns"]
@@ -166,7 +160,7 @@ def test_one_evaluation_gives_every_limit_of_turns(
     assert again.stdout.splitlines() == [f"wrote {page}"] and page_data(page) == drawn
 
 
-def test_suites(config: dict[str, Any], tmp_path: Path, image: Any) -> None:
+def test_suites(config, tmp_path, image):
     names = ["vstar", "visualprobe_hard", "hrbench4k"]
     public = {"eval.suites": names, "eval.folder": str(write_all(tmp_path, image))}
     own = {"val.n": 2, "val.temperature": 1.0, "data.max_pixels": 12544, "data.format": "qa"}
@@ -181,7 +175,7 @@ def test_suites(config: dict[str, Any], tmp_path: Path, image: Any) -> None:
     assert {row["data_source"] for row in rows} == set(names)
 
 
-def test_the_prompt_says_how_to_answer_and_how_to_zoom(config: dict[str, Any]) -> None:
+def test_the_prompt_says_how_to_answer_and_how_to_zoom(config):
     tried = load(config | {"prompt.instruction": None})
     question = Sample(id="q", messages=(Message(role="user", parts=("How many?",)),))
     told = questions.prompt_builder(tried)(question).messages[0].text

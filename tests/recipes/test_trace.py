@@ -3,8 +3,6 @@
 import gzip
 import json
 
-import pytest
-
 from saccade.recipes import rl, sft
 from saccade.run.loggers import read_metrics
 
@@ -35,13 +33,3 @@ def test_a_shorter_run_has_its_last_step_traced_which_changes_no_number(tmp_path
     (path,) = (tmp_path / "with").glob("trace-*")
     assert path.name == "trace-step-2.json.gz" and "update" in ranges(path)
     assert not list((tmp_path / "without").glob("trace-*"))
-
-
-def test_a_step_that_fails_leaves_no_trace(tmp_path, rl_config, monkeypatch):
-    def broken(*args, **kwargs):
-        raise RuntimeError("stop here")
-
-    monkeypatch.setattr("saccade.recipes.rl.update_models", broken)
-    with pytest.raises(RuntimeError, match="stop here"):
-        rl.run(rl_config(tmp_path, run__trace=True, run__max_steps=1))
-    assert not list((tmp_path / "run").glob("trace-*"))

@@ -18,12 +18,12 @@ from saccade.types import Group, Message, Request, Sample, Sampling, Source, Tra
 SAMPLING = Sampling(max_tokens=12)
 
 
-def question(name: str, *parts) -> Sample:
+def question(name, *parts):
     return Sample(id=name, messages=(Message(role="user", parts=(*parts, f"What is {name}?")),))
 
 
 @pytest.fixture
-def samples(image) -> list[Sample]:
+def samples(image):
     pictures = [image(56, 56, 1), image(84, 56, 2), image(140, 84, 3)]
     return [question(f"q{n}", *pictures[:n]) for n in (2, 0, 3, 1)]
 
@@ -31,7 +31,7 @@ def samples(image) -> list[Sample]:
 class Again:
     """Asks three times; shows a picture in the first turn."""
 
-    def __init__(self, image) -> None:
+    def __init__(self, image):
         self.image, self.turns = image, 0
 
     def reset(self, sample, seed):
@@ -84,7 +84,7 @@ def test_groups_keep_their_order_whatever_finishes_first(model, family, samples,
 
 
 def test_results_do_not_depend_on_slots_or_order(model, family, samples, brief, image):
-    def trajectories(slots: int, asked) -> dict:
+    def trajectories(slots, asked):
         engine = EmbeddedEngine(model, family, max_sequences=slots)
         groups = run(engine, asked, environment=lambda: Again(image))
         assert not engine.scheduler.prefix_cache.turns
@@ -175,10 +175,6 @@ def test_members_and_baseline_are_scored_apart(model, family, samples, brief):
     assert len({t.reward for t in flat(groups)}) > 2
     earned = RewardStream(None, family).attach(groups)
     assert [group.greedy.reward for group in earned] == [0, 0, 0, 0]
-
-
-def test_nothing_to_collect(model, family):
-    assert run(EmbeddedEngine(model, family), []) == []
 
 
 def test_rewards_of_an_environment_that_are_no_numbers_are_errors(family):

@@ -14,20 +14,20 @@ from saccade.types import Message, Sample, Sampling, Source
 MANY = Limits(max_turns=8)
 
 
-def user(*parts) -> Message:
+def user(*parts):
     return Message(role="user", parts=parts)
 
 
-def go_on(*parts, **info) -> Step:
+def go_on(*parts, **info):
     return Step((user(*parts),), None, False, info)
 
 
-def done(**info) -> Step:
+def done(**info):
     return Step((), None, True, info)
 
 
 @pytest.fixture
-def sample(image) -> Sample:
+def sample(image):
     return Sample(id="s", messages=(user(image(140, 84, 2), "Where is it?"),))
 
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from saccade.models.families import Family
 from saccade.rewards.combine import Scored
-from saccade.rewards.reward_sample import RewardSample
 from saccade.rollout.scoring import RewardStream, thinks
-from saccade.types import Group, Message, Sample, Trajectory
+from saccade.types import Message, Sample
 
 GOOD = Scored(status="ok", reward=1.0, outcome=1.0, extracted="7")
 SAMPLE = Sample(id="s", messages=(Message(role="user", parts=("?",)),), answer="7")
@@ -25,54 +21,52 @@ SAMPLE = Sample(id="s", messages=(Message(role="user", parts=("?",)),), answer="
 class Given:
     """Scores in the order in which they are asked for."""
 
-    def __init__(self, *scored: Scored) -> None:
+    def __init__(self, *scored):
         self.left = list(scored)
         self.last: Future[Scored] = Future()
 
-    def submit(self, sample: RewardSample) -> Future[Scored]:
+    def submit(self, sample):
         self.last = Future()
         if self.left:
             self.last.set_result(self.left.pop(0))
         return self.last
 
-    def flush(self) -> None:
+    def flush(self):
         pass
 
 
 @pytest.fixture
-def group(grow: Callable[..., Group], family_of: Callable[[str], Family]) -> Group:
+def group(grow, family_of):
     grown = grow(np.random.default_rng(0), family_of("qwen2_5_vl"), size=3, images=0)
     return replace(grown, sample=SAMPLE)
 
 
-def stream(scores: Given, group: Group, family: Any) -> RewardStream:
+def stream(scores, group, family):
     made = RewardStream(scores, family)
     for trajectory in group.trajectories:
         made.submit(group.sample, trajectory)
     return made
 
 
-def statuses(members: tuple[Trajectory, ...]) -> list[tuple[str, float | None]]:
+def statuses(members):
     return [(member.status, member.outcome) for member in members]
 
 
 @pytest.mark.parametrize(
     ("reason", "others"), [("judge: down", ("ok", 1.0)), ("drop_group: judge: down", ("abstain", None))]
 )
-def test_a_failure_may_cost_the_whole_group(
-    reason: str, others: Any, group: Group, family_of: Callable[[str], Family]
-) -> None:
+def test_a_failure_may_cost_the_whole_group(reason, others, group, family_of):
     scores = Given(GOOD, Scored(status="error", reason=reason), GOOD)
     (scored,) = stream(scores, group, family_of("qwen2_5_vl")).attach([group])
     assert statuses(scored.trajectories) == [others, ("error", None), others]
 
 
-def test_when_too_many_have_failed_the_rest_is_not_waited_for(group: Group, family_of: Callable[[str], Family]) -> None:
+def test_when_too_many_have_failed_the_rest_is_not_waited_for(group, family_of):
     failed = Scored(status="error", reason="timeout: no result")
     for tolerated, heard in ((0.3, []), (0.34, [(2, 3)])):  # one of three has failed
         scores, said = Given(GOOD, failed), []
 
-        def progress(done: int, total: int, scores: Given = scores, said: list = said) -> None:
+        def progress(done, total, scores=scores, said=said):
             said.append((done, total))
             scores.last.set_result(GOOD)
 
@@ -83,11 +77,11 @@ def test_when_too_many_have_failed_the_rest_is_not_waited_for(group: Group, fami
         assert said == heard
 
 
-def test_whoever_waits_hears_of_it_and_may_give_up(group: Group, family_of: Callable[[str], Family]) -> None:
+def test_whoever_waits_hears_of_it_and_may_give_up(group, family_of):
     scores, heard = Given(GOOD, GOOD), []
     waiting = stream(scores, group, family_of("qwen2_5_vl"))
 
-    def progress(done: int, total: int) -> None:
+    def progress(done, total):
         heard.append((done, total))
         if len(heard) == 2:
             raise KeyboardInterrupt
@@ -111,7 +105,7 @@ def test_whoever_waits_hears_of_it_and_may_give_up(group: Group, family_of: Call
         ("</think>b", True, False),
     ],
 )
-def test_a_thought_is_closed_and_not_blank(response: str, prefilled: bool, expected: bool) -> None:
+def test_a_thought_is_closed_and_not_blank(response, prefilled, expected):
     turn = SimpleNamespace(role="assistant", text=response)
     family = SimpleNamespace(chat=SimpleNamespace(think_prefilled=prefilled))
     assert thinks(SimpleNamespace(messages=[turn], context=0), family) is expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -18,11 +17,11 @@ from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
 from saccade.rollout.stored import ARRAYS, ROWS, group_files, load_groups
 from saccade.system.contents import write_files
-from saccade.types import Group, Media, Message, Sample, Sampling
+from saccade.types import Message, Sample, Sampling
 from tests.system.test_codec import same
 
 
-def finder(groups: list[Group]) -> Callable[[str], Sample]:
+def finder(groups):
     return {group.sample.id: group.sample for group in groups}.__getitem__
 
 
@@ -31,7 +30,7 @@ class Zooms:
 
     blocking = False
 
-    def __init__(self, own: Media) -> None:
+    def __init__(self, own):
         self.own, self.turn = own, 0
 
     def reset(self, sample, seed):
@@ -49,7 +48,7 @@ class Zooms:
 
 
 @pytest.fixture
-def collected(model, family, image, brief) -> list[Group]:
+def collected(model, family, image, brief):
     """Three turns with a crop and an environment's picture, truncated sampling, a baseline."""
     samples = [
         Sample(id=f"q{n}", messages=(Message(role="user", parts=(image(140, 84, n), "Where?")),)) for n in range(2)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -57,25 +56,15 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_stopped_and_resumed_is_the_same_run(tmp_path, name, scenes, rl_config, sft_config, same_weights, numbers):
+def test_stopped_and_resumed_is_the_same_run(tmp_path, name, scenes, rl_config, sft_config, resumed):
     recipe, kind, changes = RECIPES[name]
-    config = {"rl": rl_config, "sft": sft_config}[kind](tmp_path) | changes
+    config = {"rl": rl_config, "sft": sft_config}[kind](tmp_path, run__max_steps=3) | changes
     if "data.val" in config:
         config["data.val"] = str(scenes / "val.jsonl")
-    recipe(config | {"run.name": "whole"})
-    recipe(config | {"run.name": "parts", "run.max_steps": 2})
+    last, _ = resumed(recipe, config)
     if "epoch" in name:
-        progress = checkpoint.read_progress(tmp_path / "parts" / "checkpoints" / "step-2")
-        cursor = progress["stream"]["cursor"]
-        assert (progress["stream"]["epoch"], cursor) == ((1, 0) if kind == "rl" else (0, 20))
-    recipe(config | {"run.name": "parts", "run.resume": "auto"})
-    whole, parts = (tmp_path / n / "checkpoints" / "step-4" for n in ("whole", "parts"))
-    assert same_weights(whole, parts) and equal_states(whole, parts)
-    if "val.every" not in config:  # the shorter run has validated after its last step too
-        assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
-    rows = {run: {r["step"]: r for r in numbers(tmp_path / run)} for run in ("whole", "parts")}
-    for step in (3, 4):
-        assert rows["whole"][step] == rows["parts"][step]
+        place = checkpoint.read_progress(last.with_name("step-2"))["stream"]
+        assert (place["epoch"], place["cursor"]) == ((1, 0) if kind == "rl" else (0, 20))
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +87,7 @@ def flip_one_byte(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state/optimizer.safetensors"])
-@pytest.mark.parametrize("resume", ["auto", "path"])
+@pytest.mark.parametrize(("name", "resume"), [("model.safetensors", "auto"), ("state/optimizer.safetensors", "path")])
 def test_a_flipped_byte_is_found_before_going_on(copied, name, resume):
     folder = Path(copied["run.out"]) / "run" / "checkpoints"
     newest, older = folder / "step-2", folder / "step-1"
@@ -299,57 +287,36 @@ def test_a_checkpoint_lists_its_files_with_their_hashes(tmp_path, saver):
 # -- kills -----------------------------------------------------------------------------------------
 
 
-def start(config, file, *overrides):
-    file.write_text(yaml.safe_dump(load(config).model_dump(mode="json", exclude_unset=True)))
-    return subprocess.Popen(
-        [sys.executable, "-m", "saccade", "rl", str(file), "run.resume=auto", *overrides],
-        cwd=file.parent,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "160"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def wait_until(condition, process):
-    while process.poll() is None and not condition():
-        time.sleep(0.002)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, rl_config):
-    """Twelve steps, each saved, nothing in their way."""
-    config = rl_config(tmp_path_factory.mktemp("whole"), run__max_steps=12, save__every=1)
-    rl.run(config | {"run.name": "whole", "save.keep": 2})
-    return config | {"save.keep": 2}
-
-
-def test_killed_at_any_moment_and_resumed(tmp_path, uninterrupted, same_weights, numbers):
-    config = uninterrupted | {"run.out": str(tmp_path)}
+def test_killed_at_any_moment_and_resumed(tmp_path, rl_config, same_weights, numbers):
+    config = rl_config(tmp_path, run__max_steps=10, save__every=1, save__keep=2)
+    rl.run(config | {"run.name": "whole"})
     run, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
-    # In the middle of a save; some time into a step; and a polite request to stop.
-    moments = [
-        (signal.SIGKILL, lambda: any(folder.glob(".step-[3-9]*"))),
-        (signal.SIGKILL, lambda: max(checkpoint.complete_steps(folder), default=0) >= 5),
-        (signal.SIGTERM, lambda: max(checkpoint.complete_steps(folder), default=0) >= 7),
-    ]
-    delays = random.Random(7)
-    for number, moment in moments:
-        process = start(config, tmp_path / "run.yaml")
-        wait_until(moment, process)
-        if number == signal.SIGKILL and any(folder.glob("step-3")):
-            time.sleep(delays.uniform(0, 0.1))
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(load(config).model_dump(mode="json", exclude_unset=True)))
+    # In the middle of a save, and a polite request to stop, some time into a step.
+    moments = {signal.SIGKILL: lambda: any(folder.glob(".step-[2-9]*")), signal.SIGTERM: lambda: steps_of(run)[-1] >= 3}
+    for number, moment in moments.items():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "saccade", "rl", str(file), "run.resume=auto"],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "160"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        while process.poll() is None and not moment():
+            time.sleep(0.01)
         process.send_signal(number)
         output = process.communicate(timeout=60)[0]
         assert process.returncode == (130 if number == signal.SIGTERM else -number), output
-        assert 2 <= steps_of(run)[-1] < 12
+        assert 1 <= steps_of(run)[-1] < 10
     assert "continue with run.resume=auto" in output
-    progress = checkpoint.read_progress(folder / f"step-{steps_of(run)[-1]}")
-    assert progress["step"] == steps_of(run)[-1] >= 7
+    last = steps_of(run)[-1]
+    assert checkpoint.read_progress(folder / f"step-{last}")["step"] == last >= 3
     rl.run(config | {"run.resume": "auto"})
-    whole = Path(uninterrupted["run.out"]) / "whole"
-    assert same_weights(whole / "checkpoints" / "step-12", folder / "step-12")
-    assert equal_states(whole / "checkpoints" / "step-12", folder / "step-12")
+    whole = tmp_path / "whole"
+    assert same_weights(whole / "checkpoints" / "step-10", folder / "step-10")
+    assert equal_states(whole / "checkpoints" / "step-10", folder / "step-10")
     assert numbers(whole) == numbers(run)
     assert not list(folder.glob(".step-*"))
 

@@ -134,8 +134,8 @@ def test_episodes_as_data(page):
 def test_a_score_is_neither_right_nor_wrong(tmp_path, build, outcome, is_score, verdict):
     group = build.group(build.trajectory(0, outcome))
     build.store(tmp_path, group, scores=["count"] if is_score else [])
-    (one,) = stored_episodes(tmp_path).items
-    assert (one.verdict, one.outcome) == (verdict, outcome)
+    (one,) = stored_episodes(tmp_path)["items"]
+    assert (one["verdict"], one["outcome"]) == (verdict, outcome)
 
 
 def test_a_page_has_limits(tmp_path, build, monkeypatch):
@@ -146,14 +146,14 @@ def test_a_page_has_limits(tmp_path, build, monkeypatch):
     monkeypatch.setattr(episodes, "LONGEST", 6)
     monkeypatch.setattr(episodes, "MOST", 3)
     found = stored_episodes(tmp_path)
-    assert len(found.items) == 3 and found.note.startswith("The page holds the first 3 episodes")
-    assert found.items[0].question == "How ma … (11 more characters)"
-    strip = found.items[0].advantage
+    assert len(found["items"]) == 3 and found["note"].startswith("The page holds the first 3 episodes")
+    assert found["items"][0]["question"] == "How ma … (11 more characters)"
+    strip = found["items"][0]["advantage"]
     assert isinstance(strip, list) and len(strip) <= 200 and min(strip) == -3.0
     monkeypatch.setattr(episodes, "MOST_BYTES", 50)  # of texts with 33 characters
     found = stored_episodes(tmp_path)
-    assert len(found.items) == 2 and len(found.pictures) == 1
-    assert "first 2 episodes" in found.note and "pictures are left out" in found.note
+    assert len(found["items"]) == 2 and len(found["pictures"]) == 1
+    assert "first 2 episodes" in found["note"] and "pictures are left out" in found["note"]
 
 
 @needs_browser

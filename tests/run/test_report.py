@@ -13,18 +13,7 @@ from saccade.config import TrackConfig
 from saccade.errors import ConfigError
 from saccade.plugins.reports.curves import charts_of
 from saccade.plugins.reports.report import before_after, from_run, write_eval_report
-from saccade.plugins.reports.report_page import (
-    Chart,
-    Curve,
-    Episode,
-    Episodes,
-    Estimate,
-    Report,
-    Table,
-    Turn,
-    View,
-    write_report,
-)
+from saccade.plugins.reports.report_page import Chart, Curve, Estimate, Report, Table, write_report
 from saccade.run.loggers import Loggers
 from tests.browser import needs_browser, page_data
 
@@ -33,11 +22,12 @@ EVIL = (
     "<img src=x onerror=\"document.title='owned'\">"
     "\0\x08\u2028\u202e \u05e9\u05dc\u05d5\u05dd \ud800 &amp; REPORT_JSON"
 )
-EPISODE = Episode(
-    **{"set": "train", "step": 1, "id": "one", "question": "How many?", "verdict": "right"},
-    **{"reward": 1.0, "advantage": [0.5, -1.0, 0.0], "tokens": {"response": 3}},
-    turns=[Turn(said=[{"source": "policy", "text": "<answer>3</answer>"}])],
-)
+EPISODE = {
+    **{"set": "train", "step": 1, "id": "one", "question": "How many?", "verdict": "right", "sample": 0, "gold": "3"},
+    **{"reward": 1.0, "advantage": [0.5, -1.0, 0.0], "tokens": {"response": 3}, "extracted": "3", "outcome": 1.0},
+    **{"status": "ok", "reason": "", "end": "answered", "parts": {}, "turn_rewards": [], "views": [], "asked": 0},
+    "turns": [{"said": [{"source": "policy", "text": "<answer>3</answer>"}], "calls": []}],
+}
 
 
 def rows(steps=40):
@@ -141,23 +131,19 @@ def test_another_folder_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
-    picture = View(name=EVIL, kind=EVIL, size=(8, 8), lineage=[EVIL], picture=EVIL)
+    picture = {"name": EVIL, "kind": EVIL, "size": (8, 8), "seen": None, "lineage": [EVIL], "picture": EVIL}
     said = [{"source": "policy", "text": EVIL + "x" * 100_000}, {"source": EVIL, "text": EVIL}]
     call = {"ok": False, "reason": EVIL, "name": EVIL, "source": EVIL}
     names = ("set", "id", "question", "gold", "extracted", "status", "reason", "end", "verdict")
-    episode = replace(
-        EPISODE,
-        **dict.fromkeys(names, EVIL),
-        **{"outcome": float("nan"), "parts": {EVIL: 1.0}, "views": [picture], "asked": 1},
-        turns=[Turn(said=said, calls=[call])],
-    )
+    episode = EPISODE | dict.fromkeys(names, EVIL) | {"turns": [{"said": said, "calls": [call]}]}
+    episode |= {"outcome": float("nan"), "parts": {EVIL: 1.0}, "views": [picture], "asked": 1}
     curve = Curve(name=EVIL, points=[(0, 1.0), (1, 2.0)])
     report = Report(
         **{"title": EVIL, "subtitle": EVIL, "facts": {EVIL: EVIL}, "notes": [EVIL]},
         **{"phases": {EVIL: 1.0}, "texts": {EVIL: EVIL}},
         tables=[Table(title=EVIL, columns=(EVIL,), rows=((EVIL,),), note=EVIL)],
         charts=[Chart(title=EVIL, curves=[curve]), Chart(title=EVIL, curves=[curve], more=True)],
-        episodes=Episodes(items=[episode], pictures={EVIL: "javascript:alert(1)"}, note=EVIL),
+        episodes={"items": [episode], "pictures": {EVIL: "javascript:alert(1)"}, "note": EVIL},
     )
     return write_report(tmp_path_factory.mktemp("hostile") / "report.html", report)
 
@@ -192,12 +178,13 @@ def test_a_big_run_opens_soon(browser, tmp_path):
     numbers[7777]["sft/loss"] = 1e3
     for row in numbers:
         row.setdefault("sft/loss", 1.0)
-    items = [replace(EPISODE, id=f"e{n}", question=f"Question {n}?", turns=EPISODE.turns * 3) for n in range(2000)]
-    items[1234] = replace(items[1234], verdict="wrong", reward=-5.0)
+    turns = EPISODE["turns"] * 3
+    items = [EPISODE | {"id": f"e{n}", "question": f"Question {n}?", "turns": turns} for n in range(2000)]
+    items[1234] |= {"verdict": "wrong", "reward": -5.0}
     charts = charts_of(numbers)
     assert max(len(chart.curves[0].points) for chart in charts) < 400
     assert (7777, 1e3) in charts[0].curves[0].points  # a peak is not averaged away
-    report = Report(title="big", charts=charts, episodes=Episodes(items=items))
+    report = Report(title="big", charts=charts, episodes={"items": items, "pictures": {}, "note": ""})
     page = write_report(tmp_path / "big.html", report)
     began = time.monotonic()
     browser.visit(page.as_uri())

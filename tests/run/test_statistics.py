@@ -6,18 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx
 
-from saccade.run.statistics import (
-    avg_at_k,
-    bootstrap_mean,
-    independent_difference,
-    item_means,
-    maj_at_k,
-    majority_scores,
-    mean_interval,
-    paired_difference,
-    pass_at_k,
-    wilson,
-)
+from saccade.plugins.reports.comparison import independent_difference, maj_at_k, paired_difference
+from saccade.run.statistics import bootstrap_mean, item_means, mean_interval, pass_at_k, wilson
 
 
 def test_wilson_matches_the_textbook():
@@ -129,8 +119,7 @@ def test_pairs_must_match():
 
 
 def test_majority_ignores_silence_and_shares_ties():
-    assert majority_scores([["4", "5", "4", None]], [[1.0, 0.0, 1.0, 0.0]]).tolist() == [1.0]
-    assert majority_scores([["4", "5"]], [[1.0, 0.0]]).tolist() == [0.5]
-    assert majority_scores([[None, None]], [[0.0, 0.0]]).tolist() == [0.0]
+    assert maj_at_k([["4", "5", "4", None]], [[1.0, 0.0, 1.0, 0.0]]) == 1.0
+    assert maj_at_k([["4", "5"]], [[1.0, 0.0]]) == 0.5
+    assert maj_at_k([[None, None]], [[0.0, 0.0]]) == 0.0
     assert maj_at_k([["a", "a", "b"], ["b", "b", "a"]], [[1, 1, 0], [0, 0, 1]]) == 0.5
-    assert avg_at_k([[1.0, 0.0], [1.0]]) == 0.75

@@ -99,6 +99,7 @@ def _as_command(config: Config, command: str) -> Config:
 
 def _with_model(config: Config, command: str | None) -> dict[str, Any]:
     """What a tokenizer and a family of models know about rows."""
+    from saccade.plugins.check_data.row_warnings import unknown_words
     from saccade.recipes import model_setup, questions
 
     model_setup.quiet_libraries()
@@ -107,7 +108,7 @@ def _with_model(config: Config, command: str | None) -> dict[str, Any]:
     return {
         "length": lambda sample: len(family.render(ask(sample).messages)),
         "marks": questions.marks_of(family),
-        "unknown": lambda samples: questions.warning_of_words(family, [*map(ask, samples)]),
+        "unknown": lambda samples: "; ".join(unknown_words(family, [*map(ask, samples)]) or ()),
         "read": _reader(config, command, family) if command else None,
     }
 

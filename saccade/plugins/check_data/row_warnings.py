@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from saccade.config import Config
 from saccade.data.datasets import Dataset, Stream
 from saccade.models.families import Family
-from saccade.recipes.questions import warning_of_words
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.user_functions import split_name
@@ -17,6 +16,9 @@ from saccade.rewards.verifiers import VERIFIERS, has_gold
 from saccade.types import Sample
 
 log = logging.getLogger(__name__)
+
+READ = 256  # rows whose words are looked up
+MATERIAL = 0.01  # share of unknown tokens that is worth a word
 
 
 def warn_of_rewards(scorer: Scorer | None, sets: Iterable[Dataset], *, shared: bool = True) -> None:
@@ -53,11 +55,33 @@ def warn_of_rows(config: Config, family: Family, stream: Stream, held: Iterable[
             f"train.prompts_per_step={wanted} and an epoch has {rows} rows: a step takes "
             f"each {wanted / rows:.3g} times; try train.prompts_per_step={rows}"
         )
-    if unknown := warning_of_words(family, stream.dataset.samples):
-        log.warning(unknown)
+    if unknown := unknown_words(family, stream.dataset.samples):
+        log.warning("; ".join(unknown))
     for data in held:
         if same := len(data.contents & stream.dataset.contents):
             log.warning(
                 f"{same} of {len(data.contents)} different rows of {data.parts[0].path} "
                 "(data.val) are in data.train, too: there it measures what was memorised"
             )
+
+
+def unknown_words(family: Family, samples: Sequence[Sample]) -> tuple[str, str] | None:
+    """What to say where a tokenizer does not know the words of the rows, of which some are read,
+    and what to do.
+    """
+    unknown, found, total, example = family.chat.unknown, 0, 0, ""
+    if unknown is None:
+        return None
+    for sample in samples[:: max(1, len(samples) // READ)]:
+        for text in (message.text for message in sample.messages):
+            ids = family.chat.encode(text)
+            found, total = found + int((ids == unknown).sum()), total + len(ids)
+            words = text.split() if unknown in ids and not example else ()
+            example = next((word for word in words if unknown in family.chat.encode(word)), example)
+    if found < MATERIAL * max(1, total):
+        return None
+    return (
+        f"the tokenizer of {family.path} does not know {found / total:.0%} of the words of these "
+        f"rows, such as {example!r}: all of them are one and the same token to the model",
+        "take a model whose tokenizer covers the data",
+    )

@@ -100,7 +100,7 @@ def tokenizer(family: Family, data: DataConfig) -> Rows:
     """Its ids, and words of the rows that it does not know, where the config names some rows."""
     from saccade.data import datasets
     from saccade.data.sources import parse_address
-    from saccade.recipes.questions import READ, unknown_words
+    from saccade.plugins.check_data.row_warnings import READ, unknown_words
 
     known, rows = len(family.chat.tokenizer), family.vocabulary
     if known > rows:

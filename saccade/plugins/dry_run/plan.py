@@ -11,18 +11,70 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+from saccade.algorithms.build import from_config
+from saccade.algorithms.describe import cells, describe
+from saccade.checks import not_counted, unread
 from saccade.checks.steps import total_steps
 from saccade.config import Config, DataSource
+from saccade.config.notation import write
+from saccade.rewards.resolve import resolve_recipes
 
 COUNTED_BYTES = 256 * 2**20
 
 
+def print_plan(config: Config, name: str, *, full: bool) -> None:
+    """What was chosen, or every option, then the arithmetic that follows from it."""
+    algorithm = from_config(config) if name == "rl" else None
+    if config.reward.given:
+        resolve_recipes(  # refuses unknown verifiers
+            config.reward, prompt_format=config.prompt.format, max_tokens=config.rollout.max_tokens, overlong=None
+        )
+    tree = _read_by(name, config.model_dump(mode="json", exclude_unset=not full))
+    if full and algorithm is not None:
+        tree["algorithm"] = {"preset": tree["algorithm"]["preset"]} | cells(algorithm)
+    lines = [f"{part}: {write(value, flow=True)}" for part, value in tree.items() if value]
+    print(write(tree) if full else "".join(lines), end="")
+    if algorithm is not None:
+        print(f"\n{describe(algorithm)}")
+    print("\nBatch arithmetic")
+    for quantity, value in plan(config, name):
+        print(f"  {quantity:<30} {value}")
+    if others := not_counted(config, name):
+        print(others)
+    if name == "rl":
+        import_module("saccade.plugins.estimate.estimate_command").preview(config)
+    print("nothing was run" + ("" if full else "; --full shows every option with its value"))
+
+
+def _read_by(command: str, tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """The options that the command reads."""
+    return {
+        name: _read_by(command, value, f"{above}{name}.") if isinstance(value, dict) else value
+        for name, value in tree.items()
+        if not unread(above + name, command)
+    }
+
+
 def plan(config: Config, command: str) -> list[tuple[str, str]]:
     """(quantity, value) rows for `saccade COMMAND --dry-run`."""
-    plans = {"rl": _rl, "sft": _sft, "dpo": _dpo, "reward-model": _reward_model, "eval": _eval}
-    return (plans | {"generate": _generate})[command](config)
+    if command == "rl":
+        return _rl(config)
+    if command in ("eval", "generate"):
+        return _answers(config, command)
+    per_step, longest = config.train.prompts_per_step, getattr(config, command.replace("-", "_")).max_tokens
+    what = {"sft": "rows", "dpo": "responses" if config.dpo.loss == "kto" else "pairs"}.get(
+        command, "pairs" if config.reward_model.kind == "scalar" else "rows of steps"
+    )
+    return [
+        (f"{what} per step", str(per_step)),
+        *_steps(config, per_step),
+        ("longest row" if command == "sft" else "longest prompt with a response", f"{longest} tokens"),
+        ("token budget of a micro-batch", f"{config.train.micro_tokens} tokens"),
+    ]
 
 
 def _rl(config: Config) -> list[tuple[str, str]]:
@@ -46,47 +98,13 @@ def _rl(config: Config) -> list[tuple[str, str]]:
     ]
 
 
-def _sft(config: Config) -> list[tuple[str, str]]:
+def _answers(config: Config, command: str) -> list[tuple[str, str]]:
+    evaluates = command == "eval"
+    rows = total_rows(config.data.val if evaluates else config.data.train or config.data.val)
     return [
-        ("rows per step", str(config.train.prompts_per_step)),
-        *_steps(config, config.train.prompts_per_step),
-        ("longest row", f"{config.sft.max_tokens} tokens"),
-        ("token budget of a micro-batch", f"{config.train.micro_tokens} tokens"),
-    ]
-
-
-def _dpo(config: Config) -> list[tuple[str, str]]:
-    what = "responses" if config.dpo.loss == "kto" else "pairs"
-    return _compared(config, what, config.dpo.max_tokens)
-
-
-def _reward_model(config: Config) -> list[tuple[str, str]]:
-    what = "pairs" if config.reward_model.kind == "scalar" else "rows of steps"
-    return _compared(config, what, config.reward_model.max_tokens)
-
-
-def _compared(config: Config, what: str, longest: int | None) -> list[tuple[str, str]]:
-    return [
-        (f"{what} per step", str(config.train.prompts_per_step)),
-        *_steps(config, config.train.prompts_per_step),
-        ("longest prompt with a response", f"{longest} tokens"),
-        ("token budget of a micro-batch", f"{config.train.micro_tokens} tokens"),
-    ]
-
-
-def _eval(config: Config) -> list[tuple[str, str]]:
-    return [
-        *_rows("rows", config.data.val),
-        ("responses per prompt", str(config.val.n)),
-        ("longest response", f"{config.val.max_tokens} tokens"),
-    ]
-
-
-def _generate(config: Config) -> list[tuple[str, str]]:
-    return [
-        *_rows("rows", config.data.train or config.data.val),
-        ("responses per prompt", str(config.generate.n)),
-        ("longest response", f"{config.rollout.max_tokens} tokens"),
+        ("rows", "not counted" if rows is None else str(rows)),
+        ("responses per prompt", str(config.val.n if evaluates else config.generate.n)),
+        ("longest response", f"{config.val.max_tokens if evaluates else config.rollout.max_tokens} tokens"),
     ]
 
 
@@ -103,11 +121,6 @@ def _steps(config: Config, per_step: int) -> list[tuple[str, str]]:
     else:
         steps = str(total_steps(config, rows or 0))
     return [("steps per epoch", per_epoch), ("steps", steps)]
-
-
-def _rows(name: str, sources: Sequence[DataSource]) -> list[tuple[str, str]]:
-    rows = total_rows(sources)
-    return [(name, "not counted" if rows is None else str(rows))]
 
 
 def _share(prompts: int, updates: int) -> str:

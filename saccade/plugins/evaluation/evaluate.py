@@ -14,6 +14,7 @@ from saccade import checks
 from saccade.config import Config, load
 from saccade.plugins.check_data.row_warnings import warn_of_rewards
 from saccade.plugins.evaluation import rescore as rescoring
+from saccade.plugins.evaluation.answering import answering_engine, answering_family, expenses
 from saccade.plugins.evaluation.results import kept_if_filled, places, write_results
 from saccade.plugins.reports.report import table_lines, write_eval_report
 from saccade.plugins.reports.trajectories import TrajectoryWriter
@@ -21,7 +22,6 @@ from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.reward_card import read_card
 from saccade.plugins.suites.suites import suite_sets, with_rewards
 from saccade.recipes import model_setup, parts, questions
-from saccade.recipes.engines import answering_engine, answering_family, expenses
 from saccade.recipes.evaluator import Evaluator, describe
 from saccade.recipes.failures import check_errors
 from saccade.run.console import Console

@@ -98,27 +98,18 @@ def _compare(source: Path, out: Path, *, exact: bool) -> None:
     from saccade.forest.packing import pack
     from saccade.models.families import load_family
     from saccade.models.load import load_model
+    from saccade.recipes.to_trajectory import document
     from saccade.trainer import Scoring
     from saccade.trainer.local import LocalBackend
-    from saccade.types import Group, Message, Sample, Source, Trajectory
+    from saccade.types import Message, Sample
 
     results = []
     for folder in (source, out):
         family = load_family(str(folder))
         model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
-        ids = family.render((Message(role="user", parts=("1 2 3",)),)).ids
-        sources = np.full(len(ids), Source.POLICY, np.int8)
-        sources[0] = Source.PROMPT
-        probe = Trajectory(
-            sample_id="probe",
-            repeat=0,
-            ids=ids,
-            sources=sources,
-            logprobs=np.zeros(len(ids), np.float32),
-            versions=np.zeros(len(ids), np.int32),
-        )
-        group = Group(sample=Sample(id="probe", messages=()), trajectories=(probe,))
-        batches = pack([group], positions=family.positions, micro_tokens=len(ids))
+        sample = Sample(id="probe", messages=(Message(role="user", parts=("1 2 3 4 5 6 7 8 9",)),))
+        group = document(sample, family, max_tokens=64)
+        batches = pack([group], positions=family.positions, micro_tokens=64)
         results.append(LocalBackend(model, family).logprobs(batches, Scoring(ban=False))[0][0])
     gap = float(np.abs(results[0] - results[1]).max())
     limit = 0.0 if exact else 0.5

@@ -28,12 +28,12 @@ from saccade.data.records import content_hash
 from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
 from saccade.models.files import stamp
+from saccade.plugins.evaluation.answering import answering_engine, answering_family, expenses
 from saccade.plugins.evaluation.results import read_lines, to_lines
 from saccade.plugins.generate.dialogue_rows import dialogue_row
 from saccade.plugins.generate.selection import SELECT, write_selected
 from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.accuracy import measured, measures, score_terms
-from saccade.recipes.engines import answering_engine, answering_family, expenses
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream, free_memory_for_rewards

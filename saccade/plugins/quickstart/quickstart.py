@@ -24,13 +24,14 @@ from saccade.plugins.evaluation import evaluate
 from saccade.plugins.export.export import export
 from saccade.plugins.families import tiny
 from saccade.plugins.quickstart import counting
+from saccade.plugins.reports.comparison import paired_difference
 from saccade.plugins.reports.curves import charts_of, phase_seconds
 from saccade.plugins.reports.episodes import stored_episodes
 from saccade.plugins.reports.report_page import Estimate, Report, Table, write_report
 from saccade.recipes import model_setup, rl, sft
 from saccade.run.checkpoint import complete_steps, tensor_shapes
 from saccade.run.loggers import read_metrics
-from saccade.run.statistics import mean_interval, paired_difference
+from saccade.run.statistics import mean_interval
 from saccade.system.disk import require_writable
 
 WORDS = (
@@ -140,7 +141,12 @@ def rl_config(out: Path, data: Mapping[str, str], start: str, size: Size, seed: 
     config["rollout"] = {"max_tokens": 12}
     config["reward"] = REWARD
     config["algorithm"] = {"preset": "grpo", "drop_constant": True, "kl": {"coef": 0.0}}
-    config["train"] = {"prompts_per_step": 64, "samples_per_prompt": 8, "lr": 5e-4, "schedule": "linear"}
+    config["train"] = {
+        "prompts_per_step": min(64, size["prompts"]),
+        "samples_per_prompt": 8,
+        "lr": 5e-4,
+        "schedule": "linear",
+    }
     config["train"] |= {"warmup": min(10, size["rl"] - 1), "min_lr": 0.05, "weight_decay": 0.0}
     config["val"] = {"every": max(1, size["rl"] // 7)}
     return config

@@ -2,7 +2,7 @@
 
 Every picture is in the report once. Nothing is picked by its score.
 
-    stored_episodes(Path("runs/first")).items[0].question
+    stored_episodes(Path("runs/first"))["items"][0]["question"]
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from saccade.plugins.reports.report_page import Episode, Episodes, Turn, View
 from saccade.plugins.reports.trajectories import read_trajectories, stored_steps
 from saccade.run.folder import TRAJECTORIES
 from saccade.run.metrics import RIGHT, WRONG
@@ -28,9 +27,10 @@ COPIED = ("step", "sample", "outcome", "status", "reward", "parts", "turn_reward
 CALL = ("name", "ok", "reason", "source", "box", "pixels", "lineage", "observation")
 
 
-def stored_episodes(folder: Path) -> Episodes:
-    """Those of the first and the last stored step of each set and of training, in stored order;
-    answers to one question follow each other.
+def stored_episodes(folder: Path) -> dict[str, Any]:
+    """`items`, `pictures` (file → data URL) and a `note` about what is left out: episodes of the
+    first and the last stored step of each set and of training, in stored order; answers to one
+    question follow each other.
     """
     stored = sorted(stored_steps(folder).items(), key=lambda item: item[0] == "train")
     steps = [(kind, step) for kind, of in stored for step in sorted({of[0], of[-1]})]
@@ -47,37 +47,36 @@ def stored_episodes(folder: Path) -> Episodes:
     items, size = [], 0
     for record in chain.from_iterable(by_question.values()):
         items.append(episode_of(record, folder / TRAJECTORIES, album))
-        size += sum(len(said.get("text", "")) for turn in items[-1].turns for said in turn.said)
+        size += sum(len(said.get("text", "")) for turn in items[-1]["turns"] for said in turn["said"])
         if size > MOST_BYTES:
             notes = [f"The page holds the first {len(items):,} episodes: the others are too long."]
             break
     if _is_full(album):
         notes.append("Some pictures are left out: the page would be too large.")
-    return Episodes(items=items, pictures=album, note=" ".join(notes))
+    return {"items": items, "pictures": album, "note": " ".join(notes)}
 
 
-def episode_of(record: Record, folder: Path, album: dict[str, str]) -> Episode:
+def episode_of(record: Record, folder: Path, album: dict[str, str]) -> dict[str, Any]:
     """A record of `trajectories`; its pictures are read from `folder` into `album`."""
     images = sorted(record["images"], key=lambda image: image["start"])
     turns, asked = _turns(record)
     gold, outcome, extracted = record["gold"], record["outcome"], record["extracted"]
     judged = outcome is not None and not record.get("outcome_is_score")
     verdict = "right" if judged and RIGHT <= outcome <= 1 else ""
-    return Episode(
-        set=record["kind"],
-        id=shortened(record["id"]),
-        question=shortened(_question(record)),
-        gold=shortened(" or ".join(gold) if isinstance(gold, list) else str(gold or "")),
-        extracted=None if extracted is None else shortened(extracted),
-        verdict="wrong" if judged and 0 <= outcome <= WRONG else verdict,
-        end=record["end_reason"],
-        advantage=_strip(record["advantage"]),
-        views=[_view(image, folder, album) for image in images],
-        asked=asked,
-        turns=turns,
-        reason=shortened(record["reason"]),
-        **{name: record[name] for name in COPIED},
-    )
+    return {name: record[name] for name in COPIED} | {
+        "set": record["kind"],
+        "id": shortened(record["id"]),
+        "question": shortened(_question(record)),
+        "gold": shortened(" or ".join(gold) if isinstance(gold, list) else str(gold or "")),
+        "extracted": None if extracted is None else shortened(extracted),
+        "verdict": "wrong" if judged and 0 <= outcome <= WRONG else verdict,
+        "end": record["end_reason"],
+        "advantage": _strip(record["advantage"]),
+        "views": [_view(image, folder, album) for image in images],
+        "asked": asked,  # how many of the views are in the prompt
+        "turns": turns,
+        "reason": shortened(record["reason"]),
+    }
 
 
 def shortened(text: str) -> str:
@@ -95,7 +94,7 @@ def _question(record: Record) -> str:
     return "\n".join(texts).strip()
 
 
-def _turns(record: Record) -> tuple[list[Turn], int]:
+def _turns(record: Record) -> tuple[list[dict[str, Any]], int]:
     """Each begins where the policy begins to write; and how many pictures come before the first."""
     said: list[list[dict[str, Any]]] = [[]]
     before, view = "", 0
@@ -111,26 +110,26 @@ def _turns(record: Record) -> tuple[list[Turn], int]:
             said[-1].append({"source": source, "text": shortened(segment["text"])})
     calls = record["info"].get("tool_calls") or ()
     turns = [
-        Turn(said=parts, calls=[{k: call.get(k) for k in CALL} for call in calls if call["turn"] == number])
+        {"said": parts, "calls": [{k: call.get(k) for k in CALL} for call in calls if call["turn"] == number]}
         for number, parts in enumerate(said[1:], 1)
     ]
     return turns, sum("view" in part for part in said[0])
 
 
-def _view(image: Record, folder: Path, album: dict[str, str]) -> View:
+def _view(image: Record, folder: Path, album: dict[str, str]) -> dict[str, Any]:
     file = image.get("seen_file") or image.get("file")
     if file and file not in album and not _is_full(album) and (folder / file).is_file():
         kind = "png" if file.endswith(".png") else "jpeg"
         data = base64.b64encode((folder / file).read_bytes()).decode()
         album[file] = f"data:image/{kind};base64,{data}"
-    return View(
-        name=image.get("view") or image["name"][:12],
-        kind=image["kind"],
-        size=image["size"],
-        seen=image.get("seen"),
-        lineage=image.get("lineage") or (),
-        picture=file if file in album else None,
-    )
+    return {
+        "name": image.get("view") or image["name"][:12],
+        "kind": image["kind"],
+        "size": image["size"],
+        "seen": image.get("seen"),  # the size at which the model saw it
+        "lineage": image.get("lineage") or (),  # the views that it was cut from
+        "picture": file if file in album else None,
+    }
 
 
 def _is_full(album: Mapping[str, str]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from saccade.errors import ConfigError
+from saccade.plugins.reports.comparison import independent_difference
 from saccade.plugins.reports.curves import Rows, charts_of, phase_seconds
 from saccade.plugins.reports.diagnosis import diagnose
 from saccade.plugins.reports.episodes import stored_episodes
@@ -23,7 +24,7 @@ from saccade.plugins.reports.report_page import Cell, Estimate, Report, Table, w
 from saccade.run.folder import CONFIG, MANIFEST, RESULTS
 from saccade.run.loggers import read_metrics
 from saccade.run.metrics import MEASURE, interval_of, validation_measures
-from saccade.run.statistics import Interval, independent_difference
+from saccade.run.statistics import Interval
 
 INTERVALS = "Brackets hold 95 % intervals over the items of a set."
 BESIDE_ACCURACY = {  # metric -> label, whether it is a share

@@ -21,7 +21,6 @@ PAGE = Path(__file__).with_name("report_page.html")
 VERSION = 1  # of the JSON; raise it when the page reads something in another way
 
 Point = tuple[float, float]  # step, value
-Said = Mapping[str, Any]  # {source, text}, or {view} for a picture of the episode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,55 +63,6 @@ class Chart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
-    """A picture as an episode calls it."""
-
-    name: str
-    kind: str
-    size: Sequence[int]
-    seen: Sequence[int] | None = None  # the size at which the model saw it
-    lineage: Sequence[str] = ()  # the views that it was cut from
-    picture: str | None = None  # key of `Episodes.pictures`
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    said: Sequence[Said]
-    calls: Sequence[Mapping[str, Any]] = ()  # of tools
-
-
-@dataclass(frozen=True, kw_only=True)
-class Episode:
-    set: str
-    step: int
-    id: str
-    question: str
-    turns: Sequence[Turn]
-    sample: int = 0
-    gold: str = ""
-    extracted: str | None = None
-    outcome: float | None = None
-    verdict: str = ""  # right, wrong, or neither
-    status: str = "ok"
-    reason: str = ""
-    end: str = "answered"
-    reward: float | None = None
-    parts: Mapping[str, float | None] = field(default_factory=dict)
-    turn_rewards: Sequence[float | None] = ()
-    advantage: float | Sequence[float | None] | None = None  # a list: by token
-    tokens: Mapping[str, int] = field(default_factory=dict)
-    views: Sequence[View] = ()
-    asked: int = 0  # how many of the views are in the prompt
-
-
-@dataclass(frozen=True, kw_only=True)
-class Episodes:
-    items: Sequence[Episode] = ()
-    pictures: Mapping[str, str] = field(default_factory=dict)  # key -> data URL
-    note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Report:
     title: str
     subtitle: str = ""
@@ -121,7 +71,8 @@ class Report:
     tables: Sequence[Table] = ()
     charts: Sequence[Chart] = ()
     phases: Mapping[str, float] = field(default_factory=dict)  # name -> seconds
-    episodes: Episodes = field(default_factory=Episodes)
+    # As `episodes.stored_episodes` makes them.
+    episodes: Mapping[str, Any] = field(default_factory=lambda: {"items": [], "pictures": {}, "note": ""})
     texts: Mapping[str, str] = field(default_factory=dict)  # long ones, folded away
     version: int = VERSION
 

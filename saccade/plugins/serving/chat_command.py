@@ -26,9 +26,9 @@ from saccade.errors import ConfigError, DataError, SaccadeError, TrainingError
 from saccade.media.images import open_media
 from saccade.media.kinds import KINDS, open_any
 from saccade.models.families import Family
+from saccade.plugins.evaluation.answering import answering_engine, answering_family, model_name, room
 from saccade.plugins.serving.text_stream import TextStream
 from saccade.recipes import model_setup, parts
-from saccade.recipes.engines import answering_engine, answering_family, model_name, room
 from saccade.rollout.episode import noise_key
 from saccade.system.disk import require_writable
 from saccade.types import Completion, Media, Message, Request, Sampling

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,20 @@ TINY_HIDDEN = 64
 # Folder beside a config: rows in the layout that it describes, public/ for suites.
 EXAMPLES = "rows"
 OF_OTHER_ENGINES = ("tensor_parallel", "memory_share", "engine_args", "parity_max")
+
+
+def shrunk(config: Config, command: str, files: Sequence[str], given: Sequence[str]) -> Config:
+    """The config for `--smoke`; prints what stands in for what."""
+    for file in files:
+        config, replaced = with_examples(config, Path(file), given)
+        for line in replaced:
+            print(line)
+    small, path = smoke(config, command), config.model.path
+    if path and path != small.model.path:
+        known = config.model.family or (Path(path) / "config.json").is_file()
+        guess = "" if known else ", guessed by name as the folder is not here; model.family says it"
+        print(f"{small.model.path} stands in for model.path: {path}{guess}")
+    return small
 
 
 def smoke(config: Config, command: str) -> Config:

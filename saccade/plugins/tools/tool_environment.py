@@ -12,12 +12,13 @@ info. Runs no code that a model wrote.
 from __future__ import annotations
 
 import inspect
-import types
+import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
 import numpy as np
 from PIL import Image
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from saccade.config import EnvConfig
 from saccade.environments import Kind, Own, Setting, Step
@@ -70,32 +71,18 @@ def _typed(function: Callable[..., Any]) -> dict[str, Any]:
         signature = inspect.signature(function, eval_str=True)
     except Exception:  # an annotation as text may name anything
         signature = inspect.signature(function)
-    return {
-        name: p.annotation
-        for name, p in signature.parameters.items()
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and name != "images"
-    }
-
-
-PLAIN: Mapping[Any, tuple[type, ...]] = {kind: (kind,) for kind in (str, int, bool, list, dict, type(None))} | {
-    float: (float, int),
-    None: (type(None),),
-}
+    return {name: p.annotation for name, p in signature.parameters.items()}
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a value as JSON holds it is what an annotation says; one that is not plain says
-    nothing.
-    """
-    kind, inner = get_origin(annotation) or annotation, get_args(annotation)
-    if kind in (Union, types.UnionType):
-        return any(_fits(value, one) for one in inner)
-    if not isinstance(kind, type | None) or kind not in PLAIN:
-        return True
-    if type(value) not in PLAIN[kind]:
+    """Whether a value as JSON holds it is what an annotation says; one that names no data says nothing."""
+    try:
+        TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
+    except ValidationError:
         return False
-    parts = value.values() if kind is dict else value if kind is list else ()
-    return not inner or all(_fits(part, inner[-1]) for part in parts)
+    except (PydanticUserError, NameError):
+        pass
+    return True
 
 
 def _content(result: Any, env: EnvConfig) -> str | Media:

@@ -1,0 +1,53 @@
+"""What answers where nothing is trained: a model folder, or an endpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from saccade.config import Config
+from saccade.engines import Engine, Settings
+from saccade.engines.builders import build
+from saccade.models.families import Family
+from saccade.plugins.engines.http_family import endpoint_family
+from saccade.recipes import model_setup
+from saccade.recipes.engines import longest_sequence, settings_of, start_engine
+from saccade.rewards.scorer import Scorer
+
+
+def answering_family(config: Config) -> Family:
+    if config.rollout.engine == "http":
+        return endpoint_family(config.rollout.http.url)
+    return model_setup.family_of(config, model_setup.start_folder(config))
+
+
+def answering_engine(
+    config: Config, family: Family, *, logs: Path | None = None, answers: Path | None = None
+) -> Engine:
+    """Over weights that it loads itself, or over an endpoint's own, whose answers are kept in the
+    folder `answers` unless the config names another.
+    """
+    rollout = config.rollout
+    if rollout.engine == "http":
+        cache = rollout.http.cache or (str(answers) if answers else None)
+        http = rollout.http.model_copy(update={"cache": cache})
+        return build(Settings(engine="http", folder="", dtype="", args=rollout.engine_args, http=http), family)
+    return start_engine(config, replace(settings_of(config, family), finite=True), family, logs=logs)
+
+
+def model_name(config: Config, engine: Engine) -> str:
+    """As its endpoint calls it, or its folder."""
+    return getattr(engine, "model_name", config.model.path)
+
+
+def room(config: Config, family: Family) -> int:
+    """Tokens of a prompt with its answer; vllm and sglang are built for what the config may ask."""
+    bounded = config.rollout.engine in ("vllm", "sglang")
+    return min(family.max_positions, longest_sequence(config) if bounded else family.max_positions)
+
+
+def expenses(engine: Engine, scorer: Scorer | None) -> list[str]:
+    """What endpoints were asked and what that cost, of the model and of a judge."""
+    asked: list[Any] = [engine, scorer.judge if scorer is not None else None]
+    return [one.expenses() for one in asked if hasattr(one, "expenses")]

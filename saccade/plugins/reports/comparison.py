@@ -1,0 +1,58 @@
+"""Two runs compared: differences with their intervals, and the score of the commonest answer.
+
+>>> independent_difference(0.6, wilson(48, 80), 0.8, wilson(56, 70)).low
+0.05243147240236498
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from saccade.run.statistics import Interval, Values, are_shares, around_a_constant, bootstrap_mean, item_means
+
+
+class Difference(NamedTuple):
+    mean: float
+    low: float
+    high: float
+
+
+def paired_difference(before: Values, after: Values) -> Difference:
+    """Mean of after - before over the same items, with its bootstrap interval."""
+    first, second = item_means(before), item_means(after)
+    if len(first) != len(second):
+        raise ValueError(f"paired items: {len(first)} before and {len(second)} after")
+    change = second - first
+    constant = np.ptp(change) == 0 and are_shares(first) and are_shares(second)
+    interval = around_a_constant(change, least=-1.0) if constant else bootstrap_mean(change)
+    return Difference(float(change.mean()), *interval)
+
+
+def independent_difference(
+    before: float, before_interval: Interval, after: float, after_interval: Interval
+) -> Difference:
+    """after - before of two measurements, from their intervals alone (Newcombe 1998, method 10).
+
+    For the same items this is wider than need be: `paired_difference` is better where scores exist.
+    """
+    change = after - before
+    down = (after - after_interval.low) ** 2 + (before_interval.high - before) ** 2
+    up = (after_interval.high - after) ** 2 + (before - before_interval.low) ** 2
+    return Difference(change, change - down**0.5, change + up**0.5)
+
+
+def maj_at_k(
+    answers_per_item: Sequence[Sequence[Hashable | None]], scores_per_item: Sequence[Sequence[float]]
+) -> float:
+    """Mean score of the commonest answer; None does not vote. Tied answers share the vote."""
+    found = []
+    for answers, scores in zip(answers_per_item, scores_per_item, strict=True):
+        votes = Counter(answer for answer in answers if answer is not None)
+        most = max(votes.values(), default=0)
+        winning = [score for answer, score in zip(answers, scores, strict=True) if votes.get(answer) == most]
+        found.append(np.mean(winning) if winning else 0.0)
+    return float(np.mean(found))
