@@ -74,7 +74,7 @@ def _group(row: dict[str, Any], arrays: Arrays, sample: Sample) -> Group:
 def _without_objects(info: Mapping[str, Any]) -> dict[str, Any]:
     kept = {}
     for name, value in info.items():
-        with suppress(TypeError):
+        with suppress(TypeError, ValueError):
             json.dumps(value, default=lambda number: number.item() if isinstance(number, np.generic) else number)
             kept[name] = value
     return kept
