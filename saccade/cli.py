@@ -169,7 +169,7 @@ class Outlasting:
 
 
 def main() -> None:
-    sys.stdout, sys.stderr = (stream and Outlasting(stream) for stream in (sys.stdout, sys.stderr))  # type: ignore
+    sys.stdout, sys.stderr = (stream and Outlasting(stream) for stream in (sys.stdout, sys.stderr))
     if sys.argv[1:2] not in [[known.name] for known in app.registered_commands]:
         add_installed_commands()
     with shown_by(print):

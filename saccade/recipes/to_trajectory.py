@@ -26,7 +26,7 @@ def document(sample: Sample, family: Family, max_tokens: int) -> Group:
     """
     max_tokens = min(max_tokens, family.max_positions)
     ids = family.chat.encode_document("".join(message.text for message in sample.messages))
-    pieces = []
+    pieces: list[Trajectory] = []
     for start in range(0, max(1, len(ids) - 1), max_tokens):  # a piece of one token predicts nothing
         piece = ids[start : start + max_tokens]
         sources = _all(np.full(len(piece), Source.POLICY, np.int8), np.ones(len(piece), bool))

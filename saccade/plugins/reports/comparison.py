@@ -54,5 +54,5 @@ def maj_at_k(
         votes = Counter(answer for answer in answers if answer is not None)
         most = max(votes.values(), default=0)
         winning = [score for answer, score in zip(answers, scores, strict=True) if votes.get(answer) == most]
-        found.append(np.mean(winning) if winning else 0.0)
+        found.append(float(np.mean(winning)) if winning else 0.0)
     return float(np.mean(found))
