@@ -319,7 +319,7 @@ def test_a_request_to_stop_during_a_rollout_saves_the_last_whole_step(
     env = {"env.name": f"{world}:Stopper", "reward.terms": []}
     config = rl_config(tmp_path, run__max_steps=1, rollout__stop=["?", "red", "1", "2"]) | env
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Interrupted, match="stopped after step 0; continue with run.resume=auto") as stopped:
+    with pytest.raises(Interrupted, match=r"stopped after step 0; continue with run\.resume=auto") as stopped:
         rl.run(config)
     assert stopped.value.exit_code == 130
     assert signal.getsignal(signal.SIGTERM) == before
