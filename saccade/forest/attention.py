@@ -123,16 +123,11 @@ def segment_attention(
         cu = boundaries.to(torch.int32)
         longest = int((cu[1:] - cu[:-1]).max()) if longest is None else int(longest)
         return varlen(q, k, v, cu, cu, longest, longest, scale=scale, causal=False, window=None)
-    starts = boundaries.tolist()
-    lengths = np.diff(starts)
-    if len(set(lengths.tolist())) == 1:
-        n = len(lengths)
-        q, k, v = (x.unflatten(0, (n, -1)).transpose(1, 2) for x in (q, k, v))
-        return sdpa(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1)
-    out = torch.empty_like(q)
-    for length in sorted(set(lengths.tolist())):
+    starts = boundaries.cpu().numpy()
+    lengths, out = np.diff(starts), torch.empty_like(q)
+    for length in np.unique(lengths):
         rows = np.flatnonzero(lengths == length)
-        index = torch.from_numpy(np.asarray(starts)[rows][:, None] + np.arange(length)).to(q.device)
+        index = torch.from_numpy(starts[rows][:, None] + np.arange(length)).to(q.device)
         part_q, part_k, part_v = (x[index].transpose(1, 2) for x in (q, k, v))
         out = out.index_put((index,), sdpa(part_q, part_k, part_v, scale=scale).transpose(1, 2))
     return out

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
+from typing import Any
 
 import numpy as np
 
@@ -87,26 +89,24 @@ def select(batch: Batch, sequences: Sequence[int]) -> Batch:
     new_token = np.cumsum(tokens) - 1
     new_sequence = np.cumsum(wanted) - 1
     parents = batch.parents[needed]
-    columns = {name: getattr(batch, name) for name in READ_COLUMNS}
-    cut = {name: column[reads] for name, column in columns.items() if column is not None}
-    return Batch(
+
+    def cut(names: Sequence[str], kept: np.ndarray) -> dict[str, Any]:
+        return {name: column[kept] for name in names if (column := getattr(batch, name)) is not None}
+
+    return replace(
+        batch,
         ids=batch.ids[tokens],
         positions=batch.positions[:, tokens],
         node_starts=np.concatenate([[0], sizes[needed].cumsum()]).astype(np.int64),
         parents=np.where(parents >= 0, new_node[parents], -1),
         reads=new_token[batch.reads[reads]],
-        targets=batch.targets[reads],
         sequence=new_sequence[batch.sequence[reads]],
-        keys=tuple(key for key, keep in zip(batch.keys, wanted, strict=True) if keep),
-        groups=batch.groups[wanted],
+        keys=tuple(compress(batch.keys, wanted)),
         media=tuple(replace(span, start=int(new_token[span.start])) for span in batch.media if tokens[span.start]),
-        support=None
-        if batch.support is None
-        else tuple(ids for ids, keep in zip(batch.support, reads, strict=True) if keep),
+        support=None if batch.support is None else tuple(compress(batch.support, reads)),
         sampled=None if sampled is None else new_token[sampled],
-        last_values=None if batch.last_values is None else batch.last_values[wanted],
-        ref_totals=None if batch.ref_totals is None else batch.ref_totals[wanted],
-        **cut,
+        **cut(("targets", *READ_COLUMNS), reads),
+        **cut(("groups", "last_values", "ref_totals"), wanted),
     )
 
 

@@ -61,7 +61,9 @@ class LocalBackend:
         self.oom_splits = 0
         # Who only scores sees a picture once a step: nothing is kept for it.
         self._seen, self._towers_stand = FeatureCache(), False
-        self._inputs = Ahead(self._make_inputs)
+        self._inputs = Ahead(
+            lambda batch: inputs_of(batch, family, self.device, self.dtype, pixels=not self._towers_stand)
+        )
         self.optimizer: Optimizer | None = None
         self.averages: dict[str, Tensor] = {}  # of `blend`, fp32
         self._follower: tuple[LocalBackend, float] | None = None
@@ -154,10 +156,6 @@ class LocalBackend:
     def forget_features(self) -> None:
         """Of media; whoever changes the weights of a tower, or wants the memory, says so."""
         self._seen.clear()
-
-    def _make_inputs(self, batch: Batch) -> Inputs:
-        pixels = not self._towers_stand
-        return inputs_of(batch, self.family, self.device, self.dtype, pixels=pixels)
 
     def prefetch(self, batches: Sequence[Batch]) -> None:
         """Threads make the pixels of later batches while the first ones are computed."""

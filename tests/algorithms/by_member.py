@@ -1,6 +1,10 @@
-"""The reference fixture by member, and the loss over the forests that it is packed into."""
+"""Small records; the reference fixture by member, and the loss over the forests that it is packed into."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,12 +13,86 @@ import torch
 from saccade.algorithms.algorithm_state import restore
 from saccade.algorithms.annotate import add_advantages
 from saccade.algorithms.objective import LossSums, objective, to_metrics
+from saccade.algorithms.select import Updates
+from saccade.forest.packing import pack
 from saccade.trainer.forward_inputs import loss_inputs
+from saccade.types import Batch, Group, Message, Sample, Source, Trajectory
 
 LENGTHS = (6, 4, 5, 3)
 KEYS = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
 FIRST = [0, 6, 10, 15]  # tokens with which members begin
 NO_KL = ("kl.coef=0", "clip_high=0.28", "advantage=no_std", "aggregation=token_mean")
+
+
+Rows = Mapping[tuple[str, int], Sequence[float]]  # of tokens, by member
+
+
+class Records:
+    """Small groups, the forests of them, and their columns by member."""
+
+    @staticmethod
+    def member(uid: str, repeat: int, reward: float | None, tokens: int, **fields: Any):
+        sources = np.array([Source.PROMPT] * 3 + [Source.POLICY] * tokens, np.int8)
+        sampled = sources == Source.POLICY
+        status = "ok" if reward is not None else "error"
+        trajectory = Trajectory(
+            sample_id=uid,
+            repeat=repeat,
+            ids=np.array([1, 2, 3, *range(10 + repeat, 10 + repeat + tokens)]),
+            sources=sources,
+            logprobs=np.where(sampled, -1.0, np.nan).astype(np.float32),
+            versions=np.where(sampled, 0, -1).astype(np.int32),
+            reward=reward,
+            outcome=reward,
+            status=status,  # type: ignore[arg-type]
+        )
+        return replace(trajectory, **fields)
+
+    @classmethod
+    def group(cls, uid: str, rewards: Sequence[float | None], tokens: Sequence[int] = (), **sample: Any) -> Group:
+        lengths = tokens or [2] * len(rewards)
+        members = [cls.member(uid, i, r, n) for i, (r, n) in enumerate(zip(rewards, lengths, strict=True))]
+        message = Message(role="user", parts=("x",))
+        asked = Sample(id=uid, messages=(message,), **sample)
+        return Group(sample=asked, uid=uid, trajectories=tuple(members))
+
+    @staticmethod
+    def changed(group: Group, **columns: Sequence[Any]) -> Group:
+        """With one value of each field per member."""
+        members = [
+            replace(t, **{name: values[i] for name, values in columns.items()})
+            for i, t in enumerate(group.trajectories)
+        ]
+        return replace(group, trajectories=tuple(members))
+
+    @staticmethod
+    def packed(parts: Sequence[Sequence[Group]], micro_tokens: int = 1000, ends: bool = False) -> Updates:
+        def positions(length: int, media: object) -> np.ndarray:
+            return np.arange(length)[None]
+
+        return [pack(part, positions=positions, micro_tokens=micro_tokens, ends=ends) for part in parts]
+
+    @staticmethod
+    def filled(updates: Updates, **columns: Rows) -> Updates:
+        """With columns that are given by member."""
+
+        def full(batch: Batch) -> Batch:
+            found: dict[str, Any] = {
+                name: np.concatenate([rows[key] for key in batch.keys]).astype(np.float32)
+                for name, rows in columns.items()
+            }
+            return replace(batch, **found)
+
+        return [[full(batch) for batch in batches] for batches in updates]
+
+    @staticmethod
+    def column(updates: Updates, name: str) -> dict[tuple[str, int], list[float]]:
+        found: dict[tuple[str, int], list[float]] = {}
+        for batches in updates:
+            for batch in batches:
+                for index, value in zip(batch.sequence, getattr(batch, name), strict=True):
+                    found.setdefault(batch.keys[index], []).append(float(value))
+        return found
 
 
 def rows(values):

@@ -4,11 +4,9 @@ algorithms and small records.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,12 +17,9 @@ from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
 from saccade.algorithms.build import from_config
 from saccade.algorithms.corrections import Mismatch, measure
 from saccade.algorithms.policy_losses import LOSSES, LossInputs, SelectionInputs
-from saccade.algorithms.select import Updates
 from saccade.config import load
 from saccade.errors import ConfigError
-from saccade.forest.packing import pack
-from saccade.types import Batch, Group, Message, Sample, Source, Trajectory
-from tests.algorithms.by_member import LENGTHS, rows
+from tests.algorithms.by_member import LENGTHS, Records, rows
 
 REWARDS = (1.0, 0.0, 0.5, 2.0)
 
@@ -155,76 +150,6 @@ def refused():
 
 
 # -- records ---------------------------------------------------------------------------------------
-
-Rows = Mapping[tuple[str, int], Sequence[float]]  # of tokens, by member
-
-
-class Records:
-    """Small groups, the forests of them, and their columns by member."""
-
-    @staticmethod
-    def member(uid: str, repeat: int, reward: float | None, tokens: int, **fields: Any):
-        sources = np.array([Source.PROMPT] * 3 + [Source.POLICY] * tokens, np.int8)
-        sampled = sources == Source.POLICY
-        status = "ok" if reward is not None else "error"
-        trajectory = Trajectory(
-            sample_id=uid,
-            repeat=repeat,
-            ids=np.array([1, 2, 3, *range(10 + repeat, 10 + repeat + tokens)]),
-            sources=sources,
-            logprobs=np.where(sampled, -1.0, np.nan).astype(np.float32),
-            versions=np.where(sampled, 0, -1).astype(np.int32),
-            reward=reward,
-            outcome=reward,
-            status=status,  # type: ignore[arg-type]
-        )
-        return replace(trajectory, **fields)
-
-    @classmethod
-    def group(cls, uid: str, rewards: Sequence[float | None], tokens: Sequence[int] = (), **sample: Any) -> Group:
-        lengths = tokens or [2] * len(rewards)
-        members = [cls.member(uid, i, r, n) for i, (r, n) in enumerate(zip(rewards, lengths, strict=True))]
-        message = Message(role="user", parts=("x",))
-        asked = Sample(id=uid, messages=(message,), **sample)
-        return Group(sample=asked, uid=uid, trajectories=tuple(members))
-
-    @staticmethod
-    def changed(group: Group, **columns: Sequence[Any]) -> Group:
-        """With one value of each field per member."""
-        members = [
-            replace(t, **{name: values[i] for name, values in columns.items()})
-            for i, t in enumerate(group.trajectories)
-        ]
-        return replace(group, trajectories=tuple(members))
-
-    @staticmethod
-    def packed(parts: Sequence[Sequence[Group]], micro_tokens: int = 1000, ends: bool = False) -> Updates:
-        def positions(length: int, media: object) -> np.ndarray:
-            return np.arange(length)[None]
-
-        return [pack(part, positions=positions, micro_tokens=micro_tokens, ends=ends) for part in parts]
-
-    @staticmethod
-    def filled(updates: Updates, **columns: Rows) -> Updates:
-        """With columns that are given by member."""
-
-        def full(batch: Batch) -> Batch:
-            found: dict[str, Any] = {
-                name: np.concatenate([rows[key] for key in batch.keys]).astype(np.float32)
-                for name, rows in columns.items()
-            }
-            return replace(batch, **found)
-
-        return [[full(batch) for batch in batches] for batches in updates]
-
-    @staticmethod
-    def column(updates: Updates, name: str) -> dict[tuple[str, int], list[float]]:
-        found: dict[tuple[str, int], list[float]] = {}
-        for batches in updates:
-            for batch in batches:
-                for index, value in zip(batch.sequence, getattr(batch, name), strict=True):
-                    found.setdefault(batch.keys[index], []).append(float(value))
-        return found
 
 
 @pytest.fixture

@@ -250,3 +250,7 @@ def test_an_infinite_logit_is_no_update(
     assert update.skipped and means["guard/nonfinite"] == means["policy/update_skipped"] == 1
     assert all(map(same, before, snapshot(backend)))
     assert backend.optimizer is not None and not backend.optimizer.gradients
+    monkeypatch.undo()
+    with torch.no_grad():
+        head.weight[token] = 0.0
+    assert not backend.train_step([batch], PolicyLoss(algorithm_of(loss), Scoring()), lr=1e-4).skipped

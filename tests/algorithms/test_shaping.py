@@ -12,28 +12,16 @@ from saccade.algorithms import select
 from saccade.algorithms.algorithm_state import Moments, merge, restore
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig
-from saccade.types import Group, Sample, Source, Trajectory
+from saccade.types import Group, Trajectory
+from tests.algorithms.by_member import Records
 
 
 def member(repeat: int, reward: float | None, status: str = "ok", **parts: float) -> Trajectory:
-    return Trajectory(
-        sample_id="g",
-        repeat=repeat,
-        ids=np.array([1, 2]),
-        sources=np.array([Source.PROMPT, Source.POLICY], np.int8),
-        logprobs=np.array([np.nan, -1.0], np.float32),
-        versions=np.array([-1, 0], np.int32),
-        status=status,  # type: ignore[arg-type]
-        reward=reward,
-        outcome=reward,
-        parts=parts,
-        trained=repeat >= 0,
-    )
+    return Records.member("g", repeat, reward, 1, status=status, parts=parts, trained=repeat >= 0)
 
 
 def group(*members: Trajectory, greedy: Trajectory | None = None) -> Group:
-    sample = Sample(id="g", messages=())
-    return Group(sample=sample, uid="g", trajectories=members, greedy=greedy)
+    return replace(Records.group("g", []), trajectories=members, greedy=greedy)
 
 
 def rewards(groups: list[Group]) -> list[float | None]:

@@ -51,15 +51,6 @@ def _reject_distance(statistic: Statistic, distance: Callable[[Tensor], Tensor])
     return reject
 
 
-def k2(delta: Tensor) -> Tensor:
-    return delta.square() / 2
-
-
-def k3(delta: Tensor) -> Tensor:
-    gap = delta.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
-    return gap.expm1() - gap
-
-
 @add(ROWS, "no sequence with A < 0 and mean of rollout - new > threshold", each_update=True)
 def opsm(
     new: Tensor,  # [T]
@@ -83,8 +74,11 @@ STATISTICS: dict[str, Statistic] = {
     "seq_max": Mismatch.largest,
 }
 DISTANCES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "k2": (k2, "delta^2 / 2"),
-    "k3": (k3, "exp(delta) - 1 - delta"),
+    "k2": (lambda delta: delta.square() / 2, "delta^2 / 2"),
+    "k3": (
+        lambda delta: (gap := delta.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)).expm1() - gap,
+        "exp(delta) - 1 - delta",
+    ),
 }
 for _level, _statistic in STATISTICS.items():
     if _level != "seq_max":  # one extreme says nothing about a band
