@@ -125,7 +125,8 @@ def test_add_ons_are_laid_over_a_row(algorithm):
     assert row.about == PRESETS["mini_o3"]["about"]
     (icepop,) = algorithm("preset=[grpo,icepop]").corrections
     assert icepop.options == {"low": 0.5, "high": 5}
-    assert algorithm("preset=[grpo,delta]").loss.options["delta"] == 4
+    bounded = algorithm("preset=[drpo,delta]").loss.options  # it replaces what bounds the same
+    assert (bounded["delta"], bounded["dual_clip"]) == (4, 0)
     masks = algorithm("preset=[grpo,tis]", "correct=[seq_mask]")
     assert [c.name for c in masks.corrections] == ["seq_mask"]  # the config overrides any cell
 
