@@ -7,14 +7,13 @@ over all sequences of an optimizer step and travel with the tokens. Knows nothin
 aggregation sees lengths [S] (0: not live), the trajectory and the group of each sequence [S] and
 gives a scale [S]. Axes: T tokens, S sequences.
 
-    >>> token_scales(AGGREGATIONS["seq_mean"], sequence, live=live).values.sum()
+    >>> token_scales(AGGREGATIONS["seq_mean"], sequence, live=live)[0].sum()
     tensor(1., dtype=torch.float64)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from saccade.algorithms.table import Count, add, table_of
@@ -56,15 +55,6 @@ def inverse(denominator: Tensor, lengths: Tensor) -> Tensor:
     return 1 / denominator.double().where(live, float("inf"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scales:
-    """Scales of one optimizer step and the counts behind them. No tokens: skip the step."""
-
-    values: Tensor  # [T] float64, 0 on tokens that do not count
-    tokens: int  # N
-    sequences: int  # S
-
-
 def token_scales(
     aggregation: Callable[..., Tensor],
     sequence: Tensor,  # [T] index into what follows
@@ -72,12 +62,12 @@ def token_scales(
     live: Tensor,  # [S] bool
     group: Tensor | None = None,  # [S]; None: each sequence is its own
     counted: Tensor | None = None,  # [T] bool, tokens that count as trained; None: all
-) -> Scales:
-    """The only place where exclusion enters the loss, numerator and denominator together."""
+) -> tuple[Tensor, Tensor]:
+    """Scales [T] in float64, 0 on tokens that do not count, and how many do of each sequence [S].
+    The only place where exclusion enters the loss, numerator and denominator together.
+    """
     counted = sequence >= 0 if counted is None else counted
     lengths = sequence[counted].bincount(minlength=len(live)) * live
     own = lengths.new_ones(len(live)).cumsum(0)
     scale = aggregation(lengths, own, own if group is None else group)
-    return Scales(
-        values=scale[sequence].where(counted, 0.0), tokens=int(lengths.sum()), sequences=int((lengths > 0).sum())
-    )
+    return scale[sequence].where(counted, 0.0), lengths

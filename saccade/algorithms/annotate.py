@@ -197,10 +197,10 @@ def _scaled(
     present[sequence] = True
     counted = _counted(sequence, algorithm)
     live = result.live & present
-    scales = token_scales(algorithm.aggregate, sequence, live=live, group=inputs.groups, counted=counted)
-    metrics.add("policy/live_tokens", scales.tokens)
-    metrics.add("policy/live_sequences", scales.sequences)
-    return _with(batches, scales=scales.values)
+    scales, lengths = token_scales(algorithm.aggregate, sequence, live=live, group=inputs.groups, counted=counted)
+    metrics.add("policy/live_tokens", int(lengths.sum()))
+    metrics.add("policy/live_sequences", int((lengths > 0).sum()))
+    return _with(batches, scales=scales)
 
 
 def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Metrics) -> None:
@@ -293,8 +293,8 @@ def _over_kept(batches: Sequence[Batch], algorithm: Algorithm) -> list[Batch]:
     kept = (keep > 0) & (scales > 0)
     groups = torch.from_numpy(np.concatenate([batch.groups for batch in batches]))
     everybody = torch.ones(len(groups), dtype=torch.bool)
-    over_kept = token_scales(algorithm.aggregate, sequence, live=everybody, group=groups, counted=kept)
-    factor = (over_kept.values / scales.where(kept, 1.0)).where(kept, 0.0)
+    over_kept, _ = token_scales(algorithm.aggregate, sequence, live=everybody, group=groups, counted=kept)
+    factor = (over_kept / scales.where(kept, 1.0)).where(kept, 0.0)
     return _with(batches, keep=keep * factor)
 
 
@@ -335,8 +335,7 @@ def for_critic(batches: Sequence[Batch]) -> list[Batch]:
     sequence = _sequences(batches)
     everybody = torch.ones(int(sequence.max()) + 1, dtype=torch.bool)
     counted = column(batches, "scales") > 0
-    scales = token_scales(AGGREGATIONS["token_mean"], sequence, live=everybody, counted=counted)
-    return _with(batches, scales=scales.values)
+    return _with(batches, scales=token_scales(AGGREGATIONS["token_mean"], sequence, live=everybody, counted=counted)[0])
 
 
 # -- flat and back ---------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ with scale 0 are not live: nothing about them, not even NaN, reaches the loss or
 nothing of models, ranks or where the log-probs came from. Axis: T tokens.
 
     >>> loss, sums = objective(algorithm, new, entropy, inputs)
-    >>> to_metrics([sums], step_tokens=scales.tokens).means()["policy/ratio_mean"]
+    >>> to_metrics([sums]).means()["policy/ratio_mean"]
     1.0
 """
 
@@ -40,10 +40,8 @@ class LossSums:
     maxima: Mapping[str, Tensor] = field(default_factory=dict)  # -inf: of nothing
 
 
-def to_metrics(sums: Sequence[LossSums], *, step_tokens: int | None = None) -> Metrics:
-    """Metrics of micro-batches of an optimizer step of `step_tokens` tokens; None: all of it. The
-    device is waited for once.
-    """
+def to_metrics(sums: Sequence[LossSums]) -> Metrics:
+    """Metrics of all micro-batches of an optimizer step. The device is waited for once."""
     metrics = Metrics()
     if not sums:
         return metrics
@@ -57,8 +55,7 @@ def to_metrics(sums: Sequence[LossSums], *, step_tokens: int | None = None) -> M
         whole.update(dict.fromkeys(one.terms, number[id(one.tokens)]))
     for one in sums:
         for name, term in one.terms.items():
-            tokens = whole[name] if step_tokens is None else step_tokens
-            share = number[id(one.tokens)] / tokens if tokens else 0.0
+            share = number[id(one.tokens)] / whole[name] if whole[name] else 0.0
             metrics.add(name, number[id(term)], share)
         for name, (total, count) in one.means.items():
             metrics.add(name, number[id(total)], number[id(count)])

@@ -58,7 +58,7 @@ class Golden:
 
     def scales(self, aggregation: str, *, fixed_length: int = 6) -> Tensor:
         entry = AGGREGATIONS[aggregation].having({"fixed_length": fixed_length})
-        return token_scales(entry, self.sequence, live=torch.ones(4, dtype=torch.bool)).values
+        return token_scales(entry, self.sequence, live=torch.ones(4, dtype=torch.bool))[0]
 
     def selected(self, name: str, new: Tensor, options: dict[str, Any]) -> Tensor | None:
         entry = LOSSES[name].having(options)

@@ -124,7 +124,7 @@ def loss_and_gradient(
 
 def scales_of(name: str, members: AdvantageInputs) -> Tensor:
     entry = AGGREGATIONS[name].having({"fixed_length": 7})
-    return token_scales(entry, members.sequence, live=members.live, group=members.groups).values
+    return token_scales(entry, members.sequence, live=members.live, group=members.groups)[0]
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -148,7 +148,7 @@ def columns_of(algorithm: Algorithm, step: Step) -> LossInputs:
 
     def scales_over(counted: Tensor | None) -> Tensor:
         sides = {"live": result.live, "group": members.groups}
-        return token_scales(algorithm.aggregate, sequence, counted=counted, **sides).values
+        return token_scales(algorithm.aggregate, sequence, counted=counted, **sides)[0]
 
     scales = scales_over(None)
     live = scales > 0

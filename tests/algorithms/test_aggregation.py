@@ -27,11 +27,10 @@ def entry_of(name):
     ],
 )
 def test_scale_of_each_sequence(name, per_sequence):
-    scales = token_scales(entry_of(name), SEQUENCE, live=LIVE, group=GROUP)
+    scales, lengths = token_scales(entry_of(name), SEQUENCE, live=LIVE, group=GROUP)
     expected = [(*per_sequence, 0.0)[i] for i in SEQUENCE.tolist()]
-    assert scales.values.tolist() == pytest.approx(expected, abs=1e-15)
-    assert (scales.tokens, scales.sequences) == (6, 3)
-    assert scales.values.dtype == torch.float64
+    assert scales.tolist() == pytest.approx(expected, abs=1e-15)
+    assert lengths.tolist() == [3, 1, 2, 0] and scales.dtype == torch.float64
 
 
 def test_sequences_of_one_sample_are_pooled():
@@ -43,10 +42,9 @@ def test_sequences_of_one_sample_are_pooled():
 def test_what_does_not_count_is_as_if_absent(name):
     entry = entry_of(name)
     counted = torch.tensor([True, False, True, False, True, True, True, True, False, True])
-    found = token_scales(entry, SEQUENCE, live=LIVE, counted=counted, group=GROUP)
-    expected = token_scales(entry, SEQUENCE[counted], live=LIVE, group=GROUP)
-    assert torch.equal(found.values[counted], expected.values)
-    assert found.values[~counted].abs().sum() == 0
-    assert (found.tokens, found.sequences) == (expected.tokens, expected.sequences) == (4, 2)
-    nothing = token_scales(entry, SEQUENCE, live=torch.zeros_like(LIVE))
-    assert nothing.values.abs().sum() == 0 and nothing.tokens == 0 and nothing.sequences == 0
+    found, lengths = token_scales(entry, SEQUENCE, live=LIVE, counted=counted, group=GROUP)
+    expected, _ = token_scales(entry, SEQUENCE[counted], live=LIVE, group=GROUP)
+    assert torch.equal(found[counted], expected) and not found[~counted].any()
+    assert lengths.tolist() == [2, 0, 2, 0]
+    nothing, lengths = token_scales(entry, SEQUENCE, live=torch.zeros_like(LIVE))
+    assert not nothing.any() and not lengths.any()

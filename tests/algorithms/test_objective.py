@@ -10,7 +10,6 @@ from saccade.algorithms.objective import objective, to_metrics
 from saccade.algorithms.policy_losses import LossInputs
 from saccade.config import AlgorithmConfig, KLConfig
 from saccade.config.schema import CorrectionConfig
-from saccade.types import Metrics
 
 GRPO = resolve(AlgorithmConfig(clip_high=0.28, dual_clip=3.0, kl=KLConfig(coef=0.1)), max_tokens=8)
 NO_KL = resolve(AlgorithmConfig(clip_high=0.28, dual_clip=3.0, kl=KLConfig(coef=0)), max_tokens=8)
@@ -43,7 +42,7 @@ def columns(golden, aggregation="token_mean", **changes) -> LossInputs:
 
 def means(algorithm, new, columns, entropy=None):
     _, stats = objective(algorithm, new, entropy, columns)
-    return to_metrics([stats], step_tokens=18).means()
+    return to_metrics([stats]).means()
 
 
 def test_clip_with_kl_in_the_loss(golden):
@@ -68,7 +67,7 @@ def test_a_kl_that_is_corrected_by_the_ratio(golden):
 def test_bad_sequences_that_the_policy_left_behind_are_dropped_anew(golden):
     loss, stats = objective(opsm(0.01), golden.new, None, columns(golden))
     assert loss.item() == pytest.approx(-0.22400677, abs=1e-7)
-    log = to_metrics([stats], step_tokens=18).means()
+    log = to_metrics([stats]).means()
     behind = golden.inputs().sequence_mean(golden.rollout - golden.new) > 0.01
     dropped = (golden.advantages < 0) & behind
     assert log["policy/opsm_dropped"] == pytest.approx(dropped.sum().item() / 18)
@@ -154,7 +153,7 @@ def test_old_from_the_engine(golden):
 
 def test_micro_batches_add_up_to_the_step(golden):
     whole = means(GRPO, golden.new, columns(golden, "seq_mean"))
-    total, parts, together = 0.0, Metrics(), []
+    total, together = 0.0, []
     for rows in ((0,), (1, 3), (2,), ()):
         inside = torch.isin(golden.sequence, torch.tensor(rows, dtype=torch.int64))
         part = columns(golden, "seq_mean")
@@ -163,10 +162,8 @@ def test_micro_batches_add_up_to_the_step(golden):
         }
         loss, stats = objective(GRPO, golden.new[inside], None, replace(part, **cut))
         total += loss.item()
-        parts.merge(to_metrics([stats], step_tokens=18))
         together.append(stats)
     assert total == pytest.approx(whole["policy/loss"], abs=1e-12)
-    assert parts.means() == pytest.approx(whole, abs=1e-12)
     assert to_metrics(together).means() == pytest.approx(whole, abs=1e-12)
 
 

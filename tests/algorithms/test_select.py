@@ -40,6 +40,8 @@ def test_where_terms_are_compared_all_of_them_must_be_constant(algorithm, record
 
 
 def test_who_does_not_train(algorithm, records):
+    never = records.changed(records.group("a", [0.0] * 4), status=["error", "abstain", "aborted", "stale"])
+    assert not any(t.trained for t in select.mark_members([never], algorithm())[0][0].trajectories)
     (chosen,) = select.mark_members([records.group("a", [1.0, None, 0.0])], algorithm())[0]
     assert [t.trained for t in chosen.trajectories] == [True, False, True]
     cut = records.changed(records.group("a", [1.0, 0.0, 0.0]), status=["ok", "overturn", "truncated"])

@@ -94,7 +94,7 @@ def ours(algorithm: Algorithm, rows: Rows, **columns: Any) -> Loss:
     """Columns are of the flat tokens."""
     mask, sequence = rows.mask, rows.sequence
     new = rows.new.clone().requires_grad_()
-    scales = token_scales(algorithm.aggregate, sequence, live=torch.ones(len(mask), dtype=torch.bool))
+    scales, _ = token_scales(algorithm.aggregate, sequence, live=torch.ones(len(mask), dtype=torch.bool))
     advantages = rows.advantages[sequence]
     if algorithm.loss.select is not None:
         columns["selected"] = algorithm.loss.selection(
@@ -106,7 +106,7 @@ def ours(algorithm: Algorithm, rows: Rows, **columns: Any) -> Loss:
         rows.entropies[mask],
         LossInputs(
             advantages=advantages,
-            scales=scales.values.to(new.dtype),
+            scales=scales.to(new.dtype),
             sequence=sequence,
             sequences=len(mask),
             old=rows.old[mask],
