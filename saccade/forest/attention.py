@@ -217,7 +217,6 @@ class _Bucket:
     index: Tensor  # [B, L] token of each padded place, 0 where it is padding
     valid: Tensor  # [B, L]
     mask: Tensor  # [B, 1, L, L]
-    depth: Tensor  # [B, L] tokens before this one on its path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +232,8 @@ class _DensePlan:
         for bucket in self.buckets:
             mask = bucket.mask
             if window is not None:
-                distance = bucket.depth[:, None, :, None] - bucket.depth[:, None, None, :]
-                mask = mask & (distance < window)
+                depth = mask.sum(-1)  # of a token on its path
+                mask = mask & (depth[..., None] - depth[..., None, :] < window)
             tree_q, tree_k, tree_v = (x[bucket.index].transpose(1, 2) for x in (q, k, v))
             trees = sdpa(tree_q, tree_k, tree_v, attn_mask=mask, scale=scale, enable_gqa=shared)
             valid = bucket.valid
@@ -297,7 +296,6 @@ def _pad_trees(
     longest = max(int(sizes[nodes].sum()) for nodes in trees)
     index = np.zeros((len(trees), longest), dtype=np.int64)
     valid = np.zeros((len(trees), longest), dtype=bool)
-    depth = np.zeros((len(trees), longest), dtype=np.int64)
     # A padding row attends to itself: an empty row of a softmax would be NaN.
     mask = np.broadcast_to(np.eye(longest, dtype=bool), (len(trees), longest, longest)).copy()
     causal = np.tri(longest, dtype=bool)
@@ -311,8 +309,7 @@ def _pad_trees(
         index[row, :n] = np.concatenate([spans[node] for node in nodes])
         valid[row, :n] = True
         mask[row, :n, :n] = ancestor[owner[:, None], owner[None, :]] & causal[:n, :n]
-        depth[row, :n] = mask[row, :n, :n].sum(-1) - 1
-    return {"index": index, "valid": valid, "mask": mask[:, None], "depth": depth}
+    return {"index": index, "valid": valid, "mask": mask[:, None]}
 
 
 # -- the variable-length call ----------------------------------------------------------------------
