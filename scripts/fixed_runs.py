@@ -123,6 +123,7 @@ def cells_of(row: Any) -> dict[str, Any]:
     entries = {"advantage": row.estimator, "loss": row.loss, "aggregation": row.aggregate, "kl": row.divergence}
     found = row.model_dump(mode="json", exclude={"estimator", "loss", "aggregate", "divergence", "corrections"})
     found |= {f"{name}_options": entry.options for name, entry in entries.items()}
+    found["warnings"] = [*row.warnings]
     return found | {"corrections": [{"name": c.name, "options": c.options} for c in row.corrections]}
 
 

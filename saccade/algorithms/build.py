@@ -83,12 +83,7 @@ def from_config(config: Config) -> Algorithm:
             f"train.epochs_per_batch=1 instead of {train.updates_per_step} and {train.epochs_per_batch}, or "
             "algorithm.preset=grpo"
         )
-    old = old_mode(given.old, once=once, forced=why_recompute(algorithm))
-    warnings: tuple[str, ...] = ()
-    if loss.own_aggregation not in (None, aggregate.name):
-        text = f"algorithm.aggregation={aggregate.name}: policy loss {loss.name} is made for {loss.own_aggregation}"
-        warnings = (f"{text}; long sequences weigh more now",)
-    return algorithm.model_copy(update={"old": old, "warnings": warnings})
+    return algorithm.model_copy(update={"old": old_mode(given.old, once=once, forced=why_recompute(algorithm))})
 
 
 def old_mode(wanted: str, *, once: bool, forced: str | None) -> str:
@@ -113,7 +108,6 @@ def why_recompute(algorithm: Algorithm) -> str | None:
         f"entropy_top={algorithm.entropy_top:g}": algorithm.entropy_top > 0,
         f"policy_loss={algorithm.policy_loss}": algorithm.loss.select is not None,
         f"correct=[{corrections}]": bool(corrections),
-        "self_normalise": algorithm.self_normalise,
         "args.drpo_kl_damp": bool(algorithm.estimator.options.get("drpo_kl_damp")),
         "filter.keep_surplus": algorithm.filter.keep_surplus,
         "hot_first_token.first_token=is": fire.temperature > 0 and fire.first_token == "is",

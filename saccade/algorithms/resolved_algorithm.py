@@ -43,7 +43,6 @@ class Algorithm(AlgorithmConfig):
     aggregate: Entry
     divergence: Entry
     corrections: tuple[Entry, ...]
-    warnings: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> dict[str, tuple[Entry, ...]]:
@@ -79,6 +78,14 @@ class Algorithm(AlgorithmConfig):
     @property
     def reference_moves(self) -> bool:
         return self.needs_reference and self.kl.update != "none"
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        own, now = self.loss.own_aggregation, self.aggregation
+        text = (
+            f"algorithm.aggregation={now}: policy loss {self.policy_loss} is made for {own}; long sequences weigh more"
+        )
+        return () if own in (None, now) else (text,)
 
     @property
     def at_once(self) -> tuple[Entry, ...]:
