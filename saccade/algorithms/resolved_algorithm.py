@@ -81,10 +81,8 @@ class Algorithm(AlgorithmConfig):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        own, now = self.loss.own_aggregation, self.aggregation
-        text = (
-            f"algorithm.aggregation={now}: policy loss {self.policy_loss} is made for {own}; long sequences weigh more"
-        )
+        own, now, loss = self.loss.own_aggregation, self.aggregation, self.policy_loss
+        text = f"algorithm.aggregation={now}: policy loss {loss} is made for {own}; long sequences weigh more now"
         return () if own in (None, now) else (text,)
 
     @property

@@ -35,13 +35,13 @@ def family(family_of):
     return family_of(FAMILY)
 
 
+def said(role, *parts) -> Message:
+    return Message(role=role, parts=parts)
+
+
 @pytest.fixture(scope="module")
 def samples(image) -> list[Sample]:
     """A picture in the question, pictures as the candidates, and none."""
-
-    def said(role, *parts):
-        return Message(role=role, parts=parts)
-
     asked = (said("user", image(), "how many objects?"),)
     rows = [
         (asked, (said("assistant", "three of them"),), (said("assistant", "a dog"),)),
@@ -72,6 +72,12 @@ def packed(samples, family, budget: int):
     return pack(groups, positions=positions, micro_tokens=budget, ends=True, whole=True)
 
 
+def states_of(backend: LocalBackend, sample: Sample) -> torch.Tensor:
+    """Hidden states of one row."""
+    [alone] = packed([sample], backend.family, 100_000)
+    return backend.hidden_at(alone, np.arange(alone.tokens))
+
+
 @pytest.mark.parametrize("pooling", ["last", "mean", "attention"])
 def test_a_forest_scores_as_single_rows_do(family, samples, pooling) -> None:
     model = model_of(family, pooling)
@@ -83,18 +89,7 @@ def test_a_forest_scores_as_single_rows_do(family, samples, pooling) -> None:
     for index, sample in enumerate(samples):
         read = judged("x", 0, sample.messages, sample.candidates[0], family)
         [batch] = packed([sample], family, 100_000)
-        [alone] = pack(
-            [
-                compared(
-                    Sample(id="x", messages=sample.messages, candidates=sample.candidates[:1], desirable=True), family
-                )
-            ],
-            positions=family.positions,
-            micro_tokens=100_000,
-            ends=True,
-        )
-        inputs = backend._inputs.get(alone)
-        hidden = hidden_states(model, family, inputs.ids, inputs.positions, alone.media, inputs.plan)
+        hidden = states_of(backend, replace(sample, candidates=sample.candidates[:1], desirable=True))
         assert len(hidden) == len(read.ids)  # up to the very last token
         first = int(np.flatnonzero(read.policy_mask)[0])
         states = hidden[-1:] if pooling == "last" else hidden[first:]
@@ -128,10 +123,6 @@ def test_the_probed_block_is_read_through_the_final_norm(family, samples, probe)
 
 def test_pooling_reads_every_token_of_every_turn_and_nothing_else(family, samples) -> None:
     """Turns that begin alike: the forest branches where the first one ends."""
-
-    def said(role, text):
-        return Message(role=role, parts=(text,))
-
     asked = samples[0].messages
     sides = [
         (said("assistant", first), said("user", "sure?"), said("assistant", "it is a dog"))
@@ -144,10 +135,7 @@ def test_pooling_reads_every_token_of_every_turn_and_nothing_else(family, sample
     for side, scores in zip(sides, found, strict=True):
         read = judged("x", 0, asked, side, family)
         assert len(np.unique(np.diff(np.flatnonzero(read.policy_mask)))) == 2  # two turns
-        whole = replace(sample, candidates=(side,), desirable=True)
-        [alone] = packed([whole], family, 100_000)
-        inputs = backend._inputs.get(alone)
-        hidden = hidden_states(model, family, inputs.ids, inputs.positions, alone.media, inputs.plan)
+        hidden = states_of(backend, replace(sample, candidates=(side,), desirable=True))
         own = hidden[torch.from_numpy(read.policy_mask)]
         expected = own.mean(0) @ model.score.weight.T
         np.testing.assert_allclose(scores, expected.detach().numpy(), atol=1e-5)
@@ -208,10 +196,7 @@ def test_a_sample_over_a_wire_has_the_same_conversation(family, samples) -> None
 
 
 def test_two_turns_over_a_wire_are_the_same_conversation(samples) -> None:
-    added = tuple(
-        Message(role=role, parts=(text,))
-        for role, text in (("assistant", "a"), ("tool", "b"), ("tool", "c"), ("assistant", "d"))
-    )
+    added = tuple(said(*turn) for turn in (("assistant", "a"), ("tool", "b"), ("tool", "c"), ("assistant", "d")))
     mine = replace(
         reward_sample(samples[2], "ad", turns=("a", "d"), observations=("b", "c")),
         replied=added,
