@@ -20,7 +20,6 @@ import numpy as np
 
 from saccade.algorithms.filters import CONSTANT_TOLERANCE, is_excluded
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.errors import ConfigError
 from saccade.types import Group, Metrics
 
 LARGEST_ERROR = 0.2  # of a KL, relative to its target
@@ -76,19 +75,8 @@ def to_json(state: AlgorithmState) -> dict[str, Any]:
 
 def observe(state: AlgorithmState, groups: Sequence[Group], algorithm: Algorithm) -> AlgorithmState:
     """After every group of a step was scored, those included that will not be trained on."""
-    if algorithm.estimator.observe is None:
-        return state
-    seen = [
-        (domain_of(group), y)
-        for group in sorted(groups, key=lambda group: group.uid)
-        if (y := success_of(group, algorithm)) is not None
-    ]
-    return replace(state, domains=algorithm.estimator.observe(state.domains, seen))
-
-
-def domain_of(group: Group) -> str:
-    domain = group.sample.extra.get("domain")
-    return "default" if domain in (None, "") else str(domain)
+    note = algorithm.estimator.observe
+    return state if note is None else replace(state, domains=note(state.domains, groups, algorithm))
 
 
 def outcomes_of(group: Group, algorithm: Algorithm) -> list[float]:
@@ -98,12 +86,6 @@ def outcomes_of(group: Group, algorithm: Algorithm) -> list[float]:
         for t in group.trajectories
         if t.outcome is not None and not is_excluded(t.status, algorithm.exclude_status)
     ]
-
-
-def success_of(group: Group, algorithm: Algorithm) -> float | None:
-    """Mean raw outcome as a share of what is possible; None when no member counts."""
-    outcomes = outcomes_of(group, algorithm)
-    return success(outcomes, algorithm.reward_range) if outcomes else None
 
 
 def after_step(state: AlgorithmState, algorithm: Algorithm, metrics: Metrics) -> AlgorithmState:
@@ -151,18 +133,3 @@ def normalise(values: Sequence[float] | np.ndarray, moments: Moments, kind: Lite
     """R / std, or (R - mean) / std."""
     shift = {"std": 0.0, "mean_std": moments.mean}[kind]
     return (np.asarray(values, np.float64) - shift) / moments.divisor
-
-
-def success(outcomes: Sequence[float], reward_range: tuple[float, float]) -> float:
-    """Mean raw outcome of a group as a share of the declared range."""
-    low, high = reward_range
-    rounding = 1e-6 * (high - low)
-    for outcome in outcomes:
-        if not low - rounding <= outcome <= high + rounding:
-            wider = [min(low, outcome), max(high, outcome)]
-            raise ConfigError(
-                f"an outcome of {outcome} is outside algorithm.reward_range=[{low}, {high}]; "
-                f"declare what the reward can give, such as {wider}"
-            )
-    mean = sum(outcomes) / len(outcomes)
-    return min(1.0, max(0.0, (mean - low) / (high - low)))

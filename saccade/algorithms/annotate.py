@@ -23,7 +23,7 @@ from torch import Tensor
 from saccade.algorithms import corrections
 from saccade.algorithms.advantages import AdvantageInputs, Advantages, compute
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
-from saccade.algorithms.algorithm_state import AlgorithmState, domain_of, success_of
+from saccade.algorithms.algorithm_state import AlgorithmState
 from saccade.algorithms.filters import high_entropy, is_excluded
 from saccade.algorithms.objective import explained_variance
 from saccade.algorithms.policy_losses import KINDS, SelectionInputs
@@ -118,8 +118,7 @@ def _estimator_inputs(
     if estimator.greedy:
         read["greedy"] = _numbers(_reward(group.greedy) for group in owners)
     if estimator.weigh:
-        found = [(domain_of(group), success_of(group, algorithm)) for group in groups]
-        weights = [1.0 if y is None else estimator.weigh(state.domains, domain, y) for domain, y in found]
+        weights = [estimator.weigh(state.domains, group, algorithm) for group in groups]
         read["domain_weights"] = _numbers(weights)[place]
     if estimator.components:
         assert component_weights is not None, "the terms of the reward have weights"

@@ -12,17 +12,15 @@ from saccade.algorithms.algorithm_state import (
     AlgorithmState,
     Moments,
     after_step,
-    domain_of,
     merge,
     next_kl_coef,
     normalise,
     observe,
     restore,
-    success,
-    success_of,
     to_json,
 )
 from saccade.plugins.more_algorithms import domains
+from saccade.plugins.more_algorithms.domains import domain_of, success, success_of
 from saccade.types import Metrics
 
 FINITE, NONE = st.floats(-100, 100), [0.0] * 9
@@ -183,7 +181,7 @@ def test_a_fresh_state():
     """Two groups with mean rewards 0.5 and 1.25 of a range from 0 to 2."""
     first, second = success([1, 0], (0, 2)), success([0.5, 2], (0, 2))
     assert (first, second) == (0.25, 0.625)
-    found = domains.observe({}, [("xray", first), ("ct", second)])
+    found = domains.noted({}, [("xray", first), ("ct", second)])
     weights = domains.weight(found, "xray", first), domains.weight(found, "ct", second)
     assert weights == (16.0, 2.56)
     mean = sum(weights) / 2
@@ -191,23 +189,23 @@ def test_a_fresh_state():
 
 
 def test_bins_are_equal_and_the_last_is_closed():
-    found = domains.observe({}, [("a", y) for y in (0.0, 0.0999, 0.1, 0.95, 1.0)])
+    found = domains.noted({}, [("a", y) for y in (0.0, 0.0999, 0.1, 0.95, 1.0)])
     assert found["a"]["counts"] == [2, 1, 0, 0, 0, 0, 0, 0, 0, 2]
     assert found["a"]["sums"][9] == pytest.approx(1.95)
 
 
 def test_the_mean_of_a_domain_favours_rare_bins():
-    found = domains.observe({}, [("a", 0.15), ("a", 0.15), ("a", 0.85)])
+    found = domains.noted({}, [("a", 0.15), ("a", 0.15), ("a", 0.85)])
     mean = (0.15 / 2 + 0.85 / 1) / (1 / 2 + 1 / 1)
     assert domains.weight(found, "a", 0.85) == pytest.approx(1 / (3**0.5 * mean * 0.85))
     assert domains.weight(found, "a", 0.15) == pytest.approx(1 / (3**0.5 * mean * 2**0.5 * 0.15))
-    always_fails = domains.observe({}, [("a", 0.0)])
+    always_fails = domains.noted({}, [("a", 0.0)])
     assert domains.weight(always_fails, "a", 0.0) == pytest.approx(1 / (0.05 * 0.05))
 
 
 def test_old_groups_fade_before_new_ones_are_added():
     old = {"a": {"counts": [8.0, *NONE], "sums": [0.4, *NONE]}, "b": {"counts": [0.0, *NONE], "sums": [0.0, *NONE]}}
-    new = domains.observe(old, [("a", 0.5)] * 5000)
+    new = domains.noted(old, [("a", 0.5)] * 5000)
     assert new["a"]["counts"][0] == 4 and new["a"]["sums"][0] == 0.2
     assert new["a"]["counts"][5] == 5000
     assert new["b"] is old["b"]
@@ -216,7 +214,7 @@ def test_old_groups_fade_before_new_ones_are_added():
 
 def test_a_bin_fades_to_empty_not_to_overflow():
     faint = {"a": {"counts": [1e-12, *NONE], "sums": [1e-13, *NONE]}}
-    found = domains.observe(faint, [("a", 0.75)])
+    found = domains.noted(faint, [("a", 0.75)])
     assert found["a"]["counts"][0] == found["a"]["sums"][0] == 0
     assert domains.weight(found, "a", 0.75) == pytest.approx(1 / 0.75**2)
 

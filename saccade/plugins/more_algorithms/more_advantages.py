@@ -13,7 +13,7 @@ from saccade.algorithms.advantages import INFINITY, AdvantageInputs, count_group
 from saccade.algorithms.filters import is_constant
 from saccade.algorithms.table import Entry, Positive, ShareBelowOne, add
 from saccade.errors import ConfigError
-from saccade.plugins.more_algorithms.domains import observe, weight
+from saccade.plugins.more_algorithms.domains import observe, weigh
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +102,7 @@ def gdpo(inputs: AdvantageInputs, *, std_eps: float = 1e-6, gdpo_whiten: Literal
     return inputs.per_token((total - inside.mean()) / _divisor(inside, 1e-4)).where(live, 0.0)
 
 
-@add(ROWS, "w_domain (R - mean_g) / (std_g + std_eps) / std of the step", group=True, observe=observe, weigh=weight)
+@add(ROWS, "w_domain (R - mean_g) / (std_g + std_eps) / std of the step", group=True, observe=observe, weigh=weigh)
 def drpo(
     inputs: AdvantageInputs,
     *,
