@@ -45,6 +45,8 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("formats", "verifiers.response_shape:ROWS", "think_answer counting think_boxed boxed answer_line hash letter"),
     ("formats", "verifiers.response_shape:ROWS", "grounding boxes_json direct none"),
     ("kernels", "gpu.fused", "fuse"),
+    ("kernels", "gpu.logits", "read_logits=read write_gradient"),
+    ("kernels", "gpu.row_sums", "sum_rows"),
     ("kernels", "gpu.kernels", "copy_pages write_pages"),
     ("kernels", "gpu.graphs", "graphs=Graphs"),
     ("kernels", "gpu.fused_decode", "projections=Projections"),

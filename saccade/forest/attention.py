@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from saccade.errors import EnvironmentProblem
-from saccade.forest import kernels
-from saccade.forest.to_device import to_device
+from saccade.forest.to_device import KERNELS, has_kernels, to_device
 
 HALF = (torch.bfloat16, torch.float16)  # what flash attention and our kernels serve
 
@@ -201,10 +200,8 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         index, places, offsets = ctx.saved_tensors
-        if kernels.available(grad.device):
-            from saccade.forest.kernels.row_sums import sum_rows
-
-            return sum_rows(grad, places, offsets), None, None, None
+        if has_kernels(grad.device):
+            return KERNELS["sum_rows"](grad, places, offsets), None, None, None
         shape = (offsets.shape[0] - 1, *grad.shape[1:])
         total = torch.zeros(shape, dtype=torch.float32, device=grad.device)
         return total.index_add_(0, index, grad.float()).to(grad.dtype), None, None, None

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from saccade.forest import kernels
-from saccade.forest.to_device import to_device
+from saccade.forest.to_device import KERNELS, has_kernels, to_device
 
 # Largest chunk of logits: in fp32 about 600 MB, so that a few copies of it fit beside a model.
 CHUNK_ELEMENTS = 150_000_000
@@ -85,7 +84,7 @@ class _Read(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, entropy_gradient: bool, *how: Any) -> tuple[Tensor, Tensor]:
         """`how`: targets, temperature, banned and kept."""
         targets, temperature, banned, kept = how
-        read = _kernels().read if _in_place(logits) else _read
+        read = KERNELS["read_logits"] if _in_place(logits) else _read
         logprobs, *found = read(logits, *how)
         ctx.save_for_backward(logits, targets, banned, kept, *found)
         ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
@@ -96,20 +95,14 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, to_logprobs: Tensor, to_entropies: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, banned, kept, *found = ctx.saved_tensors
-        write = _kernels().write_gradient if _in_place(logits) else _gradient
+        write = KERNELS["write_gradient"] if _in_place(logits) else _gradient
         asked = to_entropies.contiguous() if ctx.entropy_gradient else None
         how = (targets, ctx.temperature, banned, kept)
         return write(logits, how, found, to_logprobs.contiguous(), asked), None, None, None, None, None
 
 
 def _in_place(tensor: Tensor) -> bool:
-    return kernels.available(tensor.device) and tensor.dtype != torch.float64
-
-
-def _kernels() -> Any:
-    from saccade.forest.kernels import logits
-
-    return logits
+    return has_kernels(tensor.device) and tensor.dtype != torch.float64
 
 
 def _scores(logits: Tensor, temperature: float, banned: Tensor | None, kept: Tensor | None) -> Tensor:

@@ -1,13 +1,23 @@
-"""From the host to the device without waiting: a plain copy would first let the GPU run dry.
+"""From the host to the device without waiting: a plain copy would first let the GPU run dry. And what
+a GPU runs instead of plain torch.
 
-ids = to_device(batch.ids, torch.device("cuda"))
+    ids = to_device(batch.ids, torch.device("cuda"))
+    if has_kernels(device): KERNELS["sum_rows"](…)
 """
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from saccade.registry import Table
+
+KERNELS: Table[Any] = Table("kernels", {})  # each has a plain counterpart that is its reference in tests/gpu
 
 
 def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
@@ -16,3 +26,12 @@ def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

@@ -17,14 +17,12 @@ from torch import Tensor, nn
 
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest import attention
-from saccade.forest.to_device import to_device
+from saccade.forest.to_device import KERNELS, to_device
 from saccade.models import experts
 from saccade.models.families import FAMILIES, TOWERS, Family
 from saccade.models.files import require_intact, require_some
-from saccade.registry import Table
 from saccade.types import MediaSpan
 
-KERNELS: Table[Any] = Table("kernels", {})  # what a GPU runs instead of some layers
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

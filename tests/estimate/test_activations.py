@@ -40,12 +40,12 @@ class Norm(torch.autograd.Function):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """The fused modules in bf16 on the CPU, over stand-ins for what only a GPU has."""
-    gate = types.ModuleType("saccade.forest.kernels.gate")
+    gate = types.ModuleType("saccade.plugins.gpu.gate")
     gate.multiply = lambda gate, up: gate * up
-    monkeypatch.setitem(sys.modules, "saccade.forest.kernels.gate", gate)
-    rotary = types.ModuleType("saccade.forest.kernels.rotary")
+    monkeypatch.setitem(sys.modules, "saccade.plugins.gpu.gate", gate)
+    rotary = types.ModuleType("saccade.plugins.gpu.rotary")
     rotary.rotate = lambda q, k, cos, sin: (q.clone(), k.clone())
-    monkeypatch.setitem(sys.modules, "saccade.forest.kernels.rotary", rotary)
+    monkeypatch.setitem(sys.modules, "saccade.plugins.gpu.rotary", rotary)
     monkeypatch.setattr(fused, "_applies", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr(fused, "_near", lambda *_: True)
     monkeypatch.setattr(fused, "rms_norm", lambda x, shape, weight, eps: Norm.apply(x, weight))

@@ -26,7 +26,7 @@ def masks(rng, rows, vocabulary, targets, ban, cut):
 @pytest.mark.parametrize(("ban", "cut"), [(False, False), (True, False), (True, True)])
 def test_log_probs_entropies_and_their_gradient(dtype, ban, cut):
     from saccade.forest import logprobs
-    from saccade.forest.kernels import logits as kernel
+    from saccade.plugins.gpu import logits as kernel
 
     rng = np.random.default_rng(0)
     for rows, vocabulary in ((1, 5), (7, 257), (33, 8192), (64, 50_257), (17, 151_936)):
@@ -82,7 +82,7 @@ def test_reading_through_a_head_in_chunks(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gated_products(dtype):
-    from saccade.forest.kernels.gate import gradients, multiply
+    from saccade.plugins.gpu.gate import gradients, multiply
 
     rng = np.random.default_rng(0)
     for shape in ((1, 1), (3, 7, 5), (2, 33, 3420), (1, 300, 11008)):
@@ -98,7 +98,7 @@ def test_gated_products(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rotary_embeddings(dtype):
-    from saccade.forest.kernels.rotary import rotate
+    from saccade.plugins.gpu.rotary import rotate
 
     rng = np.random.default_rng(0)
     for tokens, heads, size in ((1, 1, 2), (5, 3, 80), (300, 16, 128), (77, 28, 64)):
@@ -184,7 +184,7 @@ def test_a_gated_layer_of_odd_width_is_padded():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gathered_rows_sum_their_gradients(dtype):
-    from saccade.forest.kernels.row_sums import sum_rows
+    from saccade.plugins.gpu.row_sums import sum_rows
 
     for seed, (tokens, keys, width) in enumerate(((1, 1, 1), (40, 200, 48), (5_000, 40_000, 256))):
         torch.manual_seed(seed)
@@ -203,7 +203,7 @@ def test_gathered_rows_sum_their_gradients(dtype):
 def test_a_sum_and_its_norm(dtype):
     from torch.nn.functional import rms_norm
 
-    from saccade.forest.kernels.norm import add_norm
+    from saccade.plugins.gpu.norm import add_norm
 
     torch.manual_seed(0)
     for shape in ((1, 1), (3, 5), (2, 7, 896), (1, 130, 2048), (4, 8192)):
@@ -217,7 +217,7 @@ def test_a_sum_and_its_norm(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_both_halves_of_a_gated_layer_in_one_product(dtype):
-    from saccade.forest.kernels.gate import project
+    from saccade.plugins.gpu.gate import project
 
     rng = np.random.default_rng(0)
     for _ in range(12):

@@ -12,7 +12,7 @@ them, G key heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from importlib.util import find_spec
@@ -25,8 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from saccade.engines.embedded.pages import POOL_SHARE, Pages
 from saccade.forest.attention import HALF, AttentionPlan, forest_plan, one_node, varlen
-from saccade.forest.to_device import to_device
-from saccade.registry import Table
+from saccade.forest.to_device import KERNELS, to_device
 from saccade.system.devices import free_bytes
 
 PAGE = 16  # tokens: small, so that little of a prompt is copied and little of a last page is empty
@@ -34,7 +33,6 @@ POOL_STEP = 4096  # such pages by which the pool grows at least
 WHOLE_STEP = 64  # pages of whole sequences grow in steps, so that a longer prompt rarely reallocates
 CPU_CACHE_BYTES = 4 << 30
 # How a GPU decodes over small pages: `copy_pages` and `write_pages`, `graphs` and `projections`.
-KERNELS: Table[Callable[..., Any]] = Table("kernels", {})
 GPU_CACHE_SHARE = 0.6  # of the free memory of a GPU, for pages of whole sequences
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm
 
-from saccade.forest import kernels
 from saccade.forest.attention import HALF
+from saccade.forest.to_device import has_kernels
 
 
 def fuse(model: Any) -> list[str]:
@@ -50,7 +50,7 @@ def _fused_class(kind: Any, forward: Callable[[Any, Tensor], Tensor]) -> type:
 
 
 def _applies(x: Tensor) -> bool:
-    return kernels.available(x.device) and x.dtype in HALF
+    return has_kernels(x.device) and x.dtype in HALF
 
 
 @torch.no_grad()
@@ -111,14 +111,14 @@ def _gated(self: Any, x: Tensor) -> Tensor:
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        from saccade.forest.kernels.gate import multiply
+        from saccade.plugins.gpu.gate import multiply
 
         ctx.save_for_backward(gate, up)
         return multiply(gate, up)
 
     @staticmethod
     def backward(ctx: Any, to_product: Tensor) -> tuple[Tensor, Tensor]:
-        from saccade.forest.kernels.gate import gradients
+        from saccade.plugins.gpu.gate import gradients
 
         gate, up = ctx.saved_tensors
         return gradients(gate, up, to_product)[1:]
@@ -129,14 +129,14 @@ class _GatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        from saccade.forest.kernels.gate import multiply
+        from saccade.plugins.gpu.gate import multiply
 
         ctx.save_for_backward(gate, up, weight)
         return linear(multiply(gate, up), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, to_out: Tensor) -> tuple[Tensor | None, ...]:
-        from saccade.forest.kernels.gate import gradients
+        from saccade.plugins.gpu.gate import gradients
 
         gate, up, weight = ctx.saved_tensors
         product, to_gate, to_up = gradients(gate, up, to_out @ weight)
@@ -185,14 +185,14 @@ def _vision_rotary(plain: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        from saccade.forest.kernels.rotary import rotate
+        from saccade.plugins.gpu.rotary import rotate
 
         ctx.save_for_backward(cos, sin)
         return rotate(q, k, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, to_q: Tensor, to_k: Tensor) -> tuple[Tensor | None, ...]:
-        from saccade.forest.kernels.rotary import rotate
+        from saccade.plugins.gpu.rotary import rotate
 
         return *rotate(to_q, to_k, *ctx.saved_tensors, back=True), None, None
 

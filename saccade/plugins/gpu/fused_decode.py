@@ -234,7 +234,7 @@ def _layer(layer: Any, following: PrecomputedNorm) -> Forward:
 
 def _add_norm(x: Tensor, y: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     if hasattr(type(norm), "plain"):  # known to be a root mean square norm, on a GPU
-        from saccade.forest.kernels.norm import add_norm
+        from saccade.plugins.gpu.norm import add_norm
 
         return add_norm(x, y, norm.weight, norm.variance_epsilon)
     total = x + y
@@ -274,7 +274,7 @@ def _agrees(layer: Any) -> bool:
 def _projectable(mlp: Any) -> bool:
     if not hasattr(type(mlp), "plain"):  # known to be gated by silu, on a GPU
         return False
-    from saccade.forest.kernels.gate import TILE
+    from saccade.plugins.gpu.gate import TILE
 
     halves = [getattr(mlp, name) for name in HALVES]
     return all(
@@ -288,7 +288,7 @@ def _projectable(mlp: Any) -> bool:
 
 def _gated(mlp: Any) -> Forward:
     def forward(x: Tensor) -> Tensor:
-        from saccade.forest.kernels.gate import project
+        from saccade.plugins.gpu.gate import project
 
         flat = x.flatten(0, -2)
         if len(flat) > FEW_ROWS:
