@@ -1,8 +1,7 @@
 """What trains and scores: a model with an optional optimizer. Policy, reference and critic are
 instances of one thing.
 
-Arguments are plain data (forests, the algorithm row, references to images), never closures, so that
-the same call can cross a process.
+Arguments are records: forests, the algorithm, references to images.
 """
 
 from __future__ import annotations

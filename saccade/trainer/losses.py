@@ -1,5 +1,4 @@
-"""What `train_step` can train on, as plain data, which crosses a process: how a forest is read, and
-the function that makes a loss of it.
+"""What `train_step` can train on: how a forest is read, and the function that makes a loss of it.
 
     backend.train_step(batches, PolicyLoss(algorithm, Scoring(temperature=1.0)), lr=1e-6)
 """
