@@ -7,8 +7,15 @@ import pytest
 import torch
 
 from saccade.algorithms.corrections import CORRECTIONS
-from saccade.algorithms.policy_losses import LOSSES, clip, log_ratio
-from saccade.plugins.more_algorithms.more_losses import cpgd, inside_kl, inside_tv
+from saccade.algorithms.policy_losses import KINDS, LOSSES, SelectionInputs, clip, log_ratio
+from saccade.plugins.more_algorithms.more_losses import (
+    covariance,
+    cpgd,
+    inside_kl,
+    inside_tv,
+    most_covariant,
+    some_covariant,
+)
 
 WIDER = {"clip_low": 0.2, "clip_high": 0.28}
 DUAL = WIDER | {"dual_clip": 3.0}
@@ -183,3 +190,113 @@ def test_without_an_advantage_no_loss_moves_a_policy_from_where_it_was(name, gol
     losses, _ = LOSSES[name].having(WIDER)(new, inputs)
     losses.sum().backward()
     assert LOSSES[name].by_advantage and not new.grad.any()
+
+
+def at(kind: str, gap: float, **options: str) -> tuple[float, float]:
+    new = torch.tensor(gap, dtype=torch.float64, requires_grad=True)
+    value = KINDS[kind].function(new, torch.zeros((), dtype=torch.float64), **options)
+    (gradient,) = torch.autograd.grad(value, new)
+    return value.item(), gradient.item()
+
+
+@pytest.mark.parametrize(
+    ("gap", "value", "bounded", "zero"),
+    [
+        (0.5, 0.10653066, 0.39346934, 0.39346934),
+        (-0.5, 0.14872127, -0.64872127, -0.64872127),
+        (3.0, 2.04978707, 0.95021293, 0.95021293),
+        (-3.0, 10.0, -10.0, 0.0),
+        (25.0, 10.0, 1.0, 0.0),
+        (80.0, 10.0, 1.0, 0.0),
+        (-25.0, 10.0, -10.0, 0.0),
+        (-80.0, 10.0, -10.0, 0.0),
+    ],
+)
+def test_k3_value_and_gradient(gap, value, bounded, zero):
+    assert at("k3", gap) == pytest.approx((value, bounded), abs=1e-7)
+    assert at("k3", gap, clamp="zero") == pytest.approx((value, zero), abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "norm"),
+    [
+        ("k1", 0.02017231, 0.23570226),
+        ("abs", 0.22472270, 0.23570226),
+        ("k2", 0.03900260, 0.06583025),
+        ("k3", 0.03932377, 0.06873919),
+        ("k1+", 0.02017231, 0.06583025),
+        ("k3+", 0.03932377, 0.06583025),
+    ],
+)
+def test_token_mean_over_the_fixture(golden, kind, value, norm):
+    new = golden.new.clone().requires_grad_()
+    mean = KINDS[kind].function(new, golden.ref).mean()
+    (gradient,) = torch.autograd.grad(mean, new)
+    assert mean.item() == pytest.approx(value, abs=1e-7)
+    assert gradient.norm().item() == pytest.approx(norm, abs=1e-6)
+
+
+def test_the_slope_of_k2_is_bounded():
+    assert (at("k2", 80.0), at("k1+", -80.0)) == ((3200.0, 10.0), (-80.0, -10.0))
+
+
+BAND = {"cov_low": -10.0, "cov_high": 10.0}
+
+
+@pytest.fixture
+def tokens() -> SelectionInputs:
+    noise = torch.Generator().manual_seed(3)
+    old = -torch.rand(200, generator=noise, dtype=torch.float64)
+    return SelectionInputs(
+        old=old,
+        new=old + 0.3 * torch.randn(200, generator=noise, dtype=torch.float64),
+        advantages=torch.randn(200, generator=noise, dtype=torch.float64),
+        noise=torch.randperm(200, generator=noise),
+    )
+
+
+def shuffled(tokens: SelectionInputs, order: torch.Tensor) -> SelectionInputs:
+    return SelectionInputs(**{name: column[order] for name, column in vars(tokens).items()})
+
+
+def test_the_largest_covariances_are_selected(tokens):
+    chosen = most_covariant(tokens, cov_fraction=0.05)
+    assert chosen.sum() == 10
+    assert covariance(tokens)[chosen].min() > covariance(tokens)[~chosen].max()
+
+
+def test_at_least_one_token_is_selected_if_there_is_one(tokens):
+    assert most_covariant(tokens).sum() == 1
+    assert some_covariant(tokens, cov_low=0.0).sum() == 1
+    assert some_covariant(tokens, cov_low=50.0, cov_high=60.0).sum() == 0
+
+
+def test_order_changes_no_selection(tokens):
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(5))
+    tied = replace(tokens, advantages=torch.full_like(tokens.advantages, 0.1))
+    for inputs in (tokens, tied):
+        for select in (most_covariant, some_covariant):
+            options = {"cov_fraction": 0.1} | (BAND if select is some_covariant else {})
+            expected = select(inputs, **options)
+            assert expected.sum() == 20
+            assert torch.equal(select(shuffled(inputs, order), **options), expected[order])
+
+
+def test_candidates_lie_in_the_band_and_have_a_gradient(tokens):
+    chosen = some_covariant(tokens, cov_fraction=1.0, cov_low=0.1, cov_high=0.3)
+    ratio, advantages = (tokens.new - tokens.old).exp(), tokens.advantages
+    active = ~((advantages > 0) & (ratio > 1.2)) & ~((advantages < 0) & (ratio < 0.8))
+    inside = (covariance(tokens) > 0.1) & (covariance(tokens) < 0.3)
+    assert 0 < chosen.sum() < inside.sum()
+    assert torch.equal(chosen, inside & active)
+
+
+def test_the_clip_stops_none_of_the_candidates(golden):
+    _, indicators = clip(golden.wide, golden.inputs())
+    chosen = golden.selected("clip_cov", golden.wide, BAND | {"cov_fraction": 1.0})
+    assert torch.equal(chosen, ~indicators["clip_low"] & ~indicators["clip_high"])
+
+
+def test_the_smallest_noise_is_chosen(tokens):
+    chosen = some_covariant(tokens, cov_fraction=0.1, clip_low=9.0, clip_high=1e9, **BAND)
+    assert torch.equal(chosen, tokens.noise < 20)
