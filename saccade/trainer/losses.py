@@ -1,6 +1,6 @@
 """What `train_step` can train on: how a forest is read, and the function that makes a loss of it.
 
-    backend.train_step(batches, PolicyLoss(algorithm, Scoring(temperature=1.0)), lr=1e-6)
+backend.train_step(batches, PolicyLoss(algorithm, Scoring(temperature=1.0)), lr=1e-6)
 """
 
 from __future__ import annotations
