@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from saccade.rollout.scoring import RewardStream, free_memory_for_rewards, parse
 from saccade.run.console import unscored
 from saccade.run.metrics import episode_metrics, without_scores
 from saccade.run.quarantine import Quarantine
-from saccade.types import ALWAYS_EXCLUDED, Group
+from saccade.types import ALWAYS_EXCLUDED, Group, Sample, Sampling
 
 Progress = Callable[[int, int], None]
 
@@ -52,32 +53,40 @@ class Evaluator:
     quarantine: Quarantine
     progress: Progress
 
+    def answer(
+        self, samples: Sequence[Sample], repeats: int, sampling: Sampling, seed: str, breakdown: Any = None
+    ) -> list[Group]:
+        """The answers to these questions, scored where anything gives rewards."""
+        family, scorer, config = self.family, self.scorer, self.config
+        stream = RewardStream(scorer, family)
+        groups = collect(
+            self.engine,
+            samples,
+            repeats=repeats,
+            environment=parts.environments_of(config, family),
+            family=family,
+            sampling=sampling,
+            limits=parts.limits_of(config, evaluation=True),
+            seed=f"{config.run.seed}/{seed}",
+            on_finish=stream.submit,
+            on_mark=breakdown and breakdown.submit,
+            progress=self.progress,
+        )
+        free_memory_for_rewards(self.engine, scorer)
+        if scorer is None and not gives_rewards(config.env):
+            return groups
+        return stream.attach(groups, report_slow_rewards(self.progress, scorer, config.reward))
+
     def evaluate(self, name: str, dataset: Dataset, known: Collection[str] = ()) -> Result:
         """`known`: sources whose outcome is a score."""
         family, scorer, config = self.family, self.scorer, self.config
-        stream = RewardStream(scorer, family)
         limits = parts.limits_of(config, evaluation=True)
         breakdown = HOOKS["breakdown"](limits, lambda: RewardStream(scorer, family))
-        groups = collect(
-            self.engine,
-            self.quarantine.whole(dataset, family),
-            repeats=config.val.n,
-            environment=parts.environments_of(config, family),
-            family=family,
-            sampling=parts.validation_sampling(config),
-            limits=limits,
-            seed=f"{config.run.seed}/val",
-            on_finish=stream.submit,
-            on_mark=breakdown.submit,
-            progress=self.progress,
-        )
-        tables: dict[str, accuracy.Table] = {}
-        free_memory_for_rewards(self.engine, scorer)
-        judged = scorer is not None or gives_rewards(config.env)
-        if judged:
-            groups = stream.attach(groups, report_slow_rewards(self.progress, scorer, config.reward))
+        samples = self.quarantine.whole(dataset, family)
+        groups = self.answer(samples, config.val.n, parts.validation_sampling(config), "val", breakdown)
         scores = accuracy.score_terms(scorer, accuracy.items_of(groups), known)
-        if judged:
+        tables: dict[str, Table] = {}
+        if scorer is not None or gives_rewards(config.env):
             tables = breakdown.tables(groups, scores)
         metrics = set_metrics(groups, family, scores) | (scorer.metrics() if scorer else {})
         metrics["left_out"] = self.quarantine.left_out(dataset)

@@ -56,7 +56,7 @@ def test_the_engine_that_validates_supervised_training_is_probed(sft_config, sce
     for name in ("sleep", "update_weights"):
         monkeypatch.setattr(CopyEngine, name, noted(told, name, getattr(CopyEngine, name)))
     foreign()
-    options = {"data__val": str(scenes / "val.jsonl"), "val__every": 2, "val__before": False}
+    options = {"data__val": str(scenes / "val.jsonl"), "val__every": 2, "val__before": False, "val__max_tokens": 8}
     sft.run(sft_config(tmp_path / "sound", **options))
     first, *_ = read_metrics(tmp_path / "sound" / "run" / "metrics.jsonl")
     assert first["step"] == 0 and first["parity/gap"] < 1e-5

@@ -25,7 +25,6 @@ from saccade import checks
 from saccade.config import Config, load
 from saccade.data.prompts import WORDED
 from saccade.data.records import content_hash
-from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
 from saccade.models.files import stamp
 from saccade.plugins.evaluation.answering import answering_engine, answering_family, expenses
@@ -34,9 +33,8 @@ from saccade.plugins.generate.dialogue_rows import dialogue_row
 from saccade.plugins.generate.selection import SELECT, write_selected
 from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.accuracy import measured, measures, score_terms
+from saccade.recipes.evaluator import Evaluator
 from saccade.rewards.scorer import Scorer
-from saccade.rollout.collect import collect
-from saccade.rollout.scoring import RewardStream, free_memory_for_rewards
 from saccade.run.console import Console
 from saccade.run.folder import differences, write_whole
 from saccade.run.quarantine import Quarantine
@@ -91,24 +89,14 @@ def run(config: Any) -> dict[str, Any]:
             )
         quarantine = Quarantine(path.parent, config.data)
         quarantine.record(data.aside)
+        evaluator = Evaluator(
+            engine=engine, family=family, scorer=scorer, config=config, quarantine=quarantine, progress=console.progress
+        )
         for start in range(0, len(todo), BLOCK):
-            stream = RewardStream(scorer, family)
+            samples = quarantine.sound(todo[start : start + BLOCK], data, family)
             with console.phase("generate"):
-                groups = collect(
-                    engine,
-                    quarantine.sound(todo[start : start + BLOCK], data, family),
-                    repeats=config.generate.n,
-                    environment=parts.environments_of(config, family),
-                    family=family,
-                    sampling=parts.rollout_sampling(config),
-                    limits=parts.limits_of(config, evaluation=True),
-                    seed=f"{config.run.seed}/generate",
-                    on_finish=stream.submit,
-                    progress=console.progress,
-                )
-            free_memory_for_rewards(engine, scorer)
-            if scorer is not None or gives_rewards(config.env):
-                groups = stream.attach(groups, console.progress)
+                sampling = parts.rollout_sampling(config)
+                groups = evaluator.answer(samples, config.generate.n, sampling, "generate")
             if config.generate.select == "correct":
                 _teach(taught, groups, done)
             for group in groups:
