@@ -6,7 +6,6 @@ import logging
 import pytest
 from pytest import approx
 
-from saccade.plugins.loggers.live_display import sparkline
 from saccade.run.console import Console, PhaseClock, step_line
 
 STEP = {
@@ -50,12 +49,6 @@ STEP = {
 )
 def test_the_line_of_a_step(step, total, metrics, line):
     assert step_line(step, total, metrics) == line
-
-
-def test_sparkline():
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
-    assert sparkline([0.3, 0.3]) == "▁▁"
-    assert sparkline([]) == ""
 
 
 def test_a_pipe_gets_one_line_per_step_and_notes(tmp_path):

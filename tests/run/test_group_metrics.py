@@ -3,7 +3,7 @@
 import numpy as np
 from pytest import approx
 
-from saccade.run.metrics import group_metrics, host_memory, tool_metrics
+from saccade.run.metrics import group_metrics, tool_metrics
 
 
 def mixed(build):
@@ -99,12 +99,6 @@ def test_nothing_scored_still_says_why(build):
     assert metrics["reward/error_rate"] == 1.0 and metrics["group/dead_frac"] == 1.0
     assert "reward/mean" not in metrics and "adv/mean" not in metrics
     assert group_metrics([]) == {} == group_metrics([build.group()])
-
-
-def test_host_memory():
-    now = host_memory()["mem/host_rss_gb"]
-    assert 0.01 < now < 1000
-    assert abs(host_memory(now - 1)["mem/rss_growth_gb"] - 1) < 0.5
 
 
 def test_scores_are_no_accuracy_and_neither_right_nor_wrong(build):

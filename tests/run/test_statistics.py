@@ -18,12 +18,6 @@ def test_wilson_matches_the_textbook():
     assert wilson(0, 0) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize("successes, n", [(-1, 3), (4, 3)])
-def test_wilson_refuses_impossible_counts(successes, n):
-    with pytest.raises(ValueError, match="successes"):
-        wilson(successes, n)
-
-
 def test_bootstrap_agrees_with_the_normal_interval_and_repeats():
     values = np.random.default_rng(3).normal(size=2000)
     half = 1.96 * values.std(ddof=1) / 2000**0.5
@@ -85,12 +79,6 @@ def test_pass_at_1_is_the_share_and_pass_at_n_any(n, data):
     c = data.draw(st.integers(0, n))
     assert pass_at_k(n, c, 1) == approx(c / n)
     assert pass_at_k(n, c, n) == float(c > 0)
-
-
-@pytest.mark.parametrize("n, c, k", [(4, 1, 5), (4, 5, 1), (4, -1, 1), (4, 1, 0)])
-def test_pass_at_k_refuses_impossible_counts(n, c, k):
-    with pytest.raises(ValueError, match="pass@"):
-        pass_at_k(n, c, k)
 
 
 def test_pairs_see_a_difference_that_single_runs_hide():
