@@ -129,10 +129,8 @@ def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> T
         return replace(term, needs_answer=False)
     verifier = VERIFIERS.get(row.verifier)
     if verifier is None:
-        raise ConfigError(
-            f"{where}: {unknown('verifier', row.verifier, [*VERIFIERS, *SERVICES])} "
-            "A function of your own is path/file.py:name."
-        )
+        problem = unknown("verifier", row.verifier, [*VERIFIERS, *SERVICES])
+        raise ConfigError(f"{where}: {problem} A function of the user is path/file.py:name.")
     own_kind = "outcome" if row.shaping is False and verifier.kind == "shaping" else verifier.kind
     return replace(
         term,

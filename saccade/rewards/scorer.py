@@ -101,10 +101,8 @@ class Scorer:
     def recipe(self, data_source: str) -> RewardRecipe:
         found = self.recipes.get(data_source, self.default)
         if found is None:
-            raise ConfigError(
-                f"{unknown('data_source', data_source, self.recipes)}; add it to reward.by_source, "
-                "or add 'default' there"
-            )
+            problem = unknown("data_source", data_source, self.recipes)
+            raise ConfigError(f"{problem}; add it to reward.by_source, or add 'default' there")
         return found
 
     def looks_in(self, data_source: str) -> str:
@@ -149,20 +147,18 @@ class Scorer:
         """
         recipe = self.recipe(data_source)
         weights = {term.name: term.weight for term in recipe.terms}
-        gated = recipe.gate is not None
-        if gated or recipe.combination != "weighted_sum":
-            how = f"gate({recipe.terms[recipe.gate or 0].name})" if gated else recipe.combination
-            problem = f"they are combined by {how}"
+        if recipe.gate is not None:
+            problem = f"they are combined by gate({recipe.terms[recipe.gate].name})"
+        elif recipe.combination != "weighted_sum":
+            problem = f"they are combined by {recipe.combination}"
         elif recipe.renormalise:
             problem = "with reward.reweight_abstained an abstaining term has no value; turn it off"
         elif len(weights) < 2:
             problem = f"{data_source!r} has {list(weights)} alone, for example add format:boxed"
         else:
             return weights
-        raise ConfigError(
-            "an advantage of separate reward components needs two or more reward.terms and "
-            f"reward.combine=weighted_sum; {problem}"
-        )
+        needed = "two or more reward.terms and reward.combine=weighted_sum"
+        raise ConfigError(f"an advantage of separate reward components needs {needed}; {problem}")
 
     def submit(self, sample: RewardSample) -> Future[Scored]:
         """The result as a future that never holds an exception of a verifier."""
@@ -219,10 +215,8 @@ class Scorer:
 
     def _judge(self, term: Term) -> Any:
         if term.verifier == "judge" and self.config.judge.on_failure == "rule":
-            raise ConfigError(
-                "reward.judge.on_failure=rule: the term judge has no rule; use hybrid, or try "
-                "reward.judge.on_failure=abstain"
-            )
+            helps = "use hybrid, or try reward.judge.on_failure=abstain"
+            raise ConfigError(f"reward.judge.on_failure=rule: the term judge has no rule; {helps}")
         if self.judge is None:
             self.judge = HOOKS["judge"](self.config.judge)
             self.judge.check()

@@ -155,11 +155,9 @@ def check_arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> No
         own = [name for name in list(signature.parameters)[form.first :] if name not in named]
         name = getattr(function, "__name__", "f")
         shapes = ", ".join(f"f({', '.join(form.known_by)})" for form in reversed(FORMS))
-        raise TypeError(
-            f"{name}{signature}: {error}; a reward is {shapes}, and any other is called by one: "
-            f"def mine(sample): return {name}(sample.response, sample.answer). Further parameters "
-            f"are the args of the term (here: {', '.join(own) or 'none'})"
-        ) from None
+        other = f"any other is called by one: def mine(sample): return {name}(sample.response, sample.answer)"
+        further = f"Further parameters are the args of the term (here: {', '.join(own) or 'none'})"
+        raise TypeError(f"{name}{signature}: {error}; a reward is {shapes}, and {other}. {further}") from None
 
 
 def call(function: Callable[..., Any], form: Form, given: Any, args: Mapping[str, Any]) -> Any:

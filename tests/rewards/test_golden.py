@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from saccade.config import RewardConfig
-from saccade.plugins.verifiers.boxes import matched, pair, read_boxes
+from saccade.plugins.verifiers.grounding import matched, pair, read_boxes
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import FORMATS, VERIFIERS

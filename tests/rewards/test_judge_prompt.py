@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from saccade.errors import ConfigError
-from saccade.plugins.judges.judge import LONGEST_ANSWER, case_of, compiled, question_of, read_verdict, template_text
+from saccade.plugins.judges.judge import LONGEST_ANSWER, SHIPPED, case_of, compiled, question_of, read_verdict
 from saccade.rewards.reward_sample import RewardSample
 
 
@@ -37,7 +38,7 @@ def test_only_the_last_line_counts(reply, value):
 
 def asked(answer: str, *, scale: int = 1, template: str | None = None, **known: Any) -> str:
     sample = RewardSample(id="a", response="", answer="7", prompt="How many?", **known)
-    message = question_of(case_of(sample, answer), compiled(template_text(template)), scale)
+    message = question_of(case_of(sample, answer), compiled(Path(template or SHIPPED).read_text()), scale)
     return message.text
 
 

@@ -77,10 +77,6 @@ def question_of(case: Case, template: Any, scale: int) -> Message:
     return Message(role="user", parts=(*case.media, text))
 
 
-def template_text(path: str | None) -> str:
-    return (Path(path) if path else SHIPPED).read_text(encoding="utf-8")
-
-
 def compiled(source: str) -> Any:
     from jinja2 import StrictUndefined, TemplateSyntaxError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -94,10 +90,8 @@ def compiled(source: str) -> Any:
     missing, unknown = set(NEEDED) - used, used - {*NEEDED, "scale"}
     if missing or unknown:
         problem = f"does not use {sorted(missing)}" if missing else f"knows no {sorted(unknown)}"
-        raise ConfigError(
-            f"reward.judge.template: it {problem}; write {{{{ question }}}}, {{{{ references }}}} "
-            "and {{ prediction }}, and ask for a last line such as Score: 1"
-        )
+        helps = "write {{ question }}, {{ references }} and {{ prediction }}, and ask for a last line like Score: 1"
+        raise ConfigError(f"reward.judge.template: it {problem}; {helps}")
     return template
 
 
@@ -134,12 +128,10 @@ class Judge:
 
     def __init__(self, config: JudgeConfig) -> None:
         if not config.url:
-            raise ConfigError(
-                f"{SECTION}.url: judge and hybrid ask an endpoint, and none is named; "
-                f"try {SECTION}.url=http://127.0.0.1:8000/v1"
-            )
+            helps = f"try {SECTION}.url=http://127.0.0.1:8000/v1"
+            raise ConfigError(f"{SECTION}.url: judge and hybrid ask an endpoint, and none is named; {helps}")
         self.config = config
-        text = template_text(config.template)
+        text = (Path(config.template) if config.template else SHIPPED).read_text(encoding="utf-8")
         self._template = compiled(text)
         # Verdicts are cached here, and not every reply there: one without a verdict is no answer.
         self._client = ChatClient(config.model_copy(update={"cache": None}), fields=config.fields, section=SECTION)
@@ -165,8 +157,7 @@ class Judge:
             self._queue.count("by_rule")
             return first
         result: Future[Score] = Future()
-        case = case_of(sample, first.extracted or "", images=self.config.send_images)
-        job = self._job(case)
+        job = self._job(case_of(sample, first.extracted or "", images=self.config.send_images))
         job.verdict.add_done_callback(lambda done: result.set_result(self._score(first, done)))
         return result
 
@@ -250,22 +241,16 @@ class Judge:
                 if self._cache:
                     store_answer(self._cache, key, self._about | case.shown, answer)
                 return Verdict(value=value, words=answer.text)
-        return Verdict(
-            words=f"no verdict (attempts: {self.config.retries + 1}); the last reply ended with "
-            f"{answer.text[-QUOTED:]!r}"
-        )
+        tried = f"no verdict (attempts: {self.config.retries + 1})"
+        return Verdict(words=f"{tried}; the last reply ended with {answer.text[-QUOTED:]!r}")
 
     def _score(self, first: Score, done: Future[Verdict]) -> Score:
         verdict = done.result()
         if verdict.value is None:
             return self._failed(first, verdict.words)
         why = " ".join(verdict.words.rpartition("\n")[0].split())[-QUOTED:]
-        return Score(
-            kind="value",
-            value=verdict.value,
-            reason="" if verdict.value >= 1 else f"judged: {why}",
-            extracted=first.extracted,
-        )
+        reason = "" if verdict.value >= 1 else f"judged: {why}"
+        return Score(kind="value", value=verdict.value, reason=reason, extracted=first.extracted)
 
     def _failed(self, first: Score, why: str) -> Score:
         if self._queue.count("failures") == 1:  # the others are in the metrics

@@ -68,14 +68,12 @@ class Remote:
 
     def __init__(self, config: RemoteConfig) -> None:
         if not config.url:
-            raise ConfigError(
-                f"{SECTION}.url: remote asks a service, and none is named; try {SECTION}.url=http://127.0.0.1:8400"
-            )
+            raise ConfigError(f"{SECTION}.url: none is named; try {SECTION}.url=http://127.0.0.1:8400")
         for url in map(urlsplit, config.url):
             if url.scheme not in ("http", "https") or not url.hostname or url.username or url.query:
+                example = f"try {SECTION}.url=http://127.0.0.1:8400"
                 raise ConfigError(
-                    f"{SECTION}.url: takes http://HOST:PORT/PATH, without a password or a query; "
-                    f"try {SECTION}.url=http://127.0.0.1:8400"
+                    f"{SECTION}.url: takes http://HOST:PORT/PATH, without a password or a query; {example}"
                 )
         self.config = config
         target = Target(
@@ -110,15 +108,10 @@ class Remote:
         if not self._models:
             return
         if other := set(kinds) - {"image"}:
-            raise ConfigError(
-                f"reward.terms: remote: a model of this service would have to see {min(other)}, "
-                "and requests carry images only; name the model in this run: verifier: model"
-            )
+            why = f"a model of this service would have to see {min(other)}, and requests carry images only"
+            raise ConfigError(f"reward.terms: remote: {why}; name the model in this run: verifier: model")
         if kinds and not self.config.send_images:
-            raise ConfigError(
-                f"{SECTION}.send_images: a model of this service scores rows by their pictures; "
-                f"set {SECTION}.send_images=true"
-            )
+            raise ConfigError(f"a model of this service scores rows by their pictures; set {SECTION}.send_images=true")
 
     def submit(self, sample: RewardSample) -> Future[Score]:
         job = _Job(sample=sample)

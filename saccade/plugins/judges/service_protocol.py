@@ -209,11 +209,8 @@ def split_query(query: str, prompt: Any = None, response_after: str = "") -> str
         return _ended(query.split(response_after, before + 1)[-1])
     response = _ended(query)
     if mark := CHAT_MARK.search(response):
-        raise ValueError(
-            f"query: {mark[0]} shows that a prompt is in it, and where the response begins is not "
-            "known; send responses, or prompts that it begins with, or set "
-            "reward.serve.response_after='<|im_start|>assistant'"
-        )
+        helps = "send responses, or set reward.serve.response_after='<|im_start|>assistant'"
+        raise ValueError(f"query: {mark[0]} shows that a prompt is in it; {helps}")
     return response
 
 

@@ -101,11 +101,8 @@ def _require_both_labels(config: Config, samples: Sequence[Sample]) -> None:
     found = {sample.desirable for sample in samples}
     if len(found) == 1 and None not in found:
         label = int(found == {True})
-        raise DataError(
-            f"data.train: dpo.loss={config.dpo.loss} learns from good and bad responses, and all "
-            f"{len(samples)} rows have the label {label}; add rows with the label {1 - label}, or "
-            "use saccade sft where all are good"
-        )
+        one = f"all {len(samples)} rows have the label {label}; add rows with the label {1 - label}"
+        raise DataError(f"data.train: dpo.loss={config.dpo.loss} learns from good and bad responses, and {one}")
 
 
 def _validation_sets(
@@ -120,10 +117,8 @@ def _validation_sets(
             held[name] = held_out(found, name, source.path)
     asked = {name: dataset for name, dataset in sets.items() if name not in held}
     if asked and not config.reward.given:
-        raise ConfigError(
-            f"data.val: {', '.join(asked)} asks without candidates, and nothing scores an answer; "
-            "set reward.terms=[exact], give rows with chosen and rejected, or val.every=0"
-        )
+        helps = "set reward.terms=[exact], give rows with chosen and rejected, or val.every=0"
+        raise ConfigError(f"data.val: {', '.join(asked)} has no candidates, and nothing scores an answer; {helps}")
     return held, asked
 
 

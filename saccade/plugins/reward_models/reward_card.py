@@ -140,10 +140,8 @@ def verdict_ids(family: Family, tokens: Sequence[str]) -> list[int]:
     found = [family.chat.encode(token).tolist() for token in tokens]
     for token, ids in zip(tokens, found, strict=True):
         if len(ids) != 1:
-            raise ConfigError(
-                f"reward_model.tokens: {token!r} is {len(ids)} tokens of this tokenizer, and a "
-                "verdict is one; try reward_model.tokens=[+,-]"
-            )
+            why = f"{token!r} is {len(ids)} tokens of this tokenizer, and a verdict is one"
+            raise ConfigError(f"reward_model.tokens: {why}; try reward_model.tokens=[+,-]")
     return [ids[0] for ids in found]
 
 

@@ -32,10 +32,8 @@ class RewardHead(SavedHead):
         self.weight = drawn(like, len(card.heads), seed)
         size = self.weight.shape[1]
         if size % card.pooling_heads:
-            raise ConfigError(
-                f"reward_model.pooling_heads: {card.pooling_heads} does not divide the hidden size "
-                f"{size} of this model; try reward_model.pooling_heads=1"
-            )
+            why = f"{card.pooling_heads} does not divide the hidden size {size} of this model"
+            raise ConfigError(f"reward_model.pooling_heads: {why}; try reward_model.pooling_heads=1")
         # At first all states count alike; with `mean` it stays so.
         self.query = nn.Parameter(torch.zeros_like(self.weight[0]))
         self.log_scale = nn.Parameter(torch.full_like(self.weight[0, :1], first_log_scale))
@@ -77,9 +75,9 @@ def attach_reward(model: nn.Module, head: RewardHead) -> None:
     if head.card.probe_layer != -1:
         blocks, probe = blocks_of(model), head.card.probe_layer
         if not -len(blocks) <= probe < len(blocks):
+            why = f"{probe} is none of the {len(blocks)} blocks of this model"
             raise ConfigError(
-                f"reward_model.probe_layer: {probe} is none of the {len(blocks)} blocks of this "
-                f"model; give {-len(blocks)} to {len(blocks) - 1}, -1 is the last"
+                f"reward_model.probe_layer: {why}; give {-len(blocks)} to {len(blocks) - 1}, -1 is the last"
             )
         read = probe % len(blocks) + 1
         head.above = list(blocks[read:])

@@ -130,10 +130,8 @@ def _asked(sample: RewardSample) -> tuple[Message, ...]:
         raise ValueError(f"the question shows a medium (<{other}>) that no request can carry")
     shown, wanted = len(sample.media), max(len(kinds), len(sample.images))
     if wanted > shown:
-        raise ValueError(
-            f"the question shows {wanted} images and {shown} came with it; "
-            "set reward.remote.send_images=true where it is asked"
-        )
+        helps = "set reward.remote.send_images=true where it is asked"
+        raise ValueError(f"the question shows {wanted} images and {shown} came with it; {helps}")
     if shown > len(kinds):
         raise ValueError(f"{shown} images but fewer places for them in the messages")
     media = iter(sample.media)

@@ -129,10 +129,8 @@ def _trained(folder: str, wanted: Card) -> Path | None:
     if found != asdict(wanted):
         differ = [f"{n}: {v}" for n, v in found.items() if v != asdict(wanted)[n]]
         has = ", ".join(differ) or "it has no card"
-        raise ConfigError(
-            f"model.path: {folder} is a trained reward model ({has}), whose head would be lost; "
-            f"set reward_model as there, or remove {REWARD_FILE} from a copy"
-        )
+        helps = f"set reward_model as there, or remove {REWARD_FILE} from a copy"
+        raise ConfigError(f"model.path: {folder} is a trained reward model ({has}), whose head would be lost; {helps}")
     return Path(folder)
 
 
@@ -211,11 +209,8 @@ class Process:
         read = stepped(sample_id, 0, messages, self.family, placeholder)
         wanted = sum(message.text.count(placeholder) for message in messages)
         if read.response_length != wanted:
-            raise RowError(
-                f"the tokenizer shows {read.response_length} of {wanted} placeholders "
-                f"{placeholder!r}; it joins them with their neighbours: put blanks around them, or "
-                "choose another reward_model.placeholder"
-            )
+            shown = f"the tokenizer shows {read.response_length} of {wanted} placeholders {placeholder!r}"
+            raise RowError(f"{shown}; put blanks around them, or choose another reward_model.placeholder")
         return read
 
     def _labels(self, sample: Sample) -> np.ndarray:

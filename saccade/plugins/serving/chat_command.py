@@ -319,11 +319,8 @@ def _request(key: str, messages: Sequence[Message], family: Family, sampling: Sa
     rendered = family.chat.render(messages, family.measure, generation=True)
     room = family.max_positions - len(rendered)
     if room < 1:
-        raise ConfigError(
-            f"{key}: {len(rendered)} tokens where prompt and answer have {family.max_positions}; /clear begins anew, "
-            "a lower data.max_pixels shrinks images; with vllm and sglang a higher data.max_prompt_tokens makes room, "
-            "up to env.max_total_tokens"
-        )
+        helps = "/clear begins anew; lower data.max_pixels, or with vllm and sglang raise data.max_prompt_tokens"
+        raise ConfigError(f"{key}: {len(rendered)} tokens where prompt and answer have {family.max_positions}; {helps}")
     sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
     said = tuple(messages)
     return Request(key=key, ids=rendered.ids, media=rendered.media, messages=said, sampling=sampling, noise=noise)

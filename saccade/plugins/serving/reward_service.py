@@ -122,11 +122,10 @@ class RewardService:
     def metrics(self) -> str:
         """In the format that Prometheus reads."""
         with self._changed:
-            counts, seconds = dict(self._counts), list(self._seconds)
-            gauges: dict[str, float] = {"pending": self._pending, "queue": self.serve.queue}
+            counts, seconds, pending = dict(self._counts), list(self._seconds), self._pending
+        gauges = {"pending": pending, "queue": self.serve.queue, "uptime_seconds": time.time() - self.started}
         if (pool := self.scorer.pool) is not None:
             gauges |= {"workers": pool.alive(), "workers_replaced": pool.replaced}
-        gauges |= {"uptime_seconds": time.time() - self.started}
         lines = [f'samples_total{{status="{kind}"}} {counts.pop(kind)}' for kind in STATUSES]
         lines += [f"{name}_total {value}" for name, value in counts.items()]
         lines += [f"{name} {value:g}" for name, value in gauges.items()]
@@ -148,27 +147,21 @@ class RewardService:
     # -- one request --
 
     def _once(self, body: Mapping[str, Any], key: str) -> list[Scored]:
+        mine: Future[list[Scored]] = Future()
         with self._changed:
+            first = self._requests.setdefault(key, mine) if key else mine
             self._counts["requests"] += 1
-            first = self._requests.get(key) if key else None
-            self._counts["repeated"] += first is not None
-            mine: Future[list[Scored]] = Future()
-            if first is None and key:
-                self._requests[key] = mine
-        if first is not None:
-            return first.result()
-        try:
-            scored = self._score(body)
-        except BaseException as problem:
-            with self._changed:
-                self._requests.pop(key, None)  # who was sent away may come back
-            mine.set_exception(problem)
-            raise
-        mine.set_result(scored)
-        with self._changed:
+            self._counts["repeated"] += first is not mine
             while len(self._requests) > KEPT and next(iter(self._requests.values())).done():
                 self._requests.popitem(last=False)
-        return scored
+        if first is mine:
+            try:
+                mine.set_result(self._score(body))
+            except BaseException as problem:
+                with self._changed:
+                    self._requests.pop(key, None)  # who was sent away may come back
+                mine.set_exception(problem)
+        return first.result()
 
     def _score(self, body: Mapping[str, Any]) -> list[Scored]:
         began = time.monotonic()
@@ -203,9 +196,8 @@ class RewardService:
             self._log.writelines(map(_line, samples, scored))
             self._log.flush()
         except OSError as error:  # who waits for these scores has no use for a log
-            logging.getLogger("saccade").warning(
-                "reward.serve.log: %s cannot be written (%s); no more is logged", self.serve.log, error
-            )
+            why = f"{self.serve.log} cannot be written ({error})"
+            logging.getLogger("saccade").warning(f"reward.serve.log: {why}; no more is logged")
             with suppress(OSError):  # it tries to write what is left
                 self._log.close()
             self._log = None

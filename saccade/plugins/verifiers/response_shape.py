@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from saccade.plugins.verifiers.boxes import read_boxes
 from saccade.plugins.verifiers.choice import single_letter
 from saccade.plugins.verifiers.extract import ANSWER_LINE, ANSWER_LINE_WINDOW, NUMBER, answer_scope, last_boxed
+from saccade.plugins.verifiers.grounding import read_boxes
 from saccade.rewards.combine import TIMES_OUTCOME
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import ResponseFormat, Verifier

@@ -158,11 +158,10 @@ class Sender:
         )
 
     def _silence(self, url: str, problem: str, reply: Reply) -> EnvironmentProblem:
-        section = self.target.section
+        section, said = self.target.section, self._quoted(reply.text)
         return EnvironmentProblem(
-            f"{section}.url: {url} gave no answer in {self.target.retries + 1} "
-            f"attempts, at last {problem}: {self._quoted(reply.text)}; see that it runs, or raise "
-            f"{section}.retries or {section}.timeout"
+            f"{section}.url: {url} gave no answer in {self.target.retries + 1} attempts, at last {problem}: {said}; "
+            f"see that it runs, or raise {section}.retries or {section}.timeout"
         )
 
     def _quoted(self, text: str) -> str:
@@ -209,7 +208,8 @@ class Sender:
         with self._lock:  # a hold is asked of everybody, not only of this thread
             hold = time.monotonic() + min(hold, LONGEST_HOLD)
             self._next[url] = max(self._next[url], hold)
-        self._wait(url, pause(attempt), until)
+        growing = FIRST_PAUSE * 2**attempt * random.uniform(1, 1.5)  # never the same for all who wait
+        self._wait(url, min(LONGEST_PAUSE, growing), until)
 
     def _wait(self, url: str, seconds: float, until: float) -> None:
         section = self.target.section
@@ -226,16 +226,9 @@ def key_from(variable: str, option: str, *, example: str) -> str:
     if not variable:
         return ""
     if not os.environ.get(variable):  # its name may be a key by mistake, so it is not repeated
-        raise ConfigError(
-            f"{option}: no environment variable of that name is set; give the name of one "
-            f"that holds the key, such as {option}={example}"
-        )
+        helps = f"give the name of one that holds the key, such as {option}={example}"
+        raise ConfigError(f"{option}: no environment variable of that name is set; {helps}")
     return os.environ[variable].strip()
-
-
-def pause(attempt: int) -> float:
-    """Seconds, longer each time, and never the same for all who wait."""
-    return min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt * random.uniform(1, 1.5))
 
 
 def _words(text: str) -> tuple[str, str]:
@@ -260,11 +253,9 @@ class RequestQueue(Generic[Job]):
     """
 
     def __init__(self, send: Callable[[list[Job]], None], *, threads: int, batch: int = 1, gather: float = 0.0) -> None:
-        self._send, self._most, self._batch, self._gather = send, threads, batch, gather
+        self._send, self._left, self._batch, self._gather = send, threads, batch, gather
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
-        self._idle = 0  # threads without a request
         self._closed = False
         self._counts: Counter[str] = Counter()
         self._seconds: list[float] = []
@@ -275,11 +266,9 @@ class RequestQueue(Generic[Job]):
             if self._closed:
                 return False
             self._waiting.append(job)
-            busy = len(self._waiting) > self._idle * self._batch
-            if busy and len(self._threads) < self._most:
-                # Daemons: what still waits must not keep an interrupted run alive.
-                self._threads.append(threading.Thread(target=self._work, daemon=True))
-                self._threads[-1].start()
+            if self._left:  # daemons: what still waits must not keep an interrupted run alive
+                self._left -= 1
+                threading.Thread(target=self._work, daemon=True).start()
             self._changed.notify()
             return True
 
@@ -320,10 +309,8 @@ class RequestQueue(Generic[Job]):
     def _take(self) -> list[Job]:
         """The next request's worth, after a moment in which it may grow."""
         with self._changed:
-            self._idle += 1
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._gather:
                 self._changed.wait_for(lambda: len(self._waiting) >= self._batch or self._closed, self._gather)
-            self._idle -= 1
             count = min(self._batch, len(self._waiting))
             return [self._waiting.popleft() for _ in range(count)]
