@@ -72,6 +72,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("hooks", "reward_models.reward_model_term", "reward_model_terms=Learned"),
     ("hooks", "reward_models.reward_rows", "reward_model_rows=rows_of"),
     ("hooks", "suites.suites", "suite_problems=problems"),
+    ("hooks", "reward_workers.pool", "reward_workers=WorkerPool"),
     ("hooks", "user_environments.env_process", "environment_host=host_of"),
     ("hooks", "verifiers.extract", "extract_answer=extract"),
     ("kl_kinds", "more_algorithms.more_losses:ROWS", "abs k1+ k3+"),

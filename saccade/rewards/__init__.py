@@ -1,4 +1,4 @@
-"""What a response is worth: verifiers, how they combine, and processes for what may hang.
+"""What a response is worth: the table of verifiers, and how their scores combine.
 
 Rewards see plain data (`reward_sample.RewardSample`), never a tensor or a model. This file imports
 nothing, so that a worker process starts in a blink; take names from their modules.

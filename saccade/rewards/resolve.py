@@ -20,8 +20,7 @@ from saccade.config import RewardConfig, RewardTerm
 from saccade.errors import ConfigError
 from saccade.rewards.combine import COMBINATIONS, RewardRecipe, Term
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.user_functions import DEFAULT_NAME, split_name
-from saccade.rewards.verifiers import FORMATS, SERVICES, VERIFIERS, Verifier
+from saccade.rewards.verifiers import DEFAULT_NAME, FORMATS, SERVICES, VERIFIERS, Verifier, split_name
 
 
 def _math_and(shape: str, accuracy: float, form: float, **args: Any) -> tuple[dict[str, Any], ...]:

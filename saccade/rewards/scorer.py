@@ -26,11 +26,9 @@ from saccade.config import RewardConfig
 from saccade.errors import ConfigError
 from saccade.registry import HOOKS
 from saccade.rewards.combine import Pending, RewardRecipe, Scored, Term, combine
-from saccade.rewards.pool import WorkerPool
 from saccade.rewards.resolve import resolve_recipes, unknown
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.user_functions import split_name
-from saccade.rewards.verifiers import SERVICES, VERIFIERS, Service
+from saccade.rewards.verifiers import SERVICES, VERIFIERS, Service, split_name
 from saccade.types import Sample, Score
 
 T = TypeVar("T")
@@ -55,7 +53,7 @@ class Scorer:
         """
         self.config, self.max_tokens = config, max_tokens
         self._isolate, self._load_model = isolate, load_model
-        self.pool: WorkerPool | None = None
+        self.pool: Any = None  # of worker processes
         self.judge: Any = None
         self.learned: Any = None
         self.services: dict[str, tuple[str, Service]] = {}  # and the name of its first term
@@ -198,7 +196,7 @@ class Scorer:
         if term.function is not None and not self._isolate:
             first: Callable[[RewardSample], Pending] = partial(_in_place, term.function, term.args)
         else:
-            self.pool = self.pool or WorkerPool(self.config.workers, self.config.deadline)
+            self.pool = self.pool or HOOKS["reward_workers"](self.config.workers, self.config.deadline)
             problem = split_name(term.verifier) and self.pool.check(term.verifier, term.args)
             if problem:
                 raise ConfigError(f"reward.terms: {term.verifier} cannot be used: {problem}")

@@ -11,6 +11,7 @@ killable processes; the others are string checks of bounded cost and run in plac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -21,6 +22,8 @@ from saccade.rewards.combine import Pending
 from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.types import Sample, Score
 
+DEFAULT_NAME = "compute_score"  # of a function in a file
+LATE = "reward.deadline"  # names the option in the reason of a timeout
 EMPTY = ("[]", "{}", "null")  # the JSON of an answer that a row does not have
 KEPT, BROKEN = Score(kind="value", value=1.0), Score(kind="value", value=0.0, reason="format")
 
@@ -47,6 +50,12 @@ class Verifier:
     empty_modes: tuple[str, ...] = ()  # in these, [] is a gold: there is no box
     check_row: Callable[[Sample], None] | None = None  # raises ValueError for a row of no use
     right: Callable[..., str] | None = None  # the best answer to a row, where it is not its gold
+
+
+def split_name(verifier: str) -> tuple[str, str] | None:
+    """`file.py:name` as (file, name); None when it is no file."""
+    match = re.fullmatch(r"(.+\.py)(?::(\w+))?", verifier)
+    return (match[1], match[2] or DEFAULT_NAME) if match else None
 
 
 class Service(Protocol):

@@ -6,7 +6,7 @@ and arrays (`codec.pack`). A child leads its process group, so that what it star
 it ends itself when its parent is gone, however that happened. What it prints cannot disturb the
 socket: it goes to the standard error of the parent, up to a limit, or to a log.
 
-    child = Child("saccade.rewards.worker", who="a reward")     # in the parent
+    child = Child("saccade.plugins.reward_workers.worker", who="a reward")     # in the parent
     reply = child.ask({"verifier": "count"}, seconds=10).row
     child.close()
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from saccade.plugins.reward_workers.pool import WorkerPool
 from saccade.plugins.verifiers import symbolic
-from saccade.rewards.pool import WorkerPool
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
 

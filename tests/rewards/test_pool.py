@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from saccade.rewards.pool import WorkerPool
+from saccade.plugins.reward_workers.pool import WorkerPool
 from saccade.rewards.reward_sample import RewardSample, to_json
 from saccade.system import process
 from saccade.system.process import Child
@@ -178,7 +178,7 @@ def test_a_late_reply_is_never_taken_for_one_to_another_request(functions):
         return call | {"samples": list(map(to_json, samples))}
 
     some = [RewardSample(id=str(n), response="none") for n in range(20)]
-    child = Child("saccade.rewards.worker")
+    child = Child("saccade.plugins.reward_workers.worker")
     assert "together" in child.ask(request(*some), seconds=60).row
     reply = child.ask(request(RewardSample(id="a", response="good")), seconds=60)
     assert "together" in reply.row and reply.row["id"] == 2  # while twenty are still out

@@ -210,7 +210,7 @@ def test_real_sets_pass(shared):
 
 def test_the_package_imports_no_torch():
     code = (
-        "import sys, saccade.rewards.worker\n"
+        "import sys, saccade.plugins.reward_workers.worker\n"
         "from saccade.plugins.check_data.self_test import equivalent\n"
         "assert not equivalent('2x', 'x', formulas=False)\n"
         "assert not {'torch', 'sympy', 'transformers'} & set(sys.modules)"

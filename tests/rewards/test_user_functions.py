@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from saccade.plugins.reward_workers.user_functions import call, check_arguments, form_of, to_score, to_scores
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.user_functions import call, check_arguments, form_of, split_name, to_score, to_scores
+from saccade.rewards.verifiers import split_name
 from saccade.types import Score
 
 SAMPLES = [

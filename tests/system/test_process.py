@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PARENT = """
 import re, sys, time
 from saccade.system.process import Child
-child = Child("saccade.rewards.worker")
+child = Child("saccade.plugins.reward_workers.worker")
 hangs = {"verifier": sys.argv[1], "args": {}, "deadline": 600, "apart": False}
 child.ask(hangs | {"samples": ['{"id": "a", "response": ""}']}, seconds=60)
 print(child.popen.pid, flush=True)
@@ -68,7 +68,7 @@ def test_one_that_does_not_read_or_says_too_much_is_noticed() -> None:
 
 
 def test_an_answer_has_a_deadline_and_an_end_a_code() -> None:
-    child = Child("saccade.rewards.worker")
+    child = Child("saccade.plugins.reward_workers.worker")
     assert child.receive(0.01) is None and child.exit_code() is None
     os.kill(child.popen.pid, signal.SIGSTOP)
     with pytest.raises(TimeoutError, match=r"no answer after 0\.1 s"):
@@ -82,7 +82,7 @@ def test_an_answer_has_a_deadline_and_an_end_a_code() -> None:
 
 def test_two_threads_may_see_the_same_end() -> None:
     """One reaps the process while the other still believes it to live and kills it."""
-    child = Child("saccade.rewards.worker")
+    child = Child("saccade.plugins.reward_workers.worker")
     popen = child.popen
     popen._waitpid_lock.acquire()  # type: ignore[attr-defined]  # as amid another thread's wait
     os.kill(popen.pid, signal.SIGKILL)

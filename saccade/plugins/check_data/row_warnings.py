@@ -11,8 +11,7 @@ from saccade.data.datasets import Dataset, Stream
 from saccade.models.families import Family
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
-from saccade.rewards.user_functions import split_name
-from saccade.rewards.verifiers import VERIFIERS, has_gold
+from saccade.rewards.verifiers import VERIFIERS, has_gold, split_name
 from saccade.types import Sample
 
 log = logging.getLogger(__name__)

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from saccade.errors import SelfTestError
+from saccade.plugins.reward_workers.pool import CRASHED
 from saccade.plugins.verifiers.maths import equivalent
 from saccade.plugins.verifiers.numbers import single_number
 from saccade.rewards.combine import RewardRecipe, Scored, Term
-from saccade.rewards.pool import CRASHED
 from saccade.rewards.reward_sample import RewardSample, reward_sample
 from saccade.rewards.scorer import Scorer
-from saccade.rewards.user_functions import LATE, split_name
-from saccade.rewards.verifiers import FORMATS, VERIFIERS, has_gold
+from saccade.rewards.verifiers import FORMATS, LATE, VERIFIERS, has_gold, split_name
 from saccade.types import Sample
 
 SHOWN = 5

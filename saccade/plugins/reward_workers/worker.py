@@ -5,7 +5,7 @@ apart. The first reply says that the function is loaded, or why not; one reply f
 none where there are no samples. Every reply names the request that it answers. The parent enforces
 the deadline: it ends this process.
 
-    $ python -m saccade.rewards.worker    # started by rewards/pool.py
+    $ python -m saccade.plugins.reward_workers.worker    # started by pool.py
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from saccade.rewards import user_functions as custom
+from saccade.plugins.reward_workers import user_functions as custom
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.verifiers import VERIFIERS
+from saccade.rewards.verifiers import VERIFIERS, split_name
 from saccade.system.process import connect, listen
 from saccade.types import Score
 from saccade.user_code import raised_at
@@ -40,7 +40,7 @@ def main() -> None:
 def serve(request: Mapping[str, Any], emit: Emit) -> None:
     """Answer one request: `together` or `failed`, then `{index, score}` for every sample."""
     verifier, args = request["verifier"], json.loads(request["args"])
-    file = (custom.split_name(verifier) or (None,))[0]
+    file = (split_name(verifier) or (None,))[0]
     try:
         function, form = _function(verifier, args)
     except RAISED as error:

@@ -10,7 +10,6 @@ files of TRL, R1-V, LMM-R1, EasyR1 and verl work as they are.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.verifiers import DEFAULT_NAME, LATE, split_name
 from saccade.types import Score
 from saccade.user_code import own_module
 
-DEFAULT_NAME = "compute_score"
 TOTALS = ("overall", "value", "score")  # what a dict may call the reward
-LATE = "reward.deadline"  # names the option in the reason of a timeout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +33,6 @@ class Form:
     arguments: Callable[[Any], Any]  # by name; with `first`, that of the first parameter
     batch: bool = False
     first: bool = False  # known by its first parameter; others are args of the term
-
-
-def split_name(verifier: str) -> tuple[str, str] | None:
-    """`file.py:name` as (file, name); None when it is no file."""
-    match = re.fullmatch(r"(.+\.py)(?::(\w+))?", verifier)
-    return (match[1], match[2] or DEFAULT_NAME) if match else None
 
 
 _loaded = cache(own_module)

@@ -24,8 +24,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from saccade.plugins.reward_workers.user_functions import late
 from saccade.rewards.reward_sample import RewardSample, to_json
-from saccade.rewards.user_functions import late
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.system.process import Child, Ended
 from saccade.types import Score
@@ -152,7 +152,7 @@ class WorkerPool:
             self._end(child)
 
     def _start(self) -> Child:
-        child = Child("saccade.rewards.worker", who="a reward")
+        child = Child("saccade.plugins.reward_workers.worker", who="a reward")
         with self._changed:
             self._children.add(child)
             closed = self._closed
