@@ -118,19 +118,6 @@ class Scorer:
         for source in sorted(set(sources)):
             self.recipe(source)
 
-    def unused(self, sources: Iterable[str], *, shared: bool = True) -> list[str]:
-        """Warnings of recipes that no row asks for; `shared`: also of that for all others, which
-        an evaluation of other sets may well not need.
-        """
-        there, named = set(sources), set(self.recipes)
-        idle, known = ", ".join(sorted(named - there)), ", ".join(sorted(there))
-        found = [f"reward.by_source: no row has the data_source {idle}; there is {known}"] if idle else []
-        others = next((name for name in ("terms", "preset") if getattr(self.config, name)), None)
-        if shared and others and there and there <= named:
-            all_named = f"as reward.by_source names the data_source of all ({known})"
-            found.append(f"reward.{others}: scores no row, {all_named}; remove it, or those")
-        return found
-
     def check_media(self, samples: Iterable[Sample]) -> None:
         """Refuse rows whose pictures a service needs and does not get, or a model cannot read."""
         shown = {media.kind: media for sample in samples for media in sample.media}

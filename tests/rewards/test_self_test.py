@@ -143,19 +143,13 @@ def test_warn_only_warns(caplog):
         ("return 1.0", "gold"),
         ("return float(sample.answer in sample.response or not sample.response)", "empty"),
         ("return float('answer' in sample.response)", "foreign"),
-        ("raise ValueError('boom')", "gold"),
+        ("return 2.0 * (f'<answer>{sample.answer}</answer>' in sample.response) - 1", None),
     ],
 )
 def test_careless_custom_rewards_are_refused(tmp_path, body, case):
     (tmp_path / "mine.py").write_text(f"def compute_score(sample):\n    {body}\n")
     result = result_of(rows("7", "8"), [f"{tmp_path}/mine.py"])
-    assert case in {failure.case.kind for failure in result.failures}
-
-
-def test_a_careful_custom_reward_passes(tmp_path):
-    body = "return 2.0 * (f'<answer>{sample.answer}</answer>' in sample.response) - 1"
-    (tmp_path / "mine.py").write_text(f"def compute_score(sample):\n    {body}\n")
-    assert result_of(rows("7", "8"), [f"{tmp_path}/mine.py"]).passed
+    assert result.passed if case is None else case in {failure.case.kind for failure in result.failures}
 
 
 @pytest.mark.parametrize(

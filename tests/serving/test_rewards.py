@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ from saccade.plugins.serving.http_server import running as running_server
 from saccade.plugins.serving.reward_service import RewardService, reward_app
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
+from saccade.rewards.verifiers import SERVICES
+from saccade.types import Score
 from tests.endpoints import TOKEN, call, fair_judge, scripted
 
 COMMAND = (sys.executable, "-m", "saccade", "serve-reward")
@@ -303,39 +306,19 @@ def test_a_judge_behind_the_service_sees_the_pictures(image):
 
 def test_a_learned_model_is_a_scorer_with_a_name(monkeypatch):
     """Whatever has the five methods; here one that counts letters."""
-    from concurrent.futures import Future
-
-    from saccade.rewards.verifiers import SERVICES
-    from saccade.types import Score
-
-    class Letters:
-        closed = False
-
-        def __init__(self, scale: float) -> None:
-            self.scale = scale
-
-        def check(self) -> None:
-            assert self.scale > 0
-
-        def check_media(self, kinds: set[str]) -> None: ...
-
-        def submit(self, sample: RewardSample) -> Future[Score]:
-            done: Future[Score] = Future()
-            done.set_result(Score(kind="value", value=self.scale * len(sample.response)))
-            return done
-
-        def metrics(self) -> dict[str, float]:
-            return {"samples": 1.0}
-
-        def close(self) -> None:
-            self.closed = True
-
-    made = Letters(2.0)
-    monkeypatch.setitem(SERVICES, "letters", lambda reward, args: made if args else Letters(0.0))
+    closed = []
+    letters = SimpleNamespace(
+        check=lambda: None,
+        check_media=lambda kinds: None,
+        submit=lambda sample: Score(kind="value", value=2.0 * len(sample.response)),
+        metrics=lambda: {"samples": 1.0},
+        close=lambda: closed.append(True),
+    )
+    monkeypatch.setitem(SERVICES, "letters", lambda reward, args: letters)
     with serving({"verifier": "letters", "args": {"scale": 2}}, "format:boxed") as running:
         assert running.score("abc")[1]["letters_rewards"] == [6.0]
         assert running.service.scorer.metrics() == {"service/letters/samples": 1.0}
-    assert made.closed
+    assert closed
 
 
 def test_old_clients_get_the_number_that_was_chosen_for_them(hurt, own):

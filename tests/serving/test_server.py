@@ -322,11 +322,10 @@ def test_methods_besides_get_and_post(endpoint):
         assert shown[0] == status and shown[2] == b""
         assert shown[1]["Content-Length"] == headers["Content-Length"] == str(len(body))
     assert raw(endpoint.url, "HEAD", "/v1/models", Authorization="")[0] == 401
-    status, headers, body = raw(endpoint.url, "OPTIONS", "/v1/chat/completions", Authorization="")
-    assert (status, headers["Allow"], body) == (204, "GET, HEAD, POST, OPTIONS", b"")
-    assert not [name for name in headers if name.lower().startswith("access-control")]
-    status, headers, body = raw(endpoint.url, "PUT", "/v1/models")
-    assert status == 405 and headers.get_content_type() == "application/json"
+    for method in ("PUT", "OPTIONS"):
+        status, headers, body = raw(endpoint.url, method, "/v1/models")
+        assert status == 405 and headers.get_content_type() == "application/json"
+        assert not [name for name in headers if name.lower().startswith("access-control")]
     assert "Method Not Allowed" in json.loads(body)["error"]["message"]
 
 

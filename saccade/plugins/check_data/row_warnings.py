@@ -26,11 +26,25 @@ def warn_of_rewards(scorer: Scorer | None, sets: Iterable[Dataset], *, shared: b
         log.warning(warning)
 
 
+def unused_rewards(scorer: Scorer, there: set[str], *, shared: bool = True) -> list[str]:
+    """Warnings of recipes that no row asks for; `shared`: also of that for all others, which an
+    evaluation of other sets may well not need.
+    """
+    named = set(scorer.recipes)
+    idle, known = ", ".join(sorted(named - there)), ", ".join(sorted(there))
+    found = [f"reward.by_source: no row has the data_source {idle}; there is {known}"] if idle else []
+    others = next((name for name in ("terms", "preset") if getattr(scorer.config, name)), None)
+    if shared and others and there and there <= named:
+        all_named = f"as reward.by_source names the data_source of all ({known})"
+        found.append(f"reward.{others}: scores no row, {all_named}; remove it, or those")
+    return found
+
+
 def warnings_of(scorer: Scorer, samples: Sequence[Sample], *, shared: bool = True) -> list[str]:
     """Rewards of sources that no row has: most likely the name is misspelt; rewards that score
     none. And rows that have nothing to compare an answer with, where a built-in term does.
     """
-    unused = scorer.unused((sample.data_source for sample in samples), shared=shared)
+    unused = unused_rewards(scorer, {sample.data_source for sample in samples}, shared=shared)
     terms: Counter[str] = Counter()
     for sample in samples:
         recipe = scorer.recipe(sample.data_source)

@@ -16,6 +16,7 @@ import numpy as np
 
 from saccade.config import Config
 from saccade.errors import ConfigError
+from saccade.plugins.check_data.row_warnings import unused_rewards
 from saccade.plugins.evaluation.results import write_files
 from saccade.recipes import parts
 from saccade.recipes.accuracy import measured, score_terms
@@ -51,7 +52,7 @@ def run(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
     with Console(None, "eval", name=folder.name), scorer:
         log.info(f"answers of {samples} are scored again; data.val and eval.suites do not count")
         _require_pictures(config, rows)
-        for warning in scorer.unused((row["data_source"] for row in rows), shared=False):
+        for warning in unused_rewards(scorer, {row["data_source"] for row in rows}, shared=False):
             log.warning(warning)
         sets = {name: [r for r in rows if r["set"] == name] for name in dict.fromkeys(r["set"] for r in rows)}
         summary = {name: _rescored(own, scorer) for name, own in sets.items()}

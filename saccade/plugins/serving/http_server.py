@@ -41,7 +41,6 @@ T = TypeVar("T")
 TOKEN = "SACCADE_TOKEN"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_NAME = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
-METHODS = "GET, HEAD, POST, OPTIONS"
 DRAINED = 2**30  # bytes of a refused request that are taken, so that its client reads why
 SILENCE = 60  # seconds that a client may neither send nor read
 BACKLOG = 1024  # connections that wait to be accepted
@@ -150,9 +149,6 @@ def _guard(app: ASGIApp, gate: Gate, refuse: Callable[[BadRequest], Response]) -
         try:
             try:
                 length = _admitted(gate, method, path, headers)
-                if method == "OPTIONS":  # without a word that would let pages from elsewhere in
-                    reply = Response(status_code=204, headers={"Allow": METHODS})
-                    return await reply(scope, receive, send_in_time)
                 with gate.room.taken(length):
                     body = b"".join([piece async for piece in _pieces(receive)])
                     read.append({"type": "http.request", "body": body})
@@ -172,7 +168,7 @@ def _admitted(gate: Gate, method: str, path: str, headers: Headers) -> int:
     if not gate.token:
         if not LOOPBACK_NAME.fullmatch(headers.get("Host", "")):
             raise BadRequest(None, "this server answers its own machine only", status=403)
-    elif path not in gate.public and method != "OPTIONS":
+    elif path not in gate.public:
         given = headers.get("Authorization", "").removeprefix("Bearer ").strip()
         if not hmac.compare_digest(given.encode(), gate.token.encode()):
             raise BadRequest(None, "wrong or missing token", status=401, code="invalid_api_key")

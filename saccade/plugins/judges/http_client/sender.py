@@ -253,7 +253,8 @@ class RequestQueue(Generic[Job]):
     """
 
     def __init__(self, send: Callable[[list[Job]], None], *, threads: int, batch: int = 1, gather: float = 0.0) -> None:
-        self._send, self._left, self._batch, self._gather = send, threads, batch, gather
+        self._send, self._batch, self._gather = send, batch, gather
+        self._left = threads  # that may still be started
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
