@@ -41,23 +41,15 @@ def summed(golden, values: Tensor) -> Tensor:
 def reference_pairs(golden, new: Tensor | None = None) -> Pairs:
     """Rows (0, 1) and (3, 2) of the reference fixture."""
     now, ref = summed(golden, golden.new if new is None else new), summed(golden, golden.ref)
-    return Pairs(
-        chosen=now[CHOSEN],
-        rejected=now[REJECTED],
-        ref_chosen=ref[CHOSEN],
-        ref_rejected=ref[REJECTED],
-        chosen_length=LENGTHS[CHOSEN],
-        rejected_length=LENGTHS[REJECTED],
-    )
+    now, ref, lengths = ((each[CHOSEN], each[REJECTED]) for each in (now, ref, LENGTHS))
+    return Pairs(policy=now, reference=ref, lengths=lengths)
 
 
 def simple(chosen: Tensor, rejected: Tensor) -> Pairs:
     """One token each, and a reference of zero."""
     ones = torch.ones(len(chosen), dtype=torch.int64)
     zeros = torch.zeros_like(chosen)
-    return Pairs(
-        chosen=chosen, rejected=rejected, ref_chosen=zeros, ref_rejected=zeros, chosen_length=ones, rejected_length=ones
-    )
+    return Pairs(policy=(chosen, rejected), reference=(zeros, zeros), lengths=(ones, ones))
 
 
 def losses_of(name: str, inputs: Any, **options: float) -> Tensor:
@@ -118,8 +110,7 @@ def test_rewards_are_what_the_loss_compares(golden):
         assert metrics["acc"].tolist() == [False, True]
         assert torch.equal(metrics["chosen"] - metrics["rejected"], metrics["margin"])
     _, metrics = PREFERENCES["dpo"].function(pairs, beta=0.5)
-    assert pairs.ref_chosen is not None
-    assert metrics["chosen"].tolist() == approx((0.5 * (pairs.chosen - pairs.ref_chosen)).tolist())
+    assert metrics["chosen"].tolist() == approx((0.5 * pairs.ratios()[0]).tolist())
 
 
 # -- identities ------------------------------------------------------------------------------------
@@ -133,7 +124,8 @@ numbers = st.lists(st.floats(-50, 50), min_size=4, max_size=4)
 def test_without_wrong_labels_it_is_dpo(name, chosen, rejected, reference, beta):
     def value_and_gradient(loss: str, **options: float) -> Tensor:
         sides = tensor(*chosen).requires_grad_(), tensor(*rejected).requires_grad_()
-        pairs = replace(simple(*sides), ref_chosen=tensor(*reference))
+        pairs = simple(*sides)
+        pairs = replace(pairs, reference=(tensor(*reference), pairs.reference[1]))
         losses = losses_of(loss, pairs, beta=beta, **options)
         return torch.stack([losses, *torch.autograd.grad(losses.sum(), sides)])
 
@@ -182,7 +174,7 @@ def test_only_the_policy_has_a_gradient_metrics_have_none_and_who_needs_a_refere
     assert set(metrics) == {"chosen", "rejected", "margin", "acc"}
     assert not any(values.requires_grad for values in metrics.values())
     assert metrics["acc"].tolist() == [False, False]  # a draw is no success
-    without = replace(pairs, ref_chosen=None, ref_rejected=None)
+    without = replace(pairs, reference=None)
     if name in WITHOUT_REFERENCE:
         assert torch.equal(losses_of(name, without), losses)
     else:

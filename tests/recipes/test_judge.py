@@ -48,14 +48,6 @@ def judged(rl_config):
     return config
 
 
-def test_a_step_with_a_hybrid(tmp_path, judged, fair):
-    """Where golds and answers are numbers the judge is asked about words only."""
-    rl.run(judged(tmp_path, fair.url, "hybrid") | {"run.max_steps": 1})
-    (step,) = read_metrics(tmp_path / "run")
-    assert step["judge/by_rule"] > 0 and step["judge/samples"] + step["judge/by_rule"] == 16
-    assert step["reward/hybrid"] == step["reward/accuracy"]
-
-
 def test_a_second_run_sends_nothing_and_learns_the_same(tmp_path, judged, fair, same_weights):
     cache = {"reward.judge.cache": str(tmp_path / "verdicts")}
     asked = []

@@ -85,14 +85,8 @@ def stock_loss(inputs, stock, groups: list[Group], name: str) -> tuple[float, di
         good = torch.tensor([t.repeat == 0 for t in members])
         inputs = Labelled(logprobs=now, ref=ref, desirable=good, z=torch.tensor(Z))
     else:
-        inputs = Pairs(
-            chosen=now[::2],
-            rejected=now[1::2],
-            chosen_length=lengths[::2],
-            rejected_length=lengths[1::2],
-            ref_chosen=None if name in WITHOUT_REFERENCE else ref[::2],
-            ref_rejected=None if name in WITHOUT_REFERENCE else ref[1::2],
-        )
+        reference = None if name in WITHOUT_REFERENCE else (ref[::2], ref[1::2])
+        inputs = Pairs(policy=(now[::2], now[1::2]), lengths=(lengths[::2], lengths[1::2]), reference=reference)
     losses, _ = PREFERENCES[name].function(inputs)
     loss = losses.mean() - NLL * now[::2].sum() / lengths[::2].sum()
     stock.zero_grad()

@@ -18,9 +18,9 @@ import re
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from saccade.config.schema import JudgeConfig
 from saccade.errors import ConfigError
@@ -108,19 +108,16 @@ QUOTED = 200  # characters of a reply that a reason keeps
 CHECK = Case(question="What is 1 + 1?", references=("2",), prediction="two")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Verdict(NamedTuple):
+    words: str
     value: float | None = None  # None: there is none, and `words` say why
-    words: str = ""
     stored: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
+class _Job(NamedTuple):
     case: Case
     key: str
-    verdict: Future[Verdict] = field(default_factory=Future)
-    since: float = field(default_factory=time.monotonic)
+    since: float
 
 
 class Judge:
@@ -142,7 +139,7 @@ class Judge:
             "scale": config.scale,
         }
         self._queue: RequestQueue[_Job] = RequestQueue(self._work, threads=config.concurrency)
-        self._open: dict[str, _Job] = {}
+        self._open: dict[str, Future[Verdict]] = {}  # by the key of a case that is being judged
         self._lock = threading.Lock()
         self._alive = time.monotonic()  # when the endpoint last replied
         self._counted = replace(self._client.counters)
@@ -156,9 +153,16 @@ class Judge:
         if ASK not in first.info:
             self._queue.count("by_rule")
             return first
-        result: Future[Score] = Future()
-        job = self._job(case_of(sample, first.extracted or "", images=self.config.send_images))
-        job.verdict.add_done_callback(lambda done: result.set_result(self._score(first, done)))
+        case = case_of(sample, first.extracted or "", images=self.config.send_images)
+        key, mine, result = self._key(case), Future[Verdict](), Future[Score]()
+        self._queue.count("samples")
+        with self._lock:
+            verdict = self._open.setdefault(key, mine)
+        if verdict is not mine:  # another sample asks the same at the same time
+            self._queue.count("free")
+        elif not self._queue.put(_Job(case, key, time.monotonic())):
+            self._finish(key, Verdict("the judge is closed"))
+        verdict.add_done_callback(lambda done: result.set_result(self._score(first, done.result())))
         return result
 
     def metrics(self) -> dict[str, float]:
@@ -188,22 +192,10 @@ class Judge:
         """Whoever still waits gets a failure; replies under way are not waited for."""
         self._queue.close()
         self._client.stop()
-        for job in list(self._open.values()):
-            self._finish(job, Verdict(words="the judge was closed first"))
+        for key in list(self._open):
+            self._finish(key, Verdict("the judge was closed first"))
 
     # -- in threads --
-
-    def _job(self, case: Case) -> _Job:
-        """The job of a case; one for all samples that ask the same at the same time."""
-        job = _Job(case=case, key=self._key(case))
-        self._queue.count("samples")
-        with self._lock:
-            same = self._open.setdefault(job.key, job)
-        if same is not job:
-            self._queue.count("free")
-        elif not self._queue.put(job):
-            self._finish(job, Verdict(words="the judge is closed"))
-        return same
 
     def _work(self, jobs: list[_Job]) -> None:
         (job,) = jobs
@@ -213,24 +205,23 @@ class Judge:
         try:
             verdict = self._ask(job.case, job.key, until)
         except Exception as error:  # whatever happens here, nobody may wait for ever
-            verdict = Verdict(words=str(error) or type(error).__name__)
+            verdict = Verdict(str(error) or type(error).__name__)
         if verdict.stored:
             self._queue.count("free")
         else:
             self._queue.timed(time.monotonic() - began)
-        self._finish(job, verdict)
+        self._finish(job.key, verdict)
 
-    def _finish(self, job: _Job, verdict: Verdict) -> None:
+    def _finish(self, key: str, verdict: Verdict) -> None:
         with self._lock:
-            mine = self._open.pop(job.key, None) is job
-        if mine:
-            job.verdict.set_result(verdict)
+            waiting = self._open.pop(key, None)
+        if waiting is not None:
+            waiting.set_result(verdict)
 
     def _ask(self, case: Case, key: str, until: float) -> Verdict:
         stored = stored_answer(self._cache, key) if self._cache else None
         if stored is not None:
-            value = read_verdict(stored.text, self.config.scale)
-            return Verdict(value=value, words=stored.text, stored=True)
+            return Verdict(stored.text, read_verdict(stored.text, self.config.scale), stored=True)
         messages = (question_of(case, self._template, self.config.scale),)
         for attempt in range(self.config.retries + 1):
             sampling = Sampling(temperature=min(1.0, WARMER * attempt), max_tokens=self.config.max_tokens)
@@ -240,12 +231,11 @@ class Judge:
             if value is not None and answer.finish == "stop":
                 if self._cache:
                     store_answer(self._cache, key, self._about | case.shown, answer)
-                return Verdict(value=value, words=answer.text)
+                return Verdict(answer.text, value)
         tried = f"no verdict (attempts: {self.config.retries + 1})"
-        return Verdict(words=f"{tried}; the last reply ended with {answer.text[-QUOTED:]!r}")
+        return Verdict(f"{tried}; the last reply ended with {answer.text[-QUOTED:]!r}")
 
-    def _score(self, first: Score, done: Future[Verdict]) -> Score:
-        verdict = done.result()
+    def _score(self, first: Score, verdict: Verdict) -> Score:
         if verdict.value is None:
             return self._failed(first, verdict.words)
         why = " ".join(verdict.words.rpartition("\n")[0].split())[-QUOTED:]

@@ -16,8 +16,7 @@ import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
@@ -57,10 +56,9 @@ def open_remote(reward: RewardConfig, args: Mapping[str, Any]) -> Remote:
         raise ConfigError(f"reward.terms: remote: {name}: {first['msg']}; arguments are {fields}") from None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Job:
+class _Job(NamedTuple):
     sample: RewardSample
-    future: Future[Score] = field(default_factory=Future)
+    future: Future[Score]
 
 
 class Remote:
@@ -114,7 +112,7 @@ class Remote:
             raise ConfigError(f"a model of this service scores rows by their pictures; set {SECTION}.send_images=true")
 
     def submit(self, sample: RewardSample) -> Future[Score]:
-        job = _Job(sample=sample)
+        job = _Job(sample, Future())
         job.future.set_running_or_notify_cancel()
         other = next((media.kind for media in sample.media if media.kind != "image"), None)
         if other is not None and self.config.send_images:

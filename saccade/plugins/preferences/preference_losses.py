@@ -52,22 +52,19 @@ NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Log-probs summed over the trained tokens of a response, fp32 or wider."""
+    """Log-probs summed over the trained tokens of a response, fp32 or wider; chosen, then rejected."""
 
-    chosen: Tensor  # [P]
-    rejected: Tensor  # [P]
-    chosen_length: Tensor  # [P] trained tokens, at least 1
-    rejected_length: Tensor  # [P]
-    ref_chosen: Tensor | None = None  # [P]; None: no reference was loaded
-    ref_rejected: Tensor | None = None  # [P]
+    policy: Sides
+    lengths: Sides  # trained tokens, at least 1
+    reference: Sides | None = None  # None: none was loaded
 
     def ratios(self) -> Sides:
-        assert self.ref_chosen is not None and self.ref_rejected is not None, "no reference"
-        return self.chosen - self.ref_chosen, self.rejected - self.ref_rejected
+        assert self.reference is not None, "no reference"
+        return self.policy[0] - self.reference[0], self.policy[1] - self.reference[1]
 
     def means(self, sides: Sides) -> Sides:
         """Per token."""
-        return sides[0] / self.chosen_length, sides[1] / self.rejected_length
+        return sides[0] / self.lengths[0], sides[1] / self.lengths[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +123,7 @@ def dpo_norm(pairs: Pairs, *, beta: float = 0.1) -> Losses:
 
 @add(PREFERENCES, "-log sigmoid(beta h), h of log-probs without a reference")
 def reference_free(pairs: Pairs, *, beta: float = 0.1) -> Losses:
-    return _logistic((pairs.chosen, pairs.rejected), beta)
+    return _logistic(pairs.policy, beta)
 
 
 @add(PREFERENCES, "max(0, 1 - beta h)")
@@ -139,7 +136,7 @@ def hinge(pairs: Pairs, *, beta: float = 0.1) -> Losses:
 @add(PREFERENCES, "-log sigmoid(beta h_mean - gamma), h_mean of log-probs without a reference")
 def simpo(pairs: Pairs, *, beta: float = 2.0, gamma: NotNegative = 1.0) -> Losses:
     """Log-probs per token, ahead by a margin (arXiv 2405.14734)."""
-    margin, metrics = _compared(pairs.means((pairs.chosen, pairs.rejected)), beta)
+    margin, metrics = _compared(pairs.means(pairs.policy), beta)
     return negative_log_sigmoid(margin - gamma), metrics
 
 
@@ -272,14 +269,9 @@ def objective(
     totals = new.new_zeros(len(chosen), dtype=torch.float64).index_add(0, sequence, new.double())
     inputs: Pairs | Labelled
     if row.paired:
-        inputs = Pairs(
-            chosen=totals[chosen],
-            rejected=totals[~chosen],
-            chosen_length=lengths[chosen],
-            rejected_length=lengths[~chosen],
-            ref_chosen=None if ref is None else ref[chosen],
-            ref_rejected=None if ref is None else ref[~chosen],
-        )
+        policy, tokens = (totals[chosen], totals[~chosen]), (lengths[chosen], lengths[~chosen])
+        reference = None if ref is None else (ref[chosen], ref[~chosen])
+        inputs = Pairs(policy=policy, lengths=tokens, reference=reference)
     else:
         assert ref is not None, "this loss needs a reference"
         inputs = Labelled(logprobs=totals, ref=ref, desirable=chosen, z=totals.new_tensor(row.z))
@@ -295,5 +287,5 @@ def objective(
         "dpo/length_chosen": mean_of(lengths[chosen]),
         "dpo/length_rejected": mean_of(lengths[~chosen]),
     }
-    tokens = torch.tensor(len(new), device=new.device)
-    return loss, LossSums(tokens=tokens, terms={"policy/loss": loss.detach()}, means=means)
+    read = torch.tensor(len(new), device=new.device)
+    return loss, LossSums(tokens=read, terms={"policy/loss": loss.detach()}, means=means)

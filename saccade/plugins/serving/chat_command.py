@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,7 @@ class Talk:
     turns: int = 0
 
 
-def _print(text: str) -> None:
-    print(text, end="", flush=True)
+_print: Say = partial(print, end="", flush=True)
 
 
 def talk(config: Config, *, greedy: bool = False, say: Say = _print) -> None:
@@ -87,17 +87,10 @@ def _lines() -> Iterator[str]:
 
 
 def _answer(state: Talk, line: str, say: Say) -> None:
+    """Says the answer as it comes; Ctrl-C ends it where it is."""
     messages = (*state.messages, Message(role="user", parts=(*state.pictures, line)))
     noise = noise_key(state.config.run.seed, KEY, state.turns)
     request = _request(KEY, messages, state.family, _heated(state.sampling, state.greedy), noise)
-    text, _ = _stream(state, request, say)
-    say("\n")
-    state.messages = [*messages, Message(role="assistant", parts=(text,))]
-    state.pictures, state.turns = [], state.turns + 1
-
-
-def _stream(state: Talk, request: Request, say: Say) -> tuple[str, Completion]:
-    """Says the answer as it comes; Ctrl-C ends it where it is."""
     stream, text, engine = TextStream(state.family.decode), "", state.engine
     done: list[Completion] = []
     with _interruptible() as pressed:
@@ -111,7 +104,9 @@ def _stream(state: Talk, request: Request, say: Say) -> tuple[str, Completion]:
             piece = stream.finish(ids) if done else stream.add(ids)
             text += piece
             say(piece)
-    return text, done[0]
+    say("\n")
+    state.messages = [*messages, Message(role="assistant", parts=(text,))]
+    state.pictures, state.turns = [], state.turns + 1
 
 
 @contextmanager

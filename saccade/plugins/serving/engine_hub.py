@@ -103,7 +103,7 @@ class Hub:
             self.closed = True
 
     def close(self) -> None:
-        self._inbox.put(self._end)
+        self._inbox.put(partial(setattr, self, "closed", True))
 
     def _take(self) -> None:
         """Do what clients want; wait when there is nothing else to do."""
@@ -131,6 +131,3 @@ class Hub:
     def _abort(self, key: str) -> None:
         if self._clients.pop(key, None) is not None:
             self.engine.abort(key)
-
-    def _end(self) -> None:
-        self.closed = True
