@@ -21,7 +21,7 @@ PARENT = """
 import re, sys, time
 from saccade.system.process import Child
 child = Child("saccade.plugins.reward_workers.worker")
-hangs = {"verifier": sys.argv[1], "args": {}, "deadline": 600, "apart": False}
+hangs = {"verifier": sys.argv[1], "args": "{}", "deadline": 600, "apart": False}
 child.ask(hangs | {"samples": ['{"id": "a", "response": ""}']}, seconds=60)
 print(child.popen.pid, flush=True)
 time.sleep(600)
