@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ SIZE, LIMIT, PROMPTS = 4, 6, 3
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory, word_model: str) -> Any:
+def trainer(tmp_path_factory, word_model):
     """A GRPOTrainer around a tiny model folder."""
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -48,7 +47,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory, word_model: str) -> Any:
     return made
 
 
-def groups_of(inputs: dict[str, Any], rewards: list[float], media: tuple[Any, ...]) -> list[Any]:
+def groups_of(inputs, rewards, media):
     """Their padded rows as our groups."""
     from saccade.types import Group, Message, Sample, Source, Trajectory
 
@@ -79,7 +78,7 @@ def groups_of(inputs: dict[str, Any], rewards: list[float], media: tuple[Any, ..
     return groups
 
 
-def ours(path: str, groups: list[Any], old: np.ndarray | None) -> tuple[float, dict[str, Any], np.ndarray]:
+def ours(path, groups, old):
     """Loss, gradient by name and advantages, through the packed forests that training uses."""
     import torch
 
@@ -118,7 +117,7 @@ def ours(path: str, groups: list[Any], old: np.ndarray | None) -> tuple[float, d
     return loss, dict(backend.optimizer.gradients), advantages
 
 
-def compare(trainer: Any, inputs: dict[str, Any], path: str, groups: list[Any], spread: float) -> None:
+def compare(trainer, inputs, path, groups, spread):
     import torch
 
     mask = inputs["completion_mask"].bool()
@@ -153,7 +152,7 @@ def compare(trainer: Any, inputs: dict[str, Any], path: str, groups: list[Any], 
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3])
-def test_loss_and_gradient(scenes: Path, word_model: str, trainer: Any, spread: float) -> None:
+def test_loss_and_gradient(scenes, word_model, trainer, spread):
     """On prompts with a picture each; the tensors are those of our processor."""
     import torch
 

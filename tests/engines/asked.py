@@ -1,6 +1,5 @@
 """Requests to the embedded engine, and what looks at how it answers them."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -10,13 +9,13 @@ import torch
 from saccade.engines import generate
 from saccade.plugins.engines import parity
 from saccade.plugins.engines.parity import trajectory
-from saccade.types import Completion, Group, Message, Request, Sample, Sampling
+from saccade.types import Group, Message, Request, Sample, Sampling
 
 NAME = "qwen2_5_vl"
 FREE = Sampling(temperature=1.0, max_tokens=8, ignore_eos=True)
 
 
-def requests(prompts, sampling: Sampling = FREE, repeats: int = 1) -> list[Request]:
+def requests(prompts, sampling=FREE, repeats=1):
     return [
         Request(key=f"{i}/{r}", ids=prompt.ids, media=prompt.media, sampling=sampling, noise=1000 * i + r)
         for i, prompt in enumerate(prompts)
@@ -25,7 +24,7 @@ def requests(prompts, sampling: Sampling = FREE, repeats: int = 1) -> list[Reque
 
 
 @contextmanager
-def counted(model) -> Iterator[list[tuple[int, int]]]:
+def counted(model):
     """(tokens, images) of every forward. Images are encoded before the forward that reads them."""
     calls: list[tuple[int, int]] = []
     encoded = [0]
@@ -48,7 +47,7 @@ def counted(model) -> Iterator[list[tuple[int, int]]]:
 
 
 @contextmanager
-def head(model, change) -> Iterator[None]:
+def head(model, change):
     """Change what the language head says."""
     handle = model.lm_head.register_forward_hook(lambda module, args, logits: change(logits))
     yield
@@ -56,7 +55,7 @@ def head(model, change) -> Iterator[None]:
 
 
 @contextmanager
-def scripted(model, ids: list[int]) -> Iterator[None]:
+def scripted(model, ids):
     """Call after call the head wants the next of these ids."""
     calls = iter(ids)
 
@@ -69,12 +68,12 @@ def scripted(model, ids: list[int]) -> Iterator[None]:
         yield
 
 
-def same(a: Completion, b: Completion, limit: float = 1e-5) -> None:
+def same(a, b, limit=1e-05):
     assert a.ids.tolist() == b.ids.tolist() and a.finish == b.finish, a.key
     assert np.abs(a.logprobs - b.logprobs).max(initial=0) < limit, a.key
 
 
-def trajectories(asked: list[Request], answers: list[Completion]) -> Group:
+def trajectories(asked, answers):
     members = tuple(
         replace(trajectory(*pair), sample_id="g", repeat=repeat)
         for repeat, pair in enumerate(zip(asked, answers, strict=True))
@@ -82,11 +81,11 @@ def trajectories(asked: list[Request], answers: list[Completion]) -> Group:
     return Group(sample=Sample(id="g", messages=()), uid="g", trajectories=members)
 
 
-def support_of(completion: Completion) -> list[list[int]] | None:
+def support_of(completion):
     return None if completion.support is None else [ids.tolist() for ids in completion.support]
 
 
-def turn(request: Request, answer: Completion, family, parts) -> Request:
+def turn(request, answer, family, parts):
     """The request of the next turn, after the environment said `parts`."""
     added = family.render_continuation([Message(role="user", parts=parts)], last_id=int(answer.ids[-1]))
     before = np.concatenate([request.ids, answer.ids])
@@ -98,7 +97,7 @@ def turn(request: Request, answer: Completion, family, parts) -> Request:
     )
 
 
-def play(engine, family, image, request: Request, turns: int) -> list[tuple[Request, Completion]]:
+def play(engine, family, image, request, turns):
     played = []
     for number in range(turns):
         (answer,) = generate(engine, [request])
@@ -108,7 +107,7 @@ def play(engine, family, image, request: Request, turns: int) -> list[tuple[Requ
     return played
 
 
-def drain(engine) -> list[Completion]:
+def drain(engine):
     """Whatever an engine still has to finish."""
     done = []
     while engine.pending:
@@ -116,11 +115,11 @@ def drain(engine) -> list[Completion]:
     return done
 
 
-def probe(engine, backend, samples, **options) -> parity.Parity:
+def probe(engine, backend, samples, **options):
     return parity.probe(engine, backend, samples, **({"limit": 1e-4, "version": 0} | options))
 
 
-def too_small_for(model, most: int) -> None:
+def too_small_for(model, most):
     """From now on there is no memory for a forward over more tokens."""
 
     def check(module, arguments, options):
@@ -130,7 +129,7 @@ def too_small_for(model, most: int) -> None:
     model.model.language_model.register_forward_pre_hook(check, with_kwargs=True)
 
 
-def count_evictions(engine) -> list[int]:
+def count_evictions(engine):
     """How many sequences lose their pages at each step from now on."""
     lost, allocate_pages = [], engine.scheduler.allocate_pages
 

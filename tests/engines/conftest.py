@@ -3,7 +3,6 @@ torch.
 """
 
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -41,7 +40,7 @@ def prompts(family, image):
 
 
 @pytest.fixture
-def paged(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def paged(monkeypatch):
     """Engines built while this is in use have kernels; `budget` is the pool in bytes."""
     from saccade.engines.embedded import kv_cache
     from saccade.plugins import gpu

@@ -4,40 +4,31 @@ wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from saccade.engines import Capabilities, Engine
+from saccade.engines import Engine
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.types import Completion, Request
 
 
 class CopyEngine(Engine):
     """The embedded engine over a model of its own; weights come by name."""
 
-    def __init__(
-        self,
-        model: Any,
-        family: Any,
-        *,
-        request: Callable[[Request], Request] = lambda request: request,
-        takes: Callable[[str], bool] = lambda name: True,
-    ) -> None:
+    def __init__(self, model, family, *, request=lambda request: request, takes=lambda name: True):
         """`request`: what becomes of requests; `takes`: which weights are loaded."""
         self.inner, self.request, self.takes, self.version = EmbeddedEngine(model, family), request, takes, 0
 
     @property
-    def pending(self) -> int:
+    def pending(self):
         return self.inner.pending
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request):
         self.inner.submit(self.request(request))
 
-    def poll(self) -> list[Completion]:
+    def poll(self):
         return self.inner.poll()
 
-    def update_weights(self, source: Any, version: int) -> None:
+    def update_weights(self, source, version):
         mine = dict(self.inner.model.named_parameters())
         for name, weight in source.weights():
             if self.takes(name):
@@ -45,24 +36,24 @@ class CopyEngine(Engine):
         self.inner.update_weights(source, version)
         self.version = version
 
-    def capabilities(self) -> Capabilities:
+    def capabilities(self):
         return replace(self.inner.capabilities(), shares_weights=False)
 
-    def abort(self, key: str) -> None:
+    def abort(self, key):
         self.inner.abort(key)
 
-    def release(self, episode: str) -> None:
+    def release(self, episode):
         self.inner.release(episode)
 
-    def sleep(self) -> None:
+    def sleep(self):
         self.inner.sleep()
 
 
-def remembering(features: Callable[..., Any], key: Callable[[Any], Any]) -> Callable[..., Any]:
+def remembering(features, key):
     """The features of media, kept for good under a key of what they are made from."""
     kept: dict[Any, Any] = {}
 
-    def read(model: Any, media: Any) -> Any:
+    def read(model, media):
         name = key(media)
         if name not in kept:
             kept[name] = features(model, media)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from torch import Tensor
 
 from saccade.engines.embedded.sampling import kept_ids, sample
 from saccade.forest.logprobs import sampling_logits
@@ -17,7 +16,7 @@ from saccade.types import Sampling
 WORD = 4
 
 
-def pool(bases: Tensor, layer: int, which: int, tokens: int, like: Tensor) -> Tensor:
+def pool(bases, layer, which, tokens, like):
     """[tokens, G, D] at the address of the keys (0) or values (1) of a layer."""
     heads, size = like.shape[1:]
     count = tokens * heads * size * like.element_size()
@@ -25,12 +24,12 @@ def pool(bases: Tensor, layer: int, which: int, tokens: int, like: Tensor) -> Te
     return torch.frombuffer(buffer, dtype=like.dtype).view(tokens, heads, size)
 
 
-def places_of(table: Tensor, page: int, count: int) -> Tensor:
+def places_of(table, page, count):
     index = torch.arange(count)
     return table[index // page].long() * page + index % page
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def attention(q, k, v, scale):
     """One query [H, D] over keys and values [n, G, D], in float64."""
     groups = q.shape[0] // k.shape[1]
     k, v = (x.double().repeat_interleave(groups, 1) for x in (k, v))
@@ -38,7 +37,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return torch.einsum("hn,nhd->hd", weights, v)
 
 
-def check_prefix_groups(table: Tensor, shared: Tensor, prefix_groups: Tensor, page: int) -> None:
+def check_prefix_groups(table, shared, prefix_groups, page):
     """What a prefix group reads for its rows is the same for all of them, and whole pages."""
     told = torch.zeros_like(shared)
     for first, count, tokens in prefix_groups.T.tolist():
@@ -48,7 +47,7 @@ def check_prefix_groups(table: Tensor, shared: Tensor, prefix_groups: Tensor, pa
     assert torch.equal(told, shared)
 
 
-def decode_attention(q, k, v, *, bases, layer, table, lengths, shared, prefix_groups, page, scale, splits) -> Tensor:
+def decode_attention(q, k, v, *, bases, layer, table, lengths, shared, prefix_groups, page, scale, splits):
     check_prefix_groups(table, shared, prefix_groups, page)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     tokens = (int(table.max()) + 1) * page
@@ -61,19 +60,19 @@ def decode_attention(q, k, v, *, bases, layer, table, lengths, shared, prefix_gr
     return out
 
 
-def write_pages(k, v, *, bases, layer, places) -> None:
+def write_pages(k, v, *, bases, layer, places):
     for which, new in enumerate((k, v)):
         pool(bases, layer, which, int(places.max()) + 1, new)[places] = new
 
 
-def copy_pages(source, target, *, bases, words) -> None:
+def copy_pages(source, target, *, bases, words):
     for base in bases.flatten().tolist():
         for here, there in zip(source.tolist(), target.tolist(), strict=True):
             count = words * WORD
             ctypes.memmove(base + there * count, base + here * count, count)
 
 
-def cut(logits, *, temperature, top_k, top_p, lengths, banned) -> Tensor:
+def cut(logits, *, temperature, top_k, top_p, lengths, banned):
     """Found by sorting; a level is the place of a logit among the different ones of its row."""
     floors = torch.tensor([[-1], [logits.shape[1]]]).repeat(1, len(temperature))
     for row, (heat, k, p, length) in enumerate(
@@ -87,11 +86,11 @@ def cut(logits, *, temperature, top_k, top_p, lengths, banned) -> Tensor:
     return floors
 
 
-def levels_of(logits: Tensor) -> Tensor:
+def levels_of(logits):
     return logits.unique(return_inverse=True)[1]
 
 
-def within(logits, floors, banned) -> Tensor:
+def within(logits, floors, banned):
     levels = torch.stack([levels_of(row) for row in logits])
     low, last = floors[:, :, None]
     kept = (levels > low) | ((levels == low) & (torch.arange(logits.shape[1]) <= last))
@@ -112,7 +111,7 @@ def draw(logits, *, temperature, keys, index, banned, rows=None, floors=None):
     return ids, logprobs
 
 
-def keep(logits, ids, *, floors, wanted, lengths, banned, step_index, cursor, kept, out_spans) -> None:
+def keep(logits, ids, *, floors, wanted, lengths, banned, step_index, cursor, kept, out_spans):
     masks = within(logits, floors, banned)
     for row in ((wanted != 0) & (lengths >= 0)).nonzero().flatten().tolist():
         found = masks[row].nonzero().flatten()
@@ -125,7 +124,7 @@ def keep(logits, ids, *, floors, wanted, lengths, banned, step_index, cursor, ke
             kept[first : first + len(found)] = found
 
 
-def advance(ids, logprobs, *, state, eos, step_index, out_ids, out_logprobs) -> None:
+def advance(ids, logprobs, *, state, eos, step_index, out_ids, out_logprobs):
     count = len(ids)
     running = (state[fields.LENGTH] >= 0) & (ids >= 0)
     out_ids[step_index.item(), :count] = torch.where(running, ids, -1)

@@ -60,7 +60,7 @@ def test_the_memory_limit_makes_requests_wait(model, family, prompts, monkeypatc
         same(a, b)
 
 
-def _bytes(cache: kv_cache.KVCache) -> int:
+def _bytes(cache):
     return sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
 
 

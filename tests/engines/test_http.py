@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,29 +12,28 @@ from saccade.config.schema import HttpConfig
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError
-from saccade.models.families import Family
 from saccade.plugins.engines.http import HttpEngine
 from saccade.plugins.engines.http_family import endpoint_family
 from saccade.plugins.judges.http_client.chat_client import ChatClient
-from saccade.types import Completion, Media, Message, Request, Sampling
-from tests.endpoints import TOKEN, Endpoint, Says, chat_answer, scripted, serving
+from saccade.types import Message, Request, Sampling
+from tests.endpoints import TOKEN, Says, chat_answer, scripted, serving
 from tests.engines.asked import drain
 
 GREEDY = Sampling(temperature=0, max_tokens=12)
 
 
 @pytest.fixture(scope="module")
-def endpoint(model: Any, family: Family) -> Iterator[Endpoint]:
+def endpoint(model, family):
     with serving(model, family) as served:
         yield served
 
 
 @pytest.fixture
-def connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., HttpEngine]]:
+def connect(monkeypatch):
     monkeypatch.setenv("SACCADE_TEST_KEY", TOKEN)
     engines = []
 
-    def connected(endpoint: Endpoint, **options: Any) -> HttpEngine:
+    def connected(endpoint, **options):
         http = HttpConfig(url=endpoint.url, key="SACCADE_TEST_KEY", retries=0, **options)
         engines.append(HttpEngine(ChatClient(http), endpoint_family(endpoint.url)))
         return engines[-1]
@@ -47,22 +44,20 @@ def connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., HttpEngin
 
 
 @pytest.fixture(scope="module")
-def talks(image: Callable[..., Media]) -> list[tuple[Message, ...]]:
+def talks(image):
     shown = [image(56, 56, 1), image(140, 84, 2), image(84, 56, 3)]
     return [(Message(role="user", parts=(*shown[:n], f"What are these {n}?")),) for n in range(4)]
 
 
-def asked(messages: tuple[Message, ...], sampling: Sampling, key: str, noise: int = 0) -> Request:
+def asked(messages, sampling, key, noise=0):
     return Request(key=key, ids=np.zeros(0, np.int64), messages=messages, sampling=sampling, noise=noise)
 
 
-def texts(engine: HttpEngine, completions: list[Completion]) -> list[str]:
+def texts(engine, completions):
     return [engine._texts.decode(completion.ids) for completion in completions]
 
 
-def test_greedy_answers_are_those_of_the_embedded_engine(
-    endpoint: Endpoint, connect: Any, talks: Any, model: Any, family: Family
-) -> None:
+def test_greedy_answers_are_those_of_the_embedded_engine(endpoint, connect, talks, model, family):
     engine = connect(endpoint, concurrency=4)
     there = generate(engine, [asked(t, GREEDY, str(i)) for i, t in enumerate(talks)])
     rendered = [family.render(talk) for talk in talks]
@@ -77,7 +72,7 @@ def test_greedy_answers_are_those_of_the_embedded_engine(
     assert engine.client.model == "tiny" and counters.sent == 5  # the list of models, four answers
 
 
-def test_seeds_make_samples_repeatable(endpoint: Endpoint, connect: Any, talks: Any) -> None:
+def test_seeds_make_samples_repeatable(endpoint, connect, talks):
     sampling = Sampling(temperature=1.0, max_tokens=12)
     requests = [asked(talks[1], sampling, str(i), noise=i % 3) for i in range(6)]
     engine = connect(endpoint, concurrency=6)
@@ -85,7 +80,7 @@ def test_seeds_make_samples_repeatable(endpoint: Endpoint, connect: Any, talks: 
     assert found[:3] == found[3:] and len(set(found)) == 3
 
 
-def test_a_stop_string_stays_in_the_response(endpoint: Endpoint, connect: Any, talks: Any) -> None:
+def test_a_stop_string_stays_in_the_response(endpoint, connect, talks):
     engine = connect(endpoint)
     hot = Sampling(temperature=1.0, max_tokens=40)
     (whole,) = texts(engine, generate(engine, [asked(talks[2], hot, "a")]))
@@ -95,7 +90,7 @@ def test_a_stop_string_stays_in_the_response(endpoint: Endpoint, connect: Any, t
     assert texts(engine, [done]) == [whole[: whole.index(letter) + 1]] and done.finish == "stop"
 
 
-def test_completions(endpoint: Endpoint, connect: Any, talks: Any, model: Any, family: Any) -> None:
+def test_completions(endpoint, connect, talks, model, family):
     engine = connect(endpoint, api="completions")
     (done,) = generate(engine, [asked(talks[0], GREEDY, "a")])
     ids = family.chat.tokenizer.encode("user: What are these 0?\nassistant:")
@@ -103,10 +98,10 @@ def test_completions(endpoint: Endpoint, connect: Any, talks: Any, model: Any, f
     assert texts(engine, [done]) == [family.decode(here.ids)]
 
 
-def test_as_many_requests_are_under_way_as_allowed() -> None:
+def test_as_many_requests_are_under_way_as_allowed():
     together = threading.Barrier(8)  # no answer before eight have asked
 
-    def script(body: dict[str, Any]) -> Says:
+    def script(body):
         together.wait(timeout=30)
         return chat_answer("x")
 
@@ -119,7 +114,7 @@ def test_as_many_requests_are_under_way_as_allowed() -> None:
     assert [completion.key for completion in done] == [str(i) for i in range(16)]
 
 
-def test_what_was_aborted_comes_back_empty_and_once(endpoint: Endpoint, connect: Any, talks: Any) -> None:
+def test_what_was_aborted_comes_back_empty_and_once(endpoint, connect, talks):
     engine = connect(endpoint, concurrency=1)
     for i in range(4):
         engine.submit(asked(talks[0], GREEDY, str(i)))
@@ -131,9 +126,7 @@ def test_what_was_aborted_comes_back_empty_and_once(endpoint: Endpoint, connect:
     assert ends["1"] == ends["3"] and ends["1"][1] > 0
 
 
-def test_a_wrong_key_stops_the_run_and_says_so(
-    endpoint: Endpoint, connect: Any, monkeypatch: pytest.MonkeyPatch, talks: Any
-) -> None:
+def test_a_wrong_key_stops_the_run_and_says_so(endpoint, connect, monkeypatch, talks):
     monkeypatch.setenv("WRONG", "open")
     http = HttpConfig(url=endpoint.url, model="tiny", key="WRONG")
     engine = HttpEngine(ChatClient(http), endpoint_family(endpoint.url))
@@ -145,11 +138,11 @@ def test_a_wrong_key_stops_the_run_and_says_so(
         engine.submit(asked(talks[0], GREEDY, "row/1"))
 
 
-def test_a_refusal_costs_its_request_only(connect: Any, talks: Any) -> None:
+def test_a_refusal_costs_its_request_only(connect, talks):
     """What was answered beside it, and what is asked after it, comes back."""
     refused = Says(status=400, body={"error": {"message": "no"}}, after=0.2)
 
-    def script(body: dict[str, Any]) -> Says:
+    def script(body):
         return refused if body["messages"][0]["content"] == "bad" else chat_answer("fine")
 
     with scripted(script) as endpoint:
@@ -166,11 +159,11 @@ def test_a_refusal_costs_its_request_only(connect: Any, talks: Any) -> None:
     assert [c.key for c in done] == ["good", "next"] and texts(engine, done) == ["fine"] * 2
 
 
-def test_a_key_that_is_used_again_gets_its_own_answer(connect: Any) -> None:
+def test_a_key_that_is_used_again_gets_its_own_answer(connect):
     """Under way or still waiting: what was aborted is not taken for what came after it."""
     old = threading.Event()
 
-    def script(body: dict[str, Any]) -> Says:
+    def script(body):
         text = body["messages"][0]["content"]
         if text == "old":
             old.set()
@@ -190,14 +183,14 @@ def test_a_key_that_is_used_again_gets_its_own_answer(connect: Any) -> None:
     assert [seen["body"]["messages"][0]["content"] for seen in endpoint.asked] == ["old", "new"]
 
 
-def test_an_endpoint_takes_no_weights_and_gives_no_log_probs(endpoint: Endpoint, connect: Any) -> None:
+def test_an_endpoint_takes_no_weights_and_gives_no_log_probs(endpoint, connect):
     engine = connect(endpoint)
     assert not engine.capabilities().logprobs
     with pytest.raises(ConfigError, match=r"rollout\.engine=embedded"):
         engine.update_weights(None, 1)
 
 
-def test_several_models_must_be_told_apart() -> None:
+def test_several_models_must_be_told_apart():
     listed = Says(body={"data": [{"id": "a"}, {"id": "b"}]})
     with scripted([listed]) as endpoint, pytest.raises(ConfigError, match=r"model: .* has a, b;"):
         ChatClient(HttpConfig(url=endpoint.url))

@@ -10,7 +10,7 @@ from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine, kv_cache, scheduler
 from saccade.errors import ConfigError, TrainingError
 from saccade.plugins.gpu import decode_state
-from saccade.types import Completion, Message, Request, Sampling
+from saccade.types import Completion, Message, Sampling
 from tests.engines.asked import count_evictions, counted, drain, support_of, too_small_for
 from tests.engines.asked import requests as requests_for
 from tests.engines.asked import same as same_completion
@@ -24,7 +24,7 @@ def prompts(family, image):
     return [family.render([Message(role="user", parts=(*pictures[:n], f"What are these {n}?" * n))]) for n in range(4)]
 
 
-def requests(prompts, sampling: Sampling = FREE, repeats: int = 3) -> list[Request]:
+def requests(prompts, sampling=FREE, repeats=3):
     return requests_for(prompts, sampling, repeats)
 
 
@@ -33,7 +33,7 @@ def plain(model, family):
     """What an engine without kernels answers."""
     known: dict[tuple, Completion] = {}
 
-    def answer(asked: list[Request]) -> list[Completion]:
+    def answer(asked):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kv_cache, "use_kernels", lambda shape: False)
             new = [r for r in asked if _identity(r) not in known]
@@ -45,18 +45,18 @@ def plain(model, family):
     return answer
 
 
-def _identity(request: Request) -> tuple:
+def _identity(request):
     media = tuple(span.media.key for span in request.media)
     return (request.key, request.ids.tobytes(), media, request.sampling, request.first_index)
 
 
-def same(got: list[Completion], wanted: list[Completion]) -> None:
+def same(got, wanted):
     for a, b in zip(got, wanted, strict=True):
         same_completion(a, b)
         assert support_of(a) == support_of(b)
 
 
-def empty(engine: EmbeddedEngine) -> bool:
+def empty(engine):
     """Every page and every slot is free again."""
     pages, scheduler = engine.cache.pages, engine.scheduler
     slots = len(engine.cache.free_slots) == engine.cache.slots

@@ -9,18 +9,18 @@ from saccade.engines.embedded.pages import Pages
 SLOTS, COUNT, PAGE = 5, 40, 4
 
 
-def fresh(page: int = PAGE, count: int = COUNT) -> Pages:
+def fresh(page=PAGE, count=COUNT):
     pages = Pages(page=page)
     pages.reshape(SLOTS, 200)
     pages.grow(count)
     return pages
 
 
-def extend(pages: Pages, slot: int, tokens: int) -> None:
+def extend(pages, slot, tokens):
     pages.extend(np.array([slot]), np.array([tokens]))
 
 
-def places_of(pages: Pages, slot: int, first: int, count: int) -> np.ndarray:
+def places_of(pages, slot, first, count):
     return pages.places(np.array([slot]), np.array([first]), np.array([count]))
 
 

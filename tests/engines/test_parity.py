@@ -43,7 +43,7 @@ def probe(engine, backend, samples, sampling=WARM, **options):
     return asked.probe(engine, backend, samples, **{"sampling": sampling, "version": 3, **options})
 
 
-def state(model) -> dict[str, torch.Tensor]:
+def state(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -116,12 +116,12 @@ class Prefixes(CopyEngine):
         return [self.kept.setdefault(self.content, done) for done in super().poll()]
 
 
-def stale_pictures(copy, family) -> CopyEngine:
+def stale_pictures(copy, family):
     by_pixels = remembering(family.features, lambda media: media["patches"].numpy().tobytes())
     return CopyEngine(copy, replace(family, features=by_pixels))
 
 
-def second_for_first(copy, family) -> CopyEngine:
+def second_for_first(copy, family):
     """Of a second picture of that size only a hundredth is looked at."""
     kept = remembering(family.features, lambda media: str(media["grid_thw"].tolist()))
 
@@ -135,13 +135,13 @@ def plain(request):
     return replace(request, sampling=replace(request.sampling, temperature=1.0))
 
 
-def unbanned(copy, family) -> CopyEngine:
+def unbanned(copy, family):
     engine = CopyEngine(copy, family)
     engine.inner.banned = None
     return engine
 
 
-def other_weights(copy, family) -> CopyEngine:
+def other_weights(copy, family):
     with torch.no_grad():
         copy.model.language_model.layers[0].mlp.down_proj.weight.mul_(1.1)
     return CopyEngine(copy, family)

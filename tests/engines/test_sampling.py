@@ -18,14 +18,14 @@ DRAWS = 20_000
 CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46}
 
 
-def draw(sampling: Sampling, count: int = DRAWS, *, by: str = "key", banned=None):
+def draw(sampling, count=DRAWS, *, by="key", banned=None):
     """Many tokens of one row of logits: of as many trajectories, or of one trajectory."""
     many, zero = torch.arange(count), torch.zeros(count, dtype=torch.long)
     keys, index = (many * 7919, zero) if by == "key" else (zero + 12345, many)
     return sample(LOGITS.expand(count, -1), sampling, banned=banned, keys=keys, index=index)
 
 
-def chi_square(ids: torch.Tensor, probabilities: torch.Tensor) -> tuple[float, int]:
+def chi_square(ids, probabilities):
     counts = torch.bincount(ids, minlength=len(probabilities)).double()
     alive = probabilities > 0
     assert counts[~alive].sum() == 0
@@ -86,7 +86,7 @@ def test_noise_depends_on_key_index_and_id_alone():
     assert np.abs(correlation).max() < 0.1
 
 
-def mix(x: int) -> int:
+def mix(x):
     x &= 0xFFFFFFFF
     x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
     x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
@@ -106,7 +106,7 @@ def test_the_hash_is_that_of_unsigned_integers(key, index):
 def test_kept_ids():
     scores = torch.log(torch.tensor([[0.4, 0.1, 0.3, 0.2], [0.25, 0.25, 0.25, 0.25]]))
 
-    def kept(top_k: int = -1, top_p: float = 1.0) -> list[list[int]]:
+    def kept(top_k=-1, top_p=1.0):
         return [np.flatnonzero(row).tolist() for row in kept_ids(scores, top_k, top_p).numpy()]
 
     assert kept(top_k=2)[0] == [0, 2] and len(kept(top_k=2)[1]) == 2

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,14 +17,14 @@ from saccade.plugins.engines.weights import HandOver
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
-def test_without_vllm_the_install_line_is_named(family_of: Callable[[str], Any]) -> None:
+def test_without_vllm_the_install_line_is_named(family_of):
     family = family_of("qwen2_5_vl")
     assert "pip install" in probe().problem and not probe().device
     with pytest.raises(EnvironmentProblem, match=r"not installed; run: pip install .*saccade\[vllm"):
         build(Settings(engine="vllm", folder=family.path, dtype="float32"), family)
 
 
-def test_log_probs_that_are_no_numbers_are_refused() -> None:
+def test_log_probs_that_are_no_numbers_are_refused():
     require_finite(np.array([-1.0, -2.0], np.float32))
     for value in (np.nan, -np.inf):
         with pytest.raises(TrainingError, match=r"not finite; `saccade doctor MODEL` names"):
@@ -50,7 +48,7 @@ SHAPES = {
 }
 
 
-def test_places_of_tensors_that_keep_their_bytes() -> None:
+def test_places_of_tensors_that_keep_their_bytes():
     found = {name: Place.find(name, SHAPES, PARAMETERS) for name in SHAPES}
     rows = {name: place and (place.start, place.rows) for name, place in found.items()}
     assert rows == {
@@ -65,14 +63,14 @@ def test_places_of_tensors_that_keep_their_bytes() -> None:
     assert place is not None and place.read(PARAMETERS)[:, 0].tolist() == [4.0, 5.0]
 
 
-def test_every_place_comes_round() -> None:
+def test_every_place_comes_round():
     places = {f"{n:02}": Place(parameter=f"{n}", start=0, rows=1) for n in range(40)}
     turns = [set(sample_for(places, turn)) for turn in range(5)]
     assert set().union(*turns) == places.keys() and all(len(turn) == 16 for turn in turns)
 
 
-def test_names_are_compared_both_ways() -> None:
-    def handed(**weights: torch.Tensor) -> tuple[list[str], str]:
+def test_names_are_compared_both_ways():
+    def handed(**weights):
         shapes = {"a": (2,), "b": (3,), "lm_head.weight": (1,)}
         hand_over = HandOver(weights=weights.items(), shapes=shapes, renamed=lambda name: f"x.{name.lower()}")
         return [name for name, _ in hand_over], hand_over.drift()

@@ -25,11 +25,11 @@ def built_once(models, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def shaped(tmp_path_factory: pytest.TempPathFactory):
+def shaped(tmp_path_factory):
     """Folders with the config of a Qwen2.5-VL and no weights, by its size."""
 
     @cache
-    def build(size: str) -> str:
+    def build(size):
         folder, text = tmp_path_factory.mktemp(size), SIZES[size]
         tiny.build("qwen2_5_vl", folder)
         described = json.loads((folder / "config.json").read_text())
@@ -48,5 +48,5 @@ def shaped(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="session")
-def large(shaped) -> str:
+def large(shaped):
     return shaped("3b")

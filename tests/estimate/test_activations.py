@@ -60,7 +60,7 @@ def over_gathered_keys(layer, q, k, v, scale, window):
     return Kernel.apply(q.contiguous(), k[index], v[index])
 
 
-def kept_by(layer, run) -> int:
+def kept_by(layer, run):
     """Bytes of the tensors that autograd saves while `layer` runs, weights left out."""
     weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     saved, inside = {}, [False]

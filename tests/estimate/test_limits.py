@@ -107,7 +107,7 @@ def test_options_together_are_no_stronger_than_they_have_to_be(large):
     names = ["train.micro_tokens", "train.optimizer", "model.train", "model.lora.rank"]
     assert list(chosen) == names
 
-    def fits(changed: dict[str, str]) -> bool:
+    def fits(changed):
         return planned(large, small, W1, *map("=".join, changed.items())).memory.fits
 
     assert fits(chosen)
@@ -144,7 +144,7 @@ def test_options_that_save_memory_and_their_values(large, monkeypatch):
 # -- at the start of a run -------------------------------------------------------------------------
 
 
-def started(folder: str, memory: float, *overrides: str) -> list[str]:
+def started(folder, memory, *overrides):
     """What is said before weights are loaded onto a GPU with so much free memory."""
     config = load({"model.path": folder, "algorithm.kl.coef": 0.0}, list(overrides))
     sample = Sample(id="0", messages=(Message(role="user", parts=("how many",)),))

@@ -62,5 +62,5 @@ def planned(folder, device, work, *overrides, text_only=False):
 loaded = cache(load_family)  # a tokenizer is read once for all estimates of a model
 
 
-def sizes(found) -> dict[str, float]:
+def sizes(found):
     return {item.name: item.gib for item in found.memory.items}

@@ -13,34 +13,34 @@ from saccade.plugins.preferences.pairs import compared
 from saccade.recipes.to_trajectory import dialogue
 from saccade.trainer import OWN
 from saccade.trainer.local import LocalBackend
-from saccade.types import Batch, Media, Message, Rendered, Request, Sample, Sampling
+from saccade.types import Message, Request, Sample, Sampling
 
 CPU = torch.device("cpu")
 
 
-def ask(*parts: str | Media) -> tuple[Message, ...]:
+def ask(*parts):
     return (Message(role="user", parts=parts),)
 
 
-def noise(seconds: float, seed: int = 0) -> Media:
+def noise(seconds, seed=0):
     samples = np.random.default_rng(seed).normal(size=round(seconds * 16_000)) * 0.1
     return sounds.open_sound(samples.astype("f4"))
 
 
-def film(frames: int, height: int = 84, width: int = 112, seed: int = 0) -> np.ndarray:
+def film(frames, height=84, width=112, seed=0):
     return np.random.default_rng(seed).integers(0, 255, (frames, height, width, 3), np.uint8)
 
 
 # -- greedy answers --------------------------------------------------------------------------------
 
 
-def ours(model, family, prompts: list[Rendered], tokens: int = 8) -> list[list[int]]:
+def ours(model, family, prompts, tokens=8):
     sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     asked = [Request(key=str(n), ids=p.ids, media=p.media, sampling=sampling) for n, p in enumerate(prompts)]
     return [done.ids.tolist() for done in generate(EmbeddedEngine(model, family), asked)]
 
 
-def theirs(model, family, prompts: list[Rendered], tokens: int = 8) -> list[list[int]]:
+def theirs(model, family, prompts, tokens=8):
     found = []
     for prompt in prompts:
         ids = torch.from_numpy(prompt.ids)[None]
@@ -61,7 +61,7 @@ def theirs(model, family, prompts: list[Rendered], tokens: int = 8) -> list[list
     return found
 
 
-def kinds_of(prompt: Rendered) -> torch.Tensor:
+def kinds_of(prompt):
     """[1, tokens]: 1 in an image, 2 in a video."""
     kinds = torch.zeros(1, len(prompt), dtype=torch.long)
     for span in prompt.media:
@@ -72,17 +72,17 @@ def kinds_of(prompt: Rendered) -> torch.Tensor:
 # -- two replies to one question -------------------------------------------------------------------
 
 
-def pair(*parts: str | Media) -> Sample:
+def pair(*parts):
     replies = [(Message(role="assistant", parts=(text,)),) for text in ("rain", "a bell")]
     return Sample(id="s", messages=ask(*parts), candidates=tuple(replies))
 
 
-def forest_of(sample: Sample, family) -> Batch:
+def forest_of(sample, family):
     (forest,) = pack([compared(sample, family)], positions=family.positions, micro_tokens=4096)
     return forest
 
 
-def rows_of(sample: Sample, family) -> list[Batch]:
+def rows_of(sample, family):
     rows = [
         dialogue(replace(sample, messages=(*sample.messages, *reply)), family, "assistant")
         for reply in sample.candidates
@@ -90,7 +90,7 @@ def rows_of(sample: Sample, family) -> list[Batch]:
     return [batch for row in rows for batch in pack([row], positions=family.positions, micro_tokens=4096)]
 
 
-def assert_forests_are_plain_rows(model, family, sample: Sample) -> None:
+def assert_forests_are_plain_rows(model, family, sample):
     """The media stand in the trunk once, the scores are those of single rows."""
     forest, backend = forest_of(sample, family), LocalBackend(model, family)
     assert len(forest.media) == len(sample.messages[0].media) and len(forest.keys) == 2

@@ -24,11 +24,11 @@ from tests.models.against import CPU, ask, assert_forests_are_plain_rows, noise,
 RATE = 16_000
 
 
-def tone(seconds: float, pitch: float = 440.0, rate: int = RATE) -> np.ndarray:
+def tone(seconds, pitch=440.0, rate=RATE):
     return (0.5 * np.sin(np.arange(round(seconds * rate)) * 2 * np.pi * pitch / rate)).astype("f4")
 
 
-def wav(samples: np.ndarray, rate: int, width: int) -> bytes:
+def wav(samples, rate, width):
     """[samples, channels] within -1..1."""
     file = io.BytesIO()
     whole = np.round(samples * (2.0 ** (8 * width - 1) - 1)).astype("<i8")

@@ -45,11 +45,11 @@ def family(family_of):
     return family_of("qwen2_5_vl")
 
 
-def user(*parts) -> Message:
+def user(*parts):
     return Message(role="user", parts=parts)
 
 
-def assistant(text: str) -> Message:
+def assistant(text):
     return Message(role="assistant", parts=(text,))
 
 
@@ -66,7 +66,7 @@ TEXT_TOOLS = TOOLS.replace("{{ '<|image_pad|>' if c.type == 'image' else c.text 
 STRICT = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no') }}{% endfor %}" + TEMPLATE
 
 
-def raw(family, ids) -> str:
+def raw(family, ids):
     return family.chat.tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
 
@@ -157,11 +157,11 @@ def test_special_tokens_in_prose_stay_prose(family, image, prose):
     assert added.media == () and prose in raw(family, added.ids)
 
 
-def chat(family, template: str):
+def chat(family, template):
     return load_chat(family.path, placeholders=family.chat.placeholders, template=template)
 
 
-def as_an_episode(chat, family, messages) -> list[int]:
+def as_an_episode(chat, family, messages):
     """The ids when every reply of the assistant was sampled."""
     first = next(i for i, m in enumerate(messages) if m.role == "assistant")
     ids = chat.render(messages[:first], family.measure, generation=True).ids.tolist()

@@ -52,7 +52,7 @@ def test_other_models_have_no_routers(load):
     assert experts.capturable(load("llama"))
 
 
-def asked(family, count: int) -> list[Request]:
+def asked(family, count):
     prompts = [family.render([Message(role="user", parts=("why " * n,))]) for n in range(1, 5)]
     sampling = Sampling(temperature=1.0, max_tokens=8, ignore_eos=True)
     return [Request(key=f"{i}", ids=prompts[i % 4].ids, sampling=sampling, noise=i) for i in range(count)]

@@ -131,7 +131,7 @@ def test_media_that_a_model_does_not_take_are_refused(family_of, image):
 def edited(family_of, tmp_path):
     """A copy of a tiny folder whose config.json says something else."""
 
-    def copy(name: str, **changes) -> str:
+    def copy(name, **changes):
         folder = tmp_path / "edited"
         shutil.copytree(family_of(name).path, folder)
         config = json.loads((folder / "config.json").read_text()) | changes
@@ -182,7 +182,7 @@ def test_logits_that_change_behind_the_head_are_refused(family_of, tmp_path):
 
 
 def test_bfloat16_is_picked_where_the_gpu_has_it(monkeypatch):
-    def emulated(including_emulation: bool = True) -> bool:
+    def emulated(including_emulation=True):
         return including_emulation
 
     cuda = torch.device("cuda")
@@ -203,7 +203,7 @@ def test_weights_that_do_not_fit_are_refused(edited):
 # -- freezing --------------------------------------------------------------------------------------
 
 
-def frozen(model) -> set[str]:
+def frozen(model):
     return {n for n, p in model.named_parameters() if not p.requires_grad}
 
 

@@ -18,7 +18,7 @@ from saccade.plugins.gpu.decode_state import find_prefix_groups
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
-from saccade.types import Batch, Group, Media, MediaSpan, Message, Sample, Source, Trajectory
+from saccade.types import Group, MediaSpan, Message, Sample, Source, Trajectory
 from tests.models.against import forest_of, noise, pair
 
 FAMILIES = ("qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava")
@@ -62,7 +62,7 @@ def shape_for(family_of, load):
     return lambda name: shapes.shape_of(load(name), family_of(name).tower_of)
 
 
-def dialogue_about(family, *media: Media) -> Batch:
+def dialogue_about(family, *media):
     batch = forest_of(pair(*media, "what?"), family)
     reads = len(batch.reads)
     return replace(batch, scales=np.full(reads, 0.01, np.float32), advantages=np.ones(reads, np.float32))
@@ -72,7 +72,7 @@ def dialogue_about(family, *media: Media) -> Batch:
 def forest(family_of, grow, image):
     """Rows of a family in one forest, with what it sees and hears."""
 
-    def packed(name: str, *, groups: int = 1, seed: int = 1) -> Batch:
+    def packed(name, *, groups=1, seed=1):
         family = family_of(name)
         if name in HEARING:
             return dialogue_about(family, noise(HEARING[name]), *([image(84, 56)] if "omni" in name else []))
@@ -88,7 +88,7 @@ def forest(family_of, grow, image):
 def counted(family_of, exact_attention):
     """FLOPs of a training step, or of scoring, by torch's counter."""
 
-    def run(model, name: str, batch: Batch, *, train: bool = True, checkpointing: bool = False) -> int:
+    def run(model, name, batch, *, train=True, checkpointing=False):
         model.set_experts_implementation("eager")  # the counter does not know grouped products
         backend = LocalBackend(model, family_of(name), TrainConfig(), checkpointing=checkpointing)
         loss = PolicyLoss(ALGORITHM, SCORING)
@@ -100,7 +100,7 @@ def counted(family_of, exact_attention):
     return run
 
 
-def training_of(model, family) -> flops.Training:
+def training_of(model, family):
     trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
     return flops.training_of(model, trained, family.tower_of)
 
@@ -271,7 +271,7 @@ def test_windows_of_a_picture_that_they_do_not_tile(image):
     assert work["vision/projector"] == 2 * 30 * 128 * 128
 
 
-def tiny_shape() -> shapes.Shape:
+def tiny_shape():
     stack = shapes.Stack(layers=2, hidden=32, queries=32, keys=16, matrices=32 * 32 + 32 * 64)
     return shapes.Shape(text=stack, vocabulary=100, windows=(None, None))
 
@@ -279,7 +279,7 @@ def tiny_shape() -> shapes.Shape:
 # -- generation ------------------------------------------------------------------------------------
 
 
-def rollout(repeat: int, prompt: int, new: int) -> Trajectory:
+def rollout(repeat, prompt, new):
     sources = np.array([Source.PROMPT] * prompt + [Source.POLICY] * new, np.int8)
     ids = np.arange(prompt + new)
     ids[prompt:] += 100 * (repeat + 1)
@@ -293,7 +293,7 @@ def rollout(repeat: int, prompt: int, new: int) -> Trajectory:
     )
 
 
-def group(*members: Trajectory) -> Group:
+def group(*members):
     sample = Sample(id="g", messages=(Message(role="user", parts=("x",)),))
     return Group(sample=sample, uid="g", trajectories=members)
 

@@ -88,7 +88,7 @@ def test_it_trains_with_the_language_model_and_can_be_all_that_trains(load, fami
 CARD = Card(kind="scalar", heads=("a", "b"))
 
 
-def made(model, card: Card) -> RewardHead:
+def made(model, card):
     head = RewardHead(like=model, card=card, seed=1)
     for parameter in head.parameters():  # what starts as a constant would hide a mistake
         nn.init.normal_(parameter, 0, 0.5, torch.Generator().manual_seed(parameter.numel()))

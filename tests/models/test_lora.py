@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,6 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.models import lora
-from saccade.models.families import Family
 from saccade.models.load import describe_trained, load_model, trainable_table
 from saccade.plugins.engines import parity
 from saccade.system.contents import write_files
@@ -29,7 +26,7 @@ from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.optimizer import Optimizer
 from saccade.trainer.reference import AdapterReference
-from saccade.types import Batch, Request, Sampling
+from saccade.types import Request, Sampling
 from tests.models.against import CPU, ask, ours, theirs
 
 peft = pytest.importorskip("peft")
@@ -42,10 +39,10 @@ ROUNDING = 1e-4
 
 
 @pytest.fixture
-def adapted(family_of, load) -> Callable[..., Any]:
+def adapted(family_of, load):
     """A fresh tiny model with adapters; `moved` ones are no longer zero."""
 
-    def made(name: str, *, moved: bool = False, dtype: str = "float32", **options: Any) -> Any:
+    def made(name, *, moved=False, dtype="float32", **options):
         model = load(name, dtype)
         lora.add(model, family_of(name), LoraConfig(**({"rank": 4} | options)), seed=0)
         if moved:
@@ -55,7 +52,7 @@ def adapted(family_of, load) -> Callable[..., Any]:
     return made
 
 
-def move(model: nn.Module) -> None:
+def move(model):
     generator = torch.Generator().manual_seed(1)
     for parameter in lora.adapters(model).values():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -63,8 +60,8 @@ def move(model: nn.Module) -> None:
 
 
 @pytest.fixture(scope="session")
-def forests(family_of, grow) -> Callable[[str], list[Batch]]:
-    def packed(name: str) -> list[Batch]:
+def forests(family_of, grow):
+    def packed(name):
         family = family_of(name)
         images = int(family.spec.image_token is not None)
         group = grow(np.random.default_rng(0), family, images=images)
@@ -73,12 +70,12 @@ def forests(family_of, grow) -> Callable[[str], list[Batch]]:
     return packed
 
 
-def scores(model: nn.Module, family: Family, batches: list[Batch]) -> np.ndarray:
+def scores(model, family, batches):
     backend = LocalBackend(model, family)
     return np.concatenate([new for new, _ in backend.logprobs(batches, Scoring())])
 
 
-def targets(model: nn.Module) -> set[str]:
+def targets(model):
     return {name.split(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -181,7 +178,7 @@ def test_a_reference_is_the_policy_without_adapters_or_with_older_ones(adapted, 
     policy = LocalBackend(adapted(VISION), family, TrainConfig())
     reference = AdapterReference(policy)
 
-    def read(who: Any) -> np.ndarray:
+    def read(who):
         return np.concatenate([new for new, _ in who.logprobs(batches, Scoring())])
 
     base = scores(load(VISION), family, batches)
@@ -288,7 +285,7 @@ def test_a_stored_adapter_comes_back_and_must_fit(adapted, load, family_of, tmp_
 
 
 @pytest.mark.parametrize("name", [VISION, TEXT])
-def test_over_four_bit_weights(family_of, forests, stock, tmp_path: Path, name):
+def test_over_four_bit_weights(family_of, forests, stock, tmp_path, name):
     """The language model is packed, the rest is not; what is written are whole weights, with the
     outputs of the packed model and its adapter.
     """

@@ -67,7 +67,7 @@ def family(family_of):
 # -- against transformers --------------------------------------------------------------------------
 
 
-def processed(family, messages) -> dict[str, torch.Tensor]:
+def processed(family, messages):
     """What transformers' own processor makes of it. Its video processor needs torchvision: layers
     and sizes of a video are given, the expansion is its own.
     """
@@ -191,7 +191,7 @@ def test_gradients_of_a_forest_are_those_of_transformers_on_rows(family, load, m
     assert max((seen[n] - g).norm() for n, g in wanted.items()) < 1e-5 * whole
 
 
-def step(model, family) -> set[str]:
+def step(model, family):
     """Towers whose weights moved."""
     batches = rows_of(PAIR, family)[:1]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -16,7 +16,7 @@ from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError
 from saccade.forest.attention import forest_plan
-from saccade.models.families import Family, load_family
+from saccade.models.families import load_family
 from saccade.models.load import hidden_states, load_model
 from saccade.plugins.families import tiny
 from saccade.plugins.preferences import pairs as preferences
@@ -42,8 +42,8 @@ BY_LENGTH = ("dynamic", "longrope")
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory):
-    def made(kind: str, **changes: Any) -> Family:
+def decoder(tmp_path_factory):
+    def made(kind, **changes):
         model_type, rope, more = TYPES[kind]
         tokenizer = tiny.make_tokenizer(None)
         ends = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
@@ -61,16 +61,16 @@ def decoder(tmp_path_factory: pytest.TempPathFactory):
     return made
 
 
-def model_of(family: Family) -> Any:
+def model_of(family):
     return load_model(family, dtype=torch.float32, device=torch.device("cpu")).eval()
 
 
-def rows(family: Family, *lengths: int) -> list[np.ndarray]:
+def rows(family, *lengths):
     return [np.random.default_rng(length).choice(np.flatnonzero(~family.banned), length) for length in lengths]
 
 
 @torch.no_grad()
-def last_row(model: Any, family: Family, packed: list[np.ndarray]) -> torch.Tensor:
+def last_row(model, family, packed):
     starts = np.cumsum([0, *map(len, packed)])
     positions = np.concatenate([np.arange(len(row)) for row in packed])[None]
     plan = forest_plan(starts, np.full(len(packed), -1), torch.device("cpu"), torch.float32)

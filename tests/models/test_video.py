@@ -26,7 +26,7 @@ from tests.models.against import CPU, ask, assert_forests_are_plain_rows, film, 
 NAMES = ("qwen2_vl", "qwen2_5_vl")
 
 
-def animation(pixels: np.ndarray, duration: int = 250) -> bytes:
+def animation(pixels, duration=250):
     file = io.BytesIO()
     first, *rest = (Image.fromarray(frame) for frame in pixels)
     first.save(file, "WEBP", save_all=True, append_images=rest, duration=duration, lossless=True, exact=True)
@@ -63,7 +63,7 @@ def test_an_animation_is_opened_from_its_header_and_shows_the_frames_it_names():
     assert np.array_equal(decode(named), pixels[[0, 11]]) and named.hash != media.hash
 
 
-def test_pictures_are_a_video_too(tmp_path: Path):
+def test_pictures_are_a_video_too(tmp_path):
     pixels = film(5)
     for n, frame in enumerate(pixels):
         Image.fromarray(frame).save(tmp_path / f"{n}.png")
@@ -90,7 +90,7 @@ def test_a_long_video_is_never_in_memory_at_full_size():
     assert np.array_equal(small, videos.decode(video)[:, ::10, ::10])
 
 
-def test_what_is_no_video_is_refused(tmp_path: Path):
+def test_what_is_no_video_is_refused(tmp_path):
     with pytest.raises(ImageError, match="differ in size"):
         videos.open_video([film(1)[0], film(1, 56, 56)[0]])
     with pytest.raises(ImageError, match=r"\[frames, height, width, 3\]"):
@@ -101,7 +101,7 @@ def test_what_is_no_video_is_refused(tmp_path: Path):
         videos.open_video(animation(film(2)), limits=DataConfig(max_megapixels=0.001))
 
 
-def test_a_film_file_needs_opencv_or_is_read(tmp_path: Path):
+def test_a_film_file_needs_opencv_or_is_read(tmp_path):
     path = tmp_path / "a.mp4"
     path.write_bytes(b"\0\0\0\x18ftypmp42")
     if videos.importlib.util.find_spec("cv2") is None:
@@ -119,7 +119,7 @@ def test_a_film_file_needs_opencv_or_is_read(tmp_path: Path):
     assert np.abs(decode(media)[:, 20, 20, 2] - np.arange(0, 30, 5) * 8.0).max() < 8
 
 
-def test_a_film_is_compared_with_its_hash_and_not_taken_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_film_is_compared_with_its_hash_and_not_taken_into_memory(tmp_path, monkeypatch):
     path, data = tmp_path / "a.mp4", b"\0\0\0\x18ftypmp42" + bytes(100)
     path.write_bytes(data)
     media = Media(kind="video", hash="x", width=4, height=4, path=str(path), frames=(0, 1), fps=1.0)
@@ -132,7 +132,7 @@ def test_a_film_is_compared_with_its_hash_and_not_taken_into_memory(tmp_path: Pa
         decode(media)
 
 
-def test_an_animation_in_a_file_is_decoded_and_a_changed_one_refused(tmp_path: Path):
+def test_an_animation_in_a_file_is_decoded_and_a_changed_one_refused(tmp_path):
     path, pixels = tmp_path / "a.webp", film(4)
     path.write_bytes(animation(pixels))
     media = videos.open_video(path, frames=[3, 0, 0, 1])

@@ -7,9 +7,7 @@ model. Where a peer deviates on purpose or by mistake a comment says so, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +19,6 @@ from saccade.algorithms.aggregation import token_scales
 from saccade.algorithms.build import resolve
 from saccade.algorithms.objective import objective
 from saccade.algorithms.policy_losses import LossInputs, SelectionInputs
-from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import AlgorithmConfig
 
 SEEDS = range(3)
@@ -43,19 +40,19 @@ class Rows:
     advantages: Tensor  # [B]
 
     @property
-    def tokens(self) -> int:
+    def tokens(self):
         return int(self.mask.sum())
 
     @property
-    def groups(self) -> np.ndarray:
+    def groups(self):
         return np.repeat(np.arange(GROUPS), SIZE)
 
     @property
-    def sequence(self) -> Tensor:
+    def sequence(self):
         return torch.arange(len(self.mask))[:, None].expand_as(self.mask)[self.mask]
 
     @property
-    def mismatch(self) -> corrections.Mismatch:
+    def mismatch(self):
         return corrections.measure(
             self.old[self.mask],
             self.rollout[self.mask],
@@ -63,15 +60,15 @@ class Rows:
             sequence=self.sequence,
         )
 
-    def padded(self, flat: Tensor, fill: float) -> Tensor:
+    def padded(self, flat, fill):
         return self.new.new_full(self.mask.shape, fill).masked_scatter(self.mask, flat)
 
 
-def draw(seed: int, dtype: torch.dtype) -> Rows:
+def draw(seed, dtype):
     rng = np.random.default_rng(seed)
     shape = (GROUPS * SIZE, WIDTH)
 
-    def normal(size: tuple[int, ...], spread: float) -> Tensor:
+    def normal(size, spread):
         return torch.from_numpy(rng.normal(0, spread, size)).to(dtype)
 
     lengths = rng.integers(1, WIDTH + 1, shape[0])
@@ -90,7 +87,7 @@ def draw(seed: int, dtype: torch.dtype) -> Rows:
     )
 
 
-def ours(algorithm: Algorithm, rows: Rows, **columns: Any) -> Loss:
+def ours(algorithm, rows, **columns):
     """Columns are of the flat tokens."""
     mask, sequence = rows.mask, rows.sequence
     new = rows.new.clone().requires_grad_()
@@ -119,15 +116,15 @@ def ours(algorithm: Algorithm, rows: Rows, **columns: Any) -> Loss:
 
 
 @pytest.fixture(scope="session")
-def drawn() -> Callable[..., Sequence[Rows]]:
+def drawn():
     return lambda dtype=torch.float64: [draw(seed, dtype) for seed in SEEDS]
 
 
 @pytest.fixture(scope="session")
-def assert_ours() -> Callable[..., None]:
+def assert_ours():
     """Value and gradient of the algorithm with these options are theirs."""
 
-    def check(options: dict[str, Any], rows: Rows, theirs: Loss, tolerance: float, **columns: Any) -> None:
+    def check(options, rows, theirs, tolerance, **columns):
         config = {"old": "recompute", "kl": {"coef": 0.0}} | options
         algorithm = resolve(AlgorithmConfig.model_validate(config), max_tokens=WIDTH)
         value, gradient = ours(algorithm, rows, **columns)

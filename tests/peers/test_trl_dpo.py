@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,14 +22,14 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def trainer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def trainer_of(tmp_path_factory):
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
     rows = {"prompt": ["how many ?"], "chosen": ["3"], "rejected": ["red"]}
 
-    def make(path: str, loss: str, **options: Any) -> Any:
+    def make(path, loss, **options):
         arguments = DPOConfig(
             output_dir=str(tmp_path_factory.mktemp("trl")),
             use_cpu=True,
@@ -55,7 +53,7 @@ def trainer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     return make
 
 
-def bend(model: Any) -> None:
+def bend(model):
     """Another model, so that policy and reference differ."""
     import torch
 
@@ -65,7 +63,7 @@ def bend(model: Any) -> None:
                 parameter.mul_(1.3)
 
 
-def theirs_of(family: Any, groups: list[Any]) -> dict[str, Any]:
+def theirs_of(family, groups):
     """Our pairs as their padded rows: all chosen, then all rejected."""
     import torch
 
@@ -86,9 +84,7 @@ def theirs_of(family: Any, groups: list[Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradient_are_those_of_trl(
-    name: str, scenes: Path, word_model: str, trainer_of: Callable[..., Any]
-) -> None:
+def test_loss_and_gradient_are_those_of_trl(name, scenes, word_model, trainer_of):
     import torch
 
     from saccade.config import DataConfig, DataSource, TrainConfig

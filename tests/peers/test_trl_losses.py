@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from saccade.algorithms import corrections
 from saccade.algorithms.filters import high_entropy
@@ -20,7 +18,7 @@ FIXED = 13
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trainer(tmp_path_factory):
     """A GRPOTrainer around a tiny text model that is never run."""
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -31,7 +29,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     path = build("qwen3", tmp_path_factory.mktemp("model"), words=WORDS)
 
-    def reward(completions: list[str], **columns: Any) -> list[float | None]:
+    def reward(completions, **columns):
         return [0.0] * len(completions)
 
     made: Any = GRPOTrainer(
@@ -55,9 +53,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return made
 
 
-def trl_loss(
-    trainer: Any, patch: pytest.MonkeyPatch, rows: Any, options: dict[str, Any], **inputs: Tensor
-) -> tuple[Tensor, Tensor]:
+def trl_loss(trainer, patch, rows, options, **inputs):
     new = rows.new.clone().requires_grad_()
     ones = torch.ones_like(rows.mask, dtype=torch.int64)
     with patch.context() as changed:
@@ -129,14 +125,7 @@ TRL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # their options, ours
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", TRL)
-def test_losses(
-    trainer: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    drawn: Callable[..., Any],
-    assert_ours: Callable[..., None],
-    case: str,
-    dtype: torch.dtype,
-) -> None:
+def test_losses(trainer, monkeypatch, drawn, assert_ours, case, dtype):
     theirs, mine = TRL[case]
     # Its temperatures are fp32 in any dtype: 1.05 is off by 5e-8.
     tolerance = 1e-6 if case == "sapo" else DTYPES[dtype]
@@ -145,9 +134,7 @@ def test_losses(
         assert_ours(mine, rows, loss, tolerance)
 
 
-def test_entropy_quantile(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch, drawn: Callable[..., Any], assert_ours: Callable[..., None]
-) -> None:
+def test_entropy_quantile(trainer, monkeypatch, drawn, assert_ours):
     """The filter holds for the policy term, not for the KL."""
     options = {"loss_type": "grpo", "top_entropy_quantile": 0.3, "beta": 0.1}
     for rows in drawn():
@@ -169,14 +156,7 @@ def test_entropy_quantile(
         ("vespo", "tis.token"),
     ],
 )
-def test_corrections(
-    trainer: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    drawn: Callable[..., Any],
-    assert_ours: Callable[..., None],
-    loss: str,
-    correction: str,
-) -> None:
+def test_corrections(trainer, monkeypatch, drawn, assert_ours, loss, correction):
     """Weights multiply the policy term; in vespo they are part of the weight of the sequence.
 
     There TRL adds the logarithms of all columns, also those without a token. Its trainer has 1 in

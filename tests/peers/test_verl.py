@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from saccade.algorithms import corrections
 from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute
@@ -83,7 +82,7 @@ VERL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # aggregation, 
 }
 
 
-def verl_loss(case: str, rows: Any, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def verl_loss(case, rows, weights=None):
     from verl.workers.config import ActorConfig
     from verl.workers.config.actor import PolicyLossConfig
 
@@ -111,20 +110,20 @@ def verl_loss(case: str, rows: Any, weights: Tensor | None = None) -> tuple[Tens
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", VERL)
-def test_losses(drawn: Drawn, assert_ours: Callable[..., None], case: str, dtype: torch.dtype) -> None:
+def test_losses(drawn, assert_ours, case, dtype):
     for rows in drawn(dtype):
         assert_ours(VERL[case][2], rows, verl_loss(case, rows), DTYPES[dtype])
 
 
 @pytest.mark.parametrize("case", ["vanilla token-mean", "gspo", "cispo", "gpg", "kl_cov"])
-def test_correction_weights(drawn: Drawn, assert_ours: Callable[..., None], case: str) -> None:
+def test_correction_weights(drawn, assert_ours, case):
     for rows in drawn():
         weights = rows.mismatch.ratio
         theirs = verl_loss(case, rows, rows.padded(weights, 9.0))
         assert_ours(VERL[case][2], rows, theirs, 1e-7, weights=weights)
 
 
-def assert_same_kl(kind: str, new: Tensor, ref: Tensor) -> None:
+def assert_same_kl(kind, new, ref):
     found = []
     for function in (
         lambda new: KINDS[kind].having({"clamp": "zero"})(new, ref),
@@ -137,19 +136,19 @@ def assert_same_kl(kind: str, new: Tensor, ref: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kl(drawn: Drawn, kind: str) -> None:
+def test_kl(drawn, kind):
     for rows in drawn():
         assert_same_kl(kind, rows.new, rows.ref)
 
 
-def test_k3_far_away() -> None:
+def test_k3_far_away():
     """Value and, with `zero`, the lost gradient. The k2 slopes of verl grow on, ours stop at 10."""
     gaps = torch.tensor([-80.0, -25, -3, 3, 25, 80]).double()
     assert_same_kl("k3", torch.full_like(gaps, -1), -1 - gaps)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_aggregation(drawn: Drawn, mode: str) -> None:
+def test_aggregation(drawn, mode):
     for rows in drawn():
         scales, _ = token_scales(
             AGGREGATIONS[MODES[mode]].having({"fixed_length": 7}),
@@ -161,7 +160,7 @@ def test_aggregation(drawn: Drawn, mode: str) -> None:
         assert mine.item() == pytest.approx(theirs.item(), rel=1e-7)
 
 
-def test_value_loss(drawn: Drawn) -> None:
+def test_value_loss(drawn):
     for rows in drawn():
         theirs, mine = (rows.new.clone().requires_grad_() for _ in range(2))
         wanted, fraction = core.compute_value_loss(theirs, rows.ref, rows.old, rows.mask.double(), cliprange_value=0.2)
@@ -174,7 +173,7 @@ def test_value_loss(drawn: Drawn) -> None:
         torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
 
 
-def test_kl_controller() -> None:
+def test_kl_controller():
     controller = core.AdaptiveKLController(0.1, 0.05, 1000)
     coef = 0.1
     for measured in (0.0, 0.04, 0.052, 0.3):
@@ -200,7 +199,7 @@ ESTIMATORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # ours, o
 }
 
 
-def members(rows: Any, **columns: Any) -> AdvantageInputs:
+def members(rows, **columns):
     everybody = torch.ones(len(rows.mask), dtype=torch.bool)
     nothing = torch.zeros(rows.tokens, dtype=torch.float64)
     fields = {
@@ -220,7 +219,7 @@ def members(rows: Any, **columns: Any) -> AdvantageInputs:
 
 
 @pytest.mark.parametrize("case", ESTIMATORS)
-def test_advantages(drawn: Drawn, case: str) -> None:
+def test_advantages(drawn, case):
     """With a KL in the reward of every token, which outcome estimators sum up."""
     name, options, more = ESTIMATORS[case]
     for rows in drawn():
@@ -243,7 +242,7 @@ def test_advantages(drawn: Drawn, case: str) -> None:
             torch.testing.assert_close(found.returns, returns[rows.mask], rtol=1e-9, atol=1e-9)
 
 
-def test_gdpo_of_several_terms(drawn: Drawn) -> None:
+def test_gdpo_of_several_terms(drawn):
     for rows in drawn():
         terms = {"first": rows.scores, "second": rows.advantages.sign()}
         ones = torch.ones_like(rows.mask, dtype=torch.int64)
@@ -272,7 +271,7 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any], str, Any]] = {  # ours, bounds; le
 
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("case", WEIGHTS)
-def test_weights(drawn: Drawn, case: str, normalise: bool) -> None:
+def test_weights(drawn, case, normalise):
     name, bounds, level, threshold = WEIGHTS[case]
     if normalise and level == "sequence":
         pytest.skip("verl divides by a mean over sequences, we by one over tokens")
@@ -304,7 +303,7 @@ REJECTIONS = {
 
 
 @pytest.mark.parametrize("name", REJECTIONS)
-def test_rejection(drawn: Drawn, name: str) -> None:
+def test_rejection(drawn, name):
     bounds = REJECTIONS[name]
     threshold = "_".join(str(bound) for bound in bounds.values())
     level, _, distance = name.rpartition("_")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from saccade.types import Completion, Group, Message, Request, Sample, Sampling
+from saccade.types import Group, Message, Request, Sample, Sampling
 
 NAME = "qwen2_5_vl"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_remembered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def nothing_remembered(tmp_path_factory):
     """What vLLM learned of models in earlier runs of the tests would hide that it cannot now."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
@@ -23,12 +21,12 @@ def nothing_remembered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 
 @pytest.fixture(scope="module")
-def family(family_of: Callable[[str], Any], request: pytest.FixtureRequest) -> Any:
+def family(family_of, request):
     return family_of(getattr(request.module, "NAME", NAME))
 
 
 @pytest.fixture(scope="module")
-def backend(load: Callable[..., Any], family: Any) -> Any:
+def backend(load, family):
     """The trainer's side; tests may change its weights, as training does."""
     from saccade.trainer.local import LocalBackend
 
@@ -36,14 +34,14 @@ def backend(load: Callable[..., Any], family: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def settings(family: Any) -> Any:
+def settings(family):
     from saccade.engines import Settings
 
     return Settings(engine="vllm", folder=family.path, dtype="float32", max_length=512, max_sequences=32, max_images=4)
 
 
 @pytest.fixture(scope="module")
-def engine(settings: Any, family: Any) -> Iterator[Any]:
+def engine(settings, family):
     from saccade.engines.builders import build
 
     made = build(settings, family)
@@ -52,7 +50,7 @@ def engine(settings: Any, family: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def twin(backend: Any, family: Any) -> Any:
+def twin(backend, family):
     """The embedded engine over the trainer's weights."""
     from saccade.engines.embedded import EmbeddedEngine
 
@@ -60,10 +58,10 @@ def twin(backend: Any, family: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def ask(family: Any, image: Callable[..., Any]) -> Callable[..., Request]:
+def ask(family, image):
     """A request about `images` pictures of several sizes."""
 
-    def made(key: str, images: int = 0, *, noise: int = 0, index: int = 0, **sampling: Any) -> Any:
+    def made(key, images=0, *, noise=0, index=0, **sampling):
         shown = [image(*size, seed=images) for size in ((56, 84), (200, 130), (300, 77))[:images]]
         rendered = family.render((Message(role="user", parts=(*shown, f"{key[:1]} how many?")),))
         return Request(
@@ -79,13 +77,13 @@ def ask(family: Any, image: Callable[..., Any]) -> Callable[..., Request]:
 
 
 @pytest.fixture(scope="module")
-def gap(backend: Any, family: Any) -> Callable[..., float]:
+def gap(backend, family):
     """The largest difference between an engine's log-probs and the trainer's."""
     from saccade.forest.packing import pack
     from saccade.plugins.engines.parity import trajectory
     from saccade.trainer import Scoring
 
-    def largest(requests: Sequence[Request], answers: Sequence[Completion], temperature: float = 1.0) -> float:
+    def largest(requests, answers, temperature=1.0):
         members = tuple(
             replace(trajectory(request, answer), sample_id=f"{request.key}#{n}")
             for n, (request, answer) in enumerate(zip(requests, answers, strict=True))
@@ -105,7 +103,7 @@ def gap(backend: Any, family: Any) -> Callable[..., float]:
 
 
 @pytest.fixture(scope="module")
-def probe(engine: Any, backend: Any, image: Callable[..., Any]) -> Callable[[], Any]:
+def probe(engine, backend, image):
     from tests.engines import asked
 
     shown = ((image(84, 56, 1),), (image(56, 56, 2), image(56, 56, 3)))

@@ -22,11 +22,11 @@ Ask = Callable[..., Request]
 Gap = Callable[..., float]
 
 
-def mixed(ask: Ask, **sampling: Any) -> list[Request]:
+def mixed(ask, **sampling):
     return [ask(f"{n}", n % 4, noise=n + 1, **sampling) for n in range(8)]
 
 
-def test_a_batch_with_and_without_images(engine: Any, twin: Any, ask: Ask, gap: Gap) -> None:
+def test_a_batch_with_and_without_images(engine, twin, ask, gap):
     requests = mixed(ask, temperature=0.0)
     ours, theirs = generate(twin, requests), generate(engine, requests)
     assert [a.ids.tolist() for a in ours] == [a.ids.tolist() for a in theirs]
@@ -34,9 +34,7 @@ def test_a_batch_with_and_without_images(engine: Any, twin: Any, ask: Ask, gap: 
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_logprobs_include_temperature_and_ban(
-    engine: Any, family: Any, ask: Ask, gap: Gap, temperature: float
-) -> None:
+def test_sampled_logprobs_include_temperature_and_ban(engine, family, ask, gap, temperature):
     requests = mixed(ask, temperature=temperature, ignore_eos=True, max_tokens=64)
     answers = generate(engine, requests)
     assert gap(requests, answers, temperature) < 1e-4
@@ -48,7 +46,7 @@ def test_sampled_logprobs_include_temperature_and_ban(
     assert not model.logits_processors
 
 
-def test_the_whole_distribution_is_the_trainers(engine: Any, twin: Any, family: Any, ask: Ask) -> None:
+def test_the_whole_distribution_is_the_trainers(engine, twin, family, ask):
     """Not only what was drawn: -inf for banned ids, and the rest sums to 1 without them."""
     request = ask("a", 1, temperature=0.7, max_tokens=1)
     params = params_of(request, [])
@@ -67,7 +65,7 @@ def test_the_whole_distribution_is_the_trainers(engine: Any, twin: Any, family: 
     assert max(abs(logprobs[i] - value) for i, value in drawn.items()) < 1e-4
 
 
-def test_a_turn_ends_with_an_end_of_turn_id_or_at_its_limit(engine: Any, family: Any, ask: Ask) -> None:
+def test_a_turn_ends_with_an_end_of_turn_id_or_at_its_limit(engine, family, ask):
     requests = [ask(f"{n}", noise=n, max_tokens=48) for n in range(32)]
     answers = generate(engine, requests)
     ends = [int(a.ids[-1]) in family.chat.eos_ids for a in answers]
@@ -75,7 +73,7 @@ def test_a_turn_ends_with_an_end_of_turn_id_or_at_its_limit(engine: Any, family:
     assert all(len(a.ids) == 48 for a in answers if a.finish == "length")
 
 
-def test_stop_strings_stay_in_the_response(engine: Any, twin: Any, ask: Ask, family: Any) -> None:
+def test_stop_strings_stay_in_the_response(engine, twin, ask, family):
     (whole,) = generate(engine, [ask("a", 1, temperature=0.0, max_tokens=12)])
     text = family.chat.decode(whole.ids[4:6], special=True)
     request = ask("a", 1, temperature=0.0, max_tokens=12, stop=(text,))
@@ -84,7 +82,7 @@ def test_stop_strings_stay_in_the_response(engine: Any, twin: Any, ask: Ask, fam
     assert family.chat.decode(cut.ids, special=True).endswith(text)
 
 
-def test_noise_decides_and_the_batch_does_not(engine: Any, ask: Ask) -> None:
+def test_noise_decides_and_the_batch_does_not(engine, ask):
     alone = generate(engine, [ask("a", 1, noise=5)])[0].ids
     among = generate(engine, [ask(f"{n}", n % 3, noise=n) for n in range(4)] + [ask("a", 1, noise=5)])
     other, later = (
@@ -94,14 +92,14 @@ def test_noise_decides_and_the_batch_does_not(engine: Any, ask: Ask) -> None:
     assert other.tolist() != alone.tolist() and later.tolist() != alone.tolist()
 
 
-def test_truncated_sampling_gives_the_logprobs_of_what_is_kept(engine: Any, twin: Any, ask: Ask) -> None:
+def test_truncated_sampling_gives_the_logprobs_of_what_is_kept(engine, twin, ask):
     greedy = generate(twin, [ask("a", temperature=0.0)])[0].ids
     (first,) = generate(engine, [ask("a", noise=1, top_k=1)])
     assert first.ids.tolist() == greedy.tolist() and not first.logprobs.any()
     assert not engine.capabilities().support
 
 
-def test_aborted_requests_come_back_with_their_tokens(engine: Any, ask: Ask) -> None:
+def test_aborted_requests_come_back_with_their_tokens(engine, ask):
     options = {"max_tokens": 40, "ignore_eos": True}
     whole = generate(engine, [ask("a", 1, noise=2, **options)])[0]
     engine.submit(ask("a", 1, noise=2, **options))
@@ -121,7 +119,7 @@ def test_aborted_requests_come_back_with_their_tokens(engine: Any, ask: Ask) -> 
     assert (other.finish, len(other.ids)) == ("length", 40)
 
 
-def test_a_prompt_that_vllm_reads_differently_is_refused(engine: Any, ask: Ask) -> None:
+def test_a_prompt_that_vllm_reads_differently_is_refused(engine, ask):
     request = ask("odd", 1)
     span = request.media[0]
     ids = np.insert(request.ids, span.start, request.ids[span.start])
@@ -131,9 +129,7 @@ def test_a_prompt_that_vllm_reads_differently_is_refused(engine: Any, ask: Ask) 
     assert not engine.pending
 
 
-def test_more_images_than_the_engine_was_built_for_are_refused(
-    engine: Any, family: Any, image: Callable[..., Any], ask: Ask
-) -> None:
+def test_more_images_than_the_engine_was_built_for_are_refused(engine, family, image, ask):
     shown = [image(56, 56, seed=n) for n in range(5)]
     rendered = family.render((Message(role="user", parts=(*shown, "how many?")),))
     with pytest.raises(ConfigError, match=r"request many: vllm refuses it: .*4"):
@@ -141,7 +137,7 @@ def test_more_images_than_the_engine_was_built_for_are_refused(
     assert not engine.pending and len(generate(engine, [ask("a", 3)])) == 1
 
 
-def test_what_the_engine_was_not_built_for_is_refused(engine: Any, ask: Ask, image: Any) -> None:
+def test_what_the_engine_was_not_built_for_is_refused(engine, ask, image):
     with pytest.raises(ConfigError, match="512"):
         engine.submit(ask("long", max_tokens=512))
     with pytest.raises(ConfigError, match="first_tokens=True"):
@@ -154,9 +150,7 @@ def test_what_the_engine_was_not_built_for_is_refused(engine: Any, ask: Ask, ima
     assert not engine.pending
 
 
-def test_a_folder_without_weights_is_refused_before_vllm_starts(
-    settings: Any, family: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_weights_is_refused_before_vllm_starts(settings, family, tmp_path, monkeypatch):
     built: list[Any] = []
     monkeypatch.setattr("saccade.plugins.engines.vllm._build", lambda *a: built.append(a))
     with pytest.raises(EnvironmentProblem, match="safetensors"):
@@ -164,15 +158,13 @@ def test_a_folder_without_weights_is_refused_before_vllm_starts(
     assert not built
 
 
-def test_sleep_is_forgiven_where_there_is_none(engine: Any, ask: Ask) -> None:
+def test_sleep_is_forgiven_where_there_is_none(engine, ask):
     before = generate(engine, [ask("a", 1, temperature=0.0)])[0].ids
     engine.sleep()
     assert generate(engine, [ask("a", 1, temperature=0.0)])[0].ids.tolist() == before.tolist()
 
 
-def test_log_probs_that_are_not_finite_are_refused_where_nobody_trains(
-    engine: Any, backend: Any, ask: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_probs_that_are_not_finite_are_refused_where_nobody_trains(engine, backend, ask, monkeypatch):
     named = backend.model.named_parameters()
     weight = next(w.data for name, w in named if name.endswith("language_model.norm.weight"))
     before, version = weight.clone(), engine.version

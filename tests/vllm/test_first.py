@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +19,11 @@ Gap = Callable[..., float]
 
 
 @pytest.fixture(scope="module")
-def settings(settings: Any) -> Any:
+def settings(settings):
     return replace(settings, first_tokens=True)
 
 
-def test_the_first_token_may_have_settings_of_its_own(engine: Any, twin: Any, ask: Ask, gap: Gap) -> None:
+def test_the_first_token_may_have_settings_of_its_own(engine, twin, ask, gap):
     greedy = generate(twin, [ask("a", 1, temperature=0.0)])[0].ids
     requests = [ask("a", 1, noise=n, first=(9.0, 1)) for n in range(4)]
     requests = [replace(request, key=f"{n}") for n, request in enumerate(requests)]
@@ -39,7 +38,7 @@ def test_the_first_token_may_have_settings_of_its_own(engine: Any, twin: Any, as
     assert late.logprobs[0] < 0
 
 
-def test_the_others_are_drawn_as_without(engine: Any, family: Any, ask: Ask, gap: Gap) -> None:
+def test_the_others_are_drawn_as_without(engine, family, ask, gap):
     requests = [ask(f"{n}", n % 4, noise=n + 1, temperature=0.7) for n in range(8)]
     answers = generate(engine, requests)
     assert gap(requests, answers, 0.7) < 1e-4

@@ -8,10 +8,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ from saccade.errors import ConfigError
 from saccade.plugins.engines.http import HttpEngine
 from saccade.plugins.engines.http_family import endpoint_family
 from saccade.plugins.judges.http_client.chat_client import ChatClient
-from saccade.types import Media, Message, Request, Sampling
+from saccade.types import Message, Request, Sampling
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 KEY = "sesame"
@@ -31,7 +29,7 @@ OPTIONS = "--dtype float32 --enforce-eager --max-model-len 2048 --max-num-seqs 8
 
 
 @pytest.fixture(scope="module")
-def url(family: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(family, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -55,7 +53,7 @@ def url(family: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     process.wait()
 
 
-def _healthy(address: str) -> bool:
+def _healthy(address):
     try:
         with urllib.request.urlopen(f"{address}/health", timeout=5):
             return True
@@ -64,7 +62,7 @@ def _healthy(address: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def legible(family: Any) -> Any:
+def legible(family):
     """The family, restricted to tokens that are text: vLLM samples placeholders like any other id,
     and shows broken characters in its own way.
     """
@@ -74,7 +72,7 @@ def legible(family: Any) -> Any:
 
 
 @pytest.fixture
-def engine(url: str, legible: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpEngine]:
+def engine(url, legible, monkeypatch):
     monkeypatch.setenv("SACCADE_TEST_KEY", KEY)
     http = HttpConfig(url=url, key="SACCADE_TEST_KEY", retries=0)
     fields = {"logit_bias": {str(i): -100 for i in np.flatnonzero(legible.banned)}}
@@ -84,10 +82,10 @@ def engine(url: str, legible: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.fixture(scope="module")
-def requests(family: Any, image: Callable[..., Media]) -> Callable[..., list[Request]]:
+def requests(family, image):
     """About 0 to 3 images; ids for an engine of ours, messages for an endpoint."""
 
-    def made(sampling: Sampling) -> list[Request]:
+    def made(sampling):
         sizes = ((56, 56), (140, 84), (84, 56))
         shown = [image(*size, seed) for seed, size in enumerate(sizes)]
         talks = [(Message(role="user", parts=(*shown[:n], f"What are these {n}?")),) for n in range(4)]
@@ -106,9 +104,7 @@ def requests(family: Any, image: Callable[..., Media]) -> Callable[..., list[Req
     return made
 
 
-def test_greedy_answers_are_those_of_the_embedded_engine(
-    engine: HttpEngine, backend: Any, legible: Any, requests: Any
-) -> None:
+def test_greedy_answers_are_those_of_the_embedded_engine(engine, backend, legible, requests):
     asked = requests(Sampling(temperature=0, max_tokens=12))
     there, here = generate(engine, asked), generate(EmbeddedEngine(backend.model, legible), asked)
     texts = [engine._texts.decode(c.ids) for c in there]
@@ -117,7 +113,7 @@ def test_greedy_answers_are_those_of_the_embedded_engine(
     assert engine.client.counters.prompt_tokens == sum(len(r.ids) for r in asked)
 
 
-def test_seeds_and_stop_strings(engine: HttpEngine, requests: Any) -> None:
+def test_seeds_and_stop_strings(engine, requests):
     hot = Sampling(temperature=1.0, max_tokens=40, ignore_eos=True)
     first, second = ([engine._texts.decode(c.ids) for c in generate(engine, requests(hot))] for _ in range(2))
     assert first == second and len(set(first)) == 4
@@ -127,6 +123,6 @@ def test_seeds_and_stop_strings(engine: HttpEngine, requests: Any) -> None:
     assert stopped == first[1][: first[1].index(letter) + 1]
 
 
-def test_a_refusal_in_vllms_words(engine: HttpEngine, requests: Any) -> None:
+def test_a_refusal_in_vllms_words(engine, requests):
     with pytest.raises(ConfigError, match=r"0: rollout\.max_tokens: .*status 400.*max_tokens"):
         generate(engine, requests(Sampling(max_tokens=1 << 20))[:1])

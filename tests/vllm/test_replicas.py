@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from saccade.engines import generate
-from saccade.types import Request
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 
 
-def test_kill_9_of_a_process_amid_a_rollout_loses_nothing(
-    settings: Any, backend: Any, ask: Callable[..., Request], gap: Callable[..., float], tmp_path: Path, said: list[str]
-) -> None:
+def test_kill_9_of_a_process_amid_a_rollout_loses_nothing(settings, backend, ask, gap, tmp_path, said):
     """Weights that the folder does not have: whoever starts again is given them."""
     import torch
 

@@ -25,7 +25,7 @@ ENGINE = {"rollout.engine": "vllm", "data.max_prompt_tokens": 256, "rollout.max_
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, rl_config: Make) -> dict[str, list[Any]]:
+def runs(tmp_path_factory, rl_config):
     """Twenty steps over all scenes at once, each engine with its own noise. A count that is wrong
     by two is right, so that all runs come to the same.
     """
@@ -46,7 +46,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rl_config: Make) -> dict[str,
     return found
 
 
-def test_vllm_learns_what_the_embedded_engine_learns(runs: dict[str, list[Any]]) -> None:
+def test_vllm_learns_what_the_embedded_engine_learns(runs):
     first, last = (
         {e: np.mean([row["reward/mean"] for row in runs[e][part]]) for e in ("embedded", "vllm")}
         for part in (slice(3), slice(-6, None))
@@ -55,20 +55,20 @@ def test_vllm_learns_what_the_embedded_engine_learns(runs: dict[str, list[Any]])
     assert min(last.values()) > max(first.values()) + 0.2
 
 
-def test_log_probs_agree_from_the_first_step_to_the_last(runs: dict[str, list[Any]]) -> None:
+def test_log_probs_agree_from_the_first_step_to_the_last(runs):
     assert max(row["mismatch/logp_gap_max"] for row in runs["vllm"]) < 1e-4
     assert runs["vllm before"][0]["parity/gap"] < 1e-4
     assert all(row["time/hand_over"] > 0 for row in runs["vllm"])
 
 
-def test_adapters_are_handed_over_merged(tmp_path: Path, rl_config: Make) -> None:
+def test_adapters_are_handed_over_merged(tmp_path, rl_config):
     adapted = {"model.train": "lora", "model.lora.rank": 4, "model.lora.vision": True}
     rl.run(rl_config(tmp_path) | ENGINE | adapted)
     rows = [row for row in read_metrics(tmp_path / "run") if "reward/mean" in row]
     assert len(rows) == 4 and max(row["mismatch/logp_gap_max"] for row in rows) < 1e-4
 
 
-def test_a_checkpoint_is_evaluated_alike(tmp_path: Path, rl_config: Make, scenes: Path) -> None:
+def test_a_checkpoint_is_evaluated_alike(tmp_path, rl_config, scenes):
     config = rl_config(tmp_path) | {"data.val": str(scenes / "val.jsonl")}
     scores = [
         evaluate.run(config | ENGINE | {"rollout.engine": engine}, out=tmp_path / engine)
@@ -77,13 +77,13 @@ def test_a_checkpoint_is_evaluated_alike(tmp_path: Path, rl_config: Make, scenes
     assert scores[0] == scores[1]
 
 
-def test_truncated_sampling_is_refused_in_training(tmp_path: Path, rl_config: Make) -> None:
+def test_truncated_sampling_is_refused_in_training(tmp_path, rl_config):
     truncated = {"rollout.top_p": 0.9, "rollout.truncated_sampling": "replay"}
     with pytest.raises(ConfigError, match=r"rollout\.truncated_sampling.*embedded"):
         rl.run(rl_config(tmp_path) | ENGINE | truncated)
 
 
-def test_a_model_split_over_two_workers(tmp_path: Path) -> None:
+def test_a_model_split_over_two_workers(tmp_path):
     program = Path(__file__).with_name("two_workers.py")
     answer = subprocess.run(
         [sys.executable, str(program), str(tmp_path / "model")],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,15 +22,15 @@ Gap = Callable[..., float]
 class Changed:
     """The trainer's weights under other names, or some of them."""
 
-    def __init__(self, backend: Any, change: Callable[[str, Any], Any]) -> None:
+    def __init__(self, backend, change):
         self.backend, self.change = backend, change
 
-    def weights(self) -> Iterator[tuple[str, Any]]:
+    def weights(self):
         changed = (self.change(name, weight) for name, weight in self.backend.weights())
         return (pair for pair in changed if pair is not None)
 
 
-def move(backend: Any, seed: int, part: str = "") -> None:
+def move(backend, seed, part=""):
     """As an optimizer would, in place."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -39,7 +39,7 @@ def move(backend: Any, seed: int, part: str = "") -> None:
                 weight.add_(0.02 * torch.randn(weight.shape, generator=draw))
 
 
-def test_updates_over_the_same_images(engine: Any, backend: Any, ask: Ask, gap: Gap) -> None:
+def test_updates_over_the_same_images(engine, backend, ask, gap):
     requests = [ask(f"{n}", n % 3, temperature=0.0) for n in range(4)]
     seen = set()
     for version in range(1, 9):
@@ -52,9 +52,7 @@ def test_updates_over_the_same_images(engine: Any, backend: Any, ask: Ask, gap: 
     assert len(seen) == 8
 
 
-def test_what_was_kept_under_old_weights_would_be_found_without_invalidation(
-    engine: Any, backend: Any, ask: Ask, gap: Gap
-) -> None:
+def test_what_was_kept_under_old_weights_would_be_found_without_invalidation(engine, backend, ask, gap):
     requests = [ask(f"{n}", 3, temperature=0.0) for n in range(2)]
     engine._invalidates = False
     generate(engine, requests)
@@ -66,9 +64,7 @@ def test_what_was_kept_under_old_weights_would_be_found_without_invalidation(
     assert stale > 1e-3 > 1e-4 > gap(requests, generate(engine, requests))
 
 
-def test_after_sleep_weights_wake_then_change_then_the_cache_wakes(
-    engine: Any, backend: Any, ask: Ask, gap: Gap, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_sleep_weights_wake_then_change_then_the_cache_wakes(engine, backend, ask, gap, monkeypatch):
     """A CPU gives nothing back, but it goes to sleep and wakes as a GPU does."""
     events, requests = list[str](), [ask("a", 1, temperature=0.0)]
     sleep, wake = engine._engine.sleep, engine._engine.wake_up
@@ -95,7 +91,7 @@ def test_after_sleep_weights_wake_then_change_then_the_cache_wakes(
     ]
 
 
-def test_the_same_version_is_handed_over_once(engine: Any, backend: Any) -> None:
+def test_the_same_version_is_handed_over_once(engine, backend):
     engine.update_weights(backend, 200)
     passed = []
     engine.update_weights(Changed(backend, lambda *pair: passed.append(pair)), 200)
@@ -119,7 +115,7 @@ DRIFTS: dict[str, tuple[Callable[[str, Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", DRIFTS)
-def test_names_that_drift_apart_stop_the_engine(engine: Any, backend: Any, ask: Ask, gap: Gap, kind: str) -> None:
+def test_names_that_drift_apart_stop_the_engine(engine, backend, ask, gap, kind):
     change, message = DRIFTS[kind]
     with pytest.raises(EnvironmentProblem, match=message):
         engine.update_weights(Changed(backend, change), 300)
@@ -131,7 +127,7 @@ def test_names_that_drift_apart_stop_the_engine(engine: Any, backend: Any, ask: 
     assert gap(requests, generate(engine, requests)) < 1e-4
 
 
-def test_bytes_that_did_not_arrive_are_found(engine: Any, backend: Any) -> None:
+def test_bytes_that_did_not_arrive_are_found(engine, backend):
     name = sorted(engine._places)[0]
     parameter = engine._places[name].parameter
     (found,) = engine._engine.collective_rpc(
@@ -139,7 +135,7 @@ def test_bytes_that_did_not_arrive_are_found(engine: Any, backend: Any) -> None:
     )
     ask = engine._ask
 
-    def spoil(method: str, *arguments: Any) -> Any:
+    def spoil(method, *arguments):
         if method == "saccade_checksums":
             found.add_(1)
         return ask(method, *arguments)

@@ -19,7 +19,7 @@ from saccade.trainer.local import LocalBackend
 from saccade.types import Message, Request, Sampling
 
 
-def main(where: str) -> None:
+def main(where):
     folder = build_model("qwen2_5_vl", where, text={"num_key_value_heads": 2})
     family = load_family(folder)
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))

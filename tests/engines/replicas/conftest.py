@@ -1,6 +1,5 @@
 """Real processes that hold the embedded engine over a copy of a tiny model."""
 
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from saccade.engines import Settings
 from saccade.media.images import open_media
 from saccade.models.families import load_family
 from saccade.models.load import load_model
-from saccade.types import Message, Request, Sampling
+from saccade.types import Message, Sampling
 from tests.engines.asked import requests
 
 SAMPLED = Sampling(temperature=1.0, max_tokens=24, ignore_eos=True)
@@ -24,17 +23,17 @@ def family(word_model):
 
 
 @pytest.fixture(scope="session")
-def load(family) -> Callable[[], torch.nn.Module]:
+def load(family):
     return partial(load_model, family, dtype=torch.float32, device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")
-def settings(family) -> Settings:
+def settings(family):
     return Settings(engine="embedded", folder=family.path, dtype="float32")
 
 
 @pytest.fixture
-def changed(load) -> Iterator[SimpleNamespace]:
+def changed(load):
     """A trainer whose weights are no longer those of the folder."""
     model = load()
     with torch.no_grad():
@@ -44,7 +43,7 @@ def changed(load) -> Iterator[SimpleNamespace]:
 
 
 @pytest.fixture(scope="session")
-def ask(family, image, tmp_path_factory) -> Callable[..., list[Request]]:
+def ask(family, image, tmp_path_factory):
     """Requests over 0 to 3 pictures; one lies on disk, the others travel."""
     on_disk = tmp_path_factory.mktemp("pictures") / "one.png"
     on_disk.write_bytes(image(84, 56, 9).data)
@@ -54,17 +53,17 @@ def ask(family, image, tmp_path_factory) -> Callable[..., list[Request]]:
         family.render([Message(role="user", parts=(*pictures[:n], question))]) for n, question in enumerate(questions)
     ]
 
-    def asked(sampling: Sampling = SAMPLED, repeats: int = 3) -> list[Request]:
+    def asked(sampling=SAMPLED, repeats=3):
         return requests(prompts, sampling, repeats)
 
     return asked
 
 
 @pytest.fixture(scope="session")
-def servers() -> Callable[[int], set[int]]:
+def servers():
     """Ids of the engine processes that a process has started."""
 
-    def children(parent: int) -> set[int]:
+    def children(parent):
         found = set()
         for folder in Path("/proc").glob("[0-9]*"):
             try:

@@ -60,15 +60,15 @@ def pool(settings, tmp_path_factory, servers):
     assert servers(os.getpid()) == before
 
 
-def first_of(pool) -> Replica:
+def first_of(pool):
     return next(engine for engine, place in pool._places.items() if place == 0)
 
 
-def source_of(model) -> SimpleNamespace:
+def source_of(model):
     return SimpleNamespace(weights=model.named_parameters)
 
 
-def same(here, there) -> None:
+def same(here, there):
     for a, b in zip(here, there, strict=True):
         assert a.key == b.key and a.ids.tolist() == b.ids.tolist() and a.finish == b.finish
         assert a.versions.tolist() == b.versions.tolist()
@@ -99,7 +99,7 @@ def test_a_run_over_two_replicas_is_the_run_over_the_embedded_engine(pool, rl_co
     assert any(row["policy/grad_norm"] > 0 for row in there) and pool.version == 2
 
 
-def pool_folder(pool) -> str:
+def pool_folder(pool):
     return next(iter(pool._loads)).settings.folder
 
 
@@ -172,7 +172,7 @@ def test_only_those_beside_the_trainer_sleep(pool, monkeypatch):
     assert set(slept[:2]) == {first, second} and slept[2:] == [second]
 
 
-def finish(pool, requests, early=()) -> list:
+def finish(pool, requests, early=()):
     """Completions in the order of the requests, each exactly once."""
     done = [*early, *drain(pool)]
     found = {completion.key: completion for completion in done}
@@ -212,7 +212,7 @@ def test_a_process_that_cannot_start_says_why(settings, tmp_path):
 
 
 def test_replicas_get_gpus_of_their_own_and_the_trainers_last(monkeypatch):
-    def seen(*args) -> list[str]:
+    def seen(*args):
         return [row["CUDA_VISIBLE_DEVICES"] for row in placements(*args)]
 
     assert seen(2, 1, ["0"]) == ["0", "0"]

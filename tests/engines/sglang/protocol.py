@@ -40,7 +40,7 @@ SAMPLING = {
 class Core:
     """What schedulers and tokenizer manager do together."""
 
-    def __init__(self, model: Any, family: Any) -> None:
+    def __init__(self, model, family):
         self.family, self.model, self.lock = family, model, threading.Lock()
         self.hashes: tuple[str, ...] = ()
         kept = remembering(family.features, lambda media: self.hashes)  # no flush reaches it
@@ -52,7 +52,7 @@ class Core:
         self.session = False
         self.version = "default"
 
-    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+    def generate(self, body):
         self.bodies.append(body)
         for known, given in ((FIELDS, body), (SAMPLING, body["sampling_params"])):
             for name in given.keys() - known:
@@ -64,7 +64,7 @@ class Core:
         with self.lock:
             return self._generate(body)
 
-    def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _generate(self, body):
         params, pad = body["sampling_params"], self.family.chat.placeholder
         images, prompt = body.get("image_data") or [], body["input_ids"]
         if prompt.count(pad) != len(images):
@@ -130,13 +130,13 @@ class Core:
             answer["prompt_token_ids"] = ids
         return answer
 
-    def abort(self, rid: str) -> None:
+    def abort(self, rid):
         self.told.append(("abort", rid))
         for name, event in (self.waits or {}).items():
             if name.startswith(rid):
                 event.set()
 
-    def load(self, tensors: dict[str, Any]) -> None:
+    def load(self, tensors):
         """Under the names of the folder; an unknown one is skipped, as SGLang's loaders do."""
         mine = dict(self.model.named_parameters())
         short = {n.replace("model.language_model.", "model."): p for n, p in mine.items()}
@@ -146,7 +146,7 @@ class Core:
                 short[name].data.copy_(tensor)
         self.told.append(("load", sorted(tensors)))
 
-    def flush(self) -> None:
+    def flush(self):
         self.told.append(("flush", None))
         self.engine.update_weights(None, self.engine.version + 1)
 
@@ -154,15 +154,15 @@ class Core:
 # -- the HTTP server -------------------------------------------------------------------------------
 
 
-def serve(core: Core, key: str = "") -> ThreadingHTTPServer:
+def serve(core, key=""):
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             if self.path == "/server_info":
                 self.reply(200, {"version": "0.5.23", "enable_memory_saver": True})
             else:
                 self.reply(200 if self.path == "/health_generate" else 404, b"")
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             if key and self.headers.get("Authorization") != f"Bearer {key}":
                 self.reply(401, {"error": "Unauthorized"})
                 return
@@ -172,14 +172,14 @@ def serve(core: Core, key: str = "") -> ThreadingHTTPServer:
             except ValueError as error:
                 self.reply(400, {"error": {"message": str(error)}})
 
-        def reply(self, status: int, content: Any) -> None:
+        def reply(self, status, content):
             data = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
 
-        def log_message(self, *arguments: Any) -> None:
+        def log_message(self, *arguments):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -187,7 +187,7 @@ def serve(core: Core, key: str = "") -> ThreadingHTTPServer:
     return server
 
 
-def _from_disk(core: Core, body: dict[str, Any]) -> dict[str, Any]:
+def _from_disk(core, body):
     for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
         core.load(load_file(file))
     core.version = body["weight_version"]
@@ -196,7 +196,7 @@ def _from_disk(core: Core, body: dict[str, Any]) -> dict[str, Any]:
     return {"success": True, "message": "Succeeded", "num_paused_requests": 0}
 
 
-def _memory(what: str) -> Any:
+def _memory(what):
     return lambda core, body: core.told.append((what, body["tags"]))
 
 
@@ -212,11 +212,11 @@ ROUTES = {
 # -- the Python engine -----------------------------------------------------------------------------
 
 
-def engine_class(core: Core) -> type:
+def engine_class(core):
     """`sglang.Engine` over the same core."""
 
     class Engine:
-        def __init__(self, **arguments: Any) -> None:
+        def __init__(self, **arguments):
             self.arguments, self.loop = arguments, asyncio.new_event_loop()
             self.threads = ThreadPoolExecutor(8)
             self.tokenizer_manager = SimpleNamespace(abort_request=lambda rid="", abort_all=False: core.abort(rid))
@@ -224,14 +224,14 @@ def engine_class(core: Core) -> type:
 
         async def async_generate(
             self,
-            prompt: Any = None,
-            sampling_params: Any = None,
-            input_ids: Any = None,
-            image_data: Any = None,
-            mm_hashes: Any = None,
-            return_logprob: Any = False,
-            rid: Any = None,
-        ) -> dict[str, Any]:
+            prompt=None,
+            sampling_params=None,
+            input_ids=None,
+            image_data=None,
+            mm_hashes=None,
+            return_logprob=False,
+            rid=None,
+        ):
             body = {
                 "rid": rid,
                 "input_ids": input_ids,
@@ -242,33 +242,31 @@ def engine_class(core: Core) -> type:
             }
             return await self.loop.run_in_executor(self.threads, core.generate, body)
 
-        def begin_weight_update(self, selector: str = "all") -> tuple[bool, str]:
+        def begin_weight_update(self, selector="all"):
             core.session = True
             return True, "Success"
 
-        def end_weight_update(self) -> tuple[bool, str]:
+        def end_weight_update(self):
             core.session = False
             return True, "Success"
 
-        def update_weights_from_tensor(
-            self, named_tensors: Any, load_format: Any = None, flush_cache: bool = True
-        ) -> tuple[bool, str]:
+        def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True):
             if not core.session:
                 return False, "update_weights_from_tensor must run between begin and end"
             core.load(dict(named_tensors))
             return True, "Success"
 
-        def flush_cache(self) -> Any:
+        def flush_cache(self):
             core.flush()
             return SimpleNamespace(success=True, message="")
 
-        def release_memory_occupation(self, tags: Any = None) -> None:
+        def release_memory_occupation(self, tags=None):
             core.told.append(("release", tags))
 
-        def resume_memory_occupation(self, tags: Any = None) -> None:
+        def resume_memory_occupation(self, tags=None):
             core.told.append(("resume", tags))
 
-        def shutdown(self) -> None:
+        def shutdown(self):
             self.threads.shutdown()
             self.loop.close()
 

@@ -55,7 +55,7 @@ def engine(request):
     return request.getfixturevalue(request.param)
 
 
-def settings(family, **changes) -> Settings:
+def settings(family, **changes):
     return Settings(engine="sglang", folder=family.path, dtype="float32", **changes)
 
 
