@@ -6,10 +6,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+
+from saccade.config import DataConfig, DataSource, TrainConfig
+from saccade.data.datasets import load
+from saccade.forest.packing import pack
+from saccade.models.families import load_family
+from saccade.models.load import load_model
+from saccade.plugins.preferences.dpo import scored
+from saccade.plugins.preferences.pairs import compared
+from saccade.plugins.preferences.preference_losses import Comparison, PreferenceLoss, of_step
+from saccade.trainer.local import LocalBackend
+from saccade.types import Message, replace
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
+ROWS = {"prompt": ["how many ?"], "chosen": ["3"], "rejected": ["red"]}
 # TRL's name, its further options, ours.
 CASES = {
     "dpo": ("sigmoid", {}, {}),
@@ -21,42 +34,8 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def trainer_of(tmp_path_factory):
-    from datasets import Dataset
-    from transformers import AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
-
-    rows = {"prompt": ["how many ?"], "chosen": ["3"], "rejected": ["red"]}
-
-    def make(path, loss, **options):
-        arguments = DPOConfig(
-            output_dir=str(tmp_path_factory.mktemp("trl")),
-            use_cpu=True,
-            bf16=False,
-            loss_type=loss,
-            beta=0.1,
-            gradient_checkpointing=False,
-            report_to=[],
-            **options,
-        )
-        trainer = DPOTrainer(
-            model=path,
-            args=arguments,
-            train_dataset=Dataset.from_dict(rows),
-            processing_class=AutoTokenizer.from_pretrained(path),
-        )
-        trainer.model.train()
-        trainer.current_gradient_accumulation_steps = 1  # as its loop sets it
-        return trainer
-
-    return make
-
-
 def bend(model):
     """Another model, so that policy and reference differ."""
-    import torch
-
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             if "language_model" in name and name.endswith("norm.weight"):
@@ -65,8 +44,6 @@ def bend(model):
 
 def theirs_of(family, groups):
     """Our pairs as their padded rows: all chosen, then all rejected."""
-    import torch
-
     members = [group.trajectories[side] for side in (0, 1) for group in groups]
     ids = torch.zeros(len(members), max(len(t.ids) for t in members), dtype=torch.long)
     mask, trained = torch.zeros_like(ids), torch.zeros_like(ids)
@@ -84,20 +61,7 @@ def theirs_of(family, groups):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradient_are_those_of_trl(name, scenes, word_model, trainer_of):
-    import torch
-
-    from saccade.config import DataConfig, DataSource, TrainConfig
-    from saccade.data.datasets import load
-    from saccade.forest.packing import pack
-    from saccade.models.families import load_family
-    from saccade.models.load import load_model
-    from saccade.plugins.preferences.dpo import scored
-    from saccade.plugins.preferences.pairs import compared
-    from saccade.plugins.preferences.preference_losses import Comparison, PreferenceLoss, of_step
-    from saccade.trainer.local import LocalBackend
-    from saccade.types import Message, replace
-
+def test_loss_and_gradient_are_those_of_trl(name, scenes, word_model, trl_trainer):
     family = load_family(word_model)
     samples = load([DataSource(path=str(scenes / "val.jsonl"))], DataConfig()).samples[:3]
     replies = [("3 objects", "red"), ("blue", "2 3 4"), ("4", "how many")]
@@ -106,7 +70,7 @@ def test_loss_and_gradient_are_those_of_trl(name, scenes, word_model, trainer_of
     groups = [compared(sample, family) for sample in pairs]
 
     loss_type, options, own = CASES[name]
-    trainer = trainer_of(word_model, loss_type, **options)
+    trainer = trl_trainer("DPO", ROWS, {"loss_type": loss_type, "beta": 0.1, **options})
     bend(trainer.ref_model)
     wanted = trainer.compute_loss(trainer.model, theirs_of(family, groups))
     wanted.backward()

@@ -14,43 +14,7 @@ pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
 DTYPES = {torch.float64: 1e-9, torch.float32: 1e-6}
-FIXED = 13
-
-
-@pytest.fixture(scope="module")
-def trainer(tmp_path_factory):
-    """A GRPOTrainer around a tiny text model that is never run."""
-    from datasets import Dataset
-    from transformers import AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
-
-    from saccade.plugins.families.tiny import build
-    from saccade.plugins.quickstart.quickstart import WORDS
-
-    path = build("qwen3", tmp_path_factory.mktemp("model"), words=WORDS)
-
-    def reward(completions, **columns):
-        return [0.0] * len(completions)
-
-    made: Any = GRPOTrainer(
-        model=path,
-        reward_funcs=reward,
-        args=GRPOConfig(
-            output_dir=str(tmp_path_factory.mktemp("trl")),
-            use_cpu=True,
-            bf16=False,
-            per_device_train_batch_size=2,
-            num_generations=2,
-            max_completion_length=FIXED,
-            gradient_checkpointing=False,
-            report_to=[],
-        ),
-        train_dataset=Dataset.from_dict({"prompt": ["how many ?"]}),
-        processing_class=AutoTokenizer.from_pretrained(path),
-    )
-    made.model.train()
-    made.current_gradient_accumulation_steps = 1  # as its loop sets it
-    return made
+FIXED = 13  # of the trainer
 
 
 def trl_loss(trainer, patch, rows, options, **inputs):

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
+import torch
+
+from saccade.algorithms import annotate, select
+from saccade.algorithms.algorithm_state import restore
+from saccade.algorithms.build import resolve
+from saccade.algorithms.objective import to_metrics
+from saccade.config import AlgorithmConfig, DataConfig, DataSource, KLConfig, TrainConfig
+from saccade.data.datasets import load
+from saccade.forest.packing import pack
+from saccade.models.families import load_family
+from saccade.models.load import load_model
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PolicyLoss
+from saccade.types import Group, Message, Sample, Source, Trajectory
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -15,42 +29,8 @@ pytest.importorskip("datasets")
 SIZE, LIMIT, PROMPTS = 4, 6, 3
 
 
-@pytest.fixture(scope="module")
-def trainer(tmp_path_factory, word_model):
-    """A GRPOTrainer around a tiny model folder."""
-    from datasets import Dataset
-    from transformers import AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
-
-    arguments = GRPOConfig(
-        output_dir=str(tmp_path_factory.mktemp("trl")),
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=SIZE * PROMPTS,
-        num_generations=SIZE,
-        max_completion_length=LIMIT,
-        beta=0.0,
-        loss_type="grpo",
-        temperature=1.0,
-        gradient_checkpointing=False,
-        report_to=[],
-    )
-    made: Any = GRPOTrainer(
-        model=word_model,
-        reward_funcs=lambda completions, **columns: [0.0] * len(completions),
-        args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": ["how many ?"]}),
-        processing_class=AutoTokenizer.from_pretrained(word_model),
-    )
-    made.model.train()
-    made.current_gradient_accumulation_steps = 1  # as its loop sets it
-    return made
-
-
 def groups_of(inputs, rewards, media):
     """Their padded rows as our groups."""
-    from saccade.types import Group, Message, Sample, Source, Trajectory
-
     groups = []
     for start in range(0, len(rewards), SIZE):
         members = []
@@ -80,20 +60,6 @@ def groups_of(inputs, rewards, media):
 
 def ours(path, groups, old):
     """Loss, gradient by name and advantages, through the packed forests that training uses."""
-    import torch
-
-    from saccade.algorithms import annotate, select
-    from saccade.algorithms.algorithm_state import restore
-    from saccade.algorithms.build import resolve
-    from saccade.algorithms.objective import to_metrics
-    from saccade.config import AlgorithmConfig, KLConfig, TrainConfig
-    from saccade.forest.packing import pack
-    from saccade.models.families import load_family
-    from saccade.models.load import load_model
-    from saccade.trainer import Scoring
-    from saccade.trainer.local import LocalBackend
-    from saccade.trainer.losses import PolicyLoss
-
     family = load_family(path)
     family = replace(family, banned=np.zeros_like(family.banned))  # TRL bans nothing
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
@@ -118,8 +84,6 @@ def ours(path, groups, old):
 
 
 def compare(trainer, inputs, path, groups, spread):
-    import torch
-
     mask = inputs["completion_mask"].bool()
     old = None
     if spread:  # as if the policy had moved since: some ratios are clipped
@@ -154,12 +118,6 @@ def compare(trainer, inputs, path, groups, spread):
 @pytest.mark.parametrize("spread", [0.0, 0.3])
 def test_loss_and_gradient(scenes, word_model, trainer, spread):
     """On prompts with a picture each; the tensors are those of our processor."""
-    import torch
-
-    from saccade.config import DataConfig, DataSource
-    from saccade.data.datasets import load
-    from saccade.models.families import load_family
-
     family = load_family(word_model)
     samples = load([DataSource(path=str(scenes / "val.jsonl"))], DataConfig()).samples[:PROMPTS]
     prompts = [family.render(sample.messages) for sample in samples]
