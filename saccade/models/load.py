@@ -167,20 +167,25 @@ def freeze(model: nn.Module, family: Family, train: str) -> None:
     if kind != "freeze" or not listed:
         raise ConfigError(f"model.train={train!r}: write full, or freeze:vision,projector")
     names = [name for name, _ in model.named_parameters()]
-    for pattern in listed.split(","):
-        hits = [name for name in names if matches(name, pattern.strip(), family)]
-        if not hits:
-            raise ConfigError(
-                f"model.train: {pattern.strip()!r} matches no parameter; towers of this model are "
-                f"{', '.join(family.spec.towers)}, names look like {names[0]!r}"
-            )
-        for name in hits:
-            model.get_parameter(name).requires_grad_(False)
+    for name in matching("model.train", "parameter", listed, names, family):
+        model.get_parameter(name).requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(f"model.train={train!r} freezes everything; leave something to train")
 
 
-def matches(name: str, pattern: str, family: Family) -> bool:
+def matching(option: str, what: str, patterns: str, names: Sequence[str], family: Family) -> list[str]:
+    """The names that one of the patterns matches. One that matches none is refused."""
+    found: set[str] = set()
+    for pattern in map(str.strip, patterns.split(",")):
+        hits = {name for name in names if _matches(name, pattern, family)}
+        if not hits:
+            towers = f"a tower ({', '.join(family.spec.towers)}), a prefix or re:REGEX of names such as {names[0]!r}"
+            raise ConfigError(f"{option}: {pattern!r} matches no {what}; write {towers}")
+        found |= hits
+    return [name for name in names if name in found]
+
+
+def _matches(name: str, pattern: str, family: Family) -> bool:
     if pattern.startswith("re:"):
         return re.search(pattern[3:], name) is not None
     if pattern in family.spec.towers:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from saccade.config import LoraConfig
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
-from saccade.models.load import matches
+from saccade.models.load import matching
 from saccade.system.contents import File, on_host, pretrained, tensor_file
 
 FOLDER = "adapter"  # inside a checkpoint; at its root transformers would lay it over merged weights
@@ -76,24 +76,13 @@ def target_names(model: nn.Module, family: Family, config: LoraConfig) -> list[s
         towers = ("llm", "vision", "projector") if config.vision else ("llm",)
         chosen = [name for name in linear if family.tower_of(name) in towers]
     else:
-        chosen = _matching("targets", config.targets, linear, family)
+        chosen = matching("model.lora.targets", "linear layer", config.targets, linear, family)
     if config.exclude:
-        dropped = set(_matching("exclude", config.exclude, chosen, family))
+        dropped = set(matching("model.lora.exclude", "linear layer", config.exclude, chosen, family))
         chosen = [name for name in chosen if name not in dropped]
     if not chosen:
         raise ConfigError(f"model.lora.exclude={config.exclude} leaves no layer to adapt; try model.lora.exclude=")
     return chosen
-
-
-def _matching(option: str, patterns: str, names: list[str], family: Family) -> list[str]:
-    found: set[str] = set()
-    for pattern in patterns.split(","):
-        hits = {name for name in names if matches(name, pattern.strip(), family)}
-        if not hits:
-            towers = f"a tower ({', '.join(family.spec.towers)}), a prefix or re:REGEX of names such as {names[0]!r}"
-            raise ConfigError(f"model.lora.{option}: {pattern.strip()!r} matches no linear layer; write {towers}")
-        found |= hits
-    return [name for name in names if name in found]
 
 
 def four_bit(family: Family, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

@@ -10,11 +10,11 @@ whether to go on without it.
 from __future__ import annotations
 
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from saccade.engines import Capabilities, Engine, Settings
+from saccade.engines import Capabilities, Engine, Settings, nothing_sampled
 from saccade.errors import ConfigError, SaccadeError
 from saccade.models.families import Family
 from saccade.plugins.judges.http_client.chat_client import Answer, ChatClient
@@ -65,9 +65,11 @@ class HttpEngine(Engine):
                 told.request = key
                 raise told from error
             ids = self._texts.record(answer.text, tokens=answer.usage.response)
-            self._done.append(_completion(key, ids, answer.finish))
-        done, self._done = self._done, []
-        return done
+            unknown, zeros = np.full(len(ids), np.nan, np.float32), np.zeros(len(ids), np.int32)
+            done = Completion(key=key, ids=ids, logprobs=unknown, versions=zeros, finish=answer.finish)
+            self._done.append(done)
+        finished, self._done = self._done, []
+        return finished
 
     @property
     def pending(self) -> int:
@@ -76,7 +78,7 @@ class HttpEngine(Engine):
     def abort(self, key: str) -> None:
         if asked := self._open.pop(key, None):
             asked.cancel()
-            self._done.append(_completion(key, np.zeros(0, np.int64), "aborted"))
+            self._done.append(nothing_sampled(key))
 
     def update_weights(self, source: Any, version: int) -> None:
         raise ConfigError(
@@ -91,13 +93,3 @@ class HttpEngine(Engine):
         self._open.clear()
         self.client.stop()
         self._threads.shutdown(cancel_futures=True)
-
-
-def _completion(key: str, ids: np.ndarray, finish: Literal["stop", "length", "aborted"]) -> Completion:
-    return Completion(
-        key=key,
-        ids=ids,
-        logprobs=np.full(len(ids), np.nan, np.float32),
-        versions=np.zeros(len(ids), np.int32),
-        finish=finish,
-    )

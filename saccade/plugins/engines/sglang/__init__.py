@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from saccade.engines import Engine, Settings, WeightSource, collapsed, reads_differently, require_finite, require_room
+from saccade.engines import Engine, Settings, WeightSource, require_room
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
+from saccade.plugins.engines.foreign_engines import collapsed, reads_differently, require_finite
 from saccade.plugins.engines.sglang.sglang_transport import InProcess, OverHttp
 from saccade.plugins.engines.weights import HandOver, folder_shapes
 from saccade.types import Completion, Media, Request

@@ -18,9 +18,10 @@ from typing import Any
 import httpx2
 from torch import Tensor
 
-from saccade.engines import INSTALL, Settings
+from saccade.engines import Settings
 from saccade.errors import EnvironmentProblem
 from saccade.models.families import Family
+from saccade.plugins.engines.foreign_engines import INSTALL
 from saccade.plugins.engines.weights import in_folder, pieces
 from saccade.plugins.judges.http_client.sender import http_client
 

@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from saccade.engines import Engine, Settings, WeightSource, collapsed, reads_differently, require_finite, require_room
+from saccade.engines import Engine, Settings, WeightSource, require_room
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.pixel_cache import ImageCache
 from saccade.models import DECLARED
 from saccade.models.families import Family
+from saccade.plugins.engines.foreign_engines import collapsed, reads_differently, require_finite
 from saccade.plugins.engines.vllm.vllm_probe import HOW_TO_INSTALL, Probe, probe
 from saccade.plugins.engines.vllm.vllm_weights import renaming, sample_for
 from saccade.plugins.engines.weights import HandOver, checksum, folder_shapes, in_memory

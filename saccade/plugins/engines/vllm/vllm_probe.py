@@ -11,7 +11,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from saccade.engines import INSTALL
+from saccade.plugins.engines.foreign_engines import INSTALL
 
 HOW_TO_INSTALL = INSTALL["vllm"]
 
