@@ -165,10 +165,6 @@ class Plan:
         return [self.policy, *([replace(self.whole, head=False)] if self.algorithm.needs_critic else [])]
 
     @property
-    def adapted(self) -> bool:
-        return self.config.model.train in ADAPTED
-
-    @property
     def paged(self) -> bool:
         """Whether the engine has small pages; else a page holds a whole sequence."""
         return self.device.is_gpu and self.element == 2

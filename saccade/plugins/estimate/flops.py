@@ -7,7 +7,7 @@ and are no useful work. Knows nothing of weights or clocks.
 
     shape = shape_of(model, family.tower_of)
     work = forward(shape, batch)
-    training = work.total + backward(work, Training())
+    training = work.total() + backward(work, Training())
 
 Legend: a product of [m, k] and [k, n] is 2·m·k·n FLOPs.
 """
@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from saccade.plugins.estimate.shapes import SENSES, Sense, Shape, Stack
+from saccade.plugins.estimate.shapes import SENSES, Sense, Shape
 from saccade.types import Batch, Group, MediaSpan, Trajectory
 
 Mode = Literal["full", "adapter", "frozen"]
@@ -32,27 +32,11 @@ HEAD = "head"
 NUMBERED = re.compile(r"\.(?:layers?|blocks)\.(\d+)\.")
 
 
-class Work(dict[str, float]):
-    """FLOPs of a forward by where they happen, because backward treats each differently.
-
-    Parts are `TOWER/layers` (their matrices) and `TOWER/attention` of the towers llm, vision and
-    audio; `SENSE/inputs` (the first product with pixels or mel frames, which need no gradient),
-    `SENSE/stem` (what follows before the layers) and `SENSE/projector`; `head` and `adapters`.
-    """
-
-    def __missing__(self, part: str) -> float:
-        return 0.0
-
-    def __add__(self, other: Work) -> Work:
-        return Work({part: self[part] + other[part] for part in self.keys() | other.keys()})
-
-    @property
-    def total(self) -> float:
-        return sum(self.values())
-
-    def of(self, tower: str) -> float:
-        """FLOPs of all parts of a tower."""
-        return sum(count for part, count in self.items() if part.startswith(f"{tower}/"))
+# FLOPs of a forward by where they happen, because backward treats each differently. Parts are
+# `TOWER/layers` (their matrices) and `TOWER/attention` of the towers llm, vision and audio;
+# `SENSE/inputs` (the first product with pixels or mel frames, which need no gradient), `SENSE/stem`
+# (what follows before the layers) and `SENSE/projector`; `head` and `adapters`.
+Work = Counter[str]
 
 
 # -- what is trained -------------------------------------------------------------------------------
@@ -256,20 +240,15 @@ def recomputed(shape: Shape, work: Work, training: Training) -> float:
     """FLOPs that activation checkpointing repeats, which are no useful work: the layers that a
     gradient passes.
     """
-    total = work["adapters"]
+    total = float(work["adapters"])
     stacks = {"llm": shape.text} | {name: sense.stack for name, sense in shape.senses.items()}
     for tower, stack in stacks.items():
         if tower == "llm" or training.mode(tower) != "frozen":
-            layers = work[f"{tower}/layers"] * _until_last(stack) + work[f"{tower}/attention"]
-            total += training.passed(tower) * layers
+            # Torch stops once backward has what it needs, which the result of the last matrix is not;
+            # results of experts are, since they are weighted.
+            share = 1.0 if stack.experts else 1 - stack.last / stack.matrices
+            total += training.passed(tower) * (share * work[f"{tower}/layers"] + work[f"{tower}/attention"])
     return total
-
-
-def _until_last(stack: Stack) -> float:
-    """Share of a layer's products that torch repeats: it stops once backward has what it needs, and
-    the result of the last matrix is not among that. Results of experts are: they are weighted.
-    """
-    return 1.0 if stack.experts else 1 - stack.last / stack.matrices
 
 
 # -- generation ------------------------------------------------------------------------------------

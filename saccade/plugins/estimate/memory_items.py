@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from saccade.config import RewardConfig
+from saccade.config import ADAPTED, RewardConfig
 from saccade.engines.embedded.kv_cache import CPU_CACHE_BYTES, GPU_CACHE_SHARE
 from saccade.engines.embedded.pages import POOL_SHARE
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS
@@ -111,7 +111,7 @@ def _always(plan: Plan) -> list[Item]:
     sizes["average"] = averaged if plan.config.train.ema else 0.0
     if plan.algorithm.needs_reference:
         update = plan.algorithm.kl.update
-        if plan.adapted:  # the reference is the policy without its adapters
+        if plan.config.model.train in ADAPTED:  # the reference is the policy without its adapters
             sizes["reference"] = plan.element * plan.policy.trained if update == "copy" else 0.0
         else:
             sizes["reference"] = averaged if update == "ema" else plan.whole.weights

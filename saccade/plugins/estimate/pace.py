@@ -40,7 +40,7 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     work = passes(policy, next(iter(critic), None), step.batches, step.batches, plan.algorithm, epochs=epochs)
     work = {phase: count * step.repeats for phase, count in work.items()}
     again = work.pop("recomputed")
-    work = {"rollout": step.times * made.prefill.total + step.repeats * made.decode.total} | work
+    work = {"rollout": step.times * made.prefill.total() + step.repeats * made.decode.total()} | work
     # Backward is two thirds of what a layer takes that recomputes nothing.
     layers = sum(_layers(meter) * (1 + meter.repeats(batch) / 3) for meter in meters for batch in step.batches)
     return Pace(
@@ -83,12 +83,12 @@ def _seconds(
     rows = made.sampled * repeats / steps
     read = steps * made.weight_bytes(rows) + made.cache_bytes * repeats
     decode = steps * shape.text.layers * least["few" if rows <= FEW_ROWS else "many"] + max(
-        read / (bandwidth * REACHED["reading"]), made.decode.total * repeats / (peak * REACHED["decode"])
+        read / (bandwidth * REACHED["reading"]), made.decode.total() * repeats / (peak * REACHED["decode"])
     )
     updates = train.epochs_per_batch * plan.algorithm.updates_per_step
     moved = updates * OPTIMIZER_BYTES * sum(learner.trained for learner in plan.learners)
     seconds = {phase: count / (peak * REACHED["score"]) for phase, count in work.items()}
-    seconds["rollout"] = decode + made.prefill.total * times / (peak * REACHED["prefill"])
+    seconds["rollout"] = decode + made.prefill.total() * times / (peak * REACHED["prefill"])
     trained = (work["update"] + again) / (peak * REACHED["update"])
     seconds["update"] = max(trained + moved / (bandwidth * REACHED["optimizer"]), layers * least["update"])
     return seconds

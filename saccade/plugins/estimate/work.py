@@ -54,7 +54,7 @@ class Meter:
         return works
 
     def score(self, batches: Sequence[Batch], *, media: bool = True) -> float:
-        return sum(work.total for work in self.forward(batches, media=media))
+        return sum(work.total() for work in self.forward(batches, media=media))
 
     def train_step(self, batches: Sequence[Batch], *, media: bool = True) -> tuple[float, float]:
         """Useful FLOPs, and those that are only repeated."""
@@ -63,7 +63,7 @@ class Meter:
             self.repeats(batch) * flops.recomputed(self.shape, work, self.training)
             for batch, work in zip(batches, works, strict=False)
         )
-        return sum(work.total + flops.backward(work, self.training) for work in works), again
+        return sum(work.total() + flops.backward(work, self.training) for work in works), again
 
     def generation(self, groups: Sequence[Group], *, element: int, four_bit: bool) -> Generation:
         together = members_of(self.shape.queries_per_key)
@@ -137,7 +137,7 @@ def rl_work(
     critic = meter(judging) if judging is not None else None
     made = policy.generation(groups, element=trained.dtype.itemsize, four_bit=config.model.train == "qlora")
     scaled = [part for part in updates if any(batch.scales is not None and batch.scales.any() for batch in part)]
-    work = {"rollout": made.prefill.total + made.decode.total} | passes(
+    work = {"rollout": made.prefill.total() + made.decode.total()} | passes(
         policy,
         critic,
         [*chain(*updates)],

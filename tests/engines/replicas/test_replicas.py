@@ -47,7 +47,7 @@ while sys.argv[3] == "watching" and len(list(threads.iterdir())) < 2:
 print(engine.child.popen.pid, flush=True)
 time.sleep(600)
 """
-LONG = Sampling(max_tokens=80, ignore_eos=True)
+LONG = Sampling(max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
