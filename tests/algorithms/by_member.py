@@ -94,6 +94,10 @@ class Records:
                     found.setdefault(batch.keys[index], []).append(float(value))
         return found
 
+    @classmethod
+    def flat(cls, updates: Updates, name: str) -> np.ndarray:
+        return np.concatenate(list(cls.column(updates, name).values()))
+
 
 def rows(values):
     """A column of the fixture by member."""

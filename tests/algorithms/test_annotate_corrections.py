@@ -39,7 +39,7 @@ def test_reference_values_over_forests(algorithm, written, golden, overrides, va
 def test_seven_of_eighteen_tokens_are_kept_and_counted(algorithm, written, records):
     row = algorithm(*NO_KL, "correct=[{name: icepop, low: 0.97, high: 1.03}]", "denominator=kept")
     updates, metrics = annotate.add_corrections(written(row), row)
-    keep = np.concatenate(list(records.column(updates, "keep").values()))
+    keep = records.flat(updates, "keep")
     assert (keep > 0).sum() == 7 and keep[keep > 0].tolist() == exact([18 / 7] * 7)
     assert metrics.means()["mismatch/masked_frac"] == pytest.approx(11 / 18)
     row = algorithm(*NO_KL, "entropy_top=0.2")
@@ -59,7 +59,7 @@ def test_over_what_was_kept_the_factors_make_up_for_the_rest(algorithm, written,
     before = written(row)
     updates = annotate.add_corrections(before, row)[0]
     assert records.column(updates, "scales") == records.column(before, "scales")
-    scales, keep = (np.concatenate(list(records.column(updates, name).values())) for name in ("scales", "keep"))
+    scales, keep = (records.flat(updates, name) for name in ("scales", "keep"))
     kept = np.array([sum(np.array(k) > 0) for k in records.column(updates, "keep").values()])
     total = kept.sum() / (kept > 0).sum() if aggregation == "seq_sum" else 1.0
     assert (scales * keep).sum() == exact(total)
@@ -82,7 +82,7 @@ def test_weights_average_to_one_in_each_update(algorithm, written, records, gold
     before, after = (annotate.add_corrections(written(row, updates=2, budget=8), one)[0] for one in (plain, row))
     assert [len(batches) for batches in after] == [2, 2]
     for raw, normal in zip(before, after, strict=True):
-        one, other = (np.concatenate(list(records.column([batches], "weights").values())) for batches in (raw, normal))
+        one, other = (records.flat([batches], "weights") for batches in (raw, normal))
         assert other.mean() == exact(1.0)
         assert other.tolist() == exact((one / one.mean()).tolist())
 
@@ -111,13 +111,13 @@ def test_a_hot_first_token_is_weighed_by_its_own_gap(algorithm, written, records
     row = algorithm(*NO_KL, "preset=[grpo,fire]", "hot_first_token.cap=1.02")
     before = written(row)
     updates = annotate.add_corrections(before, row)[0]
-    weights = np.concatenate(list(records.column(updates, "weights").values()))
+    weights = records.flat(updates, "weights")
     expected = np.ones(18)
     expected[FIRST] = (golden.old - golden.rollout).exp().clamp(max=1.02)[FIRST]
     assert (expected[FIRST] == 1.02).any() and (expected[FIRST] < 1.02).any()
     assert weights.tolist() == exact(expected.tolist())
     # The gap is by design, so it is none of the mismatch.
-    rollout = np.concatenate(list(records.column(updates, "rollout_logprobs").values()))
+    rollout = records.flat(updates, "rollout_logprobs")
     replaced = golden.rollout.clone()
     replaced[FIRST] = golden.old[FIRST]
     assert rollout.tolist() == exact(replaced.tolist())
@@ -142,7 +142,7 @@ def test_a_hot_first_token_without_a_log_prob_weighs_one(algorithm, written, rec
     unknown = rows(torch.full_like(golden.rollout, float("nan")))
     updates = records.filled(written(row), rollout_logprobs=unknown)
     updates = annotate.add_corrections(updates, row)[0]
-    assert set(np.concatenate(list(records.column(updates, "weights").values()))) == {1.0}
+    assert set(records.flat(updates, "weights")) == {1.0}
 
 
 @pytest.mark.parametrize(

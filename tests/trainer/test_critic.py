@@ -90,20 +90,13 @@ def test_values_of_a_forest_are_those_of_each_member_alone(critic, family_of, st
 
 def columns_of(groups: list[Group]) -> dict[tuple[str, int], dict[str, np.ndarray]]:
     """Per member old values, returns and scales over the step; the last member is not live."""
-    rng = np.random.default_rng(1)
-    live = members(groups)[:-1]
+    rng, (*live, last) = np.random.default_rng(1), members(groups)
     tokens = sum(t.response_length for t in live)
-    columns = {
-        t.key: {
-            "values": rng.standard_normal(t.response_length).astype(np.float32),
-            "returns": rng.standard_normal(t.response_length).astype(np.float32),
-            "scales": np.full(t.response_length, 1 / tokens, np.float32),
-        }
-        for t in live
-    }
-    last = members(groups)[-1]
-    nothing = np.full(last.response_length, np.nan, np.float32)
-    columns[last.key] = {"values": nothing, "returns": nothing, "scales": np.zeros(last.response_length, np.float32)}
+    columns = {}
+    for t in members(groups):
+        values, returns = rng.standard_normal((2, t.response_length)).astype(np.float32) * (np.nan if t is last else 1)
+        scales = np.full(t.response_length, 0 if t is last else 1 / tokens, np.float32)
+        columns[t.key] = {"values": values, "returns": returns, "scales": scales}
     return columns
 
 
