@@ -88,11 +88,13 @@ def test_a_recipe_is_short_explained_and_passes_the_checks(name: str, tmp_path: 
 
 
 def kind_of(name: str) -> tuple[object, ...]:
-    """Recipes of one kind run the same parts; their algorithms run in tests/recipes/test_presets."""
+    """Recipes of one kind run the same parts; their algorithms run in tests/recipes/test_presets, their
+    rewards and rows below.
+    """
     config, command = load(FILES[name]), command_of(name)
-    rewards = config.reward.preset or tuple(term.verifier for term in config.reward.terms)
-    parts = (config.env.name, config.rollout.engine, config.model.train, config.prompt.format, config.data.format)
-    return command, model_type(config), rewards, *parts, config.dpo.loss, config.reward_model.kind, config.sft.mode
+    learned = any(term.verifier == "model" for term in config.reward.terms)
+    parts = (config.env.name, config.rollout.engine, config.model.train, learned)
+    return command, model_type(config), *parts, config.dpo.loss, config.reward_model.kind, config.sft.mode
 
 
 @pytest.mark.parametrize("name", {kind_of(name): name for name in FILES}.values())
@@ -127,6 +129,8 @@ def test_the_next_round_takes_the_next_prompts(name: str, tmp_path: Path) -> Non
     first, second = load(FILES[name]), load(FILES[name], [added])
     assert second.data.train[0].path == first.data.train[0].path
     assert second.data.train[0].offset == first.data.max_samples == 10240
+    if name == "iter_dpo":
+        return  # it generates in the same way
     path = with_rows(name).data.train[0].path
     prompts = []
     for offset in (0, 4):
@@ -170,7 +174,7 @@ def golds(row: Sample, scorer: Scorer) -> str:
 def test_a_right_answer_in_the_shape_that_is_asked_for_earns_everything() -> None:
     alike = defaultdict[tuple[str, str], list[tuple[str, Config]]](list)
     for name in FILES:
-        config = with_rows(name)
+        config = load(with_rows(name), ["reward.workers=1"])
         if not config.reward.given or any(t.verifier == "model" for t in config.reward.terms):
             continue
         if config.data.train:

@@ -57,5 +57,3 @@ def test_a_broken_package_is_named_and_everything_else_works(installed, tmp_path
     said = saccade("--help", installed=site, folder=tmp_path)
     assert said.returncode == 0 and "quickstart" in said.stdout
     assert "saccade-riddles" in said.stderr and "half of it is missing" in said.stderr
-    said = saccade("algorithms", "dapo", installed=site, folder=tmp_path)
-    assert said.returncode == 0 and "dapo" in said.stdout and not said.stderr

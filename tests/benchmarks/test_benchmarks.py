@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -113,15 +112,18 @@ def test_table_leaves_the_first_step_out_and_divides_by_saccade() -> None:
     assert "ratios are inside of one" in table(parts) and "| 5.00 | 5.00 |" not in table(parts)
 
 
-def test_steps_of_a_tiny_model_do_what_is_asked(tmp_path: Path) -> None:
-    command = [sys.executable, FOLDER / "compare.py", "--tiny", "--folder", tmp_path]
-    done = subprocess.run(
-        [*command, "--steps", "2", "--part", "saccade-w1"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "No part did other work than it was asked for." in done.stdout
-    parts = json.loads((tmp_path / "results.json").read_text())["parts"]
-    assert [step["trained"] for step in parts["saccade-w1"]["steps"]] == [64, 64]
+def test_steps_of_a_tiny_model_do_what_is_asked(tmp_path: Path, monkeypatch: Any) -> None:
+    from compare import differences
+    from rl_step import main
+    from works import parse
+
+    options = ["--size", "tiny", "--work", "T1", "--steps", "2", "--result", str(tmp_path / "result.json")]
+    monkeypatch.setattr(sys, "argv", ["rl_step.py", *options])
+    main()
+    found = json.loads((tmp_path / "result.json").read_text())
+    about = {"system": "saccade", "status": "ok", "work": "T1", "asked": parse("T1"), "gpu_gib": None}
+    assert differences({"saccade-w1": about | found}) == []
+    assert [step["trained"] for step in found["steps"]] == [64, 64]
 
 
 def test_the_clocks_of_an_update_are_at_methods_that_exist() -> None:

@@ -257,7 +257,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(format=st.sampled_from(list(FORMATS.values())), values=st.lists(JSON_VALUES, min_size=9, max_size=9))
 def test_any_row_is_a_sample_or_a_reason(format, values):
     names = [format.prompt[0], format.answer[0], "images", "id", "data_source", "choices", "system"]

@@ -57,8 +57,7 @@ def test_nothing_of_an_object_survives_shrinking(name: str, shrink: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("level", "kind"),
-    [("easy", "digit"), ("medium", "digit"), ("medium", "orientation"), ("medium", "colour"), ("hard", "letter")],
+    ("level", "kind"), [("easy", "digit"), ("medium", "orientation"), ("medium", "colour"), ("hard", "letter")]
 )
 def test_a_target_is_read_after_zooming_and_by_chance_before(level: str, kind: str) -> None:
     """Although the matcher is told where the target is; 3 deviations above p are no guess."""

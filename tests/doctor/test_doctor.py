@@ -18,6 +18,7 @@ from saccade.errors import ConfigError
 from saccade.plugins.doctor import Finding, examine, look, machine, model_checks
 from saccade.plugins.doctor.agreement import rows_agree
 from saccade.plugins.families.tiny import build
+from saccade.recipes import engines
 from saccade.trainer.local import LocalBackend
 from tests.endpoints import Says, scripted
 
@@ -48,21 +49,28 @@ def test_a_healthy_model_passes_to_its_end(tmp_path, name):
     assert ("another picture" in said["parity embedded"]) == (name != "qwen3")
 
 
-def test_replicas_leave_nothing_behind(family_of, tmp_path, monkeypatch):
+def test_another_engine_is_closed_and_leaves_nothing_behind(family_of, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    seen = []
+    closed = []
+
+    class Replicas:
+        def __init__(self, logs):
+            (logs / "0.log").write_text("it started")
+
+        def close(self):
+            closed.append(self)
 
     def broken(config, engine, *args, **options):
-        seen.append(engine)
         raise RuntimeError("in the midst of it")
 
+    made = engines.make_engine
+    monkeypatch.setattr(engines, "make_engine", lambda *a, logs=None: Replicas(logs) if logs else made(*a))
     monkeypatch.setattr("saccade.plugins.engines.parity.compare", broken)
     config = load(None, [f"model.path={family_of('qwen3').path}", "run.device=cpu", "rollout.replicas=1"])
     (found,) = look(*model_checks(config)[-1])
     assert (found.name, found.fix) == ("parity embedded", "fix this and run doctor again")
-    (engine,) = seen
-    assert not engine._places and not list(tmp_path.glob("saccade-*"))
+    assert len(closed) == 1 and not list(tmp_path.glob("saccade-*"))
 
 
 def test_a_broken_model_exits_with_3_and_says_what_was_left_out(tmp_path):

@@ -65,9 +65,9 @@ def encoder_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_model_learns_to_read_series_and_cannot_guess_them(tmp_path: Path) -> None:
     found = {}
-    for shown, steps in ((True, 70), (False, 10)):
+    for shown, steps in ((True, 70), (False, 4)):
         name = f"shown-{shown}"
-        rows = write(tmp_path / f"{name}.jsonl", 512, seed=1, shown=shown)
+        rows = write(tmp_path / f"{name}.jsonl", 512 if shown else 64, seed=1, shown=shown)
         val = write(tmp_path / f"{name}-val.jsonl", 64, seed=2, shown=shown)
         run = options(tmp_path, rows, run__name=name, run__max_steps=steps, val__every=steps)
         run |= {"data.val": val, "train.prompts_per_step": 32, "train.epochs": 100}
@@ -84,12 +84,11 @@ def test_a_model_learns_to_read_series_and_cannot_guess_them(tmp_path: Path) -> 
     assert again["accuracy"] == found[True]
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen2_5_vl"])
-def test_rl_trains_the_encoder_and_goes_on_exactly(name, tmp_path, same_weights) -> None:
+def test_rl_trains_the_encoder_and_goes_on_exactly(tmp_path, same_weights) -> None:
     rows = write(tmp_path / "rows.jsonl", 8, seed=3)
     # Hardly any byte of a random answer would be right; of these about half are.
     (tmp_path / "own.py").write_text("def score(s): return float(sum(map(ord, s.response)) % 2)")
-    run = options(tmp_path, rows, model__path=f"tiny:{name}", rollout__max_tokens=4)
+    run = options(tmp_path, rows, model__path="tiny:qwen2_5_vl", rollout__max_tokens=4)
     run |= {"reward.terms": [f"{tmp_path}/own.py:score"], "train.samples_per_prompt": 4}
     run |= {"reward.self_test": "off", "algorithm.preset": "grpo", "save.every": 2}
     last = rl.run(run | {"run.name": "whole", "run.max_steps": 4})

@@ -42,7 +42,7 @@ WORDS = (
 )
 SIZES = {  # rows of demonstrations, of prompts, of each evaluation set, SFT steps, RL steps
     "full": {"demonstrations": 400, "prompts": 6000, "evaluation": 600, "sft": 100, "rl": 160},
-    "quick": {"demonstrations": 64, "prompts": 128, "evaluation": 32, "sft": 4, "rl": 3},
+    "quick": {"demonstrations": 32, "prompts": 64, "evaluation": 16, "sft": 3, "rl": 2},
 }
 Size = Mapping[str, int]
 Scores = Mapping[str, Mapping[str, np.ndarray]]  # stage → set → whether each item is right
@@ -141,13 +141,8 @@ def rl_config(out: Path, data: Mapping[str, str], start: str, size: Size, seed: 
     config["rollout"] = {"max_tokens": 12}
     config["reward"] = REWARD
     config["algorithm"] = {"preset": "grpo", "drop_constant": True, "kl": {"coef": 0.0}}
-    config["train"] = {
-        "prompts_per_step": min(64, size["prompts"]),
-        "samples_per_prompt": 8,
-        "lr": 5e-4,
-        "schedule": "linear",
-    }
-    config["train"] |= {"warmup": min(10, size["rl"] - 1), "min_lr": 0.05, "weight_decay": 0.0}
+    config["train"] = {"prompts_per_step": min(64, size["prompts"] // 2), "samples_per_prompt": 8, "lr": 5e-4}
+    config["train"] |= {"schedule": "linear", "warmup": min(10, size["rl"] - 1), "min_lr": 0.05, "weight_decay": 0.0}
     config["val"] = {"every": max(1, size["rl"] // 7)}
     return config
 
