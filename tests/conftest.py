@@ -303,17 +303,13 @@ def image() -> Callable[..., Media]:
 
 
 @pytest.fixture
-def on_disk(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[Media], Media]]:
+def on_disk(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Callable[[Media], Media]:
     """Files inside of rows lie on disk, in TMPDIR, however few they are; this puts one there."""
     from saccade.media import blob_file
 
     monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("spill")))
     monkeypatch.setattr(blob_file, "IN_MEMORY", 0)
-    blob_file._file_of.cache_clear()
-    yield blob_file.Spill()
-    blob_file._file_of.cache_clear()
+    return blob_file.Spill()
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """Encoded files that came inside of rows: on disk until they are read, not in memory.
 
-While rows are loaded, `Spill` appends such files to one that the process has for it, each content
-once, and a medium keeps an `Extent` of it. That file has no name: nobody else can delete it, and
-it is gone with the process, however that ends. Other processes are sent what they need.
+While rows are loaded, `Spill` appends such files to one of the data set, each content once, and a
+medium keeps an `Extent` of it. That file has no name: nobody else can delete it, and it is gone with
+the process, however that ends. Other processes are sent what they need.
 
     media = Spill()(open_media(data))
     encoded(media)    # the same bytes, wherever they lie, or an error
@@ -13,10 +13,9 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-import threading
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 from saccade.errors import EnvironmentProblem
 from saccade.media.image_files import ImageError
@@ -30,7 +29,12 @@ def encoded(media: Media) -> bytes:
     been replaced since it was opened, so its content is compared with the hash.
     """
     if media.data is not None:
-        return media.data if isinstance(media.data, bytes) else _read(media.data)
+        if isinstance(media.data, bytes):
+            return media.data
+        file, start, length = media.data
+        data = os.pread(file.fileno(), length, start)
+        assert len(data) == length, f"{len(data)} of {length} bytes"
+        return data
     assert media.path is not None, f"media {media.hash}: no file, but pictures"
     try:
         data = Path(media.path).read_bytes()
@@ -43,11 +47,9 @@ def encoded(media: Media) -> bytes:
 def require_unchanged(media: Media) -> None:
     """For whoever reads the file at its path: as `encoded`, without taking it into memory."""
     assert media.path is not None
-    content = hashlib.sha256()
     try:
         with open(media.path, "rb") as file:
-            while block := file.read(1 << 20):
-                content.update(block)
+            content = hashlib.file_digest(file, "sha256")
     except OSError as error:
         raise ImageError(f"{media.path}: cannot be read: {error.strerror}") from None
     _require(media, content.hexdigest())
@@ -71,17 +73,15 @@ def root_hash(media: Media) -> str:
     return media.hash.rpartition("-")[0] if media.box else media.hash
 
 
-def _read(extent: Extent) -> bytes:
-    data = os.pread(extent.file.fileno(), extent.length, extent.start)
-    assert len(data) == extent.length, f"{len(data)} of {extent.length} bytes"
-    return data
-
-
 class Spill:
-    """Takes what the media of one data set hold out of memory, but for the first of them."""
+    """Takes what the media of one data set hold out of memory, but for the first of them. Its file
+    grows; the space is free again when no medium refers to it.
+    """
 
     def __init__(self) -> None:
-        self._room = IN_MEMORY
+        self._room, self._size = IN_MEMORY, 0
+        self._file: Any = None
+        self._known: dict[str, Extent] = {}
 
     def __call__(self, media: Media) -> Media:
         if media.pictures:
@@ -92,14 +92,22 @@ class Spill:
         if self._room >= 0:
             return media
         try:
-            place = _file_of(os.getpid()).append(media.hash, media.data)
+            return replace(media, data=self._known.get(media.hash) or self._append(media.hash, media.data))
         except OSError as error:
             raise EnvironmentProblem(
-                f"{_folder()}: {error.strerror}; media that came inside of rows lie there while "
-                "they are used, so set TMPDIR to a folder that exists and has room for all of "
-                "them, such as TMPDIR=/data/tmp"
+                f"{_folder()}: {error.strerror}; media that came inside of rows lie there, so set TMPDIR to a "
+                "folder that exists and has room for all of them, such as TMPDIR=/data/tmp"
             ) from None
-        return replace(media, data=place)
+
+    def _append(self, name: str, data: bytes) -> Extent:
+        """`name` is the hash of the content, which is written once."""
+        self._file = self._file or tempfile.TemporaryFile(dir=_folder(), buffering=0)  # noqa: SIM115 - stays open
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._file.fileno(), memoryview(data)[done:], self._size + done)
+        self._known[name] = Extent(self._file, self._size, len(data))
+        self._size += len(data)
+        return self._known[name]
 
 
 def _folder() -> str:
@@ -112,29 +120,3 @@ def _folder() -> str:
 
 def _writable(folder: str) -> bool:
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
-
-
-@cache
-def _file_of(process: int) -> _File:
-    """A fork has one of its own: both would write to the same place."""
-    return _File()
-
-
-class _File:
-    """Grows; its space is free again when the process ends."""
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(dir=_folder(), buffering=0)  # noqa: SIM115 - stays open
-        self._lock, self._size = threading.Lock(), 0
-        self._known: dict[str, Extent] = {}
-
-    def append(self, name: str, data: bytes) -> Extent:
-        """`name` is the hash of the content, which is written once."""
-        with self._lock:
-            if name not in self._known:
-                done, handle = 0, self._file.fileno()
-                while done < len(data):
-                    done += os.pwrite(handle, memoryview(data)[done:], self._size + done)
-                self._known[name] = Extent(self._file, self._size, len(data))
-                self._size += len(data)
-            return self._known[name]

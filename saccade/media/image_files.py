@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import re
 import zlib
-from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -33,6 +32,7 @@ OTHER_MEDIA = {
     "a video, which belongs into videos": re.compile(rb"RIFF.{4}AVI |\x1aE\xdf\xa3|.{4}ftyp(?!avi|hei|mif)", re.DOTALL),
 }
 
+ENDS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}
 PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"IDAT", b"fdAT")
 ORIENTATION = 0x0112
 UPRIGHT = {
@@ -84,28 +84,11 @@ def upright_size(image: Image.Image, data: bytes, name: str) -> tuple[int, int]:
     return (height, width) if orientation(image, data, name) in (5, 6, 7, 8) else (width, height)
 
 
-def _jpeg_ends(data: bytes) -> bool:
-    """An end mark behind the first scan; segments before it may hold a thumbnail with its own."""
-    at = 2
-    while at + 4 <= len(data) and data[at] == 0xFF:
-        if data[at + 1] == 0xDA:
-            return data.find(b"\xff\xd9", at) >= 0
-        is_fill = data[at + 1] == 0xFF
-        at += 1 if is_fill else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    return False
-
-
-ENDS: dict[str, Callable[[bytes], bool]] = {
-    "PNG": lambda data: data.rfind(b"IEND") >= 0,
-    "JPEG": _jpeg_ends,
-    "MPO": _jpeg_ends,
-    "WEBP": lambda data: len(data) >= 8 + int.from_bytes(data[4:8], "little"),
-}
-
-
 def ends(image: Image.Image, data: bytes) -> bool:
-    """Whether a file has its end mark; a format that has none is taken to be whole."""
-    return image.format not in ENDS or ENDS[image.format](data)
+    """Whether a file ends with the mark of its end; a format that has none is taken to be whole."""
+    if image.format == "WEBP":
+        return len(data) >= 8 + int.from_bytes(data[4:8], "little")
+    return data.rstrip(b"\0").endswith(ENDS.get(image.format or "", b""))
 
 
 def damaged_chunk(data: bytes) -> str | None:

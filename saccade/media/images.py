@@ -53,7 +53,7 @@ def open_media(
     if low > high:
         raise ImageError(f"{name}: min_pixels {low} is above max_pixels {high}")
     media = reference(file, width=size[0], height=size[1], min_pixels=low, max_pixels=high)
-    if not complete:  # No end mark: rare, so let the decoder say whether pixels are missing.
+    if not complete:  # rare, so let the decoder say whether pixels are missing
         decode(media)
     return media
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import MappingProxyType, NoneType, UnionType
@@ -109,50 +109,32 @@ class _Store(NamedTuple):
     known: Mapping[str, Media]
 
 
-Reader = Callable[[Any, _Store], Any]
-
-
 def decode(
     kind: Any, row: Any, arrays: Mapping[str, np.ndarray] = NO_ARRAYS, *, known: Mapping[str, Media] = NO_MEDIA
 ) -> Any:
     """The record of this type, or tuple of records. Raises ValueError where the data is not one,
     and `MissingFile`.
     """
-    return _reader(kind)(row, _Store(arrays, known))
+    return _read(kind, row, _Store(arrays, known))
 
 
-@cache
-def _reader(kind: Any) -> Reader:
+def _read(kind: Any, value: Any, store: _Store) -> Any:
+    if not _fits(kind, value):
+        raise ValueError(f"expected {kind.__name__ if isinstance(kind, type) else kind}, got {value!r:.80}")
     origin, options = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        readers = [(option, _reader(option)) for option in options]
-        read: Reader = lambda value, store: next(  # noqa: E731
-            reader(value, store) for option, reader in readers if _fits(option, value)
-        )
-    elif is_dataclass(kind):
-        read = _record_reader(kind)
-    elif kind is np.ndarray:
-        read = lambda value, store: store.arrays[value]  # noqa: E731
-    elif options == (np.ndarray, ...):
-        read = _read_ragged
-    elif origin is tuple and options[-1] is ...:
-        item = _reader(options[0])
-        read = lambda value, store: tuple(item(each, store) for each in value)  # noqa: E731
-    elif origin is tuple:
-        items = [_reader(option) for option in options]
-        read = lambda value, store: tuple(  # noqa: E731
-            item(each, store) for item, each in zip(items, value, strict=True)
-        )
-    else:
-        read = lambda value, store: value  # noqa: E731
-
-    def checked(value: Any, store: _Store) -> Any:
-        if not _fits(kind, value):
-            wanted = kind.__name__ if isinstance(kind, type) else kind
-            raise ValueError(f"expected {wanted}, got {value!r:.80}")
-        return read(value, store)
-
-    return checked
+        return _read(next(option for option in options if _fits(option, value)), value, store)
+    if is_dataclass(kind):
+        return _record(kind, value, store)
+    if kind is np.ndarray:
+        return store.arrays[value]
+    if options == (np.ndarray, ...):
+        return tuple(np.split(store.arrays[value], store.arrays[f"{value}/lengths"].cumsum()[:-1])) if value else ()
+    if origin is tuple and options[-1] is ...:
+        return tuple(_read(options[0], item, store) for item in value)
+    if origin is tuple:
+        return tuple(_read(option, item, store) for option, item in zip(options, value, strict=True))
+    return value
 
 
 def _fits(kind: Any, value: Any) -> bool:
@@ -173,32 +155,26 @@ def _fits(kind: Any, value: Any) -> bool:
     return kind is Any or isinstance(value, NoneType if kind is None else kind)
 
 
-def _read_ragged(value: str | list[Any], store: _Store) -> tuple[np.ndarray, ...]:
-    if not value:
-        return ()
-    assert isinstance(value, str)
-    lengths, flat = store.arrays[f"{value}/lengths"], store.arrays[value]
-    return tuple(np.split(flat, np.cumsum(lengths)[:-1]))
+def _record(kind: Any, row: Mapping[str, Any], store: _Store) -> Any:
+    hints, required = _hints(kind)
+    strange, missing = row.keys() - hints.keys(), required - row.keys()
+    if strange or missing:
+        listed = ", ".join(sorted(missing or strange))
+        raise ValueError(f"{kind.__name__}: {'without' if missing else 'unknown'} {listed}")
+    values = {}
+    for name, value in row.items():
+        try:
+            values[name] = _read(hints[name], value, store)
+        except ValueError as error:
+            raise ValueError(f"{kind.__name__}.{name}: {error}") from None
+    return kind(**(values | _file(values, store) if kind is Media else values))
 
 
-def _record_reader(kind: Any) -> Reader:
-    hints = get_type_hints(kind)
+@cache
+def _hints(kind: Any) -> tuple[dict[str, Any], set[str]]:
+    """Types of the fields of a record, and those that it must have."""
     required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
-
-    def read(row: Mapping[str, Any], store: _Store) -> Any:
-        strange, missing = row.keys() - hints.keys(), required - row.keys()
-        if strange or missing:
-            listed = ", ".join(sorted(missing or strange))
-            raise ValueError(f"{kind.__name__}: {'without' if missing else 'unknown'} {listed}")
-        values = {}
-        for name, value in row.items():
-            try:
-                values[name] = _reader(hints[name])(value, store)
-            except ValueError as error:
-                raise ValueError(f"{kind.__name__}.{name}: {error}") from None
-        return kind(**(values | _file(values, store) if kind is Media else values))
-
-    return read
+    return get_type_hints(kind), required
 
 
 def _file(values: Mapping[str, Any], store: _Store) -> dict[str, Any]:
