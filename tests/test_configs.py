@@ -15,7 +15,6 @@ from saccade.algorithms.build import from_config
 from saccade.checks import check
 from saccade.cli_run import MODULES
 from saccade.config import Config, load
-from saccade.config.schema import options
 from saccade.data import datasets
 from saccade.errors import ConfigError
 from saccade.plugins.generate import generate
@@ -113,13 +112,6 @@ def test_the_docs_list_every_recipe_with_its_command() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `(\w+)` \| ([\w-]+) \|", page, re.M)
     assert sorted(listed) == [(name, command_of(name)) for name in FILES]
-
-
-def test_other_systems_keys_become_options_that_exist() -> None:
-    page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| .+ \| (.+) \|$", page.partition("\n## ")[2], re.M)
-    named = {key for row in rows for key in re.findall(r"`([a-z_]+\.[a-z_.]+)`", row)}
-    assert len(named) > 60 and named - {"algorithm.args.lam"} <= dict(options()).keys()
 
 
 @pytest.mark.parametrize("name", ["rejection_sampling", "iter_dpo"])

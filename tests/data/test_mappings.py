@@ -23,7 +23,7 @@ from saccade.data.formats import FORMATS, read_row
 from saccade.errors import ConfigError, DataError
 from saccade.media.images import open_media
 from saccade.plugins.check_data.canonical_rows import to_row
-from saccade.plugins.preferences.mappings import MAPPINGS, load_mapping, mapped, number_of
+from saccade.plugins.preferences.mappings import MAPPINGS, load_mapping, mapped
 from saccade.plugins.preferences.preference_rows import chosen_first, label_of
 from saccade.types import Media, Sample
 
@@ -332,8 +332,3 @@ def test_a_file_or_function_that_raises_is_named_with_its_line(own):
         path.write_text(f"\n{text}\n")
         with pytest.raises(ConfigError, match=rf"the file raised {message}.* \(own.py:2\)"):
             load_mapping(f"{path}:f")
-
-
-def test_texts_and_lists_count_as_numbers():
-    values: list[Any] = [" -2.5 ", "1e-3", [4, "5"], "x", [], [1, None]]
-    assert [number_of(value) for value in values] == [-2.5, 0.001, 4.5, None, None, None]

@@ -74,7 +74,6 @@ BROKEN = {
         lambda f: (f / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\n"),
         f"{WEIGHTS}: is a Git LFS pointer instead of weights (run `git lfs pull`",
     ),
-    "an empty file": (lambda f: cut(f / WEIGHTS, 0), "is cut short in its header (0"),
     "a page of an error instead of weights": (
         lambda f: (f / WEIGHTS).write_bytes(b"\x05" + bytes(7) + b"<htm>"),
         f"{WEIGHTS}: has no valid header",
@@ -84,7 +83,6 @@ BROKEN = {
         "no tokenizer: none of tokenizer.json, tokenizer.model, vocab.json is there",
     ),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
-    "half a config": (lambda f: cut(f / "config.json", 40), "config.json cannot be read"),
     "weights of another vocabulary": (
         lambda f: change(f / "config.json", text_config={"vocab_size": 300}),
         "config.json has vocab_size 300, the embedding 272 rows",

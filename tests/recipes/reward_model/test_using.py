@@ -77,7 +77,7 @@ def test_models_of_two_families_and_a_rule_by_source_in_one_run(tmp_path, config
     stored = [json.loads(line) for line in file.read_text().splitlines()]
     assert {tuple(row["parts"]) for row in stored if row["data_source"] == "ruled"} == {("count",)}
     stored = [row for row in stored if row["data_source"] == "learned"]
-    data = datasets.load(load(options).data.train, load(options).data)
+    row_of = {sample.id: sample for sample in datasets.load(load(options).data.train, load(options).data).samples}
 
     def said(row: dict[str, Any]) -> str:
         texts = [part["text"] for part in row["segments"] if part["source"] == "policy"]
@@ -85,7 +85,7 @@ def test_models_of_two_families_and_a_rule_by_source_in_one_run(tmp_path, config
 
     for name in ("taste", "other"):
         model = LearnedReward.load(folders[name], device=torch.device("cpu"), dtype=torch.float32)
-        alone = model.score([reward_sample(data.sample(r["id"]), said(r)) for r in stored])
+        alone = model.score([reward_sample(row_of[r["id"]], said(r)) for r in stored])
         assert [r["parts"][name] for r in stored] == pytest.approx(alone, abs=1e-4), name
         assert np.std(alone) > 1e-3
     card = read_card(trained)
