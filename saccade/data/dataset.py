@@ -82,6 +82,10 @@ class Dataset:
         part = next(part for part in self.parts if part.start <= index < part.stop)
         return BadRow(id=id, source=part.name, row=self.row_numbers[index], reason=reason)
 
+    def sample(self, id: str) -> Sample:
+        """The sample of that id."""
+        return next(sample for sample in self.samples if sample.id == id)
+
     @property
     def rows(self) -> int:
         return sum(part.rows for part in self.parts)
