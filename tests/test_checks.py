@@ -1,12 +1,10 @@
 """Configs that cannot run are refused with the field, the reason and a value that works."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 
-from saccade.checks import check, chosen, not_counted
+from saccade.checks import check, not_counted
 from saccade.config import given, load
 from saccade.errors import ConfigError
 
@@ -32,8 +30,6 @@ def test_a_plain_config_passes(rows, command):
     ("overrides", "says"),
     [
         (["model.train=lora", "model.lora.targets=re:self_attn.(q"], "'re:self_attn.(q' is no regular expression"),
-        (["model.train=lora", "model.lora.targets=llm,"], "model.lora.targets: nothing stands beside a comma"),
-        (["model.train=lora", "model.lora.exclude=,"], "model.lora.exclude: nothing stands beside a comma"),
         (["model.train=freeze:vision,"], "model.train: nothing stands beside a comma; try"),
         (["model.train=lora", "model.lora.targets=''"], "model.lora.targets: no layer is named; try"),
         (["model.train=freeze:vision", "train.lr_scale.vision=0.1"], "train.lr_scale: has no effect without towers"),
@@ -76,37 +72,25 @@ def test_adapters_that_are_left_over_are_taken_out(rows):
 @pytest.mark.parametrize(
     ("override", "field", "remedy"),
     [
-        ("model.path=''", "model.path", "model.path=tiny:qwen2_5_vl"),
-        ("model.path=no/such/folder", "model.path", "model folder that is on this disk"),
         ("model.train=vision", "model.train", "freeze:vision"),
-        ("model.train=LoRA", "model.train", "try lora"),
-        ("model.train=freeze:vision,re:(", "model.train", "try re:self_attn"),
-        ("rollout.stop=['']", "rollout.stop", "rollout.stop=[]"),
         ("env.max_total_tokens=4096", "env.max_total_tokens", "data.max_prompt_tokens=2048"),
         ("data.train=[]", "data.train", "data.train=train.jsonl"),
-        ("data.train=missing.jsonl", "data.train", "data.allow_network=true"),
         ("data.val=missing.jsonl", "data.val", "data.allow_network=true"),
         ("data.mixing=first_exhausted", "data.mixing", "weight"),
         ("data.min_pixels=2000000", "data.min_pixels", "data.min_pixels=3136"),
         ("prompt.template=missing.jinja", "prompt.template", "remove it"),
-        ("rollout.top_p=0.9", "rollout.top_p", "rollout.truncated_sampling=replay"),
         ("rollout.top_k=50", "rollout.top_k", "rollout.top_k=-1"),
         ("env.max_total_tokens=2048", "env.max_total_tokens", "env.max_total_tokens=6144"),
         ("env.max_turns=3", "env.max_turns", "env.name=tools"),
         ("train.updates_per_step=129", "train.updates_per_step", "train.updates_per_step=128"),
         ("train.min_lr=0.1", "train.min_lr", "train.schedule=linear"),
-        ("train.betas=[0.9,1.0]", "train.betas", "[0.9,0.95]"),
-        ("train.lr_scale={eyes: 1}", "train.lr_scale", "eyes: wants factors above 0 of vision, projector, llm"),
         ("train.lr_scale.vision=0", "train.lr_scale", "vision: wants factors above 0"),
         ("reward.terms=[]", "reward.terms", "reward.terms=[math]"),
-        ("reward.clip=[1,-1]", "reward.clip", "reward.clip=[-1,1]"),
         ("save.best_metric=val/foo/accuracy", "save.best_metric", "=val/rows/accuracy"),
         ("run.resume=no/such/step", "run.resume", "run.resume=auto"),
         ("sft.loss_on=all", "sft.loss_on", "remove it"),
         ("generate.n=4", "generate.n", "remove it"),
         ("rollout.tensor_parallel=2", "rollout.tensor_parallel", "rollout.engine=vllm"),
-        ("rollout.memory_share=0.4", "rollout.memory_share", "rollout.engine=vllm"),
-        ("rollout.engine_args={a: 1}", "rollout.engine_args", "rollout.engine=vllm"),
         ("rollout.parity_max=0.1", "rollout.parity_max", "remove it"),
     ],
 )
@@ -126,7 +110,6 @@ ANSWERS = "(only commands that sample answers read it); remove it"
         *(("sft", name, "") for name in ("algorithm.preset=rloo", "algorithm.kl.coef=0.1", "train.updates_per_step=2")),
         *(("sft", name, "") for name in ("dpo.beta=0.2", "prompt.permute_choices=true")),
         ("sft dpo reward-model", "run.overcommit=true", ""),
-        ("sft dpo reward-model", "track.trajectories_every=5", ""),
         ("sft dpo reward-model", "rollout.http.url=http://127.0.0.1/v1", ""),
         *(("reward-model", name, ANSWERS) for name in ("reward.terms=[math]", "rollout.max_tokens=64", "val.n=4")),
         *(("reward-model", name, ANSWERS) for name in ("val.log_generations=1", "data.max_prompt_tokens=99")),
@@ -165,8 +148,6 @@ def test_eval_takes_the_file_of_a_training_run(rows):
     [
         ["rollout.top_p=0.9", "rollout.truncated_sampling=replay"],
         ["train.min_lr=0.1", "train.schedule=cosine"],
-        ["model.train=freeze:vision,projector"],
-        ["val.n=8"],
         ["rollout.tensor_parallel=2", "rollout.memory_share=0.4", "rollout.engine=vllm"],
         ["rollout.parity_max=0.1", "rollout.replicas=2"],
         ["reward.terms=[]", "env.name=my.py:World", "env.max_turns=4"],
@@ -176,25 +157,7 @@ def test_the_remedies_work(rows, overrides):
     check(config(rows, *overrides), "rl")
 
 
-def test_a_first_validation_alone_is_fine_where_nothing_else_validates(rows):
-    for overrides in (["val.before=true"], ["val.before=false", "val.every=0"], ["val.every=0"]):
-        check(config(rows, *overrides), "rl")
-    check(config(rows, "val.before=true", "val.every=0"), "eval")
-
-
 def test_all_problems_come_at_once(rows):
     with pytest.raises(ConfigError) as caught:
         check(config(rows, "rollout.top_p=0.5", "train.updates_per_step=999", "run.resume=x"), "rl")
     assert len(str(caught.value).splitlines()) == 3
-
-
-def test_an_estimate_is_that_of_reinforcement_learning():
-    mixed = load({"model.path": "tiny:qwen2_5_vl", "dpo.beta": 0.2})
-    check(mixed, "estimate")
-    with pytest.raises(ConfigError, match=r"^dpo\.beta: has no effect in `saccade estimate`"):
-        check(mixed, "estimate", ["dpo.beta"])
-
-
-def test_chosen_lists_what_was_set():
-    config = load(None, ["algorithm.kl.coef=0", "train.lr=1e-6"])
-    assert [name for name, _, _ in chosen(config)] == ["algorithm.kl.coef", "train.lr"]

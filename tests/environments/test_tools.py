@@ -126,8 +126,6 @@ def test_several_calls_in_a_turn(begin):
     assert stop_strings(EnvConfig(name="sokoban_step")) == stop_strings(EnvConfig()) == ()
     assert stop_strings(EnvConfig(name="crop")) == ("</grounding>",)
     assert stop_strings(EnvConfig(name="calculator")) == ("</tool_call>",)
-    many = begin(call="tool_call").step(said(one * 10_000))
-    assert len(many.messages[0].media) == 1
 
 
 def test_what_a_tool_says_is_wrapped_unless_the_template_has_a_place_for_it(begin):
@@ -154,20 +152,14 @@ def test_a_calculator(begin):
         "().__class__": "Request 8 failed: '.__class__' is not arithmetic; "
         "numbers, + - * / ^ and ( ) are. Correct it, or answer.",
         "(" * 300: "Request 9 failed: too deeply nested. Correct it, or answer.",
-        "\u0661+1": "Request 10 failed: '\u0661+1' is not arithmetic; "
-        "numbers, + - * / ^ and ( ) are. Correct it, or answer.",
     }.items():
         step = environment.step(said(named("calculate", expression=expression)))
         assert step.messages[0].text == f"<tool_response>\n{shown}\n</tool_response>"
     for expression, value in {
-        ".5": "0.5",
-        "1e3": "1000",
         "2.5E-1 * 4": "1",
         "-.5e+1": "-5",
-        "5.": "5",
         "1e99999999999": "too large",
         "2e": "'e' is not arithmetic",
-        ".": "'.' is not arithmetic",
     }.items():
         step = environment.step(said(named("calculate", expression=expression)))
         assert f": {value}" in step.messages[0].text
@@ -259,8 +251,6 @@ def test_options_that_contradict_each_other():
     for options, field in (
         ({"name": "cave"}, "env.name='cave': no such environment; use single_turn"),
         ({"name": "crop", "call": "action"}, "env.call"),
-        ({"call": "grounding"}, "env.call"),
-        ({"name": "calculator", "call": "grounding"}, "env.call"),
         ({"name": "crop", "call": "grounding", "parallel_calls": 2}, "env.parallel_calls"),
         ({"name": "my.py:World", "tools": ["a.py:f"]}, "env.tools"),
         ({"name": "tools"}, "env.tools"),

@@ -1,7 +1,5 @@
 """Rows of which one candidate is better, for preference training and reward models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Numbers of scored groups that can be worked out by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`saccade chat`: in a terminal, over a file, as a server that a browser can talk to."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -10,14 +8,12 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.config import load
-from saccade.plugins.evaluation.answering import room
 from saccade.plugins.serving import chat_command as chatting
 from saccade.types import Media, Message, Sampling
 from tests.browser import CHROMIUM, Browser
@@ -90,13 +86,6 @@ def test_a_file_of_conversations_gets_the_answers_of_the_terminal(folder, pictur
     assert "nothing is overwritten" in chat(folder, *options).output
 
 
-def test_an_image_of_a_file_keeps_its_own_pixel_budget(picture):
-    shown = {"type": "image", "image": picture.name, "max_pixels": 3136}
-    turns = [{"role": "user", "content": [shown]}]
-    (message,) = chatting._conversation(turns, "in.json[0]", picture.parent, load({}))
-    assert message.media[0].max_pixels == 3136
-
-
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -156,13 +145,6 @@ def test_ctrl_c_ends_an_answer_between_two_steps(folder):
         assert again.finish == "length" and again.ids[:4].tolist() == done.ids.tolist()
 
 
-def test_an_answer_has_the_room_that_the_engine_was_built_with(family_of):
-    family = replace(family_of("qwen2_5_vl"), max_positions=131_072)
-    for engine, tokens in (("vllm", 32_768), ("embedded", 131_072), ("http", 131_072)):
-        asked = [f"rollout.engine={engine}", "rollout.max_tokens=30000"]
-        assert room(load(None, asked), family) == tokens
-
-
 def test_a_refused_question_is_not_the_end_of_the_talk():
     script = [Says(status=400, body={"error": {"message": "too rude"}}), chat_answer("four")]
     with scripted(script) as endpoint:
@@ -208,16 +190,6 @@ def test_terminal_and_endpoint_say_the_same(server, folder):
     with urllib.request.urlopen(request, timeout=60) as reply:
         text = json.loads(reply.read())["choices"][0]["message"]["content"]
     assert text and text in chat(folder, "--greedy", typed=["hello", "exit"]).stdout
-
-
-def test_a_chat_over_an_endpoint(server, folder, picture, monkeypatch):
-    url, page = server
-    monkeypatch.setenv("SACCADE_TEST_KEY", page.partition("#token=")[2])
-    typed = [f"/image {picture}", "how many?", "exit"]
-    options = ["rollout.engine=http", f"rollout.http.url={url}"]
-    there = chat(*options, "rollout.http.key=SACCADE_TEST_KEY", "--greedy", typed=typed)
-    assert there.exit_code == 0, there.output
-    assert there.stdout == chat(folder, "--greedy", typed=typed).stdout
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")

@@ -1,7 +1,5 @@
 """Cold-start rows: played in the environment, read back to the tokens that an episode has."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -10,7 +8,6 @@ from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.config import load
-from saccade.errors import ConfigError, DataError
 from saccade.media.images import decode
 from saccade.models.families import load_family
 from saccade.plugins.families import tiny
@@ -177,18 +174,6 @@ def test_the_searcher_writes_calls_as_the_environment_reads_them(coordinates, ca
         looks = [text for text in said[:-1] if AGAIN not in text]
         assert len(row["images"]) == 1 + len(looks)  # every look shows something
         assert f"<{call}>" in said[0]
-
-
-def test_what_cannot_be_played_is_refused(scenes, tmp_path):
-    for option in ("coordinates=absolute", "name=calculator"):
-        with pytest.raises(ConfigError, match=f"env.{option}: the scripted searcher"):
-            coldstart.run(load(None, [*ENV, f"env.{option}"]), scenes["easy"], tmp_path / option)
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"question": "2+2?", "answer": "4"}) + "\n")
-    with pytest.raises(DataError, match="no visual-search scene"):
-        coldstart.run(load(None, ENV), path, tmp_path / "cold")
-    with pytest.raises(ConfigError, match="--verifier taste"):
-        coldstart.run(load(None, ENV), scenes["easy"], tmp_path / "x", verifier="taste")
 
 
 OWN = """

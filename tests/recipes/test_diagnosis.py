@@ -22,12 +22,6 @@ def test_unread_answers_are_said_after_the_first_validation(tmp_path, rl_config,
     assert "; one of them ends with '" in log and "check prompt.format" in log
 
 
-def test_unread_answers_are_said_after_the_first_step(tmp_path, rl_config):
-    log = log_of(tmp_path, rl_config(tmp_path) | MANY | TAGS)
-    assert "nothing is learned: all of the responses have no answer that can be read (count" in log
-    assert "one of them ends with '" in log
-
-
 def test_groups_that_are_nearly_all_dead_are_said_with_what_a_live_one_costs(tmp_path, rl_config):
     terms = [{"verifier": "count", "args": {"order": ["last_number"]}}]
     pairs = {"train.prompts_per_step": 64, "train.samples_per_prompt": 2}

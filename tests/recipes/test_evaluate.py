@@ -169,20 +169,6 @@ def test_rewards_that_fail_are_counted_beside_the_accuracy(tmp_path, judged, fou
     assert lines(tmp_path / "b/samples.jsonl") == stored  # as if it had never failed before
 
 
-def test_an_evaluation_whose_rewards_fail_ends_with_its_samples(tmp_path, judged, capsys):
-    (tmp_path / "mine.py").write_text("def score(sample):\n    raise ValueError('no')\n")
-    own = {"reward__terms": [f"{tmp_path}/mine.py:score"], "reward__self_test": "off"}
-    with pytest.raises(RewardError, match="8 of 8 samples could not be scored"):
-        evaluate.run(judged(tmp_path, **own), out=tmp_path / "eval")
-    said = capsys.readouterr().out
-    assert "val: nothing could be scored  error 100%" in said and "reward.terms" not in said
-    assert "parse_rate" not in said  # the reward failed, not the answers
-    first = lines(tmp_path / SAMPLES)
-    again = judged(tmp_path, **own, reward__max_error_rate=1.0)
-    evaluate.run(again, out=tmp_path / "again", rescore=tmp_path / SAMPLES)
-    assert lines(tmp_path / "again/samples.jsonl") == first
-
-
 def test_what_abstains_is_said_and_scored_again_alike(four, again, capsys):
     rows = [row | {"gold": "see figure"} for row in lines(four[1] / "samples.jsonl")]
     rows[0] |= {"response": "<think>a</think><answer>see figure</answer>", "end_reason": "answered"}
@@ -192,27 +178,6 @@ def test_what_abstains_is_said_and_scored_again_alike(four, again, capsys):
     assert all(r["score"] is None for r in stored if r["status"] == "abstain")
     found = [r["extracted"] is not None for r in stored if r["status"] != "abstain"]
     assert metrics["parse_rate"] == np.mean(found)  # what abstains says nothing of the answer
-
-
-def test_a_value_beyond_one_is_a_score_and_no_accuracy(tmp_path, four, again, capsys):
-    (tmp_path / "mine.py").write_text("def score(sample):\n    return float(sample.answer)\n")
-    found, stored = again(lines(four[1] / "samples.jsonl"), f"{tmp_path}/mine.py:score")
-    golds = [float(row["gold"]) for row in stored]
-    assert found["score"] == pytest.approx(np.mean(golds)) and "accuracy" not in found
-    assert f"val: score {np.mean(golds):.3f} [" in capsys.readouterr().out
-
-
-def test_rows_that_are_left_out_are_listed(tmp_path, judged, scenes, capsys):
-    good = (scenes / "val.jsonl").read_text().splitlines()[:2]
-    bad = json.dumps({"id": "dark", "problem": "<image>How many?", "answer": "1"})
-    (tmp_path / "some.jsonl").write_text("\n".join([*good, bad]) + "\n")
-    (tmp_path / "images").symlink_to(scenes / "images")
-    rows = str(tmp_path / "some.jsonl")
-    config = judged(tmp_path, data__val=rows, data__max_bad_fraction=0.5, data__allow_outside=True)
-    evaluate.run(config, out=tmp_path / "eval")
-    said = capsys.readouterr().out
-    assert "some: 2 of 3 rows" in said and "some: some:" not in said
-    assert [row["id"] for row in lines(tmp_path / "eval" / "quarantine.jsonl")] == ["dark"]
 
 
 def test_the_command(tmp_path, judged, four):

@@ -8,24 +8,23 @@ import signal
 import threading
 import time
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from saccade.algorithms.build import resolve
 from saccade.cli import app
-from saccade.config import AlgorithmConfig, Config, load, to_yaml
+from saccade.config import AlgorithmConfig, load, to_yaml
 from saccade.errors import ConfigError, DataError, EnvironmentProblem, Interrupted, RewardError, TrainingError
 from saccade.plugins.evaluation import evaluate
 from saccade.plugins.generate import generate
-from saccade.recipes import rl, sft
-from saccade.recipes.failures import check_errors, check_mismatch
+from saccade.recipes import rl
+from saccade.recipes.failures import check_mismatch
 from saccade.rollout import scoring
 from saccade.run.checkpoint import complete_steps
 from saccade.run.loggers import read_metrics
 from saccade.trainer.local import LocalBackend
-from saccade.types import Group, Metrics, Sample, Trajectory
+from saccade.types import Metrics
 
 
 def damaged_copy(scenes, folder, name="train.jsonl"):
@@ -96,18 +95,6 @@ def test_a_damaged_image_in_validation_costs_its_row_or_no_finished_step(rl_conf
     row = rl.run(config | lenient)
     assert (row["val/val/items"], row["val/val/left_out"]) == (7, 1)
     assert [row["step"] for row in read_metrics(tmp_path / "other")] == [1, 2, 3]
-
-
-def test_an_engine_that_fails_in_validation_loses_no_finished_step(sft_config, scenes, tmp_path, monkeypatch):
-    def broken(*args, **kwargs):
-        raise RuntimeError("the engine is gone")
-
-    monkeypatch.setattr("saccade.recipes.evaluator.collect", broken)
-    config = sft_config(tmp_path, run__max_steps=2, save__every=0, val__every=1, val__before=False)
-    with pytest.raises(RuntimeError, match="is gone"):
-        sft.run(config | {"data.val": str(scenes / "val.jsonl"), "reward.terms": ["count"]})
-    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
-    assert complete_steps(tmp_path / "run" / "checkpoints") == [1]
 
 
 @pytest.mark.parametrize("command", ["eval", "generate", "chat"])
@@ -211,35 +198,6 @@ def test_weights_that_were_cut_short_or_are_missing_are_refused_before_a_run_beg
 
 
 @pytest.mark.parametrize(
-    ("ends", "blamed"),
-    [
-        (("env_error", "timeout"), "fix the environment (crop), or raise"),
-        (("env_error", "answered"), "fix the environment (crop) and the reward, or raise"),
-        (("answered", "answered"), "fix the reward, or raise"),
-    ],
-)
-def test_who_failed_is_named(ends, blamed):
-    nothing = np.zeros(0)
-    members = tuple(
-        Trajectory(
-            sample_id="a",
-            repeat=repeat,
-            ids=nothing,
-            sources=nothing,
-            logprobs=nothing,
-            versions=nothing,
-            end_reason=end,
-            status="error",
-        )
-        for repeat, end in enumerate(ends)
-    )
-    group = Group(sample=Sample(id="a", messages=()), uid="a", trajectories=members)
-    config = Config.model_validate({"env": {"name": "crop"}})
-    with pytest.raises(RewardError, match=re.escape(blamed)):
-        check_errors([group], config)
-
-
-@pytest.mark.parametrize(
     ("does", "raised"),
     [
         ("(run / 'checkpoints').rmdir() or (run / 'checkpoints').touch()", FileExistsError),
@@ -258,15 +216,6 @@ def test_the_log_holds_the_traceback_of_what_nobody_expected(does, raised, rl_co
     told = (run / "log.txt").read_text()
     assert "Traceback (most recent call last):" in told and f"{raised.__name__}: " in told
     assert raised is FileExistsError or f'File "{mine}", line 8, in keep' in told
-
-
-def test_a_refusal_names_no_checkpoint_of_another_run(rl_config, tmp_path):
-    rl.run(rl_config(tmp_path, run__max_steps=1))
-    start = str(tmp_path / "run" / "checkpoints" / "step-1")
-    other = rl_config(tmp_path, run__name="other", run__resume=start, train__lr_scale={"audio": 2.0})
-    with pytest.raises(ConfigError, match=r"the model has no tower 'audio'; it has ") as refused:
-        rl.run(other)
-    assert "is saved in" not in str(refused.value)
 
 
 def test_steps_without_a_checkpoint_are_kept_and_begun_again(rl_config, tmp_path, capsys):

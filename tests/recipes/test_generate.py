@@ -1,7 +1,5 @@
 """Batch inference: n responses per row, and an exact resume after a kill."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -174,17 +172,3 @@ def test_right_episodes_become_conversations_to_learn_from(tmp_path, config, cap
     path.write_bytes(whole[: len(whole) // 2])
     generate.run(chosen)
     assert (path.read_bytes(), taught.read_bytes()) == (whole, made)
-
-
-def test_a_crash_while_writing_leaves_the_rows_so_far(tmp_path, monkeypatch):
-    path = tmp_path / "coldstart" / "train.jsonl"
-    path.parent.mkdir()
-    path.write_text('{"id": "a/0"}\n')
-
-    def full(descriptor):
-        raise OSError("no space left")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="no space"):
-        generate._teach(path, (), {"a"})
-    assert rows_of(path) == [{"id": "a/0"}]

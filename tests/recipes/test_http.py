@@ -1,7 +1,5 @@
 """`eval` and `generate` over an endpoint: the same answers, and nothing is asked twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

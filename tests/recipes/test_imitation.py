@@ -75,15 +75,6 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path, sft_config, family_of)
         sft.run(sft_config(tmp_path, sft__kd_coef=0.2))
 
 
-def test_a_mixture_with_the_same_tokens_teaches_a_dense_model(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}) + "\n")
-    options = [f"run.out={tmp_path}", "run.max_steps=1", "train.warmup=0", f"data.train={rows}"]
-    models = ["model.path=tiny:qwen3", "sft.teacher=tiny:qwen3_moe"]
-    last = sft.run(load(None, [*options, *models, "train.prompts_per_step=1"]))
-    assert last["sft/teacher"] > 0
-
-
 # -- documents -------------------------------------------------------------------------------------
 
 

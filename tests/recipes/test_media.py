@@ -2,10 +2,7 @@
 
 import json
 import math
-import time
 import wave
-from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,18 +10,14 @@ from PIL import Image
 
 from saccade.config import DataConfig, DataSource, load
 from saccade.data.datasets import load as load_data
-from saccade.data.stream import Stream
-from saccade.engines.embedded import EmbeddedEngine
 from saccade.media import pixel_cache
 from saccade.models.families import qwen_vl
 from saccade.plugins.check_data.canonical_rows import to_row
 from saccade.plugins.check_data.check_data import check_data
 from saccade.plugins.export.export import export
 from saccade.plugins.preferences import dpo
-from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.plugins.reward_models import reward_training
-from saccade.recipes import questions, rl, rl_rollout, sft
-from saccade.run import quarantine
+from saccade.recipes import rl, sft
 
 TINY = {"video": "tiny:qwen2_5_vl", "audio": "tiny:qwen2_audio", "every": "tiny:qwen2_5_omni"}
 SHOWN = {"sft": "sft/loss", "dpo": "dpo/loss", "rl": "reward/mean", "rm": "rm/loss"}
@@ -130,24 +123,6 @@ def test_a_broken_medium_is_a_bad_row(folder):
         assert report.good == 0 and len(report.bad) == 1 and name in report.bad[0].reason
 
 
-def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(family_of, tmp_path, monkeypatch):
-    begun, ready = [], 3
-    ahead = SimpleNamespace(get=begun.append)
-    family = replace(family_of("qwen2_5_vl"), cache=lambda media: ahead)
-    rows = write_jsonl(counting_split(8, seed=0, colours=TEACHING_COLOURS), tmp_path)
-    data = load_data([DataSource(path=str(rows))], DataConfig())
-    stream = Stream(data, seed=0, config=DataConfig())
-    coming = [media for sample in stream.peek(4) for media in sample.media]
-    pixels = [family.measure(media)[1] * family.unit**2 for media in coming]
-    monkeypatch.setattr(rl_rollout, "LOOK_AHEAD", 3 * sum(pixels[:ready]))
-    rl_rollout.prefetch_prompts(stream, 4, family)
-    deadline = time.monotonic() + 30
-    while family._render.cache_info().currsize < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert family._render.cache_info().currsize == 4  # their texts are ready, too
-    assert set(begun) == set(coming[:ready]) and len(begun) == ready and len(coming) == 4
-
-
 def test_a_picture_is_decoded_once_however_often_its_row_comes(rl_config, tmp_path, monkeypatch):
     decoded, decode = [], pixel_cache.decode
     monkeypatch.setattr(pixel_cache, "decode", lambda media: decoded.append(media.hash) or decode(media))
@@ -155,17 +130,6 @@ def test_a_picture_is_decoded_once_however_often_its_row_comes(rl_config, tmp_pa
     options = {"data.train": pictures(tmp_path, 4), "track.trajectories_every": 0}
     result = rl.run(rl_config(tmp_path) | options | {"run.max_steps": 3})
     assert result["data/epoch"] == 3 and len(decoded) == len(set(decoded)) == 4
-
-
-def test_a_set_is_looked_at_once_however_often_it_is_measured(family_of, tmp_path, monkeypatch):
-    looked, damage = [], quarantine.decode_error
-    monkeypatch.setattr(quarantine, "decode_error", lambda sample, cache: looked.append(sample.id) or damage(sample))
-    config = load({"run.out": str(tmp_path), "data.train": pictures(tmp_path, 3)})
-    family = family_of("qwen2_5_vl")
-    data = questions.load_prompts(config, config.data.train, family)
-    kept = quarantine.Quarantine(tmp_path, config.data)
-    assert [len(kept.whole(data, family)) for _ in range(3)] == [3, 3, 3]
-    assert sorted(looked) == ["0", "1", "2"]
 
 
 def test_a_row_is_set_aside_when_its_picture_was_replaced(rl_config, tmp_path, monkeypatch):
@@ -194,22 +158,3 @@ def pictures(folder, count):
         lines.append(json.dumps({"id": str(n), "problem": "?", "answer": "1", "images": f"{n}.png"}))
     (folder / "rows.jsonl").write_text("\n".join(lines))
     return str(folder / "rows.jsonl")
-
-
-def test_the_next_prompts_are_prepared_once_the_engine_has_begun(rl_config, tmp_path, monkeypatch):
-    looks, ahead = [0], []
-    poll, prefetch = EmbeddedEngine.poll, rl_rollout.prefetch_prompts
-
-    def counting(engine):
-        looks[0] += 1
-        return poll(engine)
-
-    def noting(*arguments):
-        ahead.append(looks[0])
-        prefetch(*arguments)
-
-    monkeypatch.setattr(EmbeddedEngine, "poll", counting)
-    monkeypatch.setattr(rl_rollout, "prefetch_prompts", noting)
-    rl.run(rl_config(tmp_path, run__max_steps=2, val__every=0))
-    assert len(ahead) == 2 and ahead[0] == 1  # once in a step, after its first look
-    assert 1 < ahead[1] < looks[0]

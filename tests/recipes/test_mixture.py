@@ -114,12 +114,6 @@ def test_a_smoke_test_takes_a_tiny_model_of_the_same_kind(path, described, tiny,
     assert line + ("\n" if described else ", guessed by name") in result.stdout
 
 
-def test_who_balances_experts_gets_a_tiny_model_that_has_some():
-    paths = ("models/Qwen-own", "models/Mixtral-8x7B", "models/mine")
-    kinds = [model_type(load({"model.path": path, "train.aux_coef": 0.01})) for path in paths]
-    assert kinds == ["qwen3_moe", "mixtral", "qwen3_moe"]
-
-
 def test_what_is_no_mixture_or_cannot_read_one_is_refused(config, tmp_path):
     with pytest.raises(ConfigError, match=r"train\.aux_coef=0.01: Llama"):
         sft.run(config(model__path="tiny:llama"))

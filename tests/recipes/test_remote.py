@@ -1,8 +1,6 @@
 """A run whose rewards come from a service learns what it would learn at home."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,10 +17,7 @@ from saccade.plugins.serving.reward_service import RewardService, reward_app
 from saccade.recipes import rl
 from saccade.rewards.scorer import Scorer
 from saccade.run.loggers import read_metrics
-from tests.endpoints import Says, fair_judge, scripted
-
-Make = Callable[..., dict[str, Any]]
-
+from tests.endpoints import Says, scripted
 
 MODEL = {"verifier": "model", "args": {"path": "tiny:qwen2_vl"}}
 
@@ -76,27 +71,6 @@ def test_a_model_scores_behind_the_service_as_at_home(tmp_path, rl_config):
     assert home["reward/std"] > 1e-3
     assert other["reward/mean"] == pytest.approx(home["reward/mean"], abs=1e-5)
     assert other["reward/std"] == pytest.approx(home["reward/std"], abs=1e-5)
-
-
-def test_rule_judge_model_and_service_in_one_run(tmp_path, rl_config, address):
-    judge = {"verifier": "judge", "weight": 0.5, "args": {"order": ["last_number", "whole"]}}
-    terms = ["count", judge, {**MODEL, "weight": 0.25}, {"verifier": "remote", "weight": 0.125}]
-    with scripted(fair_judge) as endpoint:
-        config = rl_config(tmp_path) | {
-            "run.max_steps": 1,
-            "reward.by_source": {"counting": terms, "default": "r1v"},
-            "reward.terms": [],
-            "reward.judge.url": endpoint.url,
-            "reward.judge.model": "m",
-            "reward.remote.url": address,
-        }
-        rl.run(config)
-    for row in read_metrics(tmp_path / "run"):
-        parts = {name: row[f"reward/{name}"] for name in ("count", "judge", "model", "remote")}
-        assert parts["count"] == parts["remote"] == row["reward/accuracy"]
-        assert row["judge/calls"] > 0 and row["service/remote/failures"] == 0
-        whole = sum(w * parts[n] for n, w in zip(parts, (1, 0.5, 0.25, 0.125), strict=True))
-        assert row["reward/mean"] == pytest.approx(whole, abs=1e-5)
 
 
 def test_a_service_that_fails_stops_the_run(tmp_path, rl_config):

@@ -1,6 +1,5 @@
 """Reinforcement learning end to end on a tiny model: what a step does, what it leaves behind."""
 
-import base64
 import json
 
 import numpy as np
@@ -12,7 +11,6 @@ import saccade
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError, TrainingError
-from saccade.media import blob_file
 from saccade.recipes import rl
 from saccade.run import checkpoint
 
@@ -181,32 +179,6 @@ def test_bfloat16(tmp_path, rl_config, optimizer):
         assert row["guard/nonfinite"] == 0 and row["mismatch/mult_prob_error"] < 1.01
 
 
-def test_pictures_in_a_spill_file_change_nothing_also_when_a_run_goes_on(
-    tmp_path, rl_config, scenes, numbers, same_weights, monkeypatch, on_disk
-):
-    rows = [json.loads(line) for line in (scenes / "train.jsonl").read_text().splitlines()]
-    for row in rows:
-        files = [(scenes / image).read_bytes() for image in row["images"]]
-        row["images"] = [base64.b64encode(file).decode() for file in files]
-    inside = tmp_path / "rows.jsonl"
-    inside.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = rl_config(tmp_path, data__train=str(inside), train__schedule="constant")
-    config |= {"track.trajectories_every": 1}
-    disk, memory = tmp_path / "disk", tmp_path / "memory"
-    appended, append = [], blob_file.Spill._append
-    monkeypatch.setattr(blob_file.Spill, "_append", lambda *file: appended.append(file) or append(*file))
-    for steps in (1, 2):
-        rl.run(config | {"run.out": str(disk), "run.resume": "auto", "run.max_steps": steps})
-    assert appended
-    monkeypatch.setattr("saccade.media.blob_file.IN_MEMORY", 1 << 30)
-    rl.run(config | {"run.out": str(memory), "run.max_steps": 2})
-    assert numbers(disk / "run") == numbers(memory / "run")
-    assert same_weights(*(out / "run" / "checkpoints" / "step-2" for out in (disk, memory)))
-    stored = [sorted((out / "run" / "trajectories").rglob("*.*")) for out in (disk, memory)]
-    for one, other in zip(*stored, strict=True):
-        assert one.name == other.name and one.read_bytes() == other.read_bytes()
-
-
 def test_a_frozen_tower_stays_as_it_was(tmp_path, rl_config, word_model, tensors):
     rl.run(rl_config(tmp_path, run__max_steps=1, model__train="freeze:vision"))
     before, after = tensors(word_model), tensors(tmp_path / "run" / "checkpoints" / "step-1")
@@ -332,13 +304,6 @@ def test_max_hours_ends_a_run_with_a_checkpoint(tmp_path, rl_config):
     assert "run.max_hours=1e-09 is reached after step 1" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_epochs_say_how_long_a_run_is(tmp_path, rl_config, numbers):
-    config = rl_config(tmp_path, train__epochs=0.5, train__prompts_per_step=6)
-    del config["run.max_steps"]
-    rl.run(config | {"algorithm.kl.coef": 0})
-    assert [row["step"] for row in numbers(tmp_path / "run")] == [1, 2]  # half of 24 rows, six each
-
-
 def test_a_filter_of_ones_own_chooses_the_groups(rl_config, tmp_path):
     own = tmp_path / "own.py"
     own.write_text(
@@ -356,14 +321,6 @@ def test_a_filter_of_ones_own_chooses_the_groups(rl_config, tmp_path):
         rl.run(config | {"run.name": "b", "algorithm.filter.function": f"{own}:invent"})
     with pytest.raises(ConfigError, match=r"algorithm\.filter\.function=mine.*file\.py:name"):
         rl.run(config | {"run.name": "c", "algorithm.filter.function": "mine"})
-
-
-def test_the_schedule_counts_steps_whatever_was_trained(tmp_path, rl_config, numbers):
-    config = rl_config(tmp_path, run__max_steps=3, train__updates_per_step=4)
-    rl.run(config | {"algorithm.drop_constant": True, "train.schedule": "linear"})
-    state = checkpoint.read_progress(tmp_path / "run" / "checkpoints" / "step-3")
-    assert state["updates"] == 3 * 4
-    assert any(row["group/constant_low"] > 0 for row in numbers(tmp_path / "run"))
 
 
 def test_the_length_limit_of_an_episode_is_that_of_all_its_turns(tmp_path, rl_config):

@@ -2,12 +2,10 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import threading
 import time
-from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +21,6 @@ from saccade.recipes import rl, sft
 from saccade.run.checkpoint import complete_steps
 from saccade.run.checkpointer import Checkpointer
 from saccade.run.loggers import read_metrics
-from saccade.system import contents
 
 THREAD = "checkpoint"
 
@@ -209,18 +206,6 @@ def test_a_disk_that_stays_full_leaves_the_folder_free(tmp_path, sft_config, mon
     assert steps_of(tmp_path / "run") == [2, 4]
 
 
-def test_a_disk_that_fills_up_names_the_checkpoint_before(tmp_path, sft_config, monkeypatch, capsys):
-    """There was room for the first one; the last of step 4 is tried at the end once more."""
-    usage, folder = shutil.disk_usage(tmp_path), tmp_path / "run" / "checkpoints"
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda _: usage._replace(free=5_000 if steps_of(folder.parent) else 9_000_000)
-    )
-    with pytest.raises(EnvironmentProblem, match=r"needs up to [\d.]+ MB, 5\.0 kB are free") as caught:
-        sft.run(sft_config(tmp_path, save__every=2, save__background=False) | SFT)
-    assert f"step 2 is saved in {folder / 'step-2'}; fix the" in str(caught.value)
-    assert "could not be saved" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("kind", ["rl", "dpo"])
 def test_a_disk_too_small_for_one_checkpoint_is_refused_before_the_first_step(kind, tmp_path, config_of, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
@@ -263,28 +248,6 @@ def test_a_tensor_that_is_lost_on_the_way_is_found(tmp_path, sft_config, monkeyp
         sft.run(sft_config(tmp_path, save__every=2) | SFT)
     kept = steps_of(tmp_path / "run")[-1]
     assert caught.value.exit_code == 3 and f"step {kept} is saved in" in str(caught.value)
-
-
-def test_another_error_comes_first_and_both_are_told(tmp_path, rl_config, before_writing, capsys):
-    mine, failed = tmp_path / "mine.py", tmp_path / "failed"
-    mine.write_text(
-        "from pathlib import Path\n\nseen = []\n\ndef keep(groups):\n    seen.append(1)\n"
-        f"    return groups if len(seen) < 3 else Path({str(failed)!r}).touch() or 1 / 0\n"
-    )
-
-    def full_disk_later():
-        deadline = time.monotonic() + 60
-        while not failed.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        full_disk()
-
-    before_writing(full_disk_later)
-    config = rl_config(tmp_path, algorithm__filter__function=f"{mine}:keep", save__every=2)
-    with pytest.raises(Exception, match="division by zero"):
-        rl.run(config)
-    said = capsys.readouterr().out.replace("\n", "")
-    assert re.search(r"checkpoint of step 2 could not be written: \S+/step-2: No space", said)
-    assert steps_of(tmp_path / "run") == [2]  # written again at the end
 
 
 @pytest.mark.parametrize(
@@ -335,20 +298,6 @@ def test_one_is_written_at_a_time(tmp_path, sft_config, before_writing):
     phases = [n for n in rows[2] if n.startswith("time/") and n.count("/") == 1]
     parts = [rows[2][n] for n in phases if n not in ("time/step", "time/bottleneck")]
     assert sum(parts) == pytest.approx(rows[2]["time/step"])
-
-
-def test_the_next_save_uses_the_memory_of_the_last(tmp_path, sft_config, monkeypatch, before_writing):
-    """Also where it has to wait for it: two copies at a time would be twice the memory."""
-    made = []
-    new_block = contents._new_block
-    monkeypatch.setattr(contents, "LEAST_KEPT", 1)
-    monkeypatch.setattr(contents, "_KEPT", defaultdict(list))
-    monkeypatch.setattr(contents, "_new_block", lambda n: made.append(n) or new_block(n))
-    sft.run(sft_config(tmp_path, save__every=1, run__max_steps=2) | SFT)
-    of_one_save = len(made)
-    before_writing(lambda: time.sleep(0.3))
-    sft.run(sft_config(tmp_path, save__every=1, run__max_steps=6, run__resume="auto") | SFT)
-    assert len(made) == of_one_save > 0
 
 
 def test_without_room_for_a_copy_training_waits_and_says_so_once(

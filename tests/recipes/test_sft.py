@@ -1,7 +1,5 @@
 """Supervised fine-tuning: the loss of stock transformers on the same tokens, however packed."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

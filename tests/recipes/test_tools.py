@@ -9,12 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from saccade.cli import app
-from saccade.config import load
 from saccade.plugins.evaluation import evaluate
 from saccade.plugins.reports.trajectories import read_trajectories
-from saccade.recipes import parts, questions, rl
+from saccade.recipes import rl
 from saccade.run.loggers import read_metrics
-from saccade.types import Message, Sample
 from tests.browser import page_data
 from tests.public_sets import write_all
 
@@ -113,19 +111,6 @@ def _check_metrics(row, records):
     assert row["turns/images_per_sample"] == pytest.approx(np.mean(pictures)) and max(pictures) > 2
 
 
-def test_evaluation_has_limits_of_its_own(config, tmp_path, scenes):
-    val = {"data.val": str(scenes / "val.jsonl"), "val.n": 4, "val.temperature": 1.0}
-    tried = load(config | val)
-    assert parts.limits_of(tried).max_turns == 3
-    assert parts.limits_of(tried, evaluation=True).max_turns == 5
-    for sampling in (parts.rollout_sampling(tried), parts.validation_sampling(tried)):
-        assert sampling.stop == ("</grounding>",)
-    evaluate.run(tried)
-    lines = (tmp_path / "run-eval" / "samples.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert len(rows) == 32 and {row["end_reason"] for row in rows} >= {"answered", "max_turns"}
-
-
 def test_one_evaluation_gives_every_limit_of_turns(config, tmp_path, scenes, capsys):
     """Accuracy under a limit is that of an evaluation with this limit, to the last digit."""
     limits = (1, 3, 5)
@@ -173,10 +158,3 @@ def test_suites(config, tmp_path, image):
     asked = next(row for row in rows if row["set"] == "vstar")
     assert "(A) rubber\n(B) cotton" in asked["prompt"] and "letter" not in asked["prompt"]
     assert {row["data_source"] for row in rows} == set(names)
-
-
-def test_the_prompt_says_how_to_answer_and_how_to_zoom(config):
-    tried = load(config | {"prompt.instruction": None})
-    question = Sample(id="q", messages=(Message(role="user", parts=("How many?",)),))
-    told = questions.prompt_builder(tried)(question).messages[0].text
-    assert "<answer>" in told and "<grounding>" in told and "fractions" in told

@@ -52,25 +52,6 @@ def test_an_estimate_counts_what_a_run_counts(tmp_path, rl_config, changes):
     assert len(foretold) == len([name for name in last if name.startswith("flops/")])
 
 
-def test_who_has_looked_at_pictures_before_it_learns_need_not_look_again(tmp_path, rl_config):
-    """For its values, as the policy for its old log-probs: an epoch only reads the features."""
-    learned = [
-        rl.run(
-            rl_config(
-                tmp_path,
-                run__max_steps=1,
-                run__name=f"{epochs}",
-                model__train="freeze:vision,projector",
-                algorithm__preset="ppo",
-                algorithm__old="recompute",
-                train__epochs_per_batch=epochs,
-            )
-        )["flops/update"]
-        for epochs in (1, 2)
-    ]
-    assert learned[1] == pytest.approx(2 * learned[0])
-
-
 def test_supervised_steps_count_their_update(tmp_path, sft_config):
     last = sft.run(sft_config(tmp_path, run__max_steps=1))
     assert last["flops/update"] > 0 and last["flops/recomputed"] == 0
@@ -86,13 +67,3 @@ def test_shares_of_a_known_device():
         "perf/mfu_update": pytest.approx(1400 / 3 / 989),
         "perf/bandwidth_rollout": pytest.approx(1.5 / 4.8),
     }
-
-
-def test_no_shares_without_a_peak_in_this_precision_or_a_time():
-    counted = {"flops/update": 1400.0, "bytes/rollout": 6000.0}
-    times = {"time/update": 3.0, "time/rollout": 2.0}
-    unknown = devices.Device(name="Tesla T4", memory=15.0)
-    assert shares(counted, times, unknown) == {}
-    assert shares(counted, {"time/update": 0.0}, devices.named("H200")) == {}
-    full = devices.in_precision(devices.named("H200"), "float32")
-    assert list(shares(counted, times, full)) == ["perf/bandwidth_rollout"]

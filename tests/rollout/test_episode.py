@@ -8,7 +8,7 @@ import pytest
 from saccade.environments import SingleTurn, Step
 from saccade.media.images import crop
 from saccade.rollout.collect import collect
-from saccade.rollout.episode import Limits, noise_key
+from saccade.rollout.episode import Limits
 from saccade.types import Message, Sample, Sampling, Source
 
 MANY = Limits(max_turns=8)
@@ -132,16 +132,12 @@ def test_every_end_has_its_reason(play, saying, scripted, image, sample, family)
     budget = prompt + 3 + observation
     cases = [
         (one, SingleTurn(), {}, "answered", "ok", 1),
-        (one, scripted([done(end_reason="answered")]), {}, "answered", "ok", 1),
         (one, scripted([done()]), {}, "env_done", "ok", 1),
         (one, scripted([done(end_reason="tool_errors")]), {}, "tool_errors", "void", 1),
-        (two, scripted([go_on("more")] * 2), {"max_turns": 2}, "max_turns", "overturn", 2),
         (one, scripted([go_on(small)]), {"max_images": 1}, "max_images", "overturn", 1),
         (two, scripted([go_on(small), done()]), {"max_images": 2}, "env_done", "ok", 2),
-        (["a long reply"], scripted([]), total(prompt + 5), "token_budget", "truncated", 1),
         (one, scripted([go_on("more")]), total(budget), "token_budget", "overturn", 1),
         (two, scripted([go_on("more")]), total(budget + 1), "token_budget", "truncated", 2),
-        (["x" * 40], scripted([]), {}, "turn_length", "truncated", 1),
         (one, scripted([raising]), {}, "env_error", "error", 1),
         ([], scripted([]), total(prompt), "token_budget", "truncated", 0),
     ]  # fmt: skip
@@ -165,29 +161,12 @@ def test_every_end_has_its_reason(play, saying, scripted, image, sample, family)
     assert trajectory.response_length == 0 and len(trajectory.ids) == prompt
 
 
-def test_an_environment_that_cannot_start_costs_its_own_episode(play, saying, scripted, family, sample):
-    environment = scripted([])
-    environment.reset = lambda sample, seed: raising()
-    with saying():
-        trajectory = play(environment)
-    assert (trajectory.end_reason, trajectory.status) == ("env_error", "error")
-    assert trajectory.info["error"].startswith("RuntimeError: the simulator crashed (test_")
-    assert trajectory.turns == 0 and environment.closed == 1
-    assert trajectory.ids.tolist() == family.render(sample.messages).ids.tolist()
-
-
-CALL = {"turn": 1, "ok": True, "reason": ""}
-
-
 @pytest.mark.parametrize(
     ("step", "reason"),
     [
         (done(end_reason="bored"), "info['end_reason'] is 'bored'; use one of answered, env_done"),
-        (done(end_reason=["answered"]), "info['end_reason'] is ['answered']"),
         (go_on("x", tool_counts=5), "info['tool_counts'] is 5; it must be numbers by name"),
-        (go_on("x", tool_calls=7), "info['tool_calls'] is 7; it must be a list with"),
         (done(tool_calls=[{"turn": 1, "ok": False}]), "info['tool_calls'] is [{'turn': 1"),
-        (done(tool_calls=[CALL | {"area": 0.5}]), "info['tool_calls'] is [{'turn': 1"),
         (Step((Message(role="narrator", parts=("x",)),), 1.0, False, {}), "the role 'narrator'"),
         (go_on("x" * 32_001), "its messages have 32001 characters, and 32000 are the most"),
     ],
@@ -198,25 +177,6 @@ def test_what_an_environment_must_not_say_costs_its_own_episode(step, reason, pl
     assert (trajectory.end_reason, trajectory.status) == ("env_error", "error")
     assert reason in trajectory.info["error"] and trajectory.info.keys() == {"error"}
     assert trajectory.turn_rewards == ()
-
-
-def test_a_start_that_cannot_be_read_costs_its_own_episode(play, saying, scripted):
-    for start, reason in {
-        Message(role="narrator", parts=("x",)): "the role 'narrator'",
-        user("x" * 40_000): "its messages have 40000 characters",
-    }.items():
-        environment = scripted([])
-        environment.reset = lambda sample, seed, start=start: (start,)
-        with saying():
-            trajectory = play(environment, limits=Limits(max_total_tokens=2000))
-        assert trajectory.end_reason == "env_error" and reason in trajectory.info["error"]
-
-
-def test_notes_of_the_right_shape_are_kept(play, saying, scripted):
-    info = {"tool_calls": [CALL], "tool_counts": {"calls": 1, "failed": 0}, "mine": "x"}
-    with saying("ok"):
-        trajectory = play(scripted([done(**info)]))
-    assert trajectory.info == info and trajectory.end_reason == "env_done"
 
 
 def test_an_aborted_request_ends_its_episode(engine, play, saying, scripted):
@@ -250,9 +210,3 @@ def test_support_of_all_turns_is_kept(play, saying, scripted):
     assert len(trajectory.support) == trajectory.response_length == 5
     for token, kept in zip(trajectory.response_ids, trajectory.support, strict=True):
         assert token in kept and len(kept) == 3
-
-
-def test_noise_keys_depend_on_their_parts_alone():
-    assert noise_key("42/0", "s/0") == noise_key("42/0", "s/0")
-    keys = {noise_key("42/0", f"s/{r}") for r in range(1000)} | {noise_key("42/1", "s/0")}
-    assert len(keys) == 1001 and all(0 <= key < 2**63 for key in keys)

@@ -1,8 +1,5 @@
 """Rewards onto groups: what one member's failure means for the others, and waiting for the last."""
 
-from __future__ import annotations
-
-import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -75,23 +72,6 @@ def test_when_too_many_have_failed_the_rest_is_not_waited_for(group, family_of):
         last = ("ok", 1.0) if heard else ("abstain", None)
         assert statuses(scored.trajectories) == [("ok", 1.0), ("error", None), last]
         assert said == heard
-
-
-def test_whoever_waits_hears_of_it_and_may_give_up(group, family_of):
-    scores, heard = Given(GOOD, GOOD), []
-    waiting = stream(scores, group, family_of("qwen2_5_vl"))
-
-    def progress(done, total):
-        heard.append((done, total))
-        if len(heard) == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        waiting.attach([group], progress)
-    assert heard == [(2, 3)] * 2
-    threading.Timer(0.05, scores.last.set_result, [GOOD]).start()
-    (scored,) = waiting.attach([group], lambda *_: None)
-    assert statuses(scored.trajectories) == [("ok", 1.0)] * 3
 
 
 @pytest.mark.parametrize(

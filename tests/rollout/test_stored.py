@@ -1,7 +1,5 @@
 """Groups on disk: they come back as they were, and no image is written twice."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -152,13 +152,6 @@ def test_every_end_has_its_reason(play, family, question):
         assert len(t.info.get("tool_calls", ())) <= turns
 
 
-def test_penalties_are_rewards_of_their_turn(play):
-    _, (group,) = play(
-        [call(9, 9, 9, 9), call(0, 0, 1, 1), "<answer>1</answer>"], env=CROP | {"invalid_call_penalty": 0.5}
-    )
-    assert group.trajectories[0].turn_rewards == (-0.5,)
-
-
 EDGES = st.floats(-0.2, 1.2).map(lambda edge: round(edge, 2))
 SOURCES = st.sampled_from(["original_image", "image_1", *[f"observation_{n}" for n in range(4)]])
 REPLIES = st.one_of(

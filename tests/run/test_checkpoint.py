@@ -1,6 +1,5 @@
 """Checkpoints: N + M steps are N, stop, resume, M; a kill at any moment leaves a good one."""
 
-import json
 import os
 import shutil
 import signal
@@ -140,20 +139,6 @@ def test_a_large_file_has_the_hash_of_the_hashes_of_its_blocks(tmp_path, monkeyp
     assert files.checksum(path) == {"bytes": 999, "sha256": expected}
 
 
-def test_a_listing_that_cannot_be_read_is_named(copied):
-    folder = Path(copied["run.out"]) / "run" / "checkpoints"
-    listing = folder / "step-2" / "state" / "files.json"
-    listing.write_bytes(b"\x00" + listing.read_bytes()[1:])
-    for loading in (
-        lambda: checkpoint.find(folder, "auto"),
-        lambda: files.require_intact(folder / "step-2"),  # of eval, which resumes nothing
-    ):
-        with pytest.raises(EnvironmentProblem, match=r"files\.json is damaged") as caught:
-            loading()
-        assert "use another checkpoint" in str(caught.value)
-        assert "run.resume" not in str(caught.value)
-
-
 def test_a_changed_option_is_refused_a_longer_run_is_not(copied):
     with pytest.raises(ConfigError, match=r"train\.lr: 0\.005 in the folder, 0\.001 now"):
         rl.run(copied | {"run.resume": "auto", "train.lr": 1e-3})
@@ -223,65 +208,6 @@ def test_best_names_the_checkpoint_of_the_best_validation(tmp_path, rl_config, s
     best = checkpoint.read_progress(folder / "step-3")["best_step"]
     assert checkpoint.find(folder, "best") == folder / f"step-{best}"
     assert checkpoint.complete_steps(folder) == sorted({best, 3})
-
-
-# -- one save --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saver(word_model):
-    import torch
-
-    from saccade.config import TrainConfig
-    from saccade.models.families import load_family
-    from saccade.models.load import load_model
-    from saccade.trainer.local import LocalBackend
-
-    family = load_family(word_model)
-    model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
-    backend = LocalBackend(model, family, TrainConfig())
-
-    def save(folder, step, *, best=None, keep=3):
-        progress = {"step": step, "best_step": best}
-        return checkpoint.prepare(folder, step, backend, family, progress=progress, keep=keep)()
-
-    return save
-
-
-def test_newest_and_best_are_kept(tmp_path, saver):
-    for step in range(1, 6):
-        saver(tmp_path, step, keep=2, best=2 if step >= 2 else None)
-    assert checkpoint.complete_steps(tmp_path) == [2, 4, 5]
-    assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-4", "step-5"}
-
-
-def test_what_a_kill_left_behind_is_ignored_and_cleaned(tmp_path, saver):
-    whole = saver(tmp_path, 1)
-    half = tmp_path / ".step-2.4711"
-    shutil.copytree(whole, half)
-    (half / "state" / "files.json").unlink()
-    cut = tmp_path / "step-3"  # complete in name only
-    shutil.copytree(whole, cut)
-    weights = cut / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    assert checkpoint.complete_steps(tmp_path) == [1]
-    assert checkpoint.find(tmp_path, "auto") == whole
-    size = weights.stat().st_size
-    lacking = f"model.safetensors has {size:,} of {size + 1:,} bytes"
-    assert checkpoint.not_whole(tmp_path, after=1) == {cut: lacking}
-    assert checkpoint.not_whole(tmp_path, after=3) == {}
-    saver(tmp_path, 2)
-    assert not half.exists() and checkpoint.complete_steps(tmp_path) == [1, 2]
-
-
-def test_a_checkpoint_lists_its_files_with_their_hashes(tmp_path, saver):
-    import hashlib
-
-    folder = saver(tmp_path, 7)
-    listed = json.loads((folder / "state" / "files.json").read_text())
-    assert {"model.safetensors", "config.json", "tokenizer.json", "state/progress.json"} <= listed.keys()
-    for name, entry in listed.items():
-        assert entry["sha256"] == hashlib.sha256((folder / name).read_bytes()).hexdigest()
 
 
 # -- kills -----------------------------------------------------------------------------------------

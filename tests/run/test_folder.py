@@ -73,7 +73,7 @@ def test_one_process_at_a_time_writes_to_a_folder(open_folder):
     open_folder("run.resume=auto").close()
 
 
-@pytest.mark.parametrize("name", ["", "metrics.jsonl", "quarantine.jsonl", "trajectories/step-0.jsonl"])
+@pytest.mark.parametrize("name", ["", "quarantine.jsonl"])
 @pytest.mark.parametrize("error", [DataError, ZeroDivisionError])
 def test_a_refused_start_keeps_only_what_was_recorded_a_crash_all(open_folder, name, error):
     with pytest.raises(error), open_folder() as folder:

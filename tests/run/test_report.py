@@ -4,16 +4,14 @@ import json
 import re
 import time
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
 from pytest import approx
 
 from saccade.config import TrackConfig
-from saccade.errors import ConfigError
 from saccade.plugins.reports.curves import charts_of
-from saccade.plugins.reports.report import before_after, from_run, write_eval_report
-from saccade.plugins.reports.report_page import Chart, Curve, Estimate, Report, Table, write_report
+from saccade.plugins.reports.report import from_run, write_eval_report
+from saccade.plugins.reports.report_page import Chart, Curve, Report, Table, write_report
 from saccade.run.loggers import Loggers
 from tests.browser import needs_browser, page_data
 
@@ -124,11 +122,6 @@ def test_a_run_in_a_browser(page, browser):
     assert browser.troubles == []
 
 
-def test_another_folder_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no run folder"):
-        from_run(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
     picture = {"name": EVIL, "kind": EVIL, "size": (8, 8), "seen": None, "lineage": [EVIL], "picture": EVIL}
@@ -206,39 +199,6 @@ def test_a_big_run_opens_soon(browser, tmp_path):
         assert counted == f"{count} of 2,000 episodes", change
         assert first in browser.run(cards)
     assert browser.troubles == []
-
-
-def test_before_after_of_one_measurement_has_no_change():
-    (table,) = before_after(rows()[:1])
-    assert table.columns == ("set", "measure", "step 1")
-    assert before_after([{"step": 1, "reward/mean": 1.0}]) == []
-
-
-@needs_browser
-def test_cells_and_single_points(browser, tmp_path):
-    """A change is coloured only when it is sure; numbers are shown as readers want them."""
-    sure = Estimate(value=0.05, low=0.01, high=0.09, change=True)
-    worse = Estimate(value=-0.05, change=True)
-    values = [0, 1234.5, 1e-6, 0.123456]
-    cells = (
-        *(sure, replace(sure, low=-0.01, high=0.11), worse, replace(worse, tone=False)),
-        *(Estimate(value=value, percent=False) for value in values),
-        None,
-    )
-    table = Table(title="t", columns=("c",) * len(cells), rows=(cells,))
-    flat = Curve(name="a", points=[(1, 2.0)])
-    report = Report(title="t", tables=[table], charts=[Chart(title="one", curves=[flat])])
-    browser.visit(write_report(tmp_path / "r.html", report).as_uri())
-    shown = "[...document.querySelectorAll('td')].map(e => e.innerText).join('|')"
-    assert browser.run(shown) == (
-        "+5.0 points[+1.0, +9.0]|+5.0 points[-1.0, +11.0]|-5.0 points|-5.0 points|0|1,235|1.00e-6|0.1235|"
-    )
-    tones = "[...document.querySelectorAll('td b')].map(e => e.className).join()"
-    assert browser.run(tones) == "up,,down,,,,,"
-    assert browser.run("document.querySelectorAll('circle[r=\"3\"]').length") == 2
-    assert browser.troubles == []
-    browser.visit(write_report(tmp_path / "r.html", Report(title="nothing yet")).as_uri())
-    assert browser.run("document.querySelector('main').innerText") == "nothing yet"
 
 
 def test_an_evaluation_as_data(tmp_path):

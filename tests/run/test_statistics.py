@@ -28,23 +28,12 @@ def test_bootstrap_agrees_with_the_normal_interval_and_repeats():
     assert bootstrap_mean(values, seed=1) != (low, high)
 
 
-def test_bootstrap_does_not_depend_on_how_it_is_cut(monkeypatch):
-    values = np.arange(10.0)
-    whole = bootstrap_mean(values)
-    monkeypatch.setattr("saccade.run.statistics.INDICES_AT_ONCE", 7000)
-    assert bootstrap_mean(values) == approx(whole)
-
-
 def test_items_are_resampled_not_samples():
     rows = [[1.0] * 50, [0.0] * 50, [1.0] * 50]
     assert bootstrap_mean(rows) == bootstrap_mean([1.0, 0.0, 1.0])
 
 
-def test_ragged_items_weigh_alike():
-    assert item_means([[1.0, 0.0], [1.0]]).tolist() == [0.5, 1.0]
-
-
-@pytest.mark.parametrize("values", [[], [[]], [[1.0], []], [float("nan")]])
+@pytest.mark.parametrize("values", [[], [[1.0], []], [float("nan")]])
 def test_nothing_to_average_is_refused(values):
     with pytest.raises(ValueError):
         item_means(values)
@@ -99,11 +88,6 @@ def test_a_change_that_is_the_same_everywhere_is_not_certain():
     few = wilson(0, 4).high
     assert paired_difference([0.0] * 4, [0.0] * 4) == approx((0.0, -few, few))
     assert paired_difference([0.0] * 4, [1.0] * 4) == approx((1.0, 1.0 - 2 * few, 1.0))
-
-
-def test_pairs_must_match():
-    with pytest.raises(ValueError, match="3 before and 2 after"):
-        paired_difference([1.0, 0.0, 1.0], [1.0, 0.0])
 
 
 def test_majority_ignores_silence_and_shares_ties():

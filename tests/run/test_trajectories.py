@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade.media.images import decode, open_media
 from saccade.plugins.reports.trajectories import TrajectoryWriter, read_trajectories, stored_steps
 from saccade.types import MediaSpan, Source, Trajectory
 
@@ -130,19 +129,6 @@ def test_failures_are_said_once_and_cost_only_themselves(folder, build, said):
     assert said == ["WARNING: picture a could not be stored: OSError: unreadable"]
     assert stored_steps(folder.path) == {"train": [1, 3]}
     assert {r["images"][0]["file"] for r in read_trajectories(folder.path, "train", 1)} == {None}
-
-
-def test_a_picture_that_was_replaced_is_not_stored_as_the_one_that_was_seen(folder, build, tmp_path, said):
-    for name in ("kept.png", "replaced.png"):
-        Image.new("RGB", (56, 56), "red" if name == "kept.png" else "blue").save(tmp_path / name)
-    pictures = [open_media(str(tmp_path / name)) for name in ("kept.png", "replaced.png")]
-    Image.new("RGB", (56, 56), "green").save(tmp_path / "replaced.png")
-    group = build.group(build.trajectory(pictures=pictures))
-    build.store(folder, group, image=decode)
-    (record,) = read_trajectories(folder.path, "train", 1)
-    assert [one["file"] for one in record["images"]] == [f"images/{pictures[0].hash}.png", None]
-    assert len(list((folder.trajectories / "images").iterdir())) == 1
-    assert len(said) == 1 and said[0].endswith("replaced.png: changed after it was read")
 
 
 def test_validation_has_its_own_files_wherever_its_name_points(folder, build):
