@@ -2,8 +2,6 @@
 CPU, and against them the kernels are held on a GPU. Memory is read through the same addresses.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

@@ -1,7 +1,5 @@
 """The HTTP engine over `saccade chat --serve` with a tiny model: it answers as the engine there."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import wait
 

@@ -1,7 +1,5 @@
 """What of the vLLM engine needs no vLLM; tests/vllm runs the real one."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import numpy as np

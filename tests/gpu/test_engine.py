@@ -1,7 +1,5 @@
 """The embedded engine on a GPU: kernels against float64, tokens against those without kernels."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Triton kernels against the plain formulas in float64, over random shapes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A reward model on a GPU: between scorings its weights are elsewhere, and nothing else changes."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

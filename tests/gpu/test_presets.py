@@ -1,7 +1,5 @@
 """Every preset and add-on takes two steps on the GPU, in bfloat16 and in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A reward model on the GPU: a float32 head beside a bfloat16 model learns, rests, and is saved."""
 
-from __future__ import annotations
-
 import json
 from math import isfinite
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The update on a GPU: it does not wait, it plans its memory, and its gradients stay."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sound: files and rates, and the Qwen2-Audio family against transformers."""
 
-from __future__ import annotations
-
 import io
 import wave
 

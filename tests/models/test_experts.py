@@ -1,7 +1,5 @@
 """Mixtures of experts: the balance loss against transformers, sampling, adapters, files."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

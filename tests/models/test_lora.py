@@ -1,7 +1,5 @@
 """Adapters: where they sit, what they leave alone, what transformers and peft make of them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

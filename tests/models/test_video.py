@@ -1,7 +1,5 @@
 """Video in the Qwen-VL families: tokens, positions, pixels, answers are those of transformers."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import tracemalloc

@@ -1,11 +1,9 @@
-"""Random ragged rows for TRL and verl, and what we make of the same rows.
+"""Random ragged rows for TRL, and what we make of the same rows.
 
-Both are optional: what is not installed is skipped. They get padded rows with garbage where no
-token counts, we get the flat tokens; value and gradient must agree. Only their arithmetic runs, no
-model. Where a peer deviates on purpose or by mistake a comment says so, and the rest is compared.
+Without TRL all is skipped. It gets padded rows with garbage where no token counts, we get the flat
+tokens; value and gradient must agree. Only its arithmetic runs, no model. Where it deviates on
+purpose or by mistake a comment says so, and the rest is compared.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -18,13 +16,11 @@ from saccade.algorithms import corrections
 from saccade.algorithms.aggregation import token_scales
 from saccade.algorithms.build import resolve
 from saccade.algorithms.objective import objective
-from saccade.algorithms.policy_losses import LossInputs, SelectionInputs
+from saccade.algorithms.policy_losses import LossInputs
 from saccade.config import AlgorithmConfig
 
-SEEDS = range(3)
 WIDEST = 13  # tokens of a completion, for a loss with a fixed length
-GROUPS, SIZE, WIDTH = 3, 4, 11
-Loss = tuple[Tensor, Tensor]  # value, gradient [B, T]
+COUNT, WIDTH = 12, 11
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +33,11 @@ class Rows:
     rollout: Tensor
     ref: Tensor
     entropies: Tensor
-    scores: Tensor  # [B]
     advantages: Tensor  # [B]
 
     @property
     def tokens(self):
         return int(self.mask.sum())
-
-    @property
-    def groups(self):
-        return np.repeat(np.arange(GROUPS), SIZE)
 
     @property
     def sequence(self):
@@ -65,12 +56,12 @@ class Rows:
         return self.new.new_full(self.mask.shape, fill).masked_scatter(self.mask, flat)
 
 
-def draw(seed, dtype):
+def draw(seed):
     rng = np.random.default_rng(seed)
-    shape = (GROUPS * SIZE, WIDTH)
+    shape = (COUNT, WIDTH)
 
     def normal(size, spread):
-        return torch.from_numpy(rng.normal(0, spread, size)).to(dtype)
+        return torch.from_numpy(rng.normal(0, spread, size))
 
     lengths = rng.integers(1, WIDTH + 1, shape[0])
     mask = (np.arange(WIDTH) < lengths[:, None]) & (rng.random(shape) < 0.8)
@@ -82,8 +73,7 @@ def draw(seed, dtype):
         new=(old + normal(shape, 0.5)).clamp(max=-1e-3),  # ratios from 0.2 to 5: many are clipped
         rollout=old + normal(shape, 0.1),
         ref=old + normal(shape, 0.4),
-        entropies=normal(shape, 1.0).abs().float().to(dtype),  # TRL takes the quantile in fp32
-        scores=normal(shape[:1], 1.0),
+        entropies=normal(shape, 1.0).abs().float().double(),  # TRL takes the quantile in fp32
         advantages=normal(shape[:1], 1.0),
     )
 
@@ -93,17 +83,12 @@ def ours(algorithm, rows, **columns):
     mask, sequence = rows.mask, rows.sequence
     new = rows.new.clone().requires_grad_()
     scales, _ = token_scales(algorithm.aggregate, sequence, live=torch.ones(len(mask), dtype=torch.bool))
-    advantages = rows.advantages[sequence]
-    if algorithm.loss.select is not None:
-        columns["selected"] = algorithm.loss.selection(
-            SelectionInputs(new=rows.new[mask], old=rows.old[mask], advantages=advantages, noise=sequence)
-        )
     loss, _ = objective(
         algorithm,
         new[mask],
         rows.entropies[mask],
         LossInputs(
-            advantages=advantages,
+            advantages=rows.advantages[sequence],
             scales=scales.to(new.dtype),
             sequence=sequence,
             sequences=len(mask),
@@ -118,7 +103,7 @@ def ours(algorithm, rows, **columns):
 
 @pytest.fixture(scope="session")
 def drawn():
-    return lambda dtype=torch.float64: [draw(seed, dtype) for seed in SEEDS]
+    return [draw(seed) for seed in range(3)]
 
 
 @pytest.fixture(scope="session")

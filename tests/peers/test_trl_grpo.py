@@ -1,7 +1,5 @@
 """The same rollouts and rewards give the GRPO loss and gradient of TRL's own trainer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 
@@ -76,10 +74,9 @@ def ours(path, groups, old):
         updates = annotate.with_scores(updates, ("old_logprobs",), scored)
     (batches,) = annotate.add_advantages(updates, groups, algorithm, restore(algorithm, None))[0]
     assert len(batches) > 1  # several forests, as under a real budget
-    assert backend.optimizer is not None
     stats = backend.sum_gradients(batches, PolicyLoss(algorithm, Scoring()))
     loss = to_metrics(stats).means()["policy/loss"]
-    advantages = np.concatenate([b.advantages for b in batches])  # type: ignore[misc]
+    advantages = np.concatenate([b.advantages for b in batches])
     return loss, dict(backend.optimizer.gradients), advantages
 
 
@@ -90,11 +87,8 @@ def compare(trainer, inputs, path, groups, spread):
         with torch.no_grad():
             together = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
             attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-            vision = {
-                k: v
-                for k, v in inputs.items()
-                if k in ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")
-            }
+            seen = ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")
+            vision = {name: inputs[name] for name in seen}
             now, *_ = trainer._get_per_token_logps_and_entropies(
                 trainer.model, together, attended, inputs["completion_ids"].shape[1], **vision
             )

@@ -1,7 +1,5 @@
 """Real vLLM on a CPU over a tiny vision model. One engine at a time lives in a process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

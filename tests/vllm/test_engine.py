@@ -1,7 +1,5 @@
 """What vLLM samples is what the trainer scores, request by request."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec

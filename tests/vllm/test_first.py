@@ -1,7 +1,5 @@
 """First tokens with settings of their own, in an engine that was built for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The HTTP engine against vLLM's own OpenAI server."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """vLLM in processes of its own behind one queue."""
 
-from __future__ import annotations
-
 import os
 import signal
 from importlib.util import find_spec

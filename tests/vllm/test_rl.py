@@ -1,7 +1,5 @@
 """Reinforcement learning with vLLM in the trainer's process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

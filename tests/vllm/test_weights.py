@@ -1,7 +1,5 @@
 """Weights that are handed over arrive whole, and nothing of the old ones is left."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any

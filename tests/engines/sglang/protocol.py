@@ -3,8 +3,6 @@ HTTP server, and the methods of its Python engine. Field names, answers, errors 
 are SGLang's (one is flushed with the weights, the other is not); the sampling is our own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
