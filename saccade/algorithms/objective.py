@@ -76,7 +76,7 @@ def objective(algorithm: Algorithm, new: Tensor, entropy: Tensor | None, inputs:
         inputs = replace(inputs, old=inputs.rollout.where(~inputs.rollout.isnan(), new.detach()))
     live, scales, inputs = inputs.live, inputs.scales, inputs.only_live()
     new = new.where(live, 0.0)
-    losses, indicators = algorithm.loss(new, inputs)
+    losses, indicators = algorithm.loss.call(new, inputs)
     dropped = {
         f"{c.name}_dropped": ~c(new.detach(), inputs.rollout, inputs.advantages, inputs.sequence_mean)
         for c in algorithm.corrections

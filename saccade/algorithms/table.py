@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, wraps
+from functools import cache, cached_property, partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -74,14 +74,20 @@ class Entry:
     each_update: bool = False  # looks at the current log-probs, so it is no column of the batch
 
     def __call__(self, *arguments: Any) -> Any:
-        return self._called(self.function, arguments)
+        return self.call(*arguments)
 
-    def selection(self, inputs: Any) -> Any:
+    @cached_property
+    def call(self) -> Callable[..., Any]:
+        """The function with its options."""
+        return self._bound(self.function)
+
+    @cached_property
+    def selection(self) -> Callable[..., Any]:
         assert self.select is not None, f"{self.name} treats no tokens apart"
-        return self._called(self.select, (inputs,))
+        return self._bound(self.select)
 
-    def _called(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        return function(*arguments, **{n: v for n, v in self.given.items() if n in _keywords(function)})
+    def _bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(function, **{n: v for n, v in self.given.items() if n in _keywords(function)})
 
     def having(self, options: Mapping[str, Any]) -> Entry:
         """The entry with those of the options that it reads."""

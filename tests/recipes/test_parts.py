@@ -78,7 +78,7 @@ def test_a_prompt_beyond_the_positions_of_the_model_is_left_out(tmp_path, family
     assert f"1 row over {room} (2047 tokens, data.overlong=drop) left out" in data.summary
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"id": "dark", "question": "<image>?", "images": ["gone.png"]}\n')
-    with pytest.raises(DataError, match=r"(?s)1 of 3 rows .*dark \(row 3 .*`saccade check-data`"):
+    with pytest.raises(DataError, match=r"(?s)1 of 3 rows .*dark \(row 3 .*`saccade check-data"):
         questions.load_prompts(config, config.data.train, family)
 
 
