@@ -8,7 +8,7 @@ from PIL import Image
 
 from saccade.config import EnvConfig
 from saccade.environments import Own, Setting, build, instruction, problems, stop_strings, sweep_problems
-from saccade.media.images import decode, open_media
+from saccade.media.images import decode
 from saccade.plugins.verifiers.extract import extract
 from saccade.types import Message, Sample
 
@@ -283,12 +283,3 @@ def test_limits_of_training_and_evaluation():
     assert own.limits(evaluation=True)["max_turns"] == 32
     assert own.limits(evaluation=True)["max_tool_errors"] == 3
     assert EnvConfig().limits()["max_turns"] == EnvConfig().limits(evaluation=True)["max_turns"] == 1
-
-
-def test_pictures_of_the_prompt_have_numbers(begin):
-    shown = begin(pictures=0).step(said(box(0, 0, 1, 1))).messages[0].text
-    assert "there is no picture original_image; there are no pictures at all." in shown
-    environment = begin(pictures=2)
-    step = environment.step(said(box(0, 0, 0.5, 0.5, source="original_image_2")))
-    assert step.messages[0].media[0].parent == environment.views.media["original_image_2"].hash
-    assert open_media(decode(step.messages[0].media[0])).width == 100

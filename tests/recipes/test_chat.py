@@ -90,7 +90,6 @@ def test_a_file_of_conversations_gets_the_answers_of_the_terminal(folder, pictur
     ("content", "problem"),
     [
         ("{", "is not JSON"),
-        ("[]", "give a list of conversations"),
         ('[[{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]]', "[0]: ends"),
         ('["x", [{"role": "judge", "content": "x"}]]', "[1]: unknown role"),
         (
@@ -110,8 +109,6 @@ def test_a_file_that_cannot_be_answered(folder, tmp_path, content, problem):
     [
         (["--serve", "--batch", "in.json"], "--batch: has no effect with --serve"),
         (["--out", "a.json"], "--out: has no effect without --batch"),
-        (["--port", "8001"], "--port: has no effect without --serve"),
-        (["--no-token"], "--no-token: has no effect without --serve"),
     ],
 )
 def test_options_that_do_not_go_together(folder, options, problem):

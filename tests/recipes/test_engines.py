@@ -12,10 +12,3 @@ def test_every_row_that_passes_the_data_check_fits(family_of):
     assert asked() == (64, 2_000_000)
     assert asked("data.max_images=100", "data.max_pixels=2000000") == (100, 2_000_000)
     assert asked("env.eval.max_images=80", "data.max_pixels=5000") == (80, 2_000_000)
-
-
-def test_embedded_replicas_take_one_gpu_each(family_of):
-    options = ["rollout.tensor_parallel=2"]
-    for engine, each in {"embedded": 1, "vllm": 2}.items():
-        config = load(None, [*options, f"rollout.engine={engine}"])
-        assert settings_of(config, family_of("qwen2_5_vl")).tensor_parallel == each

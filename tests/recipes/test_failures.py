@@ -97,7 +97,7 @@ def test_a_damaged_image_in_validation_costs_its_row_or_no_finished_step(rl_conf
     assert [row["step"] for row in read_metrics(tmp_path / "other")] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("command", ["eval", "generate", "chat"])
+@pytest.mark.parametrize("command", ["eval", "chat"])
 def test_weights_that_are_no_numbers_end_what_answers_with_5(rl_config, tmp_path, word_model, damage, command):
     weight = damage(shutil.copytree(word_model, tmp_path / "model"))
     config = rl_config(tmp_path, model__path=str(tmp_path / "model"))
@@ -197,25 +197,16 @@ def test_weights_that_were_cut_short_or_are_missing_are_refused_before_a_run_beg
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("does", "raised"),
-    [
-        ("(run / 'checkpoints').rmdir() or (run / 'checkpoints').touch()", FileExistsError),
-        ("1 / 0", ConfigError),  # of the user's own code
-    ],
-)
-def test_the_log_holds_the_traceback_of_what_nobody_expected(does, raised, rl_config, tmp_path):
+def test_the_log_holds_the_traceback_of_what_nobody_expected(rl_config, tmp_path):
     mine, run = tmp_path / "mine.py", tmp_path / "run"
     mine.write_text(
-        f"from pathlib import Path\n\nrun, seen = Path({str(run)!r}), []\n\n"
-        f"def keep(groups):\n    seen.append(1)\n    if len(seen) == 2:\n        {does}\n"
-        "    return groups\n"
+        "seen = []\n\ndef keep(groups):\n    seen.append(1)\n    if len(seen) == 2:\n        1 / 0\n    return groups\n"
     )
-    with pytest.raises(raised):
+    with pytest.raises(ConfigError):
         rl.run(rl_config(tmp_path, algorithm__filter__function=f"{mine}:keep", run__max_steps=2))
     told = (run / "log.txt").read_text()
-    assert "Traceback (most recent call last):" in told and f"{raised.__name__}: " in told
-    assert raised is FileExistsError or f'File "{mine}", line 8, in keep' in told
+    assert "Traceback (most recent call last):" in told and "ConfigError: " in told
+    assert f'File "{mine}", line 6, in keep' in told
 
 
 def test_steps_without_a_checkpoint_are_kept_and_begun_again(rl_config, tmp_path, capsys):

@@ -119,11 +119,7 @@ def test_a_killed_run_asks_only_for_what_is_missing(tmp_path, over_http):
     assert result["val"]["response_mean"] == 7  # as the endpoint counted
 
 
-def own_cache(config):
-    return {name: value for name, value in config.items() if name != "rollout.http.cache"}
-
-
-def broken_off(config, fails, recipe):
+def broken_off(config, fails):
     """Runs against an endpoint that refuses everything from request number `fails` on; returns how
     many it has answered.
     """
@@ -137,29 +133,26 @@ def broken_off(config, fails, recipe):
     with scripted(script, port=port):
         if fails < 100:
             with pytest.raises(ConfigError, match="status 400"):
-                recipe(config)
+                evaluate.run(config)
         else:
-            recipe(config)
+            evaluate.run(config)
     return min(len(seen), fails - 1)
 
 
-@pytest.mark.parametrize("recipe", [evaluate.run, generate.run])
-def test_without_a_cache_of_its_own_a_run_keeps_one(tmp_path, over_http, recipe):
+def test_without_a_cache_of_its_own_a_run_keeps_one(tmp_path, over_http):
     """What was broken off goes on, twice over; what has ended is not taken for the answers of
     another day.
     """
     with scripted([]) as endpoint:
         url = endpoint.url
-    config = own_cache(over_http(tmp_path, url=url, rollout__http__concurrency=1))
-    config |= {"data.max_samples": 8}
-    assert [broken_off(config, n, recipe) for n in (4, 3, 100)] == [3, 2, 8 - 3 - 2]
-    again = 8 if recipe is evaluate.run else 0  # generate has its rows in the file
-    assert broken_off(config, 100, recipe) == again
-    if recipe is evaluate.run:  # what was broken off has its results where its answers are
-        kept = sorted(path.parent.name for path in tmp_path.rglob("results.json"))
-        assert kept == ["run-eval", "run-eval-2"] and len(list(tmp_path.rglob("answers"))) == 2
+    config = over_http(tmp_path, url=url, rollout__http__concurrency=1, data__max_samples=8)
+    del config["rollout.http.cache"]
+    assert [broken_off(config, n) for n in (4, 3, 100)] == [3, 2, 8 - 3 - 2]
+    assert broken_off(config, 100) == 8
+    kept = sorted(path.parent.name for path in tmp_path.rglob("results.json"))
+    assert kept == ["run-eval", "run-eval-2"] and len(list(tmp_path.rglob("answers"))) == 2
     out = {"run.out": str(tmp_path / "off"), "rollout.http.cache": "off"}
-    assert [broken_off(config | out, n, recipe) for n in (4, 100)] == [3, 8]
+    assert [broken_off(config | out, n) for n in (4, 100)] == [3, 8]
     assert not list((tmp_path / "off").rglob("answers"))
 
 

@@ -124,8 +124,6 @@ def test_a_checkpoint_is_evaluated_and_trained_on_like_any_model(trained, tmp_pa
 @pytest.mark.parametrize(
     ("command", "changes", "message"),
     [
-        ("sft", {"model.lora.rank": 8}, r"lora\.rank: has no effect without model\.train in"),
-        ("sft", {"model.train": "loar"}, "'loar' is none of full, lora, qlora"),
         (
             "sft",
             LORA | {"model.lora.vision": True, "model.lora.targets": "llm"},

@@ -61,9 +61,6 @@ def test_the_engine_that_validates_supervised_training_is_probed(sft_config, sce
     first, *_ = read_metrics(tmp_path / "sound" / "run" / "metrics.jsonl")
     assert first["step"] == 0 and first["parity/gap"] < 1e-5
     assert told == [*["update_weights"] * 3, "sleep", *["update_weights", "sleep"] * 2]
-    foreign(takes=lambda name: not name.startswith("model.visual."))
-    with pytest.raises(EnvironmentProblem, match="wrong weights"):
-        sft.run(sft_config(tmp_path / "broken", **options))
 
 
 def noted(told, name, method):

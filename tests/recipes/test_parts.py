@@ -38,8 +38,6 @@ def test_rows_that_repeat_in_a_step_or_in_validation_are_told(tmp_path, family_o
     ("options", "refused"),
     [
         ({"env.name": "sokoban_step"}, 3),
-        ({"reward.terms": ["sokoban"]}, 3),
-        ({"reward.preset": "lmmr1_sokoban"}, 3),
         ({"reward.by_source": {"games": "lmmr1_sokoban", "default": "math"}}, 3),
         ({"reward.by_source": {"games": "math", "default": "lmmr1_sokoban"}}, 0),
         ({"reward.terms": ["math"]}, 0),  # a level may be anything else

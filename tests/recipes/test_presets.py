@@ -35,18 +35,20 @@ WITH_STATE = {
         "algorithm.filter.keep_surplus": True,
         "train.prompts_per_step": 6,
     },
-    "fire that is not trained": {
-        "algorithm.preset": ["gspo", "fire"],
-        "algorithm.hot_first_token.first_token": "mask",
-        "train.updates_per_step": 2,
-    },
-    "selection at each update": {"algorithm.preset": "kl_cov", "train.updates_per_step": 2},
     "ppo warming up": {
         "algorithm.preset": "ppo",
         "algorithm.critic.warmup_steps": 1,
         "algorithm.critic.bootstrap_truncated": True,
         "train.epochs_per_batch": 2,
     },
+}
+CASES = {
+    "fire that is not trained": {
+        "algorithm.preset": ["gspo", "fire"],
+        "algorithm.hot_first_token.first_token": "mask",
+        "train.updates_per_step": 2,
+    },
+    "selection at each update": {"algorithm.preset": "kl_cov", "train.updates_per_step": 2},
     "kept denominator": {
         "algorithm.preset": ["grpo", "entropy_top", "icepop"],
         "algorithm.denominator": "kept",
@@ -63,8 +65,6 @@ WITH_STATE = {
         "algorithm.filter.function": f"{EXAMPLE}:only_pictures",
     },
     "drpo damped": {"algorithm.preset": "drpo", "algorithm.args.drpo_kl_damp": 0.75},
-}
-CASES = {
     **{name: {"algorithm.preset": name} for name in PRESETS},
     **{f"grpo+{name}": {"algorithm.preset": ["grpo", name]} for name in ADD_ONS},
     **WITH_STATE,

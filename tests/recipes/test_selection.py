@@ -103,7 +103,6 @@ def test_a_round_of_iterative_dpo_and_of_rejection_sampling(tmp_path, rl_config,
     ("changes", "words"),
     [
         ({"generate.select": "best", "reward.terms": []}, "nothing scores"),
-        ({"generate.select": "best", "generate.n": 1}, "generate.n"),
         ({"generate.select": "threshold"}, "generate.threshold=1"),
         ({"generate.threshold": 1.0}, "no effect without generate.select"),
     ],

@@ -70,7 +70,6 @@ def test_rl_with_tools_leaves_overturned_members_out_of_loss_and_baseline(config
         records = list(read_trajectories(tmp_path / "run", "train", step))
         assert len(records) == 32
         assert {r["status"] for r in records} >= {"ok", "overturn"}
-        _check_metrics(row, records)
         live = [r for r in records if r["status"] not in ("overturn", "error")]
         groups = {r["group"]: [x for x in live if x["group"] == r["group"]] for r in live}
         moved = 0
@@ -87,28 +86,6 @@ def test_rl_with_tools_leaves_overturned_members_out_of_loss_and_baseline(config
         assert 0 < trained <= row["policy/live_tokens"]
         assert row["policy/live_tokens"] <= sum(r["tokens"]["response"] for r in live)
         assert row["policy/grad_norm"] > 0
-
-
-def _check_metrics(row, records):
-    turns = [r["turns"] for r in records]
-    calls = [c for r in records for c in r["info"].get("tool_calls", [])]
-    listed = [r for r in records if "tool_calls" in r["info"]]
-    assert row["turns/mean"] == pytest.approx(np.mean(turns)) and row["turns/max"] == max(turns)
-    assert row["turns/hist_3"] == pytest.approx(turns.count(3) / 32)
-    sampled = sum(r["tokens"]["response"] for r in records)
-    assert row["turns/tokens_per_turn"] == pytest.approx(sampled / sum(turns))
-    overturned = np.mean([r["end_reason"] == "max_turns" for r in records])
-    assert row["turns/overturn_frac"] == row["turns/end/max_turns"] == pytest.approx(overturned)
-    assert row["tool/calls_per_sample"] == pytest.approx(len(calls) / len(listed))
-    assert row["tool/success_frac"] == pytest.approx(np.mean([c["ok"] for c in calls]))
-    invalid = {c["reason"] for c in calls if not c["ok"]}
-    assert invalid <= {"source", "outside"}
-    assert sum(row[f"tool/invalid/{r}"] for r in invalid) == pytest.approx(1 - row["tool/success_frac"])
-    assert 0.25 <= row["tool/crop_area_mean"] <= 0.6
-    cells = [row[f"tool/{a}_{b}"] for a in ("right", "wrong") for b in ("call", "no_call")]
-    assert sum(cells) == pytest.approx(1)
-    pictures = [len(r["images"]) for r in records]
-    assert row["turns/images_per_sample"] == pytest.approx(np.mean(pictures)) and max(pictures) > 2
 
 
 def test_one_evaluation_gives_every_limit_of_turns(config, tmp_path, scenes, capsys):

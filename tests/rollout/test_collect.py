@@ -149,18 +149,6 @@ def test_a_greedy_rollout_stands_beside_the_members(model, family, samples, brie
     assert [group.uid for group in groups][-1] == "q2~2"
 
 
-def test_the_greedy_rollout_shares_the_prompt_of_its_group(engine, samples):
-    passes = []
-    handle = engine.model.get_decoder().register_forward_pre_hook(
-        lambda module, args, kwargs: passes.append(kwargs["position_ids"].shape[-1]), with_kwargs=True
-    )
-    run(engine, samples, greedy=True)
-    handle.remove()
-    lengths = {r.key: len(r.ids) for r in engine.requests}
-    assert passes[0] == sum(lengths[f"{s.id}/0"] for s in samples)
-    assert [r.key for r in engine.requests[:4]] == ["q2/0", "q2/1", "q2/2", "q2/greedy"]
-
-
 def test_members_and_baseline_are_scored_apart(model, family, samples, brief):
     told = [replace(sample, answer="7") for sample in samples]
     reward = RewardConfig(terms=[{"verifier": "length", "shaping": False, "args": {"target": 12}}])

@@ -80,16 +80,6 @@ def test_rollouts_train_as_before(tmp_path, family, collected):
         assert one.media == other.media
 
 
-def test_only_pictures_that_no_sample_has_are_written(tmp_path, collected):
-    write_files(tmp_path, group_files(collected))
-    assert {len(t.media) for g in collected for t in g.trajectories} == {3}
-    own = {s.media.data for g in collected for t in g.trajectories for s in t.media}
-    own -= {g.sample.media[0].data for g in collected}
-    written = (tmp_path / ARRAYS).read_bytes()
-    assert [written.count(data) for data in own] == [1]
-    assert not any(group.sample.media[0].data in written for group in collected)
-
-
 def test_media_get_their_file_from_the_sample(tmp_path, collected, image):
     """As when the data set has moved: the content is the same, the path is not."""
     write_files(tmp_path, group_files(collected))

@@ -74,16 +74,6 @@ def test_pictures_and_turns(build):
     assert metrics["turns/overturn_frac"] == 0.5
 
 
-def test_statuses_excluded_by_the_algorithm_leave_the_rewards(build):
-    long = build.trajectory(1, 0.0, status="truncated", end_reason="turn_length")
-    groups = [build.group(build.trajectory(0, 1.0), long)]
-    assert group_metrics(groups)["reward/mean"] == 0.5
-    excluded = group_metrics(groups, exclude_status=("truncated",))
-    assert excluded["reward/mean"] == 1.0
-    assert excluded["group/dead_frac"] == 1.0
-    assert excluded["length/truncated_frac"] == 0.5
-
-
 def test_advantages_count_tokens(build):
     short = build.trajectory(0, 1.0, response=(5,), advantages=np.array([2.0], np.float32))
     long = build.trajectory(1, 0.0, advantages=np.full(5, -1.0, np.float32))
