@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from saccade.cli import app
 from saccade.config import load
 from saccade.plugins.serving import chat_command as chatting
-from saccade.types import Media, Message, Sampling
+from saccade.types import Media, Sampling
 from tests.browser import CHROMIUM, Browser
 from tests.endpoints import Says, chat_answer, scripted
 
@@ -132,13 +132,14 @@ def test_ctrl_c_ends_an_answer_between_two_steps(folder):
         engine.poll = interrupted  # type: ignore[method-assign]
         sampling = Sampling(temperature=0, max_tokens=12, ignore_eos=True)
         state = chatting.Talk(config=config, family=family, engine=engine, sampling=sampling, greedy=True)
-        talk = [Message(role="user", parts=("hello",))]
-        request = chatting._request("chat", talk, family, sampling)
-        text, done = chatting._stream(state, request, said.append)
+        chatting._answer(state, "hello", said.append)
+        (done,) = steps[-1]
         assert done.finish == "aborted" and len(done.ids) == 4 and len(steps) == 5
-        assert text == "".join(said) == family.decode(done.ids)
+        assert f"{state.messages[-1].text}\n" == "".join(said) == f"{family.decode(done.ids)}\n"
         assert signal.getsignal(signal.SIGINT) is before and engine.pending == 0
-        again = chatting._stream(state, request, said.append)[1]
+        state.messages = []
+        chatting._answer(state, "hello", said.append)
+        (again,) = steps[-1]
         assert again.finish == "length" and again.ids[:4].tolist() == done.ids.tolist()
 
 
