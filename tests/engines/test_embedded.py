@@ -17,14 +17,14 @@ from tests.engines.asked import FREE, counted, head, requests, same, scripted, s
 # -- against others ------------------------------------------------------------------------------
 
 
-SEEING = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava"]
+SEEING = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava"]
 
 
-@pytest.mark.parametrize("name", [*SEEING, "qwen2", "qwen3", "llama", "mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", [*SEEING, "qwen2", "qwen3", "llama", "mixtral", "qwen2_moe"])
 def test_greedy_tokens_are_those_of_transformers_generate(name, family_of, load, stock, image):
     family, reference = family_of(name), stock(name)
     pictures = [image(56, 56, 1), image(140, 84, 2), image(84, 56, 3)]
-    counts = (0, 1, 2, 3) if family.spec.image_token else (0,)
+    counts = (0, 1, 3) if family.spec.image_token else (0,)
     asked = [[Message(role="user", parts=(*pictures[:n], text))] for n in counts for text in ("a", "why")]
     rendered = [family.render(messages) for messages in asked]
     sampling = Sampling(temperature=0.0, max_tokens=12)

@@ -14,9 +14,7 @@ from saccade.plugins.gpu.fused_decode import NAMES, Projections, fused_forwards,
 from saccade.types import Message, Request, Sampling
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2_5_vl", "qwen3_vl", "internvl", "llava", "qwen3", "llama", "mixtral", "qwen2_moe"]
-)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llama", "qwen2_moe"])
 def test_joined_products_are_the_separate_ones(load, name):
     model = load(name)
     projections = Projections(model)
@@ -106,10 +104,7 @@ def kinds(forwards):
     return {type(module).__name__ for module, _ in forwards}
 
 
-SEEING = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava"]
-
-
-@pytest.mark.parametrize("name", [*SEEING, "qwen2", "qwen3", "llama", "qwen2_audio", "qwen2_5_omni"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llava", "llama", "qwen2_5_omni"])
 def test_layers_give_what_they_gave(load, family_of, name):
     model, family = load(name), family_of(name)
     forwards = fused_forwards(model)
@@ -151,12 +146,3 @@ def test_layers_of_another_build_keep_their_forward(load, change, monkeypatch):
     if change == "call":
         monkeypatch.setattr(type(layer), "forward", lambda self, x, mask: x)
     assert not fused_forwards(model)
-
-
-def test_a_forward_of_its_own_is_put_back(load):
-    model = load("llama")
-    layer, own = model.model.layers[0], object()
-    layer.__dict__["forward"] = own
-    with swapped_forwards([(layer, print)]), swapped_forwards([(layer, repr)]):
-        assert layer.forward is repr
-    assert layer.forward is own

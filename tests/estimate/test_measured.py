@@ -29,8 +29,6 @@ SMALL = ("train.prompts_per_step=8", "run.gpu_memory_gib=24")
     [
         ("3b", W1, (), 2.22, 2.96, 103.7),
         ("3b", W2, (), 1.60, 2.97, 121.4),
-        ("3b", W1, ("train.prompts_per_step=8",), 1.72, None, None),
-        ("3b", W1, ("train.prompts_per_step=64",), 5.09, None, None),
         ("3b", W2, ("train.prompts_per_step=64",), 5.22, None, None),
         ("3b", BASE, ("train.prompts_per_step=4",), None, 0.84, 102.5),
         ("0.5b", BASE, ("train.prompts_per_step=4",), None, 0.51, 34.8),

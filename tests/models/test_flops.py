@@ -151,7 +151,7 @@ def test_any_decoder_that_transformers_builds_has_a_shape():
         assert (text.expert_wide, text.wide, text.chosen if own else 0) == widths, kind
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *MIXTURES, *HEARING])
+@pytest.mark.parametrize("name", [*FAMILIES[1:], "qwen2_moe", "qwen3_vl_moe", *HEARING])
 def test_the_forward_of_a_forest(name, shape_for, load, forest, counted):
     batch = forest(name, groups=2 if name == "qwen2_5_vl" else 1)
     work = flops.forward(shape_for(name), batch)
@@ -178,14 +178,6 @@ def test_of_a_sound_counts_what_is_heard(family_of, shape_for):
     assert flops.encode(shape, [replace(picture, media=replace(picture.media, kind="series"))]).total() == 0
 
 
-def test_the_measuring_attention_is_the_real_one(family_of, load, forest, monkeypatch):
-    backend, batch = LocalBackend(load("qwen2_5_vl"), family_of("qwen2_5_vl")), forest("qwen2_5_vl")
-    (real,) = backend.logprobs([batch], SCORING)
-    monkeypatch.setattr("saccade.forest.attention._dense_plan", lambda *plan: TokenByToken(*plan[:2]))
-    (exact,) = backend.logprobs([batch], SCORING)
-    assert real[0] == pytest.approx(exact[0], abs=1e-4)
-
-
 @pytest.mark.parametrize(
     ("name", "train"),
     [
@@ -194,14 +186,10 @@ def test_the_measuring_attention_is_the_real_one(family_of, load, forest, monkey
         ("qwen2_5_vl", "full"),
         ("qwen2_5_vl", "freeze:vision,projector"),
         ("qwen2_5_vl", "freeze:llm"),
-        ("qwen2_5_vl", "freeze:re:mlp"),
-        ("qwen3_vl", "full"),
         ("llava", "full"),
-        ("internvl", "freeze:vision,projector"),
         ("qwen3", "freeze:re:^(?!.*norm).*$"),
         ("qwen3", r"freeze:re:embed_tokens|layers\.0\."),
         ("qwen2_5_vl", r"freeze:re:patch_embed|blocks\.0\."),
-        ("qwen2_5_omni", "full"),
         ("qwen2_5_omni", "freeze:audio,llm"),
     ],
 )
@@ -232,7 +220,7 @@ def test_adapters_are_counted_and_frozen_matrices_want_no_gradient(family_of, lo
     assert work.total() + flops.backward(work, training) == pytest.approx(counted(model, name, batch), rel=0.025)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "mixtral", "qwen2_5_omni"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "mixtral"])
 def test_recomputation_is_counted_apart(name, shape_for, load, forest, counted):
     batch, shape = forest(name), shape_for(name)
     once, twice = (counted(load(name), name, batch, checkpointing=again) for again in (False, True))
@@ -330,7 +318,7 @@ def test_bytes_of_decoding():
     assert alone.cache_bytes - work.cache_bytes == 4 * 10 * token
 
 
-@pytest.mark.parametrize("together", [1, 2, 3, 8])
+@pytest.mark.parametrize("together", [3, 8])
 def test_a_prompt_is_read_by_families_as_the_engine_finds_them(together, sizes=(3, 9, 5, 1, 7, 7, 2)):
     """Rows that are alive in each step, with a prompt of two full pages."""
     members = group(*(rollout(r, prompt=32, new=n) for r, n in enumerate(sizes)))

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.models import lora
-from saccade.models.load import describe_trained, load_model, trainable_table
+from saccade.models.load import load_model, trainable_table
 from saccade.plugins.engines import parity
 from saccade.system.contents import write_files
 from saccade.trainer import Scoring
@@ -91,10 +90,8 @@ def test_targets_are_named_by_tower_prefix_or_pattern(load, adapted):
         ({}, llm),
         ({"vision": True}, llm | tower),
         ({"targets": "vision"}, tower - projector),
-        ({"targets": "vision, projector"}, tower),
         ({"targets": f"{LLM}layers.0."}, {name for name in llm if ".layers.0." in name}),
         ({"targets": r"re:\.self_attn\."}, attention),
-        ({"exclude": r"re:\.self_attn\."}, llm - attention),
         ({"vision": True, "exclude": "projector"}, llm | tower - projector),
     ]
     for options, wanted in cases:
@@ -122,15 +119,6 @@ def test_a_missing_package_comes_with_its_install_line(monkeypatch, adapted, pac
     monkeypatch.setattr(lora, "find_spec", lambda name: None if name == package else find(name))
     with pytest.raises(EnvironmentProblem, match=rf"{package}.*pip install .*\[{extra}\]"):
         lora.require(package, extra)
-
-
-def test_a_model_does_not_seem_to_grow_with_its_adapters(adapted, family_of):
-    family, said = family_of(VISION), []
-    for rank in (4, 8):
-        said.append(describe_trained(adapted(VISION, rank=rank), family))
-    small, large = (re.findall(r"llm ([\d,]+) in adapters beside ([\d,]+)", s)[0] for s in said)
-    assert small[0] != large[0] and small[1] == large[1]
-    assert all("vision 0 of " in text for text in said)
 
 
 def test_only_adapters_are_trained_and_only_they_have_a_state(adapted, family_of):
@@ -210,10 +198,9 @@ def test_merged_weights_are_those_of_a_plain_model(adapted, load, family_of, for
     assert np.abs(gap).max() < ROUNDING
 
 
-@pytest.mark.parametrize("name", [VISION, TEXT])
-def test_a_merged_layer_is_its_weight_and_its_adapter(adapted, name):
+def test_a_merged_layer_is_its_weight_and_its_adapter(adapted):
     """In float64, where W x + B (A x) and (W + B A) x are the same number."""
-    model = adapted(name, moved=True, dtype="float64", vision=name == VISION)
+    model = adapted(VISION, moved=True, dtype="float64", vision=True)
     weights = dict(lora.merged(model))
     for target in targets(model):
         layer = model.get_submodule(target)
@@ -239,7 +226,7 @@ def test_the_engine_generates_with_the_adapter(adapted, load, family_of, grow):
 # -- files -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [VISION, "llava", TEXT])
+@pytest.mark.parametrize("name", [VISION, TEXT])
 def test_stock_transformers_and_peft_load_what_is_written(adapted, family_of, stock, tensors, tmp_path, image, name):
     """Greedy tokens of the merged folder, of base + adapter through peft, and of the model."""
     import transformers

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-import transformers
 
 from saccade.errors import ConfigError
 from saccade.models.families import FAMILIES, load_family
 from saccade.plugins.families.tiny import CONFIGS, SPECIAL, build
-from saccade.types import Message
 
 
 def test_every_family_has_a_tiny_model(stock):
@@ -25,7 +23,7 @@ def test_a_seed_gives_the_same_weights_and_leaves_the_random_state_alone(tmp_pat
     assert weights[0] == weights[1] != weights[2] and len(set(folders)) == 3
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2_5_vl", "internvl", "llava", "qwen2_5_omni"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5_vl", "llava"])
 def test_a_closed_vocabulary_has_one_token_per_word(tmp_path, name):
     words = ["how", "many", "three", "<answer>", "</answer>", "?"]
     family = load_family(build(name, tmp_path, words=words))
@@ -49,16 +47,6 @@ def test_what_cannot_be_built_is_refused(tmp_path):
         build("qwen2", tmp_path, words=["how"])  # a closed vocabulary would not survive
     with pytest.raises(ConfigError, match="expected one of qwen2_vl"):
         build("gpt5", tmp_path)
-
-
-def test_sizes_can_be_overridden(tmp_path):
-    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    folder = build("qwen2_5_vl", tmp_path, text=text, vision={"depth": 1, "patch_size": 7})
-    family = load_family(folder)
-    model = transformers.AutoModelForImageTextToText.from_pretrained(folder)
-    assert model.config.text_config.num_hidden_layers == 1
-    assert len(model.model.visual.blocks) == 1
-    assert family.render([Message(role="user", parts=("x",))]).ids.max() < family.vocabulary
 
 
 def test_phrases_are_single_tokens_and_decode_to_their_text(tmp_path):
