@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.config import load
-from saccade.media.images import decode
 from saccade.models.families import load_family
 from saccade.plugins.families import tiny
 from saccade.plugins.visual_search import coldstart
@@ -112,19 +111,6 @@ def test_where_a_question_ends_depends_on_what_follows_it():
     assert asked("uaua") == "uau" and asked("uau") == "uau"  # a chat
     assert asked("uata") == asked("uaua", *ENV) == "u"  # an episode
     assert asked("uau", *ENV) == "uau"  # a question after a chat
-
-
-def test_a_crop_is_stored_as_the_model_sees_it(scenes, family, tmp_path):
-    config = load(None, ENV)
-    coldstart.run(config, scenes["hard"], tmp_path / "cold", mistakes=0.0)
-    rows = load(None, [f"data.train={tmp_path / 'cold' / 'train.jsonl'}", "sft.max_tokens=4000"])
-    for row in questions.load_dialogues(rows, rows.data.train, family).samples:
-        picture = decode(row.media[0])
-        x0, y0, x1, y1 = row.extra["box"]
-        target = picture[y0:y1, x0:x1]
-        crop = decode(row.media[-1])  # the quarter of the place that holds the target
-        x, y = x0 % len(crop), y0 % len(crop)
-        np.testing.assert_array_equal(crop[y : y + y1 - y0, x : x + x1 - x0], target)
 
 
 def test_trajectories_of_others_are_played_again(scenes, tmp_path, capsys):

@@ -12,12 +12,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from saccade.config import SaveConfig
 from saccade.errors import EnvironmentProblem, Interrupted
 from saccade.plugins.reward_models import reward_training
 from saccade.recipes import rl, sft
 from saccade.run.checkpoint import complete_steps
-from saccade.run.checkpointer import Checkpointer
 from saccade.run.loggers import read_metrics
 
 THREAD = "checkpoint"
@@ -179,25 +177,6 @@ def test_a_disk_too_small_for_one_checkpoint_is_refused_before_the_first_step(tm
     with pytest.raises(EnvironmentProblem, match=r"a checkpoint needs up to [\d.]+ MB, 100 kB are"):
         rl.run(rl_config(tmp_path, save__every=0))
     assert not (tmp_path / "run").exists()  # so the same command can be given again
-
-
-def test_room_is_asked_for_what_will_be_kept(tmp_path, said, monkeypatch):
-    saver = Checkpointer(tmp_path, SaveConfig(keep=3, every=1), saved=None)
-    usage = shutil.disk_usage(tmp_path)._replace(free=3_500_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-
-    def begin(needed, steps):
-        parts = {"model": SimpleNamespace(saved_bytes=lambda: needed)}
-        nothing = SimpleNamespace(saved_bytes=lambda: 0)
-        saver.begin(nothing, nothing, parts, first=1, total=steps)
-
-    begin(1_000_000, 3)
-    begin(4_000_000, 0)  # nothing is written any more
-    assert said == []
-    begin(1_000_000, 9)  # the three that are kept, and the next beside them
-    assert len(said) == 1 and "4 checkpoints more" in said[0] and "3.5 MB are free" in said[0]
-    with pytest.raises(EnvironmentProblem, match=r"needs up to 4\.0 MB, 3\.5 MB are free"):
-        begin(4_000_000, 1)
 
 
 def test_a_tensor_that_is_lost_on_the_way_is_found(tmp_path, sft_config, monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 from saccade.config import load
 from saccade.plugins.estimate import estimate
 from saccade.plugins.estimate.work import shares
-from saccade.recipes import rl, sft
+from saccade.recipes import rl
 from saccade.system import devices
 
 
@@ -50,11 +50,6 @@ def test_an_estimate_counts_what_a_run_counts(tmp_path, rl_config, changes):
     foretold = pace.tflop | {"recomputed": pace.recomputed}
     assert foretold == pytest.approx({name: last[f"flops/{name}"] for name in foretold}, rel=0.01)
     assert len(foretold) == len([name for name in last if name.startswith("flops/")])
-
-
-def test_supervised_steps_count_their_update(tmp_path, sft_config):
-    last = sft.run(sft_config(tmp_path, run__max_steps=1))
-    assert last["flops/update"] > 0 and last["flops/recomputed"] == 0
 
 
 def test_shares_of_a_known_device():
