@@ -162,12 +162,3 @@ def test_placeholders_and_ids_past_the_tokenizer_are_never_sampled(model, family
             (batch,) = pack([trajectories(asked, answers)], positions=family.positions, micro_tokens=9999)
             ((new, _),) = LocalBackend(model, family).logprobs([batch], Scoring())
             assert np.abs(new - batch.rollout_logprobs).max() < 1e-5
-
-
-def test_a_key_is_taken_until_its_completion(model, family, prompts):
-    engine = EmbeddedEngine(model, family)
-    (request,) = requests(prompts[:1])
-    engine.submit(request)
-    engine.submit(request)
-    with pytest.raises(AssertionError, match="twice"):
-        engine.poll()

@@ -54,11 +54,6 @@ def test_a_gpu_that_is_not_there_is_not_taken_for_a_cpu(large, monkeypatch):
     assert result.exit_code == 3 and "name the one to plan for: --device H100" in result.stderr
 
 
-def test_a_prompt_is_longer_than_its_picture(large):
-    found = planned(large, H200, (448, 10, 512))
-    assert found.prompts == "257 tokens, a picture of 448x448 (the picture alone takes 256)"
-
-
 def test_without_data_prompts_are_as_long_as_allowed(word_model):
     config = load({"model.path": word_model, "data.max_prompt_tokens": 2000})
     found = estimate(config, devices.present("cpu"))
