@@ -79,13 +79,13 @@ def lines_of_code(path: Path, tree: ast.Module) -> int:
 
 
 def test_the_house_stays_small() -> None:
-    """Limits that only shrink, on the way to 30, 16 and 32 thousand lines."""
+    """Limits that only shrink, on the way to 30 thousand lines of the package and 32 of tests."""
     sizes = {path.relative_to(PACKAGE): lines_of_code(path, tree) for path, tree in modules()}
     spine = sum(size for path, size in sizes.items() if path.parts[0] != "plugins")
     tests = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in Path(__file__).parent.rglob("*.py"))
-    assert sum(sizes.values()) <= 34_150
-    assert spine <= 17_750
-    assert tests <= 38_550
+    assert sum(sizes.values()) <= 32_700
+    assert spine <= 14_200
+    assert tests <= 35_700
 
 
 def test_a_file_name_occurs_once() -> None:

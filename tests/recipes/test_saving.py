@@ -171,6 +171,18 @@ def test_a_disk_that_stays_full_leaves_the_folder_free(tmp_path, sft_config, mon
     assert steps_of(tmp_path / "run") == [2, 4]
 
 
+def test_a_disk_that_fills_up_names_the_checkpoint_before(tmp_path, sft_config, monkeypatch, capsys):
+    """There was room for the first one; the last of step 4 is tried at the end once more."""
+    usage, folder = shutil.disk_usage(tmp_path), tmp_path / "run" / "checkpoints"
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: usage._replace(free=5_000 if steps_of(folder.parent) else 9_000_000)
+    )
+    with pytest.raises(EnvironmentProblem, match=r"needs up to [\d.]+ MB, 5\.0 kB are free") as caught:
+        sft.run(sft_config(tmp_path, save__every=2, save__background=False) | SFT)
+    assert f"step 2 is saved in {folder / 'step-2'}; fix the" in str(caught.value)
+    assert "could not be saved" not in capsys.readouterr().out
+
+
 def test_a_disk_too_small_for_one_checkpoint_is_refused_before_the_first_step(tmp_path, rl_config, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
