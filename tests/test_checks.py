@@ -80,6 +80,8 @@ def test_adapters_that_are_left_over_are_taken_out(rows):
         ("data.min_pixels=2000000", "data.min_pixels", "data.min_pixels=3136"),
         ("prompt.template=missing.jinja", "prompt.template", "remove it"),
         ("rollout.top_k=50", "rollout.top_k", "rollout.top_k=-1"),
+        ("rollout.max_tokens=3", "rollout.max_tokens", "rollout.max_tokens=256"),
+        ("val.max_tokens=1", "val.max_tokens", "val.max_tokens=256"),
         ("env.max_total_tokens=2048", "env.max_total_tokens", "env.max_total_tokens=6144"),
         ("env.max_turns=3", "env.max_turns", "env.name=tools"),
         ("train.updates_per_step=129", "train.updates_per_step", "train.updates_per_step=128"),
@@ -147,6 +149,7 @@ def test_eval_takes_the_file_of_a_training_run(rows):
     "overrides",
     [
         ["rollout.top_p=0.9", "rollout.truncated_sampling=replay"],
+        ["rollout.max_tokens=3", "prompt.format=direct"],
         ["train.min_lr=0.1", "train.schedule=cosine"],
         ["rollout.tensor_parallel=2", "rollout.memory_share=0.4", "rollout.engine=vllm"],
         ["rollout.parity_max=0.1", "rollout.replicas=2"],

@@ -122,7 +122,8 @@ def why_recompute(algorithm: Algorithm) -> str | None:
 def _choose(axis: str, name: str, given: AlgorithmConfig, **options: Any) -> Entry:
     """The entry called `name` with what was given for its options, in `args` or in fields."""
     entry = find(axis, AXES[axis], name)
-    entry = entry.having(parsed(entry, given.args) | _set(**dict(given)) | options)
+    cells = {} if axis in ("kl.kind", "correct") else _set(**dict(given))  # these have cells of their own
+    entry = entry.having(parsed(entry, given.args) | cells | options)
     if missing := [n for n, p in entry.parameters.items() if p.default is p.empty and n not in entry.given]:
         fields = [f"algorithm.{n}={EXAMPLES.get(n, 1)}" for n in missing if n in FIELDS]
         args = ", ".join(f"{n}: {EXAMPLES.get(n, 1)}" for n in missing if n not in FIELDS)

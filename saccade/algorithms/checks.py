@@ -49,6 +49,7 @@ def _contradictions(a: Algorithm) -> dict[str, bool]:
     dual_clip, delta = a.loss.options.get("dual_clip") or 0, a.loss.options.get("delta") or 0
     weighing = [c.name for c in a.corrections if c.weighs]
     adaptive = a.needs_reference and kl.controller == "adaptive"
+    coef, (low, high) = a.entropy_coef, a.entropy_range
     return {
         f"train.samples_per_prompt={a.samples_per_prompt}: advantage {a.advantage} compares the members of a group; "
         "use train.samples_per_prompt=8, or algorithm.preset=reinforce_pp": few and a.estimator.group,
@@ -65,6 +66,10 @@ def _contradictions(a: Algorithm) -> dict[str, bool]:
         and LARGEST_ERROR * sequences >= kl.horizon,
         f"algorithm.overlong.buffer={buffer} must be below the longest response of {a.max_tokens} tokens; use "
         f"algorithm.overlong.buffer={a.max_tokens // 5}": buffer >= a.max_tokens,
+        "algorithm.exclude_status=[truncated] leaves out what algorithm.overlong punishes; use "
+        "algorithm.overlong.buffer=0, or algorithm.exclude_status=[]": buffer > 0 and "truncated" in a.exclude_status,
+        f"algorithm.entropy_coef={coef:g} is outside algorithm.entropy_range=[{low:g},{high:g}], in which it is "
+        f"steered; use algorithm.entropy_coef={low:g}": bool(a.entropy_target and coef) and not low <= coef <= high,
         f"algorithm.advantage={a.advantage} needs rewards >= 0; use algorithm.kl.place=loss "
         "algorithm.overlong.buffer=0 reward.running_norm=std, or algorithm.advantage=grpo": a.estimator.positive
         and (a.kl_in_reward or buffer > 0 or a.reward_normalise == "mean_std"),

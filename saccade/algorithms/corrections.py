@@ -19,6 +19,7 @@ from operator import and_
 from typing import TYPE_CHECKING, TypeAlias
 
 from saccade.algorithms.table import Entry, add, table_of
+from saccade.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,9 +82,11 @@ def measure(old: Tensor, rollout: Tensor, *, live: Tensor, sequence: Tensor) -> 
 def apply(chosen: Sequence[Entry], mismatch: Mismatch) -> Correction:
     """All of them: a token is kept that every one of them keeps. At most one gives weights."""
     found: list[Correction] = [entry(mismatch) for entry in chosen]
-    weights = next((one.weights for one in found if one.weights is not None), None)
+    weights = [one.weights for one in found if one.weights is not None]
+    if len(weights) > 1:
+        raise ConfigError("algorithm.correct: two corrections weigh tokens for the same gap; keep one of them")
     masks = [one.keep for one in found if one.keep is not None]
-    return Correction(weights=weights, keep=reduce(and_, masks) if masks else None)
+    return Correction(weights=weights[0] if weights else None, keep=reduce(and_, masks) if masks else None)
 
 
 # -- weights ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from saccade.algorithms.table import NotNegative, Positive, add, table_of
@@ -48,7 +49,7 @@ class LossInputs:
     stale: Tensor | None = None  # [T] bool: older weights sampled it, so a gap to them is no error
     images: Tensor | None = None  # [T] bool: the sequence has an image; None: nobody asks
 
-    @property
+    @cached_property
     def live(self) -> Tensor:
         """[T] bool"""
         return self.scales > 0

@@ -82,8 +82,14 @@ class Algorithm(AlgorithmConfig):
     @property
     def warnings(self) -> tuple[str, ...]:
         own, now, loss = self.loss.own_aggregation, self.aggregation, self.policy_loss
-        text = f"algorithm.aggregation={now}: policy loss {loss} is made for {own}; long sequences weigh more now"
-        return () if own in (None, now) else (text,)
+        delta, high = (self.loss.options.get(name) or 0 for name in ("delta", "clip_high"))
+        found = {
+            f"algorithm.aggregation={now}: policy loss {loss} is made for {own}; long sequences weigh more now": own
+            not in (None, now),
+            f"algorithm.delta={delta:g} is not above 1 + clip_high = {1 + high:g} and cuts ratios inside the clip; "
+            "algorithm.delta=4 is usual": 0 < delta <= 1 + high,
+        }
+        return tuple(text for text, so in found.items() if so)
 
     @property
     def at_once(self) -> tuple[Entry, ...]:

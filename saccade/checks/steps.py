@@ -11,6 +11,9 @@ from saccade.config import ADAPTED, Config
 from saccade.data.sources import set_names
 from saccade.models.files import described, names_experts
 
+# The fewest tokens of an answer where every tag is one token: with less, no response can be right.
+SHORTEST_ANSWER = {"think_answer": 5, "think_boxed": 4, "boxed": 2, "answer_line": 2, "hash": 2}
+
 
 def sampling(config: Config) -> Iterator[str]:
     rollout = config.rollout
@@ -28,6 +31,13 @@ def sampling(config: Config) -> Iterator[str]:
 
 
 def response_length(config: Config) -> Iterator[str]:
+    style = config.prompt.format
+    shortest, limits = SHORTEST_ANSWER.get(style, 1), {"rollout.max_tokens": config.rollout.max_tokens}
+    if "max_tokens" in config.val.model_fields_set:
+        limits["val.max_tokens"] = config.val.max_tokens
+    for name, limit in limits.items():
+        if limit < shortest:
+            yield f"{name}: {limit} tokens cannot hold an answer in the format {style!r}; try {name}=256"
     total = config.env.max_total_tokens
     if total <= config.rollout.max_tokens:
         yield (
@@ -35,7 +45,7 @@ def response_length(config: Config) -> Iterator[str]:
             f"rollout.max_tokens={config.rollout.max_tokens}; "
             f"try env.max_total_tokens={config.rollout.max_tokens + config.data.max_prompt_tokens}"
         )
-    elif (longest := config.data.max_prompt_tokens) >= total:
+    elif (longest := config.data.max_prompt_tokens) > total - shortest:
         yield (
             f"env.max_total_tokens: {total} leaves no room for a response behind a prompt of "
             f"data.max_prompt_tokens={longest}; try env.max_total_tokens="

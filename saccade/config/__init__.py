@@ -278,8 +278,9 @@ def unknown_key(key: str) -> str:
     """Says which option was meant: as other systems or older versions call it, in another section, or spelled so."""
     above, _, leaf = key.rpartition(".")
     entry, _, index = above.rpartition(".")
-    if index.isdigit():  # an entry of a list
-        keys = get_args(_kind(entry))[0].model_fields
+    inside = get_args(_kind(entry)) if index.isdigit() else ()
+    if inside and hasattr(inside[0], "model_fields"):  # an entry of a list
+        keys = inside[0].model_fields
         meant = difflib.get_close_matches(leaf, keys, n=1)
         hint = f"did you mean {meant[0]!r}?" if meant else f"expected one of {', '.join(keys)}"
     else:

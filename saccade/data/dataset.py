@@ -139,7 +139,7 @@ def too_many(bad: Sequence[BadRow], rows: int, paths: Sequence[str], config: Dat
     lifted = f"data.max_bad_fraction={math.ceil(100 * len(bad) / rows) / 100:g}"
     advice = "No row is left to go on with." if none_left else f"{lifted} goes on without them."
     fixed = "." if none_left else ", its --fix writes a copy without them."
-    advice += f" `saccade check-data --for COMMAND` lists all{fixed}"
+    advice += f" `saccade check-data` (--for rl, sft, dpo or reward-model) lists all{fixed}"
     if config.format != "auto":
         advice += f" data.format is {config.format}: auto reads what the columns say."
     return (

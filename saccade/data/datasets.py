@@ -140,7 +140,8 @@ class _Reader:
         columns = {column for row in readable for column in row}
         if not columns and limit != 0:
             reason = f"no row can be read: {first[0]}" if first else "it holds no rows"
-            raise DataError(f"{source.path}: {reason}{f' behind offset={passed}' if passed else ''}")
+            behind = f" behind offset={source.offset}, of {passed} rows" if source.offset and not first else ""
+            raise DataError(f"{source.path}: {reason}{behind}")
         open_image = self._opener(container.folder)
         # As in the file, from 1. Behind the last row, the next number says how many were read.
         numbers, seen = count(passed + 1), self.kinds.total()

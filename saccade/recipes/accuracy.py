@@ -21,7 +21,6 @@ from saccade.run import statistics
 from saccade.run.metrics import interval_of
 from saccade.types import ALWAYS_EXCLUDED, Group
 
-MOST_CATEGORIES = 40
 SLACK = 1e-6  # of sums that should be 1
 Table = dict[str, dict[str, float]]  # limit, number of turns, category or source -> numbers
 Item = tuple[str, Any]  # a data source, and the outcomes of one question

@@ -129,7 +129,7 @@ def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> T
     verifier = VERIFIERS.get(row.verifier)
     if verifier is None:
         problem = unknown("verifier", row.verifier, [*VERIFIERS, *SERVICES])
-        raise ConfigError(f"{where}: {problem} A function of the user is path/file.py:name.")
+        raise ConfigError(f"{where}: {problem} A function of your own is path/file.py:name.")
     own_kind = "outcome" if row.shaping is False and verifier.kind == "shaping" else verifier.kind
     return replace(
         term,

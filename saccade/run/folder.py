@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import cache
 from importlib import metadata
@@ -251,13 +252,26 @@ def _acquire(path: Path) -> int:
             "for example a local disk"
         ) from None
     os.ftruncate(lock, 0)
+    _held.add(lock)
     os.pwrite(lock, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return lock
 
 
 def _release(lock: int) -> None:
+    _held.discard(lock)
     os.ftruncate(lock, 0)
     os.close(lock)
+
+
+def _forget_in_child() -> None:
+    """A forked worker that outlives us must not keep the folder locked."""
+    while _held:
+        with suppress(OSError):
+            os.close(_held.pop())
+
+
+_held: set[int] = set()
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 # -- facts for the manifest ------------------------------------------------------------------------

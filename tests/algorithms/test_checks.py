@@ -37,6 +37,8 @@ CONTRADICTIONS = [
     (["delta=1"], "algorithm.delta=1", ["delta=3"]),
     (["dual_clip=3", "delta=4"], "algorithm.delta=4", ["dual_clip=3", "delta=0"]),
     (["entropy_target=0.2", "entropy_range=[0.1,0.1]"], "algorithm.entropy_range", ["entropy_range=[0,0.05]"]),
+    (["entropy_target=0.2", "entropy_coef=0.5"], "algorithm.entropy_coef=0.5 is outside", ["entropy_coef=0"]),
+    (["preset=dapo", "exclude_status=[truncated]"], "algorithm.exclude_status=[truncated]", ["overlong.buffer=0"]),
     (["preset=drpo", "reward_range=[1,0]"], "algorithm.reward_range", ["reward_range=[0,1]"]),
     (["correct=[tis.token,icepop]"], "algorithm.correct: tis.token and icepop", ["correct=[tis.token]"]),
     (

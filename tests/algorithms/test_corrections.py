@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from saccade.algorithms.corrections import CORRECTIONS, apply, effective_sample_size, measure, self_normalise
+from saccade.errors import ConfigError
 from saccade.plugins.more_algorithms.more_corrections import opsm
 
 NAN = float("nan")
@@ -142,3 +143,8 @@ def test_effective_sample_size():
     assert effective_sample_size(equal, live) == pytest.approx(1.0)
     assert effective_sample_size(one, live) == pytest.approx(0.25)
     assert effective_sample_size(0 * one, live) == 0
+
+
+def test_two_that_give_weights_are_refused(golden):
+    with pytest.raises(ConfigError, match="two corrections weigh tokens"):
+        apply([CORRECTIONS["tis.token"], CORRECTIONS["tis.sequence"]], golden.mismatch)

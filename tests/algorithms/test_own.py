@@ -79,3 +79,9 @@ def test_a_file_that_cannot_be_imported(tmp_path):
     (tmp_path / "broken.py").write_text("def loss(:\n")
     with pytest.raises(ConfigError, match=r"broken.py cannot be imported: SyntaxError"):
         find("policy_loss", {}, f"{tmp_path}/broken.py:loss")
+
+
+def test_a_divergence_does_not_read_options_of_the_loss(tmp_path, algorithm):
+    file = tmp_path / "kl.py"
+    file.write_text("def far(new, ref, *, delta=0.5): return (new - ref) * delta\n")
+    assert algorithm("delta=4", f"kl.kind={file}:far", "kl.coef=0.01").divergence.options == {"delta": 0.5}

@@ -6,6 +6,8 @@ import json
 import socket
 import threading
 import time
+from datetime import datetime, timezone
+from email.utils import format_datetime
 from typing import Any
 
 import pytest
@@ -229,3 +231,9 @@ def test_pauses_grow_from_one_second_to_thirty(monkeypatch):
     for attempt in range(12):
         asking._pause("http://a", attempt, 0.0, 0.0)
     assert 1 <= waits[0] < 2 and waits == sorted(waits) and waits[-1] == 30
+
+
+def test_retry_after_is_seconds_or_a_date():
+    later = format_datetime(datetime.fromtimestamp(time.time() + 60, timezone.utc), usegmt=True)
+    assert [http_client._seconds(text) for text in ("2", "soon", None)] == [2, 0, 0]
+    assert 50 < http_client._seconds(later) <= 60

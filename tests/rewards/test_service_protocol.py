@@ -242,3 +242,8 @@ def test_numbers_that_are_none_are_errors_of_their_sample_alone():
     assert [score.kind for score in scores] == ["error", "value", "error", "abstain"]
     scores = read_reply({"rewards": [None, 1.0], "errors": {"0": "raised: ZeroDivisionError"}}, 2)
     assert [(score.kind, score.reason) for score in scores] == [("error", "raised: ZeroDivisionError"), ("value", "")]
+
+
+def test_a_part_named_rewards_is_no_reward():
+    scores = read_reply({"rewards": [1, 2], "parts": {"rewards": [0.5, None]}}, 2)
+    assert [(score.value, score.parts) for score in scores] == [(1, {"rewards": 0.5}), (2, {})]

@@ -37,7 +37,7 @@ class JudgeConfig(HttpConfig):
 
 
 class RemoteConfig(Section):
-    url: tuple[str, ...] = option((), "Addresses of a reward service, such as http://127.0.0.1:8400/get_reward.")
+    url: tuple[str, ...] = option((), "Addresses of a reward service, http://127.0.0.1:8400/get_reward; several share.")
     token: str = option("", "Environment variable that holds the token; empty: none is sent.")
     batch: int = option(64, "Most samples in one request.", ge=1)
     concurrency: int = option(8, "Requests under way at once.", ge=1)

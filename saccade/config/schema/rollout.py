@@ -38,7 +38,7 @@ class RolloutConfig(Section):
     memory_share: float = option(0.6, "Share of the GPU's memory for vllm or sglang.", gt=0, le=1, when=OTHER_ENGINE)
     engine_args: dict[str, Any] = option({}, "Further arguments of vllm or sglang, or http fields.", when=OTHER_ENGINE)
     parity_max: float | None = option(
-        None, "Largest mean gap of log-probs to the trainer; empty: 0.05, float32 1e-4.", gt=0, when=OTHER_WEIGHTS
+        None, "Largest mean gap of log-probs; empty: 0.05 in bfloat16, 1e-4 in float32.", gt=0, when=OTHER_WEIGHTS
     )
     http: HttpConfig = mapping(HttpConfig, "The endpoint of engine=http.", commands=("eval", "generate", "chat"))
     temperature: float = option(1.0, "Sampling temperature; the trainer scores at the same one.", gt=0)
@@ -65,7 +65,9 @@ LIMITS = {  # of one episode that are counted, and the least value of each
 
 class EnvConfig(Section):
     name: str = option(
-        "single_turn", "single_turn | crop | calculator | tools | sokoban_step | file.py:Class.", path=True
+        "single_turn",
+        "single_turn | crop | calculator | tools | sokoban_step | file.py:Class (reset, step, close).",
+        path=True,
     )
     args: dict[str, Any] = option({}, "Arguments of your own environment's class.")
     tools: tuple[str, ...] = option((), "Your functions, file.py:name, beside built-in tools.", path=True)
@@ -93,7 +95,7 @@ class EnvConfig(Section):
     step_timeout: float = option(60.0, "Seconds for one step of your own environment; then its process is ended.", gt=0)
     processes: int = option(128, "Environments of your own that live at once, each in a process; others wait.", ge=1)
     eval: dict[str, int] = option(
-        {}, "Limits that differ in evaluation, such as {max_turns: 12}, its default with tools."
+        {}, "Those that differ in evaluation: max_turns (12 with tools), max_images, max_turn_tokens, max_total_tokens."
     )
 
     @field_validator("eval")

@@ -41,7 +41,7 @@ class LoraConfig(Section):
     alpha: int = option(16, "Adapters are scaled by alpha / rank.", ge=1, when=ADAPTERS)
     dropout: float = option(0.0, "Dropout before the adapters; sft and dpo only.", ge=0, lt=1, when=ADAPTERS)
     targets: str = option(
-        "all-linear", "Layers with adapters: all-linear (language model), or PATTERNS.", when=ADAPTERS
+        "all-linear", "Layers with adapters: all-linear (language model), or PATTERNS as in model.train.", when=ADAPTERS
     )
     exclude: str = option("", "PATTERNS of layers among them that get none.", when=ADAPTERS)
     vision: bool = option(False, "all-linear means vision tower and projector, too.", when=(ADAPTERS, ALL_LINEAR))

@@ -28,19 +28,23 @@ SELECTING = When("generate.select not in ('all', 'correct')", "generate.select=t
 class TrainConfig(Section):
     prompts_per_step: int = option(128, "Prompts (rl) or rows (sft, dpo, reward-model) of one step.", ge=1)
     samples_per_prompt: int = option(8, "Rollouts of each prompt; presets may differ.", ge=1, commands=("rl",))
-    updates_per_step: int = option(1, "Optimizer steps per step, each on whole groups.", ge=1, commands=("rl",))
+    updates_per_step: int = option(
+        1, "Optimizer steps per step, on whole groups; presets differ.", ge=1, commands=("rl",)
+    )
     epochs_per_batch: int = option(1, "Passes over the samples of a step.", ge=1, commands=("rl",))
     epochs: float = option(1.0, "Passes over the data when run.max_steps is empty; sft: 2 unless set.", gt=0)
     micro_tokens: int = option(16_384, "Tokens of one forward and backward, media tokens included.", ge=1)
     lr: float = option(
         1e-6, "Peak learning rate; sft 5e-6, dpo 1e-5, reward-model 9e-6 (process 1e-6) unless set.", gt=0
     )
-    lr_scale: dict[str, float] = option({}, "Factors: vision, projector, llm, audio, series.", when=TRAINED_TOWERS)
+    lr_scale: dict[str, float] = option(
+        {}, "Of lr by tower: vision, projector, llm, audio, series.", when=TRAINED_TOWERS
+    )
     schedule: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = option(
         "constant", "Shape of the learning rate; but for rl cosine_with_min_lr unless set."
     )
     warmup: float = option(0.0, "Warm-up steps, or a share of all steps when below 1; not rl: 0.03 unless set.", ge=0)
-    min_lr: float = option(0.0, "Floor as a share of lr; cosine_with_min_lr: 0.1.", ge=0, le=1, when=DECAYING)
+    min_lr: float = option(0.0, "Floor as a share of lr; 0: of cosine_with_min_lr 0.1.", ge=0, le=1, when=DECAYING)
     optimizer: Literal["adamw", "adamw_bf16"] = option(
         "adamw", "adamw keeps fp32 masters; adamw_bf16 updates bf16 weights with Kahan compensation."
     )
@@ -141,12 +145,14 @@ class RewardModelConfig(Section):
 class ValConfig(Section):
     every: int = option(20, "Validate every N steps; 0 never.", ge=0)
     before: bool = option(True, "Validate before the first step.", when=VALIDATING)
-    n: int = option(1, "Samples per prompt: 1 is greedy, more give avg@k.", ge=1, commands=ANSWERING)
+    n: int = option(1, "Samples per prompt; 1 is greedy unless temperature is set.", ge=1, commands=ANSWERING)
     temperature: float = option(0.0, "Unless set 0, and 1 when n is above 1.", ge=0, commands=ANSWERING)
     top_p: float = option(1.0, "Nucleus of validation sampling.", gt=0, le=1, commands=ANSWERING)
     max_tokens: int = option(2048, "Longest response; rollout.max_tokens unless set.", ge=1, commands=ANSWERING)
     turns: tuple[int, ...] = option(
-        (), "Limits of turns to report accuracy under, such as [1,2,4]; the largest counts.", commands=ANSWERING
+        (),
+        "Limits to report accuracy under, such as [1,2,4]; the largest replaces env.eval.max_turns.",
+        commands=ANSWERING,
     )
     log_generations: int = option(16, "Stored responses of each set, with pictures.", ge=0, commands=ANSWERING)
 

@@ -32,7 +32,6 @@ PAGE = 16  # tokens: small, so that little of a prompt is copied and little of a
 POOL_STEP = 4096  # such pages by which the pool grows at least
 WHOLE_STEP = 64  # pages of whole sequences grow in steps, so that a longer prompt rarely reallocates
 CPU_CACHE_BYTES = 4 << 30
-# How a GPU decodes over small pages: `copy_pages` and `write_pages`, `graphs` and `projections`.
 GPU_CACHE_SHARE = 0.6  # of the free memory of a GPU, for pages of whole sequences
 
 

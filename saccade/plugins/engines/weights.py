@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,7 +25,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from saccade.engines import WeightSource
@@ -34,6 +34,7 @@ from saccade.models.files import require_intact, require_same
 PIECE = 256 << 20
 SAMPLED = 16  # every 16th tensor is compared, others at the next turn
 CHUNK = 1 << 22  # elements of a checksum at a time
+NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -93,7 +94,20 @@ def pieces(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
 
 
 def _write(tensors: Mapping[str, Tensor], file: Any) -> None:
-    file.write(save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, {"format": "pt"}))
+    """By hand, tensor by tensor: the writer of safetensors copies a piece several times."""
+    header: dict[str, Any] = {}
+    size = 0
+    # Wide types first: each tensor then lies at a multiple of its width.
+    order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    for name, tensor in order:
+        shape, end = list(tensor.shape), size + tensor.nbytes
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": [size, end]}
+        size = end
+    head = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    head += b" " * (-len(head) % 8)
+    file.write(struct.pack("<Q", len(head)) + head)
+    for _, tensor in order:
+        file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     file.flush()
 
 

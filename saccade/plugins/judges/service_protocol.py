@@ -248,20 +248,21 @@ def reply_to(scored: Sequence[Scored], *, ours: bool, unscored: float | None) ->
 
 def read_reply(reply: Any, count: int) -> list[Score]:
     """One score for each sample, whichever service replied."""
-    columns = {"rewards": reply["rewards"], **_parts(reply)}
-    for name, column in columns.items():
+    rewards, columns, errors = reply["rewards"], _parts(reply), reply.get("errors") or {}
+    if not isinstance(errors, Mapping):
+        raise ValueError("errors: no mapping of indices")
+    for name, column in (("rewards", rewards), *columns.items()):
         if not isinstance(column, list) or len(column) != count:
             raise ValueError(f"{name}: not {count} entries")
         if not all(entry is None or type(entry) in (int, float) for entry in column):
             raise ValueError(f"{name}: an entry is no number")
-    rewards, errors = columns.pop("rewards"), reply.get("errors") or {}
     reasons, found = ((reply.get(name) or [None] * count) for name in ("reasons", "extracted"))
     scores = []
     for index, (value, reason, extracted) in enumerate(zip(rewards, reasons, found, strict=True)):
         parts = {str(name): column[index] for name, column in columns.items() if column[index] is not None}
         odd = [number for number in (value or 0.0, *parts.values()) if not math.isfinite(number)]
-        if str(index) in errors:
-            scores.append(Score(kind="error", reason=str(errors[str(index)])))
+        if (why := errors.get(str(index))) is not None:
+            scores.append(Score(kind="error", reason=str(why)))
         elif odd:
             scores.append(Score(kind="error", reason=f"nan: the service gave {odd[0]}"))
         elif value is None:

@@ -90,11 +90,13 @@ def serve(request: Mapping[str, Any], emit: Emit) -> None:
         return
     if together and len(samples) > 1:
         try:
-            for index, value in enumerate(scores(samples)):
-                score(index, value)
-            return
+            found = scores(samples)
         except RAISED as error:  # then one at a time, so that only the culprits fail
             emit({"apart": failure(error).reason})
+        else:
+            for index, value in enumerate(found):
+                score(index, value)
+            return
     for index, sample in enumerate(samples):
         try:
             (value,) = scores([sample])

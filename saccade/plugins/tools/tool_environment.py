@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from pydantic import PydanticUserError, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from saccade.config import EnvConfig
 from saccade.environments import Kind, Own, Setting, Step
@@ -80,7 +80,7 @@ def _fits(value: Any, annotation: Any) -> bool:
         TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
     except ValidationError:
         return False
-    except (PydanticUserError, NameError):
+    except Exception:  # prose, or a name that is not there
         pass
     return True
 

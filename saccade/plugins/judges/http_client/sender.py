@@ -15,12 +15,14 @@ import json
 import math
 import os
 import random
-import re
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timezone
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -189,9 +191,8 @@ class Sender:
                     content += piece
                     if time.monotonic() > until:  # the client's timeout starts anew with each byte
                         raise httpx2.ReadTimeout("the reply took too long")
-                hold = re.fullmatch(r"\d+(\.\d+)?", response.headers.get("Retry-After", ""))  # a date counts as no wish
                 text = content.decode("utf-8", "replace")
-                return Reply(response.status_code, text, float(hold[0]) if hold else 0.0)
+                return Reply(response.status_code, text, _seconds(response.headers.get("Retry-After")))
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             return Reply(0, f"{type(error).__name__}: {error}")
 
@@ -315,3 +316,14 @@ class RequestQueue(Generic[Job]):
                 self._changed.wait_for(lambda: len(self._waiting) >= self._batch or self._closed, self._gather)
             count = min(self._batch, len(self._waiting))
             return [self._waiting.popleft() for _ in range(count)]
+
+
+def _seconds(header: str | None) -> float:
+    """Of Retry-After: a number of seconds, or a date."""
+    with suppress(ValueError):
+        return max(0.0, float(header or 0))
+    with suppress(ValueError):
+        moment = parsedate_to_datetime(header or "")
+        moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+        return max(0.0, moment.timestamp() - time.time())
+    return 0.0
