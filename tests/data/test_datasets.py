@@ -48,7 +48,7 @@ def test_an_offset_leaves_out_the_first_rows_and_limits_count_from_there(jsonl):
     assert [sample.answer for sample in data.samples] == ["8", "9", "0", "1", "2"]
     assert total_rows([source(path, offset=8), source(path, offset=2, max_samples=3)]) == 5
     for offset in (10, 11):
-        with pytest.raises(DataError, match=r"it holds no rows behind offset=10"):
+        with pytest.raises(DataError, match=f"it holds no rows behind offset={offset}, of 10 rows"):
             load([source(path, offset=offset)], DataConfig())
         assert total_rows([source(path, offset=offset)]) == 0
 
@@ -179,7 +179,7 @@ def test_too_many_bad_rows_stop_with_the_first_five(jsonl):
     message = str(caught.value)
     assert "7 of 20 rows are bad (35.0%)" in message and "data.max_bad_fraction=0.35" in message
     assert "4 (row 5 of rows): no prompt in column question" in message and "(row 6" not in message
-    assert "check-data --for COMMAND` lists all, its --fix" in message
+    assert "check-data` (--for rl, sft, dpo or reward-model) lists all, its --fix" in message
     assert len(load([source(jsonl(rows))], DataConfig(max_bad_fraction=0.35))) == 13
 
 
@@ -188,7 +188,7 @@ def test_too_many_bad_rows_stop_with_the_first_five(jsonl):
     [
         (2, "train", "dpo.max_tokens", "=0.5 goes on without them."),
         (4, "val", "dpo.max_tokens", "No row is left to go on with."),
-        (4, "train", "data.max_prompt_tokens", "go on with. `saccade check-data --for"),
+        (4, "train", "data.max_prompt_tokens", "go on with. `saccade check-data` (--for"),
     ],
 )
 def test_advice_that_can_be_followed(jsonl, bad, split, limit, advice):
