@@ -1,7 +1,5 @@
 """Small records; the reference fixture by member, and the loss over the forests that it is packed into."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

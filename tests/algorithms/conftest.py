@@ -2,8 +2,6 @@
 algorithms and small records.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random ragged steps, and losses and gradients of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What an algorithm remembers from one step to the next."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -13,14 +11,13 @@ from saccade.algorithms.algorithm_state import (
     Moments,
     after_step,
     merge,
-    next_kl_coef,
     normalise,
     observe,
     restore,
     to_json,
 )
 from saccade.plugins.more_algorithms import domains
-from saccade.plugins.more_algorithms.domains import domain_of, success, success_of
+from saccade.plugins.more_algorithms.domains import success
 from saccade.types import Metrics
 
 FINITE, NONE = st.floats(-100, 100), [0.0] * 9
@@ -120,34 +117,7 @@ def test_every_scored_group_is_observed_in_the_order_of_uids(algorithm, records)
     assert all(observe(start, order, row) == memory for order in orders)
 
 
-def test_what_a_group_says_of_its_domain(algorithm, records):
-    row = algorithm("preset=drpo", "reward_range=[-1,1]")
-    group = records.group("a", [1.0, 0.0, None], extra={"domain": "ct"})
-    assert (domain_of(group), success_of(group, row)) == ("ct", 0.75)
-    for extra in ({}, {"domain": ""}, {"domain": None}):
-        assert domain_of(records.group("a", [1.0], extra=extra)) == "default"
-    assert success_of(records.group("a", [None]), row) is None
-    # The raw outcome counts, whatever shaping made of the reward.
-    shaped = records.changed(records.group("a", [1.0, 0.0]), reward=[-5.0, -9.0])
-    assert success_of(shaped, row) == 0.75
-
-
 # -- coefficients ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("measured", "expected"),
-    [
-        (0.1, 0.04),  # at the target
-        (0.11, 0.04 * (1 + 0.1 * 512 / 10000)),
-        (0.5, 0.04 * (1 + 0.2 * 512 / 10000)),  # the error is clipped
-        (0.0, 0.04 * (1 - 0.2 * 512 / 10000)),
-        (-0.3, 0.04 * (1 - 0.2 * 512 / 10000)),
-    ],
-)
-def test_the_kl_coefficient_follows_the_kl(measured, expected):
-    found = next_kl_coef(0.04, measured=measured, sequences=512, target=0.1, horizon=10_000)
-    assert found == pytest.approx(expected, abs=1e-12)
 
 
 # -- moments of rewards ----------------------------------------------------------------------------
@@ -188,12 +158,6 @@ def test_a_fresh_state():
     assert [w / mean for w in weights] == pytest.approx([1.7241379, 0.2758621], abs=1e-7)
 
 
-def test_bins_are_equal_and_the_last_is_closed():
-    found = domains.noted({}, [("a", y) for y in (0.0, 0.0999, 0.1, 0.95, 1.0)])
-    assert found["a"]["counts"] == [2, 1, 0, 0, 0, 0, 0, 0, 0, 2]
-    assert found["a"]["sums"][9] == pytest.approx(1.95)
-
-
 def test_the_mean_of_a_domain_favours_rare_bins():
     found = domains.noted({}, [("a", 0.15), ("a", 0.15), ("a", 0.85)])
     mean = (0.15 / 2 + 0.85 / 1) / (1 / 2 + 1 / 1)
@@ -210,13 +174,6 @@ def test_old_groups_fade_before_new_ones_are_added():
     assert new["a"]["counts"][5] == 5000
     assert new["b"] is old["b"]
     assert old["a"]["counts"][0] == 8
-
-
-def test_a_bin_fades_to_empty_not_to_overflow():
-    faint = {"a": {"counts": [1e-12, *NONE], "sums": [1e-13, *NONE]}}
-    found = domains.noted(faint, [("a", 0.75)])
-    assert found["a"]["counts"][0] == found["a"]["sums"][0] == 0
-    assert domains.weight(found, "a", 0.75) == pytest.approx(1 / 0.75**2)
 
 
 def test_outcomes_outside_the_declared_range_are_refused():

@@ -1,7 +1,5 @@
 """What the forests of a step are given before training on them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -283,18 +281,6 @@ def test_advantages_are_shown_on_the_members(algorithm, records):
     assert wrong.tolist() == exact([-(2**-0.5)] * 2, 1e-5)
 
 
-def test_scores_go_to_the_forest_they_came_from(records):
-    groups = [records.group(str(i), [0.0, 1.0]) for i in range(4)]
-    updates = records.packed(select.split_updates(groups, 2, seed=0), micro_tokens=8)
-    flat = [batch for batches in updates for batch in batches]
-    scored = [(np.full(len(b.reads), i, np.float32), np.zeros(len(b.reads))) for i, b in enumerate(flat)]
-    written = annotate.with_scores(updates, ("old_logprobs",), scored)
-    assert [len(batches) for batches in written] == [len(batches) for batches in updates]
-    seen = [set(batch.old_logprobs.tolist()) for batches in written for batch in batches]
-    assert seen == [{float(i)} for i in range(len(flat))]
-    assert all(b.old_entropies is None for batches in written for b in batches)
-
-
 def member(repeat: int, reward: float | None, status: str = "ok", **parts: float) -> Trajectory:
     return Records.member("g", repeat, reward, 1, status=status, parts=parts, trained=repeat >= 0)
 
@@ -316,18 +302,6 @@ def shape(groups, *, normalise="off", clip=None, moments=None, components=()):
 
 
 FOUR = group(*(member(i, r) for i, r in enumerate([1.0, 0.0, 0.5, 2.0])))
-
-
-def test_off_changes_nothing():
-    groups, moments, metrics = shape([FOUR])
-    assert groups == [FOUR] and moments == {} and metrics == {"reward/clip_frac": 0.0}
-
-
-def test_limits_alone_keep_no_moments():
-    groups, moments, metrics = shape([FOUR, FOUR], clip=(0.25, 1.0))
-    assert rewards(groups) == [1.0, 0.25, 0.5, 1.0] * 2 and moments == {}
-    assert metrics == {"reward/clip_frac": 0.5}  # 1.0 touches the limit and is not clipped
-    assert [t.outcome for t in groups[0].trajectories] == [1.0, 0.0, 0.5, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -390,14 +364,6 @@ def test_components_have_scales_of_their_own():
     assert metrics["reward/clip_frac"] == 1 / 8  # 60 / 21.6 alone
     total = np.array(table).sum(1)
     assert rewards(groups) == approx(np.clip(total / total.std(ddof=1), 0, 2).tolist())
-
-
-def test_a_source_without_a_component_adds_nothing_to_it():
-    bare = replace(FOUR, uid="bare", trajectories=tuple(member(i, 1.0, a=1.0) for i in range(2)))
-    both = group(member(0, 3.0, a=0.0, b=3.0), member(1, 6.0, a=1.0, b=5.0))
-    groups, moments, _ = shape([bare, both], normalise="std", components=["a", "b"])
-    assert (moments["a"].count, moments["b"].count) == (4, 2)
-    assert set(groups[0].trajectories[0].parts) == {"a"}
 
 
 def test_a_step_without_live_members_is_no_division_by_zero():

@@ -1,10 +1,7 @@
 """Corrections as columns of the forests; a hot first token, which has its own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
-import torch
 
 from saccade.algorithms import annotate
 from saccade.algorithms.corrections import effective_sample_size
@@ -36,17 +33,6 @@ def test_reference_values_over_forests(algorithm, written, golden, overrides, va
         assert loss == pytest.approx(value, abs=3e-7)
 
 
-def test_seven_of_eighteen_tokens_are_kept_and_counted(algorithm, written, records):
-    row = algorithm(*NO_KL, "correct=[{name: icepop, low: 0.97, high: 1.03}]", "denominator=kept")
-    updates, metrics = annotate.add_corrections(written(row), row)
-    keep = records.flat(updates, "keep")
-    assert (keep > 0).sum() == 7 and keep[keep > 0].tolist() == exact([18 / 7] * 7)
-    assert metrics.means()["mismatch/masked_frac"] == pytest.approx(11 / 18)
-    row = algorithm(*NO_KL, "entropy_top=0.2")
-    _, metrics = annotate.add_corrections(written(row), row)
-    assert metrics.means()["policy/entropy_kept_frac"] == pytest.approx(4 / 18)
-
-
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean", "seq_sum", "group_mean"])
 def test_over_what_was_kept_the_factors_make_up_for_the_rest(algorithm, written, records, aggregation):
     """With a mean the factors of the kept tokens add up to 1; the KL keeps its denominator."""
@@ -63,17 +49,6 @@ def test_over_what_was_kept_the_factors_make_up_for_the_rest(algorithm, written,
     kept = np.array([sum(np.array(k) > 0) for k in records.column(updates, "keep").values()])
     total = kept.sum() / (kept > 0).sum() if aggregation == "seq_sum" else 1.0
     assert (scales * keep).sum() == exact(total)
-
-
-def test_the_kl_ignores_what_a_filter_drops(algorithm, written, golden):
-    overrides = ("kl.coef=0.1", *NO_KL[1:], "old=recompute")
-    plain, kept = algorithm(*overrides), algorithm(*overrides, "entropy_top=0.2")
-    logs = []
-    for row in (plain, kept):
-        (batches,) = annotate.add_corrections(written(row), row)[0]
-        logs.append(loss_of(row, batches, rows(golden.new))[1])
-    assert logs[0]["policy/kl_loss"] == logs[1]["policy/kl_loss"] == exact(0.03932377)
-    assert logs[1]["policy/pg_loss"] == exact(0.11624419, 3e-6)
 
 
 def test_weights_average_to_one_in_each_update(algorithm, written, records, golden):
@@ -137,14 +112,6 @@ def test_corrections_do_not_see_the_gap_of_a_hot_first_token(algorithm, written,
         assert weights[key] == exact([others * first] + [others] * (len(gaps[key]) - 1), 1e-5)
 
 
-def test_a_hot_first_token_without_a_log_prob_weighs_one(algorithm, written, records, golden):
-    row = algorithm(*NO_KL, "preset=[grpo,fire]")
-    unknown = rows(torch.full_like(golden.rollout, float("nan")))
-    updates = records.filled(written(row), rollout_logprobs=unknown)
-    updates = annotate.add_corrections(updates, row)[0]
-    assert set(records.flat(updates, "weights")) == {1.0}
-
-
 @pytest.mark.parametrize(
     ("aggregation", "scale"),
     [("token_mean", [1 / 14] * 4), ("seq_mean", [1 / (4 * n) for n in (5, 3, 4, 2)]), ("seq_sum", [1 / 4] * 4)],
@@ -176,17 +143,3 @@ def test_lengths_are_without_a_masked_first_token(algorithm, written, records):
     values = records.column(written(row), "advantages")
     baseline = (5 * 2.0 + 3 * 0.0) / 8
     assert values["a", 0][1:] == exact([2.0 - baseline] * 5)
-
-
-def test_the_ratio_of_a_sequence_is_without_a_masked_first_token(algorithm, written, golden):
-    row = algorithm(
-        *("preset=[gspo,fire]", "hot_first_token.first_token=mask", "advantage=no_std", "clip=50"), "old=recompute"
-    )
-    (batches,) = written(row)
-    loss, _ = loss_of(row, batches, rows(golden.new))
-    gaps, advantages = rows(golden.new - golden.old).values(), (1, -1, -0.75, 0.75)
-    ratios = [np.exp(np.mean(gap[1:])) for gap in gaps]
-    expected = -np.mean([a * r for a, r in zip(advantages, ratios, strict=True)])
-    assert loss == exact(expected)
-    poisoned = {key: [float("nan"), *values[1:]] for key, values in rows(golden.new).items()}
-    assert loss_of(row, batches, poisoned)[0] == loss

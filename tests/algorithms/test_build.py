@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +8,6 @@ import torch
 from saccade.algorithms.advantages import compute
 from saccade.algorithms.corrections import apply
 from saccade.algorithms.describe import describe, explain
-from saccade.algorithms.resolved_algorithm import AXES
-from saccade.config import AlgorithmConfig
 from saccade.config.schema.presets import ADD_ONS, PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,13 +46,6 @@ def test_what_is_given_replaces_the_cells_of_a_row(algorithm):
     assert not algorithm("preset=dapo", "filter.dynamic=false").filter.dynamic
     assert algorithm("preset=mini_o3", prompts_per_step=3).updates_per_step == 3  # one for each prompt at most
     assert algorithm("preset=mini_o3", updates_per_step=2).updates_per_step == 2
-
-
-def test_options_of_several_functions_are_fields_and_those_of_one_are_args():
-    fields = AlgorithmConfig.model_fields.keys()
-    for table in AXES.values():
-        names = [name for entry in table.values() for name in {*entry.options} & fields]
-        assert all(names.count(name) > 1 for name in set(names) - {"delta", "dual_clip"})
 
 
 def test_values_in_args_are_held_against_the_function(algorithm, refused):

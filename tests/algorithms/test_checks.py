@@ -1,7 +1,5 @@
 """What is refused, and that what a refusal suggests is accepted."""
 
-from __future__ import annotations
-
 import pytest
 
 from saccade.algorithms.describe import describe

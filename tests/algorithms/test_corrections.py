@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 
-from saccade.algorithms.corrections import CORRECTIONS, apply, effective_sample_size, measure, self_normalise
+from saccade.algorithms.corrections import CORRECTIONS, apply, measure, self_normalise
 from saccade.errors import ConfigError
 from saccade.plugins.more_algorithms.more_corrections import opsm
 
@@ -19,15 +17,6 @@ def gaps(rows: list[list[float]]):
     sequence = torch.tensor([i for i, row in enumerate(rows) for _ in row])
     live = torch.ones(len(rollout), dtype=torch.bool)
     return measure(torch.zeros_like(rollout), rollout, live=live, sequence=sequence)
-
-
-def test_names():
-    rejections = {
-        f"reject.{level}.{kind}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for kind in ("k1", "k2", "k3")
-    } - {"reject.seq_max.k1"}
-    others = {"tis.token", "tis.sequence", "tis.geometric", "icepop", "seq_mask", "seq_mask_tis"}
-    assert set(CORRECTIONS) == rejections | others | {"opsm"}
-    assert {name for name, entry in CORRECTIONS.items() if entry.weighs} == others - {"seq_mask"}
 
 
 def test_truncated_weights_of_the_fixture(golden):
@@ -84,12 +73,6 @@ def test_icepop_drops_what_it_does_not_weigh():
     assert found.weights.tolist() == pytest.approx([1.0, 0.0, 0.0, math.exp(0.5)])
 
 
-def test_a_mask_with_weights():
-    found = CORRECTIONS["seq_mask_tis"].function(gaps([[0.1, -0.1], [0.3, 0.3]]))
-    assert found.keep.tolist() == [True, True, False, False]
-    assert found.weights.tolist() == pytest.approx([math.exp(x) for x in (0.1, -0.1, 0.3, 0.3)])
-
-
 @pytest.mark.parametrize("name", ONCE)
 def test_an_unscored_token_weighs_one_and_says_nothing(name):
     scored, missing = gaps([[0.3, 0.4], [0.0]]), gaps([[0.3, NAN, 0.4], [NAN, NAN]])
@@ -135,14 +118,6 @@ def test_self_normalised_weights_have_mean_one():
     live = torch.tensor([True, True, False])
     assert self_normalise(weights, live)[live].tolist() == [0.5, 1.5]
     assert self_normalise(0 * weights, live).tolist() == [0, 0, 0]
-
-
-def test_effective_sample_size():
-    live = torch.tensor([True, True, True, True, False])
-    equal, one = torch.full((5,), 0.3), torch.tensor([2.0, 0, 0, 0, 7.0])
-    assert effective_sample_size(equal, live) == pytest.approx(1.0)
-    assert effective_sample_size(one, live) == pytest.approx(0.25)
-    assert effective_sample_size(0 * one, live) == 0
 
 
 def test_two_that_give_weights_are_refused(golden):

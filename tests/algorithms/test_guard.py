@@ -4,8 +4,6 @@ A gap of 80 between any two of the policies gives a finite loss and a finite gra
 that is not finite never does, so that no update is made of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Algorithms that are equal where they should be, on any ragged input."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -2,8 +2,6 @@
 do not train, corrections where there is no gap.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import cycle
 
@@ -32,14 +30,12 @@ from tests.algorithms.ragged import (
     chosen,
     columns_of,
     same,
-    scales_of,
     steps,
     train,
 )
 
 BAND = {"low": 0.97, "high": 1.03}
 SEQUENCE_BAND = {"low": 0.98, "high": 1.02}
-ONCE = [name for name, entry in CORRECTIONS.items() if not entry.each_update]
 
 
 def bounded(name: str) -> dict[str, float | str]:
@@ -140,27 +136,6 @@ def with_another(members: AdvantageInputs, group: int, *, tokens: int, poison: f
     return replace(members, **columns, **{name: longer(name, tokens) for name in PER_TOKEN})
 
 
-@FAST
-@given(
-    steps(),
-    st.sampled_from(list(ADVANTAGES)),
-    st.integers(0, 3),
-    st.sampled_from([(2, float("nan")), (2, float("-inf")), (2, 5.0), (0, 5.0)]),
-)
-def test_a_member_that_does_not_train_changes_nothing(step, name, group, kind):
-    members, tokens = step.members, len(step.members.sequence)
-    more = with_another(members, group, tokens=kind[0], poison=kind[1])
-    before, after = compute(ADVANTAGES[name], members), compute(ADVANTAGES[name], more)
-    assert same(after.values[:tokens], before.values) and after.values[tokens:].abs().sum() == 0
-    assert before.returns is not None and after.returns is not None
-    assert same(after.returns[:tokens], before.returns) and after.returns[tokens:].sum() == 0
-    assert after.live.tolist() == [*before.live.tolist(), False]
-    for aggregation in AGGREGATIONS:
-        scales = scales_of(aggregation, more)
-        assert same(scales[:tokens], scales_of(aggregation, members))
-        assert scales[tokens:].abs().sum() == 0
-
-
 def poisoned(step: Step, group: int, *, tokens: int, poison: float) -> Step:
     """With another member, whose log-probs are poison too."""
     columns = {
@@ -242,20 +217,6 @@ def test_no_correction_acts_where_engine_and_trainer_agree(step, unscored):
             found = entry.function(mismatch, **bounds)
             assert found.weights is None or found.weights.eq(1).all(), name
             assert found.keep is None or found.keep.all(), name
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@settings(max_examples=4, deadline=None)
-@given(data=st.data(), step=steps(rewards=EXACT), name=st.sampled_from(ONCE))
-def test_where_engine_and_trainer_agree_no_correction_changes_loss_or_gradient(loss, data, step, name):
-    algorithm = data.draw(algorithms(loss))
-    agreeing = replace(step, rollout=step.old)
-    without = algorithm.model_copy(update={"corrections": (), "self_normalise": False})
-    config = AlgorithmConfig.model_validate({"correct": [bounded(name)]})
-    corrections, weighs = resolve(config, max_tokens=7).corrections, CORRECTIONS[name].weighs
-    corrected = without.model_copy(update={"corrections": corrections, "self_normalise": weighs})
-    for one, other in zip(train(corrected, agreeing), train(without, agreeing), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_every_combination_is_legal():

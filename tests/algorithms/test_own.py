@@ -1,7 +1,5 @@
 """Mistakes in functions of users name the function, the reason and the form that works."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What preferences and a teacher ask of a policy, in numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every row of the table, cell by cell."""
 
-from __future__ import annotations
-
 import pytest
 
 from saccade.algorithms.build import resolve

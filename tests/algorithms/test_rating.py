@@ -2,8 +2,6 @@
 with its denominators, missing labels, ties, margins and sides.
 """
 
-from __future__ import annotations
-
 from math import exp, log, nan
 
 import numpy as np
