@@ -96,13 +96,6 @@ def test_check_data_counts_rows_that_repeat_or_lack_an_answer(tmp_path: Path) ->
     assert "1 of 2 rows have no answer, and exact abstains" in result.stdout
 
 
-def test_check_data_says_that_it_counts_a_picture_once(counting: Path) -> None:
-    first, *_ = counting.read_text().splitlines()
-    counting.write_text(first + "\n" + first + "\n")
-    result = run("check-data", str(counting))
-    assert "2 good" in result.stdout and "1 different, decoded" in result.stdout
-
-
 def test_check_data_lists_bad_rows_and_writes_the_good_ones(counting: Path, tmp_path: Path) -> None:
     with counting.open("a") as file:
         file.write('{"id": "lost", "problem": "<image>?", "answer": "1", "images": ["gone.png"]}\n')

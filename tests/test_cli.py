@@ -137,25 +137,6 @@ def test_the_last_step_of_a_run_is_a_whole_one(epochs, rows, prompts, steps):
     assert total_steps(load(config, ["run.max_steps=7"]), rows) == 7
 
 
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        ("rl", {"lr": 1e-6, "epochs": 1.0, "schedule": "constant", "warmup": 0.0}),
-        ("sft", {"lr": 5e-6, "epochs": 2.0, "schedule": "cosine_with_min_lr", "warmup": 0.03}),
-    ],
-)
-def test_dry_run_shows_the_defaults_of_its_command(command, expected, counting):
-    reward = ["reward.terms=count"] if command == "rl" else []
-    options = ["model.path=tiny:qwen2_5_vl", f"data.train={counting}", *reward]
-    result = run(command, *options, "train.prompts_per_step=5", "--dry-run", "--full")
-    assert result.exit_code == 0, result.stderr
-    text = result.stdout.split("\ngrpo: ")[0].split("Batch arithmetic")[0]
-    train = yaml.safe_load(text)["train"]
-    assert {name: train[name] for name in expected} == expected
-    steps = {"rl": 5, "sft": 10}[command]
-    assert any(line.split() == ["steps", str(steps)] for line in result.stdout.splitlines())
-
-
 def test_smoke_shrinks_the_run_and_keeps_its_kind(counting, model):
     config = load(
         {

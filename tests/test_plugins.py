@@ -39,12 +39,11 @@ def saccade(*arguments, installed, folder):
 def test_an_installed_package_adds_a_command_a_verifier_a_preset_and_an_environment(installed, tmp_path):
     said = saccade("riddles", "riddles.jsonl", "--rows", "4", installed=installed, folder=tmp_path)
     assert said.stdout == "wrote 4 rows to riddles.jsonl\n", said.stderr
-    shared = ["model.path=tiny:qwen2", "data.train=riddles.jsonl", "run.device=cpu"]
-    shared += ["train.prompts_per_step=2", "train.samples_per_prompt=2", "rollout.max_tokens=8"]
-    shared += ["run.max_steps=1"]
-    options = ["reward.terms=[{verifier: palindrome, args: {least: 2}}]", "reward.self_test=off"]
+    options = ["model.path=tiny:qwen2", "data.train=riddles.jsonl", "run.device=cpu", "track.tensorboard=false"]
+    options += ["train.prompts_per_step=2", "train.samples_per_prompt=2", "rollout.max_tokens=8", "run.max_steps=1"]
+    options += ["reward.terms=[{verifier: palindrome, args: {least: 2}}]", "reward.self_test=off"]
     options += ["algorithm.preset=grpo_wide", "env.name=guess", "env.args={most: 4}", "env.max_turns=2"]
-    ran = saccade("rl", *shared, *options, "run.name=mine", installed=installed, folder=tmp_path)
+    ran = saccade("rl", *options, "run.name=mine", installed=installed, folder=tmp_path)
     assert ran.returncode == 0, ran.stderr + ran.stdout
     row = json.loads((tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()[-1])
     assert 0 <= row["reward/mean"] <= 1 and "reward/palindrome" in row, sorted(row)

@@ -254,11 +254,9 @@ def test_awkward_rows_are_set_aside_and_the_rest_trains(tmp_path, shared):
 
 BAD = {  # override: (what is named, a value that works)
     "rollout.top_p=0.9": ("rollout.top_p", "rollout.truncated_sampling=replay"),
-    "algorithm.preset=grop": ("algorithm.preset", "grpo"),
     "reward.terms=[cuont]": ("cuont", "count"),
     "model.path=no/such/model": ("model.path", "model folder"),
     "data.train=no.jsonl": ("data.train", "file or folder on this disk"),
-    "algorithm.overlong.buffer=99": ("algorithm.overlong.buffer", "algorithm.overlong.buffer="),
 }
 
 

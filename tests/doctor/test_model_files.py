@@ -67,16 +67,11 @@ BROKEN = {
         lambda f: (shards(f), change(f / f"{WEIGHTS}.index.json", weight_map={"lost.weight": "model-1.safetensors"})),
         "model-1.safetensors: model.safetensors.index.json places lost.weight there",
     ),
-    "no weights": (lambda f: (f / WEIGHTS).unlink(), f"{WEIGHTS}: is missing"),
     "weights cut short": (lambda f: cut(f / WEIGHTS, 100_000), f"{WEIGHTS}: has 100,000 bytes, its header asks for "),
     "a header cut short": (lambda f: cut(f / WEIGHTS, 100), f"{WEIGHTS}: is cut short in its header (100 bytes)"),
     "a Git LFS pointer": (
         lambda f: (f / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\n"),
         f"{WEIGHTS}: is a Git LFS pointer instead of weights (run `git lfs pull`",
-    ),
-    "a page of an error instead of weights": (
-        lambda f: (f / WEIGHTS).write_bytes(b"\x05" + bytes(7) + b"<htm>"),
-        f"{WEIGHTS}: has no valid header",
     ),
     "no tokenizer": (
         lambda f: (f / "tokenizer.json").unlink(),

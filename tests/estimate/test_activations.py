@@ -98,19 +98,6 @@ def test_a_layer_of_a_decoder(name, tmp_path, as_on_a_gpu):
     assert saved == (pytest.approx(wanted, rel=0.03) if stack.experts else wanted)
 
 
-def test_frozen_experts_keep_less(tmp_path, as_on_a_gpu):
-    family, model = model_of("mixtral", tmp_path)
-    model.requires_grad_(False)
-    model.model.embed_tokens.requires_grad_(True)
-    ids, positions = torch.randint(0, 200, (TOKENS,)), torch.arange(TOKENS)[None]
-    saved = kept_by(
-        model.model.layers[1].mlp, lambda: hidden_states(model, family, ids, positions, (), over_gathered_keys)
-    )
-    stack = shapes.shape_of(model, family.tower_of).text
-    wanted = TOKENS * stack.chosen * (stack.hidden + 3 * stack.expert_wide) * 2
-    assert saved == pytest.approx(wanted, rel=0.03)
-
-
 def test_a_block_of_a_vision_tower(tmp_path, as_on_a_gpu, image):
     family, model = model_of("qwen2_5_vl", tmp_path)
     picture = image(448, 336)

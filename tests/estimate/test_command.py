@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import EnvironmentProblem
-from saccade.plugins.estimate import element_of, estimate
+from saccade.plugins.estimate import estimate
 from saccade.plugins.families import tiny
 from saccade.system import devices
 from tests.estimate.works import H200, W1, planned, sizes
@@ -58,14 +58,6 @@ def test_the_command_refuses_what_cannot_fit_and_says_so_in_json_too(large):
 def test_wrong_options_are_explained(large, options, message):
     result = CliRunner().invoke(app, ["estimate", f"model.path={large}", *options])
     assert result.exit_code == 2 and message in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "element"),
-    [("H200", "auto", 2), ("H200", "float32", 4), ("CPU", "auto", 4), ("CPU", "bfloat16", 2)],
-)
-def test_weights_are_as_wide_as_they_will_be_loaded(device, dtype, element):
-    assert element_of(dtype, devices.Device(name=device, memory=64.0)) == element
 
 
 def test_an_architecture_without_a_family_is_estimated(tmp_path):

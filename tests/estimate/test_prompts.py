@@ -3,7 +3,6 @@
 import json
 import re
 
-import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -77,18 +76,6 @@ def test_data_that_is_not_there_is_named(word_model):
         assert estimate(config, devices.present("cpu"), **options).notes == wanted, options
     over, missing = estimate(config, devices.present("cpu"), image=(1400, 1400)).notes
     assert over.startswith("a run leaves prompts of") and missing == f"{gone} of prompts only the picture is counted"
-
-
-def test_a_large_group_is_a_multiple_of_some_of_its_members(large):
-    """Of 1,000,000 as of 128: prompts are computed once, all else as often as there are members."""
-    few, many = (planned(large, H200, W1, f"train.samples_per_prompt={n}") for n in (128, 1_000_000))
-    assert many.memory == few.memory
-    times = 1_000_000 / 128
-    assert many.pace.tflop["update"] == pytest.approx(times * few.pace.tflop["update"])
-    once = planned(large, H200, W1, "train.samples_per_prompt=64").pace.tflop["rollout"]
-    decode = (few.pace.tflop["rollout"] - once) / 64  # a member
-    whole = few.pace.tflop["rollout"] + decode * (1_000_000 - 128)
-    assert many.pace.tflop["rollout"] == pytest.approx(whole)
 
 
 def test_full_precision_has_no_seconds(large):
