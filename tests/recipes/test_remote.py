@@ -33,7 +33,7 @@ def serving(*terms: Any, folder: Path | None = None) -> Iterator[str]:
         load_model=partial(load_learned, config),
     )
     service = RewardService(scorer, ServeConfig(), DataConfig())
-    with closing(service), running(reward_app(service, token=""), "127.0.0.1", 0) as url:
+    with closing(scorer), running(reward_app(service, token=""), "127.0.0.1", 0) as url:
         yield url
 
 

@@ -1,7 +1,5 @@
 """The reward service, spoken to over sockets; its rules run in real processes."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -18,9 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from saccade.cli import app
 from saccade.config import DataConfig, RewardConfig
 from saccade.config.schema import RemoteConfig, ServeConfig
 from saccade.plugins.judges.remote import Remote
@@ -74,12 +70,11 @@ class Running:
 
 
 @contextmanager
-def serving(*terms: Any, token: str = TOKEN, judge: Any = None, **options: Any) -> Iterator[Running]:
-    deadline = options.pop("deadline", 10)
-    config = RewardConfig(terms=list(terms), workers=2, deadline=deadline, **({"judge": judge} if judge else {}))
+def serving(*terms: Any, token: str = TOKEN, reward: Any = None, **options: Any) -> Iterator[Running]:
+    config = RewardConfig(**{"terms": list(terms), "workers": 2, "deadline": 10} | (reward or {}))
     scorer = Scorer(config, prompt_format="think_answer", max_tokens=64, isolate=True)
     service = RewardService(scorer, ServeConfig(**options), DataConfig(max_images=2))
-    with closing(service), running_server(reward_app(service, token=token), "127.0.0.1", 0) as url:
+    with closing(scorer), running_server(reward_app(service, token=token), "127.0.0.1", 0) as url:
         yield Running(service, int(url.rpartition(":")[2]))
 
 
@@ -145,12 +140,18 @@ def test_who_may_ask(rules):
     assert rules.call("POST", "/get_reward", {"query": ["a"]}, Authorization="Bearer x")[0] == 401
     status, health = rules.call("GET", "/health", Authorization="")
     assert (status, health["status"]) == (200, "ok")
-    with serving("count", token="", max_body_mb=1) as open_one:
+    by_source = {"by_source": {"a": "count", "b": "exact"}}
+    with serving(token="", max_body_mb=1, reward=by_source) as open_one:
         assert open_one.call("GET", "/info", Authorization="", Host="evil.example")[0] == 403
         # The whole body crosses before a client looks at the reply.
         status, reply = open_one.call("POST", "/get_reward", b" " * 32 * 2**20)
         assert (status, reply) == (413, {"error": "more than 1 MiB"})
         assert open_one.call("GET", "/info", Authorization="")[0] == 200
+        asked = {"labels": ["7", "red"], "data_sources": ["a", "b"]}
+        words = ("<answer>7</answer>", "<answer>red</answer>")
+        assert open_one.score(*words, **asked)[1]["rewards"] == [1.0, 1.0]
+        status, reply = open_one.score(*words, **asked | {"data_sources": ["a", "c"]})
+        assert status == 400 and "unknown data_source 'c'" in reply["error"]
 
 
 def test_information_and_metrics(rules):
@@ -173,23 +174,17 @@ def test_information_and_metrics(rules):
     ("body", "status", "words"),
     [
         (b"{", 400, "not JSON"),
-        (b"[" * 100_000, 400, "not JSON"),
         ([], 400, "must be a record"),
         ({}, 400, "query: missing"),
         ({"query": ["a", "b"], "labels": ["1"]}, 400, "labels: 1 entries for 2 samples"),
-        ({"query": ["a"], "images": [["not base64!"]]}, 400, "images[0][0]"),
         ({"query": ["a"], "images": [["/etc/passwd"]]}, 400, "images[0][0]"),
         ({"query": ["a"], "images": [["", "", ""]]}, 400, "at most 2"),
-        ({"query": ["a"], "images": [[{"ref": [0, 0]}]]}, 400, "no image [0, 0] before it"),
-        ({"query": ["a"], "images": [[{"ref": ["a", {}]}]]}, 400, "ref: [sample, image]"),
+        ({"query": ["a"], "images": [[{"ref": [0, 0]}]]}, 400, "ref: [sample, image] of an earlier one"),
         ({"query": ["a"] * 5000}, 413, "5000 samples, at most 4096"),
-        ({"query": ["a"], "_headers": {"Content_Type": "text/plain"}}, 415, "Content-Type"),
-        ({"_headers": {"Content_Length": str(300 * 2**20)}}, 413, "more than 256 MiB"),
     ],
 )
 def test_what_is_refused(rules, body, status, words):
-    headers = body.pop("_headers", {}) if isinstance(body, dict) else {}
-    got, reply = rules.call("POST", "/get_reward", body, **headers)
+    got, reply = rules.call("POST", "/get_reward", body)
     assert got == status and words in reply["error"]
 
 
@@ -208,21 +203,9 @@ def test_a_full_disk_costs_the_log_and_no_score(caplog):
     assert caplog.text.count("reward.serve.log: /dev/full cannot be written") == 1
 
 
-def test_sources_have_rewards_of_their_own_and_an_unknown_one_is_refused(tmp_path):
-    config = RewardConfig(by_source={"a": "count", "b": "exact"}, workers=1)
-    scorer = Scorer(config, prompt_format="think_answer", max_tokens=64, isolate=True)
-    service = RewardService(scorer, ServeConfig(), DataConfig())
-    body = {"query": ["<answer>7</answer>", "<answer>red</answer>"], "labels": ["7", "red"]}
-    reply = service.answer(body | {"data_sources": ["a", "b"]}, digest="")
-    with pytest.raises(Exception, match="unknown data_source 'c'"):
-        service.answer(body | {"data_sources": ["a", "c"]}, digest="")
-    service.close()
-    assert reply["rewards"] == [1.0, 1.0]
-
-
 def test_code_that_dies_hangs_or_raises_costs_its_own_sample(own):
     words = ["ok", "die", "fine", "hang", "raise", "good"]
-    with serving(f"{own}:hurt", deadline=1.5) as running:
+    with serving(f"{own}:hurt", reward={"deadline": 1.5}) as running:
         body = {"protocol": 2, "query": words, "responses": words}
         status, reply = running.call("POST", "/get_reward", body)
         assert running.score("still here")[1]["rewards"] == [10.0]
@@ -295,7 +278,7 @@ def test_a_judge_behind_the_service_sees_the_pictures(image):
     picture = base64.b64encode(image(28, 28).data or b"").decode()
     with scripted(fair_judge) as endpoint:
         judge = {"url": endpoint.url, "model": "m", "send_images": True}
-        with serving("judge", judge=judge) as running:
+        with serving("judge", reward={"judge": judge}) as running:
             reply = running.score(
                 "<answer>RED</answer>", "<answer>blue</answer>", labels=["red"] * 2, images=[[picture]] * 2
             )[1]
@@ -359,12 +342,6 @@ def test_sigterm_answers_who_waits_then_ends(command, tmp_path):
         go.touch()
         assert waiting.result()[1]["rewards"] == [float(len(f"wait {go}"))]
     assert process.wait(timeout=30) == 0
-
-
-def test_no_token_is_for_this_machine_only():
-    options = ["reward.terms=[count]", "--no-token", "--host", "0.0.0.0"]
-    done = CliRunner().invoke(app, ["serve-reward", *options])
-    assert done.exit_code == 2 and "--no-token: 0.0.0.0 can be reached" in done.output
 
 
 def test_the_service_does_not_import_torch():

@@ -1,17 +1,12 @@
 """The endpoint of `saccade chat --serve`, spoken to as any client would."""
 
-from __future__ import annotations
-
 import base64
 import json
 import socket
-import struct
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 
 from saccade.engines import generate
@@ -62,6 +57,10 @@ def events(endpoint: Endpoint, path: str = "/chat/completions", *, ended: bool =
     lines = text.decode().split("\n\n")
     assert lines.pop() == "" and (lines[-1] == "data: [DONE]") == ended
     return [json.loads(line.removeprefix("data: ")) for line in lines[: -1 if ended else None]]
+
+
+def shown(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
 
 
 def connected(endpoint: Endpoint) -> socket.socket:
@@ -147,7 +146,7 @@ def test_a_stop_string_is_cut_off_and_named(endpoint):
 
 def test_clients_share_the_engine(endpoint, monkeypatch):
     """Ten at once get what each would get alone."""
-    bodies = [{"messages": [{"role": "user", "content": f"say {i}"}]} for i in range(10)]
+    bodies = [shown(f"say {i}") for i in range(10)]
     alone = [chat(endpoint, **body)["choices"] for body in bodies]
     gate, widest = threading.Barrier(10), []
     assert endpoint.hub is not None
@@ -165,7 +164,7 @@ def test_clients_share_the_engine(endpoint, monkeypatch):
         assert longer["message"]["content"].startswith(choice["message"]["content"].rstrip("\ufffd"))
 
 
-def test_a_client_that_leaves_frees_the_engine(endpoint):
+def test_a_client_that_leaves_frees_the_engine_and_is_no_news(endpoint, capfd):
     assert endpoint.hub is not None
     body = json.dumps({"messages": HELLO, "stream": True, "ignore_eos": True, "n": 4}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
@@ -173,71 +172,58 @@ def test_a_client_that_leaves_frees_the_engine(endpoint):
     with connected(endpoint) as connection:
         connection.sendall(head.encode() + body)
         assert b"200" in connection.recv(100)
-    chat(endpoint)  # still answers, and nobody is left when it has
+    with connected(endpoint) as connection:
+        connection.sendall(head.encode() + body[:9])  # gone in the middle of a request
     for _ in range(400):
+        chat(endpoint, max_tokens=1)  # still answers, and nobody is left in the end
         if not endpoint.hub.engine.pending and not endpoint.hub._clients:
             break
-        chat(endpoint, max_tokens=1)
-    assert not endpoint.hub._clients
+    assert not endpoint.hub._clients and capfd.readouterr().err == ""
 
 
 BAD = {
-    "messages": [{"messages": []}, {"messages": [{"role": "user", "content": "long " * 2000}]}],
+    "messages": [{"messages": []}, shown("long " * 2000)],
     "messages[0].role": [{"messages": [{"role": "judge", "content": "x"}]}],
-    "messages[0].content": [
-        {"messages": [{"role": "user", "content": 3}]},
-        {"messages": [{"role": "user", "content": "\ud800"}]},
-    ],
-    "messages[0].content[0].type": [
-        {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
-        {"messages": [{"role": "user", "content": ["x"]}]},
-    ],
+    "messages[0].content": [shown(3)],
+    "messages[0].content[0]": [shown(["x"])],
+    "messages[0].content[0].type": [shown([{"type": "video"}])],
+    "messages[0].content[0].text": [shown("\ud800"), shown([{"type": "text"}])],
+    "messages[0].content[0].image_url": [shown([{"type": "image_url"}])],
     "messages[0].content[0].image_url.url": [
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]}
+        shown([{"type": "image_url", "image_url": url}])
         for url in (
             {"url": "https://example.org/a.png"},
             {"url": "file:///etc/passwd"},
-            {"url": "/etc/passwd"},
+            "/etc/passwd",
             {"url": "data:image/png;base64,AAAA"},
             {"url": "data:image/png;base64,%%"},
             {},
         )
     ],
     "temperature": [{"temperature": -1}, {"temperature": "hot"}, {"temperature": True}],
-    "top_p": [{"top_p": 0}],
     "max_tokens": [{"max_tokens": 0}, {"max_tokens": 65}],
-    "n": [{"n": 0}, {"n": 1000}],
     "stop": [{"stop": 3}, {"stop": ["x"] * 17}],
-    "stop[0]": [{"stop": [""]}, {"stop": "\ud800"}],
-    "seed": [{"seed": 0.5}],
-    "stream": [{"stream": "yes"}],
+    "stop[0]": [{"stop": [""]}],
     "logprobs": [{"logprobs": True, "stream": True}],
     "top_logprobs": [{"top_logprobs": 5}],
-    "presence_penalty": [{"presence_penalty": 0.5}],
     "tools": [{"tools": [{}]}],
-    "response_format": [{"response_format": {"type": "json_object"}}],
 }
 
 
-@pytest.mark.parametrize("field", BAD)
-def test_a_bad_field_is_named(endpoint, field):
-    for body in BAD[field]:
+def test_a_bad_field_is_named(endpoint):
+    for field, body in [(field, body) for field, bodies in BAD.items() for body in bodies]:
         status, reply = call(endpoint, "/chat/completions", {"messages": HELLO} | body)
         assert status == 400 and reply["error"]["param"] == field, (body, reply)
         assert reply["error"]["type"] == "invalid_request_error" and reply["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("damaged", "count", "words"), [(True, 1, "cannot be decoded"), (False, 65, "65 images, at most 64")]
-)
-def test_a_bad_image_costs_its_request_only(endpoint, image, damaged, count, words):
-    data = bytearray(image(140, 84, 2).data or b"")
-    data[len(data) // 2] ^= 0xFF * damaged
-    url = "data:image/png;base64," + base64.b64encode(bytes(data)).decode()
-    content = [{"type": "image_url", "image_url": {"url": url}}] * count
-    body = {"messages": [{"role": "user", "content": content}]}
-    status, reply = call(endpoint, "/chat/completions", body)
-    assert status == 400 and words in reply["error"]["message"]
+def test_a_bad_image_costs_its_request_only(endpoint, image):
+    for damaged, count, words in ((True, 1, "cannot be decoded"), (False, 65, "65 images, at most 64")):
+        data = bytearray(image(140, 84, 2).data or b"")
+        data[len(data) // 2] ^= 0xFF * damaged
+        url = "data:image/png;base64," + base64.b64encode(bytes(data)).decode()
+        status, reply = call(endpoint, "/chat/completions", shown([{"type": "image_url", "image_url": url}] * count))
+        assert status == 400 and words in reply["error"]["message"]
     chat(endpoint)
 
 
@@ -273,7 +259,7 @@ def test_what_an_engine_refuses_costs_its_client_only(endpoint):
     assert endpoint.hub is not None
     engine, endpoint.hub.engine = endpoint.hub.engine, Picky(endpoint.hub.engine)  # type: ignore
     for text, status in (("early", 400), ("late", 502)):
-        asked = {"messages": [{"role": "user", "content": text}]}
+        asked = shown(text)
         assert call(endpoint, "/chat/completions", asked | {"n": 2})[0] == status
         pieces = events(endpoint, ended=False, **asked)
         assert pieces[-1]["error"]["message"] and chat(endpoint)["choices"]
@@ -286,7 +272,7 @@ def test_a_stranger_is_turned_away_before_the_body_is_read(endpoint):
     with connected(endpoint) as connection:
         connection.sendall(f"{head}Authorization: Bearer no\r\n\r\n".encode())
         assert b" 401 " in connection.recv(100)
-    big = {"messages": [{"role": "user", "content": "x" * 8_000_000}]}  # more than sockets hold
+    big = shown("x" * 8_000_000)  # more than sockets hold
     assert call(endpoint, "/chat/completions", big, Authorization="Bearer no")[0] == 401
 
 
@@ -311,32 +297,20 @@ def test_without_a_token_only_this_machine_is_served(model, family):
         assert call(open_to_all, "/models", None, Authorization="")[0] == 200
         assert call(open_to_all, "/models", None, Host="evil.example")[0] == 403
         assert call(open_to_all, "/models", None, Host="[::1]:8000")[0] == 200
-        assert call(open_to_all, "/models", None, Host="[::2]")[0] == 403
         assert raw(open_to_all.url, "OPTIONS", "/v1/models", Host="evil.example")[0] == 403
 
 
 def test_methods_besides_get_and_post(endpoint):
-    for path in ("/", "/v1/models", "/v1/nothing"):
+    for path in ("/", "/v1/nothing"):
         status, headers, body = raw(endpoint.url, "GET", path)
-        shown = raw(endpoint.url, "HEAD", path)
-        assert shown[0] == status and shown[2] == b""
-        assert shown[1]["Content-Length"] == headers["Content-Length"] == str(len(body))
-    assert raw(endpoint.url, "HEAD", "/v1/models", Authorization="")[0] == 401
+        head = raw(endpoint.url, "HEAD", path)
+        assert head[0] == status and head[2] == b""
+        assert head[1]["Content-Length"] == headers["Content-Length"] == str(len(body))
     for method in ("PUT", "OPTIONS"):
         status, headers, body = raw(endpoint.url, method, "/v1/models")
         assert status == 405 and headers.get_content_type() == "application/json"
         assert not [name for name in headers if name.lower().startswith("access-control")]
     assert "Method Not Allowed" in json.loads(body)["error"]["message"]
-
-
-def test_a_client_that_leaves_is_no_news(endpoint, capfd):
-    for sent in (b"GET /v1/mod", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"):
-        with connected(endpoint) as connection:
-            connection.sendall(sent)
-            time.sleep(0.1)  # so that it is being read
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    time.sleep(0.2)
-    assert chat(endpoint) and capfd.readouterr().err == ""
 
 
 def test_a_client_that_falls_silent_is_let_go(model, family, monkeypatch):
@@ -367,16 +341,3 @@ def test_the_page_needs_no_token_and_fetches_nothing_from_elsewhere(endpoint):
     page, policy = text.decode(), headers["Content-Security-Policy"]
     assert "<textarea" in page and "http" not in page.replace("http-equiv", "")
     assert "default-src 'none'" in policy and TOKEN not in page
-
-
-def test_progress_shows_ids_as_they_are_sampled(model, family):
-    engine = EmbeddedEngine(model, family)
-    ids = family.render([Message(role="user", parts=("x",))]).ids
-    sampling = Sampling(temperature=0, max_tokens=6, ignore_eos=True)
-    engine.submit(Request(key="a", ids=ids, sampling=sampling))
-    seen, done = [], []
-    while not done:
-        seen.append(engine.progress("a"))
-        done = engine.poll()
-    assert [len(s) for s in seen] == list(range(6)) and len(engine.progress("a")) == 0
-    assert all(np.array_equal(s, done[0].ids[: len(s)]) for s in seen)

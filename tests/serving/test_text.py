@@ -1,7 +1,5 @@
 """Text as it comes: characters over several tokens, strings that end it."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

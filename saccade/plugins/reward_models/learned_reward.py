@@ -190,6 +190,7 @@ class LearnedReward:
 
 def load_learned(config: Config, path: str) -> LearnedReward:
     """In this process, beside the policy."""
+    model_setup.quiet_libraries()
     device = model_setup.device_of(config)
     return LearnedReward.load(
         model_setup.model_folder(config, path),

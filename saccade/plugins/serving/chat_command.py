@@ -24,7 +24,6 @@ from saccade.data.formats import FORMATS, read_row
 from saccade.data.prompts import text_or_file
 from saccade.engines import Engine, generate, progress
 from saccade.errors import ConfigError, DataError, SaccadeError, TrainingError
-from saccade.media.images import open_media
 from saccade.media.kinds import KINDS, open_any
 from saccade.models.families import Family
 from saccade.plugins.evaluation.answering import answering_engine, answering_family, model_name, room
@@ -52,30 +51,30 @@ class Talk:
     turns: int = 0
 
 
-_print: Say = partial(print, end="", flush=True)
+_say: Say = partial(print, end="", flush=True)
 
 
-def talk(config: Config, *, greedy: bool = False, say: Say = _print) -> None:
+def talk(config: Config, *, greedy: bool = False) -> None:
     """Reads lines until `exit` or the end of the input."""
     with suppress(ImportError):
         import readline  # noqa: F401  arrow keys in input()
     with _opened(config) as (family, engine):
         state = Talk(config=config, family=family, engine=engine, sampling=_sampling(config), greedy=greedy)
         _clear(state, "")
-        say(f"{model_name(config, engine)}: {', '.join(COMMANDS)}, exit\n")
+        _say(f"{model_name(config, engine)}: {', '.join(COMMANDS)}, exit\n")
         for line in _lines():
             command, _, rest = line.partition(" ")
             try:
                 if command in COMMANDS:
-                    say(COMMANDS[command](state, rest.strip()) + "\n")
+                    _say(COMMANDS[command](state, rest.strip()) + "\n")
                 elif command.startswith("/"):
-                    say(f"{command} is unknown; there are {', '.join(COMMANDS)}, exit\n")
+                    _say(f"{command} is unknown; there are {', '.join(COMMANDS)}, exit\n")
                 else:
-                    _answer(state, line, say)
+                    _answer(state, line, _say)
             except TrainingError:  # of the weights, whatever the line
                 raise
             except SaccadeError as error:  # of this line; the conversation goes on
-                say(f"{error}\n")
+                _say(f"{error}\n")
 
 
 def _lines() -> Iterator[str]:
@@ -134,20 +133,13 @@ def _interruptible() -> Iterator[threading.Event]:
 # -- commands of the terminal ----------------------------------------------------------------------
 
 
-def _image(state: Talk, path: str) -> str:
-    media = open_media(_file(path, "/image photo.jpg"), limits=state.config.data)
-    state.pictures.append(media)
-    return f"{media.width}x{media.height}, goes with the next message"
-
-
-def _series(state: Talk, path: str) -> str:
-    file = _file(path, "/series ecg.npy")
-    if state.family.series is None:
+def _attach(kind: str, example: str, state: Talk, path: str) -> str:
+    media = KINDS[kind].open(_file(path, f"/{kind} {example}"), limits=state.config.data)
+    if kind == "series" and state.family.series is None:
         raise ConfigError("/series: this model has no encoder; try model.series.encoder=patches")
-    media = KINDS["series"].open(file, limits=state.config.data)
     state.family.measure(media)  # refuses other leads than the encoder reads
     state.pictures.append(media)
-    return f"{media.height} leads of {media.width} samples, go with the next message"
+    return f"{media.width}x{media.height}, goes with the next message"
 
 
 def _clear(state: Talk, _: str) -> str:
@@ -183,8 +175,8 @@ def _file(path: str, example: str) -> Path:
 
 
 COMMANDS: Mapping[str, Callable[[Talk, str], str]] = {
-    "/image": _image,
-    "/series": _series,
+    "/image": partial(_attach, "image", "photo.jpg"),
+    "/series": partial(_attach, "series", "ecg.npy"),
     "/system": _system,
     "/greedy": _greedy,
     "/clear": _clear,
@@ -276,7 +268,7 @@ def _write(answered: Sequence[Any], out: Path | None) -> None:
 # -- an endpoint -----------------------------------------------------------------------------------
 
 
-def serve(config: Config, *, host: str, port: int, token: bool = True, greedy: bool = False, say: Say = _print) -> None:
+def serve(config: Config, *, host: str, port: int, token: bool, greedy: bool) -> None:
     """Serve until it is interrupted. The engine runs in this thread, the server in another."""
     from saccade.plugins.serving.chat_endpoint import Served, chat_app
     from saccade.plugins.serving.engine_hub import Hub
@@ -294,8 +286,8 @@ def serve(config: Config, *, host: str, port: int, token: bool = True, greedy: b
         hub = Hub(engine)
         with running(chat_app(hub, served, token=secret), host, port) as address:
             shown = shown_token(secret)
-            say(f"{served.model} at {address}/v1\npage:  {address}/{f'#token={shown}' if secret else ''}\n")
-            say(f"token: {shown}\n" if secret else "")
+            _say(f"{served.model} at {address}/v1\npage:  {address}/{f'#token={shown}' if secret else ''}\n")
+            _say(f"token: {shown}\n" if secret else "")
             hub.run()
 
 

@@ -10,7 +10,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,68 +23,21 @@ from fastapi.responses import FileResponse, Response, StreamingResponse
 
 from saccade.errors import ConfigError, SaccadeError
 from saccade.plugins.serving.chat_requests import (
-    Asked,
     ChatBody,
     CompletionBody,
     Served,
     read_chat,
     read_completion,
     require_model,
+    wants_logprobs,
 )
 from saccade.plugins.serving.engine_hub import Closed, Hub
 from saccade.plugins.serving.http_server import BadRequest, Gate, JsonReply, json_app
 from saccade.plugins.serving.text_stream import BROKEN, TextStream
-from saccade.types import Completion
+from saccade.types import Completion, Request
 
 PAGE = Path(__file__).with_name("chat_page.html")
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Style:
-    """How one of the two kinds of completions is written."""
-
-    prefix: str  # of ids
-    whole: str  # name of an object
-    piece: str
-    text: Callable[[str], Json]  # of a choice
-    delta: Callable[[str], Json]  # of a piece
-    opening: Json  # of a stream; empty: it has none
-    logprobs: Callable[[Sequence[str], Sequence[float]], Json]
-
-
-def _chat_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> Json:
-    spelled = [None if BROKEN in token else list(token.encode()) for token in tokens]
-    content = [
-        {"token": token, "logprob": logprob, "bytes": found, "top_logprobs": []}
-        for token, logprob, found in zip(tokens, logprobs, spelled, strict=True)
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _text_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> Json:
-    ends = list(accumulate(map(len, tokens), initial=0))
-    return {"tokens": list(tokens), "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": ends[:-1]}
-
-
-CHAT = Style(
-    prefix="chatcmpl",
-    whole="chat.completion",
-    piece="chat.completion.chunk",
-    text=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
-    delta=lambda text: {"delta": {"content": text} if text else {}},
-    opening={"delta": {"role": "assistant", "content": ""}},
-    logprobs=_chat_logprobs,
-)
-TEXT = Style(
-    prefix="cmpl",
-    whole="text_completion",
-    piece="text_completion",
-    text=lambda text: {"text": text},
-    delta=lambda text: {"text": text},
-    opening={},
-    logprobs=_text_logprobs,
-)
 
 
 def chat_app(hub: Hub, served: Served, *, token: str) -> FastAPI:
@@ -108,105 +61,122 @@ def chat_app(hub: Hub, served: Served, *, token: str) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody) -> Response:
-        return await answer(CHAT, read_chat, body)
+        return await answer(body, read_chat)
 
     @app.post("/v1/completions")
     async def complete(body: CompletionBody) -> Response:
-        return await answer(TEXT, read_completion, body)
+        return await answer(body, read_completion)
 
-    async def answer(style: Style, read: Callable[[Any, Served], Asked], body: Any) -> Response:
-        def reading() -> Asked:
+    async def answer(body: Any, read: Callable[[Any, Served], tuple[Request, ...]]) -> Response:
+        def reading() -> tuple[Request, ...]:
             with rendering:
                 return read(body, served)
 
-        asked = await to_thread.run_sync(reading)
-        if asked.stream:
+        asked = Asked(body=body, served=served, requests=await to_thread.run_sync(reading))
+        if body.stream:
             head = {"Cache-Control": "no-store", "Connection": "close"}
-            lines = _lines(hub, served, style, asked)
-            return StreamingResponse(lines, media_type="text/event-stream", headers=head)
+            return StreamingResponse(_lines(hub, asked), media_type="text/event-stream", headers=head)
         try:
-            return JsonReply(await _whole(hub, served, style, asked))
-        except (SaccadeError, Closed) as problem:
+            return JsonReply(await _whole(hub, asked))
+        except SaccadeError as problem:
             raise _refusal(problem) from None
 
     return app
 
 
-async def _whole(hub: Hub, served: Served, style: Style, asked: Asked) -> Json:
-    done: dict[int, Completion] = {}
-    async for event in hub.ask(asked.requests):
-        if event.completion is not None:
-            done[event.index] = event.completion
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a client wants, and how answers to it are written."""
+
+    body: ChatBody | CompletionBody
+    served: Served
+    requests: tuple[Request, ...]  # one for each choice
+
+    @property
+    def chat(self) -> bool:
+        return isinstance(self.body, ChatBody)
+
+    def head(self, *, piece: bool = False) -> Json:
+        name = f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}"
+        kind = ("chat.completion.chunk" if piece else "chat.completion") if self.chat else "text_completion"
+        return {"id": name, "object": kind, "created": int(time.time()), "model": self.served.model}
+
+    def stream(self) -> TextStream:
+        return TextStream(self.served.family.decode, self.requests[0].sampling.stop)
+
+    def usage(self, completions: Iterable[Completion]) -> Json:
+        prompt = len(self.requests[0].ids)
+        written = sum(len(completion.ids) for completion in completions)
+        return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+    def logprobs(self, completion: Completion) -> Json | None:
+        if not wants_logprobs(self.body):
+            return None
+        decode = self.served.family.chat.decode
+        tokens = [decode([token], special=True) for token in completion.ids.tolist()]
+        values = [float(value) for value in completion.logprobs]
+        if not self.chat:
+            starts = list(accumulate(map(len, tokens), initial=0))[:-1]
+            return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": starts}
+        spelled = [None if BROKEN in token else list(token.encode()) for token in tokens]
+        content = [
+            {"token": token, "logprob": value, "bytes": found, "top_logprobs": []}
+            for token, value, found in zip(tokens, values, spelled, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+
+async def _whole(hub: Hub, asked: Asked) -> Json:
+    done = {e.index: e.completion async for e in hub.ask(asked.requests) if e.completion is not None}
     choices = []
     for index, completion in sorted(done.items()):
-        stream = TextStream(served.family.decode, asked.requests[0].sampling.stop)
+        stream = asked.stream()
         text = stream.finish(completion.ids)
-        logprobs = None
-        if asked.logprobs:
-            decode = served.family.chat.decode
-            tokens = [decode([token], special=True) for token in completion.ids.tolist()]
-            logprobs = style.logprobs(tokens, [float(value) for value in completion.logprobs])
-        choice = {"index": index, **style.text(text), "logprobs": logprobs}
-        choices.append(choice | _ending(completion.finish, stream.stopped_by))
-    return {**_head(served, style, style.whole), "choices": choices, "usage": _usage(asked, list(done.values()))}
+        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if asked.chat else {"text": text}
+        choice = {"index": index, **said, "logprobs": asked.logprobs(completion)}
+        choices.append(choice | {"finish_reason": completion.finish, "stop_reason": stream.stopped_by})
+    return {**asked.head(), "choices": choices, "usage": asked.usage(done.values())}
 
 
-async def _lines(hub: Hub, served: Served, style: Style, asked: Asked) -> AsyncGenerator[str, None]:
+async def _lines(hub: Hub, asked: Asked) -> AsyncGenerator[str, None]:
     """Events of a stream; one that fails ends with its error, without the last mark."""
     try:
-        async with aclosing(_pieces(hub, served, style, asked)) as pieces:
+        async with aclosing(_pieces(hub, asked)) as pieces:
             async for piece in pieces:
                 yield f"data: {json.dumps(piece)}\n\n"
         yield "data: [DONE]\n\n"
     except SaccadeError as problem:
         yield f"data: {json.dumps(_error(_refusal(problem)))}\n\n"
-    except Closed:
-        pass
 
 
-async def _pieces(hub: Hub, served: Served, style: Style, asked: Asked) -> AsyncGenerator[Json, None]:
-    head = _head(served, style, style.piece)
-    streams = [TextStream(served.family.decode, request.sampling.stop) for request in asked.requests]
+async def _pieces(hub: Hub, asked: Asked) -> AsyncGenerator[Json, None]:
+    head = asked.head(piece=True)
+    streams = [asked.stream() for _ in asked.requests]
     done: list[Completion] = []
 
-    def piece(index: int, text: str, finish: str | None = None) -> Json:
-        end = _ending(finish, streams[index].stopped_by if finish else None)
-        return {**head, "choices": [{"index": index, **style.delta(text), "logprobs": None, **end}]}
+    def piece(index: int, delta: Json, finish: str | None = None) -> Json:
+        shown = {"delta": delta} if asked.chat else {"text": delta.get("content", "")}
+        end = {"finish_reason": finish, "stop_reason": streams[index].stopped_by if finish else None}
+        return {**head, "choices": [{"index": index, **shown, "logprobs": None, **end}]}
 
-    for index in range(len(streams) if style.opening else 0):
-        yield {**head, "choices": [{"index": index, **style.opening, "finish_reason": None}]}
+    for index in range(len(streams) if asked.chat else 0):
+        yield piece(index, {"role": "assistant", "content": ""})
     async with aclosing(hub.ask(asked.requests, stream=True)) as events:
         async for event in events:
             stream, completion = streams[event.index], event.completion
             text = stream.add(event.ids) if completion is None else stream.finish(event.ids)
             if text:
-                yield piece(event.index, text)
+                yield piece(event.index, {"content": text})
             if completion is not None:
                 done.append(completion)
-                yield piece(event.index, "", completion.finish)
-    if asked.stream_usage:
-        yield {**head, "choices": [], "usage": _usage(asked, done)}
+                yield piece(event.index, {}, completion.finish)
+    if asked.body.stream_options and asked.body.stream_options.include_usage:
+        yield {**head, "choices": [], "usage": asked.usage(done)}
 
 
-def _head(served: Served, style: Style, kind: str) -> Json:
-    name = f"{style.prefix}-{secrets.token_hex(12)}"
-    return {"id": name, "object": kind, "created": int(time.time()), "model": served.model}
-
-
-def _ending(finish: str | None, stopped_by: str | None) -> Json:
-    return {"finish_reason": finish, "stop_reason": stopped_by}
-
-
-def _usage(asked: Asked, completions: Sequence[Completion]) -> Json:
-    prompt = len(asked.requests[0].ids)
-    written = sum(len(completion.ids) for completion in completions)
-    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
-
-
-def _refusal(problem: SaccadeError | Closed) -> BadRequest:
-    if isinstance(problem, Closed):
-        return BadRequest(None, "the engine has ended", status=503)
-    return BadRequest(None, str(problem), status=400 if isinstance(problem, ConfigError) else 502)
+def _refusal(problem: SaccadeError) -> BadRequest:
+    status = 400 if isinstance(problem, ConfigError) else 503 if isinstance(problem, Closed) else 502
+    return BadRequest(None, str(problem), status=status)
 
 
 def _error(problem: BadRequest) -> Mapping[str, Any]:

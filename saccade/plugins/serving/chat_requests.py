@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from saccade.config.schema import DataConfig
 from saccade.errors import SaccadeError
@@ -48,38 +48,23 @@ class _Record(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class _Text(_Record):
-    type: Literal["text"]
-    text: _Str
-
-
 class _Url(_Record):
     url: str
 
 
-class _Image(_Record):
-    type: Literal["image_url"]
-    image_url: Annotated[_Url, BeforeValidator(lambda v: {"url": v} if isinstance(v, str) else v)]
+class _Part(_Record):
+    """Its type is the name of the field that it has."""
 
-
-# Tags in angle brackets are left out of the name of a field.
-_Part = Annotated[
-    Annotated[_Text, Tag("<text>")] | Annotated[_Image, Tag("<image_url>")],
-    Discriminator(
-        lambda part: f"<{part.get('type')}>" if isinstance(part, dict) else None,
-        custom_error_type="union_tag",
-        custom_error_message="expected one of text, image_url",
-    ),
-]
-_Content = Annotated[
-    Annotated[_Str, Tag("<whole>")] | Annotated[list[_Part], Tag("<parts>")],
-    Discriminator(lambda content: "<parts>" if isinstance(content, list) else "<whole>"),
-]
+    type: Literal["text", "image_url"]
+    text: _Str | None = None
+    image_url: Annotated[_Url | None, BeforeValidator(lambda v: {"url": v} if isinstance(v, str) else v)] = None
 
 
 class _Turn(_Record):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Content
+    content: Annotated[
+        list[_Part], BeforeValidator(lambda v: [{"type": "text", "text": v}] if isinstance(v, str) else v)
+    ]
 
 
 class _Options(_Record):
@@ -135,26 +120,9 @@ class Served:
     logprobs: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    requests: tuple[Request, ...]  # one for each choice
-    stream: bool
-    stream_usage: bool
-    logprobs: bool
-
-
-def read_chat(body: ChatBody, served: Served) -> Asked:
-    def part(item: str | _Text | _Image, where: str) -> str | Media:
-        if isinstance(item, _Image):
-            return _media(item, f"messages{where}.image_url.url", served.data)
-        return item.text if isinstance(item, _Text) else item
-
-    def message(turn: _Turn, i: int) -> Message:
-        content = [turn.content] if isinstance(turn.content, str) else turn.content
-        parts = tuple(part(item, f"[{i}].content[{j}]") for j, item in enumerate(content))
-        return Message(role="system" if turn.role == "developer" else turn.role, parts=parts)
-
-    messages = tuple(message(turn, i) for i, turn in enumerate(body.messages))
+def read_chat(body: ChatBody, served: Served) -> tuple[Request, ...]:
+    """One request for each choice."""
+    messages = tuple(_message(turn, f"messages[{i}]", served.data) for i, turn in enumerate(body.messages))
     images, most = sum(len(m.media) for m in messages), served.data.max_images
     if images > most:
         raise BadRequest("messages", f"{images} images, at most {most} are taken here")
@@ -164,17 +132,16 @@ def read_chat(body: ChatBody, served: Served) -> Asked:
     except SaccadeError as error:  # roles or images that the model's template does not take
         raise BadRequest("messages", str(error)) from None
     prompt = Request(key="chat", ids=rendered.ids, media=rendered.media, messages=messages)
-    return _asked(body, served, prompt, field="messages", logprobs=bool(body.logprobs))
+    return _choices(body, served, prompt, field="messages")
 
 
-def read_completion(body: CompletionBody, served: Served) -> Asked:
+def read_completion(body: CompletionBody, served: Served) -> tuple[Request, ...]:
     ids = served.family.chat.tokenizer.encode(body.prompt)
     if len(served.family.banned) and served.family.banned[ids].any():
         raise BadRequest("prompt", "holds tokens that stand for images; use /v1/chat/completions")
     said = Message(role="user", parts=(body.prompt,))
     prompt = Request(key="text", ids=np.array(ids, dtype=np.int64), messages=(said,))
-    wanted = body.logprobs is not None and body.logprobs is not False  # 0 asks for them too
-    return _asked(body, served, prompt, field="prompt", logprobs=wanted)
+    return _choices(body, served, prompt, field="prompt")
 
 
 def require_model(name: str, served: Served) -> None:
@@ -183,15 +150,15 @@ def require_model(name: str, served: Served) -> None:
         raise BadRequest("model", why, status=404, code="model_not_found")
 
 
-def _asked(body: Body, served: Served, prompt: Request, *, field: str, logprobs: bool) -> Asked:
+def _choices(body: ChatBody | CompletionBody, served: Served, prompt: Request, *, field: str) -> tuple[Request, ...]:
     for name, value in (body.model_extra or {}).items():
         if name not in IGNORED and value is not None and value != NEUTRAL.get(name, ...):
             raise BadRequest(name, "is not served here; leave it out", code="unsupported_parameter")
     if body.model:
         require_model(body.model, served)
-    if logprobs and not served.logprobs:
+    if wants_logprobs(body) and not served.logprobs:
         raise BadRequest("logprobs", "the engine behind this endpoint gives none")
-    if logprobs and body.stream:
+    if wants_logprobs(body) and body.stream:
         raise BadRequest("logprobs", "come with the whole answer; leave out stream")
     longest = min(served.data.max_prompt_tokens, served.family.max_positions - 1)
     if len(prompt.ids) > longest:
@@ -207,19 +174,29 @@ def _asked(body: Body, served: Served, prompt: Request, *, field: str, logprobs:
     chosen |= {"max_tokens": wanted or most, "ignore_eos": bool(body.ignore_eos), "stop": tuple(body.stop or ())}
     sampling = replace(served.sampling, **chosen)
     first = secrets.randbits(62) if body.seed is None else body.seed & ((1 << 62) - 1)
-    return Asked(
-        requests=tuple(replace(prompt, sampling=sampling, noise=first + index) for index in range(body.n or 1)),
-        stream=bool(body.stream),
-        stream_usage=bool(body.stream_options and body.stream_options.include_usage),
-        logprobs=logprobs,
-    )
+    return tuple(replace(prompt, sampling=sampling, noise=first + index) for index in range(body.n or 1))
 
 
-def _media(part: _Image, field: str, limits: DataConfig) -> Media:
-    if not part.image_url.url.startswith("data:image/"):
+def wants_logprobs(body: ChatBody | CompletionBody) -> bool:
+    return body.logprobs is not None and body.logprobs is not False  # 0 asks for them too
+
+
+def _message(turn: _Turn, field: str, limits: DataConfig) -> Message:
+    parts: list[str | Media] = []
+    for number, part in enumerate(turn.content):
+        where = f"{field}.content[{number}].{part.type}"
+        given = getattr(part, part.type)
+        if given is None:
+            raise BadRequest(where, "field required")
+        parts.append(given if part.type == "text" else _media(given.url, f"{where}.url", limits))
+    return Message(role="system" if turn.role == "developer" else turn.role, parts=tuple(parts))
+
+
+def _media(url: str, field: str, limits: DataConfig) -> Media:
+    if not url.startswith("data:image/"):
         raise BadRequest(field, "only images inside the request are taken: data:image/png;base64,...")
     try:
-        media = open_media(part.image_url.url, limits=limits)
+        media = open_media(url, limits=limits)
         decode(media)  # here, where a damaged file costs one request and not the engine
     except SaccadeError as error:
         raise BadRequest(field, str(error)) from None

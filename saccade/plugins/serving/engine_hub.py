@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,12 +25,11 @@ from saccade.types import Completion, Request
 GLANCE = 1.0  # seconds after which a client looks whether the engine still runs
 
 
-class Closed(Exception):
+class Closed(SaccadeError):
     """The engine has ended."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
+class Event(NamedTuple):
     """What one of the asked sequences has so far; at the end its completion."""
 
     index: int
@@ -75,7 +75,7 @@ class Hub:
                     event = await asyncio.wait_for(events.get(), GLANCE)
                 except asyncio.TimeoutError:
                     if self.closed:
-                        raise Closed from None
+                        raise Closed("the engine has ended") from None
                     continue
                 if isinstance(event, SaccadeError):
                     raise event
@@ -94,11 +94,11 @@ class Hub:
                 for completion in self._poll():
                     client = self._clients.pop(completion.key, None)
                     if client is not None:
-                        client.tell(Event(index=client.index, ids=completion.ids, completion=completion))
+                        client.tell(Event(client.index, completion.ids, completion))
                 for key, client in self._clients.items():
                     if client.stream and len(ids := progress(self.engine, key)) > client.seen:
                         client.seen = len(ids)
-                        client.tell(Event(index=client.index, ids=ids))
+                        client.tell(Event(client.index, ids))
         finally:
             self.closed = True
 

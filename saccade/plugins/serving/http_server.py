@@ -21,7 +21,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import anyio
@@ -65,31 +65,14 @@ class BadRequest(Exception):
 Render = Callable[[BadRequest], Mapping[str, Any]]
 
 
-class Room:
-    """Bytes of requests that may be in memory at once. Used in the thread of the server only."""
-
-    def __init__(self, size: float = math.inf) -> None:
-        self._free = size
-
-    @contextmanager
-    def taken(self, size: int) -> Iterator[None]:
-        if size > self._free:
-            raise BadRequest(None, "come back later: memory is full", status=429, hold=1.0)
-        self._free -= size
-        try:
-            yield
-        finally:
-            self._free += size
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Gate:
-    """Who may ask, and how much."""
+    """Who may ask, and how much. Used in the thread of the server only."""
 
     token: str  # empty: none is asked for
     largest_body: int = 64 * 2**20
     public: tuple[str, ...] = ()  # paths that need no token
-    room: Room = field(default_factory=Room)
+    room: float = math.inf  # bytes of requests that may still come into memory
 
 
 def make_token(host: str, *, wanted: bool) -> str:
@@ -149,14 +132,17 @@ def _guard(app: ASGIApp, gate: Gate, refuse: Callable[[BadRequest], Response]) -
         try:
             try:
                 length = _admitted(gate, method, path, headers)
-                with gate.room.taken(length):
-                    body = b"".join([piece async for piece in _pieces(receive)])
-                    read.append({"type": "http.request", "body": body})
-                    # uvicorn leaves out the body of a reply to HEAD.
-                    inner = {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
-                    await app(inner, replay, send_in_time)
             except BadRequest as problem:
-                await _turn_away(refuse(problem), receive, send_in_time)
+                return await _turn_away(refuse(problem), receive, send_in_time)
+            gate.room -= length
+            try:
+                body = b"".join([piece async for piece in _pieces(receive)])
+                read.append({"type": "http.request", "body": body})
+                # uvicorn leaves out the body of a reply to HEAD.
+                inner = {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
+                await app(inner, replay, send_in_time)
+            finally:
+                gate.room += length
         except ClientDisconnect:
             pass
 
@@ -181,6 +167,8 @@ def _admitted(gate: Gate, method: str, path: str, headers: Headers) -> int:
     kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if method == "POST" and kind != "application/json":
         raise BadRequest(None, "send Content-Type: application/json", status=415)
+    if length > gate.room:
+        raise BadRequest(None, "come back later: memory is full", status=429, hold=1.0)
     return length
 
 
@@ -232,12 +220,9 @@ def _problem(error: Exception, path: str) -> BadRequest:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return BadRequest(None, f"the body is not JSON: {first['ctx']['error']}")
-    place = [part for part in first["loc"][1:] if not str(part).startswith("<")]
-    if not place:
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][1:])
+    if not field:
         return BadRequest(None, "the body must be a record")
-    if first["type"] == "union_tag":
-        place.append("type")
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
     reason = first["msg"][:1].lower() + first["msg"][1:]
     if isinstance(value := first["input"], str | int | float):
         reason += f", not {str(value)[:QUOTED]!r}"

@@ -11,7 +11,6 @@ to come back. The rules run in the scorer's processes, so none can hold up the r
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 import logging
@@ -22,11 +21,11 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import anyio
 import numpy as np
@@ -40,7 +39,8 @@ from saccade.errors import ConfigError, SaccadeError
 from saccade.media.images import open_media
 from saccade.plugins.judges.service_protocol import PROTOCOL, read_samples, reply_to
 from saccade.plugins.serving import http_server
-from saccade.plugins.serving.http_server import BACKLOG, BadRequest, Gate, JsonReply, Room, json_app
+from saccade.plugins.serving.http_server import BACKLOG, BadRequest, Gate, JsonReply, json_app
+from saccade.registry import HOOKS
 from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample, image_records
 from saccade.rewards.scorer import Scorer
@@ -59,7 +59,7 @@ GRACE = 30.0  # seconds for what is under way when the service is told to stop
 def reward_app(service: RewardService, *, token: str) -> FastAPI:
     """`token` is empty where none is asked for."""
     largest = service.serve.max_body_mb * 2**20
-    gate = Gate(token=token, largest_body=largest, public=("/health",), room=Room(ROOM * largest))
+    gate = Gate(token=token, largest_body=largest, public=("/health",), room=ROOM * largest)
     app = json_app(gate, lambda problem: {"error": str(problem)})
     threads = anyio.CapacityLimiter(BACKLOG)  # they wait for scores
 
@@ -98,10 +98,10 @@ class RewardService:
         self._rate = 0.0  # samples a second, lately
         self._counts = dict.fromkeys(("requests", "repeated", "busy", "refused", *STATUSES), 0)
         self._seconds: deque[float] = deque(maxlen=LATENCIES)
-        self._log: TextIO | None = None
+        self._log = serve.log
         if serve.log:
             Path(serve.log).parent.mkdir(parents=True, exist_ok=True)
-            self._log = open(serve.log, "a", encoding="utf-8")  # noqa: SIM115
+            Path(serve.log).touch()
 
     def answer(self, body: Mapping[str, Any], *, digest: str) -> dict[str, Any]:
         """The reply. `digest` of the request's bytes tells apart what shares an id by mistake."""
@@ -115,9 +115,8 @@ class RewardService:
         return {"protocol": PROTOCOL, "version": __version__, "models": learned, "rewards": rewards}
 
     def health(self) -> dict[str, Any]:
-        with self._changed:
-            status = "draining" if self.draining else "ok"
-            return {"status": status, "pending": self._pending, "queue": self.serve.queue}
+        status = "draining" if self.draining else "ok"
+        return {"status": status, "pending": self._pending, "queue": self.serve.queue}
 
     def metrics(self) -> str:
         """In the format that Prometheus reads."""
@@ -138,11 +137,6 @@ class RewardService:
         with self._changed:
             self.draining = True
             return self._changed.wait_for(lambda: not self._pending, seconds)
-
-    def close(self) -> None:
-        self.scorer.close()
-        if self._log is not None:
-            self._log.close()
 
     # -- one request --
 
@@ -190,16 +184,14 @@ class RewardService:
         return scored
 
     def _write(self, samples: Sequence[RewardSample], scored: Sequence[Scored]) -> None:
-        if self._log is None:
+        if not self._log:
             return
         try:
-            self._log.writelines(map(_line, samples, scored))
-            self._log.flush()
+            with open(self._log, "a", encoding="utf-8") as log:
+                log.writelines(map(_line, samples, scored))
         except OSError as error:  # who waits for these scores has no use for a log
             why = f"{self.serve.log} cannot be written ({error})"
             logging.getLogger("saccade").warning(f"reward.serve.log: {why}; no more is logged")
-            with suppress(OSError):  # it tries to write what is left
-                self._log.close()
             self._log = None
 
     @contextmanager
@@ -235,14 +227,10 @@ def _with_images(samples: Sequence[RewardSample], images: Any, limits: DataConfi
             raise ValueError(f"images[{index}]: give a list of at most {most} (data.max_images)")
         media: list[Media] = []
         for number, image in enumerate(given):
-            where = f"images[{index}][{number}]"
-            if not isinstance(image, dict):
-                media.append(_stored(image, where, limits, folder))
-            elif (ref := str(image.get("ref"))) in earlier:
-                media.append(earlier[ref])
-            else:
-                how = "give base64, or ref: [sample, image] of an earlier one"
-                raise ValueError(f"{where}: there is no image {ref} before it; {how}")
+            try:
+                media.append(_stored(image, earlier, limits, folder))
+            except (ValueError, SaccadeError) as error:
+                raise ValueError(f"images[{index}][{number}]: {error}") from None
             earlier[str([index, number])] = media[-1]
         # Records know the size before it was shrunk for the way, which answers refer to.
         known = sample.images if len(sample.images) == len(media) else image_records(media)
@@ -251,14 +239,13 @@ def _with_images(samples: Sequence[RewardSample], images: Any, limits: DataConfi
     return shown
 
 
-def _stored(text: Any, where: str, limits: DataConfig, folder: Path) -> Media:
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: give base64 of a PNG or JPEG")
-    try:
-        data = base64.b64decode(text.split(",", 1)[-1], validate=True)
-        media = open_media(data, limits=limits)
-    except (binascii.Error, SaccadeError) as error:
-        raise ValueError(f"{where}: {error}") from None
+def _stored(image: Any, earlier: Mapping[str, Media], limits: DataConfig, folder: Path) -> Media:
+    if isinstance(image, dict) and (ref := str(image.get("ref"))) in earlier:
+        return earlier[ref]
+    if not isinstance(image, str):
+        raise ValueError("give base64 of a PNG or JPEG, or ref: [sample, image] of an earlier one")
+    data = base64.b64decode(image.split(",", 1)[-1], validate=True)
+    media = open_media(data, limits=limits)
     path = folder / media.hash
     if not path.exists():
         path.write_bytes(data)
@@ -284,11 +271,11 @@ def serve(config: Config, *, host: str, port: int, token: bool) -> None:
         prompt_format=config.prompt.format,
         max_tokens=config.rollout.max_tokens,
         isolate=True,
-        load_model=partial(_load_model, config),
+        load_model=lambda path: HOOKS["load_reward_model"](config, path),  # torch only where one scores
     )
-    service = RewardService(scorer, config.reward.serve, config.data)
     stops: list[int] = []  # a list, because a handler must not wait for a lock
-    try:
+    with closing(scorer):
+        service = RewardService(scorer, config.reward.serve, config.data)
         with http_server.running(reward_app(service, token=secret), host, port) as address:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda number, _: stops.append(number))
@@ -300,13 +287,3 @@ def serve(config: Config, *, host: str, port: int, token: bool) -> None:
             print("stopping", flush=True)
             if not service.drain(GRACE):
                 print(f"some samples were not scored after {GRACE:g} s; their clients get no reply", flush=True)
-    finally:
-        service.close()
-
-
-def _load_model(config: Config, path: str) -> Any:
-    from saccade.plugins.reward_models.learned_reward import load_learned  # torch only where one scores
-    from saccade.recipes.model_setup import quiet_libraries
-
-    quiet_libraries()
-    return load_learned(config, path)
