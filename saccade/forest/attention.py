@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,14 +24,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from saccade.errors import EnvironmentProblem
-from saccade.forest.to_device import KERNELS, has_kernels, to_device
+from saccade.forest.device_ops import KERNELS, has_kernels, to_device
 
 HALF = (torch.bfloat16, torch.float16)  # what flash attention and our kernels serve
 
 # transformers takes the one-call path of a vision tower only when the name holds "flash".
 NAME = "saccade_flash"
-# What models pass beside the arguments below without changing what attention has to compute here: a
-# plan knows its tokens, a segment of keys is one of queries. Anything else changes the result.
+READ = ("scaling", "sliding_window", "attention_plan", "cu_seq_lens_q", "max_length_q")  # what models pass
+# What they pass beside these without changing what attention has to compute here: a plan knows its tokens, a
+# segment of keys is one of queries. Anything else changes the result.
 HARMLESS = (
     *("position_ids", "cache_position", "is_causal", "cu_seq_lens_k", "max_length_k"),
     *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
@@ -71,39 +71,28 @@ def use_in(model: torch.nn.Module) -> None:
 
 
 def _attend(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    attention_plan: AttentionPlan | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
-    _refuse_unknown(module, kwargs)
-    if attention_plan is None and cu_seq_lens_q is None and not getattr(module, "is_causal", True):
+    scale, window, plan, boundaries, longest = (options.pop(name, None) for name in READ)
+    _refuse_unknown(module, options)
+    if plan is None and boundaries is None and not getattr(module, "is_causal", True):
         # An encoder of padded rows, such as an audio tower: every row looks at what its mask shows.
-        out = sdpa(query, key, value, attn_mask=attention_mask, scale=scaling)
+        out = sdpa(query, key, value, attn_mask=attention_mask, scale=scale)
         return out.transpose(1, 2), None
     # Not x[0]: its gradient would be copied into zeros.
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if cu_seq_lens_q is not None:
-        out = segment_attention(q, k, v, cu_seq_lens_q, scale, max_length_q)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if boundaries is not None:
+        out = segment_attention(q, k, v, boundaries, scale, longest)
     else:
-        assert attention_plan is not None, "a forward of the text half needs attention_plan="
-        out = attention_plan(module.layer_idx, q, k, v, scale, sliding_window)  # type: ignore[arg-type]
+        assert plan is not None, "a forward of the text half needs attention_plan="
+        out = plan(module.layer_idx, q, k, v, scale, window)
     return out.unsqueeze(0), None
 
 
 def _refuse_unknown(module: torch.nn.Module, options: dict[str, Any]) -> None:
     for name, value in options.items():
-        if value is None or value is False or name in HARMLESS:
-            continue
-        if name == "dropout" and value == 0:
+        if value is None or value is False or name in HARMLESS or (name == "dropout" and value == 0):
             continue
         raise EnvironmentProblem(
             f"{type(module).__name__} passes {name}= to its attention, which would be computed "
@@ -121,7 +110,7 @@ def segment_attention(
     if q.is_cuda and q.dtype in HALF:
         cu = boundaries.to(torch.int32)
         longest = int((cu[1:] - cu[:-1]).max()) if longest is None else int(longest)
-        return varlen(q, k, v, cu, cu, longest, longest, scale=scale, causal=False, window=None)
+        return varlen(q, k, v, (cu, cu), (longest, longest), scale, window=None, causal=False)
     starts = boundaries.cpu().numpy()
     lengths, out = np.diff(starts), torch.empty_like(q)
     if len(lengths) and (lengths == lengths[0]).all():  # most towers: a view instead of copies
@@ -155,39 +144,23 @@ def paths(parents: np.ndarray) -> list[list[int]]:
     return result
 
 
-@dataclass(frozen=True, kw_only=True)
-class _VarlenPlan:
-    keys: Tensor  # [K] token index of each gathered key
-    places: Tensor  # [K] where the keys of each token were gathered to, token after token
-    offsets: Tensor  # [T + 1] where those of each token begin
-    cu_q: Tensor
-    cu_k: Tensor
-    max_q: int
-    max_k: int
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        back = self.keys, self.places, self.offsets
-        k, v = _GatherRows.apply(k, *back), _GatherRows.apply(v, *back)
-        return varlen(q, k, v, self.cu_q, self.cu_k, self.max_q, self.max_k, scale=scale, causal=True, window=window)
-
-
 def _varlen_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device) -> AttentionPlan:
     spans = [np.arange(starts[i], starts[i + 1]) for i in range(len(parents))]
     gathered = [np.concatenate([spans[node] for node in path]) for path in paths(parents)]
     key_lengths = np.array([len(index) for index in gathered])
-    move = functools.partial(to_device, device=device)
-    keys = move(np.concatenate(gathered))
+    keys = to_device(np.concatenate(gathered), device)  # [K] token of each gathered key
+    # Where the keys of each token were gathered to, token after token, and where those of each begin.
     sorted_keys, places = torch.sort(keys, stable=True)
-    tokens = torch.arange(int(starts[-1]) + 1, device=device)
-    return _VarlenPlan(
-        keys=keys,
-        places=places,
-        offsets=torch.searchsorted(sorted_keys, tokens),
-        cu_q=move(starts.astype(np.int32)),
-        cu_k=move(np.concatenate([[0], key_lengths.cumsum()]).astype(np.int32)),
-        max_q=int(np.diff(starts).max()),
-        max_k=int(key_lengths.max()),
-    )
+    offsets = torch.searchsorted(sorted_keys, torch.arange(int(starts[-1]) + 1, device=device))
+    bounds = (starts, np.concatenate([[0], key_lengths.cumsum()]))
+    cu_q, cu_k = (to_device(each.astype(np.int32), device) for each in bounds)
+    longest = int(np.diff(starts).max()), int(key_lengths.max())
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        k, v = (_GatherRows.apply(x, keys, places, offsets) for x in (k, v))
+        return varlen(q, k, v, (cu_q, cu_k), longest, scale, window)
+
+    return attend
 
 
 class _GatherRows(torch.autograd.Function):
@@ -210,40 +183,39 @@ class _GatherRows(torch.autograd.Function):
         return total.index_add_(0, index, grad.float()).to(grad.dtype), None, None, None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Bucket:
-    """Trees of about one size, padded to the longest of them."""
+def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device) -> AttentionPlan:
+    """Padded trees with boolean masks, a product for those of about one size; large trees node by node."""
+    node_paths = paths(parents)
+    roots, sizes = np.array([path[0] for path in node_paths]), np.diff(starts)
+    spans = [np.arange(starts[i], starts[i + 1]) for i in range(len(parents))]
+    # Padding to the next power of two at most: the square of a size is what a tree costs.
+    similar: dict[int, list[np.ndarray]] = {}
+    large: list[tuple[np.ndarray, np.ndarray]] = []  # queries and keys of each node
+    for root in np.flatnonzero(parents < 0):
+        nodes = np.flatnonzero(roots == root)
+        size = int(sizes[nodes].sum())
+        if size <= LARGEST_DENSE_TREE:
+            similar.setdefault((size - 1).bit_length(), []).append(nodes)
+        else:
+            large += [(spans[n], np.concatenate([spans[above] for above in node_paths[n]])) for n in nodes]
+    padded = [_pad_trees(trees, spans, node_paths, sizes) for _, trees in sorted(similar.items())]
+    buckets, by_node = ([[to_device(x, device) for x in each] for each in found] for found in (padded, large))
 
-    index: Tensor  # [B, L] token of each padded place, 0 where it is padding
-    valid: Tensor  # [B, L]
-    mask: Tensor  # [B, 1, L, L]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DensePlan:
-    """Padded trees with boolean masks, a product per bucket; large trees node by node."""
-
-    buckets: tuple[_Bucket, ...]
-    nodes: tuple[tuple[slice, Tensor], ...]  # of large trees: (queries, keys)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         out = torch.zeros_like(q)
         shared = k.shape[1] != q.shape[1]
-        for bucket in self.buckets:
-            mask = bucket.mask
+        for index, valid, mask in buckets:
             if window is not None:
                 depth = mask.sum(-1)  # of a token on its path
                 mask = mask & (depth[..., None] - depth[..., None, :] < window)
-            tree_q, tree_k, tree_v = (x[bucket.index].transpose(1, 2) for x in (q, k, v))
+            tree_q, tree_k, tree_v = (x[index].transpose(1, 2) for x in (q, k, v))
             trees = sdpa(tree_q, tree_k, tree_v, attn_mask=mask, scale=scale, enable_gqa=shared)
-            valid = bucket.valid
-            out = out.index_put((bucket.index[valid],), trees.transpose(1, 2)[valid])
-        for queries, keys in self.nodes:
-            out = out.index_put(
-                (torch.arange(queries.start, queries.stop, device=q.device),),
-                one_node(q[queries], k[keys], v[keys], scale, window),
-            )
+            out = out.index_put((index[valid],), trees.transpose(1, 2)[valid])
+        for queries, keys in by_node:
+            out = out.index_put((queries,), one_node(q[queries], k[keys], v[keys], scale, window))
         return out
+
+    return attend
 
 
 def one_node(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
@@ -259,40 +231,10 @@ def one_node(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) 
     return out[0].transpose(0, 1)
 
 
-def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device) -> AttentionPlan:
-    node_paths = paths(parents)
-    roots = np.array([path[0] for path in node_paths])
-    sizes = np.diff(starts)
-    tree_nodes = [np.flatnonzero(roots == root) for root in np.flatnonzero(parents < 0)]
-    # Padding to the next power of two at most: the square of a size is what a tree costs.
-    buckets: dict[int, list[np.ndarray]] = {}
-    large: list[np.ndarray] = []
-    for nodes in tree_nodes:
-        size = int(sizes[nodes].sum())
-        fits = size <= LARGEST_DENSE_TREE
-        (buckets.setdefault((size - 1).bit_length(), []) if fits else large).append(nodes)
-    move = functools.partial(to_device, device=device)
-    spans = [np.arange(starts[i], starts[i + 1]) for i in range(len(parents))]
-    by_node = tuple(
-        (
-            slice(int(starts[node]), int(starts[node + 1])),
-            move(np.concatenate([spans[ancestor] for ancestor in node_paths[node]])),
-        )
-        for nodes in large
-        for node in nodes
-    )
-    return _DensePlan(
-        buckets=tuple(
-            _Bucket(**{n: move(x) for n, x in _pad_trees(trees, spans, node_paths, sizes).items()})
-            for _, trees in sorted(buckets.items())
-        ),
-        nodes=by_node,
-    )
-
-
 def _pad_trees(
     trees: Sequence[np.ndarray], spans: Sequence[np.ndarray], node_paths: Sequence[list[int]], sizes: np.ndarray
-) -> dict[str, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[B, L] token of each padded place (0 where it is padding), [B, L] whether it is one, [B, 1, L, L] mask."""
     longest = max(int(sizes[nodes].sum()) for nodes in trees)
     index = np.zeros((len(trees), longest), dtype=np.int64)
     valid = np.zeros((len(trees), longest), dtype=bool)
@@ -309,7 +251,7 @@ def _pad_trees(
         index[row, :n] = np.concatenate([spans[node] for node in nodes])
         valid[row, :n] = True
         mask[row, :n, :n] = ancestor[owner[:, None], owner[None, :]] & causal[:n, :n]
-    return {"index": index, "valid": valid, "mask": mask[:, None]}
+    return index, valid, mask[:, None]
 
 
 # -- the variable-length call ----------------------------------------------------------------------
@@ -326,17 +268,14 @@ def varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
+    bounds: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
     scale: float,
-    causal: bool,
     window: int | None,
+    causal: bool = True,
 ) -> Tensor:
-    """torch's flash call, whose signature moved between releases: options are used where they
-    exist.
+    """torch's flash call over the sequences of queries and of keys between `bounds`. Its signature
+    moved between releases: options are used where they exist.
     """
     call, parameters = _varlen_call()
     options: dict[str, Any] = {"scale": scale}
@@ -348,4 +287,4 @@ def varlen(
         options["is_causal"] = causal
     else:
         raise ValueError("this torch has no sliding window in varlen_attn; use torch 2.12 or newer")
-    return call(q.contiguous(), k.contiguous(), v.contiguous(), cu_q, cu_k, max_q, max_k, **options)
+    return call(q.contiguous(), k.contiguous(), v.contiguous(), *bounds, *longest, **options)

@@ -13,15 +13,15 @@ Legend: R reads, V vocabulary, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from saccade.forest.to_device import KERNELS, has_kernels, to_device
+from saccade.forest.device_ops import KERNELS, has_kernels, to_device
 
 # Largest chunk of logits: in fp32 about 600 MB, so that a few copies of it fit beside a model.
 CHUNK_ELEMENTS = 150_000_000
@@ -31,13 +31,12 @@ KERNEL_CHUNK = 4
 
 def read_logprobs(
     hidden: Tensor,
-    head: Callable[[Tensor], Tensor],
+    head: nn.Linear,
     targets: Tensor,
     *,
     temperature: float,
     banned: Tensor | None = None,
     support: Sequence[np.ndarray] | None = None,
-    vocabulary: int,
     entropy_gradient: bool = False,
     keep_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -47,7 +46,7 @@ def read_logprobs(
     keep them. The entropy carries a gradient only when asked: most losses only report it.
     """
     elements = CHUNK_ELEMENTS * (KERNEL_CHUNK if _in_place(hidden) else 1)
-    rows = max(1, elements // vocabulary)
+    rows = max(1, elements // head.out_features)
     results = []
 
     def chunk(hidden: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
@@ -55,7 +54,7 @@ def read_logprobs(
 
     for start in range(0, max(1, len(targets)), rows):
         part = slice(start, start + rows)
-        kept = None if support is None else _kept_mask(support[part], vocabulary, hidden.device)
+        kept = None if support is None else _kept_mask(support[part], head.out_features, hidden.device)
         how = (targets[part], temperature, banned, kept)
         if torch.is_grad_enabled() and len(targets) > rows and not keep_logits:
             results.append(checkpoint(chunk, hidden[part], *how, use_reentrant=False))
@@ -63,7 +62,8 @@ def read_logprobs(
             results.append(chunk(hidden[part], *how))
     if len(results) == 1:
         return results[0]
-    return torch.cat([r[0] for r in results]), torch.cat([r[1] for r in results])
+    logprobs, entropies = map(torch.cat, zip(*results, strict=True))
+    return logprobs, entropies
 
 
 def sampling_logits(logits: Tensor, temperature: float | Tensor, banned: Tensor | None) -> Tensor:

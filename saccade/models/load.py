@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest import attention
-from saccade.forest.to_device import KERNELS, to_device
+from saccade.forest.device_ops import KERNELS, to_device
 from saccade.models import experts
 from saccade.models.families import FAMILIES, TOWERS, Family
 from saccade.models.files import require_intact, require_some

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from saccade.algorithms.policy_losses import LossInputs
 from saccade.forest.attention import AttentionPlan, forest_plan
+from saccade.forest.device_ops import to_device
 from saccade.forest.packing import has_media
-from saccade.forest.to_device import to_device
 from saccade.models.families import Family
 from saccade.models.load import media_inputs
 from saccade.types import Batch, MediaSpan

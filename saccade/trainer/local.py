@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from saccade.algorithms.objective import LossSums, to_metrics
 from saccade.config import TrainConfig
+from saccade.forest.device_ops import to_device
 from saccade.forest.logprobs import read_logprobs
 from saccade.forest.packing import halves
-from saccade.forest.to_device import to_device
 from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.files import require_same
@@ -119,7 +119,6 @@ class LocalBackend:
             temperature=scoring.temperature,
             banned=self.banned if scoring.ban else None,
             support=batch.support,
-            vocabulary=self.family.vocabulary,
             entropy_gradient=entropy_gradient,
             keep_logits=fits,
         )

@@ -69,22 +69,6 @@ def test_every_plan_agrees_with_a_loop_over_queries(monkeypatch, largest, window
         assert_same(got, wanted, inputs)
 
 
-@pytest.mark.parametrize(
-    ("largest", "sizes", "parents", "large", "buckets"),
-    [
-        (6, [4, 2, 6, 3], [-1, 0, -1, 2], 2, [(1, 6)]),  # trees below and above the limit
-        (4096, [100, 3, 4, 70, 1, 2, 3], [-1] * 7, 0, [(1, 1), (1, 2), (3, 4), (2, 100)]),  # short ones are not padded
-    ],
-)
-def test_trees_go_into_buckets_of_about_one_size(monkeypatch, largest, sizes, parents, large, buckets):
-    monkeypatch.setattr(attention, "LARGEST_DENSE_TREE", largest)
-    starts, parents = np.concatenate([[0], np.cumsum(sizes)]), np.array(parents)
-    inputs = qkv(int(starts[-1]))
-    plan = forest_plan(starts, parents, CPU, torch.float64)
-    assert len(plan.nodes) == large and [tuple(b.index.shape) for b in plan.buckets] == buckets
-    assert (plan(0, *inputs, 0.3, None) - naive(starts, parents, *inputs, 0.3, None)).abs().max() < 1e-13
-
-
 # -- what models pass ------------------------------------------------------------------------------
 
 

@@ -1,13 +1,10 @@
 """A packed forest says of every member what the member itself says."""
 
-import inspect
-import sys
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
-from saccade.forest import packing
 from saccade.forest.packing import MIN_BRANCH, has_media, pack, select
 from saccade.media.images import crop
 from saccade.types import READ_COLUMNS, Batch, Group, MediaSpan, Sample, Source, Trajectory
@@ -212,31 +209,6 @@ def test_a_group_over_the_budget_repeats_its_trunk_and_a_long_sequence_is_alone(
     assert [len(batch.keys) for batch in batches] == [3, 2, 2, 1, 3, 1, 1]
 
 
-def test_the_work_of_cutting_a_group_grows_with_its_members_alone(monkeypatch):
-    looked_at = []
-    tree = packing._tree
-    monkeypatch.setattr(packing, "_tree", lambda m, *a: looked_at.append(len(m)) or tree(m, *a))
-    rng = np.random.default_rng(0)
-    for size in (100, 1000):
-        looked_at.clear()
-        answers = [[20 + r] * int(rng.integers(2, 7)) for r in range(size)]
-        members = [plain("g", r, [1, 2], answer) for r, answer in enumerate(answers)]
-        batches = pack([group(*members)], positions=counting, micro_tokens=22)
-        assert len(batches) > size / 10 and sum(looked_at) < 8 * size
-
-
-def test_a_group_may_branch_more_often_than_calls_may_nest():
-    size, step, limit = 300, MIN_BRANCH, sys.getrecursionlimit()
-    members = [plain("g", r, [1, 2], [9] * (r + 1) * step + [3, 3]) for r in range(size)]
-    sys.setrecursionlimit(len(inspect.stack(0)) + 200)
-    try:
-        (batch,) = pack([group(*members)], positions=counting, micro_tokens=10**6)
-    finally:
-        sys.setrecursionlimit(limit)
-    # One trunk of nines, and at each of its ends what a member says instead of the next one.
-    assert batch.tokens == 2 + size * step + size and len(batch.keys) == size
-
-
 def test_members_that_do_not_train_or_said_nothing_are_left_out():
     members = [plain("g", 0, [1, 2], [3]), plain("g", 1, [1, 2], [4], trained=False), plain("g", 2, [1, 2], [])]
     (batch,) = pack([group(*members)], positions=counting, micro_tokens=100)
@@ -270,15 +242,3 @@ def test_a_crop_of_a_crop_is_the_same_picture_as_the_crop_itself(family, image):
     ]
     (batch,) = pack([group(*members)], positions=family.positions, micro_tokens=100)
     assert batch.tokens == tokens + 2 and len(batch.media) == 1
-
-
-def test_other_pictures_at_the_very_first_token_are_trees_of_their_own(family, image):
-    pad = family.chat.placeholder
-    members = []
-    for repeat, seed in enumerate((0, 1, 0)):
-        grid, tokens = family.measure(image(56, 56, seed))
-        span = MediaSpan(media=image(56, 56, seed), start=0, length=tokens, grid=grid)
-        members.append(plain("g", repeat, [pad] * tokens, [3, 4], media=(span,)))
-    (batch,) = pack([group(*members)], positions=family.positions, micro_tokens=100)
-    assert batch.parents.tolist() == [-1, -1] and len(batch.media) == 2
-    assert [batch.keys[s][1] for s in batch.sequence[::2]] == [0, 1, 2]

@@ -15,9 +15,11 @@ LOGPROBS = [-2.964186, -2.498372, -1.226533, -1.635504, -4.492992, -4.496073]
 ENTROPIES = [1.424818, 1.342931, 1.372204, 0.929665, 1.133313, 1.032456]
 
 
-def read(hidden=LOGITS, targets=TARGETS, head=lambda x: x, **options):
-    options = {"temperature": 1.0, "vocabulary": hidden.shape[-1], **options}
-    return read_logprobs(hidden, head, targets, **options)
+def read(hidden=LOGITS, targets=TARGETS, head=None, *, temperature=1.0, **options):
+    if head is None:
+        head = torch.nn.Linear(5, 5, bias=False, dtype=hidden.dtype)
+        torch.nn.init.eye_(head.weight)
+    return read_logprobs(hidden, head, targets, temperature=temperature, **options)
 
 
 def test_golden_values():
@@ -43,7 +45,7 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch, elements):
     inputs = [hidden, head.weight, head.bias]
 
     def run():
-        options = {"temperature": 0.7, "banned": banned, "support": support, "vocabulary": 5}
+        options = {"temperature": 0.7, "banned": banned, "support": support}
         new, entropy = read(hidden, targets, head, entropy_gradient=True, **options)
         loss = (new * torch.arange(1.0, 7)).sum() + (entropy * torch.arange(6.0, 0, -1)).sum()
         return new, entropy, torch.autograd.grad(loss, inputs)
@@ -62,7 +64,7 @@ def test_the_logits_of_a_chunk_are_not_kept_for_backward(monkeypatch):
     shapes = []
     hidden = torch.randn(6, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape) or t, lambda t: t):
-        new, _ = read(hidden, TARGETS, torch.nn.Linear(4, 10), vocabulary=10)
+        new, _ = read(hidden, TARGETS, torch.nn.Linear(4, 10))
     assert all(shape[-1] != 10 for shape in shapes if len(shape) == 2)
     new.sum().backward()
     assert hidden.grad is not None

@@ -57,14 +57,7 @@ def test_reading_through_a_head_in_chunks(monkeypatch):
 
     def run(hidden, head):
         new, entropy = logprobs.read_logprobs(
-            hidden,
-            head,
-            targets,
-            temperature=0.8,
-            banned=banned,
-            support=support,
-            vocabulary=1000,
-            entropy_gradient=True,
+            hidden, head, targets, temperature=0.8, banned=banned, support=support, entropy_gradient=True
         )
         loss = (new * torch.linspace(0, 1, 300, device=DEVICE)).sum() + entropy.sum() / 7
         return new, entropy, *torch.autograd.grad(loss, (hidden, head.weight))

@@ -26,7 +26,7 @@ from saccade.engines.embedded.sampling import cuts, draw
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS, Scheduler
 from saccade.engines.embedded.sequences import Outputs, Part, Sequence
 from saccade.errors import EnvironmentProblem
-from saccade.forest.to_device import to_device
+from saccade.forest.device_ops import to_device
 from saccade.models.families import Family
 from saccade.models.load import banned_mask, hidden_states
 from saccade.types import Completion, MediaSpan, Request

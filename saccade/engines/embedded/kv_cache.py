@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from saccade.engines.embedded.pages import POOL_SHARE, Pages
 from saccade.forest.attention import HALF, AttentionPlan, forest_plan, one_node, varlen
-from saccade.forest.to_device import KERNELS, to_device
+from saccade.forest.device_ops import KERNELS, to_device
 from saccade.system.devices import free_bytes
 
 PAGE = 16  # tokens: small, so that little of a prompt is copied and little of a last page is empty
@@ -270,11 +270,8 @@ class _OverPages:
         keys = self.cache.keys[layer].flatten(0, 1).index_select(0, self.index)
         values = self.cache.values[layer].flatten(0, 1).index_select(0, self.index)
         if q.is_cuda and q.dtype in HALF:
-            longest = [int(np.diff(starts).max()) for starts in (self.starts_q, self.starts_k)]
-            return varlen(
-                q, keys, values, self.cu_q, self.cu_k, *longest, scale=scale, causal=True,
-                window=window,
-            )  # fmt: skip
+            longest = int(np.diff(self.starts_q).max()), int(np.diff(self.starts_k).max())
+            return varlen(q, keys, values, (self.cu_q, self.cu_k), longest, scale, window)
         return torch.cat(
             [
                 one_node(q[a:b], keys[c:d], values[c:d], scale, window)

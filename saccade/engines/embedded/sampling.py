@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from saccade.engines.embedded.sequences import Sequence
+from saccade.forest.device_ops import to_device
 from saccade.forest.logprobs import sampling_logits
-from saccade.forest.to_device import to_device
 from saccade.types import Sampling
 
 

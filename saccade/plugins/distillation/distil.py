@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from saccade.algorithms.objective import imitation_objective
+from saccade.forest.device_ops import to_device
 from saccade.forest.logprobs import CHUNK_ELEMENTS
-from saccade.forest.to_device import to_device
 from saccade.trainer import Objective, Reader
 from saccade.trainer.forward_inputs import column
 from saccade.trainer.local import LocalBackend

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm
 
 from saccade.forest.attention import HALF
-from saccade.forest.to_device import has_kernels
+from saccade.forest.device_ops import has_kernels
 
 
 def fuse(model: Any) -> list[str]:

@@ -25,7 +25,7 @@ from saccade.engines.embedded import sequences
 from saccade.engines.embedded.kv_cache import PAGE, KVCache
 from saccade.engines.embedded.sampling import Drawn, cuts
 from saccade.forest.attention import AttentionPlan
-from saccade.forest.to_device import to_device
+from saccade.forest.device_ops import to_device
 from saccade.models.experts import capturable
 from saccade.models.families import Family
 from saccade.models.load import hidden_states

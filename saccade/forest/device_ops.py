@@ -1,5 +1,5 @@
-"""From the host to the device without waiting: a plain copy would first let the GPU run dry. And what
-a GPU runs instead of plain torch.
+"""What every part does on a device: copies from the host without waiting, as a plain copy would first
+let the GPU run dry, and the table of kernels that a GPU runs instead of plain torch.
 
     ids = to_device(batch.ids, torch.device("cuda"))
     if has_kernels(device): KERNELS["sum_rows"](…)
