@@ -52,6 +52,13 @@ def same_numbers() -> None:
 
 
 @pytest.fixture(autouse=True)
+def quick_configs() -> None:
+    """transformers checks the types of a config by writing it out for a message that nobody reads."""
+    if (module := sys.modules.get("transformers.configuration_utils")) is not None:
+        module.PreTrainedConfig.__repr__ = object.__repr__
+
+
+@pytest.fixture(autouse=True)
 def same_kernels() -> Iterator[None]:
     """On a CPU without bfloat16 torch gives up oneDNN at the first such product, for all types and
     for good; a later test in this process would round differently from a fresh process.

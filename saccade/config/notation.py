@@ -48,7 +48,7 @@ class Reader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-class Writer(yaml.SafeDumper):
+class Writer(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
     """Quotes text that either this reader or a plain YAML 1.1 reader would take for a value."""
 
 
@@ -63,7 +63,7 @@ def parse(text: str) -> Any:
 
 def write(tree: Any, *, flow: bool = False) -> str:
     """`flow`: in one line."""
-    how = {"default_flow_style": True, "width": float("inf")} if flow else {}
+    how = {"default_flow_style": True, "width": 1 << 30} if flow else {}
     return yaml.dump(tree, Dumper=Writer, sort_keys=False, allow_unicode=True, **how)
 
 
