@@ -20,13 +20,7 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.plugins.engines.replicas import replica
 from saccade.plugins.engines.replicas.replica import Replica
-from saccade.plugins.engines.replicas.replica_pool import (
-    Replicas,
-    placements,
-    shares_memory,
-    start_replicas,
-    visible_gpus,
-)
+from saccade.plugins.engines.replicas.replica_pool import Replicas, placements, start_replicas, visible_gpus
 from saccade.recipes import rl
 from saccade.types import Request, Sampling
 from tests.engines.asked import drain
@@ -100,7 +94,7 @@ def test_a_run_over_two_replicas_is_the_run_over_the_embedded_engine(pool, rl_co
 
 
 def pool_folder(pool):
-    return next(iter(pool._loads)).settings.folder
+    return pool._working[0].settings.folder
 
 
 @pytest.mark.parametrize(
@@ -127,11 +121,11 @@ def test_equal_prompts_stay_together_until_others_would_idle(pool, ask):
     pool._hand_out()
     homes = {name: {pool._tasks[r.key].engine for r in requests if r.key[0] == name} for name in "0123"}
     assert all(len(engines) == 1 for engines in homes.values())
-    assert set.union(*homes.values()) == set(pool._loads)
+    assert set.union(*homes.values()) == set(pool._working)
     for request in requests:
         pool.abort(request.key)
     finish(pool, requests)
-    assert all(load.work == 0 and not load.contents for load in pool._loads.values())
+    assert not pool._tasks
 
     many = ask(LONG, repeats=60)[:60]  # one prompt
     for request in many:
@@ -160,8 +154,8 @@ def test_a_request_may_be_for_one_replica(pool, ask):
 
 def test_only_those_beside_the_trainer_sleep(pool, monkeypatch):
     slept = []
-    monkeypatch.setattr(Replica, "sleep", lambda engine: slept.append(engine))
-    first, second = pool._loads
+    monkeypatch.setattr(Replica, "ask", lambda engine, call: slept.append(engine))
+    first, second = pool._working
     pool.sleep()
     monkeypatch.setattr(first, "beside_trainer", False)
     pool.sleep()
@@ -182,7 +176,7 @@ def test_kill_9_amid_a_rollout_loses_and_doubles_nothing(pool, load, family, ask
     engine.update_weights(changed, version=7)
     undisturbed = generate(engine, ask(LONG, repeats=6))
 
-    victim = list(pool._loads)[1]
+    victim = pool._working[1]
     requests = ask(LONG, repeats=6)
     for request in requests:
         pool.submit(request)
@@ -192,10 +186,10 @@ def test_kill_9_amid_a_rollout_loses_and_doubles_nothing(pool, load, family, ask
     assert len(said) == 1 and f"{victim.log.stem} died and starts again" in said[0]
     assert " 0 requests wait" not in said[0]
 
-    while len(pool._loads) < 2:  # the new one gets the current weights, not those of its folder
+    while len(pool._working) < 2:  # the new one gets the current weights, not those of its folder
         time.sleep(0.05)
         pool.poll()
-    assert victim not in pool._loads and victim.child.popen.pid not in servers(os.getpid())
+    assert victim not in pool._working and victim.child.popen.pid not in servers(os.getpid())
     again = generate(pool, requests)
     same(undisturbed, again)
     assert {v for done in again for v in done.versions.tolist()} == {7}
@@ -209,7 +203,7 @@ def test_a_process_that_cannot_start_says_why(settings, tmp_path):
 
 def test_replicas_get_gpus_of_their_own_and_the_trainers_last(monkeypatch):
     def seen(*args):
-        return [row["CUDA_VISIBLE_DEVICES"] for row in placements(*args)]
+        return [row["CUDA_VISIBLE_DEVICES"] for row, _ in placements(*args)]
 
     assert seen(2, 1, ["0"]) == ["0", "0"]
     assert seen(2, 1, ["0", "1", "2"]) == ["1", "2"]
@@ -217,13 +211,12 @@ def test_replicas_get_gpus_of_their_own_and_the_trainers_last(monkeypatch):
     assert seen(2, 2, list("01234")) == ["1,2", "3,4"]
     with pytest.raises(ConfigError, match=r"tensor_parallel: 3 GPUs .* 2 can be seen; .*=2"):
         placements(1, 3, ["0", "1"])
-    shared = [shares_memory(row, list("012")) for row in placements(3, 1, list("012"))]
-    assert shared == [False, False, True] and shares_memory({}, [])
+    assert [beside for _, beside in placements(3, 1, list("012"))] == [False, False, True]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     assert visible_gpus("cuda") == ["4", "5", "6"] and visible_gpus("cuda:1") == ["5", "4", "6"]
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert placements(3, 1, []) == [{"OMP_NUM_THREADS": "2"}] * 3
+    assert placements(3, 1, []) == [({"OMP_NUM_THREADS": "2"}, True)] * 3
 
 
 def test_a_picture_in_a_spill_file_is_sent(pool, load, family, ask, image, on_disk):

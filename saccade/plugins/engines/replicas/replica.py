@@ -6,7 +6,7 @@ the caller's thread. What it is told to do is sent together, by `flush`.
     replica = Replica(settings, log=path, events=queue.SimpleQueue())
     replica.unsent.append(("submit", request))
     replica.flush()
-    replica.events.get()    # (replica, [completion])
+    replica.events.get()    # (replica, (completion,))
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from saccade import errors
-from saccade.engines import Capabilities, Settings
+from saccade.engines import Settings
 from saccade.errors import SaccadeError
 from saccade.system.codec import FILES, Arrays, decode, encode
-from saccade.system.process import LOOK_EVERY, Block, Child, Ended
+from saccade.system.process import LOOK_EVERY, Child
 from saccade.types import Completion, Request
 
 START_LIMIT = 1800.0  # seconds: a large model is read and its kernels are compiled
@@ -36,13 +36,12 @@ REPORT_EVERY = 1.0  # seconds between two signs of life
 ANSWER_LIMIT = 60.0  # seconds beyond that without one, then the process counts as dead
 STEP_LIMIT = 1800.0  # seconds of one step of the engine, a first one with kernels to compile too
 GRACE = 10.0  # seconds to end in good order
-LARGEST_SUBMISSION = 256
+LARGEST_BATCH = 256  # requests that are sent together
 KEPT_FILES = 1 << 30  # bytes of media in the memory of the process
 SHOWN_LINES = 20  # of a log, in an error
 
 READY = "ready"
-Event = tuple["Replica", "str | list[Completion] | Exception"]
-Events = queue.SimpleQueue[Event]
+Events = queue.SimpleQueue[tuple["Replica", "str | tuple[Completion, ...] | Exception"]]
 
 
 class Died(Exception):
@@ -61,21 +60,19 @@ class Replica:
         log: Path,
         events: Events,
         environment: Mapping[str, str] | None = None,
-        answer_limit: float = ANSWER_LIMIT,
         beside_trainer: bool = True,
     ) -> None:
-        self.settings, self.log, self.answer_limit = settings, log, answer_limit
+        self.settings, self.log, self.events = settings, log, events
         self.environment, self.beside_trainer = environment, beside_trainer
-        self.events = events
+        self.answer_limit = ANSWER_LIMIT
         self.child: Child | None = None
         self.unsent: list[tuple[str, Any]] = []  # submit, abort or release with its argument, in order
         self._files: dict[str, int] = {}  # hash → bytes of what the process has, oldest first
         self._numbers = itertools.count()
-        self._answers: dict[int, Future[Block]] = {}
+        self._answers: dict[int, Future[dict[str, Any]]] = {}
         self._ready = self._closing = False
         self._death: Exception | None = None
-        self._keeper = threading.Thread(target=self._keep, name=f"engine {log.stem}", daemon=True)
-        self._keeper.start()
+        threading.Thread(target=self._keep, name=f"engine {log.stem}", daemon=True).start()
 
     # -- for the thread that keeps the process --
 
@@ -89,65 +86,57 @@ class Replica:
             )
             if self._closing:
                 self.child.kill()
-            self._start(self.child)
-            self._ready = True
-            self.events.put((self, READY))
+            self.child.channel.send({"settings": asdict(self.settings)}, seconds=START_LIMIT)
             self._hear(self.child)
         except Exception as error:
-            self._death = error
-            self.events.put((self, error))
+            code = self.child.exit_code() if self.child else None
+            self._death = Died(f"{error} (exit code {code})" if code is not None else str(error))
+            self.events.put((self, self._death))
         for answer in list(self._answers.values()):
             with suppress(Exception):  # it may have come
                 answer.set_exception(Died(str(self._death)))
         if self.child is not None:
             self.child.close()
 
-    def _start(self, child: Child) -> None:
-        try:
-            child.channel.send({"settings": asdict(self.settings)}, seconds=START_LIMIT)
-            first = child.receive(START_LIMIT)
-        except Ended:
-            raise Died(f"it did not start: exit code {child.popen.wait()}") from None
-        if first is None:
-            raise Died(f"it did not start in {START_LIMIT:g} s")
-        if "failed" in first.row:
-            raise rebuild_error(first.row["failed"])
-
     def _hear(self, child: Child) -> None:
         heard = time.monotonic()
         while True:
             block = child.receive(LOOK_EVERY)
             if block is None:
-                if time.monotonic() - heard > REPORT_EVERY + self.answer_limit:
-                    raise Died(f"timed out: it said nothing for {self.answer_limit:g} s")
+                limit = REPORT_EVERY + self.answer_limit if self._ready else START_LIMIT
+                if time.monotonic() - heard > limit:
+                    raise Died(f"timed out: it said nothing for {limit:g} s")
                 continue
             heard, row = time.monotonic(), block.row
             if "id" in row:
-                self._answers.pop(row["id"]).set_result(block)
+                self._answers.pop(row["id"]).set_result(row)
             elif "failed" in row:
                 self.events.put((self, rebuild_error(row["failed"])))
             elif "completions" in row:
-                done = decode(tuple[Completion, ...], row["completions"], block.arrays)
-                self.events.put((self, list(done)))
+                self.events.put((self, decode(tuple[Completion, ...], row["completions"], block.arrays)))
+            elif "ready" in row:
+                self._ready = True
+                self.events.put((self, READY))
             elif row["busy_s"] > STEP_LIMIT:
                 raise Died(f"its engine has not moved for {row['busy_s']:.0f} s")
 
     # -- for the caller's thread --
 
-    def _send(self, call: str, arrays: Arrays | None = None, **row: Any) -> None:
+    def _send(self, row: Mapping[str, Any], arrays: Arrays | None = None) -> None:
         if self._death is not None or self.child is None:
-            raise Died(f"{call}: {self._death}")
+            raise Died(str(self._death))
         try:
-            self.child.channel.send({"call": call, **row}, arrays or {}, seconds=self.answer_limit)
+            self.child.channel.send(row, arrays or {}, seconds=self.answer_limit)
         except (OSError, ValueError) as error:  # it does not read, it ended, it was closed
-            raise Died(f"{call}: {type(error).__name__}: {error}") from error
+            raise Died(f"{type(error).__name__}: {error}") from error
 
-    def _ask(self, call: str, *, limit: float | None = None, **row: Any) -> Any:
-        number, limit = next(self._numbers), limit or self.answer_limit
+    def ask(self, call: str, *arguments: Any, limit: float = STEP_LIMIT) -> Any:
+        """What the process answers to a call: load, or a method of its engine."""
+        number = next(self._numbers)
         answer = self._answers[number] = Future()
-        self._send(call, id=number, **row)
+        self._send({"call": call, "arguments": arguments, "id": number})
         try:
-            reply = answer.result(timeout=limit).row
+            reply = answer.result(timeout=limit)
         except LateAnswer:
             raise Died(f"{call}: timed out after {limit:g} s") from None
         if "failed" in reply:
@@ -155,43 +144,26 @@ class Replica:
         return reply["result"]
 
     def flush(self) -> None:
-        """Send what is in `unsent`."""
+        """Send what is in `unsent`. Files of media travel once; texts of prompts do not, as an engine
+        there reads ids.
+        """
         unsent, self.unsent = self.unsent, []
-        for call, group in itertools.groupby(unsent, key=lambda each: each[0]):
-            items = [item for _, item in group]
-            if call != "submit":
-                self._send(call, names=items)
-                continue
-            for start in range(0, len(items), LARGEST_SUBMISSION):
-                self._submit(items[start : start + LARGEST_SUBMISSION])
-
-    def _submit(self, batch: list[Request]) -> None:
-        """Files of media travel once, texts of prompts do not: an engine there reads ids."""
-        arrays: Arrays = {}
-        requests = tuple(replace(request, messages=()) for request in batch)
-        rows = encode(requests, arrays, known=self._files)
-        for name, array in arrays.items():
-            if name.startswith(FILES):
-                self._files[name.removeprefix(FILES)] = array.nbytes
-        forget = []
-        while sum(self._files.values()) > KEPT_FILES:
-            forget.append(next(iter(self._files)))
-            del self._files[forget[-1]]
-        self._send("submit", arrays, requests=rows, forget=[FILES + name for name in forget])
-
-    def load(self, copy: Any, version: int) -> None:
-        """From the shared copy, which others may read as well."""
-        self._ask("weights", limit=STEP_LIMIT, arguments=[copy.paths, copy.checksums, version])
-
-    def sleep(self) -> None:
-        self._ask("sleep", limit=STEP_LIMIT)
-
-    def wake(self) -> None:
-        self._ask("wake", limit=STEP_LIMIT)
-
-    def capabilities(self) -> Capabilities:
-        # Whatever an engine shares with a model of its own process, it is not the trainer's.
-        return replace(Capabilities(**self._ask("capabilities")), shares_weights=False)
+        for start in range(0, len(unsent), LARGEST_BATCH):
+            arrays: Arrays = {}
+            orders = [
+                (call, encode(replace(item, messages=()), arrays, known=self._files, name=str(n)))
+                if isinstance(item, Request)
+                else (call, item)
+                for n, (call, item) in enumerate(unsent[start : start + LARGEST_BATCH])
+            ]
+            for name, array in arrays.items():
+                if name.startswith(FILES):
+                    self._files[name.removeprefix(FILES)] = array.nbytes
+            forget = []
+            while sum(self._files.values()) > KEPT_FILES:
+                forget.append(next(iter(self._files)))
+                del self._files[forget[-1]]
+            self._send({"orders": orders, "forget": [FILES + name for name in forget]}, arrays)
 
     def close(self) -> None:
         """In good order where that is possible."""
@@ -199,7 +171,7 @@ class Replica:
         try:
             if not self._ready:
                 raise Died("it is still starting")
-            self._ask("shutdown", limit=GRACE)
+            self.ask("shutdown", limit=GRACE)
             assert self.child is not None
             self.child.popen.wait(timeout=GRACE)
         except (Died, SaccadeError, subprocess.TimeoutExpired):

@@ -10,14 +10,15 @@ are keyed and so is the noise of sampling: nothing is lost or doubled, and in fp
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
 import tempfile
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,14 +49,6 @@ class _Task:
         return len(self.request.ids) + self.request.sampling.max_tokens
 
 
-@dataclass(kw_only=True)
-class _Load:
-    """What a replica has to do."""
-
-    work: int = 0  # tokens, at most
-    contents: Counter[Any] = field(default_factory=Counter)
-
-
 class Replicas:
     def __init__(self, launchers: Sequence[Callable[..., Replica]]) -> None:
         self.version = 0
@@ -63,7 +56,7 @@ class Replicas:
         self._events: Events = queue.SimpleQueue()
         self._places: dict[Replica, int] = {}  # all that run or start → their launcher
         self._ready: list[Replica] = []  # without the current weights yet
-        self._loads: dict[Replica, _Load] = {}  # those that work
+        self._working: list[Replica] = []
         self._tasks: dict[str, _Task] = {}
         self._waiting: deque[str] = deque()  # keys of tasks that are nowhere
         self._episodes: dict[str, Replica] = {}
@@ -77,7 +70,8 @@ class Replicas:
                 self._launch(place)
             while len(self._ready) < len(launchers):
                 self._hear(wait=None)
-            self._capabilities = self._ready[0].capabilities()
+            # Whatever an engine shares with the model of its process, that is not the trainer's.
+            self._capabilities = Capabilities(**self._ready[0].ask("capabilities") | {"shares_weights": False})
             self._most_deaths = DEATHS_IN_A_ROW * len(launchers)
         except BaseException:
             self.close()
@@ -98,8 +92,7 @@ class Replicas:
         self._join()
         self._hand_out()
         self._hear(wait=0.0 if self._finished else POLL_WAIT)
-        while not self._events.empty():
-            self._hear(wait=0.0)
+        self._hear_all()
         finished, self._finished = self._finished, []
         return finished
 
@@ -120,19 +113,17 @@ class Replicas:
             engine.unsent.append(("release", episode))
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        while not self._events.empty():
-            self._hear(wait=0.0)
-        self._checksums = self._share(source, version, [*self._loads, *self._ready])
+        self._hear_all()
+        self._checksums = self._share(source, version, [*self._working, *self._ready])
         self._source, self.version = source, version
-        self._welcome()
 
     def sleep(self) -> None:
         """Whoever has memory of its own keeps what it holds."""
-        beside = [engine for engine in self._loads if engine.beside_trainer]
-        self._all(beside, Replica.sleep)
+        beside = [engine for engine in self._working if engine.beside_trainer]
+        self._all(beside, lambda engine: engine.ask("sleep"))
 
     def wake(self) -> None:
-        self._all(self._loads, Replica.wake)
+        self._all(self._working, lambda engine: engine.ask("wake"))
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
@@ -140,17 +131,18 @@ class Replicas:
     def close(self) -> None:
         with ThreadPoolExecutor(max(1, len(self._places))) as pool:
             list(pool.map(Replica.close, self._places))
-        for part in (self._places, self._ready, self._loads):
+        for part in (self._places, self._ready, self._working):
             part.clear()
 
     # -- weights --
 
     def _share(self, source: WeightSource, version: int, engines: Sequence[Replica]) -> Mapping[str, int]:
-        """One copy of the weights for all of them."""
+        """One copy of the weights for all of them, who work from then on."""
         from saccade.plugins.engines.weights import shared
 
         with shared(source, turn=version) as copy:
-            self._all(engines, lambda engine: engine.load(copy, version))
+            self._all(engines, lambda engine: engine.ask("load", copy.paths, copy.checksums, version))
+        self._welcome()
         return copy.checksums
 
     def _join(self) -> None:
@@ -161,50 +153,46 @@ class Replicas:
         self._welcome()
 
     def _welcome(self) -> None:
-        for engine in self._ready:
-            self._loads[engine] = _Load()
+        self._working += self._ready
         self._ready.clear()
 
     # -- who does what --
 
     def _hand_out(self) -> None:
-        while self._waiting and self._loads:
-            key = self._waiting.popleft()
-            task = self._tasks[key]
-            engine = task.engine = self._choose(task)
-            load = self._loads[engine]
-            load.work += task.work
-            load.contents[task.content] += 1
-            if task.request.episode is not None:
-                self._episodes[task.request.episode] = engine
-            engine.unsent.append(("submit", task.request))
-        self._all([engine for engine in self._loads if engine.unsent], Replica.flush)
+        if self._waiting and self._working:
+            work, homes = dict.fromkeys(self._working, 0), {}
+            for task in self._tasks.values():
+                if task.engine is not None:
+                    work[task.engine] += task.work
+                    homes.setdefault(task.content, task.engine)
+            while self._waiting:
+                task = self._tasks[self._waiting.popleft()]
+                engine = task.engine = self._choose(task, work, homes.get(task.content))
+                work[engine] += task.work
+                homes.setdefault(task.content, engine)
+                if task.request.episode is not None:
+                    self._episodes[task.request.episode] = engine
+                engine.unsent.append(("submit", task.request))
+        self._all([engine for engine in self._working if engine.unsent], Replica.flush)
 
-    def _choose(self, task: _Task) -> Replica:
+    def _choose(self, task: _Task, work: Mapping[Replica, int], home: Replica | None) -> Replica:
+        """`work`: tokens that each may still have to compute; `home`: where this prompt is."""
         if task.request.episode in self._episodes:
             return self._episodes[task.request.episode]
-        loads = self._loads
-        for engine in loads:
+        for engine in work:
             if self._places[engine] == task.request.replica:
                 return engine
-        least = min(loads, key=lambda engine: loads[engine].work)
-        home = next((e for e, load in loads.items() if task.content in load.contents), least)
-        ahead = loads[home].work - loads[least].work
-        return home if ahead <= AHEAD * task.work else least
+        least = min(work, key=lambda engine: work[engine])
+        near = home is not None and work[home] - work[least] <= AHEAD * task.work
+        return home if near else least  # type: ignore[return-value]
 
     def _accept(self, engine: Replica, completions: Iterable[Completion]) -> None:
         for completion in completions:
             task = self._tasks.get(completion.key)
-            if task is None or task.engine is not engine:
-                continue  # of a request that has been given to another
-            del self._tasks[completion.key]
-            load = self._loads[engine]
-            load.work -= task.work
-            load.contents[task.content] -= 1
-            if not load.contents[task.content]:
-                del load.contents[task.content]
-            self._finished.append(completion)
-            self._deaths = 0
+            if task is not None and task.engine is engine:  # else it has been given to another
+                del self._tasks[completion.key]
+                self._finished.append(completion)
+                self._deaths = 0
 
     def _give_up(self, key: str) -> None:
         del self._tasks[key]
@@ -231,33 +219,29 @@ class Replicas:
         else:
             self._accept(engine, event)  # type: ignore[arg-type]
 
-    def _all(self, engines: Iterable[Replica], call: Callable[[Replica], Any]) -> list[Any]:
+    def _hear_all(self) -> None:
+        while not self._events.empty():
+            self._hear(wait=0.0)
+
+    def _all(self, engines: Sequence[Replica], call: Callable[[Replica], Any]) -> None:
         """Ask each, all at once; those that die of it are lost."""
-
-        def ask(engine: Replica) -> Any:
+        if not engines:
+            return
+        with ThreadPoolExecutor(len(engines)) as pool:
+            asked = {engine: pool.submit(call, engine) for engine in engines}
+        for engine, answer in asked.items():
             try:
-                return call(engine)
+                answer.result()
             except Died as death:
-                return death
-
-        asked = list(engines)
-        if len(asked) < 2:
-            answers = [ask(engine) for engine in asked]
-        else:
-            with ThreadPoolExecutor(len(asked)) as pool:
-                answers = list(pool.map(ask, asked))
-        for engine, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, Died):
-                self._lose(engine, answer)
-        return [answer for answer in answers if not isinstance(answer, Died)]
+                self._lose(engine, death)
 
     def _lose(self, engine: Replica, death: Exception) -> None:
         """What it had begun is done by others, and it is started again."""
         engine.kill()
         place = self._places.pop(engine)
-        self._loads.pop(engine, None)
-        if engine in self._ready:
-            self._ready.remove(engine)
+        for part in (self._ready, self._working):
+            if engine in part:
+                part.remove(engine)
         self._episodes = {name: e for name, e in self._episodes.items() if e is not engine}
         self._deaths += 1
         mine = [(key, task) for key, task in self._tasks.items() if task.engine is engine]
@@ -287,43 +271,29 @@ def start_replicas(settings: Settings, count: int, *, logs: Path | None) -> Repl
     if settings.device.startswith("cuda"):
         visible = visible_gpus(settings.device)
         settings = replace(settings, device="cuda")  # whichever it sees
-    seen = placements(count, settings.tensor_parallel, visible)
-    return Replicas(
-        [
-            partial(
-                Replica,
-                settings,
-                log=folder / f"engine-{index}.log",
-                environment=environment,
-                beside_trainer=shares_memory(environment, visible),
-            )
-            for index, environment in enumerate(seen)
-        ]
-    )
+    launchers = []
+    for index, (environment, beside) in enumerate(placements(count, settings.tensor_parallel, visible)):
+        path = folder / f"engine-{index}.log"
+        launchers.append(partial(Replica, settings, log=path, environment=environment, beside_trainer=beside))
+    return Replicas(launchers)
 
 
-def placements(replicas: int, each: int, visible: Sequence[str]) -> list[dict[str, str]]:
-    """What every replica sees of the machine: `each` GPUs of its own where there are enough. The
-    trainer's, the first one, is the last to be given away. Without GPUs they share the cores.
+def placements(replicas: int, each: int, visible: Sequence[str]) -> list[tuple[dict[str, str], bool]]:
+    """What every replica sees of the machine, and whether it shares memory with the trainer: `each`
+    GPUs of its own where there are enough. The trainer's, the first one, is the last to be given
+    away. Without GPUs they share the cores.
     """
     if not visible:
         threads = max(1, (os.cpu_count() or 1) // replicas)
-        return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}] * replicas
+        return [({"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}, True)] * replicas
     if each > len(visible):
         raise ConfigError(
             f"rollout.tensor_parallel: {each} GPUs for one engine, and {len(visible)} can be seen; "
             f"try rollout.tensor_parallel={len(visible)}"
         )
-    order = [*visible[1:], visible[0]]
-    return [
-        {"CUDA_VISIBLE_DEVICES": ",".join(order[(i * each + j) % len(order)] for j in range(each))}
-        for i in range(replicas)
-    ]
-
-
-def shares_memory(environment: Mapping[str, str], visible: Sequence[str]) -> bool:
-    """With the trainer, as placed above."""
-    return not visible or visible[0] in environment["CUDA_VISIBLE_DEVICES"].split(",")
+    endless = itertools.cycle([*visible[1:], visible[0]])
+    given = [list(itertools.islice(endless, each)) for _ in range(replicas)]
+    return [({"CUDA_VISIBLE_DEVICES": ",".join(gpus)}, visible[0] in gpus) for gpus in given]
 
 
 def visible_gpus(trainer: str) -> list[str]:

@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -71,14 +70,15 @@ class Worker:
         else:
             self.engine.submit(request)
 
-    def _answer(self, number: int, function: Callable[[], Any]) -> None:
+    def _answer(self, number: int, call: str, arguments: Sequence[Any]) -> None:
+        function = {"load": self._load, "shutdown": self._end}.get(call) or getattr(self.engine, call)
         try:
-            reply = {"result": function()}
+            reply = {"result": encode(function(*arguments))}
         except SaccadeError as error:
             reply = {"failed": describe_error(error)}
         self.channel.send({**reply, "id": number})
 
-    def _update_weights(self, paths: Sequence[str], checksums: Mapping[str, int], version: int) -> None:
+    def _load(self, paths: Sequence[str], checksums: Mapping[str, int], version: int) -> None:
         from saccade.plugins.engines.weights import Mapped, load_by_name, require_checksums
 
         engine, source = self.engine, Mapped(paths)
@@ -110,26 +110,19 @@ class Worker:
             end()
 
     def _take(self, block: Block) -> None:
-        row, engine = block.row, self.engine
-        calls: Mapping[str, Callable[[], Any]] = {
-            "weights": lambda: self._update_weights(*row["arguments"]),
-            "sleep": engine.sleep,
-            "wake": engine.wake,
-            "capabilities": lambda: asdict(engine.capabilities()),
-            "shutdown": self._end,
-        }
-        if row["call"] == "submit":
-            self._files |= {n: file for n, file in block.arrays.items() if n.startswith(FILES)}
-            arrays = {**self._files, **block.arrays}
-            for request in decode(tuple[Request, ...], row["requests"], arrays):
-                self._orders.put(partial(self._submit, request))
-            for name in row["forget"]:
-                del self._files[name]
-        elif row["call"] in ("abort", "release"):
-            for name in row["names"]:
-                self._orders.put(partial(getattr(engine, row["call"]), name))
-        else:
-            self._orders.put(partial(self._answer, row["id"], calls[row["call"]]))
+        row, put = block.row, self._orders.put
+        if "call" in row:
+            put(partial(self._answer, row["id"], row["call"], row["arguments"]))
+            return
+        self._files |= {name: file for name, file in block.arrays.items() if name.startswith(FILES)}
+        arrays = {**self._files, **block.arrays}
+        for call, item in row["orders"]:
+            if call == "submit":
+                put(partial(self._submit, decode(Request, item, arrays)))
+            else:
+                put(partial(getattr(self.engine, call), item))
+        for name in row["forget"]:
+            del self._files[name]
 
 
 def describe_error(error: SaccadeError) -> dict[str, str]:
