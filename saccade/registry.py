@@ -36,7 +36,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("engines", "engines.vllm", "vllm=VllmEngine"),
     ("engines", "engines.sglang", "sglang=SglangEngine"),
     ("engines", "engines.http", "http=from_settings"),
-    ("engines", "engines.parity", "parity=check"),
+    ("engines", "engines.parity", "parity=compare"),
     ("engines", "engines.replicas.replica_pool", "replicas=start_replicas"),
     ("environments", "tools.tool_environment", "crop=CROP calculator=CALCULATOR tools=OWN_TOOLS"),
     ("environments", "sokoban.sokoban_environment", "sokoban_step=KIND"),

@@ -103,4 +103,6 @@ def check_parity(
     """Metrics of the comparison with an engine that has weights of its own; a difference stops the run."""
     if engine.capabilities().shares_weights:
         return {}
-    return ENGINES["parity"](config, engine, policy, samples, version=version)
+    found = ENGINES["parity"](config, engine, policy, samples, version=version)
+    log.info(str(found))
+    return found.metrics()

@@ -9,7 +9,7 @@ import torch
 from saccade.engines import Settings
 from saccade.engines.builders import build
 from saccade.errors import EnvironmentProblem, TrainingError
-from saccade.plugins.engines.foreign_engines import require_finite
+from saccade.plugins.engines.copy_engine import require_finite
 from saccade.plugins.engines.vllm.vllm_probe import probe
 from saccade.plugins.engines.vllm.vllm_weights import Place, sample_for
 from saccade.plugins.engines.weights import HandOver

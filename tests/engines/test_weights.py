@@ -34,23 +34,23 @@ def test_pieces_hold_every_tensor_bit_by_bit_and_leave_nothing(monkeypatch):
     }
     source = SimpleNamespace(weights=lambda: iter(tensors.items()))
     before = len(os.listdir("/proc/self/fd"))
-    with weights.shared(source, turn=1) as copy:
-        assert len(copy.paths) > 2 and copy.checksums.keys() == {"wide"}
-        found = {n: t.clone() for n, t in weights.Mapped(copy.paths).weights()}
-        weights.require_checksums(found.items(), copy.checksums)
+    with weights.shared(source, turn=1) as (paths, checksums):
+        assert len(paths) > 2 and checksums.keys() == {"wide"}
+        found = {n: t.clone() for n, t in weights.Mapped(paths).weights()}
+        weights.require_checksums(found.items(), checksums)
     assert len(os.listdir("/proc/self/fd")) == before
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
     with pytest.raises(EnvironmentProblem, match="wide"):
-        weights.require_checksums((tensors | {"wide": found["wide"] + 1}).items(), copy.checksums)
+        weights.require_checksums((tensors | {"wide": found["wide"] + 1}).items(), checksums)
 
 
 def test_all_tensors_are_compared_in_turn(changed):
     compared: list[str] = []
     for turn in range(weights.SAMPLED):
-        with weights.shared(changed, turn=turn) as copy:
-            compared += copy.checksums
+        with weights.shared(changed, turn=turn) as (_, checksums):
+            compared += checksums
     assert sorted(compared) == sorted(name for name, _ in changed.weights())
 
 

@@ -30,7 +30,7 @@ def test_kill_9_of_a_process_amid_a_rollout_loses_nothing(settings, backend, ask
         for request in requests:
             pool.submit(request)
         done = pool.poll()
-        os.kill(next(iter(pool._loads)).child.popen.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        os.kill(pool._working[0].child.popen.pid, signal.SIGKILL)  # type: ignore[union-attr]
         while pool.pending:
             done += pool.poll()
         found = {completion.key: completion for completion in done}
@@ -38,7 +38,7 @@ def test_kill_9_of_a_process_amid_a_rollout_loses_nothing(settings, backend, ask
         for wanted in undisturbed:
             assert found[wanted.key].ids.tolist() == wanted.ids.tolist()
             assert set(found[wanted.key].versions.tolist()) == {5}
-        while len(pool._loads) < 2:
+        while len(pool._working) < 2:
             pool.poll()
         assert gap(requests, generate(pool, requests)) < 1e-4
     finally:

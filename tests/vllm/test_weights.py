@@ -66,7 +66,7 @@ def test_after_sleep_weights_wake_then_change_then_the_cache_wakes(engine, backe
     """A CPU gives nothing back, but it goes to sleep and wakes as a GPU does."""
     events, requests = list[str](), [ask("a", 1, temperature=0.0)]
     sleep, wake = engine._engine.sleep, engine._engine.wake_up
-    monkeypatch.setattr(engine, "_sleeps", True)
+    monkeypatch.setattr(engine, "sleeps", True)
     monkeypatch.setattr(engine, "_beside", True)
     monkeypatch.setattr(engine._engine, "sleep", lambda level: (events.append(f"sleep {level}"), sleep(level)))
     monkeypatch.setattr(engine._engine, "wake_up", lambda tags: (events.append(f"wake {tags[0]}"), wake(tags)))

@@ -11,7 +11,7 @@ from importlib import metadata
 from importlib.util import find_spec
 
 from saccade.config import RolloutConfig
-from saccade.plugins.engines.foreign_engines import INSTALL
+from saccade.plugins.engines import INSTALL
 from saccade.system.disk import free_bytes, size, unwritable
 
 LEAST_DISK, LEAST_SHARE = 10**10, 0.5  # free bytes; free share of a GPU's memory

@@ -5,13 +5,12 @@ sampled, under the expected conditions and under conditions that would explain a
 another image, another temperature). The one that fits names the cause. The weights are left as they
 were.
 
-    check(config, engine, policy, samples, version=0)
+    compare(config, engine, policy, samples, version=0).metrics()
     probe(engine, policy, samples, sampling=Sampling(), limit=1e-4, version=0)
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -29,8 +28,6 @@ from saccade.run.quarantine import decode_error
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.types import Completion, Group, Media, Rendered, Request, Sample, Sampling, Source, Trajectory
-
-log = logging.getLogger(__name__)
 
 PROMPTS, NEW_TOKENS = 2, 16
 LOOKED_AT = 256  # rows among which prompts with pictures are searched
@@ -72,16 +69,8 @@ class Parity:
         return {f"parity/{name}": value for name, value in found.items()}
 
 
-def check(
-    config: Config, engine: Engine, policy: LocalBackend, samples: Sequence[Sample], *, version: int
-) -> dict[str, float]:
-    """Metrics of the comparison, which is also logged in one line; a difference stops the run."""
-    found = compare(config, engine, policy, samples, version=version)
-    log.info(str(found))
-    return found.metrics()
-
-
 def compare(config: Config, engine: Engine, policy: LocalBackend, samples: Sequence[Sample], *, version: int) -> Parity:
+    """Return the gaps; one that is too large stops the run."""
     with_pictures = sorted(samples[:LOOKED_AT], key=lambda sample: not sample.media)
     return probe(
         engine,

@@ -7,8 +7,8 @@ is freed with the last process that has it open. Engines on the trainer's GPU re
 too: CUDA handles for the memory of another process are not used, because a process that dies with
 one open would hold the trainer's memory.
 
-    with shared(backend, turn=version) as copy: ...      # here
-    load_by_name(model, Mapped(copy.paths))              # there
+    with shared(backend, turn=version) as (paths, checksums): ...     # here
+    load_by_name(model, Mapped(paths))                                # there
 """
 
 from __future__ import annotations
@@ -38,17 +38,11 @@ NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", tor
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shared:
-    """Paths of the pieces, and checksums of some of the trainer's tensors."""
-
-    paths: tuple[str, ...]
-    checksums: Mapping[str, int]
-
-
 @contextmanager
-def shared(source: WeightSource, *, turn: int) -> Iterator[Shared]:
-    """Yield a copy that exists as long as the block; another `turn` compares other tensors."""
+def shared(source: WeightSource, *, turn: int) -> Iterator[tuple[tuple[str, ...], Mapping[str, int]]]:
+    """Yield paths of a copy that exists as long as the block, and checksums of some of the trainer's
+    tensors; another `turn` compares others.
+    """
     checksums: dict[str, int] = {}
 
     def noted() -> Iterator[tuple[str, Tensor]]:
@@ -58,7 +52,7 @@ def shared(source: WeightSource, *, turn: int) -> Iterator[Shared]:
             yield name, tensor
 
     with in_memory(noted()) as paths:
-        yield Shared(paths=paths, checksums=checksums)
+        yield paths, checksums
 
 
 @contextmanager

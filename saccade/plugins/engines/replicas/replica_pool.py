@@ -140,10 +140,10 @@ class Replicas:
         """One copy of the weights for all of them, who work from then on."""
         from saccade.plugins.engines.weights import shared
 
-        with shared(source, turn=version) as copy:
-            self._all(engines, lambda engine: engine.ask("load", copy.paths, copy.checksums, version))
+        with shared(source, turn=version) as (paths, checksums):
+            self._all(engines, lambda engine: engine.ask("load", paths, checksums, version))
         self._welcome()
-        return copy.checksums
+        return checksums
 
     def _join(self) -> None:
         """Those that are ready get the weights that the others have."""
@@ -160,7 +160,8 @@ class Replicas:
 
     def _hand_out(self) -> None:
         if self._waiting and self._working:
-            work, homes = dict.fromkeys(self._working, 0), {}
+            work = dict.fromkeys(self._working, 0)
+            homes: dict[Any, Replica] = {}
             for task in self._tasks.values():
                 if task.engine is not None:
                     work[task.engine] += task.work

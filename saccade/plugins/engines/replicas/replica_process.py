@@ -71,9 +71,9 @@ class Worker:
             self.engine.submit(request)
 
     def _answer(self, number: int, call: str, arguments: Sequence[Any]) -> None:
-        function = {"load": self._load, "shutdown": self._end}.get(call) or getattr(self.engine, call)
+        mine: dict[str, Callable[..., Any]] = {"load": self._load, "shutdown": self._end}
         try:
-            reply = {"result": encode(function(*arguments))}
+            reply = {"result": encode(mine.get(call, getattr(self.engine, call, None))(*arguments))}
         except SaccadeError as error:
             reply = {"failed": describe_error(error)}
         self.channel.send({**reply, "id": number})

@@ -21,47 +21,37 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from saccade.engines import Engine, Settings, WeightSource, require_room
+from saccade.engines import Settings
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
-from saccade.plugins.engines.foreign_engines import collapsed, reads_differently, require_finite
+from saccade.plugins.engines.copy_engine import CopyEngine, collapsed, reads_differently
 from saccade.plugins.engines.sglang.sglang_transport import InProcess, OverHttp
-from saccade.plugins.engines.weights import HandOver, folder_shapes
+from saccade.plugins.engines.weights import HandOver
 from saccade.types import Completion, Media, Request
 
 PICTURES = 1024  # encoded images that are kept
 BANNED = -1e9  # added to a logit; JSON has no infinity
-FINISH = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
-class SglangEngine(Engine):
+class SglangEngine(CopyEngine):
+    name = "sglang"
+
     def __init__(self, settings: Settings, family: Family, *, beside_trainer: bool = False) -> None:
-        """`beside_trainer`: the source of weights stays readable, so that sleep may forget them."""
-        self.settings, self.family, self.version = settings, family, 0
-        self._beside, self._shapes = beside_trainer, folder_shapes(settings.folder)
+        super().__init__(settings, family, beside_trainer=beside_trainer)
         self._sglang: InProcess | OverHttp
         if url := settings.args.get("url"):  # a server that runs already
             self._sglang = OverHttp(url, settings.args.get("key", ""))
         else:
             self._sglang = InProcess(settings, family)
+        self.sleeps = self._sglang.sleeps
         self._encode = lru_cache(maxsize=PICTURES)(self._encoded)
-        self._running: dict[str, Request] = {}  # by SGLang's name of it
-        self._names: dict[str, str] = {}  # by key
-        self._aborted: set[str] = set()  # names
-        self._source: WeightSource | None = None
-        self._asleep: set[str] = set()
-        self._unusable = ""
+        self._aborted: set[str] = set()
 
-    def submit(self, request: Request) -> None:
-        if self._unusable:
-            raise EnvironmentProblem(self._unusable)
-        require_room(request, min(self.settings.max_length, self.family.max_positions))
-        assert request.key not in self._names, f"request {request.key} was submitted twice"
-        self.wake()
+    def _start(self, request: Request) -> str:
         # SGLang aborts whatever begins with a name, so no name may begin with another.
-        name, body = uuid.uuid4().hex, body_of(request, self.family, self._encode, self.version)
-        self._sglang.start(name, body)
-        self._running[name], self._names[request.key] = request, name
+        name = f"{uuid.uuid4().hex}/{request.key}"
+        self._sglang.start(name, body_of(request, self.family, self._encode, self.version))
+        return name
 
     def _encoded(self, media: Media) -> str:
         """A PNG of the size that the model sees, so that SGLang does not resize it."""
@@ -72,64 +62,40 @@ class SglangEngine(Engine):
     def poll(self) -> list[Completion]:
         done = []
         for name, answer in self._sglang.wait() if self._running else ():
-            request, aborted = self._running.pop(name), name in self._aborted
-            del self._names[request.key]
-            self._aborted.discard(name)
-            done.append(completion_of(request, answer, version=self.version, aborted=aborted))
-            if self.settings.finite:
-                require_finite(done[-1].logprobs)
+            key = name.partition("/")[2]
+            request, aborted = self._running.pop(key)[0], key in self._aborted
+            self._aborted.discard(key)
+            triples = triples_of(request, answer, aborted=aborted)
+            finish = "aborted" if aborted else answer["meta_info"]["finish_reason"]["type"]
+            done.append(self._completion(key, [t[1] for t in triples], [t[0] for t in triples], finish))
         return done
 
-    @property
-    def pending(self) -> int:
-        return len(self._running)
-
     def abort(self, key: str) -> None:
-        if key in self._names:
-            self._aborted.add(self._names[key])
-            self._sglang.abort(self._names[key])
+        if key in self._running:
+            self._aborted.add(key)
+            self._sglang.abort(self._running[key][1])
 
-    def update_weights(self, source: WeightSource, version: int) -> None:
-        assert not self._running, "weights change while sequences are running"
-        self._rouse("weights")
-        self._unusable = f"sglang: the hand-over of weights {version} did not end"
-        hand_over = HandOver(weights=source.weights(), shapes=self._shapes, renamed=_plain)
+    @staticmethod
+    def renamed(name: str) -> str:
+        """Folders of the same model differ in where they put the two towers."""
+        for long, short in (("model.language_model.", "model."), ("model.visual.", "visual.")):
+            name = short + name.removeprefix(long) if name.startswith(long) else name
+        return name
+
+    def _load(self, hand_over: HandOver, version: int) -> str:
         self._sglang.load(hand_over, version)
-        if drift := hand_over.drift():
-            raise EnvironmentProblem(
-                f"sglang: names of weights have drifted apart: {drift}; start again from the model.path that is "
-                "trained, or use rollout.engine=embedded"
-            )
-        self.version, self._unusable = version, ""
-        self._source = source if self._beside else None
+        return ""
 
-    def sleep(self) -> None:
-        """Drop weights that a trainer can hand over again; else keep them."""
-        assert not self._running, "sleep while sequences are running"
-        if self._sglang.sleeps and not self._asleep:
-            self._asleep = {"kv_cache", "weights"} if self._source else {"kv_cache"}
-            self._sglang.memory("release", sorted(self._asleep))
+    def _free(self, *, weights: bool) -> set[str]:
+        parts = {"kv_cache", "weights"} if weights else {"kv_cache"}
+        self._sglang.memory("release", sorted(parts))
+        return parts
 
-    def wake(self) -> None:
-        """Weights, hand-over, cache: in this order there is room for each."""
-        if "weights" in self._asleep and self._source is not None:
-            self.update_weights(self._source, self.version)
-        self._rouse("kv_cache")
-
-    def _rouse(self, part: str) -> None:
-        if part in self._asleep:
-            self._sglang.memory("resume", [part])
-            self._asleep.discard(part)
+    def _take_back(self, part: str) -> None:
+        self._sglang.memory("resume", [part])
 
     def close(self) -> None:
         self._sglang.close()
-
-
-def _plain(name: str) -> str:
-    """Folders of the same model differ in where they put the two towers."""
-    for long, short in (("model.language_model.", "model."), ("model.visual.", "visual.")):
-        name = short + name.removeprefix(long) if name.startswith(long) else name
-    return name
 
 
 # -- requests as SGLang takes them, in Python and over HTTP --
@@ -176,25 +142,16 @@ def _name(media: Media, version: int) -> str:
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
-def completion_of(request: Request, answer: Mapping[str, Any], *, version: int, aborted: bool) -> Completion:
+def triples_of(request: Request, answer: Mapping[str, Any], *, aborted: bool) -> list[Any]:
+    """(log-prob, id, text) of every sampled token; none if the request waited. Refuses another prompt
+    than was sent: other ids, where the answer holds them, or another number of them.
+    """
     info = answer["meta_info"]
     reason = info["finish_reason"]
     if reason["type"] == "abort" and not aborted:
         raise EnvironmentProblem(f"sglang gave up request {request.key}: {reason.get('message')}; see its log")
-    _compare_prompt(request, answer, aborted)
-    triples = info.get("output_token_logprobs") or []  # (log-prob, id, text); none if it waited
-    return Completion(
-        key=request.key,
-        ids=np.array([triple[1] for triple in triples], dtype=np.int64),
-        logprobs=np.array([triple[0] for triple in triples], dtype=np.float32),
-        versions=np.full(len(triples), version, dtype=np.int32),
-        finish="aborted" if aborted else FINISH[reason["type"]],  # type: ignore[arg-type]
-    )
-
-
-def _compare_prompt(request: Request, answer: Mapping[str, Any], aborted: bool) -> None:
-    """Refuse other ids than were sent, where the answer holds them, or another number of them."""
-    count = answer["meta_info"].get("prompt_tokens", len(request.ids) if aborted else None)
+    count = info.get("prompt_tokens", len(request.ids) if aborted else None)
     ids = answer.get("prompt_token_ids", request.ids)
     if count != len(request.ids) or not np.array_equal(ids, request.ids):
         raise reads_differently(request, "sglang", count)
+    return info.get("output_token_logprobs") or []

@@ -21,11 +21,10 @@ from torch import Tensor
 from saccade.engines import Settings
 from saccade.errors import EnvironmentProblem
 from saccade.models.families import Family
-from saccade.plugins.engines.foreign_engines import INSTALL
+from saccade.plugins.engines import INSTALL
 from saccade.plugins.engines.weights import in_folder, pieces
 from saccade.plugins.judges.http_client.sender import http_client
 
-HOW_TO_INSTALL = INSTALL["sglang"]
 NEEDED = ("input_ids", "image_data", "mm_hashes", "return_logprob", "rid")  # of async_generate
 CONNECTIONS, PATIENCE = 256, 3600.0  # at once; seconds for an answer
 ENVIRONMENT = {  # read when SGLang starts; what a user has set stays
@@ -39,7 +38,7 @@ Answers = list[tuple[str, dict[str, Any]]]
 def problem() -> str:
     """Why SGLang cannot serve here, with the fix; empty when it can."""
     if find_spec("sglang") is None:
-        return f"sglang is not installed; run: {HOW_TO_INSTALL}"
+        return f"sglang is not installed; run: {INSTALL['sglang']}"
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -47,9 +46,9 @@ def problem() -> str:
 
         known = inspect.signature(sglang.Engine.async_generate).parameters
     except Exception as error:  # whatever a library raises that does not fit the machine
-        return f"sglang cannot be imported ({error}); install it anew: {HOW_TO_INSTALL}"
+        return f"sglang cannot be imported ({error}); install it anew: {INSTALL['sglang']}"
     lacks = [name for name in NEEDED if name not in known]
-    return f"sglang has no {', '.join(lacks)}; install a newer one: {HOW_TO_INSTALL}" if lacks else ""
+    return f"sglang has no {', '.join(lacks)}; install a newer one: {INSTALL['sglang']}" if lacks else ""
 
 
 class InProcess:

@@ -21,15 +21,16 @@ import numpy as np
 import torch
 from PIL import Image
 
-from saccade.engines import Engine, Settings, WeightSource, require_room
+from saccade.engines import Settings, content_of
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.pixel_cache import ImageCache
 from saccade.models import DECLARED
 from saccade.models.families import Family
-from saccade.plugins.engines.foreign_engines import collapsed, reads_differently, require_finite
-from saccade.plugins.engines.vllm.vllm_probe import HOW_TO_INSTALL, Probe, probe
+from saccade.plugins.engines import INSTALL
+from saccade.plugins.engines.copy_engine import CopyEngine, collapsed, reads_differently
+from saccade.plugins.engines.vllm.vllm_probe import Probe, probe
 from saccade.plugins.engines.vllm.vllm_weights import renaming, sample_for
-from saccade.plugins.engines.weights import HandOver, checksum, folder_shapes, in_memory
+from saccade.plugins.engines.weights import HandOver, checksum, in_memory
 from saccade.types import Completion, Request
 
 PICTURES = 256 << 20  # bytes of images at the size that the model sees
@@ -38,35 +39,26 @@ CPU_CACHE = 1 << 30  # bytes of keys and values
 GOLDEN = 0x9E3779B97F4A7C15  # spreads small numbers over 64 bits
 
 
-class VllmEngine(Engine):
+class VllmEngine(CopyEngine):
+    name = "vllm"
+
     def __init__(self, settings: Settings, family: Family, *, beside_trainer: bool = False) -> None:
-        """`beside_trainer`: the source of weights stays readable, so that sleep may forget them."""
         found = probe()
         if found.problem:
             raise EnvironmentProblem(f"rollout.engine=vllm: {found.problem}")
-        self.settings, self.family, self.version = settings, family, 0
-        self._sleeps, self._beside = found.sleeps, beside_trainer
-        shapes = folder_shapes(settings.folder)  # a folder without them is refused at once
+        super().__init__(settings, family, beside_trainer=beside_trainer)
+        self.sleeps = found.sleeps
         self._engine = _build(settings, family, found)
-        self._engine.collective_rpc("saccade_ban", args=(np.flatnonzero(family.banned).tolist(),))
+        model = self._engine.vllm_config.model_config
+        self.longest = model.max_model_len
+        self._ask("saccade_ban", np.flatnonzero(family.banned).tolist())
         self._eos = sorted(family.chat.eos_ids)
         self._pictures = ImageCache(PICTURES, make=family.picture, key=lambda media: media.key)
-        self._running: dict[str, tuple[Request, str]] = {}  # with vLLM's name of it
         self._aborted: list[Completion] = []
         self._last: tuple[Any, dict[str, Any]] | None = None  # prompts of a group come in a row
-        self._source: WeightSource | None = None
-        self._handed_over: int | None = None  # the version that came last
-        self._asleep: set[str] = set()
-        self._unusable = ""
         self._invalidates = True  # tests switch it off, to show what happens without
-        self._learn_names(shapes)
-
-    def _learn_names(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        from vllm.model_executor.model_loader.utils import get_model_architecture
-
-        self._shapes = shapes
-        self._renamed = renaming(get_model_architecture(self._engine.vllm_config.model_config)[0])
-        known = {self._renamed(name): shape for name, shape in shapes.items()}
+        self.renamed = renaming(model)
+        known = {self.renamed(name): shape for name, shape in self._shapes.items()}
         self._places = self._ask("saccade_places", {name: shape for name, shape in known.items() if name})
 
     def _ask(self, method: str, *arguments: Any) -> Any:
@@ -75,20 +67,8 @@ class VllmEngine(Engine):
 
     # -- requests --
 
-    def submit(self, request: Request) -> None:
-        if self._unusable:
-            raise EnvironmentProblem(self._unusable)
-        require_room(request, self._engine.vllm_config.model_config.max_model_len)
-        self._require_known(request)
-        assert request.key not in self._running, f"request {request.key} was submitted twice"
-        self.wake()
-        prompt = {**self._prompt(request)}
-        prompt["prompt_token_ids"] = list(prompt["prompt_token_ids"])
-        name = self._engine.add_request(request.key, prompt, params_of(request, self._eos))
-        self._running[request.key] = (request, name)
-
-    def _require_known(self, request: Request) -> None:
-        """Refuse what vLLM was not built for, instead of drawing or showing it differently."""
+    def _start(self, request: Request) -> str:
+        """Refuses what vLLM was not built for, instead of drawing or showing it differently."""
         settings = self.settings
         if request.sampling.first is not None and not settings.first_tokens:
             raise ConfigError(f"request {request.key}: build the engine with Settings(first_tokens=True)")
@@ -99,9 +79,12 @@ class VllmEngine(Engine):
                     f"request {request.key}: an image has {pixels} pixels, the engine is built for "
                     f"{settings.max_pixels}; raise data.max_pixels to {pixels}"
                 )
+        prompt = {**self._prompt(request)}
+        prompt["prompt_token_ids"] = list(prompt["prompt_token_ids"])
+        return self._engine.add_request(request.key, prompt, params_of(request, self._eos))
 
     def _prompt(self, request: Request) -> dict[str, Any]:
-        content = (request.ids.tobytes(), tuple(span.media.key for span in request.media))
+        content = content_of(request)
         if self._last is None or self._last[0] != content:
             named = self.version if self._invalidates else None
             raw = prompt_of(request, self._pictures.get, named)
@@ -116,8 +99,6 @@ class VllmEngine(Engine):
         return self._last[1]
 
     def poll(self) -> list[Completion]:
-        if self._unusable:
-            raise EnvironmentProblem(self._unusable)
         done, self._aborted = self._aborted, []
         for output in self._engine.step() if self._running else ():
             if output.finished:
@@ -126,16 +107,12 @@ class VllmEngine(Engine):
                 if answer.finish_reason not in ("stop", "length"):
                     why = f"vllm gave up ({answer.finish_reason}); see its log, with VLLM_LOGGING_LEVEL=INFO"
                     raise EnvironmentProblem(f"request {request.key}: {why}")
-                done.append(self._completion(request.key, answer, answer.finish_reason))
+                done.append(self._sampled(request.key, answer, answer.finish_reason))
         return done
 
-    def _completion(self, key: str, answer: Any, finish: Any) -> Completion:
-        ids = np.array(answer.token_ids, dtype=np.int64)
-        logprobs = np.array(answer.logprobs.logprobs if len(ids) else (), dtype=np.float32)
-        if self.settings.finite:
-            require_finite(logprobs)
-        versions = np.full(len(ids), self.version, dtype=np.int32)
-        return Completion(key=key, ids=ids, logprobs=logprobs, versions=versions, finish=finish)
+    def _sampled(self, key: str, answer: Any, finish: str) -> Completion:
+        logprobs = answer.logprobs.logprobs if len(answer.token_ids) else ()
+        return self._completion(key, answer.token_ids, logprobs, finish)
 
     @property
     def pending(self) -> int:
@@ -152,51 +129,34 @@ class VllmEngine(Engine):
     def abort(self, key: str) -> None:
         if key in self._running:
             answer = self._state(key)._new_completion_output([], None, None)
-            self._aborted.append(self._completion(key, answer, "aborted"))
+            self._aborted.append(self._sampled(key, answer, "aborted"))
             _, name = self._running.pop(key)
             self._engine.abort_request([name], internal=True)
 
-    # -- weights --
+    # -- weights and memory --
 
-    def update_weights(self, source: WeightSource, version: int) -> None:
-        assert not self._running, "weights change while sequences are running"
-        if version == self._handed_over:
-            return
-        self._rouse("weights")
-        self._hand_over(source, version)
-        self._source = source if self._beside else None
-
-    def _hand_over(self, source: WeightSource, version: int) -> None:
-        self._unusable = f"vllm: the hand-over of weights {version} did not end"
-        self._handed_over = None
+    def _load(self, hand_over: HandOver, version: int) -> str:
         sample, dtype = sample_for(self._places, version), getattr(torch, self.settings.dtype)
-        hand_over = HandOver(weights=source.weights(), shapes=self._shapes, renamed=self._renamed)
         checksums: dict[str, int] = {}
 
         def noted() -> Iterator[tuple[str, torch.Tensor]]:
             for name, weight in hand_over:
-                if (known := self._renamed(name)) in sample:
+                if (known := self.renamed(name)) in sample:
                     checksums[known] = checksum(weight.to(dtype))
                 yield name, weight
 
-        loaded, parameters = self._load(noted())
+        if self.settings.tensor_parallel == 1:
+            loaded, parameters = self._ask("saccade_load", noted())
+        else:
+            with in_memory(noted()) as paths:
+                loaded, parameters = self._ask("saccade_load", paths)
         found = self._ask("saccade_checksums", sample)
-        unwritten = sorted(parameters - loaded)
-        wrong = sorted(name for name, value in checksums.items() if found[name] != value)
-        problem = hand_over.drift()
-        if not problem and (unwritten or wrong):
-            problem = f"vllm left unwritten: {unwritten[:5]}" if unwritten else f"other bytes arrived for: {wrong[:5]}"
-        if problem:
-            self._unusable = (
-                f"vllm: weights {version} do not fit the model that it loaded from "
-                f"{self.settings.folder} ({problem}); nothing more is sampled with them. Start "
-                "again from the model.path that is trained, or use rollout.engine=embedded"
-            )
-            raise EnvironmentProblem(self._unusable)
         if self._invalidates:
             self._forget()
-        self.version = self._handed_over = version
-        self._unusable = ""
+        if unwritten := sorted(parameters - loaded):
+            return f"vllm left unwritten: {unwritten[:5]}"
+        wrong = sorted(name for name, value in checksums.items() if found[name] != value)
+        return f"other bytes arrived for: {wrong[:5]}" if wrong else ""
 
     def _forget(self) -> None:
         """Drop whatever vLLM computed from prompts and images."""
@@ -208,33 +168,13 @@ class VllmEngine(Engine):
         self._engine.reset_mm_cache()
         self._last = None
 
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[set[str], set[str]]:
-        if self.settings.tensor_parallel == 1:
-            return self._ask("saccade_load", weights)
-        with in_memory(weights) as paths:
-            return self._ask("saccade_load", paths)
+    def _free(self, *, weights: bool) -> set[str]:
+        self._engine.sleep(level=2 if weights else 1)
+        self._last = None
+        return {"weights", "kv_cache"}
 
-    # -- memory --
-
-    def sleep(self) -> None:
-        """Drop weights that a trainer can hand over again; else keep them on the host."""
-        assert not self._running, "sleep while sequences are running"
-        if self._sleeps and not self._asleep:
-            self._engine.sleep(level=2 if self._source is not None else 1)
-            self._asleep = {"weights", "kv_cache"}
-            self._last = None
-
-    def wake(self) -> None:
-        if "weights" in self._asleep:
-            self._rouse("weights")
-            if self._source is not None:
-                self._hand_over(self._source, self.version)
-        self._rouse("kv_cache")
-
-    def _rouse(self, part: str) -> None:
-        if part in self._asleep:
-            self._engine.wake_up(tags=[part])
-            self._asleep.discard(part)
+    def _take_back(self, part: str) -> None:
+        self._engine.wake_up(tags=[part])
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -254,7 +194,7 @@ def _build(settings: Settings, family: Family, found: Probe) -> Any:
     if found.device != device.type:
         raise EnvironmentProblem(
             f"rollout.engine=vllm: this vllm runs on {found.device}, the run on {device.type}; "
-            f"use run.device={found.device}, or: {HOW_TO_INSTALL}"
+            f"use run.device={found.device}, or: {INSTALL['vllm']}"
         )
     if device.index:
         raise ConfigError(

@@ -6,14 +6,12 @@ probe().problem        # empty when it can
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from pkgutil import resolve_name
 
-from saccade.plugins.engines.foreign_engines import INSTALL
-
-HOW_TO_INSTALL = INSTALL["vllm"]
+from saccade.plugins.engines import INSTALL
 
 # Read when vLLM is imported or its engine is built; what a user has set stays.
 ENVIRONMENT = {
@@ -21,6 +19,16 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are the same
+}
+NEEDED = {
+    "vllm:SamplingParams": ("flat_logprobs", "extra_args"),
+    "vllm.engine.arg_utils:EngineArgs": ("logits_processors", "logprobs_mode", "worker_extension_cls"),
+    "vllm.model_executor.model_loader:reload": ("initialize_layerwise_reload", "finalize_layerwise_reload"),
+    "vllm.renderers:BaseRenderer": ("render_cmpl",),
+    "vllm.v1.engine.llm_engine:LLMEngine": (
+        *("collective_rpc", "sleep", "wake_up"),
+        *("reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache"),
+    ),
 }
 
 
@@ -36,40 +44,22 @@ class Probe:
 @cache
 def probe() -> Probe:
     if find_spec("vllm") is None:
-        return Probe(problem=f"vllm is not installed; run: {HOW_TO_INSTALL}")
+        return Probe(problem=f"vllm is not installed; run: {INSTALL['vllm']}")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine runs in this process
     try:
-        platform, lacks = _look()
+        from vllm.platforms import current_platform as platform
+
+        lacks = [
+            f"{owner.partition(':')[2]}.{name}"
+            for owner, names in NEEDED.items()
+            for name in names
+            if not hasattr(resolve_name(owner), name)
+        ]
     except Exception as error:  # whatever a library raises that does not fit the machine
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Probe(problem=f"vllm cannot be imported ({why}); use one for this torch: {HOW_TO_INSTALL}")
+        return Probe(problem=f"vllm cannot be imported ({why}); use one for this torch: {INSTALL['vllm']}")
     sleeps = platform.is_sleep_mode_available() and getattr(platform, "is_cumem_allocator_available", bool)()
-    problem = f"vllm has no {', '.join(lacks)}; install a newer one: {HOW_TO_INSTALL}" if lacks else ""
+    problem = f"vllm has no {', '.join(lacks)}; install a newer one: {INSTALL['vllm']}" if lacks else ""
     return Probe(device=platform.device_type, sleeps=sleeps, problem=problem)
-
-
-def _look() -> tuple[Any, tuple[str, ...]]:
-    from vllm import SamplingParams
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader import reload
-    from vllm.platforms import current_platform
-    from vllm.renderers import BaseRenderer
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    arguments = {field.name for field in fields(EngineArgs)}
-    wanted = {
-        "LLMEngine": (LLMEngine, ["collective_rpc", "sleep", "wake_up", *CACHES]),
-        "SamplingParams": (SamplingParams, ["flat_logprobs", "extra_args"]),
-        "Renderer": (BaseRenderer, ["render_cmpl"]),
-        "reload": (reload, ["initialize_layerwise_reload", "finalize_layerwise_reload"]),
-    }
-    lacks = [f"EngineArgs.{n}" for n in ARGUMENTS if n not in arguments]
-    for place, (owner, names) in wanted.items():
-        lacks += [f"{place}.{name}" for name in names if not hasattr(owner, name)]
-    return current_platform, tuple(lacks)
-
-
-CACHES = ("reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache")
-ARGUMENTS = ("logits_processors", "logprobs_mode", "worker_extension_cls")

@@ -56,9 +56,11 @@ def sample_for(places: Mapping[str, Place], turn: int) -> dict[str, Place]:
     return {name: places[name] for name in (names + names)[start : start + CHECKED]}
 
 
-def renaming(model_class: Any) -> Callable[[str], str]:
-    """How a model class of vLLM reads a name of a folder, before fusing; empty: it ignores it."""
-    mapper = getattr(model_class, "hf_to_vllm_mapper", None)
+def renaming(model_config: Any) -> Callable[[str], str]:
+    """How the model class of vLLM reads a name of a folder, before fusing; empty: it ignores it."""
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+
+    mapper = getattr(get_model_architecture(model_config)[0], "hf_to_vllm_mapper", None)
     if mapper is None:
         return lambda name: name
     if getattr(mapper, "orig_to_new_stacked", None):
