@@ -22,7 +22,7 @@ READ_CONFIG = ("config", "checks", "recipes", "run", "plugins", "cli", "cli_run"
 # Who else still takes a whole config, and functions with more than eight parameters: both lists
 # only shrink.
 STILL_READ_CONFIG = {"algorithms"}
-STILL_WIDE = {*("_trajectory", "collect", "decode_attention", "episode", "iou", "keep", "open_video")}
+STILL_WIDE = {*("_trajectory", "collect", "decode_attention", "episode", "keep", "open_video")}
 
 
 @cache

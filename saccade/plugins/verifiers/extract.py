@@ -9,9 +9,11 @@ Extractors are tried in the order that the caller gives and the first hit wins.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Literal
+from functools import wraps
+from typing import Any, Literal
 
 from saccade.plugins.verifiers.choice import letters_in
 from saccade.plugins.verifiers.wording import DENIES_NEXT, STRUCK_OUT, TAKEN_BACK
@@ -62,22 +64,45 @@ def extract(
     return None
 
 
-def answer_of(sample: RewardSample, order: Sequence[str], scope: Scope) -> str | None:
-    """The answer of an episode; None also when it is there but empty."""
-    return written(sample, order, scope) or None
-
-
-def written(sample: RewardSample, order: Sequence[str], scope: Scope) -> str | None:
-    """What stands where the answer should, in the last turn of an episode. What stands in a call to
-    a tool is no answer: an episode may end before its calls are answered.
+def answer_of(sample: RewardSample, order: Sequence[str], scope: Scope, *, blank: bool = False) -> str | None:
+    """The answer in the last turn of an episode; an empty one is none, unless a `blank` one counts. What
+    stands in a call to a tool is no answer: an episode may end before its calls are answered.
     """
-    prefilled, choices = sample.think_prefilled, sample.choices
     text = CALL.sub("", sample.turns[-1] if len(sample.turns) > 1 else sample.response)
-    return extract(text, order, scope=scope, think_prefilled=prefilled, choices=choices)
+    found = extract(text, order, scope=scope, think_prefilled=sample.think_prefilled, choices=sample.choices)
+    return found if blank else found or None
 
 
-def graded(found: str | None, right: bool, why: str = "wrong") -> Score:
-    """1 or 0 for an answer that was found; 0 where there is none."""
+def supplied(make: Callable[..., Any]) -> Callable[[Callable[..., Score]], Callable[..., Score]]:
+    """Decorates f(sample, made, *, …) as a verifier f(sample, *, …) that takes the options of make(sample, *, …)
+    too, and hands f what that returns.
+    """
+    _, *options = inspect.signature(make).parameters.values()
+
+    def decorate(function: Callable[..., Score]) -> Callable[..., Score]:
+        @wraps(function)
+        def verify(sample: RewardSample, *more: Any, **args: Any) -> Score:
+            taken = {option.name: args.pop(option.name) for option in options if option.name in args}
+            return function(sample, make(sample, **taken), *more, **args)
+
+        sample, _, *own = inspect.signature(function).parameters.values()
+        verify.__signature__ = inspect.Signature([sample, *own, *options])  # type: ignore[attr-defined]
+        return verify
+
+    return decorate
+
+
+def answering(*places: str, blank: bool = False) -> Callable[[Callable[..., Score]], Callable[..., Score]]:
+    """Decorates f(sample, found, *, …) as a verifier that looks for the answer, by default in these places."""
+
+    def find(sample: RewardSample, *, order: Sequence[str] = places, scope: Scope = "after_think") -> str | None:
+        return answer_of(sample, order, scope, blank=blank)
+
+    return supplied(find)
+
+
+def graded(found: str | None, right: float, why: str = "wrong") -> Score:
+    """How right an answer is that was found, with the reason `why` where it is 0; 0 where there is none."""
     if found is None:
         return Score(kind="value", value=0.0, reason="no_answer")
     return Score(kind="value", value=float(right), reason="" if right else why, extracted=found)

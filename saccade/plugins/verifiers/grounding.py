@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from saccade.plugins.verifiers.extract import NUMBER, Scope, fenced, graded, written
-from saccade.plugins.verifiers.text_match import LABEL_ORDER, joined, labels_f1
+from saccade.plugins.verifiers.extract import NUMBER, Scope, answering, fenced, graded, supplied
+from saccade.plugins.verifiers.text_match import joined, labels_f1
 from saccade.plugins.verifiers.wording import unsettled
 from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.rewards.verifiers import Verifier
@@ -41,6 +41,7 @@ LARGEST = 1e9  # of a coordinate
 NOTHING = ("", "none", "[]")
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
+Size = tuple[float, float]  # width, height
 
 
 class Found(NamedTuple):
@@ -51,59 +52,98 @@ class Found(NamedTuple):
 
 class Frame(NamedTuple):
     name: str
-    layout: str = "xyxy"
+    layout: str
 
 
-class Space(NamedTuple):
-    """The sizes of a picture as (width, height): of the file, and as the model sees it."""
+class View(NamedTuple):
+    """The frames of answer and gold, and the sizes of the picture: of the file, and as the model sees it."""
 
-    original: tuple[float, float] | None = None
-    resized: tuple[float, float] | None = None
+    asked: Frame
+    gold: Frame
+    original: Size | None
+    resized: Size | None
 
-    def scale(self, frame: str) -> tuple[float, float] | None:
+    @property
+    def known(self) -> bool:
+        """Whether the sizes are there that the frames take."""
+        return all(map(self.scale, (self.asked, self.gold)))
+
+    def scale(self, frame: Frame) -> Size | None:
         """Original pixels per unit of a frame; None where the size that it takes is unknown."""
-        if frame == "pixel_original":
+        if frame.name == "pixel_original":
             return 1.0, 1.0
-        whole = {"unit": (1.0, 1.0), "milli": (1000.0, 1000.0), "pixel_resized": self.resized}
-        size = whole[frame]
+        size = {"unit": (1.0, 1.0), "milli": (1000.0, 1000.0), "pixel_resized": self.resized}[frame.name]
         if self.original is None or size is None:
             return None
         return self.original[0] / size[0], self.original[1] / size[1]
 
+    def read(self, text: str | None, frame: Frame) -> list[Found] | None:
+        """Boxes in original pixels, corners sorted, clipped to the picture."""
+        found, scale = None if text is None else read_boxes(text), self.scale(frame)
+        if found is None or scale is None:
+            return None
+        return [item._replace(box=self._pixels(item.box, frame.layout, scale)) for item in found]
 
-def space_of(images: Sequence[Mapping[str, Any]], index: int, unit: int | None) -> Space:
-    """Of a sample's picture; `unit` is the side in pixels that the model sees as one token."""
+    def _pixels(self, box: Box, layout: str, scale: Size) -> Box:
+        sides = []
+        for axis in (0, 1):
+            start, end = box[axis], box[axis + 2]
+            ends = sorted((start * scale[axis], (start + end if layout == "xywh" else end) * scale[axis]))
+            sides.append([min(max(x, 0.0), self.original[axis]) for x in ends] if self.original else ends)
+        (x0, x1), (y0, y1) = sides
+        return x0, y0, x1, y1
+
+    def asked_for(self, box: Box) -> Box:
+        """A box in original pixels as the prompt asks for it."""
+        across, down = self.scale(self.asked) or (1.0, 1.0)
+        x0, y0, x1, y1 = box[0] / across, box[1] / down, box[2] / across, box[3] / down
+        return (x0, y0, x1 - x0, y1 - y0) if self.asked.layout == "xywh" else (x0, y0, x1, y1)
+
+
+FRAME_ARGS = ("answer_frame", "layout", "box_frame", "box_layout", "unit", "image")
+
+
+def view_of(
+    sample: RewardSample,
+    *,
+    answer_frame: str = "pixel_original",
+    layout: str = "xyxy",
+    box_frame: str = "pixel_original",
+    box_layout: str = "xyxy",
+    unit: int | None = None,
+    image: int = 0,
+) -> View:
+    """How a sample's boxes are read; `unit` is the side in pixels that the model sees as one token."""
+    row = sample.extra
+    asked, gold = (
+        Frame(answer_frame, layout),
+        Frame(row.get("box_frame") or box_frame, row.get("box_layout") or box_layout),
+    )
+    for name, shape in (asked, gold):
+        if name not in FRAMES or shape not in LAYOUTS:
+            expected = f"frame is one of {', '.join(FRAMES)} and layout one of {', '.join(LAYOUTS)}"
+            raise ValueError(f"{expected}, not {name!r} and {shape!r}")
+        if name == "pixel_resized" and unit is None:
+            raise ValueError(
+                "pixel_resized needs `unit`, the side of a token in pixels: 28 for Qwen2.5-VL, 32 for Qwen3-VL"
+            )
+    original, resized = _sizes(sample.images, image, unit)
+    if original is None and asked.name == gold.name in ("unit", "milli"):
+        original = (1.0, 1.0)  # shares of any size compare the same
+    return View(asked, gold, original, resized)
+
+
+def _sizes(images: Sequence[Mapping[str, Any]], index: int, unit: int | None) -> tuple[Size | None, Size | None]:
     if not -len(images) <= index < len(images):
-        return Space()
-    image = images[index]
-    width, height = image["size"]
-    if unit is None or "pixels" not in image:
-        return Space((width, height))
+        return None, None
+    width, height = images[index]["size"]
+    if unit is None or "pixels" not in images[index]:
+        return (width, height), None
     from saccade.media.images import resized_size  # brings libraries that workers start faster without
 
-    least, most = image["pixels"]
+    least, most = images[index]["pixels"]
     rows, columns = resized_size(width, height, unit=unit, min_pixels=least, max_pixels=most)
-    return Space((width, height), (columns, rows))
-
-
-def to_pixels(box: Box, frame: Frame, space: Space) -> Box:
-    """In original pixels, corners sorted, clipped to the picture."""
-    across, down = space.scale(frame.name) or (1.0, 1.0)
-    x0, y0, x1, y1 = box
-    if frame.layout == "xywh":
-        x1, y1 = x0 + x1, y0 + y1
-    xs, ys = sorted((x0 * across, x1 * across)), sorted((y0 * down, y1 * down))
-    if space.original:
-        width, height = space.original
-        xs = [min(max(x, 0.0), width) for x in xs]
-        ys = [min(max(y, 0.0), height) for y in ys]
-    return xs[0], ys[0], xs[1], ys[1]
-
-
-def from_pixels(box: Box, frame: Frame, space: Space) -> Box:
-    across, down = space.scale(frame.name) or (1.0, 1.0)
-    x0, y0, x1, y1 = box[0] / across, box[1] / down, box[2] / across, box[3] / down
-    return (x0, y0, x1 - x0, y1 - y0) if frame.layout == "xywh" else (x0, y0, x1, y1)
+    return (width, height), (columns, rows)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -224,36 +264,24 @@ def _table(found: Sequence[Found], gold: Sequence[Found]) -> np.ndarray:
 
 def matched(found: Sequence[Found], gold: Sequence[Found]) -> float:
     """The best one-to-one matching: sum of IoU over the larger number of boxes."""
-    return _assignment(_table(found, gold)) / max(len(found), len(gold))
-
-
-def _assignment(gains: np.ndarray) -> float:
-    """The largest sum with one entry per row and column: shortest augmenting paths."""
-    gains = gains if gains.shape[0] <= gains.shape[1] else gains.T
-    rows, columns = gains.shape
-    costs = np.zeros((rows + 1, columns + 1))
-    costs[1:, 1:] = -gains
-    over_rows, over_columns = np.zeros(rows + 1), np.zeros(columns + 1)
-    owner = np.zeros(columns + 1, int)  # row of each column; 0: none
-    for row in range(1, rows + 1):
-        owner[0], column = row, 0
-        least, came = np.full(columns + 1, np.inf), np.zeros(columns + 1, int)
-        done = np.zeros(columns + 1, bool)
-        while owner[column]:
-            done[column], here = True, owner[column]
-            reduced = costs[here] - over_rows[here] - over_columns
-            better = ~done & (reduced < least)
-            least[better], came[better] = reduced[better], column
-            best = int(np.argmin(np.where(done, np.inf, least)))
-            step = least[best]
-            over_rows[owner[done]] += step
-            over_columns[done] -= step
-            least[~done] -= step
-            column = best
-        while column:
-            owner[column], column = owner[came[column]], int(came[column])
-    taken = [(owner[column] - 1, column - 1) for column in range(1, columns + 1) if owner[column]]
-    return float(sum(gains[row, column] for row, column in taken))
+    gains = _table(*sorted((found, gold), key=len))
+    owner = np.full(gains.shape[1], -1)  # the row of each column; -1: none
+    for row in range(len(gains)):
+        # The best way to give this row a column, where other rows may change theirs on the way.
+        value, came = gains[row].copy(), np.full(len(owner), -1)
+        held = np.flatnonzero(owner >= 0)
+        for _ in held:
+            passed_on = (value[held] - gains[owner[held], held])[:, None] + gains[owner[held]]
+            better = passed_on.max(0) > value + 1e-12
+            if not better.any():
+                break
+            value[better], came[better] = passed_on.max(0)[better], held[passed_on.argmax(0)[better]]
+        column = int(np.argmax(np.where(owner < 0, value, -np.inf)))
+        while came[column] >= 0:
+            owner[column], column = owner[came[column]], came[column]
+        owner[column] = row
+    taken = np.flatnonzero(owner >= 0)
+    return float(gains[owner[taken], taken].sum()) / max(len(found), len(gold))
 
 
 def mean_precision(found: Sequence[Found], gold: Sequence[Found]) -> float:
@@ -261,13 +289,12 @@ def mean_precision(found: Sequence[Found], gold: Sequence[Found]) -> float:
     Boxes rank by score, else as they were written; without labels all are of one kind.
     """
     labelled = all(item.label for item in gold)
-    kinds = sorted({_kind(item, labelled) for item in gold})
-    pairs = [[[i for i in side if _kind(i, labelled) == kind] for side in (found, gold)] for kind in kinds]
-    return float(np.mean([_precision(own, its, threshold) for own, its in pairs for threshold in THRESHOLDS]))
 
+    def of(kind: str, side: Sequence[Found]) -> list[Found]:
+        return [item for item in side if not labelled or (item.label or "").strip().casefold() == kind]
 
-def _kind(item: Found, labelled: bool) -> str:
-    return (item.label or "").strip().casefold() if labelled else ""
+    kinds = sorted({(item.label or "").strip().casefold() for item in gold}) if labelled else [""]
+    return float(np.mean([_precision(of(kind, found), of(kind, gold), at) for kind in kinds for at in THRESHOLDS]))
 
 
 def _precision(found: Sequence[Found], gold: Sequence[Found], threshold: float) -> float:
@@ -293,160 +320,77 @@ MODES: dict[str, Compare] = {
 }
 
 
-def covered(boxes: Sequence[Box], mask: np.ndarray, size: tuple[float, float] | None = None) -> float:
+def covered(found: Sequence[Found], mask: np.ndarray, size: Size | None) -> float:
     """IoU of the union of boxes and a mask, whose picture may be of another `size`."""
     rows, columns = mask.shape
     width, height = size or (columns, rows)
     drawn = np.zeros_like(mask)
-    for x0, y0, x1, y1 in boxes:
-        left, right = (round(x * columns / width) for x in (x0, x1))
-        top, bottom = (round(y * rows / height) for y in (y0, y1))
-        drawn[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)] = True
+    for x0, y0, x1, y1 in (item.box for item in found):
+        left, right = (max(round(x * columns / width), 0) for x in (x0, x1))
+        top, bottom = (max(round(y * rows / height), 0) for y in (y0, y1))
+        drawn[top:bottom, left:right] = True
     union = int((drawn | mask).sum())
     return int((drawn & mask).sum()) / union if union else 1.0
 
 
 # -- verifiers -------------------------------------------------------------------------------------
 
-BOX_ORDER = ("answer_tag",)
-MASKS = ("mask", "segmentation_path")  # columns
 NO_SIZE = Score(kind="error", reason="image_size: frames differ and the row has no picture")
 
 
-def iou(
-    sample: RewardSample,
-    *,
-    mode: str = "iou",
-    order: Sequence[str] = BOX_ORDER,
-    scope: Scope = "after_think",
-    answer_frame: str = "pixel_original",
-    layout: str = "xyxy",
-    box_frame: str = "pixel_original",
-    box_layout: str = "xyxy",
-    unit: int | None = None,
-    image: int = 0,
-) -> Score:
+@supplied(view_of)
+@answering("answer_tag", blank=True)  # an empty one says that there is no box
+def iou(sample: RewardSample, text: str | None, view: View, *, mode: str = "iou") -> Score:
     """How well boxes agree. `mode`: iou, iou@0.5 (any threshold: 0 or 1), giou as (g + 1)/2, set
     (best matching), map, or mask (union of boxes against the row's mask).
     """
     compare, single = _mode(mode)
-    view = view_of(sample, answer_frame, layout, box_frame, box_layout, unit, image)
-    text = written(sample, order, scope)  # an empty one says that there is no box
-    found = view.read(text, view.asked)
     mask = mask_of(sample.extra) if mode == "mask" else None
-    golds = [view.read(gold, view.frame) for gold in sample.golds] if mode != "mask" else []
     if not view.known:
         return NO_SIZE
+    found = view.read(text, view.asked)
+    golds = [] if mode == "mask" else [view.read(gold, view.gold) for gold in sample.golds]
     if (mask is None and not golds) or None in golds or (single and max(len(gold or ()) for gold in golds) > 1):
         return no_gold(sample)
     if found is None or (single and len(found) > 1):
         return graded(text, False, "unparseable" if found is None else "not_one_box")
     if mask is not None:
-        value = covered([item.box for item in found], mask, view.space.original)
-    else:
-        value = max(overlap(found, gold or [], compare) for gold in golds)
-    reason = "" if value > 0 else "wrong"
-    return Score(kind="value", value=value, reason=reason, extracted=text)
+        return graded(text, covered(found, mask, view.original))
+    return graded(text, max(overlap(found, gold or [], compare) for gold in golds))
 
 
-def point(
-    sample: RewardSample,
-    *,
-    order: Sequence[str] = BOX_ORDER,
-    scope: Scope = "after_think",
-    answer_frame: str = "pixel_original",
-    box_frame: str = "pixel_original",
-    box_layout: str = "xyxy",
-    unit: int | None = None,
-    image: int = 0,
-) -> Score:
+@supplied(view_of)
+@answering("answer_tag", blank=True)
+def point(sample: RewardSample, text: str | None, view: View) -> Score:
     """1 when the one point of the answer lies in a gold box, its edge included."""
-    view = view_of(sample, answer_frame, "xyxy", box_frame, box_layout, unit, image)
     if not view.known:
         return NO_SIZE
-    boxes = [found.box for gold in sample.golds for found in view.read(gold, view.frame) or ()]
+    boxes = [found.box for gold in sample.golds for found in view.read(gold, view.gold) or ()]
     if not boxes:
         return no_gold(sample)
-    text = written(sample, order, scope)
     points = read_points(text or "")
     if len(points) != 1:
         return graded(text, False, "not_one_point")
-    across, down = view.space.scale(answer_frame) or (1.0, 1.0)
+    across, down = view.scale(view.asked) or (1.0, 1.0)
     x, y = points[0][0] * across, points[0][1] * down
     return graded(text, any(b[0] <= x <= b[2] and b[1] <= y <= b[3] for b in boxes))
 
 
 def right_boxes(sample: RewardSample, **args: Any) -> str:
-    """The gold boxes as an answer: in the frame and layout that the prompt asks for. A mask has
-    none.
-    """
-    boxes = _right(sample, args) if args.get("mode") != "mask" else ""
-    return boxes if isinstance(boxes, str) else json.dumps([list(box) for box in boxes])
+    """The gold boxes as an answer, as the prompt asks for them. A mask has none."""
+    return "" if args.get("mode") == "mask" else _right(sample, args, list)
 
 
 def right_point(sample: RewardSample, **args: Any) -> str:
-    boxes = _right(sample, args)
-    middles = boxes if isinstance(boxes, str) else [[(b[0] + b[2]) / 2, (b[1] + b[3]) / 2] for b in boxes[:1]]
-    return middles if isinstance(middles, str) else json.dumps(middles)
+    return _right(sample, args | {"layout": "xyxy"}, lambda b: [(b[0] + b[2]) / 2, (b[1] + b[3]) / 2])
 
 
-def _right(sample: RewardSample, args: Mapping[str, Any]) -> list[Box] | str:
+def _right(sample: RewardSample, args: Mapping[str, Any], shown: Callable[[Box], list[float]]) -> str:
     """The text of the gold where it holds no boxes: the verifier says what is wrong with it."""
     view = view_of(sample, **{name: args[name] for name in FRAME_ARGS if name in args})
     text = next(iter(sample.golds), "")
-    gold = view.read(text, view.frame)
-    return text if gold is None else [from_pixels(g.box, view.asked, view.space) for g in gold]
-
-
-# -- frames ----------------------------------------------------------------------------------------
-
-
-class View(NamedTuple):
-    """The frames of answer and gold, and the sizes that bring both to original pixels."""
-
-    asked: Frame
-    frame: Frame
-    space: Space
-
-    @property
-    def known(self) -> bool:
-        """Whether the sizes are there that the frames take."""
-        return all(self.space.scale(frame.name) for frame in (self.asked, self.frame))
-
-    def read(self, text: str | None, frame: Frame) -> list[Found] | None:
-        """Boxes in original pixels."""
-        found = None if text is None else read_boxes(text)
-        if found is None or self.space.scale(frame.name) is None:
-            return None
-        return [item._replace(box=to_pixels(item.box, frame, self.space)) for item in found]
-
-
-FRAME_ARGS = ("answer_frame", "layout", "box_frame", "box_layout", "unit", "image")
-
-
-def view_of(
-    sample: RewardSample,
-    answer_frame: str = "pixel_original",
-    layout: str = "xyxy",
-    box_frame: str = "pixel_original",
-    box_layout: str = "xyxy",
-    unit: int | None = None,
-    image: int = 0,
-) -> View:
-    row = sample.extra.get("box_frame"), sample.extra.get("box_layout")
-    asked, frame = Frame(answer_frame, layout), Frame(row[0] or box_frame, row[1] or box_layout)
-    for each in (asked, frame):
-        for what, value, known in (("frame", each.name, FRAMES), ("layout", each.layout, LAYOUTS)):
-            if value not in known:
-                raise ValueError(f"{what} is one of {', '.join(known)}, not {value!r}")
-        if each.name == "pixel_resized" and unit is None:
-            raise ValueError(
-                "pixel_resized needs `unit`, the side of a token in pixels: 28 for Qwen2.5-VL, 32 for Qwen3-VL"
-            )
-    space = space_of(sample.images, image, unit)
-    if space.original is None and asked.name == frame.name in ("unit", "milli"):
-        space = Space((1.0, 1.0))  # shares of any size compare the same
-    return View(asked, frame, space)
+    gold = view.read(text, view.gold)
+    return text if gold is None else json.dumps([shown(view.asked_for(item.box)) for item in gold])
 
 
 def _mode(mode: str) -> tuple[Compare, bool]:
@@ -465,7 +409,7 @@ def _mode(mode: str) -> tuple[Compare, bool]:
 
 def mask_of(extra: Mapping[str, Any]) -> np.ndarray | None:
     """The binary mask of a row, [rows, columns]: an array, or a file."""
-    value = next((extra[name] for name in MASKS if extra.get(name) is not None), None)
+    value = next((extra[name] for name in ("mask", "segmentation_path") if extra.get(name) is not None), None)
     if value is None or isinstance(value, str):
         return _mask_file(value) if value else None
     return np.asarray(value) > 0
@@ -485,16 +429,15 @@ WEIGHTS = {"labels": 0.5, "boxes": 0.3, "json": 0.1, "length": 0.1}
 LONG = 600  # characters; longer responses gain nothing
 
 
+@supplied(view_of)
 def medical(
     sample: RewardSample,
+    view: View,
     *,
     weights: Mapping[str, float] | None = None,
     synonyms: Mapping[str, str] | None = None,
-    order: Sequence[str] = LABEL_ORDER,
+    order: Sequence[str] = ("answer_tag", "boxed"),
     scope: Scope = "after_think",
-    answer_frame: str = "pixel_original",
-    box_frame: str = "pixel_original",
-    unit: int | None = None,
 ) -> Score:
     """`weights` replaces some of labels 0.5, boxes 0.3, json 0.1, length 0.1; the outcome is the
     part `accuracy`, the F1 of the labels.
@@ -505,24 +448,19 @@ def medical(
     labels = labels_f1(sample, synonyms=synonyms, order=order, scope=scope)
     if labels.kind != "value":
         return labels
-    parts = {
-        "labels": labels.value,
-        "json": json_quality(sample.response),
-        "length": min(1.0, len(sample.response) / LONG),
-    }
-    view = view_of(sample, answer_frame, "xyxy", box_frame, unit=unit)
-    found = view.read(fenced(sample.response) or "", view.asked) or []
-    mask, gold = mask_of(sample.extra), view.read(_row_boxes(sample.extra.get("bbox")), view.frame)
     if not view.known:
         return NO_SIZE
+    mask, gold = mask_of(sample.extra), view.read(_row_boxes(sample.extra.get("bbox")), view.gold)
     if gold is None:
         return Score(kind="abstain", reason="gold_unparseable: the column `bbox`")
+    length = min(1.0, len(sample.response) / LONG)
+    parts = {"labels": labels.value, "json": json_quality(sample.response), "length": length}
+    found = view.read(fenced(sample.response) or "", view.asked) or []
     if mask is not None:
-        parts["boxes"] = covered([item.box for item in found], mask, view.space.original)
+        parts["boxes"] = covered(found, mask, view.original)
     elif gold:
         parts["boxes"] = overlap(found, gold, MODES["set"])
-    whole = sum(weigh[name] for name in parts)
-    value = sum(weigh[name] * part for name, part in parts.items()) / whole
+    value = sum(weigh[name] * part for name, part in parts.items()) / sum(weigh[name] for name in parts)
     return replace(labels, value=value, parts=parts | {"accuracy": labels.value})
 
 

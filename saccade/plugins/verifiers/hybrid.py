@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from saccade.plugins.verifiers.choice import single_letter
-from saccade.plugins.verifiers.extract import NUMBER, Scope, answer_of, graded
+from saccade.plugins.verifiers.extract import NUMBER, Scope, answering, graded
 from saccade.plugins.verifiers.maths import MATH, MATH_ORDER, math
 from saccade.plugins.verifiers.numbers import count, gsm8k, number, relaxed
 from saccade.plugins.verifiers.short_answers import choice
@@ -30,11 +30,11 @@ RULES: Mapping[str, Callable[..., Score]] = {
 DEFINITE = ("choice", "number", "count", "gsm8k")  # what these call wrong is wrong
 
 
-def judge(sample: RewardSample, *, order: Sequence[str] = MATH_ORDER, scope: Scope = "after_think") -> Score:
+@answering(*MATH_ORDER)
+def judge(sample: RewardSample, found: str | None) -> Score:
     """Whatever answer there is goes to the judge; none at all is wrong."""
     if not any(sample.golds):
         return no_gold(sample)
-    found = answer_of(sample, order, scope)
     if found is None:
         return graded(None, False)
     return Score(kind="abstain", reason="unjudged", extracted=found, info={ASK: True})

@@ -12,14 +12,13 @@ deadline.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
-from typing import Literal
 
 from saccade.plugins.verifiers import symbolic
-from saccade.plugins.verifiers.extract import Scope, answer_of, graded, unboxed
+from saccade.plugins.verifiers.extract import answering, graded, unboxed
 from saccade.plugins.verifiers.math_text import (
     LONGEST,
     Node,
@@ -50,21 +49,14 @@ DEGREE, RADIAN = (split_unit(f"1 {name}")[1] for name in ("degree", "radian"))
 HUNDREDTH = Unit(dimensions=(), factor=Fraction(1, 100))
 
 
-def math(
-    sample: RewardSample,
-    *,
-    order: Sequence[str] = MATH_ORDER,
-    scope: Scope = "after_think",
-    gold_unparseable: Literal["abstain", "string", "error"] = "abstain",
-) -> Score:
+@answering(*MATH_ORDER)
+def math(sample: RewardSample, found: str | None, *, gold_unparseable: str = "abstain") -> Score:
     """1 when the answer equals one of the golds."""
     if gold_unparseable not in ("abstain", "string", "error"):
         raise ValueError(f"gold_unparseable is abstain, string or error, not {gold_unparseable!r}")
-    found = answer_of(sample, order, scope)
     verdicts = {_verdict(found, gold) for gold in sample.golds} if found else {"no_answer"}
-    unread = verdicts <= {"gold_unparseable"}
-    if unread and gold_unparseable != "string":
-        return replace(no_gold(sample), kind=gold_unparseable, extracted=found)
+    if verdicts <= {"gold_unparseable"} and gold_unparseable != "string":
+        return replace(no_gold(sample), kind=gold_unparseable, extracted=found)  # type: ignore[arg-type]
     why = min(verdicts - {"gold_unparseable"}, default="wrong")
     return graded(found, "right" in verdicts, why)
 

@@ -17,7 +17,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
-from saccade.plugins.verifiers.extract import NUMBER, Scope, answer_of, graded
+from saccade.plugins.verifiers.extract import NUMBER, Scope, answer_of, answering, graded
 from saccade.plugins.verifiers.math_text import CJK, NARROW, TEXT, TooLarge, normalise, rational, tidy
 from saccade.plugins.verifiers.text_match import plain_text
 from saccade.plugins.verifiers.wording import (
@@ -208,25 +208,18 @@ LONGEST_NUMBER = 64  # characters; what is longer is no answer
 Number = int | Fraction
 
 
-def count(
-    sample: RewardSample, *, tolerance: float = 0, order: Sequence[str] = NUMBER_ORDER, scope: Scope = "after_think"
-) -> Score:
+@answering(*NUMBER_ORDER)
+def count(sample: RewardSample, found: str | None, *, tolerance: float = 0) -> Score:
     """One integer in the answer, at most `tolerance` away from the gold."""
 
     def right(value: Number, gold: Number) -> bool:
         return value.denominator == 1 and -tolerance <= value - gold <= tolerance
 
-    return _judge(sample, answer_of(sample, order, scope), right, percent=False)
+    return _judge(sample, found, right, percent=False)
 
 
-def number(
-    sample: RewardSample,
-    *,
-    rel_tol: float = 1e-6,
-    decimals: int | None = None,
-    order: Sequence[str] = NUMBER_ORDER,
-    scope: Scope = "after_think",
-) -> Score:
+@answering(*NUMBER_ORDER)
+def number(sample: RewardSample, found: str | None, *, rel_tol: float = 1e-6, decimals: int | None = None) -> Score:
     """One real number, within `rel_tol` of the gold, or equal after rounding to `decimals`."""
 
     def right(value: Number, gold: Number) -> bool:
@@ -234,14 +227,12 @@ def number(
             return round(value, decimals) == round(gold, decimals)
         return near(value, gold, rel_tol)
 
-    return _judge(sample, answer_of(sample, order, scope), right)
+    return _judge(sample, found, right)
 
 
-def relaxed(
-    sample: RewardSample, *, rel_tol: float = 0.05, order: Sequence[str] = NUMBER_ORDER, scope: Scope = "after_think"
-) -> Score:
+@answering(*NUMBER_ORDER)
+def relaxed(sample: RewardSample, found: str | None, *, rel_tol: float = 0.05) -> Score:
     """ChartQA's score: within `rel_tol` of a gold that is a number, else the same text as it."""
-    found = answer_of(sample, order, scope)
     value, text = _reading(found or ""), plain_text(found or "")
     golds = [(_reading(gold), plain_text(gold)) for gold in sample.golds]
     right = any(text == words if value is None or gold is None else near(value, gold, rel_tol) for gold, words in golds)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from saccade.plugins.verifiers.choice import letters_in
-from saccade.plugins.verifiers.extract import Scope, answer_of, graded
+from saccade.plugins.verifiers.extract import Scope, answer_of, answering, graded
 from saccade.plugins.verifiers.maths import spelling
 from saccade.plugins.verifiers.response_shape import check_think_answer
 from saccade.plugins.verifiers.text_match import joined
@@ -28,9 +28,6 @@ VERDICTS: Mapping[str, tuple[str, str, str]] = {
     for name in ("Image", "Video", "Audio", "Response")
 }
 
-SHORT_ORDER = ("answer_tag",)
-CHOICE_ORDER = ("answer_tag", "boxed", "answer_line", "letter")
-
 ITEM = r"\b(?:image|video|audio|text|answer|response|item)\s*"
 BETTER = re.compile(
     rf"{ITEM}([12ab])\s+is\s+(?:the\s+)?better\b(?:\s+than\s+(?:{ITEM}(?!\1)[12ab]|the\s+other)\b)?"
@@ -41,12 +38,12 @@ ALONE = re.compile(r"(?<![\d.-])\d(?!\.?\d)")  # a digit that is no part of a nu
 SIDES = {"a": 0, "1": 0, "b": 1, "2": 1, "c": 2, "0": 2, "tie": 2, "equal": 2, "both": 2}
 
 
-def choice(sample: RewardSample, *, order: Sequence[str] = CHOICE_ORDER, scope: Scope = "after_think") -> Score:
+@answering("answer_tag", "boxed", "answer_line", "letter")
+def choice(sample: RewardSample, found: str | None) -> Score:
     """1 when exactly the gold options are named; a gold of several letters is compared as a set."""
     gold = _gold_letters(sample.golds, tuple(sample.choices))
     if not gold:
         return no_gold(sample)
-    found = answer_of(sample, order, scope)
     letters = letters_in(found or "", sample.choices)
     return graded(found, letters == gold, "wrong" if letters else "unparseable")
 
@@ -57,13 +54,8 @@ def _gold_letters(golds: tuple[str, ...], choices: tuple[str, ...]) -> frozenset
     return frozenset().union(*found) if all(found) else frozenset()
 
 
-def digit(
-    sample: RewardSample,
-    *,
-    allowed: Sequence[str] = "0123456789",
-    order: Sequence[str] = SHORT_ORDER,
-    scope: Scope = "after_think",
-) -> Score:
+@answering("answer_tag")
+def digit(sample: RewardSample, found: str | None, *, allowed: Sequence[str] = "0123456789") -> Score:
     """The answer is an allowed digit, or the first that stands in it is the gold."""
     digits = [str(one) for one in allowed]
     golds = {gold.strip() for gold in sample.golds} & set(digits)
@@ -71,7 +63,6 @@ def digit(
         raise ValueError(f"allowed are single digits, such as [0, 1, 2], not {allowed!r}")
     if not golds:
         return no_gold(sample)
-    found = answer_of(sample, order, scope)
     first = next((sign for sign in ALONE.findall(found or "") if sign in digits), None)
     right = first in golds and not unsettled(found or "")
     return graded(found, right, "wrong" if first else "unparseable")
@@ -86,19 +77,19 @@ def dapo_math(sample: RewardSample, *, scope: Scope = "after_think") -> Score:
 
 def avqa(sample: RewardSample, *, scope: Scope = "after_think") -> Score:
     """1 for the option in the answer tag, by text, letter or index from 0; 1 for the shape."""
-    found = answer_of(sample, SHORT_ORDER, scope)
+    found = answer_of(sample, ("answer_tag",), scope)
     gold = {_option(gold, sample.choices) for gold in sample.golds}
     return _two(sample, found, found is not None and _option(found, sample.choices) in gold)
 
 
-def verdict(sample: RewardSample, *, order: Sequence[str] = SHORT_ORDER, scope: Scope = "after_think") -> Score:
+@answering("answer_tag")
+def verdict(sample: RewardSample, found: str | None) -> Score:
     """1 for naming the better of two items, or a tie, in words of `VERDICTS` and no others but a
     reason behind them; 1 for the shape.
     """
     sides = [_side(gold) for gold in sample.golds]
     if not sides or None in sides:
         return no_gold(sample)
-    found = answer_of(sample, order, scope)
     said = BETTER.fullmatch(REASON.sub("", found or "").strip(" *.,!\n"))
     return _two(sample, found, said is not None and _side(said[0]) in sides)
 
