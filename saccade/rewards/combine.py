@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Literal
 
 from saccade.rewards.reward_sample import RewardSample
@@ -59,13 +58,6 @@ class RewardRecipe:
     combination: str = "weighted_sum"  # key of COMBINATIONS
     gate: int | None = None  # index of the term that must be positive
     renormalise: bool = False
-
-    @cached_property
-    def knows_limit(self) -> bool:
-        """Whether a term may look at the token limit of the episode."""
-        return any(
-            term.kind == "shaping" or term.function is None or term.judged or term.learned for term in self.terms
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,22 +113,21 @@ Pairs = Sequence[tuple[Term, Score]]
 
 def _reward(recipe: RewardRecipe, pairs: Pairs) -> float | None:
     """Of the terms that have a value, weighing as much as all; None where none is left, or no gate."""
-    judging = [(term, score) for term, score in pairs if term.kind != "shaping"]
-    values = [(score.value, term.weight) for term, score in judging if score.kind == "value"]
+    judging = [(term.weight, score) for term, score in pairs if term.kind != "shaping"]
+    values = [(score.value, weight) for weight, score in judging if score.kind == "value"]
     if len(values) < len(judging):
-        whole, rest = sum(term.weight for term, _ in judging), sum(weight for _, weight in values)
+        whole, rest = sum(weight for weight, _ in judging), sum(weight for _, weight in values)
         if not rest:
             return None
         values = [(value, weight * whole / rest) for value, weight in values]
+    gate = None if recipe.gate is None else pairs[recipe.gate][1]
+    if gate is not None and gate.kind != "value":
+        return None
     shaping = 0.0
     for term, score in pairs:
         if term.kind == "shaping" and score.kind == "value":
             shaping += term.weight * score.value
-    if recipe.gate is not None:
-        gate = pairs[recipe.gate][1]
-        if gate.kind != "value" or gate.value <= 0:
-            return shaping if gate.kind == "value" else None
-    return COMBINATIONS[recipe.combination](values) + shaping
+    return shaping if gate is not None and gate.value <= 0 else COMBINATIONS[recipe.combination](values) + shaping
 
 
 def drops_group(reasons: Iterable[str]) -> bool:

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import inspect
 import json
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from saccade.config import RewardConfig
 from saccade.errors import ConfigError
@@ -30,8 +29,6 @@ from saccade.rewards.resolve import resolve_recipes, unknown
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import SERVICES, VERIFIERS, Service, split_name
 from saccade.types import Sample, Score
-
-T = TypeVar("T")
 
 
 class Scorer:
@@ -148,7 +145,11 @@ class Scorer:
     def submit(self, sample: RewardSample) -> Future[Scored]:
         """The result as a future that never holds an exception of a verifier."""
         begun = self._begin(sample)
-        return begun if isinstance(begun, Future) else _done(begun)
+        if isinstance(begun, Future):
+            return begun
+        future: Future[Scored] = Future()
+        future.set_result(begun)
+        return future
 
     def flush(self) -> None:
         """What waits for a model is scored now, in this thread; nothing without models."""
@@ -164,9 +165,9 @@ class Scorer:
         recipe = self.recipe(sample.data_source)
         if sample.unreadable:
             return Scored(status="error", reason=f"unreadable: {sample.unreadable}")
-        if not sample.max_tokens and recipe.knows_limit:
+        if not sample.max_tokens:
             sample = replace(sample, max_tokens=self.max_tokens)
-        return _when_all(recipe, [term.submit(sample) for term in recipe.terms])
+        return _then(_gathered([term.submit(sample) for term in recipe.terms]), partial(combine, recipe))
 
     def _opened(self, recipe: RewardRecipe) -> RewardRecipe:
         terms = [replace(term, submit=self._submit_of(term)) for term in recipe.terms]
@@ -188,7 +189,10 @@ class Scorer:
             if problem:
                 raise ConfigError(f"reward.terms: {term.verifier} cannot be used: {problem}")
             first = partial(self.pool.submit, term.verifier, args=term.args)
-        return partial(_then, first, self._judge(term).submit) if term.judged else first
+        if not term.judged:
+            return first
+        judge = self._judge(term)
+        return lambda sample: _then(first(sample), partial(judge.submit, sample))
 
     def _service(self, term: Term) -> Service:
         """One for all terms that are alike."""
@@ -208,12 +212,6 @@ class Scorer:
         return self.judge
 
 
-def _done(value: T) -> Future[T]:
-    future: Future[T] = Future()
-    future.set_result(value)
-    return future
-
-
 def _in_place(function: Callable[..., Score], args: Mapping[str, Any], sample: RewardSample) -> Score:
     try:
         return function(sample, **args)
@@ -221,45 +219,30 @@ def _in_place(function: Callable[..., Score], args: Mapping[str, Any], sample: R
         return Score(kind="error", reason=f"raised: {type(error).__name__}: {error}")
 
 
-def _then(
-    first: Callable[[RewardSample], Pending], second: Callable[[RewardSample, Score], Pending], sample: RewardSample
-) -> Pending:
-    """What the second makes of the score of the first."""
-    begun = first(sample)
-    if not isinstance(begun, Future):
-        return second(sample, begun)
-    result: Future[Score] = Future()
+def _then(given: Any, go_on: Callable[[Any], Any]) -> Any:
+    """What `go_on` makes of a result; a future of it where the result is one, or what is made."""
+    if not isinstance(given, Future):
+        return go_on(given)
+    last: Future[Any] = Future()
+    last.set_running_or_notify_cancel()
 
-    def go_on(done: Future[Score]) -> None:
-        last = second(sample, done.result())
-        last = last if isinstance(last, Future) else _done(last)
-        last.add_done_callback(lambda done: result.set_result(done.result()))
-
-    begun.add_done_callback(go_on)
-    return result
-
-
-def _when_all(recipe: RewardRecipe, begun: Sequence[Pending]) -> Scored | Future[Scored]:
-    """Combined now, or when the last of the futures is done."""
-    out = [each for each in begun if isinstance(each, Future)]
-    if not out:
-        return combine(recipe, begun)  # type: ignore[arg-type]
-    result: Future[Scored] = Future()
-    result.set_running_or_notify_cancel()
-    left, lock = len(out), threading.Lock()
-
-    def arrived(_: Future[Score]) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            if left:
-                return
+    def arrived(go_on: Callable[[Any], Any], done: Future[Any]) -> None:
         try:
-            scores = [each.result() if isinstance(each, Future) else each for each in begun]
-            result.set_result(combine(recipe, scores))
+            made = go_on(done.result())
         except Exception as error:  # a future swallows what its callbacks raise
-            result.set_exception(error)
+            last.set_exception(error)
+        else:
+            if isinstance(made, Future):
+                made.add_done_callback(partial(arrived, lambda result: result))
+            else:
+                last.set_result(made)
 
-    for future in out:
-        future.add_done_callback(arrived)
-    return result
+    given.add_done_callback(partial(arrived, go_on))
+    return last
+
+
+def _gathered(begun: Sequence[Pending], scores: tuple[Score, ...] = ()) -> Any:
+    """All scores, or a future of them."""
+    if not begun:
+        return scores
+    return _then(begun[0], lambda score: _gathered(begun[1:], (*scores, score)))

@@ -52,10 +52,6 @@ def load(verifier: str) -> Callable[..., Any]:
 # -- calling ---------------------------------------------------------------------------------------
 
 
-def _reward_input(sample: RewardSample) -> dict[str, Any]:
-    return {"response": sample.response, "response_length": sample.length, "ground_truth": sample.answer}
-
-
 def _columns(samples: Sequence[RewardSample]) -> Mapping[str, Any]:
     extra = {name for sample in samples for name in sample.extra}
     columns = {name: [sample.extra.get(name) for sample in samples] for name in extra}
@@ -71,11 +67,8 @@ def _columns(samples: Sequence[RewardSample]) -> Mapping[str, Any]:
 
 
 def _queries(samples: Sequence[RewardSample]) -> Mapping[str, Any]:
-    return {
-        "queries": [sample.prompt + sample.response for sample in samples],
-        "prompts": [sample.prompt for sample in samples],
-        "labels": [sample.answer for sample in samples],
-    }
+    queries = [sample.prompt + sample.response for sample in samples]
+    return {"queries": queries, "prompts": [s.prompt for s in samples], "labels": [s.answer for s in samples]}
 
 
 def _solution(sample: RewardSample) -> Mapping[str, Any]:
@@ -88,18 +81,22 @@ def _solution(sample: RewardSample) -> Mapping[str, Any]:
     }
 
 
-def _solutions(samples: Sequence[RewardSample]) -> Mapping[str, Any]:
-    rows = list(map(_solution, samples))
-    return {f"{name}s": [row[name] for row in rows] for name in rows[0]}
-
-
 def _predicted(name: str) -> Callable[[RewardSample], Mapping[str, Any]]:
     return lambda sample: {name: sample.response, "ground_truth": sample.answer}
 
 
-def _predictions(samples: Sequence[RewardSample]) -> Mapping[str, Any]:
-    golds = [sample.answer for sample in samples]
-    return {"predicts": [sample.response for sample in samples], "ground_truths": golds}
+def _reward_input(sample: RewardSample) -> dict[str, Any]:
+    return {"response": sample.response, "response_length": sample.length, "ground_truth": sample.answer}
+
+
+def _lists(single: Callable[[RewardSample], Mapping[str, Any]]) -> Callable[[Sequence[RewardSample]], Any]:
+    """The same for several samples: lists, under the names with an s."""
+
+    def plural(samples: Sequence[RewardSample]) -> Mapping[str, Any]:
+        rows = list(map(single, samples))
+        return {f"{name}s": [row[name] for row in rows] for name in rows[0]}
+
+    return plural
 
 
 SAMPLE = Form(known_by=("sample",), first=True, arguments=lambda sample: sample)
@@ -110,14 +107,14 @@ FORMS = (
     # OpenRLHF, LMM-R1
     Form(known_by=("queries", "prompts"), batch=True, arguments=_queries),
     # verl, Mini-o3
-    Form(known_by=("solution_strs",), batch=True, arguments=_solutions),
+    Form(known_by=("solution_strs",), batch=True, arguments=_lists(_solution)),
     Form(known_by=("solution_str",), arguments=_solution),
     # EasyR1, newest first
     Form(
         known_by=("reward_inputs",), first=True, batch=True, arguments=lambda samples: list(map(_reward_input, samples))
     ),
     Form(known_by=("reward_input",), first=True, arguments=_reward_input),
-    Form(known_by=("predicts", "ground_truths"), batch=True, arguments=_predictions),
+    Form(known_by=("predicts", "ground_truths"), batch=True, arguments=_lists(_predicted("predict"))),
     Form(known_by=("predict", "ground_truth"), arguments=_predicted("predict")),
     Form(known_by=("predict_str", "ground_truth"), arguments=_predicted("predict_str")),
     # ours
