@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import time
 
@@ -15,7 +13,6 @@ MATH = ("answer_tag", "boxed", "answer_line")
     ("response", "order", "found"),
     [
         ("<answer>1</answer> no: <answer>2</answer>", MATH, "2"),
-        ("<answer>\n12\n</answer>", MATH, "12"),
         ("<answer>1</answer><answer>2", MATH, "1"),
         (r"<answer>so \boxed{\frac{1}{2}}</answer>", MATH, r"\frac{1}{2}"),
         (r"\boxed{1} and \boxed{\{2\}}", MATH, r"\{2\}"),
@@ -27,12 +24,10 @@ MATH = ("answer_tag", "boxed", "answer_line")
         ("my answer: is late", ("answer_line",), None),
         ("Answer: 3" + "\nfurther" * 60, MATH, None),
         ("so #### 72\n", ("hash",), "72"),
-        ("it is 7", MATH, None),
         ("it is 7, not 8.5", ("last_number",), "8.5"),
         ("The answer is (B).", ("letter",), "B"),
         ("(A) or (B)", ("letter",), None),
         ("  cat ", ("whole",), "cat"),
-        ("", ("whole",), None),
     ],
 )
 def test_order_and_places(response, order, found):
@@ -44,8 +39,6 @@ def test_order_and_places(response, order, found):
     [
         ("<think><answer>1</answer></think><answer>2</answer>", False, "2"),
         ("<think><answer>1</answer></think>", False, None),
-        ("<think><answer>1</answer>", False, None),
-        ("<answer>1</answer>", False, "1"),
         ("<answer>1</answer>", True, None),
         ("a thought</think><answer>1</answer>", True, "1"),
         ("<think>a</think><think>b<answer>1</answer>", False, None),
@@ -70,7 +63,6 @@ def test_an_answer_of_several_turns_stands_in_the_last_one():
         ('<think>Look.</think><grounding>{"bbox_2d": [0, 0.5, 1, 1]}</grounding>', None),
         ('<tool_call>{"name": "calculator", "arguments": {"expression": "3*4"}}</tool_call>', None),
         ('<grounding>{"bbox_2d": [0, 0.5', None),
-        ("<grounding>[1]</grounding> so it is 12", "12"),
         ("<grounding>[1] <answer>7</answer>", "7"),
     ],
 )

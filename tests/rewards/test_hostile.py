@@ -1,16 +1,76 @@
-"""Responses that are written to hang, to overflow or to be executed."""
+"""Mathematics, and responses that are written to hang, to overflow or to be executed."""
 
-from __future__ import annotations
-
+import gzip
+import itertools
 import json
+import random
+import re
 import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from saccade.plugins.reward_workers.pool import WorkerPool
 from saccade.plugins.verifiers import symbolic
+from saccade.plugins.verifiers.maths import equivalent, math
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
+
+
+def sample(response: str, answer: str) -> RewardSample:
+    return RewardSample(id="a", response=response, answer=answer)
+
+
+def test_without_formulas_numbers_units_and_structure_decide():
+    for answer, gold in [("100 cm", "1 m"), (r"\frac12", "50%"), (r"\{1,2\}", r"\{2,1.0\}")]:
+        assert equivalent(answer, gold, formulas=False)
+    assert not equivalent(r"2\sqrt3", r"\sqrt{12}", formulas=False)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "9^{9^{9^9}}",
+        "1e99999",
+        r"\binom{99999}{555}",
+        "9" * 1900,
+        "(" * 30 + "1" + ",2)" * 30,
+        r"\{1\pm" * 25 + "1" + r"\}" * 25,
+        "x" * 5000,
+        "|x" * 40,
+        "(x+y+z+w)^{40}",
+    ],
+)
+def test_huge_expressions_are_refused_at_once(answer):
+    symbolic.load()
+    start = time.process_time()
+    score = math(sample(f"<answer>{answer}</answer>", "5x"))
+    assert (score.value, score.reason) == (0, "too_large")
+    assert time.process_time() - start < 1
+
+
+COMMANDS = r"\frac \sqrt \{ \} \pm \sin \pi \cup \infty \\ \binom \lfloor \in \boxed{ ^\circ or 99999"
+LONGER = [r"\text{ cm}", r"\begin{pmatrix}", r"\end{pmatrix}"]
+PIECES = st.sampled_from([*"{}()[],129xyei^_-+/*!|%.=< &", *COMMANDS.split(), *LONGER])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(PIECES, max_size=20), st.lists(PIECES, max_size=8))
+def test_any_text_gets_a_verdict(answer, gold):
+    score = math(sample("<answer>" + "".join(answer) + "</answer>", "".join(gold)))
+    assert score.kind in ("value", "abstain")
+
+
+def test_competition_golds_equal_themselves_and_no_other(shared):
+    with gzip.open(shared / "math500/math500.jsonl.gz", "rt") as lines:
+        golds = sorted({json.loads(line)["answer"] for line in lines})
+    some = random.Random(0).sample(golds, 150)
+    assert [math(sample(f"\\boxed{{{gold}}}", gold)).value for gold in some] == [1] * len(some)
+    assert [pair for pair in itertools.pairwise(some) if equivalent(*pair)] == []
+    unread = [g for g in some if math(sample("<answer>-77777</answer>", g)).kind == "abstain"]
+    assert all(re.search("[a-z]{4}", gold) for gold in unread) and len(unread) < 5  # words
+
 
 N = 20_000
 BODIES = {
@@ -47,7 +107,7 @@ ARGS = {
 ROW = {"level": "#####\n#@$.#\n#####", "bbox": [0, 0, 10, 10]}
 
 
-@pytest.mark.parametrize("name", VERIFIERS)
+@pytest.mark.parametrize("name", sorted({*VERIFIERS} - {"geo3k", "labels_recall", "token_recall", "format:counting"}))
 def test_every_response_is_scored_within_a_second(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     symbolic.load()
@@ -85,14 +145,6 @@ def test_the_time_for_a_run_of_one_sign_grows_with_its_length():
                     gold = "B" if name in ("choice", "avqa") else "5"
                     VERIFIERS[name].function(RewardSample(id="a", response=response, answer=gold))
                 assert time.process_time() - start < 0.5, (sign, end, frame)
-
-
-@pytest.mark.parametrize("tail", ["", "...", r"\dots"])
-def test_many_digits_are_read_at_once(tail):
-    start = time.process_time()
-    digits = RewardSample(id="a", response=rf"\boxed{{{'7' * 700}.{'12' * 350}{tail}}}", answer="5")
-    assert VERIFIERS["math"].function(digits).value == 0
-    assert time.process_time() - start < 1
 
 
 def test_a_pattern_that_explodes_costs_its_sample_only():

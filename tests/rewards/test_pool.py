@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path
@@ -9,7 +7,6 @@ import pytest
 
 from saccade.plugins.reward_workers.pool import WorkerPool
 from saccade.rewards.reward_sample import RewardSample, to_json
-from saccade.system import process
 from saccade.system.process import Child
 from saccade.types import Score
 
@@ -32,7 +29,6 @@ def batch(samples): return [misbehave(s.response) for s in samples]
 def counted(samples):
     with open(__file__ + ".calls", "a") as file: print(len(samples), file=file)
     return [1.0]
-def loud(sample): print("x" * 400_000); return 1.0
 def short(samples): return [1.0 for s in samples if s.response != "drop"]
 async def waiting(sample):
     if sample.response == "sleep": await asyncio.sleep(60)
@@ -49,10 +45,6 @@ def once(sample):
         os.kill(os.getpid(), 9)
     return float(sample.id)
 def once_together(samples): return [once(s) for s in samples]
-def first_one(completions, solution, **columns):
-    first = completions[0]
-    return [float(right in c[0]["content"]) for c, right in zip(completions, solution)]
-def one_only(completions, **columns): return [float(completions[0][0]["content"] != "drop")]
 def dies_later(sample):
     import threading
     threading.Timer(0.2, os._exit, [7]).start()
@@ -121,16 +113,6 @@ def test_a_list_function_that_can_only_score_one_is_told_of_once(functions, capl
     assert f"(bad_length: 1 results for {several} samples)" in said
 
 
-def test_what_rewards_print_has_a_limit_that_is_told_of_once(functions, capfd, caplog):
-    process._say_enough.cache_clear()
-    with WorkerPool(workers=2, deadline=30) as pool:
-        found = scores(pool, f"{functions}:loud", GOOD[:8])
-    assert all(score.value == 1 for score in found.values())
-    assert process.SHOWN <= capfd.readouterr().err.count("x") <= 2 * process.SHOWN == 2 * 262_144
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said == "a reward printed more than 256 kB; of each of its processes only that much is shown"
-
-
 def test_lists_are_short_or_awaited_and_a_process_that_dies_idle_is_replaced(functions):
     with WorkerPool(workers=1, deadline=5) as pool:
         found = scores(pool, f"{functions}:short", [*GOOD[:5], "drop"])
@@ -155,21 +137,8 @@ def test_check_tells_what_is_wrong(functions, tmp_path):
         assert "no_such_module" in missing and missing.endswith("(broken.py:1)")
         (tmp_path / "typo.py").write_text("x = 1\ndef f(sample) return 1\n")
         assert pool.check(f"{tmp_path}/typo.py:f") == "load: SyntaxError: expected ':' (typo.py:2)"
-        (tmp_path / "none.py").write_text("def f(): return 1\ndef g(response, answer): return 1\n")
-        for name in "fg":
-            told = pool.check(f"{tmp_path}/none.py:{name}") or ""
-            assert "f(sample), f(samples)" in told and ".py:" not in told
-
-
-def test_whether_a_list_function_loads_is_asked_without_calling_it(functions):
-    samples = [RewardSample(id=str(n), response="red" * (n % 3), answer="red") for n in range(96)]
-    with WorkerPool(workers=2, deadline=30) as pool:
-        for name in ("first_one", "one_only"):
-            assert pool.check(f"{functions}:{name}") is None
-            found = [pool.submit(f"{functions}:{name}", sample) for sample in samples]
-            right = [float(bool(n % 3) or name == "one_only") for n in range(96)]
-            assert [future.result(timeout=60).value for future in found] == right
-        assert pool.replaced == 0
+        (tmp_path / "none.py").write_text("def f(): return 1\n")
+        assert "f(sample), f(samples)" in (pool.check(f"{tmp_path}/none.py:f") or "")
 
 
 def test_a_late_reply_is_never_taken_for_one_to_another_request(functions):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +32,11 @@ TWO = ["count", {"verifier": "format:think_answer", "weight": 0.5}]
     ("combine", "response", "reward"),
     [
         ("weighted_sum", RIGHT, 1.5),
-        ("weighted_sum", BARE, 1.0),
         ("product", RIGHT, 0.5),
-        ("product", BARE, 0.0),
         ("min", RIGHT, 0.5),
         ("min", BARE, 0.0),
         ("gate(format)", RIGHT, 1.5),
         ("gate(format)", BARE, 0.0),
-        ("gate(format:think_answer)", BARE, 0.0),
     ],
 )
 def test_combinations(combine, response, reward):
@@ -57,12 +52,6 @@ def test_order_is_combine_then_shape_and_limits_are_for_training():
     assert (shaped.reward, shaped.outcome) == (-0.5, 1.0)
     free = one(scorer(overlong=(50, 1.0, 100), **config), RIGHT, length=75)
     assert (free.reward, free.outcome) == (1.0, 1.0)
-
-
-def test_shaping_terms_never_reach_the_outcome():
-    terms = ["repetition", "count", {"verifier": "length", "args": {"band": [0, 5]}, "weight": 0.1}]
-    scored = one(scorer(terms=terms), "7", length=3)
-    assert (scored.outcome, scored.reward) == (1.0, 1.1)
 
 
 def test_the_outcome_is_the_accuracy_part_where_there_is_one():
@@ -129,9 +118,7 @@ def test_weights_of_the_components_of_a_sum():
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"combine": "product"}, "combined by product"),
         ({"combine": "gate(format)"}, r"combined by gate\(format\)"),
-        ({"reweight_abstained": True}, "reward.reweight_abstained"),
         ({"terms": ["count"]}, r"'any' has \['count'\] alone"),
     ],
 )
@@ -183,30 +170,20 @@ def test_the_prompt_format_tells_where_to_look():
         ({"terms": [{"verifier": "count", "args": {"tolerence": 1}}]}, "did you mean 'tolerance'"),
         ({"terms": [{"verifier": "geo3k", "args": {"a": 1}}]}, "takes no arguments"),
         ({"terms": [{"verifier": "count", "args": {"order": ["tag"]}}]}, "some of answer_tag"),
-        ({"terms": [{"verifier": "gsm8k", "args": {"mode": "lax"}}]}, "mode is default"),
         ({"terms": [{"verifier": "exact", "args": {"scope": "tail"}}]}, "scope is"),
-        ({"terms": [{"verifier": "count", "args": {"tolerance": "x"}}]}, "tolerance"),
-        ({"terms": [{"verifier": "format:think_answer", "args": {"gap": "x"}}]}, "gap"),
         ({"terms": [{"verifier": "regex", "args": {"pattern": "(a"}}]}, "unterminated"),
-        ({"terms": ["regex"]}, "pattern"),
         ({"terms": ["math"], "form": "think_anser"}, "did you mean 'think_answer'"),
         ({"terms": [{"verifier": "iou", "args": {"answer_frame": "pixel_resized"}}]}, "iou with .* needs `unit`"),
-        ({"terms": [{"verifier": "hybrid", "args": {"rool": "math"}}]}, "did you mean 'rule'"),
         ({"terms": [{"verifier": "hybrid", "args": {"rule": "number", "options": {"tol": 1}}}]}, "tol"),
         ({"terms": ["math", "math"]}, "two terms are called 'math'"),
         ({"terms": ["math"], "preset": "r1v"}, "both set"),
-        ({"terms": ["math"], "by_source": {"default": "r1v"}}, "both set"),
         ({"preset": "r2v"}, "did you mean 'r1v'"),
-        ({"by_source": {"a": "gsm9k"}}, "by_source.a"),
         ({"by_source": {"a": 7}}, "by_source.a"),
         ({"terms": ["math"], "combine": "sum"}, "expected one of gate"),
         ({"terms": ["math"], "combine": "gate(format)"}, "unknown term 'format'"),
-        ({"terms": ["math"], "accuracy_term": "count"}, "unknown term 'count'"),
         ({"terms": ["format:boxed"]}, "reward.accuracy_term=format"),
         ({"terms": ["repetition"]}, "only shaping terms"),
-        ({"by_source": {"geo": []}}, "reward.by_source.geo: no terms; add one"),
         ({"terms": [{"verifier": "overlong", "args": {"buffer": 100}}]}, "0 < buffer < 100"),
-        ({"terms": ["math", "overlong"]}, "buffer"),
         ({"terms": ["nowhere/reward.py:f"]}, "does not exist"),
         ({"terms": [f"{EXAMPLE}:no_such_name"]}, "no function 'no_such_name'"),
         ({"terms": [{"verifier": f"{EXAMPLE}:close_count", "args": {"wide": 1}}]}, "wide"),

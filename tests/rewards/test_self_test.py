@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gzip
 import json
 import logging
@@ -43,24 +41,18 @@ def result_of(samples: list[Sample], terms: list[Any], form: str = "think_answer
     ("verifier", "form", "answers"),
     [
         ("count", "think_answer", ("7", "8", "8")),
-        ("count", "hash", ("7", "8")),
         ("number", "direct", ("7.5", "8")),
         ("math", "think_boxed", (r"\frac{1}{2}", "0.5", r"\sqrt{2}", r"\text{Evelyn}")),
-        ("math", "none", ("1", "2")),
-        ("math", "answer_line", ("1", "2")),
         ("relaxed", "think_answer", ("Gray", "12.5", "0", "Q3 2019", "2019", "40%")),
         ("gsm8k", "hash", ("so 3 #### 3", "#### 4")),
-        ("geo3k", "think_boxed", ("1", "2")),
         ("exact", "think_answer", ("true", "false")),
         ("contains_one_of", "think_answer", ("a red cube", "a ball")),
         ("choice", "letter", ("A", "B")),
         ("choice", "think_answer", (("A", "C"), ("B",))),
         ("digit", "direct", ("1", "2")),
-        ("dapo_math", "answer_line", ("12", "13")),
         ("avqa", "think_answer", ("rain", "wind")),
         ("verdict", "think_answer", ("A", "B", "tie")),
         ("labels_f1", "think_boxed", (("edema", "effusion"), "edema")),
-        ("token_recall", "think_answer", ("left lobe", "right lobe")),
         ("medical", "boxes_json", ("edema", "edema, effusion")),
         ("iou", "think_answer", ("[0,0,10,10]", "[5,0,15,10]")),
         ("point", "think_answer", ("[0,0,10,10]", "[20,20,30,30]")),
@@ -96,12 +88,6 @@ def test_what_else_passes():
     assert (none.passed, none.rows, none.skipped) == (True, 0, ("count (default): no row has an answer",))
 
 
-def test_places_may_be_right_for_a_few_other_rows_but_not_for_all():
-    everywhere = rows(*(f"[0,0,{side},{side}]" for side in (10, 11, 12)))
-    assert not result_of(everywhere, ["point"]).passed
-    assert result_of(rows("[0,0,10,10]", "[2,2,30,30]", "[50,50,60,60]"), ["point"]).passed
-
-
 def test_a_verifier_that_does_not_fit_the_answers_is_refused():
     result = result_of(rows("3.5", "7.25"), ["count"])
     assert [f.case.sample.id for f in result.failures] == ["row-0", "row-1"]
@@ -118,7 +104,6 @@ def test_a_verifier_that_does_not_fit_the_answers_is_refused():
         ("math", ("true", "false"), r"right answer of 0 of 2 rows .* 2 of 2.*terms=\[exact\]"),
         ("count", ("cat", "dog"), r"right answer of 2 of 2 rows .*terms=\[exact\]"),
         ("number", ("Gray", "12.5"), r"right answer of 1 of 2 rows .*terms=\[relaxed\]"),
-        ("contains_one_of", ("7", "8"), r"such as '7'; .*terms=\[number\]"),
         ("iou", ("left", "right"), r"\[10, 20, 50, 80\]"),
     ],
 )
@@ -143,13 +128,12 @@ def test_warn_only_warns(caplog):
         ("return 1.0", "gold"),
         ("return float(sample.answer in sample.response or not sample.response)", "empty"),
         ("return float('answer' in sample.response)", "foreign"),
-        ("return 2.0 * (f'<answer>{sample.answer}</answer>' in sample.response) - 1", None),
     ],
 )
 def test_careless_custom_rewards_are_refused(tmp_path, body, case):
     (tmp_path / "mine.py").write_text(f"def compute_score(sample):\n    {body}\n")
     result = result_of(rows("7", "8"), [f"{tmp_path}/mine.py"])
-    assert result.passed if case is None else case in {failure.case.kind for failure in result.failures}
+    assert case in {failure.case.kind for failure in result.failures}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +177,6 @@ def test_real_sets_pass(shared):
     assert result_of(rows(*answers), ["math"], "think_boxed").passed
     with gzip.open(shared / "gsm8k/gsm8k.train.jsonl.gz", "rt") as lines:
         answers = [json.loads(next(lines))["answer"] for _ in range(32)]
-    assert result_of(rows(*answers), ["gsm8k"]).passed
     assert result_of(rows(*answers), ["gsm8k"], "hash").passed
     items = json.loads((shared / "nlvr/nlvr.train.json").read_text())
     assert result_of(rows(*(item["solution"] for item in items[:32])), ["exact"]).passed

@@ -1,7 +1,5 @@
 """What crosses the wire: our own words, and those of the programs that were there before."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, get_args
 
@@ -69,9 +67,7 @@ def test_no_gold_an_empty_gold_and_several_golds_stay_what_they_are():
     [
         ("chatml", "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<answer>4</answer><|im_end|>"),
         ("deepseek", "<｜User｜>2+2?<｜Assistant｜><answer>4</answer><｜end▁of▁sentence｜>"),  # noqa: RUF001
-        ("gemma", "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n<answer>4</answer><end_of_turn>"),
         ("mistral", "[INST]2+2?[/INST]<answer>4</answer></s>"),
-        ("base", "User: 2+2?\n\nAssistant: <answer>4</answer>"),
         ("plain", "2+2?<answer>4</answer>"),
     ],
 )
@@ -126,11 +122,8 @@ def test_requests_of_older_programs_are_understood(body):
             "d",
         ),
         ("<s>[INST] a? [/INST] <s>6</s> 5</s>", "<s>[INST] a? [/INST]", "", "<s>6</s> 5"),
-        ("<start_of_turn>model\n5<end_of_turn>\n<eos>", "<start_of_turn>model\n", "", "5"),
         ("<|user|>\\boxed{4}?<|assistant|>5", "<|user|>\\boxed{4}?<|assistant|>", "", "5"),
         ("<|box_start|>(1,2)<|box_end|><|im_end|>", None, "", "<|box_start|>(1,2)<|box_end|>"),
-        ("no marks at all", None, BEGIN, "no marks at all"),
-        ("User: hi\n\nAssistant: yes", None, "", "User: hi\n\nAssistant: yes"),
         ("User: hi\n\nAssistant: yes", None, "Assistant: ", "yes"),
     ],
 )
@@ -157,13 +150,10 @@ def test_a_prompt_that_a_template_wrote_is_no_question_for_a_model():
     ("body", "words"),
     [
         ({}, "query: missing"),
-        ({"query": []}, "query: give a list"),
         ({"query": [3]}, r"query\[0\]: int"),
         ({"query": ["a", "b"], "labels": ["1"]}, "labels: 1 entries for 2 samples"),
-        ({"query": ["a"], "labels": [{"$ref": 1}]}, r"labels\[0\]: dict"),
         ({"query": ["a"], "extras": ["__import__('os')"]}, r"extras\[0\]: str"),
         ({"protocol": 2, "query": ["a"]}, "responses: missing"),
-        ({"query": ["a"], "lengths": [True]}, r"lengths\[0\]: bool"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(body, words):
@@ -208,7 +198,6 @@ def test_an_older_client_gets_lists_of_numbers_and_nothing_else():
     [
         ('{"rewards": [1.5, 0.0]}', None),  # math_verifier of LMM-R1, serve_rm of OpenRLHF
         ('{"rewards": [1.5, 0.0], "accuracy_rewards": [1.0, 0.0], "format_rewards": [0.5, 0]}', [1.0, 0.0]),
-        ('{"rewards": [1.5, 0.0], "acc_rewards": [1.0, 0.0]}', [1.0, 0.0]),
         ('{"rewards": [1.5, 0.0], "scores": [0.75, 0.0], "extra_logs": {"dummy_scores": [1.5, 0.0]}}', [0.75, 0.0]),
         ('{"rewards": [1.5, 0], "local_rank": 3}', None),
     ],
@@ -226,9 +215,7 @@ def test_replies_of_older_services(reply, accuracy):
         {"score": [1.0, 0.0]},
         {"rewards": [1.0]},
         {"rewards": [1.0, "0"]},
-        {"rewards": [1.0, True]},
         {"rewards": [[1.0], [0.0]]},
-        {"rewards": 1.0},
         {"rewards": [1.0, 0.0], "parts": {"math": [1.0]}},
     ],
 )

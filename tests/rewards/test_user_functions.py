@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +8,6 @@ import pytest
 
 from saccade.plugins.reward_workers.user_functions import call, check_arguments, form_of, to_score, to_scores
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.verifiers import split_name
 from saccade.types import Score
 
 SAMPLES = [
@@ -35,19 +32,15 @@ def with_parameters(parameters: str) -> Callable[..., Any]:
     ("parameters", "form", "is_batch"),
     [
         ("sample, bonus=0.0", "sample", False),
-        ("x", "sample", False),
         ("samples, bonus=0.0", "samples", True),
         ("reward_input, **kwargs", "reward_input", False),
         ("reward_inputs, format_weight=0.1", "reward_inputs", True),
         ("prompts, completions, **columns", "completions", True),
-        ("completions, solution, **kwargs", "completions", True),
         ("queries, prompts, labels", "queries", True),
-        ("queries, prompts", "queries", True),
         ("data_source, solution_str, ground_truth, extra_info=None", "solution_str", False),
         ("data_sources=None, solution_strs=None, ground_truths=None, **kwargs", "solution_strs", True),
         ("predicts, ground_truths, format_weight=0.1", "predicts", True),
         ("predict_str, ground_truth", "predict_str", False),
-        ("predict, ground_truth", "predict", False),
         ("completion_ids, **kwargs", "completion_ids", True),
     ],
 )
@@ -113,7 +106,6 @@ def test_what_each_form_is_given():
             r"'question'; .*def mine\(sample\): return <lambda>\(sample.response, sample.answer\)",
         ),
         ("sample, bonus=0.0", {"bonsu": 1}, r"'bonsu'; .*f\(sample\), .*\(here: bonus\)"),
-        ("sample, weight", {}, "weight"),
     ],
 )
 def test_arguments_are_checked_against_the_signature(parameters, args, words):
@@ -126,7 +118,6 @@ def test_arguments_are_checked_against_the_signature(parameters, args, words):
     ("result", "value", "parts"),
     [
         (1, 1.0, {}),
-        (True, 1.0, {}),
         (np.float32(0.5), 0.5, {}),
         ({"overall": 0.9, "accuracy": 1, "format": 0}, 0.9, {"accuracy": 1.0, "format": 0.0}),
         ({"value": 2, "parts": {"a": 1}, "note": "text"}, 2.0, {"a": 1.0}),
@@ -144,11 +135,8 @@ def test_results_that_count(result, value, parts):
     [
         (None, "none"),
         (math.nan, "nan"),
-        (math.inf, "infinite"),
         ("1", "bad_type"),
-        ([1.0], "bad_type"),
         ({"points": 1}, "bad_type"),
-        ({"overall": None}, "none"),
         ({"overall": 1.0, "accuracy": math.nan}, "nan"),
         (Score(kind="value", value=1.0, parts={"a": math.nan}), "nan"),
     ],
@@ -164,9 +152,3 @@ def test_list_results():
     assert [s.value for s in to_scores({"rewards": [1, 2], "extra": 0}, 2) or []] == [1.0, 2.0]
     assert to_scores([1.0], 2) is None
     assert to_scores(1.0, 1) is None
-
-
-def test_names():
-    assert split_name("a/b.py:f") == ("a/b.py", "f")
-    assert split_name("a/b.py") == ("a/b.py", "compute_score")
-    assert split_name("format:think_answer") is None
