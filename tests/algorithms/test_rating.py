@@ -19,8 +19,8 @@ from saccade.plugins.reward_models.reward_losses import (
     FIRST_LOG_KAPPA,
     LARGEST_LOG_KAPPA,
     REWARD_LOSSES,
-    Rating,
-    Steps,
+    RatingLoss,
+    StepsLoss,
     bt,
     from_config,
     hps,
@@ -84,14 +84,14 @@ SCORES = torch.tensor([[1.2], [0.7], [-0.3], [0.4], [0.5], [0.5]], dtype=torch.f
 FIRST = dict.fromkeys(IDS, (1.0,))
 
 
-def rated(row: Rating, labels=FIRST, scores=SCORES, margins=(), kappa=1.0):
+def rated(row: RatingLoss, labels=FIRST, scores=SCORES, margins=(), kappa=1.0):
     whole = of_pairs(row, IDS, labels, dict(margins))
     loss, stats = rating_objective(whole, scores, SCORES.new_tensor(kappa), KEYS)
     return loss.item(), to_metrics([stats]).means()
 
 
-def row(loss: str = "bt", **changes) -> Rating:
-    return Rating(loss=loss, heads={"preference": 1.0}, **changes)
+def row(loss: str = "bt", **changes) -> RatingLoss:
+    return RatingLoss(loss=loss, heads={"preference": 1.0}, **changes)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_row_may_have_a_margin_of_its_own():
 def test_heads_are_weighed_and_counted_apart():
     labels = {"a": (1.0, nan), "b": (1.0, -1.0), "c": (1.0, nan)}
     scores = torch.cat([SCORES, 2 * SCORES], dim=1)
-    loss, metrics = rated(Rating(loss="bt", heads={"preference": 1.0, "size": 0.5}), labels, scores)
+    loss, metrics = rated(RatingLoss(loss="bt", heads={"preference": 1.0, "size": 0.5}), labels, scores)
     assert loss == approx(0.75680340 + 0.5 * log(1 + np.exp(-1.4)), abs=1e-7)
     assert metrics["size/accuracy"] == 1 and metrics["size/gap"] == approx(1.4)
 
@@ -181,7 +181,7 @@ def test_steps_are_a_cross_entropy_with_hard_and_soft_labels():
         keys=(("a", 0), ("b", 0)),
         groups=np.array([0, 1]),
     )
-    loss, stats = steps_objective(Steps(labels=labels, count=3), logits, batch)
+    loss, stats = steps_objective(StepsLoss(labels=labels, count=3), logits, batch)
     logp = logits.log_softmax(-1).numpy()
     wanted = -(logp[0, 0] + 0.3 * logp[1, 0] + 0.7 * logp[1, 1] + logp[2, 1]) / 3
     assert loss.item() == approx(wanted, abs=1e-6)

@@ -11,7 +11,7 @@ from saccade.models.families import load_family
 from saccade.models.load import load_model
 from saccade.plugins.preferences.dpo import scored
 from saccade.plugins.preferences.pairs import compared
-from saccade.plugins.preferences.preference_losses import Comparison, PreferenceLoss, of_step
+from saccade.plugins.preferences.preference_losses import PreferenceLoss, of_step
 from saccade.trainer.local import LocalBackend
 from saccade.types import Message, replace
 
@@ -77,10 +77,10 @@ def test_loss_and_gradient_are_those_of_trl(name, scenes, word_model, trl_traine
     assert len(batches) > 1
     totals = scored(reference, batches)
     batches = [replace(b, ref_totals=t) for b, t in zip(batches, totals, strict=True)]
-    row = of_step(Comparison(loss=name, options={"beta": 0.1, **own}), batches)
+    row = of_step(PreferenceLoss(loss=name, options={"beta": 0.1, **own}), batches)
     seen = {}
     backend.optimizer.step = lambda lr, norm: seen.update(backend.optimizer.gradients)
-    found = backend.train_step(batches, PreferenceLoss(row), lr=0.0).metrics.means()
+    found = backend.train_step(batches, row, lr=0.0).metrics.means()
 
     assert abs(found["dpo/margin"]) > 1e-3  # the reference is another model
     assert found["policy/loss"] == pytest.approx(wanted.item(), rel=1e-5)

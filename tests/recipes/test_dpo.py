@@ -62,7 +62,7 @@ def test_the_reference_is_scored_once_and_for_all(tmp_path, config, numbers, mon
     rows = map(json.loads, Path(config(tmp_path)["data.train"]).read_text().splitlines())
     different = {(*row["images"], row["chosen"]) for row in rows}
     assert len(json.loads(cache.read_text())) == len(different) > 28
-    monkeypatch.setattr(dpo, "_score_all", None)  # nothing is left to score
+    monkeypatch.setattr(dpo, "LocalBackend", None)  # nothing is left to score
     dpo.run(config(tmp_path, run__name="second", run__max_steps=2))
     dpo.run(config(tmp_path, run__name="third", run__max_steps=2, dpo__reference="compute"))
     first, second, third = (numbers(tmp_path / name) for name in ("first", "second", "third"))

@@ -334,6 +334,8 @@ def test_the_other_loopback_address():
         port = int(url.rpartition(":")[2])
         with pytest.raises(EnvironmentProblem, match=f"--port {port}: ::1 cannot be listened on"):
             http_server.running(app, "::1", port).__enter__()
+    with pytest.raises(ConfigError, match=r"--no-token: 0\.0\.0\.0 can be reached from other machines"):
+        http_server.make_token("0.0.0.0", wanted=False)
 
 
 def test_the_page_needs_no_token_and_fetches_nothing_from_elsewhere(endpoint):

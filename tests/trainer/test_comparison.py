@@ -15,7 +15,6 @@ from saccade.plugins.preferences.preference_losses import (
     PREFERENCES,
     UNPAIRED,
     WITHOUT_REFERENCE,
-    Comparison,
     Labelled,
     Pairs,
     PreferenceLoss,
@@ -104,8 +103,8 @@ def test_any_partition_has_the_gradient_of_padded_pairs(name, groups, family, lo
     for budget in (10_000, 1):  # one forest, every pair by itself
         batches = packed(groups, family, budget)
         sizes.append(len(batches))
-        row = of_step(Comparison(loss=name, options={}, nll_coef=NLL), batches, z=Z)
-        means, seen = measured(backend, batches, PreferenceLoss(row))
+        row = of_step(PreferenceLoss(loss=name, options={}, nll_coef=NLL), batches, z=Z)
+        means, seen = measured(backend, batches, row)
         assert means["policy/loss"] == pytest.approx(wanted[0], rel=1e-6)
         errors = [(seen[n] - gradient).norm() for n, gradient in wanted[1].items()]
         assert torch.stack(errors).norm() <= 1e-6 * whole
@@ -135,8 +134,8 @@ def test_what_was_said_before_is_not_trained(groups, family):
 def test_running_out_of_memory_divides_a_forest_between_pairs(groups, family, load, monkeypatch):
     backend = LocalBackend(load(FAMILY), family, TrainConfig())
     batches = packed(groups, family, 10_000)
-    row = of_step(Comparison(loss="dpo", options={}), batches)
-    whole = backend.train_step(batches, PreferenceLoss(row), lr=0.0).metrics.means()
+    row = of_step(PreferenceLoss(loss="dpo", options={}), batches)
+    whole = backend.train_step(batches, row, lr=0.0).metrics.means()
     read = PreferenceLoss.read
 
     def scarce(loss, trainer, batch):
@@ -145,7 +144,7 @@ def test_running_out_of_memory_divides_a_forest_between_pairs(groups, family, lo
         return read(loss, trainer, batch)
 
     monkeypatch.setattr(PreferenceLoss, "read", scarce)
-    split = backend.train_step(batches, PreferenceLoss(row), lr=0.0).metrics.means()
+    split = backend.train_step(batches, row, lr=0.0).metrics.means()
     assert split["mem/oom_splits"] == 1 and whole["mem/oom_splits"] == 0
     for metric in ("policy/loss", "policy/grad_norm", "dpo/margin", "dpo/accuracy", "dpo/nll"):
         assert split[metric] == pytest.approx(whole[metric], rel=1e-5)

@@ -19,7 +19,7 @@ from saccade.plugins.reward_models import learned_reward
 from saccade.plugins.reward_models.learned_reward import LearnedReward
 from saccade.plugins.reward_models.reward_card import Card, judged
 from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward, load_reward
-from saccade.plugins.reward_models.reward_losses import Rating, RatingLoss, of_pairs, ratings, train_ratings
+from saccade.plugins.reward_models.reward_losses import RatingLoss, of_pairs, ratings, train_ratings
 from saccade.plugins.reward_models.reward_model_term import Learned, conversation_of
 from saccade.rewards.reward_sample import RewardSample, reward_sample
 from saccade.system.contents import write_files
@@ -143,7 +143,7 @@ def test_pooling_reads_every_token_of_every_turn_and_nothing_else(family, sample
 
 def test_gradients_do_not_depend_on_packing(family, samples, keep_float64) -> None:
     labels = {"s0": (1.0, -1.0), "s1": (-1.0, float("nan")), "s2": (0.0, 1.0)}
-    row = Rating(loss="bt", heads={"a": 1.0, "b": 0.5}, margin=0.1, tie_coef=0.01)
+    row = RatingLoss(loss="bt", heads={"a": 1.0, "b": 0.5}, margin=0.1, tie_coef=0.01)
     row = of_pairs(row, list(labels), labels, {})
     found = []
     for budget in (1, 100_000):
@@ -154,7 +154,7 @@ def test_gradients_do_not_depend_on_packing(family, samples, keep_float64) -> No
         backend.take_step = lambda *a, b=backend, s=steps, **o: s.append(  # type: ignore[method-assign]
             {n: g.clone() for n, g in b.optimizer.gradients.items()}
         )
-        train_ratings(backend, packed(samples, family, budget), RatingLoss(row), lr=1e-3)
+        train_ratings(backend, packed(samples, family, budget), row, lr=1e-3)
         found.append(steps[0])
     assert found[0].keys() == found[1].keys() == backend.optimizer.parameters.keys()
     assert {"score.query", "score.inner", "score.gain"} <= found[0].keys()

@@ -127,7 +127,7 @@ def _reader(config: Config, command: str, family: Family) -> Read:
         asked = questions.load_prompts(own, sources, family)
         compares = split == "train" or any(sample.candidates for sample in asked.samples)
         if command == "dpo" and compares:
-            paired = from_config(own.dpo).paired
+            paired = from_config(own.dpo).whole
             return pairs.load_pairs(own, sources, family, paired=paired)
         return asked
 

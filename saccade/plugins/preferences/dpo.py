@@ -26,7 +26,7 @@ from saccade.models.files import stamp
 from saccade.models.load import pick_dtype
 from saccade.plugins.check_data.length_cache import renderer
 from saccade.plugins.preferences.pairs import compared, held_out, load_pairs, packed
-from saccade.plugins.preferences.preference_losses import Comparison, PreferenceLoss, from_config, of_step
+from saccade.plugins.preferences.preference_losses import PreferenceLoss, from_config, of_step
 from saccade.recipes import model_setup, offline_loop, parts, questions
 from saccade.run.folder import write_whole
 from saccade.run.quarantine import decode_error
@@ -44,12 +44,12 @@ def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
     config, family = offline_loop.resolve(config, "dpo")
     options = from_config(config.dpo)
-    data = questions.require_rows(load_pairs(config, config.data.train, family, paired=options.paired), "data.train")
+    data = questions.require_rows(load_pairs(config, config.data.train, family, paired=options.whole), "data.train")
     _require_both_labels(config, data.samples)
     held, asked = _validation_sets(config, family, options)
     every = [sample for dataset in (data, *held.values()) for sample in dataset.samples]
     with Run(config, "dpo", parts.manifest(family, data, config)) as this:
-        mismatched = {} if options.paired else mismatched_pairs(every)
+        mismatched = {} if options.whole else mismatched_pairs(every)
         totals: Totals | None = None
         if options.needs_reference and config.dpo.reference == "precompute":
             totals = precomputed(this, config, family, [*every, *mismatched.values()])
@@ -66,11 +66,11 @@ def run(config: Any) -> dict[str, Any]:
 
         def prepare(samples: Sequence[Sample]) -> tuple[list[Batch], PreferenceLoss]:
             batches, z = batches_of(samples), 0.0
-            if not options.paired:  # how much likelier than before responses to other questions have become
+            if not options.whole:  # how much likelier than before responses to other questions have become
                 others = batches_of([mismatched[sample.id] for sample in samples])
                 gaps = np.concatenate(scored(job.backend, others)) - np.concatenate([b.ref_totals for b in others])
                 z = max(0.0, float(gaps.mean()))
-            return batches, PreferenceLoss(of_step(options, batches, z=z))
+            return batches, of_step(options, batches, z=z)
 
         def measure(dataset: Dataset, step: int, prefix: str) -> dict[str, float]:
             samples = this.quarantine.whole(dataset, family)
@@ -83,7 +83,7 @@ def run(config: Any) -> dict[str, Any]:
 
 
 def metrics(found: Mapping[str, float], batches: Sequence[Batch], loss: PreferenceLoss) -> dict[str, float]:
-    z = {} if loss.comparison.paired else {"dpo/z": loss.comparison.z}
+    z = {} if loss.whole else {"dpo/z": loss.z}
     return {**found, **named(found, "dpo"), **z}
 
 
@@ -106,14 +106,14 @@ def _require_both_labels(config: Config, samples: Sequence[Sample]) -> None:
 
 
 def _validation_sets(
-    config: Config, family: Family, options: Comparison
+    config: Config, family: Family, options: PreferenceLoss
 ) -> tuple[dict[str, Dataset], dict[str, Dataset]]:
     """Sets whose candidates are compared, and sets of questions that are answered."""
     sets = questions.validation_sets(config, family) if config.val.every else {}
     held: dict[str, Dataset] = {}
     for (name, dataset), source in zip(sets.items(), config.data.val, strict=False):
         if any(sample.candidates for sample in dataset.samples):
-            found = load_pairs(config, [source], family, paired=options.paired)
+            found = load_pairs(config, [source], family, paired=options.whole)
             held[name] = held_out(found, name, source.path)
     asked = {name: dataset for name, dataset in sets.items() if name not in held}
     if asked and not config.reward.given:
@@ -141,7 +141,17 @@ def precomputed(run: Run, config: Config, family: Family, samples: Iterable[Samp
     # A row with a damaged image is set aside when its turn comes.
     missing = {k: s for s in samples if (k := content_hash(s)) not in known and not decode_error(s)}
     if missing:
-        _score_all(run, config, family, missing, known, path)
+        reference, keys = LocalBackend(model_setup.load_policy(config, family).model, family), list(missing)
+        with run.phase("logp_ref"):
+            # In blocks, each written before the next: a run that is killed here goes on where it was.
+            for start in range(0, len(keys), BLOCK):
+                block = keys[start : start + BLOCK]
+                groups = [compared(missing[key], family) for key in block]
+                batches = packed(groups, family, config.train.micro_tokens)
+                flat = iter(np.concatenate(scored(reference, batches)).tolist())
+                known |= {k: [next(flat) for _ in group.trajectories] for k, group in zip(block, groups, strict=True)}
+                write_whole(path, json.dumps(known))
+                run.display.console.progress(min(start + BLOCK, len(keys)), len(keys))
 
     def totals(batches: Sequence[Batch], groups: Sequence[Group]) -> list[np.ndarray]:
         found = {
@@ -152,23 +162,6 @@ def precomputed(run: Run, config: Config, family: Family, samples: Iterable[Samp
         return [np.array([found[key] for key in batch.keys]) for batch in batches]
 
     return totals
-
-
-def _score_all(
-    run: Run, config: Config, family: Family, missing: Mapping[str, Sample], known: dict[str, list[float]], path: Path
-) -> None:
-    """In blocks, each written before the next: a run that is killed here goes on where it was."""
-    reference = LocalBackend(model_setup.load_policy(config, family).model, family)
-    keys = list(missing)
-    with run.phase("logp_ref"):
-        for start in range(0, len(keys), BLOCK):
-            block = keys[start : start + BLOCK]
-            groups = [compared(missing[key], family) for key in block]
-            batches = packed(groups, family, config.train.micro_tokens)
-            flat = iter(np.concatenate(scored(reference, batches)).tolist())
-            known |= {key: [next(flat) for _ in group.trajectories] for key, group in zip(block, groups, strict=True)}
-            write_whole(path, json.dumps(known))
-            run.display.console.progress(min(start + BLOCK, len(keys)), len(keys))
 
 
 def _reference_id(config: Config, family: Family) -> str:

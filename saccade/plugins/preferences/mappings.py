@@ -106,27 +106,26 @@ def mapped(
             found = function(row, *arguments)
         except SaccadeError:
             raise
+        except RowError as error:
+            found = error
         except Exception as error:
             id = "" if row.get("id") is None else f", id {row['id']}"
-            reason = f"mapping {name} raised {raised_at(error, file)}{id}"
-            yield number, error if isinstance(error, RowError) else RowError(reason)
+            found = RowError(f"mapping {name} raised {raised_at(error, file)}{id}")
+        if found is None or isinstance(found, RowError):
+            yield number, found
             continue
-        if found is None:
-            yield number, None
-            continue
+        where = f"mapping {name}, row {row.get('id', number)}"
         for one in found if isinstance(found, list) else [found]:
-            heads = getattr(one, "labels", getattr(one, "ratings", None))
-            if isinstance(one, Pair | Rated) and not (isinstance(heads, Mapping) and MAIN in heads):
-                where = f"mapping {name}, row {row.get('id', number)}"
+            if not isinstance(one, Pair | Rated):
+                expected = "expected Pair(…), Rated(…), a list of Rated, or None to leave the row out"
+                raise ConfigError(f"{where}: returned {type(one).__name__}; {expected}")
+            heads = one.labels if isinstance(one, Pair) else one.ratings
+            if not (isinstance(heads, Mapping) and MAIN in heads):
                 raise ConfigError(f"{where}: {heads!r} lacks the head {MAIN}; return {{{MAIN!r}: …}}")
             if isinstance(one, Pair):
                 yield number, _compared(name, one, row, seed)
-            elif isinstance(one, Rated):
-                groups.setdefault(repr(one.group), []).append((number, one, row))
             else:
-                expected = "expected Pair(…), Rated(…), a list of Rated, or None to leave the row out"
-                where = f"mapping {name}, row {row.get('id', number)}"
-                raise ConfigError(f"{where}: returned {type(one).__name__}; {expected}")
+                groups.setdefault(repr(one.group), []).append((number, one, row))
     for group in groups.values():
         for (number, first, row), (_, second, other) in combinations(group, 2):
             labels = {h: better(value, second.ratings.get(h)) for h, value in first.ratings.items()}
@@ -276,27 +275,25 @@ omnireward_t2i, omnireward_t2v = _omnireward("image", "_path"), _omnireward("vid
 omnireward_t2a = _omnireward("audio", "_path")
 
 
-def _rated_models(ratings: Any) -> dict[str, Any]:
-    return {n: v for n, v in (ratings or {}).items() if v not in (None, "", [])}
+def _rated(kind: str, prompt: Any, group: Any, ratings: Any, media: Callable[[str], Any]) -> list[Rated]:
+    """Of several models, as far as they are rated; `media` says where that of a model is."""
+    return [
+        Rated(kind=kind, prompt=prompt, media=media(n), group=group, ratings={MAIN: v}, name=n)
+        for n, v in (ratings or {}).items()
+        if v not in (None, "", [])
+    ]
 
 
 def genai_bench(row: Record) -> list[Rated]:
     """A row holds the images of several models, each in the column of its name."""
-    prompt, kind = row.get("Prompt"), "image"
-    return [
-        Rated(kind=kind, prompt=prompt, media=row.get(n), group=prompt, ratings={MAIN: v}, name=n)
-        for n, v in _rated_models(row.get("HumanRatings")).items()
-    ]
+    return _rated("image", row.get("Prompt"), row.get("Prompt"), row.get("HumanRatings"), row.get)
 
 
 def genai_bench_video(row: Record) -> list[Rated]:
     """A row holds ratings of several models, whose videos are MODEL/ID.mp4."""
-    prompt, id = row.get("prompt"), row.get("id")
-    media = {n: None if id is None else f"{n}/{id}.mp4" for n in row.get("models") or {}}
-    return [
-        Rated(kind="video", prompt=prompt, media=media[n], group=id, ratings={MAIN: v}, name=n)
-        for n, v in _rated_models(row.get("models")).items()
-    ]
+    id = row.get("id")
+    media = lambda name: None if id is None else f"{name}/{id}.mp4"  # noqa: E731
+    return _rated("video", row.get("prompt"), id, row.get("models"), media)
 
 
 def videodpo(row: Record, folder: Path) -> Pair:

@@ -66,13 +66,11 @@ def load_pairs(
 
 def _uncomparable(sample: Sample, *, judged: bool) -> str:
     if sample.candidates:
-        instead = "rows need chosen and rejected" if judged else "dpo.loss=kto learns from such rows"
-        return f"one labelled response; {instead}"
-    if not judged:
-        return "nothing to compare; rows need chosen and rejected, or output and label"
-    return "nothing to compare; rows need chosen and rejected" + (
-        "; reward_model.kind=process learns from a list of labels of steps" if "label" in sample.extra else ""
-    )
+        helps = "rows need chosen and rejected" if judged else "dpo.loss=kto learns from such rows"
+        return f"one labelled response; {helps}"
+    steps = "; reward_model.kind=process learns from a list of labels of steps" if "label" in sample.extra else ""
+    labels = steps if judged else ", or output and label"
+    return f"nothing to compare; rows need chosen and rejected{labels}"
 
 
 def _undecided(sample: Sample) -> str | None:

@@ -7,14 +7,14 @@ each log-ratio over its own number of tokens.
 
     loss = sum(losses of pairs) / pairs + nll_coef sum(-log-probs of chosen) / tokens of chosen
 
-`Comparison` holds the denominators of the whole optimizer step, so micro-losses simply add up. A
+`PreferenceLoss` holds the denominators of the whole optimizer step, so micro-losses simply add up. A
 pair is a group of two sequences, chosen (repeat 0) before rejected (repeat 1); where responses are
 judged on their own, repeat 0 is a good one and repeat 1 a bad one. Axes: R reads, P pairs, S
 sequences.
 
     >>> losses, metrics = PREFERENCES["dpo"].function(pairs, beta=0.1)
     >>> metrics["acc"]   # [P] bool; also margin, chosen, rejected: rewards as the loss sees them
-    >>> backend.train_step(batches, PreferenceLoss(of_step(from_config(config.dpo), batches)), lr=1e-6)
+    >>> backend.train_step(batches, of_step(from_config(config.dpo), batches), lr=1e-6)
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from torch import Tensor
 from saccade.algorithms.objective import LossSums, mean_of
 from saccade.algorithms.table import Entry, NotNegative, Smoothing, add, parsed
 from saccade.config import Config, DpoConfig
-from saccade.errors import ConfigError
 from saccade.trainer import OWN, Objective, Reader
 from saccade.types import Batch
 
@@ -96,8 +95,6 @@ def cdpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: Smoothing = 0.1) -
 @add(PREFERENCES, "(-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e), e = label_smoothing")
 def robust(pairs: Pairs, *, beta: float = 0.1, label_smoothing: Smoothing = 0.1) -> Losses:
     """In expectation dpo on clean labels, if that share is flipped (arXiv 2403.00409)."""
-    if not 0 <= label_smoothing < 0.5:
-        raise ConfigError(f"robust: label_smoothing={label_smoothing:g} must be less than 0.5, for example 0.1")
     margin, metrics = _compared(pairs.ratios(), beta)
     right, wrong = negative_log_sigmoid(margin), negative_log_sigmoid(-margin)
     clean = (1 - label_smoothing) * right - label_smoothing * wrong
@@ -189,10 +186,8 @@ def check(config: Config) -> Iterator[str]:
     dpo = config.dpo
     read = PREFERENCES[dpo.loss].options.keys() - {"beta"}
     for name in sorted(dpo.args.keys() - read):
-        known = any(entry.reads(name) for entry in PREFERENCES.values())
-        flaw = f"has no effect with dpo.loss={dpo.loss}" if known else "no loss has such an option"
         expected = f", which reads {', '.join(sorted(read))}" if read else ""
-        yield f"dpo.args.{name}: {flaw}{expected}; remove it"
+        yield f"dpo.args.{name}: has no effect with dpo.loss={dpo.loss}{expected}; remove it"
     if "reference" in dpo.model_fields_set and dpo.loss in WITHOUT_REFERENCE:
         yield f"dpo.reference: has no effect with dpo.loss={dpo.loss}; remove it"
 
@@ -201,8 +196,8 @@ def check(config: Config) -> Iterator[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """A loss on preferences with the counts of its optimizer step, as plain data."""
+class PreferenceLoss:
+    """Responses that are compared, with the counts of their optimizer step."""
 
     loss: str
     options: Mapping[str, Any]
@@ -210,45 +205,16 @@ class Comparison:
     count: int = 0  # pairs or, for an unpaired loss, responses
     chosen_tokens: int = 0
     z: float = 0.0  # of kto
+    role: ClassVar[str] = "policy"
 
     @property
-    def paired(self) -> bool:
+    def whole(self) -> bool:
+        """Whether it compares pairs."""
         return self.loss not in UNPAIRED
 
     @property
     def needs_reference(self) -> bool:
         return self.loss not in WITHOUT_REFERENCE
-
-
-def from_config(config: DpoConfig) -> Comparison:
-    """Options that are empty are the loss's own."""
-    options = parsed(PREFERENCES[config.loss], config.args, "dpo.args")
-    if config.beta is not None:
-        options["beta"] = config.beta
-    return Comparison(loss=config.loss, options=options, nll_coef=config.nll_coef)
-
-
-def of_step(row: Comparison, batches: Sequence[Batch], *, z: float = 0.0) -> Comparison:
-    """With the counts of all batches of an optimizer step."""
-    tokens = sum(int(batch.lengths[_is_chosen(batch)].sum()) for batch in batches)
-    responses = sum(len(batch.keys) for batch in batches)
-    return replace(row, count=responses // 2 if row.paired else responses, chosen_tokens=tokens, z=z)
-
-
-def _is_chosen(batch: Batch) -> np.ndarray:
-    return np.array([repeat == CHOSEN for _, repeat in batch.keys])
-
-
-@dataclass(frozen=True)
-class PreferenceLoss:
-    """Responses that are compared; `comparison` holds the counts of the optimizer step."""
-
-    comparison: Comparison
-    role: ClassVar[str] = "policy"
-
-    @property
-    def whole(self) -> bool:
-        return self.comparison.paired
 
     def read(self, trainer: Reader, batch: Batch) -> Objective:
         new, _ = trainer.read(batch, OWN)
@@ -256,11 +222,30 @@ class PreferenceLoss:
             None if array is None else torch.from_numpy(array).to(new.device)
             for array in (batch.sequence, _is_chosen(batch), batch.lengths, batch.ref_totals)
         )
-        return partial(objective, self.comparison, new, sequence, chosen, lengths, ref)  # type: ignore[arg-type]
+        return partial(objective, self, new, sequence, chosen, lengths, ref)  # type: ignore[arg-type]
+
+
+def from_config(config: DpoConfig) -> PreferenceLoss:
+    """Options that are empty are the loss's own."""
+    options = parsed(PREFERENCES[config.loss], config.args, "dpo.args")
+    if config.beta is not None:
+        options["beta"] = config.beta
+    return PreferenceLoss(loss=config.loss, options=options, nll_coef=config.nll_coef)
+
+
+def of_step(row: PreferenceLoss, batches: Sequence[Batch], *, z: float = 0.0) -> PreferenceLoss:
+    """With the counts of all batches of an optimizer step."""
+    tokens = sum(int(batch.lengths[_is_chosen(batch)].sum()) for batch in batches)
+    responses = sum(len(batch.keys) for batch in batches)
+    return replace(row, count=responses // 2 if row.whole else responses, chosen_tokens=tokens, z=z)
+
+
+def _is_chosen(batch: Batch) -> np.ndarray:
+    return np.array([repeat == CHOSEN for _, repeat in batch.keys])
 
 
 def objective(
-    row: Comparison, new: Tensor, sequence: Tensor, chosen: Tensor, lengths: Tensor, ref: Tensor | None
+    row: PreferenceLoss, new: Tensor, sequence: Tensor, chosen: Tensor, lengths: Tensor, ref: Tensor | None
 ) -> tuple[Tensor, LossSums]:
     """Of the log-probs `new` [R] of `sequence` [R]. Of sequences [S]: whether it is chosen, its
     length, its total under the reference.
@@ -268,7 +253,7 @@ def objective(
     # In float64: a log-ratio is the small difference of two sums over many tokens.
     totals = new.new_zeros(len(chosen), dtype=torch.float64).index_add(0, sequence, new.double())
     inputs: Pairs | Labelled
-    if row.paired:
+    if row.whole:
         policy, tokens = (totals[chosen], totals[~chosen]), (lengths[chosen], lengths[~chosen])
         reference = None if ref is None else (ref[chosen], ref[~chosen])
         inputs = Pairs(policy=policy, lengths=tokens, reference=reference)

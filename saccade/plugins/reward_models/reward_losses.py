@@ -4,7 +4,7 @@ losses.
     loss = sum over heads of weight * (sum of the losses of its labelled pairs) / labelled pairs
     loss = sum over steps of the cross-entropy with their labels / steps
 
-A formula is `f(chosen, rejected, *, options) -> [P]` on fp32 scores. `Rating` and `Steps` hold the
+A formula is `f(chosen, rejected, *, options) -> [P]` on fp32 scores. `RatingLoss` and `StepsLoss` hold the
 labels and denominators of a whole optimizer step, so micro-losses simply add up. A pair is a group
 of two sequences; its label says for each head whether the first (1), the second (-1) or neither (0)
 is better. NaN: nothing was said, which is no tie. Axes: S sequences, P pairs, H heads, R reads, K
@@ -12,8 +12,8 @@ tokens that name a verdict. A sequence is packed up to its last token (`pack(...
 step is read at its mark.
 
     >>> REWARD_LOSSES["bt"].function(chosen, rejected, margin=0.1)   # [P]
-    >>> rating = of_pairs(Rating(loss="bt", heads={"preference": 1.0}), ids, labels, margins)
-    >>> train_ratings(backend, batches, RatingLoss(rating), lr=9e-6)
+    >>> loss = of_pairs(RatingLoss(loss="bt", heads={"preference": 1.0}), ids, labels, margins)
+    >>> train_ratings(backend, batches, loss, lr=9e-6)
     >>> [scores] = ratings(backend, batches)  # [sequences, heads]
 """
 
@@ -84,9 +84,16 @@ def check(config: Config) -> Iterator[str]:
 # -- pairs -----------------------------------------------------------------------------------------
 
 
+class _RewardLoss:
+    role: ClassVar[str] = "policy"
+
+    def read(self, trainer: Reader, batch: Batch) -> Objective:
+        return partial(self.objective, trainer, batch, self.outputs(trainer, batch))  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Rating:
-    """A loss on pairs with the labels and counts of its optimizer step, as plain data."""
+class RatingLoss(_RewardLoss):
+    """A loss on pairs with the labels and counts of its optimizer step."""
 
     loss: str
     heads: Mapping[str, float]  # name → weight, in the order of the model's scores
@@ -96,11 +103,18 @@ class Rating:
     labels: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by sample, per head
     margins: Mapping[str, float] = field(default_factory=dict)  # of samples that have their own
     counts: tuple[int, ...] = ()  # pairs with a label, per head
+    whole: ClassVar[bool] = True
+
+    def outputs(self, trainer: Reader, batch: Batch) -> Tensor:
+        return _rate(trainer, batch)
+
+    def objective(self, trainer: Reader, batch: Batch, outputs: Tensor) -> tuple[Tensor, LossSums]:
+        return rating_objective(self, outputs, head_of(trainer).log_scale.exp(), batch.keys)
 
 
-def from_config(config: RewardModelConfig) -> Rating:
+def from_config(config: RewardModelConfig) -> RatingLoss:
     own = config.margin if config.margin is not None else 0.1
-    return Rating(
+    return RatingLoss(
         loss=config.loss,
         heads=dict(config.heads),
         margin=own if config.loss == "bt" else 0.0,
@@ -110,15 +124,15 @@ def from_config(config: RewardModelConfig) -> Rating:
 
 
 def of_pairs(
-    row: Rating, ids: Sequence[str], labels: Mapping[str, tuple[float, ...]], margins: Mapping[str, float]
-) -> Rating:
+    row: RatingLoss, ids: Sequence[str], labels: Mapping[str, tuple[float, ...]], margins: Mapping[str, float]
+) -> RatingLoss:
     """With what is known of the samples of an optimizer step."""
     known = ~np.isnan(np.array([labels[id] for id in ids]).reshape(len(ids), len(row.heads)))
     counts = tuple(known.sum(0).tolist())
     return replace(row, labels=labels, margins=margins, counts=counts)
 
 
-def rating_objective(row: Rating, scores: Tensor, kappa: Tensor, keys: Keys) -> tuple[Tensor, LossSums]:
+def rating_objective(row: RatingLoss, scores: Tensor, kappa: Tensor, keys: Keys) -> tuple[Tensor, LossSums]:
     """scores [S, H], the sides of a pair next to each other."""
     ids = [id for id, _ in keys[::2]]
     assert ids == [id for id, _ in keys[1::2]], "the sides of a pair stand next to each other"
@@ -154,14 +168,22 @@ def _reported(loss: Tensor, means: Mapping[str, tuple[Tensor, Tensor]], size: in
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
-    """Labels of the steps of an optimizer step's samples: how probable each token should be."""
+class StepsLoss(_RewardLoss):
+    """The steps of a process with their labels: how probable each verdict should be."""
 
     labels: Mapping[str, np.ndarray]  # by sample: [steps, K], rows of sum 1
-    count: int
+    count: int  # steps of the optimizer step
+    tokens: Sequence[int] = ()  # the verdicts
+    whole: ClassVar[bool] = False
+
+    def outputs(self, trainer: Reader, batch: Batch) -> Tensor:
+        return _judge(trainer, self.tokens, batch)
+
+    def objective(self, trainer: Reader, batch: Batch, outputs: Tensor) -> tuple[Tensor, LossSums]:
+        return steps_objective(self, outputs, batch)
 
 
-def steps_objective(row: Steps, logits: Tensor, batch: Batch) -> tuple[Tensor, LossSums]:
+def steps_objective(row: StepsLoss, logits: Tensor, batch: Batch) -> tuple[Tensor, LossSums]:
     """logits [R, K] of the tokens that name a verdict, at the steps of all sequences in order."""
     wanted = np.concatenate([row.labels[id] for id, _ in batch.keys]).astype(np.float32)
     target = torch.from_numpy(wanted).to(logits.device)
@@ -177,42 +199,6 @@ def steps_objective(row: Steps, logits: Tensor, batch: Batch) -> tuple[Tensor, L
 
 
 # -- on a model ------------------------------------------------------------------------------------
-
-
-class _RewardLoss:
-    role: ClassVar[str] = "policy"
-
-    def read(self, trainer: Reader, batch: Batch) -> Objective:
-        return partial(self.objective, trainer, batch, self.outputs(trainer, batch))  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True)
-class RatingLoss(_RewardLoss):
-    """Whole pairs, each side with its scores."""
-
-    rating: Rating
-    whole: ClassVar[bool] = True
-
-    def outputs(self, trainer: Reader, batch: Batch) -> Tensor:
-        return _rate(trainer, batch)
-
-    def objective(self, trainer: Reader, batch: Batch, outputs: Tensor) -> tuple[Tensor, LossSums]:
-        return rating_objective(self.rating, outputs, head_of(trainer).log_scale.exp(), batch.keys)
-
-
-@dataclass(frozen=True)
-class StepsLoss(_RewardLoss):
-    """The steps of a process, whose verdicts are `tokens`."""
-
-    steps: Steps
-    tokens: Sequence[int]
-    whole: ClassVar[bool] = False
-
-    def outputs(self, trainer: Reader, batch: Batch) -> Tensor:
-        return _judge(trainer, self.tokens, batch)
-
-    def objective(self, trainer: Reader, batch: Batch, outputs: Tensor) -> tuple[Tensor, LossSums]:
-        return steps_objective(self.steps, outputs, batch)
 
 
 def train_ratings(

@@ -44,7 +44,7 @@ SIDES = {"A": 1.0, "B": -1.0, "C": 0.0}  # of labels: the first, the second, a t
 class Pairs:
     config: Config
     family: Family
-    row: reward_losses.Rating
+    row: RatingLoss
 
     def load(self, sources: Sequence[DataSource]) -> datasets.Dataset:
         """Rows that say something about one of the heads."""
@@ -92,8 +92,7 @@ class Pairs:
         batches = pairs.packed(groups, self.family, self.config.train.micro_tokens, ends=True)
         labels = {sample.id: self._labels(sample) for sample in samples}
         own = {s.id: m for s in samples if (m := margin_of(s)) is not None}
-        known = reward_losses.of_pairs(self.row, [s.id for s in samples], labels, own)
-        return batches, RatingLoss(known)
+        return batches, reward_losses.of_pairs(self.row, [s.id for s in samples], labels, own)
 
     def _labels(self, sample: Sample) -> tuple[float, ...]:
         return labels_of(sample, self.row.heads)
@@ -201,8 +200,7 @@ class Process:
         groups = [Group(sample=s, uid=s.id, trajectories=(self._read(s.id, s.messages),)) for s in samples]
         batches = pack(groups, positions=self.family.positions, micro_tokens=self.config.train.micro_tokens)
         labels = {sample.id: self._labels(sample) for sample in samples}
-        known = reward_losses.Steps(labels=labels, count=sum(map(len, labels.values())))
-        return batches, StepsLoss(known, self.tokens)
+        return batches, StepsLoss(labels=labels, count=sum(map(len, labels.values())), tokens=self.tokens)
 
     def _read(self, sample_id: str, messages: Sequence[Message]) -> Trajectory:
         placeholder = self.config.reward_model.placeholder

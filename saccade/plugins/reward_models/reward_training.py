@@ -133,14 +133,13 @@ def intervals(
 ) -> dict[str, float]:
     """The interval of the accuracy; with several heads that of each, and none of their mean."""
     if isinstance(loss, StepsLoss):
-        return _ends("", _shares(loss.steps.labels, batches, outputs))
-    row = loss.rating
-    said = np.concatenate([[row.labels[uid] for uid, _ in b.keys[::2]] for b in batches])
+        return _ends("", _shares(loss.labels, batches, outputs))
+    said = np.concatenate([[loss.labels[uid] for uid, _ in b.keys[::2]] for b in batches])
     gaps = np.concatenate([found[::2] - found[1::2] for found in outputs])
     ends: dict[str, float] = {}
-    for name, label, gap in zip(row.heads, said.T, gaps.T, strict=True):
+    for name, label, gap in zip(loss.heads, said.T, gaps.T, strict=True):
         right = (label * gap > 0)[np.abs(label) == 1].astype(float)
-        ends |= _ends(f"{name}/" if len(row.heads) > 1 else "", right)
+        ends |= _ends(f"{name}/" if len(loss.heads) > 1 else "", right)
     return ends
 
 

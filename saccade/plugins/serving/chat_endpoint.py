@@ -127,7 +127,7 @@ class Asked:
 
 
 async def _whole(hub: Hub, asked: Asked) -> Json:
-    done = {e.index: e.completion async for e in hub.ask(asked.requests) if e.completion is not None}
+    done = {e.choice: e.completion async for e in hub.ask(asked.requests) if e.completion is not None}
     choices = []
     for index, completion in sorted(done.items()):
         stream = asked.stream()
@@ -163,13 +163,13 @@ async def _pieces(hub: Hub, asked: Asked) -> AsyncGenerator[Json, None]:
         yield piece(index, {"role": "assistant", "content": ""})
     async with aclosing(hub.ask(asked.requests, stream=True)) as events:
         async for event in events:
-            stream, completion = streams[event.index], event.completion
+            stream, completion = streams[event.choice], event.completion
             text = stream.add(event.ids) if completion is None else stream.finish(event.ids)
             if text:
-                yield piece(event.index, {"content": text})
+                yield piece(event.choice, {"content": text})
             if completion is not None:
                 done.append(completion)
-                yield piece(event.index, {}, completion.finish)
+                yield piece(event.choice, {}, completion.finish)
     if asked.body.stream_options and asked.body.stream_options.include_usage:
         yield {**head, "choices": [], "usage": asked.usage(done)}
 

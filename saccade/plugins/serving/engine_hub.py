@@ -32,7 +32,7 @@ class Closed(SaccadeError):
 class Event(NamedTuple):
     """What one of the asked sequences has so far; at the end its completion."""
 
-    index: int
+    choice: int
     ids: np.ndarray
     completion: Completion | None = None
 
@@ -80,7 +80,7 @@ class Hub:
                 if isinstance(event, SaccadeError):
                     raise event
                 if event.completion is not None:
-                    left.remove(event.index)
+                    left.remove(event.choice)
                 yield event
         finally:
             for index in left:

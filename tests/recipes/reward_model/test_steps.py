@@ -65,7 +65,7 @@ def test_rows_of_steps_that_are_set_aside(tmp_path, config):
         assert len(data) == 1 and [row.row for row in data.quarantined] == [1, 2, 3, 4, 5]
         for row, (_, _, words) in zip(data.quarantined, bad, strict=False):
             assert words in row.reason
-    [labels] = task.prepare(data.samples)[1].steps.labels.values()
+    [labels] = task.prepare(data.samples)[1].labels.values()
     assert labels.tolist() == [[1.0, 0.0], [0.3, 0.7]]
 
 

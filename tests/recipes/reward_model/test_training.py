@@ -18,7 +18,7 @@ from saccade.errors import ConfigError, DataError
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.learned_reward import LearnedReward
 from saccade.plugins.reward_models.reward_card import Card, read_card
-from saccade.plugins.reward_models.reward_losses import Rating, RatingLoss, Steps, StepsLoss
+from saccade.plugins.reward_models.reward_losses import RatingLoss, StepsLoss
 from saccade.plugins.reward_models.reward_rows import rows_of
 from saccade.recipes import model_setup
 from saccade.run.statistics import mean_interval, wilson
@@ -209,7 +209,7 @@ def test_a_margin_that_asks_for_no_lead_is_a_bad_row(tmp_path, config):
     data = task.load(resolved.data.train)
     assert [(bad.row, "margin" in bad.reason) for bad in data.quarantined] == [(n, True) for n in range(1, 6)]
     _, loss = task.prepare(data.samples)
-    assert loss.rating.margins == {"5": 0.5}
+    assert loss.margins == {"5": 0.5}
 
 
 def test_the_average_is_a_reward_model_of_its_own(tmp_path, config):
@@ -247,13 +247,13 @@ def test_each_head_has_the_interval_of_its_decided_pairs():
     first = np.array([[2, 0], [1, 0], [2, 0], [1, 3]], np.float32)  # a: 2 > 1, b: 2 > 1, 0 < 3
     second = np.array([[1, 1], [1, 0], [1, 2], [0, 3]], np.float32)  # c: tied label, d: 1 > 0
     outputs = [first, second]
-    loss = RatingLoss(Rating(loss="bt", heads={"x": 1.0, "y": 1.0}, labels=labels))
+    loss = RatingLoss(loss="bt", heads={"x": 1.0, "y": 1.0}, labels=labels)
     found = reward_training.intervals(loss, batches, outputs)
     assert (found["x/ci_low"], found["x/ci_high"]) == wilson(2, 3)  # b is judged the other way
     assert (found["y/ci_low"], found["y/ci_high"]) == wilson(1, 3)
     assert len(found) == 4
-    alone = Rating(loss="bt", heads={"x": 1.0}, labels={k: v[:1] for k, v in labels.items()})
-    found = reward_training.intervals(RatingLoss(alone), batches, [scores[:, :1] for scores in outputs])
+    alone = RatingLoss(loss="bt", heads={"x": 1.0}, labels={k: v[:1] for k, v in labels.items()})
+    found = reward_training.intervals(alone, batches, [scores[:, :1] for scores in outputs])
     assert (found["ci_low"], found["ci_high"]) == wilson(2, 3)
 
 
@@ -261,7 +261,7 @@ def test_rows_of_steps_are_drawn_as_a_whole():
     good, bad = [1.0, 0.0], [0.0, 1.0]
     labels = {"a": np.array([good, good]), "b": np.array([good, bad]), "c": np.array([bad, bad])}
     outputs = [np.array([good, good, good, good]), np.array([bad, good])]
-    loss = StepsLoss(Steps(labels=labels, count=6), tokens=())
+    loss = StepsLoss(labels=labels, count=6)
     found = reward_training.intervals(loss, [batch_of("a", "b"), batch_of("c")], outputs)
     assert tuple(found.values()) == pytest.approx(mean_interval([1.0, 0.5, 0.5]))
     labels["c"] = np.array([bad, bad, bad, bad])  # all right: a longer row weighs more
