@@ -192,7 +192,7 @@ def main() -> None:
     family = model_setup.family_of(config, model)
     samples = questions.load_prompts(config, config.data.train, family).samples
     policy = model_setup.load_policy(config, family, train="full")
-    engine = EmbeddedEngine(policy.model, family, max_sequences=args.max_sequences)
+    engine = EmbeddedEngine(policy, family, max_sequences=args.max_sequences)
     result = {
         "work": work,
         "episodes": sequences(work),

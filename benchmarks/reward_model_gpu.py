@@ -81,7 +81,7 @@ def train(config: Config, folder: Path, per_step: int, found: dict[str, Any]) ->
     task = rows_of(config, family)
     data = task.load(config.data.train)
     with measured(found, "load"):
-        model = model_setup.load_policy(config, family).model
+        model = model_setup.load_policy(config, family)
         task.attach(model, card=task.card(None, data.samples), stored=None)
         backend = LocalBackend(model, family, config.train, checkpointing="auto")
     found["parameters"] = sum(p.numel() for p in model.parameters())

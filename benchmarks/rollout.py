@@ -37,7 +37,7 @@ def main() -> None:
         model_setup.quiet_libraries()
         family = model_setup.family_of(loaded, args.model)
         data = questions.load_prompts(loaded, loaded.data.train, family)
-        model = model_setup.load_policy(loaded, family, train="full").model
+        model = model_setup.load_policy(loaded, family, train="full")
         engine = EmbeddedEngine(model, family, max_sequences=loaded.rollout.max_sequences)
         for step in range(args.steps):
             began = time.perf_counter()

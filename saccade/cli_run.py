@@ -143,10 +143,7 @@ def read_config(arguments: Sequence[str] | None, command: str | None = None, *, 
     for path in map(Path, files):
         chosen = path.with_name("config.yaml")
         if path.name == "config.resolved.yaml" and chosen.is_file():
-            raise ConfigError(
-                f"{path} lists all options, also those of other commands; those that were chosen are in {chosen}: "
-                "give that, with run.resume=auto to go on or another run.name=… to run it again"
-            )
+            raise ConfigError(f"{path} lists all options; give {chosen}, with run.resume=auto or another run.name=…")
     return load(files[0] if files else None, overrides, command)
 
 

@@ -10,7 +10,7 @@ image is, not what it looks like.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cached_property
@@ -322,6 +322,16 @@ class Group:
     def __post_init__(self) -> None:
         repeats = [t.repeat for t in self.trajectories]
         assert repeats == sorted(repeats), f"group {self.sample.id}: members out of order"
+
+    @property
+    def everyone(self) -> tuple[Trajectory, ...]:
+        """The members, and the baseline behind them."""
+        return self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
+
+    def each(self, change: Callable[[Trajectory], Trajectory]) -> Group:
+        """The group with everyone changed."""
+        greedy = None if self.greedy is None else change(self.greedy)
+        return replace(self, trajectories=tuple(map(change, self.trajectories)), greedy=greedy)
 
 
 @dataclass(frozen=True, kw_only=True)

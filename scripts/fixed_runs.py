@@ -107,7 +107,7 @@ def numbers_of(folder: Path) -> dict[str, Any]:
 
 def algorithms() -> dict[str, Any]:
     """What every preset, and every recipe of reinforcement learning, resolves to."""
-    from saccade.algorithms.build import from_config
+    from saccade.checks.steps import algorithm_of
     from saccade.config import load
     from saccade.config.schema.presets import PRESETS
 
@@ -115,7 +115,7 @@ def algorithms() -> dict[str, Any]:
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         if path.read_text(encoding="utf-8").startswith("# saccade rl "):
             sources[f"configs/{path.name}"] = path
-    return {name: cells_of(from_config(load(source, command="rl"))) for name, source in sources.items()}
+    return {name: cells_of(algorithm_of(load(source, command="rl"))) for name, source in sources.items()}
 
 
 def cells_of(row: Any) -> dict[str, Any]:

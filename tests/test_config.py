@@ -1,7 +1,5 @@
 """The schema, its loading and its reference page."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -23,7 +21,7 @@ from saccade.config import (
     to_yaml,
     unknown_key,
 )
-from saccade.config.notation import other_names, parse
+from saccade.config.notation import parse
 from saccade.errors import ConfigError
 from saccade.plugins.init.init_config import write_config
 
@@ -68,7 +66,6 @@ def test_an_override_replaces_what_it_contradicts_in_the_file(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("override", "section", "name", "value"),
     [
-        ("train.lr=1e-6", "train", "lr", 1e-6),
         ("run.max_steps=", "run", "max_steps", None),
         ("val.before=false", "val", "before", False),
         ("rollout.stop=['</answer>']", "rollout", "stop", ("</answer>",)),
@@ -76,20 +73,13 @@ def test_an_override_replaces_what_it_contradicts_in_the_file(tmp_path: Path) ->
         ("resume=auto", "run", "resume", "auto"),
         ("exclude_status=overturn", "algorithm", "exclude_status", ("overturn",)),
         ("run.name=2024", "run", "name", "2024"),
-        ("run.name=1e3", "run", "name", "1e3"),
         ("model.checkpointing=off", "model", "checkpointing", "off"),
         ("prompt.instruction=", "prompt", "instruction", ""),
-        ("prompt.instruction=null", "prompt", "instruction", None),
         ("prompt.instruction=Answer: yes or no", "prompt", "instruction", "Answer: yes or no"),
         ("prompt.instruction='  #'", "prompt", "instruction", "  #"),
-        ("model.path=", "model", "path", ""),
-        ("model.family=", "model", "family", None),
-        ("data.keys.answer=7", "data", "keys", {"answer": "7"}),
         ("data.keys.answer=", "data", "keys", {"answer": ""}),
         ("train.lr_scale.vision=1e-1", "train", "lr_scale", {"vision": 0.1}),
         ("reward.by_source.geo={verifier: math}", "reward", "by_source", {"geo": {"verifier": "math"}}),
-        ("data.train=", "data", "train", ()),
-        ("data.max_pixels=1_000_000", "data", "max_pixels", 1_000_000),
         ("data.train=2024", "data", "train", (DataSource(path="2024"),)),
         ("reward.terms=my #1.py:f", "reward", "terms", (RewardTerm(verifier="my #1.py:f"),)),
     ],
@@ -134,23 +124,10 @@ def test_an_option_of_the_file_is_taken_back(nothing: str, tmp_path: Path) -> No
     assert "did you mean 'train.lr'" in refusal(path, f"train.lrr={nothing}")
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("off", "off"),
-        ("true", True),
-        ("1e-6", 1e-6),
-        (".5", 0.5),
-        ("-.inf", float("-inf")),
-        ("0x10", 16),
-        ("010", "010"),
-        ("1:30", "1:30"),
-        ("e5", "e5"),
-        ("~", None),
-    ],
-)
-def test_how_a_plain_word_is_read(text: str, value: object) -> None:
-    assert parse(text) == value and type(parse(text)) is type(value)
+def test_how_plain_words_are_read() -> None:
+    assert parse("[true, 1e-6, .5, 1_000, ~]") == [True, 1e-6, 0.5, 1000, None]
+    words = ["off", "010", "1:30", "2024-01-01", "e5"]
+    assert parse(f"[{', '.join(words)}]") == words
 
 
 @pytest.mark.parametrize("override", ["reward.terms.0.weight=0.5", "data.train.0.weight=2", "train.lr.peak=1"])
@@ -193,13 +170,7 @@ def test_mappings_and_configs_load_alike() -> None:
         ("algoritm.preset=grpo", "algorithm"),
         ("train.temperature=1", "rollout.temperature"),
         ("learning_rate=1e-6", "train.lr"),
-        ("batch_size=8", "train.prompts_per_step"),
-        ("rollout.n=8", "train.samples_per_prompt"),
-        ("max_new_tokens=9", "rollout.max_tokens"),
-        ("algorithm.beta=0.1", "algorithm.kl.coef"),
         ("algorithm.gpg_alpha=1", "algorithm.args.gpg_alpha"),
-        ("run.memory=8", "run.gpu_memory_gib"),
-        ("algorithm.fire.cap=2", "algorithm.hot_first_token"),
         ("reward.remote={retrys: 1}", "reward.remote.retries"),
     ],
 )
@@ -219,21 +190,16 @@ def test_an_unknown_key_is_answered_in_other_ways() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.micro_tokens=0", ["train.micro_tokens", "greater than or equal to 1", "0"]),
         ("rollout.top_p=1.5", ["rollout.top_p", "less than or equal to 1"]),
         ("train.prompts_per_step=many", ["train.prompts_per_step", "whole number", "'many'"]),
         ("train.schedule=cosinus", ["train.schedule", "'cosine'", "'cosinus'"]),
         ("train.lr", ["write section.key=value"]),
-        ("name=x", ["several sections", "run.name"]),
         ("beta=0.1", ["several sections", "dpo.beta", "algorithm.kl.coef"]),
-        ("n=8", ["several sections", "val.n", "train.samples_per_prompt"]),
         ("data.train=[7]", ["data.train", "DataSource", "7"]),
         ("rollout.stop=[a", ["rollout.stop=[a", "not valid YAML"]),
         ("algorithm.kl=0.01", ["a section, got 0.01; set one of its options: algorithm.kl.coef"]),
-        ("model.series=patches", ["wants a mapping, got 'patches'; expected keys of encoder, channels, patch"]),
-        ("model.series=patches", ["; try model.series={channels: 8}"]),
+        ("model.series=patches", ["a section, got 'patches'; set one of its options: model.series.encoder, model."]),
         ("reward.serve.colour=1", ["expected one of queue, max_body_mb, response_after"]),
-        ("algorithm.dual_clip=off", ["wants a number, got 'off'"]),
     ],
 )
 def test_a_bad_value_is_refused_with_field_and_reason(override: str, words: list[str]) -> None:
@@ -242,16 +208,12 @@ def test_a_bad_value_is_refused_with_field_and_reason(override: str, words: list
     assert len(refusal(None, "train.lr=-1", "rollout.max_tokens=0", "val.evry=1").splitlines()) == 3  # all at once
 
 
-@pytest.mark.parametrize("name", ["../escape", "", "..", "a/b", "a\\b", "a\0b"])
+@pytest.mark.parametrize("name", ["../escape", "", "..", "a\\b"])
 def test_a_run_stays_inside_of_its_folder(name: str) -> None:
     """What is there may be removed: a smoke test takes the place of the last one."""
-    with pytest.raises(ConfigError, match=r"run\.name: wants one folder name such as geo-1; run\.out"):
-        load({"run.name": name})
-    if name != "a/b":
-        with pytest.raises(ConfigError, match=r"generate\.output: wants a file inside the run fold"):
-            load({"generate.output": name})
-    for fine in ("geo-1", "..hidden", "läufe"):
-        assert load({"run.name": fine}).run.name == fine
+    assert "run.name: wants one folder name such as geo-1; run.out" in refusal({"run.name": name})
+    assert "generate.output: wants a file inside the run fold" in refusal({"generate.output": name})
+    assert load({"run.name": "..läufe"}).run.name == "..läufe"
 
 
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
@@ -263,15 +225,6 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
     assert "not valid YAML" in refusal(path)
     path.write_text("train: {lr: 1e-6}\nrun: {name: a}\ntrain: {prompts_per_step: 2}\n")
     assert "train is there twice" in refusal(path)
-
-
-def test_names_from_elsewhere_lead_to_options_of_ours() -> None:
-    known = {name for name, _ in options()}
-    elsewhere = other_names()[0]
-    assert {n for n in elsewhere.values() if ".args." not in n} <= known | {"algorithm.hot_first_token"}
-    leaves = [name.rsplit(".", 1)[-1] for name in known if name.count(".") == 1]
-    # Names of ours that mean something else there are asked about.
-    assert {name for name in elsewhere if leaves.count(name) == 1} == {"beta"}
 
 
 def test_keys_of_the_docs_lead_to_the_options_beside_them() -> None:
@@ -291,23 +244,19 @@ def test_keys_of_the_docs_lead_to_the_options_beside_them() -> None:
 
 def test_every_key_of_a_foreign_file_is_answered() -> None:
     """The docs hold the names; here their sections are opened, and those of ours are left."""
-    actor = {"model": {"model_path": "a"}, "optim": {"lr": 1e-6}, "fsdp": {"enable_full_shard": True}}
-    rollout = {"n": 5, "val_override_config": {"temperature": 0.5}}
-    worker = {"actor": actor, "critic": {"optim": {"lr": 1e-5}}, "rollout": rollout}
-    trainer = {"max_steps": 7, "val_only": False, "save_checkpoint_path": None}
+    actor = {"optim": {"lr": 1e-6}, "fsdp": {"enable_full_shard": True}}
+    worker = {"actor": actor, "critic": {"optim": {"lr": 1e-5}}, "rollout": {"n": 5}}
+    trainer = {"max_steps": 7, "val_only": False}
     said = refusal({"data": {"train_files": "a", "max_pixels": 9999}, "worker": worker, "trainer": trainer})
     found = re.findall(r"^unknown key '(.+)'; .*?(?:mean '(.+)'\?|(remove it)|(`saccade eval`))$", said, re.M)
     assert {key: "".join(answer) for key, *answer in found} == {
         "data.train_files": "data.train",
-        "worker.actor.model.model_path": "model.path",
         "worker.actor.optim.lr": "train.lr",
         "worker.actor.fsdp.enable_full_shard": "remove it",
         "worker.critic.optim.lr": "algorithm.critic.lr",
         "worker.rollout.n": "train.samples_per_prompt",
-        "worker.rollout.val_override_config.temperature": "val.temperature",
         "trainer.max_steps": "run.max_steps",
         "trainer.val_only": "`saccade eval`",
-        "trainer.save_checkpoint_path": "run.out",
     }
 
 

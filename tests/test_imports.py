@@ -37,15 +37,23 @@ def part_of(path: Path) -> str:
     return inside.parts[0].removesuffix(".py")
 
 
+@cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    return list(ast.walk(tree))
+
+
+def names_of(node: ast.AST) -> list[str]:
+    """What an import names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [f"saccade.{a.name}" for a in node.names] if node.module == "saccade" else [node.module]
+    return []
+
+
+@cache
 def imported(tree: ast.Module) -> list[str]:
-    names = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            whole = node.module == "saccade"
-            names += [f"saccade.{a.name}" for a in node.names] if whole else [node.module]
-    return names
+    return [name for node in nodes(tree) for name in names_of(node)]
 
 
 def test_every_module_has_a_level():
@@ -74,13 +82,12 @@ def edges() -> dict[str, set[str]]:
     names = {path: name.removesuffix(".__init__") for path, name in names.items()}
     found: dict[str, set[str]] = {name: set() for name in names.values()}
     for path, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Import):
-                found[names[path]] |= {alias.name for alias in node.names} & found.keys()
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                for alias in node.names:
-                    whole = f"{node.module}.{alias.name}"
-                    found[names[path]] |= {whole if whole in found else node.module} & found.keys()
+                found[names[path]] |= set(names_of(node)) & found.keys()
+            elif isinstance(node, ast.ImportFrom):
+                wholes = {f"{node.module}.{alias.name}" for alias in node.names}
+                found[names[path]] |= {whole if whole in found else str(node.module) for whole in wholes} & found.keys()
     return found
 
 
@@ -111,36 +118,13 @@ def test_the_spine_imports_no_plugin():
     assert wrong == []
 
 
-def private_members(tree: ast.Module) -> set[str]:
-    """What the classes of a module call their own: methods, and what they store in themselves."""
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    inside = [node for cls in classes for node in ast.walk(cls)]
-    named = {node.name for node in inside if isinstance(node, ast.FunctionDef)}
-    named |= {node.attr for node in inside if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    return {name for name in named if name.startswith("_") and not name.startswith("__")}
-
-
-def test_private_members_are_read_where_they_are_made():
-    own = {path: private_members(tree) for path, tree in modules()}
-    everyone = set().union(*own.values()) - {"_fields"}  # which every named tuple shows
-    wrong = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno} {ast.unparse(node)}"
-        for path, tree in modules()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        if node.attr in everyone - own[path] and ast.unparse(node.value) not in ("self", "cls")
-    ]
-    assert "_seen" in everyone and wrong == []
-
-
 def test_optional_libraries_are_never_imported_at_the_top_of_a_module():
     wrong = [
         f"{path.relative_to(PACKAGE)}: {name}"
         for path, tree in modules()
         if path.relative_to(PACKAGE).as_posix() not in INSIDE
         for node in tree.body
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in imported(ast.Module(body=[node], type_ignores=[]))
+        for name in names_of(node)
         if name.split(".")[0] in OPTIONAL
     ]
     assert wrong == []
@@ -152,9 +136,3 @@ def test_importing_saccade_does_not_import_torch():
     code = "import sys, saccade, saccade.cli; print('torch' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "False"
-
-
-def test_recipes_mention_neither_ranks_nor_ray_nor_pixels():
-    for path in (PACKAGE / "recipes").glob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        assert not any(word in text for word in ("pixel_values", "rank", "ray.")), path.name

@@ -14,7 +14,7 @@ from typing import Any
 from saccade.algorithms.checks import refuse_contradictions
 from saccade.algorithms.resolved_algorithm import AXES, Algorithm
 from saccade.algorithms.table import Entry, find, parsed
-from saccade.config import AlgorithmConfig, Config, load
+from saccade.config import AlgorithmConfig, RewardConfig, TrainConfig, load
 from saccade.config.schema import CorrectionConfig
 from saccade.config.schema.presets import ADD_ONS, OF_FUNCTIONS, row_of, unknown
 from saccade.config.schema.section import without_effect
@@ -27,13 +27,13 @@ FIELDS = AlgorithmConfig.model_fields
 def resolve(config: AlgorithmConfig, *, max_tokens: int, **train: int | None) -> Algorithm:
     """The algorithm of a section alone; `train`: what is given of that section."""
     tree = {"algorithm": config.model_dump(exclude_unset=True), "rollout": {"max_tokens": max_tokens}, "train": train}
-    return from_config(load(tree))
+    loaded = load(tree)
+    return build(loaded.algorithm, loaded.train, loaded.reward, max_tokens)
 
 
-def from_config(config: Config) -> Algorithm:
-    """The algorithm of a whole run."""
-    given, train, row = config.algorithm, config.train, row_of(config.algorithm.preset)
-    max_tokens = config.rollout.max_tokens * config.env.max_turns
+def build(given: AlgorithmConfig, train: TrainConfig, reward: RewardConfig, max_tokens: int) -> Algorithm:
+    """The algorithm of a whole run; `max_tokens` of an episode."""
+    row = row_of(given.preset)
     estimator = _choose("advantage", given.advantage, given)
     loss = _choose("policy_loss", given.policy_loss, given)
     aggregation = given.aggregation
@@ -64,8 +64,8 @@ def from_config(config: Config) -> Algorithm:
         updates_per_step=train.updates_per_step,
         sequences=train.prompts_per_step * train.samples_per_prompt,
         max_tokens=max_tokens,
-        reward_clip=config.reward.clip,
-        reward_normalise=config.reward.running_norm,
+        reward_clip=reward.clip,
+        reward_normalise=reward.running_norm,
         estimator=estimator,
         loss=loss,
         aggregate=aggregate,

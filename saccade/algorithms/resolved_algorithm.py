@@ -1,6 +1,6 @@
 """`Algorithm`: the `algorithm` section of a config, complete, with what a run adds to it.
 
-Knows nothing of how it was made; `build.from_config` makes it. Imports no torch.
+Knows nothing of how it was made; `build.build` makes it. Imports no torch.
 
     >>> algorithm.loss(new, inputs)   # the chosen function, with its options
 """

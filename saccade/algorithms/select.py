@@ -99,15 +99,7 @@ def shape(
     counted = [scaled(name, value) for name in parts or (REWARD,) for value in seen[name]]
     beyond = sum(limited(value) != value for value in counted)
     metrics.add("reward/clip_frac", beyond / max(1, len(counted)))
-    done = [
-        replace(
-            group,
-            trajectories=tuple(map(shaped, group.trajectories)),
-            greedy=None if group.greedy is None else shaped(group.greedy),
-        )
-        for group in groups
-    ]
-    return done, replace(state, moments=moments), metrics
+    return [group.each(shaped) for group in groups], replace(state, moments=moments), metrics
 
 
 def mark_members(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Group], Metrics]:

@@ -13,6 +13,7 @@ function from a config to problems, or the name of a plugin's; RULES says which 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from saccade.checks import model_rules, rows, steps
 from saccade.config import Config, Section
@@ -84,20 +85,19 @@ def not_counted(config: Config, command: str) -> str | None:
 
 
 MODEL = (model_rules.model, model_rules.patterns, model_rules.own_weights, "series")
-CRITIC = (model_rules.critic, model_rules.critic_warmup)
 SAMPLING = (model_rules.lora_dropout, steps.sampling, steps.response_length, steps.batch)
 LOOKING = (rows.pixels, rows.prompt_files, model_rules.judge)
 READING = (rows.data_files, *LOOKING)
 TRAINING = (*(*MODEL, rows.train_data, *READING), *(steps.optimizer, steps.validation, steps.best, steps.resume))
 ANSWERS = (model_rules.answering_model, "series", "trained_series")
 RULES: dict[str, tuple[Rule | str, ...]] = {
-    "rl": (*TRAINING, *(*CRITIC, rows.demonstrations, *SAMPLING, steps.reward, steps.environment)),
+    "rl": (*TRAINING, *(model_rules.critic, rows.demonstrations, *SAMPLING, steps.reward, steps.environment)),
     "sft": (*TRAINING, model_rules.imitation),
     "dpo": (*TRAINING, "preferences"),
     "reward-model": (*TRAINING, "rating"),
     "eval": (
         *ANSWERS,
-        *(rows.val_data, rows.val_files, *LOOKING),
+        *(rows.val_data, partial(rows.data_files, names=["val"]), *LOOKING),
         *(steps.response_length, steps.validation, steps.environment),
     ),
     "rescore": (rows.pixels, model_rules.judge),  # `eval` of answers that are there already
@@ -108,7 +108,7 @@ RULES: dict[str, tuple[Rule | str, ...]] = {
     ),
     "chat": (*ANSWERS, rows.pixels, rows.prompt_files),
     # those of rl that need neither rows nor rewards
-    "estimate": (*MODEL, rows.pixels, steps.optimizer, *CRITIC, *SAMPLING),
+    "estimate": (*MODEL, rows.pixels, steps.optimizer, model_rules.critic, *SAMPLING),
     "check-data": ("series", rows.some_data, *READING),
     "serve-reward": (rows.pixels, model_rules.judge, steps.reward),
 }

@@ -11,13 +11,6 @@ from urllib.parse import urlsplit
 from saccade.config import ADAPTED, Config
 from saccade.config.schema import HttpConfig
 
-# Lists of names, as a user may write them.
-EXAMPLES = {
-    "model.train": "freeze:vision,projector",
-    "model.lora.targets": "llm,projector",
-    "model.lora.exclude": "vision,projector",
-}
-
 
 def folder(field: str, path: str) -> Iterator[str]:
     if not path.startswith("tiny:") and not (Path(path) / "config.json").is_file():
@@ -39,10 +32,8 @@ def model(config: Config) -> Iterator[str]:
     frozen = train.removeprefix("freeze:")
     if train not in ("full", *ADAPTED) and (frozen == train or not frozen.strip(", ")):
         near = get_close_matches(train.lower(), ("full", *ADAPTED), n=1)
-        yield (
-            f"model.train: {train!r} is none of full, lora, qlora and freeze:PATTERNS; "
-            f"try {near[0] if near else 'freeze:vision'}"
-        )
+        meant = near[0] if near else "freeze:vision"
+        yield f"model.train: expected full, lora, qlora or freeze:PATTERNS, got {train!r}; try {meant}"
 
 
 def patterns(config: Config) -> Iterator[str]:
@@ -51,39 +42,26 @@ def patterns(config: Config) -> Iterator[str]:
     written = {
         "model.train": frozen(config.model.train),
         "model.lora.targets": lora.targets.split(","),
-        "model.lora.exclude": lora.exclude.split(","),
+        "model.lora.exclude": lora.exclude.split(",") if lora.exclude else [],
     }
-    for name, listed in written.items():
-        for pattern in (text.strip() for text in listed):
-            if not pattern and len(listed) > (name == "model.lora.exclude"):
-                flaw = "nothing stands beside a comma" if len(listed) > 1 else "no layer is named"
-                yield f"{name}: {flaw}; try {name}={EXAMPLES[name]}"
-            if not pattern.startswith("re:"):
-                continue
+    for name, pattern in ((name, text.strip()) for name, listed in written.items() for text in listed):
+        if not pattern:
+            yield f"{name}: a name is empty; try names such as vision,projector"
+        elif pattern.startswith("re:"):
             try:
                 re.compile(pattern[3:])
             except re.error as error:
-                yield (
-                    f"{name}: {pattern!r} is no regular expression: {error}; "
-                    r"try re:self_attn\.(q|v)_proj"
-                )
+                yield rf"{name}: {pattern!r} is no regular expression: {error}; try re:self_attn\.(q|v)_proj"
 
 
 def answering_model(config: Config) -> Iterator[str]:
     """Where nothing is trained an endpoint may answer, and no folder is needed."""
-    if config.rollout.engine == "http":
-        yield from endpoint(config)
-    else:
-        yield from model(config)
-
-
-def endpoint(config: Config) -> Iterator[str]:
     http = config.rollout.http
+    if config.rollout.engine != "http":
+        yield from model(config)
+        return
     if not http.url:
-        yield (
-            "rollout.http.url: rollout.engine=http needs the address of an endpoint; "
-            "try rollout.http.url=http://127.0.0.1:8000/v1"
-        )
+        yield "rollout.http.url: no address; try rollout.http.url=http://127.0.0.1:8000/v1"
     yield from _address("rollout.http", http)
     if config.prompt.chat_template:
         yield "prompt.chat_template: an endpoint applies its own template; remove it"
@@ -96,15 +74,9 @@ def _address(section: str, http: HttpConfig) -> Iterator[str]:
     if http.url and (address.scheme not in ("http", "https") or not address.hostname):
         yield (f"{section}.url: {http.url} is no address of an endpoint; try {section}.url=http://127.0.0.1:8000/v1")
     if address.username or address.password or address.query:
-        yield (
-            f"{section}.url: an address with a password or a query would be logged; put the "
-            f"key into an environment variable and its name into {section}.key"
-        )
+        yield f"{section}.url: a password or query would be logged; name a variable that holds it in {section}.key"
     if http.key and not re.fullmatch(r"[A-Za-z_]\w*", http.key):
-        yield (
-            f"{section}.key: takes the name of an environment variable, not the key itself; "
-            f"try {section}.key=OPENAI_API_KEY"
-        )
+        yield f"{section}.key: takes the name of a variable, not the key itself; try {section}.key=OPENAI_API_KEY"
 
 
 def judge(config: Config) -> Iterator[str]:
@@ -118,10 +90,7 @@ def judge(config: Config) -> Iterator[str]:
 
 def own_weights(config: Config) -> Iterator[str]:
     if config.rollout.engine == "http":
-        yield (
-            "rollout.engine: http asks a model that is not trained here and gives no log-probs; "
-            "it serves eval, generate and chat: try rollout.engine=embedded"
-        )
+        yield "rollout.engine: http answers in eval, generate and chat only; try rollout.engine=embedded"
 
 
 def frozen(train: str) -> list[str]:
@@ -131,27 +100,15 @@ def frozen(train: str) -> list[str]:
 
 def lora_dropout(config: Config) -> Iterator[str]:
     if config.model.lora.dropout:
-        yield (
-            "model.lora.dropout: with it the policy that learns is not the one that answered; try model.lora.dropout=0"
-        )
+        yield "model.lora.dropout: the policy that learns is not the one that answered; try model.lora.dropout=0"
 
 
 def critic(config: Config) -> Iterator[str]:
-    path = config.algorithm.critic.path
-    if path is not None and not (Path(path) / "config.json").is_file():
-        yield (
-            f"algorithm.critic.path: {path} has no config.json; give a Hugging Face model folder, "
-            "or leave it empty to start from the policy"
-        )
-
-
-def critic_warmup(config: Config) -> Iterator[str]:
-    alone, steps = config.algorithm.critic.warmup_steps, config.run.max_steps
-    if steps is not None and alone >= steps:
-        yield (
-            f"algorithm.critic.warmup_steps: in all {steps} steps of the run only the critic would "
-            f"learn; try algorithm.critic.warmup_steps={steps // 10}"
-        )
+    critic, steps = config.algorithm.critic, config.run.max_steps
+    if critic.path is not None:
+        yield from folder("algorithm.critic.path", critic.path)
+    if steps is not None and critic.warmup_steps >= steps:
+        yield f"algorithm.critic.warmup_steps: the policy learns in none of the {steps} steps; try {steps // 10}"
 
 
 def imitation(config: Config) -> Iterator[str]:
@@ -159,9 +116,7 @@ def imitation(config: Config) -> Iterator[str]:
     if sft.teacher is not None:
         yield from folder("sft.teacher", sft.teacher)
     if sft.reward_tag is not None and not _shows_reward(sft.reward_tag):
-        yield (
-            f"sft.reward_tag: {sft.reward_tag!r} does not show a reward; try sft.reward_tag='<reward {{reward:.1f}}>'"
-        )
+        yield f"sft.reward_tag: {sft.reward_tag!r} shows no reward; try '<reward {{reward:.1f}}>'"
 
 
 def _shows_reward(tag: str) -> bool:

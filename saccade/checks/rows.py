@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from saccade.config import Config
@@ -29,24 +29,13 @@ def some_data(config: Config) -> Iterator[str]:
         yield "data.train: no data; try data.train=train.jsonl"
 
 
-def data_files(config: Config) -> Iterator[str]:
-    return _missing_files(config, "train", "val", "demonstrations")
-
-
-def val_files(config: Config) -> Iterator[str]:
-    return _missing_files(config, "val")
-
-
-def _missing_files(config: Config, *names: str) -> Iterator[str]:
+def data_files(config: Config, names: Sequence[str] = ("train", "val", "demonstrations")) -> Iterator[str]:
     data = config.data
     for name in names:
         for source in getattr(data, name):
             path = parse_address(source.path).path
             if not data.allow_network and not Path(path).exists():
-                yield (
-                    f"data.{name}: {path} does not exist; give a file or folder on this disk, or "
-                    "a hub id with data.allow_network=true"
-                )
+                yield f"data.{name}: {path} does not exist; give a file, or a hub id with data.allow_network=true"
 
 
 def pixels(config: Config) -> Iterator[str]:
@@ -63,6 +52,5 @@ def prompt_files(config: Config) -> Iterator[str]:
 
 
 def demonstrations(config: Config) -> Iterator[str]:
-    rows, coef = config.data.demonstrations, config.train.sft_coef
-    if coef and not rows:
+    if config.train.sft_coef and not config.data.demonstrations:
         yield "data.demonstrations: train.sft_coef needs some; try data.demonstrations=shown.jsonl"

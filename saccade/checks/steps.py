@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from saccade import environments
+from saccade.algorithms.build import build
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import ADAPTED, Config
 from saccade.data.sources import set_names
-from saccade.models.files import described, names_experts
 
 # The fewest tokens of an answer where every tag is one token: with less, no response can be right.
 SHORTEST_ANSWER = {"think_answer": 5, "think_boxed": 4, "boxed": 2, "answer_line": 2, "hash": 2}
@@ -22,10 +23,7 @@ def sampling(config: Config) -> Iterator[str]:
     if rollout.truncated_sampling == "refuse":
         for name, truncates, off in (("top_p", rollout.top_p < 1, 1), ("top_k", rollout.top_k > 0, -1)):
             if truncates:
-                yield (
-                    f"rollout.{name}: truncated sampling biases every ratio unless the kept ids "
-                    f"are replayed; set rollout.truncated_sampling=replay or rollout.{name}={off}"
-                )
+                yield f"rollout.{name}: biases every ratio; use {name}={off}, or rollout.truncated_sampling=replay"
     if rollout.top_k == 0:
         yield "rollout.top_k: 0 keeps no token; try rollout.top_k=-1 to keep all"
 
@@ -38,29 +36,16 @@ def response_length(config: Config) -> Iterator[str]:
     for name, limit in limits.items():
         if limit < shortest:
             yield f"{name}: {limit} tokens cannot hold an answer in the format {style!r}; try {name}=256"
-    total = config.env.max_total_tokens
-    if total <= config.rollout.max_tokens:
-        yield (
-            f"env.max_total_tokens: {total} leaves no room for a prompt beside "
-            f"rollout.max_tokens={config.rollout.max_tokens}; "
-            f"try env.max_total_tokens={config.rollout.max_tokens + config.data.max_prompt_tokens}"
-        )
-    elif (longest := config.data.max_prompt_tokens) > total - shortest:
-        yield (
-            f"env.max_total_tokens: {total} leaves no room for a response behind a prompt of "
-            f"data.max_prompt_tokens={longest}; try env.max_total_tokens="
-            f"{longest + config.rollout.max_tokens}, or "
-            f"data.max_prompt_tokens={total - config.rollout.max_tokens}"
-        )
+    total, longest = config.env.max_total_tokens, config.data.max_prompt_tokens
+    if longest > total - shortest or total <= config.rollout.max_tokens:
+        needed = config.rollout.max_tokens + longest
+        yield f"env.max_total_tokens: {total} cannot hold data.max_prompt_tokens and a response; try {needed}"
 
 
 def batch(config: Config) -> Iterator[str]:
     updates, prompts = config.train.updates_per_step, config.train.prompts_per_step
     if updates > prompts:
-        yield (
-            f"train.updates_per_step: {updates} updates need as many prompts, and a step has "
-            f"{prompts}; try train.updates_per_step={prompts}"
-        )
+        yield f"train.updates_per_step: {updates} need as many prompts; try train.updates_per_step={prompts}"
 
 
 def optimizer(config: Config) -> Iterator[str]:
@@ -68,24 +53,14 @@ def optimizer(config: Config) -> Iterator[str]:
     if train.ema and config.model.train in ADAPTED:
         yield f"train.ema: averages whole weights; with model.train={config.model.train} use 0"
     if steps is not None and train.warmup >= max(1, steps):
-        yield (
-            f"train.warmup: {train.warmup:g} steps in a run of {steps} never reach the full "
-            f"learning rate; try train.warmup={steps // 10}"
-        )
-    found = described(Path(config.model.path)) if train.aux_coef else {}
-    if found and not names_experts(found):
-        yield (
-            f"train.aux_coef: {config.model.path} is a {found.get('model_type')} and has no "
-            "experts to balance; try train.aux_coef=0"
-        )
+        yield f"train.warmup: {train.warmup:g} steps are all of the run; try train.warmup={steps // 10}"
     lora, without = config.model.lora, {"series"}  # towers that get no adapter
     if lora.targets == "all-linear":
         without |= {"audio"} if lora.vision else {"audio", "vision", "projector"}
     for name in sorted(without & train.lr_scale.keys()) if config.model.train in ADAPTED else ():
         yield f"train.lr_scale.{name}: model.train={config.model.train} adds no adapter to that tower; remove it"
-    for beta in train.betas:
-        if not 0 <= beta < 1:
-            yield f"train.betas: {beta} is outside [0, 1); try train.betas=[0.9,0.95]"
+    if not all(0 <= beta < 1 for beta in train.betas):
+        yield f"train.betas: {train.betas} are not between 0 and 1; try train.betas=[0.9,0.95]"
 
 
 def reward(config: Config) -> Iterator[str]:
@@ -112,19 +87,12 @@ def validation(config: Config) -> Iterator[str]:
 
 def best(config: Config) -> Iterator[str]:
     name = config.save.best_metric
-    if name and not (config.data.val and config.val.every):
+    sets = [f"val/{set_name}/" for set_name in set_names(config.data.val)] if config.val.every else []
+    if name and not sets:
         lacking = "val.every=0" if config.data.val else "there is no data.val"
-        yield (
-            f"save.best_metric: {name} is never measured, as {lacking}; set data.val=val.jsonl and "
-            "val.every=50, or remove it"
-        )
-        return
-    sets = [f"val/{set_name}/" for set_name in set_names(config.data.val)]
-    if name and not name.startswith(tuple(sets)):
-        yield (
-            f"save.best_metric: {name} is a metric of no validation set; there are "
-            f"{', '.join(f'{start}…' for start in sets)}; try save.best_metric={sets[0]}accuracy"
-        )
+        yield f"save.best_metric: {name} is never measured, as {lacking}; set data.val and val.every=50, or remove it"
+    elif name and not name.startswith(tuple(sets)):
+        yield f"save.best_metric: {name} is of no set of data.val; try save.best_metric={sets[0]}accuracy"
 
 
 def selection(config: Config) -> Iterator[str]:
@@ -136,6 +104,12 @@ def resume(config: Config) -> Iterator[str]:
     resume = config.run.resume
     if resume not in ("none", "auto", "best") and not Path(resume).is_dir():
         yield f"run.resume: {resume} is not a checkpoint folder; try run.resume=auto"
+
+
+def algorithm_of(config: Config) -> Algorithm:
+    """The algorithm of a run; options of it that contradict each other are refused."""
+    max_tokens = config.rollout.max_tokens * config.env.max_turns
+    return build(config.algorithm, config.train, config.reward, max_tokens)
 
 
 def total_steps(config: Config, rows: int) -> int:

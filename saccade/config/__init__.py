@@ -253,10 +253,6 @@ def explain(error: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         return "\n".join(map(unknown_key, _leaves(key, error.get("input"))))
     known, given = dict(options()).get(key), error.get("input")
-    if error["type"] == "model_type" and (keys := keys_of(key)):
-        example = next(f"{name}: {field.default}" for name, field in keys.items() if field.default)
-        expected = f"expected keys of {', '.join(keys)}; try {key}={{{example}}}"
-        return f"{key}: wants a mapping, got {given!r}; {expected}"
     inside = [name for name, _ in options() if name.startswith(f"{key}.")]
     if error["type"] == "model_type" and inside:
         return f"{key}: a section, got {given!r}; set one of its options: {', '.join(inside)}"

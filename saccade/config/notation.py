@@ -29,7 +29,7 @@ OURS = (("bool", TRUTH, "tTfF"), ("int", INTEGER, "-+0123456789"), ("float", FLO
 REPLACED = {f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "timestamp")}
 
 
-class Reader(yaml.SafeLoader):
+class Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # the fast one, where it is
     """The one reader of config text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML looks it up on the class)
@@ -42,9 +42,8 @@ class Reader(yaml.SafeLoader):
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"{', '.join(twice)} is there twice; put all of it in one place", node.start_mark
-            )
+            problem = f"{', '.join(twice)} is there twice; put all of it in one place"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep=deep)
 
 

@@ -17,7 +17,6 @@ from saccade.models import experts
 from saccade.models.families import Family
 from saccade.models.load import pick_dtype
 from saccade.recipes import model_setup, parts
-from saccade.recipes.model_setup import Policy
 from saccade.rollout.episode import Limits
 from saccade.trainer.local import LocalBackend
 from saccade.types import Sample
@@ -25,17 +24,16 @@ from saccade.types import Sample
 log = logging.getLogger(__name__)
 
 
-def make_engine(config: Config, policy: Policy, *, first_tokens: bool = False, logs: Path | None = None) -> Engine:
+def make_engine(
+    config: Config, policy: LocalBackend, *, first_tokens: bool = False, logs: Path | None = None
+) -> Engine:
     """In this process, or replicas of it in their own: they log into the folder `logs`.
     `first_tokens`: some are drawn with settings of their own.
     """
     name = config.rollout.engine
     if name != "embedded" and experts.count(policy.model):
-        raise ConfigError(
-            f"rollout.engine={name}: cannot read experts, which the trainer holds in one tensor for each layer; "
-            "use rollout.engine=embedded"
-        )
-    if name == "embedded" and policy.model.device.type == "cuda":
+        raise ConfigError(f"rollout.engine={name}: cannot read the trainer's experts; use rollout.engine=embedded")
+    if name == "embedded" and policy.device.type == "cuda":
         if slow := why_no_kernels(shape_of(policy.model)):
             log.info(f"generation waits for the GPU after every token, because {slow}")
         elif not experts.capturable(policy.model):
@@ -91,10 +89,7 @@ def require_support(config: Config, engine: Engine) -> None:
     """Training replays what truncated sampling kept, so the engine has to say what that was."""
     rollout = config.rollout
     if (rollout.top_p < 1 or rollout.top_k > 0) and not engine.capabilities().support:
-        raise ConfigError(
-            f"rollout.truncated_sampling=replay: the engine {rollout.engine} does not say which ids it kept; "
-            "use rollout.top_p=1 rollout.top_k=-1, or rollout.engine=embedded"
-        )
+        raise ConfigError(f"rollout.truncated_sampling: not with {rollout.engine}; use rollout.engine=embedded")
 
 
 def check_parity(

@@ -62,12 +62,8 @@ class Evaluator:
         groups = collect(
             self.engine,
             samples,
+            parts.play_of(config, family, sampling, seed, evaluation=True),
             repeats=repeats,
-            environment=parts.environments_of(config, family),
-            family=family,
-            sampling=sampling,
-            limits=parts.limits_of(config, evaluation=True),
-            seed=f"{config.run.seed}/{seed}",
             on_finish=stream.submit,
             on_mark=breakdown and breakdown.submit,
             progress=self.progress,
@@ -113,13 +109,10 @@ def set_metrics(
     judged = [t for t in trajectories if t.status not in ALWAYS_EXCLUDED]
     if any(t.reward is not None or t.reason for t in judged):  # else nobody has read them
         metrics["parse_rate"] = float(np.mean([parsed(t.extracted, t.reason) for t in judged]))
-    metrics |= {
-        "think_rate": float(np.mean([thinks(t, family) for t in trajectories])),
-        "truncated_frac": float(np.mean([t.status == "truncated" for t in trajectories])),
-        "response_mean": float(np.mean([t.response_length for t in trajectories])),
-        "error_rate": float(np.mean([t.status == "error" for t in trajectories])),
-        "abstain_rate": float(np.mean([t.status == "abstain" for t in trajectories])),
-    }
+    metrics["think_rate"] = float(np.mean([thinks(t, family) for t in trajectories]))
+    metrics["response_mean"] = float(np.mean([t.response_length for t in trajectories]))
+    for name, status in (("truncated_frac", "truncated"), ("error_rate", "error"), ("abstain_rate", "abstain")):
+        metrics[name] = float(np.mean([t.status == status for t in trajectories]))
     plain = [t for group in without_scores(groups, scores) for t in group.trajectories]
     return metrics | episode_metrics(plain)
 

@@ -49,10 +49,7 @@ def guard(
     where = save_batches(folder / "bad-batches" / name, batches)
     log.info(f"step {step}: {whose}loss or gradient not finite, update skipped; batch in {where}")
     if train.on_nonfinite == "stop" or bad >= train.max_bad_updates:
-        raise TrainingError(
-            f"{bad} {whose}updates in a row were not finite (train.on_nonfinite={train.on_nonfinite}); lower train.lr, "
-            f"and look at {where}"
-        )
+        raise TrainingError(f"{bad} {whose}updates in a row were not finite; lower train.lr, and look at {where}")
     return {**before, who: bad}
 
 
@@ -82,10 +79,7 @@ def check_mismatch(metrics: Metrics, algorithm: Algorithm, parity_max: float | N
         )
     unscored = found.get("mismatch/unscored_frac", 0.0)
     if unscored > MOST_UNSCORED:
-        raise TrainingError(
-            f"the engine gave no log-prob for {unscored:.1%} of its tokens, more than {MOST_UNSCORED:.0%}; use one "
-            "that returns log-probs, such as rollout.engine=embedded"
-        )
+        raise TrainingError(f"the engine gave {unscored:.1%} of its tokens no log-prob; use rollout.engine=embedded")
 
 
 class Judged(NamedTuple):
@@ -98,7 +92,7 @@ class Judged(NamedTuple):
 
 
 def check_errors(groups: Sequence[Group], config: Config) -> None:
-    members = [t for g in groups for t in (*g.trajectories, g.greedy) if t is not None]
+    members = (t for group in groups for t in group.everyone)
     refuse_errors([Judged(t.sample_id, t.status, t.reason, t.end_reason) for t in members], config)
 
 

@@ -1,13 +1,13 @@
 """Models as a config asks for them: the policy, its reference, a critic, a teacher, reward models.
 
 family = family_of(config, start_folder(config))
-load_policy(config, family).model
+model = load_policy(config, family)
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,12 +27,6 @@ from saccade.trainer.local import LocalBackend
 from saccade.trainer.reference import AdapterReference, Reference
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    family: Family
-    model: torch.nn.Module
 
 
 def quiet_libraries() -> None:
@@ -83,14 +77,12 @@ def device_of(config: Config) -> torch.device:
     return device
 
 
-def load_policy(config: Config, family: Family, *, folder: str | None = None, train: str | None = None) -> Policy:
+def load_policy(config: Config, family: Family, *, folder: str | None = None, train: str | None = None) -> Any:
     """Weights from `folder` (a checkpoint) or from the family's own; `train` instead of
     `model.train`. Adapters always lie over the family's own: a checkpoint has them merged in.
     """
     if strange := sorted(set(config.train.lr_scale) - set(family.spec.towers)):
-        raise ConfigError(
-            f"train.lr_scale: the model has no tower {strange[0]!r}; it has {', '.join(family.spec.towers)}"
-        )
+        raise ConfigError(f"train.lr_scale: no tower {strange[0]!r}; expected one of {', '.join(family.spec.towers)}")
     train = train or config.model.train
     adapted = train in ADAPTED
     device = device_of(config)
@@ -110,25 +102,22 @@ def load_policy(config: Config, family: Family, *, folder: str | None = None, tr
         torch.manual_seed(config.run.seed)  # of dropout; a resumed run then restores its own state
     else:
         freeze(model, family, train)
-    return Policy(family=family, model=model)
+    return model
 
 
-def learner(config: Config, policy: Policy) -> LocalBackend:
-    """What trains its model, in the memory that the config allows."""
+def learner(config: Config, model: Any, family: Family) -> LocalBackend:
+    """What trains the model, in the memory that the config allows."""
     wanted = config.model.checkpointing
     checkpointing: bool | Literal["auto"] = "auto" if wanted == "auto" else wanted == "on"
-    return LocalBackend(policy.model, policy.family, config.train, checkpointing=checkpointing)
+    return LocalBackend(model, family, config.train, checkpointing=checkpointing)
 
 
 def load_reference(config: Config, family: Family, algorithm: Algorithm | None, policy: LocalBackend) -> Reference:
     """The model that the policy started from: another copy, or the policy without its adapters."""
     if config.model.train not in ADAPTED:
-        return LocalBackend(load_policy(config, family).model, family)
+        return LocalBackend(load_policy(config, family), family)
     if algorithm is not None and algorithm.kl.update == "ema":
-        raise ConfigError(
-            f"algorithm.kl.update=ema: a blend of weights is no adapter; with model.train={config.model.train} "
-            "use algorithm.kl.update=copy, or none"
-        )
+        raise ConfigError("algorithm.kl.update=ema: a blend of weights is no adapter; use algorithm.kl.update=copy")
     return AdapterReference(policy)
 
 
@@ -137,12 +126,12 @@ def load_critic(config: Config, family: Family, algorithm: Algorithm) -> LocalBa
     adapters: where the policy has them, all of the critic is trained.
     """
     train = "full" if config.model.train in ADAPTED else None
-    policy = load_policy(config, family, folder=algorithm.critic.path, train=train)
-    attach_score(policy.model, seed=config.run.seed)
     path = algorithm.critic.path
-    if path is not None and not HOOKS["start_critic"](policy.model, Path(path)):
+    model = load_policy(config, family, folder=path, train=train)
+    attach_score(model, seed=config.run.seed)
+    if path is not None and not HOOKS["start_critic"](model, Path(path)):
         log.info(f"algorithm.critic.path={path}: its score is not linear; the critic draws a head of its own")
-    return learner(config, policy)
+    return learner(config, model, family)
 
 
 def average_of(config: Config, *of: Any, **options: Any) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from saccade.run.training_run import Run
 from saccade.system.disk import require_writable
 from saccade.trainer import Loss, Update
 from saccade.trainer.local import LocalBackend
+from saccade.trainer.optimizer import rate
 from saccade.types import Batch, Sample
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,6 @@ class Job:
     """A loaded run: what trains, and on which rows."""
 
     run: Run
-    policy: model_setup.Policy
     backend: LocalBackend
     stream: Stream
     rows: Mapping[str, Dataset]  # of data.val: measured as training measures its own
@@ -86,10 +86,10 @@ def set_up(
     """Load the model, from the start or a checkpoint, and begin the run. `attach` adds heads."""
     config = run.config
     log.info(data.summary)
-    policy = model_setup.load_policy(config, family, folder=str(run.start) if run.start else None)
-    attach(policy.model)
-    log.info(describe_trained(policy.model, family))
-    backend = model_setup.learner(config, policy)
+    model = model_setup.load_policy(config, family, folder=str(run.start) if run.start else None)
+    attach(model)
+    log.info(describe_trained(model, family))
+    backend = model_setup.learner(config, model, family)
     stream = Stream(data, seed=config.run.seed, config=config.data)
     run.restore(backend, {"stream": stream})
     sets = {**(rows or {}), **(questions or {})}
@@ -97,7 +97,6 @@ def set_up(
     HOOKS["warn_of_rows"](config, family, stream, sets.values())
     return Job(
         run=run,
-        policy=policy,
         backend=backend,
         stream=stream,
         rows=rows or {},
@@ -110,7 +109,7 @@ def train(job: Job, task: Task) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
     run, backend, stream, options = job.run, job.backend, job.stream, job.run.config.train
     validation = Validation(
-        evaluator=make_evaluator(run, job.policy, job.questions),
+        evaluator=make_evaluator(run, backend, job.questions),
         weights=backend,
         questions=job.questions,
         rows=job.rows,
@@ -130,7 +129,7 @@ def train(job: Job, task: Task) -> dict[str, Any]:
         with run.phase(task.preparing):
             batches, loss = task.prepare(samples)
         with run.phase("update"):
-            update = task.train(batches, loss, lr=run.learning_rate())
+            update = task.train(batches, loss, lr=options.lr * rate(run.step, total, options))
             before, folder = run.progress.bad_updates, run.folder.path
             bad = guard(update, batches, before, options, folder, step=step)
         progress = replace(run.progress, step=step, stream=stream.state(), bad_updates=bad)

@@ -24,7 +24,7 @@ from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import FORMATS
 from saccade.rollout import env_setup
-from saccade.rollout.episode import Limits
+from saccade.rollout.episode import Limits, Play
 from saccade.types import Sample, Sampling
 
 log = logging.getLogger(__name__)
@@ -34,9 +34,7 @@ def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | 
     reward = config.reward
     if not reward.given:
         return None
-    overlong = None
-    if algorithm is not None:
-        overlong = (algorithm.overlong.buffer, algorithm.overlong.factor, algorithm.max_tokens)
+    overlong = algorithm and (algorithm.overlong.buffer, algorithm.overlong.factor, algorithm.max_tokens)
     scorer = Scorer(
         reward,
         prompt_format=config.prompt.format,
@@ -68,15 +66,9 @@ def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample
 def check_algorithm(algorithm: Algorithm, scorer: Scorer | None, samples: Sequence[Sample]) -> None:
     """What an algorithm wants to know of rewards and rows must be there before step 1."""
     if algorithm.overlong.buffer and scorer is None:
-        raise ConfigError(
-            "algorithm.overlong: its penalty is a term of the reward, and the environment alone gives the reward; "
-            "set reward.terms, or algorithm.overlong.buffer=0"
-        )
+        raise ConfigError("algorithm.overlong: a term of the reward; set reward.terms, or algorithm.overlong.buffer=0")
     if algorithm.estimator.components and scorer is None:
-        raise ConfigError(
-            f"algorithm.advantage={algorithm.advantage} compares the terms of the reward, and the environment gives "
-            "one number; set reward.terms, or algorithm.advantage=grpo"
-        )
+        raise ConfigError(f"algorithm.advantage={algorithm.advantage}: compares terms of the reward; set reward.terms")
     if algorithm.estimator.components and scorer is not None:
         for source in sorted({sample.data_source for sample in samples}):
             scorer.component_weights(source)
@@ -122,16 +114,24 @@ def limits_of(config: Config, *, evaluation: bool = False) -> Limits:
 def environments_of(config: Config, family: Family) -> Callable[[], Environment]:
     """What makes the environment of an episode."""
     if config.env.coordinates == "absolute" and family.size_unit is None:
-        raise ConfigError(
-            f"env.coordinates=absolute: a {family.name} model sees pictures in squares, so they have no one size; "
-            "use env.coordinates=milli"
-        )
+        raise ConfigError(f"env.coordinates=absolute: {family.name} sees it in squares; use env.coordinates=milli")
     return env_setup.environments(
         config.env,
         order=FORMATS.get(config.prompt.format, FORMATS["none"]).order,
         think_prefilled=family.chat.think_prefilled,
         role="tool" if family.chat.knows_tools else "user",
         unit=family.unit,
+    )
+
+
+def play_of(config: Config, family: Family, sampling: Sampling, seed: str, *, evaluation: bool = False) -> Play:
+    """`seed` names the noise of a call within the run."""
+    return Play(
+        environment=environments_of(config, family),
+        family=family,
+        sampling=sampling,
+        limits=limits_of(config, evaluation=evaluation),
+        seed=f"{config.run.seed}/{seed}",
     )
 
 

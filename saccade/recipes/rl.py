@@ -19,10 +19,10 @@ from saccade import checks
 from saccade.algorithms import algorithm_state, annotate, select
 from saccade.algorithms.algorithm_state import AlgorithmState
 from saccade.algorithms.annotate import ComponentWeights, add_advantages, add_corrections
-from saccade.algorithms.build import from_config
 from saccade.algorithms.describe import describe, resolved_options
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.select import Updates
+from saccade.checks.steps import algorithm_of
 from saccade.config import Config, load
 from saccade.errors import ConfigError
 from saccade.forest.packing import pack
@@ -54,7 +54,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
     """
     config = load(config, command="rl")
     checks.check(config, "rl")
-    algorithm = from_config(config)
+    algorithm = algorithm_of(config)
     refuse_another_algorithm(config, algorithm)
     require_writable(config.run.out, "run.out")
     model_setup.quiet_libraries()
@@ -68,9 +68,6 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
         setup = set_up(config, algorithm, family, data, this)
         sampler, learners, validation = setup.sampler, setup.learners, setup.validation
         engine, policy, reference = sampler.engine, learners.policy, setup.reference
-        averages = model_setup.average_of(config, family, policy, this.start)
-        sets = (data, *validation.sets.values())
-        this.begin(setup.total, policy, family, sets, setup.with_state | averages)
         state = algorithm_state.restore(algorithm, this.progress.algorithm_state)
         weights = sampler.scorer.component_weights if sampler.scorer else None
         every, last = config.track.trajectories_every, dict[str, Any]()

@@ -79,13 +79,9 @@ class Sampler:
         groups = collect(
             self.engine,
             samples,
+            parts.play_of(config, family, parts.rollout_sampling(config, self.algorithm), f"{step}/{round}"),
             repeats=self.algorithm.samples_per_prompt,
             greedy=self.algorithm.estimator.greedy,
-            environment=parts.environments_of(config, family),
-            family=family,
-            sampling=parts.rollout_sampling(config, self.algorithm),
-            limits=parts.limits_of(config),
-            seed=f"{config.run.seed}/{step}/{round}",
             on_finish=rewards.submit,
             progress=progress,
         )
@@ -171,9 +167,9 @@ def rollout_metrics(
     for name, value in (found | (scorer.metrics() if scorer else {})).items():
         metrics.add(name, value)
     trajectories = [t for group in groups for t in group.trajectories]
-    greedy = [group.greedy for group in groups if group.greedy is not None]
-    metrics.add("count/samples", len(trajectories) + len(greedy))
-    metrics.add("count/rollout_tokens", sum(t.response_length for t in [*trajectories, *greedy]))
+    everyone = [t for group in groups for t in group.everyone]
+    metrics.add("count/samples", len(everyone))
+    metrics.add("count/rollout_tokens", sum(t.response_length for t in everyone))
     for name, flags in {
         "length/parse_rate": [parsed(t.extracted, t.reason) for t in trajectories if t.status not in ALWAYS_EXCLUDED],
         "length/think_rate": [thinks(t, family) for t in trajectories],

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from saccade.algorithms.describe import resolved_options
 from saccade.algorithms.resolved_algorithm import Algorithm
@@ -21,7 +20,7 @@ from saccade.models.load import describe_trained
 from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.engines import make_engine, require_support
 from saccade.recipes.rl_rollout import Sampler
-from saccade.recipes.rl_update import Learners, schedule_of
+from saccade.recipes.rl_update import Learners
 from saccade.recipes.validation import Validation, evaluator_of
 from saccade.registry import HOOKS
 from saccade.rollout.stored import group_files, load_groups
@@ -60,8 +59,6 @@ class Setup:
     reference: Reference | None
     surplus: CarriedGroups
     validation: Validation
-    with_state: dict[str, Any]  # what a checkpoint holds beside the policy, by its folder
-    total: int  # steps
 
 
 def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, run: Run) -> Setup:
@@ -70,12 +67,12 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     run.close_at_end(scorer)
     parts.test_rewards(config, scorer, data.samples)
     parts.check_algorithm(algorithm, scorer, data.samples)
-    policy = model_setup.load_policy(config, family, folder=str(run.start) if run.start else None)
-    log.info(describe_trained(policy.model, family))
-    backend = model_setup.learner(config, policy)
+    model = model_setup.load_policy(config, family, folder=str(run.start) if run.start else None)
+    log.info(describe_trained(model, family))
+    backend = model_setup.learner(config, model, family)
     stream = Stream(data, seed=config.run.seed, config=config.data)
     hot = algorithm.hot_first_token.temperature > 0
-    engine = make_engine(config, policy, first_tokens=hot, logs=run.folder.path)
+    engine = make_engine(config, backend, first_tokens=hot, logs=run.folder.path)
     run.close_at_end(engine)
     require_support(config, engine)
     sets = questions.validation_sets(config, family) if config.val.every else {}
@@ -93,7 +90,8 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     surplus = CarriedGroups(sample_of=data.sample)
     moving = reference if algorithm.reference_moves else None
     carried = surplus if algorithm.filter.keep_surplus else None
-    with_state = {"critic": critic, "reference": moving, "surplus": carried}
+    with_state = {"critic": critic, "reference": moving, "surplus": carried}  # by folder of a checkpoint
+    beside = {name: part for name, part in with_state.items() if part is not None}
     total = total_steps(config, stream.rows_per_epoch)
     setup = Setup(
         sampler=Sampler(
@@ -115,7 +113,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
             scoring=Scoring(temperature=config.rollout.temperature),
             seed=config.run.seed,
             parity_max=config.rollout.parity_max,
-            schedule=schedule_of(config.train, algorithm, total),
+            total=total,
             folder=run.folder.path,
         ),
         reference=reference,
@@ -127,13 +125,13 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
             every=config.val.every,
             training_follows=False,
         ),
-        with_state={name: part for name, part in with_state.items() if part is not None},
-        total=total,
     )
     streams = {"stream": stream}
     if demonstrations is not None:
         streams["demonstrations"] = demonstrations.stream
-    run.restore(backend, streams, setup.with_state)
+    run.restore(backend, streams, beside)
     run.progress = replace(run.progress, algorithm=resolved_options(algorithm))
     engine.update_weights(backend, version=run.step)  # its own copy may be of another checkpoint
+    beside |= model_setup.average_of(config, family, backend, run.start)
+    run.begin(total, backend, family, (data, *sets.values()), beside)
     return setup

@@ -5,9 +5,8 @@ progress, metrics = update_models(updates, algorithm, learners, progress, step)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +34,12 @@ class Learners:
     scoring: Scoring
     seed: int
     parity_max: float | None  # how far engine and trainer may be apart
-    schedule: Callable[[int], float]  # updates so far → share of the peak learning rate
+    total: int  # steps of the run
     folder: Path  # of the run, where batches go that could not be trained on
 
     @property
     def place_in_demonstrations(self) -> Mapping[str, Any] | None:
         return self.demonstrations.stream.state() if self.demonstrations is not None else None
-
-
-def schedule_of(train: TrainConfig, algorithm: Algorithm, total: int) -> Callable[[int], float]:
-    """The schedule over the updates of `total` steps, as a share of the peak."""
-    each_step = algorithm.updates_per_step * train.epochs_per_batch
-    return partial(
-        rate,
-        total=total * each_step,
-        lr=1.0,
-        schedule=train.schedule,
-        warmup=train.warmup * (1 if train.warmup < 1 else each_step),
-        min_lr=train.min_lr,
-    )
 
 
 def update_models(
@@ -66,8 +52,9 @@ def update_models(
     assert train.lr is not None, "the defaults of the command are filled in"
     metrics, made, bad = Metrics(), progress.updates, progress.bad_updates
     metrics.add("count/update_tokens", train.epochs_per_batch * sum(b.tokens for part in updates for b in part))
+    each_step = algorithm.updates_per_step * train.epochs_per_batch
     for batches in updates * train.epochs_per_batch:
-        live, share = _live(batches), learners.schedule(made)
+        live, share = _live(batches), rate(made, learners.total, train, each_step=each_step)
         if live and critic is not None:
             seen, lr = annotate.for_critic(batches), algorithm.critic.lr * share
             update = critic.train_step(seen, ValueLoss(algorithm.critic.clip), lr=lr)
@@ -90,7 +77,7 @@ def update_models(
         bad = guard(update, batches, bad, train, learners.folder, step=step)
         made += not update.skipped
     # Updates for which there was no group are over, too: the schedule counts steps.
-    made += (algorithm.updates_per_step - len(updates)) * train.epochs_per_batch
+    made += each_step - len(updates) * train.epochs_per_batch
     taught = any(_live(part) and _teaches(part, algorithm, learners) for part in updates)
     metrics.add("policy/empty_step", not taught)
     return replace(progress, updates=made, bad_updates=bad), metrics

@@ -27,14 +27,8 @@ from saccade.types import Batch, Sample
 # -log p of each trained token, all tokens alike: the policy gradient of an advantage of 1.
 SUPERVISED = resolve(AlgorithmConfig(preset=("reinforce",)), max_tokens=1)
 LOGGED = (
-    "policy/grad_norm",
-    "policy/grad_norm_vision",
-    "policy/lr",
-    "policy/update_skipped",
-    "moe/aux_loss",
-    "guard/nonfinite",
-    "mem/oom_splits",
-    "sft/teacher",
+    *("policy/grad_norm", "policy/grad_norm_vision", "policy/lr", "policy/update_skipped"),
+    *("moe/aux_loss", "guard/nonfinite", "mem/oom_splits", "sft/teacher"),
 )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from saccade.data.datasets import Dataset
 from saccade.engines import Engine
 from saccade.models.families import Family
-from saccade.recipes import model_setup, parts
+from saccade.recipes import parts
 from saccade.recipes.engines import check_parity, make_engine
 from saccade.recipes.evaluator import Evaluator, describe
 from saccade.registry import HOOKS
@@ -100,14 +100,12 @@ def evaluator_of(run: Run, engine: Engine, family: Family, scorer: Scorer | None
     )
 
 
-def make_evaluator(run: Run, policy: model_setup.Policy, sets: Mapping[str, Dataset]) -> Evaluator | None:
+def make_evaluator(run: Run, policy: LocalBackend, sets: Mapping[str, Dataset]) -> Evaluator | None:
     """For training that samples nothing itself: engine and rewards, only where there are sets."""
     config = run.config
     if not sets:
         if config.reward.given:
-            log.info(
-                "reward scores nothing here, as no set of data.val has questions that are answered while this trains"
-            )
+            log.info("reward scores nothing here: no set of data.val has questions to be answered")
         return None
     scorer = parts.make_scorer(config)
     run.close_at_end(scorer)

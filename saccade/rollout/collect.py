@@ -4,8 +4,7 @@ Finished trajectories are handed on at once, so that rewards are computed while 
 generate; the groups come back in the order of the samples and repeats, whatever finished first.
 Nobody waits for an environment in another process: it is asked between two looks at the engine.
 
-    groups = collect(engine, samples, repeats=8, environment=SingleTurn, family=family, sampling=…,
-    limits=…, seed="42/0")
+    groups = collect(engine, samples, Play(environment=SingleTurn, …), repeats=8)
 """
 
 from __future__ import annotations
@@ -18,74 +17,74 @@ from functools import partial
 from typing import Any
 
 from saccade.engines import Engine
-from saccade.environments import Environment
-from saccade.models.families import Family
 from saccade.rollout.env_setup import EnvironmentCall
-from saccade.rollout.episode import GREEDY, Limits, episode, episode_key
-from saccade.types import Group, Request, Sample, Sampling, Trajectory
+from saccade.rollout.episode import GREEDY, Play, episode, episode_key
+from saccade.types import Group, Request, Sample, Trajectory
 
 OnFinish = Callable[[Sample, Trajectory], None]
-Episode = Generator[Request | EnvironmentCall, Any, Trajectory]
 
 
 def collect(
     engine: Engine,
     samples: Sequence[Sample],
+    play: Play,
     *,
     repeats: int,
-    environment: Callable[[], Environment],
-    family: Family,
-    sampling: Sampling,
-    limits: Limits,
-    seed: str,
     greedy: bool = False,
     on_finish: OnFinish | None = None,
     on_mark: OnFinish | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Group]:
-    """`seed` names the noise of this call; a sample that occurs twice gets other noise the second
-    time. With `greedy` each group also gets one rollout at temperature 0, its baseline. `on_mark`
-    gets episodes as a limit of turns among `limits.marks` would have ended them.
+    """Groups in the order of the samples; one that occurs twice gets other noise the second time.
+    With `greedy` each group also gets one rollout at temperature 0, its baseline. `on_mark` gets
+    episodes as a limit of turns among `limits.marks` would have ended them.
     """
-    settings = dict.fromkeys(range(repeats), sampling)
+    plays = dict.fromkeys(range(repeats), play)
     if greedy:
-        settings[GREEDY] = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, first=None, support=False)
+        likeliest = replace(play.sampling, temperature=0.0, top_p=1.0, top_k=-1, first=None, support=False)
+        plays[GREEDY] = replace(play, sampling=likeliest)
     occurrence: Counter[str] = Counter()
     owners: dict[str, tuple[int, int]] = {}
-    episodes: dict[str, Episode] = {}
+    episodes: dict[str, Generator[Request | EnvironmentCall, Any, Trajectory]] = {}
     uids = []
     for index, sample in enumerate(samples):
         occurrence[sample.id] += 1
         uid = sample.id if occurrence[sample.id] == 1 else f"{sample.id}~{occurrence[sample.id]}"
         uids.append(uid)
-        for repeat, own in settings.items():
+        for repeat, how in plays.items():
             key = episode_key(uid, repeat)
             owners[key] = (index, repeat)
-            episodes[key] = episode(
-                sample,
-                repeat,
-                uid=uid,
-                seed=seed,
-                environment=environment(),
-                family=family,
-                sampling=own,
-                limits=limits,
-                on_mark=None if on_mark is None else partial(on_mark, sample),
-            )
+            episodes[key] = episode(sample, repeat, uid, how, on_mark and partial(on_mark, sample))
     done: dict[tuple[int, int], Trajectory] = {}
+    calls: dict[str, EnvironmentCall] = {}
 
-    def finished(key: str, trajectory: Trajectory) -> None:
-        index, _ = owner = owners[key]
-        done[owner] = trajectory
+    def advance(key: str, value: Any) -> None:
+        try:
+            wanted = episodes[key].send(value)
+        except StopIteration as end:
+            trajectory: Trajectory = end.value
+        else:
+            if isinstance(wanted, Request):
+                engine.submit(wanted)
+            else:
+                calls[key] = wanted
+            return
+        done[owners[key]] = trajectory
         engine.release(key)
         if on_finish is not None:
-            on_finish(samples[index], trajectory)
+            on_finish(samples[owners[key][0]], trajectory)
 
-    def tick() -> None:
+    for key in episodes:
+        advance(key, None)
+    while engine.pending or calls:
+        for key in [key for key, call in calls.items() if call.done()]:
+            advance(key, calls.pop(key).outcome)
+        for completion in engine.poll() if engine.pending else ():
+            advance(completion.key, completion)
         if progress is not None:
             progress(len(done), len(owners))
-
-    _drive(engine, episodes, finished, tick)
+        if calls and not engine.pending:
+            time.sleep(0.001)
     return [
         Group(
             sample=sample,
@@ -95,31 +94,3 @@ def collect(
         )
         for i, sample in enumerate(samples)
     ]
-
-
-def _drive(
-    engine: Engine, episodes: dict[str, Episode], finished: Callable[[str, Trajectory], None], tick: Callable[[], None]
-) -> None:
-    calls: dict[str, EnvironmentCall] = {}
-
-    def advance(key: str, value: Any) -> None:
-        try:
-            wanted = episodes[key].send(value)
-        except StopIteration as end:
-            finished(key, end.value)
-            return
-        if isinstance(wanted, Request):
-            engine.submit(wanted)
-        else:
-            calls[key] = wanted
-
-    for key in episodes:
-        advance(key, None)
-    while engine.pending or calls:
-        for key in [key for key, call in calls.items() if call.done()]:
-            advance(key, calls.pop(key).outcome)
-        for completion in engine.poll() if engine.pending else ():
-            advance(completion.key, completion)
-        tick()
-        if calls and not engine.pending:
-            time.sleep(0.001)

@@ -24,40 +24,30 @@ ENDS = tuple(end for end in STATUS_OF_END if end not in ("token_budget_pending",
 Place = Annotated[Sequence[float], Field(min_length=4, max_length=4)]
 
 
-class Noted(BaseModel, strict=True):
-    """A call of a tool."""
+class Call(BaseModel, strict=True):
+    """A call of a tool; those below the observation are of a crop."""
 
     turn: int
     ok: bool
     reason: str
     source: str | None = None
     lineage: Sequence[str] = ()
-
-
-class Crop(Noted):
-    observation: int | None
-    box: Place
-    pixels: Place
-    area: float
-    noop: bool
-
-
-class Other(Noted):
     observation: int | None = None
-    box: None = None
-    area: None = None
+    box: Place | None = None
+    pixels: Place | None = None
+    area: float | None = None
+    noop: bool = False
 
 
 class Reserved(BaseModel, strict=True):
     """What rewards, metrics and reports read of `info`."""
 
-    tool_calls: Sequence[Crop | Other] = ()
+    tool_calls: Sequence[Call] = ()
     tool_counts: dict[Any, float] = {}
 
 
 SHAPES = {
-    "tool_calls": 'a list with {"turn": 1, "ok": True, "reason": ""} for each call; a crop has observation, box, '
-    "pixels, area and noop, too",
+    "tool_calls": 'a list with {"turn": 1, "ok": True, "reason": ""} for each call; a crop has box, area and noop, too',
     "tool_counts": 'numbers by name, such as {"calls": 2, "failed": 1, "noop": 0}',
 }
 

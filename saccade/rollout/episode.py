@@ -9,9 +9,8 @@ other episodes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,6 +51,17 @@ class Limits:
 
     def tokens(self, family: Family) -> int:
         return min(self.max_total_tokens, family.max_positions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Play:
+    """How the episodes of a call are played."""
+
+    environment: Callable[[], Environment]  # makes one for each
+    family: Family
+    sampling: Sampling
+    limits: Limits
+    seed: str  # names their noise
 
 
 @dataclass(kw_only=True)
@@ -98,11 +108,13 @@ class _World:
 
 @dataclass(kw_only=True)
 class _Tape:
-    """The tokens of an episode so far: append only."""
+    """What was said in an episode so far, and its tokens: append only."""
 
+    messages: list[Message]
     pieces: list[tuple[np.ndarray, ...]] = field(default_factory=list)  # as COLUMNS says
     media: list[MediaSpan] = field(default_factory=list)
     support: list[np.ndarray] = field(default_factory=list)
+    turns: int = 0
     length: int = 0
     sampled: int = 0
 
@@ -112,16 +124,18 @@ class _Tape:
         self.pieces.append((rendered.ids, rendered.sources, np.full(n, np.nan, np.float32), np.full(n, -1, np.int32)))
         self.length += n
 
-    def write(self, completion: Completion) -> None:
+    def write(self, completion: Completion, text: str) -> None:
         n = len(completion.ids)
         sources = np.full(n, Source.POLICY, np.int8)
         self.pieces.append((completion.ids, sources, completion.logprobs, completion.versions))
         self.support += completion.support or ()
-        self.length, self.sampled = self.length + n, self.sampled + n
+        self.messages.append(Message(role="assistant", parts=(text,)))
+        self.turns, self.length, self.sampled = self.turns + 1, self.length + n, self.sampled + n
 
     def so_far(self) -> _Tape:
         """As it is now: what is on it never changes."""
-        return replace(self, pieces=[*self.pieces], media=[*self.media], support=[*self.support])
+        said, pieces, media, support = [*self.messages], [*self.pieces], [*self.media], [*self.support]
+        return replace(self, messages=said, pieces=pieces, media=media, support=support)
 
     def columns(self) -> dict[str, Any]:
         """Those of a trajectory."""
@@ -141,97 +155,73 @@ def episode_key(uid: str, repeat: int) -> str:
 
 
 def episode(
-    sample: Sample,
-    repeat: int,
-    *,
-    uid: str,
-    seed: str,
-    environment: Environment,
-    family: Family,
-    sampling: Sampling,
-    limits: Limits,
-    on_mark: Callable[[Trajectory], None] | None = None,
+    sample: Sample, repeat: int, uid: str, play: Play, on_mark: Callable[[Trajectory], None] | None = None
 ) -> Generator[Request | EnvironmentCall, Any, Trajectory]:
     """Runs until the environment is done or a limit strikes; the reason is always recorded.
 
     Nobody is told the limit of turns, so an episode under a smaller one is the beginning of this
     one. `on_mark` gets it as it would have ended, for each of `limits.marks` that would have.
     """
+    family, sampling, limits = play.family, play.sampling, play.limits
     key = episode_key(uid, repeat)
-    noise = noise_key(seed, key)
-    world = _World(environment=environment, limits=limits)
+    noise = noise_key(play.seed, key)
+    world = _World(environment=play.environment(), limits=limits)
     messages, reason = yield from world.begin(sample, noise)
-    ended = partial(_trajectory, world, uid=uid, repeat=repeat, context=len(messages))
-    tape, turn, pending = _Tape(), 0, False
+    tape, pending, context = _Tape(messages=messages), False, len(messages)
     tape.read(family.render(messages))
+
+    def ended(tape: _Tape, reason: str, *, pending: bool) -> Trajectory:
+        waiting = reason == "token_budget" and pending
+        return Trajectory(
+            sample_id=uid,
+            repeat=repeat,
+            messages=tuple(tape.messages),
+            context=context,
+            end_reason=reason,
+            status=STATUS_OF_END[f"{reason}_pending" if waiting else reason],
+            turns=tape.turns,
+            trained=repeat != GREEDY,
+            turn_rewards=tuple(world.rewards),
+            info=dict(world.info),
+            **tape.columns(),
+        )
+
     longest = limits.max_turn_tokens or sampling.max_tokens
     while not reason:
         allowed = min(longest, limits.tokens(family) - tape.length)
         if allowed < 1:
-            reason, pending = "token_budget", turn > 0
+            reason, pending = "token_budget", tape.turns > 0
             break
-        turn += 1
         completion: Completion = yield Request(
             key=key,
-            ids=np.concatenate([piece[0] for piece in tape.pieces]) if turn > 1 else tape.pieces[0][0],
+            ids=np.concatenate([piece[0] for piece in tape.pieces]) if tape.turns else tape.pieces[0][0],
             media=tuple(tape.media),
-            messages=tuple(messages),
+            messages=tuple(tape.messages),
             sampling=sampling if allowed == sampling.max_tokens else replace(sampling, max_tokens=allowed),
             noise=noise,
             first_index=tape.sampled,
             episode=key if limits.max_turns > 1 else None,
         )
-        tape.write(completion)
-        messages.append(Message(role="assistant", parts=(family.decode(completion.ids),)))
+        tape.write(completion, family.decode(completion.ids))
         if completion.finish == "aborted":
             reason = "aborted"
         elif completion.finish == "length":
             reason = "turn_length" if allowed == longest else "token_budget"
         else:
-            mark = on_mark if turn in limits.marks else None
-            said, written = (list(messages), tape.so_far()) if mark else ([], tape)
-            reason, pending = yield from _answer(world, messages, tape, turn, family)
+            mark = on_mark if tape.turns in limits.marks else None
+            written = tape.so_far() if mark else tape
+            reason, pending = yield from _answer(world, tape, family)
             if mark is not None and (pending or not reason):
-                mark(ended(written, said, "max_turns", turns=turn, pending=True))
-    closed = yield from world.ask(environment.close)
+                mark(ended(written, "max_turns", pending=True))
+    closed = yield from world.ask(world.environment.close)
     world.failure(closed)  # noted, but the episode is over
-    return ended(tape, messages, reason, turns=turn, pending=pending)
+    return ended(tape, reason, pending=pending)
 
 
-def _trajectory(
-    world: _World,
-    tape: _Tape,
-    messages: Sequence[Message],
-    reason: str,
-    *,
-    uid: str,
-    repeat: int,
-    context: int,
-    turns: int,
-    pending: bool,
-) -> Trajectory:
-    waiting = reason == "token_budget" and pending
-    return Trajectory(
-        sample_id=uid,
-        repeat=repeat,
-        messages=tuple(messages),
-        context=context,
-        end_reason=reason,
-        status=STATUS_OF_END[f"{reason}_pending" if waiting else reason],
-        turns=turns,
-        trained=repeat != GREEDY,
-        turn_rewards=tuple(world.rewards),
-        info=dict(world.info),
-        **tape.columns(),
-    )
-
-
-def _answer(
-    world: _World, messages: list[Message], tape: _Tape, turn: int, family: Family
-) -> Generator[EnvironmentCall, Any, tuple[str, bool]]:
+def _answer(world: _World, tape: _Tape, family: Family) -> Generator[EnvironmentCall, Any, tuple[str, bool]]:
     """Let the environment speak. An observation and its images are added together or not at all."""
     limits, environment = world.limits, world.environment
-    outcome = yield from world.ask(lambda: environment.step(messages[-1]))
+    outcome = yield from world.ask(lambda: environment.step(tape.messages[-1]))
     if failure := world.failure(outcome):
         return failure, False
     step = Step(*outcome)
@@ -245,7 +235,7 @@ def _answer(
     errors = world.info.get("tool_counts", {}).get("failed", 0)
     if limits.max_tool_errors is not None and errors > limits.max_tool_errors:
         return "tool_errors", False
-    if turn >= limits.max_turns:
+    if tape.turns >= limits.max_turns:
         return "max_turns", True
     if len(tape.media) + sum(len(m.media) for m in step.messages) > limits.max_images:
         return "max_images", True
@@ -254,5 +244,5 @@ def _answer(
         return "token_budget", True
     family.prefetch(span.media for span in added.media)  # made while others generate
     tape.read(added)
-    messages.extend(step.messages)
+    tape.messages += step.messages
     return "", False

@@ -58,7 +58,7 @@ class RewardStream:
         """
         if self.scorer is not None:
             self.scorer.flush()
-        members = [t for g in groups for t in (*g.trajectories, g.greedy) if t is not None]
+        members = [t for group in groups for t in group.everyone]
         lost = {t.key for t in members if t.status == "error"}
         out = set(self._pending.values()) if progress is not None else set()
         while progress is not None and (out := wait(out, timeout=GLANCE).not_done):
@@ -68,16 +68,7 @@ class RewardStream:
                 self._pending |= dict.fromkeys(self._pending.keys() - scored.keys(), GIVEN_UP)
                 break
             progress(len(self._pending) - len(out), len(self._pending))
-        return [
-            _dropped_together(
-                replace(
-                    group,
-                    trajectories=tuple(self._scored(t) for t in group.trajectories),
-                    greedy=None if group.greedy is None else self._scored(group.greedy),
-                )
-            )
-            for group in groups
-        ]
+        return [_dropped_together(group.each(self._scored)) for group in groups]
 
     def _scored(self, trajectory: Trajectory) -> Trajectory:
         earned = sum(trajectory.turn_rewards)
@@ -136,8 +127,7 @@ def free_memory_for_rewards(engine: Engine, scorer: Scorer | None) -> None:
 
 def _dropped_together(group: Group) -> Group:
     """Where a reward failed that costs the whole group, nobody else is compared either."""
-    everybody = [*group.trajectories, *filter(None, [group.greedy])]
-    if not drops_group(t.reason for t in everybody):
+    if not drops_group(t.reason for t in group.everyone):
         return group
 
     def out(t: Trajectory) -> Trajectory:
@@ -145,8 +135,7 @@ def _dropped_together(group: Group) -> Group:
             return t
         return replace(t, status="abstain", reward=None, outcome=None, reason=DROPPED)
 
-    members = tuple(out(t) for t in group.trajectories)
-    return replace(group, trajectories=members, greedy=out(group.greedy) if group.greedy else None)
+    return group.each(out)
 
 
 def parsed(extracted: str | None, reason: str) -> bool:

@@ -34,8 +34,7 @@ def group_files(groups: Sequence[Group]) -> list[File]:
     arrays: Arrays = {}
     rows = []
     for index, group in enumerate(groups):
-        members = (*group.trajectories, *([group.greedy] if group.greedy else []))
-        stored = tuple(replace(m, info=_without_objects(m.info)) for m in members)
+        stored = tuple(replace(m, info=_without_objects(m.info)) for m in group.everyone)
         known = files_of(group.sample)
         row = {"sample": group.sample.id, "uid": group.uid, "greedy": group.greedy is not None}
         rows.append(row | {"members": encode(stored, arrays, known=known, name=str(index))})
@@ -49,10 +48,7 @@ def load_groups(folder: Path, sample_of: Callable[[str], Sample]) -> list[Group]
     """`sample_of` gives the sample of an id, or says why there is none."""
     stored = json.loads((folder / ROWS).read_text(encoding="utf-8"))
     if not isinstance(stored, dict) or stored["version"] != VERSION:
-        raise DataError(
-            f"{folder / ROWS} was written by another version of saccade; resume with that version, "
-            "or start again under another run.name"
-        )
+        raise DataError(f"{folder / ROWS} was written by another version of saccade; resume with that version")
     arrays = load_file(folder / ARRAYS)
     return [_group(row, arrays, sample_of(row["sample"])) for row in stored["groups"]]
 
@@ -62,11 +58,7 @@ def _group(row: dict[str, Any], arrays: Arrays, sample: Sample) -> Group:
         known = files_of(sample)
         members = list(decode(tuple[Trajectory, ...], row["members"], arrays, known=known))
     except MissingFile as missing:
-        raise DataError(
-            f"sample {sample.id}: its image {missing.args[0][:12]} is not in the data any more, so "
-            "its stored rollouts cannot be used; restore data.train, or start again under another "
-            "run.name"
-        ) from None
+        raise DataError(f"sample {sample.id}: its image {missing.args[0][:12]} is gone; restore data.train") from None
     greedy = members.pop() if row["greedy"] else None
     return Group(sample=sample, uid=row["uid"], trajectories=tuple(members), greedy=greedy)
 

@@ -3,10 +3,9 @@ from.
 
 Written under a temporary name, verified, renamed; the old ones go only after that, so a kill at any
 moment leaves the last good one. Tensors are safetensors, the rest is JSON: nothing is unpickled.
-What is collected and the writing of it are apart, so that training can go on in between.
 
-    write = prepare(run / "checkpoints", 50, backend, family, progress={...}, keep=3)
-    write()
+    write(run / "checkpoints", 50, files, weights, keep=3, best=None)
+    find(run / "checkpoints", "auto")
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,7 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
 from saccade.models.files import LISTING, STATE, checksum, damaged, header_of, listing
 from saccade.system import disk
-from saccade.system.contents import File, text_file, write_files
-from saccade.trainer.local import LocalBackend
+from saccade.system.contents import File, write_files
 
 # Files of a model folder that a checkpoint makes anew.
 OWN_FILES = re.compile(r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|(adapter_)?config\.json)$")
@@ -36,61 +33,16 @@ PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 HASHED_UP_TO = 64 << 20  # larger files of its state are compared by size
 
 
-def prepare(
-    folder: Path,
-    step: int,
-    backend: LocalBackend,
-    family: Family,
-    *,
-    progress: Mapping[str, Any],
-    keep: int,
-    parts: Mapping[str, Any] | None = None,
-    copy: bool = False,
-) -> Callable[[], Path]:
-    """What comes back writes the checkpoint. With `copy` all of it is in main memory by then, and
-    training may go on; without, it is read while it is written.
-
-    `progress` is plain data: what the recipe needs to go on; its `best_step` is kept beside the
-    newest ones. `parts` are what else has a state, each in a folder of its name.
-    """
-    parts = parts or {}
-    require_room(folder, saved_bytes(backend, parts))
-    files: Iterable[File] = _collect(backend, family, progress, parts, copy=copy)
-    weights = [(name, shape) for name, shape, _ in backend.weight_shapes()]
-    files, best = list(files) if copy else files, progress.get("best_step")
-    return partial(_write, folder, step, files, weights, keep=keep, best=best)
-
-
 def require_room(folder: Path, needed: int) -> None:
     """For one more checkpoint, beside those that are there; what a kill left of one goes."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover)
     if (free := disk.free_bytes(folder)) < needed:
-        raise EnvironmentProblem(
-            f"{folder}: a checkpoint needs up to {disk.size(needed)}, {disk.size(free)} are free; "
-            "free some space, or use run.out on a larger disk"
-        )
+        raise EnvironmentProblem(f"{folder}: a checkpoint needs up to {disk.size(needed)}, {disk.size(free)} are free")
 
 
-def saved_bytes(backend: LocalBackend, parts: Mapping[str, Any]) -> int:
-    return sum(one.saved_bytes() for one in (backend, *parts.values()))
-
-
-def _collect(
-    backend: LocalBackend, family: Family, progress: Mapping[str, Any], parts: Mapping[str, Any], *, copy: bool
-) -> Iterator[File]:
-    yield from backend.model_files(copy=copy)
-    yield "", partial(copy_processor, family)
-    states: dict[str, Any] = {"state": backend}
-    states |= {f"state/{name}": part for name, part in parts.items()}
-    for place, one in states.items():
-        for path, writer in one.state_files(copy=copy):
-            yield f"{place}/{path}", writer
-    yield "state/progress.json", text_file(json.dumps(progress, indent=1))
-
-
-def _write(
+def write(
     folder: Path,
     step: int,
     files: Iterable[File],
@@ -98,7 +50,10 @@ def _write(
     *,
     keep: int,
     best: int | None,
-) -> Path:
+) -> None:
+    """A checkpoint of these files, which must hold the `weights` (names and shapes). The `keep` newest
+    ones stay beside it, and the `best`.
+    """
     final = folder / f"step-{step}"
     temporary = folder / f".step-{step}.{os.getpid()}"
     try:
@@ -123,7 +78,6 @@ def _write(
     old = [n for n in there if n <= step][:-keep]
     for number in [*later, *(n for n in old if n not in (step, best))]:
         shutil.rmtree(folder / f"step-{number}")
-    return final
 
 
 def find(folder: Path, resume: str) -> Path | None:
@@ -234,10 +188,7 @@ def _verify(folder: Path, weights: Sequence[tuple[str, tuple[int, ...]]]) -> Non
     experts = sum(math.prod(shape) for name, shape in weights if MARK in name)
     lacking = experts - sum(math.prod(shape) * times for shape, times in beside.items())
     if missing or lacking > 0:
-        raise EnvironmentProblem(
-            f"checkpoint {folder.name}: parameters are missing on disk, by shape "
-            f"{dict(missing) or f'{lacking:,} numbers of experts'}"
-        )
+        raise EnvironmentProblem(f"{folder.name}: parameters are missing, by shape {dict(missing) or lacking}")
 
 
 def _files(folder: Path) -> list[Path]:

@@ -11,12 +11,13 @@ ends at its next step.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from saccade.models.families import Family
 from saccade.run import checkpoint
 from saccade.run.progress import Progress
 from saccade.system import devices
-from saccade.system.contents import kept_bytes
+from saccade.system.contents import File, kept_bytes, text_file
 from saccade.system.disk import free_bytes, size
 from saccade.trainer.local import LocalBackend
 
@@ -40,8 +41,8 @@ class Checkpointer:
         self.saved = saved  # the last step that is on disk
         self._total = 0
         self._told = False
-        self._writing: tuple[int, Future[None]] | None = None
-        self._took: deque[float] = deque()  # seconds of those that are finished
+        self._writing: tuple[int, Future[float]] | None = None
+        self._took = 0.0  # seconds for those that were finished since the last call of `times`
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def begin(self, backend: LocalBackend, family: Family, parts: Mapping[str, Any], *, first: int, total: int) -> None:
@@ -50,7 +51,7 @@ class Checkpointer:
         """
         self._backend, self._family, self._parts, self._total = backend, family, parts, total
         if due := sum(self.due(step) for step in range(first, total + 1)):
-            needed, keep = checkpoint.saved_bytes(backend, parts), self.options.keep
+            needed, keep = self._bytes(), self.options.keep
             checkpoint.require_room(self.folder, needed)
             # The newest are kept until one more is whole.
             more = min(due, keep + 1 - min(keep, len(checkpoint.complete_steps(self.folder))))
@@ -71,18 +72,15 @@ class Checkpointer:
         if (self._writing[0] if self._writing else self.saved) != progress.step:
             self.wait()
             copy = not last and self.options.background and self._fits()
-            write = checkpoint.prepare(
-                self.folder,
-                progress.step,
-                self._backend,
-                self._family,
-                progress=asdict(progress),
-                keep=self.options.keep,
-                parts=self._parts,
-                copy=copy,
-            )
+            checkpoint.require_room(self.folder, self._bytes())
+            files: Iterable[File] = self._files(progress, copy=copy)
+            files = list(files) if copy else files
+            weights = [(name, shape) for name, shape, _ in self._backend.weight_shapes()]
+            keep, best = self.options.keep, progress.best_step
+            write = partial(checkpoint.write, self.folder, progress.step, files, weights, keep=keep, best=best)
+            del files  # whoever writes them may give their memory back
             if copy:
-                self._writing = progress.step, self._thread.submit(self._timed, [write])
+                self._writing = progress.step, self._thread.submit(_timed, [write])
             else:
                 write()
                 self.saved = progress.step
@@ -98,7 +96,7 @@ class Checkpointer:
         """Until all is on disk."""
         if self._writing is not None:
             (step, future), self._writing = self._writing, None
-            future.result()
+            self._took += future.result()
             self.saved = step
 
     def settle(self) -> None:
@@ -114,17 +112,24 @@ class Checkpointer:
 
     def times(self) -> dict[str, float]:
         """Seconds that the thread took for checkpoints which were finished since the last call."""
-        took = [self._took.popleft() for _ in range(len(self._took))]
-        return {"time/background/save": sum(took)} if took else {}
+        took, self._took = self._took, 0.0
+        return {"time/background/save": took} if took else {}
 
-    def _timed(self, box: list[Callable[[], object]]) -> None:
-        """`box` is emptied: when this is done the memory of the copy is free for the next one."""
-        began = time.perf_counter()
-        box.pop()()
-        self._took.append(time.perf_counter() - began)
+    def _files(self, progress: Progress, *, copy: bool) -> Iterator[File]:
+        """With `copy` as all of it is now, in main memory; without, it is read while it is written."""
+        yield from self._backend.model_files(copy=copy)
+        yield "", partial(checkpoint.copy_processor, self._family)
+        states = {"state": self._backend} | {f"state/{name}": part for name, part in self._parts.items()}
+        for place, one in states.items():
+            for path, writer in one.state_files(copy=copy):
+                yield f"{place}/{path}", writer
+        yield "state/progress.json", text_file(json.dumps(asdict(progress), indent=1))
+
+    def _bytes(self) -> int:
+        return sum(one.saved_bytes() for one in (self._backend, *self._parts.values()))
 
     def _fits(self) -> bool:
-        needed = checkpoint.saved_bytes(self._backend, self._parts)
+        needed = self._bytes()
         free = devices.free_host_bytes() + kept_bytes()
         fits = needed <= LARGEST_SHARE * free
         if not fits and not self._told:
@@ -134,3 +139,12 @@ class Checkpointer:
                 f"{size(free)} are free, and half of that may be used"
             )
         return fits
+
+
+def _timed(box: list[Callable[[], object]]) -> float:
+    """Seconds that what is in the box takes. It is emptied: then the memory of the copy is free for the
+    next one.
+    """
+    began = time.perf_counter()
+    box.pop()()
+    return time.perf_counter() - began

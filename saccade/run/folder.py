@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from functools import cache
 from importlib import metadata
@@ -60,36 +60,37 @@ PACKAGES = (
 
 
 class RunFolder:
-    """An open run folder. `resumed` says whether there was a run in it before."""
+    """The folder of a run. `resumed` says whether there was a run in it before."""
 
-    def __init__(self, path: Path, lock: int, *, resumed: bool) -> None:
+    def __init__(self, path: Path, *, resumed: bool) -> None:
         self.path, self.resumed = path, resumed
         self.metrics, self.log = path / METRICS, path / LOG
         self.trajectories, self.checkpoints = path / TRAJECTORIES, path / CHECKPOINTS
         self.changed: list[str] = []  # files of the user's functions, since the last start
-        self._lock: int | None = lock
 
     @classmethod
+    @contextmanager
     def open(
         cls, options: Mapping[str, Any], texts: Mapping[str, str], *, command: str, manifest: Mapping[str, Any]
-    ) -> RunFolder:
-        """Create OUT/NAME and write its config and manifest, or take up the run that is there.
-        `options` are all of them as a tree, `texts` the files that hold them.
+    ) -> Iterator[RunFolder]:
+        """Create OUT/NAME and write its config and manifest, or take up the run that is there; no other
+        process does until this ends. `options` are all of them as a tree, `texts` the files that hold
+        them.
         """
         path = Path(options["run"]["out"]) / options["run"]["name"]
         existed = path.exists()
         if existed and not path.is_dir():
             raise ConfigError(f"{path} is a file; choose another run.name or --out")
         path.mkdir(parents=True, exist_ok=True)
-        lock = _acquire(path)
-        try:
-            resumed = existed and _take_up(path, options, manifest)
-            folder = cls(path, lock, resumed=resumed)
+        with _locked(path):
+            folder = cls(path, resumed=existed and _take_up(path, options, manifest))
             folder._write_start(options, texts, {**manifest, "command": command})
-        except BaseException:
-            _release(lock)
-            raise
-        return folder
+            try:
+                yield folder
+            except SaccadeError as error:
+                if error.exit_code in REFUSALS and not folder.resumed:
+                    folder._remove_if_nothing_happened()
+                raise
 
     def set_aside_records(self) -> list[str]:
         """Metrics and rollouts under new names, which are returned; the run begins again."""
@@ -99,19 +100,6 @@ class RunFolder:
         self.metrics.touch()
         self.trajectories.mkdir()
         return [f"{METRICS}.{number}", f"{TRAJECTORIES}.{number}"]
-
-    def close(self) -> None:
-        if self._lock is not None:
-            _release(self._lock)
-            self._lock = None
-
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, SaccadeError) and error.exit_code in REFUSALS and not self.resumed:
-            self._remove_if_nothing_happened()
-        self.close()
 
     def _write_start(self, options: Mapping[str, Any], texts: Mapping[str, str], manifest: Mapping[str, Any]) -> None:
         for folder in (self.trajectories, self.checkpoints):
@@ -237,30 +225,29 @@ def write_whole(path: Path, text: str) -> None:
 # -- lock ------------------------------------------------------------------------------------------
 
 
-def _acquire(path: Path) -> int:
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
     lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    _held.add(lock)
+    try:
+        _take(lock, path)
+        yield
+    finally:
+        if lock in _held:  # not in a fork, which has closed it
+            _held.remove(lock)
+            os.close(lock)
+
+
+def _take(lock: int, path: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(lock, 100, 0).decode(errors="replace").strip() or "unknown"
-        os.close(lock)
         raise ConfigError(f"{path} is in use by process {holder}; wait for it, or choose another run.name=…") from None
     except OSError as error:
-        os.close(lock)
-        raise EnvironmentProblem(
-            f"{path} cannot be locked ({error.strerror}); put run.out on a file system with locks, "
-            "for example a local disk"
-        ) from None
+        raise EnvironmentProblem(f"{path} cannot be locked ({error.strerror}); put run.out on a local disk") from None
     os.ftruncate(lock, 0)
-    _held.add(lock)
     os.pwrite(lock, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    return lock
-
-
-def _release(lock: int) -> None:
-    _held.discard(lock)
-    os.ftruncate(lock, 0)
-    os.close(lock)
 
 
 def _forget_in_child() -> None:

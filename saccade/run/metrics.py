@@ -228,7 +228,7 @@ def tool_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
     if calls:
         metrics["tool/success_frac"] = fmean(call["ok"] for call in calls)
     if crops:
-        metrics["tool/noop_rate"] = fmean(call["noop"] for call in crops)
+        metrics["tool/noop_rate"] = fmean(bool(call.get("noop")) for call in crops)
         metrics["tool/crop_area_mean"] = fmean(call["area"] for call in crops)
     return metrics | _outcomes_by_call(using)
 

@@ -10,8 +10,9 @@ question); a list of lists may be ragged, because a sample whose reward failed h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import comb
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,8 +30,6 @@ class Interval(NamedTuple):
 
 def wilson(successes: float, n: int) -> Interval:
     """Score interval of a proportion (Wilson 1927); with no trials it is everything."""
-    if not 0 <= successes <= n:
-        raise ValueError(f"{successes} successes of {n}: needs 0 <= successes <= n")
     if n == 0:
         return Interval(0.0, 1.0)
     share = successes / n
@@ -65,32 +64,18 @@ def mean_interval(values_per_item: Values) -> Interval:
     return bootstrap_mean(means)
 
 
-def pass_at_k(n: Any, c: Any, k: int) -> Any:
-    """Chance that k of the n samples, drawn without replacement, hold one of the c right ones.
-
-    Unbiased: 1 - C(n-c, k) / C(n, k), as a product that neither overflows nor cancels. Arrays give
-    arrays.
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that k of the n samples, drawn without replacement, hold one of the c right ones:
+    1 - C(n-c, k) / C(n, k), which is unbiased.
     """
-    samples, right = np.broadcast_arrays(np.asarray(n, float), np.asarray(c, float))
-    if k < 1 or (samples < k).any() or (right < 0).any() or (right > samples).any():
-        raise ValueError(f"pass@{k} needs 1 <= k <= n and 0 <= c <= n, got n={n}, c={c}")
-    drawn = np.arange(k)
-    misses = np.maximum(samples[..., None] - right[..., None] - drawn, 0.0)
-    value = 1.0 - (misses / (samples[..., None] - drawn)).prod(axis=-1)
-    return float(value) if value.ndim == 0 else value
+    return 1.0 - comb(n - c, k) / comb(n, k)
 
 
 def item_means(values_per_item: Values) -> np.ndarray:
     """One float64 mean per item, of scores that may be ragged."""
-    sizes = np.array([np.size(row) for row in values_per_item])
-    if sizes.size == 0 or sizes.min() == 0:
-        raise ValueError("needs at least one item, and one value for each")
-    if sizes.min() == sizes.max():
-        means = np.asarray(values_per_item, float).reshape(len(sizes), -1).mean(axis=1)
-    else:
-        means = np.array([np.mean(row) for row in values_per_item])
-    if not np.isfinite(means).all():
-        raise ValueError(f"item {int(np.flatnonzero(~np.isfinite(means))[0])} is not finite")
+    means = np.array([np.mean(row) for row in values_per_item], dtype=np.float64)
+    if not (len(means) and np.isfinite(means).all()):
+        raise ValueError("needs at least one item, and finite values for each")
     return means
 
 

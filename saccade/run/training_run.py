@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from traceback import format_exception
 from types import FrameType
@@ -37,7 +37,6 @@ from saccade.run.progress import Progress, from_json
 from saccade.run.quarantine import Quarantine
 from saccade.system import devices
 from saccade.trainer.local import LocalBackend
-from saccade.trainer.optimizer import rate
 from saccade.types import Group
 
 log = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class Measured:
     advice: Mapping[str, str] = field(default_factory=dict)  # what it is about → a line
 
 
-def open_folder(config: Config, *, command: str, manifest: Mapping[str, Any]) -> RunFolder:
+def open_folder(config: Config, *, command: str, manifest: Mapping[str, Any]) -> AbstractContextManager[RunFolder]:
     """The folder of a run. From the options that were chosen, which one file holds, the run is
     repeated, not resumed.
     """
@@ -79,7 +78,6 @@ class Run:
         self._services = ExitStack()
         self._began = time.monotonic()
         self._signal: int | None = None
-        self._missed = False  # whether the lack of save.best_metric was reported
         self._updating = False  # between the first weight that moves and the end of the step
 
     def __enter__(self) -> Run:
@@ -263,13 +261,6 @@ class Run:
         with self.display.phase(name):
             yield
 
-    def learning_rate(self) -> float:
-        """Of the step under way, where a step is one update."""
-        train = self.config.train
-        return rate(
-            self.step, total=self.total, lr=train.lr, schedule=train.schedule, warmup=train.warmup, min_lr=train.min_lr
-        )
-
     def finish_step(
         self, progress: Progress, metrics: Mapping[str, float], validation: Any, unread: str = ""
     ) -> dict[str, Any]:
@@ -306,9 +297,8 @@ class Run:
             self.display.advise(about, line, step)
         wanted = self.config.save.best_metric
         self.progress, missed = self.progress.with_best(found.metrics, step, wanted)
-        if missed and not self._missed:
-            self._missed = True
-            log.warning(missed)
+        if missed:
+            self.display.advise("save.best_metric", missed, step)
         return found.metrics
 
     def save(self, *, last: bool = False) -> None:

@@ -72,9 +72,7 @@ class Balance:
         self.coef = coef
         self.routers = experts.routers(model) if coef else []
         if coef and not self.routers:
-            raise ConfigError(
-                f"train.aux_coef={coef:g}: {type(model).__name__} has no experts to balance; try train.aux_coef=0"
-            )
+            raise ConfigError(f"train.aux_coef={coef:g}: {type(model).__name__} has no experts to balance; use 0")
 
     def watched(self) -> AbstractContextManager[list[Tensor]]:
         """The logits of the routers in the forwards inside."""

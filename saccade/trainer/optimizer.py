@@ -226,16 +226,17 @@ SHAPES: dict[str, Callable[[float], float]] = {
 DEFAULT_FLOOR = {"cosine_with_min_lr": 0.1}
 
 
-def rate(update: int, *, total: int, lr: float, schedule: str, warmup: float, min_lr: float) -> float:
-    """The learning rate of an update. `warmup` counts updates, or is a share of `total` when below
-    1. The first update already moves.
+def rate(update: int, total: int, train: TrainConfig, *, each_step: int = 1) -> float:
+    """Share of the peak learning rate that an update has, of those of `total` steps with `each_step`
+    of them. `train.warmup` counts steps, or is a share of all when below 1. The first already moves.
 
-    >>> rate(0, total=10, lr=1.0, schedule="linear", warmup=2, min_lr=0.0)
+    >>> rate(0, 10, TrainConfig(schedule="linear", warmup=2))
     0.5
     """
-    warm = warmup if warmup >= 1 else warmup * total
+    total *= each_step
+    warm = train.warmup * (each_step if train.warmup >= 1 else total)
     if update < warm:
-        return lr * min(1.0, (update + 1) / warm)
+        return min(1.0, (update + 1) / warm)
     progress = min(1.0, (update - warm) / max(1.0, total - warm))
-    floor = min_lr or DEFAULT_FLOOR.get(schedule, 0.0)
-    return lr * (floor + (1 - floor) * SHAPES[schedule](progress))
+    floor = train.min_lr or DEFAULT_FLOOR.get(train.schedule, 0.0)
+    return floor + (1 - floor) * SHAPES[train.schedule](progress)

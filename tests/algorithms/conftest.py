@@ -12,9 +12,9 @@ from torch import Tensor
 from saccade.algorithms import algorithm_state, annotate
 from saccade.algorithms.advantages import AdvantageInputs
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
-from saccade.algorithms.build import from_config
 from saccade.algorithms.corrections import Mismatch, measure
 from saccade.algorithms.policy_losses import LOSSES, LossInputs, SelectionInputs
+from saccade.checks.steps import algorithm_of
 from saccade.config import load
 from saccade.errors import ConfigError
 from tests.algorithms.by_member import LENGTHS, Records, rows
@@ -127,7 +127,7 @@ def resolved(*overrides: str, max_tokens: int = 2048, **train: Any):
     full = [o if o.startswith(sections) else f"algorithm.{o}" for o in overrides]
     sizes = [f"rollout.max_tokens={max_tokens}"]
     sizes += [f"train.{name}={value}" for name, value in train.items() if value is not None]
-    return from_config(load(None, [*sizes, *full]))
+    return algorithm_of(load(None, [*sizes, *full]))
 
 
 @pytest.fixture

@@ -102,10 +102,10 @@ def test_two_steps_train_the_encoder_and_its_folder_answers_alike(
     folder = tmp_path / "run" / "checkpoints" / f"step-{STEPS}"
     config = load(run)
     family = model_setup.family_of(config, model_setup.start_folder(config))
-    drawn = model_setup.load_policy(config, family).model.series.state_dict()
+    drawn = model_setup.load_policy(config, family).series.state_dict()
     saved = load(run | {"model.path": str(folder)})
     again = model_setup.load_policy(saved, model_setup.family_of(saved, str(folder)))
-    trained = again.model.series.state_dict()
+    trained = again.series.state_dict()
     assert (folder / SERIES_FILE).is_file() and trained.keys() == drawn.keys()
     for tensor, before in drawn.items():
         moved = (trained[tensor] - before).abs().max().item()

@@ -91,9 +91,7 @@ def test_scores_are_never_averaged_with_right_and_wrong():
     assert parts["colour"]["accuracy"] == 0.75 and "score" not in parts["colour"]
     assert parts["hue"]["score"] == -3 and "accuracy" not in parts["hue"]
     assert by_source(groups[:2]) == {} and by_turns(groups, scores)["1"]["episodes"] == 4
-
-
-def test_scores_of_different_terms_stay_apart():
-    groups = [group("a", [3], source="x"), group("b", [50], source="y")]
-    found = group_accuracy(groups, {"x": "model 1", "y": "model 2"})
-    assert (found["score/x"], found["score/y"]) == (3, 50) and "score" not in found
+    apart = group_accuracy(
+        [group("a", [3], source="x"), group("b", [50], source="y")], {"x": "model 1", "y": "model 2"}
+    )
+    assert (apart["score/x"], apart["score/y"]) == (3, 50) and "score" not in apart

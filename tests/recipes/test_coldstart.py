@@ -15,7 +15,7 @@ from saccade.plugins.visual_search.search_expert import AGAIN, call, demonstrati
 from saccade.plugins.visual_search.search_scenes import search_split, write_search
 from saccade.recipes import parts, questions
 from saccade.recipes.sft import dialogue
-from saccade.rollout.episode import Limits, episode
+from saccade.rollout.episode import Limits, Play, episode
 from saccade.types import Completion, Message, Request, Sample, Sampling, Source
 
 ENV = ["env.name=crop", "env.min_pixels=3136", "env.max_pixels=3136"]
@@ -64,16 +64,14 @@ def test_sft_and_rl_read_the_same_tokens(level, stops, scenes, family, tmp_path)
 
 def run_episode(sample, texts, family, config, *, stops):
     """The episode loop with a policy that writes these turns."""
-    steps = episode(
-        sample,
-        0,
-        uid=sample.id,
-        seed="0",
-        environment=parts.environments_of(config, family)(),
+    play = Play(
+        environment=parts.environments_of(config, family),
         family=family,
         sampling=Sampling(max_tokens=400),
         limits=Limits(max_turns=6, max_images=12, max_total_tokens=4000),
+        seed="0",
     )
+    steps = episode(sample, 0, sample.id, play)
     reply = None
     for text in texts:
         request = steps.send(reply)

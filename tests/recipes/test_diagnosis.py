@@ -20,15 +20,3 @@ def test_unread_answers_are_said_after_the_first_validation(tmp_path, rl_config,
     line = "all of the responses have no answer that can be read (count looks in answer_tag, boxed;"
     assert log.count(line) == 1 and log.index(line) < log.index("step 1/1")
     assert "; one of them ends with '" in log and "check prompt.format" in log
-
-
-def test_groups_that_are_nearly_all_dead_are_said_with_what_a_live_one_costs(tmp_path, rl_config):
-    terms = [{"verifier": "count", "args": {"order": ["last_number"]}}]
-    pairs = {"train.prompts_per_step": 64, "train.samples_per_prompt": 2}
-    config = rl_config(tmp_path) | MANY | pairs | {"reward.terms": terms}
-    row = rl.run(config)
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert 0 < row["group/live_frac"] <= 0.25
-    assert row["group/rollouts_per_live"] * row["group/live_frac"] == 2
-    assert f"each of these costs {row['group/rollouts_per_live']:,.0f} rollouts" in log
-    assert "data of medium difficulty" in log

@@ -4,9 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import threading
-import time
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from typer.testing import CliRunner
 from saccade.algorithms.build import resolve
 from saccade.cli import app
 from saccade.config import AlgorithmConfig, load, to_yaml
-from saccade.errors import ConfigError, DataError, EnvironmentProblem, Interrupted, RewardError, TrainingError
+from saccade.errors import ConfigError, DataError, EnvironmentProblem, RewardError, TrainingError
 from saccade.plugins.evaluation import evaluate
 from saccade.plugins.generate import generate
 from saccade.recipes import rl
@@ -85,32 +82,23 @@ def test_a_damaged_image_in_validation_costs_its_row_or_no_finished_step(rl_conf
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
     assert complete_steps(tmp_path / "run" / "checkpoints") == [2]
 
-    # With a whole set in its place the run goes on, and says so; so it does without that row.
-    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    # With a whole set in its place the run goes on, and says so.
     repaired = {"data.val": [{"path": str(scenes / "val.jsonl")}], "run.resume": "auto"}
     row = rl.run(config | repaired)
     assert (row["val/val/items"], row["val/val/left_out"]) == (8, 0)
     assert "data.val: val has other rows or pictures than up to step 2" in (capsys.readouterr().out.replace("\n", " "))
-    lenient = {"run.name": "other", "run.resume": "auto", "data.max_bad_fraction": 0.5}
-    row = rl.run(config | lenient)
-    assert (row["val/val/items"], row["val/val/left_out"]) == (7, 1)
-    assert [row["step"] for row in read_metrics(tmp_path / "other")] == [1, 2, 3]
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("command", ["eval", "chat"])
-def test_weights_that_are_no_numbers_end_what_answers_with_5(rl_config, tmp_path, word_model, damage, command):
+def test_weights_that_are_no_numbers_end_what_answers_with_5(rl_config, tmp_path, word_model, damage):
     weight = damage(shutil.copytree(word_model, tmp_path / "model"))
     config = rl_config(tmp_path, model__path=str(tmp_path / "model"))
-    if command == "eval":
-        config["data.val"] = config.pop("data.train")
-    if command == "chat":
-        config = {key: config[key] for key in ("model.path", "run.device")}
+    config["data.val"] = config.pop("data.train")
     (tmp_path / "run.yaml").write_text(to_yaml(load(config), full=False))
-    done = CliRunner().invoke(app, [command, str(tmp_path / "run.yaml")], input="How many?\nexit\n")
-    assert done.exit_code == 5
+    done = CliRunner().invoke(app, ["eval", str(tmp_path / "run.yaml")])
+    assert done.exit_code == 5 and not (tmp_path / "run" / "results.json").exists()
     said = done.stderr.replace("\n", " ")
     assert "log-probs are not finite, because" in said and f"{weight} holds NaN" in said
-    assert not (tmp_path / "run" / "results.json").exists() and "!!" not in done.stdout
 
 
 def test_what_fails_before_an_update_keeps_the_steps_before_it(rl_config, tmp_path):
@@ -146,30 +134,11 @@ def test_a_reward_that_hangs_is_told_of_and_given_up_before_all_have_hung(rl_con
     assert f"waiting for rewards (slow): 0 of {total} after" in told
 
 
-def test_a_signal_ends_a_long_rollout_before_any_response_is_finished(rl_config, tmp_path):
-    long = {"rollout.max_tokens": 3500, "rollout.ignore_eos": True, "train.samples_per_prompt": 2}
-
-    def interrupt():
-        while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # everything is being loaded
-            time.sleep(0.05)
-        time.sleep(1.0)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    began = time.monotonic()
-    with pytest.raises(Interrupted):
-        rl.run(rl_config(tmp_path) | long | {"train.prompts_per_step": 2})
-    assert time.monotonic() - began < 60
-    assert complete_steps(tmp_path / "run" / "checkpoints") == [0]
-
-
-def test_a_larger_gap_is_allowed_by_its_option():
+def test_a_gap_stops_a_run_and_a_larger_one_is_allowed_by_its_option():
     algorithm = resolve(AlgorithmConfig(preset="grpo"), max_tokens=4)
     found = Metrics()
     found.add("mismatch/mult_prob_error", 1.116)
-    with pytest.raises(TrainingError, match=r"1\.116, above 1\.05"):
-        check_mismatch(found, algorithm, None)
-    with pytest.raises(TrainingError, match=r"above 1\.105"):
+    with pytest.raises(TrainingError, match=r"1\.116, above 1\.105"):
         check_mismatch(found, algorithm, 0.1)
     check_mismatch(found, algorithm, 0.2)
 
@@ -184,15 +153,12 @@ def test_a_full_gpu_says_what_makes_room(rl_config, tmp_path, monkeypatch):
     assert "Tried to allocate 260 MiB" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_weights_that_were_cut_short_or_are_missing_are_refused_before_a_run_begins(rl_config, tmp_path):
+def test_weights_that_were_cut_short_are_refused_before_a_run_begins(rl_config, tmp_path):
     config = rl_config(tmp_path)
     half = tmp_path / "half"
     shutil.copytree(config["model.path"], half)
     os.truncate(half / "model.safetensors", 100_000)
     with pytest.raises(EnvironmentProblem, match=r"model.path: .*half.* has 100,000 bytes, its"):
-        rl.run(config | {"model.path": str(half)})
-    (half / "model.safetensors").unlink()
-    with pytest.raises(EnvironmentProblem, match=r"half has no model\.safetensors"):
         rl.run(config | {"model.path": str(half)})
     assert not (tmp_path / "run").exists()
 

@@ -129,7 +129,7 @@ def test_the_reward_stands_after_the_question(tmp_path, sft_config, word_model):
     (asked,) = asking_for_the_best(config.sft.reward_tag, data, {"val": data})["val"].samples
     assert asked.messages[0].text.endswith("reward 0.0 reward 0.0")
     for tag in ("reward", "{score}", "{reward"):
-        with pytest.raises(ConfigError, match=r"sft.reward_tag: .* does not show a reward"):
+        with pytest.raises(ConfigError, match=r"sft.reward_tag: .* shows no reward"):
             sft.run(sft_config(tmp_path, sft__reward_tag=tag))
 
 

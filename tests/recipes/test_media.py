@@ -113,16 +113,6 @@ def test_data_is_checked_and_rewritten(folder):
         assert {m.kind for s in data.samples for m in s.media} == {kind, other}
 
 
-def test_a_broken_medium_is_a_bad_row(folder):
-    (folder / "broken.gif").write_bytes((folder / "0.gif").read_bytes()[:60])
-    (folder / "broken.wav").write_bytes((folder / "0.wav").read_bytes()[:60])
-    for name, column in (("broken.gif", "videos"), ("broken.wav", "audios"), ("no.gif", "videos")):
-        path = folder / "broken.jsonl"
-        path.write_text(json.dumps({"problem": "?", "answer": "1", column: [name]}) + "\n")
-        report = check_data(load({"data": {"train": str(path)}}))
-        assert report.good == 0 and len(report.bad) == 1 and name in report.bad[0].reason
-
-
 def test_a_picture_is_decoded_once_however_often_its_row_comes(rl_config, tmp_path, monkeypatch):
     decoded, decode = [], pixel_cache.decode
     monkeypatch.setattr(pixel_cache, "decode", lambda media: decoded.append(media.hash) or decode(media))

@@ -60,16 +60,12 @@ RL = {
 }
 
 
-def test_rl_reports_the_balance_and_goes_on_exactly(config, numbers, resumed):
-    last, _ = resumed(rl.run, config(train__epochs=9, **RL))
+def test_rl_reports_the_balance_of_policy_and_critic_and_goes_on_exactly(config, numbers, resumed):
+    last, _ = resumed(rl.run, config(train__epochs=9, algorithm__preset="ppo", **RL))
     found = numbers(last.parents[1])
     assert all(2 < row["moe/aux_loss"] < 4 and row["flops/update"] > 0 for row in found)
+    assert all(row["moe/aux_loss_critic"] > 2 for row in found)
     assert all(row["mismatch/logp_gap_max"] < 1e-4 for row in found)
-
-
-def test_a_critic_is_balanced_too(config, tmp_path, numbers):
-    rl.run(config(algorithm__preset="ppo", **RL | {"train__samples_per_prompt": 1}))
-    assert all(row["moe/aux_loss_critic"] > 2 for row in numbers(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("command", [sft, dpo, reward_training])
@@ -79,21 +75,13 @@ def test_learning_from_rows_evens_out_the_experts(command, config, tmp_path, num
     assert found[-1] < found[0] - 0.05 and len(found) == 6
 
 
-def test_a_dense_model_is_refused_by_its_config_alone(config, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))  # and no weights
-    with pytest.raises(ConfigError, match=r"train\.aux_coef: .* is a llama and has no experts"):
-        sft.run(config(model__path=str(tmp_path)))
-
-
 @pytest.mark.parametrize(
     ("path", "described", "tiny"),
     [
         ("models/Qwen3-30B-A3B", None, "qwen3_moe"),
         ("mistralai/Mixtral-8x7B-Instruct-v0.1", None, "mixtral"),
-        ("models/Qwen3-VL-4B-Instruct", None, "qwen3_vl"),
         ("here", {"model_type": "olmoe", "num_experts": 64}, "qwen3_moe"),
         ("here", {"model_type": "smollm3"}, "llama"),
-        ("here", {"model_type": "qwen2_moe", "num_experts": 60}, "qwen2_moe"),
     ],
 )
 def test_a_smoke_test_takes_a_tiny_model_of_the_same_kind(path, described, tiny, tmp_path, rows):

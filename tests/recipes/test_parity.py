@@ -1,5 +1,7 @@
 """The probe in a run: where the engine has weights of its own, before step 1."""
 
+import shutil
+
 import pytest
 
 from saccade.errors import EnvironmentProblem
@@ -28,6 +30,9 @@ def foreign(monkeypatch):
 def test_a_foreign_engine_is_probed_and_trains_as_the_embedded_one(rl_config, foreign, tmp_path, numbers):
     rl.run(rl_config(tmp_path / "own", run__max_steps=2))
     foreign()
+    with pytest.raises(EnvironmentProblem, match="limit 1e-12"):
+        rl.run(rl_config(tmp_path / "foreign", rollout__parity_max=1e-12, rollout__replicas=1))
+    shutil.rmtree(tmp_path / "foreign")
     rl.run(rl_config(tmp_path / "foreign", run__max_steps=2))
     folders = [tmp_path / name / "run" for name in ("own", "foreign")]
     first, *steps = read_metrics(folders[1] / "metrics.jsonl")
@@ -42,12 +47,6 @@ def test_weights_that_do_not_arrive_stop_the_run(rl_config, foreign, tmp_path):
     foreign(takes=lambda name: not name.startswith("model.visual."))
     with pytest.raises(EnvironmentProblem, match="wrong weights"):
         rl.run(rl_config(tmp_path))
-
-
-def test_a_limit_of_ones_own(rl_config, foreign, tmp_path):
-    foreign()
-    with pytest.raises(EnvironmentProblem, match="limit 1e-12"):
-        rl.run(rl_config(tmp_path, rollout__parity_max=1e-12, rollout__replicas=1))
 
 
 def test_the_engine_that_validates_supervised_training_is_probed(sft_config, scenes, foreign, tmp_path, monkeypatch):

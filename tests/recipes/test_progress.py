@@ -39,7 +39,6 @@ def test_a_checkpoint_with_the_names_of_before_is_read():
         ({"val/a/reward": 9.0, "val/a/score": 2.0, "val/b/accuracy": 0.5}, None, "val/b/accuracy"),
         ({"val/a/reward": 9.0, "val/a/score": 2.0}, None, "val/a/score"),
         ({"val/b/accuracy": 0.5}, "val/pairs/accuracy", "val/pairs/accuracy"),  # of other sets
-        ({"val/a/margin": 1.0}, None, None),
     ],
 )
 def test_the_best_is_that_of_one_metric(metrics, before, best):

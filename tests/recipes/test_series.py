@@ -102,7 +102,7 @@ def test_rl_trains_the_encoder_and_goes_on_exactly(tmp_path, same_weights) -> No
 
     config = load(run)
     family = model_setup.family_of(config, model_setup.start_folder(config))
-    drawn = model_setup.load_policy(config, family).model.series.state_dict()
+    drawn = model_setup.load_policy(config, family).series.state_dict()
     empty = empty_model(family)
     assert sum(p.numel() for p in empty.series.parameters()) == sum(map(torch.numel, drawn.values()))
     assert drawn.keys() == early.keys() and not torch.equal(drawn["inner.first.weight"], early["inner.first.weight"])

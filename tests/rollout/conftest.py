@@ -3,14 +3,18 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import Step
-from saccade.types import Completion, Message, Request, Sample
+from saccade.rollout.collect import collect
+from saccade.rollout.episode import Limits, Play
+from saccade.types import STATUS_OF_END, Completion, Message, Request, Sample, Sampling
 
 NAME = "qwen2_5_vl"
 
@@ -72,6 +76,52 @@ def engine(model, family) -> Recording:
 @pytest.fixture
 def scripted():
     return Scripted
+
+
+@pytest.fixture(scope="package")
+def play_with(family):
+    def groups(engine, samples, environment, *, max_tokens=200, limits=None, seed="0", sampling=None, **options):
+        play = Play(
+            environment=environment,
+            family=options.pop("family", family),
+            sampling=sampling or Sampling(max_tokens=max_tokens),
+            limits=limits or Limits(max_turns=4),
+            seed=seed,
+        )
+        return collect(engine, samples, play, **{"repeats": 1} | options)
+
+    return groups
+
+
+@pytest.fixture(scope="package")
+def check_chain(family):
+    """Prefix chain, mask, images: what every episode must keep."""
+
+    def check(engine, trajectory):
+        requests, completions = engine.requests, engine.completions
+        chain = [*[r.ids for r in requests], trajectory.ids]
+        for (before, after), completion in zip(pairwise(chain), completions, strict=True):
+            known = np.concatenate([before, completion.ids])
+            assert after[: len(known)].tolist() == known.tolist()
+        policy = trajectory.policy_mask
+        assert trajectory.ids[policy].tolist() == [i for c in completions for i in c.ids.tolist()]
+        assert trajectory.logprobs[policy].tolist() == [p for c in completions for p in c.logprobs.tolist()]
+        assert (np.isnan(trajectory.logprobs) == ~policy).all() and ((trajectory.versions == -1) == ~policy).all()
+        assert [r.first_index for r in requests] == [
+            sum(len(c.ids) for c in completions[:turn]) for turn in range(len(requests))
+        ]
+        inside = np.zeros(len(trajectory.ids), bool)
+        for span in trajectory.media:
+            assert span.length == family.measure(span.media)[1]
+            inside[span.start : span.end] = True
+        assert ((trajectory.ids == family.chat.placeholder) == inside).all()
+        shown = [media for message in trajectory.messages for media in message.media]
+        assert [span.media for span in trajectory.media] == shown
+        assert not (inside & policy).any()
+        ended = trajectory.end_reason
+        assert trajectory.status in {STATUS_OF_END.get(ended), STATUS_OF_END.get(f"{ended}_pending")}
+
+    return check
 
 
 @pytest.fixture

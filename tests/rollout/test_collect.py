@@ -10,10 +10,8 @@ from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import SingleTurn
 from saccade.rewards.scorer import Scorer
-from saccade.rollout.collect import collect
-from saccade.rollout.episode import Limits
 from saccade.rollout.scoring import RewardStream
-from saccade.types import Group, Message, Request, Sample, Sampling, Source, Trajectory
+from saccade.types import Message, Request, Sample, Sampling, Source
 
 SAMPLING = Sampling(max_tokens=12)
 
@@ -48,23 +46,20 @@ class Again:
         pass
 
 
-def run(engine, samples, **changes):
-    options = {
-        "repeats": 3,
-        "environment": SingleTurn,
-        "family": engine.family,
-        "sampling": SAMPLING,
-        "limits": Limits(max_turns=4),
-        "seed": "7",
-    }
-    return collect(engine, samples, **(options | changes))
+@pytest.fixture
+def run(play_with):
+    def groups(engine, samples, environment=SingleTurn, **changes):
+        options = {"repeats": 3, "sampling": SAMPLING, "seed": "7"}
+        return play_with(engine, samples, environment, **options | changes)
+
+    return groups
 
 
 def flat(groups):
     return [t for group in groups for t in group.trajectories]
 
 
-def test_groups_keep_their_order_whatever_finishes_first(model, family, samples, brief):
+def test_groups_keep_their_order_whatever_finishes_first(run, model, family, samples, brief):
     finished, counts = [], []
     groups = run(
         EmbeddedEngine(model, family),
@@ -83,7 +78,7 @@ def test_groups_keep_their_order_whatever_finishes_first(model, family, samples,
     assert {t.end_reason for t in flat(groups)} <= {"answered", "turn_length"}
 
 
-def test_results_do_not_depend_on_slots_or_order(model, family, samples, brief, image):
+def test_results_do_not_depend_on_slots_or_order(run, model, family, samples, brief, image):
     def trajectories(slots, asked):
         engine = EmbeddedEngine(model, family, max_sequences=slots)
         groups = run(engine, asked, environment=lambda: Again(image))
@@ -105,7 +100,7 @@ def test_results_do_not_depend_on_slots_or_order(model, family, samples, brief, 
         assert t.sources[0] == Source.PROMPT
 
 
-def test_a_sample_that_comes_twice_gets_other_noise(model, family, samples):
+def test_a_sample_that_comes_twice_gets_other_noise(run, model, family, samples):
     twice = [samples[1], samples[0], samples[1]]
     groups = run(EmbeddedEngine(model, family), twice, repeats=2)
     assert [g.uid for g in groups] == ["q0", "q2", "q0~2"]
@@ -120,7 +115,7 @@ def test_a_sample_that_comes_twice_gets_other_noise(model, family, samples):
 WILD = replace(SAMPLING, temperature=1.3, top_k=40, top_p=0.9, first=(10.0, -1), support=True)
 
 
-def test_a_greedy_rollout_stands_beside_the_members(model, family, samples, brief):
+def test_a_greedy_rollout_stands_beside_the_members(run, model, family, samples, brief):
     counts = []
     asked = [*samples, samples[0]]
     groups = run(
@@ -149,7 +144,7 @@ def test_a_greedy_rollout_stands_beside_the_members(model, family, samples, brie
     assert [group.uid for group in groups][-1] == "q2~2"
 
 
-def test_members_and_baseline_are_scored_apart(model, family, samples, brief):
+def test_members_and_baseline_are_scored_apart(run, model, family, samples, brief):
     told = [replace(sample, answer="7") for sample in samples]
     reward = RewardConfig(terms=[{"verifier": "length", "shaping": False, "args": {"target": 12}}])
     with Scorer(reward, prompt_format="direct", max_tokens=12) as scorer:
@@ -163,28 +158,3 @@ def test_members_and_baseline_are_scored_apart(model, family, samples, brief):
     assert len({t.reward for t in flat(groups)}) > 2
     earned = RewardStream(None, family).attach(groups)
     assert [group.greedy.reward for group in earned] == [0, 0, 0, 0]
-
-
-def test_rewards_of_an_environment_that_are_no_numbers_are_errors(family):
-    def member(repeat, status, rewards):
-        return Trajectory(
-            sample_id="a",
-            repeat=repeat,
-            ids=np.array([1, 2]),
-            sources=np.array([0, 1], np.int8),
-            logprobs=np.zeros(2, np.float32),
-            versions=np.zeros(2, np.int32),
-            status=status,
-            end_reason="env_done",
-            turn_rewards=rewards,
-        )
-
-    nan = float("nan")
-    sample = Sample(id="a", messages=(Message(role="user", parts=("x",)),))
-    members = (member(0, "ok", (0.5, nan)), member(1, "ok", (0.5, 1.0)))
-    group = Group(sample=sample, uid="a", trajectories=members, greedy=member(-1, "error", (1.0,)))
-    (scored,) = RewardStream(None, family).attach([group])
-    bad, good = scored.trajectories
-    assert (bad.status, bad.reward) == ("error", None) and "nan" in bad.reason
-    assert (good.status, good.reward, good.outcome) == ("ok", 1.5, 1.5)
-    assert scored.greedy is not None and scored.greedy.reward is None

@@ -1,13 +1,10 @@
 """Episodes with a real engine: token in, token out, and a reason for every end."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 
 from saccade.environments import SingleTurn, Step
 from saccade.media.images import crop
-from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
 from saccade.types import Message, Sample, Sampling, Source
 
@@ -32,27 +29,21 @@ def sample(image):
 
 
 @pytest.fixture
-def play(engine, family, sample):
+def play(engine, sample, play_with):
     """One episode with an environment, through `collect`."""
 
     def played(environment, *, limits=MANY, max_tokens=24, **sampling):
-        (group,) = collect(
-            engine,
-            [sample],
-            repeats=1,
-            environment=lambda: environment,
-            family=family,
-            sampling=Sampling(max_tokens=max_tokens, **sampling),
-            limits=limits,
-            seed="0",
-        )
+        how = {"sampling": Sampling(max_tokens=max_tokens, **sampling), "limits": limits}
+        (group,) = play_with(engine, [sample], lambda: environment, **how)
         assert not engine.scheduler.prefix_cache.turns and engine.pending == 0  # caches are given back
         return group.trajectories[0]
 
     return played
 
 
-def test_four_turns_with_crops_an_error_and_a_reply_over_the_budget(engine, family, sample, play, saying, scripted):
+def test_four_turns_with_crops_an_error_and_a_reply_over_the_budget(
+    engine, family, sample, play, saying, scripted, check_chain
+):
     root = sample.media[0]
     first = crop(root, (0, 0, 84, 56))
     second = crop(first, (28, 0, 84, 56))
@@ -72,38 +63,19 @@ def test_four_turns_with_crops_an_error_and_a_reply_over_the_budget(engine, fami
     assert trajectory.turn_rewards == (0.25, 0.5) and trajectory.info["calls"] == 1
     assert environment.heard == replies[:3] and environment.closed == 1
 
-    # A strict prefix chain: request, what was sampled, next request, … , the trajectory.
-    requests, completions = engine.requests, engine.completions
-    assert len(requests) == len(completions) == 4
-    chain = [*[r.ids for r in requests], trajectory.ids]
-    for turn, (before, after) in enumerate(pairwise(chain)):
-        known = np.concatenate([before, completions[turn].ids])
-        assert after[: len(known)].tolist() == known.tolist()
-        assert len(after) > len(known) or turn == 3
-        assert requests[turn].media == trajectory.media[: len(requests[turn].media)]
-        assert requests[turn].first_index == sum(len(c.ids) for c in completions[:turn])
-    assert [r.episode for r in requests] == ["s/0"] * 4
-    assert len({r.noise for r in requests}) == 1
-
-    # The mask covers exactly what the policy sampled, with what it was sampled with.
-    policy = trajectory.policy_mask
-    assert trajectory.ids[policy].tolist() == [token for reply in ids for token in reply]
-    assert (np.isnan(trajectory.logprobs) == ~policy).all()
-    assert ((trajectory.versions == -1) == ~policy).all()
-    sampled = np.concatenate([c.logprobs for c in completions])
-    assert trajectory.logprobs[policy].tolist() == sampled.tolist()
-
-    # Images match placeholders, and the ids are those of the whole conversation.
+    check_chain(engine, trajectory)
+    assert trajectory.response_ids.tolist() == [token for reply in ids for token in reply]
+    assert [r.episode for r in engine.requests] == ["s/0"] * 4
+    assert len({r.noise for r in engine.requests}) == 1
+    for request in engine.requests:
+        assert request.media == trajectory.media[: len(request.media)]
+    # The ids are those of the whole conversation.
     assert [s.media for s in trajectory.media] == [root, first, second]
-    inside = np.zeros(len(trajectory.ids), bool)
-    for span in trajectory.media:
-        inside[span.start : span.end] = True
-        assert span.length == family.measure(span.media)[1]
-    assert ((trajectory.ids == family.chat.placeholder) == inside).all()
     whole = family.render(trajectory.messages[:-1]).ids
     assert trajectory.ids.tolist() == [*whole, *ids[3]]
     assert trajectory.messages[-1].text == replies[3][:24]
-    assert set(trajectory.sources[inside].tolist()) == {Source.PROMPT, Source.OBSERVATION}
+    shown = trajectory.sources[trajectory.ids == family.chat.placeholder]
+    assert set(shown.tolist()) == {Source.PROMPT, Source.OBSERVATION}
 
 
 def test_a_turn_that_a_stop_string_ended_gets_its_end_as_template(family, play, saying, scripted):
@@ -122,42 +94,30 @@ def raising():
     raise RuntimeError("the simulator crashed")
 
 
-def test_every_end_has_its_reason(play, saying, scripted, image, sample, family):
+def test_every_end_has_its_reason(play, saying, scripted, sample, family):
+    """Those that an environment or a tokenizer has a say in; test_tools.py has the others."""
     prompt = len(family.render(sample.messages))
-    small = image(56, 56, 1)
-    total = lambda tokens: {"max_total_tokens": tokens}  # noqa: E731
-    one = ["ok"]
-    two = ["ok", "ok"]
     observation = len(family.render_continuation([user("more")], last_id=family.chat.end_of_turn))
     budget = prompt + 3 + observation
+    one, two = ["ok"], ["ok", "ok"]
     cases = [
-        (one, SingleTurn(), {}, "answered", "ok", 1),
-        (one, scripted([done()]), {}, "env_done", "ok", 1),
-        (one, scripted([done(end_reason="tool_errors")]), {}, "tool_errors", "void", 1),
-        (one, scripted([go_on(small)]), {"max_images": 1}, "max_images", "overturn", 1),
-        (two, scripted([go_on(small), done()]), {"max_images": 2}, "env_done", "ok", 2),
-        (one, scripted([go_on("more")]), total(budget), "token_budget", "overturn", 1),
-        (two, scripted([go_on("more")]), total(budget + 1), "token_budget", "truncated", 2),
-        (one, scripted([raising]), {}, "env_error", "error", 1),
-        ([], scripted([]), total(prompt), "token_budget", "truncated", 0),
-    ]  # fmt: skip
-    for replies, environment, limits, reason, status, turns in cases:
+        (one, SingleTurn(), 32_768, "answered", "ok"),
+        (one, scripted([done()]), 32_768, "env_done", "ok"),
+        (one, scripted([done(end_reason="tool_errors")]), 32_768, "tool_errors", "void"),
+        (one, scripted([go_on("more")]), budget, "token_budget", "overturn"),
+        (two, scripted([go_on("more")]), budget + 1, "token_budget", "truncated"),
+        (one, scripted([raising]), 32_768, "env_error", "error"),
+        ([], scripted([]), prompt, "token_budget", "truncated"),
+    ]
+    for replies, environment, total, reason, status in cases:
         with saying(*replies) as ids:
-            trajectory = play(environment, limits=Limits(**{"max_turns": 8, **limits}))
+            trajectory = play(environment, limits=Limits(max_turns=8, max_total_tokens=total))
         got = (trajectory.end_reason, trajectory.status, trajectory.turns)
-        assert got == (reason, status, turns), (replies, limits)
-        flat = [token for reply in ids for token in reply]
+        assert got == (reason, status, len(replies)), (replies, total)
         sampled = trajectory.response_ids.tolist()
-        assert sampled == flat[: len(sampled)] and len(sampled) >= turns
-        allowed = limits.get("max_total_tokens", 10**6)
-        assert len(trajectory.ids) <= allowed
-        assert len(trajectory.media) <= limits.get("max_images", 64)
-        if isinstance(environment, SingleTurn):
-            continue
-        assert environment.closed == 1
-        # An observation and its pictures are added together or not at all.
-        shown = sum(len(m.media) for m in trajectory.messages)
-        assert shown == len(trajectory.media)
+        assert sampled == [token for reply in ids for token in reply][: len(sampled)]
+        assert len(sampled) >= len(replies) and len(trajectory.ids) <= total
+        assert isinstance(environment, SingleTurn) or environment.closed == 1
     assert trajectory.response_length == 0 and len(trajectory.ids) == prompt
 
 

@@ -5,7 +5,6 @@ says what it is told to, and ends where a real one would.
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,14 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade.config import EnvConfig
-from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import stop_strings
-from saccade.forest.packing import pack
 from saccade.models.families import Family
-from saccade.rollout.collect import collect
 from saccade.rollout.env_setup import environments
 from saccade.rollout.episode import Limits
-from saccade.types import STATUS_OF_END, Completion, Message, Request, Sample, Sampling, Trajectory
+from saccade.types import Completion, Message, Request, Sample, Sampling, Trajectory
 
 CROP = {"name": "crop", "min_pixels": 3136, "max_pixels": 28 * 28 * 16}
 
@@ -77,52 +73,18 @@ def question(image) -> Sample:
 
 
 @pytest.fixture(scope="module")
-def play(family, question) -> Callable:
-    def played(replies, *, env=CROP, max_tokens=120, engine=None, samples=None, repeats=1, on_mark=None, **limits):
-        config = EnvConfig(**env)
+def play(family, question, play_with) -> Callable:
+    def played(replies, *, engine=None, on_mark=None, **limits):
+        config = EnvConfig(**CROP)
         engine = engine or Script(family, replies)
-        groups = collect(
-            engine,
-            samples or [question],
-            repeats=repeats,
-            environment=environments(config, order=("answer_tag",), unit=family.unit),
-            family=family,
-            sampling=Sampling(max_tokens=max_tokens, stop=stop_strings(config)),
-            limits=Limits(**{"max_turns": 8} | limits),
-            seed="0",
-            on_mark=on_mark,
-        )
-        return engine, groups
+        make = environments(config, order=("answer_tag",), unit=family.unit)
+        how = {"sampling": Sampling(max_tokens=120, stop=stop_strings(config)), "on_mark": on_mark}
+        return engine, play_with(engine, [question], make, limits=Limits(**{"max_turns": 8} | limits), **how)
 
     return played
 
 
-def check_chain(engine, trajectory, family) -> None:
-    """Prefix chain, mask, images: what every episode must keep."""
-    requests, completions = engine.requests, engine.completions
-    chain = [*[r.ids for r in requests], trajectory.ids]
-    for (before, after), completion in zip(pairwise(chain), completions, strict=True):
-        known = np.concatenate([before, completion.ids])
-        assert after[: len(known)].tolist() == known.tolist()
-    sampled = [i for c in completions for i in c.ids.tolist()]
-    assert trajectory.ids[trajectory.policy_mask].tolist() == sampled
-    assert (np.isnan(trajectory.logprobs) == ~trajectory.policy_mask).all()
-    assert [r.first_index for r in requests] == [
-        sum(len(c.ids) for c in completions[:turn]) for turn in range(len(requests))
-    ]
-    inside = np.zeros(len(trajectory.ids), bool)
-    for span in trajectory.media:
-        assert span.length == family.measure(span.media)[1]
-        inside[span.start : span.end] = True
-    assert ((trajectory.ids == family.chat.placeholder) == inside).all()
-    shown = [media for message in trajectory.messages for media in message.media]
-    assert [span.media for span in trajectory.media] == shown
-    assert not (inside & trajectory.policy_mask).any()
-    ended = trajectory.end_reason
-    assert trajectory.status in {STATUS_OF_END.get(ended), STATUS_OF_END.get(f"{ended}_pending")}
-
-
-def test_every_end_has_its_reason(play, family, question):
+def test_every_end_has_its_reason(play, family, question, check_chain):
     look, wrong, answer = call(0, 0, 0.5, 1), call(2, 2, 3, 3), "<answer>7</answer>"
     prompt = len(family.render(question.messages))
     (_, (group,)) = play([look, answer])
@@ -147,7 +109,7 @@ def test_every_end_has_its_reason(play, family, question):
         engine, (group,) = play(replies, **limits)
         (t,) = group.trajectories
         assert (t.end_reason, t.status, t.turns) == (reason, status, turns), (replies, limits)
-        check_chain(engine, t, family)
+        check_chain(engine, t)
         assert len(t.ids) <= limits.get("max_total_tokens", 10**6)
         assert len(t.info.get("tool_calls", ())) <= turns
 
@@ -175,10 +137,10 @@ LIMITS = st.fixed_dictionaries(
 
 @settings(deadline=None, max_examples=40)
 @given(replies=st.lists(REPLIES, min_size=1, max_size=6), limits=LIMITS)
-def test_random_episodes_keep_prefix_chain_mask_and_images(play, family, replies, limits):
+def test_random_episodes_keep_prefix_chain_mask_and_images(play, family, check_chain, replies, limits):
     engine, (group,) = play(replies, **limits)
     (t,) = group.trajectories
-    check_chain(engine, t, family)
+    check_chain(engine, t)
     prompt = len(family.render(group.sample.messages))
     assert len(t.ids) <= max(limits["max_total_tokens"], prompt)
     assert len(t.media) <= max(1, limits["max_images"]) and t.turns <= limits["max_turns"]
@@ -235,62 +197,3 @@ def test_a_turn_is_computed_from_the_cache_of_the_turns_before(engine, family, p
     assert sum(prefills) == len(t.ids) - sampled + 2
     assert sum(computed) == len(t.ids) - 1
     assert sum(prefills) < sum(len(r.ids) for r in engine.requests) / 2
-
-
-@pytest.fixture(scope="module")
-def caller(tmp_path_factory):
-    """A random model whose tokens are whole calls and answers: its episodes have everything."""
-    import torch
-
-    from saccade.models.families import load_family
-    from saccade.models.load import load_model
-    from saccade.plugins.families.tiny import build
-
-    words = [
-        call(0, 0, 0.5, 0.5),
-        call(0.5, 0, 1, 1, source="observation_1"),
-        call(0, 0.5, 1, 1, source="observation_2"),
-        call(0, 0, 3, 3),
-        "<grounding>{'bbox_2d': exec('1')}</grounding>",
-        "<answer>7</answer>",
-        "hm",
-    ]
-    family = load_family(build("qwen2_5_vl", tmp_path_factory.mktemp("caller"), words=words))
-    return load_model(family, dtype=torch.float32, device=torch.device("cpu")), family
-
-
-def test_many_episodes_share_one_engine(caller, image):
-    model, family = caller
-    engine = EmbeddedEngine(model, family, max_sequences=48)
-    config = EnvConfig(**CROP)
-    samples = [Sample(id=f"q{n}", messages=(Message(role="user", parts=(image(112, 84, n), "hm")),)) for n in range(12)]
-    groups = collect(
-        engine,
-        samples,
-        repeats=8,
-        environment=environments(config, order=("answer_tag",), unit=family.unit),
-        family=family,
-        sampling=Sampling(max_tokens=6, stop=stop_strings(config)),
-        limits=Limits(max_turns=4, max_images=4),
-        seed="3",
-    )
-    everyone = [t for group in groups for t in group.trajectories]
-    assert len(everyone) == 96 and not engine.scheduler.prefix_cache.turns and engine.pending == 0
-    ends = {t.end_reason for t in everyone}
-    assert {"answered", "max_turns", "turn_length", "eos_no_answer"} <= ends
-    reasons = {c["reason"] for t in everyone for c in t.info.get("tool_calls", ())}
-    assert reasons == {"", "source", "outside", "json"}
-    assert max(len(t.media) for t in everyone) > 2
-
-    # One forest: a trunk for each prompt, each picture of each turn once, observations never read.
-    batches = pack(groups, positions=family.positions, micro_tokens=10**6)
-    reads = sum(len(batch.reads) for batch in batches)
-    assert reads == sum(t.response_length for t in everyone)
-    pictures = {
-        (t.sample_id, t.ids[: span.end].tobytes(), tuple(s.media.key for s in t.media[: n + 1]))
-        for t in everyone
-        for n, span in enumerate(t.media)
-    }
-    assert sum(len(batch.media) for batch in batches) == len(pictures)
-    assert len(pictures) < sum(len(t.media) for t in everyone)
-    assert sum(batch.tokens for batch in batches) < sum(len(t.ids) for t in everyone)

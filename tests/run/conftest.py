@@ -91,6 +91,12 @@ def open_folder(config):
     return open_
 
 
+@pytest.fixture
+def folder(open_folder):
+    with open_folder() as folder:
+        yield folder
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     with closing(Browser(tmp_path_factory.mktemp("profile"))) as opened:

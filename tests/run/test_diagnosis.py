@@ -20,26 +20,18 @@ GOOD = {
     "policy/update_skipped": 0.0,
 }
 DEAD = {"group/dead_frac": 1.0}
-MOSTLY = {"group/dead_frac": 0.996}
 
 
 @pytest.mark.parametrize(
     "changes, words",
     [
         (DEAD | {"group/all_wrong_frac": 1.0}, "in all of the groups every response is wrong"),
-        (DEAD | {"group/all_right_frac": 1.0}, "in all of the groups every response is right"),
-        (DEAD, "in all of the groups all members have the same reward"),
         (DEAD | {"length/truncated_frac": 1.0, "reward/format": 0.0}, "rollout.max_tokens"),
         (DEAD | {"reward/format": 0.0, "group/all_wrong_frac": 1.0}, "miss the format"),
         (DEAD | {"reward/error_rate": 1.0}, "all of the rewards failed"),
         (DEAD | {"turns/overturn_frac": 1.0}, "env.max_turns"),
-        (DEAD | {"turns/void_frac": 1.0}, "without an answer"),
-        (DEAD | {"reward/abstain_rate": 1.0}, "judges none of the responses"),
-        (DEAD | {"policy/empty_step": 1.0, "group/all_wrong_frac": 1.0}, "every response is wrong"),
         ({"policy/empty_step": 1.0}, "no group is left to train on"),
         ({"policy/lr": 0.0}, "the learning rate is 0"),
-        ({"policy/update_skipped": 1.0}, "all of the updates are skipped"),
-        ({"policy/grad_norm": 0.0}, "the gradient is 0"),
     ],
 )
 def test_every_cause_is_named_with_what_to_do(changes, words):
@@ -48,16 +40,10 @@ def test_every_cause_is_named_with_what_to_do(changes, words):
     assert words in line and "\n" not in line and ";" in line
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"length/parse_rate": 0.03, "group/all_wrong_frac": 0.996}, "97% of the responses have"),
-        ({"group/all_wrong_frac": 0.996}, "in 99.6% of the groups every response is wrong"),
-    ],
-)
-def test_nearly_all_is_enough(changes, words):
-    [line] = diagnose([GOOD | MOSTLY | changes | {"count/samples": ENOUGH}]).values()
-    assert line.startswith("little is learned: ") and words in line
+def test_nearly_all_is_enough():
+    wrong = {"group/dead_frac": 0.996, "group/all_wrong_frac": 0.996, "count/samples": ENOUGH}
+    [line] = diagnose([GOOD | wrong]).values()
+    assert line.startswith("little is learned: ") and "in 99.6% of the groups every response is wrong" in line
 
 
 def test_what_is_read_in_half_of_the_responses_is_said_while_others_teach():
@@ -76,19 +62,9 @@ def test_what_a_group_costs_and_what_it_learns_from_are_said_beside_a_cause():
     assert "in 75% of the groups that teach anything" in lines["group/side_signal_frac"]
 
 
-def test_a_healthy_run_is_silent():
-    assert diagnose([GOOD | {"count/samples": 1000}] * 20) == {}
-    assert diagnose([]) == {}
-
-
-def test_few_responses_wait_for_more_steps():
+def test_a_healthy_run_is_silent_and_few_responses_wait_for_more_steps():
+    assert diagnose([GOOD | {"count/samples": 1000}] * 20) == {} == diagnose([])
     few = GOOD | DEAD | {"count/samples": ENOUGH // 2 - 1}
     assert diagnose([few] * 2) == {}
     assert len(diagnose([few] * 3)) == 1
     assert diagnose([GOOD | {"policy/lr": 0.0, "count/samples": ENOUGH}]) == {}  # as warm-up is
-
-
-def test_without_comparison_in_groups_the_rewards_of_the_step_must_differ():
-    alone = {k: v for k, v in GOOD.items() if k != "group/dead_frac"} | {"group/all_right_frac": 1}
-    assert diagnose([alone | {"reward/std": 0.2}] * WINDOW) == {}
-    assert "every response is right" in str(diagnose([alone | {"reward/std": 0.0}] * WINDOW))

@@ -12,6 +12,15 @@ from saccade.config import load
 from saccade.errors import ConfigError, DataError
 
 
+@pytest.fixture
+def visit(open_folder):
+    def opened_and_closed(*overrides, **manifest):
+        with open_folder(*overrides, **manifest):
+            pass
+
+    return opened_and_closed
+
+
 def test_a_new_folder_holds_everything(open_folder, config):
     with open_folder(data={"train": "ab12"}, template="cd34") as folder:
         names = {entry.name for entry in folder.path.iterdir()}
@@ -30,12 +39,6 @@ def test_a_new_folder_holds_everything(open_folder, config):
     assert manifest["git"] is None or len(manifest["git"].removesuffix("-dirty")) == 40
 
 
-def test_an_existing_folder_is_refused_with_the_ways_out(open_folder):
-    open_folder().close()
-    with pytest.raises(ConfigError, match=r"run\.resume=auto.*run\.name=.*--out"):
-        open_folder()
-
-
 def test_resume_continues_and_remembers_both_starts(open_folder):
     with open_folder("run.resume=auto") as folder:
         assert not folder.resumed  # there was none to go on with
@@ -46,31 +49,33 @@ def test_resume_continues_and_remembers_both_starts(open_folder):
         assert load(folder.path / "config.resolved.yaml").run.max_steps == 9
 
 
-def test_resume_refuses_other_settings_by_name_and_value(open_folder):
-    open_folder("train.lr=1e-6").close()
+def test_a_second_start_and_other_settings_are_refused_by_name_and_value(visit):
+    visit("train.lr=1e-6")
+    with pytest.raises(ConfigError, match=r"run\.resume=auto.*run\.name=.*--out"):
+        visit("train.lr=1e-6")
     with pytest.raises(ConfigError) as refusal:
-        open_folder("run.resume=auto", "train.lr=2e-6", "algorithm.preset=rloo", "track.wandb=true")
+        visit("run.resume=auto", "train.lr=2e-6", "algorithm.preset=rloo", "track.wandb=true")
     text = str(refusal.value)
     assert "train.lr: 1e-06 in the folder, 2e-06 now" in text
     assert "algorithm.preset: ['grpo'] in the folder, ['rloo'] now" in text
     assert "track" not in text
-    open_folder("run.resume=auto", "train.lr=1e-6").close()  # the refusal left no lock
+    visit("run.resume=auto", "train.lr=1e-6")  # the refusal left no lock
 
 
-def test_resume_names_the_file_that_changed(open_folder):
+def test_resume_names_the_file_that_changed(visit):
     sets = [{"path": f"{name}.jsonl", "rows": 8, "hash": name} for name in ("a", "b")]
-    open_folder(data="ab", sets=sets).close()
+    visit(data="ab", sets=sets)
     with pytest.raises(ConfigError, match=r"data changed on disk: 'ab' in the folder, 'cd' now"):
-        open_folder("run.resume=auto", data="cd")
+        visit("run.resume=auto", data="cd")
     changed = [sets[0], sets[1] | {"hash": "c", "rows": 9}]
     with pytest.raises(ConfigError, match=r"data changed on disk: b\.jsonl.*8 usable.*9 now"):
-        open_folder("run.resume=auto", data="ac", sets=changed)
+        visit("run.resume=auto", data="ac", sets=changed)
 
 
-def test_one_process_at_a_time_writes_to_a_folder(open_folder):
+def test_one_process_at_a_time_writes_to_a_folder(open_folder, visit):
     with open_folder(), pytest.raises(ConfigError, match=f"in use by process {os.getpid()} "):
-        open_folder("run.resume=auto")
-    open_folder("run.resume=auto").close()
+        visit("run.resume=auto")
+    visit("run.resume=auto")
 
 
 @pytest.mark.parametrize("name", ["", "quarantine.jsonl"])
@@ -93,15 +98,15 @@ def test_a_function_that_changed_before_a_resume_is_named(open_folder, tmp_path)
             assert folder.changed == changed
 
 
-def test_what_is_no_run_is_not_taken_over(open_folder, config):
+def test_what_is_no_run_is_not_taken_over(visit, config):
     home = Path(config.run.out) / config.run.name
     home.mkdir(parents=True)
     (home / "thesis.tex").write_text("years of work")
     with pytest.raises(ConfigError, match="holds other files"):
-        open_folder("run.resume=auto")
+        visit("run.resume=auto")
     (home / "thesis.tex").unlink()
     (home / ".lock").unlink()
     home.rmdir()
     home.write_text("")
     with pytest.raises(ConfigError, match="is a file"):
-        open_folder()
+        visit()

@@ -3,7 +3,7 @@
 import numpy as np
 from pytest import approx
 
-from saccade.run.metrics import group_metrics, tool_metrics
+from saccade.run.metrics import group_metrics, signal_metrics, tool_metrics
 
 
 def mixed(build):
@@ -50,10 +50,16 @@ def test_groups(build):
 
     close = build.group(build.trajectory(0, 0.1 + 0.2), build.trajectory(1, 0.3))
     assert group_metrics([close])["group/dead_frac"] == 1.0  # a rounding residue is no signal
-    one = [build.group(build.trajectory(0, 1.0))]
-    assert group_metrics(one)["group/dead_frac"] == 1.0
-    alone = group_metrics(one, compares=False)
+    alone = group_metrics([build.group(build.trajectory(0, 1.0))], compares=False)
     assert "group/dead_frac" not in alone and alone["group/all_right_frac"] == 1.0
+
+
+def test_what_the_groups_that_teach_cost(build):
+    live = build.group(build.trajectory(0, 1.0), build.trajectory(1, 0.0))
+    shaped = build.group(build.trajectory(0, 1.0, outcome=1.0), build.trajectory(1, 0.5, outcome=1.0))
+    dead = build.group(build.trajectory(0, 1.0), build.trajectory(1, 1.0))
+    found = signal_metrics([live, shaped, dead], [live, shaped, dead, dead])
+    assert found == {"group/live_frac": 0.5, "group/rollouts_per_live": 4.0, "group/side_signal_frac": 0.5}
 
 
 def test_who_is_excluded_may_still_be_compared_with(build):
@@ -64,23 +70,16 @@ def test_who_is_excluded_may_still_be_compared_with(build):
     assert apart["group/dead_frac"] == 1.0 and beside["group/dead_frac"] == 0.5
 
 
-def test_pictures_and_turns(build):
-    two = build.trajectory(0, 1.0, pictures=[build.media("a"), build.media("b")], turns=3)
+def test_pictures_turns_and_advantages(build):
+    advantages = np.array([2.0, -1, -1, -1, -1], np.float32)
+    two = build.trajectory(0, 1.0, pictures=[build.media("a"), build.media("b")], turns=3, advantages=advantages)
     none = build.trajectory(1, 0.0, status="overturn", end_reason="max_turns", turns=6)
     metrics = group_metrics([build.group(two, none)])
     assert metrics["length/vision_tokens_mean"] == 4
     assert metrics["turns/images_per_sample"] == 1
     assert (metrics["turns/mean"], metrics["turns/max"]) == (4.5, 6)
     assert metrics["turns/overturn_frac"] == 0.5
-
-
-def test_advantages_count_tokens(build):
-    short = build.trajectory(0, 1.0, response=(5,), advantages=np.array([2.0], np.float32))
-    long = build.trajectory(1, 0.0, advantages=np.full(5, -1.0, np.float32))
-    lost = build.trajectory(2, None, status="stale", advantages=np.full(5, 50.0, np.float32))
-    metrics = group_metrics([build.group(short, long, lost)])
-    assert metrics["adv/mean"] == approx(-0.5)
-    assert (metrics["adv/min"], metrics["adv/max"]) == (-1.0, 2.0)
+    assert (metrics["adv/mean"], metrics["adv/min"], metrics["adv/max"]) == (approx(-0.4), -1.0, 2.0)
 
 
 def test_nothing_scored_still_says_why(build):

@@ -14,11 +14,6 @@ from saccade.run.loggers import Loggers, read_metrics
 PLAIN = TrackConfig(tensorboard=False)
 
 
-@pytest.fixture
-def folder(open_folder):
-    return open_folder()
-
-
 def test_one_line_per_call(folder):
     with closing(Loggers(folder, PLAIN)) as loggers:
         half = np.float32(0.5)

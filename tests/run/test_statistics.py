@@ -1,21 +1,18 @@
 """Intervals and pass@k against known numbers."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx
 
 from saccade.plugins.reports.comparison import independent_difference, maj_at_k, paired_difference
-from saccade.run.statistics import bootstrap_mean, item_means, mean_interval, pass_at_k, wilson
+from saccade.run.statistics import bootstrap_mean, mean_interval, pass_at_k, wilson
 
 
 def test_wilson_matches_the_textbook():
     assert wilson(8, 10) == approx((0.490162, 0.943318), abs=1e-6)
     assert wilson(81, 263) == approx((0.2553, 0.3662), abs=5e-5)  # Newcombe 1998, table I
-    assert wilson(0, 20) == approx((0.0, 0.1611), abs=5e-5)
-    assert wilson(20, 20).high == 1.0
-    assert wilson(0, 0) == (0.0, 1.0)
+    assert wilson(20, 20).high == 1.0 and wilson(0, 0) == (0.0, 1.0)
 
 
 def test_bootstrap_agrees_with_the_normal_interval_and_repeats():
@@ -28,28 +25,14 @@ def test_bootstrap_agrees_with_the_normal_interval_and_repeats():
     assert bootstrap_mean(values, seed=1) != (low, high)
 
 
-def test_items_are_resampled_not_samples():
-    rows = [[1.0] * 50, [0.0] * 50, [1.0] * 50]
-    assert bootstrap_mean(rows) == bootstrap_mean([1.0, 0.0, 1.0])
-
-
-@pytest.mark.parametrize("values", [[], [[1.0], []], [float("nan")]])
-def test_nothing_to_average_is_refused(values):
-    with pytest.raises(ValueError):
-        item_means(values)
-
-
 def test_mean_interval_chooses_by_what_it_is_given():
     assert mean_interval([1.0, 0.0, 1.0, 1.0]) == wilson(3, 4)
-    assert mean_interval([[1.0], [0.0]]) == wilson(1, 2)
-    assert mean_interval([0.5, 0.25, 1.0]) == bootstrap_mean([0.5, 0.25, 1.0])
     assert mean_interval([[1.0, 0.0], [1.0, 1.0]]) == bootstrap_mean([0.5, 1.0])
 
 
 def test_items_that_are_all_alike_are_not_certain():
     """However many answers each of them got: it is the items that are few."""
-    assert mean_interval([[0.0] * 8] * 4) == mean_interval([0.0] * 4) == wilson(0, 4)
-    assert mean_interval([[1.0] * 8] * 4) == wilson(4, 4)
+    assert mean_interval([[0.0] * 8] * 4) == wilson(0, 4)
     low, high = mean_interval([[1.0, 0.0]] * 4)
     assert 0.0 < low < 0.5 < high < 1.0
     assert mean_interval([[1.0, 0.0]] * 400).low == approx(0.5, abs=0.01)
@@ -58,9 +41,7 @@ def test_items_that_are_all_alike_are_not_certain():
 
 def test_pass_at_k_golden_values():
     assert pass_at_k(16, 3, 4) == approx(0.60714286, abs=1e-8)
-    values = pass_at_k(16, np.array([0, 3, 13, 16]), 4)
-    assert values == approx([0.0, 0.60714286, 1.0, 1.0], abs=1e-8)
-    assert pass_at_k(np.array([4, 8]), np.array([1, 1]), 4) == approx([1.0, 0.5])
+    assert (pass_at_k(4, 1, 4), pass_at_k(8, 1, 4), pass_at_k(16, 0, 4)) == (1.0, 0.5, 0.0)
 
 
 @given(st.integers(1, 40), st.data())
@@ -68,14 +49,6 @@ def test_pass_at_1_is_the_share_and_pass_at_n_any(n, data):
     c = data.draw(st.integers(0, n))
     assert pass_at_k(n, c, 1) == approx(c / n)
     assert pass_at_k(n, c, n) == float(c > 0)
-
-
-def test_pairs_see_a_difference_that_single_runs_hide():
-    noise = np.random.default_rng(0).normal(size=400)
-    change = paired_difference(noise, noise + 0.05)
-    assert change.mean == approx(0.05)
-    assert change.low == approx(0.05) and change.high == approx(0.05)
-    assert bootstrap_mean(noise).high - bootstrap_mean(noise).low > 0.1
 
 
 def test_the_difference_of_two_proportions():

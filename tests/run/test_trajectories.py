@@ -5,17 +5,8 @@ import threading
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
-from PIL import Image
 
 from saccade.plugins.reports.trajectories import TrajectoryWriter, read_trajectories, stored_steps
-from saccade.types import MediaSpan, Source, Trajectory
-
-
-@pytest.fixture
-def folder(open_folder):
-    with open_folder() as folder:
-        yield folder
 
 
 def test_a_record_holds_what_happened(folder, build):
@@ -45,61 +36,6 @@ def test_a_record_holds_what_happened(folder, build):
     image = record["images"][0]
     assert (image["kind"], image["size"], image["file"]) == ("image", [56, 56], "images/aa11.png")
     assert (folder.trajectories / image["file"]).exists()
-
-
-def test_turns_observations_and_crops(folder, build):
-    box = (10, 10, 30, 40)
-    root = build.media("aa11")
-    crop = build.media("aa11", width=20, height=30, box=box, parent="aa11")
-    ids = np.array([1, 1, 2, 5, 6, 1, 1, 1, 1, 4, 7, 8])
-    sources = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 1, 1], np.int8)
-    episode = Trajectory(
-        sample_id="s",
-        repeat=0,
-        ids=ids,
-        sources=sources,
-        logprobs=np.where(sources == Source.POLICY, -1.0, np.nan).astype(np.float32),
-        versions=np.zeros(12, np.int32),
-        media=(
-            MediaSpan(media=root, start=0, length=2, grid=(1, 2, 4)),
-            MediaSpan(media=crop, start=5, length=2, grid=(1, 2, 4)),
-            MediaSpan(media=crop, start=7, length=2, grid=(1, 2, 4)),  # touches the one before
-        ),
-        advantages=np.array([1, 1, 2, 2], np.float32),
-    )
-    build.store(folder, build.group(episode))
-    (record,) = read_trajectories(folder.path, "train", 1)
-    shape = [(one["source"], one.get("image"), one.get("text")) for one in record["segments"]]
-    assert shape == [
-        ("prompt", "aa11", None),
-        ("prompt", None, "how"),
-        ("policy", None, "<think> </think>"),
-        ("observation", "aa11-10-10-30-40", None),
-        ("observation", "aa11-10-10-30-40", None),
-        ("template", None, "?"),
-        ("policy", None, "<answer> </answer>"),
-    ]
-    assert record["advantage"] == [1.0, 1.0, 2.0, 2.0]
-    assert [image["kind"] for image in record["images"]] == ["image", "crop", "crop"]
-    assert record["images"][1]["box"] == list(box) and record["images"][1]["parent"] == "aa11"
-    stored = {file.name for file in (folder.trajectories / "images").iterdir()}
-    assert stored == {"aa11.png", "aa11-10-10-30-40.png"}
-
-
-def test_pictures_are_small_and_loaded_once(folder, build):
-    loaded = []
-    photo = build.media("photo", width=1200, height=600)
-
-    def load(media):
-        loaded.append(media.hash)
-        shape = (media.height, media.width, 3)
-        return np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
-
-    members = [build.trajectory(repeat, pictures=[photo]) for repeat in range(4)]
-    build.store(folder, build.group(*members), steps=[1, 2], image=load)
-    with Image.open(folder.trajectories / "images" / "photo.jpg") as stored:
-        assert stored.size == (512, 256)
-    assert loaded == ["photo"]
 
 
 def test_a_slow_disk_never_holds_up_a_step(folder, build):
@@ -132,12 +68,11 @@ def test_failures_are_said_once_and_cost_only_themselves(folder, build, said):
 
 
 def test_validation_has_its_own_files_wherever_its_name_points(folder, build):
-    for kind in ("train", "val/six colours", "val/../../../etc"):
+    for kind in ("train", "val/../../../etc"):
         build.store(folder, build.group(build.trajectory()), steps=[5], kind=kind)
-    kinds = stored_steps(folder.path)
-    assert set(kinds) == {"train", "val/six_colours", "val/__.._.._etc"}
-    (record,) = read_trajectories(folder.path, "val/six colours", 5)
-    assert record["kind"] == "val/six colours"
+    assert set(stored_steps(folder.path)) == {"train", "val/__.._.._etc"}
+    (record,) = read_trajectories(folder.path, "val/../../../etc", 5)
+    assert record["kind"] == "val/../../../etc"
 
 
 def test_resume_forgets_later_steps_and_replaces_equal_ones(folder, build):

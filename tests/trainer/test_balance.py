@@ -1,7 +1,5 @@
 """The balance loss beside others: its weight, its gradient, who reports it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -10,21 +8,20 @@ import torch
 
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig, TrainConfig
-from saccade.errors import ConfigError
 from saccade.forest.packing import pack
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
-from saccade.trainer.losses import PolicyLoss, ValueLoss
+from saccade.trainer.losses import PolicyLoss
 
 ALGORITHM = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0.0}), max_tokens=64)
 ROUTER = "model.layers.0.mlp.gate.weight"
 
 
 @pytest.fixture
-def step(family_of, load, grow, monkeypatch, measured):
+def step(family_of, load, grow, measured):
     """(metrics, gradients) of an update whose policy loss is 0: what is left is the balance."""
 
-    def taken(name="mixtral", *, coef, budget=9999, checkpointing=False, scale=0.0, split=False):
+    def taken(name="mixtral", *, coef, budget=9999, checkpointing=False, scale=0.0):
         family = family_of(name)
         rng = np.random.default_rng(0)
         groups = [grow(rng, family, uid=f"g{i}", images=0) for i in range(2)]
@@ -34,25 +31,9 @@ def step(family_of, load, grow, monkeypatch, measured):
         ]
         train = TrainConfig(aux_coef=coef)
         backend = LocalBackend(load(name), family, train, checkpointing=checkpointing)
-        if split:
-            fail_once(backend, monkeypatch)
         return *measured(backend, batches, PolicyLoss(ALGORITHM, Scoring())), batches
 
     return taken
-
-
-def fail_once(backend, monkeypatch):
-    """The first forest runs out of memory after its forward."""
-    added, calls = backend.balance.added, []
-
-    def failing(*arguments, role):
-        found = added(*arguments, role=role)
-        calls.append(role)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError
-        return found
-
-    monkeypatch.setattr(backend.balance, "added", failing)
 
 
 def test_it_is_the_loss_of_transformers_weighed_by_tokens(step, stock):
@@ -85,28 +66,3 @@ def test_recomputed_layers_have_the_same_gradient(step):
     told, plain, _ = step(coef=0.0, scale=0.01)
     assert not torch.allclose(plain[ROUTER], wanted[ROUTER], atol=1e-5)
     assert metrics["moe/aux_loss"] > 2.0 and "moe/aux_loss" not in told
-
-
-def test_a_forest_that_did_not_fit_counts_once(step):
-    metrics, _, _ = step(coef=0.1, split=True)
-    # Halves repeat a trunk that they share, so that they weigh a little more.
-    assert 2.0 < metrics["moe/aux_loss"] < 4.0 and metrics["mem/oom_splits"] == 1
-
-
-def test_a_model_without_experts_refuses_the_option(family_of, load):
-    with pytest.raises(ConfigError, match=r"train\.aux_coef=0.001: Llama.* no experts"):
-        LocalBackend(load("llama"), family_of("llama"), TrainConfig(aux_coef=0.001))
-
-
-def test_a_critic_reports_its_own(family_of, load, grow):
-    from saccade.models.heads import attach_score
-
-    family, model = family_of("qwen3_moe"), load("qwen3_moe")
-    attach_score(model, seed=0)
-    group = grow(np.random.default_rng(0), family, images=0)
-    (batch,) = pack([group], positions=family.positions, micro_tokens=9999)
-    nothing = np.zeros(len(batch.reads), np.float32)
-    batch = replace(batch, scales=nothing + 0.1, values=nothing, returns=nothing)
-    critic = LocalBackend(model, family, TrainConfig(aux_coef=0.01))
-    metrics = critic.train_step([batch], ValueLoss(0.2), lr=1e-3).metrics.means()
-    assert metrics["moe/aux_loss_critic"] > 2.0 and "moe/aux_loss" not in metrics

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from pytest import approx
 
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig, TrainConfig
@@ -51,18 +50,6 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[n].nan_to_num(7.0), b[n].nan_to_num(7.0)) for n in a)
 
 
-def test_on_policy_the_ratio_is_exactly_one(family_of, load, batches):
-    backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
-    update = backend.train_step(batches, POLICY, lr=1e-6)
-    means = update.metrics.means()
-    assert means["policy/ratio_mean"] == 1.0 and means["policy/ratio_max"] == 1.0
-    assert means["policy/kl_old"] == 0.0 and not update.skipped
-    advantages = np.concatenate([batch.advantages for batch in batches])
-    assert means["policy/loss"] == approx(-advantages.mean(), abs=1e-6)
-    assert means["policy/grad_norm"] > means["policy/grad_norm_vision"] > 0
-    assert means["policy/lr"] == 1e-6 and means["mem/oom_splits"] == 0
-
-
 def test_scoring_agrees_with_training_and_knows_the_ban(family_of, load, batches):
     backend = LocalBackend(load(NAME), family_of(NAME))
     ((new, entropy), _) = backend.logprobs(batches, SCORING)
@@ -78,26 +65,6 @@ def out_of_memory_once(*_args):
     raise torch.OutOfMemoryError("simulated")
 
 
-def test_out_of_memory_in_the_forward_splits_and_changes_nothing(family_of, load, batches, measured):
-    model = load(NAME)
-    backend = LocalBackend(model, family_of(NAME), TrainConfig())
-    _, wanted = measured(backend, batches, POLICY)
-    layer = model.model.language_model.layers[1]
-    calls = []
-
-    def hook(*_args):
-        calls.append(1)
-        if len(calls) in (1, 2):  # the first forest, and then its first half
-            raise torch.OutOfMemoryError("simulated")
-
-    handle = layer.register_forward_pre_hook(hook)
-    means, got = measured(backend, batches, POLICY)
-    handle.remove()
-    assert_equal(got, wanted)
-    assert means["mem/oom_splits"] == 2 and means["policy/ratio_mean"] == 1.0
-    assert len(calls) == 2 + 3 + 1  # two that failed, three parts, the other forest
-
-
 @pytest.mark.parametrize("large", [1, 10**9])  # gradients that are added at once
 def test_out_of_memory_in_the_middle_of_backward_leaves_nothing_behind(
     family_of, load, batches, monkeypatch, measured, large
@@ -110,14 +77,14 @@ def test_out_of_memory_in_the_middle_of_backward_leaves_nothing_behind(
 
     def in_backward(module, args, output):
         hidden = output[0] if isinstance(output, tuple) else output
-        if not fired:
+        if len(fired) < 2:  # the first forest, and then its first half
             hidden.register_hook(lambda gradient: fired.append(1) or out_of_memory_once())
         return output
 
     handle = model.model.language_model.layers[0].register_forward_hook(in_backward)
     means, got = measured(backend, batches, POLICY)
     handle.remove()
-    assert fired == [1] and means["mem/oom_splits"] == 1
+    assert fired == [1, 1] and means["mem/oom_splits"] == 2 and means["policy/ratio_mean"] == 1.0
     assert_equal(got, wanted)
 
 
@@ -137,20 +104,6 @@ def test_one_sequence_that_does_not_fit_is_an_error(family_of, load, batches):
     model.model.language_model.layers[0].register_forward_pre_hook(out_of_memory_once)
     with pytest.raises(torch.OutOfMemoryError):
         backend.train_step(batches, POLICY, lr=0.0)
-
-
-def test_towers_have_learning_rates_of_their_own(family_of, load, batches):
-    family = family_of(NAME)
-    moved = {}
-    for scale in (1.0, 0.5):
-        model = load(NAME)
-        config = TrainConfig(lr_scale={"vision": 1e-20, "projector": scale}, weight_decay=0.0)
-        before = snapshot(model)
-        LocalBackend(model, family, config).train_step(batches, POLICY, lr=1e-4)
-        change = {n: p - before[n] for n, p in snapshot(model).items()}
-        assert all(c.abs().max() < 1e-20 for n, c in change.items() if family.tower_of(n) == "vision")
-        moved[scale] = change["model.visual.merger.mlp.2.weight"].norm().item()
-    assert moved[0.5] == approx(moved[1.0] / 2, rel=1e-3)
 
 
 def test_rows_without_media_teach_a_tower_that_trains_alone_nothing(family_of, load, batches, measured):
@@ -189,15 +142,3 @@ def test_a_restored_backend_continues_bit_for_bit(family_of, load, batches, tmp_
     assert same(snapshot(first.model), snapshot(second.model))
     assert same(first.optimizer.state(), second.optimizer.state())
     assert dict(second.weights()).keys() == weights.keys()
-
-
-def test_stock_transformers_loads_what_is_saved(family_of, load, batches, tmp_path):
-    from transformers import AutoModelForImageTextToText
-
-    backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
-    backend.train_step(batches, POLICY, lr=1e-3)
-    write_files(tmp_path, backend.model_files())
-    model, info = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
-    assert same(snapshot(model), snapshot(backend.model))
-    assert "saccade" not in (tmp_path / "config.json").read_text()

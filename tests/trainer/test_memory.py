@@ -48,28 +48,6 @@ def test_costs_grow_with_the_micro_batch(plan):
     assert made.keeping == 0
 
 
-def test_a_tower_that_does_not_run_is_not_waited_for(plan, monkeypatch):
-    made, choose = plan
-    made.kinds[0].kept = None
-    measured = []
-    monkeypatch.setattr(made, "_measure", lambda *sizes: measured.append(sizes))
-    for _ in range(checkpointing.LOOKS):
-        choose(10.0, 1000, 1000)
-        choose(10.0, 1000, 0)
-    assert measured == [(1000, 1000)] * checkpointing.LOOKS
-    assert choose(10.0, 1000, 1000) == [False, False, True, True]  # what is known keeps
-
-
-def test_repeated_layers_are_summed_over_micro_batches(plan):
-    made, choose = plan
-    choose(10.0, 1000, 1000)  # no layer of 4
-    made.learn()
-    choose(9.9, 2000, 0)  # one, of twice as many tokens
-    made.learn()
-    assert made.repeated() == pytest.approx(2000 * 1 / (3000 * 4))
-    assert made.repeated() == 0  # of none
-
-
 def peaks(monkeypatch, found: list[float]) -> None:
     """The peak of each micro-batch that is measured from now on, in GiB."""
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)
@@ -84,6 +62,7 @@ def test_a_first_micro_batch_that_failed_is_measured_again(plan, monkeypatch):
     peaks(monkeypatch, [3.0])
     choose(10.0, 1000, 1000)
     made.failed()
+    assert made.margin == pytest.approx(checkpointing.MARGIN + 0.03)
     made.choose(1000, 1000, cautious=True)
     made.learn()
     assert made.overhead == (0, 1, 1)
@@ -91,27 +70,6 @@ def test_a_first_micro_batch_that_failed_is_measured_again(plan, monkeypatch):
     made.learn()
     assert made.overhead == (3 * GIB, 1000, 1000)
     assert choose(10.0, 1000, 1000) == [True] * 4
-
-
-def test_media_that_need_no_more_than_text_did_are_no_reason_to_recompute(plan, monkeypatch):
-    made, choose = plan
-    made.overhead, made.kinds[0].kept = (0, 1, 1), None
-    peaks(monkeypatch, [3.0, 2.0])
-    choose(10.0, 1000, 0)
-    made.learn()
-    choose(10.0, 900, 500)
-    made.learn()
-    assert made.overhead == (3 * GIB, 1000, 500)
-    made.kinds[0].kept = 2 * GIB  # as its hook would have noted
-    assert choose(10.0, 1000, 500) == [True] * 4
-
-
-def test_running_out_of_memory_widens_the_margin(plan):
-    made, choose = plan
-    choose(10.0, 1000, 1000)
-    assert made.failed() and made.margin == pytest.approx(checkpointing.MARGIN + 0.03)
-    made.choose(10, 10, cautious=True)
-    assert not made.failed()
 
 
 @pytest.mark.parametrize(("wanted", "keeping"), [("auto", 4), (False, 4), (True, 0)])

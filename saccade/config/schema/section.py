@@ -107,10 +107,8 @@ def without_effect(part: Section, prefix: str, scope: Mapping[str, Any]) -> Iter
         for condition in about(field).get("when", ()):
             off = value is False and field.default is False
             if value is not None and not off and not condition.holds(scope):
-                yield (
-                    f"{name}: has no effect without {condition.words or condition.test}; "
-                    f"remove it, or use {condition.remedy}"
-                )
+                needed = condition.words or condition.test
+                yield f"{name}: has no effect without {needed}; remove it, or use {condition.remedy}"
                 break
 
 

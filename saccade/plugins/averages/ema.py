@@ -43,7 +43,7 @@ def follow(
     """The average as a part of the checkpoint. `start` is the checkpoint to resume from; `attach`
     adds heads that the folder's weights do not have.
     """
-    model = model_setup.load_policy(config, family).model
+    model = model_setup.load_policy(config, family)
     attach(model)
     average = LocalBackend(model, family)
     if start is not None:

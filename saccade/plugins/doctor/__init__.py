@@ -113,24 +113,24 @@ def model_checks(config: Config) -> list[Check]:
         return family_of(config, config.model.path)
 
     @cache
-    def loaded() -> tuple[Any, Any, Any]:
+    def loaded() -> tuple[Any, Any]:
         from saccade.recipes.engines import make_engine
         from saccade.recipes.model_setup import load_policy
         from saccade.trainer.local import LocalBackend
 
-        policy = load_policy(config, family(), train="full")
-        return policy, LocalBackend(policy.model, family()), make_engine(embedded, policy)
+        policy = LocalBackend(load_policy(config, family(), train="full"), family())
+        return policy, make_engine(embedded, policy)
 
     def rows() -> Rows:
         from saccade.plugins.doctor.agreement import rows_agree
 
-        yield from rows_agree(*loaded()[1:])
+        yield from rows_agree(*loaded())
 
     def parity(asked: Config, engine: Any) -> Rows:
         from saccade.plugins.doctor.agreement import questions
         from saccade.plugins.engines.parity import compare
 
-        yield "ok", str(compare(asked, engine, loaded()[1], questions(family()), version=0))
+        yield "ok", str(compare(asked, engine, loaded()[0], questions(family()), version=0))
 
     def foreign() -> Rows:
         from saccade.recipes.engines import make_engine
@@ -146,7 +146,7 @@ def model_checks(config: Config) -> list[Check]:
         ("tokenizer", lambda: model_files.tokenizer(family(), config.data)),
         ("template", lambda: model_files.traps(family())),
         ("rows", rows),
-        ("parity embedded", lambda: parity(embedded, loaded()[2])),
+        ("parity embedded", lambda: parity(embedded, loaded()[1])),
     ]
     if rollout.engine not in ("embedded", "http") or rollout.replicas:
         checks.append((f"parity {rollout.engine}", foreign))

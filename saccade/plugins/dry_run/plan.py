@@ -15,10 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from saccade.algorithms.build import from_config
 from saccade.algorithms.describe import cells, describe
 from saccade.checks import not_counted, unread
-from saccade.checks.steps import total_steps
+from saccade.checks.steps import algorithm_of, total_steps
 from saccade.config import Config, DataSource
 from saccade.config.notation import write
 from saccade.rewards.resolve import resolve_recipes
@@ -28,7 +27,7 @@ COUNTED_BYTES = 256 * 2**20
 
 def print_plan(config: Config, name: str, *, full: bool) -> None:
     """What was chosen, or every option, then the arithmetic that follows from it."""
-    algorithm = from_config(config) if name == "rl" else None
+    algorithm = algorithm_of(config) if name == "rl" else None
     if config.reward.given:
         resolve_recipes(  # refuses unknown verifiers
             config.reward, prompt_format=config.prompt.format, max_tokens=config.rollout.max_tokens, overlong=None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from saccade.algorithms.build import from_config
+from saccade.checks.steps import algorithm_of
 from saccade.config import ADAPTED, Config, DataConfig, LoraConfig, load
 from saccade.data.sources import parse_address
 from saccade.models.families import Family
@@ -93,7 +93,7 @@ def estimate(
 
     def planned(*changes: str) -> Plan:
         changed = load(config, " ".join(changes).split(), "rl")
-        algorithm, (train, lora) = from_config(changed), (changed.model.train, changed.model.lora)
+        algorithm, (train, lora) = algorithm_of(changed), (changed.model.train, changed.model.lora)
         typical, _ = prompts(changed.data.max_pixels)
         return Plan(
             config=changed,
@@ -131,7 +131,7 @@ def element_of(dtype: str, device: Device) -> int:
 
 def not_counted(config: Config) -> Iterator[str]:
     """The rollout is always counted as that of the embedded engine in the trainer's process."""
-    rollout, filtered = config.rollout, from_config(config).filter
+    rollout, filtered = config.rollout, algorithm_of(config).filter
     if foreign := foreign_rollout(config):
         held = "each replica holds the weights once more"
         if rollout.engine != "embedded":

@@ -335,7 +335,7 @@ def _shared_prompts(groups: Iterable[Group]) -> Iterable[tuple[Trajectory, list[
     """Trajectories by what their prompt is."""
     shared: dict[Any, list[Trajectory]] = {}
     for group in groups:
-        for member in (*group.trajectories, *([group.greedy] if group.greedy else [])):
+        for member in group.everyone:
             start = member.prompt_length
             media = tuple(span.media.key for span in member.media if span.start < start)
             shared.setdefault((member.ids[:start].tobytes(), media), []).append(member)

@@ -29,4 +29,4 @@ def load_teacher(config: Config, family: Family) -> LocalBackend | None:
             "learns; give a model of the same family and tokenizer, and with an encoder of time "
             "series if that has one"
         )
-    return LocalBackend(model_setup.load_policy(config, theirs, train="full").model, theirs)
+    return LocalBackend(model_setup.load_policy(config, theirs, train="full"), theirs)

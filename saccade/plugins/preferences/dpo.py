@@ -141,7 +141,7 @@ def precomputed(run: Run, config: Config, family: Family, samples: Iterable[Samp
     # A row with a damaged image is set aside when its turn comes.
     missing = {k: s for s in samples if (k := content_hash(s)) not in known and not decode_error(s)}
     if missing:
-        reference, keys = LocalBackend(model_setup.load_policy(config, family).model, family), list(missing)
+        reference, keys = LocalBackend(model_setup.load_policy(config, family), family), list(missing)
         with run.phase("logp_ref"):
             # In blocks, each written before the next: a run that is killed here goes on where it was.
             for start in range(0, len(keys), BLOCK):

@@ -104,7 +104,7 @@ def evaluate(config: Config, folder: Path) -> dict[str, Any]:
         family = model_setup.family_of(config, config.model.path)
         rows = rows_of(config, family)
         sets = held_out(config, rows)
-        model = model_setup.load_policy(config, family, train="full").model
+        model = model_setup.load_policy(config, family, train="full")
         rows.attach(model, card=card, stored=Path(family.path))
         backend, quarantine = LocalBackend(model, family), Quarantine(folder, config.data)
         summary, listed = dict[str, Any](), list[dict[str, Any]]()
