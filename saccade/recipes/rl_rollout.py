@@ -182,10 +182,8 @@ def _full_step(kept: list[Group], wanted: int, algorithm: Algorithm) -> list[Gro
     if len(kept) >= wanted or not algorithm.filter.dynamic:
         return kept[:wanted]
     if algorithm.filter.on_exhausted == "stop":
-        raise TrainingError(
-            f"dynamic sampling kept {len(kept)} of {wanted} groups in {algorithm.filter.max_rounds} rounds; raise "
-            "algorithm.filter.max_rounds, or use algorithm.filter.on_exhausted=train_partial"
-        )
+        kept_of = f"dynamic sampling kept {len(kept)} of {wanted} groups in {algorithm.filter.max_rounds} rounds"
+        raise TrainingError(f"{kept_of}; raise algorithm.filter.max_rounds, or use on_exhausted=train_partial")
     return kept if algorithm.filter.on_exhausted == "train_partial" else []
 
 

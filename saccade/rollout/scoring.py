@@ -108,13 +108,8 @@ def report_slow_rewards(progress: Progress, scorer: Scorer | None, reward: Rewar
         if scorer is None or (waited := time.monotonic() - begun) < patience:
             return
         patience = 2 * waited
-        limits = (
-            f"; a sample has reward.deadline={reward.deadline:g} seconds, {reward.workers} at once (reward.workers)"
-        )
-        log.info(
-            f"waiting for rewards ({', '.join(scorer.awaited)}): {done} of {total} after "
-            f"{waited:.0f} s{limits if scorer.pool is not None else ''}"
-        )
+        limits = f"; reward.deadline={reward.deadline:g}, reward.workers={reward.workers}" * (scorer.pool is not None)
+        log.info(f"waiting for rewards ({', '.join(scorer.awaited)}): {done} of {total} after {waited:.0f} s{limits}")
 
     return watch
 

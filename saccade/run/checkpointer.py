@@ -56,11 +56,8 @@ class Checkpointer:
             # The newest are kept until one more is whole.
             more = min(due, keep + 1 - min(keep, len(checkpoint.complete_steps(self.folder))))
             if more * needed > (free := free_bytes(self.folder)):
-                log.warning(
-                    f"with save.keep={keep} there will be {more} checkpoints more in {self.folder}, of up to "
-                    f"{size(needed)} each, and {size(free)} are free; free some space or lower save.keep, or the run "
-                    "stops when the disk is full"
-                )
+                room = f"{more} more checkpoints of up to {size(needed)} do not fit into {size(free)}"
+                log.warning(f"{self.folder}: {room}; free some space, or lower save.keep={keep}")
 
     def due(self, step: int) -> bool:
         """Whether this step is saved however well it does."""

@@ -149,9 +149,7 @@ class RunFolder:
 def _take_up(path: Path, options: Mapping[str, Any], manifest: Mapping[str, Any]) -> bool:
     """Whether a run is there to go on with; refuses what cannot be continued."""
     if options["run"]["resume"] == "none":
-        raise ConfigError(
-            f"{path} exists: write run.resume=auto to continue that run, or choose another run.name=… or --out DIR"
-        )
+        raise ConfigError(f"{path} exists: use run.resume=auto to continue it, or another run.name=… or --out DIR")
     stored = path / CONFIG
     if not stored.exists():
         if {entry.name for entry in path.iterdir()} <= {LOCK, TRAJECTORIES, CHECKPOINTS, METRICS, LOG}:

@@ -118,10 +118,8 @@ class Run:
         recorded = [row["step"] for row in read_metrics(folder.metrics) if row["step"]]
         if folder.resumed and self.start is None and recorded:
             kept = " and ".join(folder.set_aside_records())
-            log.warning(
-                f"{folder.path} records steps up to {recorded[-1]} and has no complete checkpoint to resume from: "
-                f"starting again with step 1. The records so far are kept as {kept}"
-            )
+            begun = f"{folder.path} records steps up to {recorded[-1]} and has no complete checkpoint"
+            log.warning(f"{begun}: starting again with step 1; the records so far are saved as {kept}")
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
@@ -153,10 +151,7 @@ class Run:
                 log.info(text)
         if isinstance(error, torch.OutOfMemoryError):
             asked = str(error).partition(". GPU")[0]
-            message = (
-                f"{asked} after step {self.step}; `saccade estimate` shows what takes the memory "
-                "and which option lifts it: try train.optimizer=adamw_bf16, or model.train=lora"
-            )
+            message = f"{asked} after step {self.step}; `saccade estimate` shows which options make room"
             log.info(message)
             raise EnvironmentProblem(message) from error
 
@@ -186,10 +181,8 @@ class Run:
         hashes = {name: data.hash for name, data in sets.items()}
         self.progress, changed = self.progress.with_sets(hashes)
         if changed:
-            log.warning(
-                f"data.val: {', '.join(changed)} has other rows or pictures than up to step "
-                f"{self.step}; do not compare its scores from here on with those before"
-            )
+            names = ", ".join(changed)
+            log.warning(f"data.val: {names} is not what it was up to step {self.step}; do not compare its scores")
 
     def begin(
         self,
@@ -249,10 +242,8 @@ class Run:
                 log.info(f"run.max_hours={hours:g} is reached after step {self.step}")
                 break
         self.save(last=True)
-        log.info(
-            f"checkpoint {self.folder.checkpoints / f'step-{self.step}'}; "
-            f"`saccade report {self.folder.path}` writes a page about this run"
-        )
+        saved = self.folder.checkpoints / f"step-{self.step}"
+        log.info(f"checkpoint {saved}; `saccade report {self.folder.path}` writes a page about this run")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

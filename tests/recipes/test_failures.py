@@ -86,7 +86,7 @@ def test_a_damaged_image_in_validation_costs_its_row_or_no_finished_step(rl_conf
     repaired = {"data.val": [{"path": str(scenes / "val.jsonl")}], "run.resume": "auto"}
     row = rl.run(config | repaired)
     assert (row["val/val/items"], row["val/val/left_out"]) == (8, 0)
-    assert "data.val: val has other rows or pictures than up to step 2" in (capsys.readouterr().out.replace("\n", " "))
+    assert "data.val: val is not what it was up to step 2" in (capsys.readouterr().out.replace("\n", " "))
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
 
 
