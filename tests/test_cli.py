@@ -226,7 +226,7 @@ def test_a_run_is_repeated_from_the_options_that_were_chosen(tmp_path):
     for name in ("config.yaml", "config.resolved.yaml"):
         (tmp_path / name).write_text("run: {name: first}\n")
     result = run("rl", str(tmp_path / "config.resolved.yaml"))
-    assert result.exit_code == 2 and f"are in {tmp_path / 'config.yaml'}" in result.stderr
+    assert result.exit_code == 2 and f"give {tmp_path / 'config.yaml'}" in result.stderr
     result = run("rl", str(tmp_path))
     assert result.exit_code == 2 and f"give {tmp_path / 'config.yaml'}" in result.stderr.replace("\n", "")
     (tmp_path / "rows.jsonl").write_text('{"question": "2+2?"}\n')

@@ -176,7 +176,7 @@ def test_mappings_and_configs_load_alike() -> None:
 )
 def test_an_unknown_key_is_refused_with_the_nearest(override: str, nearest: str) -> None:
     assert f"did you mean '{nearest}'?" in refusal(None, override)
-    assert refusal(None, "data.quokka=1") == "unknown key 'data.quokka'"
+    assert refusal(None, "data.quokka=1").startswith("unknown key 'data.quokka'; expected one of data.train, data.val,")
 
 
 def test_an_unknown_key_is_answered_in_other_ways() -> None:
@@ -199,7 +199,7 @@ def test_an_unknown_key_is_answered_in_other_ways() -> None:
         ("rollout.stop=[a", ["rollout.stop=[a", "not valid YAML"]),
         ("algorithm.kl=0.01", ["a section, got 0.01; set one of its options: algorithm.kl.coef"]),
         ("model.series=patches", ["a section, got 'patches'; set one of its options: model.series.encoder, model."]),
-        ("reward.serve.colour=1", ["expected one of queue, max_body_mb, response_after"]),
+        ("reward.serve.colour=1", ["expected one of reward.serve.queue, reward.serve.max_body_mb"]),
     ],
 )
 def test_a_bad_value_is_refused_with_field_and_reason(override: str, words: list[str]) -> None:

@@ -256,7 +256,7 @@ BAD = {  # override: (what is named, a value that works)
     "rollout.top_p=0.9": ("rollout.top_p", "rollout.truncated_sampling=replay"),
     "reward.terms=[cuont]": ("cuont", "count"),
     "model.path=no/such/model": ("model.path", "model folder"),
-    "data.train=no.jsonl": ("data.train", "file or folder on this disk"),
+    "data.train=no.jsonl": ("data.train", "give a file"),
 }
 
 

@@ -23,7 +23,7 @@ from saccade.config.notation import other_names, parse, write
 from saccade.config.schema import *  # noqa: F403 (whoever loads a config finds its sections here, too)
 from saccade.config.schema import Config, DataSource, RewardTerm, Section, options
 from saccade.config.schema.presets import cells_of, row_of
-from saccade.config.schema.section import WORDS, about
+from saccade.config.schema.section import WORDS
 from saccade.errors import ConfigError
 
 # -- defaults of the commands ----------------------------------------------------------------------
@@ -283,16 +283,9 @@ def unknown_key(key: str) -> str:
         instead, option = other_names()[1], meant_by(key)
         hint = f"did you mean {option!r}?" if option else ""
         hint = hint or next((instead[part] for part in reversed(key.split(".")) if part in instead), "")
-        if not hint and (keys := keys_of(above)):
-            hint = f"expected one of {', '.join(keys)}"
+        siblings = [name for name, _ in options() if above and name.startswith(f"{above}.")]
+        hint = hint or ("expected one of " + ", ".join(siblings) if siblings else "")
     return f"unknown key {key!r}{hint and '; '}{hint}"
-
-
-def keys_of(name: str) -> dict[str, Any]:
-    """The keys of an option that is a mapping, each with its field; empty for any other name."""
-    field = dict(options(keys=False)).get(name)
-    kind = field.annotation if field is not None and "mapping" in about(field) else None
-    return {} if kind is None else dict(options(kind))
 
 
 def meant_by(key: str) -> str:

@@ -29,7 +29,9 @@ NO_SCORES: Scores = {}
 
 
 def items_of(groups: Sequence[Group]) -> list[Item]:
-    return [(group.sample.data_source, _outcomes(group)) for group in groups]
+    live = [[t for t in group.trajectories if t.status not in ALWAYS_EXCLUDED] for group in groups]
+    outcomes = [np.array([t.outcome for t in members if t.outcome is not None], float) for members in live]
+    return [(group.sample.data_source, values) for group, values in zip(groups, outcomes, strict=True)]
 
 
 def score_terms(scorer: Scorer | None, items: Sequence[Item], known: Collection[str] = ()) -> dict[str, str]:
@@ -134,8 +136,3 @@ def group_accuracy(groups: Sequence[Group], scores: Scores = NO_SCORES) -> dict[
         ]
         metrics["all_rotations"] = float(np.mean(right))
     return metrics
-
-
-def _outcomes(group: Group) -> np.ndarray:
-    live = [t for t in group.trajectories if t.status not in ALWAYS_EXCLUDED]
-    return np.array([t.outcome for t in live if t.outcome is not None], dtype=np.float64)

@@ -132,8 +132,3 @@ def load_critic(config: Config, family: Family, algorithm: Algorithm) -> LocalBa
     if path is not None and not HOOKS["start_critic"](model, Path(path)):
         log.info(f"algorithm.critic.path={path}: its score is not linear; the critic draws a head of its own")
     return learner(config, model, family)
-
-
-def average_of(config: Config, *of: Any, **options: Any) -> dict[str, Any]:
-    """What follows the policy as a part of its checkpoints; empty unless train.ema asks for one."""
-    return HOOKS["average"](config, *of, **options) if config.train.ema else {}

@@ -101,7 +101,7 @@ def set_up(
         stream=stream,
         rows=rows or {},
         questions=questions or {},
-        averages=model_setup.average_of(config, family, backend, run.start, attach=attach),
+        averages=HOOKS["average"](config, family, backend, run.start, attach=attach),
     )
 
 

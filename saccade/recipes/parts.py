@@ -34,7 +34,9 @@ def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | 
     reward = config.reward
     if not reward.given:
         return None
-    overlong = algorithm and (algorithm.overlong.buffer, algorithm.overlong.factor, algorithm.max_tokens)
+    overlong = None
+    if algorithm is not None:
+        overlong = (algorithm.overlong.buffer, algorithm.overlong.factor, algorithm.max_tokens)
     scorer = Scorer(
         reward,
         prompt_format=config.prompt.format,

@@ -132,6 +132,6 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     run.restore(backend, streams, beside)
     run.progress = replace(run.progress, algorithm=resolved_options(algorithm))
     engine.update_weights(backend, version=run.step)  # its own copy may be of another checkpoint
-    beside |= model_setup.average_of(config, family, backend, run.start)
+    beside |= HOOKS["average"](config, family, backend, run.start)
     run.begin(total, backend, family, (data, *sets.values()), beside)
     return setup

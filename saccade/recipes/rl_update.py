@@ -5,7 +5,7 @@ progress, metrics = update_models(updates, algorithm, learners, progress, step)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,6 @@ class Learners:
     parity_max: float | None  # how far engine and trainer may be apart
     total: int  # steps of the run
     folder: Path  # of the run, where batches go that could not be trained on
-
-    @property
-    def place_in_demonstrations(self) -> Mapping[str, Any] | None:
-        return self.demonstrations.stream.state() if self.demonstrations is not None else None
 
 
 def update_models(

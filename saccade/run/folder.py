@@ -267,6 +267,7 @@ def _versions() -> dict[str, str]:
     return {one.name: one.version for one in metadata.distributions() if one.name in PACKAGES}
 
 
+@cache  # of the code that this process runs
 def _git_revision() -> str | None:
     """Commit of the source tree, or of the working directory, with '-dirty' when files differ from
     it.

@@ -66,7 +66,7 @@ class LocalBackend:
         )
         self.optimizer: Optimizer | None = None
         self.averages: dict[str, Tensor] = {}  # of `blend`, fp32
-        self._follower: tuple[LocalBackend, float] | None = None
+        self.follower: tuple[LocalBackend, float] | None = None  # blends in that share after every update
         if train is None:
             model.requires_grad_(False)
             return
@@ -233,8 +233,8 @@ class LocalBackend:
         finite = bool(np.isfinite([norm.item(), metrics.means().get(f"{role}/loss", 0.0)]).all())
         if finite and moves:
             self.optimizer.step(lr, norm=norm)
-            if self._follower is not None:
-                average, share = self._follower
+            if self.follower is not None:
+                average, share = self.follower
                 average.blend(self.weights(), share)
         else:
             self.optimizer.clear()
@@ -258,10 +258,6 @@ class LocalBackend:
             self.forget_features()
             yield name
         self.forget_features()
-
-    def follow_with(self, average: LocalBackend, share: float) -> None:
-        """After every update `average` blends in these weights."""
-        self._follower = (average, share)
 
     @torch.no_grad()
     def blend(self, source: Iterable[tuple[str, Tensor]], share: float) -> None:

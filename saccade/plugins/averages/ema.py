@@ -40,13 +40,15 @@ def follow(
     start: Path | None,
     attach: Callable[[Any], object] = lambda model: None,
 ) -> dict[str, Average]:
-    """The average as a part of the checkpoint. `start` is the checkpoint to resume from; `attach`
-    adds heads that the folder's weights do not have.
+    """The average as a part of the checkpoint, where train.ema asks for one. `start` is the checkpoint
+    to resume from; `attach` adds heads that the folder's weights do not have.
     """
+    if not config.train.ema:
+        return {}
     model = model_setup.load_policy(config, family)
     attach(model)
     average = LocalBackend(model, family)
     if start is not None:
         average.load_state(start / "state" / "ema")
-    policy.follow_with(average, 1 - config.train.ema)
+    policy.follower = (average, 1 - config.train.ema)
     return {"ema": Average(average)}
