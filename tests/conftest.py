@@ -107,52 +107,38 @@ def word_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return build("qwen2_5_vl", tmp_path_factory.mktemp("words"), words=WORDS)
 
 
+def _options(model: str, rows: Path, **more: Any) -> Callable[..., dict[str, Any]]:
+    """Makes configs of four small steps: (folder, other options with __ for a dot)."""
+    always: dict[str, Any] = {
+        "run.max_steps": 4,
+        "run.device": "cpu",
+        "model.path": model,
+        "data.train": str(rows),
+        "prompt.instruction": "",
+        "train.prompts_per_step": 4,
+        "track.tensorboard": False,
+    }
+
+    def config(out: Path, **changes: Any) -> dict[str, Any]:
+        given = {name.replace("__", "."): value for name, value in (more | changes).items()}
+        return always | {"run.out": str(out)} | given
+
+    return config
+
+
 @pytest.fixture(scope="session")
 def rl_config(scenes: Path, word_model: str) -> Callable[..., dict[str, Any]]:
     """Four steps of GRPO that take a second. About one random answer in five counts as right."""
-
-    def config(out: Path, **changes: Any) -> dict[str, Any]:
-        options = {
-            "run.out": str(out),
-            "run.max_steps": 4,
-            "run.device": "cpu",
-            "model.path": word_model,
-            "data.train": str(scenes / "train.jsonl"),
-            "prompt.format": "direct",
-            "prompt.instruction": "",
-            "rollout.max_tokens": 6,
-            "reward.terms": [{"verifier": "count", "args": {"order": ["last_number"], "tolerance": 1}}],
-            "train.prompts_per_step": 4,
-            "train.samples_per_prompt": 4,
-            "train.lr": 5e-3,
-            "track.tensorboard": False,
-        }
-        return options | {name.replace("__", "."): value for name, value in changes.items()}
-
-    return config
+    count = {"verifier": "count", "args": {"order": ["last_number"], "tolerance": 1}}
+    sizes = {"rollout__max_tokens": 6, "train__samples_per_prompt": 4, "train__lr": 5e-3}
+    return _options(word_model, scenes / "train.jsonl", prompt__format="direct", reward__terms=[count], **sizes)
 
 
 @pytest.fixture(scope="session")
 def sft_config(scenes: Path, word_model: str) -> Callable[..., dict[str, Any]]:
-    """Four supervised steps on the answered scenes."""
-
-    def config(out: Path, **changes: Any) -> dict[str, Any]:
-        options = {
-            "run.out": str(out),
-            "run.max_steps": 4,
-            "run.device": "cpu",
-            "model.path": word_model,
-            "data.train": str(scenes / "shown.jsonl"),
-            "prompt.instruction": "",
-            "train.prompts_per_step": 4,
-            "train.lr": 2e-3,
-            "train.schedule": "constant",  # a run of two steps is the first half of one of four
-            "train.warmup": 0,
-            "track.tensorboard": False,
-        }
-        return options | {name.replace("__", "."): value for name, value in changes.items()}
-
-    return config
+    """Four supervised steps on the answered scenes; two of them are the first half of a run of four."""
+    schedule = {"train__lr": 2e-3, "train__schedule": "constant", "train__warmup": 0}
+    return _options(word_model, scenes / "shown.jsonl", **schedule)
 
 
 @pytest.fixture(scope="session")

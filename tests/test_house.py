@@ -20,7 +20,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Commands of plugins are recipes, too.
 READ_CONFIG = ("config", "checks", "recipes", "run", "plugins", "cli", "cli_run")
 # Functions that still have more than eight parameters: the list only shrinks.
-STILL_WIDE = {"decode_attention", "keep", "open_video"}
+STILL_WIDE = {"decode_attention", "keep"}
 
 
 @cache

@@ -137,9 +137,10 @@ def too_many(bad: Sequence[BadRow], rows: int, paths: Sequence[str], config: Dat
     where = next((key for key, listed in splits.items() if {source.path for source in listed}.issuperset(paths)), "")
     examples = "\n".join(f"  {problem}" for problem in bad[:5])
     lifted = f"data.max_bad_fraction={math.ceil(100 * len(bad) / rows) / 100:g}"
-    advice = "No row is left to go on with." if none_left else f"{lifted} goes on without them."
-    fixed = "." if none_left else ", its --fix writes a copy without them."
-    advice += f" `saccade check-data` (--for rl, sft, dpo or reward-model) lists all{fixed}"
+    advice, fixed = "No row is left to go on with.", ""
+    if not none_left:
+        advice, fixed = f"{lifted} goes on without them.", ", its --fix writes a copy without them"
+    advice += f" `saccade check-data` (--for rl, sft, dpo or reward-model) lists all{fixed}."
     if config.format != "auto":
         advice += f" data.format is {config.format}: auto reads what the columns say."
     return (

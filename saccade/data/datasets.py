@@ -97,13 +97,13 @@ def load(
 
 def _limit(source: DataSource, sources: Sequence[DataSource], config: DataConfig, *, rows: int) -> int | None:
     """How many rows to read: its own limit and its share in that of the whole mixture."""
-    limits = [] if source.max_samples is None else [source.max_samples]
+    limits = [source.max_samples]
     if config.max_samples is not None and source.weight is None:
         limits.append(max(0, config.max_samples - rows))
     elif config.max_samples is not None:
         share = (source.weight or 0) / sum(other.weight or 0 for other in sources)
         limits.append(max(1, round(config.max_samples * share)))
-    return min(limits, default=None)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -177,8 +177,8 @@ class _Reader:
         if self.kinds.total() == seen and mapping == "none":
             for check in SET_CHECKS.values():
                 check(source.path, readable, format, self.config.keys)
-        place: dict[str, Any] = {"start": start, "stop": len(self.samples), "rows": next(numbers) - passed - 1}
-        return Part(name=name, format=format.name, weight=source.weight, path=source.path, **place)
+        facts: dict[str, Any] = {"name": name, "format": format.name, "weight": source.weight, "path": source.path}
+        return Part(start=start, stop=len(self.samples), rows=next(numbers) - passed - 1, **facts)
 
     def _changed(self, row: Row) -> Row:
         if self.change is None or isinstance(row, RowError):

@@ -129,10 +129,8 @@ def detect(columns: Collection[str], config: DataConfig, name: str = "data") -> 
     if len(found) == 1:
         return found[0]
     if not found:
-        raise DataError(
-            f"{name}: columns {listed} belong to no known format ({', '.join(FORMATS)}); "
-            "name them, for example data.keys.prompt=text data.keys.answer=label"
-        )
+        hint = "name them, for example data.keys.prompt=text data.keys.answer=label"
+        raise DataError(f"{name}: columns {listed} belong to no known format ({', '.join(FORMATS)}); {hint}")
     fitting = f"several formats: {', '.join(format.name for format in found)}"
     raise DataError(f"{name}: columns {listed} fit {fitting}; choose one, for example data.format={found[0].name}")
 

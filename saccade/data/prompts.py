@@ -108,10 +108,8 @@ def _parts(text: str, message: Message, template: str | None) -> tuple[str | Med
     marks = [int(piece) for piece in pieces[1::2]]
     images = [index for index, part in enumerate(message.parts) if isinstance(part, Media)]
     if marks != images:
-        raise ConfigError(
-            f"prompt.template={template}: images of the row are lost, doubled or moved; "
-            "write {{ content }} exactly once"
-        )
+        what = "images of the row are lost, doubled or moved; write {{ content }} exactly once"
+        raise ConfigError(f"prompt.template={template}: {what}")
     pieces[1::2] = [message.parts[index] for index in marks]
     return tuple(piece for piece in pieces if piece)
 

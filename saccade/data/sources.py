@@ -52,8 +52,8 @@ def parse_address(text: str) -> Address:
 
 def open_source(source: DataSource, *, allow_network: bool = False) -> Container:
     address = parse_address(source.path)
-    if source.split is not None:
-        if address.split not in (None, source.split):
+    if source.split not in (None, address.split):
+        if address.split is not None:
             raise DataError(f"{source.path}: the path names split {address.split}, the option {source.split}")
         address = address._replace(split=source.split)
     path = Path(address.path)
@@ -97,10 +97,8 @@ def suffix_of(path: Path) -> str:
 def _file_rows(address: Address) -> tuple[Iterator[Row], Path | None]:
     path, suffix = Path(address.path), suffix_of(Path(address.path))
     if suffix not in FILES:
-        raise DataError(
-            f"{path}: unknown kind of file {suffix!r}; readable are {', '.join(FILES)}, and a .py "
-            "whose load(split) returns rows, as examples/boxoban.py does for levels of Sokoban"
-        )
+        readable = f"{', '.join(FILES)}, and a .py whose load(split) returns rows, as in examples/boxoban.py"
+        raise DataError(f"{path}: unknown kind of file {suffix!r}; readable are {readable}")
     for name, value in zip(Address._fields[1:], address[1:], strict=True):
         if value is not None:
             raise DataError(f"{path} is a single file and has no {name} {value!r}")

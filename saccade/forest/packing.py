@@ -11,9 +11,9 @@ is predicted. Knows nothing of tensors, models or algorithms.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,16 +27,14 @@ EVERYTHING = np.empty(0, dtype=np.int64)  # support of a token where nothing was
 MIN_BRANCH = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Node:
+class _Node(NamedTuple):
     owner: int  # a member that passes through it
     start: int  # its span in the tokens of that member
     end: int
     parent: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Tree:
+class _Tree(NamedTuple):
     members: tuple[Trajectory, ...]
     group: int
     nodes: tuple[_Node, ...]
@@ -57,18 +55,15 @@ def pack(
     budget repeats its trunk, or with `whole` is a forest of its own, as a sequence over it is. With
     `ends` the last sampled token of each sequence, at which nothing is predicted, is packed too.
     """
-    batches: list[Batch] = []
-    waiting: list[_Tree] = []
-    size = 0
+    forests: list[list[_Tree]] = []
+    left = 0
     for tree in _trees(groups, None if whole else micro_tokens, ends):
-        if waiting and size + tree.tokens > micro_tokens:
-            batches.append(_batch(waiting, positions, ends))
-            waiting, size = [], 0
-        waiting.append(tree)
-        size += tree.tokens
-    if waiting:
-        batches.append(_batch(waiting, positions, ends))
-    return batches
+        if not forests or tree.tokens > left:
+            forests.append([])
+            left = micro_tokens
+        forests[-1].append(tree)
+        left -= tree.tokens
+    return [_batch(trees, positions, ends) for trees in forests]
 
 
 def select(batch: Batch, sequences: Sequence[int]) -> Batch:
@@ -182,8 +177,7 @@ def _tree(members: Sequence[Trajectory], group: int, with_ends: bool) -> _Tree:
     paths: list[tuple[int, ...]] = [()] * len(members)
 
     # In depth as they branch; a group may branch more often than Python calls may nest.
-    growing: list[tuple[list[int], int, int, tuple[int, ...]]] = []
-    growing.append((list(range(len(members))), 0, -1, ()))
+    growing: list[tuple[list[int], int, int, tuple[int, ...]]] = [(list(range(len(members))), 0, -1, ())]
     while growing:
         names, start, parent, path = growing.pop()
         end = _common_prefix([members[i] for i in names], start, min(ends[i] for i in names))
@@ -191,7 +185,7 @@ def _tree(members: Sequence[Trajectory], group: int, with_ends: bool) -> _Tree:
             growing += [([name], start, parent, path) for name in reversed(names)]
             continue
         if end > start:
-            nodes.append(_Node(owner=names[0], start=start, end=end, parent=parent))
+            nodes.append(_Node(names[0], start, end, parent))
             parent = len(nodes) - 1
             path = (*path, parent)
         branches: dict[tuple[object, ...], list[int]] = {}
@@ -201,7 +195,7 @@ def _tree(members: Sequence[Trajectory], group: int, with_ends: bool) -> _Tree:
             else:
                 branches.setdefault(_next(members[name], end), []).append(name)
         growing += [(branch, end, parent, path) for branch in reversed(branches.values())]
-    return _Tree(members=tuple(members), group=group, nodes=tuple(nodes), paths=tuple(paths))
+    return _Tree(tuple(members), group, tuple(nodes), tuple(paths))
 
 
 def _next(trajectory: Trajectory, place: int) -> tuple[object, ...]:

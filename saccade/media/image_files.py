@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import re
-import zlib
 from functools import cache
 
 import numpy as np
@@ -33,7 +32,6 @@ OTHER_MEDIA = {
 }
 
 ENDS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}
-PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"IDAT", b"fdAT")
 ORIENTATION = 0x0112
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -89,20 +87,6 @@ def ends(image: Image.Image, data: bytes) -> bool:
     if image.format == "WEBP":
         return len(data) >= 8 + int.from_bytes(data[4:8], "little")
     return data.rstrip(b"\0").endswith(ENDS.get(image.format or "", b""))
-
-
-def damaged_chunk(data: bytes) -> str | None:
-    """The first chunk of a PNG file that holds pixels and has a wrong checksum: Pillow shows the
-    pixels all the same, other ones than were stored.
-    """
-    at = 8
-    while at + 12 <= len(data):
-        name, end = data[at + 4 : at + 8], at + 8 + int.from_bytes(data[at : at + 4], "big")
-        stored = int.from_bytes(data[end : end + 4], "big")
-        if name in PIXEL_CHUNKS and zlib.crc32(data[at + 4 : end]) != stored:
-            return name.decode()
-        at = end + 4
-    return None
 
 
 def upright_rgb(image: Image.Image, orientation: int) -> Image.Image:

@@ -128,8 +128,6 @@ def _from_data_uri(source: str, base: Path | None, limits: DataConfig) -> Encode
         raise ImageError(f"{source[:40]}: a data URI needs a comma before its content")
     if head.endswith(";base64"):
         return _from_base64(body, base, limits, name=f"{head},...")
-    if not body.isascii():
-        raise ImageError(f"{head},...: what a data URI holds is written in ASCII")
     return Encoded(f"{head},...", unquote_to_bytes(body))
 
 

@@ -44,8 +44,6 @@ SHOWN = {
     "video": {"type": "video", "video": ""},
     "audio": {"type": "audio", "audio": "", "audio_url": ""},
 }
-# Which model takes them, the rarest first.
-SUITED = {"audio": "an audio model", "video": "a model that sees videos, such as Qwen2.5-VL"}
 Grid = tuple[int, int, int]
 Measure = Callable[[Media], tuple[Grid, int]]  # a medium → its grid and its number of placeholder tokens
 
@@ -58,9 +56,9 @@ class Chat:
     template: str
     placeholders: Mapping[str, int]  # kind of media → id that stands for it before it is expanded
     reserved: tuple[str, ...]  # special tokens that text must not smuggle in
-    end_of_turn: int | None
-    eos_ids: frozenset[int]
-    think_prefilled: bool  # the generation prompt already opens <think>
+    end_of_turn: int | None = None
+    eos_ids: frozenset[int] = frozenset()
+    think_prefilled: bool = False  # the generation prompt already opens <think>
     brackets: tuple[int, int] | None = None  # ids around an image that the template does not write
     begin: tuple[int, ...] = ()  # ids before a conversation that the template does not write
     lists: bool = False  # the template looks for texts in lists of content alone
@@ -113,10 +111,8 @@ class Chat:
 
     def encode_document(self, text: str) -> np.ndarray:
         """Ids of a text without a template, and an end."""
-        end = self.tokenizer.eos_token_id
-        end = self.end_of_turn if end is None else end
-        ends = [] if end is None else [end]
-        return np.concatenate([self.encode(text), np.array(ends, np.int64)])
+        ends = [id for id in (self.tokenizer.eos_token_id, self.end_of_turn) if id is not None]
+        return np.concatenate([self.encode(text), np.array(ends[:1], np.int64)])
 
     def render_continuation(self, messages: Sequence[Message], measure: Measure, *, last_id: int) -> Rendered:
         """Only the new ids: what the template puts between a sampled turn and the next generation.
@@ -135,16 +131,15 @@ class Chat:
         """Whether the template has a place of its own for what a tool says, pictures included. One
         that merely prints the role would show the model a word that it never saw there.
         """
-        probe = Media(hash=PROBE, width=1, height=1, path=PROBE)
-        picture = () if self.placeholder is None else (probe,)
+        picture = () if self.placeholder is None else (Media(hash=PROBE, width=1, height=1, path=PROBE),)
 
         def shown(role: Any) -> str:
-            message = Message(role=role, parts=(*picture, PROBE))
+            messages = [Message(role=role, parts=(*picture, PROBE))]
             try:
-                ids = self.render_continuation([message], lambda media: ((1, 1, 1), 1), last_id=-1)
+                rendered = self.render_continuation(messages, lambda media: ((1, 1, 1), 1), last_id=-1)
             except ConfigError:  # it refuses the role, or loses the picture
                 return ""
-            return self.decode(ids.ids, special=True)
+            return self.decode(rendered.ids, special=True)
 
         known = shown("tool")
         other = shown("nobody").replace("nobody", "tool").replace("NOBODY", "TOOL")
@@ -200,8 +195,7 @@ class Chat:
         text = self.text_of((_QUESTION, _REPLY, *messages), generation)
         before, found, after = text.partition(PROBE)
         if not found:
-            what = "the chat template does not show what an assistant wrote"
-            raise ConfigError(f"{what}; give another one with prompt.chat_template=FILE")
+            raise ConfigError("the chat template does not show what an assistant wrote; try prompt.chat_template=FILE")
         return before, after
 
     def text_of(self, messages: Sequence[Message], generation: bool) -> str:
@@ -214,21 +208,17 @@ class Chat:
                 plain, chat_template=self.template, tokenize=False, add_generation_prompt=generation
             )
         except (TemplateError, TypeError) as error:  # a TypeError: text where it expects a list
-            raise ConfigError(
-                f"the chat template refuses the roles {', '.join(m.role for m in messages)}: "
-                f"{error}; leave out what it does not take (prompt.system for a system message), "
-                "or give another template with prompt.chat_template=FILE"
-            ) from error
+            roles = ", ".join(message.role for message in messages)
+            hint = "leave out what it does not take (such as prompt.system), or give prompt.chat_template=FILE"
+            raise ConfigError(f"the chat template refuses the roles {roles}: {error}; {hint}") from error
 
     def _plain(self, message: Message) -> dict[str, Any]:
         # Without media as one text: no special token hides where two parts meet.
         shown = message.parts if message.media else (message.text,)
-        parts = [self._shown(part) for part in shown]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) == len(parts) and not self.lists:
-            return {"role": message.role, "content": "".join(texts)}
-        content = [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]
-        return {"role": message.role, "content": content}
+        parts: list[Any] = [self._shown(part) for part in shown]
+        listed = self.lists or not all(isinstance(part, str) for part in parts)
+        items = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+        return {"role": message.role, "content": items if listed else "".join(parts)}
 
     def _shown(self, part: str | Media) -> str | dict[str, str]:
         if isinstance(part, str):
@@ -248,20 +238,16 @@ class Chat:
 
     def _encode(self, text: str) -> np.ndarray:
         ids: list[int] = []
-        series = self.placeholders.get("series")
         split = f"([{chr(_PRIVATE)}-{chr(_PRIVATE + len(self.reserved))}{SERIES_MARK}])"
-        for piece in re.split(split, text):
-            if piece == SERIES_MARK and series is not None:
-                ids.append(series)
+        for piece in filter(None, re.split(split, text)):
+            place = ord(piece) - _PRIVATE if len(piece) == 1 else -1
+            if piece == SERIES_MARK and "series" in self.placeholders:
+                ids.append(self.placeholders["series"])
                 continue
-            if len(piece) == 1 and _PRIVATE <= ord(piece) < _PRIVATE + len(self.reserved):
-                token = self.reserved[ord(piece) - _PRIVATE]
-                halves = (token[:1], token[1:])  # in two halves it is no special token
-            else:
-                halves = (piece, "")
-            for half in halves:
-                if half:
-                    ids += self.tokenizer.encode(half, add_special_tokens=False)
+            # In two halves it is no special token.
+            token = self.reserved[place] if 0 <= place < len(self.reserved) else ""
+            for half in filter(None, (token[:1], token[1:])) if token else (piece,):
+                ids += self.tokenizer.encode(half, add_special_tokens=False)
         return np.array(ids, dtype=np.int64)
 
     def _encode_after(self, text: str) -> np.ndarray:
@@ -280,12 +266,8 @@ class Chat:
         places = np.flatnonzero(~self.is_text(ids))
         if ids[places].tolist() != [self.placeholders.get(m.kind) for m in media]:
             kinds = " and ".join(sorted({f"{m.kind}s" for m in media})) or "images"
-            shown = {m.kind for m in media}
-            wanted = next((model for kind, model in SUITED.items() if kind in shown), "a vision model")
-            raise ConfigError(
-                f"the chat template shows {len(places)} of {len(media)} {kinds}; this model or "
-                f"template cannot take them all: use {wanted}, or prompt.chat_template=FILE"
-            )
+            hint = f"use a model that takes {kinds}, or prompt.chat_template=FILE"
+            raise ConfigError(f"the chat template shows {len(places)} of {len(media)} {kinds}: {hint}")
         if not media:
             return Rendered(ids=ids, sources=sources)
         if self.brackets is not None:
@@ -324,15 +306,7 @@ def load_chat(
     template = template or tokenizer.chat_template or PLAIN_TEMPLATE
     added = tokenizer.added_tokens_decoder
     reserved = tuple(token for token, i in tokenizer.get_added_vocab().items() if i in added and added[i].special)
-    probe = Chat(
-        tokenizer=tokenizer,
-        template=template,
-        placeholders=placeholders,
-        reserved=reserved,
-        end_of_turn=None,
-        eos_ids=frozenset(),
-        think_prefilled=False,
-    )
+    probe = Chat(tokenizer=tokenizer, template=template, placeholders=placeholders, reserved=reserved)
     probe = replace(probe, lists=_reads_lists(probe))
     _, after = probe._around_probe((), generation=False)
     special = {tokenizer.convert_tokens_to_ids(token) for token in reserved}
@@ -367,10 +341,8 @@ def _begin(tokenizer: Any, prompt: str) -> tuple[int, ...]:
 def _ids_of(tokenizer: Any, tokens: tuple[str, str] | None, path: str) -> tuple[int, int] | None:
     if tokens is None:
         return None
-    known = tokenizer.get_vocab()
-    if missing := [token for token in tokens if token not in known]:
-        raise EnvironmentProblem(
-            f"{path}: its tokenizer has no {' and '.join(missing)}, which stand around each image; "
-            "copy or download its tokenizer files again"
-        )
-    return known[tokens[0]], known[tokens[1]]
+    first, last = (tokenizer.get_vocab().get(token) for token in tokens)
+    if first is None or last is None:
+        hint = "copy or download its tokenizer files again"
+        raise EnvironmentProblem(f"{path}: its tokenizer lacks {' or '.join(tokens)}, around each image; {hint}")
+    return first, last

@@ -51,10 +51,8 @@ def require_intact(folder: Path) -> None:
     """
     if changed := damaged(folder, state=False):
         names = ", ".join(str(folder / name) for name in changed)
-        raise EnvironmentProblem(
-            f"{names}: damaged, the content is not what the checkpoint wrote; use "
-            f"another checkpoint, or delete {folder / LISTING} if you changed it yourself"
-        )
+        hint = f"use another checkpoint, or delete {folder / LISTING} if you changed it yourself"
+        raise EnvironmentProblem(f"{names}: damaged, the content is not what the checkpoint wrote; {hint}")
 
 
 def damaged(folder: Path, *, state: bool = True) -> list[str]:
@@ -80,10 +78,8 @@ def listing(folder: Path) -> dict[str, dict[str, Any]] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError:
-        raise EnvironmentProblem(
-            f"{path} is damaged: it is no JSON any more; use another checkpoint: with {folder} "
-            "moved away, the one before it is the latest"
-        ) from None
+        hint = f"use another checkpoint: with {folder} moved away, the one before it is the latest"
+        raise EnvironmentProblem(f"{path} is damaged: it is no JSON any more; {hint}") from None
 
 
 def checksum(path: Path) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def _require_plain_head(model: Any, family: Family) -> None:
     sampled from and trained as another policy than the one that is deployed, and engine and trainer
     would agree on it.
     """
-    ids = torch.arange(1, 5, device=model.device)
+    ids, what = torch.arange(1, 5, device=model.device), f"{family.path}: a model of type {family.name!r}"
     plan = attention.forest_plan(np.array([0, len(ids)]), np.array([-1]), model.device, model.dtype)
     model.eval()
     try:
@@ -93,17 +93,13 @@ def _require_plain_head(model: Any, family: Family) -> None:
         options = {"position_ids": ids[None], "attention_plan": plan, "use_cache": False}
         logits = model(input_ids=ids[None], **options).logits[0]
     except Exception as error:
-        raise EnvironmentProblem(
-            f"{family.path}: a model of type {family.name!r} could not be run here "
-            f"({type(error).__name__}: {error}); use a decoder such as qwen3 or llama"
-        ) from error
+        why = f"could not be run here ({type(error).__name__}: {error})"
+        raise EnvironmentProblem(f"{what} {why}; use a decoder such as qwen3 or llama") from error
     finally:
         model.train()
     if (read - logits).norm() > 8 * torch.finfo(read.dtype).eps * logits.norm():
-        raise EnvironmentProblem(
-            f"{family.path}: a model of type {family.name!r} changes its logits behind the head, "
-            "which neither engine nor trainer does; use a decoder such as qwen3 or llama"
-        )
+        why = "changes its logits behind the head, which neither engine nor trainer does"
+        raise EnvironmentProblem(f"{what} {why}; use a decoder such as qwen3 or llama")
 
 
 def hidden_states(
@@ -166,9 +162,9 @@ def freeze(model: nn.Module, family: Family, train: str) -> None:
         return
     if kind != "freeze" or not listed:
         raise ConfigError(f"model.train={train!r}: write full, or freeze:vision,projector")
-    names = [name for name, _ in model.named_parameters()]
-    for name in matching("model.train", "parameter", listed, names, family):
-        model.get_parameter(name).requires_grad_(False)
+    parameters = dict(model.named_parameters())
+    for name in matching("model.train", "parameter", listed, list(parameters), family):
+        parameters[name].requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(f"model.train={train!r} freezes everything; leave something to train")
 
@@ -199,16 +195,13 @@ def negated(model: nn.Module, family: Family, tower: str) -> Iterator[str]:
     undo it is exact. Its name.
     """
     prefixes = family.spec.towers[tower]
-    modules = model.named_modules()
-    unread = tuple(f"{name}." for name, m in modules if getattr(m, "unread", False))
-    weights = {
-        name: p
+    unread = tuple(f"{name}." for name, m in model.named_modules() if getattr(m, "unread", False))
+    name, weight = [
+        (name, p)
         for name, p in model.named_parameters()
-        if name.startswith(prefixes) and family.tower_of(name) == tower
+        if name.startswith(prefixes) and family.tower_of(name) == tower and not name.startswith(unread)
         if p.ndim > 1 and p.is_floating_point() and ".lora_" not in name
-        if not name.startswith(unread)
-    }
-    name, weight = list(weights.items())[-1]
+    ][-1]
     weight.data.neg_()
     try:
         yield name
@@ -222,13 +215,13 @@ def banned_mask(family: Family, device: torch.device) -> Tensor | None:
 
 def trainable_table(model: nn.Module, family: Family) -> dict[str, Any]:
     """Parameters per tower: {tower: (trained, frozen)}."""
-    table: dict[str, list[int]] = {}
+    table: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
-        entry = table.setdefault(family.tower_of(name), [0, 0])
-        packed = getattr(parameter, "quant_state", None)  # 4-bit weights, two to a byte
-        count = parameter.numel() if packed is None else packed.shape.numel()
-        entry[0 if parameter.requires_grad else 1] += count
-    return {tower: tuple(counts) for tower, counts in table.items()}
+        trained, frozen = table.get(family.tower_of(name), (0, 0))
+        whole = getattr(parameter, "quant_state", None) or parameter  # 4-bit weights lie two to a byte
+        count, learns = whole.shape.numel(), parameter.requires_grad
+        table[family.tower_of(name)] = (trained + count * learns, frozen + count * (not learns))
+    return table
 
 
 def describe_trained(model: nn.Module, family: Family) -> str:

@@ -10,7 +10,6 @@ adapters merged in, and the adapters alone in peft's format. Knows nothing of tr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -106,10 +105,8 @@ def four_bit(family: Family, dtype: torch.dtype, device: torch.device) -> dict[s
 
 def require(package: str, extra: str) -> None:
     if find_spec(package) is None:
-        raise EnvironmentProblem(
-            f"model.train={extra} needs the package {package}, which is not installed; run: "
-            f"pip install -c constraints.txt -e '.[{extra}]'"
-        )
+        how = f"pip install -c constraints.txt -e '.[{extra}]'"
+        raise EnvironmentProblem(f"model.train={extra} needs the package {package}, which is not installed; run: {how}")
 
 
 # -- adapters of a model ---------------------------------------------------------------------------
@@ -133,9 +130,7 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     weights are unpacked. One at a time, so that no second model is in memory.
     """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
-    for name, parameter in model.named_parameters():
-        if layers and f".{NAME}." in name:
-            continue
+    for name, parameter in _own(model):
         weight = _unpacked(parameter)
         if name in layers:
             weight = _with_adapter(weight, layers[name])
@@ -144,13 +139,14 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def merged_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """Name, shape and bytes of each that `merged` gives, which is not computed for that."""
-    for name, parameter in model.named_parameters():
-        if is_adapted(model) and f".{NAME}." in name:
-            continue
+    for name, parameter in _own(model):
         whole = getattr(parameter, "quant_state", None) or parameter
-        shape = tuple(whole.shape)
-        size = math.prod(shape) * whole.dtype.itemsize
-        yield name.replace(".base_layer.", "."), shape, size
+        yield name.replace(".base_layer.", "."), tuple(whole.shape), whole.shape.numel() * whole.dtype.itemsize
+
+
+def _own(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    adapted = is_adapted(model)
+    return ((name, p) for name, p in model.named_parameters() if not (adapted and f".{NAME}." in name))
 
 
 @torch.no_grad()
@@ -234,17 +230,13 @@ def _read(model: nn.Module, folder: Path) -> None:
     from safetensors.torch import load_file
 
     if not (folder / WEIGHTS).is_file():
-        raise ConfigError(
-            f"{folder.parent} holds no adapter to go on from; it was not written with "
-            "model.train=lora: start a new run with it as model.path"
-        )
+        hint = "it was not written with model.train=lora: start a new run with it as model.path"
+        raise ConfigError(f"{folder.parent} holds no adapter to go on from; {hint}")
     stored = load_file(folder / WEIGHTS)
     wanted = {name: p.shape for name, p in adapters(model).items()}
     found = {name: tensor.shape for name, tensor in stored.items()}
     if wanted != found:
-        differ = sorted(wanted.items() ^ found.items())[:2]
-        raise EnvironmentProblem(
-            f"{folder / WEIGHTS} does not fit model.lora ({differ} …); use the rank and targets "
-            "that it was trained with"
-        )
+        differ = f"{sorted(wanted.items() ^ found.items())[:2]} …"
+        hint = "use the rank and targets that it was trained with"
+        raise EnvironmentProblem(f"{folder / WEIGHTS} does not fit model.lora ({differ}); {hint}")
     _write(model, stored)

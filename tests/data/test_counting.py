@@ -1,7 +1,5 @@
 """The counting task: pictures that show what their answers say."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -82,11 +80,3 @@ def test_unseen_rows_have_new_colours_and_more_objects() -> None:
     assert {colour for row in rows for colour in row.extra["colours"]} == set(UNSEEN_COLOURS)
     assert set(UNSEEN_COLOURS).isdisjoint(TRAINING_COLOURS)
     assert {row.answer for row in rows} == {str(k) for k in range(1, 9)}
-
-
-def test_what_cannot_be_drawn_is_refused() -> None:
-    with pytest.raises(ValueError, match="do not fit into 56 pixels; size=112"):
-        counting_split(1, seed=0, colours=("red",), counts=(40, 40))
-    with pytest.raises(ValueError, match="unknown colours"):
-        counting_split(1, seed=0, colours=("mauve",))
-    assert counting_split(0, seed=0, colours=("red",)) == []

@@ -1,13 +1,9 @@
-import time
-
 import pytest
 
 from saccade.config import DataConfig, DataSource
-from saccade.data.chats import RowError
 from saccade.data.datasets import keep, load
 from saccade.data.formats import FORMATS
 from saccade.errors import ConfigError, DataError
-from saccade.plugins.check_data.canonical_rows import to_row
 from saccade.plugins.check_data.unused_media import unread_media
 from saccade.plugins.dry_run.plan import total_rows
 
@@ -60,11 +56,9 @@ PNG = b"\x89PNG\r\n"
     ("columns", "role"),
     [
         ({"photo": "a/b.JPG"}, "images"),
-        ({"photo": ["a.png", "b.png"]}, "images"),
         ({"photo": '["a.png", "b.png"]'}, "images"),  # in CSV files
         ({"photo": "data:image/png;base64,iVBO"}, "images"),
         ({"clip": "a film.mp4"}, "videos"),
-        ({"heard": "a.wav"}, "audios"),
         ({"mask": "a.png"}, None),  # for a reward
         ({"note": "It is a.png"}, "images"),
         ({"note": "see a.png!", "level": "a.png", "size": 3, "photo": None, "photos": []}, None),
@@ -83,8 +77,8 @@ def test_media_that_nobody_would_see_are_refused(jsonl, columns, role):
     assert len(load([source(path)], DataConfig(keys={role: ""})).samples) == 3
 
 
-@pytest.mark.parametrize("value", [PNG, {"bytes": PNG, "path": None}, [{"bytes": PNG}]])
-@pytest.mark.parametrize("nothing", ["", [], "[]", [""], b"", {"bytes": None, "path": ""}])
+@pytest.mark.parametrize("value", [PNG, [{"bytes": PNG}]])
+@pytest.mark.parametrize("nothing", ["", "[]", {"bytes": None, "path": ""}])
 def test_bytes_tell_what_they_are_also_between_rows_of_text(value, nothing):
     assert unread_media(qa(2, photo=value), FORMATS["qa"], {}) == ("photo", "images")
     assert unread_media(qa(2, photo=value), FORMATS["qa"], {"images": "photo"}) is None
@@ -93,12 +87,6 @@ def test_bytes_tell_what_they_are_also_between_rows_of_text(value, nothing):
     mixed = [*qa(1, photo=nothing), *qa(1, photo=value)]
     assert unread_media(mixed, FORMATS["qa"], {}) == ("photo", "images")
     assert unread_media(qa(2, photo=nothing), FORMATS["qa"], {}) is None
-
-
-def test_what_was_written_without_its_pictures_needs_no_key(jsonl):
-    data = load([source(jsonl(qa(2, path="a.png")))], DataConfig(keys={"images": ""}))
-    written = jsonl([to_row(sample) for sample in data.samples], "new.jsonl")
-    assert [s.extra for s in load([source(written)], DataConfig()).samples] == [{"path": "a.png"}, {"path": "a.png"}]
 
 
 def test_files_for_rewards_lie_beside_the_rows(jsonl, tmp_path):
@@ -138,12 +126,8 @@ HALF = "\ud800"
 @pytest.mark.parametrize(
     "column",
     [
-        {"question": '[{"role": "user", "content": "\\ud800"}]'},
-        *({"question": asked} for asked in (f"{HALF} lone?", [{"role": "user", "content": HALF}])),
-        *({name: HALF} for name in ("answer", "data_source", "system")),
-        *({name: ["1", HALF]} for name in ("answer", "choices")),
-        *({"id": f"a{HALF}"}, {"images": [f"{HALF}.png"]}, {HALF: 1}),
-        *({"note": note} for note in ({"by": [HALF]}, [1, 2.5, None, [HALF]])),
+        *({"question": [{"role": "user", "content": HALF}]}, {"answer": HALF}, {"choices": ["1", HALF]}),
+        *({"id": f"a{HALF}"}, {"images": [f"{HALF}.png"]}, {"note": [1, 2.5, None, [HALF]]}),
     ],
 )
 def test_half_a_surrogate_pair_is_a_bad_row_that_can_be_listed(jsonl, column):
@@ -183,29 +167,6 @@ def test_too_many_bad_rows_stop_with_the_first_five(jsonl):
     assert len(load([source(jsonl(rows))], DataConfig(max_bad_fraction=0.35))) == 13
 
 
-@pytest.mark.parametrize(
-    ("bad", "split", "limit", "advice"),
-    [
-        (2, "train", "dpo.max_tokens", "=0.5 goes on without them."),
-        (4, "val", "dpo.max_tokens", "No row is left to go on with."),
-        (4, "train", "data.max_prompt_tokens", "go on with. `saccade check-data` (--for"),
-    ],
-)
-def test_advice_that_can_be_followed(jsonl, bad, split, limit, advice):
-    def length(sample):
-        if int(sample.id) < bad:
-            raise RowError("refused")
-        return 1
-
-    listed = source(jsonl(qa(4)))
-    with pytest.raises(DataError) as caught:
-        load([listed], DataConfig(**{split: [listed]}), length=length, limit=limit)
-    *_, last = str(caught.value).splitlines()
-    assert str(caught.value).startswith(f"data.{split}: {bad} of 4 rows are bad")
-    assert advice in last and ("--fix" in last) == (bad < 4)
-    assert bad < 4 or "max_bad_fraction" not in last
-
-
 def test_rows_left_out_are_counted_by_reason(jsonl):
     data = load([source(jsonl(qa(3))), source(jsonl(qa(2), "more.jsonl"))], DataConfig())
     kept = keep(data, lambda sample: "the first" if sample.id.startswith("0") else None)
@@ -234,12 +195,3 @@ def test_the_hash_follows_the_content_and_files_are_opened_once(jsonl, picture):
     data = load([source(jsonl(rows))], DataConfig())
     assert data.media_kinds == {"path": 6}
     assert data.samples[0].media[0] is data.samples[2].media[0]
-
-
-def test_thousands_of_rows_load_in_seconds(jsonl, picture):
-    for index in range(20):
-        picture(f"{index}.png", (index, 0, 0))
-    path = jsonl([{"problem": f"<image>{n}?", "answer": "1", "images": [f"{n % 20}.png"]} for n in range(2_000)])
-    start = time.process_time()  # of this process: other work on the machine does not count
-    assert len(load([source(path)], DataConfig())) == 2_000
-    assert time.process_time() - start < 2

@@ -1,7 +1,5 @@
 """Mappings: the columns of public preference sets as comparisons, and what is refused."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -103,16 +101,13 @@ VIDEOGEN = {"path_A": "x", "path_B": "y", "prompt": "a bird", "VQ": "A", "MQ": "
     [
         ("hpdv3", "image", {"prompt": "a cat", "path1": "x", "path2": "y", "confidence": 0.99}, "x"),
         ("hpdv3", "image", {"prompt": "a cat", "path1": "x", "path2": "y", "confidence": 0.9}, "left out"),
-        ("hpdv3", "image", {"prompt": "a cat", "path1": "x", "path2": "y", "confidence": None}, "left out"),
         ("hpdv3", "image", {"prompt": "a cat", "path1": "x", "confidence": 1}, "has no b where mapping hpdv3 looks"),
         ("imagegen_cot", "image", f"{COT}<answer>Image 2 is better</answer>", "y"),
-        ("imagegen_cot", "image", f"{COT}<answer>Image 1 is better</answer>", "x"),
         ("imagegen_cot", "image", f"{COT}<answer>Both images are equally good</answer>", None),
         ("imagegen_cot", "image", f"{COT}I cannot say.", "has no label"),
         ("rapidata-t2v", "video", RAPIDATA, RAPID_HEADS),
         ("rapidata-i2v", "video", RAPIDATA, RAPID_HEADS),
         ("rapidata-i2v", "video", RAPIDATA | {"prompt_asset": None}, "no prompt_asset"),
-        ("omnireward-t2i", "image", OMNI | {"response1_path": "x", "response2_path": "y"}, "y"),
         ("omnireward-t2v", "video", OMNI | {"response1": "x", "response2": "y"}, "y"),
         ("omnireward-t2a", "audio", OMNI | {"response1_path": "x", "response2_path": "y"}, "y"),
         ("videogen_rewardbench", "video", VIDEOGEN, "left out"),
@@ -258,17 +253,11 @@ def rate(row):
     return [Rated(kind="text", prompt=row["q"], media=row[side], group=row["q"], name=side,
                   ratings={"preference": n}) for n, side in enumerate(("left", "right"))]
 
-def smell(row):
-    return Pair(kind="smell", prompt="p", a="x", b="y", labels={"preference": "A"})
-
 def first(row):
     return Pair(kind="text", prompt="p", a="x", b="y", labels={"preference": "first"})
 
 def headless(row):
     return Rated(kind="text", prompt="p", media="x", group="g", ratings={"quality": 4})
-
-def text(row):
-    return row["q"]
 """
 
 
@@ -299,10 +288,8 @@ def test_a_mapping_of_the_user_may_compare_texts_or_rate_them(own):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("smell", "content of type 'smell' cannot be read: text, image, "),
         ("first", "labels must say A, B or C for each head, not {'preference': 'first'}"),
         ("headless", "row 1: {'quality': 4} lacks the head preference"),
-        ("text", "row 1: returned str; expected Pair"),
         ("nowhere", "expected file.py:function; the file has judge, rate"),
     ],
 )

@@ -2,17 +2,14 @@
 in one prompt: what a judge reads, and what it should say.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from saccade.config import DataConfig, DataSource
+from saccade.config import DataConfig
 from saccade.data.chats import RowError
-from saccade.data.datasets import load
 from saccade.data.formats import FORMATS, detect, read_row
 from saccade.data.records import content_hash
 from saccade.media.images import open_media
@@ -84,8 +81,6 @@ def test_what_conversations_share_is_the_prompt():
         ("where?", [[ASKED, ANSWER], [ASKED, ANSWER]], "not of this prompt"),
         ("how many?", [[ASKED, ANSWER], "a dog"], "one candidate repeats the prompt"),
         ("how many?", ["", "a dog"], "a candidate is empty"),
-        ("how many?", [" \n", "a dog"], "a candidate is empty"),
-        ("how many?", [None, "a dog"], "no reply"),
         ("how many?", [[ANSWER, LOOK], "a dog"], "ends with a user message"),
     ],
 )
@@ -108,12 +103,6 @@ def test_images_are_placed_over_prompt_chosen_and_rejected():
     assert [m.width for m in sample.every_media] == [101, 102, 103] and len(sample.media) == 1
     smaller = shrink(sample, lambda s: max(m.max_pixels for m in s.every_media), 5000)
     assert smaller is not None and {m.max_pixels for m in smaller.every_media} == {4344}
-
-
-def test_a_candidate_may_be_a_picture():
-    item = {"type": "image", "image": "a"}
-    sample = read({"prompt": "a red cube", "chosen": item, "rejected": [item | {"image": "bb"}]})
-    assert [shape(side) for side in sample.candidates] == [[("assistant", "*")]] * 2
 
 
 def test_labels():
@@ -210,12 +199,3 @@ def test_what_has_no_verdict_is_refused_or_left_alone():
     assert verdict_view(compared("x", "y", None, tie=True), seed=3).answer == "C"
     plain = replace(compared("x", "y"), candidates=())
     assert verdict_view(plain, seed=0) is plain
-
-
-def test_the_option_of_the_data_makes_such_prompts(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text(json.dumps({"prompt": "2+2?", "chosen": "4", "rejected": "5"}) + "\n")
-    [sample] = load([DataSource(path=str(path))], DataConfig(pair_view="verdict")).samples
-    assert sample.answer in "AB" and not sample.candidates
-    [apart] = load([DataSource(path=str(path))], DataConfig()).samples
-    assert len(apart.candidates) == 2

@@ -39,7 +39,7 @@ def test_an_epoch_shows_every_row_once_in_an_order_of_seed_and_epoch():
 
 @pytest.mark.parametrize("order", ["shuffle", "sequential", "length", "column:level"])
 @pytest.mark.parametrize("weights", [(None, None), (1.0, 2.0)])
-@pytest.mark.parametrize("taken", [0, 3, 11, 12, 13, 40])
+@pytest.mark.parametrize("taken", [3, 12, 40])
 def test_a_restored_stream_goes_on_with_the_next_row(order, weights, taken):
     data = dataset(8, 4, weights=weights, lengths=tuple(range(12)), level=list(range(12)))
     first = stream(data, order=order)

@@ -1,7 +1,5 @@
 """Public sets in the layout in which they are downloaded, at the smallest size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +43,8 @@ def test_vstar_and_visual_probe(folder: Path) -> None:
         assert sample.id == f"{level.capitalize()}-1" and sample.media[0].width == 150
 
 
-@pytest.mark.parametrize("size", ["4k", "8k"])
-def test_hr_bench(folder: Path, size: str) -> None:
-    samples = loaded(f"hrbench{size}", folder).samples
+def test_hr_bench(folder: Path) -> None:
+    samples = loaded("hrbench8k", folder).samples
     assert len(samples) == 8 and {s.extra["category"] for s in samples} == {"single", "cross"}
     assert [s.answer for s in samples[:4]] == ["A", "D", "C", "B"]
     assert all(s.choices["ABCD".index(s.answer)] == "red" for s in samples)  # type: ignore[arg-type]

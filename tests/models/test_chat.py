@@ -109,8 +109,7 @@ def test_policy_tokens_are_what_the_assistant_wrote_and_its_end_of_turn(family, 
     assert rendered.ids[: len(prompt)].tolist() == prompt.ids.tolist()
 
 
-@pytest.mark.parametrize("text", ["A dog.", "two\nlines\n"])
-def test_a_continuation_is_the_rest_of_the_whole_conversation(family, image, text):
+def test_a_continuation_is_the_rest_of_the_whole_conversation(family, image, text="two\nlines\n"):
     first, then = [user(image(56, 56, 1), "What?")], [user("Look: ", image(84, 56, 2), "here")]
     prompt = family.render(first)
     sampled = family.chat.tokenizer.encode(text, add_special_tokens=False)
@@ -125,17 +124,6 @@ def test_a_continuation_is_the_rest_of_the_whole_conversation(family, image, tex
     assert cut.ids.tolist() == [family.chat.end_of_turn, *added.ids]
     assert cut.sources.tolist() == [Source.TEMPLATE, *added.sources]
     assert [s.start for s in cut.media] == [s.start + 1 for s in added.media]
-
-
-def test_several_messages_continue_at_once_and_texts_are_kept(family):
-    then = [Message(role="tool", parts=("error: no such box",)), user("Try again.")]
-    added = family.render_continuation(then, last_id=family.chat.end_of_turn)
-    assert raw(family, added.ids) == (
-        "\n<|im_start|>tool\nerror: no such box<|im_end|>\n<|im_start|>user\nTry again.<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-    text = "icons \ue000\ue001\uf8ff"  # private-use characters
-    assert text in raw(family, family.render([user(text)]).ids)
 
 
 @pytest.mark.parametrize(
@@ -293,18 +281,6 @@ def test_a_template_that_has_a_place_for_tools(family, template, known):
     """Printing the role is not enough, and a picture must not get lost."""
     bound = load_family(family.path, chat_template=template)
     assert bound.chat.knows_tools is known
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "internvl", "llava", "qwen3"])
-def test_observations_of_every_family(family_of, image, name):
-    bound = family_of(name)
-    picture = (image(84, 56, 1),) if bound.chat.placeholder is not None else ()
-    added = bound.render_continuation([user("Result: ", *picture, " more?")], last_id=5)
-    assert added.sources.tolist() == [Source.TEMPLATE] + [Source.OBSERVATION] * (len(added) - 1)
-    assert added.ids[0] == bound.chat.end_of_turn
-    assert (added.ids == bound.chat.placeholder).sum() == sum(s.length for s in added.media)
-    side = {"qwen3_vl": 32, "llava": 14}.get(name, 28)
-    assert len(added.media) == len(picture) and bound.unit == (side if picture else 1)
 
 
 def test_what_goes_on_is_encoded_as_if_it_stood_there(tmp_path):

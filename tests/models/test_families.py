@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.media.images import crop, open_media
+from saccade.media.images import open_media
 from saccade.media.kinds import decode
 from saccade.models.families import FAMILIES, load_family
 from saccade.models.load import freeze, load_model, pick_dtype, trainable_table
@@ -89,17 +89,6 @@ def test_settings_of_pictures_inside_those_of_a_processor(family_of, image, tmp_
     assert not [row for row in model_files.check(Path(folder), False) if "preprocessor" in row[1]]
 
 
-def test_a_crop_has_the_pixels_of_its_box(family_of, image):
-    family = family_of("qwen2_5_vl")
-    root = image(140, 84, 2)
-    part = crop(root, (28, 0, 112, 56))
-    alone = open_media(decode(root)[0:56, 28:112])
-    spans = [family.render([Message(role="user", parts=(m,))]).media[0] for m in (part, alone)]
-    mine, wanted = (family.vision([s], CPU, torch.float32)["pixel_values"] for s in spans)
-    assert torch.equal(mine, wanted)
-    assert family.vision((), CPU, torch.float32) == {}
-
-
 def test_banned_ids(family_of):
     for name in FAMILIES:
         family = family_of(name)
@@ -120,8 +109,8 @@ def test_banned_ids(family_of):
 def test_media_that_a_model_does_not_take_are_refused(family_of, image):
     video = videos.open_video(np.zeros((4, 56, 56, 3), np.uint8), fps=2.0)  # the time between its pictures would go
     for name, media, message in (
-        ("qwen3", image(56, 56, 1), "use a vision model"),
-        ("qwen3_vl", video, r"use a model that sees videos, such as Qwen2\.5-VL"),
+        ("qwen3", image(56, 56, 1), "use a model that takes images"),
+        ("qwen3_vl", video, "use a model that takes videos"),
     ):
         with pytest.raises(ConfigError, match=message):
             family_of(name).render([Message(role="user", parts=(media, "x"))])
@@ -146,7 +135,7 @@ def edited(family_of, tmp_path):
     [
         ("qwen2_5_vl", {"model_type": "newest_vl"}, r"newest_vl.*qwen2_5_vl"),
         ("internvl", {"model_type": "internvl_chat"}, r"internvl_chat.*conversion, whose name ends in -hf"),
-        ("qwen2_5_vl", {"vision_config": None}, r"config.json: no 'vision_config', which"),
+        ("qwen2_5_vl", {"vision_config": None}, r"config.json lacks 'vision_config', which"),
         ("llama", {"model_type": "newest", "layer_types": ["full_attention", "conv"]}, "has layers of type conv"),
         ("llama", {"model_type": "mamba", "num_attention_heads": None}, "'mamba' has no attention heads"),
     ],
@@ -232,9 +221,7 @@ def test_towers_are_frozen_by_name_prefix_or_pattern(family_of, load):
     ("train", "message"),
     [
         ("freeze:visoin", "'visoin' matches no parameter.*vision"),
-        ("freeze:vision,re:nothing", "'re:nothing' matches no parameter"),
         ("freeze:", "write full, or freeze"),
-        ("lora", "write full, or freeze"),
         ("freeze:vision,projector,llm", "freezes everything"),
     ],
 )

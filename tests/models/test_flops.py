@@ -151,9 +151,9 @@ def test_any_decoder_that_transformers_builds_has_a_shape():
         assert (text.expert_wide, text.wide, text.chosen if own else 0) == widths, kind
 
 
-@pytest.mark.parametrize("name", [*FAMILIES[1:], "qwen2_moe", "qwen3_vl_moe", *HEARING])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl_moe", "internvl", "qwen2_audio"])
 def test_the_forward_of_a_forest(name, shape_for, load, forest, counted):
-    batch = forest(name, groups=2 if name == "qwen2_5_vl" else 1)
+    batch = forest(name, groups=2 if name == "qwen2_vl" else 1)
     work = flops.forward(shape_for(name), batch)
     assert work.total() == pytest.approx(counted(load(name), name, batch, train=False), rel=0.01)
     assert {s.media.kind for s in batch.media} == {
@@ -181,15 +181,12 @@ def test_of_a_sound_counts_what_is_heard(family_of, shape_for):
 @pytest.mark.parametrize(
     ("name", "train"),
     [
-        ("qwen3", "full"),
         ("mixtral", "full"),
         ("qwen2_5_vl", "full"),
         ("qwen2_5_vl", "freeze:vision,projector"),
         ("qwen2_5_vl", "freeze:llm"),
         ("llava", "full"),
-        ("qwen3", "freeze:re:^(?!.*norm).*$"),
         ("qwen3", r"freeze:re:embed_tokens|layers\.0\."),
-        ("qwen2_5_vl", r"freeze:re:patch_embed|blocks\.0\."),
         ("qwen2_5_omni", "freeze:audio,llm"),
     ],
 )
@@ -220,8 +217,8 @@ def test_adapters_are_counted_and_frozen_matrices_want_no_gradient(family_of, lo
     assert work.total() + flops.backward(work, training) == pytest.approx(counted(model, name, batch), rel=0.025)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "mixtral"])
-def test_recomputation_is_counted_apart(name, shape_for, load, forest, counted):
+def test_recomputation_is_counted_apart(shape_for, load, forest, counted):
+    name = "qwen2_5_vl"
     batch, shape = forest(name), shape_for(name)
     once, twice = (counted(load(name), name, batch, checkpointing=again) for again in (False, True))
     again = flops.recomputed(shape, flops.forward(shape, batch), flops.FULL)
@@ -331,14 +328,3 @@ def test_a_prompt_is_read_by_families_as_the_engine_finds_them(together, sizes=(
         read += int(prefix_groups[2].sum() + (lengths + 1 - shared).sum())
     work = flops.generation(tiny_shape(), [members], element=2, together=together)
     assert work.cache_bytes == read * tiny_shape().kv_bytes(2)
-
-
-def test_bytes_of_packed_weights_and_of_adapters():
-    members, shape = group(rollout(0, prompt=4, new=3)), tiny_shape()
-    adapters = flops.Training(modes={"llm": "adapter"}, adapters={"llm": 500})
-    plain, packed = (
-        flops.generation(shape, [members], element=2, together=8, training=adapters, four_bit=four_bit).weight_bytes(1)
-        for four_bit in (False, True)
-    )
-    assert plain == 2 * (shape.text.weights + shape.head_weights + 500)
-    assert plain - packed == pytest.approx((2 - flops.NF4) * shape.text.weights)

@@ -85,13 +85,10 @@ def test_targets_are_named_by_tower_prefix_or_pattern(load, adapted):
     tower = {name for name in linear if name.startswith(TOWER)}
     projector = {name for name in tower if name.startswith(PROJECTOR)}
     assert linear == llm | tower | {"lm_head"} and len(llm) == 14
-    attention = {name for name in llm if ".self_attn." in name}
     cases: list[tuple[dict[str, Any], set[str]]] = [
         ({}, llm),
-        ({"vision": True}, llm | tower),
-        ({"targets": "vision"}, tower - projector),
         ({"targets": f"{LLM}layers.0."}, {name for name in llm if ".layers.0." in name}),
-        ({"targets": r"re:\.self_attn\."}, attention),
+        ({"targets": r"re:\.self_attn\."}, {name for name in llm if ".self_attn." in name}),
         ({"vision": True, "exclude": "projector"}, llm | tower - projector),
     ]
     for options, wanted in cases:
@@ -102,8 +99,6 @@ def test_targets_are_named_by_tower_prefix_or_pattern(load, adapted):
     ("name", "options", "message"),
     [
         (VISION, {"targets": "q_proj"}, r"targets: 'q_proj' matches no linear.*tower.*re:REGEX"),
-        (VISION, {"targets": "lm_head"}, "targets: 'lm_head' matches no linear layer"),
-        (VISION, {"exclude": "vision"}, "exclude: 'vision' matches no linear layer"),
         (VISION, {"exclude": "llm"}, "exclude=llm leaves no layer to adapt"),
         (TEXT, {"vision": True}, "vision: a qwen3 has no vision tower"),
     ],
@@ -135,18 +130,10 @@ def test_only_adapters_are_trained_and_only_they_have_a_state(adapted, family_of
     assert sum(t.numel() for n, t in state.items() if n.startswith("master/")) == count
 
 
-def test_a_seed_gives_the_same_adapter_and_leaves_the_random_numbers_alone(adapted):
-    before = torch.get_rng_state()
-    one, other = lora.copied(adapted(TEXT)), lora.copied(adapted(TEXT))
-    assert torch.equal(torch.get_rng_state(), before) and any(tensor.any() for tensor in one.values())
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 # -- what they compute -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [VISION, TEXT])
-def test_a_fresh_or_silent_adapter_is_the_base_model(adapted, load, family_of, forests, name):
+def test_a_fresh_or_silent_adapter_is_the_base_model(adapted, load, family_of, forests, name=VISION):
     family, batches = family_of(name), forests(name)
     base = scores(load(name), family, batches)
     model = adapted(name)
@@ -184,8 +171,7 @@ def test_a_reference_is_the_policy_without_adapters_or_with_older_ones(adapted, 
     assert (read(resumed) == now).all()
 
 
-@pytest.mark.parametrize("name", [VISION, TEXT])
-def test_merged_weights_are_those_of_a_plain_model(adapted, load, family_of, forests, name):
+def test_merged_weights_are_those_of_a_plain_model(adapted, load, family_of, forests, name=VISION):
     model, plain = adapted(name, moved=True), load(name)
     assert all(w is p for (_, w), p in zip(lora.merged(plain), plain.parameters(), strict=True))
     weights = dict(lora.merged(model))
@@ -196,17 +182,6 @@ def test_merged_weights_are_those_of_a_plain_model(adapted, load, family_of, for
     family, batches = family_of(name), forests(name)
     gap = scores(model, family, batches) - scores(plain, family, batches)
     assert np.abs(gap).max() < ROUNDING
-
-
-def test_a_merged_layer_is_its_weight_and_its_adapter(adapted):
-    """In float64, where W x + B (A x) and (W + B A) x are the same number."""
-    model = adapted(VISION, moved=True, dtype="float64", vision=True)
-    weights = dict(lora.merged(model))
-    for target in targets(model):
-        layer = model.get_submodule(target)
-        x = torch.randn(8, layer.in_features, dtype=torch.float64)
-        wanted, found = layer(x), nn.functional.linear(x, weights[f"{target}.weight"], layer.bias)
-        assert (wanted - found).norm() < 1e-14 * wanted.norm(), target
 
 
 def test_the_engine_generates_with_the_adapter(adapted, load, family_of, grow):
@@ -226,21 +201,18 @@ def test_the_engine_generates_with_the_adapter(adapted, load, family_of, grow):
 # -- files -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [VISION, TEXT])
-def test_stock_transformers_and_peft_load_what_is_written(adapted, family_of, stock, tensors, tmp_path, image, name):
+def test_stock_transformers_and_peft_load_what_is_written(adapted, family_of, stock, tensors, tmp_path, image):
     """Greedy tokens of the merged folder, of base + adapter through peft, and of the model."""
     import transformers
 
-    family = family_of(name)
-    sees = family.spec.image_token is not None
-    model = adapted(name, moved=True, vision=sees)
+    family = family_of(VISION)
+    model = adapted(VISION, moved=True, vision=True)
     write_files(tmp_path, lora.files(model))
     assert tensors(tmp_path).keys() == tensors(family.path).keys()
     written = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert written == {"adapter_config.json", "adapter_model.safetensors"}
     assert not list(tmp_path.glob("adapter_*"))
-    parts = (image(84, 56, 0), "how many?") if sees else ("how many?",)
-    prompt = family.render(ask(*parts))
+    prompt = family.render(ask(image(84, 56, 0), "how many?"))
     auto = getattr(transformers, family.spec.auto_class)
     merged, info = auto.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
     assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
@@ -249,7 +221,7 @@ def test_stock_transformers_and_peft_load_what_is_written(adapted, family_of, st
     )
     (mine,) = ours(model, family, [prompt], 12)
     assert [theirs(other, family, [prompt], 12) for other in (merged, through_peft)] == [[mine]] * 2
-    assert theirs(stock(name), family, [prompt], 12) != [mine]
+    assert theirs(stock(VISION), family, [prompt], 12) != [mine]
 
 
 def test_a_stored_adapter_comes_back_and_must_fit(adapted, load, family_of, tmp_path):
@@ -269,8 +241,7 @@ def test_a_stored_adapter_comes_back_and_must_fit(adapted, load, family_of, tmp_
 # -- 4 bits ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [VISION, TEXT])
-def test_over_four_bit_weights(family_of, forests, stock, tmp_path, name):
+def test_over_four_bit_weights(family_of, forests, stock, tmp_path, name=VISION):
     """The language model is packed, the rest is not; what is written are whole weights, with the
     outputs of the packed model and its adapter.
     """

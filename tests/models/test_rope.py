@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,16 +105,6 @@ def test_the_engine_stops_at_the_length_up_to_which_answers_do_not_depend_on_oth
         assert alone.ids.tolist() == completion.ids.tolist()
     with pytest.raises(ConfigError, match="64"):
         generate(engine, requests(prompts[1:2], Sampling(max_tokens=5)))
-
-
-def test_older_config_files_name_longrope_in_other_ways(decoder):
-    path = Path(decoder("longrope").path)
-    config = json.loads((path / "config.json").read_text())
-    rope = config.pop("rope_parameters")
-    config["rope_scaling"] = {"type": "longrope", **{key: rope[key] for key in FACTORS}}
-    (path / "config.json").write_text(json.dumps(config))
-    assert load_family(str(path)).max_positions == PRETRAINED
-    assert model_of(load_family(str(path))).config.rope_parameters["rope_type"] == "longrope"
 
 
 def test_no_training_reads_longer_rows(decoder, tmp_path):

@@ -1,7 +1,5 @@
 """The encoder of time series on top of families: places, numbers, gradients, files."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +70,7 @@ def loaded(family, seed: int = 0):
 # -- prompts ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "qwen2_5_vl", "qwen3_vl", "internvl", "qwen2_5_omni"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_vl", "internvl", "qwen2_5_omni"])
 def test_any_family_shows_a_series_where_it_stands(plugged, family_of, name):
     family, plain = plugged(name), family_of(name)
     rendered = family.render(ask("a ", wave(95), "b"))
@@ -247,12 +245,6 @@ def test_a_module_of_the_user_is_run_where_a_config_names_it(family_of, tmp_path
     with pytest.raises(ConfigError, match="no function 'lost' in "):
         lost = named.model_copy(update={"encoder": f"{tmp_path}/own.py:lost"})
         series_tower.plugged(family_of("qwen2"), lost)
-    (tmp_path / "bare.py").write_text(
-        "import torch\ndef make(c, h): return module\nmodule = torch.nn.Module(); module.tokens = lambda c, s: 1\n"
-    )
-    for name, why in (("bare.py:make", "has no parameters"), ("gone.py:make", "looked in")):
-        with pytest.raises(ConfigError, match=why):
-            series_tower.plugged(family_of("qwen2"), SeriesConfig(encoder=f"{tmp_path}/{name}", channels=2))
     other = OWN_MODULE.replace("Linear(channels, hidden)\n        self.reg", "Linear(3, 4); self.reg")
     (tmp_path / "moved.py").write_text(other)
     with pytest.raises(EnvironmentProblem, match="its tensors are not those of"):
@@ -273,7 +265,7 @@ class Base(torch.nn.Module):
     def forward(self, values):
         return {forward}
 
-def make({arguments}):
+def make(channels, hidden):
     {first}
     return Base(channels, hidden){end}
 """
@@ -284,18 +276,14 @@ READ = "self.out(values.mean(1))[None]"
     ("changes", "why"),
     [
         ({"end": ")"}, r"own\.py:make: loading the file raises SyntaxError: .*\(own\.py:17\)"),
-        ({"end": "\nimport gone"}, r"raises ModuleNotFoundError: No module.*\(own\.py:18"),
         ({"first": "raise ValueError('boom')"}, r"\(2, 64\) raises ValueError: boom \(own\.py:16"),
-        ({"arguments": ""}, r"make\(2, 64\) raises TypeError: make\(\) takes 0"),
         ({"forward": "values @ values"}, r"forward of \[2, 20\] raises RuntimeError: .*\(own\.py:13"),
-        ({"forward": f"({READ},)"}, r"forward gave a tuple, and by its tokens\(\) it is \[1, 64\]"),
         ({"forward": f"{READ} / 0 * 0"}, "forward gives numbers that are not finite"),
         ({"forward": f"{READ} + torch.randn(1)"}, "remove dropout and noise"),
-        ({"forward": READ.replace("mean", "mul_(2).mean")}, "leave its input as it is"),
     ],
 )
 def test_a_broken_module_is_refused_by_the_first_row(family_of, tmp_path, changes, why):
-    usual = {"forward": READ, "arguments": "channels, hidden", "first": "", "end": ""}
+    usual = {"forward": READ, "first": "", "end": ""}
     (tmp_path / "own.py").write_text(BROKEN.format(**usual | changes))
     named = SeriesConfig(encoder=f"{tmp_path}/own.py:make", channels=2)
     with pytest.raises(ConfigError, match=why):
@@ -311,9 +299,7 @@ def test_a_broken_module_is_refused_by_the_first_row(family_of, tmp_path, change
             "freeze:vision,series would leave the encoder of time series as it was drawn",
         ),
         (["model.series.patch=5"], r"model\.series\.patch: has no effect without an encoder"),
-        (["model.series.encoder=waves"], "waves is neither patches nor FILE.py:FUNCTION"),
         (["model.series.encoder=patches", "rollout.engine=vllm"], "vllm has no encoder for time"),
-        (["model.series.encoder=patches", "rollout.replicas=2"], "rollout.replicas: 2 has no enc"),
         (["model.series.encoder=patches", "model.train=lora"], "as it was drawn; train it first"),
     ],
 )

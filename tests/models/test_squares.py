@@ -11,10 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, InternVLProcessor
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
-    GotOcr2ImageProcessorPil,
-    get_optimal_tiled_canvas,
-)
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from saccade.config import load as load_config
 from saccade.engines import Settings
@@ -26,14 +23,13 @@ from saccade.models.families import load_family
 from saccade.models.load import load_model, negated
 from saccade.plugins.estimate.shapes import shape_of
 from saccade.plugins.families import tiny
-from saccade.plugins.families.squares import best_grid
 from saccade.plugins.media import videos
 from saccade.recipes.parts import environments_of
 from saccade.types import Message
 from tests.models.against import CPU, ask, noise, ours
 from tests.models.against import theirs as stocks
 
-SIZES = [(56, 56), (97, 61), (20, 30), (400, 300), (33, 500), (1, 1)]
+SIZES = [(97, 61), (33, 500), (1, 1)]
 
 
 class TilesAlone(InternVLProcessor):
@@ -82,14 +78,6 @@ def assert_same(family, processor, *parts):
 # -- InternVL --------------------------------------------------------------------------------------
 
 
-def test_grids_of_tiles_are_those_of_transformers():
-    sizes = np.random.default_rng(0).integers(1, 3000, (200, 2)).tolist()
-    for width, height in (*sizes, (448, 448), (896, 448), (1000, 500), (1600, 1600)):
-        for least, most in ((1, 12), (1, 5), (2, 6), (4, 4), (1, 1)):
-            wanted = get_optimal_tiled_canvas((height, width), (448, 448), least, most)
-            assert best_grid(width, height, 448, least, most) == wanted, (width, height, most)
-
-
 def test_several_pictures_stand_between_their_own_brackets(family_of, image):
     family = family_of("internvl")
     parts = ("first ", image(140, 84, 1), image(56, 56, 2), " and ", image(84, 56, 3), "?")
@@ -110,7 +98,6 @@ def test_several_pictures_stand_between_their_own_brackets(family_of, image):
         ({"max_pixels": 4 * 56**2 - 1}, 1, 3),
         ({"max_pixels": 3136, "min_pixels": 10}, 1, 1),
         ({"min_pixels": 3 * 56**2 + 1}, 4, 6),
-        ({"min_pixels": 4000, "max_pixels": 5000}, 1, 1),  # there is no tile and a half
     ],
 )
 def test_a_pixel_budget_is_one_of_tiles(family_of, image, limits, least, most):
@@ -125,7 +112,7 @@ def test_a_pixel_budget_is_one_of_tiles(family_of, image, limits, least, most):
 
 def test_an_internvl_that_does_not_fit_is_refused(family_of, tmp_path):
     for file, old, new, message in (
-        ("tokenizer.json", "</img>", "</imp>", r"tokenizer has no </img>.*around each image"),
+        ("tokenizer.json", "</img>", "</imp>", r"tokenizer lacks <img> or </img>, around each image"),
         ("preprocessor_config.json", '"width": 56', '"width": 84', r"tiles of 84x56 pixels.*set size to"),
     ):
         folder = shutil.copytree(family_of("internvl").path, tmp_path / file)
@@ -190,25 +177,11 @@ def test_a_processor_that_shows_all_of_a_picture(changed, image, images):
         assert_same(family, llava_processor(family), image(*size, 4), "x")
 
 
-def test_a_prompt_begins_as_the_tokenizer_begins_one(family_of):
-    chat = family_of("llava").chat
-    bos = chat.tokenizer.convert_tokens_to_ids("<s>")
-    question = Message(role="user", parts=("why?",))
-    reply = Message(role="assistant", parts=("so",))
-    dialogue = family_of("llava").render_dialogue((question, reply, question, reply))
-    continued = family_of("llava").render_continuation((question,), last_id=chat.end_of_turn)
-    assert chat.begin == (bos,) and dialogue.ids.tolist().count(bos) == 1 == (dialogue.ids[0] == bos)
-    assert bos not in continued.ids
-    assert chat.decode(dialogue.ids, special=True) == (
-        "<s>USER: why? ASSISTANT: so<|im_end|> USER: why? ASSISTANT: so<|im_end|>"
-    )
-    assert not chat.knows_tools  # it prints any role
-    assert family_of("internvl").chat.begin == family_of("llama").chat.begin == ()
-    writes = load_family(family_of("llava").path, chat_template="{{ bos_token }}" + chat.template)
-    assert (
-        writes.chat.begin == ()
-        and writes.render(ask("x")).ids.tolist() == family_of("llava").render(ask("x")).ids.tolist()
-    )
+def test_only_the_first_turn_begins_as_the_tokenizer_begins_a_text(family_of):
+    family, question = family_of("llava"), Message(role="user", parts=("why?",))
+    dialogue = family.render_dialogue((question, Message(role="assistant", parts=("so",))) * 2)
+    said = "<s>USER: why? ASSISTANT: so<|im_end|> USER: why? ASSISTANT: so<|im_end|>"
+    assert family.chat.decode(dialogue.ids, special=True) == said and not family.chat.knows_tools  # it prints any role
 
 
 @pytest.mark.parametrize(
@@ -245,7 +218,7 @@ def test_features_are_those_of_the_layers_that_the_config_names(changed, image, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vision": {"model_type": "pixtral"}}, "tower of type 'pixtral' is not known; use one wi"),
+        ({"vision": {"model_type": "pixtral"}}, "tower of type 'pixtral' is not supported; use one wi"),
         ({"crop_size": {"height": 48, "width": 48}}, "crop_size is .*48.* sees squares of 56 pix"),
         ({"resample": 2}, r"resample is 2, and .* with 3 \(bicubic\) here"),
         ({"size": {"shortest_edge": 48}}, "size is .*48.*; set size and crop_size to that"),
@@ -270,8 +243,8 @@ def test_ids_and_pixels_are_those_of_transformers(family_of, image, name, size):
 def test_other_media_and_who_needs_one_size_of_a_picture_are_refused(family_of, name):
     family = family_of(name)
     video = videos.open_video(np.zeros((4, 56, 56, 3), np.uint8), fps=2.0)
-    for medium, wanted in ((video, "a model that sees videos"), (noise(0.1), "an audio model")):
-        with pytest.raises(ConfigError, match=f"use {wanted}"):
+    for medium, kinds in ((video, "videos"), (noise(0.1), "audios")):
+        with pytest.raises(ConfigError, match=f"use a model that takes {kinds}"):
             family.render(ask(medium, "x"))
         with pytest.raises(DataError, match="takes text and image, but a row holds a"):
             family.measure(medium)

@@ -5,7 +5,7 @@ import torch
 
 from saccade.errors import ConfigError
 from saccade.models.families import FAMILIES, load_family
-from saccade.plugins.families.tiny import CONFIGS, SPECIAL, build
+from saccade.plugins.families.tiny import CONFIGS, build
 
 
 def test_every_family_has_a_tiny_model(stock):
@@ -32,14 +32,6 @@ def test_a_closed_vocabulary_has_one_token_per_word(tmp_path, name):
         "how", "many", "?", "<answer>", "three", "</answer>"
     ]  # fmt: skip
     assert family.decode(ids) == "how many ? <answer> three </answer>"
-
-
-def test_bytes_say_any_text(family_of):
-    family = family_of("qwen2")
-    text = "Größe: 終 \t🙂"
-    ids = family.chat.tokenizer.encode(text)
-    assert len(ids) == len(text.encode()) and family.decode(ids) == text
-    assert all(token in family.chat.reserved for token in SPECIAL)
 
 
 def test_what_cannot_be_built_is_refused(tmp_path):

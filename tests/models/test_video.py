@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from saccade.config import DataConfig
-from saccade.errors import DataError, EnvironmentProblem
+from saccade.errors import EnvironmentProblem
 from saccade.media.blob_file import named
 from saccade.media.images import ImageError, open_media
 from saccade.media.kinds import decode
@@ -164,16 +164,6 @@ def test_tokens_and_positions_are_those_of_transformers(name, family_of, load):
     assert ours[0, end] == ours[:, spans[1].start : end].max() + 1
 
 
-def test_the_clock_spaces_the_layers_of_qwen2_5(family_of):
-    family = family_of("qwen2_5_vl")
-    pace = 4  # tokens per second of the config
-    for fps, step in ((1.0, 2 * pace), (2.0, pace), (4.0, pace // 2)):
-        media = videos.open_video(film(6, 56, 56), fps=fps)
-        (span,) = family.render(ask(media)).media
-        times = family.positions(200, (span,))[0, span.start : span.end] - span.start
-        assert np.unique(times).tolist() == [0, step, 2 * step]
-
-
 def test_patches_hold_two_frames_in_the_order_of_the_tower(family_of):
     family = family_of("qwen2_5_vl")
     pixels = film(4, 56, 84)
@@ -188,17 +178,6 @@ def test_patches_hold_two_frames_in_the_order_of_the_tower(family_of):
     assert torch.allclose(flat[1, 0, :, 0].permute(1, 2, 0), first, atol=1e-5)
     # An image is a video of one frame twice.
     assert torch.equal(made[1]["pixel_values"], made[2]["pixel_values_videos"])
-
-
-def test_a_frame_has_a_budget_of_its_own(family_of):
-    family = family_of("qwen2_vl")
-    limits = DataConfig(max_frame_pixels=56 * 56)
-    media = videos.open_video(film(4, 224, 224), limits=limits)
-    assert family.measure(media) == ((2, 4, 4), 8)
-    assert family.measure(replace(media, max_pixels=112 * 112)) == ((2, 8, 8), 32)
-    sound = Media(hash="s", kind="audio", width=16000, height=1, data=b"x")
-    with pytest.raises(DataError, match="takes text and image and video, but a row holds a sound"):
-        family.measure(sound)
 
 
 # -- forward and generation ------------------------------------------------------------------------

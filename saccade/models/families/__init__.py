@@ -64,11 +64,9 @@ class FamilySpec:
 
 def refuse_noise(model: Any) -> None:
     """Random routes in training would be those of another policy than the one that answered."""
-    noise = getattr(model.config, "router_jitter_noise", 0.0)
-    if noise:
-        raise EnvironmentProblem(
-            f"router_jitter_noise={noise:g} in the model's config.json makes experts random in training; set it to 0"
-        )
+    if noise := getattr(model.config, "router_jitter_noise", 0.0):
+        what = f"router_jitter_noise={noise:g} in the model's config.json"
+        raise EnvironmentProblem(f"{what} makes experts random in training; set it to 0")
 
 
 _TEXT = FamilySpec(auto_class="AutoModelForCausalLM", towers={"llm": ("model.",)})
@@ -211,17 +209,13 @@ def load_family(
     try:
         bound = dict(spec.bind(config, _processor_settings(Path(path))))
     except KeyError as missing:
-        raise EnvironmentProblem(
-            f"{path}/config.json: no {missing}, which {name} models have; is the file whole?"
-        ) from None
+        raise EnvironmentProblem(f"{path}/config.json lacks {missing}, which {name} models have") from None
     measured = bound.pop("measure", _unused)
 
     def measure(media: Media) -> tuple[Grid, int]:
         if media.kind not in spec.media_tokens:
-            raise ImageError(
-                f"this model takes {' and '.join(('text', *spec.media_tokens))}, but a row holds "
-                f"{KINDS[media.kind].article} ({media.path or media.hash[:12]})"
-            )
+            taken, found = " and ".join(("text", *spec.media_tokens)), KINDS[media.kind].article
+            raise ImageError(f"this model takes {taken}, but a row holds {found} ({media.path or media.hash[:12]})")
         return measured(media)
 
     return Family(
@@ -242,15 +236,13 @@ def _max_positions(config: Mapping[str, Any]) -> int:
     RoPE switch to other frequencies for a whole batch once its longest row exceeds the length of
     pretraining: LongRoPE names it, for dynamic RoPE it is `max_position_embeddings`.
     """
-    longest = int(config.get("max_position_embeddings", 1 << 30))
+    longest = [int(config.get("max_position_embeddings", 1 << 30))]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     by_layer_type = [part for part in rope.values() if isinstance(part, Mapping)]
     for part in by_layer_type or [rope]:
         if "long_factor" in part:  # by whatever name: Phi-3 files say longrope, su or yarn
-            named = (config, part)
-            originals = [o for c in named if (o := c.get("original_max_position_embeddings"))]
-            longest = min([longest, *originals])
-    return longest
+            longest += [o for c in (config, part) if (o := c.get("original_max_position_embeddings"))]
+    return min(longest)
 
 
 def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
@@ -263,11 +255,9 @@ def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
         raise EnvironmentProblem(f"{path}: model_type {name!r} is multimodal and not supported; {other}")
     kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if "num_attention_heads" not in config or kinds:
-        what = f"has layers of type {', '.join(sorted(kinds))}" if kinds else "has no attention heads"
-        raise EnvironmentProblem(
-            f"{path}: model_type {name!r} {what} in its config; packed rows stay apart only where "
-            "every layer is attention: use a decoder such as qwen3 or llama"
-        )
+        what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "no attention heads"
+        why = "packed rows stay apart in attention layers only: use a decoder such as qwen3 or llama"
+        raise EnvironmentProblem(f"{path}: model_type {name!r} has {what} in its config; {why}")
     return _TEXT
 
 
@@ -281,7 +271,5 @@ def _banned(chat: Chat, vocabulary: int, ids: Sequence[int | None]) -> np.ndarra
     banned = np.zeros(vocabulary, dtype=bool)
     banned[len(chat.tokenizer) :] = True
     names = [chat.tokenizer.convert_tokens_to_ids(t) for t in PLACEHOLDER_TOKENS if t in chat.reserved]
-    for token in (*ids, *names):
-        if token is not None and token < vocabulary:
-            banned[token] = True
+    banned[[token for token in (*ids, *names) if token is not None and token < vocabulary]] = True
     return banned

@@ -34,59 +34,111 @@ Clock = Callable[[np.ndarray, float], np.ndarray]  # (layers, frames per second)
 def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
     vision = config["vision_config"]
     patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
-    frames = int(vision.get("temporal_patch_size", 2))
-    measured = partial(measure, patch=patch, merge=merge, frames=frames)
+    frames, unit = int(vision.get("temporal_patch_size", 2)), patch * merge
     newer = "fullatt_block_indexes" in vision  # Qwen2.5-VL: windows, and positions by the clock
     pace = frames * vision.get("tokens_per_second", 4)
     table = vision.get("num_position_embeddings")  # Qwen3-VL: learned places of a square
+    mean, std = tuple(processor.get("image_mean", CLIP_MEAN)), tuple(processor.get("image_std", CLIP_STD))
+
+    def measure(media: Media) -> tuple[tuple[int, int, int], int]:
+        """Grid and placeholder count from the header alone."""
+        budget = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
+        height, width = resized_size(media.width, media.height, unit=unit, **budget)
+        layers = max(1, len(media.frames) // frames)
+        return (layers, height // patch, width // patch), layers * height * width // unit**2
+
+    def picture(media: Media) -> np.ndarray:
+        """[rows · P, columns · P, 3] uint8; of a video one for each frame."""
+        _, rows, columns = measure(media)[0]
+        resize = partial(resized, size=(columns * patch, rows * patch))
+        return KINDS["video"].decode(media, resize) if media.kind == "video" else resize(DECODED.get(media))
+
+    def by_the_clock(layers: np.ndarray, fps: float) -> np.ndarray:
+        return layers.astype(np.float32) * np.float32(pace / fps)  # in the precision of transformers
+
     kept = ImageCache(
-        CACHE_BYTES,
-        make=lambda media: patches(picture(media, measured(media)[0], patch), patch, merge, frames),
-        key=lambda media: media.key,
+        CACHE_BYTES, make=lambda media: patches(picture(media), patch, merge, frames), key=lambda media: media.key
     )
-    pixels = partial(
-        pixel_values,
-        frames=frames,
-        mean=tuple(processor.get("image_mean", CLIP_MEAN)),
-        std=tuple(processor.get("image_std", CLIP_STD)),
-    )
+
+    def pixels(flat: Tensor, dtype: torch.dtype) -> Tensor:
+        """[N, 3, F, P, P] bytes → [N, 3·frames·P·P] normalised."""
+        values = normalised(flat, mean, std).expand(-1, -1, frames, -1, -1)
+        return values.reshape(len(flat), -1).to(dtype)
+
+    def host_media(spans: Sequence[MediaSpan]) -> Mapping[str, Any]:
+        """Patches, and what the tower would otherwise read back from the device to find its windows
+        and segments: tensors on the host, and numbers.
+        """
+        import torch
+        from transformers import vision_utils
+
+        grids = torch.tensor([span.grid for span in spans])
+        segments = vision_utils.get_vision_cu_seqlens(grids)
+        made = {
+            "patches": _all_patches(spans, kept),
+            "grid_thw": grids,
+            "position_ids": vision_utils.get_vision_position_ids(grids, merge),
+            "cu_seqlens": segments,
+            "max_seqlen": int(segments.diff().max()),
+        }
+        if newer:
+            sizes = {"spatial_merge_size": merge, "window_size": vision.get("window_size", 112), "patch_size": patch}
+            order, windows = vision_utils.get_vision_window_index(grids, **sizes)
+            longest = int(windows.diff().max())
+            made |= {"window_index": order, "cu_window_seqlens": windows, "max_window_seqlen": longest}
+        if table:
+            places, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+                grids, num_grid_per_side=int(table**0.5), align_corners=True, spatial_merge_size=merge
+            )
+            made |= {"interp_indices": places, "interp_weights": weights}
+        return made
+
+    def features(model: Any, media: Mapping[str, Any]) -> Tensor:
+        """[media tokens, hidden size] of what `host_media` made, once it is on the model's device; of
+        Qwen3-VL what the first decoder layers add stands behind it in each row.
+        """
+        import torch
+
+        tower = model.base_model.visual
+        options = {name: value for name, value in media.items() if name != "patches"}
+        output = tower(pixels(media["patches"], tower.dtype), **options)
+        deeper = getattr(output, "deepstack_features", None)
+        return torch.cat([output.pooler_output, *deeper], 1) if deeper else output.pooler_output
+
+    def arguments(spans: Sequence[MediaSpan], device: torch.device, dtype: torch.dtype) -> Mapping[str, Any]:
+        """Pixels and grids [media, 3] of transformers' own forward, of images and of videos; nothing
+        for a batch of text.
+        """
+        import torch
+
+        made: dict[str, Any] = {}
+        for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+            shown = [span for span in spans if span.media.kind == kind]
+            if shown:
+                made[name] = pixels(_all_patches(shown, kept).to(device), dtype)
+                made[f"{kind}_grid_thw"] = torch.tensor([span.grid for span in shown], device=device)
+        if newer and "video_grid_thw" in made:
+            seconds = [frames / span.media.fps for span in spans if span.media.kind == "video"]
+            made["second_per_grid_ts"] = torch.tensor(seconds, device=device)
+        return made
+
     return {
         "axes": 3,
-        "measure": measured,
-        "positions": partial(positions, merge=merge, clock=partial(_by_the_clock, pace=pace) if newer else None),
-        "picture": lambda media: picture(media, measured(media)[0], patch),
-        "untouched": lambda tokens, pixels: {
-            "shortest_edge": (patch * merge) ** 2,
-            "longest_edge": min(tokens * (patch * merge) ** 2, pixels),
-        },
+        "measure": measure,
+        "positions": partial(positions, merge=merge, clock=by_the_clock if newer else None),
+        "picture": picture,
+        "untouched": lambda tokens, most: {"shortest_edge": unit**2, "longest_edge": min(tokens * unit**2, most)},
         "cache": lambda media: kept,
         "budget": lambda low, high: {
             "size": {"shortest_edge": low, "longest_edge": high},
             "min_pixels": low,  # as older versions of transformers call them
             "max_pixels": high,
         },
-        "media": partial(
-            host_media,
-            kept=kept,
-            merge=merge,
-            patch=patch,
-            window=vision.get("window_size", 112) if newer else None,
-            side=int(table**0.5) if table else None,
-        ),
-        "features": partial(features, pixels=pixels),
-        "vision": partial(forward_arguments, kept=kept, pixels=pixels, seconds=frames if newer else None),
-        "unit": patch * merge,
+        "media": host_media,
+        "features": features,
+        "vision": arguments,
+        "unit": unit,
     }
-
-
-def measure(media: Media, *, patch: int, merge: int, frames: int) -> tuple[tuple[int, int, int], int]:
-    """Grid and placeholder count from the header alone."""
-    height, width = resized_size(
-        media.width, media.height, unit=patch * merge, min_pixels=media.min_pixels, max_pixels=media.max_pixels
-    )
-    rows, columns = height // patch, width // patch
-    layers = max(1, len(media.frames) // frames)
-    return (layers, rows, columns), layers * rows * columns // merge**2
 
 
 def positions(length: int, media: tuple[MediaSpan, ...], *, merge: int, clock: Clock | None) -> np.ndarray:
@@ -112,16 +164,6 @@ def positions(length: int, media: tuple[MediaSpan, ...], *, merge: int, clock: C
     return result
 
 
-def _by_the_clock(layers: np.ndarray, fps: float, *, pace: float) -> np.ndarray:
-    return layers.astype(np.float32) * np.float32(pace / fps)  # in the precision of transformers
-
-
-def picture(media: Media, grid: tuple[int, int, int], patch: int) -> np.ndarray:
-    """[rows · P, columns · P, 3] uint8; of a video one for each frame."""
-    resize = partial(resized, size=(grid[2] * patch, grid[1] * patch))
-    return KINDS["video"].decode(media, resize) if media.kind == "video" else resize(DECODED.get(media))
-
-
 def patches(pixels: np.ndarray, patch: int, merge: int, frames: int) -> np.ndarray:
     """[N, 3, F, P, P] uint8 in the order of the tower: layers, in them merge blocks row by row,
     patches row by row inside a block.
@@ -133,79 +175,6 @@ def patches(pixels: np.ndarray, patch: int, merge: int, frames: int) -> np.ndarr
     return ordered.reshape(-1, 3, inside, patch, patch)
 
 
-# -- tensors ---------------------------------------------------------------------------------------
-
-
-def host_media(
-    spans: Sequence[MediaSpan], *, kept: ImageCache, merge: int, patch: int, window: int | None, side: int | None = None
-) -> Mapping[str, Any]:
-    """Patches, and what the tower would otherwise read back from the device to find its windows and
-    segments: tensors on the host, and numbers.
-    """
-    import torch
-    from transformers import vision_utils
-
-    grids = torch.tensor([span.grid for span in spans])
-    segments = vision_utils.get_vision_cu_seqlens(grids)
-    made = {
-        "patches": _all_patches(spans, kept),
-        "grid_thw": grids,
-        "position_ids": vision_utils.get_vision_position_ids(grids, merge),
-        "cu_seqlens": segments,
-        "max_seqlen": int(segments.diff().max()),
-    }
-    if window is not None:
-        order, windows = vision_utils.get_vision_window_index(
-            grids, spatial_merge_size=merge, window_size=window, patch_size=patch
-        )
-        made |= {"window_index": order, "cu_window_seqlens": windows, "max_window_seqlen": int(windows.diff().max())}
-    if side is not None:
-        places, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-            grids, num_grid_per_side=side, align_corners=True, spatial_merge_size=merge
-        )
-        made |= {"interp_indices": places, "interp_weights": weights}
-    return made
-
-
-def features(model: Any, media: Mapping[str, Any], *, pixels: Callable[..., Tensor]) -> Tensor:
-    """[media tokens, hidden size] of what `host_media` made, once it is on the model's device; of
-    Qwen3-VL what the first decoder layers add stands behind it in each row.
-    """
-    import torch
-
-    tower = model.base_model.visual
-    options = {name: value for name, value in media.items() if name != "patches"}
-    output = tower(pixels(media["patches"], tower.dtype), **options)
-    deeper = getattr(output, "deepstack_features", None)
-    return torch.cat([output.pooler_output, *deeper], 1) if deeper else output.pooler_output
-
-
-def forward_arguments(
-    spans: Sequence[MediaSpan],
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    kept: ImageCache,
-    pixels: Callable[..., Tensor],
-    seconds: int | None,
-) -> Mapping[str, Any]:
-    """Pixels and grids [media, 3] of transformers' own forward, of images and of videos; nothing
-    for a batch of text.
-    """
-    import torch
-
-    made: dict[str, Any] = {}
-    for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-        shown = [span for span in spans if span.media.kind == kind]
-        if shown:
-            made[name] = pixels(_all_patches(shown, kept).to(device), dtype)
-            made[f"{kind}_grid_thw"] = torch.tensor([span.grid for span in shown], device=device)
-    rates = [span.media.fps for span in spans if span.media.kind == "video"]
-    if rates and seconds is not None:
-        made["second_per_grid_ts"] = torch.tensor([seconds / rate for rate in rates], device=device)
-    return made
-
-
 def _all_patches(spans: Sequence[MediaSpan], kept: ImageCache) -> Tensor:
     """[N, 3, F, P, P]. Images beside a video are repeated here, else on the device."""
     import torch
@@ -214,14 +183,6 @@ def _all_patches(spans: Sequence[MediaSpan], kept: ImageCache) -> Tensor:
     inside = max(each.shape[2] for each in made)
     same = [np.broadcast_to(each, (*each.shape[:2], inside, *each.shape[3:])) for each in made]
     return torch.from_numpy(np.concatenate(same))
-
-
-def pixel_values(
-    flat: Tensor, dtype: torch.dtype, *, frames: int, mean: tuple[float, ...], std: tuple[float, ...]
-) -> Tensor:
-    """[N, 3, F, P, P] bytes → [N, 3·frames·P·P] normalised."""
-    values = normalised(flat, mean, std).expand(-1, -1, frames, -1, -1)
-    return values.reshape(len(flat), -1).to(dtype)
 
 
 def patch_embedding_as_matrix(model: Any) -> None:

@@ -36,10 +36,8 @@ def csv_rows(path: Path) -> Iterator[Row]:
                 else:
                     yield {name: value if value != "" else None for name, value in row.items()}
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not UTF-8 (byte {error.object[error.start]:#04x}); save it as CSV UTF-8, or "
-            "where it is latin-1: iconv -f latin1 -t utf-8 OLD.csv > NEW.csv"
-        ) from None
+        hint = "save it as CSV UTF-8, or where it is latin-1: iconv -f latin1 -t utf-8 OLD.csv > NEW.csv"
+        raise DataError(f"{path}: not UTF-8 (byte {error.object[error.start]:#04x}); {hint}") from None
     except (ValueError, csv.Error) as error:
         raise DataError(f"{path}: not a CSV file: {error}") from None
 

@@ -33,18 +33,50 @@ CACHE_BYTES = 1 << 30  # about 700 sounds
 
 def bind_audio(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
     kept = mel_cache(processor, padded=True)
+
+    def host_media(spans: Sequence[MediaSpan]) -> Mapping[str, Any]:
+        """Mel frames, what the tower may attend to, and which rows of its output are tokens."""
+        import torch
+
+        mels = np.stack(kept.get_all([span.media for span in spans]))
+        half = _convolved(mels.shape[-1])
+        heard = np.array([_convolved(span.grid[2]) for span in spans])
+        rows = [np.arange(span.length) + number * (half // 2) for number, span in enumerate(spans)]
+        return {
+            "mels": torch.from_numpy(mels),
+            "mask": torch.from_numpy(np.arange(half) < heard[:, None])[:, None, None],  # [N, 1, 1, F/2]
+            "rows": torch.from_numpy(np.concatenate(rows)),
+        }
+
+    def features(model: Any, media: Mapping[str, Any]) -> Tensor:
+        """[media tokens, hidden size] of what `host_media` made, once it is on the model's device."""
+        inner = model.base_model
+        heard = inner.audio_tower(media["mels"], attention_mask=media["mask"]).last_hidden_state
+        return inner.multi_modal_projector(heard.flatten(0, 1)[media["rows"]])
+
     return {
         "measure": measure_sound,
         "cache": lambda media: kept,
-        "media": partial(audio_media, cache=kept),
-        "features": audio_features,
+        "media": host_media,
+        "features": features,
         "vision": partial(audio_arguments, cache=kept),
     }
 
 
 def mel_cache(settings: Mapping[str, Any], *, padded: bool) -> ImageCache:
-    """`padded`: all are as long as the longest sound that the model hears."""
-    make = partial(mel_frames, settings=settings, padded=padded)
+    """Of mel frames [B, F] float32. `padded`: F is that of the longest sound that the model hears."""
+
+    def make(media: Media) -> np.ndarray:
+        from transformers import WhisperFeatureExtractor
+
+        extractor: Any = WhisperFeatureExtractor.from_dict(dict(settings))
+        samples, options = DECODED.get(media), {"sampling_rate": extractor.sampling_rate}
+        if padded:
+            return np.array(extractor(samples, **options)["input_features"][0], np.float32)
+        # The last frames look past the end, where padding would have put silence.
+        made = extractor(np.pad(samples, (0, extractor.n_fft)), padding=False, **options)
+        return np.array(made["input_features"][0][:, : measure_sound(media)[0][2]], np.float32)
+
     return ImageCache(CACHE_BYTES, make=make, key=lambda media: media.key)
 
 
@@ -56,44 +88,6 @@ def measure_sound(media: Media) -> tuple[tuple[int, int, int], int]:
 
 def _convolved(frames: int) -> int:
     return (frames - 1) // 2 + 1
-
-
-def mel_frames(media: Media, *, settings: Mapping[str, Any], padded: bool) -> np.ndarray:
-    """[B, F] float32; without padding F are those of the sound."""
-    from transformers import WhisperFeatureExtractor
-
-    extractor: Any = WhisperFeatureExtractor.from_dict(dict(settings))
-    samples, options = DECODED.get(media), {"sampling_rate": extractor.sampling_rate}
-    if padded:
-        return np.array(extractor(samples, **options)["input_features"][0], np.float32)
-    # The last frames look past the end, where padding would have put silence.
-    made = extractor(np.pad(samples, (0, extractor.n_fft)), padding=False, **options)
-    return np.array(made["input_features"][0][:, : measure_sound(media)[0][2]], np.float32)
-
-
-# -- tensors ---------------------------------------------------------------------------------------
-
-
-def audio_media(spans: Sequence[MediaSpan], *, cache: ImageCache) -> Mapping[str, Any]:
-    """Mel frames, what the tower may attend to, and which rows of its output are tokens."""
-    import torch
-
-    mels = np.stack(cache.get_all([span.media for span in spans]))
-    half = _convolved(mels.shape[-1])
-    heard = np.array([_convolved(span.grid[2]) for span in spans])
-    rows = [np.arange(span.length) + number * (half // 2) for number, span in enumerate(spans)]
-    return {
-        "mels": torch.from_numpy(mels),
-        "mask": torch.from_numpy(np.arange(half) < heard[:, None])[:, None, None],  # [N, 1, 1, F/2]
-        "rows": torch.from_numpy(np.concatenate(rows)),
-    }
-
-
-def audio_features(model: Any, media: Mapping[str, Any]) -> Tensor:
-    """[media tokens, hidden size] of what `audio_media` made, once it is on the model's device."""
-    inner = model.base_model
-    heard = inner.audio_tower(media["mels"], attention_mask=media["mask"]).last_hidden_state
-    return inner.multi_modal_projector(heard.flatten(0, 1)[media["rows"]])
 
 
 def audio_arguments(
@@ -135,25 +129,46 @@ def bind_omni(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mappin
     window = int(config.get("audio_config", {}).get("n_window", 100))
     mels = mel_cache(processor, padded=False)
 
-    def measure(media: Media) -> tuple[tuple[int, int, int], int]:
-        return (measure_sound if media.kind == "audio" else seeing["measure"])(media)
-
     def clock(layers: np.ndarray, fps: float) -> np.ndarray:
         # Rounded as often as transformers does it.
         return layers.astype(np.float32) * np.float32(frames / fps) * np.float32(pace)
 
-    return {
-        **seeing,
-        "measure": measure,
-        "positions": partial(qwen_vl.positions, merge=int(vision.get("spatial_merge_size", 2)), clock=clock),
-        "cache": lambda media: mels if media.kind == "audio" else seeing["cache"](media),
-        "media": partial(host_media, see=seeing["media"], mels=mels, window=window),
-        "features": partial(features, see=seeing["features"]),
-        "vision": partial(forward_arguments, see=seeing["vision"], mels=mels),
+    def host_sounds(spans: Sequence[MediaSpan]) -> Mapping[str, Any]:
+        """Mel frames cut into windows, and what the tower would otherwise read back from the device
+        to find them.
+        """
+        import torch
+        from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as theirs
+
+        sounds = torch.from_numpy(np.concatenate(mels.get_all([s.media for s in spans]), axis=1))
+        lengths_of_all = torch.tensor([span.grid[2] for span in spans])
+        windows, lengths = theirs.chunk_and_pad_features(sounds, lengths_of_all, window)  # of [B, F]
+        segments = theirs.get_audio_cu_seqlens(lengths)
+        return {
+            "padded_feature": windows,
+            "chunk_lengths": lengths,
+            "valid_indices": theirs.get_valid_indices(lengths),
+            "pool_indices": theirs.get_pool_indices(lengths_of_all),
+            "cu_seqlens": segments,
+            "max_seqlen": int(segments.diff().max()),
+        }
+
+    def arguments(spans: Sequence[MediaSpan], device: torch.device, dtype: torch.dtype) -> Mapping[str, Any]:
+        """Of transformers' own forward: those of both towers, seconds under another name."""
+        seen, heard = apart(spans, "audio")
+        made = {**seeing["vision"](seen, device, dtype), **audio_arguments(heard, device, dtype, cache=mels)}
+        if "second_per_grid_ts" in made:
+            made["video_second_per_grid"] = made.pop("second_per_grid_ts")
+        return made
+
+    hearing = {
+        "measure": measure_sound,
+        "cache": lambda media: mels,
+        "media": host_sounds,
+        "features": lambda model, media: model.audio_tower(**media).last_hidden_state,
     }
-
-
-# -- tensors ---------------------------------------------------------------------------------------
+    places = partial(qwen_vl.positions, merge=int(vision.get("spatial_merge_size", 2)), clock=clock)
+    return {**seeing, **joined(seeing, "audio", hearing), "positions": places, "vision": arguments}
 
 
 def apart(spans: Sequence[MediaSpan], kind: str) -> tuple[list[MediaSpan], list[MediaSpan]]:
@@ -162,67 +177,38 @@ def apart(spans: Sequence[MediaSpan], kind: str) -> tuple[list[MediaSpan], list[
     return others, [span for span in spans if span.media.kind == kind]
 
 
-def as_shown(spans: Sequence[MediaSpan], kind: str) -> Tensor:
-    """The order of the spans' tokens, for rows in which those of one kind come last."""
-    import torch
-
-    later = np.repeat([s.media.kind == kind for s in spans], [s.length for s in spans])
-    return torch.from_numpy(np.argsort(np.argsort(later, kind="stable")))
-
-
-def host_media(spans: Sequence[MediaSpan], *, see: Any, mels: ImageCache, window: int) -> Mapping[str, Any]:
-    """What each tower reads, and the order in which their rows are shown."""
-    seen, heard = apart(spans, "audio")
-    if not heard:
-        return {"seen": see(seen)}
-    sounds = host_sounds(heard, mels, window)
-    if not seen:
-        return {"heard": sounds}
-    return {"seen": see(seen), "heard": sounds, "rows": as_shown(spans, "audio")}
-
-
-def host_sounds(spans: Sequence[MediaSpan], mels: ImageCache, window: int) -> Mapping[str, Any]:
-    """Mel frames cut into windows, and what the tower would otherwise read back from the device to
-    find them.
+def joined(others: Mapping[str, Any], kind: str, tower: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a family whose media of one kind have a tower of their own: `tower` are the fields for
+    that kind, `others` for the rest.
     """
     import torch
-    from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as theirs
 
-    sounds = torch.from_numpy(np.concatenate(mels.get_all([s.media for s in spans]), axis=1))
-    frames = torch.tensor([span.grid[2] for span in spans])
-    windows, lengths = theirs.chunk_and_pad_features(sounds, frames, window)  # of [B, F]
-    segments = theirs.get_audio_cu_seqlens(lengths)
+    fields = {"others": others, "tower": tower}
+
+    def host_media(spans: Sequence[MediaSpan]) -> Mapping[str, Any]:
+        """What each of them reads, and the order in which their rows are shown."""
+        parts = zip(fields, apart(spans, kind), strict=True)
+        made = {name: fields[name]["media"](part) for name, part in parts if part}
+        if len(made) == 2:
+            later = np.repeat([s.media.kind == kind for s in spans], [s.length for s in spans])
+            made["rows"] = torch.from_numpy(np.argsort(np.argsort(later, kind="stable")))
+        return made
+
+    def features(model: Any, media: Mapping[str, Any]) -> Tensor:
+        made = [each["features"](model, media[name]) for name, each in fields.items() if name in media]
+        if "rows" not in media:
+            return made[0]
+        first, last = made
+        if more := first.shape[1] - last.shape[1]:  # what later layers add to the others is nothing here
+            last = torch.nn.functional.pad(last, (0, more))
+        return torch.cat([first, last])[media["rows"]]
+
     return {
-        "padded_feature": windows,
-        "chunk_lengths": lengths,
-        "valid_indices": theirs.get_valid_indices(lengths),
-        "pool_indices": theirs.get_pool_indices(frames),
-        "cu_seqlens": segments,
-        "max_seqlen": int(segments.diff().max()),
+        "measure": lambda media: (tower if media.kind == kind else others)["measure"](media),
+        "cache": lambda media: (tower if media.kind == kind else others)["cache"](media),
+        "media": host_media,
+        "features": features,
     }
-
-
-def features(model: Any, media: Mapping[str, Any], *, see: Any) -> Tensor:
-    """[media tokens, hidden size] of what `host_media` made, once it is on the model's device."""
-    import torch
-
-    made = []
-    if "seen" in media:
-        made.append(see(model, media["seen"]))
-    if "heard" in media:
-        made.append(model.audio_tower(**media["heard"]).last_hidden_state)
-    return torch.cat(made)[media["rows"]] if "rows" in media else made[0]
-
-
-def forward_arguments(
-    spans: Sequence[MediaSpan], device: torch.device, dtype: torch.dtype, *, see: Any, mels: ImageCache
-) -> Mapping[str, Any]:
-    """Of transformers' own forward: those of both towers, seconds under another name."""
-    seen, heard = apart(spans, "audio")
-    made = {**see(seen, device, dtype), **audio_arguments(heard, device, dtype, cache=mels)}
-    if "second_per_grid_ts" in made:
-        made["video_second_per_grid"] = made.pop("second_per_grid_ts")
-    return made
 
 
 # Of a whole checkpoint the thinker is loaded: what speaks (talker, token2wav) learns nothing here.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,26 +45,43 @@ def bound(
     """`measure`: a picture → (squares, rows and columns of patches in each) and its tokens; `cut`:
     its squares, [squares, S, S, 3] bytes.
     """
-    resample = processor.get("resample", BICUBIC)
-    if resample != BICUBIC:
-        raise EnvironmentProblem(
-            f"preprocessor_config.json: resample is {resample}, and pictures are resized with "
-            f"{BICUBIC} (bicubic) here; set it to that if the model may be used so"
-        )
+    if (resample := processor.get("resample", BICUBIC)) != BICUBIC:
+        why = f"resample is {resample}, and pictures are resized with {BICUBIC} (bicubic) here"
+        raise EnvironmentProblem(f"preprocessor_config.json: {why}; set it to that if the model may be used so")
+    mean, std = tuple(processor.get("image_mean", CLIP_MEAN)), tuple(processor.get("image_std", CLIP_STD))
     kept = ImageCache(
         CACHE_BYTES,
         make=lambda media: np.ascontiguousarray(cut(media).transpose(0, 3, 1, 2)),
         key=lambda media: media.key,
     )
-    pixels = partial(
-        normalised, mean=tuple(processor.get("image_mean", CLIP_MEAN)), std=tuple(processor.get("image_std", CLIP_STD))
-    )
+
+    def host_media(spans: Sequence[MediaSpan]) -> Mapping[str, Tensor]:
+        """[N, 3, S, S] bytes."""
+        import torch
+
+        return {"squares": torch.from_numpy(np.concatenate(kept.get_all([s.media for s in spans])))}
+
+    def features(model: Any, media: Mapping[str, Tensor]) -> Tensor:
+        """[media tokens, hidden size] of what `host_media` made, once it is on the model's device."""
+        import torch
+
+        inner = model.base_model
+        pixels = normalised(media["squares"], mean, std).to(inner.dtype)
+        squares = inner.get_image_features(pixels, return_dict=True).pooler_output  # a tensor, or one for each square
+        return squares.flatten(0, 1) if isinstance(squares, torch.Tensor) else torch.cat(squares)
+
+    def arguments(spans: Sequence[MediaSpan], device: torch.device, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """pixel_values [N, 3, S, S] of transformers' own forward; nothing for a batch of text."""
+        if not spans:
+            return {}
+        return {"pixel_values": normalised(host_media(spans)["squares"].to(device), mean, std).to(dtype)}
+
     return {
         "measure": measure,
         "cache": lambda media: kept,
-        "media": partial(host_media, kept=kept),
-        "features": partial(features, pixels=pixels),
-        "vision": partial(forward_arguments, kept=kept, pixels=pixels),
+        "media": host_media,
+        "features": features,
+        "vision": arguments,
         "unit": unit,
     }
 
@@ -72,44 +89,9 @@ def bound(
 def pair(size: Any) -> tuple[int, int]:
     """(height, width) of what a config spells as a number, two of them or a record."""
     if isinstance(size, Mapping):
-        return int(size["height"]), int(size["width"])
+        size = (size["height"], size["width"])
     height, width = size if isinstance(size, Sequence) else (size, size)
     return int(height), int(width)
-
-
-# -- tensors ---------------------------------------------------------------------------------------
-
-
-def host_media(spans: Sequence[MediaSpan], *, kept: ImageCache) -> Mapping[str, Any]:
-    """[N, 3, S, S] bytes."""
-    import torch
-
-    return {"squares": torch.from_numpy(np.concatenate(kept.get_all([s.media for s in spans])))}
-
-
-def features(model: Any, media: Mapping[str, Any], *, pixels: Callable[[Tensor], Tensor]) -> Tensor:
-    """[media tokens, hidden size] of what `host_media` made, once it is on the model's device."""
-    import torch
-
-    inner = model.base_model
-    made = inner.get_image_features(pixels(media["squares"]).to(inner.dtype), return_dict=True)
-    squares = made.pooler_output  # a tensor, or a list of those of each square
-    return squares.flatten(0, 1) if isinstance(squares, torch.Tensor) else torch.cat(squares)
-
-
-def forward_arguments(
-    spans: Sequence[MediaSpan],
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    kept: ImageCache,
-    pixels: Callable[[Tensor], Tensor],
-) -> Mapping[str, Any]:
-    """pixel_values [N, 3, S, S] of transformers' own forward; nothing for a batch of text."""
-    if not spans:
-        return {}
-    squares = host_media(spans, kept=kept)["squares"]
-    return {"pixel_values": pixels(squares.to(device)).to(dtype)}
 
 
 # -- InternVL --------------------------------------------------------------------------------------
@@ -122,76 +104,47 @@ def bind_internvl(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Ma
     vision = config["vision_config"]
     height, side = pair(processor.get("size") or vision.get("image_size", 448))
     patch = pair(vision.get("patch_size", 14))[1]
-    merge = round(1 / config.get("downsample_ratio", 0.5))
-    if height != side or side % (patch * merge):
-        raise EnvironmentProblem(
-            f"preprocessor_config.json: tiles of {side}x{height} pixels, and this family is known "
-            f"with squares of a multiple of {patch * merge}; set size to 448x448"
-        )
+    unit = patch * round(1 / config.get("downsample_ratio", 0.5))
+    if height != side or side % unit:
+        why = f"tiles of {side}x{height} pixels, and this family has squares of a multiple of {unit}"
+        raise EnvironmentProblem(f"preprocessor_config.json: {why}; set size to 448x448")
     usual = (processor.get("min_patches") or 1, processor.get("max_patches") or MOST_TILES)
-    limits = tuple(processor.get(ALLOWED) or usual)
-    grid = partial(grid_of, side=side, limits=limits)
-    made = bound(
-        processor,
-        measure=partial(measure_tiles, grid=grid, patches=side // patch, merge=merge),
-        cut=partial(cut_tiles, grid=grid, side=side),
-        unit=patch * merge,
-    )
-    return {**made, "budget": partial(budget, side=side, limits=limits)}
+    fewest, largest = processor.get(ALLOWED) or usual
 
+    def tiles_within(low: int, high: int) -> tuple[int, int]:
+        """They have min_pixels to max_pixels together, what is shown of the whole apart; one tile is
+        always allowed.
+        """
+        most = min(largest, max(1, high // side**2))
+        return min(most, max(fewest, -(-low // side**2))), most
 
-def measure_tiles(media: Media, *, grid: Any, patches: int, merge: int) -> tuple[tuple[int, int, int], int]:
-    """Tiles with their patches, and placeholder count, from the header alone."""
-    columns, rows = grid(media)
-    tiles = columns * rows + (columns * rows > 1)
-    return (tiles, patches, patches), tiles * (patches // merge) ** 2
+    def grid(media: Media) -> tuple[int, int]:
+        """(columns, rows) of tiles."""
+        from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as theirs
 
+        limits = tiles_within(media.min_pixels, media.max_pixels)
+        return theirs.get_optimal_tiled_canvas((media.height, media.width), (side, side), *limits)
 
-def grid_of(media: Media, *, side: int, limits: tuple[int, int]) -> tuple[int, int]:
-    """(columns, rows) of tiles."""
-    least, most = tiles_within(media.min_pixels, media.max_pixels, side=side, limits=limits)
-    return best_grid(media.width, media.height, side, least, most)
+    def measure(media: Media) -> tuple[tuple[int, int, int], int]:
+        """Tiles with their patches, and placeholder count, from the header alone."""
+        columns, rows = grid(media)
+        tiles = columns * rows + (columns * rows > 1)
+        return (tiles, side // patch, side // patch), tiles * (side // unit) ** 2
 
+    def cut(media: Media) -> np.ndarray:
+        """[tiles, side, side, 3] row by row, the whole picture last."""
+        columns, rows = grid(media)
+        pixels = DECODED.get(media)
+        canvas = resized(pixels, size=(columns * side, rows * side))
+        tiles = canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+        return tiles if len(tiles) == 1 else np.concatenate([tiles, resized(pixels, size=(side, side))[None]])
 
-def tiles_within(low: int, high: int, *, side: int, limits: tuple[int, int]) -> tuple[int, int]:
-    """They have min_pixels to max_pixels together, what is shown of the whole apart; one tile is
-    always allowed.
-    """
-    most = min(limits[1], max(1, high // side**2))
-    return min(most, max(limits[0], -(-low // side**2))), most
+    def budget(low: int, high: int) -> Mapping[str, Any]:
+        """What the model allows is kept, so that a later run may show more again."""
+        least, most = tiles_within(low, high)
+        return {"min_patches": least, "max_patches": most, ALLOWED: [fewest, largest]}
 
-
-def budget(low: int, high: int, *, side: int, limits: tuple[int, int]) -> Mapping[str, Any]:
-    """What the model allows is kept, so that a later run may show more again."""
-    least, most = tiles_within(low, high, side=side, limits=limits)
-    return {"min_patches": least, "max_patches": most, ALLOWED: list(limits)}
-
-
-@lru_cache(maxsize=16_384)
-def best_grid(width: int, height: int, side: int, least: int, most: int) -> tuple[int, int]:
-    """The grid whose shape is nearest; among equal ones the largest that has less than twice the
-    pixels of the picture.
-    """
-    sizes = range(1, most + 1)
-    grids = [(c, r) for c in sizes for r in sizes if least <= c * r <= most]
-    best, nearest = (1, 1), float("inf")
-    for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
-        distance = abs(width / height - columns / rows)
-        larger = width * height > 0.5 * side**2 * columns * rows
-        if distance < nearest or (distance == nearest and larger):
-            best, nearest = (columns, rows), distance
-    return best
-
-
-def cut_tiles(media: Media, *, grid: Any, side: int) -> np.ndarray:
-    """[tiles, side, side, 3] row by row, the whole picture last."""
-    columns, rows = grid(media)
-    pixels = DECODED.get(media)
-    canvas = resized(pixels, size=(columns * side, rows * side))
-    tiles = canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
-    if len(tiles) == 1:
-        return tiles
-    return np.concatenate([tiles, resized(pixels, size=(side, side))[None]])
+    return {**bound(processor, measure=measure, cut=cut, unit=unit), "budget": budget}
 
 
 INTERNVL = FamilySpec(
@@ -219,42 +172,37 @@ def bind_llava(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mappi
     vision = config["vision_config"]
     kind = vision.get("model_type", "clip_vision_model")
     if kind not in CLASS_TOKENS:
-        raise EnvironmentProblem(
-            f"config.json: a LLaVA with a vision tower of type {kind!r} is not known; use one with "
-            f"{' or '.join(CLASS_TOKENS)}"
-        )
+        why = f"a LLaVA with a vision tower of type {kind!r} is not supported"
+        raise EnvironmentProblem(f"config.json: {why}; use one with {' or '.join(CLASS_TOKENS)}")
     # What is as in a plain tower may be left out of a config.
     side = int(vision.get("image_size", 224))
     patch = int(vision.get("patch_size", 32 if kind.startswith("clip") else 16))
     dropped = config.get("vision_feature_select_strategy", "default") == "default"
     patches = side // patch
-    _require_side(processor, side)
-    return bound(
-        processor,
-        measure=partial(measure_whole, patches=patches, tokens=patches**2 + CLASS_TOKENS[kind] - dropped),
-        cut=partial(cut_whole, side=side, stretched=_stretched(processor), padding=_padding(processor)),
-        unit=patch,
-    )
+    measured = (1, patches, patches), patches**2 + CLASS_TOKENS[kind] - dropped
+    size = processor.get("size", side)  # a processor that does not say is taken to fit the tower
+    stretched = isinstance(size, Mapping) and "height" in size
+    for name, given in (("size", size), ("crop_size", side if stretched else processor.get("crop_size", side))):
+        if set(given.values() if isinstance(given, Mapping) else [given]) != {side}:
+            why = f"{name} is {given}, and the vision tower sees squares of {side} pixels"
+            raise EnvironmentProblem(f"preprocessor_config.json: {why}; set size and crop_size to that")
+    pads = processor.get("image_processor_type", "").startswith("LlavaImageProcessor") and processor.get("do_pad")
+    colour = [int(share * 255) for share in processor.get("image_mean", CLIP_MEAN)]  # as transformers rounds it
+
+    def cut(media: Media) -> np.ndarray:
+        """[1, side, side, 3]."""
+        pixels = padded(DECODED.get(media), colour) if pads else DECODED.get(media)
+        if stretched:
+            return resized(pixels, size=(side, side))[None]
+        height, width = pixels.shape[:2]
+        wide, high = max(side, int(side * width / height)), max(side, int(side * height / width))
+        left, top = (wide - side) // 2, (high - side) // 2
+        return resized(pixels, size=(wide, high))[None, top : top + side, left : left + side]
+
+    return bound(processor, measure=lambda media: measured, cut=cut, unit=patch)
 
 
-def measure_whole(media: Media, *, patches: int, tokens: int) -> tuple[tuple[int, int, int], int]:
-    return (1, patches, patches), tokens
-
-
-def cut_whole(media: Media, *, side: int, stretched: bool, padding: tuple[int, ...] | None) -> np.ndarray:
-    """[1, side, side, 3]."""
-    pixels = DECODED.get(media)
-    if padding is not None:
-        pixels = padded(pixels, padding)
-    height, width = pixels.shape[:2]
-    if stretched:
-        return resized(pixels, size=(side, side))[None]
-    wide, high = max(side, int(side * width / height)), max(side, int(side * height / width))
-    left, top = (wide - side) // 2, (high - side) // 2
-    return resized(pixels, size=(wide, high))[None, top : top + side, left : left + side]
-
-
-def padded(pixels: np.ndarray, colour: tuple[int, ...]) -> np.ndarray:
+def padded(pixels: np.ndarray, colour: Sequence[int]) -> np.ndarray:
     """In the middle of a square."""
     height, width = pixels.shape[:2]
     side = max(height, width)
@@ -264,53 +212,16 @@ def padded(pixels: np.ndarray, colour: tuple[int, ...]) -> np.ndarray:
     return canvas
 
 
-# -- what a processor says -------------------------------------------------------------------------
-
-
-def _stretched(processor: Mapping[str, Any]) -> bool:
-    size = processor.get("size", {})
-    return isinstance(size, Mapping) and "height" in size
-
-
-def _padding(processor: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The colour around a picture, as transformers rounds it."""
-    kind = processor.get("image_processor_type", "")
-    if not kind.startswith("LlavaImageProcessor") or not processor.get("do_pad"):
-        return None
-    return tuple(int(share * 255) for share in processor.get("image_mean", CLIP_MEAN))
-
-
-def _require_side(processor: Mapping[str, Any], side: int) -> None:
-    """A processor that does not say is taken to fit the tower."""
-    given = {"size": processor.get("size", side)}
-    if not _stretched(processor):
-        given["crop_size"] = processor.get("crop_size", side)
-    for name, size in given.items():
-        edges = size.values() if isinstance(size, Mapping) else [size]
-        if set(edges) != {side}:
-            raise EnvironmentProblem(
-                f"preprocessor_config.json: {name} is {size}, and the vision tower sees squares of "
-                f"{side} pixels; set size and crop_size to that"
-            )
-
-
-# -- layers that are not read ----------------------------------------------------------------------
-
-
-def layers_read(layers: int, chosen: int | list[int]) -> int:
-    """How many layers run for the hidden states that are chosen, of which the first are no
-    layer's.
-    """
-    all_chosen = [chosen] if isinstance(chosen, int) else chosen
-    return max(index if index >= 0 else layers + 1 + index for index in all_chosen)
-
-
 def skip_unread_layers(model: Any) -> None:
-    """Their weights stay, for whoever loads what is saved; so do those of a pooling head."""
-    tower = model.base_model.vision_tower
+    """Layers behind those that the config reads features from are not run, nor is a pooling head.
+    Their weights stay, for whoever loads what is saved.
+    """
+    tower, chosen = model.base_model.vision_tower, model.config.vision_feature_layer
     layers = list(tower.encoder.layers)
-    unread = layers[layers_read(len(layers), model.config.vision_feature_layer) :]
-    for part in (*unread, *([tower.head] if hasattr(tower, "head") else [])):
+    # Of the hidden states that are chosen from, the first are no layer's.
+    states = [chosen] if isinstance(chosen, int) else chosen
+    read = max(index if index >= 0 else len(layers) + 1 + index for index in states)
+    for part in (*layers[read:], *([tower.head] if hasattr(tower, "head") else [])):
         kind: Any = type(part)
         part.__class__ = _unread(kind)
 

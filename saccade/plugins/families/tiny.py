@@ -1,5 +1,5 @@
-"""Tiny models with random weights: a table of overrides on each family's Hugging Face config, and
-the tokenizer and processor files that go with them. Nothing is downloaded.
+"""Tiny models with random weights, made from a table of overrides on each family's Hugging Face config
+(tiny_models.yaml): weights, tokenizer and the files of a processor. Nothing is downloaded.
 
 They serve the quickstart, `--smoke` and the tests. The tokenizer is either a closed list of words
 (every word one token) or byte-level (any text).
@@ -14,32 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from saccade.errors import ConfigError
-from saccade.models.families.qwen_vl import CLIP_MEAN, CLIP_STD
+import yaml
 
-SPECIAL = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
-    *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
-)
-# Token → (its name, under which its processor looks for it).
-Names = Mapping[str, tuple[str, str]]
-PLAIN: Names = {token: (token, "") for token in SPECIAL}
-HEARD: Names = {token: (token, "") for token in ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")}
-OMNI: Names = {
-    "<|vision_start|>": ("<|vision_bos|>", "vision_bos_token"),
-    "<|vision_end|>": ("<|vision_eos|>", "vision_eos_token"),
-    "<|image_pad|>": ("<|IMAGE|>", "image_token"),
-    "<|video_pad|>": ("<|VIDEO|>", "video_token"),
-    "<|AUDIO|>": ("<|AUDIO|>", "audio_token"),
-    "<|audio_bos|>": ("<|audio_bos|>", "audio_bos_token"),
-    "<|audio_eos|>": ("<|audio_eos|>", "audio_eos_token"),
-}
-INTERNVL: Names = {  # its processor writes the first two
-    "<img>": ("<img>", "start_image_token"),
-    "</img>": ("</img>", "end_image_token"),
-    "<IMG_CONTEXT>": ("<IMG_CONTEXT>", "context_image_token"),
-    "<video>": ("<video>", "video_token"),
-}
+from saccade.errors import ConfigError
+
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
@@ -49,144 +27,43 @@ TEMPLATE = (
     "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-INTERNVL_TEMPLATE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n").replace(
+_INTERNVL = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n").replace(
     "<|vision_start|><|video_pad|><|vision_end|>", "<video>\n"
 )
 # Pictures first, no end of a turn, and texts in lists alone.
-LLAVA_TEMPLATE = (
+_LLAVA = (
     "{% for m in messages %}{% if m['role'] != 'system' %}{{ m['role'].upper() + ': ' }}{% endif %}"
     "{% for c in m['content'] | selectattr('type', 'equalto', 'image') %}<image>\n{% endfor %}"
     "{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}{{ c['text'] + ' ' }}{% endfor %}"
     "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-
-# -- sizes -----------------------------------------------------------------------------------------
-
-WIDE = {"hidden_size": 64, "intermediate_size": 128}
-HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2}
-# Heads of 32 also run in vLLM.
-TEXT: dict[str, Any] = {**WIDE, **HEADS, "num_key_value_heads": 1, "head_dim": 32}
-TEXT |= {"max_position_embeddings": 4096, "tie_word_embeddings": True, "initializer_range": 0.1}
-PATCHES: dict[str, Any] = {
-    "depth": 2,
-    "num_heads": 2,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
-WINDOWS = {**PATCHES, **WIDE, "window_size": 112, "fullatt_block_indexes": [1]}
-DEEP = {**PATCHES, **WIDE, "patch_size": 16, "num_position_embeddings": 36, "deepstack_visual_indexes": [0]}
-SQUARE = {**WIDE, **HEADS, "image_size": 56, "patch_size": 14}
-AUDIO: dict[str, Any] = {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 128}
-AUDIO |= {"initializer_range": 0.1}
-EXPERTS = {"num_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
-BOUNDS = {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
-SEEN = BOUNDS | {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
-SEEN_AND_HEARD = BOUNDS | {"image_token_index": "<|image_pad|>", "video_token_index": "<|video_pad|>"}
-SEEN_AND_HEARD |= {"audio_start_token_id": "<|audio_bos|>", "audio_end_token_id": "<|audio_eos|>"}
-SEEN_AND_HEARD |= {"audio_token_index": "<|AUDIO|>"}
-# As real folders have them: vLLM reads other defaults where a step is not named.
-PICTURES: dict[str, Any] = {
-    "do_convert_rgb": True,
-    "do_resize": True,
-    "do_rescale": True,
-    "do_normalize": True,
-    "resample": 3,
-}
-EXTRACTOR: dict[str, Any] = {
-    "feature_extractor_type": "WhisperFeatureExtractor",
-    "processor_class": "Qwen2AudioProcessor",
-}
-EXTRACTOR |= {"feature_size": 128, "return_attention_mask": True}
-PROCESSOR = PICTURES | {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
-PROCESSOR |= {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "merge_size": 2, "temporal_patch_size": 2}
-PROCESSOR |= {"rescale_factor": 1 / 255, "size": {"shortest_edge": 3136, "longest_edge": 1003520}}
-GOT: dict[str, Any] = PICTURES | {"image_processor_type": "GotOcr2ImageProcessor", "min_patches": 1, "max_patches": 6}
-GOT |= {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+TEMPLATES = {"internvl": _INTERNVL, "llava": _LLAVA}
+TABLE: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("tiny_models.yaml").read_text(encoding="utf-8"))
+TEXT: Mapping[str, Any] = TABLE["text"]
+Names = Mapping[str, Sequence[str]]  # token → its name, and the attribute under which its processor looks for it
+PLAIN: Names = {token: (token, "") for token in TABLE["special"]}
 NONE: Mapping[str, Any] = {}
 
 
 class Tiny(NamedTuple):
-    """Overrides of one family."""
+    """A row of the table, which says what its fields mean."""
 
     text: Mapping[str, Any] = NONE
     vision: Mapping[str, Any] | None = None
     audio: Mapping[str, Any] | None = None
-    tokens: Mapping[str, str] = NONE  # field of the config → the token whose id it holds
-    width: str = ""  # field of the vision tower for the width of the text model
-    head_dim: bool = True  # whether the config has this field
-    mrope: tuple[int, int] | None = None  # share of half a head that height gets, and width
-    merge: int | None = None  # patches along a side of a token; the config says tokens of a square
-    model: str = ""  # class in transformers; empty: the auto class
-    names: Names = NONE  # besides those of Qwen
-    template: str = TEMPLATE
-    begin: str | None = None  # the token that the tokenizer puts before every text
+    tokens: Mapping[str, str] = NONE
+    width: str = ""
+    head_dim: bool = True
+    mrope: Sequence[int] | None = None
+    merge: int | None = None
+    model: str = ""
+    names: Names = NONE
+    begin: str | None = None
     processor: Mapping[str, Any] = NONE
+    template: str = TEMPLATE
 
 
-QWEN2_VL = Tiny(tokens=SEEN, head_dim=False, mrope=(3, 8), width="out_hidden_size", processor=PROCESSOR)
-QWEN3_VL = Tiny(
-    text={"rope_parameters": {"mrope_interleaved": True}},
-    vision=DEEP,
-    tokens=SEEN,
-    width="out_hidden_size",
-    mrope=(5, 16),
-    processor=PROCESSOR
-    | {"processor_class": "Qwen3VLProcessor", "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16},
-)
-OMNI_THINKER = QWEN2_VL._replace(
-    vision=WINDOWS,
-    audio={**AUDIO, "output_dim": 64},
-    tokens=SEEN_AND_HEARD,
-    model="Qwen2_5OmniThinkerForConditionalGeneration",
-    names={**HEARD, **OMNI},
-    processor=EXTRACTOR | PROCESSOR | {"processor_class": "Qwen2_5OmniProcessor", "chunk_length": 300},
-)
-CONFIGS: Mapping[str, Tiny] = {
-    "qwen2_vl": QWEN2_VL._replace(vision=PATCHES | {"embed_dim": 64, "mlp_ratio": 2}, width="hidden_size"),
-    "qwen2_5_vl": QWEN2_VL._replace(vision=WINDOWS),
-    "qwen3_vl": QWEN3_VL,
-    "qwen3_vl_moe": QWEN3_VL._replace(text={**QWEN3_VL.text, **EXPERTS}, vision=DEEP | {"depth": 1}),
-    "internvl": Tiny(
-        text={"model_type": "qwen2"},
-        vision=SQUARE | {"attention_bias": True, "layer_scale_init_value": 1.0},
-        tokens={"image_token_id": "<IMG_CONTEXT>"},
-        merge=2,
-        names=INTERNVL,
-        template=INTERNVL_TEMPLATE,
-        processor=GOT,
-    ),
-    "llava": Tiny(  # features come from the layer before the last
-        text={"model_type": "llama"},
-        vision=SQUARE | {"model_type": "clip_vision_model", "projection_dim": 64, "num_hidden_layers": 3},
-        tokens={"image_token_index": "<image>"},
-        merge=1,
-        names={"<image>": ("<image>", "image_token")},
-        template=LLAVA_TEMPLATE,
-        begin="<s>",
-        processor=PICTURES
-        | {"image_processor_type": "CLIPImageProcessor", "image_mean": CLIP_MEAN, "image_std": CLIP_STD},
-    ),
-    "qwen2_audio": Tiny(
-        # The head is a layer of its own.
-        text={"model_type": "qwen2", "tie_word_embeddings": False},
-        audio={"model_type": "qwen2_audio_encoder", **AUDIO},
-        tokens={"audio_token_index": "<|AUDIO|>"},
-        head_dim=False,
-        model="Qwen2AudioForConditionalGeneration",
-        names=HEARD,
-        processor=EXTRACTOR,
-    ),
-    # A whole checkpoint, without the weights of what speaks.
-    "qwen2_5_omni": OMNI_THINKER._replace(model="Qwen2_5OmniForConditionalGeneration"),
-    "qwen2_5_omni_thinker": OMNI_THINKER,
-    "qwen2": Tiny(),
-    "qwen3": Tiny(),
-    "llama": Tiny(),
-    "mixtral": Tiny(text={"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2_moe": Tiny(text={**EXPERTS, "shared_expert_intermediate_size": 96}),
-    "qwen3_moe": Tiny(text=EXPERTS),
-}
+CONFIGS = {name: Tiny(template=TEMPLATES.get(name, TEMPLATE), **row) for name, row in TABLE["families"].items()}
 
 
 def build(

@@ -48,34 +48,31 @@ def open_video(
     *,
     base: Path | None = None,
     limits: DataConfig = DEFAULT_LIMITS,
-    min_pixels: int | None = None,
-    max_pixels: int | None = None,
-    fps: float | None = None,
-    min_frames: int | None = None,
-    max_frames: int | None = None,
     frames: Sequence[int] | None = None,
+    max_pixels: int | None = None,
+    **options: Any,
 ) -> Media:
     """A reference to the video in `source`. Of a file, `fps` frames per second are chosen, unless
-    `frames` names them; pictures are taken to be chosen already, `fps` of them in a second.
+    `frames` names them; pictures are taken to be chosen already, `fps` of them in a second. `options`
+    replace those of the data section: fps, min_frames, max_frames, min_pixels.
     """
-    wanted, most = fps or limits.fps, max_frames or limits.max_frames
-    low, high = min_pixels or limits.min_pixels, max_pixels or max(limits.max_frame_pixels, limits.min_pixels)
+    shown = limits.model_copy(update=options)
+    most = max_pixels or max(limits.max_frame_pixels, limits.min_pixels)
+    budget: dict[str, Any] = {"min_pixels": shown.min_pixels, "max_pixels": most}
     listed = _pictures(source, base, limits)
     if listed is not None:
-        video = _from_pictures(listed, wanted, most, limits, base)
-        return replace(video, min_pixels=low, max_pixels=high)
+        return replace(_from_pictures(listed, shown.fps, shown.max_frames, limits, base), **budget)
     file = read(source, base, limits)
     film = _probe_animation(file.data, file.name) if _is_animation(file.data) else _probe_film(*file)
     if film.width * film.height > limits.max_megapixels * 1e6:
-        raise ImageError(
-            f"{file.name}: frames of {film.width}x{film.height}, data.max_megapixels is {limits.max_megapixels:g}"
-        )
-    least = min_frames or limits.min_frames
-    chosen = tuple(frames or sampled(film.frames, rate=film.rate, fps=wanted, least=least, most=most))
+        size = f"frames of {film.width}x{film.height}"
+        raise ImageError(f"{file.name}: {size}, data.max_megapixels is {limits.max_megapixels:g}")
+    spread: dict[str, Any] = {"fps": shown.fps, "least": shown.min_frames, "most": shown.max_frames}
+    chosen = tuple(frames or sampled(film.frames, rate=film.rate, **spread))
     if max(chosen) >= film.frames or len(chosen) % PAIR:
         raise ImageError(f"{file.name}: frames must be an even number of indices below {film.frames}, not {chosen}")
-    shown = {"frames": chosen, "fps": len(chosen) / film.frames * film.rate, "min_pixels": low, "max_pixels": high}
-    return reference(file, "video", width=film.width, height=film.height, **shown)
+    pace = len(chosen) / film.frames * film.rate
+    return reference(file, "video", width=film.width, height=film.height, frames=chosen, fps=pace, **budget)
 
 
 def sampled(total: int, *, rate: float, fps: float, least: int, most: int) -> tuple[int, ...]:
@@ -139,8 +136,10 @@ def _frames(media: Media) -> Iterator[tuple[int, np.ndarray]]:
         data = encoded(media)
     else:  # OpenCV reads a film from its path, and not all of it into memory
         require_unchanged(media)
-    read = _animation_frames if _is_animation(data) else _film_frames
-    for index, frame in read(name, data, media.path, frozenset(missing)):
+    wanted = sorted(missing)
+    animated = _is_animation(data)
+    read = _animation_frames(name, data, wanted) if animated else _film_frames(name, data, media.path, wanted)
+    for index, frame in read:
         if frame.shape != (media.height, media.width, 3):
             seen = f"{frame.shape[1]}x{frame.shape[0]}"
             raise ImageError(f"{name}: frame {index} is {seen}, its header says {media.width}x{media.height}")
@@ -170,11 +169,9 @@ def _probe_animation(data: bytes, name: str) -> Film:
         return Film(frames, 1000 / (image.info.get("duration") or DEFAULT_DURATION), *image.size)
 
 
-def _animation_frames(
-    name: str, data: bytes, path: str | None, wanted: frozenset[int]
-) -> Iterator[tuple[int, np.ndarray]]:
+def _animation_frames(name: str, data: bytes, wanted: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
     with image_files.opened(data, name) as image:
-        for index in sorted(wanted):
+        for index in wanted:
             try:
                 image.seek(index)
                 yield index, np.array(image_files.as_rgb(image))
@@ -191,16 +188,16 @@ def _probe_film(name: str, data: bytes, path: str | None) -> Film:
     return Film(int(frames), float(rate), int(width), int(height))
 
 
-def _film_frames(name: str, data: bytes, path: str | None, wanted: frozenset[int]) -> Iterator[tuple[int, np.ndarray]]:
+def _film_frames(name: str, data: bytes, path: str | None, wanted: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
     with _captured(name, data, path) as (_, capture):
-        for index in range(max(wanted) + 1):
-            if not capture.grab():
-                return
-            if index in wanted:
+        for index in range(wanted[-1] + 1):
+            good = capture.grab()
+            if good and index in wanted:
                 good, frame = capture.retrieve()
-                if not good:
-                    return
-                yield index, np.ascontiguousarray(frame[:, :, ::-1])
+                if good:
+                    yield index, np.ascontiguousarray(frame[:, :, ::-1])
+            if not good:
+                return
 
 
 @contextmanager

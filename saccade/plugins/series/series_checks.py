@@ -17,33 +17,25 @@ def series(config: Config) -> Iterator[str]:
     encoder = model.series.encoder
     if encoder is None and not held:
         for name, _, _ in chosen(model.series):
-            yield (f"model.series.{name}: has no effect without an encoder; try model.series.encoder=patches")
+            yield f"model.series.{name}: has no effect without an encoder; try model.series.encoder=patches"
         return
     file, _, function = (encoder or "").rpartition(":")
     if file.endswith(".py") and function and not Path(file).is_file():
         yield f"model.series.encoder: {file} does not exist (looked in {Path.cwd()})"
     elif encoder not in (None, "patches") and not (file.endswith(".py") and function):
-        yield (
-            f"model.series.encoder: {encoder} is neither patches nor FILE.py:FUNCTION; try model.series.encoder=patches"
-        )
+        yield f"model.series.encoder: {encoder} is neither patches nor FILE.py:FUNCTION; try patches"
     if rollout.engine != "embedded" or rollout.replicas:
         name = "replicas" if rollout.engine == "embedded" else "engine"
-        yield (
-            f"rollout.{name}: {getattr(rollout, name)} has no encoder for time series; "
-            "try rollout.engine=embedded rollout.replicas=0"
-        )
+        hint = "try rollout.engine=embedded rollout.replicas=0"
+        yield f"rollout.{name}: {getattr(rollout, name)} has no encoder for time series; {hint}"
     if (model.train in ADAPTED or "series" in frozen(model.train)) and not held:
-        yield (
-            f"model.train: {model.train} would leave the encoder of time series as it was drawn; "
-            "train it first with model.train=freeze:llm, or try model.train=full"
-        )
+        hint = "train it first with model.train=freeze:llm, or try model.train=full"
+        yield f"model.train: {model.train} would leave the encoder of time series as it was drawn; {hint}"
 
 
 def trained_series(config: Config) -> Iterator[str]:
     path = config.model.path
     held = (Path(path) / SERIES_FILE).is_file()
     if config.model.series.encoder and path and not held and not path.startswith("tiny:"):
-        yield (
-            f"model.series.encoder: {path} holds no encoder, and one that is drawn has learnt "
-            "nothing; train it first: saccade sft, then model.path=runs/NAME/checkpoints/step-N"
-        )
+        hint = "train it first: saccade sft, then model.path=runs/NAME/checkpoints/step-N"
+        yield f"model.series.encoder: {path} holds no encoder, and one that is drawn has learnt nothing; {hint}"

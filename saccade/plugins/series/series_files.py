@@ -28,7 +28,6 @@ from saccade.types import Media
 
 # Python 3.11 parses literals in one thread at a time only: others see a SystemError now and then.
 PARSING = threading.Lock()
-HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 FILES = (str, bytes, bytearray, Path, Mapping)
 EXPECTED = "a time series is numbers [leads, samples], such as [[0.1, 0.2], [0.0, 0.3]]"
 
@@ -49,10 +48,8 @@ def open_series(source: Any, *, base: Path | None = None, limits: DataConfig = D
     file = _encoded(source, base, limits)
     leads, samples = _values(file.data, file.name).shape
     if samples > limits.max_series and limits.long_series == "reject":
-        raise ImageError(
-            f"{file.name}: {samples} samples, data.max_series is {limits.max_series}; "
-            "data.long_series=truncate keeps the first ones"
-        )
+        what = f"{samples} samples, data.max_series is {limits.max_series}"
+        raise ImageError(f"{file.name}: {what}; data.long_series=truncate keeps the first ones")
     return reference(file, "series", width=min(samples, limits.max_series), height=leads)
 
 
@@ -66,12 +63,10 @@ def decode(media: Media) -> np.ndarray:
 def _encoded(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
     if isinstance(source, Mapping) and source.get("array") is not None:
         source = source["array"]
-    if isinstance(source, Mapping) and all(source.get(key) is None for key in ("bytes", "path")):
-        raise ImageError(f"series {{{', '.join(map(str, source))}}}: needs a value for array, bytes or path")
-    if not isinstance(source, (*FILES, list, tuple, np.ndarray)):
-        raise ImageError(f"a time series cannot be made from {type(source).__name__}; {EXPECTED}")
     if isinstance(source, FILES):
         return read(source, base, limits)
+    if not isinstance(source, list | tuple | np.ndarray):
+        raise ImageError(f"a time series cannot be made from {type(source).__name__}; {EXPECTED}")
     try:
         if np.asarray(source).dtype.kind in "SU":
             raise ValueError("text instead of numbers")
@@ -89,38 +84,29 @@ def _values(data: bytes, name: str) -> np.ndarray:
     """float32 [leads, samples] of a whole file."""
     try:
         made = _npy(data) if data.startswith(npy.MAGIC_PREFIX) else _csv(data)
+        values = made[None] if made.ndim == 1 else made
+        if values.ndim != 2 or not values.size:
+            raise ValueError("empty" if not values.size else f"an array {list(values.shape)}")
     except UnicodeDecodeError:
         raise ImageError(f"{name}: neither NPY nor CSV, which is text; {EXPECTED}") from None
-    except ValueError as error:
+    except (ValueError, MemoryError) as error:  # a header may promise more than fits
         raise ImageError(f"{name}: {error}; {EXPECTED}") from None
-    values = made[None] if made.ndim == 1 else made
-    if values.ndim != 2 or not values.size:
-        what = "empty" if not values.size else f"an array {list(values.shape)}"
-        raise ImageError(f"{name}: {what}; {EXPECTED}")
     with np.errstate(over="ignore"):
         values = values.astype(np.float32)
     bad = np.argwhere(~np.isfinite(values))
     if len(bad):
         lead, sample = bad[0].tolist()
-        raise ImageError(
-            f"{name}: lead {lead} is {values[lead, sample]} at sample {sample}, and {len(bad)} "
-            "numbers are not finite; cut such samples away or fill them, such as with 0"
-        )
+        what = f"lead {lead} is {values[lead, sample]} at sample {sample}, and {len(bad)} numbers are not finite"
+        raise ImageError(f"{name}: {what}; cut such samples away or fill them, such as with 0")
     return values
 
 
 def _npy(data: bytes) -> np.ndarray:
-    """By its header: memory is taken for what is there, whatever a header promises."""
-    file = io.BytesIO(data)
-    version = npy.read_magic(file)
-    if version not in HEADERS:
-        raise ValueError(f"NPY version {version} cannot be read")
     with PARSING:
-        shape, columns_first, kind = HEADERS[version](file)
-    if kind.kind not in "fiu":
-        raise ValueError(f"an NPY file of {kind}, which are no numbers")
-    values = np.frombuffer(data, kind, offset=file.tell())
-    return values.reshape(shape, order="F" if columns_first else "C")
+        values = np.load(io.BytesIO(data), allow_pickle=False)
+    if values.dtype.kind not in "fiu":
+        raise ValueError(f"an NPY file of {values.dtype}, which are no numbers")
+    return values
 
 
 def _csv(data: bytes) -> np.ndarray:

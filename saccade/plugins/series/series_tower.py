@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -42,7 +42,7 @@ from saccade.media.images import ImageError
 from saccade.media.pixel_cache import DECODED
 from saccade.models.families import Family, PluggedTower
 from saccade.models.files import SERIES_FILE
-from saccade.plugins.families.hearing import apart, as_shown
+from saccade.plugins.families.hearing import apart, joined
 from saccade.plugins.series import user_encoder
 from saccade.system.contents import File, on_host, tensor_file
 from saccade.types import Media, MediaSpan
@@ -65,69 +65,45 @@ def plugged(family: Family, given: SeriesConfig) -> Family:
     token = _token(family, settings)
     banned = family.banned.copy()
     banned[token] = True
-    own, hidden = str(settings.encoder), 0
-    module, untried = None, True
-    if settings.encoder != BUILT_IN:
-        from transformers import AutoConfig
-
-        hidden = int(AutoConfig.from_pretrained(family.path).get_text_config().hidden_size)
-        module = user_encoder.load(own, channels=settings.channels, hidden=hidden)
+    count = _counter(family, settings)
 
     def measure(media: Media) -> tuple[tuple[int, int, int], int]:
-        nonlocal untried
-        if media.kind != KIND:
-            return family.measure(media)
         if media.height != settings.channels:
-            turned = media.width == settings.channels
-            raise ImageError(
-                f"{media.path or 'series'}: {media.height} leads, model.series.channels is "
-                f"{settings.channels}{'; is it transposed, [samples, leads]?' if turned else ''}"
-            )
-        if module is None:
-            return GRID, -(-media.width // settings.patch)
-        tokens = user_encoder.count_tokens(own, module, media.height, media.width)
-        if tokens < 1:
-            what = f"{media.width} samples are {tokens} tokens of {settings.encoder}"
-            raise ImageError(f"{media.path or 'series'}: {what}; give more samples")
-        if untried:
-            values = torch.tensor(DECODED.get(media))  # a copy: it may be written to
-            user_encoder.try_out(own, module, values, [tokens, hidden])
-            untried = False
-        return GRID, tokens
-
-    def positions(length: int, media: tuple[MediaSpan, ...]) -> np.ndarray:
-        return family.positions(length, tuple(apart(media, KIND)[0]))
+            hint = "; is it transposed, [samples, leads]?" if media.width == settings.channels else ""
+            what = f"{media.height} leads, model.series.channels is {settings.channels}"
+            raise ImageError(f"{media.path or 'series'}: {what}{hint}")
+        return GRID, count(media)
 
     def host_media(spans: Sequence[MediaSpan]) -> Mapping[str, Any]:
-        others, read = apart(spans, KIND)
-        made: dict[str, Any] = {"others": family.media(others)} if others else {}
-        if read:
-            values = DECODED.get_all([span.media for span in read])
-            made["values"] = torch.from_numpy(np.concatenate(values, axis=1))
-            made["samples"] = [each.shape[1] for each in values]
-            made["tokens"] = [span.length for span in read]
-        return made | ({"rows": as_shown(spans, KIND)} if others and read else {})
+        values = DECODED.get_all([span.media for span in spans])
+        whole = torch.from_numpy(np.concatenate(values, axis=1))
+        return {"values": whole, "samples": [v.shape[1] for v in values], "tokens": [span.length for span in spans]}
 
-    def features(model: Any, media: Mapping[str, Any]) -> Tensor:
-        made = [family.features(model, media["others"])] if "others" in media else []
-        if "values" in media:
-            read = model.series(media["values"], media["samples"], media["tokens"])
-            wide = made[0].shape[1] if made else read.shape[1]  # what later layers add is nothing
-            made.append(torch.nn.functional.pad(read, (0, wide - read.shape[1])))
-        return torch.cat(made)[media["rows"]] if "rows" in media else made[0]
-
+    tower = {
+        "measure": measure,
+        "cache": lambda media: DECODED,
+        "media": host_media,
+        "features": lambda model, media: model.series(**media),
+    }
     return replace(
         family,
         series=settings,
         spec=replace(family.spec, towers={KIND: (f"{KIND}.",), **family.spec.towers}),
         chat=replace(family.chat, placeholders={**family.chat.placeholders, KIND: token}),
         banned=banned,
-        measure=measure,
-        positions=positions,
-        cache=lambda media: DECODED if media.kind == KIND else family.cache(media),
-        media=host_media,
-        features=features,
+        positions=lambda length, media: family.positions(length, tuple(apart(media, KIND)[0])),
+        **joined({name: getattr(family, name) for name in tower}, KIND, tower),
     )
+
+
+def _counter(family: Family, settings: SeriesConfig) -> Callable[[Media], int]:
+    """How many tokens a series is."""
+    if settings.encoder == BUILT_IN:
+        return lambda media: -(-media.width // settings.patch)
+    from transformers import AutoConfig
+
+    hidden = int(AutoConfig.from_pretrained(family.path).get_text_config().hidden_size)
+    return user_encoder.counter(str(settings.encoder), channels=settings.channels, hidden=hidden)
 
 
 def _settings(folder: Path, given: SeriesConfig) -> SeriesConfig | None:
@@ -143,17 +119,13 @@ def _settings(folder: Path, given: SeriesConfig) -> SeriesConfig | None:
         mine, theirs = getattr(given, name), getattr(stored, name)
         own = name == "encoder" and BUILT_IN not in (mine, theirs)  # its file may have moved
         if mine is not None and mine != theirs and not own:
-            raise ConfigError(
-                f"model.series.{name}={mine}: the encoder in {folder} has {theirs}; remove the "
-                "option, or begin with a model.path without an encoder"
-            )
+            hint = "remove the option, or begin with a model.path without an encoder"
+            raise ConfigError(f"model.series.{name}={mine}: the encoder in {folder} has {theirs}; {hint}")
     if stored.encoder == BUILT_IN:
         return stored
     if given.encoder is None:  # code is run where a config names it, never because a folder does
-        raise ConfigError(
-            f"model.series.encoder: {folder} holds the weights of a module of your own; say where "
-            f"it is, such as model.series.encoder={stored.encoder}"
-        )
+        hint = f"say where it is, such as model.series.encoder={stored.encoder}"
+        raise ConfigError(f"model.series.encoder: {folder} holds the weights of a module of your own; {hint}")
     return stored.model_copy(update={"encoder": given.encoder})
 
 
@@ -174,9 +146,8 @@ def _token(family: Family, settings: SeriesConfig) -> int:
     if (name := next(iter(fitting), None)) is None:
         why = f"{settings.token} cannot" if settings.token else "no id is spare: no special token can"
         other = free[0] if free else "TOKEN, a special one that you add to the tokenizer"
-        raise ConfigError(
-            f"model.series.token: {why} stand for a series in {family.path}; try model.series.token={other}"
-        )
+        what = f"{why} stand for a series in {family.path}"
+        raise ConfigError(f"model.series.token: {what}; try model.series.token={other}")
     return known[name]
 
 
@@ -191,16 +162,10 @@ class Patches(nn.Module):
         super().__init__()
         width, self.patch = settings.width, settings.patch
         self.first = nn.Linear(settings.channels * settings.patch, width)
+        # Activations other than this have a path of their own without gradients.
+        options: dict[str, Any] = {"activation": functional.silu, "batch_first": True, "norm_first": True}
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width,
-                gcd(width, 4),
-                4 * width,
-                dropout=0.0,
-                activation=functional.silu,  # others have a path of their own without gradients
-                batch_first=True,
-                norm_first=True,
-            )
+            nn.TransformerEncoderLayer(width, gcd(width, 4), 4 * width, dropout=0.0, **options)
             for _ in range(settings.layers)
         )
         self.norm, self.last = nn.LayerNorm(width), nn.Linear(width, hidden)
@@ -245,11 +210,10 @@ class Encoder(nn.Module):
         super().__init__()
         self.settings, self.hidden = settings, int(text_config.hidden_size)
         spread = float(getattr(text_config, "initializer_range", 0.02))
-        self.inner = (
-            Patches(settings, hidden=self.hidden, spread=spread)
-            if settings.encoder == BUILT_IN
-            else user_encoder.load(str(settings.encoder), channels=settings.channels, hidden=self.hidden)
-        )
+        if settings.encoder == BUILT_IN:
+            self.inner: nn.Module = Patches(settings, hidden=self.hidden, spread=spread)
+        else:
+            self.inner = user_encoder.load(str(settings.encoder), channels=settings.channels, hidden=self.hidden)
 
     def forward(self, values: Tensor, samples: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """values [C, samples of all] → [tokens of all, hidden]."""
@@ -284,9 +248,7 @@ def _load(encoder: Encoder, path: Path) -> None:
 
     mine, stored = encoder.state_dict(), load_file(path)
     if {n: t.shape for n, t in mine.items()} != {n: t.shape for n, t in stored.items()}:
-        raise EnvironmentProblem(
-            f"{path}: its tensors are not those of model.series.encoder={encoder.settings.encoder}"
-        )
+        raise EnvironmentProblem(f"{path}: its tensors are not those of {encoder.settings.encoder}")
     encoder.load_state_dict(stored)
 
 

@@ -3,13 +3,13 @@
 What goes wrong in their code is a ConfigError with the file, the line and what was raised.
 
     module = load("own.py:make", channels=8, hidden=1536)
-    try_out("own.py:make", module, values, [module.tokens(8, 2500), 1536])
+    counter("own.py:make", channels=8, hidden=1536)(media)
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from saccade.errors import ConfigError, SaccadeError
+from saccade.media.image_files import ImageError
+from saccade.media.pixel_cache import DECODED
+from saccade.types import Media
 from saccade.user_code import own_module, raised_at
 
 CLOSE = 1e-4  # of the largest number: two forwards may differ by rounding
@@ -58,9 +61,25 @@ def blamed(encoder: str, doing: str) -> Iterator[None]:
         raise _refusal(encoder, f"{doing} raises {raised_at(error, encoder.rpartition(':')[0])}") from error
 
 
-def count_tokens(encoder: str, module: Any, channels: int, samples: int) -> int:
-    with blamed(encoder, f"tokens({channels}, {samples})"):
-        return int(module.tokens(channels, samples))
+def counter(encoder: str, *, channels: int, hidden: int) -> Callable[[Media], int]:
+    """A function that gives the tokens of a series; the module is tried out with the first one."""
+    module: Any = load(encoder, channels=channels, hidden=hidden)
+    untried = True
+
+    def count(media: Media) -> int:
+        nonlocal untried
+        with blamed(encoder, f"tokens({channels}, {media.width})"):
+            tokens = int(module.tokens(channels, media.width))
+        if tokens < 1:
+            what = f"{media.width} samples are {tokens} tokens of {encoder}"
+            raise ImageError(f"{media.path or 'series'}: {what}; give more samples")
+        if untried:
+            values = torch.tensor(DECODED.get(media))  # a copy: it may be written to
+            _try_out(encoder, module, values, [tokens, hidden])
+            untried = False
+        return tokens
+
+    return count
 
 
 def forward(encoder: str, module: nn.Module, values: Tensor, shape: Sequence[int]) -> Tensor:
@@ -73,7 +92,7 @@ def forward(encoder: str, module: nn.Module, values: Tensor, shape: Sequence[int
     return made
 
 
-def try_out(encoder: str, module: nn.Module, values: Tensor, shape: Sequence[int]) -> None:
+def _try_out(encoder: str, module: nn.Module, values: Tensor, shape: Sequence[int]) -> None:
     """Before anything is trained: one series of the data, twice, as training computes it."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         first, second = (forward(encoder, module.train(), values, shape) for _ in range(2))
