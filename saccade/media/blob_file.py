@@ -94,10 +94,9 @@ class Spill:
         try:
             return replace(media, data=self._known.get(media.hash) or self._append(media.hash, media.data))
         except OSError as error:
-            raise EnvironmentProblem(
-                f"{_folder()}: {error.strerror}; media that came inside of rows lie there, so set TMPDIR to a "
-                "folder that exists and has room for all of them, such as TMPDIR=/data/tmp"
-            ) from None
+            what = f"{_folder()}: {error.strerror}; media that came inside of rows lie there"
+            hint = "set TMPDIR to a folder that exists and has room for all of them, such as TMPDIR=/data/tmp"
+            raise EnvironmentProblem(f"{what}: {hint}") from None
 
     def _append(self, name: str, data: bytes) -> Extent:
         """`name` is the hash of the content, which is written once."""
@@ -111,12 +110,8 @@ class Spill:
 
 
 def _folder() -> str:
-    """/tmp is memory on many systems; /var/tmp is for large files."""
-    wanted = os.environ.get("TMPDIR")
-    if wanted and not _writable(wanted):  # elsewhere may be the disk that somebody fled from
-        raise EnvironmentProblem(f"TMPDIR={wanted}: is no folder that can be written to; make it")
-    return wanted or ("/var/tmp" if _writable("/var/tmp") else tempfile.gettempdir())
-
-
-def _writable(folder: str) -> bool:
-    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+    """That of TMPDIR, even if it cannot be written to: elsewhere may be the disk that somebody fled
+    from. Else /var/tmp, which is for large files: /tmp is memory on many systems.
+    """
+    usual = "/var/tmp" if os.access("/var/tmp", os.W_OK | os.X_OK) else tempfile.gettempdir()
+    return os.environ.get("TMPDIR") or usual

@@ -130,7 +130,7 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     weights are unpacked. One at a time, so that no second model is in memory.
     """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
-    for name, parameter in _own(model):
+    for name, parameter in _without_adapters(model):
         weight = _unpacked(parameter)
         if name in layers:
             weight = _with_adapter(weight, layers[name])
@@ -139,12 +139,12 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def merged_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """Name, shape and bytes of each that `merged` gives, which is not computed for that."""
-    for name, parameter in _own(model):
+    for name, parameter in _without_adapters(model):
         whole = getattr(parameter, "quant_state", None) or parameter
         yield name.replace(".base_layer.", "."), tuple(whole.shape), whole.shape.numel() * whole.dtype.itemsize
 
 
-def _own(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _without_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     adapted = is_adapted(model)
     return ((name, p) for name, p in model.named_parameters() if not (adapted and f".{NAME}." in name))
 

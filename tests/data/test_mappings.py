@@ -1,17 +1,12 @@
 """Mappings: the columns of public preference sets as comparisons, and what is refused."""
 
-import io
 import json
 import re
-import wave
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -20,55 +15,34 @@ from saccade.data.datasets import Dataset, load
 from saccade.data.formats import FORMATS, read_row
 from saccade.errors import ConfigError, DataError
 from saccade.media.images import open_media
+from saccade.media.kinds import decode
 from saccade.plugins.check_data.canonical_rows import to_row
 from saccade.plugins.preferences.mappings import MAPPINGS, load_mapping, mapped
 from saccade.plugins.preferences.preference_rows import chosen_first, label_of
-from saccade.types import Media, Sample
+from saccade.types import Sample
 
 # -- media of known brightness ---------------------------------------------------------------------
 
 
-def png(path: Path | None, shade: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (56, 56), (shade, 0, 0)).save(file, "PNG")
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(file.getvalue())
-    return file.getvalue()
+def png(path: Path, shade: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (56, 56), (shade, 0, 0)).save(path)
 
 
-def clip(path: Path, shade: int) -> str:
+def clip(path: Path, shade: int) -> None:
     """An animation stands for a film file: what matters here is where the mapping finds it."""
     frames = [Image.new("RGB", (56, 56), (shade + n, 0, 0)) for n in range(4)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        frames[0].save(file, "WEBP", save_all=True, append_images=frames[1:], lossless=True)
-    return path.name
-
-
-def wav(shade: int) -> bytes:
-    file = io.BytesIO()
-    with wave.open(file, "wb") as writer:
-        writer.setparams((1, 2, 16000, 0, "NONE", ""))
-        writer.writeframes(np.full(1600, shade * 100, "<i2").tobytes())
-    return file.getvalue()
-
-
-def shade(media: Media) -> int:
-    from saccade.media.kinds import decode
-
-    pixels = decode(media)
-    return round(float(pixels[0]) * 327.68) if media.kind == "audio" else int(pixels.flat[0])
+    frames[0].save(path, "WEBP", save_all=True, append_images=frames[1:], lossless=True)
 
 
 def shades(sample: Sample) -> list[int]:
-    return [shade(candidate[0].media[0]) for candidate in sample.candidates]
+    return [int(decode(candidate[0].media[0]).flat[0]) for candidate in sample.candidates]
 
 
-def better(sample: Sample, head: str = "preference") -> int | None:
-    """The shade that a head prefers; None: a tie."""
-    label = label_of(sample, head)
-    return None if label == "C" else shades(sample)["AB".index(label or "")]
+def better(sample: Sample) -> int:
+    """The shade that is preferred."""
+    return shades(sample)["AB".index(label_of(sample) or "")]
 
 
 def read(path: Path, mapping: str, **options: Any) -> Dataset:
@@ -193,22 +167,6 @@ def test_sides_are_drawn_and_media_are_read(tmp_path):
     assert again.samples == data.samples and again.hash == data.hash
     assert [s.extra["sides"]["seed"] for s in other.samples] == [1] * 35
     assert [label_of(s) for s in other.samples] != [label_of(s) for s in data.samples]
-
-
-def test_media_inside_of_rows_are_kept_once(tmp_path):
-    rated = {"DALLE_3": [5, 4, 5], "SD_2": [1, 2, 1], "Flux": [4, 5, 5]}
-    row = {"Index": 7, "Prompt": "two dogs", "HumanRatings": rated}
-    row |= {name: {"bytes": png(None, n), "path": None} for n, name in enumerate(rated, start=1)}
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "g.parquet")
-    data = read(tmp_path / "g.parquet", "genai_bench")
-    assert sorted(better(sample) or 0 for sample in data.samples) == [1, 3]  # 1 and 3 are tied
-    for sample in data.samples:
-        assert [list(rated).index(name) + 1 for name in sample.extra["models"]] == shades(sample)
-        assert "DALLE_3" not in sample.extra
-    sounds = {"chosen": {"bytes": wav(50), "path": "x"}, "rejected": {"bytes": wav(7), "path": "y"}}
-    pq.write_table(pa.Table.from_pylist([{"prompt": "a bell", **sounds}]), tmp_path / "a.parquet")
-    [sample] = read(tmp_path / "a.parquet", "audio_alpaca").samples
-    assert better(sample) == 50 and {c[0].media[0].kind for c in sample.candidates} == {"audio"}
 
 
 def test_videodpo_looks_clips_up_in_the_table_beside_it(tmp_path):

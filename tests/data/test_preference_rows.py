@@ -3,7 +3,6 @@ in one prompt: what a judge reads, and what it should say.
 """
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -186,16 +185,3 @@ def test_rows_that_name_the_better_one_first_get_sides(labels):
     for fixed in ({"sides": {"seed": 0, "swapped": True}}, {"critique": "Response 1 is right."}):
         read = [verdict_view(compared("good", "bad", None, str(n), **labels, **fixed), seed=3) for n in range(10)]
         assert {sample.answer for sample in read} == {"A"}
-
-
-def test_what_has_no_verdict_is_refused_or_left_alone():
-    for labels, words in (
-        ({"colour": "A"}, "no label of the head preference"),
-        ({"preference": "left"}, "labels must say A, B or C"),
-        ({"preference": ["A"]}, "labels must say A, B or C"),
-    ):
-        with pytest.raises(RowError, match=words):
-            verdict_view(compared("x", "y", None, labels=labels), seed=0)
-    assert verdict_view(compared("x", "y", None, tie=True), seed=3).answer == "C"
-    plain = replace(compared("x", "y"), candidates=())
-    assert verdict_view(plain, seed=0) is plain

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from saccade.forest.packing import MIN_BRANCH, has_media, pack, select
-from saccade.media.images import crop
 from saccade.types import READ_COLUMNS, Batch, Group, MediaSpan, Sample, Source, Trajectory
 
 
@@ -186,15 +185,6 @@ def test_the_nodes_of_a_group(sides, lengths, parents):
         assert batch.positions.tolist() == [[*range(10), *[10, 11, 12] * 3]]
 
 
-def test_a_picture_belongs_to_those_who_pass_it(image):
-    span = MediaSpan(media=image(), start=3, length=4, grid=(1, 4, 4))
-    blind = plain("g", 0, [1, 2, 3], [4, 5, 6])
-    sees = plain("g", 1, [1, 2, 3], [9, 9, 9, 9, 5, 6], media=(span,))
-    (batch,) = pack([group(blind, sees)], positions=counting, micro_tokens=100)
-    assert len(batch.parents) == 3 and has_media(batch).tolist() == [False, True]
-    assert not has_media(select(batch, [0])).any()
-
-
 def test_a_group_over_the_budget_repeats_its_trunk_and_a_long_sequence_is_alone():
     members = [plain("g", r, PROMPT, [20 + r, 1, 2, 3]) for r in range(4)]
     batches = pack([group(*members)], positions=counting, micro_tokens=17)
@@ -221,24 +211,3 @@ def test_support_of_some_members_is_empty_for_the_others():
     members = [plain("g", 0, [1, 2], [3, 4], support=kept), plain("g", 1, [1, 2], [6])]
     (batch,) = pack([group(*members)], positions=counting, micro_tokens=100)
     assert [ids.tolist() for ids in batch.support] == [[3, 5], [4], []]
-
-
-def test_a_crop_of_a_crop_is_the_same_picture_as_the_crop_itself(family, image):
-    root = image(140, 84)
-    direct = crop(root, (28, 28, 84, 84))
-    derived = crop(crop(root, (14, 14, 98, 84)), (14, 14, 70, 70))
-    assert direct.key == derived.key and direct.parent != derived.parent
-    grid, tokens = family.measure(direct)
-    pad = family.chat.placeholder
-    members = [
-        plain(
-            "g",
-            repeat,
-            [1, *[pad] * tokens, 2],
-            [3 + repeat],
-            media=(MediaSpan(media=media, start=1, length=tokens, grid=grid),),
-        )
-        for repeat, media in enumerate((direct, derived))
-    ]
-    (batch,) = pack([group(*members)], positions=family.positions, micro_tokens=100)
-    assert batch.tokens == tokens + 2 and len(batch.media) == 1

@@ -102,7 +102,7 @@ def test_other_files_need_soundfile():
         sounds.open_sound(np.zeros(100, np.int16))
     with pytest.raises(ImageError, match="a sound is a list of numbers"):
         sounds.open_sound({"array": ["loud"]})
-    with pytest.raises(ImageError, match="sampling_rate 'fast': write samples per second"):
+    with pytest.raises(ImageError, match="'fast'; a sound is a list of numbers, its sampling_rate a number"):
         sounds.open_sound({"array": [0.1] * 400, "sampling_rate": "fast"})
 
 

@@ -14,11 +14,10 @@ from saccade.forest.attention import paths
 from saccade.forest.packing import pack
 from saccade.models.load import freeze
 from saccade.plugins.estimate import flops, shapes
-from saccade.plugins.gpu.decode_state import find_prefix_groups
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
-from saccade.types import Group, MediaSpan, Message, Sample, Source, Trajectory
+from saccade.types import Group, Message, Sample, Source, Trajectory
 from tests.models.against import forest_of, noise, pair
 
 FAMILIES = ("qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava")
@@ -161,23 +160,6 @@ def test_the_forward_of_a_forest(name, shape_for, load, forest, counted):
     }
 
 
-def test_of_a_sound_counts_what_is_heard(family_of, shape_for):
-    """Half a minute of a tower that looks at all of it, windows of two seconds of the other."""
-    half, whole = (dialogue_about(family_of("qwen2_audio"), noise(s)) for s in (15.0, 30.0))
-    shape = shape_for("qwen2_audio")
-    one, other = (flops.forward(shape, batch) for batch in (half, whole))
-    for part in ("inputs", "stem", "layers", "projector"):
-        assert one[f"audio/{part}"] == other[f"audio/{part}"] / 2 > 0
-    assert one["audio/attention"] == other["audio/attention"] / 4
-    shape = shape_for("qwen2_5_omni")
-    work = flops.forward(shape, dialogue_about(family_of("qwen2_5_omni"), noise(5.01)))
-    pairs = 100**2 + 100**2 + 51**2  # of 501 frames: 200, 200 and 101, every other of them
-    assert work["audio/attention"] == 2 * 4 * 64 * pairs
-    assert work["audio/projector"] == 2 * 125 * 64 * 64
-    picture = MediaSpan(media=noise(1.0), start=0, length=4, grid=(1, 4, 4))
-    assert flops.encode(shape, [replace(picture, media=replace(picture.media, kind="series"))]).total() == 0
-
-
 @pytest.mark.parametrize(
     ("name", "train"),
     [
@@ -242,20 +224,6 @@ def test_a_trunk_is_counted_once_and_pairs_by_ancestors():
     assert work["llm/attention"] == 4 * 4 * 8 * (55 + 1 + 2 + 3 + 7 * 4)  # a sliding window limits the keys
 
 
-def test_windows_of_a_picture_that_they_do_not_tile(image):
-    vision = shapes.Sense(stack=tiny_shape().text, inputs=12, merge=2, projector=128**2, window=4, full_layers=1)
-    # 6 x 5 merged patches: windows of 4+2 rows and 4+1 columns; each merged patch is 4 patches.
-    squares = sum((4 * a * b) ** 2 for a in (4, 2) for b in (4, 1))
-    work = flops.count(
-        replace(tiny_shape(), senses={"vision": vision}),
-        depths=np.arange(1),
-        reads=0,
-        media=[MediaSpan(media=image(), start=0, length=30, grid=(1, 12, 10))],
-    )
-    assert work["vision/attention"] == 4 * 4 * 8 * (squares + 120**2)
-    assert work["vision/projector"] == 2 * 30 * 128 * 128
-
-
 def tiny_shape():
     stack = shapes.Stack(layers=2, hidden=32, queries=32, keys=16, matrices=32 * 32 + 32 * 64)
     return shapes.Shape(text=stack, vocabulary=100, windows=(None, None))
@@ -313,18 +281,3 @@ def test_bytes_of_decoding():
     assert work.read_bytes(1) == 13 * weights + contexts * token
     alone = flops.generation(shape, [members], element=2, together=1)
     assert alone.cache_bytes - work.cache_bytes == 4 * 10 * token
-
-
-@pytest.mark.parametrize("together", [3, 8])
-def test_a_prompt_is_read_by_families_as_the_engine_finds_them(together, sizes=(3, 9, 5, 1, 7, 7, 2)):
-    """Rows that are alive in each step, with a prompt of two full pages."""
-    members = group(*(rollout(r, prompt=32, new=n) for r, n in enumerate(sizes)))
-    read = 0
-    for step in range(max(sizes) - 1):
-        alive = [row for row, n in enumerate(sizes) if step < n - 1]
-        table = np.array([[0, 1, 10 + row] for row in alive])
-        lengths = np.full(len(alive), 32 + step)
-        prefix_groups, shared = find_prefix_groups(table, lengths, page=16, most=together)
-        read += int(prefix_groups[2].sum() + (lengths + 1 - shared).sum())
-    work = flops.generation(tiny_shape(), [members], element=2, together=together)
-    assert work.cache_bytes == read * tiny_shape().kv_bytes(2)

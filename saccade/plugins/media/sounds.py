@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import struct
 import wave
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,14 +51,12 @@ def open_sound(source: Any, *, base: Path | None = None, limits: DataConfig = DE
 
 def _encoded(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
     if isinstance(source, Mapping) and source.get("array") is not None:
-        rate = source.get("sampling_rate") or RATE
         try:
-            samples = np.asarray(source["array"], np.float32)
-        except (ValueError, TypeError) as error:
-            raise ImageError(f"array: {error}; a sound is a list of numbers") from None
-        if not isinstance(rate, int | float) or not 1 <= rate < 2**31:
-            raise ImageError(f"sampling_rate {rate!r}: write samples per second, such as {RATE}")
-        return _as_wav(samples, int(rate))
+            rate = int(source.get("sampling_rate") or RATE)
+            return _as_wav(np.asarray(source["array"], np.float32), rate)
+        except (ValueError, TypeError, wave.Error, struct.error) as error:
+            hint = f"a sound is a list of numbers, its sampling_rate a number such as {RATE}"
+            raise ImageError(f"array: {error}; {hint}") from None
     if isinstance(source, np.ndarray):
         return _as_wav(source, RATE)
     return read(source, base, limits)
@@ -153,9 +152,8 @@ def _soundfile(data: bytes, name: str) -> Any:
     if _damaged(data):
         raise ImageError(f"{name}: a WAV file with a damaged header")
     if importlib.util.find_spec("soundfile") is None:
-        raise EnvironmentProblem(
-            f"{name}: only WAV files of whole numbers are read without the package soundfile: pip install soundfile"
-        )
+        what = "only WAV files of whole numbers are read without the package soundfile"
+        raise EnvironmentProblem(f"{name}: {what}: pip install soundfile")
     import soundfile
 
     try:
