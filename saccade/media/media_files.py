@@ -142,7 +142,7 @@ def _from_mapping(source: Mapping[str, Any], base: Path | None, limits: DataConf
     data, path = source.get("bytes"), source.get("path")
     data = None if isinstance(data, str | bytes | bytearray) and not data else data
     if data is None and not path:
-        raise ImageError(f"image {{{', '.join(map(str, source))}}}: needs a value for 'bytes' or 'path'")
+        raise ImageError(f"record {{{', '.join(map(str, source))}}}: needs a value for 'bytes' or 'path'")
     if data is None:
         return read(path, base, limits)
     encoded = read(data, base, limits)

@@ -96,9 +96,6 @@ FAMILIES: Table[FamilySpec] = Table(
     },
 )
 
-# Published in formats that need code of their own, and in that of transformers.
-CONVERTED = {"internvl_chat": "use its conversion, whose name ends in -hf"}
-
 
 def text_positions(length: int, media: tuple[MediaSpan, ...]) -> np.ndarray:
     return np.arange(length)[None]
@@ -251,7 +248,8 @@ def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
     """
     modalities = [key for key in config if key.endswith("_config") and key != "text_config"]
     if not name or any(key.startswith(("vision", "audio", "speech", "image")) for key in modalities):
-        other = CONVERTED.get(name, f"use one of {', '.join(FAMILIES)}")
+        converted = name == "internvl_chat"  # published in that format, too
+        other = "use its conversion, whose name ends in -hf" if converted else f"use one of {', '.join(FAMILIES)}"
         raise EnvironmentProblem(f"{path}: model_type {name!r} is multimodal and not supported; {other}")
     kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if "num_attention_heads" not in config or kinds:

@@ -40,9 +40,9 @@ _LLAVA = (
 TEMPLATES = {"internvl": _INTERNVL, "llava": _LLAVA}
 TABLE: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("tiny_models.yaml").read_text(encoding="utf-8"))
 TEXT: Mapping[str, Any] = TABLE["text"]
-Names = Mapping[str, Sequence[str]]  # token → its name, and the attribute under which its processor looks for it
+Names = dict[str, Sequence[str]]  # token → its name, and the attribute under which its processor looks for it
 PLAIN: Names = {token: (token, "") for token in TABLE["special"]}
-NONE: Mapping[str, Any] = {}
+NONE: dict[str, Any] = {}
 
 
 class Tiny(NamedTuple):
@@ -63,6 +63,7 @@ class Tiny(NamedTuple):
     template: str = TEMPLATE
 
 
+PLAIN_ROW = Tiny()
 CONFIGS = {name: Tiny(template=TEMPLATES.get(name, TEMPLATE), **row) for name, row in TABLE["families"].items()}
 
 
@@ -88,9 +89,8 @@ def build(
         raise ConfigError(f"tiny:{family} has no closed vocabulary; use qwen3, or no words")
     folder, row = Path(folder), CONFIGS[family]
     folder.mkdir(parents=True, exist_ok=True)
-    names = {**PLAIN, **row.names}
-    tokenizer = make_tokenizer(words, phrases, names, template=row.template, begin=row.begin)
-    ids = {token: tokenizer.convert_tokens_to_ids(name) for token, (name, _) in names.items()}
+    tokenizer = make_tokenizer(words, phrases, row)
+    ids = {token: tokenizer.convert_tokens_to_ids(name) for token, (name, _) in (PLAIN | row.names).items()}
     # Padded past the tokenizer's end, as vocabularies of large models are.
     sizes = {"vocab_size": (len(tokenizer) // 8 + 1) * 8, **(text or {})}
     settings = settings_of(row, ids, sizes, vision or {})
@@ -110,17 +110,8 @@ def build(
     return str(folder)
 
 
-def make_tokenizer(
-    words: Sequence[str] | None,
-    phrases: Sequence[str] = (),
-    names: Names = PLAIN,
-    *,
-    template: str = TEMPLATE,
-    begin: str | None = None,
-) -> Any:
-    """Word-level for a closed vocabulary, else byte-level; both with the chat template inside.
-    `begin` is a token that the tokenizer puts before every text.
-    """
+def make_tokenizer(words: Sequence[str] | None, phrases: Sequence[str] = (), row: Tiny = PLAIN_ROW) -> Any:
+    """Word-level for a closed vocabulary, else byte-level; both with the chat template inside."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -137,14 +128,14 @@ def make_tokenizer(
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(r"</?\w+>|\w+|[^\w\s]"), behavior="isolated")]
         )
+    names, template, begin = PLAIN | row.names, row.template, row.begin
     for token, (name, _) in names.items():
         template = template.replace(token, name)
     sought = {key or name: name for name, key in names.values()}
     if begin is not None:
         backend.add_special_tokens([begin])
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{begin} $A", special_tokens=[(begin, backend.token_to_id(begin))]
-        )
+        known = [(begin, backend.token_to_id(begin))]
+        backend.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=known)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=begin,
