@@ -25,6 +25,7 @@ TIMES_OUTCOME = "times_outcome"  # in a score's info: its value counts as far as
 
 
 Pending = Score | Future[Score]
+Kind = Literal["outcome", "format", "shaping"]
 
 
 def not_opened(sample: RewardSample) -> Pending:
@@ -40,7 +41,7 @@ class Term:
     name: str
     verifier: str
     weight: float
-    kind: Literal["outcome", "format", "shaping"]
+    kind: Kind
     args: Mapping[str, Any]
     needs_answer: bool = True
     function: Callable[..., Score] | None = None  # None: nothing in this process scores it

@@ -10,7 +10,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from saccade.config import RewardConfig, RewardTerm
 from saccade.errors import ConfigError
-from saccade.rewards.combine import COMBINATIONS, RewardRecipe, Term
+from saccade.rewards.combine import COMBINATIONS, Kind, RewardRecipe, Term
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import DEFAULT_NAME, FORMATS, SERVICES, VERIFIERS, Verifier, split_name
 
@@ -109,31 +109,26 @@ def _rows(where: str, value: Any) -> list[RewardTerm]:
 
 
 def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> Term:
-    term = Term(
-        name=row.name or row.verifier.partition(":")[0],
-        verifier=row.verifier,
-        weight=row.weight,
-        kind="shaping" if row.shaping else "outcome",
-        args=row.args,
-    )
-    custom = split_name(row.verifier)
-    if custom is not None:
-        file, function = custom
-        path = Path(file).expanduser()
+    kind: Kind = "shaping" if row.shaping else "outcome"
+    plain = partial(Term, weight=row.weight, kind=kind, args=row.args)
+    if custom := split_name(row.verifier):
+        path, function = Path(custom[0]).expanduser(), custom[1]
         if not path.is_file():
-            raise ConfigError(f"{where}: the file {file} does not exist (looked in {Path.cwd()})")
+            raise ConfigError(f"{where}: the file {custom[0]} does not exist (looked in {Path.cwd()})")
         name = function if function != DEFAULT_NAME else path.stem
-        return replace(term, name=row.name or name, verifier=f"{path.resolve()}:{function}")
+        return plain(name=row.name or name, verifier=f"{path.resolve()}:{function}")
+    name = row.name or row.verifier.partition(":")[0]
     if row.verifier in SERVICES:
-        return replace(term, needs_answer=False)
+        return plain(name=name, verifier=row.verifier, needs_answer=False)
     verifier = VERIFIERS.get(row.verifier)
     if verifier is None:
         problem = unknown("verifier", row.verifier, [*VERIFIERS, *SERVICES])
         raise ConfigError(f"{where}: {problem} A function of your own is path/file.py:name.")
-    own_kind = "outcome" if row.shaping is False and verifier.kind == "shaping" else verifier.kind
-    return replace(
-        term,
-        kind="shaping" if row.shaping else own_kind,
+    overridden = row.shaping or (row.shaping is False and verifier.kind == "shaping")
+    return plain(
+        name=name,
+        verifier=row.verifier,
+        kind=kind if overridden else verifier.kind,
         args=_arguments(where, row, verifier, prompt_format, max_tokens),
         needs_answer=verifier.needs_answer,
         function=None if verifier.isolated else verifier.function,
@@ -199,7 +194,7 @@ def _outcome(where: str, name: str | None, terms: Sequence[Term]) -> int:
 
 
 def _index(where: str, name: str, terms: Sequence[Term]) -> int:
-    for index, term in enumerate(terms):
-        if name in (term.name, term.verifier):
-            return index
-    raise ConfigError(f"{where}: {unknown('term', name, [term.name for term in terms])}")
+    found = [index for index, term in enumerate(terms) if name in (term.name, term.verifier)]
+    if not found:
+        raise ConfigError(f"{where}: {unknown('term', name, [term.name for term in terms])}")
+    return found[0]

@@ -13,7 +13,6 @@ Everything that can be wrong with `reward:` is refused when the scorer is built.
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,7 +26,7 @@ from saccade.registry import HOOKS
 from saccade.rewards.combine import Pending, RewardRecipe, Scored, Term, combine
 from saccade.rewards.resolve import resolve_recipes, unknown
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.verifiers import SERVICES, VERIFIERS, Service, split_name
+from saccade.rewards.verifiers import SERVICES, Service, split_name
 from saccade.types import Sample, Score
 
 
@@ -105,9 +104,6 @@ class Scorer:
         recipe = self.recipe(data_source)
         term = recipe.terms[recipe.outcome]
         order = term.args.get("order")
-        if order is None and term.verifier in VERIFIERS:
-            parameters = inspect.signature(VERIFIERS[term.verifier].function).parameters
-            order = parameters["order"].default if "order" in parameters else None
         return f"{term.name} looks in {', '.join(order)}" if order else f"by {term.name}"
 
     def check_sources(self, sources: Iterable[str]) -> None:

@@ -15,10 +15,10 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from saccade.registry import Table
-from saccade.rewards.combine import Pending
+from saccade.rewards.combine import Kind, Pending
 from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.types import Sample, Score
 
@@ -39,7 +39,7 @@ class ResponseFormat:
 class Verifier:
     function: Callable[..., Score]
     isolated: bool = False
-    kind: Literal["outcome", "format", "shaping"] = "outcome"
+    kind: Kind = "outcome"
     needs_answer: bool = True
     judged: bool = False  # what it leaves open goes to the judge
     learned: bool = False  # a model scores it, many samples at once

@@ -46,7 +46,7 @@ def serve(request: Mapping[str, Any], emit: Emit) -> None:
     except RAISED as error:
         emit({"failed": raised_at(error, file)})
         return
-    concurrent = _is_async(function) and not form.batch
+    concurrent = inspect.iscoroutinefunction(function) and not form.batch
     together = concurrent or (form.batch and not request["apart"])
     emit({"together": together})
     samples = [RewardSample(**json.loads(row)) for row in request["samples"]]
@@ -114,12 +114,6 @@ def _function(verifier: str, args: Mapping[str, Any]) -> tuple[Callable[..., Any
     function = custom.load(verifier)
     custom.check_arguments(function, args)
     return function, custom.form_of(function)
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004
-    )
 
 
 class BadLength(ValueError):

@@ -69,8 +69,10 @@ DENIED = re.compile(
 # Not after the period of `B. cat`, and not before a word that takes back.
 SENTENCE = re.compile(rf"(?<=[.;!?])(?<!\b[A-Z]\.)(?:\s+(?!(?i:or|no|not|but|wait)\b)|(?=[{CJK}]))|\n")
 CORRECTING = re.compile(r"(?:no|actually|sorry|rather|wait)\b", re.IGNORECASE)
-ANYWHERE = r"(?<!\w)%s(?!\w)"  # the words of an option
-BETWEEN = r"[\s.:,()$]*(?:[-\u2013]\s+)?"  # a letter and the words of its option
+# Where the words of an option are: anywhere, right behind a letter, right before one.
+ANYWHERE = r"(?<!\w)%s(?!\w)"
+BEHIND = r"\A[\s.:,()$]*(?:[-\u2013]\s+)?(?:(?:an?|the)\s+)?%s(?!\w)"
+BEFORE = r"(?<!\w)%s[\s,:]*\Z"
 
 
 def single_letter(text: str, choices: Sequence[str]) -> str | None:
@@ -127,10 +129,9 @@ def _named(sentence: str, choices: Sequence[str]) -> set[str] | None:
     for match in NAMED.finditer(sentence):
         listed = "".join(filter(None, match.groups())).replace("and", "")
         letters = set(re.findall("[A-Z]", listed.upper()))
-        ends = _options_behind(sentence[match.end() :], choices)
+        ends = _options(BEHIND, sentence[match.end() :], choices)
         longest = max(ends.values(), default=0)  # dog food is not dog
-        gap = sentence[end : match.start()] if match[1] else ""
-        before = _options_before(gap, choices) if gap else {}
+        before = _options(BEFORE, sentence[end : match.start()] if match[1] else "", choices)
         for named in (ends, before):
             if named and max(named.values()) not in [named.get(letter) for letter in letters]:
                 return None
@@ -178,17 +179,8 @@ def _lettered(text: str, choices: Sequence[str]) -> str | None:
     return letter if _by_words(peel(match[3]), choices) == letter else None
 
 
-def _options_behind(text: str, choices: Sequence[str]) -> dict[str, int]:
-    """The options whose words a text begins with, and where these end."""
-    return _options(rf"\A{BETWEEN}(?:(?:an?|the)\s+)?%s(?!\w)", text, choices)
-
-
-def _options_before(text: str, choices: Sequence[str]) -> dict[str, int]:
-    """The options whose words a text ends with, and how long these are."""
-    return _options(r"(?<!\w)%s[\s,:]*\Z", text, choices)
-
-
 def _options(pattern: str, text: str, choices: Sequence[str]) -> dict[str, int]:
+    """The options whose words a text has in such a place, and how long the match is."""
     found = {}
     for letter, option in zip(ascii_uppercase, choices, strict=False):
         words = re.escape(_words(_without_letter(option, letter))).replace(r"\ ", r"\s+")

@@ -13,25 +13,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache, partial
+from typing import NamedTuple
 
-from saccade.plugins.verifiers import symbolic
+from saccade.plugins.verifiers import math_text, symbolic
 from saccade.plugins.verifiers.extract import answering, graded, unboxed
-from saccade.plugins.verifiers.math_text import (
-    LONGEST,
-    Node,
-    TooLarge,
-    Unparseable,
-    compact,
-    near,
-    normalise,
-    rational,
-    read,
-    tidy,
-    unwrap_text,
-)
+from saccade.plugins.verifiers.math_text import Node, TooLarge, Unparseable, compact, rational
 from saccade.plugins.verifiers.numbers import PERCENT, Unit, split_unit
 from saccade.plugins.verifiers.response_shape import check_think_boxed
 from saccade.plugins.verifiers.wording import STRUCK, peel_number
@@ -41,9 +30,7 @@ from saccade.types import Score
 
 MATH_ORDER = ("answer_tag", "boxed", "answer_line")
 DECIMAL_TOLERANCE = Fraction(1, 10**6)
-MONEY = re.compile(  # not $12$
-    r"\\?([$\u20ac\u00a3\u00a5])\s*(\d[\d.,]*)|(\d[\d.,]*)\s*([\u20ac\u00a3\u00a5])"
-)
+MONEY = re.compile(r"\\?([$\u20ac\u00a3\u00a5])\s*(\d[\d.,]*)|(\d[\d.,]*)\s*([\u20ac\u00a3\u00a5])")  # not $12$
 CURRENCIES = {"$": "dollars", "\u20ac": "euros", "\u00a3": "GBP", "\u00a5": "yen"}
 DEGREE, RADIAN = (split_unit(f"1 {name}")[1] for name in ("degree", "radian"))
 HUNDREDTH = Unit(dimensions=(), factor=Fraction(1, 100))
@@ -84,15 +71,14 @@ def _verdict(answer: str, gold: str, formulas: bool = True) -> str:
 
 def spelling(text: str) -> str:
     text = unboxed(text)
-    if len(text) > LONGEST:
+    if len(text) > math_text.LONGEST:
         return text
-    spelled = compact(normalise(peel_number(text)))
+    spelled = compact(math_text.normalise(peel_number(text)))
     # A word is the same in any case, a variable is not.
     return spelled.casefold() if re.fullmatch(r"[A-Za-z]{2,}", spelled) else spelled
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Reading:
+class _Reading(NamedTuple):
     tree: Node
     unit: Unit | None
     decimal: bool  # a decimal point was seen
@@ -104,9 +90,9 @@ def _read(text: str) -> _Reading:
         raise Unparseable("struck out, or negated")
     if money := MONEY.fullmatch(text):
         text = f"{money[2] or money[3]} {CURRENCIES[money[1] or money[4]]}"
-    value, unit = split_unit(tidy(text))
+    value, unit = split_unit(math_text.tidy(text))
     decimal = re.search(r"\.\d", value) is not None
-    return _Reading(tree=read(unwrap_text(value)), unit=unit, decimal=decimal)
+    return _Reading(math_text.read(math_text.unwrap_text(value)), unit, decimal)
 
 
 @lru_cache(maxsize=4096)
@@ -122,23 +108,21 @@ def _read_gold(text: str, formulas: bool) -> _Reading | None:
 
 
 def _same(answer: _Reading, gold: _Reading, formulas: bool) -> bool:
-    left, right, unit, gold_unit = answer.tree, gold.tree, answer.unit, gold.unit
-    tolerance = DECIMAL_TOLERANCE if answer.decimal or gold.decimal else Fraction(0)
-    same = partial(_equal_texts, tolerance=tolerance, formulas=formulas)
+    (left, unit, decimal), (right, gold_unit, gold_decimal) = answer, gold
+    tolerance = DECIMAL_TOLERANCE if decimal or gold_decimal else Fraction(0)
+    same = partial(_equal, same=partial(_equal_texts, tolerance=tolerance, formulas=formulas))
     if DEGREE in (unit, gold_unit):  # an angle without a unit that has a pi in it is in radians
         unit = unit or (RADIAN if _has_pi(left) else None)
         gold_unit = gold_unit or (RADIAN if _has_pi(right) else None)
     if unit is not None and gold_unit is not None:
-        if unit.dimensions != gold_unit.dimensions:
-            return False
-        if unit != gold_unit:
-            left, right = _scaled(left, unit), _scaled(right, gold_unit)
-        return _equal(left, right, same)
+        if unit == gold_unit:
+            return same(left, right)
+        return unit.dimensions == gold_unit.dimensions and same(_scaled(left, unit), _scaled(right, gold_unit))
     # A unit on one side only is dropped; p% on one side only is p or p/100.
     return (
-        _equal(left, right, same)
-        or (unit == PERCENT and _equal(_scaled(left, HUNDREDTH), right, same))
-        or (gold_unit == PERCENT and _equal(left, _scaled(right, HUNDREDTH), same))
+        same(left, right)
+        or (unit == PERCENT and same(_scaled(left, HUNDREDTH), right))
+        or (gold_unit == PERCENT and same(left, _scaled(right, HUNDREDTH)))
     )
 
 
@@ -177,7 +161,7 @@ def _equal_texts(a: str, b: str, tolerance: Fraction, formulas: bool) -> bool:
         return True
     x, y = rational(a), rational(b)
     if x is not None and y is not None:
-        return near(x, y, tolerance)
+        return math_text.near(x, y, tolerance)
     return formulas and symbolic.same(a, b, tolerance)
 
 

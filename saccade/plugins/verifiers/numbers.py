@@ -17,20 +17,11 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
+from saccade.plugins.verifiers import wording
 from saccade.plugins.verifiers.extract import NUMBER, Scope, answer_of, answering, graded
 from saccade.plugins.verifiers.math_text import CJK, NARROW, TEXT, TooLarge, normalise, rational, tidy
 from saccade.plugins.verifiers.text_match import plain_text
-from saccade.plugins.verifiers.wording import (
-    ASIDE,
-    BOUND,
-    BOUND_BEHIND,
-    NUMERAL,
-    SCALE,
-    TAKEN_BACK,
-    in_digits,
-    peel_number,
-    unsettled,
-)
+from saccade.plugins.verifiers.wording import BOUND, BOUND_BEHIND, NUMERAL, SCALE, in_digits, peel_number, unsettled
 from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
@@ -195,8 +186,7 @@ BEFORE = re.compile(
 # Right behind it: more digits, a scale, a bound, an operator. Letters: see `_is_its_value`.
 BEHIND = re.compile(
     rf"[\s-]*(?:and\s+an?\s+)?{SCALE}\b|,?\s*{BOUND_BEHIND}\b"
-    r"|[.,]+\d|[_!+\u2030]|-[a-z]|\s(?-i:[kKMB])\b"
-    r"|\s*(?:个?半|以[上下内]|[十百万亿兆多几]|千(?![克米瓦]))",
+    r"|[.,]+\d|[_!+\u2030]|-[a-z]|\s(?-i:[kKMB])\b|\s*(?:个?半|以[上下内]|[十百万亿兆多几]|千(?![克米瓦]))",
     re.IGNORECASE,
 )
 CONTRAST = re.compile(  # 7, not 8
@@ -261,9 +251,9 @@ def single_number(text: str) -> Number | None:
     value = _rational(text) if len(text) <= LONGEST_NUMBER else None
     if value is not None:
         return value
-    text = CONTRAST.sub("", ASIDE.sub("", TEXT.sub(r"\1", text)))
+    text = CONTRAST.sub("", wording.ASIDE.sub("", TEXT.sub(r"\1", text)))
     hits = list(NUMBER_OR_WORD.finditer(text))
-    if len(hits) != 1 or FORMULA.search(text) or unsettled(text) or TAKEN_BACK.search(text):
+    if len(hits) != 1 or FORMULA.search(text) or unsettled(text) or wording.TAKEN_BACK.search(text):
         return None
     start, end = hits[0].span()
     stands_alone = _is_its_value(text[max(0, start - NEAR) : start], text[end:])

@@ -210,10 +210,7 @@ BOUND = (
     r"|scarcely|far\s+from|close\s+to|as\s+(?:many|few|much)\s+as|without|none\s+(?:out\s+)?of(?:\s+the)?"
     r"|max\.?(?:\s+of)?|min\.|(?:max|min)imum(?:\s+of)?|upwards?\s+of|in\s+excess\s+of)"
 )
-BOUND_BEHIND = (
-    r"(?:at\s+(?:the\s+)?(?:least|most)|max|(?:max|min)imum|tops|if\s+any|nearly|almost|each|apiece"
-    r"|per)"
-)
+BOUND_BEHIND = r"(?:at\s+(?:the\s+)?(?:least|most)|max|(?:max|min)imum|tops|if\s+any|nearly|almost|each|apiece|per)"
 REASON = re.compile(r"\b(?:because|since)\b.*|因为.*", re.IGNORECASE | re.DOTALL)
 
 
