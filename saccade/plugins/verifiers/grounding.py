@@ -159,15 +159,13 @@ def read_boxes(text: str) -> list[Found] | None:
     if _in_doubt(text):
         return None
     value = read_json(text)
-    found = list(_groups(value, 4, KEYS))[: MOST_BOXES + 1] or (_bare(text, 4) if value is None else [])
+    found = list(_groups(value, 4, KEYS)) or (_bare(text, 4) if value is None else [])
     return found if 0 < len(found) <= MOST_BOXES or value == [] else None
 
 
-def read_points(text: str) -> list[tuple[float, float]]:
+def read_points(text: str) -> list[Found]:
     text = _body(text)
-    if _in_doubt(text):
-        return []
-    return [found.box for found in list(_groups(read_json(text), 2, POINT_KEYS)) or _bare(text, 2)]
+    return [] if _in_doubt(text) else list(_groups(read_json(text), 2, POINT_KEYS)) or _bare(text, 2)
 
 
 def _bare(text: str, count: int) -> list[Found]:
@@ -179,7 +177,7 @@ def _bare(text: str, count: int) -> list[Found]:
 def read_json(text: str) -> Any:
     """The JSON that a text is or holds; None where there is none."""
     text = _body(text)
-    inner = text[slice(*_brackets(text))]
+    inner = text[_brackets(text)]
     for candidate in (text, inner, f"[{inner}]") if inner else ():
         try:
             return json.loads(candidate)
@@ -188,16 +186,16 @@ def read_json(text: str) -> Any:
     return None
 
 
-def _brackets(text: str) -> tuple[int, int]:
-    """Where the first one opens and the last one closes."""
+def _brackets(text: str) -> slice:
+    """From the first one that opens to the last one that closes."""
     starts = [at for at in map(text.find, "[{") if at >= 0]
-    return min(starts, default=0), max(map(text.rfind, "]}")) + 1
+    return slice(min(starts, default=0), max(map(text.rfind, "]}")) + 1)
 
 
 def _in_doubt(text: str) -> bool:
     """What is said around the brackets: a label inside may well be `no helmet`."""
-    start, end = _brackets(text)
-    return unsettled(f"{text[:start]} {text[end:]}")
+    inside = _brackets(text)
+    return unsettled(f"{text[: inside.start]} {text[inside.stop :]}")
 
 
 def _body(text: str) -> str:
@@ -245,17 +243,14 @@ def overlap(found: Sequence[Found], gold: Sequence[Found], compare: Compare) -> 
 
 def pair(a: Box, b: Box) -> tuple[float, float]:
     """IoU and generalised IoU."""
+    one, other = ((box[2] - box[0]) * (box[3] - box[1]) for box in (a, b))
+    if not (one and other):
+        return 0.0, -1.0
     width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     shared = max(0.0, width) * max(0.0, height)
-    union = _area(a) + _area(b) - shared
+    union = one + other - shared
     hull = (max(a[2], b[2]) - min(a[0], b[0])) * (max(a[3], b[3]) - min(a[1], b[1]))
-    if not (_area(a) and _area(b)):
-        return 0.0, -1.0
     return shared / union, shared / union - (hull - union) / hull
-
-
-def _area(box: Box) -> float:
-    return (box[2] - box[0]) * (box[3] - box[1])
 
 
 def _table(found: Sequence[Found], gold: Sequence[Found]) -> np.ndarray:
@@ -372,7 +367,7 @@ def point(sample: RewardSample, text: str | None, view: View) -> Score:
     if len(points) != 1:
         return graded(text, False, "not_one_point")
     across, down = view.scale(view.asked) or (1.0, 1.0)
-    x, y = points[0][0] * across, points[0][1] * down
+    x, y = points[0].box[0] * across, points[0].box[1] * down
     return graded(text, any(b[0] <= x <= b[2] and b[1] <= y <= b[3] for b in boxes))
 
 
@@ -474,14 +469,12 @@ def json_quality(response: str) -> float:
     """0.2 for a fence, 0.1 for its mark `json`, 0.2 if it parses, 0.1 if to a list, 0.4 times the
     share of items with a label and four numbers.
     """
-    inside = fenced(response)
-    value: Any = read_json(response if inside is None else inside)
-    marked = inside is not None and re.search(r"```json\s", response) is not None
+    fence, value = fenced(response) is not None, read_json(response)
     items = value if isinstance(value, list) else []
     good = [isinstance(i, dict) and "label" in i and len(read_boxes(json.dumps(i)) or ()) == 1 for i in items]
-    share = sum(good) / len(good) if good else 0.0
-    shape = 0.2 * (inside is not None) + 0.1 * marked
-    return shape + 0.2 * (value is not None) + 0.1 * isinstance(value, list) + 0.4 * share
+    shape = 0.2 * fence + 0.1 * (fence and re.search(r"```json\s", response) is not None)
+    parsed = 0.2 * (value is not None) + 0.1 * isinstance(value, list)
+    return shape + parsed + 0.4 * (sum(good) / len(good) if good else 0.0)
 
 
 ROWS = {

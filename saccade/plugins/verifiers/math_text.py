@@ -14,9 +14,9 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import NamedTuple
 
 LONGEST = 2000  # characters
 BRACED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
@@ -82,9 +82,8 @@ REWRITES = [
         (rf"\\(frac|binom)\s*({BRACED})\s*(\\pi|[0-9a-zA-Z])", r"\\\1\2{\3}"),
     ]
 ]
-REPEATED = re.compile(  # 0.1666... repeats its 6
-    r"(?<![\d.])(\d{0,40}\.\d{0,40}?)(?:(\d)\2{2,40}|(\d{2,6}?)\3{1,20})(?:\.{3}|\\[lc]?dots)\s*\Z"
-)
+# 0.1666... repeats its 6.
+REPEATED = re.compile(r"(?<![\d.])(\d{0,40}\.\d{0,40}?)(?:(\d)\2{2,40}|(\d{2,6}?)\3{1,20})(?:\.{3}|\\[lc]?dots)\s*\Z")
 TEXT = re.compile(r"\\(?:text|mbox|textrm|textbf|textit|mathrm|mathbf|mathit|operatorname|rm)\s*\{([^{}]*)\}")
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 
@@ -128,8 +127,7 @@ def _trim(text: str) -> str:
     return text if text.endswith("..") else text.rstrip(".").strip()
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     kind: str  # brackets such as [) or {}; list, union, ratio, date, matrix, row, leaf; = equation
     items: tuple[Node, ...] = ()
     text: str = ""  # of a leaf or an equation
@@ -143,11 +141,8 @@ class Node:
         names = [NAME.fullmatch(item.text) for item in (left.items if left.kind == "()" else [left])]
         return ",".join(match[1] for match in names if match) if all(names) else None
 
-    def leaves(self) -> Iterator[str]:
-        if self.kind == "leaf":
-            yield self.text
-        for item in self.items:
-            yield from item.leaves()
+    def leaves(self) -> list[str]:
+        return [self.text] if self.kind == "leaf" else [leaf for item in self.items for leaf in item.leaves()]
 
 
 MOST_TOKENS = 300
@@ -234,9 +229,10 @@ def _items(text: str) -> tuple[Node, ...]:
     found = []
     for part in filter(None, _split(text, COMMAS)[0]):
         node = _item(part)
-        double = any(PLUS_MINUS.search(leaf) for leaf in node.leaves())
-        signs = (("+", "-"), ("-", "+")) if double else ()
-        found += [_item(part.replace(r"\pm", p).replace(r"\mp", m)) for p, m in signs] or [node]
+        if any(PLUS_MINUS.search(leaf) for leaf in node.leaves()):
+            found += [_item(part.replace(r"\pm", p).replace(r"\mp", m)) for p, m in ("+-", "-+")]
+        else:
+            found.append(node)
     return tuple(found)
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Literal
+from typing import NamedTuple
 
 from saccade.plugins.verifiers import wording
 from saccade.plugins.verifiers.extract import NUMBER, Scope, answer_of, answering, graded
@@ -27,8 +27,7 @@ from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unit:
+class Unit(NamedTuple):
     r"""`dimensions` must agree; `factor`/\pi^`per_pi` converts to the base unit."""
 
     dimensions: tuple[tuple[str, int], ...]
@@ -40,14 +39,13 @@ PERCENT = Unit(dimensions=(("percent", 1),))
 
 # Factor to the base unit, then its words; a plural s is understood.
 TABLE = {
-    "length": "1e-9 nm, 1e-6 um micrometer micron, 1e-3 mm millimeter millimetre 毫米, 1000 km "
-    "kilometer kilometre 千米 公里, 0.01 cm centimeter centimetre 厘米, "
-    "0.1 dm decimeter 分米, 1 m meter metre 米, "
+    "length": "1e-9 nm, 1e-6 um micrometer micron, 1e-3 mm millimeter millimetre 毫米, 0.01 cm centimeter centimetre "
+    "厘米, 0.1 dm decimeter 分米, 1 m meter metre 米, 1000 km kilometer kilometre 千米 公里, "
     "0.0254 in inch inches, 0.3048 ft foot feet, 0.9144 yd yard, 1609.344 mi mile",
-    "mass": "1e-3 mg milligram 毫克, 1 g gram 克, 1000 kg kilogram 千克 公斤, "
-    "1e6 t ton tonne 吨, 453.59237 lb pound, 28.349523125 oz ounce",
-    "time": "1e-3 ms millisecond, 1 s sec second 秒, 60 min minute 分钟, "
-    "3600 h hr hour 小时, 86400 day 天, 604800 week 周",
+    "mass": "1e-3 mg milligram 毫克, 1 g gram 克, 1000 kg kilogram 千克 公斤, 1e6 t ton tonne 吨, 453.59237 lb pound, "
+    "28.349523125 oz ounce",
+    "time": "1e-3 ms millisecond, 1 s sec second 秒, 60 min minute 分钟, 3600 h hr hour 小时, 86400 day 天, "
+    "604800 week 周",
     "months": "1 month 个月, 12 year yr 年",
     "angle": "1 deg degree 度, 180 rad radian 弧度",
     "volume": "1e-6 ml milliliter 毫升, 1e-3 L l liter litre 升",  # in cubic metres
@@ -90,16 +88,11 @@ UNIT = re.compile(
     rf"(?P<words>[A-Za-z{CJK}][A-Za-z{CJK} ]*{POWER}(?:\s*/\s*[A-Za-z{CJK}]+{POWER})?)"
     rf"(?(text)\s*\}}(?P<power>{POWER}))"
 )
-SINGLE = re.compile(
-    r"(?:(square|sq|cubic)\s+|(平方|立方))?"
-    rf"([A-Za-z]+|[{CJK}]+)(?:\s*\^\{{\s*([23])\s*\}})?"
-)
+SINGLE = re.compile(rf"(?:(square|sq|cubic)\s+|(平方|立方))?([A-Za-z]+|[{CJK}]+)(?:\s*\^\{{\s*([23])\s*\}})?")
 PLAIN_NUMBER = re.compile(r"[-+]?[\d.,]*\d\.?(?:\s*/\s*\d+)?")
 DEGREES = re.compile(r"\s*\^\\circ\s*")
 TEMPERATURE = re.compile(r"(?:\bdegrees?|\^\\circ)\s*(?:(c)(?:elsius)?|(f)(?:ahrenheit)?)\Z", re.I)
-SEVERAL = re.compile(  # 5 feet 2 inches
-    r"(\d+)\s*([A-Za-z]+),?\s+(?:and\s+)?(\d+(?:\.\d+)?)\s*([A-Za-z]+)"
-)
+SEVERAL = re.compile(r"(\d+)\s*([A-Za-z]+),?\s+(?:and\s+)?(\d+(?:\.\d+)?)\s*([A-Za-z]+)")  # 5 feet 2 inches
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
@@ -153,10 +146,6 @@ def _entry(word: str) -> tuple[str, Fraction] | None:
     return UNITS.get(word) or UNITS.get(lower) or UNITS.get(singular)
 
 
-def is_unit(word: str) -> bool:
-    return _entry(word) is not None
-
-
 def _own_unit(words: str) -> Unit | None:
     """Any other noun, such as `students`, is a unit that converts into nothing."""
     words = words.lower()
@@ -183,7 +172,7 @@ BEFORE = re.compile(
     r"|至[少多]|最[少多]|超过|[高低多少]于|[十百千万])\s*[($]?\s*\Z",
     re.IGNORECASE,
 )
-# Right behind it: more digits, a scale, a bound, an operator. Letters: see `_is_its_value`.
+# Right behind it: more digits, a scale, a bound, an operator.
 BEHIND = re.compile(
     rf"[\s-]*(?:and\s+an?\s+)?{SCALE}\b|,?\s*{BOUND_BEHIND}\b"
     r"|[.,]+\d|[_!+\u2030]|-[a-z]|\s(?-i:[kKMB])\b|\s*(?:个?半|以[上下内]|[十百万亿兆多几]|千(?![克米瓦]))",
@@ -230,11 +219,7 @@ def relaxed(sample: RewardSample, found: str | None, *, rel_tol: float = 0.05) -
 
 
 def gsm8k(
-    sample: RewardSample,
-    *,
-    mode: Literal["default", "strict", "boxed", "flexible"] = "default",
-    order: Sequence[str] = GSM8K_ORDER,
-    scope: Scope = "after_think",
+    sample: RewardSample, *, mode: str = "default", order: Sequence[str] = GSM8K_ORDER, scope: Scope = "after_think"
 ) -> Score:
     """The number after `####`; `mode` picks another single place to look at."""
     if mode != "default" and mode not in GSM8K_ORDERS:
@@ -248,28 +233,24 @@ def single_number(text: str) -> Number | None:
     if text.isdecimal() and len(text) <= LONGEST_NUMBER:
         return int(text)
     text = peel_number(text.translate(NARROW))
-    value = _rational(text) if len(text) <= LONGEST_NUMBER else None
-    if value is not None:
+    if (value := _rational(text)) is not None:
         return value
     text = CONTRAST.sub("", wording.ASIDE.sub("", TEXT.sub(r"\1", text)))
     hits = list(NUMBER_OR_WORD.finditer(text))
     if len(hits) != 1 or FORMULA.search(text) or unsettled(text) or wording.TAKEN_BACK.search(text):
         return None
     start, end = hits[0].span()
-    stands_alone = _is_its_value(text[max(0, start - NEAR) : start], text[end:])
-    return _rational(in_digits(hits[0][0])) if stands_alone and end - start <= LONGEST_NUMBER else None
-
-
-def _is_its_value(before: str, behind: str) -> bool:
-    """Whether a number means itself between these texts."""
+    before, behind = text[max(0, start - NEAR) : start], text[end:]
     word = re.match(r"[A-Za-z]+", behind)  # 12kg, not 12th or 12k
-    return not (BEFORE.search(before) or BEHIND.match(behind)) and (not word or is_unit(word[0]))
+    if BEFORE.search(before) or BEHIND.match(behind) or (word and _entry(word[0]) is None):
+        return None
+    return _rational(in_digits(hits[0][0]))
 
 
 def _rational(text: str) -> Number | None:
     """A text that is one fraction, mixed number or power of ten, and nothing else."""
     try:
-        return rational(normalise(text))
+        return rational(normalise(text)) if len(text) <= LONGEST_NUMBER else None
     except TooLarge:
         return None
 
@@ -285,7 +266,7 @@ def _reading(text: str) -> Number | None:
     """A text that is a number and nothing else; p% is p/100, a currency is left out."""
     text = peel_number(text.translate(NARROW).replace("\\%", "%"))
     bare = text.removesuffix("%").strip(" $\u20ac\u00a3\u00a5")
-    value = _rational(bare) if len(bare) <= LONGEST_NUMBER else None
+    value = _rational(bare)
     return Fraction(value, 100) if value is not None and text.endswith("%") else value
 
 
@@ -297,11 +278,9 @@ def _judge(
     if not golds:
         return no_gold(sample)
     value = single_number(found or "")
-    if value is None and found:
-        return Score(kind="value", value=0.0, reason="not_one_number")
-    if value is None:
-        return graded(found, False)
-    unit = _unit_of(found or "")
+    if found is None or value is None:
+        return replace(graded(found, False, "not_one_number"), extracted=None)
+    unit = _unit_of(found)
     fitting = [
         gold for gold, its in golds if unit == its or (None in (unit, its) and (percent or PERCENT not in (unit, its)))
     ]

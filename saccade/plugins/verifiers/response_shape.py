@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from saccade.plugins.verifiers.choice import single_letter
 from saccade.plugins.verifiers.extract import ANSWER_LINE, ANSWER_LINE_WINDOW, NUMBER, answer_scope, last_boxed
@@ -25,7 +24,7 @@ from saccade.rewards.verifiers import ResponseFormat, Verifier
 from saccade.types import Score
 
 
-def check_think_answer(sample: RewardSample, *, gap: Literal["space", "none"] = "space") -> bool:
+def check_think_answer(sample: RewardSample, *, gap: str = "space") -> bool:
     """Thought, then answer, each tag once, nothing before, between or after them, no blank body."""
     if gap not in ("space", "none"):
         raise ValueError(f"gap is 'space' or 'none', not {gap!r}")
@@ -59,9 +58,7 @@ def check_think_boxed(sample: RewardSample, *, lenient: bool = False) -> bool:
     text = sample.text.strip()
     if lenient:
         text = re.sub(r"<\s*(?:(/)\s*)?think\s*>", r"<\1think>", text)
-    if text.count("<think>") != 1 or text.count("</think>") != 1:
-        return False
-    if not text.startswith("<think>"):
+    if text.count("<think>") != 1 or text.count("</think>") != 1 or not text.startswith("<think>"):
         return False
     thought, _, rest = text[len("<think>") :].partition("</think>")
     return bool(thought.strip() and (last_boxed(rest) or "").strip())
@@ -97,9 +94,7 @@ def check_hash(sample: RewardSample) -> bool:
 
 def check_letter(sample: RewardSample) -> bool:
     """One option letter and nothing else, bare or in the answer tag."""
-    text = _scope(sample).strip()
-    if text.startswith("<answer>") and text.endswith("</answer>"):
-        text = text[len("<answer>") : -len("</answer>")]
+    text = re.sub(r"\A<answer>(.*)</answer>\Z", r"\1", _scope(sample).strip(), flags=re.DOTALL)
     return single_letter(text, sample.choices) is not None
 
 
@@ -166,22 +161,15 @@ def repetition(sample: RewardSample, *, n: int = 4, max_penalty: float = 1.0) ->
 
 def length(sample: RewardSample, *, target: int | None = None, band: Sequence[int] | None = None) -> Score:
     """min(1, tokens/target), or 1 inside the band [low, high] and 0 outside."""
-    if (target is None) == (band is None):
-        raise ValueError("length needs either target, such as 512, or band, such as [64, 512]")
-    if band is not None:
-        low, high = band
-        return Score(kind="value", value=float(low <= sample.length <= high))
-    assert target is not None
-    return Score(kind="value", value=min(1.0, sample.length / target))
+    if target is not None and band is None:
+        return Score(kind="value", value=min(1.0, sample.length / target))
+    if band is not None and target is None:
+        return Score(kind="value", value=float(band[0] <= sample.length <= band[1]))
+    raise ValueError("length needs either target, such as 512, or band, such as [64, 512]")
 
 
 def tool_use(
-    sample: RewardSample,
-    *,
-    penalty: float = 0.1,
-    mode: Literal["once", "per_call"] = "once",
-    bonus: float = 0.0,
-    only_if_correct: bool = True,
+    sample: RewardSample, *, penalty: float = 0.1, mode: str = "once", bonus: float = 0.0, only_if_correct: bool = True
 ) -> Score:
     """-penalty for calling tools at all, or for every call; +bonus where a call succeeded. With
     `only_if_correct` both are multiplied by the outcome.
