@@ -22,12 +22,6 @@ def sample(response: str, answer: str) -> RewardSample:
     return RewardSample(id="a", response=response, answer=answer)
 
 
-def test_without_formulas_numbers_units_and_structure_decide():
-    for answer, gold in [("100 cm", "1 m"), (r"\frac12", "50%"), (r"\{1,2\}", r"\{2,1.0\}")]:
-        assert equivalent(answer, gold, formulas=False)
-    assert not equivalent(r"2\sqrt3", r"\sqrt{12}", formulas=False)
-
-
 @pytest.mark.parametrize(
     "answer",
     [

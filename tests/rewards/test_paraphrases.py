@@ -3,14 +3,12 @@ naming of the gold or of something else, in a frame that keeps, denies, doubts o
 """
 
 import random
-import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from saccade.plugins.verifiers.maths import MATH_ORDER
 from saccade.plugins.verifiers.wording import HAN, ONES, TENS
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
@@ -20,9 +18,6 @@ SEED = 20
 MISSED = 0.01  # the share of right answers that may score 0
 
 OPTIONS = ("dog", "cat", "horse", "bird", "whale")
-WORDS = (
-    "Paris", "blue circle", "caf\u00e9", "New York", "Gr\u00f6\u00dfe", "Yes", "Q3 2019", "oak",
-)  # fmt: skip
 
 # Namings of one answer.
 INTEGER = (
@@ -33,9 +28,8 @@ FRACTION = (
     r"\dfrac{{{tt}}}{{{bb}}}", r"\left({t}/{b}\right)", "{value}", "{value:.4f}", "{value:.2%}",
 )  # fmt: skip
 OPTION = (
-    "{L}", "{L}", "({L})", "({low})", "option {L}", "option {low}", "{w}", "the {w}", "a {w}",
-    "{L} ({w})", "{L}, {w}", "{L} - {w}", "{L} {w}", "{L}. {w}", "({L}) {w}", "{L}: a {w}",
-    "{low}. {w}", "{low}) {w}", "{low}: {w}",
+    "{L}", "{L}", "({L})", "({low})", "option {L}", "option {low}", "{w}", "the {w}", "a {w}", "{L} ({w})", "{L}, {w}",
+    "{L} - {w}", "{L} {w}", "{L}. {w}", "({L}) {w}", "{L}: a {w}", "{low}. {w}", "{low}) {w}", "{low}: {w}",
 )  # fmt: skip
 # Frames that keep what they hold.
 TIGHT = (
@@ -56,54 +50,48 @@ ABOUT = (
 )  # fmt: skip
 # Frames that take it back, or leave it open; {other} is another answer of the same kind.
 DENIED = (
-    "not {}", "Not {}.", "It is not {}", "It isn't {}.", "The answer is not {}", "never {}",
-    "anything but {}", "Anything other than {}.", "other than {}", "everything except {}",
-    "\u00ac{}", "~~{}~~", r"\neg {}", r"\lnot {}", r"\cancel{{{}}}", r"\sout{{{}}}", "<s>{}</s>",
-    "<del>{}</del>", "{} is wrong", "{} is incorrect.", "{} is not the answer",
-    "neither {} nor {other}", "rather {other} than {}", "{other} instead of {}", "\u4e0d\u662f{}",
-    "\u9664\u4e86{}",
+    "not {}", "Not {}.", "It is not {}", "It isn't {}.", "The answer is not {}", "never {}", "anything but {}",
+    "Anything other than {}.", "other than {}", "everything except {}", "\u00ac{}", "~~{}~~", r"\neg {}", r"\lnot {}",
+    r"\cancel{{{}}}", r"\sout{{{}}}", "<s>{}</s>", "<del>{}</del>", "{} is wrong", "{} is incorrect.",
+    "{} is not the answer", "neither {} nor {other}", "rather {other} than {}", "{other} instead of {}",
+    "\u4e0d\u662f{}", "\u9664\u4e86{}",
 )  # fmt: skip
 OPEN = (
-    "maybe {}", "Perhaps {}.", "possibly {}", "probably {}", "{}?", "Is it {}?", "{} or {other}",
-    "{other} or {}", "either {} or {other}", "between {} and {other}", "{} / {other}",
-    "It could be {}", "It might be {}.", "I am unsure, {}", "unlikely {}", "{}, but I doubt it",
-    "Sorry, I can't help with that. {}", "I cannot answer this. {}", "\u53ef\u80fd\u662f{}",
-    "{}\u6216{other}",
+    "maybe {}", "Perhaps {}.", "possibly {}", "probably {}", "{}?", "Is it {}?", "{} or {other}", "{other} or {}",
+    "either {} or {other}", "between {} and {other}", "{} / {other}", "It could be {}", "It might be {}.",
+    "I am unsure, {}", "unlikely {}", "{}, but I doubt it", "Sorry, I can't help with that. {}",
+    "I cannot answer this. {}", "\u53ef\u80fd\u662f{}", "{}\u6216{other}",
 )  # fmt: skip
 CORRECTED = (
     "{}, no, {other}", "{}. Wait, {other}", "{}. No, {other}.", "{}, sorry, I mean {other}",
     "{} ... actually {other}", "First {}, then {other}",
 )  # fmt: skip
 BOUNDS = (
-    "nearly {}", "almost {}", "at least {}", "at most {}", "maximum {}", "minimum {}", "max. {}",
-    "up to {}", "more than {}", "less than {}", "fewer than {}", "no more than {}", "over {}",
-    "under {}", "{} if any", "{} at most", "{} at least", "{} maximum", "{} or more",
-    "none of the {}", "without {}", "half of {}", "{} squared", "{} million", "{} zero", "{}th",
-    "{}k", "-{}", "{}!{}", "{}.5", "1{}", "0.{}", "x + {}", "> {}", r"\ne {}", "\u2260 {}",
-    r"\sqrt{{{}}}", "{}^2", "{}-{other}", "{} to {other}", "{}, {other}", "close to {}", "!= {}",
-    "\u81f3\u5c11{}", "\u8d85\u8fc7{}", "{}\u4e07", "{} is ruled out", "{} each", "{} per box",
+    "nearly {}", "almost {}", "at least {}", "at most {}", "maximum {}", "minimum {}", "max. {}", "up to {}",
+    "more than {}", "less than {}", "fewer than {}", "no more than {}", "over {}", "under {}", "{} if any",
+    "{} at most", "{} at least", "{} maximum", "{} or more", "none of the {}", "without {}", "half of {}",
+    "{} squared", "{} million", "{} zero", "{}th", "{}k", "-{}", "{}!{}", "{}.5", "1{}", "0.{}", "x + {}", "> {}",
+    r"\ne {}", "\u2260 {}", r"\sqrt{{{}}}", "{}^2", "{}-{other}", "{} to {other}", "{}, {other}", "close to {}",
+    "!= {}", "\u81f3\u5c11{}", "\u8d85\u8fc7{}", "{}\u4e07", "{} is ruled out", "{} each", "{} per box",
 )  # fmt: skip
 # Where an answer stands in a response. The last of two marked ones counts.
 PLACES = (
-    "<answer>{}</answer>", "<answer>\n{}\n</answer>",
-    "<think>It may be {other}.</think> <answer>{}</answer>", r"\boxed{{{}}}",
-    r"I count them. \boxed{{{}}}", "Answer: {}", "I look at it.\nAnswer: {}",
-    "Answer: {other}\nI made a mistake.\nAnswer: {}",
-    "Answer: {other}\nI made a mistake. Answer: {}", r"\boxed{{{other}}} Wait, no: \boxed{{{}}}",
-    "<answer>{other}</answer> <answer>{}</answer>", "<answer>~~{other}~~ {}</answer>",
+    "<answer>{}</answer>", "<answer>\n{}\n</answer>", "<think>It may be {other}.</think> <answer>{}</answer>",
+    r"\boxed{{{}}}", r"I count them. \boxed{{{}}}", "Answer: {}", "I look at it.\nAnswer: {}",
+    "Answer: {other}\nI made a mistake.\nAnswer: {}", "Answer: {other}\nI made a mistake. Answer: {}",
+    r"\boxed{{{other}}} Wait, no: \boxed{{{}}}", "<answer>{other}</answer> <answer>{}</answer>",
+    "<answer>~~{other}~~ {}</answer>",
 )  # fmt: skip
 TAKEN_BACK = (
     "Answer: {}\nI made a mistake. Answer: {other}", "Answer: {}\nWait, it should be {other}.",
     r"\boxed{{{}}} Wait, no: \boxed{{{other}}}", r"\boxed{{{}}}. Wait, I made a mistake: {other}",
-    "<answer>{}</answer> <answer>{other}</answer>",
-    "<think>Answer: {}</think> <answer>{other}</answer>", "<think>{}</think> Answer: {other}",
-    "<answer>{}</answer> No, that is wrong, it is {other}.", "<answer>{}</answer> No wait.",
-    "<answer>{}</answer> Sorry, I mean {other}.", "Answer: {}\nCorrection: {other}",
+    "<answer>{}</answer> <answer>{other}</answer>", "<think>Answer: {}</think> <answer>{other}</answer>",
+    "<think>{}</think> Answer: {other}", "<answer>{}</answer> No, that is wrong, it is {other}.",
+    "<answer>{}</answer> No wait.", "<answer>{}</answer> Sorry, I mean {other}.", "Answer: {}\nCorrection: {other}",
     r"\boxed{{{}}} That is not correct.", "Answer: {}\nOn second thought, {other}.",
-    "<answer>{}</answer>\nI was wrong.", r"\boxed{{{}}}. My answer is wrong.",
-    "Answer: {}\nI miscounted.", "<answer>{}</answer> Scratch that.", r"It's not \boxed{{{}}}",
-    r"The wrong answer is \boxed{{{}}}.", "It cannot be <answer>{}</answer>",
-    "<answer>{}</answer> Ignore the above.", "Answer: {}\nHold on, {other}.",
+    "<answer>{}</answer>\nI was wrong.", r"\boxed{{{}}}. My answer is wrong.", "Answer: {}\nI miscounted.",
+    "<answer>{}</answer> Scratch that.", r"It's not \boxed{{{}}}", r"The wrong answer is \boxed{{{}}}.",
+    "It cannot be <answer>{}</answer>", "<answer>{}</answer> Ignore the above.", "Answer: {}\nHold on, {other}.",
     r"\boxed{{{}}} Edit: should be {other}",
 )  # fmt: skip
 
@@ -111,13 +99,12 @@ TAKEN_BACK = (
 AFTERWORDS = (
     "The other options are wrong.", "The others are incorrect.", "None of the others fit.",
     "No other answer is possible.", "No other objects are visible.", "Nothing else is visible.",
-    "Actually this matches the picture.", "Sorry for the long explanation.",
-    "I'm sorry if this is hard to see.", "Note that 1000 would be incorrect.",
-    "Any other value would be wrong.", "It would be wrong to count the shadow.",
-    "Wait times do not matter here.", "Let me know if I made a mistake.",
-    "I checked it: there is no mistake.", "No further steps are needed.",
-    "Wait, let me check it once more. Yes, it is correct.", "There is no doubt about it.",
-    "A common mistake is to look at the background.", "The sign in the corner is actually blue.",
+    "Actually this matches the picture.", "Sorry for the long explanation.", "I'm sorry if this is hard to see.",
+    "Note that 1000 would be incorrect.", "Any other value would be wrong.", "It would be wrong to count the shadow.",
+    "Wait times do not matter here.", "Let me know if I made a mistake.", "I checked it: there is no mistake.",
+    "No further steps are needed.", "Wait, let me check it once more. Yes, it is correct.",
+    "There is no doubt about it.", "A common mistake is to look at the background.",
+    "The sign in the corner is actually blue.",
 )  # fmt: skip
 MARKED = (
     "<answer>{}</answer>\n", "<answer>{}</answer> ", r"\boxed{{{}}}. ", r"It is $\boxed{{{}}}$. ",
@@ -189,15 +176,6 @@ def mismatched(draw: Draw, letter: str) -> str:
     return draw.choice([f"{letter} ({words})", f"{letter}. {words}", f"{letter}, the {words}"])
 
 
-def word(draw: Draw, text: str) -> str:
-    forms = [unicodedata.normalize(form, text) for form in ("NFC", "NFD")]
-    return draw.choice([*forms, text.upper() if "\u00df" not in text else text, text.casefold()])
-
-
-def words(draw: Draw) -> tuple[str, str]:
-    return tuple(draw.sample(WORDS, 2))
-
-
 BARE = ("{}",)  # the whole response
 KINDS = {
     "count": Kind(pair=integers, naming=integer, kept=ABOUT, broken=BOUNDS, places=BARE),
@@ -211,7 +189,6 @@ KINDS = {
         choices=OPTIONS,
         places=BARE,
     ),
-    "exact": Kind(pair=words, naming=word, kept=("{}!",), args={"order": MATH_ORDER}),
 }
 
 

@@ -88,13 +88,16 @@ def test_what_else_passes():
     assert (none.passed, none.rows, none.skipped) == (True, 0, ("count (default): no row has an answer",))
 
 
-def test_a_verifier_that_does_not_fit_the_answers_is_refused():
+def test_a_verifier_that_does_not_fit_the_answers_is_refused(caplog):
     result = result_of(rows("3.5", "7.25"), ["count"])
     assert [f.case.sample.id for f in result.failures] == ["row-0", "row-1"]
     told = r"row row-0: gold response .*prompt.format=think_answer.* scored 0.*expected 1"
     with pytest.raises(SelfTestError, match=told) as error:
         require(result, "strict")
     assert error.value.exit_code == 2
+    with caplog.at_level(logging.WARNING):
+        require(result, "warn")
+    assert "misjudges" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -116,32 +119,20 @@ def test_golds_that_cannot_be_read_are_refused_with_what_reads_them(verifier, an
         assert result_of(rows(*answers), ["exact"]).passed
 
 
-def test_warn_only_warns(caplog):
-    with caplog.at_level(logging.WARNING):
-        require(result_of(rows("cat", "dog"), ["count"]), "warn")
-    assert "misjudges" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("body", "case"),
-    [
-        ("return 1.0", "gold"),
-        ("return float(sample.answer in sample.response or not sample.response)", "empty"),
-        ("return float('answer' in sample.response)", "foreign"),
-    ],
-)
-def test_careless_custom_rewards_are_refused(tmp_path, body, case):
-    (tmp_path / "mine.py").write_text(f"def compute_score(sample):\n    {body}\n")
-    result = result_of(rows("7", "8"), [f"{tmp_path}/mine.py"])
-    assert case in {failure.case.kind for failure in result.failures}
+def test_careless_custom_rewards_are_refused(tmp_path):
+    empty = "float(sample.answer in sample.response or not sample.response)"
+    for case, body in {"gold": "1.0", "empty": empty, "foreign": "float('answer' in sample.response)"}.items():
+        (tmp_path / f"{case}.py").write_text(f"def compute_score(sample):\n    return {body}\n")
+        result = result_of(rows("7", "8"), [f"{tmp_path}/{case}.py"])
+        assert case in {failure.case.kind for failure in result.failures}
 
 
 @pytest.mark.parametrize(
     ("body", "told"),
     [
         (
-            "raise ValueError('boom ' + sample.id)",
-            r"mine.py:f raised ValueError: boom row-0 \(mine.py:2\), on 5 of 5 rows, first on the gold",
+            "raise ValueError('boom')",
+            r"mine.py:f raised ValueError: boom \(mine.py:2\), on 5 of 5 rows, first on the gold",
         ),
         ("return float('nan')", "mine.py:f: nan: the function returned nan, on 5 of 5 rows"),
         ("return float(sample.response[0] == sample.answer[0])", r"IndexError.*mine.py:2.*5 of 5"),
@@ -166,15 +157,9 @@ def test_without_a_format_own_functions_may_read_the_bare_answer_or_tags(tmp_pat
     shaped = result_of(rows("red", "blue"), terms, "think_boxed")
     with pytest.raises(SelfTestError, match=r"scores 0 for all 6.*\n.*prompt.format=direct"):
         require(shaped, "strict")
-    (tmp_path / "mine.py").write_text("def f(sample):\n    return float('7' in sample.response)\n")
-    with pytest.raises(SelfTestError, match=r"prompt.format=none puts them .*bare and in <answer>"):
-        require(result_of(rows("red", "17"), terms, "none"), "strict")
 
 
 def test_real_sets_pass(shared):
-    with gzip.open(shared / "math500/math500.jsonl.gz", "rt") as lines:
-        answers = [json.loads(line)["answer"] for line in lines][:32]
-    assert result_of(rows(*answers), ["math"], "think_boxed").passed
     with gzip.open(shared / "gsm8k/gsm8k.train.jsonl.gz", "rt") as lines:
         answers = [json.loads(next(lines))["answer"] for _ in range(32)]
     assert result_of(rows(*answers), ["gsm8k"], "hash").passed

@@ -28,72 +28,41 @@ def with_parameters(parameters: str) -> Callable[..., Any]:
     return eval(f"lambda {parameters}: None")
 
 
+INPUT = {"response": "r1", "response_length": 1, "ground_truth": "1"}
+GOLDS = {"ground_truths": ["0", "1"], "extra_infos": [{"level": 0}, {"level": 1}]}
+
+
 @pytest.mark.parametrize(
-    ("parameters", "form", "is_batch"),
+    ("function", "args", "result"),
     [
-        ("sample, bonus=0.0", "sample", False),
-        ("samples, bonus=0.0", "samples", True),
-        ("reward_input, **kwargs", "reward_input", False),
-        ("reward_inputs, format_weight=0.1", "reward_inputs", True),
-        ("prompts, completions, **columns", "completions", True),
-        ("queries, prompts, labels", "queries", True),
-        ("data_source, solution_str, ground_truth, extra_info=None", "solution_str", False),
-        ("data_sources=None, solution_strs=None, ground_truths=None, **kwargs", "solution_strs", True),
-        ("predicts, ground_truths, format_weight=0.1", "predicts", True),
-        ("predict_str, ground_truth", "predict_str", False),
-        ("completion_ids, **kwargs", "completion_ids", True),
+        (lambda sample, bonus=0.0: (sample.id, bonus), {"bonus": 1}, ("1", 1)),
+        (lambda x: x.id, {}, "1"),
+        (lambda samples: [each.id for each in samples], {}, ["0", "1"]),
+        (lambda reward_input, weight: (reward_input, weight), {"weight": 2}, (INPUT, 2)),
+        (lambda reward_inputs, **kwargs: reward_inputs[1:], {}, [INPUT]),
+        (
+            lambda prompts, completions, solution, level, **kwargs: (prompts[1], completions[1], solution, level),
+            {},
+            ([{"role": "user", "content": "p1"}], [{"role": "assistant", "content": "r1"}], ["0", "1"], [0, 1]),
+        ),
+        (lambda completion_ids, **kwargs: completion_ids, {}, [(), ()]),
+        (lambda queries, prompts, labels: (queries, *prompts), {}, (["p0 r0", "p1 r1"], "p0 ", "p1 ")),
+        (lambda data_source, solution_str, extra_info: (solution_str, extra_info), {}, ("r1", {"level": 1})),
+        (lambda solution_strs, data_sources, **others: (solution_strs, others), {}, (["r0", "r1"], GOLDS)),
+        (lambda predicts, ground_truths, w: (*predicts, *ground_truths, w), {"w": 2}, ("r0", "r1", "0", "1", 2)),
+        (lambda predict_str, ground_truth: (predict_str, ground_truth), {}, ("r1", "1")),
     ],
-)
-def test_the_form_follows_from_parameter_names(parameters, form, is_batch):
-    function = with_parameters(parameters)
-    assert (form_of(function).known_by[0], form_of(function).batch) == (form, is_batch)
-    check_arguments(function, {})
+)  # fmt: skip
+def test_the_form_follows_from_parameter_names(function, args, result):
+    check_arguments(function, args)
+    form = form_of(function)
+    assert call(function, form, SAMPLES if form.batch else SAMPLES[1], args) == result
 
 
-def called(function: Callable[..., Any], given: Any, **args: Any) -> Any:
-    return call(function, form_of(function), given, args)
-
-
-def test_what_each_form_is_given():
-    def easyr1(reward_input, weight):
-        return reward_input, weight
-
-    def r1v(prompts, completions, solution, level, **kwargs):
-        return prompts[1][0]["content"], completions[1][0]["content"], solution, level
-
-    def short(completions, solution):
-        texts = [completion[0]["content"] for completion in completions]
-        return texts == [f"r{label}" for label in solution]
-
-    def lmmr1(queries, prompts, labels):
-        return queries, prompts, labels
-
-    expected = {"response": "r1", "response_length": 1, "ground_truth": "1"}
-    assert called(easyr1, SAMPLES[1], weight=2) == (expected, 2)
-    assert called(r1v, SAMPLES) == ("p1", "r1", ["0", "1"], [0, 1])
-    assert called(short, SAMPLES) is True
-    assert called(lmmr1, SAMPLES) == (["p0 r0", "p1 r1"], ["p0 ", "p1 "], ["0", "1"])
-
-    def verl(data_source, solution_str, ground_truth, extra_info):
-        return data_source, solution_str, ground_truth, extra_info
-
-    def verl_batch(solution_strs, data_sources, **others):
-        return solution_strs, data_sources, others
-
+def test_verl_has_its_own_column_where_there_is_one():
     told = replace(SAMPLES[1], extra={"extra_info": {"index": 7}})
-    assert called(verl, SAMPLES[1]) == ("default", "r1", "1", {"level": 1})
-    assert called(verl, told) == ("default", "r1", "1", {"index": 7})
-    golds = {"ground_truths": ["0", "1"], "extra_infos": [{"level": 0}, {"level": 1}]}
-    assert called(verl_batch, SAMPLES) == (["r0", "r1"], ["default"] * 2, golds)
-
-    def easyr1_old(predicts, ground_truths, weight):
-        return predicts, ground_truths, weight
-
-    def easyr1_older(predict_str, ground_truth):
-        return predict_str, ground_truth
-
-    assert called(easyr1_old, SAMPLES, weight=2) == (["r0", "r1"], ["0", "1"], 2)
-    assert called(easyr1_older, SAMPLES[1]) == ("r1", "1")
+    verl = with_parameters("solution_str, extra_info")
+    assert form_of(verl).arguments(told)["extra_info"] == {"index": 7}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from saccade.config.schema import JudgeConfig
 from saccade.errors import ConfigError
 from saccade.plugins.judges.http_client.chat_client import ChatClient, key_of, store_answer, stored_answer
 from saccade.plugins.judges.http_client.sender import RequestQueue
-from saccade.plugins.verifiers.hybrid import ASK
+from saccade.plugins.verifiers.short_answers import ASK
 from saccade.rewards.combine import DROP_GROUP, Pending
 from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Media, Message, Sampling, Score

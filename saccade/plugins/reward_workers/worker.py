@@ -60,12 +60,11 @@ def serve(request: Mapping[str, Any], emit: Emit) -> None:
         return Score(kind="error", reason=reason)
 
     def scores(part: Sequence[RewardSample]) -> list[Score]:
-        if not form.batch:
-            return [custom.to_score(custom.call(function, form, part[0], args))]
-        result = custom.call(function, form, part, args)
+        result = custom.call(function, form, part if form.batch else part[0], args)
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
-        if (found := custom.to_scores(result, len(part))) is None:
+        found = custom.to_scores(result, len(part)) if form.batch else [custom.to_score(result)]
+        if found is None:
             size = len(result) if hasattr(result, "__len__") else type(result).__name__
             raise BadLength(f"{size} results for {len(part)} samples")
         return found

@@ -1,22 +1,29 @@
-"""Verifiers of short answers: options, a digit, DAPO's answer line, audio questions, verdicts.
+"""Verifiers of short answers: options, a digit, DAPO's answer line, audio questions, verdicts; and what is settled
+without a judge: a missing answer, and for `hybrid` what a rule is sure of.
 
->>> dapo_math(RewardSample(id="a", response="Answer: 12", answer="12")).value
-1.0
+A score with ASK in its info holds the answer that is to be judged and what the rule made of it; the scorer takes it to
+the judge.
+
+    >>> dapo_math(RewardSample(id="a", response="Answer: 12", answer="12")).value
+    1.0
+    >>> hybrid(RewardSample(id="a", response="<answer>4 cats</answer>", answer="four cats")).info
+    {'ask': True}
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from saccade.plugins.verifiers.choice import letters_in
-from saccade.plugins.verifiers.extract import Scope, answer_of, answering, graded
-from saccade.plugins.verifiers.maths import spelling
+from saccade.plugins.verifiers.choice import letters_in, single_letter
+from saccade.plugins.verifiers.extract import NUMBER, Scope, answer_of, answering, graded
+from saccade.plugins.verifiers.maths import MATH, MATH_ORDER, math, spelling
+from saccade.plugins.verifiers.numbers import count, gsm8k, number, relaxed
 from saccade.plugins.verifiers.response_shape import check_think_answer
-from saccade.plugins.verifiers.text_match import joined
+from saccade.plugins.verifiers.text_match import contains_one_of, exact, joined
 from saccade.plugins.verifiers.wording import REASON, unsettled
 from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.rewards.verifiers import Verifier
@@ -121,10 +128,63 @@ def _two(sample: RewardSample, found: str | None, right: bool) -> Score:
     return replace(graded(found, right), value=float(right) + shape, parts=parts)
 
 
+ASK = "ask"
+RULES: Mapping[str, Callable[..., Score]] = {
+    each.__name__: each for each in (choice, math, number, count, relaxed, gsm8k, exact, contains_one_of)
+}
+DEFINITE = ("choice", "number", "count", "gsm8k")  # what these call wrong is wrong
+
+
+@answering(*MATH_ORDER)
+def judge(sample: RewardSample, found: str | None) -> Score:
+    """Whatever answer there is goes to the judge; none at all is wrong."""
+    if not any(sample.golds):
+        return no_gold(sample)
+    if found is None:
+        return graded(None, False)
+    return Score(kind="abstain", reason="unjudged", extracted=found, info={ASK: True})
+
+
+def hybrid(
+    sample: RewardSample,
+    *,
+    rule: str = "auto",
+    options: Mapping[str, Any] | None = None,
+    order: Sequence[str] = MATH_ORDER,
+    scope: Scope = "after_think",
+) -> Score:
+    """The judge sees what the rule cannot settle. `auto` is `choice` for rows with options and
+    `exact`, then `math` for others; `options` are arguments of the rule.
+    """
+    if rule != "auto" and rule not in RULES:
+        raise ValueError(f"rule is auto, {', '.join(RULES)}, not {rule!r}")
+    if rule == "auto" and options:
+        raise ValueError("options are those of one rule; name it, such as rule: number")
+    unjudged = judge(sample, order=order, scope=scope)
+    found = unjudged.extracted
+    if found is None:
+        return unjudged
+    for name in _fitting(sample) if rule == "auto" else (rule,):
+        score = RULES[name](sample, order=order, scope=scope, **(options or {}))
+        if score.kind == "error" or score.value >= 1:
+            return score
+    numbers = all(NUMBER.fullmatch(text.strip()) for text in (found, *sample.golds))
+    if score.kind == "value" and (name in DEFINITE or numbers):
+        return score
+    return replace(score, extracted=found, info={ASK: True})
+
+
+def _fitting(sample: RewardSample) -> tuple[str, ...]:
+    letters = all(single_letter(gold, ()) for gold in sample.golds)
+    return ("choice",) if sample.choices or letters else ("exact", "math")
+
+
 ROWS = {
     "choice": Verifier(function=choice, right=joined),
     "digit": Verifier(function=digit),
     "dapo_math": Verifier(function=dapo_math),
     "avqa": Verifier(function=avqa),
     "verdict": Verifier(function=verdict, right=right_verdict),
+    "judge": Verifier(function=judge, judged=True),
+    "hybrid": replace(MATH, function=hybrid, judged=True),
 }
