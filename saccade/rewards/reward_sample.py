@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from saccade.system.codec import plain
@@ -65,17 +65,14 @@ def no_gold(sample: RewardSample) -> Score:
     return Score(kind="abstain", reason=f"gold_unparseable: {sample.answer!r}")
 
 
-_BULKY = frozenset({"prompt", "messages", "turns", "token_ids", "observations", "roles", "images", "extra"})
-_HERE = ("media", "asked", "replied", "unreadable")  # what never leaves this process
-_FIELDS = tuple(field.name for field in fields(RewardSample) if field.name not in _HERE)
-_BRIEF_FIELDS = tuple(name for name in _FIELDS if name not in _BULKY)
+_BULKY = {"prompt", "messages", "token_ids", "observations", "roles", "images", "extra"}
+_HERE = {"media", "asked", "replied", "unreadable"}  # what never leaves this process
 
 
 def to_json(sample: RewardSample, *, brief: bool = False) -> str:
-    """`brief` leaves out what no isolated built-in verifier reads."""
-    several = ("turns",) if len(sample.turns) > 1 else ()
-    names = (*_BRIEF_FIELDS, *several) if brief else _FIELDS
-    return json.dumps({name: getattr(sample, name) for name in names}, default=plain)
+    """`brief` leaves out what no isolated built-in verifier reads; of turns it reads the last of several."""
+    left_out = _HERE | (_BULKY | ({"turns"} if len(sample.turns) < 2 else set()) if brief else set())
+    return json.dumps({name: value for name, value in vars(sample).items() if name not in left_out}, default=plain)
 
 
 def reward_sample(sample: Sample, response: str, **known: Any) -> RewardSample:

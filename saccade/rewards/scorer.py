@@ -125,18 +125,13 @@ class Scorer:
         """
         recipe = self.recipe(data_source)
         weights = {term.name: term.weight for term in recipe.terms}
-        if recipe.gate is not None:
-            problem = f"they are combined by gate({recipe.terms[recipe.gate].name})"
-        elif recipe.combination != "weighted_sum":
-            problem = f"they are combined by {recipe.combination}"
-        elif recipe.renormalise:
-            problem = "with reward.reweight_abstained an abstaining term has no value; turn it off"
-        elif len(weights) < 2:
-            problem = f"{data_source!r} has {list(weights)} alone, for example add format:boxed"
-        else:
-            return weights
-        needed = "two or more reward.terms and reward.combine=weighted_sum"
-        raise ConfigError(f"an advantage of separate reward components needs {needed}; {problem}")
+        if recipe.gate is not None or recipe.combination != "weighted_sum" or recipe.renormalise or len(weights) < 2:
+            raise ConfigError(
+                "an advantage of separate reward components needs several reward.terms, reward.combine=weighted_sum "
+                f"and reward.reweight_abstained=false; {data_source!r} has {', '.join(weights)}, "
+                f"combined by {self.config.combine}, reweight_abstained={str(recipe.renormalise).lower()}"
+            )
+        return weights
 
     def submit(self, sample: RewardSample) -> Future[Scored]:
         """The result as a future that never holds an exception of a verifier."""

@@ -73,7 +73,6 @@ def test_what_a_format_renders_passes_its_own_check(name):
 @pytest.mark.parametrize(
     ("verifier", "args", "words"),
     [
-        ("digit", {"allowed": ["10"]}, "single digits"),
         ("medical", {"weights": {"lenght": 0}}, "weights are those of labels, boxes, json, length"),
         ("iou", {"mode": "dice"}, "mode is iou, giou, set, map, mask or iou@"),
         ("iou", {"mode": "iou@2"}, "mode is iou"),
@@ -81,7 +80,6 @@ def test_what_a_format_renders_passes_its_own_check(name):
         ("length", {}, "either target"),
         ("sokoban", {}, "solved at its start"),
         ("hybrid", {"rule": "maths"}, "rule is auto, choice, math.*not 'maths'"),
-        ("hybrid", {"options": {"rel_tol": 1}}, "name it, such as rule: number"),
     ],
 )
 def test_arguments_and_rows_of_no_use_are_refused(verifier, args, words):
@@ -130,13 +128,7 @@ def test_levels_as_grids_and_files(tmp_path):
 
 def test_the_use_of_tools_costs_as_far_as_the_answer_is_right():
     calls = [{"name": "zoom", "ok": n > 1} for n in (1, 2, 3)]
-    for args, answer, reward in (
-        ({}, "7", 0.9),
-        ({"mode": "per_call"}, "7", 0.7),
-        ({}, "8", 0.0),
-        ({"only_if_correct": False}, "8", -0.1),
-        ({"penalty": 0.0, "bonus": 0.5}, "7", 1.5),
-    ):
+    for args, answer, reward in (({}, "7", 0.9), ({}, "8", 0.0), ({"penalty": 0.0, "bonus": 0.5}, "7", 1.5)):
         config = RewardConfig(terms=["count", {"verifier": "tool_use", "args": args}])
         with Scorer(config, prompt_format="direct", max_tokens=64) as scorer:
             (scored,) = scorer.score([RewardSample(id="a", response=answer, answer="7", tool_calls=calls)])

@@ -91,19 +91,6 @@ def test_the_same_answer_is_judged_once():
     assert (metrics["judge/calls"], metrics["judge/cache_hit_rate"]) == (1, 7 / 8)
 
 
-def test_a_cache_outlives_the_process_and_the_endpoint(tmp_path, fair):
-    samples = [*said("red", "blue"), *said("red", gold="blue")]
-    options = {"cache": str(tmp_path)}
-    with scorer(fair.url, **options) as scoring:
-        first = values(scoring.score(samples))
-    asked = len(fair.asked)
-    with scripted([]) as dead, scorer(dead.url, **options) as scoring:
-        assert values(scoring.score(samples)) == first == [1, 0, 0]
-        metrics = scoring.metrics()
-    assert dead.asked == [] and asked == 4  # the check at the start is one
-    assert (metrics["judge/calls"], metrics["judge/cache_hit_rate"]) == (0, 1)
-
-
 def test_a_reply_without_a_verdict_is_asked_again_warmer():
     replies = iter(["Score: 1 or 0?", "I like it", "Fine.\nScore: 1"])
 
@@ -220,15 +207,6 @@ def test_closing_leaves_nobody_waiting():
         assert scoring.submit(said("d")[0]).result(1).status == "error"
 
 
-def test_pictures_reach_the_judge(fair, image):
-    for send in (False, True):
-        with scorer(fair.url, send_images=send) as scoring:
-            scoring.score(said("blue", media=(image(),)))
-        content = fair.asked[-1]["body"]["messages"][0]["content"]
-        kinds = [part["type"] for part in content] if send else content
-        assert kinds == ["image_url", "text"] if send else isinstance(kinds, str)
-
-
 # -- before a run ----------------------------------------------------------------------------------
 
 
@@ -275,8 +253,6 @@ def test_the_self_test_tells_a_judge_from_a_yes_man(fair):
         ("Score: 1\nI hope this helps.", None),
         ("They agree. Score: 1", None),
         ("Score: 2", None),
-        ("Score: 1/1", None),
-        ("1", None),
     ],
 )
 def test_only_the_last_line_counts(reply, value):

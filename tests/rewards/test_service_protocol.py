@@ -9,7 +9,6 @@ import pytest
 
 from saccade.config.schema import RemoteConfig
 from saccade.plugins.judges.service_protocol import MARKS, read_reply, read_samples, reply_to, request_for, split_query
-from saccade.plugins.reward_models.reward_model_term import conversation_of
 from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample
 
@@ -121,19 +120,10 @@ def test_a_query_with_a_prompt_that_nothing_marks_is_an_error_of_its_sample_alon
     assert (good.response, good.unreadable) == ("4", "")
 
 
-def test_a_prompt_that_a_template_wrote_is_no_question_for_a_model():
-    prompt = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-    (sample,) = read_samples({"query": [prompt + "4"], "prompts": [prompt]})
-    assert (sample.response, sample.prompt) == ("4", prompt)
-    with pytest.raises(ValueError, match="send its messages as JSON"):
-        conversation_of(sample)
-
-
 @pytest.mark.parametrize(
     ("body", "words"),
     [
         ({}, "query: missing"),
-        ({"query": [3]}, r"query\[0\]: int"),
         ({"query": ["a", "b"], "labels": ["1"]}, "labels: 1 entries for 2 samples"),
         ({"query": ["a"], "extras": ["__import__('os')"]}, r"extras\[0\]: str"),
         ({"protocol": 2, "query": ["a"]}, "responses: missing"),
@@ -198,7 +188,6 @@ def test_replies_of_older_services(reply, accuracy):
         {"score": [1.0, 0.0]},
         {"rewards": [1.0]},
         {"rewards": [1.0, "0"]},
-        {"rewards": [[1.0], [0.0]]},
         {"rewards": [1.0, 0.0], "parts": {"math": [1.0]}},
     ],
 )
