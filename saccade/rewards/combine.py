@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from saccade.rewards.reward_sample import RewardSample
@@ -59,6 +60,11 @@ class RewardRecipe:
     combination: str = "weighted_sum"  # key of COMBINATIONS
     gate: int | None = None  # index of the term that must be positive
     renormalise: bool = False
+
+    @cached_property
+    def knows_limit(self) -> bool:
+        """Whether a term may look at the token limit of the episode."""
+        return any(t.kind == "shaping" or t.function is None or t.judged or t.learned for t in self.terms)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,7 +156,7 @@ class Scorer:
         recipe = self.recipe(sample.data_source)
         if sample.unreadable:
             return Scored(status="error", reason=f"unreadable: {sample.unreadable}")
-        if not sample.max_tokens:
+        if not sample.max_tokens and recipe.knows_limit:
             sample = replace(sample, max_tokens=self.max_tokens)
         return _then(_gathered([term.submit(sample) for term in recipe.terms]), partial(combine, recipe))
 
@@ -232,8 +232,9 @@ def _then(given: Any, go_on: Callable[[Any], Any]) -> Any:
     return last
 
 
-def _gathered(begun: Sequence[Pending], scores: tuple[Score, ...] = ()) -> Any:
+def _gathered(begun: Sequence[Pending]) -> Any:
     """All scores, or a future of them."""
-    if not begun:
-        return scores
-    return _then(begun[0], lambda score: _gathered(begun[1:], (*scores, score)))
+    for index, each in enumerate(begun):
+        if isinstance(each, Future):
+            return _then(each, lambda score: _gathered([*begun[:index], score, *begun[index + 1 :]]))  # noqa: B023
+    return begun

@@ -40,7 +40,7 @@ MOST_BOXES = 200
 LARGEST = 1e9  # of a coordinate
 NOTHING = ("", "none", "[]")
 
-Box = tuple[float, float, float, float]  # left, top, right, bottom
+Box = tuple[float, ...]  # left, top, right, bottom
 Size = tuple[float, float]  # width, height
 
 
@@ -85,19 +85,18 @@ class View(NamedTuple):
         return [item._replace(box=self._pixels(item.box, frame.layout, scale)) for item in found]
 
     def _pixels(self, box: Box, layout: str, scale: Size) -> Box:
-        sides = []
-        for axis in (0, 1):
-            start, end = box[axis], box[axis + 2]
-            ends = sorted((start * scale[axis], (start + end if layout == "xywh" else end) * scale[axis]))
-            sides.append([min(max(x, 0.0), self.original[axis]) for x in ends] if self.original else ends)
-        (x0, x1), (y0, y1) = sides
-        return x0, y0, x1, y1
+        corners = np.array(box, float).reshape(2, 2)
+        if layout == "xywh":
+            corners[1] += corners[0]
+        corners = np.sort(corners * scale, axis=0)
+        return tuple((corners.clip(0, self.original) if self.original else corners).ravel().tolist())
 
     def asked_for(self, box: Box) -> Box:
         """A box in original pixels as the prompt asks for it."""
-        across, down = self.scale(self.asked) or (1.0, 1.0)
-        x0, y0, x1, y1 = box[0] / across, box[1] / down, box[2] / across, box[3] / down
-        return (x0, y0, x1 - x0, y1 - y0) if self.asked.layout == "xywh" else (x0, y0, x1, y1)
+        corners = np.array(box).reshape(2, 2) / (self.scale(self.asked) or (1.0, 1.0))
+        if self.asked.layout == "xywh":
+            corners[1] -= corners[0]
+        return tuple(corners.ravel().tolist())
 
 
 FRAME_ARGS = ("answer_frame", "layout", "box_frame", "box_layout", "unit", "image")
