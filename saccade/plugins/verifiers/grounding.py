@@ -113,11 +113,8 @@ def view_of(
     image: int = 0,
 ) -> View:
     """How a sample's boxes are read; `unit` is the side in pixels that the model sees as one token."""
-    row = sample.extra
-    asked, gold = (
-        Frame(answer_frame, layout),
-        Frame(row.get("box_frame") or box_frame, row.get("box_layout") or box_layout),
-    )
+    asked = Frame(answer_frame, layout)
+    gold = Frame(sample.extra.get("box_frame") or box_frame, sample.extra.get("box_layout") or box_layout)
     for name, shape in (asked, gold):
         if name not in FRAMES or shape not in LAYOUTS:
             expected = f"frame is one of {', '.join(FRAMES)} and layout one of {', '.join(LAYOUTS)}"
