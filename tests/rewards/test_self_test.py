@@ -49,7 +49,6 @@ def result_of(samples: list[Sample], terms: list[Any], form: str = "think_answer
         ("contains_one_of", "think_answer", ("a red cube", "a ball")),
         ("choice", "letter", ("A", "B")),
         ("choice", "think_answer", (("A", "C"), ("B",))),
-        ("digit", "direct", ("1", "2")),
         ("avqa", "think_answer", ("rain", "wind")),
         ("verdict", "think_answer", ("A", "B", "tie")),
         ("labels_f1", "think_boxed", (("edema", "effusion"), "edema")),
