@@ -102,8 +102,8 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 algorithm_state=algorithm_state.to_json(state),
             )
             if every and (step % every == 0 or step in (1, this.total)):
-                shown = annotate.show_advantages(groups[: config.track.trajectories_groups], updates)
-                this.display.store(shown, step=step, scores=progress.scores)
+                stored = annotate.show_advantages(groups[: config.track.trajectories_groups], updates)
+                this.display.store(stored, step=step, scores=progress.scores)
             sampled, critic = rollouts.scored, learners.critic
             work = HOOKS["rl_work"](policy, critic, sampled, updates, config, algorithm, step)
             missed = unread(sampled, sampler.scorer, family)
