@@ -423,11 +423,12 @@ class Metrics:
     def add_max(self, name: str, value: float) -> None:
         self.maxima[name] = max(self.maxima.get(name, float("-inf")), float(value))
 
-    def merge(self, other: Metrics) -> None:
-        for name, (total, count) in other.sums.items():
-            self.add(name, total, count)
-        for name, value in other.maxima.items():
-            self.add_max(name, value)
+    def merge(self, *others: Metrics) -> None:
+        for other in others:
+            for name, (total, count) in other.sums.items():
+                self.add(name, total, count)
+            for name, value in other.maxima.items():
+                self.add_max(name, value)
 
     def means(self) -> dict[str, float]:
         means = {name: total / count for name, (total, count) in self.sums.items() if count}

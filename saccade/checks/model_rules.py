@@ -36,24 +36,6 @@ def model(config: Config) -> Iterator[str]:
         yield f"model.train: expected full, lora, qlora or freeze:PATTERNS, got {train!r}; try {meant}"
 
 
-def patterns(config: Config) -> Iterator[str]:
-    """Names that are empty, and regular expressions that are none."""
-    lora = config.model.lora
-    written = {
-        "model.train": frozen(config.model.train),
-        "model.lora.targets": lora.targets.split(","),
-        "model.lora.exclude": lora.exclude.split(",") if lora.exclude else [],
-    }
-    for name, pattern in ((name, text.strip()) for name, listed in written.items() for text in listed):
-        if not pattern:
-            yield f"{name}: a name is empty; try names such as vision,projector"
-        elif pattern.startswith("re:"):
-            try:
-                re.compile(pattern[3:])
-            except re.error as error:
-                yield rf"{name}: {pattern!r} is no regular expression: {error}; try re:self_attn\.(q|v)_proj"
-
-
 def answering_model(config: Config) -> Iterator[str]:
     """Where nothing is trained an endpoint may answer, and no folder is needed."""
     http = config.rollout.http

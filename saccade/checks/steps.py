@@ -12,9 +12,6 @@ from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import ADAPTED, Config
 from saccade.data.sources import set_names
 
-# The fewest tokens of an answer where every tag is one token: with less, no response can be right.
-SHORTEST_ANSWER = {"think_answer": 5, "think_boxed": 4, "boxed": 2, "answer_line": 2, "hash": 2}
-
 
 def sampling(config: Config) -> Iterator[str]:
     rollout = config.rollout
@@ -29,15 +26,8 @@ def sampling(config: Config) -> Iterator[str]:
 
 
 def response_length(config: Config) -> Iterator[str]:
-    style = config.prompt.format
-    shortest, limits = SHORTEST_ANSWER.get(style, 1), {"rollout.max_tokens": config.rollout.max_tokens}
-    if "max_tokens" in config.val.model_fields_set:
-        limits["val.max_tokens"] = config.val.max_tokens
-    for name, limit in limits.items():
-        if limit < shortest:
-            yield f"{name}: {limit} tokens cannot hold an answer in the format {style!r}; try {name}=256"
     total, longest = config.env.max_total_tokens, config.data.max_prompt_tokens
-    if longest > total - shortest or total <= config.rollout.max_tokens:
+    if total <= max(longest, config.rollout.max_tokens):
         needed = config.rollout.max_tokens + longest
         yield f"env.max_total_tokens: {total} cannot hold data.max_prompt_tokens and a response; try {needed}"
 

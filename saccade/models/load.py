@@ -173,7 +173,10 @@ def matching(option: str, what: str, patterns: str, names: Sequence[str], family
     """The names that one of the patterns matches. One that matches none is refused."""
     found: set[str] = set()
     for pattern in map(str.strip, patterns.split(",")):
-        hits = {name for name in names if _matches(name, pattern, family)}
+        try:
+            hits = {name for name in names if _matches(name, pattern, family)}
+        except re.error as error:
+            raise ConfigError(f"{option}: {pattern!r} is no regular expression: {error}") from None
         if not hits:
             towers = f"a tower ({', '.join(family.spec.towers)}), a prefix or re:REGEX of names such as {names[0]!r}"
             raise ConfigError(f"{option}: {pattern!r} matches no {what}; write {towers}")
@@ -186,7 +189,7 @@ def _matches(name: str, pattern: str, family: Family) -> bool:
         return re.search(pattern[3:], name) is not None
     if pattern in family.spec.towers:
         return family.tower_of(name) == pattern
-    return name.startswith(pattern)
+    return pattern != "" and name.startswith(pattern)
 
 
 @contextmanager

@@ -73,10 +73,8 @@ def check_mismatch(metrics: Metrics, algorithm: Algorithm, parity_max: float | N
     error = found.get("mismatch/mult_prob_error", 1.0)
     limit = max(LARGEST_MISMATCH, math.exp(parity_max or 0.0))
     if error > limit and not algorithm.corrections:
-        raise TrainingError(
-            f"engine and trainer disagree: mean exp|log-prob gap| is {error:.3f}, above {limit:.4g}; compare "
-            "temperature, banned ids and weights of both, use model.dtype=float32, or algorithm.correct=[tis.token]"
-        )
+        gap = f"mean exp|log-prob gap| is {error:.3f}, above {limit:.4g}"
+        raise TrainingError(f"engine and trainer disagree: {gap}; try float32, or algorithm.correct=[tis.token]")
     unscored = found.get("mismatch/unscored_frac", 0.0)
     if unscored > MOST_UNSCORED:
         raise TrainingError(f"the engine gave {unscored:.1%} of its tokens no log-prob; use rollout.engine=embedded")

@@ -94,13 +94,8 @@ def rollout_sampling(config: Config, algorithm: Algorithm | None = None) -> Samp
 
 
 def validation_sampling(config: Config) -> Sampling:
-    val = config.val
-    return Sampling(
-        temperature=val.temperature,
-        top_p=val.top_p,
-        max_tokens=val.max_tokens,
-        stop=(*config.rollout.stop, *stop_strings(config.env)),
-    )
+    val, stop = config.val, (*config.rollout.stop, *stop_strings(config.env))
+    return Sampling(temperature=val.temperature, top_p=val.top_p, max_tokens=val.max_tokens, stop=stop)
 
 
 def limits_of(config: Config, *, evaluation: bool = False) -> Limits:

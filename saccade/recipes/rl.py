@@ -91,7 +91,8 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 refresh_reference(reference, policy, algorithm, step)
             with this.phase("hand_over"):
                 engine.update_weights(policy, version=step)
-            metrics = merged(rollouts.metrics, selected, weighed, corrected, learned)
+            metrics = rollouts.metrics
+            metrics.merge(selected, weighed, corrected, learned)
             state = algorithm_state.after_step(state, steered, metrics)
             setup.surplus.groups = rollouts.surplus
             progress = replace(
@@ -119,10 +120,8 @@ def refuse_another_algorithm(config: Config, algorithm: Algorithm) -> None:
     before = checkpoint.read_progress(path).get("algorithm") if checkpoint.is_complete(path) else None
     if before and "=" in before[0] and before != now:  # older ones hold a description instead
         changed = next(pair for pair in zip_longest(before, now) if pair[0] != pair[1])
-        raise ConfigError(
-            f"run.resume={path} was trained with another algorithm ({changed[0]!r}, now {changed[1]!r}); set algorithm "
-            f"back, or start anew from its weights with run.resume=none model.path={path}"
-        )
+        other = f"another algorithm ({changed[0]!r}, now {changed[1]!r})"
+        raise ConfigError(f"run.resume={path}: of {other}; set it back, or start anew with model.path={path}")
 
 
 # -- the stages of a step --------------------------------------------------------------------------
@@ -138,7 +137,8 @@ def select_members(
         for name, value in signal_metrics(groups, rollouts.scored, algorithm.exclude_status).items():
             metrics.add(name, value)
     groups, marked = select.mark_members(groups, algorithm)
-    return groups, state, merged(metrics, marked)
+    metrics.merge(marked)
+    return groups, state, metrics
 
 
 def pack_updates(
@@ -182,10 +182,3 @@ def refresh_reference(reference: Reference | None, policy: LocalBackend, algorit
     if reference is not None and kl.update != "none" and step % kl.update_every == 0:
         share = {"copy": 1.0, "ema": kl.ema}[kl.update]
         reference.blend(policy.weights(), share)
-
-
-def merged(*parts: Metrics) -> Metrics:
-    whole = Metrics()
-    for part in parts:
-        whole.merge(part)
-    return whole

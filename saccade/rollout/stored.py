@@ -49,18 +49,16 @@ def load_groups(folder: Path, sample_of: Callable[[str], Sample]) -> list[Group]
     stored = json.loads((folder / ROWS).read_text(encoding="utf-8"))
     if not isinstance(stored, dict) or stored["version"] != VERSION:
         raise DataError(f"{folder / ROWS} was written by another version of saccade; resume with that version")
-    arrays = load_file(folder / ARRAYS)
-    return [_group(row, arrays, sample_of(row["sample"])) for row in stored["groups"]]
-
-
-def _group(row: dict[str, Any], arrays: Arrays, sample: Sample) -> Group:
-    try:
-        known = files_of(sample)
-        members = list(decode(tuple[Trajectory, ...], row["members"], arrays, known=known))
-    except MissingFile as missing:
-        raise DataError(f"sample {sample.id}: its image {missing.args[0][:12]} is gone; restore data.train") from None
-    greedy = members.pop() if row["greedy"] else None
-    return Group(sample=sample, uid=row["uid"], trajectories=tuple(members), greedy=greedy)
+    arrays, groups = load_file(folder / ARRAYS), []
+    for row in stored["groups"]:
+        sample = sample_of(row["sample"])
+        try:
+            members = list(decode(tuple[Trajectory, ...], row["members"], arrays, known=files_of(sample)))
+        except MissingFile as missing:
+            raise DataError(f"sample {sample.id}: its image {missing.args[0][:12]} is gone from data.train") from None
+        greedy = members.pop() if row["greedy"] else None
+        groups.append(Group(sample=sample, uid=row["uid"], trajectories=tuple(members), greedy=greedy))
+    return groups
 
 
 def _without_objects(info: Mapping[str, Any]) -> dict[str, Any]:

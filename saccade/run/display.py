@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from saccade.config import TrackConfig
 from saccade.models.families import Family
@@ -83,9 +83,8 @@ class Display:
         body fails.
         """
         path = self.folder.path / f"trace-step-{step}.json.gz"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         self._range = record_function
-        with profile(activities=activities) as profiler:
+        with profile() as profiler:
             yield
         self._range = nullcontext
         with self.console.phase("trace"):  # of the next step, and not a part of what it does

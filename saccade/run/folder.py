@@ -163,10 +163,8 @@ def _take_up(path: Path, options: Mapping[str, Any], manifest: Mapping[str, Any]
     ]
     changes += _manifest_changes(_read_manifest(path), manifest)
     if changes:
-        raise ConfigError(
-            f"{path} was begun with other settings:\n  " + "\n  ".join(changes) + "\n"
-            "Set them back to resume, or choose another run.name=… to start anew."
-        )
+        listed = "\n  ".join(changes)
+        raise ConfigError(f"{path} was begun otherwise; set these back, or choose another run.name=…\n  {listed}")
     return True
 
 
@@ -174,18 +172,17 @@ def _manifest_changes(stored: Mapping[str, Any], manifest: Mapping[str, Any]) ->
     now = json.loads(json.dumps(dict(manifest), default=str))
     # What is gone now is missed by whoever needs it, and says so.
     changed = [key for key in PINNED if key in stored and now.get(key) not in (None, stored[key])]
-    sets = ", ".join(  # which files they are
-        f"{new['path']}, or a picture or recording that its rows show ({old['rows']} usable rows "
-        f"in the folder, {new['rows']} now)"
+    told = {key: f"{stored[key]!r} in the folder, {now[key]!r} now" for key in changed}
+    files = [  # which of the data they are
+        f"{new['path']}, or a medium that its rows show ({old['rows']} usable rows in the folder, {new['rows']} now)"
         for old, new in zip(stored.get("sets", []), now.get("sets", []), strict=False)
         if old["hash"] != new["hash"]
-    )
-    return [
-        f"{key} changed on disk: "
-        + (sets if key == "data" and sets else f"{stored[key]!r} in the folder, {now[key]!r} now")
-        + (" (those of model.path, from which adapters and references start)" * (key == "weights"))
-        for key in changed
     ]
+    if "data" in told and files:
+        told["data"] = ", ".join(files)
+    if "weights" in told:
+        told["weights"] += " (those of model.path, from which adapters and references start)"
+    return [f"{key} changed on disk: {text}" for key, text in told.items()]
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -35,8 +35,7 @@ class Loggers:
         self._folder = folder
         self._first_step: int | None = None  # of a resumed run
         self._unwritten: list[str] = []
-        wanted = {"tensorboard": track.tensorboard, "wandb": track.wandb}
-        self._waiting = [name for name, on in wanted.items() if on]
+        self._waiting = [name for name in ("tensorboard", "wandb") if getattr(track, name)]
         self._open: dict[str, tuple[Callable[[Row, int], object], Callable[[], object]]] = {}
         with folder.metrics.open("ab") as file:  # a kill may have cut the last line short
             file.truncate(folder.metrics.read_bytes().rfind(b"\n") + 1)

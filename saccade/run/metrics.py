@@ -189,7 +189,8 @@ def _turn_metrics(everyone: list[Trajectory]) -> dict[str, float]:
     count = len(everyone)
     turns = [t.turns for t in everyone]
     reasons = Counter(t.end_reason for t in everyone)
-    ends = Counter(_ended_as(t) for t in everyone)
+    # How it ended even when its reward failed later and turned the status into an error.
+    ends = Counter(t.status if t.status in UNFINISHED else STATUS_OF_END.get(t.end_reason) for t in everyone)
     several = max(turns) > 1
     return {
         "turns/mean": sum(turns) / count,
@@ -202,13 +203,6 @@ def _turn_metrics(everyone: list[Trajectory]) -> dict[str, float]:
         "length/truncated_frac": ends["truncated"] / count,
         "turns/images_per_sample": sum(len(t.media) for t in everyone) / count,
     }
-
-
-def _ended_as(trajectory: Trajectory) -> str:
-    """How it ended even when its reward failed later and turned the status into an error."""
-    if trajectory.status in UNFINISHED:
-        return trajectory.status
-    return STATUS_OF_END.get(trajectory.end_reason, "ok")
 
 
 def tool_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:

@@ -115,7 +115,7 @@ class LocalBackend:
         return read_logprobs(
             self.hidden_at(batch, batch.reads),
             self.model.lm_head,  # type: ignore[arg-type]
-            self._tensor(batch.targets),
+            to_device(batch.targets, self.device),
             temperature=scoring.temperature,
             banned=self.banned if scoring.ban else None,
             support=batch.support,
@@ -140,7 +140,7 @@ class LocalBackend:
             places=inputs.places,
             features=self._features(batch, inputs),
         )
-        return hidden[self._tensor(places)]
+        return hidden[to_device(places, self.device)]
 
     def _features(self, batch: Batch, inputs: Inputs) -> Tensor | None:
         """What stands for the media; of towers that stand still, computed once for all passes."""
@@ -241,9 +241,6 @@ class LocalBackend:
         metrics.add("guard/nonfinite", not finite)
         metrics.add(f"{role}/update_skipped", not finite)
         return Update(metrics=metrics, skipped=not finite)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return to_device(array, self.device)
 
     # -- weights and state --
 

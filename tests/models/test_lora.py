@@ -99,6 +99,8 @@ def test_targets_are_named_by_tower_prefix_or_pattern(load, adapted):
     ("name", "options", "message"),
     [
         (VISION, {"targets": "q_proj"}, r"targets: 'q_proj' matches no linear.*tower.*re:REGEX"),
+        (VISION, {"targets": "llm,"}, "targets: '' matches no linear layer"),
+        (VISION, {"targets": "re:self_attn.(q"}, r"'re:self_attn.\(q' is no regular expression"),
         (VISION, {"exclude": "llm"}, "exclude=llm leaves no layer to adapt"),
         (TEXT, {"vision": True}, "vision: a qwen3 has no vision tower"),
     ],
