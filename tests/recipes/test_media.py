@@ -11,7 +11,6 @@ from PIL import Image
 from saccade.config import DataConfig, DataSource, load
 from saccade.data.datasets import load as load_data
 from saccade.media import pixel_cache
-from saccade.models.families import qwen_vl
 from saccade.plugins.check_data.canonical_rows import to_row
 from saccade.plugins.check_data.check_data import check_data
 from saccade.plugins.export.export import export
@@ -120,24 +119,6 @@ def test_a_picture_is_decoded_once_however_often_its_row_comes(rl_config, tmp_pa
     options = {"data.train": pictures(tmp_path, 4), "track.trajectories_every": 0}
     result = rl.run(rl_config(tmp_path) | options | {"run.max_steps": 3})
     assert result["data/epoch"] == 3 and len(decoded) == len(set(decoded)) == 4
-
-
-def test_a_row_is_set_aside_when_its_picture_was_replaced(rl_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(pixel_cache.DECODED, "max_bytes", 0)
-    monkeypatch.setattr(qwen_vl, "CACHE_BYTES", 0)  # every step reads the files again
-    reward = tmp_path / "reward.py"
-    reward.write_text(
-        "import shutil\n\n"
-        "def score(sample):\n"
-        "    if sample.step == 1:\n"  # 6.png is for the next one
-        f"        shutil.copy('{tmp_path}/7.png', '{tmp_path}/6.png')\n"
-        "    return 1.0\n"
-    )
-    options = {"data.train": pictures(tmp_path, 8), "reward.terms": [f"{reward}:score"]}
-    options |= {"reward.self_test": "off", "run.max_steps": 2, "data.max_bad_fraction": 0.5}
-    rl.run(rl_config(tmp_path) | options | {"data.order": "sequential"})
-    (row,) = map(json.loads, (tmp_path / "run" / "quarantine.jsonl").open())
-    assert row["id"] == "6" and row["reason"].endswith("6.png: changed after it was read")
 
 
 def pictures(folder, count):

@@ -248,21 +248,6 @@ def test_a_filter_of_ones_own_chooses_the_groups(rl_config, tmp_path):
     assert row["policy/live_sequences"] == 8
 
 
-def test_the_length_limit_of_an_episode_is_that_of_all_its_turns(tmp_path, rl_config):
-    from saccade.checks.steps import algorithm_of
-    from saccade.recipes import parts
-    from saccade.rewards.reward_sample import RewardSample
-
-    changes = {"env.name": "mine.py:Mine", "env.max_turns": 5, "algorithm.preset": "dapo"}
-    config = load(rl_config(tmp_path) | changes | {"rollout.max_tokens": 10})
-    scorer = parts.make_scorer(config, algorithm_of(config))
-    assert scorer is not None
-    for length, penalty in ((40, 0.0), (45, -0.5), (50, -1.0)):
-        sample = RewardSample(id="a", response="1", answer="9", length=length, max_tokens=10)
-        assert scorer.score([sample])[0].parts["overlong"] == penalty
-    scorer.close()
-
-
 def test_a_checkpoint_goes_on_with_its_own_algorithm(tmp_path, rl_config):
     rl.run(rl_config(tmp_path, run__max_steps=1) | {"algorithm.preset": "gspo"})
     start = tmp_path / "run" / "checkpoints" / "step-1"

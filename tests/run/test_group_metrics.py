@@ -52,6 +52,9 @@ def test_groups(build):
     assert group_metrics([close])["group/dead_frac"] == 1.0  # a rounding residue is no signal
     alone = group_metrics([build.group(build.trajectory(0, 1.0))], compares=False)
     assert "group/dead_frac" not in alone and alone["group/all_right_frac"] == 1.0
+    lost = group_metrics([build.group(build.trajectory(0, None, status="error"))])  # which says why
+    assert lost["reward/error_rate"] == lost["group/dead_frac"] == 1.0 and "reward/mean" not in lost
+    assert group_metrics([]) == {} == group_metrics([build.group()])
 
 
 def test_what_the_groups_that_teach_cost(build):
@@ -80,14 +83,6 @@ def test_pictures_turns_and_advantages(build):
     assert (metrics["turns/mean"], metrics["turns/max"]) == (4.5, 6)
     assert metrics["turns/overturn_frac"] == 0.5
     assert (metrics["adv/mean"], metrics["adv/min"], metrics["adv/max"]) == (approx(-0.4), -1.0, 2.0)
-
-
-def test_nothing_scored_still_says_why(build):
-    failed = build.group(build.trajectory(0, None, status="error"))
-    metrics = group_metrics([failed])
-    assert metrics["reward/error_rate"] == 1.0 and metrics["group/dead_frac"] == 1.0
-    assert "reward/mean" not in metrics and "adv/mean" not in metrics
-    assert group_metrics([]) == {} == group_metrics([build.group()])
 
 
 def test_scores_are_no_accuracy_and_neither_right_nor_wrong(build):
