@@ -121,8 +121,8 @@ def describe(result: Result) -> str:
     m = result.metrics
     rates = (("abstain", "abstain_rate"), ("error", "error_rate"))
     lost = [f"{label} {share}" for label, share in unscored(m, rates)]
-    scored = "nothing could be scored" if lost or "parse_rate" in m else "nothing scored, for want of reward.terms"
-    found = accuracy.measures(m) or [scored]
+    why = "no outcome" if "parse_rate" in m else "nothing scored, for want of reward.terms"
+    found = accuracy.measures(m) or ["nothing could be scored" if lost else why]
     beside = [f"{key} {m[key]:.2f}" for key in ("parse_rate", "think_rate", "truncated_frac") if key in m]
     left_out = [f"rows left out {m['left_out']:.0f}"] if m.get("left_out") else []
     items = f"items {m['items']:.0f}"

@@ -111,7 +111,7 @@ def limits_of(config: Config, *, evaluation: bool = False) -> Limits:
 def environments_of(config: Config, family: Family) -> Callable[[], Environment]:
     """What makes the environment of an episode."""
     if config.env.coordinates == "absolute" and family.size_unit is None:
-        raise ConfigError(f"env.coordinates=absolute: {family.name} sees it in squares; use env.coordinates=milli")
+        raise ConfigError(f"env.coordinates=absolute: {family.name} sees images in squares; use env.coordinates=milli")
     return env_setup.environments(
         config.env,
         order=FORMATS.get(config.prompt.format, FORMATS["none"]).order,

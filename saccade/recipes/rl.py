@@ -121,7 +121,7 @@ def refuse_another_algorithm(config: Config, algorithm: Algorithm) -> None:
     if before and "=" in before[0] and before != now:  # older ones hold a description instead
         changed = next(pair for pair in zip_longest(before, now) if pair[0] != pair[1])
         other = f"another algorithm ({changed[0]!r}, now {changed[1]!r})"
-        raise ConfigError(f"run.resume={path}: of {other}; set it back, or start anew with model.path={path}")
+        raise ConfigError(f"run.resume={path}: of {other}; set it back, or use run.resume=none model.path={path}")
 
 
 # -- the stages of a step --------------------------------------------------------------------------

@@ -188,7 +188,8 @@ def _verify(folder: Path, weights: Sequence[tuple[str, tuple[int, ...]]]) -> Non
     experts = sum(math.prod(shape) for name, shape in weights if MARK in name)
     lacking = experts - sum(math.prod(shape) * times for shape, times in beside.items())
     if missing or lacking > 0:
-        raise EnvironmentProblem(f"{folder.name}: parameters are missing, by shape {dict(missing) or lacking}")
+        lost = dict(missing) or f"{lacking:,} numbers of experts"
+        raise EnvironmentProblem(f"checkpoint {folder.name}: parameters are missing on disk, by shape {lost}")
 
 
 def _files(folder: Path) -> list[Path]:
