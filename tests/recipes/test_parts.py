@@ -12,6 +12,7 @@ from saccade.models.families import load_family
 from saccade.plugins.check_data import check_data
 from saccade.plugins.check_data.row_warnings import unknown_words
 from saccade.recipes import questions
+from saccade.recipes.engines import settings_of
 from saccade.registry import HOOKS
 
 
@@ -89,3 +90,13 @@ def test_a_share_of_words_that_the_tokenizer_does_not_know_is_told(tmp_path, fam
     options = {"model.path": word_model, "data.train": str(tmp_path / "common.jsonl")}
     [note] = check_data.run(options | {"prompt.instruction": ""}).notes
     assert said[0] == f"WARNING: {note}"
+
+
+def test_an_engine_takes_every_row_that_passes_the_data_check(family_of):
+    def asked(*options):
+        settings = settings_of(load(None, list(options)), family_of("qwen2_5_vl"))
+        return settings.max_images, settings.max_pixels
+
+    assert asked() == (64, 2_000_000)
+    assert asked("data.max_images=100", "data.max_pixels=2000000") == (100, 2_000_000)
+    assert asked("env.eval.max_images=80", "data.max_pixels=5000") == (80, 2_000_000)

@@ -1,5 +1,6 @@
 """Reinforcement learning end to end on a tiny model: what a step does, what it leaves behind."""
 
+import gzip
 import json
 
 import numpy as np
@@ -256,3 +257,28 @@ def test_a_checkpoint_goes_on_with_its_own_algorithm(tmp_path, rl_config):
         rl.run(other | {"algorithm.preset": "ppo"})
     assert not (tmp_path / "other").exists()
     assert rl.run(other | {"algorithm.preset": "gspo"})["policy/grad_norm"] > 0
+
+
+# -- what a run says of itself ---------------------------------------------------------------------
+
+
+def test_unread_answers_are_said_after_the_first_validation(tmp_path, rl_config, scenes):
+    terms = [{"verifier": "count", "args": {"order": ["answer_tag", "boxed"]}}]
+    many = {"train.prompts_per_step": 16, "train.samples_per_prompt": 8, "run.max_steps": 1}
+    config = rl_config(tmp_path, reward__terms=terms, prompt__format="think_answer") | many
+    rl.run(config | {"data.val": str(scenes / "val.jsonl")})
+    log = (tmp_path / "run" / "log.txt").read_text()
+    line = "all of the responses have no answer that can be read (count looks in answer_tag, boxed;"
+    assert log.count(line) == 1 and log.index(line) < log.index("step 1/1")
+    assert "; one of them ends with '" in log and "check prompt.format" in log
+
+
+def test_the_third_step_is_traced_with_its_phases(tmp_path, rl_config):
+    rl.run(rl_config(tmp_path, run__trace=True))
+    (path,) = (tmp_path / "run").glob("trace-*")
+    assert path.name == "trace-step-3.json.gz"
+    with gzip.open(path, "rt") as file:
+        mine = [e for e in json.load(file)["traceEvents"] if e.get("cat") == "user_annotation"]
+    phases = ["rollout", "pack", "logp_ref", "advantage", "update"]
+    assert [e["name"] for e in sorted(mine, key=lambda e: e["ts"]) if e["name"] in phases] == phases
+    assert f"trace {path}" in (tmp_path / "run" / "log.txt").read_text()
