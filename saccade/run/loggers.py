@@ -42,7 +42,8 @@ class Loggers:
 
     def log(self, metrics: Row, step: int) -> None:
         """Write one row. Never raises for a logger's sake."""
-        values = {name: _json_value(value) for name, value in metrics.items()}
+        numbers = {n: float(v) if math.isfinite(v) else None for n, v in metrics.items() if not isinstance(v, str)}
+        values = {name: numbers.get(name, value) for name, value in metrics.items()}
         row = {"step": step, "time": round(time.time(), 3)} | values
         self._unwritten.append(json.dumps(row, ensure_ascii=False) + "\n")
         self._append()
@@ -107,9 +108,3 @@ def append_whole(path: Path, data: bytes) -> None:
         except OSError:
             file.truncate(start)
             raise
-
-
-def _json_value(value: float | str) -> float | str | None:
-    if isinstance(value, str):
-        return value
-    return float(value) if math.isfinite(value) else None

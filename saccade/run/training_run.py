@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from traceback import format_exception
 from types import FrameType
@@ -245,12 +245,10 @@ class Run:
         saved = self.folder.checkpoints / f"step-{self.step}"
         log.info(f"checkpoint {saved}; `saccade report {self.folder.path}` writes a page about this run")
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Time a phase of the step and note the most GPU memory it took."""
         self._updating |= name == "update"
-        with self.display.phase(name):
-            yield
+        return self.display.phase(name)
 
     def finish_step(
         self, progress: Progress, metrics: Mapping[str, float], validation: Any, unread: str = ""
