@@ -68,7 +68,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
         setup = set_up(config, algorithm, family, data, this)
         sampler, learners, validation = setup.sampler, setup.learners, setup.validation
         engine, policy, reference = sampler.engine, learners.policy, setup.reference
-        shown = learners.demonstrations
+        imitated = learners.demonstrations
         state = algorithm_state.restore(algorithm, this.progress.algorithm_state)
         weights = sampler.scorer.component_weights if sampler.scorer else None
         every, last = config.track.trajectories_every, dict[str, Any]()
@@ -99,7 +99,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 progress.with_scores(rollouts.scores),
                 step=step,
                 stream=sampler.stream.state(),
-                demonstrations=shown and shown.stream.state(),
+                demonstrations=imitated and imitated.stream.state(),
                 algorithm_state=algorithm_state.to_json(state),
             )
             if every and (step % every == 0 or step in (1, this.total)):
