@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,31 +42,24 @@ HARMLESS = (
 LARGEST_DENSE_TREE = 4096
 
 
-class AttentionPlan(Protocol):
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """q [T, H, D], k and v [T, G, D] of one layer → [T, H, D]."""
-        ...
-
-
-def register() -> None:
-    """Make NAME known to transformers. Plans need no mask, so the mask function returns none."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+# (layer, q [T, H, D], k and v [T, G, D], scale, window) → [T, H, D]
+AttentionPlan = Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor]
 
 
 def use_in(model: torch.nn.Module) -> None:
+    """From now on the model's forwards need a plan."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     # A model of several parts may leave it to its decoder to say so.
     parts = (model, getattr(model.base_model, "language_model", None))
     if not any(getattr(part, "_supports_attention_backend", False) for part in parts):
-        raise EnvironmentProblem(
-            f"{type(model).__name__} computes its own attention, so packed rows would leak into "
-            "each other; use a model whose class sets _supports_attention_backend"
-        )
+        why = "computes its own attention, so packed rows would leak into each other"
+        hint = "use a model whose class sets _supports_attention_backend"
+        raise EnvironmentProblem(f"{type(model).__name__} {why}; {hint}")
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)  # a plan needs no mask
     # Set on the config after loading: transformers would look for a flash-attn package under this
     # name otherwise.
-    register()
     model.config._attn_implementation = NAME  # type: ignore[union-attr]
 
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from saccade.plugins.quickstart import counting
-from saccade.plugins.quickstart.counting import TRAINING_COLOURS, UNSEEN_COLOURS, counting_scene, counting_split
+from saccade.plugins.quickstart.counting import TRAINING_COLOURS, counting_scene, counting_split
 
 
 def connected_regions(mask: np.ndarray) -> int:
@@ -73,10 +73,3 @@ def test_a_split_depends_on_its_seed_alone_and_is_written_as_it_is(tmp_path: Pat
     for line, row in zip(written, rows, strict=True):
         assert line["answer"] == row.answer
         assert (tmp_path / line["images"][0]).read_bytes() == row.media[0].data
-
-
-def test_unseen_rows_have_new_colours_and_more_objects() -> None:
-    rows = counting.unseen_split(64, seed=0)
-    assert {colour for row in rows for colour in row.extra["colours"]} == set(UNSEEN_COLOURS)
-    assert set(UNSEEN_COLOURS).isdisjoint(TRAINING_COLOURS)
-    assert {row.answer for row in rows} == {str(k) for k in range(1, 9)}

@@ -14,7 +14,6 @@ from PIL import Image
 
 from saccade.config import DataConfig, DataSource
 from saccade.data.datasets import load
-from saccade.errors import EnvironmentProblem
 from saccade.media.blob_file import Spill, encoded
 from saccade.media.images import open_media
 from saccade.media.kinds import decode
@@ -151,10 +150,3 @@ except EnvironmentProblem as error:
     done = subprocess.run(command, input=image().data, stdout=subprocess.PIPE, env=env, timeout=60, check=True)
     said = done.stdout.decode()
     assert said.startswith(f"{tmp_path}: File too large") and "TMPDIR=/data/tmp" in said
-
-
-def test_a_folder_that_is_not_there_is_not_replaced(tmp_path, monkeypatch, image):
-    monkeypatch.setattr("saccade.media.blob_file.IN_MEMORY", 0)
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
-    with pytest.raises(EnvironmentProblem, match=r"gone: No such file .* set TMPDIR to a folder"):
-        Spill()(image())

@@ -11,7 +11,7 @@ from PIL import Image
 
 from saccade.config import DataConfig, DataSource
 from saccade.data import datasets
-from saccade.plugins.visual_search.optotypes import FRAME, MARGIN, TILE, detail, resized
+from saccade.plugins.visual_search.optotypes import FRAME, TILE, resized
 from saccade.plugins.visual_search.search_expert import demonstration, place_boxes
 from saccade.plugins.visual_search.search_scenes import KINDS, LEVELS, LIGHT, Canvas, search_split, write_search
 
@@ -43,14 +43,6 @@ def read(sample, side: int) -> str:
             canvas.pixels[y : y + TILE, x : x + TILE] += LIGHT
         distances[answer] = float(np.square(seen(canvas.image()) - shown).sum())
     return min(distances, key=distances.__getitem__)
-
-
-@pytest.mark.parametrize("name", ["7", "A", "ring:up", "spots:red", "bars", "frame"])
-@pytest.mark.parametrize("shrink", [2, 4, 8])
-def test_nothing_of_an_object_survives_shrinking(name: str, shrink: int) -> None:
-    drawn = np.pad(detail(name, MARGIN * shrink + 1, MARGIN * shrink, shrink), 4 * shrink)
-    assert abs(resized(drawn, len(drawn) // shrink)).max() < 0.0015  # a tenth of a grey level
-    assert drawn.max() - drawn.min() > 0.5  # and yet it is there
 
 
 @pytest.mark.parametrize(("level", "kind"), [("easy", "digit"), ("medium", "orientation"), ("hard", "colour")])
