@@ -47,10 +47,14 @@ def presets() -> Iterator[str]:
     for name in PRESETS:
         row = resolve(AlgorithmConfig(preset=name), max_tokens=LONGEST_RESPONSE)
         samples = f"{row.samples_per_prompt}" + (" + greedy" if row.estimator.greedy else "")
-        also = "; ".join(f"`{option}={value}`" for option, (value, _) in extras(row).items() if option != "old")
-        if row.updates_per_step > 1:
-            also = "; ".join(filter(None, [f"{row.updates_per_step} updates per step", also]))
-        yield cells(f"`{name}`", row.about, formula(row), samples, also, links(row.paper))
+        also = [f"{row.updates_per_step} updates per step."] if row.updates_per_step > 1 else []
+        also += [in_words(option, *found) for option, found in extras(row).items() if option != "old"]
+        yield cells(f"`{name}`", row.about, formula(row), samples, " ".join(also), links(row.paper))
+
+
+def in_words(option: str, value: str, text: str) -> str:
+    """What the option does, without what its other values would do, and how it is written."""
+    return f"{re.split('[;:]', text)[0].rstrip('.')} (`{option}={value}`)."
 
 
 def formula(row: Algorithm) -> str:

@@ -39,6 +39,10 @@ class Moments:
         std = (self.squares / (self.count - 1)) ** 0.5
         return std if std > CONSTANT_TOLERANCE * max(1.0, abs(self.mean)) else 1.0
 
+    def scaled(self, value: float, kind: Literal["off", "std", "mean_std"]) -> float:
+        """R / std, (R - mean) / std, or R as it is."""
+        return value if kind == "off" else (value - (self.mean if kind == "mean_std" else 0.0)) / self.divisor
+
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmState:
@@ -92,23 +96,16 @@ def after_step(state: AlgorithmState, algorithm: Algorithm, metrics: Metrics) ->
     """Coefficients of the next step, from what this one measured."""
     found = {name: value for name, value in metrics.means().items() if isfinite(value)}
     if algorithm.kl.controller == "adaptive" and "policy/kl_controlled" in found:
+        # Up while the KL is above the target, else down (arXiv 1909.08593).
         sequences, kl = int(metrics.sums["policy/live_sequences"][0]), algorithm.kl
-        measured = found["policy/kl_controlled"]
-        coef = next_kl_coef(state.kl_coef, measured=measured, sequences=sequences, target=kl.target, horizon=kl.horizon)
-        state = replace(state, kl_coef=coef)
+        error = min(max(found["policy/kl_controlled"] / kl.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
+        state = replace(state, kl_coef=state.kl_coef * (1 + error * sequences / kl.horizon))
     if algorithm.entropy_target and "policy/entropy" in found:
         # One step up while the entropy is below the target, down while above, inside the range.
         entropy, target, (low, high) = found["policy/entropy"], algorithm.entropy_target, algorithm.entropy_range
         moved = state.entropy_coef + algorithm.entropy_step * ((entropy < target) - (entropy > target))
         state = replace(state, entropy_coef=min(max(moved, low), high))
     return state
-
-
-def next_kl_coef(coef: float, *, measured: float, sequences: int, target: float, horizon: float) -> float:
-    """Up while the KL of live `sequences` is above the target, else down (arXiv 1909.08593)."""
-    assert LARGEST_ERROR * sequences < horizon, f"algorithm.kl.horizon={horizon:g} is too short for {sequences}"
-    error = min(max(measured / target - 1, -LARGEST_ERROR), LARGEST_ERROR)
-    return coef * (1 + error * sequences / horizon)
 
 
 # -- moments of rewards ----------------------------------------------------------------------------
@@ -127,9 +124,3 @@ def merge(moments: Moments, values: Sequence[float] | np.ndarray) -> Moments:
         mean=moments.mean + shift * new.size / count,
         squares=moments.squares + float(np.square(new - new.mean()).sum()) + between,
     )
-
-
-def normalise(values: Sequence[float] | np.ndarray, moments: Moments, kind: Literal["std", "mean_std"]) -> np.ndarray:
-    """R / std, or (R - mean) / std."""
-    shift = {"std": 0.0, "mean_std": moments.mean}[kind]
-    return (np.asarray(values, np.float64) - shift) / moments.divisor

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from saccade.algorithms.algorithm_state import AlgorithmState, Moments, merge, normalise, outcomes_of
+from saccade.algorithms.algorithm_state import AlgorithmState, Moments, merge, outcomes_of
 from saccade.algorithms.filters import discard_reason, is_constant, is_excluded
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.table import find
@@ -67,38 +67,36 @@ def shape(
     each has a scale of its own, and `clip_frac` is theirs. Members that count alone move the moments;
     every reward is put on the new scale, that of a greedy baseline too.
     """
-    clip, kind, metrics, moments = algorithm.reward_clip, algorithm.reward_normalise, Metrics(), dict(state.moments)
+    clip, kind, metrics = algorithm.reward_clip, algorithm.reward_normalise, Metrics()
+    if kind == "off" and clip is None:
+        metrics.add("reward/clip_frac", 0.0)
+        return list(groups), state, metrics
     parts: list[str] = []
     if algorithm.estimator.components:
         assert component_weights is not None, "the terms of the reward have weights"
         sources = sorted({group.sample.data_source for group in groups})
         parts = sorted({name for source in sources for name in component_weights(source)})
-    if kind == "off" and clip is None:
-        metrics.add("reward/clip_frac", 0.0)
-        return list(groups), state, metrics
-    excluded = algorithm.exclude_status
-    members = [t for group in groups for t in group.trajectories if t.reward is not None]
-    members = [t for t in members if not is_excluded(t.status, excluded)]
+    members = [t for group in groups for t in group.trajectories if not is_excluded(t.status, algorithm.exclude_status)]
     # A source of data whose reward lacks a component adds nothing to it.
     seen = {REWARD: [t.reward for t in members if t.reward is not None]}
-    seen |= {name: [t.parts[name] for t in members if name in t.parts] for name in parts}
+    seen |= {name: [t.parts[name] for t in members if t.reward is not None and name in t.parts] for name in parts}
+    moments = {**state.moments}
     if kind != "off":
         moments |= {name: merge(moments.get(name, Moments()), values) for name, values in seen.items()}
+    low, high = clip or (-np.inf, np.inf)
 
     def scaled(name: str, value: float) -> float:
-        return value if kind == "off" else float(normalise([value], moments[name], kind)[0])
+        return moments.get(name, Moments()).scaled(value, kind)
 
-    def limited(value: float) -> float:
-        return value if clip is None else min(max(value, clip[0]), clip[1])
+    def limited(name: str, value: float) -> float:
+        return min(max(scaled(name, value), low), high)
 
     def shaped(t: Trajectory) -> Trajectory:
-        reward = None if t.reward is None else limited(scaled(REWARD, t.reward))
-        own = {name: limited(scaled(name, t.parts[name])) for name in parts if name in t.parts}
-        return replace(t, reward=reward, parts={**t.parts, **own})
+        own = {name: limited(name, t.parts[name]) for name in parts if name in t.parts}
+        return replace(t, reward=None if t.reward is None else limited(REWARD, t.reward), parts={**t.parts, **own})
 
-    counted = [scaled(name, value) for name in parts or (REWARD,) for value in seen[name]]
-    beyond = sum(limited(value) != value for value in counted)
-    metrics.add("reward/clip_frac", beyond / max(1, len(counted)))
+    beyond = [limited(name, value) != scaled(name, value) for name in parts or (REWARD,) for value in seen[name]]
+    metrics.add("reward/clip_frac", sum(beyond) / max(1, len(beyond)))
     return [group.each(shaped) for group in groups], replace(state, moments=moments), metrics
 
 
@@ -106,20 +104,19 @@ def mark_members(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Gr
     """The groups with marks on who trains. With drop_constant a group without a signal is not
     computed at all.
     """
-    chosen, low, high, metrics = [], 0, 0, Metrics()
+    chosen, constant, metrics = [], Counter[str](), Metrics()
     for group in groups:
         live = [t.trained and not is_excluded(t.status, algorithm.exclude_status) for t in group.trajectories]
         alive = [t for t, lives in zip(group.trajectories, live, strict=True) if lives]
         if algorithm.drops_early and len(alive) > 1 and _is_constant(alive, algorithm):
-            low, high = low + (_reward(alive[0]) < 0.5), high + (_reward(alive[0]) >= 0.5)
+            constant["low" if _reward(alive[0]) < 0.5 else "high"] += 1
             live = [False] * len(live)
         if live != [t.trained for t in group.trajectories]:
             members = (replace(t, trained=a) for t, a in zip(group.trajectories, live, strict=True))
             group = replace(group, trajectories=tuple(members))
         chosen.append(group)
-    if algorithm.drops_early:
-        metrics.add("group/constant_low", low)
-        metrics.add("group/constant_high", high)
+    for side in ("low", "high") if algorithm.drops_early else ():
+        metrics.add(f"group/constant_{side}", constant[side])
     return chosen, metrics
 
 
@@ -150,12 +147,6 @@ def write_supervision(batches: Sequence[Batch]) -> list[Batch]:
     """Supervised training is the policy gradient of an advantage of 1: every trained token counts
     the same.
     """
-    tokens = sum(len(batch.reads) for batch in batches)
-    return [
-        replace(
-            batch,
-            advantages=np.ones(len(batch.reads), np.float32),
-            scales=np.full(len(batch.reads), 1 / tokens, np.float32),
-        )
-        for batch in batches
-    ]
+    each = 1 / sum(len(batch.reads) for batch in batches)
+    ones = [np.ones(len(batch.reads), np.float32) for batch in batches]
+    return [replace(b, advantages=one, scales=one * np.float32(each)) for b, one in zip(batches, ones, strict=True)]

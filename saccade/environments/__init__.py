@@ -105,23 +105,23 @@ KINDS: Table[Kind] = Table(
 )
 
 
+def _kind(env: EnvConfig) -> Kind:
+    """A class of the user has no row: what `env.name` names is imported where it runs."""
+    return KINDS[env.name] if env.name in KINDS else Kind(rewards=True)
+
+
 def is_own(env: EnvConfig) -> bool:
-    """Whether code of the user takes part."""
-    return _is_class(env) or bool(env.tools)
-
-
-def _is_class(env: EnvConfig) -> bool:
-    """Whether it is a class of the user or of an installed package."""
-    return env.name not in KINDS or KINDS[env.name].installed is not None
+    """Whether code of the user or of an installed package takes part."""
+    return _kind(env).make is None or bool(env.tools)
 
 
 def gives_rewards(env: EnvConfig) -> bool:
-    return env.name not in KINDS or KINDS[env.name].rewards
+    return _kind(env).rewards
 
 
 def _resolved(env: EnvConfig) -> EnvConfig:
     """The usual syntax of calls where none is chosen; grounding has no room for a name."""
-    usual = KINDS[env.name].calls if env.name in KINDS else ()
+    usual = _kind(env).calls
     if env.call or not usual:
         return env
     named = env.tools or env.parallel_calls > 1
@@ -138,23 +138,23 @@ def instruction(env: EnvConfig, own: Mapping[str, str]) -> str:
     """What the prompt says about the environment; `own` describes tools of the user."""
     if env.instruction is not None:
         return env.instruction
-    return KINDS.get(env.name, Kind()).explain(_resolved(env), own)
+    return _kind(env).explain(_resolved(env), own)
 
 
 def problems(env: EnvConfig) -> Iterator[str]:
     """What the options alone can say against an environment."""
-    kind, call = KINDS.get(env.name), _resolved(env).call
-    if kind is None and not env.name.rpartition(":")[0].endswith(".py"):
+    kind, call = _kind(env), _resolved(env).call
+    if env.name not in KINDS and not env.name.rpartition(":")[0].endswith(".py"):
         yield f"env.name={env.name!r}: no such environment; use {', '.join(KINDS)} or file.py:Class"
-    if env.call and kind and env.call not in kind.calls:
+    if env.call and env.name in KINDS and env.call not in kind.calls:
         usual = f"try env.call={kind.calls[0]}" if kind.calls else "remove it"
         yield f"env.call: {env.name} does not read {env.call} calls; {usual}"
     for name, used in (("tools", bool(env.tools)), ("parallel_calls", env.parallel_calls > 1)):
-        if used and (kind is None or call != "tool_call"):
+        if used and (kind.make is None or call != "tool_call"):
             yield f"env.{name}: has no effect without named calls; try env.name=tools"
     if env.name == "tools" and not env.tools:
         yield "env.tools: env.name=tools needs some; try env.tools=[my_tools.py:search]"
-    if env.args and not _is_class(env):
+    if env.args and kind.make:
         yield f"env.args: has no effect with env.name={env.name}; remove it"
     if env.min_pixels > env.max_pixels:
         yield f"env.min_pixels: is above env.max_pixels; try env.min_pixels={env.max_pixels}"
@@ -177,14 +177,14 @@ def sweep_problems(env: EnvConfig, turns: Sequence[int]) -> Iterator[str]:
 
 def load_own(env: EnvConfig) -> Own:
     """Imports the user's files. Raises what they raise, ConfigError for what they lack."""
-    if _is_class(env):
-        installed = KINDS[env.name].installed if env.name in KINDS else None
-        found = installed or _symbol("name", env.name)
+    kind = _kind(env)
+    if kind.make is None:
+        found = kind.installed or _symbol("name", env.name)
         if not all(hasattr(found, method) for method in ("reset", "step", "close")):
             raise ConfigError(f"env.name={env.name!r}: it needs reset, step and close")
         return Own(environment=found)
     functions = {name.rpartition(":")[2]: _symbol("tools", name) for name in env.tools}
-    taken = sorted(functions.keys() & set(KINDS[env.name].tools))
+    taken = sorted(functions.keys() & set(kind.tools))
     if taken or len(functions) < len(env.tools):
         raise ConfigError(f"env.tools: two tools are called {', '.join(taken) or 'alike'}")
     return Own(tools=functions)

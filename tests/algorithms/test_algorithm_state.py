@@ -6,16 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.algorithms.algorithm_state import (
-    AlgorithmState,
-    Moments,
-    after_step,
-    merge,
-    normalise,
-    observe,
-    restore,
-    to_json,
-)
+from saccade.algorithms.algorithm_state import AlgorithmState, Moments, after_step, merge, observe, restore, to_json
 from saccade.plugins.more_algorithms import domains
 from saccade.plugins.more_algorithms.domains import success
 from saccade.types import Metrics
@@ -140,8 +131,7 @@ def test_merged_steps_are_one_step(steps):
 def test_what_has_not_differed_divides_by_one(seen):
     moments = merge(Moments(), seen)
     assert moments.divisor == 1
-    assert normalise([2.0], moments, "std").tolist() == [2.0]
-    assert normalise([2.0], moments, "mean_std").tolist() == [2.0 - moments.mean]
+    assert moments.scaled(2.0, "std") == 2 and moments.scaled(2.0, "mean_std") == 2 - moments.mean
 
 
 # -- domains ---------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def test_key_order_quotes_and_blanks_do_not_matter():
 HOSTILE = {
     "__import__('os').system('touch /tmp/owned')": "json",
     "{'bbox_2d': __import__('os')}": "json",
-    "{'a': NaN}": "json",
+    "{'a': NaN}": "number",
     "{'a': 1e400}": "number",
     "{'a': " + "9" * 4000 + "}": "number",
     "{'a': " + "9" * 10**6 + "}": "too_long",

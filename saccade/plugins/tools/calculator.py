@@ -8,7 +8,9 @@ Exact while it can be: fractions, not floats. Length, depth and size of numbers 
 
 from __future__ import annotations
 
+import operator
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 from saccade.plugins.tools.calls import CallError
@@ -18,11 +20,19 @@ DEEPEST = 40
 MOST_BITS = 1024  # of a numerator or denominator
 NUMBER = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 TOKEN = re.compile(rf"[ \t]*(?:({NUMBER})|(\*\*|[-+*/^()]))[ \t]*")
+SIGN = 3  # how tightly a sign binds: looser than ^, tighter than *
 
 
 def calculate(expression: str) -> str:
-    """Raises CallError("expression") for what is no arithmetic or too large."""
-    return _written(_Reader(_tokens(expression)).result())
+    """The value in digits. Raises CallError("expression") for what is no arithmetic or too large."""
+    tokens = _tokens(expression)
+    try:
+        value = _value(tokens, least=1, depth=1)
+    except ZeroDivisionError:
+        raise _wrong("division by zero") from None
+    if tokens:
+        raise _wrong(f"{tokens[0]!r} is out of place")
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
 
 def _wrong(problem: str) -> CallError:
@@ -42,81 +52,52 @@ def _tokens(text: str) -> list[str]:
     return tokens
 
 
-class _Reader:
-    """Recursive descent; ^ binds tightest and to the right, a sign looser than ^."""
-
-    def __init__(self, tokens: list[str]) -> None:
-        self.tokens, self.at, self.depth = tokens, 0, 0
-
-    def result(self) -> Fraction:
-        value = self.sum()
-        if self.at < len(self.tokens):
-            raise _wrong(f"{self.tokens[self.at]!r} is out of place")
-        return value
-
-    def take(self, *wanted: str) -> str:
-        if self.at < len(self.tokens) and self.tokens[self.at] in wanted:
-            self.at += 1
-            return self.tokens[self.at - 1]
-        return ""
-
-    def sum(self) -> Fraction:
-        value = self.product()
-        while sign := self.take("+", "-"):
-            other = self.product()
-            value = _bounded(value + other if sign == "+" else value - other)
-        return value
-
-    def product(self) -> Fraction:
-        value = self.signed()
-        while sign := self.take("*", "/"):
-            other = self.signed()
-            if sign == "/" and not other:
-                raise _wrong("division by zero")
-            value = _bounded(value * other if sign == "*" else value / other)
-        return value
-
-    def signed(self) -> Fraction:
-        self.depth += 1
-        if self.depth > DEEPEST:
-            raise _wrong("too deeply nested")
-        sign = self.take("+", "-")
-        value = self.signed() if sign else self.power()
-        self.depth -= 1
-        return -value if sign == "-" else value
-
-    def power(self) -> Fraction:
-        value = self.atom()
-        if self.take("^"):
-            exponent = self.signed()
-            if exponent.denominator != 1 or (not value and exponent < 0):
-                raise _wrong("only whole powers are known")
-            size = max(value.numerator.bit_length(), value.denominator.bit_length())
-            if abs(exponent) * size > MOST_BITS:
-                raise _wrong("too large")
-            value = Fraction(value**exponent)
-        return value
-
-    def atom(self) -> Fraction:
-        if self.take("("):
-            value = self.sum()
-            if not self.take(")"):
-                raise _wrong("a parenthesis is open")
-            return value
-        if self.at >= len(self.tokens) or self.tokens[self.at][0] not in "0123456789.":
-            raise _wrong("a number is missing")
-        self.at += 1
-        number = self.tokens[self.at - 1].lower()
-        if abs(int(number.partition("e")[2] or 0)) > MOST_BITS:  # before its digits are made
+def _value(tokens: list[str], least: int, depth: int) -> Fraction:
+    """Takes an operand and the operators after it that bind at least so tightly; ^ binds to the right."""
+    if depth > DEEPEST:
+        raise _wrong("too deeply nested")
+    token = tokens.pop(0) if tokens else ""
+    if token in ("+", "-"):
+        value = _value(tokens, SIGN, depth + 1)
+        value = -value if token == "-" else value
+    elif token == "(":
+        value = _value(tokens, 1, depth + 1)
+        if not tokens or tokens.pop(0) != ")":
+            raise _wrong("a parenthesis is open")
+    elif token in ("", ")", *OPERATORS):
+        raise _wrong("a number is missing")
+    else:
+        if abs(int(token.lower().partition("e")[2] or 0)) > MOST_BITS:  # before its digits are made
             raise _wrong("too large")
-        return _bounded(Fraction(number))
-
-
-def _bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
-        raise _wrong("too large")
+        value = _bounded(Fraction(token))
+    while tokens and tokens[0] in OPERATORS and (binds := OPERATORS[tokens[0]][0]) >= least:
+        name = tokens.pop(0)
+        value = _bounded(OPERATORS[name][1](value, _value(tokens, binds + (name != "^"), depth + 1)))
     return value
 
 
-def _written(value: Fraction) -> str:
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+def _power(value: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1:
+        raise _wrong("only whole powers are known")
+    if abs(exponent) * _bits(value) > MOST_BITS:
+        raise _wrong("too large")
+    return Fraction(value**exponent)
+
+
+OPERATORS: dict[str, tuple[int, Callable[[Fraction, Fraction], Fraction]]] = {
+    "+": (1, operator.add),
+    "-": (1, operator.sub),
+    "*": (2, operator.mul),
+    "/": (2, operator.truediv),
+    "^": (4, _power),
+}
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if _bits(value) > MOST_BITS:
+        raise _wrong("too large")
+    return value

@@ -1,8 +1,7 @@
 """How a policy writes a call, and the reader of what it wrote.
 
-A call is a JSON object between tags. What a model writes is never evaluated: a small tokenizer
-knows brackets, strings (single quotes too), numbers and the three words of JSON, and everything
-that it lets through is bounded in length and depth. Time is linear in the text.
+A call is a JSON object between tags, whose strings may have single quotes. What a model writes is
+never evaluated, and what is read is bounded in length and depth.
 
     >>> read("{'source': 'original_image', 'bbox_2d': [0, 0.5, 1, 1]}")["bbox_2d"]
     [0, 0.5, 1, 1]
@@ -14,22 +13,15 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 LONGEST = 4096  # bytes of a call
 DEEPEST = 8  # brackets inside brackets
 MOST_DIGITS = 16  # of an integer; longer ones are floats
 
-TOKEN = re.compile(
-    r"""[ \t\r\n]*(?:
-        (?P<mark>[{}\[\],:]) |
-        (?P<text>"(?:[^"\\\x00-\x1f]|\\.)*") |
-        (?P<quoted>'(?:[^'\\\x00-\x1f]|\\.)*') |
-        (?P<plain>-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null)
-    )[ \t\r\n]*""",
-    re.VERBOSE,
-)
-
+# One that is never closed goes on to the end, so that time is linear; no object ends behind it.
+STRING = re.compile(r"""\"(?:[^"\\]|\\.)*\"?|'(?:[^'\\]|\\.)*'?""", re.DOTALL)
 ESCAPE = re.compile(r"""\\.|["]""")
 
 
@@ -71,8 +63,12 @@ def read(text: str | None) -> dict[str, Any]:
         raise CallError("unclosed")
     if len(text) > LONGEST or len(text.encode(errors="replace")) > LONGEST:
         raise CallError("too_long", longest=LONGEST)
+    depths = accumulate((mark in "{[") - (mark in "}]") for mark in STRING.sub("", text))
+    if max(depths, default=0) > DEEPEST:
+        raise CallError("json")
+    hooks = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), _number)
     try:
-        value = json.loads(" ".join(_tokens(text)), parse_int=_number, parse_float=_number, object_pairs_hook=_object)
+        value = json.loads(STRING.sub(_double_quoted, text), object_pairs_hook=_object, **hooks)
         json.dumps(value, ensure_ascii=False).encode()  # half a character could not be stored
     except (json.JSONDecodeError, UnicodeEncodeError):
         raise CallError("json") from None
@@ -81,25 +77,11 @@ def read(text: str | None) -> dict[str, Any]:
     return value
 
 
-def _tokens(text: str) -> list[str]:
-    tokens: list[str] = []
-    at = depth = 0
-    while at < len(text) or not tokens:
-        token = TOKEN.match(text, at)
-        if token is None:
-            raise CallError("json")
-        kind, at = token.lastgroup, token.end()
-        assert kind is not None
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[kind], 0)
-        if depth > DEEPEST:
-            raise CallError("json")
-        tokens.append(_double_quoted(token[kind]) if kind == "quoted" else token[kind])
-    return tokens
-
-
-def _double_quoted(text: str) -> str:
+def _double_quoted(string: re.Match[str]) -> str:
+    if string[0].startswith('"'):
+        return string[0]
     changed = {"\\'": "'", '"': '\\"'}
-    return '"' + ESCAPE.sub(lambda found: changed.get(found[0], found[0]), text[1:-1]) + '"'
+    return '"' + ESCAPE.sub(lambda found: changed.get(found[0], found[0]), string[0][1:-1]) + '"'
 
 
 def _number(text: str) -> int | float:

@@ -10,7 +10,7 @@ sees is resized. No pixel is touched here. Knows nothing of turns, tags or messa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,8 +65,7 @@ def zoom(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) 
     """
     source = views.find(arguments.get("source"))
     media = views.media[source]
-    size = SIZES[env.coordinates](media, unit)
-    box = _fractions(arguments.get("bbox_2d"), size)
+    box = _fractions(arguments.get("bbox_2d"), _size(media, env.coordinates, unit))
     x0, y0, x1, y1 = edges = _pixels(box, media)
     width, height = x1 - x0, y1 - y0
     if min(width, height) < env.min_crop_px:
@@ -108,16 +107,10 @@ def _pixels(box: Sequence[float], media: Media) -> tuple[int, int, int, int]:
     )
 
 
-def _seen(media: Media, unit: int) -> tuple[float, float]:
-    height, width = resized_size(
-        media.width, media.height, unit=unit, min_pixels=media.min_pixels, max_pixels=media.max_pixels
-    )
-    return width, height
-
-
-# What the right and the bottom edge of a picture are called.
-SIZES: Mapping[str, Callable[[Media, int], tuple[float, float]]] = {
-    "relative": lambda media, unit: (1, 1),
-    "milli": lambda media, unit: (1000, 1000),
-    "absolute": _seen,
-}
+def _size(media: Media, coordinates: str, unit: int) -> tuple[float, float]:
+    """What the right and the bottom edge of a picture are called."""
+    if coordinates == "absolute":
+        limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
+        height, width = resized_size(media.width, media.height, unit=unit, **limits)
+        return width, height
+    return (1000, 1000) if coordinates == "milli" else (1, 1)

@@ -178,14 +178,7 @@ class ToolEnvironment:
         return {"tool_calls": [dict(call) for call in self.calls], "tool_counts": counts}
 
 
-def calculate_tool(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) -> Shown:
-    expression = arguments.get("expression")
-    if not isinstance(expression, str) or len(arguments) > 1:
-        raise CallError("arguments", problem='arguments are {"expression": "2 * (3 + 4)"}')
-    return calculate(expression), {}
-
-
-TOOLS: Mapping[str, Tool] = {"zoom": zoom, "calculate": calculate_tool}
+TOOLS: Mapping[str, Tool] = {"zoom": zoom, "calculate": own_tool(calculate)}
 
 
 def kind(call: tuple[str, ...], tools: tuple[str, ...] = ()) -> Kind:
