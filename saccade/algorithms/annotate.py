@@ -29,6 +29,7 @@ from saccade.algorithms.objective import explained_variance
 from saccade.algorithms.policy_losses import KINDS, SelectionInputs
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.select import Updates
+from saccade.algorithms.table import Entry
 from saccade.forest.packing import has_media
 from saccade.types import Batch, Group, Metrics, Trajectory
 
@@ -79,14 +80,18 @@ def add_advantages(
     for name, values in {"advantages": result.values, "returns": result.returns}.items():
         if values is not None:  # 0 at tokens that do not count
             columns[name] = values.new_zeros(len(counted)).masked_scatter(counted, values)
-    if any(t.versions[t.policy_mask].min(initial=version) < version for t in members):
-        columns["stale"] = _stale(members, sequence, version)
-    updates = _written(updates, columns)
-    reads = iter(sequence.split([len(batch.reads) for batch in flat]))
-    scaled = [
-        _scaled(batches, torch.cat([next(reads) for _ in batches]), result, inputs, algorithm, metrics)
-        for batches in updates
-    ]
+    # Other weights sampled these tokens: there a gap between engine and trainer is no error of either.
+    trained = (members[int(index)] for index in sequence[_first(sequence)])
+    stale = np.concatenate([t.versions[t.policy_mask] < version for t in trained])
+    if stale.any():
+        columns["stale"] = torch.from_numpy(stale).double()
+    updates, scaled = _written(updates, columns), []
+    sizes = [sum(len(batch.reads) for batch in batches) for batches in updates]
+    for batches, part, mask in zip(updates, sequence.split(sizes), counted.split(sizes), strict=True):
+        scales, lengths = token_scales(algorithm.aggregate, part, live=result.live, group=inputs.groups, counted=mask)
+        metrics.add("policy/live_tokens", int(lengths.sum()))
+        metrics.add("policy/live_sequences", int((lengths > 0).sum()))
+        scaled.append(_with(batches, scales=scales))
     return scaled, metrics
 
 
@@ -106,9 +111,12 @@ def _estimator_inputs(
     sequence, estimator = sequence[counted], algorithm.estimator
     outside = () if algorithm.excluded_in_baseline else algorithm.exclude_status
     penalties, read = torch.zeros(len(sequence), dtype=torch.float64), dict[str, Any]()
+
+    def distance(kind: Entry) -> Tensor:
+        return kind(_numbers_of(batches, "old_logprobs"), _numbers_of(batches, "ref_logprobs"))[counted]
+
     if algorithm.kl_in_reward:
-        old, ref = _numbers_of(batches, "old_logprobs"), _numbers_of(batches, "ref_logprobs")
-        penalties = (algorithm.kl.coef * algorithm.divergence(old, ref))[counted]
+        penalties = algorithm.kl.coef * distance(algorithm.divergence)
     if estimator.critic:
         read["values"] = _numbers_of(batches, "values")[counted]
         if algorithm.critic.bootstrap_truncated:  # an episode that ended is worth nothing more
@@ -124,9 +132,7 @@ def _estimator_inputs(
         assert component_weights is not None, "the terms of the reward have weights"
         read["components"], read["component_weights"] = _components(owners, members, component_weights)
     if estimator.options.get("drpo_kl_damp"):
-        old, ref = _numbers_of(batches, "old_logprobs"), _numbers_of(batches, "ref_logprobs")
-        gaps = KINDS["k3"](old, ref)[counted]
-        read["drift"] = AdvantageInputs.sum_by(sequence, gaps, len(members))
+        read["drift"] = AdvantageInputs.sum_by(sequence, distance(KINDS["k3"]), len(members))
     return AdvantageInputs(
         rewards=_numbers(_reward(t) for t in members),
         groups=place,
@@ -171,50 +177,22 @@ def _counted(sequence: Tensor, algorithm: Algorithm) -> Tensor:
     return ~_first(sequence) if masked else torch.ones_like(sequence, dtype=torch.bool)
 
 
-def _stale(members: Sequence[Trajectory], sequence: Tensor, version: int) -> Tensor:
-    """1 where other weights than those of `version` sampled the token: there a gap between engine
-    and trainer is no error of either.
-    """
-    trained = (members[int(index)] for index in sequence[_first(sequence)])
-    return torch.from_numpy(np.concatenate([t.versions[t.policy_mask] < version for t in trained])).double()
-
-
 def _first(sequence: Tensor) -> Tensor:
     return sequence.diff(prepend=sequence.new_full((1,), -1)) != 0
-
-
-def _scaled(
-    batches: Sequence[Batch],
-    sequence: Tensor,
-    result: Advantages,
-    inputs: AdvantageInputs,
-    algorithm: Algorithm,
-    metrics: Metrics,
-) -> list[Batch]:
-    """The denominators of one optimizer step."""
-    present = torch.zeros_like(result.live)
-    present[sequence] = True
-    counted = _counted(sequence, algorithm)
-    live = result.live & present
-    scales, lengths = token_scales(algorithm.aggregate, sequence, live=live, group=inputs.groups, counted=counted)
-    metrics.add("policy/live_tokens", int(lengths.sum()))
-    metrics.add("policy/live_sequences", int((lengths > 0).sum()))
-    return _with(batches, scales=scales)
 
 
 def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Metrics) -> None:
     metrics.add("group/singleton", result.singleton)
     metrics.add("group/no_baseline", result.no_baseline)
     metrics.add("adv/clip_frac", result.clip_frac)
-    live = result.live[inputs.sequence]
-    for name, column_ in {"adv": result.values, "returns": result.returns}.items():
-        values = None if column_ is None else column_[live]
-        if values is not None and len(values):
-            metrics.add(f"{name}/mean", float(values.mean()))
-            metrics.add(f"{name}/std", float(values.std()) if len(values) > 1 else 0.0)
-            if name == "adv":
-                metrics.add_max("adv/max", float(values.max()))
-                metrics.add("adv/min", float(values.min()))
+    live, values = result.live[inputs.sequence], result.values
+    if live.any():
+        for name, whole in {"adv": values, "returns": result.returns}.items():
+            if whole is not None:
+                metrics.add(f"{name}/mean", float(whole[live].mean()))
+                metrics.add(f"{name}/std", float(whole[live].std()) if live.sum() > 1 else 0.0)
+        metrics.add_max("adv/max", float(values[live].max()))
+        metrics.add("adv/min", float(values[live].min()))
     if result.returns is not None and inputs.values is not None:
         explained = explained_variance(inputs.values, result.returns, live)
         if explained is not None:
@@ -288,11 +266,10 @@ def _over_kept(batches: Sequence[Batch], algorithm: Algorithm) -> list[Batch]:
     the entropy keep the original denominator.
     """
     scales, keep = column(batches, "scales"), column(batches, "keep")
-    sequence = _sequences(batches)
     kept = (keep > 0) & (scales > 0)
     groups = torch.from_numpy(np.concatenate([batch.groups for batch in batches]))
-    everybody = torch.ones(len(groups), dtype=torch.bool)
-    over_kept, _ = token_scales(algorithm.aggregate, sequence, live=everybody, group=groups, counted=kept)
+    everybody = torch.ones_like(groups, dtype=torch.bool)
+    over_kept, _ = token_scales(algorithm.aggregate, _sequences(batches), live=everybody, group=groups, counted=kept)
     factor = (over_kept / scales.where(kept, 1.0)).where(kept, 0.0)
     return _with(batches, keep=keep * factor)
 
@@ -332,8 +309,7 @@ def _token_noise(batch: Batch, seed: str) -> np.ndarray:
 def for_critic(batches: Sequence[Batch]) -> list[Batch]:
     """The same forests with the critic's own denominator: a mean over live tokens."""
     sequence = _sequences(batches)
-    everybody = torch.ones(int(sequence.max()) + 1, dtype=torch.bool)
-    counted = column(batches, "scales") > 0
+    everybody, counted = sequence.bincount() > 0, column(batches, "scales") > 0
     return _with(batches, scales=token_scales(AGGREGATIONS["token_mean"], sequence, live=everybody, counted=counted)[0])
 
 
@@ -389,11 +365,9 @@ def _with(batches: Sequence[Batch], **columns: Tensor) -> list[Batch]:
 
 def _written(updates: Updates, columns: Mapping[str, Tensor]) -> Updates:
     """Columns over all reads of the updates, cut into their forests."""
-    flat = [batch for batches in updates for batch in batches]
-    ends = np.cumsum([len(batch.reads) for batch in flat])[:-1]
-    parts: list[dict[str, Any]] = [{} for _ in flat]
-    for name, whole in columns.items():
-        for part, values in zip(parts, np.split(whole.float().numpy(), ends), strict=True):
-            part[name] = values
-    changed = iter([replace(b, **part) for b, part in zip(flat, parts, strict=True)])
-    return [[next(changed) for _ in batches] for batches in updates]
+    sizes = [len(batch.reads) for batches in updates for batch in batches]
+    cut: dict[str, Any] = {name: iter(whole.float().split(sizes)) for name, whole in columns.items()}
+    return [
+        [replace(b, **{name: next(parts).numpy() for name, parts in cut.items()}) for b in batches]
+        for batches in updates
+    ]

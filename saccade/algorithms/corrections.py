@@ -64,7 +64,6 @@ class Correction:
 
 
 Statistic: TypeAlias = "Callable[[Mismatch, Tensor], Tensor]"  # [T] -> [T]
-Corrector: TypeAlias = Callable[..., Correction]
 
 
 def measure(old: Tensor, rollout: Tensor, *, live: Tensor, sequence: Tensor) -> Mismatch:
@@ -96,7 +95,7 @@ def token(mismatch: Mismatch, values: Tensor) -> Tensor:
     return values
 
 
-def _truncated(statistic: Statistic) -> Corrector:
+def _truncated(statistic: Statistic) -> Callable[..., Correction]:
     """Importance sampling with a cap (TIS)."""
 
     def weigh(mismatch: Mismatch, *, low: float = 0.0, high: float = 2.0) -> Correction:
@@ -106,12 +105,11 @@ def _truncated(statistic: Statistic) -> Corrector:
     return weigh
 
 
-_TRUNCATED: dict[str, tuple[str, Statistic]] = {
-    "tis.token": ("delta", token),
-    "tis.sequence": ("sum of delta", Mismatch.total),
-    "tis.geometric": ("mean of delta", Mismatch.mean),
-}
-for _name, (_text, _statistic) in _TRUNCATED.items():
+for _name, _text, _statistic in (
+    ("tis.token", "delta", token),
+    ("tis.sequence", "sum of delta", Mismatch.total),
+    ("tis.geometric", "mean of delta", Mismatch.mean),
+):
     _formula = f"w = clip(exp({_text}), low, high)"
     add(CORRECTIONS, _formula, name=_name, weighs=True, by_sequence=_name != "tis.token")(_truncated(_statistic))
 

@@ -23,11 +23,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from saccade.algorithms.corrections import LARGEST_EXPONENT
 from saccade.algorithms.policy_losses import KINDS, LossInputs, log_ratio
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.types import Metrics
-
-LARGEST_EXPONENT = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,54 +117,44 @@ def _sums(
     entropy: Tensor | None,
     distance: Tensor | None,
 ) -> LossSums:
-    live = inputs.live
+    live, means = inputs.live, dict[str, tuple[Tensor, Tensor]]()
     gap = log_ratio(new, inputs.old)
     ratio = gap.exp()
-    per_token = {"policy/ratio_mean": ratio, "policy/kl_old": gap.expm1() - gap, "policy/kl_old_k1": -gap}
-    for name, flags in indicators.items():
-        per_token[f"policy/{name.replace('clip_', 'clip_frac_')}"] = flags
-    if entropy is not None:
-        per_token["policy/entropy"] = entropy
-    if inputs.ref is not None:
-        per_token["policy/kl_ref"] = KINDS["k3"].function(new, inputs.ref)
-        per_token["policy/kl_ref_k1"] = KINDS["k1"].function(new, inputs.ref)
-    per_sequence = {}
-    if distance is not None:
-        per_sequence["policy/kl_controlled"] = _sum_of_means(distance.detach(), inputs)
+    values = {"policy/ratio_mean": ratio, "policy/kl_old": gap.expm1() - gap, "policy/kl_old_k1": -gap}
+    values |= {f"policy/{name.replace('clip_', 'clip_frac_')}": flags for name, flags in indicators.items()}
     maxima = {"policy/ratio_max": _largest(ratio, live)}
-
-    scored, per_scored, per_kind = torch.zeros_like(live), {}, {}
+    if entropy is not None:
+        values["policy/entropy"] = entropy
+    if inputs.ref is not None:
+        values["policy/kl_ref"] = KINDS["k3"].function(new, inputs.ref)
+        values["policy/kl_ref_k1"] = KINDS["k1"].function(new, inputs.ref)
+    if distance is not None:
+        sequences = _sum_of_means(live.to(new.dtype), inputs).round()
+        means["policy/kl_controlled"] = _sum_of_means(distance.detach(), inputs), sequences
     if inputs.rollout is not None:
         scored = live & inputs.rollout.isfinite()
-        per_token["mismatch/unscored_frac"] = ~scored
+        values["mismatch/unscored_frac"] = ~scored
         scored = scored if inputs.stale is None else scored & ~inputs.stale
-        mismatch = (trainer - inputs.rollout).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
         gaps = (trainer - inputs.rollout).abs()
-        per_scored = {
-            "mismatch/logp_gap_mean": gaps,
-            "mismatch/mult_prob_error": mismatch.abs().exp(),
-            "mismatch/kl": mismatch.expm1() - mismatch,
-        }
-        maxima["mismatch/logp_gap_max"] = _largest(gaps, scored)
+        mismatch = (trainer - inputs.rollout).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+        found = {"logp_gap_mean": gaps, "mult_prob_error": mismatch.abs().exp(), "kl": mismatch.expm1() - mismatch}
+        masks = {"": scored}
         if inputs.images is not None:
-            kinds = {"image": scored & inputs.images, "text": scored & ~inputs.images}
-            maxima |= {f"mismatch/logp_gap_max/{kind}": _largest(gaps, mask) for kind, mask in kinds.items()}
-            per_kind = {
-                f"{name}/{kind}": (_total(values, mask), mask.sum())
-                for name, values in per_scored.items()
-                for kind, mask in kinds.items()
-            }
-    tokens, judged = live.sum(), scored.sum()
-    sequences = _sum_of_means(live.to(new.dtype), inputs).round()
+            masks |= {"/image": scored & inputs.images, "/text": scored & ~inputs.images}
+        for kind, mask in masks.items():
+            means |= _means({f"mismatch/{name}{kind}": each for name, each in found.items()}, mask)
+            maxima[f"mismatch/logp_gap_max{kind}"] = _largest(gaps, mask)
     return LossSums(
-        tokens=tokens,
+        tokens=live.sum(),
         terms={name: value.detach() for name, value in terms.items()},
-        means={name: (_total(values, live), tokens) for name, values in per_token.items()}
-        | {name: (_total(values, scored), judged) for name, values in per_scored.items()}
-        | {name: (total, sequences) for name, total in per_sequence.items()}
-        | per_kind,
+        means=_means(values, live) | means,
         maxima=maxima,
     )
+
+
+def _means(values: Mapping[str, Tensor], mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    count = mask.sum()
+    return {name: (each.to(torch.float64).where(mask, 0.0).sum(), count) for name, each in values.items()}
 
 
 def _sum_of_means(values: Tensor, inputs: LossInputs) -> Tensor:
@@ -173,10 +162,6 @@ def _sum_of_means(values: Tensor, inputs: LossInputs) -> Tensor:
     inside = values.where(inputs.live, 0.0)
     lengths = inputs.sequence_sum(inputs.live.to(inside.dtype)).clamp(min=1)
     return (inputs.sequence_sum(inside) / lengths).sum()
-
-
-def _total(values: Tensor, mask: Tensor) -> Tensor:
-    return values.to(torch.float64).where(mask, 0.0).sum()
 
 
 def _largest(values: Tensor, mask: Tensor) -> Tensor:
@@ -194,14 +179,9 @@ def value_objective(
     live = scales > 0
     new, old, returns = (column.where(live, 0.0) for column in (new, old, returns))
     losses, clipped = value_loss(new, old, returns, clip=clip)
-    loss = (losses * scales).sum()
-    tokens = live.sum()
-    means = {"critic/clip_frac": clipped.sum(), "critic/value_mean": new.detach().sum()}
-    return loss, LossSums(
-        tokens=tokens,
-        terms={"critic/loss": loss.detach()},
-        means={name: (total, tokens) for name, total in means.items()},
-    )
+    loss, tokens = (losses * scales).sum(), live.sum()
+    means = {"critic/clip_frac": (clipped.sum(), tokens), "critic/value_mean": (new.detach().sum(), tokens)}
+    return loss, LossSums(tokens=tokens, terms={"critic/loss": loss.detach()}, means=means)
 
 
 def value_loss(new: Tensor, old: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
@@ -230,8 +210,5 @@ def imitation_objective(
     """`reported`: what is shown as means per token; `term`: the loss itself, by that name."""
     loss = (losses * scales).sum()
     tokens = torch.tensor(len(losses), device=losses.device)
-    return loss, LossSums(
-        tokens=tokens,
-        terms={} if term is None else {term: loss.detach()},
-        means={name: (v.detach().double().sum(), tokens) for name, v in reported.items()},
-    )
+    means = {name: (values.detach().double().sum(), tokens) for name, values in reported.items()}
+    return loss, LossSums(tokens=tokens, terms={} if term is None else {term: loss.detach()}, means=means)

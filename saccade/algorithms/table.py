@@ -106,8 +106,8 @@ class Entry:
     def reads(self, option: str) -> bool:
         return option in self.parameters
 
-    def parse(self, option: str, value: Any) -> Any:
-        """The value as the annotation of that parameter wants it; raises ValidationError."""
+    def annotation(self, option: str) -> Any:
+        """What the value must be, as far as its parameter says so."""
         annotation: Any = self.parameters[option].annotation
         if isinstance(annotation, str):  # names of a file with `from __future__ import annotations`
             function = self.function if option in _keywords(self.function) else self.select
@@ -115,9 +115,7 @@ class Entry:
                 annotation = eval(annotation, inspect.unwrap(function).__globals__)  # type: ignore[arg-type]
             except NameError:
                 annotation = Any
-        if annotation is inspect.Parameter.empty:
-            return value
-        return TypeAdapter(annotation, config=OPTIONS).validate_python(value)
+        return Any if annotation is inspect.Parameter.empty else annotation
 
 
 @cache
@@ -149,7 +147,7 @@ def parsed(entry: Entry, args: Mapping[str, Any], where: str = "algorithm.args")
     found = {}
     for name in (name for name in args if entry.reads(name)):
         try:
-            found[name] = entry.parse(name, args[name])
+            found[name] = TypeAdapter(entry.annotation(name), config=OPTIONS).validate_python(args[name])
         except ValidationError as error:
             [first, *_] = error.errors()
             default = entry.options[name]

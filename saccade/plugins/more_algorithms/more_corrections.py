@@ -8,16 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from saccade.algorithms.corrections import (
-    LARGEST_EXPONENT,
-    Correction,
-    Corrector,
-    Mismatch,
-    Statistic,
-    band,
-    token,
-    unjudged,
-)
+from saccade.algorithms.corrections import LARGEST_EXPONENT, Correction, Mismatch, Statistic, band, token, unjudged
 from saccade.algorithms.table import Entry, add
 
 if TYPE_CHECKING:
@@ -36,14 +27,14 @@ def seq_mask_tis(mismatch: Mismatch, *, low: float = 0.99, high: float = 1.01) -
     return Correction(weights=mismatch.ratio, keep=band(Mismatch.mean, mismatch, low, high))
 
 
-def _reject_ratio(statistic: Statistic) -> Corrector:
+def _reject_ratio(statistic: Statistic) -> Callable[..., Correction]:
     def reject(mismatch: Mismatch, *, low: float, high: float) -> Correction:
         return Correction(keep=band(statistic, mismatch, low, high))
 
     return reject
 
 
-def _reject_distance(statistic: Statistic, distance: Callable[[Tensor], Tensor]) -> Corrector:
+def _reject_distance(statistic: Statistic, distance: Callable[[Tensor], Tensor]) -> Callable[..., Correction]:
     def reject(mismatch: Mismatch, *, high: float) -> Correction:
         near = statistic(mismatch, distance(mismatch.delta)) <= high
         return Correction(keep=near | unjudged(statistic, mismatch))
@@ -67,6 +58,11 @@ def opsm(
     return ~drifted | (sequence_mean(advantages) >= 0)
 
 
+def _k3(delta: Tensor) -> Tensor:
+    gap = delta.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+    return gap.expm1() - gap
+
+
 STATISTICS: dict[str, Statistic] = {
     "token": token,
     "seq_sum": Mismatch.total,
@@ -75,10 +71,7 @@ STATISTICS: dict[str, Statistic] = {
 }
 DISTANCES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "k2": (lambda delta: delta.square() / 2, "delta^2 / 2"),
-    "k3": (
-        lambda delta: (gap := delta.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)).expm1() - gap,
-        "exp(delta) - 1 - delta",
-    ),
+    "k3": (_k3, "exp(delta) - 1 - delta"),
 }
 for _level, _statistic in STATISTICS.items():
     if _level != "seq_max":  # one extreme says nothing about a band

@@ -13,24 +13,9 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
+from saccade.algorithms import policy_losses as usual
 from saccade.algorithms.filters import share
-from saccade.algorithms.policy_losses import (
-    LARGEST_LOG_RATIO,
-    LARGEST_SEQUENCE_LOG_RATIO,
-    SMALLEST_WEIGHT,
-    Losses,
-    LossInputs,
-    SelectionInputs,
-    beyond,
-    clip,
-    clipped,
-    either,
-    k1,
-    k3,
-    log_ratio,
-    sequence_ratio,
-    with_slope_of_k2,
-)
+from saccade.algorithms.policy_losses import Losses, LossInputs, SelectionInputs, either, log_ratio
 from saccade.algorithms.table import Entry, NotNegative, Positive, PositiveShare, add
 
 if TYPE_CHECKING:
@@ -47,8 +32,8 @@ def gmpo(new: Tensor, inputs: LossInputs, *, clip_low: float = 0.4, clip_high: f
     gap, positive = log_ratio(new, inputs.old), inputs.advantages > 0
     inside = gap.clamp(-clip_low, clip_high)
     pessimistic = gap.minimum(inside).where(positive, gap.maximum(inside))
-    ratio = inputs.sequence_mean(pessimistic).clamp(max=LARGEST_SEQUENCE_LOG_RATIO).exp()
-    return -inputs.advantages * ratio, beyond(gap, inputs.advantages, -clip_low, clip_high)
+    ratio = inputs.sequence_mean(pessimistic).clamp(max=usual.LARGEST_SEQUENCE_LOG_RATIO).exp()
+    return -inputs.advantages * ratio, usual.beyond(gap, inputs.advantages, -clip_low, clip_high)
 
 
 @add(ROWS, "-A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A")
@@ -75,7 +60,7 @@ def cpgd(
     high = math.log1p(clip_high)
     gain = (gap * advantages).minimum(gap.clamp(low, high) * advantages)
     loss = drift_coef * _drift(new, gap.detach(), drift_cap) - gain
-    return loss, beyond(gap, advantages, low, high)
+    return loss, usual.beyond(gap, advantages, low, high)
 
 
 def _drift(new: Tensor, gap: Tensor, cap: float) -> Tensor:
@@ -134,7 +119,7 @@ def inside_tv(new: Tensor, old: Tensor, advantages: Tensor, clip_low: float, cli
 def inside_kl(new: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """The same by the KL between "this token or another" before and now."""
     positive = advantages > 0
-    rest_old, rest_new = ((-x.clamp(max=0).expm1()).clamp(min=SMALLEST_WEIGHT) for x in (old, new))
+    rest_old, rest_new = ((-x.clamp(max=0).expm1()).clamp(min=usual.SMALLEST_WEIGHT) for x in (old, new))
     distance = old.exp() * (old - new) + rest_old * (rest_old.log() - rest_new.log())
     near = distance <= either(positive, clip_high, clip_low, like=new)
     return near | (new <= old).where(positive, new >= old)
@@ -156,8 +141,8 @@ def vespo(
     """Sequence weights W, corrections included, through a gate (k, lambda) that is 1 at W = 1."""
     gap = log_ratio(new, inputs.old).detach()
     if inputs.weights is not None:
-        gap = gap + inputs.weights.clamp(min=SMALLEST_WEIGHT).log()
-    log_weight = inputs.sequence_total(gap).clamp(math.log(SMALLEST_SEQUENCE_WEIGHT), LARGEST_LOG_RATIO)
+        gap = gap + inputs.weights.clamp(min=usual.SMALLEST_WEIGHT).log()
+    log_weight = inputs.sequence_total(gap).clamp(math.log(SMALLEST_SEQUENCE_WEIGHT), usual.LARGEST_LOG_RATIO)
     positive = inputs.advantages >= 0
     k = either(positive, vespo_positive[0], vespo_negative[0], like=gap)
     rate = either(positive, vespo_positive[1], vespo_negative[1], like=gap)
@@ -168,8 +153,8 @@ def vespo(
 @add(ROWS, "clip loss with r = sg[exp(mean of new - old)] exp(new - sg[new])", own_aggregation="seq_mean")
 def gspo_token(new: Tensor, inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Losses:
     """The value of gspo with the gradient of each token, for advantages that differ by token."""
-    ratio = sequence_ratio(new, inputs).detach() * (new - new.detach()).exp()
-    return clipped(ratio, inputs.advantages, clip_low, clip_high)
+    ratio = usual.sequence_ratio(new, inputs).detach() * (new - new.detach()).exp()
+    return usual.clipped(ratio, inputs.advantages, clip_low, clip_high)
 
 
 # -- distance to the reference ---------------------------------------------------------------------
@@ -183,12 +168,12 @@ def absolute(new: Tensor, ref: Tensor) -> Tensor:
 
 @add(ROWS, "u, with the gradient of k2", name="k1+")
 def k1_plus(new: Tensor, ref: Tensor) -> Tensor:
-    return with_slope_of_k2(k1(new, ref), new, ref)
+    return usual.with_slope_of_k2(usual.k1(new, ref), new, ref)
 
 
 @add(ROWS, "exp(-u) - 1 + u, with the gradient of k2", name="k3+")
 def k3_plus(new: Tensor, ref: Tensor) -> Tensor:
-    return with_slope_of_k2(k3(new, ref), new, ref)
+    return usual.with_slope_of_k2(usual.k3(new, ref), new, ref)
 
 
 # -- covariance of advantage and log-prob ----------------------------------------------------------
@@ -225,10 +210,9 @@ def some_covariant(
     cov_high: float = 5.0,
 ) -> Tensor:
     """A random share of the step, from those inside the band that the clip leaves a gradient."""
-    found, excess = covariance(inputs), (inputs.new - inputs.old).clamp(-20, 20).expm1()
-    too_high = (inputs.advantages > 0) & (excess > clip_high)
-    too_low = (inputs.advantages < 0) & (excess < -clip_low)
-    inside = (found > cov_low) & (found < cov_high) & ~too_high & ~too_low
+    found, excess = covariance(inputs), log_ratio(inputs.new, inputs.old).expm1()
+    stopped = usual.beyond(excess, inputs.advantages, -clip_low, clip_high)
+    inside = (found > cov_low) & (found < cov_high) & ~stopped["clip_low"] & ~stopped["clip_high"]
     shuffled = inputs.noise.argsort(stable=True)
     return _first(inputs, shuffled[inside[shuffled]], cov_fraction)
 
@@ -246,5 +230,5 @@ def kl_cov(new: Tensor, inputs: LossInputs, *, cov_coef: NotNegative = 1.0) -> L
 def clip_cov(new: Tensor, inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Losses:
     """The clip loss without some of those tokens (arXiv 2505.22617)."""
     assert inputs.selected is not None, "clip_cov needs its selection"
-    loss, indicators = clip(new, inputs, clip_low=clip_low, clip_high=clip_high)
+    loss, indicators = usual.clip(new, inputs, clip_low=clip_low, clip_high=clip_high)
     return loss.where(~inputs.selected, 0.0), indicators | {"selected": inputs.selected}

@@ -66,7 +66,7 @@ def read(text: str | None) -> dict[str, Any]:
     depths = accumulate((mark in "{[") - (mark in "}]") for mark in STRING.sub("", text))
     if max(depths, default=0) > DEEPEST:
         raise CallError("json")
-    hooks = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), _number)
+    hooks: dict[str, Any] = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), _number)
     try:
         value = json.loads(STRING.sub(_double_quoted, text), object_pairs_hook=_object, **hooks)
         json.dumps(value, ensure_ascii=False).encode()  # half a character could not be stored
