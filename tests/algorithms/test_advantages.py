@@ -136,14 +136,6 @@ def test_gae(golden):
         assert result.returns[golden.sequence == 3].tolist() == pytest.approx((1.767166, 1.882404, 2.0), abs=PRINTED)
 
 
-def test_without_a_greedy_reward_a_group_does_not_train(golden):
-    result = compute(ADVANTAGES["remax"], with_everything(golden, greedy=float64(NAN, NAN, 0.7, 0.7)))
-    assert result.live.tolist() == [False, False, True, True]
-    assert result.no_baseline == 1
-    assert result.values[golden.position == 0].tolist() == pytest.approx((0, 0, -0.2, 1.3))
-    assert compute(ADVANTAGES["remax"], with_everything(golden)).no_baseline == 0
-
-
 # -- terms of the reward ---------------------------------------------------------------------------
 
 TERMS = {
@@ -220,8 +212,6 @@ def test_whitening_is_an_option_where_the_estimator_allows_it(golden):
     assert torch.equal(turned_on.values, compute(ADVANTAGES["reinforce_pp"], inputs).values)
     turned_off = compute(ADVANTAGES["reinforce_pp"], inputs, whiten=False)
     assert torch.equal(turned_off.values, compute(ADVANTAGES["reinforce"], inputs).values)
-    shifted = compute(ADVANTAGES["reinforce_pp"], inputs, whiten_std=False).values
-    assert torch.allclose(shifted, turned_off.values - turned_off.values.mean(), atol=1e-12)
     with pytest.raises(AssertionError, match="never whitened"):
         compute(ADVANTAGES["rloo"], inputs, whiten=True)
 

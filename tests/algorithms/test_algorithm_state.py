@@ -22,15 +22,6 @@ def measured(**values: float) -> Metrics:
     return metrics
 
 
-def test_a_start_has_the_coefficients_of_the_algorithm(algorithm):
-    row = algorithm("entropy_coef=0.003")
-    assert restore(row, None) == AlgorithmState(kl_coef=0.04, entropy_coef=0.003)
-    steered = AlgorithmState(kl_coef=0.05, entropy_coef=0.001).steered(row)
-    assert (steered.kl.coef, steered.entropy_coef) == (0.05, 0.001)
-    same = {"kl": row.kl, "entropy_coef": row.entropy_coef}
-    assert steered.model_copy(update=same) == row
-
-
 def test_json_round_trip_is_exact(algorithm):
     third = 1 / 3
     memory = AlgorithmState(

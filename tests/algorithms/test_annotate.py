@@ -7,26 +7,13 @@ import pytest
 from pytest import approx
 
 from saccade.algorithms import algorithm_state, annotate, select
-from saccade.algorithms.algorithm_state import Moments, merge, restore
+from saccade.algorithms.algorithm_state import restore
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig
 from saccade.types import Group, Trajectory
-from tests.algorithms.by_member import FIRST, KEYS, LENGTHS, Records, advantaged, exact, loss_of, rows
+from tests.algorithms.by_member import KEYS, LENGTHS, Records, advantaged, exact, loss_of, rows
 
 # -- advantages ------------------------------------------------------------------------------------
-
-
-def test_advantages_leave_out_who_was_not_scored(algorithm, records):
-    row, known = algorithm(), algorithm_state.restore(algorithm(), None)
-    groups = [records.group("a", [1.0, None, 0.0, 0.0])]
-    groups = select.mark_members(groups, row)[0]
-    updates = annotate.add_advantages(records.packed([groups]), groups, row, known)[0]
-    values = records.column(updates, "advantages")
-    assert set(values) == {("a", 0), ("a", 2), ("a", 3)}
-    std = np.std([1.0, 0.0, 0.0], ddof=1)
-    assert values["a", 0] == exact([(1 - 1 / 3) / (std + 1e-6)] * 2)
-    assert values["a", 2] == exact([-(1 / 3) / (std + 1e-6)] * 2)
-    assert records.column(updates, "rewards")["a", 0] == [1.0, 1.0]
 
 
 def test_who_is_excluded_by_status_may_stay_in_the_baseline(algorithm, records):
@@ -38,23 +25,6 @@ def test_who_is_excluded_by_status_may_stay_in_the_baseline(algorithm, records):
         values = records.column(updates, "advantages")
         assert {key: v[0] for key, v in values.items()} == exact({("a", 0): 1 - mean, ("a", 1): -mean})
         assert records.column(updates, "scales")["a", 0] == exact([1 / 4] * 2)  # S is 2, n is 2
-
-
-def test_scales_of_an_update_add_up_to_one_however_it_is_packed(algorithm, records):
-    groups = [records.group(str(i), [0.0, 1.0, 0.0, 1.0], [1, 2, 3, 4]) for i in range(4)]
-    row = algorithm("preset=dapo", updates_per_step=2)
-    parts = select.split_updates(groups, 2, seed=0)
-    wide, narrow = (
-        annotate.add_advantages(records.packed(parts, budget), groups, row, algorithm_state.restore(row, None))[0]
-        for budget in (1000, 8)
-    )
-    assert len(narrow[0]) > len(wide[0]) == 1
-    for updates in (wide, narrow):
-        for batches in updates:
-            total = sum(sum(values) for values in records.column([batches], "scales").values())
-            assert total == exact(1.0)
-    for name in ("advantages", "scales", "rewards"):
-        assert records.column(wide, name) == records.column(narrow, name)
 
 
 def test_a_step_in_which_nothing_trains(algorithm, records):
@@ -150,17 +120,6 @@ def of_terms(algorithm, records, groups, weights):
     return {key: values[0] for key, values in records.column(updates, "advantages").items()}
 
 
-def test_terms_are_compared_one_by_one(algorithm, records):
-    accuracy, form = (1, 0, 1, 0), (1, 1, 0, 1)
-    parts = [{"acc": a, "fmt": f} for a, f in zip(accuracy, form, strict=True)]
-    groups = [
-        records.changed(records.group("a", [0.0, 0.0]), parts=parts[:2]),
-        records.changed(records.group("b", [0.0, 0.0]), parts=parts[2:]),
-    ]
-    found = of_terms(algorithm, records, groups, lambda source: {"acc": 1.0, "fmt": 0.5})
-    assert [found[key] for key in KEYS] == pytest.approx([1.095275, -1.095275, 0.547638, -0.547638], abs=1e-6)
-
-
 def test_each_source_has_its_own_weights_and_lacks_terms_without_harm(algorithm, records):
     accuracy, form, speed = [1.0, 0.0, 0.5], [0.3, 0.2, 0.7], [2.0, 5.0, 9.0]
     groups = [
@@ -234,27 +193,6 @@ def test_neither_batching_nor_order_changes_the_selection(algorithm, written, re
     assert differs == (loss == "clip_cov")  # the largest are the largest, whatever the seed
 
 
-def test_the_selection_of_the_reference(algorithm, written, golden):
-    row = algorithm("preset=kl_cov", "advantage=no_std", "args.cov_fraction=0.2")
-    (batches,) = written(row, budget=8)
-    new = rows(golden.new)
-    current = [np.concatenate([new[key] for key in b.keys]) for b in batches]
-    selected = annotate.write_selection(batches, current, row, seed="")
-    assert loss_of(row, selected, new)[0] == pytest.approx(0.00580263, abs=3e-7)
-
-
-def test_dead_tokens_are_never_selected(algorithm, written, records, golden):
-    row = algorithm(
-        "preset=kl_cov", "args.cov_fraction=0.9", "hot_first_token.temperature=2", "hot_first_token.first_token=mask"
-    )
-    (batches,) = written(row)
-    new = golden.new.clone()
-    new[FIRST] = float("nan")
-    selected = annotate.write_selection(batches, [new.numpy()], row, seed="")
-    values = records.flat([selected], "selected")
-    assert values[FIRST].sum() == 0 and values.sum() == 12  # of 14
-
-
 # -- the critic's view, and back -------------------------------------------------------------------
 
 
@@ -320,20 +258,6 @@ def test_the_step_enters_the_moments_before_they_are_used_and_limits_come_last(n
     assert metrics["reward/clip_frac"] == clipped / 4
 
 
-def test_moments_run_on_over_the_steps():
-    steps = [[1.0, 0.0], [3.0, 5.0], [0.5, 0.5]]
-    moments: dict[str, Moments] = {}
-    for i, values in enumerate(steps):
-        one = group(*(member(r, value) for r, value in enumerate(values)))
-        before = dict(moments)
-        groups, moments, _ = shape([one], normalise="std", moments=moments)
-        everything = [r for step in steps[: i + 1] for r in step]
-        std = np.std(everything, ddof=1)
-        assert rewards(groups) == approx([r / std for r in values])
-        assert before.get("", Moments()).count == 2 * i  # what was passed in is left alone
-    assert moments[""].mean == approx(merge(Moments(), everything).mean)
-
-
 def test_members_that_do_not_count_are_scaled_and_move_nothing():
     others = [member(4, 100.0, "truncated"), member(5, None, "error")]
     baseline = member(-1, 3.0)
@@ -364,10 +288,3 @@ def test_components_have_scales_of_their_own():
     assert metrics["reward/clip_frac"] == 1 / 8  # 60 / 21.6 alone
     total = np.array(table).sum(1)
     assert rewards(groups) == approx(np.clip(total / total.std(ddof=1), 0, 2).tolist())
-
-
-def test_a_step_without_live_members_is_no_division_by_zero():
-    dead = group(member(0, None, "error"))
-    groups, moments, metrics = shape([dead], normalise="std", clip=(-1.0, 1.0))
-    assert rewards(groups) == [None] and moments[""].count == 0
-    assert metrics == {"reward/clip_frac": 0.0} == shape([], normalise="std")[2]

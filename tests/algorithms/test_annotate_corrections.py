@@ -5,7 +5,7 @@ import pytest
 
 from saccade.algorithms import annotate
 from saccade.algorithms.corrections import effective_sample_size
-from tests.algorithms.by_member import FIRST, KEYS, NO_KL, advantaged, exact, loss_of, rows
+from tests.algorithms.by_member import FIRST, KEYS, NO_KL, exact, loss_of, rows
 
 # -- corrections -----------------------------------------------------------------------------------
 
@@ -73,12 +73,6 @@ def test_the_effective_sample_size_is_that_of_the_weights(algorithm, written, go
     assert log["mismatch/is_weight_max"] == exact(weights.max().item())
 
 
-def test_no_correction_writes_no_column(algorithm, written):
-    row = algorithm(*NO_KL)
-    updates = written(row)
-    assert annotate.add_corrections(updates, row)[0] is updates
-
-
 # -- a hot first token -----------------------------------------------------------------------------
 
 
@@ -126,16 +120,6 @@ def test_a_masked_first_token_is_in_no_denominator(algorithm, written, records, 
     log = metrics.means()
     assert (log["policy/live_tokens"], log["policy/live_sequences"]) == (14, 4)
     assert annotate.add_corrections(updates, row)[0] is updates
-
-
-def test_a_response_of_one_masked_token_does_not_train(algorithm, records):
-    row = algorithm("preset=[grpo,fire]", "hot_first_token.first_token=mask")
-    groups = [records.group("a", [0.0, 1.0, 5.0], [2, 3, 1])]
-    updates, metrics = advantaged(row, records, groups)
-    assert records.column(updates, "scales")["a", 2] == [0]
-    assert metrics.means()["policy/live_sequences"] == 2
-    values = records.column(updates, "advantages")
-    assert [values["a", 0][1], values["a", 1][1]] == exact([-(2**-0.5), 2**-0.5], 1e-5)
 
 
 def test_lengths_are_without_a_masked_first_token(algorithm, written, records):

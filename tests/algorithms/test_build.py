@@ -70,11 +70,8 @@ def test_values_in_args_are_held_against_the_function(algorithm, refused):
     ("overrides", "updates", "epochs", "mode"),
     [
         ([], 4, 1, "recompute"),
-        ([], 1, 2, "recompute"),
-        (["old=recompute"], 1, 1, "recompute"),
         (["old=rollout"], 4, 1, "rollout"),
         (["preset=rloo", "kl.coef=0"], 1, 1, "detach"),
-        (["preset=gpg"], 1, 1, "detach"),
         (["preset=easyr1"], None, 1, "recompute"),
     ],
 )
@@ -90,18 +87,13 @@ def test_old_log_probs(algorithm, overrides, updates, epochs, mode):
         (["preset=rloo"], "algorithm.kl.place=reward"),
         (["entropy_top=0.2"], "algorithm.entropy_top=0.2"),
         (["preset=kl_cov"], "algorithm.policy_loss=kl_cov"),
-        (["preset=clip_cov"], "algorithm.policy_loss=clip_cov"),
         (["correct=[tis.token,seq_mask]"], "algorithm.correct=[tis.token, seq_mask]"),
-        (["correct=[tis.token]", "self_normalise=true"], "algorithm.correct=[tis.token]"),
         (["preset=drpo", "args.drpo_kl_damp=0.75"], "algorithm.args.drpo_kl_damp"),
         (["preset=dapo", "filter.keep_surplus=true"], "algorithm.filter.keep_surplus"),
         (["preset=[grpo,fire]"], "algorithm.hot_first_token.first_token=is"),
         # These need nothing before training.
         (["preset=[grpo,fire]", "hot_first_token.first_token=mask"], None),
         (["correct=[{name: opsm, threshold: 0.1}]"], None),
-        (["preset=drpo"], None),
-        (["entropy_coef=0.01"], None),
-        (["kl.ratio_correct=true"], None),
     ],
 )
 def test_what_needs_old_log_probs_before_training(algorithm, refused, overrides, reason):
@@ -120,9 +112,6 @@ def squared(new, inputs, *, clip_low=0.1, sharpness=2.0):
     """|new - old|^sharpness"""
     return (new - inputs.old).abs() ** sharpness * clip_low, {}
 
-def bare(new, inputs, *, beta):
-    return beta * new, {}
-
 def tall(new, inputs, *, gamma=0.5):
     return gamma * new, {}
 
@@ -140,9 +129,6 @@ unfit = Entry(function=linear, formula="u", in_loss=False)
 
 def near(mismatch, *, high, margin=0.0):
     return Correction(keep=mismatch.delta.abs() <= high + margin)
-
-def far(mismatch, *, cut):
-    return Correction(keep=mismatch.delta.abs() > cut)
 
 def weigh(mismatch):
     return Correction(weights=mismatch.ratio)
@@ -197,17 +183,6 @@ def test_options_of_your_own_are_given_by_args(algorithm, refused, mine):
     assert algorithm(f"policy_loss={mine}:tall", "gamma=0.9").loss.options == {"gamma": 0.9}
 
 
-def test_an_option_without_a_default_must_be_given(algorithm, refused, mine):
-    message = refused(f"policy_loss={mine}:bare")
-    assert "needs beta" in message and "algorithm.args={beta: 1}" in message
-    assert algorithm(f"policy_loss={mine}:bare", "args={beta: 1}").loss.options == {"beta": 1}
-    assert ":bare needs beta" in refused(f"aggregation={mine}:bare")
-    message = refused(f"correct=[{mine}:far]")
-    assert "far needs cut" in message and "algorithm.args={cut: 1}" in message
-    (correction,) = algorithm(f"correct=[{mine}:far]", "args={cut: 1}").corrections
-    assert correction.options == {"cut": 1}
-
-
 def test_a_kl_of_your_own(algorithm, refused, mine):
     row = algorithm(f"kl.kind={mine}:distance", "args={steepness: 2}")
     assert row.kl.kind == f"{mine}:distance" and row.divergence.options == {"steepness": 2}
@@ -219,7 +194,6 @@ def test_a_kl_of_your_own(algorithm, refused, mine):
     message = refused(f"kl.kind={mine}:unfit")
     assert "its gradient does not lead to the reference" in message
     assert algorithm(f"kl.kind={mine}:unfit", "kl.place=reward").kl_in_reward
-    assert "did you mean 'distance'" in refused(f"kl.kind={mine}:distanc")
     assert "number in" in refused(f"kl.kind={mine}:number")
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from saccade.algorithms.corrections import CORRECTIONS, apply, measure, self_normalise
+from saccade.algorithms.corrections import CORRECTIONS, apply, measure
 from saccade.errors import ConfigError
 from saccade.plugins.more_algorithms.more_corrections import opsm
 
@@ -67,12 +67,6 @@ def test_rejection_by_sums_means_and_maxima(name, band, kept):
     assert CORRECTIONS[name].function(mismatch, **band).keep.tolist() == kept
 
 
-def test_icepop_drops_what_it_does_not_weigh():
-    found = CORRECTIONS["icepop"].function(gaps([[0.0, 2.0, -1.0, 0.5]]))
-    assert found.keep.tolist() == [True, False, False, True]
-    assert found.weights.tolist() == pytest.approx([1.0, 0.0, 0.0, math.exp(0.5)])
-
-
 @pytest.mark.parametrize("name", ONCE)
 def test_an_unscored_token_weighs_one_and_says_nothing(name):
     scored, missing = gaps([[0.3, 0.4], [0.0]]), gaps([[0.3, NAN, 0.4], [NAN, NAN]])
@@ -111,13 +105,6 @@ def test_opsm_drops_bad_sequences_that_the_policy_left_behind(golden):
     assert torch.equal(opsm(behind, holes, golden.advantages, mean, threshold=0.9), keep)
     unknown = torch.full_like(holes, NAN)
     assert opsm(behind, unknown, golden.advantages, mean, threshold=0.0).all()
-
-
-def test_self_normalised_weights_have_mean_one():
-    weights = torch.tensor([1.0, 3.0, 100.0], dtype=torch.float64)
-    live = torch.tensor([True, True, False])
-    assert self_normalise(weights, live)[live].tolist() == [0.5, 1.5]
-    assert self_normalise(0 * weights, live).tolist() == [0, 0, 0]
 
 
 def test_two_that_give_weights_are_refused(golden):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from saccade.algorithms import corrections
-from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute
+from saccade.algorithms.advantages import ADVANTAGES, compute
 from saccade.algorithms.build import resolve
 from saccade.algorithms.corrections import CORRECTIONS
 from saccade.algorithms.objective import objective, to_metrics
@@ -118,35 +118,23 @@ def test_corrections_of_a_gap_of_80(name: str, gap: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, "k1") for name in ADVANTAGES), *(("gae", kind) for kind in KINDS if kind != "k1")]
 )
-def test_a_kl_of_80_in_the_reward(name: str, kind: str) -> None:
-    estimator = ADVANTAGES[name]
-    if estimator.components:
-        with pytest.raises(ConfigError, match=r"use algorithm\.kl\.place=loss"):
-            config = AlgorithmConfig.model_validate({"advantage": name, "kl": {"place": "reward"}})
-            resolve(config, max_tokens=8)
-        return
-    everybody = torch.ones(4, dtype=torch.bool)
-    old = NEW.double()
-    for gap in GAPS.values():
-        penalties = 0.1 * KINDS[kind].function(old, old - gap)
-        inputs = AdvantageInputs(
-            rewards=torch.tensor([1.0, 0, 0.5, 2]).double(),
-            groups=torch.tensor([0, 0, 1, 1]),
-            live=everybody,
-            baseline=everybody,
-            lengths=SEQUENCE.bincount(),
-            sequence=SEQUENCE,
-            token_penalties=penalties,
-            values=old,
-            greedy=torch.zeros(4).double(),
-            domain_weights=torch.ones(4).double(),
-            drift=torch.full((4,), 80.0).double(),
+def test_a_kl_of_80_in_the_reward(golden, name: str, kind: str) -> None:
+    estimator, members = ADVANTAGES[name].having({"drpo_kl_damp": 0.75}), torch.ones(4).double()
+    for gap in (80.0, -80.0, 80.0 * (-1) ** golden.position):
+        inputs = golden.members(
+            token_penalties=0.1 * KINDS[kind].function(golden.old, golden.old - gap),
+            values=golden.old,
+            greedy=0 * members,
+            components=torch.eye(4).double(),
+            component_weights=members,
+            domain_weights=members,
+            drift=80 * members,
         )
         if name == "max_rl" and (inputs.scores < 0).any():
             with pytest.raises(ConfigError, match="rewards >= 0"):
                 compute(estimator, inputs)
-            continue
-        assert compute(estimator.having({"drpo_kl_damp": 0.75}), inputs).values.isfinite().all()
+        else:
+            assert compute(estimator, inputs).values.isfinite().all()
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
@@ -214,23 +202,9 @@ def batch(shared: LocalBackend, grow: Callable[..., Any]) -> Batch:
     )
 
 
-@pytest.mark.parametrize("column", ["ref_logprobs", "old_logprobs", "rollout_logprobs"])
+@pytest.mark.parametrize("logit", ["row of the head", -torch.inf, torch.nan])
 @pytest.mark.parametrize("loss", OF_A_MODEL)
-def test_an_update_with_a_gap_of_80(backend: LocalBackend, batch: Batch, loss: str, column: str) -> None:
-    for gap in (80.0, -80.0):
-        far: dict[str, Any] = {column: getattr(batch, column) + np.float32(gap)}
-        algorithm = algorithm_of(loss)
-        update = backend.train_step([replace(batch, **far)], PolicyLoss(algorithm, Scoring()), lr=1e-4)
-        means = update.metrics.means()
-        assert not update.skipped and means["guard/nonfinite"] == 0
-        assert np.isfinite(list(means.values())).all()
-        weights, state = snapshot(backend)
-        assert all(tensor.isfinite().all() for tensor in (weights | state).values())
-
-
-@pytest.mark.parametrize("logit", ["row of the head", torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("loss", OF_A_MODEL)
-def test_an_infinite_logit_is_no_update(
+def test_an_infinite_logit_is_no_update_and_a_gap_of_80_is_one(
     backend: LocalBackend, batch: Batch, monkeypatch: pytest.MonkeyPatch, loss: str, logit: float | str
 ) -> None:
     head: Any = backend.model.lm_head
@@ -250,4 +224,10 @@ def test_an_infinite_logit_is_no_update(
     monkeypatch.undo()
     with torch.no_grad():
         head.weight[token] = 0.0
-    assert not backend.train_step([batch], PolicyLoss(algorithm_of(loss), Scoring()), lr=1e-4).skipped
+    for gap in (80, -80):
+        far: Any = {name: getattr(batch, name) + np.float32(gap) for name in ("ref_logprobs", "rollout_logprobs")}
+        far["old_logprobs"] = batch.old_logprobs - np.float32(gap)
+        update = backend.train_step([replace(batch, **far)], PolicyLoss(algorithm_of(loss), Scoring()), lr=1e-4)
+        weights, state = snapshot(backend)
+        assert not update.skipped and np.isfinite(list(update.metrics.means().values())).all()
+        assert all(tensor.isfinite().all() for tensor in (weights | state).values())

@@ -165,24 +165,6 @@ def test_gae_without_values_or_discount_is_the_return(step):
 
 
 @FAST
-@given(steps(), st.floats(0.5, 1), st.floats(0, 1))
-def test_gae_is_its_recursion(step, gamma, lam):
-    members = replace(step.members, token_penalties=0.1 * (step.old - step.ref))
-    result = compute(ADVANTAGES["gae"].having({"gamma": gamma, "lam": lam}), members, whiten=False)
-    assert members.values is not None and members.final_values is not None
-    expected = torch.zeros_like(step.old)
-    for member, reward in enumerate(members.rewards):
-        value, advantage = members.final_values[member], 0.0
-        for token in reversed(torch.where(members.sequence == member)[0].tolist()):
-            now = members.values[token]
-            surprise = reward - members.token_penalties[token] + gamma * value - now
-            value, reward, advantage = now, 0.0, surprise + gamma * lam * advantage
-            expected[token] = advantage
-    assert same(result.values, expected)
-    assert result.returns is not None and same(result.returns, expected + members.values)
-
-
-@FAST
 @given(steps(), st.floats(-3, 3))
 def test_a_constant_added_to_rewards_changes_no_group_estimator(step, shift):
     members = step.members

@@ -3,7 +3,6 @@ do not train, corrections where there is no gap.
 """
 
 from dataclasses import replace
-from itertools import cycle
 
 import pytest
 import torch
@@ -217,13 +216,3 @@ def test_no_correction_acts_where_engine_and_trainer_agree(step, unscored):
             found = entry.function(mismatch, **bounds)
             assert found.weights is None or found.weights.eq(1).all(), name
             assert found.keep is None or found.keep.all(), name
-
-
-def test_every_combination_is_legal():
-    """Each estimator and each loss beside some others."""
-    pairs = {*zip(ADVANTAGES, cycle(LOSSES)), *zip(cycle([*ADVANTAGES][::-1]), LOSSES)}
-    for (advantage, loss), aggregation in zip(sorted(pairs), cycle(AGGREGATIONS), strict=False):
-        config = AlgorithmConfig(advantage=advantage, policy_loss=loss, aggregation=aggregation)
-        algorithm = resolve(config, max_tokens=7)
-        assert algorithm.loss.function is LOSSES[loss].function
-        assert algorithm.aggregate.options == ({"fixed_length": 7} if aggregation == "fixed" else {})

@@ -89,12 +89,6 @@ def test_rows(algorithm, cells):
     assert (row.denominator, row.drop_constant, row.adv_clip) == ("original", False, 0)
 
 
-def test_ppo_has_the_critic_of_its_paper(algorithm):
-    critic = algorithm("preset=ppo").critic
-    assert (critic.lr, critic.clip, critic.warmup_steps) == (9e-6, 0.2, 0)
-    assert (critic.bootstrap_truncated, critic.path) == (False, None)
-
-
 def test_lmm_r1_keeps_its_eps_for_the_estimators_that_divide(algorithm):
     for advantage, options in (("grpo", {"std_eps": 1e-9}), ("rloo", {}), ("no_std", {})):
         row = algorithm("preset=lmm_r1", f"advantage={advantage}")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from saccade.algorithms import select
-from saccade.algorithms.filters import entropy_threshold, high_entropy, share
+from saccade.algorithms.filters import entropy_threshold, high_entropy
 from saccade.errors import ConfigError
 
 # -- members ---------------------------------------------------------------------------------------
@@ -140,7 +140,3 @@ def test_high_entropy_by_sequence():
     keep = high_entropy(entropies, live, sequence, fraction=0.4, scope="sequence")
     # two of five; one of two at least; the first of equals
     assert keep.nonzero().flatten().tolist() == [3, 4, 5, 7]
-
-
-def test_a_share_is_rounded_down_but_one_at_least():
-    assert [share(f, 100) for f in (2e-4, 0.29, 0.57, 0.999, 1.0)] == [1, 29, 57, 99, 100]

@@ -94,23 +94,8 @@ def test_a_calculator_calculates_and_nothing_else(arguments, seen, image):
     assert not step.info["tool_calls"][0]["ok"] and len(step.messages[0].text) < 250
 
 
-def test_unknown_tools_have_no_names_to_look_up(seen, image):
-    for name in ("os.system", "__import__", "zoom.__globals__", "x" * 4000):
-        text = f'<tool_call>{{"name": "{name}", "arguments": {{"a": 1}}}}</tool_call>'
-        step = played(text, seen, image, call="tool_call")
-        assert step.info["tool_calls"][0]["reason"] == "unknown_tool"
-        assert len(step.messages[0].text) < 250
-        seen.clear()
-
-
 @pytest.mark.parametrize("answer", ["up, " * 10**5, f"up, {CODE}"])
 def test_a_game_reads_moves_and_nothing_else(answer, seen, image):
     step = played(f"<answer>{answer}</answer>", seen, image, name="sokoban_step")
     noted = step.info["tool_calls"][-1]
     assert not noted["ok"] and len(str(noted)) < 1000 and len(step.messages[0].text) < 250
-
-
-@pytest.mark.parametrize("piece", ["<answer>", "<answer></answer>"])
-def test_a_megabyte_of_tags_is_an_answer_or_none(piece, seen, image):
-    step = played(piece * 10**5, seen, image)
-    assert step.done and step.info["end_reason"] in ("answered", "eos_no_answer")

@@ -145,7 +145,7 @@ def test_a_calculator(begin):
         "2 * (3 + 4)": "Result of request 1: 14",
         "0.1 + 0.2": "Result of request 2: 0.3",
         "1/3": "Result of request 3: 0.3333333333",
-        "-2^2": "Result of request 4: -4",
+        "-2^2 * -.5E1 - 2^-1^2 / 1": "Result of request 4: 19.5",
         "2**0.5": "Request 5 failed: only whole powers are known. Correct it, or answer.",
         "9^9^9^9": "Request 6 failed: too large. Correct it, or answer.",
         "1/(2-2)": "Request 7 failed: division by zero. Correct it, or answer.",
@@ -155,14 +155,6 @@ def test_a_calculator(begin):
     }.items():
         step = environment.step(said(named("calculate", expression=expression)))
         assert step.messages[0].text == f"<tool_response>\n{shown}\n</tool_response>"
-    for expression, value in {
-        "2.5E-1 * 4": "1",
-        "-.5e+1": "-5",
-        "1e99999999999": "too large",
-        "2e": "'e' is not arithmetic",
-    }.items():
-        step = environment.step(said(named("calculate", expression=expression)))
-        assert f": {value}" in step.messages[0].text
     assert environment.step(said(named("calculate", expression=7))).info["tool_calls"][-1]["reason"] == "arguments"
 
 
@@ -173,14 +165,12 @@ def test_arguments_of_the_wrong_type_are_told_to_the_policy(begin):
         tags: list[str] = (),
         exact: bool = None,  # noqa: RUF013
         other: "Unknown" = 1,  # noqa: F821
+        share: "float | None" = 0.5,
+        **more: int,
     ) -> str:
         return words.upper()
 
-    def weigh(share: "float | None" = 0.5, kinds: "dict[str, int]" = (), **more: int) -> str:
-        return f"{share} {kinds} {more}"
-
-    own = Own(tools={f.__name__: f for f in (search, weigh)})
-    play = begin(own=own, call="tool_call", tools=["m.py:search"])
+    play = begin(own=Own(tools={"search": search}), call="tool_call", tools=["m.py:search"])
 
     def heard(name, **arguments):
         step = play.step(said(named(name, **arguments)))
@@ -189,14 +179,10 @@ def test_arguments_of_the_wrong_type_are_told_to_the_policy(begin):
     text, reason = heard("search", words=5)
     assert "failed: words must be str, not int; the tool is (words: str, limit: int = 3" in text
     assert reason == "arguments"
-    for wrong in ({"limit": 2.5}, {"limit": True}, {"limit": None}, {"tags": "x"}, {"tags": [1]}):
+    for wrong in ({"limit": 2.5}, {"limit": True}, {"limit": None}, {"tags": [1]}, {"share": "x"}):
         assert heard("search", words="a", **wrong)[1] == "arguments", wrong
-    for right in ({"limit": 2}, {"tags": ["x"]}, {"exact": None}, {"exact": True}, {"other": []}):
+    for right in ({"limit": 2}, {"tags": ["x"]}, {"exact": None}, {"other": []}, {"share": None}, {"extra": "x"}):
         assert "A" in heard("search", words="a", **right)[0], right
-    for share, reason in ((1, ""), (0.5, ""), (None, ""), ("x", "arguments"), (True, "arguments")):
-        assert heard("weigh", share=share)[1] == reason
-    assert heard("weigh", kinds={"a": "b"})[1] == "arguments"
-    assert heard("weigh", kinds={"a": 1}, extra="x")[1] == ""
 
 
 def test_functions_of_ones_own(begin, image):
@@ -264,22 +250,3 @@ def test_options_that_contradict_each_other():
     assert next(sweep_problems(EnvConfig(), [2, 5])).startswith("val.turns: has no effect")
     for options in ({"name": "crop", "tools": ["a.py:f"]}, {"name": "crop", "parallel_calls": 4}):
         assert not list(problems(EnvConfig(**options)))
-
-
-def test_limits_of_training_and_evaluation():
-    crop = EnvConfig(name="crop")
-    assert crop.limits() | {} == {
-        "max_turns": 6,
-        "max_images": 12,
-        "max_turn_tokens": None,
-        "max_total_tokens": 32_768,
-        "min_turn_tokens": 2000,
-        "max_tool_errors": None,
-    }
-    assert crop.limits(evaluation=True)["max_turns"] == 12
-    assert EnvConfig(name="crop", max_turns=4).limits(evaluation=True)["max_turns"] == 4
-    own = EnvConfig(name="crop", max_total_tokens=1600, eval={"max_turns": 32, "max_tool_errors": 3})
-    assert own.limits()["min_turn_tokens"] == 100 and own.limits()["max_tool_errors"] is None
-    assert own.limits(evaluation=True)["max_turns"] == 32
-    assert own.limits(evaluation=True)["max_tool_errors"] == 3
-    assert EnvConfig().limits()["max_turns"] == EnvConfig().limits(evaluation=True)["max_turns"] == 1

@@ -53,7 +53,6 @@ HIGHER = {"clip_low": 0.2, "clip_high": 0.28}
 K3 = {"coef": 0.1, "kind": "k3"}
 TRL = {  # their options, ours
     "grpo": ({}, {"aggregation": "seq_mean", **HIGHER}),
-    "bnpo": ({}, {"aggregation": "token_mean", **HIGHER}),
     "dapo": ({}, {"aggregation": "token_mean", **HIGHER}),
     "dr_grpo": ({}, {"aggregation": "fixed", "args": {"fixed_length": FIXED}, **HIGHER}),
     "cispo": (
@@ -67,7 +66,6 @@ TRL = {  # their options, ours
     "dapo delta": ({"delta": 1.5}, {"delta": 1.5, "aggregation": "token_mean", **HIGHER}),
     "grpo k3": ({"beta": 0.1}, {"kl": K3, **HIGHER}),
     "dr_grpo k3": ({"beta": 0.1}, {"kl": K3, "aggregation": "fixed", "args": {"fixed_length": FIXED}, **HIGHER}),
-    "luspo k3": ({"beta": 0.1, "importance_sampling_level": "sequence"}, {"kl": K3, "policy_loss": "luspo", **HIGHER}),
     # Where TRL has one ratio per sequence it multiplies the KL by that, we always by the token's.
     "grpo corrected k3": (
         {"beta": 0.1, "use_bias_correction_kl": True},
@@ -109,7 +107,6 @@ def test_entropy_quantile(trainer, monkeypatch, drawn, assert_ours):
         ("grpo", "tis.token"),
         ("grpo", "tis.sequence"),
         ("cispo", "icepop"),
-        ("luspo", "tis.token"),
         # A weight of a whole sequence TRL would count once here, we at every token.
         ("vespo", "tis.token"),
     ],
