@@ -48,9 +48,6 @@ class AdvantageInputs:
     drift: Tensor | None = None  # [S] sum over tokens of k3(old, ref)
 
     def __post_init__(self) -> None:
-        members, tokens = (self.groups, self.live, self.baseline, self.lengths), (self.token_penalties, self.values)
-        assert all(len(column) == len(self.rewards) for column in members), "one value for each member"
-        assert all(c is None or len(c) == len(self.sequence) for c in tokens), "one value for each token"
         assert bool((self.baseline | ~self.live).all()), "a live member must be in the baseline"
         assert bool(self.scores.isfinite().all()), "a reward that is not finite is status 'error'"
 
@@ -78,12 +75,6 @@ class AdvantageInputs:
     def group_size(self) -> Tensor:
         """[S] members in the baseline of the group, at least 1 so that it may divide."""
         return self.group_sum(self.scores.new_ones(len(self.scores))).clamp(min=1)
-
-    @cached_property
-    def live_in_group(self) -> Tensor:
-        """[S] members of the group that train."""
-        index = self.group_index
-        return self.sum_by(index, self.live.double(), len(index))[index]
 
     @cached_property
     def group_mean(self) -> Tensor:
@@ -223,13 +214,11 @@ def compute(
     """`whiten` None: as the estimator has it; `adv_clip` 0: off."""
     whiten = estimator.whiten if whiten is None else whiten
     assert not (whiten and estimator.whiten is None), "an estimator that is never whitened"
-    assert inputs.greedy is not None or not estimator.greedy, "an estimator that reads a greedy rollout"
-    assert inputs.components is not None or not estimator.components, "an estimator that reads terms of the reward"
     nobody, present = inputs.live & ~inputs.live, inputs.lengths > 0
     known = present if inputs.greedy is None or not estimator.greedy else inputs.greedy.isfinite()
     no_baseline, present = inputs.live & present & ~known, present & known
     inputs = replace(inputs, live=inputs.live & present, baseline=inputs.baseline & present)
-    singleton = inputs.live & (inputs.live_in_group < 2) if estimator.group else nobody
+    singleton = inputs.live & (inputs.group_sum(inputs.live.double()) < 2) if estimator.group else nobody
     live = inputs.live & ~singleton
     # Where terms are compared one by one, all of them must be constant.
     terms = [inputs.scores] if inputs.components is None or not estimator.components else inputs.components.T

@@ -77,13 +77,6 @@ def test_golden_values_of_options(golden, name, options, changes, expected):
     assert first_tokens(golden, name, options, **changes) == pytest.approx(expected, abs=PRINTED)
 
 
-def test_cpgd_makes_up_for_dead_groups_at_most_threefold():
-    rewards, groups = float64(0, 1, *[1] * 8), torch.arange(5).repeat_interleave(2)
-    result = compute(ADVANTAGES["cpgd"].having({"cpgd_weight": "clip_filter"}), one_token_each(rewards, groups))
-    assert result.values.tolist() == [-1.5, 1.5, *[0] * 8]
-    assert (result.constant_low, result.constant_high) == (0, 4)
-
-
 def one_token_each(rewards, groups, **changes):
     everybody = torch.ones(len(rewards), dtype=torch.bool)
     return AdvantageInputs(

@@ -128,17 +128,6 @@ def test_what_has_not_differed_divides_by_one(seen):
 # -- domains ---------------------------------------------------------------------------------------
 
 
-def test_a_fresh_state():
-    """Two groups with mean rewards 0.5 and 1.25 of a range from 0 to 2."""
-    first, second = success([1, 0], (0, 2)), success([0.5, 2], (0, 2))
-    assert (first, second) == (0.25, 0.625)
-    found = domains.noted({}, [("xray", first), ("ct", second)])
-    weights = domains.weight(found, "xray", first), domains.weight(found, "ct", second)
-    assert weights == (16.0, 2.56)
-    mean = sum(weights) / 2
-    assert [w / mean for w in weights] == pytest.approx([1.7241379, 0.2758621], abs=1e-7)
-
-
 def test_the_mean_of_a_domain_favours_rare_bins():
     found = domains.noted({}, [("a", 0.15), ("a", 0.15), ("a", 0.85)])
     mean = (0.15 / 2 + 0.85 / 1) / (1 / 2 + 1 / 1)

@@ -8,9 +8,6 @@ from saccade.config.schema.section import about
 
 MISSPELT = [  # field, wrong, right
     ("preset", "gropo", "grpo"),
-    ("advantage", "rlo", "rloo"),
-    ("policy_loss", "clipp", "clip"),
-    ("aggregation", "tokenmean", "token_mean"),
     ("kl.kind", "k33", "k3"),
     ("correct", "tis.tokens", "tis.token"),
     ("exclude_status", "overturned", "overturn"),

@@ -122,9 +122,8 @@ def reordered(step: Step, order: Tensor) -> tuple[Step, Tensor]:
 
 
 def with_another(members: AdvantageInputs, group: int, *, tokens: int, poison: float):
-    """One more member: excluded and full of `poison`, or taking part and without tokens."""
-    own = {"groups": group, "live": not tokens, "baseline": not tokens, "lengths": tokens}
-    own["sequence"] = len(members.rewards)
+    """One more member: excluded and full of `poison`."""
+    own = {"groups": group, "live": False, "baseline": False, "lengths": tokens, "sequence": len(members.rewards)}
 
     def longer(name: str, rows: int) -> Tensor:
         column = getattr(members, name)

@@ -188,15 +188,6 @@ def test_the_reference_values_of_distillation_also_in_chunks():
     assert torch.equal(torch.cat(parts), losses)
 
 
-def test_a_teacher_that_agrees_leaves_no_gradient_and_gets_none():
-    logits = reference_logits()[0].requires_grad_()
-    teacher = logits.detach().clone().requires_grad_()
-    losses, *_ = kd(logits, teacher, reference_logits()[2], kd_coef=1.0)
-    losses.sum().backward()
-    assert logits.grad is not None and logits.grad.abs().max() < 1e-12
-    assert teacher.grad is None
-
-
 def test_a_banned_id_is_as_if_it_were_not_in_the_vocabulary():
     logits, teacher, _ = reference_logits()
     targets = torch.tensor([0, 1, 2, 3, 3, 0])

@@ -99,14 +99,6 @@ def test_updates_hold_whole_groups_once(groups, updates, records):
     assert [[g.uid for g in part] for part in parts] == [[g.uid for g in part] for part in again]
 
 
-def test_groups_that_train_nothing_take_no_place_in_an_update(algorithm, records):
-    group = records.group
-    step = [group("a", [None, None]), group("b", [0.0, 1.0]), group("c", [0.0, 1.0])]
-    step = select.mark_members(step, algorithm())[0]
-    parts = select.split_updates(step, 2, seed=0)
-    assert sorted(len(part) for part in parts) == [1, 1]
-
-
 def test_supervision_weighs_every_token_alike(records):
     groups = [records.group("a", [0.0], [3]), records.group("b", [0.0], [5])]
     (batches,) = records.packed([groups], micro_tokens=7)

@@ -28,7 +28,6 @@ def test_key_order_quotes_and_blanks_do_not_matter():
 
 HOSTILE = {
     "__import__('os').system('touch /tmp/owned')": "json",
-    "{'bbox_2d': __import__('os')}": "json",
     "{'a': NaN}": "number",
     "{'a': 1e400}": "number",
     "{'a': " + "9" * 4000 + "}": "number",
@@ -37,11 +36,8 @@ HOSTILE = {
     "[" * 4000: "json",
     "{'a': " * 9 + "1" + "}" * 9: "json",
     "{'a': 1, 'a': 2}": "json",
-    "{'a': 1}{'a': 2}": "json",
     "{'a': '\\ud800'}": "json",  # half a character
     "{'a': \uff11}": "json",  # a digit, but not one of JSON
-    "{a: 1}": "json",
-    "[1, 2]": "json",
     "": "json",
 }
 

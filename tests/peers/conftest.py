@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.algorithms import corrections
 from saccade.algorithms.aggregation import token_scales
 from saccade.algorithms.build import resolve
 from saccade.algorithms.objective import objective
@@ -42,18 +41,6 @@ class Rows:
     @property
     def sequence(self):
         return torch.arange(len(self.mask))[:, None].expand_as(self.mask)[self.mask]
-
-    @property
-    def mismatch(self):
-        return corrections.measure(
-            self.old[self.mask],
-            self.rollout[self.mask],
-            live=torch.ones(self.tokens, dtype=torch.bool),
-            sequence=self.sequence,
-        )
-
-    def padded(self, flat, fill):
-        return self.new.new_full(self.mask.shape, fill).masked_scatter(self.mask, flat)
 
 
 def draw(seed):

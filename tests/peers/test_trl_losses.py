@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from saccade.algorithms import corrections
 from saccade.algorithms.filters import high_entropy
 
 pytest.importorskip("trl")
@@ -99,35 +98,3 @@ def test_entropy_quantile(trainer, monkeypatch, drawn, assert_ours):
         assert 0 < keep.sum() < rows.tokens
         theirs = trl_loss(trainer, monkeypatch, rows, options)
         assert_ours({"kl": K3, **HIGHER}, rows, theirs, 1e-9, keep=keep.double())
-
-
-@pytest.mark.parametrize(
-    ("loss", "correction"),
-    [
-        ("grpo", "tis.token"),
-        ("grpo", "tis.sequence"),
-        ("cispo", "icepop"),
-        # A weight of a whole sequence TRL would count once here, we at every token.
-        ("vespo", "tis.token"),
-    ],
-)
-def test_corrections(trainer, monkeypatch, drawn, assert_ours, loss, correction):
-    """Weights multiply the policy term; in vespo they are part of the weight of the sequence.
-
-    There TRL adds the logarithms of all columns, also those without a token. Its trainer has 1 in
-    them as long as the bounds include 1; so has this test.
-    """
-    theirs, mine = TRL[loss]
-    vllm = {"use_vllm": True, "vllm_importance_sampling_correction": True}
-    for rows in drawn:
-        chosen = [corrections.CORRECTIONS[correction].having({"high": 1.05})]
-        weights = corrections.apply(chosen, rows.mismatch).weights
-        assert weights is not None and weights.std() > 0.01
-        value = trl_loss(
-            trainer,
-            monkeypatch,
-            rows,
-            {"loss_type": loss, **theirs, **vllm},
-            importance_sampling_ratio=rows.padded(weights, 1.0),
-        )
-        assert_ours(mine, rows, value, 1e-9, weights=weights)

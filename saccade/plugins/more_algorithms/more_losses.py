@@ -1,4 +1,4 @@
-"""Policy losses and distances beside the usual ones, and which tokens of an optimizer step some of them treat apart.
+"""Policy losses, distances and aggregations beside the usual ones, and which tokens some losses treat apart.
 
 The covariance of a token is (A - mean A)(log-prob - mean log-prob), over the whole optimizer step
 (arXiv 2505.22617). Where a choice is needed, the smallest `noise` wins: a hash of who the token is,
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from saccade.algorithms import policy_losses as usual
+from saccade.algorithms.aggregation import inverse
 from saccade.algorithms.filters import share
 from saccade.algorithms.policy_losses import Losses, LossInputs, SelectionInputs, either, log_ratio
 from saccade.algorithms.table import Entry, NotNegative, Positive, PositiveShare, add
@@ -232,3 +233,28 @@ def clip_cov(new: Tensor, inputs: LossInputs, *, clip_low: float = 0.2, clip_hig
     assert inputs.selected is not None, "clip_cov needs its selection"
     loss, indicators = usual.clip(new, inputs, clip_low=clip_low, clip_high=clip_high)
     return loss.where(~inputs.selected, 0.0), indicators | {"selected": inputs.selected}
+
+
+# -- aggregations ----------------------------------------------------------------------------------
+
+
+@add(ROWS, "mean over trajectories of their token mean")
+def sample_mean(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
+    """Token mean over all sequences of a trajectory, then mean over trajectories."""
+    return _pooled_mean(lengths, trajectory)
+
+
+@add(ROWS, "mean over groups of their token mean")
+def group_mean(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
+    return _pooled_mean(lengths, group)
+
+
+@add(ROWS, "sum(l)")
+def token_sum(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
+    return inverse(lengths.new_ones(()).expand_as(lengths), lengths)
+
+
+def _pooled_mean(lengths: Tensor, pool: Tensor) -> Tensor:
+    names, index = pool.unique(return_inverse=True)
+    tokens = lengths.new_zeros(len(names)).index_add(0, index, lengths)
+    return inverse((tokens > 0).sum() * tokens[index], lengths)

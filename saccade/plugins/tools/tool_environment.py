@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,10 @@ def own_tool(function: Callable[..., Any]) -> Tool:
     the policy; any other exception ends the episode. A parameter `images` gets the pictures so far
     by name.
     """
-    signature, typed = inspect.signature(function), _typed(function)
+    signature = typed = inspect.signature(function)
+    with suppress(Exception):  # an annotation as text may name anything
+        typed = inspect.signature(function, eval_str=True)
+    wanted = {name: parameter.annotation for name, parameter in typed.parameters.items()}
 
     def call(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) -> Shown:
         given = dict(arguments)
@@ -51,9 +55,9 @@ def own_tool(function: Callable[..., Any]) -> Tool:
         except TypeError as error:
             raise CallError("arguments", problem=f"{error}; the tool is {signature}") from None
         for name in arguments:
-            value, wanted = given[name], typed.get(name, Any)
-            if not _fits(value, wanted) and value is not signature.parameters[name].default:
-                what = wanted.__name__ if type(wanted) is type else wanted
+            value, kind = given[name], wanted.get(name, Any)
+            if not _fits(value, kind) and value is not signature.parameters[name].default:
+                what = kind.__name__ if type(kind) is type else kind
                 problem = f"{name} must be {what}, not {type(value).__name__}"
                 raise CallError("arguments", problem=f"{problem}; the tool is {signature}")
         try:
@@ -63,15 +67,6 @@ def own_tool(function: Callable[..., Any]) -> Tool:
         return _content(result, env), {}
 
     return call
-
-
-def _typed(function: Callable[..., Any]) -> dict[str, Any]:
-    """What the arguments of a function must be, as far as it says so."""
-    try:
-        signature = inspect.signature(function, eval_str=True)
-    except Exception:  # an annotation as text may name anything
-        signature = inspect.signature(function)
-    return {name: p.annotation for name, p in signature.parameters.items()}
 
 
 def _fits(value: Any, annotation: Any) -> bool:

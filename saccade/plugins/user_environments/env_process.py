@@ -108,18 +108,15 @@ class Hosted:
 
     def reset(self, sample: Sample, seed: int) -> EnvironmentCall:
         self.known = files_of(sample)
-        arrays: Arrays = {}
-        row = {"sample": encode(sample, arrays), "seed": seed, "setting": self.setting}
-        return ProcessCall(self, "reset", Block(row, arrays), self._messages)
+        return ProcessCall(self, "reset", {"seed": seed, "setting": self.setting}, sample, self._messages)
 
     def step(self, message: Message) -> EnvironmentCall:
-        arrays: Arrays = {}
-        return ProcessCall(self, "step", Block({"message": encode(message, arrays)}, arrays), self._step)
+        return ProcessCall(self, "step", {}, message, self._step)
 
     def close(self) -> EnvironmentCall | None:
         if self.over or self.channel is None:
             return None
-        return ProcessCall(self, "close", Block({}, {}), lambda reply: None)
+        return ProcessCall(self, "close", {}, None, lambda reply: None)
 
     def _messages(self, reply: Block) -> tuple[Message, ...]:
         return decode(tuple[Message, ...], reply.row["messages"], reply.arrays, known=self.known)
@@ -156,8 +153,14 @@ class Hosted:
 
 
 class ProcessCall(EnvironmentCall):
-    def __init__(self, hosted: Hosted, method: str, request: Block, read: Callable[[Block], Any]) -> None:
-        self.hosted, self.method, self.request, self.read = hosted, method, request, read
+    """`record` is what the method is about; `read` makes its result of the reply."""
+
+    def __init__(
+        self, hosted: Hosted, method: str, row: Mapping[str, Any], record: Any, read: Callable[[Block], Any]
+    ) -> None:
+        self.hosted, self.method, self.read = hosted, method, read
+        self._arrays: Arrays = {}
+        self._row = {"method": method, "record": encode(record, self._arrays), **row}
         self._began: float | None = None
 
     def done(self) -> bool:
@@ -166,9 +169,8 @@ class ProcessCall(EnvironmentCall):
         try:
             if self._began is None:
                 self._began = time.monotonic()
-                row, channel = {"method": self.method, **self.request.row}, self.hosted.channel
-                assert channel is not None
-                channel.send(row, self.request.arrays, seconds=self.seconds)
+                assert self.hosted.channel is not None
+                self.hosted.channel.send(self._row, self._arrays, seconds=self.seconds)
             reply = self.hosted.receive()
         except TimeoutError as error:  # the process is not reading
             return self._over(error)
@@ -244,7 +246,7 @@ def _live(channel: Channel, env: EnvConfig, own: Own) -> None:
             if request.row["method"] == "reset":
                 environment = build(env, setting_of(request.row["setting"]), own)
             assert environment is not None
-            reply = METHODS[request.row["method"]](environment, request)
+            reply = _answered(environment, request)
             channel.send(reply.row | {"took": time.monotonic() - began}, reply.arrays)
         except Ended:
             return
@@ -252,26 +254,20 @@ def _live(channel: Channel, env: EnvConfig, own: Own) -> None:
             channel.send({"error": raised_at(error), "took": time.monotonic() - began})
 
 
-def _reset(environment: Environment, request: Block) -> Block:
-    sample = decode(Sample, request.row["sample"], request.arrays)
-    KNOWN.update(files_of(sample))
-    return _said(environment.reset(sample, request.row["seed"]))
-
-
-def _step(environment: Environment, request: Block) -> Block:
-    step = Step(*environment.step(decode(Message, request.row["message"], request.arrays)))
+def _answered(environment: Environment, request: Block) -> Block:
+    method, record = request.row["method"], request.row["record"]
+    if method == "close":
+        environment.close()
+        return Block({}, {})
+    if method == "reset":
+        sample = decode(Sample, record, request.arrays)
+        KNOWN.update(files_of(sample))
+        return _said(environment.reset(sample, request.row["seed"]))
+    step = Step(*environment.step(decode(Message, record, request.arrays)))
     said = _said(step.messages)
     reward = None if step.reward is None else float(step.reward)
     said.row.update(reward=reward, done=bool(step.done), info=dict(step.info))
     return said
-
-
-def _close(environment: Environment, request: Block) -> Block:
-    environment.close()
-    return Block({}, {})
-
-
-METHODS = {"reset": _reset, "step": _step, "close": _close}
 
 
 def _said(messages: Any) -> Block:

@@ -53,15 +53,15 @@ def run(
     make = env_setup.environments(config.env, order=FORMATS[config.prompt.format].order)
     rows = datasets.load([DataSource(path=str(source))], config.data).samples
     _warn(config, rows)
-    counts: Counter[str] = Counter()
+    counts = Counter[str]()
     out.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for index, sample in enumerate(rows):
             rng = np.random.default_rng((config.run.seed, index))
             question, texts, planned = _turns(sample, rng, turns, mistakes, config)
-            limits: dict[str, Any] = {"most": turns, "planned": planned, "seconds": config.env.step_timeout}
+            seconds = config.env.step_timeout
             try:
-                played, reason = play(question, texts, make(), **limits)
+                played, reason = play(question, texts, make(), most=turns, planned=planned, seconds=seconds)
             except (Failed, TimeoutError) as error:  # code of the user
                 played, reason = sample, "env_error"
                 if not counts[reason]:

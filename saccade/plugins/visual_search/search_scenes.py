@@ -20,7 +20,6 @@ A policy that may look k times finds a medium target with probability k / grid²
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ import numpy as np
 from PIL import Image
 
 from saccade.errors import ConfigError
+from saccade.media.images import open_media
 from saccade.plugins.quickstart.counting import write_rows
 from saccade.plugins.visual_search import optotypes
 from saccade.plugins.visual_search.optotypes import DIGITS, FRAME, LETTERS, MARGIN, TILE, TINTS, TURNS
@@ -82,16 +82,12 @@ KINDS: Mapping[str, Kind] = {
 # -- scenes ----------------------------------------------------------------------------------------
 
 
-class Scene(NamedTuple):
-    """A picture [side, side] or [side, side, 3] and what is where, in pixels."""
-
-    image: np.ndarray
-    target: Box
-    framed: tuple[Box, ...]  # what a zoom on a place shows to be worth another zoom
-
-
-def draw_scene(rng: np.random.Generator, *, level: Level, kind: str, answer: str, grid: int, view: int) -> Scene:
-    """The answer in one of `grid`² places, distractors in all of them."""
+def draw_scene(
+    rng: np.random.Generator, *, level: Level, kind: str, answer: str, grid: int, view: int
+) -> tuple[np.ndarray, Box, list[Box]]:
+    """A picture [side, side] or [side, side, 3] with the answer in one of `grid`² places and distractors
+    in all of them; where the target is, and what a zoom on a place shows to be worth another zoom.
+    """
     place = 2 * view if level.nested else view
     canvas = Canvas(grid * place, grid, coloured=kind == "colour")
     shrink = 2 if level.nested else grid  # of objects
@@ -99,13 +95,11 @@ def draw_scene(rng: np.random.Generator, *, level: Level, kind: str, answer: str
     target: Box = (0, 0, 0, 0)
     framed: list[Box] = []
     for index in range(grid * grid):
-        special = ""
-        if index == home:
-            special = KINDS[kind].objects[answer]
-        elif rng.random() < level.lookalikes:
+        special = KINDS[kind].objects[answer] if index == home else ""
+        if index != home and rng.random() < level.lookalikes:
             special = str(rng.choice(KINDS[kind].lookalikes))
         names = rng.choice(optotypes.SHAPES, size=level.objects).tolist()
-        names = [special, *names[1:]] if special else names
+        names[0] = special or names[0]
         corner = np.array([index % grid, index // grid]) * place
         for name, inside in zip(names, _slots(rng, place, nested=level.nested), strict=False):
             x, y = (corner + inside).tolist()
@@ -118,7 +112,7 @@ def draw_scene(rng: np.random.Generator, *, level: Level, kind: str, answer: str
     if level.hinted:
         canvas.pixels[target[1] : target[3], target[0] : target[2]] += LIGHT
     canvas.add_grain(rng, shrink)
-    return Scene(canvas.image(), target, tuple(framed))
+    return canvas.image(), target, framed
 
 
 def _slots(rng: np.random.Generator, place: int, *, nested: bool) -> Iterator[np.ndarray]:
@@ -182,21 +176,19 @@ def search_split(
     rows = []
     for i, answer in enumerate(map(str, np.concatenate(rounds)[:n] if rounds else ())):
         rng = np.random.default_rng((seed, i))
-        scene = draw_scene(rng, level=LEVELS[level], kind=kind, answer=answer, grid=grid, view=view)
+        image, target, framed = draw_scene(rng, level=LEVELS[level], kind=kind, answer=answer, grid=grid, view=view)
         extra = {"level": level, "kind": kind, "grid": grid, "view": view}
-        extra |= {"box": list(scene.target), "framed": [list(box) for box in scene.framed]}
-        asked = Message(role="user", parts=(_picture(scene.image, view), KINDS[kind].question))
+        extra |= {"box": [*target], "framed": [[*box] for box in framed]}
+        asked = Message(role="user", parts=(_picture(image, view), KINDS[kind].question))
         id, name = f"search-{level}-{kind}-{seed}-{i}", f"visual_search_{level}"
         rows.append(Sample(id=id, messages=(asked,), answer=answer, data_source=name, extra=extra))
     return rows
 
 
 def _picture(image: np.ndarray, view: int) -> Media:
-    file, side, budget = io.BytesIO(), len(image), view * view
+    file = io.BytesIO()
     Image.fromarray(image).save(file, "PNG", compress_level=4)
-    data = file.getvalue()
-    name = hashlib.sha256(data).hexdigest()
-    return Media(hash=name, width=side, height=side, data=data, min_pixels=budget, max_pixels=budget)
+    return open_media(file.getvalue(), min_pixels=view * view, max_pixels=view * view)
 
 
 def write_search(samples: Sequence[Sample], folder: Path, *, name: str = "train") -> Path:
