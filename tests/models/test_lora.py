@@ -100,7 +100,7 @@ def test_targets_are_named_by_tower_prefix_or_pattern(load, adapted):
     [
         (VISION, {"targets": "q_proj"}, r"targets: 'q_proj' matches no linear.*tower.*re:REGEX"),
         (VISION, {"targets": "llm,"}, "targets: '' matches no linear layer"),
-        (VISION, {"targets": "re:self_attn.(q"}, r"'re:self_attn.\(q' is no regular expression"),
+        (VISION, {"targets": "re:self_attn.(q"}, r"targets: 're:self_attn.\(q' is no regular expression"),
         (VISION, {"exclude": "llm"}, "exclude=llm leaves no layer to adapt"),
         (TEXT, {"vision": True}, "vision: a qwen3 has no vision tower"),
     ],
