@@ -48,8 +48,7 @@ NAMED = re.compile(
     r"(?!['\u2019]|\s*[/,;&]\s*\(?[A-Z]\b|\s+(?!because|since|as\b|rather\b)[a-z])"  # not: is A cat
     r"|\A([A-Z])\s*\Z"  # B because …, its reason cut off
     # The same in Chinese: answer, option, choose; no further one behind.
-    r"|(?:答案|选项|选择|选)[是为]?\s*:?\s*([A-Z])"
-    r"(?![A-Za-z]|\s*[和与,/])"
+    r"|(?:答案|选项|选择|选)[是为]?\s*:?\s*([A-Z])(?![A-Za-z]|\s*[和与,/])"
 )
 # What may stand before `B.` in a sentence; hepatitis B. is no option.
 LEADING = re.compile(
@@ -58,8 +57,7 @@ LEADING = re.compile(
 )
 # One option that it is not: not B, (B) is wrong.
 DENIED = re.compile(
-    r"(?:\b(?:not|nor|neither|except|cannot|without|than|instead\s+of)"
-    r"|n['\u2019]t)\s+"
+    r"(?:\b(?:not|nor|neither|except|cannot|without|than|instead\s+of)|n['\u2019]t)\s+"
     r"(?:(?:be|the|answer|option|choice)\s+)*(?:\(?[A-Z]\b\)?|\([a-z]\))"
     r"|(?:\b(?i:answer|option|choice)\s+)?\(?\b[A-Z][.)]?\s+is\s+(?:not\s+\w+|wrong|incorrect|false)\b"
     r"|\b(?i:answer|option|choice)s\s+[A-Z](?:,?\s+(?:(?:and|or)\s+)?[A-Z]){1,9}"

@@ -281,20 +281,17 @@ def mean_precision(found: Sequence[Found], gold: Sequence[Found]) -> float:
     """
     labelled = all(item.label for item in gold)
 
-    def of(kind: str, side: Sequence[Found]) -> list[Found]:
-        return [item for item in side if not labelled or (item.label or "").strip().casefold() == kind]
+    def kind(item: Found) -> str:
+        return (item.label or "").strip().casefold() if labelled else ""
 
-    kinds = sorted({(item.label or "").strip().casefold() for item in gold}) if labelled else [""]
-    return float(np.mean([_precision(of(kind, found), of(kind, gold), at) for kind in kinds for at in THRESHOLDS]))
+    ranked = sorted(found, key=lambda item: -(item.score or 0.0))
+    sides = [[[i for i in side if kind(i) == each] for side in (ranked, gold)] for each in sorted(set(map(kind, gold)))]
+    return float(np.mean([_precision(these, those, at) for these, those in sides for at in THRESHOLDS]))
 
 
-def _precision(found: Sequence[Found], gold: Sequence[Found], threshold: float) -> float:
-    if not found:
-        return 0.0
-    ranked = sorted(found, key=lambda f: -(f.score if f.score is not None else 0.0))
-    table, free = _table(ranked, gold), np.ones(len(gold), bool)
-    hits = np.zeros(len(ranked))
-    for index, row in enumerate(table):
+def _precision(ranked: Sequence[Found], gold: Sequence[Found], threshold: float) -> float:
+    hits, free = np.zeros(len(ranked)), np.ones(len(gold), bool)
+    for index, row in enumerate(_table(ranked, gold)):
         best = int(np.argmax(np.where(free, row, -1.0)))
         if free[best] and row[best] >= threshold:
             hits[index], free[best] = 1, False

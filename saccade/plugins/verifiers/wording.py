@@ -37,17 +37,14 @@ WRAPPINGS = re.compile(
 CHECKED = "[\u2705\u2713\u2714\u2611]\ufe0f?"  # marks that only say: this one
 LEADING = re.compile(
     r"(?:(?:therefore|thus|hence)\b,?|\\therefore|\u2234|so(?:,|(?=\s+(?:the|my|it|this|that)\b)))\s*"
-    r"|(?:(?:the|my|our)\s+)?(?:(?:final|correct|right)\s+)*answer\b\s*"
-    r"(?::|=|(?:is|would\s+be|should\s+be)\b:?)\s*"
+    r"|(?:(?:the|my|our)\s+)?(?:(?:final|correct|right)\s+)*answer\b\s*(?::|=|(?:is|would\s+be|should\s+be)\b:?)\s*"
     r"|(?:it|this|that)(?:\s+is|['\u2019]s)\s+|=\s*"
     rf"|(?:{CHECKED}|\u2192|\u21d2)\s*|答案\s*(?:[:\uff1a]|[是为][:\uff1a]?)\s*",
     re.IGNORECASE,
 )
 LABEL = re.compile(r"\*{2}((?:final )?answer:)\*{2}", re.IGNORECASE)  # **Answer:** 7
-BEHIND = re.compile(
-    r"(?<=[^\s.])(?:\s*[.,;\u3002\uff0c\uff1b]|\s*(?<=[^\W\d_]{2})[!\uff01]"
-    rf"|\s*{CHECKED})\s*\Z"
-)
+BEHIND = re.compile(rf"(?<=[^\s.])(?:\s*[.,;\u3002\uff0c\uff1b]|\s*(?<=[^\W\d_]{{2}})[!\uff01]|\s*{CHECKED})\s*\Z")
+
 
 ONES = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
