@@ -1,15 +1,10 @@
-"""The reward section of a config as recipes, one per data source; refuses what cannot run.
-
->>> unknown("verifier", "cuont", ["count", "math"])
-"unknown verifier 'cuont'; did you mean 'count'?"
-"""
+"""The reward section of a config as recipes, one per data source; refuses what cannot run."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from saccade.config import RewardConfig, RewardTerm
+from saccade.config.schema.presets import unknown
 from saccade.errors import ConfigError
 from saccade.rewards.combine import COMBINATIONS, Kind, RewardRecipe, Term
 from saccade.rewards.reward_sample import RewardSample
@@ -48,7 +44,7 @@ def resolve_recipes(
 ) -> tuple[dict[str, RewardRecipe], RewardRecipe | None]:
     """Recipes by data source, and the one for all other sources, if there is one."""
     if prompt_format not in FORMATS:
-        raise ConfigError(f"prompt.format: {unknown('format', prompt_format, FORMATS)}")
+        raise unknown("prompt.format", prompt_format, FORMATS)
 
     def recipe(where: str, rows: Sequence[RewardTerm]) -> RewardRecipe:
         if overlong and overlong[0]:
@@ -83,15 +79,8 @@ def _shared_rows(config: RewardConfig) -> Sequence[RewardTerm]:
     if config.preset is None:
         return config.terms
     if config.preset not in PRESETS:
-        raise ConfigError(f"reward.preset: {unknown('preset', config.preset, PRESETS)}")
+        raise unknown("reward.preset", config.preset, PRESETS)
     return _rows("reward.preset", config.preset)
-
-
-def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(sorted(names))}"
-    return f"unknown {what} {name!r}; {hint}"
 
 
 def _rows(where: str, value: Any) -> list[RewardTerm]:
@@ -122,8 +111,7 @@ def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> T
         return plain(name=name, verifier=row.verifier, needs_answer=False)
     verifier = VERIFIERS.get(row.verifier)
     if verifier is None:
-        problem = unknown("verifier", row.verifier, [*VERIFIERS, *SERVICES])
-        raise ConfigError(f"{where}: {problem} A function of your own is path/file.py:name.")
+        raise unknown(f"{where}: verifier", row.verifier, [*VERIFIERS, *SERVICES, "your/file.py:function"])
     overridden = row.shaping or (row.shaping is False and verifier.kind == "shaping")
     return plain(
         name=name,
@@ -142,8 +130,8 @@ def _arguments(where: str, row: RewardTerm, verifier: Verifier, prompt_format: s
     known = dict(list(inspect.signature(verifier.function).parameters.items())[1:])
     for name in row.args:
         if name not in known:
-            problem = unknown("argument", name, known) if known else f"takes no arguments, remove {name!r}"
-            raise ConfigError(f"{where}: {row.verifier}: {problem}")
+            none = ConfigError(f"{where}: {row.verifier} takes no arguments, remove {name!r}")
+            raise unknown(f"{where}: argument of {row.verifier}", name, known) if known else none
     args = dict(row.args)
     if "order" in known and "order" not in args:
         own = known["order"].default
@@ -171,8 +159,7 @@ def _recipe(where: str, terms: tuple[Term, ...], config: RewardConfig) -> Reward
         raise ConfigError(f"{where}: {found}; add one that judges the answer, such as math")
     gate = re.fullmatch(r"gate\((.+)\)", config.combine.strip())
     if not gate and config.combine not in COMBINATIONS:
-        known = [*COMBINATIONS, "gate(TERM)"]
-        raise ConfigError(f"reward.combine: {unknown('combination', config.combine, known)}")
+        raise unknown("reward.combine", config.combine, [*COMBINATIONS, "gate(TERM)"])
     return RewardRecipe(
         terms=terms,
         outcome=_outcome(where, config.accuracy_term, terms),
@@ -196,5 +183,5 @@ def _outcome(where: str, name: str | None, terms: Sequence[Term]) -> int:
 def _index(where: str, name: str, terms: Sequence[Term]) -> int:
     found = [index for index, term in enumerate(terms) if name in (term.name, term.verifier)]
     if not found:
-        raise ConfigError(f"{where}: {unknown('term', name, [term.name for term in terms])}")
+        raise unknown(where, name, [term.name for term in terms])
     return found[0]

@@ -21,10 +21,11 @@ from functools import partial
 from typing import Any
 
 from saccade.config import RewardConfig
+from saccade.config.schema.presets import unknown
 from saccade.errors import ConfigError
 from saccade.registry import HOOKS
 from saccade.rewards.combine import Pending, RewardRecipe, Scored, Term, combine
-from saccade.rewards.resolve import resolve_recipes, unknown
+from saccade.rewards.resolve import resolve_recipes
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import SERVICES, Service, split_name
 from saccade.types import Sample, Score

@@ -151,7 +151,7 @@ def test_who_may_ask(rules):
         words = ("<answer>7</answer>", "<answer>red</answer>")
         assert open_one.score(*words, **asked)[1]["rewards"] == [1.0, 1.0]
         status, reply = open_one.score(*words, **asked | {"data_sources": ["a", "c"]})
-        assert status == 400 and "unknown data_source 'c'" in reply["error"]
+        assert status == 400 and "data_source=c: no such name" in reply["error"]
 
 
 def test_information_and_metrics(rules):
