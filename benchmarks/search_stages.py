@@ -123,7 +123,7 @@ def draw_reading(folder: Path, size: Size, name: str, scenes: Path) -> Path:
     from saccade.config import DataConfig, DataSource
     from saccade.data.datasets import load
     from saccade.media.images import crop
-    from saccade.plugins.generate.dialogue_rows import dialogue_row
+    from saccade.plugins.check_data.canonical_rows import dialogue_row
     from saccade.plugins.visual_search.search_expert import call, place_boxes
     from saccade.types import Message
 

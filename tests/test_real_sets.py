@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +43,3 @@ def test_two_steps_with_rewards_that_know_right_from_wrong(tmp_path: Path, share
     assert report.acceptable and report.self_test is not None
     assert report.self_test["passed"] and report.self_test["rows"] == 6
     assert report.good == 6 and report.lengths
-
-
-def test_letters_are_judged_as_choices(tmp_path: Path, shared: Path) -> None:
-    """The half of mathv that is multiple choice, by the verifier made for it."""
-    rows = [json.loads(line) for line in (shared / "mathv" / "mathv.train.jsonl").open()]
-    letters = [row for row in rows if row["answer_type"] == "choice"][:6]
-    file = tmp_path / "letters.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in letters))
-    config = options(tmp_path, shared, "mathv") | {"run.name": "letters", "reward.terms": ["choice"]}
-    source = {"path": str(file), "image_dir": str(shared / "mathv")}
-    row = rl.run(config | {"data.train": [source], "prompt.format": "letter"})
-    assert row["reward/error_rate"] == 0

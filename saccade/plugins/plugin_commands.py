@@ -115,7 +115,7 @@ def inspect_data(
     ] = None,
 ) -> None:
     """Look at every row and image of a data set and list what is wrong, row by row."""
-    import_module("saccade.plugins.check_data.data_report").run(
+    import_module("saccade.plugins.check_data.check_data").show(
         read_config(arguments, plain="data.train"),
         headers_only=headers_only,
         workers=workers,

@@ -100,16 +100,6 @@ def test_the_clocks_of_an_update_are_at_methods_that_exist() -> None:
     assert [method for method in CLOCKED if not hasattr(LocalBackend, method)] == []
 
 
-def test_axes_of_growth_share_their_base() -> None:
-    from scaling import AXES, BASE, points
-
-    names = {name: [p.name for p in points(axis, BASE, "3b")] for name, axis in AXES.items()}
-    shared = set(names["group"]) & set(names["prompt"]) & set(names["response"])
-    assert shared == {"3b_prompts4_samples8_side224_prompt512_new512"}
-    assert shared <= set(names["size"])
-    assert [p.size for p in points(AXES["size-lora"], BASE, "3b")] == ["0.5b", "3b", "7b"]
-
-
 def test_rows_have_the_length_that_the_work_asks_for(tmp_path: Path) -> None:
     from model import build
     from works import parse, read_rows, write_rows
@@ -129,7 +119,6 @@ def test_rows_have_the_length_that_the_work_asks_for(tmp_path: Path) -> None:
 
 def test_curves_of_the_visual_search() -> None:
     from search_curves import LIMITS, interval, picture, summary
-    from search_stages import phrases
 
     found = {str(limit): 0.5 if limit > 8 else 0.25 for limit in LIMITS}
     assert interval([0.4, 0.5, 0.6]) == pytest.approx((0.5, 0.2517, 0.7483), abs=1e-4)
@@ -141,12 +130,6 @@ def test_curves_of_the_visual_search() -> None:
     assert over_seeds["gains"]["32 turns over 6, masked"] == [0.25] * 3
     assert over_seeds["accuracy"]["masked"][32] == (0.5, 0.5, 0.5)
     assert picture(over_seeds).count("<path") == 8
-
-    text = '<think>Not here.</think><grounding>{"bbox_2d": [0, 0.5, 1, 1], "source": "x"}</grounding>'
-    assert set(phrases([text])) == {
-        *("<think>", "Not here.", "</think>", "<grounding>", '{"bbox_2d": ', "[0, 0.5, 1, 1]"),
-        *(', "source": "x"}', "</grounding>", "user\n", "assistant\n"),
-    }
 
 
 def test_turns_are_the_same_with_and_without_the_cache_of_those_before(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +14,9 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError
-from saccade.plugins.doctor import Finding, examine, look, machine, model_checks
+from saccade.plugins.doctor import Finding, examine, machine
 from saccade.plugins.doctor.agreement import rows_agree
 from saccade.plugins.families.tiny import build
-from saccade.recipes import engines
 from saccade.trainer.local import LocalBackend
 from tests.endpoints import Says, scripted
 
@@ -47,30 +45,6 @@ def test_a_healthy_model_passes_to_its_end(tmp_path, name):
     said = {f["name"]: f["text"] for f in findings}
     assert "padded" in said["rows"] and "one by one" in said["rows"]
     assert ("another picture" in said["parity embedded"]) == (name != "qwen3")
-
-
-def test_another_engine_is_closed_and_leaves_nothing_behind(family_of, tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    closed = []
-
-    class Replicas:
-        def __init__(self, logs):
-            (logs / "0.log").write_text("it started")
-
-        def close(self):
-            closed.append(self)
-
-    def broken(config, engine, *args, **options):
-        raise RuntimeError("in the midst of it")
-
-    made = engines.make_engine
-    monkeypatch.setattr(engines, "make_engine", lambda *a, logs=None: Replicas(logs) if logs else made(*a))
-    monkeypatch.setattr("saccade.plugins.engines.parity.compare", broken)
-    config = load(None, [f"model.path={family_of('qwen3').path}", "run.device=cpu", "rollout.replicas=1"])
-    (found,) = look(*model_checks(config)[-1])
-    assert (found.name, found.fix) == ("parity embedded", "fix this and run doctor again")
-    assert len(closed) == 1 and not list(tmp_path.glob("saccade-*"))
 
 
 def test_a_broken_model_exits_with_3_and_says_what_was_left_out(tmp_path):

@@ -13,7 +13,7 @@ from saccade.plugins.estimate.estimate_command import preflight, refusal
 from saccade.plugins.families import tiny
 from saccade.system import devices
 from saccade.types import Message, Sample
-from tests.estimate.works import A100_40, H200, RTX_4090, W1, loaded, planned
+from tests.estimate.works import H200, RTX_4090, W1, loaded, planned
 
 # -- what does not fit -----------------------------------------------------------------------------
 
@@ -42,16 +42,6 @@ def test_keys_and_values_take_their_share_and_prompts_what_is_left(shaped):
         assert found.memory.peaks["rollout"] == pytest.approx(found.memory.limit)
         notes += [item.note for item in found.memory.items if item.name == "prompts and logits"]
     assert notes == ["", "prompts in pieces, all at once 2.21"]
-
-
-def test_in_full_precision_every_sequence_has_a_slot(large):
-    """As long as the longest may become; slots take 60 % of what is free."""
-    found = planned(large, A100_40, W1, "model.train=lora", "model.dtype=float32")
-    assert found.memory.fits
-    assert found.memory.pool == 128 * (374 + 512) * (2 * 36 * 2 * 128 * 4) / 2**30
-    tight = devices.Device(name="tight", memory=27.0)
-    found = planned(large, tight, W1, "model.train=lora", "model.dtype=float32")
-    assert found.memory.pool == pytest.approx(0.6 * found.memory.free)
 
 
 def test_every_option_that_is_enough_alone_is_named(large):

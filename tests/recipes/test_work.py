@@ -4,7 +4,7 @@ import pytest
 
 from saccade.config import load
 from saccade.plugins.estimate import estimate
-from saccade.plugins.estimate.work import shares
+from saccade.plugins.estimate.work import rates
 from saccade.recipes import rl
 from saccade.system import devices
 
@@ -56,7 +56,7 @@ def test_shares_of_a_known_device():
     counted = {"flops/rollout": 400.0, "flops/update": 1400.0, "flops/recomputed": 300.0}
     counted |= {"bytes/rollout": 6000.0, "reward/mean": 1.0}
     times = {"time/rollout": 4.0, "time/update": 3.0, "time/step": 8.0}
-    found = shares(counted, times, devices.named("NVIDIA H200"))
+    found = rates(counted, times, devices.named("NVIDIA H200"))
     assert found == {
         "perf/mfu_rollout": pytest.approx(100 / 989),
         "perf/mfu_update": pytest.approx(1400 / 3 / 989),

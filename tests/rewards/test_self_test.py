@@ -186,6 +186,6 @@ def test_a_function_that_hangs_is_given_up_soon(tmp_path):
         result = self_test(scorer, rows(*map(str, range(20))), format="direct")
     assert result.ended.startswith("The test was ended after 3 of 60")
     told = r"loop.py:loop: timeout: no result after 0.2 s \(reward.deadline\), on 1 of 1 rows"
-    with pytest.raises(SelfTestError, match=rf"{told}.*\n.*3 in a row timed out or crashed") as error:
+    with pytest.raises(SelfTestError, match=rf"{told}.*\n.*: 3 of them timed out or crashed") as error:
         require(result, "strict")
     assert "Raise reward.deadline; what takes long once" in str(error.value)

@@ -28,7 +28,6 @@ DEAD = {"group/dead_frac": 1.0}
         (DEAD | {"group/all_wrong_frac": 1.0}, "in all of the groups every response is wrong"),
         (DEAD | {"length/truncated_frac": 1.0, "reward/format": 0.0}, "rollout.max_tokens"),
         (DEAD | {"reward/format": 0.0, "group/all_wrong_frac": 1.0}, "miss the format"),
-        (DEAD | {"reward/error_rate": 1.0}, "all of the rewards failed"),
         (DEAD | {"turns/overturn_frac": 1.0}, "env.max_turns"),
         ({"policy/empty_step": 1.0}, "no group is left to train on"),
         ({"policy/lr": 0.0}, "the learning rate is 0"),

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,17 +26,19 @@ from saccade.config import Config, DataConfig, DataSource
 from saccade.config import load as load_config
 from saccade.data.datasets import BadRow, Dataset, keep, load
 from saccade.data.records import plain
-from saccade.errors import ConfigError, DataError
+from saccade.errors import ConfigError, DataError, SelfTestError
 from saccade.media import kinds
 from saccade.media.images import ImageError
 from saccade.plugins.check_data.canonical_rows import convert
 from saccade.registry import HOOKS
+from saccade.system.disk import require_writable
 from saccade.types import Media, Sample
 
 if TYPE_CHECKING:
     from saccade.models.families import Family
 
 TRAINING = ("rl", "sft", "dpo", "reward-model")  # that read rows each in its own way
+LISTED = 20  # bad rows on the screen
 # (train or val, sources, options) → rows as they are in the file, rows that are used.
 Read = Callable[[str, Sequence[DataSource], DataConfig], tuple[Dataset, Dataset]]
 
@@ -61,7 +64,7 @@ class Report:
     gold_rate: float  # share of the good rows that have an answer
     answerless: int  # good rows that need no answer: they have candidates or a `level` to play
     lengths: Mapping[str, float]  # min, mean, median, p95, max in tokens; empty where not counted
-    histogram: tuple[tuple[int, int], ...]  # (tokens at most, rows)
+    histogram: tuple[tuple[int, int], ...]  # (tokens at most, a power of two; rows)
     notes: tuple[str, ...] = ()  # what is likely a mistake, of rows that are good
     self_test: Any = None
     # Good rows of train and val.
@@ -81,20 +84,17 @@ def run(config: Any, *, headers_only: bool = False, workers: int = 2, command: s
     config = load_config(config)
     checks.check(config, "check-data")
     if command is not None:
-        config = _as_command(config, command)
+        if command not in TRAINING:
+            raise ConfigError(f"--for {command}: is no command that trains; expected one of {', '.join(TRAINING)}")
+        if not config.model.path:
+            raise ConfigError(
+                f"--for {command}: reads rows with the tokenizer of a model; "
+                "give a Hugging Face model folder, or model.path=tiny:qwen2_5_vl"
+            )
+        config = load_config(config, command=command)
     read: dict[str, Any] = _with_model(config, command) if config.model.path else {}
-    return check_data(config, self_test=_self_test(config), headers_only=headers_only, workers=workers, **read)
-
-
-def _as_command(config: Config, command: str) -> Config:
-    if command not in TRAINING:
-        raise ConfigError(f"--for {command}: is no command that trains; expected one of {', '.join(TRAINING)}")
-    if not config.model.path:
-        raise ConfigError(
-            f"--for {command}: reads rows with the tokenizer of a model; "
-            "give a Hugging Face model folder, or model.path=tiny:qwen2_5_vl"
-        )
-    return load_config(config, command=command)
+    tested = partial(_test_rewards, config) if config.reward.given else None
+    return check_data(config, self_test=tested, headers_only=headers_only, workers=workers, **read)
 
 
 def _with_model(config: Config, command: str | None) -> dict[str, Any]:
@@ -142,32 +142,26 @@ def _reader(config: Config, command: str, family: Family) -> Read:
     return read
 
 
-def _self_test(config: Config) -> Callable[[Sequence[Sample]], Any] | None:
+def _test_rewards(config: Config, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Whether the rewards of a config know right from wrong answers to the samples."""
     from saccade.plugins.check_data.row_warnings import warnings_of
     from saccade.plugins.check_data.self_test import self_test
     from saccade.rewards.scorer import Scorer
 
-    reward = config.reward
-    if not reward.given:
-        return None
-
-    def test(samples: Sequence[Sample]) -> dict[str, Any]:
-        style = config.prompt.format
-        with Scorer(reward, prompt_format=style, max_tokens=config.rollout.max_tokens) as scorer:
-            scorer.check_sources(sample.data_source for sample in samples)
-            scorer.check_media(samples)
-            for warning in warnings_of(scorer, samples):
-                print(f"WARNING: {warning}")
-            result = self_test(scorer, samples, format=style)
-        return {
-            "passed": result.passed,
-            "broken": any(failure.broken for failure in result.failures),
-            "rows": result.rows,
-            "failures": [*filter(None, [result.ended.strip()]), *map(str, result.failures)],
-            "skipped": list(result.skipped),
-        }
-
-    return test
+    style = config.prompt.format
+    with Scorer(config.reward, prompt_format=style, max_tokens=config.rollout.max_tokens) as scorer:
+        scorer.check_sources(sample.data_source for sample in samples)
+        scorer.check_media(samples)
+        for warning in warnings_of(scorer, samples):
+            print(f"WARNING: {warning}")
+        result = self_test(scorer, samples, format=style)
+    return {
+        "passed": result.passed,
+        "broken": any(failure.broken for failure in result.failures),
+        "rows": result.rows,
+        "failures": [*filter(None, [result.ended.strip()]), *map(str, result.failures)],
+        "skipped": list(result.skipped),
+    }
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -223,8 +217,8 @@ def check_data(
         decoded=not headers_only,
         gold_rate=sum(sample.answer not in (None, "", ()) for sample in samples) / max(1, len(samples)),
         answerless=sum(bool(s.candidates) or "level" in s.extra for s in samples),
-        lengths=_statistics(tokens),
-        histogram=_histogram(tokens),
+        lengths=_statistics(tokens) if tokens else {},
+        histogram=tuple(sorted(Counter(1 << max(0, count - 1).bit_length() for count in tokens).items())),
         notes=tuple(filter(None, [_wordless(samples), unknown(samples) if unknown else None])),
         self_test=None if self_test is None else self_test(samples),
         samples=good,
@@ -299,17 +293,9 @@ def _problem(sample: Sample, broken: Mapping[Any, str]) -> str | None:
 
 
 def _statistics(tokens: Sequence[int]) -> dict[str, float]:
-    if not tokens:
-        return {}
     levels = {"min": 0, "median": 50, "p95": 95, "max": 100}
     at = {name: float(np.percentile(tokens, level)) for name, level in levels.items()}
     return at | {"mean": float(np.mean(tokens))}
-
-
-def _histogram(tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Rows by the power of two that holds them."""
-    counts = Counter(1 << max(0, int(count) - 1).bit_length() for count in tokens)
-    return tuple(sorted(counts.items()))
 
 
 def write_fixed(report: Report, path: Path) -> list[Path]:
@@ -320,3 +306,91 @@ def write_fixed(report: Report, path: Path) -> list[Path]:
         convert(samples, target)
         paths.append(target)
     return paths
+
+
+# -- the command ------------------------------------------------------------------------------------
+
+
+def show(config: Config, *, fix: Path | None = None, out: Path | None = None, **options: Any) -> None:
+    """`fix`: where the good rows go; `out`: the whole report as JSON; `options` of `run`."""
+    if fix is not None and fix.exists():
+        raise ConfigError(f"--fix {fix} exists; give a new file, nothing is overwritten")
+    for option, path in (("--fix", fix), ("--out", out)):
+        if path is not None:
+            require_writable(path, option, file=True)
+    report = run(config, **options)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(report.to_json() + "\n", encoding="utf-8")
+    fixed: list[Path] = []
+    try:
+        fixed = write_fixed(report, fix) if fix is not None else []
+    finally:  # whether or not it can be written
+        print_report(report)
+    written = [*fixed, *filter(None, [out])]
+    wrote = f"; wrote {', '.join(map(str, written))}" if written else ""
+    print(f"{report.good} of {report.rows} rows can be used{wrote}")
+    refuse_data(report, config, fix)
+
+
+def print_report(report: Report) -> None:
+    counts = {
+        "bad": len(report.bad),
+        "overlong": len(report.overlong),
+        "left out": len(report.left_out),
+        "filtered by the mapping": report.filtered,
+    }
+    others = "".join(f", {n} {what}" for what, n in counts.items() if n or what == "bad")
+    looked_at = "decoded" if report.decoded else "with a readable header"
+    lines = {
+        "rows": f"{report.rows}, {report.good} good{others}",
+        "format": ", ".join(f"{name}: {format}" for name, format in report.formats.items()),
+        "media" if {"video", "audio", "series"} & set(report.media_kinds) else "images": (
+            f"{report.images} different, {looked_at}"
+        ),
+        "answers": f"{report.gold_rate:.1%} of the good rows",
+        "duplicate ids": "0",
+    }
+    if report.answerless == report.good and not report.gold_rate:
+        del lines["answers"]
+    if report.duplicate_ids:
+        renamed = "1 row" if report.renamed == 1 else f"{report.renamed} rows"
+        lines["duplicate ids"] = f"{len(report.duplicate_ids)}, and {renamed} got a suffix"
+    if report.repeated:
+        lines["val in train"] = f"{report.repeated} different rows of data.val are in data.train"
+    if report.lengths:
+        lines["prompt tokens"] = ", ".join(f"{k} {v:.0f}" for k, v in report.lengths.items())
+    if report.self_test is not None:
+        verdict = "passed" if report.self_test["passed"] else "FAILED"
+        lines["reward test"] = f"{verdict} on {report.self_test['rows']} rows"
+        if not report.self_test["rows"]:
+            why = "; ".join(report.self_test["skipped"]) or "no good row"
+            lines["reward test"] = f"tested nothing: {why}"
+    for name, text in lines.items():
+        print(f"{name:<14} {text}")
+    for text in report.notes:
+        print(f"{'note':<14} {text}")
+    for failure in report.self_test["failures"][:LISTED] if report.self_test else ():
+        print(f"  {failure}")
+    listed = (*report.bad, *report.overlong)
+    for row in listed[:LISTED]:
+        print(f"  {row}")
+    if len(listed) > LISTED:
+        print(f"  and {len(listed) - LISTED} more; --out FILE lists all")
+    reasons = Counter(row.reason for row in report.left_out)
+    firsts = {row.reason: row for row in reversed(report.left_out)}
+    for reason, count in reasons.items():  # good rows, so the first stands for all of them
+        print(f"  {count} left out, first {firsts[reason]}")
+
+
+def refuse_data(report: Report, config: Config, fixed: Path | None) -> None:
+    """Where training would stop."""
+    if not report.acceptable:
+        limit = f"data.max_bad_fraction is {config.data.max_bad_fraction:g}"
+        helps = f"the good ones are in {fixed}" if fixed else "fix them, or use --fix FILE"
+        raise DataError(f"{len(report.bad)} of {report.rows} rows are bad, and {limit}; {helps}")
+    if empty := [split for split, samples in report.samples.items() if not samples]:
+        raise DataError(f"data.{empty[0]} has no usable row; see the reasons above")
+    if report.self_test is not None and not report.self_test["passed"]:
+        does = "fails on" if report.self_test["broken"] else "misjudges"
+        raise SelfTestError(f"the reward {does} known answers; see the rows above")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -26,7 +26,7 @@ from saccade.rewards.verifiers import FORMATS, LATE, VERIFIERS, has_gold, split_
 from saccade.types import Sample
 
 SHOWN = 5
-HANGS = 3  # timeouts or crashes in a row, after which nobody waits for more
+HANGS = 3  # timeouts or crashes, after which nobody waits for more
 CLOSE = 1e-6  # boxes are rounded on their way through frames
 SHARED = 0.5  # of the golds of other rows, where a place or a word can be right for several rows
 MISJUDGED = 0.1  # share of known answers that a judge may get wrong
@@ -38,19 +38,16 @@ Kind = Literal["gold", "empty", "foreign"]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
+    """A response that is known to be right or wrong, and what it scored."""
+
     kind: Kind
     sample: RewardSample
     recipe: RewardRecipe
+    scored: Scored
 
     @property
     def term(self) -> Term:
         return self.recipe.terms[self.recipe.outcome]
-
-    @property
-    def partly(self) -> bool:
-        """Whether it may be partly right: then it must only fall short of the best."""
-        verifier = VERIFIERS.get(self.term.verifier)
-        return self.kind == "foreign" and verifier is not None and verifier.graded
 
     def __str__(self) -> str:
         return f"{self.kind} response {self.sample.response!r}"
@@ -79,7 +76,8 @@ class SelfTest:
     format: str = ""  # in which golds were written
 
 
-Pairs = Sequence[tuple[Case, Scored]]
+Asked = tuple[Kind, RewardSample, RewardRecipe]  # a case without its score
+Cases = Sequence[Case]
 
 
 def self_test(scorer: Scorer, samples: Sequence[Sample], *, format: str, count: int = 32) -> SelfTest:
@@ -141,7 +139,7 @@ def _advice(result: SelfTest, shown: str, broken: bool) -> str:
 
 
 def _test(scorer: Scorer, samples: Sequence[Sample], format: str, count: int, *, tagged: Set[str]) -> SelfTest:
-    cases: list[Case] = []
+    asked: list[Asked] = []
     skipped: list[str] = []
     for source in dict.fromkeys(sample.data_source for sample in samples):
         recipe = scorer.recipe(source)
@@ -155,9 +153,9 @@ def _test(scorer: Scorer, samples: Sequence[Sample], format: str, count: int, *,
         render = FORMATS["direct" if plain else format].render
         golds = [_gold(row, term) for row in rows]
         for index, row in enumerate(rows):
-            cases += _cases(row, golds[index:] + golds[:index], recipe, render)
-    cases, scored, ended = _scored(scorer, cases)
-    failures = _failures(list(zip(cases, scored, strict=True)), format)
+            asked += _cases(row, golds[index:] + golds[:index], recipe, render)
+    cases, ended = _scored(scorer, asked)
+    failures = _failures(cases, format)
     return SelfTest(
         passed=not failures,
         rows=sum(case.kind == "gold" for case in cases),
@@ -168,7 +166,7 @@ def _test(scorer: Scorer, samples: Sequence[Sample], format: str, count: int, *,
     )
 
 
-def _cases(row: Sample, texts: Sequence[str], recipe: RewardRecipe, render: Callable[[str], str]) -> list[Case]:
+def _cases(row: Sample, texts: Sequence[str], recipe: RewardRecipe, render: Callable[[str], str]) -> Iterator[Asked]:
     """`texts` are the golds of all rows, that of this one first."""
     gold = texts[0]
     responses: dict[Kind, str] = {"gold": render(gold), "empty": ""}
@@ -180,12 +178,9 @@ def _cases(row: Sample, texts: Sequence[str], recipe: RewardRecipe, render: Call
     ]
     if foreign:  # the one far away: some verifiers have a tolerance
         responses["foreign"] = render(max(foreign, key=lambda text: _distance(text, gold)))
-    cases = []
     for kind, response in responses.items():
         length = len(response.split())
-        seen = reward_sample(row, response, length=length, token_ids=[0] * length)
-        cases.append(Case(kind=kind, sample=seen, recipe=recipe))
-    return cases
+        yield kind, reward_sample(row, response, length=length, token_ids=[0] * length), recipe
 
 
 def _gold(sample: Sample, term: Term) -> str:
@@ -205,47 +200,36 @@ def _distance(text: str, gold: str) -> float:
     return 0.0 if a is None or b is None else abs(float(a - b))
 
 
-def _scored(scorer: Scorer, cases: Sequence[Case]) -> tuple[list[Case], list[Scored], str]:
-    """The cases with their scores, and which function was given up. Built-in terms at once; of a
-    function of the user more and more at a time, so that one that hangs does not take minutes.
+def _scored(scorer: Scorer, asked: Sequence[Asked]) -> tuple[list[Case], str]:
+    """The cases, and why some are missing. Those of a function of the user come first, more and more
+    at a time: one that hangs shall not take minutes.
     """
-    by_source: dict[str, list[Case]] = defaultdict(list)
-    for case in cases:
-        users = any(split_name(term.verifier) for term in case.recipe.terms)
-        by_source[case.sample.data_source if users else ""].append(case)
-    done = by_source.pop("", [])
-    scores, ended = scorer.score([case.sample for case in done]), ""
-    for source, own in by_source.items():
-        found: list[Scored] = []
-        while len(found) < len(own) and not ended:
-            some = own[len(found) : 2 * len(found) or HANGS]
-            found += scorer.score([case.sample for case in some])
-            if _hangs(own, found):
-                ended = (
-                    f"The test was ended after {len(found)} of {len(own)} responses ({source}): "
-                    f"{HANGS} in a row timed out or crashed.\n"
-                )
-        done, scores = done + own[: len(found)], scores + found
-    return done, scores, ended
 
+    def users(recipe: RewardRecipe) -> bool:
+        return any(split_name(term.verifier) for term in recipe.terms)
 
-def _hangs(cases: Sequence[Case], scored: Sequence[Scored]) -> bool:
-    """Whether several in a row did, of all responses or of one kind."""
-    hung = [(case.kind, "01"[s.reason_kind in ("timeout", CRASHED)]) for case, s in zip(cases, scored, strict=False)]
-    return any(
-        "1" * HANGS in "".join(bad for each, bad in hung if kind in (None, each)) for kind in (None, *get_args(Kind))
-    )
+    asked = sorted(asked, key=lambda one: not users(one[2]))
+    cases: list[Case] = []
+    while len(cases) < len(asked):
+        some = asked[len(cases) : (2 * len(cases) or HANGS) if users(asked[len(cases)][2]) else None]
+        scores = scorer.score([sample for _, sample, _ in some])
+        cases += [Case(kind=k, sample=s, recipe=r, scored=got) for (k, s, r), got in zip(some, scores, strict=True)]
+        hung = sum(case.scored.reason_kind in ("timeout", CRASHED) for case in cases)
+        if hung >= max(HANGS, len(cases) / 3):
+            count = f"{len(cases)} of {len(asked)} responses"
+            return cases, f"The test was ended after {count}: {hung} of them timed out or crashed.\n"
+    return cases, ""
 
 
 # -- what is wrong with their scores ---------------------------------------------------------------
 
 
-def _failures(pairs: Pairs, format: str) -> list[Failure]:
+def _failures(cases: Cases, format: str) -> list[Failure]:
     """Once for all rows where there is no value, row by row where it is the wrong one."""
-    by_verifier: dict[str, list[tuple[Case, Scored]]] = defaultdict(list)
-    for case, scored in pairs:
-        by_verifier[case.term.verifier].append((case, scored))
-    failures = _broken(pairs)
+    by_verifier: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        by_verifier[case.term.verifier].append(case)
+    failures = _broken(cases)
     broken = {failure.verifier for failure in failures}
     for verifier, own in by_verifier.items():
         unread = _unread(verifier, own)
@@ -260,57 +244,55 @@ def _called(verifier: str) -> str:
     return f"{Path(users[0]).name}:{users[1]}" if users else verifier
 
 
-def _broken(pairs: Pairs) -> list[Failure]:
+def _broken(cases: Cases) -> list[Failure]:
     """Terms that gave an error: the outcome on any response, others on most."""
     found: dict[tuple[str, str], list[tuple[Case, str]]] = defaultdict(list)
     rows: dict[str, set[str]] = defaultdict(set)
-    for case, scored in pairs:
+    for case in cases:
         for term in case.recipe.terms:
             rows[term.verifier].add(case.sample.id)
-        if scored.status == "error":
-            kind, _, rest = scored.reason.partition(": ")
+        if case.scored.status == "error":
+            kind, _, rest = case.scored.reason.partition(": ")
             name, _, detail = rest.partition(": ")
             term = next((t for t in case.recipe.terms if t.name == name), case.term)
             found[term.verifier, kind].append((case, detail or rest))
-    outcomes = Counter(case.term.verifier for case, _ in pairs)
+    outcomes = Counter(case.term.verifier for case in cases)
     failures = []
     for (verifier, kind), some in found.items():
         case, detail = some[0]
         of = outcomes[verifier]
         tolerated = (MISJUDGED if case.term.judged else 0.0) if of else MOST
-        if len(some) <= tolerated * (of or len(pairs)):
-            continue
-        does = " raised " if kind == "raised" else f": {kind}: "
-        hit = len({case.sample.id for case, _ in some})
-        text = (
-            f"{_called(verifier)}{does}{detail}, on {hit} of {len(rows[verifier])} rows, first on "
-            f"the {case} to row {case.sample.id}"
-        )
-        failures.append(Failure(verifier=verifier, case=case, text=text, cases=len(some), broken=True))
+        if len(some) > tolerated * (of or len(cases)):
+            does = " raised " if kind == "raised" else f": {kind}: "
+            hit = len({case.sample.id for case, _ in some})
+            text = (
+                f"{_called(verifier)}{does}{detail}, on {hit} of {len(rows[verifier])} rows, first on "
+                f"the {case} to row {case.sample.id}"
+            )
+            failures.append(Failure(verifier=verifier, case=case, text=text, cases=len(some), broken=True))
     return failures
 
 
-def _unread(verifier: str, pairs: Pairs) -> list[Failure]:
+def _unread(verifier: str, cases: Cases) -> list[Failure]:
     """Too many abstentions, from the gold or from a wrong answer, say nothing of either."""
-    silent = [(case, s.reason) for case, s in pairs if s.outcome is None and s.status != "error"]
-    asked = Counter(case.kind for case, _ in pairs)
-    lost = Counter(case.kind for case, _ in silent)
-    tolerated = MISJUDGED if pairs[0][0].term.judged else 0.0
+    silent = [case for case in cases if case.scored.outcome is None and case.scored.status != "error"]
+    asked, lost = (Counter(case.kind for case in some) for some in (cases, silent))
+    tolerated = MISJUDGED if cases[0].term.judged else 0.0
     if lost["gold"] <= tolerated * asked["gold"] and lost["foreign"] <= MOST * asked["foreign"]:
         return []
-    first, why = next((case, why) for case, why in silent if case.kind != "empty")
-    begins, ends = f"{_called(verifier)} abstains ({why})", ""
-    unreadable = why.startswith("gold_unparseable") and split_name(verifier) is None
+    first = next(case for case in silent if case.kind != "empty")
+    begins, ends = f"{_called(verifier)} abstains ({first.scored.reason})", ""
+    unreadable = first.scored.reason.startswith("gold_unparseable") and split_name(verifier) is None
     if unreadable:
         begins = f"{verifier} cannot read these golds, such as {first.sample.answer!r}; it abstains"
-        ends = f"; {_fitting(verifier, [gold for case, _ in pairs for gold in case.sample.golds])}"
+        ends = f"; {_fitting(verifier, [gold for case in cases for gold in case.sample.golds])}"
     text = (
         f"{begins} from the right answer of {lost['gold']} of {asked['gold']} rows and from a "
         f"wrong answer of {lost['foreign']} of {asked['foreign']}, first in row "
         f"{first.sample.id}, which teaches nothing{ends}"
     )
-    cases = lost["gold"] + lost["foreign"]
-    return [Failure(verifier=verifier, case=first, text=text, cases=cases, advised=unreadable)]
+    count = lost["gold"] + lost["foreign"]
+    return [Failure(verifier=verifier, case=first, text=text, cases=count, advised=unreadable)]
 
 
 def _fitting(verifier: str, golds: Sequence[str]) -> str:
@@ -326,29 +308,28 @@ def _fitting(verifier: str, golds: Sequence[str]) -> str:
     return "set reward.terms=[exact], which compares the text" + mixed * (verifier == "math")
 
 
-def _misjudged(verifier: str, pairs: Pairs, format: str) -> list[Failure]:
-    values = [scored.outcome for _, scored in pairs if scored.outcome is not None]
+def _misjudged(verifier: str, cases: Cases, format: str) -> list[Failure]:
+    values = [case.scored.outcome for case in cases if case.scored.outcome is not None]
     low, high = 0.0, 1.0
     if split_name(verifier) is not None:  # we know only what it has returned
         low, high = min(values), max(values)
     if low == high:
         text = f"{_called(verifier)} scores {low:g} for all {len(values)} responses, right or wrong"
-        return [Failure(verifier=verifier, case=pairs[0][0], text=text, cases=len(values))]
-    failures: dict[Kind, list[Failure]] = defaultdict(list)
-    for case, scored in pairs:
-        wanted = high if case.kind == "gold" else low
-        if scored.outcome is None or abs(scored.outcome - wanted) <= CLOSE:
-            continue
-        if case.partly and scored.outcome < high - CLOSE:
-            continue
-        reason = f" ({scored.reason})" if scored.reason else ""
-        how = f" (as prompt.format={format} has it)" if case.kind == "gold" else ""
-        text = f"row {case.sample.id}: {case}{how} scored {scored.outcome:g}{reason}, expected {wanted:g}"
-        failures[case.kind].append(Failure(verifier=verifier, case=case, text=text))
-    asked = Counter(case.kind for case, _ in pairs)
-    kept = []
-    for kind, some in failures.items():
-        case = some[0].case
-        tolerated = SHARED if case.partly else MISJUDGED if case.term.judged else 0.0
-        kept += some if len(some) > tolerated * asked[kind] else []
-    return kept
+        return [Failure(verifier=verifier, case=cases[0], text=text, cases=len(values))]
+    known, failures = VERIFIERS.get(verifier), list[Failure]()
+    for kind in get_args(Kind):
+        asked = [case for case in cases if case.kind == kind]
+        wanted = high if kind == "gold" else low
+        partly = kind == "foreign" and known is not None and known.graded  # it must only fall short of the best
+        tolerated = SHARED if partly else MISJUDGED if cases[0].term.judged else 0.0
+        how = f" (as prompt.format={format} has it)" if kind == "gold" else ""
+        wrong = []
+        for case in asked:
+            got, reason = case.scored.outcome, case.scored.reason
+            if got is None or abs(got - wanted) <= CLOSE or (partly and got < high - CLOSE):
+                continue
+            why = f" ({reason})" if reason else ""
+            text = f"row {case.sample.id}: {case}{how} scored {got:g}{why}, expected {wanted:g}"
+            wrong.append(Failure(verifier=verifier, case=case, text=text))
+        failures += wrong if len(wrong) > tolerated * len(asked) else []
+    return failures

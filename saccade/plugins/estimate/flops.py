@@ -17,15 +17,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from saccade.plugins.estimate.shapes import SENSES, Sense, Shape
 from saccade.types import Batch, Group, MediaSpan, Trajectory
 
-Mode = Literal["full", "adapter", "frozen"]
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its doubly quantised scales
 TOWERS = (*SENSES, "projector", "llm")
 HEAD = "head"
@@ -42,50 +41,33 @@ Work = Counter[str]
 # -- what is trained -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """How each tower is trained (one that is not named: fully), which share of its matrices is, how
-    many weights its adapters have, and which share of its layers a gradient passes. The head counts
-    apart from the decoder.
+class Trained(NamedTuple):
+    """How a tower is trained: the share of its matrices that learn, of its layers that a gradient
+    passes (0: it is frozen), and the weights of its adapters.
     """
 
-    modes: Mapping[str, Mode] = field(default_factory=dict)
-    adapters: Mapping[str, int] = field(default_factory=dict)
-    shares: Mapping[str, float] = field(default_factory=dict)
-    reach: Mapping[str, float] = field(default_factory=dict)
-
-    def mode(self, tower: str) -> Mode:
-        return self.modes.get(tower, "full")
-
-    def learns(self, tower: str) -> float:
-        """Share of the products whose matrix needs a gradient."""
-        full = self.mode("llm" if tower == HEAD else tower) == "full"
-        return self.shares.get(tower, 1.0) if full else 0.0
-
-    def passed(self, tower: str) -> float:
-        """Share of the layers of a trained tower that a gradient passes."""
-        return self.reach.get(tower, 1.0)
-
-    @property
-    def towers_frozen(self) -> bool:
-        """Whether a picture is encoded once, however often it is shown."""
-        return all(self.mode(tower) == "frozen" for tower in (*SENSES, "projector"))
+    learns: float = 1.0
+    passed: float = 1.0
+    adapters: int = 0
 
 
-FULL = Training()
-FROZEN = Training(modes=dict.fromkeys(TOWERS, "frozen"))
+Training = Mapping[str, Trained]  # of every tower, and of the head, which counts apart from the decoder
+FULL: Training = dict.fromkeys((*TOWERS, HEAD), Trained())
+FROZEN: Training = dict.fromkeys((*TOWERS, HEAD), Trained(learns=0.0, passed=0.0))
+
+
+def towers_frozen(training: Training) -> bool:
+    """Whether a picture is encoded once, however often it is shown."""
+    return not any(training[tower].passed for tower in (*SENSES, "projector"))
 
 
 def training_of(model: Any, trained: Mapping[str, int], tower_of: Callable[[str], str]) -> Training:
     """How a model is trained; `trained`: name → numbers of the parameters that are."""
-    matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
-    modes: dict[str, Mode] = dict.fromkeys(TOWERS, "frozen")
+    matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1 and ".lora_" not in name}
+    tied = not any(name.startswith("lm_head.") for name in matrices)
     adapters, whole, learning = Counter[str](), Counter[str](), Counter[str]()
     for name, numbers in trained.items():
-        adapted = ".lora_" in name
-        adapters[tower_of(name)] += numbers * adapted
-        modes[tower_of(name)] = "adapter" if adapted else "full"
-    tied = not any(name.startswith("lm_head.") for name in matrices)
+        adapters[tower_of(name)] += numbers * (".lora_" in name)
     for name, numbers in matrices.items():
         part = tower_of(name)
         if name.startswith("lm_head.") or "embed_tokens" in name:
@@ -94,12 +76,14 @@ def training_of(model: Any, trained: Mapping[str, int], tower_of: Callable[[str]
             part = HEAD
         whole[part] += numbers
         learning[part] += numbers * (name in trained)
-    return Training(
-        modes=modes,
-        adapters=adapters,
-        shares={part: learning[part] / whole[part] for part in whole},
-        reach={tower: _reach(tower, trained, matrices, tower_of) for tower in (*SENSES, "llm")},
-    )
+    return {
+        part: Trained(
+            learns=learning[part] / max(1, whole[part]),
+            passed=_reach(part, trained, matrices, tower_of),
+            adapters=adapters[part],
+        )
+        for part in (*TOWERS, HEAD)
+    }
 
 
 def _reach(tower: str, trained: Iterable[str], matrices: Iterable[str], tower_of: Callable[[str], str]) -> float:
@@ -112,7 +96,7 @@ def _reach(tower: str, trained: Iterable[str], matrices: Iterable[str], tower_of
     before = [name for name in learning if not NUMBERED.search(name)]  # a stem
     if tower == "llm":  # its last norm and the head come behind its layers, other towers do not
         before = [n for n in trained if "embed_tokens" in n or tower_of(n) != tower]
-    return 1.0 if before or not count else (count - lowest) / count
+    return 1.0 if before else (count - lowest) / max(1, count)
 
 
 # -- one forward -----------------------------------------------------------------------------------
@@ -142,7 +126,7 @@ def count(
             "llm/layers": 2.0 * tokens * text.weights,
             "llm/attention": text.pair_flops * sum(pairs[window] for window in shape.windows),
             "head": 2.0 * reads * shape.head_weights,
-            "adapters": 2.0 * tokens * training.adapters.get("llm", 0),
+            "adapters": 2.0 * tokens * training["llm"].adapters,
         }
     )
     return work + encode(shape, media, training)
@@ -159,7 +143,6 @@ def encode(shape: Shape, media: Iterable[MediaSpan], training: Training = FULL) 
         read = _frames if sense == "audio" else _patches
         inputs, stemmed, tokens, pairs = read(tower, span)
         stack = tower.stack
-        adapters = training.adapters
         work += Work(
             {
                 f"{sense}/inputs": 2.0 * inputs * tower.inputs,
@@ -167,7 +150,8 @@ def encode(shape: Shape, media: Iterable[MediaSpan], training: Training = FULL) 
                 f"{sense}/layers": 2.0 * tokens * stack.weights,
                 f"{sense}/attention": stack.pair_flops * pairs,
                 f"{sense}/projector": 2.0 * span.length * tower.projector,
-                "adapters": 2.0 * tokens * adapters.get(sense, 0) + 2.0 * span.length * adapters.get("projector", 0),
+                "adapters": 2.0 * tokens * training[sense].adapters
+                + 2.0 * span.length * training["projector"].adapters,
             }
         )
     return work
@@ -218,21 +202,19 @@ def backward(work: Work, training: Training) -> float:
     """FLOPs of a backward: twice the forward, less gradients of frozen matrices, of pixels and mel
     frames, and everything below the first tower that is trained.
     """
-    frozen = {tower: training.mode(tower) == "frozen" for tower in TOWERS}
     total = 2.0 * work["adapters"]
     for sense in SENSES:
         inputs, stem, layers, attention, projector = (
             work[f"{sense}/{part}"] for part in ("inputs", "stem", "layers", "attention", "projector")
         )
-        if not frozen[sense]:
-            total += training.learns(sense) * (inputs + 2 * stem + layers)
-            total += training.passed(sense) * (layers + 2 * attention)
-        if not (frozen[sense] and frozen["projector"]):
-            total += (1 + training.learns("projector")) * projector
-    if not all(frozen.values()):
-        total += (training.passed("llm") + training.learns("llm")) * work["llm/layers"]
-        total += 2 * training.passed("llm") * work["llm/attention"]
-        total += (1 + training.learns(HEAD)) * work["head"]
+        learns, passed, _ = training[sense]
+        total += learns * (inputs + 2 * stem + layers) + passed * (layers + 2 * attention)
+        if passed or training["projector"].passed:
+            total += (1 + training["projector"].learns) * projector
+    if any(tower != FROZEN["llm"] for tower in training.values()):
+        learns, passed, _ = training["llm"]
+        total += (passed + learns) * work["llm/layers"] + 2 * passed * work["llm/attention"]
+        total += (1 + training[HEAD].learns) * work["head"]
     return total
 
 
@@ -243,11 +225,10 @@ def recomputed(shape: Shape, work: Work, training: Training) -> float:
     total = float(work["adapters"])
     stacks = {"llm": shape.text} | {name: sense.stack for name, sense in shape.senses.items()}
     for tower, stack in stacks.items():
-        if tower == "llm" or training.mode(tower) != "frozen":
-            # Torch stops once backward has what it needs, which the result of the last matrix is not;
-            # results of experts are, since they are weighted.
-            share = 1.0 if stack.experts else 1 - stack.last / stack.matrices
-            total += training.passed(tower) * (share * work[f"{tower}/layers"] + work[f"{tower}/attention"])
+        # Torch stops once backward has what it needs, which the result of the last matrix is not;
+        # results of experts are, since they are weighted.
+        share = 1.0 if stack.experts else 1 - stack.last / stack.matrices
+        total += training[tower].passed * (share * work[f"{tower}/layers"] + work[f"{tower}/attention"])
     return total
 
 
@@ -326,7 +307,7 @@ def generation(
         shape=shape,
         element=element,
         matrix=NF4 if four_bit else element,
-        adapters=training.adapters.get("llm", 0),
+        adapters=training["llm"].adapters,
         cache_bytes=float(contexts * shape.kv_bytes(element)),
     )
 

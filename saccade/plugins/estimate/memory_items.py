@@ -21,7 +21,7 @@ from saccade.forest.logprobs import CHUNK_ELEMENTS, KERNEL_CHUNK
 from saccade.media.pixel_cache import DECODED
 from saccade.models.families.qwen_vl import CACHE_BYTES
 from saccade.plugins.estimate.batch_plan import ModelSize, Plan, patches
-from saccade.plugins.estimate.flops import token_depths
+from saccade.plugins.estimate.flops import token_depths, towers_frozen
 from saccade.plugins.estimate.shapes import Shape, Stack
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.trainer.checkpointing import MARGIN
@@ -115,7 +115,7 @@ def _always(plan: Plan) -> list[Item]:
             sizes["reference"] = plan.element * plan.policy.trained if update == "copy" else 0.0
         else:
             sizes["reference"] = averaged if update == "ema" else plan.whole.weights
-    if plan.step.pictures and plan.policy.training.towers_frozen:
+    if plan.step.pictures and towers_frozen(plan.policy.training):
         sizes["features of pictures"] = FEATURE_BYTES
     if not plan.config.reward.offload:  # else they come when everything else has gone
         folders = reward_folders(plan.config.reward)
@@ -235,7 +235,7 @@ def layers_that_keep(plan: Plan, learner: ModelSize, batch: Batch, free: float) 
     bare = max(sum(m.values()) for m in _moments(plan, learner, first, RetainedLayers()))
     seen, seen_first = (patches(each.media) for each in (batch, first))
     room = free * GIB - bare * max(1.0, batch.tokens / first.tokens, seen / (seen_first or seen or 1))
-    keeping, adapted = [0, 0], learner.training.mode("llm") == "adapter"
+    keeping, adapted = [0, 0], learner.training["llm"].adapters > 0
     sizes = ((shape.text, batch.tokens, gathered_keys(batch)), (tower, seen, seen))
     for index, (stack, count, keys) in enumerate(sizes):
         if stack is not None and count:
@@ -257,14 +257,15 @@ def _moments(plan: Plan, learner: ModelSize, batch: Batch, kept: RetainedLayers)
     # A kernel writes the gradient over the logits; else three copies in fp32 live beside them.
     logits *= element if kernel else element + 12
     gradient = float(element * shape.head_weights) if learner.head_trained and learner.head else 0.0
-    adapted = training.mode("llm") == "adapter"
-    one = layer_bytes(shape.text, batch.tokens, gathered_keys(batch), element=element, adapted=adapted)
+    one = layer_bytes(
+        shape.text, batch.tokens, gathered_keys(batch), element=element, adapted=training["llm"].adapters > 0
+    )
     decoder, layer = _tower(shape.text, batch.tokens, one, kept.text, element)
-    if training.mode("llm") == "full":  # matrices of experts outweigh a layer's activations
+    if training["llm"].learns:  # matrices of experts outweigh a layer's activations
         layer += element * shape.text.expert_weights
     shown, block, seen = 0.0, 0.0, patches(batch.media)
     vision = shape.senses.get("vision")
-    if vision is not None and seen and training.mode("vision") != "frozen":
+    if vision is not None and seen and training["vision"].passed:
         one = layer_bytes(vision.stack, seen, seen, element=element)
         shown, block = _tower(vision.stack, seen, one, kept.vision, element)
     both = {"decoder activations": decoder, "vision activations": shown}

@@ -62,10 +62,8 @@ def _meter(plan: Plan, learner: ModelSize, free: float) -> Meter:
 
 def _layers(meter: Meter) -> int:
     """Layers that are trained."""
-    shape, vision = meter.shape, meter.shape.senses.get("vision")
-    if vision is None or meter.training.mode("vision") == "frozen":
-        return shape.text.layers
-    return shape.text.layers + vision.stack.layers
+    towers = meter.shape.senses.items()
+    return meter.shape.text.layers + sum(tower.stack.layers for name, tower in towers if meter.training[name].passed)
 
 
 def _seconds(

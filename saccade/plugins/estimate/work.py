@@ -43,7 +43,7 @@ class Meter:
 
     def forward(self, batches: Sequence[Batch], *, media: bool = True) -> list[Work]:
         """Of each batch, and then of pictures that a frozen tower encodes once for all of them."""
-        frozen = self.training.towers_frozen
+        frozen = flops.towers_frozen(self.training)
         every = media and not frozen
         works = [
             flops.forward(self.shape, batch, head=self.head, media=every, training=self.training) for batch in batches
@@ -85,12 +85,12 @@ def passes(
     """FLOPs of scoring and training by phase, and those that are only repeated. A frozen tower
     encodes a picture in the first pass that shows it. `warming`: the critic learns alone.
     """
-    known, frozen, work = False, policy.training.towers_frozen, dict[str, float]()
+    known, frozen, work = False, flops.towers_frozen(policy.training), dict[str, float]()
     if algorithm.old == "recompute":
         work["logp_old"] = policy.score(scored)
         known = frozen
     if algorithm.needs_reference:
-        shared = any(policy.training.adapters.values())  # it is the policy without its adapters
+        shared = any(tower.adapters for tower in policy.training.values())  # it is the policy without its adapters
         reference = replace(policy, training=FROZEN)
         work["logp_ref"] = reference.score(scored, media=not (known and shared))
         known |= frozen and shared
@@ -101,7 +101,7 @@ def passes(
         for epoch in range(epochs if learner else 0):
             assert learner is not None
             looked = epoch > 0 or known or learner is critic  # for the values
-            useful, again = learner.train_step(trained, media=not (learner.training.towers_frozen and looked))
+            useful, again = learner.train_step(trained, media=not (flops.towers_frozen(learner.training) and looked))
             work["update"] += useful
             work["recomputed"] += again
     return work
@@ -155,26 +155,19 @@ def offline_work(backend: LocalBackend, batches: Sequence[Batch]) -> dict[str, f
     return {"flops/update": useful / TERA, "flops/recomputed": again / TERA}
 
 
-def shares(work: Mapping[str, float], times: Mapping[str, Any], device: Device) -> dict[str, float]:
-    """`perf/mfu_PHASE` and `perf/bandwidth_rollout`: what was needed, over what the device could
-    have done in that time. None of a device whose peaks are not known.
-    """
-    found = {}
-    for name, amount in work.items():
-        kind, _, phase = name.partition("/")
-        seconds = times.get(f"time/{phase}")
-        if kind == "flops" and seconds and device.tflops is not None:
-            found[f"perf/mfu_{phase}"] = amount / (seconds * device.tflops)
-        if kind == "bytes" and seconds and device.bandwidth is not None:
-            found[f"perf/bandwidth_{phase}"] = amount * GIGA / (seconds * device.bandwidth * TERA)
-    return found
-
-
 def rates(metrics: Mapping[str, float], times: Mapping[str, Any], device: Device) -> dict[str, float]:
-    """`perf/…`: what the step counted (`count/…`) for each second of its phases, and its shares."""
-    speeds = {
+    """`perf/…`: what the step counted (`count/…`) for each second of its phases; `perf/mfu_PHASE` and
+    `perf/bandwidth_rollout` over what the device could have done in that time, if its peaks are known.
+    """
+    found = {
         name: metrics[count] / times[seconds]
         for name, (count, seconds) in SPEEDS.items()
         if count in metrics and times.get(seconds)
     }
-    return speeds | shares(metrics, times, device)
+    peaks = {"flops": ("mfu", device.tflops), "bytes": ("bandwidth", (device.bandwidth or 0) * TERA / GIGA)}
+    for name, amount in metrics.items():
+        kind, _, phase = name.partition("/")
+        share, peak = peaks.get(kind, ("", None))
+        if peak and (seconds := times.get(f"time/{phase}")):
+            found[f"perf/{share}_{phase}"] = amount / (seconds * peak)
+    return found

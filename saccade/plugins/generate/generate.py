@@ -13,7 +13,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
+import re
+from collections.abc import Mapping, Sequence, Set
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,16 +28,16 @@ from saccade.data.prompts import WORDED
 from saccade.data.records import content_hash
 from saccade.errors import ConfigError
 from saccade.models.files import stamp
+from saccade.plugins.check_data.canonical_rows import dialogue_row
 from saccade.plugins.evaluation.answering import answering_engine, answering_family, expenses
 from saccade.plugins.evaluation.results import read_lines, to_lines
-from saccade.plugins.generate.dialogue_rows import dialogue_row
 from saccade.plugins.generate.selection import SELECT, write_selected
 from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.accuracy import measured, measures, score_terms
 from saccade.recipes.evaluator import Evaluator
 from saccade.rewards.scorer import Scorer
 from saccade.run.console import Console
-from saccade.run.folder import differences, write_whole
+from saccade.run.folder import differences, leaves, write_whole
 from saccade.run.quarantine import Quarantine
 from saccade.system.disk import require_writable
 from saccade.types import Group
@@ -45,11 +46,13 @@ log = logging.getLogger(__name__)
 
 BLOCK = 512  # prompts between two writes
 FILES = "files"  # that a response depends on, in what it was made of
-# Options of rollout that say how answers are come by, and change none.
-HOW = ("http", "replicas", "tensor_parallel", "memory_share", "parity_max", "max_sequences")
-# Options of reward that change no score, in its sections too.
-PACE = {"concurrency", "retries", "timeout", "deadline", "max_error_rate", "self_test", "workers"}
-PACE |= {"batch", "key", "token", "per_minute", "cache", "price", "serve", "offload"}
+MADE_OF = ("run.seed", "rollout.", "prompt.", "env.", "reward.", "generate.n")
+# Of these, options that say how answers and scores are come by, and change none.
+PACE = re.compile(
+    r"rollout\.(http\.(?!api).*|replicas|tensor_parallel|memory_share|parity_max|max_sequences)"
+    r"|reward\.(serve\..*|((judge|remote)\.)?(concurrency|retries|timeout|deadline|max_error_rate|self_test|workers"
+    r"|batch|key|token|per_minute|cache|price|offload))"
+)
 
 NONE_SELECTED = (
     "no prompt has responses that are complete, reach generate.threshold and, as best and worst, differ in reward"
@@ -174,36 +177,15 @@ def _made_of(config: Config, folder: str) -> dict[str, Any]:
     """What a response and its score depend on besides the row: answers of two models, and scores of
     two rewards, never mix in one file.
     """
-    tree, http, generate = config.model_dump(mode="json"), config.rollout.http, config.generate
-    rollout = {name: value for name, value in tree["rollout"].items() if name not in HOW}
+    http, options = config.rollout.http, leaves(config.model_dump(mode="json"))
     made: dict[str, Any] = {
         "model.path": f"{http.model} at {http.url}" if config.rollout.engine == "http" else config.model.path,
-        "run.seed": config.run.seed,
-        "rollout": rollout | {"http.api": http.api},
-        "prompt": tree["prompt"],
-        "env": tree["env"],
-        "reward": _without_pace(tree["reward"]),
         # other selections are made from the file and change no response
-        "generate": {"n": generate.n, "select=correct": generate.select == "correct"},
+        "select=correct": config.generate.select == "correct",
+        **{name: value for name, value in options if name.startswith(MADE_OF) and not PACE.fullmatch(name)},
     }
-    named = (folder, *_texts([made[name] for name in ("reward", "prompt", "env")]))
-    made[FILES] = {text: digest for text in named if (digest := _stamped(text))}
-    return json.loads(json.dumps(made))
-
-
-def _without_pace(options: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in options.items() if name not in PACE}
-    return kept | {name: _without_pace(kept[name]) for name in ("judge", "remote") if name in kept}
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _texts(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item)
+    named = re.findall(r'"([^"]+)"', json.dumps(made, ensure_ascii=False))
+    return made | {FILES: {text: digest for text in (folder, *named) if (digest := _stamped(text))}}
 
 
 def _stamped(text: str) -> str | None:

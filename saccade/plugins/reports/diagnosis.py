@@ -21,17 +21,15 @@ Row = Mapping[str, Any]  # the metrics of a step
 
 
 class Cause(NamedTuple):
-    """A metric that lies between `low` and `high` in every step, and the line it calls for.
+    """The line that a metric calls for which lies in a range (low, high) in every step.
 
     kind: `stops` all learning; explains why groups are `dead`, and counts while most are; `always`
     worth saying.
     """
 
     kind: Literal["stops", "dead", "always"]
-    metric: str
-    low: float
-    high: float
     line: str  # {share}: the mean in percent, {rest}: what is left to 100, {row}: the last step
+    range: tuple[float, float] = (MOST, 1.0)
     steps: int = 1  # at least, however many responses they hold
 
 
@@ -39,86 +37,80 @@ UNREAD = (
     "check prompt.format, the verifier's `order` and rollout.max_tokens, or teach the format first with `saccade sft`"
 )
 # In order: what explains the rest comes first, and only the first is said.
-CAUSES = (
-    Cause(
-        *("stops", "policy/update_skipped", MOST, 1.0),
-        "{share} of the updates are skipped as non-finite; lower train.lr and look at the saved batches",
+CAUSES = {
+    "policy/update_skipped": Cause(
+        "stops",
+        "{share} of the updates are skipped as non-finite; lower train.lr, look at the saved batches",
         steps=WINDOW,
     ),
-    Cause(
-        *("stops", "policy/lr", 0.0, 0.0),
-        "the learning rate is 0; set train.lr and look at train.schedule",
-        steps=WINDOW,
+    "policy/lr": Cause("stops", "the learning rate is 0; set train.lr and look at train.schedule", (0.0, 0.0), WINDOW),
+    "reward/error_rate": Cause(
+        "dead", "{share} of the rewards failed; look at `reason` in trajectories/ and try `saccade check-data`"
     ),
-    Cause(
-        *("dead", "reward/error_rate", MOST, 1.0),
-        "{share} of the rewards failed; look at `reason` in trajectories/ and try `saccade check-data`",
+    "reward/abstain_rate": Cause(
+        "dead", "the reward judges {rest} of the responses; check that rows have an answer the verifier can read"
     ),
-    Cause(
-        *("dead", "reward/abstain_rate", MOST, 1.0),
-        "the reward judges {rest} of the responses; check that rows have an answer the verifier can read",
+    "length/truncated_frac": Cause(
+        "dead", "{share} of the responses are cut off; raise rollout.max_tokens or ask for shorter answers"
     ),
-    Cause(
-        *("dead", "length/truncated_frac", MOST, 1.0),
-        "{share} of the responses are cut off; raise rollout.max_tokens or ask for shorter answers",
-    ),
-    Cause(
-        *("dead", "turns/overturn_frac", MOST, 1.0),
+    "turns/overturn_frac": Cause(
+        "dead",
         "{share} of the episodes run out of turns, images or tokens; raise env.max_turns, "
         "env.max_images or env.max_total_tokens",
     ),
-    Cause(
-        *("always", "length/parse_rate", 0.0, HALF),
-        f"{{rest}} of the responses have no answer that can be read{{unread}}; {UNREAD}",
+    "length/parse_rate": Cause(
+        "always", f"{{rest}} of the responses have no answer that can be read{{unread}}; {UNREAD}", (0.0, HALF)
     ),
-    Cause(
-        *("dead", "turns/void_frac", MOST, 1.0),
-        "{share} of the episodes end without an answer; check prompt.format, or teach it with `saccade sft`",
+    "turns/void_frac": Cause(
+        "dead", "{share} of the episodes end without an answer; check prompt.format, or teach it with `saccade sft`"
     ),
-    Cause(
-        *("dead", "reward/format", 0.0, 1 - MOST),
-        "{rest} of the responses miss the format; check prompt.format, or teach it first with `saccade sft`",
+    "reward/format": Cause(
+        "dead",
+        "{rest} of the responses miss the format; check prompt.format, or teach it with `saccade sft`",
+        (0, 1 - MOST),
     ),
-    Cause(
-        *("dead", "group/all_wrong_frac", MOST, 1.0),
+    "group/all_wrong_frac": Cause(
+        "dead",
         "in {share} of the groups every response is wrong; use easier data, raise "
         "train.samples_per_prompt, or warm up with `saccade sft`",
     ),
-    Cause(
-        *("dead", "group/all_right_frac", MOST, 1.0),
-        "in {share} of the groups every response is right; use harder data, or stop here",
+    "group/all_right_frac": Cause(
+        "dead", "in {share} of the groups every response is right; use harder data, or stop here"
     ),
-    Cause(
-        *("dead", "group/dead_frac", MOST, 1.0),
+    "group/dead_frac": Cause(
+        "dead",
         "in {share} of the groups all members have the same reward; raise train.samples_per_prompt "
         "or rollout.temperature, or use data of other difficulty",
     ),
-    Cause(
-        *("stops", "policy/empty_step", MOST, 1.0),
+    "policy/empty_step": Cause(
+        "stops",
         "no group is left to train on; look at group/dropped/… and group/constant_…, and ease "
         "algorithm.filter or the data",
     ),
-    Cause(
-        *("stops", "policy/grad_norm", 0.0, 0.0),
+    "policy/grad_norm": Cause(
+        "stops",
         "rewards differ but the gradient is 0; check model.train (is anything trainable?) and algorithm.exclude_status",
-        steps=WINDOW,
+        (0.0, 0.0),
+        WINDOW,
     ),
-)
+}
 # Said beside a cause.
-NOTES = (
-    Cause(
-        *("always", "group/live_frac", 1e-9, QUARTER),
+NOTES = {
+    "group/live_frac": Cause(
+        "always",
         "{share} of the sampled groups teach anything: each of these costs "
         "{row[group/rollouts_per_live]:,.0f} rollouts; use data of medium difficulty, raise "
         "train.samples_per_prompt, or warm up with `saccade sft`",
+        (1e-9, QUARTER),
     ),
-    Cause(
-        *("always", "group/side_signal_frac", HALF, 1.0),
+    "group/side_signal_frac": Cause(
+        "always",
         "in {share} of the groups that teach anything all answers are equally right or wrong: "
         "format, length or another side term decides there; lower its weight in reward.terms, or "
         "let it count for right answers alone with reward.combine",
+        (HALF, 1.0),
     ),
-)
+}
 
 
 def diagnose(history: Sequence[Row], unread: str = "") -> dict[str, str]:
@@ -127,18 +119,15 @@ def diagnose(history: Sequence[Row], unread: str = "") -> dict[str, str]:
 
     Rows without any training metric (a validation alone) are passed over.
     """
-    known = {cause.metric for cause in CAUSES}
-    steps = [row for row in history if not known.isdisjoint(row)][-WINDOW:]
-    found = ((cause, _line(cause, steps, unread)) for cause in CAUSES)
-    first = next(((cause, line) for cause, line in found if line), None)
-    lines = {}
-    if first is not None:
-        cause, line = first
-        dead = min(map(_dead_share, steps))
-        prefix = "little is learned: " if dead >= MOST else ""
-        prefix = "nothing is learned: " if dead == 1.0 or cause.kind == "stops" else prefix
-        lines[cause.metric] = prefix + line
-    return lines | {note.metric: line for note in NOTES if (line := _line(note, steps, unread))}
+    steps = [row for row in history if not CAUSES.keys().isdisjoint(row)][-WINDOW:]
+    lines = {name: line for name, note in NOTES.items() if (line := _line(name, note, steps, unread))}
+    for name, cause in CAUSES.items():
+        if line := _line(name, cause, steps, unread):
+            dead = min(map(_dead_share, steps))
+            prefix = "little is learned: " if dead >= MOST else ""
+            prefix = "nothing is learned: " if dead == 1.0 or cause.kind == "stops" else prefix
+            return {name: prefix + line} | lines
+    return lines
 
 
 def unread_answers(parse_rate: float, unread: str) -> str | None:
@@ -149,13 +138,13 @@ def unread_answers(parse_rate: float, unread: str) -> str | None:
     return f"{rest} of the responses have no answer that can be read{unread}; {UNREAD}"
 
 
-def _line(cause: Cause, steps: Sequence[Row], unread: str) -> str:
+def _line(metric: str, cause: Cause, steps: Sequence[Row], unread: str) -> str:
     """Its line, if it holds in enough of the last steps; else nothing."""
     values: list[float] = []
     responses = 0.0
     for row in reversed(steps):
-        value = row.get(cause.metric)
-        if value is None or not cause.low <= value <= cause.high:
+        value = row.get(metric)
+        if value is None or not cause.range[0] <= value <= cause.range[1]:
             return ""
         if cause.kind == "dead" and _dead_share(row) < MOST:
             return ""

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -20,14 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
+from saccade.media.images import resized_size
 from saccade.media.pixel_cache import DECODED
 from saccade.models.families import Family
-from saccade.plugins.reports.stored_pictures import StoredPictures, picture_name, safe_name
 from saccade.run.folder import TRAJECTORIES, write_whole
-from saccade.types import ALWAYS_EXCLUDED, Group, Media, Message, Source, Trajectory
+from saccade.types import ALWAYS_EXCLUDED, Group, Media, MediaSpan, Message, Source, Trajectory
 
 log = logging.getLogger(__name__)
+
+IMAGES = "images"
+LARGEST_SIDE = 512
+LARGEST_SEEN = 1024  # as the model saw it
+FEW_COLOURS = 256  # drawings with so few stay sharp as PNG; photographs are smaller as JPEG
 
 
 class TrajectoryWriter:
@@ -35,8 +42,8 @@ class TrajectoryWriter:
 
     def __init__(self, folder: Path, image: Callable[[Media], np.ndarray] = DECODED.get) -> None:
         self._run, self._root = folder.name, folder / TRAJECTORIES
-        self._said = False
-        self._pictures = StoredPictures(self._root, image, self._report)
+        self._image, self._said = image, False
+        self._files: dict[str, str | None] = {}  # name of a picture -> its file
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trajectories")
 
     def write(
@@ -60,8 +67,11 @@ class TrajectoryWriter:
                 record = {"run": self._run, "step": step, "version": version, "kind": kind}
                 record |= record_of(group, trajectory, family.decode)
                 record["outcome_is_score"] = record["data_source"] in scores
-                record["images"] = self._pictures.records(trajectory, family.size_unit)
-                lines.append(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+                record["images"] = [
+                    self._picture(span, family.size_unit, trajectory.turns > 1) | view
+                    for span, view in zip(trajectory.media, _views(trajectory), strict=True)
+                ]
+                lines.append(json.dumps(_plain(record), ensure_ascii=False) + "\n")
             write_whole(_file_of(self._root, kind, step), "".join(lines))
 
         self._thread.submit(self._try, job)
@@ -95,6 +105,47 @@ class TrajectoryWriter:
         if not self._said:
             self._said = True
             log.warning(text)
+
+    def _picture(self, span: MediaSpan, unit: int | None, several: bool) -> dict[str, Any]:
+        """What is known of a picture. `unit`: the side of what the model sees as one token, which says
+        at which size it saw pictures; those of `several` turns are stored like that, too.
+        """
+        media = span.media
+        record: dict[str, Any] = {
+            "name": picture_name(media),
+            "hash": media.hash,
+            "kind": "crop" if media.box is not None else media.kind,
+            "size": [media.width, media.height],
+            "parent": media.parent,
+            "box": media.box,
+            "path": media.path,
+            "start": span.start,
+            "tokens": span.length,
+            "file": self._stored(media),
+            "seen": None,
+        }
+        if unit is not None and media.kind == "image":
+            budget = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
+            height, width = resized_size(media.width, media.height, unit=unit, **budget)
+            record["seen"] = [width, height]
+            if several and max(width, height) <= LARGEST_SEEN:
+                record["seen_file"] = self._stored(media, (width, height))
+        return record
+
+    def _stored(self, media: Media, size: tuple[int, int] | None = None) -> str | None:
+        """File of a picture relative to trajectories/, made on first sight; None when it cannot be
+        made.
+        """
+        name = picture_name(media) + ("" if size is None else f"-seen-{size[0]}x{size[1]}")
+        if media.kind != "image":
+            return None
+        if name not in self._files:
+            try:
+                self._files[name] = _store(self._root, name, self._image(media), size)
+            except Exception as error:
+                self._files[name] = None
+                self._report(f"picture {name} could not be stored: {type(error).__name__}: {error}")
+        return self._files[name]
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -130,7 +181,7 @@ def _step_of(file: Path) -> int:
 
 
 def record_of(group: Group, trajectory: Trajectory, decode_text: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """All of a trajectory that is known without its pictures, ready for JSON."""
+    """All of a trajectory that is known without its pictures."""
     sample, status = group.sample, trajectory.status
     prompt = trajectory.ids[: trajectory.prompt_length]
     return {
@@ -143,10 +194,10 @@ def record_of(group: Group, trajectory: Trajectory, decode_text: Callable[[Seque
         "segments": list(_segments(trajectory, decode_text)),
         "extracted": trajectory.extracted,
         "gold": sample.answer,
-        "reward": _number(trajectory.reward),
-        "outcome": _number(trajectory.outcome),
-        "parts": {name: _number(value) for name, value in trajectory.parts.items()},
-        "turn_rewards": [_number(value) for value in trajectory.turn_rewards],
+        "reward": trajectory.reward,
+        "outcome": trajectory.outcome,
+        "parts": trajectory.parts,
+        "turn_rewards": trajectory.turn_rewards,
         "advantage": _advantage(trajectory),
         "end_reason": trajectory.end_reason,
         "status": status,
@@ -161,7 +212,7 @@ def record_of(group: Group, trajectory: Trajectory, decode_text: Callable[[Seque
             "total": len(trajectory.ids),
         },
         "turns": trajectory.turns,
-        "info": _plain(trajectory.info),
+        "info": trajectory.info,
     }
 
 
@@ -183,7 +234,7 @@ def _segments(trajectory: Trajectory, decode_text: Callable[[Sequence[int]], str
             continue
         segment = {"source": source, "text": decode_text(ids), "ids": ids}
         if source == "policy":
-            segment["logp"] = [_number(value) for value in trajectory.logprobs[start:end].tolist()]
+            segment["logp"] = trajectory.logprobs[start:end]
         yield segment
 
 
@@ -195,28 +246,70 @@ def _message(message: Message) -> dict[str, Any]:
     return {"role": message.role, "content": content}
 
 
-def _advantage(trajectory: Trajectory) -> float | list[float | None] | None:
+def _advantage(trajectory: Trajectory) -> Any:
     """One number when it is the same on every token, as outcome estimators give it."""
     values = trajectory.advantages
     if values is None or len(values) == 0:
         return None
-    if (values == values[0]).all():
-        return _number(float(values[0]))
-    return [_number(value) for value in values.tolist()]
-
-
-def _number(value: float | None) -> float | None:
-    return round(float(value), 6) if value is not None and math.isfinite(value) else None
+    return values[0] if (values == values[0]).all() else values
 
 
 def _plain(value: Any) -> Any:
-    """Whatever a reward or an environment noted, as JSON can hold it."""
+    """As JSON can hold it, also what a reward or an environment noted."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if isinstance(value, bool | int | str | None):
-        return value
-    return _number(value) if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    return value if isinstance(value, bool | int | str | None) else str(value)
+
+
+# -- pictures ---------------------------------------------------------------------------------------
+
+
+def picture_name(media: Media) -> str:
+    """Equal names mean equal pixels; a crop may carry the hash of the picture it was cut from."""
+    box = "" if media.box is None else "-" + "-".join(str(edge) for edge in media.box)
+    return safe_name(media.hash) + box
+
+
+def safe_name(name: str) -> str:
+    """A name of data as a file name that cannot leave its folder."""
+    return re.sub(r"[^\w.=+-]|^\.+", "_", name) or "_"
+
+
+def _views(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """Each picture as its episode calls it, which one it was cut from, and where in that one."""
+    calls = trajectory.info.get("tool_calls") or ()
+    shown = {call.get("observation"): call for call in calls}
+    asked = sum(span.start < trajectory.prompt_length for span in trajectory.media)
+    views: list[dict[str, Any]] = []
+    for number in range(1, len(trajectory.media) + 1):
+        call = shown.get(number - asked, {}) if number > asked else {}
+        name = f"observation_{number - asked}" if call else f"image_{number}"
+        if number <= asked:
+            name = "original_image" if asked == 1 else f"original_image_{number}"
+        where = {"source": call.get("source"), "place": call.get("box")}
+        views.append({"view": name, **where, "lineage": list(call.get("lineage") or ())})
+    return views
+
+
+def _store(root: Path, name: str, pixels: np.ndarray, size: tuple[int, int] | None) -> str:
+    for suffix in (".png", ".jpg"):
+        if (root / IMAGES / (name + suffix)).exists():
+            return f"{IMAGES}/{name}{suffix}"
+    picture = Image.fromarray(np.ascontiguousarray(pixels, dtype=np.uint8)).convert("RGB")
+    drawing = picture.getcolors(FEW_COLOURS) is not None or max(picture.size) <= 128
+    if size is None:
+        picture.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+    else:
+        picture = picture.resize(size, Image.Resampling.BICUBIC)
+    file = root / IMAGES / (name + (".png" if drawing else ".jpg"))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(file.name + ".tmp")
+    picture.save(temporary, format="PNG" if drawing else "JPEG", quality=88)
+    temporary.replace(file)
+    return f"{IMAGES}/{file.name}"

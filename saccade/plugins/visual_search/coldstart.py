@@ -26,7 +26,7 @@ from saccade.config import Config, DataSource, load
 from saccade.data import datasets
 from saccade.environments import KINDS, Environment, Step, stop_strings
 from saccade.errors import ConfigError, DataError
-from saccade.plugins.generate.dialogue_rows import dialogue_row
+from saccade.plugins.check_data.canonical_rows import dialogue_row
 from saccade.plugins.visual_search.search_expert import AGAIN, NUMBERS, call, demonstration
 from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.verifiers import FORMATS, VERIFIERS
