@@ -89,6 +89,16 @@ def _build_large(folder: Path, text: dict[str, Any]) -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     tiny.build("qwen2_5_vl", folder, words=words(text["vocab_size"] - 256))
+    enlarge(folder, text)
+    config = AutoConfig.from_pretrained(folder)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+
+
+def enlarge(folder: Path, text: Mapping[str, Any]) -> None:
+    """The config of a tiny folder becomes that of a model with such a text half; its weights go."""
     described = json.loads((folder / "config.json").read_text())
     half = text["hidden_size"] // text["num_attention_heads"] // 2
     described["text_config"] |= text
@@ -101,9 +111,4 @@ def _build_large(folder: Path, text: dict[str, Any]) -> None:
     described["tie_word_embeddings"] = text["tie_word_embeddings"]
     described["dtype"] = "bfloat16"
     (folder / "config.json").write_text(json.dumps(described, indent=2))
-    config = AutoConfig.from_pretrained(folder)
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     (folder / "model.safetensors").unlink()
-    model.save_pretrained(folder)

@@ -1,8 +1,5 @@
 """Two steps on each of the real sets that lie beside the repository, where they do."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +17,7 @@ SETS: dict[str, tuple[str, Any, str, int]] = {
 }
 
 
-def options(out: Path, shared: Path, name: str) -> dict[str, Any]:
+def options(out, shared, name):
     path, reward, style, _ = SETS[name]
     data = {"train": str(shared / path), "max_samples": 6, "max_pixels": 56 * 56, "max_bad_fraction": 0}
     return {
@@ -32,7 +29,7 @@ def options(out: Path, shared: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_two_steps_with_rewards_that_know_right_from_wrong(tmp_path: Path, shared: Path, name: str) -> None:
+def test_two_steps_with_rewards_that_know_right_from_wrong(tmp_path, shared, name):
     config = options(tmp_path, shared, name)
     row = rl.run(config | {"run.name": name})
     assert [r["step"] for r in read_metrics(tmp_path / name)] == [1, 2]

@@ -2,12 +2,9 @@
 work, what is asked of every system, what the tables divide by what.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +13,11 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
-def _on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_the_path(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
 
 
-def part(system: str, seconds: float, **changes: Any) -> dict[str, Any]:
+def part(system, seconds, **changes):
     """Two steps of T1: 8 sequences of 8 tokens; the first one is slower."""
     done = {"sequences": 8, "images": 2, "prompt_tokens": 24.0, "generated": 64, "trained": 64}
     step = {"rollout": seconds / 2, "update": seconds / 4, "whole": seconds, **done, **changes}
@@ -35,7 +32,7 @@ def part(system: str, seconds: float, **changes: Any) -> dict[str, Any]:
     }
 
 
-def test_works_are_written_as_a_name_and_changes() -> None:
+def test_works_are_written_as_a_name_and_changes():
     from works import parse
 
     assert parse("W1")["prompts"] == 16
@@ -44,10 +41,10 @@ def test_works_are_written_as_a_name_and_changes() -> None:
         parse("W1,tokens=3")
 
 
-def test_other_work_is_found() -> None:
+def test_other_work_is_found():
     from compare import differences
 
-    def found(**change: Any) -> list[str]:
+    def found(**change):
         return differences({"saccade-w1": part("saccade", 1.0), "trl-w1": part("trl", 5.0, **change)})
 
     assert found() == []
@@ -56,7 +53,7 @@ def test_other_work_is_found() -> None:
     assert said.startswith("T1: prompts differ in length")
 
 
-def test_table_leaves_the_first_step_out_and_divides_by_saccade() -> None:
+def test_table_leaves_the_first_step_out_and_divides_by_saccade():
     from compare import table
 
     parts = {
@@ -73,7 +70,7 @@ def test_table_leaves_the_first_step_out_and_divides_by_saccade() -> None:
     assert "ratios are inside of one" in table(parts) and "| 5.00 | 5.00 |" not in table(parts)
 
 
-def test_steps_of_a_tiny_model_do_what_is_asked(tmp_path: Path, monkeypatch: Any) -> None:
+def test_steps_of_a_tiny_model_do_what_is_asked(tmp_path, monkeypatch):
     from compare import differences
     from rl_step import main
     from works import parse
@@ -92,7 +89,7 @@ def test_steps_of_a_tiny_model_do_what_is_asked(tmp_path: Path, monkeypatch: Any
     assert [step["trained"] for step in found["steps"]] == [64, 64]
 
 
-def test_the_clocks_of_an_update_are_at_methods_that_exist() -> None:
+def test_the_clocks_of_an_update_are_at_methods_that_exist():
     from update import CLOCKED
 
     from saccade.trainer.local import LocalBackend
@@ -100,7 +97,7 @@ def test_the_clocks_of_an_update_are_at_methods_that_exist() -> None:
     assert [method for method in CLOCKED if not hasattr(LocalBackend, method)] == []
 
 
-def test_rows_have_the_length_that_the_work_asks_for(tmp_path: Path) -> None:
+def test_rows_have_the_length_that_the_work_asks_for(tmp_path):
     from model import build
     from works import parse, read_rows, write_rows
 
@@ -117,7 +114,7 @@ def test_rows_have_the_length_that_the_work_asks_for(tmp_path: Path) -> None:
     assert image.name == "2.png"
 
 
-def test_curves_of_the_visual_search() -> None:
+def test_curves_of_the_visual_search():
     from search_curves import LIMITS, interval, picture, summary
 
     found = {str(limit): 0.5 if limit > 8 else 0.25 for limit in LIMITS}
@@ -132,7 +129,7 @@ def test_curves_of_the_visual_search() -> None:
     assert picture(over_seeds).count("<path") == 8
 
 
-def test_turns_are_the_same_with_and_without_the_cache_of_those_before(tmp_path: Path) -> None:
+def test_turns_are_the_same_with_and_without_the_cache_of_those_before(tmp_path):
     import torch
     from model import build
     from multi_turn import compare
@@ -158,7 +155,7 @@ def test_turns_are_the_same_with_and_without_the_cache_of_those_before(tmp_path:
     assert off["prefilled"] > 2 * on["prefilled"]
 
 
-def test_a_killed_worker_of_the_reward_service_loses_and_doubles_nothing(monkeypatch) -> None:
+def test_a_killed_worker_of_the_reward_service_loses_and_doubles_nothing(monkeypatch):
     import reward_service
 
     monkeypatch.setattr(reward_service, "at_home", lambda *_: 0.0)  # to compare with, which takes seconds
@@ -169,7 +166,7 @@ def test_a_killed_worker_of_the_reward_service_loses_and_doubles_nothing(monkeyp
     assert results["workers_replaced"] == 2 and results["errors"] == 0
 
 
-def test_the_curves_of_a_reward_model_are_a_picture(tmp_path: Path) -> None:
+def test_the_curves_of_a_reward_model_are_a_picture(tmp_path):
     from xml.etree import ElementTree
 
     from reward_model import CURVES, picture, write_rows

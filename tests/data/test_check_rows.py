@@ -1,3 +1,5 @@
+"""`saccade check-data`: what it counts, what it lists, what it refuses."""
+
 import json
 
 import pytest
@@ -7,6 +9,8 @@ from saccade.data.datasets import load
 from saccade.errors import DataError
 from saccade.plugins.check_data.canonical_rows import convert
 from saccade.plugins.check_data.check_data import check_data, write_fixed
+from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split, write_jsonl
+from tests.test_cli import run
 
 
 @pytest.fixture
@@ -83,3 +87,106 @@ def test_a_column_that_is_no_json_leaves_the_file_as_it_was(tmp_path, ask):
     with pytest.raises(DataError, match="row b: a column cannot be written as JSON"):
         convert([ask("?", id="a"), ask("?", id="b", extra={"x": b"1"})], tmp_path / "clean.jsonl")
     assert (tmp_path / "clean.jsonl").read_text() == "before"
+
+
+# -- the command ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counting(tmp_path):
+    return write_jsonl(counting_split(24, seed=0, colours=TEACHING_COLOURS), tmp_path / "counting")
+
+
+def test_check_data_knows_what_a_command_refuses(counting, tmp_path):
+    picture = str(next(counting.parent.rglob("*.png")))
+    shown = [{"role": "assistant", "content": [{"type": "image", "image": picture}]}]
+    pair = {"prompt": "which?", "chosen": "this", "rejected": "that"}
+    rows = [pair, pair | {"margin": -1}, pair | {"chosen": shown}]
+    path, fixed = tmp_path / "rows.jsonl", tmp_path / "fixed.jsonl"
+    path.write_text("".join(json.dumps({"id": f"n{n}"} | row) + "\n" for n, row in enumerate(rows)))
+    check = ["check-data", str(path), "data.max_bad_fraction=1", "data.allow_outside=true"]
+    assert "3, 3 good" in run(*check).stdout
+    check += [f"run.out={tmp_path}", "model.path=tiny:qwen2_5_vl"]
+    for command, bad in {"dpo": "n2", "reward-model": "n1", "sft": "n2"}.items():
+        result = run(*check, "--for", command)
+        assert "3, 2 good, 1 bad" in result.stdout and f"  {bad} (row" in result.stdout
+    assert run(*check, "--for", "dpo", "--fix", str(fixed)).exit_code == 0
+    assert [json.loads(line)["id"] for line in fixed.open()] == ["n0", "n1"]
+    for command, reason in {"kto": "expected one of rl, sft, dpo", "dpo": "model.path=tiny"}.items():
+        result = run("check-data", str(path), "--for", command)
+        assert result.exit_code == 2 and reason in result.stderr
+
+
+def test_check_data_counts_what_a_command_leaves_out(tmp_path):
+    def written(name, rows):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps({"id": f"n{n}"} | r) + "\n" for n, r in enumerate(rows)))
+        return str(path)
+
+    pair = {"prompt": "which?", "chosen": "this", "rejected": "that"}
+    tie, long, bad = {"rejected": "this"}, {"chosen": "this " * 400}, {"chosen": ""}
+    rows = written("rows.jsonl", [pair, pair | tie, pair | long, pair | bad])
+    check = ["check-data", "model.path=tiny:qwen2", f"run.out={tmp_path}", "--for"]
+    result = run(*check, "dpo", rows, "data.max_bad_fraction=0.3", "dpo.max_tokens=300")
+    assert result.exit_code == 0 and "answers" not in result.stdout
+    assert "4, 1 good, 1 bad, 1 overlong, 1 left out" in result.stdout
+    assert "1 left out, first n1 (row 2 of rows): a tie prefers neither side" in result.stdout
+    assert "tokens, dpo.max_tokens is 300" in result.stdout
+    levels = written("levels.jsonl", [{"question": "solve it", "level": "#####\n#@$.#\n#####"}])
+    result = run(*check, "rl", levels)
+    assert "1, 1 good" in result.stdout and "answers" not in result.stdout
+    # A reward model learns from ties, and has a limit of its own.
+    own = "reward_model.max_tokens=3000"
+    result = run(*check, "reward-model", rows, "data.max_bad_fraction=0.3", own)
+    assert "4, 3 good, 1 bad" in result.stdout
+    ties = written("ties.jsonl", [pair | tie] * 3)
+    result = run(*check, "dpo", ties)
+    assert result.exit_code == 2 and "data.train has no usable row" in result.stderr
+    assert "3, 0 good, 0 bad, 3 left out" in result.stdout
+    assert result.stdout.count("a tie prefers") == 1 and "3 left out, first n0" in result.stdout
+    texts = written("texts.jsonl", [{"text": "Once upon a time."}])
+    assert "1, 1 good" in run(*check, "sft", texts, "sft.mode=pretrain").stdout
+
+
+@pytest.mark.parametrize(
+    ("body", "ends"),
+    [
+        ("1 / 0", "the reward fails on known answers; see the rows above\n"),
+        ("return 0.5", "the reward misjudges known answers; see the rows above\n"),
+    ],
+)
+def test_check_data_says_how_a_reward_fails(body, ends, tmp_path):
+    rows, mine = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+    rows.write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
+    mine.write_text(f"def score(sample):\n    {body}\n")
+    result = run("check-data", str(rows), f"reward.terms=[{mine}:score]")
+    assert result.exit_code == 2 and result.stderr == ends
+
+
+def test_check_data_counts_rows_that_repeat_or_lack_an_answer(tmp_path):
+    rows = [{"id": "a", "question": "1+1?", "answer": "2"}] * 3 + [{"question": "why?"}] * 2
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run("check-data", str(path), f"data.val={path}", "reward.terms=[exact]")
+    assert "duplicate ids  4, and 6 rows got a suffix" in result.stdout
+    assert "2 different rows of data.val are in data.train" in result.stdout
+    assert "4 of 10 rows have no answer, and exact abstains" in result.stdout
+    path.write_text("".join(json.dumps(row) + "\n" for row in [rows[0], rows[-1] | {"answer": []}]))
+    result = run("check-data", str(path), "reward.terms=[exact]")
+    assert "1 of 2 rows have no answer, and exact abstains" in result.stdout
+
+
+def test_check_data_lists_bad_rows_and_writes_the_good_ones(counting, tmp_path):
+    with counting.open("a") as file:
+        file.write('{"id": "lost", "problem": "<image>?", "answer": "1", "images": ["gone.png"]}\n')
+    out, fixed = tmp_path / "report.json", tmp_path / "good.jsonl"
+    result = run("check-data", str(counting), "--out", str(out), "--fix", str(fixed))
+    assert result.exit_code == 2  # 1 of 25 is more than 1 %
+    assert "lost (row 25" in result.stdout and str(fixed) in result.stderr
+    assert result.stdout.endswith(f"\n24 of 25 rows can be used; wrote {fixed}, {out}\n")
+    assert json.loads(out.read_text())["good"] == 24
+    written = fixed.read_text()
+    assert run("check-data", str(fixed)).exit_code == 0
+    again = run("check-data", str(counting), "--fix", str(fixed))
+    assert again.exit_code == 2 and "exists" in again.stderr and fixed.read_text() == written
+    assert run("check-data", str(counting), "--fix", str(counting)).exit_code == 2

@@ -140,15 +140,6 @@ def test_loopback_keeps_only_those_from_working_who_need_it(monkeypatch):
         assert findings("loopback", needs)[0][0] == "failure"
 
 
-def test_a_folder_for_runs_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    (said,) = found_by("disk", f"run.out={tmp_path / 'file' / 'runs'}")
-    assert said.status == "failure" and "cannot be written" in said.text
-    assert said.fix == "use run.out=FOLDER where this user may write"
-    assert findings("disk", f"run.out={tmp_path / 'new' / 'runs'}")[0][0] == "ok"
-    assert not (tmp_path / "new").exists()
-
-
 # -- agreement -----------------------------------------------------------------------------------
 
 

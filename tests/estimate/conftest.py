@@ -1,11 +1,12 @@
-import json
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from saccade.plugins.estimate.batch_plan import empty_model
 from saccade.plugins.families import tiny
-from tests.estimate.works import SIZES, VISION
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="session")
@@ -30,18 +31,13 @@ def shaped(tmp_path_factory):
 
     @cache
     def build(size):
-        folder, text = tmp_path_factory.mktemp(size), SIZES[size]
+        folder = tmp_path_factory.mktemp(size)
         tiny.build("qwen2_5_vl", folder)
-        described = json.loads((folder / "config.json").read_text())
-        half = text["hidden_size"] // text["num_attention_heads"] // 2
-        sections = [half // 4, 3 * half // 8, 3 * half // 8]
-        described["text_config"] |= text
-        described["text_config"]["layer_types"] = ["full_attention"] * text["num_hidden_layers"]
-        described["text_config"]["rope_parameters"]["mrope_section"] = sections
-        described["vision_config"] |= VISION | {"out_hidden_size": text["hidden_size"]}
-        described["tie_word_embeddings"] = text["tie_word_embeddings"]
-        (folder / "config.json").write_text(json.dumps(described))
-        (folder / "model.safetensors").unlink()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(BENCHMARKS))
+            from model import SIZES, enlarge
+
+        enlarge(folder, SIZES[size])
         return str(folder)
 
     return build

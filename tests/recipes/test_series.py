@@ -1,7 +1,5 @@
 """Runs with time series: they are learned from, go on exactly, and leave a folder that works."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from saccade.recipes import model_setup, rl, sft
 LEADS = 4
 
 
-def write(path: Path, count: int, *, seed: int, shown: bool = True, pairs: bool = False) -> str:
+def write(path, count, *, seed, shown=True, pairs=False):
     """Which lead carries a wave? Its place is random, so all other leads are noise."""
     rng, lines = np.random.default_rng(seed), []
     for number in range(count):
@@ -46,7 +44,7 @@ def write(path: Path, count: int, *, seed: int, shown: bool = True, pairs: bool 
     return str(path)
 
 
-def options(out: Path, rows: str, **changes: Any) -> dict[str, Any]:
+def options(out, rows, **changes):
     series = {"encoder": "patches", "channels": LEADS, "patch": 20, "width": 32, "layers": 1}
     train = {"prompts_per_step": 4, "lr": 3e-3, "schedule": "constant", "warmup": 0}
     always = {
@@ -59,11 +57,11 @@ def options(out: Path, rows: str, **changes: Any) -> dict[str, Any]:
     return always | {name.replace("__", "."): value for name, value in changes.items()}
 
 
-def encoder_of(folder: Path) -> dict[str, torch.Tensor]:
+def encoder_of(folder):
     return load_file(folder / SERIES_FILE)
 
 
-def test_a_model_learns_to_read_series_and_cannot_guess_them(tmp_path: Path) -> None:
+def test_a_model_learns_to_read_series_and_cannot_guess_them(tmp_path):
     found = {}
     for shown, steps in ((True, 70), (False, 4)):
         name = f"shown-{shown}"
@@ -84,7 +82,7 @@ def test_a_model_learns_to_read_series_and_cannot_guess_them(tmp_path: Path) -> 
     assert again["accuracy"] == found[True]
 
 
-def test_rl_trains_the_encoder_and_goes_on_exactly(tmp_path, same_weights) -> None:
+def test_rl_trains_the_encoder_and_goes_on_exactly(tmp_path, same_weights):
     rows = write(tmp_path / "rows.jsonl", 8, seed=3)
     # Hardly any byte of a random answer would be right; of these about half are.
     (tmp_path / "own.py").write_text("def score(s): return float(sum(map(ord, s.response)) % 2)")
@@ -113,7 +111,7 @@ def test_rl_trains_the_encoder_and_goes_on_exactly(tmp_path, same_weights) -> No
     assert opened.series is not None and opened.series.patch == 20
 
 
-def test_preferences_and_reward_models_read_series(tmp_path: Path) -> None:
+def test_preferences_and_reward_models_read_series(tmp_path):
     rows = write(tmp_path / "pairs.jsonl", 8, seed=4, pairs=True)
     for recipe in (dpo, reward_training):
         name = recipe.__name__.rpartition(".")[2]
@@ -129,7 +127,7 @@ def test_preferences_and_reward_models_read_series(tmp_path: Path) -> None:
     assert np.isfinite(last["reward/mean"]) and last["reward/mean"] != 0
 
 
-def test_rows_of_another_shape_are_listed_and_no_encoder_is_an_error(tmp_path: Path) -> None:
+def test_rows_of_another_shape_are_listed_and_no_encoder_is_an_error(tmp_path):
     rows = Path(write(tmp_path / "rows.jsonl", 3, seed=6))
     odd = {"id": "odd", "question": "?", "answer": "1", "series": [[1.0, 2.0]]}
     none = {"id": "none", "question": "<series>?", "answer": "1"}  # a mark, and nothing there
@@ -147,7 +145,7 @@ def test_rows_of_another_shape_are_listed_and_no_encoder_is_an_error(tmp_path: P
         sft.run(without | {"run.name": "without"})
 
 
-def test_a_teacher_has_to_read_series_too(tmp_path: Path) -> None:
+def test_a_teacher_has_to_read_series_too(tmp_path):
     rows = write(tmp_path / "rows.jsonl", 8, seed=7)
     sft.run(options(tmp_path, rows, run__name="teacher"))
     teacher = str(tmp_path / "teacher" / "checkpoints" / "step-2")

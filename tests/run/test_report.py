@@ -8,8 +8,7 @@ import pytest
 from pytest import approx
 
 from saccade.config import TrackConfig
-from saccade.plugins.reports.curves import charts_of
-from saccade.plugins.reports.report import from_run, write_eval_report
+from saccade.plugins.reports.report import charts_of, from_run, write_eval_report
 from saccade.plugins.reports.report_page import Chart, Curve, Report, Table, write_report
 from saccade.run.loggers import Loggers
 from tests.browser import needs_browser, page_data

@@ -341,46 +341,38 @@ def print_report(report: Report) -> None:
         "filtered by the mapping": report.filtered,
     }
     others = "".join(f", {n} {what}" for what, n in counts.items() if n or what == "bad")
-    looked_at = "decoded" if report.decoded else "with a readable header"
+    shown = "media" if {"video", "audio", "series"} & set(report.media_kinds) else "images"
+    renamed = "1 row" if report.renamed == 1 else f"{report.renamed} rows"
+    tested = report.self_test or {"failures": ()}
+    if tested.get("rows"):
+        verdict = f"{'passed' if tested['passed'] else 'FAILED'} on {tested['rows']} rows"
+    elif report.self_test is not None:
+        verdict = f"tested nothing: {'; '.join(tested['skipped']) or 'no good row'}"
+    else:
+        verdict = ""
     lines = {
         "rows": f"{report.rows}, {report.good} good{others}",
         "format": ", ".join(f"{name}: {format}" for name, format in report.formats.items()),
-        "media" if {"video", "audio", "series"} & set(report.media_kinds) else "images": (
-            f"{report.images} different, {looked_at}"
-        ),
-        "answers": f"{report.gold_rate:.1%} of the good rows",
-        "duplicate ids": "0",
+        shown: f"{report.images} different, {'decoded' if report.decoded else 'with a readable header'}",
+        "answers": f"{report.gold_rate:.1%} of the good rows"
+        if report.gold_rate or report.answerless < report.good
+        else "",
+        "duplicate ids": f"{len(report.duplicate_ids)}, and {renamed} got a suffix" if report.duplicate_ids else "0",
+        "val in train": f"{report.repeated} different rows of data.val are in data.train" if report.repeated else "",
+        "prompt tokens": ", ".join(f"{k} {v:.0f}" for k, v in report.lengths.items()),
+        "reward test": verdict,
     }
-    if report.answerless == report.good and not report.gold_rate:
-        del lines["answers"]
-    if report.duplicate_ids:
-        renamed = "1 row" if report.renamed == 1 else f"{report.renamed} rows"
-        lines["duplicate ids"] = f"{len(report.duplicate_ids)}, and {renamed} got a suffix"
-    if report.repeated:
-        lines["val in train"] = f"{report.repeated} different rows of data.val are in data.train"
-    if report.lengths:
-        lines["prompt tokens"] = ", ".join(f"{k} {v:.0f}" for k, v in report.lengths.items())
-    if report.self_test is not None:
-        verdict = "passed" if report.self_test["passed"] else "FAILED"
-        lines["reward test"] = f"{verdict} on {report.self_test['rows']} rows"
-        if not report.self_test["rows"]:
-            why = "; ".join(report.self_test["skipped"]) or "no good row"
-            lines["reward test"] = f"tested nothing: {why}"
-    for name, text in lines.items():
-        print(f"{name:<14} {text}")
-    for text in report.notes:
-        print(f"{'note':<14} {text}")
-    for failure in report.self_test["failures"][:LISTED] if report.self_test else ():
-        print(f"  {failure}")
+    for name, text in (*lines.items(), *(("note", text) for text in report.notes)):
+        if text:
+            print(f"{name:<14} {text}")
     listed = (*report.bad, *report.overlong)
-    for row in listed[:LISTED]:
+    for row in (*tested["failures"][:LISTED], *listed[:LISTED]):
         print(f"  {row}")
     if len(listed) > LISTED:
         print(f"  and {len(listed) - LISTED} more; --out FILE lists all")
-    reasons = Counter(row.reason for row in report.left_out)
     firsts = {row.reason: row for row in reversed(report.left_out)}
-    for reason, count in reasons.items():  # good rows, so the first stands for all of them
-        print(f"  {count} left out, first {firsts[reason]}")
+    for reason, count in Counter(row.reason for row in report.left_out).items():
+        print(f"  {count} left out, first {firsts[reason]}")  # good rows, so the first stands for all of them
 
 
 def refuse_data(report: Report, config: Config, fixed: Path | None) -> None:

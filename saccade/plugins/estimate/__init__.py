@@ -30,7 +30,7 @@ from saccade.plugins.estimate.batch_plan import (
     typical_prompts,
 )
 from saccade.plugins.estimate.memory_items import Item, Memory, host_items, memory_of, reward_folders, weights_in
-from saccade.plugins.estimate.pace import Pace, pace_of
+from saccade.plugins.estimate.work import Pace, pace_of
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.recipes import model_setup, questions
 from saccade.system.devices import Device, in_precision, no_limit
@@ -72,7 +72,8 @@ def estimate(
     if (precise := in_precision(device, model.dtype)) != device:
         notes.append("no seconds with model.dtype=float32: peaks are known in bfloat16 only")
         device = precise
-    element = element_of(model.dtype, device)
+    # Bytes of a weight as `model.dtype` loads it there.
+    element = 4 if model.dtype == "float32" or (model.dtype == "auto" and not device.is_gpu) else 2
     empty = empty_model(family, trust_remote_code=model.trust_remote_code)
     paths = [parse_address(source.path).path for source in data.train]
     missing = [str(path) for path in paths if not Path(path).exists()]
@@ -119,11 +120,6 @@ def estimate(
         notes=tuple(notes),
         advice=() if memory.fits else tuple(advice(plan, lambda c: memory_of(planned(*c)).fits)),
     )
-
-
-def element_of(dtype: str, device: Device) -> int:
-    """Bytes of a weight as `model.dtype` loads it there."""
-    return 4 if {"auto": not device.is_gpu, "float32": True, "bfloat16": False}[dtype] else 2
 
 
 # -- notes -----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from tempfile import TemporaryDirectory
 
@@ -36,8 +36,7 @@ def run(config: Config, *, device: str | None, prompt_tokens: int | None, image:
         memory = asdict(found.memory) | {"peaks": found.memory.peaks, "fits": found.memory.fits}
         print(json.dumps(asdict(found) | {"memory": memory}, indent=2))
     else:
-        show(found)
-        print(in_short(found))
+        print(*by_item(found), in_short(found), sep="\n")
     if not found.memory.fits:
         raise ConfigError(refusal(found))
 
@@ -101,8 +100,8 @@ def find_device(name: str | None, wanted: str) -> Device:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)[xX](\d+)", text)
-    if match is None or not all(map(int, match.groups())):
+    match = re.fullmatch(r"0*([1-9]\d*)[xX]0*([1-9]\d*)", text)
+    if match is None:
         raise ConfigError(f"--image {text}: write width and height in pixels, such as 448x448")
     return int(match[1]), int(match[2])
 
@@ -138,37 +137,34 @@ def refusal(found: Estimate) -> str:
     return text + "no options make it fit, not even together: take a smaller model or another device"
 
 
-def show(found: Estimate) -> None:
-    """Print memory by item, main memory, what is not counted, and the phases of a step."""
-    from rich.console import Console
-    from rich.table import Table
+def by_item(found: Estimate) -> Iterator[str]:
+    """Lines: memory by item, main memory, what is not counted, and the phases of a step."""
 
-    console, memory, pace = Console(soft_wrap=True, emoji=False), found.memory, found.pace
+    def line(name: str, *cells: str, note: str = "") -> str:
+        return f"{name:<26}{''.join(f'{cell:>10}' for cell in cells)}  {note}".rstrip()
 
-    def table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
-        shown = Table(*columns, title=title, title_justify="left")
-        for row in rows:
-            shown.add_row(*row, style="bold" if row[0] in ("peak", "step") else "")
-        console.print(shown)
-
-    console.print(about(found), highlight=False)
-    rows = [
-        (item.name, *(f"{item.gib:.2f}" if item.phase in ("always", phase) else "" for phase in PHASES), item.note)
-        for item in memory.items
-    ]
+    memory, pace = found.memory, found.pace
+    yield about(found)
+    yield "\nMemory"
+    yield line("GiB", *PHASES)
+    for item in memory.items:
+        shown = [f"{item.gib:.2f}" if item.phase in ("always", phase) else "" for phase in PHASES]
+        yield line(item.name, *shown, note=item.note)
     peaks = [f"{memory.peaks[phase]:.2f}" for phase in PHASES]
-    planned = f"of {memory.limit:.2f} that can be planned with"
-    table("Memory", ("GiB", *PHASES, ""), [*rows, ("peak", *peaks, planned)])
+    yield line("peak", *peaks, note=f"of {memory.limit:.2f} that can be planned with")
     if found.host:
-        rows = [(item.name, f"{item.gib:.2f}", item.note) for item in found.host]
-        table("Main memory", ("GiB", "", ""), [*rows, ("peak", f"{host_peak(found.host):.2f}")])
-    for note in found.notes:
-        console.print(note, highlight=False, markup=False)
+        yield "\nMain memory (GiB)"
+        yield from (line(item.name, f"{item.gib:.2f}", note=item.note) for item in found.host)
+        yield line("peak", f"{host_peak(found.host):.2f}")
+    yield from found.notes
     if pace is None:
         return
-    seconds, again = pace.seconds, pace.recomputed
-    steps = [[phase, f"{n:,.1f}", *([f"{seconds[phase]:.2f}"] if seconds else [])] for phase, n in pace.tflop.items()]
-    steps += [["recomputed in the update", f"{again:,.1f}"]] if again else []
-    steps += [["step", "", f"{sum(seconds.values()):.2f}"]] if seconds else []
-    title = "A step (seconds: an estimate)" if seconds else "A step"
-    table(title, ("phase", "TFLOP", *(["seconds"] if seconds else [])), steps)
+    seconds = pace.seconds
+    yield "\nA step (seconds: an estimate)" if seconds else "\nA step"
+    yield line("", "TFLOP", *(["seconds"] if seconds else []))
+    for phase, count in pace.tflop.items():
+        yield line(phase, f"{count:,.1f}", *([f"{seconds[phase]:.2f}"] if seconds else []))
+    if pace.recomputed:
+        yield line("recomputed in the update", f"{pace.recomputed:,.1f}")
+    if seconds:
+        yield line("step", "", f"{sum(seconds.values()):.2f}")

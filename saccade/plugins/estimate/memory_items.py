@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from saccade.config import ADAPTED, RewardConfig
 from saccade.engines.embedded.kv_cache import CPU_CACHE_BYTES, GPU_CACHE_SHARE
@@ -211,8 +212,7 @@ def _update(plan: Plan, learner: ModelSize, free: float) -> list[Item]:
     return [sums, *max(found, key=total)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RetainedLayers:
+class RetainedLayers(NamedTuple):
     """Layers of decoder and tower that compute nothing again, and bytes that are left then."""
 
     text: int = 0
@@ -240,7 +240,7 @@ def layers_that_keep(plan: Plan, learner: ModelSize, batch: Batch, free: float) 
     for index, (stack, count, keys) in enumerate(sizes):
         if stack is not None and count:
             cost = layer_bytes(stack, count, keys, element=plan.element, adapted=adapted)
-            cost -= input_bytes(stack, count, element=plan.element)
+            cost -= float(plan.element * count * stack.hidden)  # its input is kept in any case
             keeping[index] = min(stack.layers, max(0, int(room // cost)))
             room -= keeping[index] * cost
     return RetainedLayers(text=keeping[0], vision=keeping[1], spare=max(0.0, room))
@@ -294,11 +294,6 @@ def layer_bytes(stack: Stack, tokens: int, keys: int, *, element: int, adapted: 
     return float(element * (tokens * per_token + 2 * keys * stack.keys))
 
 
-def input_bytes(stack: Stack, tokens: int, *, element: int) -> float:
-    """What a layer keeps that computes everything else again."""
-    return float(element * tokens * stack.hidden)
-
-
 def gathered_keys(batch: Batch) -> int:
     """Keys of all nodes, each with those of its ancestors."""
     depths = token_depths(batch.node_starts, batch.parents)
@@ -319,7 +314,7 @@ def _tower(stack: Stack, tokens: int, one: float, keeping: int, element: int) ->
     """What its layers keep, and what the one that backward is in needs beside that: all that `one`
     keeps, where that is computed again.
     """
-    kept = keeping * one + (stack.layers - keeping) * input_bytes(stack, tokens, element=element)
+    kept = keeping * one + (stack.layers - keeping) * float(element * tokens * stack.hidden)  # at least the input
     wide = BACKWARD_WIDE * _wide(stack) + BACKWARD_HIDDEN * stack.hidden
     return kept, element * tokens * wide + (0.0 if keeping else one)
 

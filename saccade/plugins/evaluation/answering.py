@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,13 @@ from saccade.engines import Engine, Settings
 from saccade.engines.builders import build
 from saccade.models.families import Family
 from saccade.plugins.engines.http_family import endpoint_family
-from saccade.recipes import model_setup
+from saccade.recipes import model_setup, parts
 from saccade.recipes.engines import longest_sequence, settings_of, start_engine
-from saccade.rewards.scorer import Scorer
+from saccade.recipes.evaluator import Evaluator
+from saccade.run.console import Console
+from saccade.run.quarantine import Quarantine
+
+log = logging.getLogger(__name__)
 
 
 def answering_family(config: Config) -> Family:
@@ -47,7 +54,18 @@ def room(config: Config, family: Family) -> int:
     return min(family.max_positions, longest_sequence(config) if bounded else family.max_positions)
 
 
-def expenses(engine: Engine, scorer: Scorer | None) -> list[str]:
-    """What endpoints were asked and what that cost, of the model and of a judge."""
-    asked: list[Any] = [engine, scorer.judge if scorer is not None else None]
-    return [one.expenses() for one in asked if hasattr(one, "expenses")]
+@contextmanager
+def evaluator_of(
+    config: Config, family: Family, folder: Path, *, answers: Path, command: str, name: str
+) -> Iterator[tuple[Evaluator, Console]]:
+    """What answers and scores, with the console of a command, until the end of the block; says then what
+    endpoints were asked and what that cost, of the model and of a judge.
+    """
+    scorer = parts.make_scorer(config)
+    engine = answering_engine(config, family, logs=folder, answers=answers)
+    with scorer or nullcontext(), closing(engine), Console(None, command, name=name) as console:
+        used: dict[str, Any] = {"engine": engine, "scorer": scorer, "quarantine": Quarantine(folder, config.data)}
+        yield Evaluator(family=family, config=config, progress=console.progress, **used), console
+        for one in (engine, scorer and scorer.judge):
+            if hasattr(one, "expenses"):
+                log.info(one.expenses())

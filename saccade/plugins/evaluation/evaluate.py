@@ -1,36 +1,48 @@
 """`saccade eval`: the sets of `data.val` and `eval.suites`, measured with a model as it is.
 
 saccade eval run.yaml model.path=runs/geo/checkpoints/step-100 data.val=test.jsonl
+saccade eval run.yaml --rescore runs/run-eval/samples.jsonl
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from contextlib import closing, nullcontext
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from saccade import checks
 from saccade.config import Config, load
-from saccade.plugins.check_data.row_warnings import warn_of_rewards
-from saccade.plugins.evaluation import rescore as rescoring
-from saccade.plugins.evaluation.answering import answering_engine, answering_family, expenses
-from saccade.plugins.evaluation.results import kept_if_filled, places, write_results
+from saccade.errors import ConfigError
+from saccade.plugins.check_data.row_warnings import unused_rewards, warn_of_rewards
+from saccade.plugins.evaluation.answering import answering_family, evaluator_of
+from saccade.plugins.evaluation.results import kept_if_filled, places, write_files, write_results
 from saccade.plugins.reports.report import table_lines, write_eval_report
 from saccade.plugins.reports.trajectories import TrajectoryWriter
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.reward_card import read_card
 from saccade.plugins.suites.suites import suite_sets, with_rewards
 from saccade.recipes import model_setup, parts, questions
-from saccade.recipes.evaluator import Evaluator, describe
-from saccade.recipes.failures import check_errors
+from saccade.recipes.accuracy import measured, score_terms
+from saccade.recipes.evaluator import Result, describe
+from saccade.recipes.failures import Judged, check_errors, refuse_errors
+from saccade.rewards.combine import DROPPED, Scored, drops_group
+from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.scorer import Scorer
+from saccade.rollout.scoring import parsed
 from saccade.run.console import Console
 from saccade.run.folder import QUARANTINE, RESULTS
-from saccade.run.quarantine import Quarantine
+from saccade.system.codec import decode
+from saccade.types import ALWAYS_EXCLUDED, STATUS_OF_END, Media
 
 log = logging.getLogger(__name__)
 
 FILES = (RESULTS, "samples.jsonl", "report.html", QUARANTINE)
+# Of a stored row, what a reward reads under the same name.
+NEEDED = ["id", "response", "data_source", "prompt", "choices", "extra", "end_reason", "think_prefilled"]
 
 
 def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) -> dict[str, Any]:
@@ -44,7 +56,7 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
     folder, answers = places(config, out)
     with kept_if_filled(folder):
         if rescore is not None:
-            return rescoring.run(config, folder, Path(rescore))
+            return _rescore(config, folder, Path(rescore))
         if config.model.path and read_card(config.model.path):
             return reward_training.evaluate(config, folder)
         return _evaluate(config, folder, answers)
@@ -53,21 +65,11 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
 def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
     family = answering_family(config)
     sets = questions.validation_sets(config, family) | suite_sets(config, family)
-    scorer = parts.make_scorer(config)
-    engine = answering_engine(config, family, logs=folder, answers=answers)
-    with (
-        scorer or nullcontext(),
-        closing(engine),
-        TrajectoryWriter(folder) as writer,
-        Console(None, "eval", name=folder.name) as console,
-    ):
-        quarantine = Quarantine(folder, config.data)
+    opened = evaluator_of(config, family, folder, answers=answers, command="eval", name=folder.name)
+    with TrajectoryWriter(folder) as writer, opened as (evaluator, console):
         for dataset in sets.values():
-            parts.test_rewards(config, scorer, dataset.samples)
-        warn_of_rewards(scorer, sets.values(), shared=False)
-        evaluator = Evaluator(
-            engine=engine, family=family, scorer=scorer, config=config, quarantine=quarantine, progress=console.progress
-        )
+            parts.test_rewards(config, evaluator.scorer, dataset.samples)
+        warn_of_rewards(evaluator.scorer, sets.values(), shared=False)
         results = []
         for name, dataset in sets.items():
             with console.phase(name):
@@ -79,15 +81,146 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
             writer.write(0, stored, family, version=0, kind=f"val/{name}", scores=scores)
             if dataset.overlong or dataset.quarantined:  # a score of the rest is another score
                 log.info(dataset.summary)
-        for spent in expenses(engine, scorer):
-            log.info(spent)
         summary = write_results(folder, results, family)
         for dataset in sets.values():
-            quarantine.record(dataset.aside)
+            evaluator.quarantine.record(dataset.aside)
         writer.flush()
         write_eval_report(folder)
         made = [name for name in FILES if (folder / name).is_file()]
         log.info(f"{', '.join(made)} are in {folder}")
-        for result in results:  # only now: no answer is lost
-            check_errors(result.groups, config)
+    for result in results:  # only now: no answer is lost
+        check_errors(result.groups, config)
     return summary
+
+
+# -- answers that are scored again ------------------------------------------------------------------
+
+
+def _rescore(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
+    """Answers of an earlier evaluation, scored again; no model is loaded. Writes the rows with their new
+    scores; returns the metrics of each set. The rewards are not tested on known answers before: what
+    they say of these can be read.
+    """
+    if not samples.is_file():
+        raise ConfigError(f"--rescore {samples}: no such file; give the samples.jsonl of an evaluation")
+    rows, scorer = _stored(samples), parts.make_scorer(config)
+    if scorer is None:
+        raise ConfigError("reward.terms: nothing scores a response; try reward.terms=[math]")
+    if scorer.learned is not None:
+        raise ConfigError(
+            "reward.terms: --rescore has answers only, and a reward model reads the whole "
+            "conversation; remove the terms of `model`"
+        )
+    with Console(None, "eval", name=folder.name), scorer:
+        log.info(f"answers of {samples} are scored again; data.val and eval.suites do not count")
+        _require_pictures(config, rows)
+        for warning in unused_rewards(scorer, {row["data_source"] for row in rows}, shared=False):
+            log.warning(warning)
+        sets = {name: [r for r in rows if r["set"] == name] for name in dict.fromkeys(r["set"] for r in rows)}
+        summary = {name: _rescored(own, scorer) for name, own in sets.items()}
+        for name, metrics in summary.items():
+            log.info(describe(Result(name=name, groups=(), metrics=metrics)))
+        write_files(folder, summary, rows)
+        log.info(f"{RESULTS}, samples.jsonl are in {folder}")
+        for own in sets.values():
+            refuse_errors([Judged(r["id"], r["status"], r["reason"], r["end_reason"]) for r in own], config)
+    return summary
+
+
+def _stored(samples: Path) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(samples.read_bytes().split(b"\n"), 1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"--rescore: {samples} line {number} is no JSON: {error}") from None
+        row = row if isinstance(row, dict) else {}
+        missing = {*NEEDED, "set", "gold", "media", "tokens", "status"} - set(row)
+        if missing:
+            raise ConfigError(
+                f"--rescore: {samples} line {number} has no {', '.join(sorted(missing))}; give the "
+                "samples.jsonl of an evaluation"
+            )
+        rows.append(row)
+    if not rows:
+        raise ConfigError(f"--rescore: {samples} is empty; give the samples.jsonl of an evaluation")
+    return rows
+
+
+def _rescored(rows: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, float]:
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row, score in zip(rows, scorer.score([_reward_sample(row) for row in rows]), strict=True):
+        row |= _verdict(row, score)
+        groups.setdefault((row["data_source"], row["id"]), []).append(row)
+    for members in groups.values():  # one failure may cost the whole group its scores
+        if drops_group(row["reason"] for row in members):
+            for row in members:
+                if row["status"] not in ALWAYS_EXCLUDED:
+                    row |= {"status": "abstain", "score": None, "reward": None, "reason": DROPPED}
+    items = [
+        (source, np.array([row["score"] for row in members if row["score"] is not None]))
+        for (source, _), members in groups.items()
+    ]
+    read = [parsed(row["extracted"], row["reason"]) for row in rows if row["status"] not in ALWAYS_EXCLUDED]
+    metrics = measured(items, score_terms(scorer, items)) | {
+        **({"parse_rate": float(np.mean(read))} if read else {}),
+        "error_rate": float(np.mean([row["status"] == "error" for row in rows])),
+        "abstain_rate": float(np.mean([row["status"] == "abstain" for row in rows])),
+    }
+    return metrics | scorer.metrics()
+
+
+def _verdict(row: Mapping[str, Any], score: Scored) -> dict[str, Any]:
+    """What an evaluation would have stored. An episode that failed stays without a score."""
+    ended = row["end_reason"]
+    status = STATUS_OF_END.get(ended, "ok")
+    if status in ("error", "aborted"):
+        return {"status": status, "score": None, "reward": None, "parts": {}, "extracted": None}
+    found: dict[str, Any] = {"parts": dict(score.parts), "reason": score.reason, "score": None}
+    found |= {"reward": score.reward, "extracted": score.extracted}
+    if score.status != "ok":
+        return found | {"status": score.status}
+    if not parsed(score.extracted, score.reason) and ended == "answered":
+        ended, status = "eos_no_answer", "void"
+    return found | {"score": score.outcome, "status": status, "end_reason": ended}
+
+
+def _reward_sample(row: Mapping[str, Any]) -> RewardSample:
+    return RewardSample(
+        **{name: row[name] for name in NEEDED},
+        answer=row["gold"],
+        images=row["media"],
+        media=tuple(_media(record) for record in row["media"] if _has_files(record)),
+        turns=row.get("said") or (row["response"],),
+        tool_calls=row.get("tool_calls", ()),
+        length=row["tokens"],
+        truncated=STATUS_OF_END.get(row["end_reason"]) == "truncated",
+    )
+
+
+def _media(record: Mapping[str, Any]) -> Media:
+    """Rows of earlier versions hold size and pixels, but no other field than hash and path."""
+    (width, height), (least, most) = record["size"], record["pixels"]
+    stored = {name: record[name] for name in record.keys() - {"size", "pixels"}}
+    sizes = {"width": width, "height": height, "min_pixels": least, "max_pixels": most}
+    return decode(Media, {**sizes, **stored})
+
+
+def _has_files(record: Mapping[str, Any], *, there: bool = False) -> bool:
+    """Whether a medium, or each picture of a video, has a path; `there`: with a file at it."""
+    paths = [picture.get("path") for picture in record.get("pictures") or [record]]
+    return all(path and (not there or Path(path).is_file()) for path in paths)
+
+
+def _require_pictures(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Where a judge or a service looks at them, each must still be where it was."""
+    if config.reward.judge.send_images or config.reward.remote.send_images:
+        records = [record for row in rows for record in row["media"]]
+        gone = [r for r in records if not _has_files(r, there=True)]
+        if gone:
+            raise ConfigError(
+                f"reward.judge.send_images: {len(gone)} of {len(records)} pictures are in no file any more, "
+                f"such as {gone[0]['path'] or gone[0]['hash'][:12]}; restore them, or try send_images=false"
+            )

@@ -25,6 +25,7 @@ from saccade.system.disk import require_writable
 from saccade.types import Group, Trajectory
 
 ANSWERS = "answers"
+COPIED = ("repeat", "extracted", "reward", "turns", "end_reason", "status", "reason")  # of a trajectory
 
 
 def places(config: Config, out: Path | None) -> tuple[Path, Path]:
@@ -84,27 +85,20 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dict[str, Any]:
     sample, added = group.sample, trajectory.messages[trajectory.context :]
-    return {
+    return {n: getattr(trajectory, n) for n in COPIED} | {
         "set": name,
         "id": sample.id,
-        "repeat": trajectory.repeat,
         "data_source": sample.data_source,
         "prompt": "\n".join(message.text for message in sample.messages),
         "response": family.decode(trajectory.response_ids),
         "think_prefilled": family.chat.think_prefilled,
-        "extracted": trajectory.extracted,
         "gold": sample.answer,
         "choices": list(sample.choices),
         "score": trajectory.outcome,
-        "reward": trajectory.reward,
         "parts": dict(trajectory.parts),
         "tokens": trajectory.response_length,
-        "turns": trajectory.turns,
         "said": [m.text for m in added if m.role == "assistant"],
         "tool_calls": trajectory.info.get("tool_calls") or [],
-        "end_reason": trajectory.end_reason,
-        "status": trajectory.status,
-        "reason": trajectory.reason,
         "media": [
             facts | encode(media) for media, facts in zip(sample.media, image_records(sample.media), strict=True)
         ],

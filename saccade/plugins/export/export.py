@@ -24,7 +24,7 @@ def export(
     compared. Adapters come along as they were trained, or are all that is written.
     """
     checkpoint, out = Path(checkpoint), Path(out)
-    source = _resolve(checkpoint)
+    source = checkpoint_of(checkpoint)
     adapter = source / ADAPTER
     if adapter_only and not adapter.is_dir():
         raise ConfigError(f"{source} has no adapter; it was not trained with model.train=lora")
@@ -58,7 +58,8 @@ def pictures(folder: Path) -> str:
     return f"; {path.name} shows pictures with {limits[0]}" if limits else ""
 
 
-def _resolve(path: Path) -> Path:
+def checkpoint_of(path: Path) -> Path:
+    """A step folder itself, or the latest one of a run folder."""
     from saccade.run.checkpoint import complete_steps
 
     for folder in (path / "checkpoints", path):

@@ -15,7 +15,6 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence, Set
-from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,16 +28,13 @@ from saccade.data.records import content_hash
 from saccade.errors import ConfigError
 from saccade.models.files import stamp
 from saccade.plugins.check_data.canonical_rows import dialogue_row
-from saccade.plugins.evaluation.answering import answering_engine, answering_family, expenses
+from saccade.plugins.evaluation.answering import answering_family, evaluator_of
 from saccade.plugins.evaluation.results import read_lines, to_lines
 from saccade.plugins.generate.selection import SELECT, write_selected
 from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.accuracy import measured, measures, score_terms
-from saccade.recipes.evaluator import Evaluator
 from saccade.rewards.scorer import Scorer
-from saccade.run.console import Console
 from saccade.run.folder import differences, leaves, write_whole
-from saccade.run.quarantine import Quarantine
 from saccade.system.disk import require_writable
 from saccade.types import Group
 
@@ -76,25 +72,18 @@ def run(config: Any) -> dict[str, Any]:
     done, again = _done(path, made_of, made_by, contents)
     todo = [sample for sample in data.samples if sample.id not in done]
     skipped = len(done)
-    scorer = parts.make_scorer(config)
-    engine = answering_engine(config, family, logs=path.parent, answers=path.parent / "answers")
-    with (
-        scorer or nullcontext(),
-        closing(engine),
-        Console(None, "generate", name=config.run.name) as console,
-        path.open("a", encoding="utf-8") as file,
-    ):
+    opened = evaluator_of(
+        config, family, path.parent, answers=path.parent / "answers", command="generate", name=config.run.name
+    )
+    with opened as (evaluator, console), path.open("a", encoding="utf-8") as file:
+        quarantine = evaluator.quarantine
         log.info(f"{len(todo)} of {len(data.samples)} rows to do, {len(done)} are in {path}")
         if again:
             log.info(
                 f"of these {len(again)} are answered again, such as {again[0]}: they changed since "
                 "they were answered, or their lines are of a version that did not record it"
             )
-        quarantine = Quarantine(path.parent, config.data)
         quarantine.record(data.aside)
-        evaluator = Evaluator(
-            engine=engine, family=family, scorer=scorer, config=config, quarantine=quarantine, progress=console.progress
-        )
         for start in range(0, len(todo), BLOCK):
             samples = quarantine.sound(todo[start : start + BLOCK], data, family)
             with console.phase("generate"):
@@ -109,11 +98,9 @@ def run(config: Any) -> dict[str, Any]:
             done |= {group.sample.id for group in groups}
         if left_out := quarantine.left_out(data):
             log.info(f"{data.summary}\n{left_out} left out in all, listed in {quarantine.file}")
-        for spent in expenses(engine, scorer):
-            log.info(spent)
     made = len(todo) - len(quarantine.found(data))
     result: dict[str, Any] = {"path": str(path), "rows": made, "skipped": skipped}
-    chosen, lines = config.generate, [_made(path, scorer)]
+    chosen, lines = config.generate, [_made(path, evaluator.scorer)]
     if chosen.select == "correct":
         count = len(read_lines(taught))
         lines += [f"{count} of {len(done) * chosen.n} episodes were right, to train on in {taught}"]
@@ -184,7 +171,7 @@ def _made_of(config: Config, folder: str) -> dict[str, Any]:
         "select=correct": config.generate.select == "correct",
         **{name: value for name, value in options if name.startswith(MADE_OF) and not PACE.fullmatch(name)},
     }
-    named = re.findall(r'"([^"]+)"', json.dumps(made, ensure_ascii=False))
+    named = re.findall(r'"((?:[^"\\]|\\.)*)"', json.dumps(made, ensure_ascii=False))
     return made | {FILES: {text: digest for text in (folder, *named) if (digest := _stamped(text))}}
 
 

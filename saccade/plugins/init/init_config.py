@@ -27,8 +27,6 @@ from saccade.system.disk import require_writable
 from saccade.types import Media, Sample
 
 LOOKED_AT = 200
-MOST_SOURCES = 10
-DEFAULT = "default"  # in reward.by_source: all sources that it does not name
 UNOPENED = Media(hash="", width=1, height=1, path="")
 
 NUMBER = r"\s*-?\d+(?:\.\d+)?\s*"
@@ -70,7 +68,7 @@ class Findings(NamedTuple):
     rows: int
     images: int
     keys: Mapping[str, str]  # roles of columns that their names do not tell
-    rewards: Mapping[str, Guess]  # by data source; alone under an empty name
+    reward: Guess
 
 
 def write_config(model: Path, data: Path, out: Path) -> None:
@@ -95,11 +93,8 @@ def _look(model: Path, data: Path) -> Findings:
     format, keys, samples = _first_rows(data)
     if format in ELSEWHERE and not any(sample.answer for sample in samples):
         raise DataError(_elsewhere(format, model, data))
-    rewards, images = {"": guess_reward(samples)}, sum(bool(sample.media) for sample in samples)
-    if apart := letters_apart(samples):
-        column, rewards = apart
-        keys = {**keys, "data_source": column} if column else keys
-    return Findings(model_type, format, len(samples), images, keys, rewards)
+    images = sum(bool(sample.media) for sample in samples)
+    return Findings(model_type, format, len(samples), images, keys, guess_reward(samples))
 
 
 def _type_of(model: Path) -> str:
@@ -177,29 +172,6 @@ def guess_reward(samples: Sequence[Sample]) -> Guess:
     return reward, args, because
 
 
-def letters_apart(samples: Sequence[Sample]) -> tuple[str, dict[str, Guess]] | None:
-    """Where some golds are letters of choices: the column that says which (empty: that of the
-    source), a reward for each of its values that has letters, and `default` for all others.
-    """
-    if len({_is_letter(gold) for sample in samples for gold in _golds(sample)}) < 2:
-        return None
-    extras = [name for name, value in samples[0].extra.items() if isinstance(value, str)]
-    for column in ("", *extras):
-        found: dict[str, list[Sample]] = {}
-        for sample in samples:
-            value = sample.extra.get(column, DEFAULT) if column else sample.data_source
-            found.setdefault(str(value), []).append(sample)
-        kinds = {value: {_is_letter(gold) for row in rows for gold in _golds(row)} for value, rows in found.items()}
-        if len(found) > MOST_SOURCES or any(len(kind) != 1 for kind in kinds.values()):
-            continue
-        letters = [value for value, (letter,) in kinds.items() if letter]
-        if DEFAULT not in letters:  # rows of later sources are more likely like the others
-            others = [s for value, rows in found.items() if value not in letters for s in rows]
-            rewards = {value: guess_reward(found[value]) for value in letters}
-            return column, rewards | {DEFAULT: guess_reward(others)}
-    return None
-
-
 def _golds(sample: Sample) -> Sequence[str]:
     return [sample.answer] if isinstance(sample.answer, str) else sample.answer or []
 
@@ -232,8 +204,7 @@ def _page(found: Findings, model: Path, data: Path, out: Path) -> str:
     ]
     if found.keys:
         lines.append(("  keys:", "columns whose names do not tell what they hold"))
-        why = {"data_source": "tells golds that are letters from others"}
-        lines += [(f"    {k}: {_quote(column)}", why.get(k, "")) for k, column in found.keys.items()]
+        lines += [(f"    {role}: {_quote(column)}", "") for role, column in found.keys.items()]
     if found.images:
         spent = PIXELS.get(found.model_type, USUAL_PIXELS)
         lines += [(f"  max_pixels: {pixels}", why) for pixels, why in spent]
@@ -248,24 +219,19 @@ def _written(lines: Lines) -> str:
 
 
 def _rewards(found: Findings) -> Lines:
-    """The section of what scores, by source where the golds are of several kinds."""
-    if found.rewards.get("", ("",))[0] == "sokoban" and not found.images:  # played move by move
+    """The section of what scores."""
+    reward, args, because = found.reward
+    if reward == "sokoban" and not found.images:  # played move by move
         name = ("  name: sokoban_step", "a picture after each turn; the game gives the rewards")
         return [("env:", ""), name]
-    single = "" in found.rewards
-    lines = [("reward:", "")]
-    if not single:
-        lines.append(("  by_source:", "terms by data_source"))
-    for source, (reward, args, because) in found.rewards.items():
-        indent, head = ("  ", "terms") if single else ("    ", _quote(source))
-        lines += [
-            (f"{indent}{head}:", "added up; the first is the accuracy that is reported"),
-            (f"{indent}  - verifier: {reward}", because),
-            *([(f"{indent}    args: {args}", "words are no mathematics")] if args else []),
-            (f"{indent}  - verifier: format:think_answer", "keeps the answer where it is found"),
-            (f"{indent}    weight: 0.2", "small, so that form never outweighs being right"),
-        ]
-    return lines
+    return [
+        ("reward:", ""),
+        ("  terms:", "added up; the first is the accuracy that is reported"),
+        (f"    - verifier: {reward}", because),
+        *([(f"      args: {args}", "words are no mathematics")] if args else []),
+        ("    - verifier: format:think_answer", "keeps the answer where it is found"),
+        ("      weight: 0.2", "small, so that form never outweighs being right"),
+    ]
 
 
 def _quote(text: str) -> str:

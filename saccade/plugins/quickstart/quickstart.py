@@ -21,15 +21,16 @@ import numpy as np
 import yaml
 
 from saccade.plugins.evaluation import evaluate
-from saccade.plugins.export.export import export
+from saccade.plugins.evaluation.results import read_lines
+from saccade.plugins.export.export import checkpoint_of, export
 from saccade.plugins.families import tiny
 from saccade.plugins.quickstart import counting
 from saccade.plugins.reports.comparison import paired_difference
-from saccade.plugins.reports.curves import charts_of, phase_seconds
 from saccade.plugins.reports.episodes import stored_episodes
+from saccade.plugins.reports.report import charts_of, phase_seconds
 from saccade.plugins.reports.report_page import Estimate, Report, Table, write_report
 from saccade.recipes import model_setup, rl, sft
-from saccade.run.checkpoint import complete_steps, tensor_shapes
+from saccade.run.checkpoint import tensor_shapes
 from saccade.run.loggers import read_metrics
 from saccade.run.statistics import mean_interval
 from saccade.system.disk import require_writable
@@ -56,22 +57,22 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> dict[str, Any]:
     out, size = Path(out).resolve(), SIZES["quick" if quick else "full"]
     require_writable(out, "--out")
     _make_room(out)
-    _say("1/6", f"drawing {size['prompts']:,} scenes, building a model with random weights")
+    _say(1, f"drawing {size['prompts']:,} scenes, building a model with random weights")
     data = draw_data(out / "data", size, seed)
     model = tiny.build("qwen2_5_vl", out / "model", words=WORDS, seed=seed)
-    _say("2/6", f"cold start: SFT on {size['demonstrations']} demonstrations in three colours")
+    _say(2, f"cold start: SFT on {size['demonstrations']} demonstrations in three colours")
     sft.run(_write(out, sft_config(out, data, model, size, seed)))
-    start = _last_checkpoint(out / "sft")
+    start = str(checkpoint_of(out / "sft"))
 
-    _say("3/6", f"GRPO on {size['prompts']:,} questions in six colours; the reward is the count")
+    _say(3, f"GRPO on {size['prompts']:,} questions in six colours; the reward is the count")
     seconds = time.monotonic()
     rl.run(_write(out, rl_config(out, data, start, size, seed)))
     seconds = time.monotonic() - seconds
 
-    _say("4/6", f"control: SFT goes on with the same demonstrations for the same {seconds:.0f} s")
+    _say(4, f"control: SFT goes on with the same demonstrations for the same {seconds:.0f} s")
     sft.run(_write(out, control_config(out, data, start, size, seed, seconds)))
 
-    _say("5/6", "evaluating all three on held-out scenes, and with new colours and more objects")
+    _say(5, "evaluating all three on held-out scenes, and with new colours and more objects")
     scores = {name: _evaluate(out, name, data, seed) for name in STAGES}
     export(out / "rl", out / "exported")
 
@@ -79,7 +80,7 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> dict[str, Any]:
     size_of = int(sum(np.prod(shape) for shape in tensor_shapes(Path(model))))
     summary = {"seconds": round(time.monotonic() - began, 1), "model_parameters": size_of, **accuracies}
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    _say("6/6", "writing the report")
+    _say(6, "writing the report")
     _report(out, summary, scores, seconds, size)
     _conclude(out, summary, scores)
     if quick:
@@ -162,13 +163,13 @@ REWARD = {
 
 def _evaluate(out: Path, name: str, data: Mapping[str, str], seed: int) -> dict[str, np.ndarray]:
     """Greedy accuracy of a stage on both sets, item by item."""
-    config = _common(out, name, _last_checkpoint(out / name), seed)
+    config = _common(out, name, str(checkpoint_of(out / name)), seed)
     config["data"] = {"val": [data["val"], data["ood"]]}
     config["rollout"] = {"max_tokens": 16}  # up to eight objects are listed
     config["reward"] = REWARD
     folder = out / "evaluation" / name
     evaluate.run(config, out=folder)
-    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_bytes().split(b"\n")[:-1]]
+    rows = read_lines(folder / "samples.jsonl")
     return {split: np.array([row["score"] for row in rows if row["set"] == split]) for split in ("val", "ood")}
 
 
@@ -254,9 +255,5 @@ def _write(out: Path, config: Mapping[str, Any]) -> Path:
     return path
 
 
-def _last_checkpoint(run: Path) -> str:
-    return str(run / "checkpoints" / f"step-{complete_steps(run / 'checkpoints')[-1]}")
-
-
-def _say(number: str, text: str) -> None:
-    print(f"\n[{number}] {text}", flush=True)
+def _say(number: int, text: str) -> None:
+    print(f"\n[{number}/6] {text}", flush=True)

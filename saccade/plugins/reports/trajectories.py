@@ -31,6 +31,8 @@ from saccade.types import ALWAYS_EXCLUDED, Group, Media, MediaSpan, Message, Sou
 
 log = logging.getLogger(__name__)
 
+# Of a trajectory, under the same names in its record.
+COPIED = ("extracted", "reward", "outcome", "parts", "turn_rewards", "end_reason", "status", "reason", "turns", "info")
 IMAGES = "images"
 LARGEST_SIDE = 512
 LARGEST_SEEN = 1024  # as the model saw it
@@ -184,7 +186,7 @@ def record_of(group: Group, trajectory: Trajectory, decode_text: Callable[[Seque
     """All of a trajectory that is known without its pictures."""
     sample, status = group.sample, trajectory.status
     prompt = trajectory.ids[: trajectory.prompt_length]
-    return {
+    return {name: getattr(trajectory, name) for name in COPIED} | {
         "id": sample.id,
         "data_source": sample.data_source,
         "group": group.uid or sample.id,
@@ -192,16 +194,8 @@ def record_of(group: Group, trajectory: Trajectory, decode_text: Callable[[Seque
         "messages": [_message(message) for message in trajectory.messages or sample.messages],
         "prompt_ids_hash": hashlib.sha256(prompt.astype("<i8").tobytes()).hexdigest()[:16],
         "segments": list(_segments(trajectory, decode_text)),
-        "extracted": trajectory.extracted,
         "gold": sample.answer,
-        "reward": trajectory.reward,
-        "outcome": trajectory.outcome,
-        "parts": trajectory.parts,
-        "turn_rewards": trajectory.turn_rewards,
         "advantage": _advantage(trajectory),
-        "end_reason": trajectory.end_reason,
-        "status": status,
-        "reason": trajectory.reason,
         "overturn": status == "overturn",
         "void": status == "void",
         "masked": status in ALWAYS_EXCLUDED or not trajectory.trained,
@@ -211,8 +205,6 @@ def record_of(group: Group, trajectory: Trajectory, decode_text: Callable[[Seque
             "vision": sum(span.length for span in trajectory.media),
             "total": len(trajectory.ids),
         },
-        "turns": trajectory.turns,
-        "info": trajectory.info,
     }
 
 
