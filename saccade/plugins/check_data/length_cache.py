@@ -19,7 +19,7 @@ from pathlib import Path
 from saccade.config import Config
 from saccade.models.families import TOWERS, Family
 from saccade.run.folder import write_whole
-from saccade.types import Message, Sample
+from saccade.types import Media, Message, Sample
 
 Length = Callable[[Sample], int]
 
@@ -64,13 +64,8 @@ def renderer(family: Family) -> str:
 
 
 def _content(messages: tuple[Message, ...]) -> str:
-    digest = hashlib.blake2b(digest_size=12)
-    for message in messages:
-        digest.update(f"{message.role}\0".encode())
-        for part in message.parts:
-            if isinstance(part, str):
-                digest.update(b"t" + part.encode() + b"\0")
-            else:
-                size = (part.width, part.height, part.min_pixels, part.max_pixels)
-                digest.update(f"{part.kind}{size}\0".encode())
-    return digest.hexdigest()
+    def size(part: Media) -> tuple[object, ...]:
+        return part.kind, part.width, part.height, part.min_pixels, part.max_pixels
+
+    said = [(m.role, [part if isinstance(part, str) else size(part) for part in m.parts]) for m in messages]
+    return hashlib.blake2b(repr(said).encode(), digest_size=12).hexdigest()

@@ -19,8 +19,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import typer
-
 from saccade.config import Config
 from saccade.errors import EnvironmentProblem, SaccadeError
 from saccade.plugins.doctor import machine, model_files
@@ -40,14 +38,17 @@ class Finding(NamedTuple):
 
 def run(config: Config, *, as_json: bool = False) -> None:
     """Print what is found; raise if any of it keeps a run from working."""
-    found = []
+    from rich.console import Console
+    from rich.text import Text
+
+    console, found = Console(soft_wrap=True, emoji=False), []
     for finding in examine(config):
         found.append(finding)
         if not as_json:
-            status = typer.style(f"{finding.status:<8}", fg=STYLES[finding.status])
-            typer.echo(f"{status} {finding.name:<16} {finding.text}")
+            status = Text(f"{finding.status:<8} ", style=STYLES[finding.status])
+            console.print(status.append(f"{finding.name:<16} {finding.text}", style="default"))
             if finding.fix:
-                typer.echo(typer.style(f"{'':<26}to fix it: {finding.fix}", dim=True))
+                console.print(Text(f"{'':<26}to fix it: {finding.fix}", style="dim"))
     if as_json:
         print(json.dumps({"findings": [finding._asdict() for finding in found]}, indent=2))
     failed = [finding.name for finding in found if finding.status == "failure"]

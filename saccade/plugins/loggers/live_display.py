@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from datetime import timedelta
 from itertools import cycle
 from typing import IO
 
@@ -100,8 +101,7 @@ class LiveDisplay:
             return Text("")
         per_step = (run.ends[-1] - run.ends[0]) / (len(run.ends) - 1)
         left = max(0.0, (run.total - run.last) * per_step - (time.monotonic() - run.ends[-1]))
-        hours, minutes, seconds = int(left // 3600), int(left % 3600 // 60), int(left % 60)
-        return Text(f"{hours}:{minutes:02d}:{seconds:02d} left", style="dim")
+        return Text(f"{timedelta(seconds=int(left))} left", style="dim")
 
     def _table(self, metrics: Row) -> Table:
         cells = leading_cells(metrics) + column_cells(MORE_COLUMNS, metrics) + list(self._validation.items())

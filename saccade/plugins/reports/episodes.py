@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +86,8 @@ def shortened(text: str) -> str:
 
 def _question(record: Record) -> str:
     """The text before the first words of an assistant."""
-    texts = []
-    for message in record["messages"]:
-        if message["role"] == "assistant":
-            break
-        texts += [part["text"] for part in message["content"] if part["type"] == "text"]
-    return "\n".join(texts).strip()
+    asked = takewhile(lambda message: message["role"] != "assistant", record["messages"])
+    return "\n".join(part["text"] for m in asked for part in m["content"] if part["type"] == "text").strip()
 
 
 def _turns(record: Record) -> tuple[list[dict[str, Any]], int]:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -261,9 +261,7 @@ def _curve(name: str, points: Sequence[Point]) -> Curve:
     mean = []
     if len(points) >= SMOOTH_FROM:
         reach = max(2, len(points) // 20)
-        sums = [0.0]
-        for _, y in points:
-            sums.append(sums[-1] + y)
+        sums = [0.0, *accumulate(y for _, y in points)]
         for place in (*places, len(points) - 1):
             low, high = max(0, place - reach), min(len(points), place + reach + 1)
             mean.append((points[place][0], (sums[high] - sums[low]) / (high - low)))

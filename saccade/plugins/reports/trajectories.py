@@ -248,15 +248,15 @@ def _advantage(trajectory: Trajectory) -> Any:
 
 def _plain(value: Any) -> Any:
     """As JSON can hold it, also what a reward or an environment noted."""
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+    if value is None or isinstance(value, int | str):  # first: most of it are ids of tokens
+        return value
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else None
-    return value if isinstance(value, bool | int | str | None) else str(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else str(value)
 
 
 # -- pictures ---------------------------------------------------------------------------------------
