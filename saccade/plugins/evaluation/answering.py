@@ -66,6 +66,7 @@ def evaluator_of(
     with scorer or nullcontext(), closing(engine), Console(None, command, name=name) as console:
         used: dict[str, Any] = {"engine": engine, "scorer": scorer, "quarantine": Quarantine(folder, config.data)}
         yield Evaluator(family=family, config=config, progress=console.progress, **used), console
-        for one in (engine, scorer and scorer.judge):
+        asked: list[Any] = [engine, scorer.judge if scorer is not None else None]
+        for one in asked:
             if hasattr(one, "expenses"):
                 log.info(one.expenses())
