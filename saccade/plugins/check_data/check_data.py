@@ -119,25 +119,20 @@ def _reader(config: Config, command: str, family: Family) -> Read:
     from saccade.plugins.preferences.preference_losses import from_config
     from saccade.recipes import questions
 
-    def used(split: str, sources: Sequence[DataSource], own: Config) -> Dataset:
-        if command == "reward-model":
-            return HOOKS["reward_model_rows"](own, family).load(sources)
-        if command == "sft" and split == "train":
-            return questions.load_dialogues(own, sources, family)
-        asked = questions.load_prompts(own, sources, family)
-        compares = split == "train" or any(sample.candidates for sample in asked.samples)
-        if command == "dpo" and compares:
-            paired = from_config(own.dpo).whole
-            return pairs.load_pairs(own, sources, family, paired=paired)
-        return asked
-
     def read(split: str, sources: Sequence[DataSource], data: DataConfig) -> tuple[Dataset, Dataset]:
         own = config.model_copy(update={"data": data})
-        if command == "sft" and own.sft.mode == "pretrain" and split == "train":
-            documents = questions.load_documents(own, sources, family)
-            return documents, documents
-        as_they_are = load(sources, data, marks=questions.marks_of(family))
-        return as_they_are, used(split, sources, own)
+        if command == "sft" and split == "train":
+            if own.sft.mode == "pretrain":
+                documents = questions.load_documents(own, sources, family)
+                return documents, documents
+            used = questions.load_dialogues(own, sources, family)
+        elif command == "reward-model":
+            used = HOOKS["reward_model_rows"](own, family).load(sources)
+        else:
+            used = questions.load_prompts(own, sources, family)
+            if command == "dpo" and (split == "train" or any(sample.candidates for sample in used.samples)):
+                used = pairs.load_pairs(own, sources, family, paired=from_config(own.dpo).whole)
+        return load(sources, data, marks=questions.marks_of(family)), used
 
     return read
 
