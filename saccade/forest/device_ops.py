@@ -28,10 +28,6 @@ def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def has_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" and _has_triton()
-
-
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("triton") is not None

@@ -236,12 +236,14 @@ def _batch(trees: Sequence[_Tree], positions: Positions, with_ends: bool) -> Bat
     truncated = False
     for tree in trees:
         first_node = len(parents)
-        tree_positions = _tree_positions(tree, positions)
+        # Positions depend on length and media alone.
+        longest = max(len(member.ids) for member in tree.members)
+        of_media = {media: positions(longest, media) for media in {member.media for member in tree.members}}
         for node in tree.nodes:
             owner = tree.members[node.owner]
             offset = starts[-1] - node.start
             ids.append(owner.ids[node.start : node.end])
-            places.append(tree_positions[node.owner][:, node.start : node.end])
+            places.append(of_media[owner.media][:, node.start : node.end])
             media += [s.moved(offset) for s in owner.media if node.start <= s.start < node.end]
             parents.append(node.parent + first_node if node.parent >= 0 else -1)
             starts.append(starts[-1] + node.end - node.start)
@@ -275,12 +277,3 @@ def _batch(trees: Sequence[_Tree], positions: Positions, with_ends: bool) -> Bat
         support=tuple(support) if truncated else None,
         sampled=np.concatenate(sampled) if with_ends else None,
     )
-
-
-def _tree_positions(tree: _Tree, positions: Positions) -> list[np.ndarray]:
-    """Positions depend on length and media alone, so members with the same media share one
-    computation.
-    """
-    longest = max(len(t.ids) for t in tree.members)
-    shared = {media: positions(longest, media) for media in {t.media for t in tree.members}}
-    return [shared[member.media] for member in tree.members]

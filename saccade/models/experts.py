@@ -23,11 +23,8 @@ MARK = ".experts."  # in the name of every matrix of an expert
 
 def routers(model: nn.Module) -> list[Any]:
     """The modules that choose experts, layer by layer; none: the model is no mixture."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(getattr(module, "top_k", None), int) and isinstance(getattr(module, "weight", None), nn.Parameter)
-    ]
+    found = [module for module in model.modules() if isinstance(getattr(module, "top_k", None), int)]
+    return [module for module in found if isinstance(getattr(module, "weight", None), nn.Parameter)]
 
 
 def count(model: nn.Module) -> int:

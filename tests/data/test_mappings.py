@@ -82,7 +82,6 @@ VIDEOGEN = {"path_A": "x", "path_B": "y", "prompt": "a bird", "VQ": "A", "MQ": "
         ("rapidata-t2v", "video", RAPIDATA, RAPID_HEADS),
         ("rapidata-i2v", "video", RAPIDATA, RAPID_HEADS),
         ("rapidata-i2v", "video", RAPIDATA | {"prompt_asset": None}, "no prompt_asset"),
-        ("omnireward-t2v", "video", OMNI | {"response1": "x", "response2": "y"}, "y"),
         ("omnireward-t2a", "audio", OMNI | {"response1_path": "x", "response2_path": "y"}, "y"),
         ("videogen_rewardbench", "video", VIDEOGEN, "left out"),
         (

@@ -277,7 +277,6 @@ READ = "self.out(values.mean(1))[None]"
     [
         ({"end": ")"}, r"own\.py:make: loading the file raises SyntaxError: .*\(own\.py:17\)"),
         ({"first": "raise ValueError('boom')"}, r"\(2, 64\) raises ValueError: boom \(own\.py:16"),
-        ({"forward": "values @ values"}, r"forward of \[2, 20\] raises RuntimeError: .*\(own\.py:13"),
         ({"forward": f"{READ} / 0 * 0"}, "forward gives numbers that are not finite"),
         ({"forward": f"{READ} + torch.randn(1)"}, "remove dropout and noise"),
     ],
