@@ -283,7 +283,7 @@ def unknown_key(key: str) -> str:
         instead, option = other_names()[1], meant_by(key)
         hint = f"did you mean {option!r}?" if option else ""
         hint = hint or next((instead[part] for part in reversed(key.split(".")) if part in instead), "")
-        siblings = [name for name, _ in options() if above and name.startswith(f"{above}.")]
+        siblings = [name for name, _ in options() if above and name.rpartition(".")[0] == above]
         hint = hint or ("expected one of " + ", ".join(siblings) if siblings else "")
     return f"unknown key {key!r}{hint and '; '}{hint}"
 

@@ -25,7 +25,7 @@ from saccade.config import TrainConfig
 from saccade.forest.device_ops import to_device
 from saccade.forest.logprobs import read_logprobs
 from saccade.forest.packing import halves
-from saccade.models import lora
+from saccade.models import experts, lora
 from saccade.models.families import Family
 from saccade.models.files import require_same
 from saccade.models.heads import SavedHead, read_scores, without_head
@@ -34,7 +34,7 @@ from saccade.system.contents import File, held, tensor_file
 from saccade.trainer import Loss, Scoring, Update, model_state
 from saccade.trainer.checkpointing import Recompute
 from saccade.trainer.forward_inputs import Ahead, FeatureCache, Inputs, inputs_of
-from saccade.trainer.losses import Balance
+from saccade.trainer.losses import routers_of, with_balance
 from saccade.trainer.optimizer import Optimizer
 from saccade.types import Batch, Metrics
 
@@ -75,7 +75,7 @@ class LocalBackend:
             model.named_parameters(), train, lr_scale=lambda n: scales.get(family.tower_of(n), 1.0)
         )
         self.recompute = Recompute(model, checkpointing)
-        self.balance = Balance(model, train.aux_coef)
+        self.routers, self.aux_coef = routers_of(model, train.aux_coef), train.aux_coef
         self._towers_stand = not any(
             p.requires_grad for n, p in model.named_parameters() if family.tower_of(n) != "llm"
         )
@@ -192,10 +192,11 @@ class LocalBackend:
             self.recompute.choose(batch.tokens, media_tokens, cautious=cautious)
             value: Tensor | None = None
             try:
-                with self.balance.watched() as routed:
+                with experts.watched(self.routers) as routed:
                     value, sums = loss.read(self, batch)()
-                share = batch.tokens / tokens
-                value, sums = self.balance.added(value, sums, routed, share, role=loss.role)
+                if self.routers:
+                    chosen, share = self.routers[0].top_k, batch.tokens / tokens
+                    value, sums = with_balance(value, sums, routed, chosen, self.aux_coef, share, loss.role)
                 if todo and self.device.type == "cuda":  # which is busy with the backward
                     self._inputs.begin(todo[0][0])
                 if value.requires_grad:  # not where only a tower trains, and none of it was used

@@ -6,10 +6,9 @@ backend.train_step(batches, PolicyLoss(algorithm, Scoring(temperature=1.0)), lr=
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -60,30 +59,21 @@ class ValueLoss:
         return partial(value_objective, new, old, returns, scales, clip=self.clip)
 
 
-class Balance:
-    """The balance loss of a mixture of experts, added to whatever else a forest is trained on.
+def routers_of(model: nn.Module, coef: float) -> list[Any]:
+    """What a balance loss with this weight reads; nothing without one."""
+    routers = experts.routers(model) if coef else []
+    if coef and not routers:
+        raise ConfigError(f"train.aux_coef={coef:g}: {type(model).__name__} has no experts to balance; use 0")
+    return routers
 
-    A forest counts by its share of the tokens of the optimizer step. A trunk is one row of it
-    however many leaves it has, so the term depends on how the rows were packed, unlike every other
-    loss.
+
+def with_balance(
+    loss: Tensor, sums: LossSums, logits: Sequence[Tensor], chosen: int, coef: float, share: float, role: str
+) -> tuple[Tensor, LossSums]:
+    """Both with the balance loss of a mixture of experts, by the logits of its routers. A forest counts
+    by its `share` of the tokens of the optimizer step. A trunk is one row of it however many leaves it
+    has, so the term depends on how the rows were packed, unlike every other loss.
     """
-
-    def __init__(self, model: nn.Module, coef: float) -> None:
-        self.coef = coef
-        self.routers = experts.routers(model) if coef else []
-        if coef and not self.routers:
-            raise ConfigError(f"train.aux_coef={coef:g}: {type(model).__name__} has no experts to balance; use 0")
-
-    def watched(self) -> AbstractContextManager[list[Tensor]]:
-        """The logits of the routers in the forwards inside."""
-        return experts.watched(self.routers)
-
-    def added(
-        self, loss: Tensor, sums: LossSums, logits: Sequence[Tensor], share: float, *, role: str
-    ) -> tuple[Tensor, LossSums]:
-        """Both with this term; `share`: of the tokens of the optimizer step."""
-        if not self.routers:
-            return loss, sums
-        term = experts.balance_loss(logits, self.routers[0].top_k) * share
-        means = {**sums.means, AUX_METRICS[role]: (term.detach(), term.new_full((), share))}
-        return loss + self.coef * term, replace(sums, means=means)
+    term = experts.balance_loss(logits, chosen) * share
+    means = {**sums.means, AUX_METRICS[role]: (term.detach(), term.new_full((), share))}
+    return loss + coef * term, replace(sums, means=means)
