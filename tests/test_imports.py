@@ -133,6 +133,6 @@ def test_optional_libraries_are_never_imported_at_the_top_of_a_module():
 
 
 def test_importing_saccade_does_not_import_torch():
-    code = "import sys, saccade, saccade.cli; print('torch' in sys.modules)"
+    code = "import sys, saccade.cli, saccade.plugins.serving.reward_service; print('torch' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "False"

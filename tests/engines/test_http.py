@@ -65,9 +65,9 @@ def test_greedy_answers_are_those_of_the_embedded_engine(endpoint, connect, talk
     assert [(len(c.ids), c.finish) for c in there] == [(len(c.ids), c.finish) for c in here]
     assert all(np.isnan(c.logprobs).all() for c in there)
     counters = engine.client.counters
-    assert counters.response_tokens == sum(len(c.ids) for c in here)
-    assert counters.prompt_tokens == sum(len(r) for r in rendered)
-    assert engine.client.model == "tiny" and counters.sent == 5  # the list of models, four answers
+    assert counters["response_tokens"] == sum(len(c.ids) for c in here)
+    assert counters["prompt_tokens"] == sum(len(r) for r in rendered)
+    assert engine.client.model == "tiny" and counters["sent"] == 5  # the list of models, four answers
 
 
 def test_seeds_make_samples_repeatable(endpoint, connect, talks):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import base64
+import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from saccade.errors import ConfigError
-from saccade.media.images import open_media
+from saccade.media.images import ImageError, crop, decode, open_media
 from saccade.models.chat import PLAIN_TEMPLATE
 from saccade.plugins.engines.http_family import endpoint_family
 from saccade.plugins.judges.http_client.chat_client import APIS, encode, read_answer, settings
-from saccade.types import Media, Message, Sampling, Source
+from saccade.types import Media, Message, Sampling
 
 SAMPLING = Sampling(temperature=0.5, max_tokens=9, stop=("END",), top_k=5)
 
@@ -66,9 +69,33 @@ def test_a_response_counts_the_tokens_that_were_used(image):
     assert len(other) == 1 and family.decode(np.concatenate([other, one])) == "four apples"
 
 
-def test_images_of_later_turns_have_a_place_too(image):
-    family = endpoint_family("http://127.0.0.1:9/v1")
-    observed = Message(role="user", parts=("look \ufffc", image(), image(84, 56), "!"))
-    added = family.render_continuation([observed], last_id=0)
-    assert [span.media.width for span in added.media] == [56, 84]
-    assert (added.sources == Source.OBSERVATION).all()
+# -- images on their way ---------------------------------------------------------------------------
+
+
+def test_what_is_no_image_is_refused_by_name(image):
+    with pytest.raises(ImageError, match="sent images, and no audio"):
+        encode(replace(image(56, 56), kind="audio"))
+
+
+def pixels(media: Media) -> np.ndarray:
+    data = base64.b64decode(encode(media)[1])
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def test_what_is_large_a_crop_or_turned_is_written_anew(image, tmp_path):
+    assert pixels(replace(image(200, 100), max_pixels=5000)).shape == (50, 100, 3)
+    part = crop(image(100, 80), (10, 20, 60, 70))
+    assert np.array_equal(pixels(part), decode(part))
+    turned = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned.save(tmp_path / "a.jpg", exif=exif)
+    media = open_media(tmp_path / "a.jpg")
+    assert np.array_equal(pixels(media), decode(media)) and media.height == 60
+
+
+def test_each_image_is_encoded_once(image):
+    encode.cache_clear()
+    for _ in range(3):
+        assert encode(image(56, 56, 1)) != encode(image(56, 56, 2))
+    assert encode.cache_info().misses == 2

@@ -6,41 +6,42 @@ import json
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
-from saccade.config import load
+from saccade.algorithms import select
+from saccade.config import DataConfig, DataSource, TrainConfig, load
 from saccade.data.datasets import Stream
+from saccade.data.datasets import load as read
 from saccade.errors import ConfigError
+from saccade.forest.packing import pack
 from saccade.models.families import load_family
+from saccade.models.load import load_model
+from saccade.plugins.distillation import distil
 from saccade.plugins.distillation.distil import kd
+from saccade.plugins.families.tiny import build
 from saccade.plugins.imitation.reward_tags import asking_for_the_best
+from saccade.plugins.quickstart.quickstart import WORDS
 from saccade.recipes import questions, rl, sft
 from saccade.recipes.to_trajectory import document
+from saccade.trainer import OWN
+from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
-from saccade.types import Message, Sample
+from saccade.types import Message, Sample, replace
 
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    from saccade.plugins.families.tiny import build
-    from saccade.plugins.quickstart.quickstart import WORDS
-
     return build("qwen2_5_vl", tmp_path_factory.mktemp("teacher"), words=WORDS, seed=7)
 
 
 # -- a teacher -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows_of_logits", [None, 3])
-def test_the_loss_beside_a_teacher(tmp_path, sft_config, teacher, word_model, monkeypatch, rows_of_logits):
-    """Against stock transformers, row by row, also where logits come in chunks of three."""
-    import torch
-    import transformers
-
-    from saccade.plugins.distillation import distil
-
+def test_the_loss_beside_a_teacher(tmp_path, sft_config, teacher, word_model, monkeypatch):
+    """Against stock transformers, row by row, where logits come in chunks of three."""
     family = load_family(word_model)
-    if rows_of_logits:
-        monkeypatch.setattr(distil, "CHUNK_ELEMENTS", rows_of_logits * family.vocabulary)
+    monkeypatch.setattr(distil, "CHUNK_ELEMENTS", 3 * family.vocabulary)
     config = sft_config(tmp_path, run__max_steps=1, sft__teacher=teacher, sft__kd_coef=0.3)
     row = sft.run(config)
 
@@ -68,9 +69,8 @@ def test_the_loss_beside_a_teacher(tmp_path, sft_config, teacher, word_model, mo
 
 
 def test_a_teacher_with_other_tokens_is_refused(tmp_path, sft_config, family_of):
-    for other in ("qwen3", "qwen2_5_vl"):
-        with pytest.raises(ConfigError, match=r"sft.teacher=.*same family and tokenizer"):
-            sft.run(sft_config(tmp_path, sft__teacher=family_of(other).path))
+    with pytest.raises(ConfigError, match=r"sft.teacher=.*same family and tokenizer"):
+        sft.run(sft_config(tmp_path, sft__teacher=family_of("qwen2_5_vl").path))
     with pytest.raises(ConfigError, match=r"sft.kd_coef: has no effect without sft.teacher"):
         sft.run(sft_config(tmp_path, sft__kd_coef=0.2))
 
@@ -98,8 +98,6 @@ def test_pretraining_learns_a_text_by_heart(tmp_path, sft_config, numbers):
     found = numbers(tmp_path / "run")
     assert found[0]["sft/tokens"] == 7 + 6
     assert found[-1]["sft/loss"] < 0.4 * found[0]["sft/loss"]
-    with pytest.raises(ConfigError, match=r"sft.loss_on: has no effect without sft.mode == 'chat'"):
-        sft.run(sft_config(tmp_path, data__train=str(path), sft__loss_on="all") | options)
 
 
 # -- answers with their reward ---------------------------------------------------------------------
@@ -107,11 +105,9 @@ def test_pretraining_learns_a_text_by_heart(tmp_path, sft_config, numbers):
 
 def test_the_reward_stands_after_the_question(tmp_path, sft_config, word_model):
     rows = [
-        {"messages": [{"role": "user", "content": "how many ?"}], "reward": 9},
         {"prompt": "how many ?", "chosen": "red", "rejected": "blue", "reward": 0.25},
         {"input": "how many ?", "output": "blue", "label": 0},
     ]
-    rows[0]["messages"].append({"role": "assistant", "content": "3"})
     family, found = load_family(word_model), []
     for number, row in enumerate(rows):
         path = tmp_path / f"{number}.jsonl"
@@ -120,17 +116,12 @@ def test_the_reward_stands_after_the_question(tmp_path, sft_config, word_model):
         config = load(sft_config(tmp_path, data__train=str(path)) | changes)
         (sample,) = questions.load_dialogues(config, config.data.train, family).samples
         found.append([message.text for message in sample.messages])
-    assert found == [
-        ["how many ? reward 9.0", "3"],
-        ["how many ? reward 0.2", "red"],
-        ["how many ? reward 0.0", "blue"],
-    ]
+    assert found == [["how many ? reward 0.2", "red"], ["how many ? reward 0.0", "blue"]]
     data = questions.load_dialogues(config, config.data.train, family)
     (asked,) = asking_for_the_best(config.sft.reward_tag, data, {"val": data})["val"].samples
     assert asked.messages[0].text.endswith("reward 0.0 reward 0.0")
-    for tag in ("reward", "{score}", "{reward"):
-        with pytest.raises(ConfigError, match=r"sft.reward_tag: .* shows no reward"):
-            sft.run(sft_config(tmp_path, sft__reward_tag=tag))
+    with pytest.raises(ConfigError, match=r"sft.reward_tag: .* shows no reward"):
+        sft.run(sft_config(tmp_path, sft__reward_tag="{score}"))
 
 
 def test_one_model_learns_good_and_bad_answers_apart(tmp_path, sft_config, numbers, scenes):
@@ -174,17 +165,6 @@ def test_demonstrations_are_part_of_the_same_update(tmp_path, rl_config, scenes,
 
 
 def test_the_gradients_of_both_terms_add_up(word_model, scenes):
-    import torch
-
-    from saccade.algorithms import select
-    from saccade.config import DataConfig, DataSource, TrainConfig
-    from saccade.data.datasets import load as read
-    from saccade.forest.packing import pack
-    from saccade.models.load import load_model
-    from saccade.trainer import OWN
-    from saccade.trainer.local import LocalBackend
-    from saccade.types import replace
-
     family = load_family(word_model)
     samples = read([DataSource(path=str(scenes / "shown.jsonl"))], DataConfig()).samples[:4]
     groups = [sft.dialogue(sample, family, "assistant") for sample in samples]

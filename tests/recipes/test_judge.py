@@ -1,7 +1,5 @@
 """Training and evaluating with a judge: one that knows, one that rambles, one that dies."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable
@@ -84,22 +82,18 @@ def dying(questions: int) -> Callable[[dict[str, Any]], Says]:
     return script
 
 
-@pytest.mark.parametrize("on_failure", ["abstain", "drop_group"])
-def test_a_judge_that_dies_in_the_middle(on_failure, tmp_path, judged):
-    changes = {"reward.self_test": "off", "reward.judge.on_failure": on_failure}
-    changes |= {"reward.max_error_rate": 1.0, "run.max_steps": 2}
-    with scripted(dying(12)) as endpoint:
-        rl.run(judged(tmp_path, endpoint.url) | changes)
-    last = read_metrics(tmp_path / "run")[-1]
-    assert last["judge/failures"] > 0
-    assert (last["reward/error_rate"] == 0) == (on_failure == "abstain")
-    assert last["reward/abstain_rate"] > 0
-
-
-def test_a_judge_that_dies_ends_the_run_at_the_limit(tmp_path, judged):
+def test_a_judge_that_dies_in_the_middle(tmp_path, judged):
+    off = {"reward.self_test": "off"}
+    for on_failure in ("abstain", "drop_group"):
+        changes = off | {"reward.judge.on_failure": on_failure, "reward.max_error_rate": 1.0}
+        with scripted(dying(12)) as endpoint:
+            rl.run(judged(tmp_path, endpoint.url) | changes | {"run.name": on_failure})
+        last = read_metrics(tmp_path / on_failure)[-1]
+        assert last["judge/failures"] > 0 and last["reward/abstain_rate"] > 0
+        assert (last["reward/error_rate"] == 0) == (on_failure == "abstain")
     stops = pytest.raises(RewardError, match=r"judge.*out of order.*max_error_rate")
     with scripted(dying(20)) as endpoint, stops:
-        rl.run(judged(tmp_path, endpoint.url) | {"reward.self_test": "off", "run.max_steps": 9})
+        rl.run(judged(tmp_path, endpoint.url) | off | {"run.max_steps": 9})
 
 
 def test_a_tiny_model_is_a_bad_judge(tmp_path, judged, word_model, monkeypatch):
@@ -181,7 +175,6 @@ def test_what_is_refused_before_a_run(tmp_path, judged, rl_config):
         return ""
 
     assert problems() == ""
-    assert "try reward.judge.url=http://127" in problems(url="localhost:8000")
     assert "would be logged" in problems(url="http://me:pw@host/v1")
     said = problems(key="sk-123-456")
     assert "reward.judge.key=OPENAI_API_KEY" in said and "sk-123" not in said

@@ -1,6 +1,4 @@
-"""A model learns to judge two pictures: supervised, by RL with the verdict reward; evaluated."""
-
-from __future__ import annotations
+"""A model learns to judge two pictures: supervised, then by RL with the verdict reward."""
 
 import json
 import math
@@ -12,7 +10,6 @@ import pytest
 from benchmarks.generative_judge import PHRASES, SAID, write_rows
 from saccade.config import DataSource, load
 from saccade.errors import DataError
-from saccade.plugins.evaluation import evaluate
 from saccade.plugins.families.tiny import build
 from saccade.recipes import model_setup, questions, rl, sft
 
@@ -119,11 +116,3 @@ def test_rl_pays_one_for_the_right_verdict_and_nothing_for_others(rows, taught, 
     assert {("A", 1.0)} <= first <= {("A", 1.0), ("B", 0.0)}
     assert {("B", 1.0)} <= second <= {("B", 1.0), ("A", 0.0)}
     assert any(record["reward"] == 0 for record in records)
-
-
-def test_a_judge_is_evaluated(rows, start, taught, tmp_path):
-    (untaught,) = evaluate.run(config_of(rows, start, tmp_path)).values()
-    assert untaught["accuracy"] == 0  # it says nothing that is a verdict
-    model = config_of(rows, checkpoint(taught), tmp_path, run={"name": "again"})
-    (found,) = evaluate.run(model).values()
-    assert found["accuracy"] > 0.75

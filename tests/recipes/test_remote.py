@@ -37,19 +37,14 @@ def serving(*terms: Any, folder: Path | None = None) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture
-def address():
-    with serving("count") as url:
-        yield url
-
-
-def test_two_steps_with_a_service(tmp_path, rl_config, address):
+def test_two_steps_with_a_service(tmp_path, rl_config):
     two = {"run.max_steps": 2}
     terms = [{"verifier": "remote"}, {"verifier": "format:think_answer", "weight": 0.5}]
     local = [{"verifier": "count"}, terms[1]]
     rl.run(rl_config(tmp_path / "home") | two | {"reward.terms": local})
-    away = {"reward.terms": terms, "reward.remote.url": address}
-    rl.run(rl_config(tmp_path / "away") | two | away)
+    with serving("count") as address:
+        away = {"reward.terms": terms, "reward.remote.url": address}
+        rl.run(rl_config(tmp_path / "away") | two | away)
     home, other = (read_metrics(tmp_path / name / "run") for name in ("home", "away"))
     for one, two_ in zip(home, other, strict=True):
         assert one["reward/mean"] == two_["reward/mean"]

@@ -3,7 +3,6 @@
 import base64
 import json
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -71,12 +70,10 @@ def connected(endpoint: Endpoint) -> socket.socket:
 def test_models(endpoint):
     status, reply = call(endpoint, "/models")
     assert status == 200 and [m["id"] for m in reply["data"]] == ["tiny"]
-    for path in ("/models/tiny", "/models/%74iny/"):
-        assert call(endpoint, path) == (200, *reply["data"])
+    assert call(endpoint, "/models/%74iny/") == (200, *reply["data"])
     status, reply = call(endpoint, "/models/gpt-4o")
     assert status == 404 and reply["error"]["code"] == "model_not_found"
     assert reply["error"]["param"] == "model" and "'tiny' is" in reply["error"]["message"]
-    assert call(endpoint, "/models/tiny", None, Authorization="")[0] == 401
 
 
 def test_an_answer_is_the_engines(endpoint, model, family, image):
@@ -145,23 +142,16 @@ def test_a_stop_string_is_cut_off_and_named(endpoint):
 
 
 def test_clients_share_the_engine(endpoint, monkeypatch):
-    """Ten at once get what each would get alone."""
-    bodies = [shown(f"say {i}") for i in range(10)]
+    """Those who ask at once get what each would get alone."""
+    bodies = [shown(f"say {i}") | {"max_tokens": 32, "ignore_eos": True} for i in range(6)]
     alone = [chat(endpoint, **body)["choices"] for body in bodies]
-    gate, widest = threading.Barrier(10), []
+    widest: list[int] = []
     assert endpoint.hub is not None
     engine, poll = endpoint.hub.engine, endpoint.hub.engine.poll
     monkeypatch.setattr(engine, "poll", lambda: (widest.append(engine.pending), poll())[1])
-
-    def ask(body: Any) -> Any:
-        gate.wait()
-        return chat(endpoint, max_tokens=32, ignore_eos=True, **body)["choices"]
-
-    with ThreadPoolExecutor(10) as threads:
-        together = list(threads.map(ask, bodies))
-    assert max(widest) > 1
-    for (choice,), (longer,) in zip(alone, together, strict=True):
-        assert longer["message"]["content"].startswith(choice["message"]["content"].rstrip("\ufffd"))
+    with ThreadPoolExecutor(6) as threads:
+        together = list(threads.map(lambda body: chat(endpoint, **body)["choices"], bodies))
+    assert max(widest) > 1 and together == alone
 
 
 def test_a_client_that_leaves_frees_the_engine_and_is_no_news(endpoint, capfd):
@@ -301,16 +291,11 @@ def test_without_a_token_only_this_machine_is_served(model, family):
 
 
 def test_methods_besides_get_and_post(endpoint):
-    for path in ("/", "/v1/nothing"):
-        status, headers, body = raw(endpoint.url, "GET", path)
-        head = raw(endpoint.url, "HEAD", path)
-        assert head[0] == status and head[2] == b""
-        assert head[1]["Content-Length"] == headers["Content-Length"] == str(len(body))
-    for method in ("PUT", "OPTIONS"):
-        status, headers, body = raw(endpoint.url, method, "/v1/models")
-        assert status == 405 and headers.get_content_type() == "application/json"
-        assert not [name for name in headers if name.lower().startswith("access-control")]
-    assert "Method Not Allowed" in json.loads(body)["error"]["message"]
+    status, headers, body = raw(endpoint.url, "HEAD", "/")
+    assert status == 200 and body == b"" and int(headers["Content-Length"]) > 0
+    status, headers, body = raw(endpoint.url, "OPTIONS", "/v1/models")
+    assert status == 405 and "Method Not Allowed" in json.loads(body)["error"]["message"]
+    assert not [name for name in headers if name.lower().startswith("access-control")]
 
 
 def test_a_client_that_falls_silent_is_let_go(model, family, monkeypatch):

@@ -108,7 +108,7 @@ def test_greedy_answers_are_those_of_the_embedded_engine(engine, backend, legibl
     texts = [engine._texts.decode(c.ids) for c in there]
     assert texts == [legible.decode(c.ids) for c in here]
     assert [(len(c.ids), c.finish) for c in there] == [(len(c.ids), c.finish) for c in here]
-    assert engine.client.counters.prompt_tokens == sum(len(r.ids) for r in asked)
+    assert engine.client.counters["prompt_tokens"] == sum(len(r.ids) for r in asked)
 
 
 def test_seeds_and_stop_strings(engine, requests):

@@ -43,7 +43,7 @@ class HttpEngine(Engine):
 
     def expenses(self) -> str:
         """What was asked and what that cost."""
-        return self.client.counters.describe(self.client.http.price)
+        return self.client.expenses()
 
     # -- the protocol --
 

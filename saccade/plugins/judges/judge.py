@@ -17,14 +17,15 @@ import logging
 import re
 import threading
 import time
+from collections import Counter
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from saccade.config.schema import JudgeConfig
 from saccade.errors import ConfigError
-from saccade.plugins.judges.http_client.chat_client import ChatClient, key_of, store_answer, stored_answer
+from saccade.plugins.judges.http_client.chat_client import ChatClient, cost, key_of, store_answer, stored_answer
 from saccade.plugins.judges.http_client.sender import RequestQueue
 from saccade.plugins.verifiers.short_answers import ASK
 from saccade.rewards.combine import DROP_GROUP, Pending
@@ -38,32 +39,21 @@ VERDICT = re.compile(r"[*_`\s]*score[*_`\s]*[:=][*_`\s]*(\d{1,6})(?:\.0+)?[*_`\s
 MARK = re.compile(r"<(?=\S)|\[(?=/?[A-Z_]{3,}\])")  # <|im_end|>, </s>, [INST]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    question: str
-    references: tuple[str, ...]
-    prediction: str
+class Case(NamedTuple):
+    asked: dict[str, Any]  # what a verdict depends on, pictures by name
     media: tuple[Media, ...] = ()
-
-    @property
-    def shown(self) -> dict[str, Any]:
-        """What a verdict depends on, pictures by name."""
-        return {
-            "question": self.question,
-            "references": list(self.references),
-            "prediction": self.prediction,
-            "images": ["/".join(map(str, media.key)) for media in self.media],
-        }
 
 
 def case_of(sample: RewardSample, answer: str, *, images: bool = False) -> Case:
     asked = [str(m["content"]) for m in sample.messages if m["role"] == "user"]
-    return Case(
-        question="\n".join(asked) or sample.prompt,
-        references=tuple(filter(None, sample.golds)),
-        prediction=_harmless(answer),
-        media=tuple(sample.media) if images else (),
-    )
+    media = tuple(sample.media) if images else ()
+    shown = {
+        "question": "\n".join(asked) or sample.prompt,
+        "references": list(filter(None, sample.golds)),
+        "prediction": _harmless(answer),
+        "images": ["/".join(map(str, medium.key)) for medium in media],
+    }
+    return Case(shown, media)
 
 
 def _harmless(answer: str) -> str:
@@ -73,8 +63,7 @@ def _harmless(answer: str) -> str:
 
 
 def question_of(case: Case, template: Any, scale: int) -> Message:
-    text = template.render(question=case.question, references=case.references, prediction=case.prediction, scale=scale)
-    return Message(role="user", parts=(*case.media, text))
+    return Message(role="user", parts=(*case.media, template.render(case.asked, scale=scale)))
 
 
 def compiled(source: str) -> Any:
@@ -105,7 +94,7 @@ def read_verdict(reply: str, scale: int) -> float | None:
 SECTION = "reward.judge"
 WARMER = 0.2  # added to the temperature after a reply without a verdict
 QUOTED = 200  # characters of a reply that a reason keeps
-CHECK = Case(question="What is 1 + 1?", references=("2",), prediction="two")
+CHECK = Case({"question": "What is 1 + 1?", "references": ["2"], "prediction": "two", "images": []})
 
 
 class Verdict(NamedTuple):
@@ -142,7 +131,7 @@ class Judge:
         self._open: dict[str, Future[Verdict]] = {}  # by the key of a case that is being judged
         self._lock = threading.Lock()
         self._alive = time.monotonic()  # when the endpoint last replied
-        self._counted = replace(self._client.counters)
+        self._counted = Counter(self._client.counters)
 
     def check(self) -> None:
         """One small question: an endpoint that cannot be reached stops a run before it starts."""
@@ -167,26 +156,24 @@ class Judge:
 
     def metrics(self) -> dict[str, float]:
         counts, latency = self._queue.take_counts()
-        before, self._counted = self._counted, replace(self._client.counters)
-        prompt = self._counted.prompt_tokens - before.prompt_tokens
-        response = self._counted.response_tokens - before.response_tokens
+        now = Counter(self._client.counters)
+        new, self._counted = now - self._counted, now
         metrics: dict[str, float] = {
             "samples": counts["samples"],  # that went to the judge
             "by_rule": counts["by_rule"],  # that did not have to
-            "calls": self._counted.sent - before.sent,
-            "tokens": prompt + response,
+            "calls": new["sent"],
+            "tokens": new["prompt_tokens"] + new["response_tokens"],
             "failures": counts["failures"],
             **latency,
         }
         if counts["samples"]:
             metrics["cache_hit_rate"] = counts["free"] / counts["samples"]
         if self.config.price is not None:
-            each = self.config.price
-            metrics["cost"] = (prompt * each[0] + response * each[1]) / 1e6
+            metrics["cost"] = cost(new, self.config.price)
         return {f"judge/{name}": value for name, value in metrics.items()}
 
     def expenses(self) -> str:
-        return f"judge: {self._client.counters.describe(self.config.price)}"
+        return f"judge: {self._client.expenses()}"
 
     def close(self) -> None:
         """Whoever still waits gets a failure; replies under way are not waited for."""
@@ -219,8 +206,7 @@ class Judge:
             waiting.set_result(verdict)
 
     def _ask(self, case: Case, key: str, until: float) -> Verdict:
-        stored = stored_answer(self._cache, key) if self._cache else None
-        if stored is not None:
+        if (stored := stored_answer(self._cache, key)) is not None:
             return Verdict(stored.text, read_verdict(stored.text, self.config.scale), stored=True)
         messages = (question_of(case, self._template, self.config.scale),)
         for attempt in range(self.config.retries + 1):
@@ -229,8 +215,7 @@ class Judge:
             self._alive = time.monotonic()
             value = read_verdict(answer.text, self.config.scale)
             if value is not None and answer.finish == "stop":
-                if self._cache:
-                    store_answer(self._cache, key, self._about | case.shown, answer)
+                store_answer(self._cache, key, self._about | case.asked, answer)
                 return Verdict(answer.text, value)
         tried = f"no verdict (attempts: {self.config.retries + 1})"
         return Verdict(f"{tried}; the last reply ended with {answer.text[-QUOTED:]!r}")
@@ -252,4 +237,4 @@ class Judge:
         return Score(kind=kind, reason=f"{reason}: {why}", extracted=first.extracted)  # type: ignore[arg-type]
 
     def _key(self, case: Case) -> str:
-        return key_of(self._about | case.shown)
+        return key_of(self._about | case.asked)

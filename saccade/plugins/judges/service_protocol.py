@@ -88,15 +88,11 @@ def request_for(samples: Sequence[RewardSample], *, request_id: str, template: s
         "request_id": request_id,
         "query": [_query(sample, template) for sample in samples],
         "prompts": [json.dumps(list(s.messages), ensure_ascii=False) for s in samples],
-        "labels": ["" if s.answer is None else _listed(s.answer) for s in samples],
+        "labels": ["" if sample.answer is None else sample.answer for sample in samples],
         "answered": [sample.answer is not None for sample in samples],
         "responses": [sample.response for sample in samples],
-        **{column: [_listed(getattr(sample, field)) for sample in samples] for column, (field, _) in COLUMNS.items()},
+        **{column: [getattr(sample, field) for sample in samples] for column, (field, _) in COLUMNS.items()},
     }
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _query(sample: RewardSample, template: str) -> str:
@@ -122,7 +118,7 @@ def read_samples(body: Mapping[str, Any], *, response_after: str = "") -> list[R
     prompts = _column(body, "prompts", ANYTHING, count) or [None] * count
     told = _column(body, "responses", TEXT, count)
     found = [(text, "") for text in told] or [
-        _found(query, prompt, response_after) for query, prompt in zip(queries, prompts, strict=True)
+        split_query(query, prompt, response_after) for query, prompt in zip(queries, prompts, strict=True)
     ]
     gold = "labels" if body.get("labels") is not None else "references"
     labels = _column(body, gold, ANSWER, count) or [None] * count
@@ -189,29 +185,22 @@ def _content(content: Any) -> str:
     return "".join(str(part.get("text", f"<{part.get('type')}>")) for part in records)
 
 
-def _found(query: str, prompt: Any, response_after: str) -> tuple[str, str]:
-    """The response, or why it is not known: an error of its sample alone."""
-    try:
-        return split_query(query, prompt, response_after), ""
-    except ValueError as problem:
-        return "", str(problem)
+def split_query(query: str, prompt: Any = None, response_after: str = "") -> tuple[str, str]:
+    """The response in prompt + response, or why it is not known: an error of its sample alone.
 
-
-def split_query(query: str, prompt: Any = None, response_after: str = "") -> str:
-    """The response in prompt + response: what follows the prompt, or the mark of the turn after
-    those that the prompt has. The whole text where neither is there, unless marks of a chat
-    template show that a prompt is in it: that is a ValueError.
+    It is what follows the prompt, or the mark of the turn after those that the prompt has; the whole
+    text where neither is there, unless marks of a chat template show that a prompt is in it.
     """
     if isinstance(prompt, str) and prompt and query.startswith(prompt):
-        return _ended(query[len(prompt) :])
+        return _ended(query[len(prompt) :]), ""
     before = sum(message["role"] == "assistant" for message in _messages(prompt))
     if response_after and query.count(response_after) > before:
-        return _ended(query.split(response_after, before + 1)[-1])
+        return _ended(query.split(response_after, before + 1)[-1]), ""
     response = _ended(query)
     if mark := CHAT_MARK.search(response):
         helps = "send responses, or set reward.serve.response_after='<|im_start|>assistant'"
-        raise ValueError(f"query: {mark[0]} shows that a prompt is in it; {helps}")
-    return response
+        return "", f"query: {mark[0]} shows that a prompt is in it; {helps}"
+    return response, ""
 
 
 def _ended(response: str) -> str:

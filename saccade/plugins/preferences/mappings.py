@@ -79,8 +79,6 @@ def load_mapping(name: str) -> Callable[..., Any]:
     where, (path, _, symbol) = f"data.mapping={name}", name.rpartition(":")
     if Path(path).suffix != ".py":
         raise ConfigError(f"{where}: expected one of {', '.join(MAPPINGS)}, or file.py:function; {EXAMPLE}")
-    if not Path(path).is_file():
-        raise ConfigError(f"{where}: the file does not exist; expected file.py:function")
     try:
         module = own_module(path)
     except Exception as error:

@@ -15,6 +15,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from saccade.data.chats import RowError, Turns, read_chat, read_reply
@@ -195,11 +196,8 @@ def _drawn(sample: Sample, seed: int) -> Sample:
 
 def _joined(parts: Sequence[str | Media]) -> tuple[str | Media, ...]:
     """Neighbouring texts as one."""
-    found: list[str | Media] = []
-    for part in parts:
-        last = found[-1] if found else None
-        if isinstance(part, str) and isinstance(last, str):
-            found[-1] = last + part
-        elif part:
-            found.append(part)
-    return tuple(found)
+    found: list[Any] = []
+    for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
+        pieces: list[Any] = list(run)
+        found += ["".join(pieces)] if is_text else pieces
+    return tuple(filter(None, found))

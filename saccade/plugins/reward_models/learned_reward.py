@@ -9,9 +9,11 @@ not change, so only the way in is a copy. Also what a reward service hosts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,18 +36,13 @@ from saccade.plugins.reward_models.reward_card import (
 )
 from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward, load_reward
 from saccade.plugins.reward_models.reward_losses import judgements, ratings
-from saccade.plugins.reward_models.reward_model_term import conversation_of, model_terms
+from saccade.plugins.reward_models.reward_model_term import SUMMARIES, conversation_of, model_terms
 from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import RewardSample
 from saccade.trainer.local import LocalBackend
 from saccade.types import Group, Media, Message, Sample, Trajectory
 
 TOO_LONG = "unscored: longer than the reward model can read"
-SUMMARIES: dict[str, Callable[[np.ndarray], float]] = {
-    "mean": lambda values: float(values.mean()),
-    "min": lambda values: float(values.min()),
-    "last": lambda values: float(values[-1]),
-}
 
 
 class LearnedReward:
@@ -66,10 +63,9 @@ class LearnedReward:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        micro_tokens: int = 16_384,
-        offload: bool = False,
         trust_remote_code: bool = False,
         untrained: bool = False,
+        **options: Any,
     ) -> LearnedReward:
         """`untrained`: a folder without a head gets a random one, to try a config out."""
         if not untrained and (wrong := flaw(Path(folder))):
@@ -84,7 +80,7 @@ class LearnedReward:
                 load_reward(head, Path(folder))
             attach_reward(model, head)
             head.above = []  # nobody saves it
-        return LearnedReward(model, family, card, micro_tokens=micro_tokens, offload=offload)
+        return LearnedReward(model, family, card, **options)
 
     def check(self, *, head: str | None = None, normalise: bool = False, steps: str | None = None) -> None:
         heads = self.card.heads
@@ -104,14 +100,9 @@ class LearnedReward:
             except DataError as error:
                 raise ConfigError(f"reward.terms: {self.family.path}: {error}") from None
 
-    def score(
-        self, samples: Sequence[RewardSample], *, head: str | None = None, normalise: bool = False, steps: str = "mean"
-    ) -> list[float]:
-        """One number for each sample, NaN where there is none."""
-        return [
-            float("nan") if isinstance(found, str) else self.value(found, head=head, normalise=normalise, steps=steps)
-            for found in self.read(samples)
-        ]
+    def score(self, samples: Sequence[RewardSample], **options: Any) -> list[float]:
+        """One number for each sample, NaN where there is none; options are those of `value`."""
+        return [math.nan if isinstance(found, str) else self.value(found, **options) for found in self.read(samples)]
 
     def read(self, samples: Sequence[RewardSample]) -> list[np.ndarray | str]:
         """All heads of each sample, or all its steps; a text says why it has none."""
@@ -124,7 +115,7 @@ class LearnedReward:
         self, numbers: np.ndarray, *, head: str | None = None, normalise: bool = False, steps: str = "mean"
     ) -> float:
         if self.card.kind != "scalar":
-            return SUMMARIES[steps](numbers) if len(numbers) else float("nan")
+            return float(SUMMARIES[steps](numbers)) if len(numbers) else math.nan
         value = float(numbers[self.card.heads.index(head) if head else 0])
         if not normalise:
             return value

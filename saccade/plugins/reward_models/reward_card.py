@@ -70,13 +70,9 @@ def flaw(folder: Path) -> str:
         card = read_card(folder)
     except (ValueError, TypeError) as error:
         return f"{folder / 'config.json'} cannot be read: {error}"
-    if card is None:
-        return (
-            f"{folder} is no reward model: its config.json has no `{SECTION}`; give a checkpoint "
-            "of `saccade reward-model`"
-        )
-    if not (card.heads or card.tokens):
-        return f"{folder / 'config.json'}: `{SECTION}` names neither heads nor tokens"
+    if card is None or not (card.heads or card.tokens):
+        why = f"its config.json has no `{SECTION}` with heads or tokens"
+        return f"{folder} is no reward model: {why}; give a checkpoint of `saccade reward-model`"
     weights = [name for name in shards(folder) if name != REWARD_FILE] or [SINGLE]
     for name in [*weights, *([REWARD_FILE] if card.kind == "scalar" else [])]:
         if isinstance(wrong := header_of(folder / name), str):
@@ -135,14 +131,14 @@ def _marks(ids: np.ndarray, family: Family, placeholder: str) -> np.ndarray:
     return np.array(sorted(found), dtype=np.int64)
 
 
-def verdict_ids(family: Family, tokens: Sequence[str]) -> list[int]:
+def verdict_ids(family: Family, tokens: Sequence[str]) -> tuple[int, ...]:
     """The ids of the words that name a verdict, one each."""
-    found = [family.chat.encode(token).tolist() for token in tokens]
-    for token, ids in zip(tokens, found, strict=True):
+    found = {token: family.chat.encode(token).tolist() for token in tokens}
+    for token, ids in found.items():
         if len(ids) != 1:
             why = f"{token!r} is {len(ids)} tokens of this tokenizer, and a verdict is one"
             raise ConfigError(f"reward_model.tokens: {why}; try reward_model.tokens=[+,-]")
-    return [ids[0] for ids in found]
+    return tuple(found[token][0] for token in tokens)
 
 
 def with_marks(asked: Sequence[Message], response: str, card: Card) -> tuple[Message, ...]:

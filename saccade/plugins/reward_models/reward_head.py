@@ -10,7 +10,6 @@ Legend: R reads, E hidden size, S sequences, H heads, P heads of the pooling.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -87,14 +86,12 @@ def attach_reward(model: nn.Module, head: RewardHead) -> None:
         output.requires_grad_(False)
 
 
-@torch.no_grad()
 def load_reward(head: RewardHead, folder: Path) -> None:
     stored = load_file(folder / REWARD_FILE)
-    mine: dict[str, Any] = {f"score.{n}": p for n, p in head.named_parameters()}
-    if {n: p.shape for n, p in mine.items()} != {n: p.shape for n, p in stored.items()}:
-        raise EnvironmentProblem(f"{folder / REWARD_FILE}: its tensors do not fit config.json")
-    for name, parameter in mine.items():
-        parameter.copy_(stored[name])
+    try:
+        head.load_state_dict({name.removeprefix("score."): tensor for name, tensor in stored.items()})
+    except RuntimeError as error:
+        raise EnvironmentProblem(f"{folder / REWARD_FILE}: its tensors do not fit config.json: {error}") from None
 
 
 @torch.no_grad()

@@ -126,10 +126,9 @@ def from_config(config: RewardModelConfig) -> RatingLoss:
 def of_pairs(
     row: RatingLoss, ids: Sequence[str], labels: Mapping[str, tuple[float, ...]], margins: Mapping[str, float]
 ) -> RatingLoss:
-    """With what is known of the samples of an optimizer step."""
+    """With what is known of the samples of an optimizer step, in which one may occur twice."""
     known = ~np.isnan(np.array([labels[id] for id in ids]).reshape(len(ids), len(row.heads)))
-    counts = tuple(known.sum(0).tolist())
-    return replace(row, labels=labels, margins=margins, counts=counts)
+    return replace(row, labels=labels, margins=margins, counts=tuple(known.sum(0).tolist()))
 
 
 def rating_objective(row: RatingLoss, scores: Tensor, kappa: Tensor, keys: Keys) -> tuple[Tensor, LossSums]:

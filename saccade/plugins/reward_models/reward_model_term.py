@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from saccade.rewards.verifiers import Verifier
 from saccade.types import Media, Message, Score
 
 MEDIA = re.compile("<(image|video|audio|series)>")  # how a text shows that a medium stands there
-STEPS = ("mean", "min", "last")
+SUMMARIES: Mapping[str, Callable[[np.ndarray], float]] = {"mean": np.mean, "min": np.min, "last": lambda v: v[-1]}
 
 
 def model(
@@ -34,10 +33,8 @@ def model(
     """The score of a reward model's folder. `head` names one of several, `normalise` takes off the
     mean of its scores and divides by their deviation, `steps` sums up those of a process.
     """
-    if not path.startswith("tiny:") and not (Path(path) / "config.json").is_file():
-        raise ValueError(f"path={path} has no config.json; give the folder of a reward model")
-    if steps not in STEPS:
-        raise ValueError(f"steps={steps}: choose one of {', '.join(STEPS)}")
+    if steps not in SUMMARIES:
+        raise ValueError(f"steps={steps}: expected one of {', '.join(SUMMARIES)}")
     return Score(kind="abstain", reason="unscored: its model is not loaded")
 
 
@@ -125,9 +122,8 @@ def _asked(sample: RewardSample) -> tuple[Message, ...]:
         raise ValueError(f"the prompt is text of a chat template ({mark[0]}); send its messages as JSON")
     pieces = [MEDIA.split(str(message["content"])) for message in messages]  # every second: a kind
     kinds = [kind for split in pieces for kind in split[1::2]]
-    other = next((kind for kind in kinds if kind != "image"), None)
-    if other is not None:
-        raise ValueError(f"the question shows a medium (<{other}>) that no request can carry")
+    if other := set(kinds) - {"image"}:
+        raise ValueError(f"the question shows a medium (<{min(other)}>) that no request can carry")
     shown, wanted = len(sample.media), max(len(kinds), len(sample.images))
     if wanted > shown:
         helps = "set reward.remote.send_images=true where it is asked"
@@ -135,13 +131,8 @@ def _asked(sample: RewardSample) -> tuple[Message, ...]:
     if shown > len(kinds):
         raise ValueError(f"{shown} images but fewer places for them in the messages")
     media = iter(sample.media)
-    return tuple(
-        Message(
-            role=message["role"],
-            parts=tuple(next(media) if n % 2 else text for n, text in enumerate(split) if n % 2 or text),
-        )
-        for message, split in zip(messages, pieces, strict=True)
-    )
+    parts = [tuple(next(media) if n % 2 else text for n, text in enumerate(split) if n % 2 or text) for split in pieces]
+    return tuple(Message(role=m["role"], parts=shown) for m, shown in zip(messages, parts, strict=True))
 
 
 def _replied(sample: RewardSample) -> tuple[Message, ...]:
@@ -151,9 +142,8 @@ def _replied(sample: RewardSample) -> tuple[Message, ...]:
     said = sum(role == "assistant" for role in roles)
     if (said, len(roles) - said) != (len(turns), len(seen)):
         raise ValueError(f"{len(turns)} turns and {len(seen)} observations; send roles, which give their order")
-    hidden = next((found[0] for text in seen if (found := MEDIA.search(text))), None)
-    if hidden is not None:
-        raise ValueError(f"an observation shows a medium ({hidden}) that no request can carry")
+    if hidden := MEDIA.search("\n".join(seen)):
+        raise ValueError(f"an observation shows a medium ({hidden[0]}) that no request can carry")
     return tuple(
         Message(role=role, parts=((turns if role == "assistant" else seen).pop(0),))  # type: ignore[arg-type]
         for role in roles

@@ -48,13 +48,8 @@ class Pairs:
 
     def load(self, sources: Sequence[DataSource]) -> datasets.Dataset:
         """Rows that say something about one of the heads."""
-        data = pairs.load_pairs(
-            self.config,
-            sources,
-            self.family,
-            paired=True,
-            judge=lambda sample: (self._labels(sample), margin_of(sample)),
-        )
+        judge = lambda sample: (self._labels(sample), margin_of(sample))  # noqa: E731
+        data = pairs.load_pairs(self.config, sources, self.family, paired=True, judge=judge)
         return datasets.keep(data, self._unlabelled)
 
     def check(self, samples: Sequence[Sample]) -> None:
@@ -76,14 +71,13 @@ class Pairs:
 
     def attach(self, model: Any, *, card: Card, stored: Path | None) -> None:
         """Add the head, from a checkpoint or drawn."""
-        own = self.config.reward_model
-        scale = FIRST_LOG_KAPPA if own.loss == "hps" else 0.0
+        scale = FIRST_LOG_KAPPA if self.row.loss == "hps" else 0.0
         head = RewardHead(like=model, card=card, seed=self.config.run.seed, first_log_scale=scale)
         start = stored or _trained(self.family.path, card)
         if start is not None:
             load_reward(head, start)
-        if own.loss == "hps" and not head.log_scale.item():  # what is loaded had learned none
-            head.log_scale.data.fill_(FIRST_LOG_KAPPA)
+        if scale and not head.log_scale.item():  # what is loaded had learned none
+            head.log_scale.data.fill_(scale)
         attach_reward(model, head)
         write_card(model, card)
 
@@ -95,7 +89,13 @@ class Pairs:
         return batches, reward_losses.of_pairs(self.row, [s.id for s in samples], labels, own)
 
     def _labels(self, sample: Sample) -> tuple[float, ...]:
-        return labels_of(sample, self.row.heads)
+        """Per head 1: the first candidate is better, -1: the second, 0: a tie, NaN: nothing is said."""
+        given = sample.extra.get("labels")
+        if given is None:
+            given = {MAIN: "C" if pairs.is_tie(sample) else "A"}
+        if not isinstance(given, Mapping) or not all(given.get(name) in (None, *SIDES) for name in self.row.heads):
+            raise RowError(f"labels {given!r}: write A, B, or C for a tie, for each head")
+        return tuple(SIDES.get(given.get(name) or "", nan) for name in self.row.heads)
 
     def _unlabelled(self, sample: Sample) -> str | None:
         if any(map(isfinite, self._labels(sample))):
@@ -108,15 +108,10 @@ class Pairs:
     @property
     def _card(self) -> Card:
         own = self.config.reward_model
-        return Card(
-            kind="scalar",
-            heads=tuple(own.heads),
-            pooling=own.pooling,
-            pooling_heads=(own.pooling_heads or 4) if own.pooling == "attention" else 1,
-            probe_layer=own.probe_layer,
-            head=own.head,
-            bounded=bool(own.bounded),
-        )
+        shared = {name: getattr(own, name) for name in ("pooling", "probe_layer", "head")}
+        pooling_heads = (own.pooling_heads or 4) if own.pooling == "attention" else 1
+        heads, bounded = tuple(own.heads), bool(own.bounded)
+        return Card(kind="scalar", heads=heads, pooling_heads=pooling_heads, bounded=bounded, **shared)
 
 
 def _trained(folder: str, wanted: Card) -> Path | None:
@@ -142,17 +137,6 @@ def margin_of(sample: Sample) -> float | None:
     return found
 
 
-def labels_of(sample: Sample, heads: Mapping[str, float]) -> tuple[float, ...]:
-    """Per head 1: the first candidate is better, -1: the second, 0: a tie, NaN: nothing is said."""
-    given = sample.extra.get("labels")
-    if given is None:
-        main = 0.0 if pairs.is_tie(sample) else 1.0
-        return tuple(main if name == MAIN else nan for name in heads)
-    if not isinstance(given, Mapping) or not all(given.get(name) in (None, *SIDES) for name in heads):
-        raise RowError(f"labels {given!r}: write A, B, or C for a tie, for each head")
-    return tuple(SIDES.get(given.get(name) or "", nan) for name in heads)
-
-
 # -- steps -----------------------------------------------------------------------------------------
 
 
@@ -175,9 +159,8 @@ class Process:
 
         # A length that is remembered is that of a row whose placeholders were found.
         mark = hashlib.blake2b(config.reward_model.placeholder.encode(), digest_size=4).hexdigest()
-        longest = config.reward_model.max_tokens
-        assert longest is not None, "the defaults of the command are filled in"
-        limits, limit = questions.row_limit(config.data, family, longest, "reward_model.max_tokens")
+        longest, option = config.reward_model.max_tokens, "reward_model.max_tokens"
+        limits, limit = questions.row_limit(config.data, family, longest, option)  # type: ignore[arg-type]
         read = lambda messages: self._read("", messages).ids[:-1]  # noqa: E731
         with cached_lengths(config, family, f"steps-{mark}", word, read) as length:
             data = datasets.load(sources, limits, length=length, limit=limit, marks=questions.marks_of(family))
@@ -247,7 +230,7 @@ Rows = Pairs | Process  # of a kind of reward model
 def rows_of(config: Config, family: Family) -> Rows:
     if config.reward_model.kind == "process":
         tokens = verdict_ids(family, config.reward_model.tokens)
-        return Process(config=config, family=family, tokens=tuple(tokens))
+        return Process(config=config, family=family, tokens=tokens)
     return Pairs(config=config, family=family, row=reward_losses.from_config(config.reward_model))
 
 

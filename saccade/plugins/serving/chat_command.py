@@ -113,11 +113,7 @@ def _interruptible() -> Iterator[threading.Event]:
     """Tells of Ctrl-C, which would leave caches half written if it struck within an engine's step;
     a second one strikes all the same.
     """
-    pressed = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # signals go to another
-        yield pressed
-        return
-    before = signal.getsignal(signal.SIGINT)
+    pressed, before = threading.Event(), signal.getsignal(signal.SIGINT)
 
     def press(*_: Any) -> None:
         pressed.set()

@@ -36,10 +36,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.plugins.judges.http_client.sender import LOOPBACK
 
 T = TypeVar("T")
 TOKEN = "SACCADE_TOKEN"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_NAME = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
 DRAINED = 2**30  # bytes of a refused request that are taken, so that its client reads why
 SILENCE = 60  # seconds that a client may neither send nor read

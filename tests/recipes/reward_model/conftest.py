@@ -1,7 +1,5 @@
 """Two reward models that have learned."""
 
-from __future__ import annotations
-
 import pytest
 
 import saccade

@@ -1,7 +1,5 @@
 """What the tests of reward models have in common: rows that are judged, and their scores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from saccade.types import replace
 OTHER = {"red": "blue", "blue": "red"}
 MARK = "black"  # a word of the tiny model that no scene of these shows
 
-
 DEEP = {
     "reward_model.loss": "hps",
     "reward_model.pooling": "attention",
@@ -26,8 +23,6 @@ DEEP = {
     "reward_model.bounded": True,
     "reward_model.probe_layer": 0,
 }
-
-
 PROCESS = {"reward_model.kind": "process", "reward_model.placeholder": MARK, "reward_model.tokens": ["1", "2"]}
 
 

@@ -1,7 +1,5 @@
 """Reward models end to end: pairs of pictures are learned, folders score again."""
 
-from __future__ import annotations
-
 import json
 from math import nan
 from types import SimpleNamespace
@@ -141,22 +139,6 @@ def test_rows_that_compare_nothing(tmp_path, config, row, words):
     assert not (tmp_path / "run").exists()
 
 
-def test_rows_that_are_not_trained_on_are_listed(tmp_path, config):
-    path = tmp_path / "some.jsonl"
-    listed = [PAIR, PAIR | {"labels": {"taste": "A"}}, PAIR | {"chosen": "red " * 3000}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in listed))
-    options = {"run.max_steps": 1, "train.prompts_per_step": 1}
-    reward_training.run(config(tmp_path, data__train=str(path)) | options)
-    aside = (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()
-    reasons = {row["row"]: row["reason"] for row in map(json.loads, aside)}
-    assert reasons[2] == "it labels taste, and reward_model.heads are preference"
-    assert "reward_model.max_tokens is" in reasons[3]
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text(json.dumps(PAIR | {"margin": "big"}) + "\n")
-    with pytest.raises(DataError, match=r"^data.val: 1 of 1 rows are bad"):
-        reward_training.run(config(tmp_path, data__val=str(bad), run__name="val"))
-
-
 @pytest.mark.parametrize(
     "changes",
     [DEEP | {"train.ema": 0.9}, {"model.train": "lora", "model.lora.rank": 4, "reward_model.probe_layer": -2}],
@@ -191,36 +173,30 @@ def test_a_reward_model_is_trained_further_with_its_head(tmp_path, config, train
     assert not (tmp_path / "run").exists()
 
 
-def test_the_card_says_whose_scores_it_keeps(tmp_path, config, rows):
-    held = {"data.val": str(rows / "held-pairs.jsonl"), "save.every": 1, "val.every": 2}
-    reward_training.run(config(tmp_path, run__max_steps=3) | held)
-    steps = [
-        card and card.statistics_step for n in (1, 2, 3) if (card := read_card(tmp_path / f"run/checkpoints/step-{n}"))
-    ]
-    assert steps == [1, 2, 3]
-
-
 def test_a_margin_that_asks_for_no_lead_is_a_bad_row(tmp_path, config):
-    margins = ["high", float("nan"), float("inf"), -1, "-0.5", "0.5", None]
+    margins = ["high", float("nan"), -1, "0.5", None]
     path = tmp_path / "margins.jsonl"
     path.write_text("".join(json.dumps(PAIR | {"id": n, "margin": m}) + "\n" for n, m in enumerate(margins)))
     resolved = load(config(tmp_path, data__train=str(path), data__max_bad_fraction=0.9), command="reward-model")
     task = rows_of(resolved, model_setup.family_of(resolved, resolved.model.path))
     data = task.load(resolved.data.train)
-    assert [(bad.row, "margin" in bad.reason) for bad in data.quarantined] == [(n, True) for n in range(1, 6)]
+    assert [(bad.row, "margin" in bad.reason) for bad in data.quarantined] == [(n, True) for n in range(1, 4)]
     _, loss = task.prepare(data.samples)
-    assert loss.margins == {"5": 0.5}
+    assert loss.margins == {"3": 0.5}
 
 
-def test_the_average_is_a_reward_model_of_its_own(tmp_path, config):
-    reward_training.run(config(tmp_path, train__ema=0.5, run__max_steps=2))
+def test_the_average_is_a_reward_model_of_its_own_and_cards_say_whose_scores_they_keep(tmp_path, config, rows):
+    held = {"data.val": str(rows / "held-pairs.jsonl"), "save.every": 1, "val.every": 2}
+    options = config(tmp_path, train__ema=0.5, run__max_steps=2) | held
+    reward_training.run(options)
     folder = tmp_path / "run" / "checkpoints" / "step-2"
-    mine = scores_of(folder, config(tmp_path))
-    average = scores_of(folder / "state" / "ema", config(tmp_path))
+    mine, average = (scores_of(each, config(tmp_path)) for each in (folder, folder / "state" / "ema"))
     assert not np.allclose(mine, average)
-    reward_training.run(config(tmp_path, train__ema=0.5, run__max_steps=3, run__resume="auto"))
-    cards = [read_card(folder.parent / "step-3" / own) for own in ("", "state/ema")]
-    assert [card and bool(card.statistics) for card in cards] == [True, False]
+    reward_training.run(options | {"run.max_steps": 3, "run.resume": "auto"})
+    cards = [read_card(folder.with_name(f"step-{n}")) for n in (1, 2, 3)]
+    assert [card and card.statistics_step for card in cards] == [1, 2, 3]
+    card = read_card(folder.with_name("step-3") / "state" / "ema")
+    assert card and not card.statistics
 
 
 def test_stock_transformers_loads_the_folder_and_export_takes_the_head_along(trained, tmp_path):
@@ -264,7 +240,3 @@ def test_rows_of_steps_are_drawn_as_a_whole():
     loss = StepsLoss(labels=labels, count=6)
     found = reward_training.intervals(loss, [batch_of("a", "b"), batch_of("c")], outputs)
     assert tuple(found.values()) == pytest.approx(mean_interval([1.0, 0.5, 0.5]))
-    labels["c"] = np.array([bad, bad, bad, bad])  # all right: a longer row weighs more
-    outputs[1] = np.array([bad] * 4)
-    found = reward_training.intervals(loss, [batch_of("a", "b"), batch_of("c")], outputs)
-    assert found["ci_low"] < 7 / 8 < found["ci_high"] <= 1

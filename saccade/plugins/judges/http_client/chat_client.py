@@ -17,6 +17,7 @@ import json
 import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -140,9 +141,8 @@ def _chat_body(messages: Sequence[Message], picture: Picture) -> Body:
 def _completions_body(messages: Sequence[Message], picture: Picture) -> Body:
     """As a folder without a chat template is asked."""
     if any(message.media for message in messages):
-        raise ConfigError(
-            "rollout.http.api: completions take text only, and a row holds an image; try rollout.http.api=chat"
-        )
+        why = "completions take text only, and a row holds an image"
+        raise ConfigError(f"rollout.http.api: {why}; try rollout.http.api=chat")
     return {"prompt": "".join(f"{m.role}: {m.text}\n" for m in messages) + "assistant:"}
 
 
@@ -157,14 +157,13 @@ def key_of(asked: Mapping[str, Any]) -> str:
 
 
 def stored_answer(folder: str, key: str) -> Answer | None:
-    """What a cache holds. A file that cannot be read counts as absent and is written again."""
-    path = _file_of(folder, key)
-    if not path.is_file():
+    """What a cache holds; None without a folder. A file that cannot be read counts as absent."""
+    if not folder:
         return None
     try:
-        stored = json.loads(path.read_bytes())["answer"]
+        stored = json.loads(_file_of(folder, key).read_bytes())["answer"]
         return Answer(**{**stored, "usage": Usage(**stored["usage"])})
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -172,6 +171,8 @@ def store_answer(folder: str, key: str, asked: Mapping[str, Any], answer: Answer
     """One file per answer; `asked` is for people who look into it. Written under another name first: a run that is
     killed loses only what was under way.
     """
+    if not folder:
+        return
     path = _file_of(folder, key)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
@@ -185,29 +186,6 @@ def _file_of(folder: str, key: str) -> Path:
 
 
 OFF = "off"  # in the place of a cache's folder
-LIMITED_BY = {"rollout.http": "rollout"}  # where answers have their limit, if elsewhere
-
-
-@dataclass(kw_only=True)
-class Counters:
-    sent: int = 0
-    repeated: int = 0
-    cached: int = 0
-    prompt_tokens: int = 0  # of answers that were sent for, as are those below
-    response_tokens: int = 0
-    estimated: int = 0  # answers without a count of their tokens
-
-    def describe(self, price: tuple[float, float] | None) -> str:
-        text = (
-            f"{self.sent} requests sent ({self.repeated} of them again), {self.cached} answers from the cache; "
-            f"{self.prompt_tokens} prompt and {self.response_tokens} response tokens"
-        )
-        if price is not None:
-            cost = (self.prompt_tokens * price[0] + self.response_tokens * price[1]) / 1e6
-            text += f", cost {cost:.4f}"
-        if self.estimated:
-            text += f"; the endpoint counted no tokens of {self.estimated} answers: estimated"
-        return text
 
 
 class ChatClient:
@@ -218,7 +196,9 @@ class ChatClient:
         say that the options stand.
         """
         self.http, self.section, self._fields = http, section, dict(fields or {})
-        self.counters = Counters()
+        # Requests that were sent, and repeated; answers from the cache; tokens of the others, and answers whose tokens
+        # the endpoint did not count.
+        self.counters: Counter[str] = Counter()
         self._api = APIS[http.api]
         self._cache = "" if http.cache == OFF else http.cache or ""
         self._lock = threading.Lock()
@@ -229,7 +209,7 @@ class ChatClient:
             timeout=http.timeout,
             per_minute=http.per_minute,
             key=key_from(http.key, f"{section}.key", example="OPENAI_API_KEY"),
-            options={"model": f"{section}.model", "max_tokens": f"{LIMITED_BY.get(section, section)}.max_tokens"},
+            options={"model": f"{section}.model", "max_tokens": f"{section.removesuffix('.http')}.max_tokens"},
         )
         self._sender = Sender(target, lambda again: self._count(sent=1, repeated=int(again)))
         self.model = http.model or self._only_model()
@@ -239,18 +219,15 @@ class ChatClient:
         asked = self._body(messages, sampling, seed, _named)
         asked = {"url": self.http.url, "api": self.http.api, "seed": seed, "body": asked}
         key = key_of(asked)
-        answer = stored_answer(self._cache, key) if self._cache else None
-        if answer is not None:
+        if (stored := stored_answer(self._cache, key)) is not None:
             self._count(cached=1)
-            return answer
+            return stored
         body = self._body(messages, sampling, seed, encode)
-        answer = self._sender.send(
-            "POST", self._api.path, body, lambda reply: read_answer(self._api, reply, sampling), until
-        )
+        read = lambda reply: read_answer(self._api, reply, sampling)  # noqa: E731
+        answer = self._sender.send("POST", self._api.path, body, read, until)
         usage = answer.usage
         self._count(prompt_tokens=usage.prompt, response_tokens=usage.response, estimated=int(usage.estimated))
-        if self._cache:
-            store_answer(self._cache, key, asked, answer)
+        store_answer(self._cache, key, asked, answer)
         return answer
 
     def stop(self) -> None:
@@ -267,16 +244,32 @@ class ChatClient:
 
     def _only_model(self) -> str:
         names = self.models()
-        if len(names) != 1:
-            raise ConfigError(
-                f"{self.section}.model: {self.http.url} has {', '.join(names) or 'no model'}; name one of them"
-            )
-        return names[0]
+        if len(names) == 1:
+            return names[0]
+        listed = ", ".join(names) or "no model"
+        raise ConfigError(f"{self.section}.model: {self.http.url} has {listed}; name one of them")
 
     def _count(self, **added: int) -> None:
         with self._lock:
-            for name, value in added.items():
-                setattr(self.counters, name, getattr(self.counters, name) + value)
+            self.counters.update(added)
+
+    def expenses(self) -> str:
+        """What was asked and what that cost."""
+        n = self.counters
+        text = (
+            f"{n['sent']} requests sent ({n['repeated']} of them again), {n['cached']} answers from the cache; "
+            f"{n['prompt_tokens']} prompt and {n['response_tokens']} response tokens"
+        )
+        if self.http.price is not None:
+            text += f", cost {cost(n, self.http.price):.4f}"
+        if n["estimated"]:
+            text += f"; the endpoint counted no tokens of {n['estimated']} answers: estimated"
+        return text
+
+
+def cost(counters: Counter[str], price: tuple[float, float]) -> float:
+    """`price` is that of a million tokens, of prompts and of responses."""
+    return (counters["prompt_tokens"] * price[0] + counters["response_tokens"] * price[1]) / 1e6
 
 
 def _named(media: Media) -> tuple[str, str]:
