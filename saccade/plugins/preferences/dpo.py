@@ -37,6 +37,7 @@ from saccade.trainer.reference import Reference
 from saccade.types import Batch, Group, Sample
 
 BLOCK = 1024  # rows between two writes of the reference's totals
+Sets = dict[str, Dataset]
 Totals = Callable[[Sequence[Batch], Sequence[Group]], list[np.ndarray]]  # [sequences] per batch
 
 
@@ -105,12 +106,10 @@ def _require_both_labels(config: Config, samples: Sequence[Sample]) -> None:
         raise DataError(f"data.train: dpo.loss={config.dpo.loss} learns from good and bad responses, and {one}")
 
 
-def _validation_sets(
-    config: Config, family: Family, options: PreferenceLoss
-) -> tuple[dict[str, Dataset], dict[str, Dataset]]:
+def _validation_sets(config: Config, family: Family, options: PreferenceLoss) -> tuple[Sets, Sets]:
     """Sets whose candidates are compared, and sets of questions that are answered."""
     sets = questions.validation_sets(config, family) if config.val.every else {}
-    held: dict[str, Dataset] = {}
+    held: Sets = {}
     for (name, dataset), source in zip(sets.items(), config.data.val, strict=False):
         if any(sample.candidates for sample in dataset.samples):
             found = load_pairs(config, [source], family, paired=options.whole)

@@ -20,14 +20,11 @@ from saccade.plugins.reward_models.reward_card import judged, shows_media
 from saccade.recipes import questions
 from saccade.types import Batch, Group, Message, Sample
 
+Judge = Callable[[Sample], object]  # raises what stands against a row
+
 
 def load_pairs(
-    config: Config,
-    sources: Sequence[DataSource],
-    family: Family,
-    *,
-    paired: bool,
-    judge: Callable[[Sample], object] | None = None,
+    config: Config, sources: Sequence[DataSource], family: Family, *, paired: bool, judge: Judge | None = None
 ) -> datasets.Dataset:
     """Candidates of questions that are worded as in RL. Ties are left out: they prefer nothing.
 

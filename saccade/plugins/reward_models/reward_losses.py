@@ -39,6 +39,7 @@ from saccade.trainer.local import LocalBackend
 from saccade.types import Batch, Metrics
 
 Keys = Sequence[tuple[str, int]]
+Labels = Mapping[str, tuple[float, ...]]  # by sample, per head
 REWARD_LOSSES: dict[str, Entry] = {}
 
 
@@ -100,7 +101,7 @@ class RatingLoss(_RewardLoss):
     margin: float = 0.0
     center_coef: float = 0.0
     tie_coef: float = 0.0
-    labels: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by sample, per head
+    labels: Labels = field(default_factory=dict)
     margins: Mapping[str, float] = field(default_factory=dict)  # of samples that have their own
     counts: tuple[int, ...] = ()  # pairs with a label, per head
     whole: ClassVar[bool] = True
@@ -123,9 +124,7 @@ def from_config(config: RewardModelConfig) -> RatingLoss:
     )
 
 
-def of_pairs(
-    row: RatingLoss, ids: Sequence[str], labels: Mapping[str, tuple[float, ...]], margins: Mapping[str, float]
-) -> RatingLoss:
+def of_pairs(row: RatingLoss, ids: Sequence[str], labels: Labels, margins: Mapping[str, float]) -> RatingLoss:
     """With what is known of the samples of an optimizer step, in which one may occur twice."""
     known = ~np.isnan(np.array([labels[id] for id in ids]).reshape(len(ids), len(row.heads)))
     return replace(row, labels=labels, margins=margins, counts=tuple(known.sum(0).tolist()))
@@ -199,10 +198,10 @@ def steps_objective(row: StepsLoss, logits: Tensor, batch: Batch) -> tuple[Tenso
 
 # -- on a model ------------------------------------------------------------------------------------
 
+RewardLoss = RatingLoss | StepsLoss
 
-def train_ratings(
-    backend: LocalBackend, batches: Sequence[Batch], loss: RatingLoss | StepsLoss, *, lr: float
-) -> Update:
+
+def train_ratings(backend: LocalBackend, batches: Sequence[Batch], loss: RewardLoss, *, lr: float) -> Update:
     """One optimizer step; the scale of a head stays within its bound."""
     update = backend.train_step(batches, loss, lr=lr)
     if isinstance(loss, RatingLoss):
@@ -223,9 +222,7 @@ def judgements(backend: LocalBackend, batches: Sequence[Batch], tokens: Sequence
 
 
 @torch.no_grad()
-def measured(
-    backend: LocalBackend, batches: Sequence[Batch], loss: RatingLoss | StepsLoss
-) -> tuple[Metrics, list[np.ndarray]]:
+def measured(backend: LocalBackend, batches: Sequence[Batch], loss: RewardLoss) -> tuple[Metrics, list[np.ndarray]]:
     """What training on these batches would report, without it, and the outputs of the model."""
     outputs = _outputs(backend, batches, partial(loss.outputs, backend))
     sums = [loss.objective(backend, batch, found)[1] for batch, found in zip(batches, outputs, strict=True)]

@@ -248,13 +248,13 @@ def held_out(config: Config, rows: Rows) -> dict[str, datasets.Dataset]:
 
 def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
     """What the objective reports, under a prefix: by head where there are several."""
-    heads = dict.fromkeys(name.rpartition("/")[0] for name in found if name.endswith("/accuracy"))
+    heads = [name.removesuffix("/accuracy") for name in found if name.endswith("/accuracy")]
     values = {f"{prefix}/loss": found.get("policy/loss", nan)}
     for head in heads:
         inner = f"{prefix}/{head}" if len(heads) > 1 else prefix
-        own = {n.rpartition("/")[2]: v for n, v in found.items() if n.startswith(f"{head}/")}
-        if "square" in own:
-            own["std"] = max(0.0, own.pop("square") - own["mean"] ** 2) ** 0.5
+        own = {n.removeprefix(f"{head}/"): v for n, v in found.items() if n.startswith(f"{head}/")}
+        if own.pop("square", None) is not None:
+            own["std"] = _deviation(found, head)
         values |= {f"{inner}/{name}": value for name, value in own.items()}
     if len(heads) > 1:
         values[f"{prefix}/accuracy"] = float(np.mean([found[f"{h}/accuracy"] for h in heads]))
@@ -265,9 +265,10 @@ def with_statistics(card: Card, found: Mapping[str, float], step: int) -> Card:
     """With mean and deviation of all scores, for terms that normalise, and the step whose weights
     gave them: a later checkpoint may keep them.
     """
-    known = {
-        head: (found[f"{head}/mean"], max(0.0, s - found[f"{head}/mean"] ** 2) ** 0.5)
-        for head in card.heads
-        if isfinite(s := found.get(f"{head}/square", nan))
-    }
+    scored = [head for head in card.heads if isfinite(found.get(f"{head}/square", nan))]
+    known = {head: (found[f"{head}/mean"], _deviation(found, head)) for head in scored}
     return replace(card, statistics=known, statistics_step=step) if known else card
+
+
+def _deviation(found: Mapping[str, float], head: str) -> float:
+    return max(0.0, found[f"{head}/square"] - found[f"{head}/mean"] ** 2) ** 0.5

@@ -20,7 +20,7 @@ from saccade.data.datasets import Dataset
 from saccade.errors import ConfigError
 from saccade.plugins.evaluation.results import write_files
 from saccade.plugins.reward_models.reward_card import Card, read_card, write_card
-from saccade.plugins.reward_models.reward_losses import RatingLoss, StepsLoss, measured, train_ratings
+from saccade.plugins.reward_models.reward_losses import RewardLoss, StepsLoss, measured, train_ratings
 from saccade.plugins.reward_models.reward_rows import held_out, named, rows_of, with_statistics
 from saccade.recipes import model_setup, offline_loop, parts, questions
 from saccade.recipes.accuracy import with_interval
@@ -128,9 +128,7 @@ def evaluate(config: Config, folder: Path) -> dict[str, Any]:
     return summary
 
 
-def intervals(
-    loss: RatingLoss | StepsLoss, batches: Sequence[Batch], outputs: Sequence[np.ndarray]
-) -> dict[str, float]:
+def intervals(loss: RewardLoss, batches: Sequence[Batch], outputs: Sequence[np.ndarray]) -> dict[str, float]:
     """The interval of the accuracy; with several heads that of each, and none of their mean."""
     if isinstance(loss, StepsLoss):
         return _ends("", _shares(loss.labels, batches, outputs))

@@ -41,6 +41,7 @@ BUSY = (429, 503)  # with a Retry-After: it works, and wants no more for now
 QUOTED = 500  # characters of what a server says
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 T = TypeVar("T")
+Body = Mapping[str, Any] | bytes | None  # of a request
 
 # By status: the option that a refusal is about, and what would help.
 HINTS: Mapping[int, tuple[str, str]] = {
@@ -100,14 +101,7 @@ class Sender:
         """Whoever waits for a turn or for another attempt gives up."""
         self._stopped.set()
 
-    def send(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | bytes | None,
-        read: Callable[[Any], T],
-        until: float = math.inf,
-    ) -> T:
+    def send(self, method: str, path: str, body: Body, read: Callable[[Any], T], until: float = math.inf) -> T:
         """What `read` makes of the reply. All attempts and pauses are over at `until`, on the
         monotonic clock.
         """
