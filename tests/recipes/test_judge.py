@@ -16,7 +16,7 @@ from saccade.plugins.evaluation import evaluate
 from saccade.plugins.judges.http_client import sender as endpoint_client
 from saccade.recipes import rl
 from saccade.run.loggers import read_metrics
-from tests.endpoints import TOKEN, Says, fair_judge, scripted, serving, shown_to_judge
+from tests.endpoints import TOKEN, Says, fair_judge, scripted, serving
 
 Make = Callable[..., dict[str, Any]]
 NAMES = "samples by_rule calls cache_hit_rate latency_p50 latency_p95 tokens cost failures"
@@ -145,24 +145,6 @@ def test_evaluation_and_rescoring(tmp_path, judged, fair, scenes, capsys):
     samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ConfigError, match=r"send_images: 1 of 8 pictures .*gone\.png"):
         evaluate.run(shown, out=tmp_path / "y", rescore=samples)
-
-
-def test_what_costs_a_group_costs_it_again_when_answers_are_rescored(tmp_path, judged, scenes):
-    def moody(body: dict[str, Any]) -> Says:
-        odd = sum(map(ord, shown_to_judge(body)[1])) % 2
-        return Says(status=503, body="not today") if odd else fair_judge(body)
-
-    options = {"data.val": str(scenes / "val.jsonl"), "val.n": 3, "reward.self_test": "off"}
-    options |= {"reward.judge.on_failure": "drop_group", "reward.max_error_rate": 1.0}
-    with scripted(moody) as endpoint:
-        config = judged(tmp_path, endpoint.url) | options
-        result = evaluate.run(config, out=tmp_path / "eval")["val"]
-        samples = tmp_path / "eval" / "samples.jsonl"
-        again = evaluate.run(config, out=tmp_path / "again", rescore=samples)["val"]
-    assert (tmp_path / "again" / "samples.jsonl").read_text() == samples.read_text()
-    assert "drop_group: another member could not be scored" in samples.read_text()
-    assert result["items"] == again["items"] < 8
-    assert result["abstain_rate"] == again["abstain_rate"] > 0
 
 
 def test_what_is_refused_before_a_run(tmp_path, judged, rl_config):

@@ -138,19 +138,6 @@ def test_several_services_share_the_work_and_one_that_is_gone_is_left_out():
     assert [score.value for score in scores] == [1.5] * 3 + [0.5] * 5
 
 
-def test_pictures_are_sent_where_they_are_asked_for(image):
-    media = image(32, 24)
-    shown = [RewardSample(id="a", response="x", media=(media,)), RewardSample(id="b", response="y")]
-    service = Says(body={"rewards": [1, 1]})
-    with scripted([service] * 2) as endpoint:
-        asked(to(endpoint), shown)
-        asked(to(endpoint, send_images=True), shown)
-    without, with_pictures = (request["body"] for request in endpoint.asked)
-    assert "images" not in without
-    assert [len(own) for own in with_pictures["images"]] == [1, 0]
-    assert with_pictures["images"][0][0].startswith("iVBOR")  # a PNG in base64
-
-
 def test_half_of_a_request_that_fails_does_not_take_the_other_along(image, monkeypatch):
     monkeypatch.setattr(remote, "LARGEST", 1)
     shown = [RewardSample(id=str(n), response="x", media=(image(32, 24, n),)) for n in range(2)]
