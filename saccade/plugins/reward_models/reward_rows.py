@@ -183,7 +183,8 @@ class Process:
         groups = [Group(sample=s, uid=s.id, trajectories=(self._read(s.id, s.messages),)) for s in samples]
         batches = pack(groups, positions=self.family.positions, micro_tokens=self.config.train.micro_tokens)
         labels = {sample.id: self._labels(sample) for sample in samples}
-        return batches, StepsLoss(labels=labels, count=sum(map(len, labels.values())), tokens=self.tokens)
+        count = sum(len(labels[sample.id]) for sample in samples)  # one may occur twice
+        return batches, StepsLoss(labels=labels, count=count, tokens=self.tokens)
 
     def _read(self, sample_id: str, messages: Sequence[Message]) -> Trajectory:
         placeholder = self.config.reward_model.placeholder
