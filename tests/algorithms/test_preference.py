@@ -106,10 +106,10 @@ def test_rewards_are_what_the_loss_compares(golden):
     for name, margins in (("dpo", (-0.28442758, 0.33989124)), ("ipo", (-0.06896554, 0.09930876))):
         _, metrics = PREFERENCES[name].function(pairs, beta=1.0)
         assert metrics["margin"].tolist() == approx(margins, abs=1e-7)
-        assert metrics["acc"].tolist() == [False, True]
-        assert torch.equal(metrics["chosen"] - metrics["rejected"], metrics["margin"])
+        assert metrics["accuracy"].tolist() == [False, True]
+        assert torch.equal(metrics["reward_chosen"] - metrics["reward_rejected"], metrics["margin"])
     _, metrics = PREFERENCES["dpo"].function(pairs, beta=0.5)
-    assert metrics["chosen"].tolist() == approx((0.5 * pairs.ratios()[0]).tolist())
+    assert metrics["reward_chosen"].tolist() == approx((0.5 * pairs.ratios()[0]).tolist())
 
 
 # -- identities ------------------------------------------------------------------------------------
@@ -165,8 +165,8 @@ def test_kto_by_label():
     )
     losses, metrics = PREFERENCES["kto"].function(labelled, beta=1.0, desirable_weight=2.0, undesirable_weight=3.0)
     assert losses.tolist() == approx([0.0, 2.0, 3.0, 0.0, 1.5])
-    assert metrics["chosen"].tolist() == [80.0, -80.0]
-    assert metrics["rejected"].tolist() == [80.0, -80.0, 0.5]
+    assert metrics["reward_chosen"].tolist() == [80.0, -80.0]
+    assert metrics["reward_rejected"].tolist() == [80.0, -80.0, 0.5]
     losses.sum().backward()
     assert z.grad is None
     assert logprobs.grad is not None and logprobs.grad.tolist() == approx([0, 0, 0, 0, 0.75])

@@ -65,14 +65,13 @@ class Remote:
     """`submit` from any thread; `metrics` tells what happened since it was last called."""
 
     def __init__(self, config: RemoteConfig) -> None:
+        example = f"try {SECTION}.url=http://127.0.0.1:8400"
         if not config.url:
-            raise ConfigError(f"{SECTION}.url: none is named; try {SECTION}.url=http://127.0.0.1:8400")
+            raise ConfigError(f"{SECTION}.url: none is named; {example}")
         for url in map(urlsplit, config.url):
             if url.scheme not in ("http", "https") or not url.hostname or url.username or url.query:
-                example = f"try {SECTION}.url=http://127.0.0.1:8400"
-                raise ConfigError(
-                    f"{SECTION}.url: takes http://HOST:PORT/PATH, without a password or a query; {example}"
-                )
+                why = "takes http://HOST:PORT/PATH, without a password or a query"
+                raise ConfigError(f"{SECTION}.url: {why}; {example}")
         self.config = config
         target = Target(
             urls=[_address(url) for url in config.url],

@@ -13,7 +13,7 @@ judged on their own, repeat 0 is a good one and repeat 1 a bad one. Axes: R read
 sequences.
 
     >>> losses, metrics = PREFERENCES["dpo"].function(pairs, beta=0.1)
-    >>> metrics["acc"]   # [P] bool; also margin, chosen, rejected: rewards as the loss sees them
+    >>> metrics["accuracy"]   # [P] bool; also margin, reward_chosen, reward_rejected: as the loss sees them
     >>> backend.train_step(batches, of_step(from_config(config.dpo), batches), lr=1e-6)
 """
 
@@ -38,12 +38,6 @@ Losses = tuple[Tensor, dict[str, Tensor]]
 Sides = tuple[Tensor, Tensor]  # chosen and rejected, [P] each
 PREFERENCES: dict[str, Entry] = {}
 CHOSEN, REJECTED = 0, 1  # repeats
-NAMES = {
-    "chosen": "dpo/reward_chosen",
-    "rejected": "dpo/reward_rejected",
-    "margin": "dpo/margin",
-    "acc": "dpo/accuracy",
-}
 
 
 # -- formulas --------------------------------------------------------------------------------------
@@ -152,7 +146,7 @@ def kto(
     gain = beta * (ratio - labelled.z.detach())
     losses = (desirable_weight * (-gain).sigmoid()).where(good, undesirable_weight * gain.sigmoid())
     rewards = beta * ratio.detach()
-    return losses, {"chosen": rewards[good], "rejected": rewards[~good]}
+    return losses, {"reward_chosen": rewards[good], "reward_rejected": rewards[~good]}
 
 
 def negative_log_sigmoid(values: Tensor) -> Tensor:
@@ -173,7 +167,7 @@ def _compared(sides: Sides, beta: float) -> Losses:
     """The margin between the rewards [P], and what is reported."""
     chosen, rejected = (beta * side for side in sides)
     margin = chosen - rejected
-    metrics = {"chosen": chosen, "rejected": rejected, "margin": margin, "acc": margin > 0}
+    metrics = {"reward_chosen": chosen, "reward_rejected": rejected, "margin": margin, "accuracy": margin > 0}
     return margin, {name: values.detach() for name, values in metrics.items()}
 
 
@@ -265,7 +259,7 @@ def objective(
     loss = losses.sum() / row.count
     if row.nll_coef and row.chosen_tokens:  # a step of kto may have bad responses only
         loss = loss + row.nll_coef * nll / row.chosen_tokens
-    means = {NAMES[name]: mean_of(values) for name, values in found.items()} | {
+    means = {f"dpo/{name}": mean_of(values) for name, values in found.items()} | {
         "dpo/logp_chosen": mean_of(totals[chosen]),
         "dpo/logp_rejected": mean_of(totals[~chosen]),
         "dpo/nll": (nll.detach(), lengths[chosen].sum()),
