@@ -155,17 +155,3 @@ def test_init_sends_pairs_and_labels_to_their_commands(tmp_path, model):
         assert [words[1] for words in named] == commands
         for words in named:
             check(load(None, words[2:]), words[1])
-
-
-def test_init_reads_real_data(tmp_path, model, shared):
-    for name, format in {
-        "mathv/mathv.train.jsonl": "messages",
-        "nlvr/nlvr.train.json": "minio3",
-        "puzzlevqa/puzzlevqa.train.parquet": "easyr1",
-        "gsm8k/gsm8k.train.jsonl.gz": "qa",
-    }.items():
-        out = tmp_path / f"{format}.yaml"
-        result = run("init", str(model), str(shared / name), "--out", str(out))
-        assert result.exit_code == 0, result.stderr
-        assert f"# format: {format}" in out.read_text()
-        load(out)

@@ -114,21 +114,6 @@ def test_rows_have_the_length_that_the_work_asks_for(tmp_path):
     assert image.name == "2.png"
 
 
-def test_curves_of_the_visual_search():
-    from search_curves import LIMITS, interval, picture, summary
-
-    found = {str(limit): 0.5 if limit > 8 else 0.25 for limit in LIMITS}
-    assert interval([0.4, 0.5, 0.6]) == pytest.approx((0.5, 0.2517, 0.7483), abs=1e-4)
-
-    job = {"evaluation": {"accuracy": found}, "curve": [], "seconds": 1.0}
-    arms = ("cold", "masked", "unmasked", "direct")
-    jobs = {f"{arm}-{seed}": job for arm in arms for seed in range(3)}
-    over_seeds = summary(jobs | {"base": {"parameters": 5, "seconds": 1.0}}, {"turns": 6}, range(3))
-    assert over_seeds["gains"]["32 turns over 6, masked"] == [0.25] * 3
-    assert over_seeds["accuracy"]["masked"][32] == (0.5, 0.5, 0.5)
-    assert picture(over_seeds).count("<path") == 8
-
-
 def test_turns_are_the_same_with_and_without_the_cache_of_those_before(tmp_path):
     import torch
     from model import build
@@ -164,16 +149,3 @@ def test_a_killed_worker_of_the_reward_service_loses_and_doubles_nothing(monkeyp
         assert results[way]["right"] == 24 and results[way]["killed"] == 1
     assert results["scored"] == {"asked": 96, "logged": 96}
     assert results["workers_replaced"] == 2 and results["errors"] == 0
-
-
-def test_the_curves_of_a_reward_model_are_a_picture(tmp_path):
-    from xml.etree import ElementTree
-
-    from reward_model import CURVES, picture, write_rows
-
-    rising = [(step, step / 10) for step in range(0, 11, 5)]
-    drawn = ElementTree.fromstring(picture([dict.fromkeys(CURVES, rising)] * 2))
-    assert len([line for line in drawn.iter() if line.get("stroke-width") == "2.5"]) == 2
-    write_rows(tmp_path, seed=0)
-    pairs = (tmp_path / "held-pairs.jsonl").read_text()
-    assert pairs.count("\n") == 128 and '"answer"' not in pairs

@@ -8,7 +8,6 @@ import pytest
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
-from saccade.plugins.estimate import estimate, ladder
 from saccade.plugins.estimate.estimate_command import preflight, refusal
 from saccade.plugins.families import tiny
 from saccade.system import devices
@@ -74,24 +73,6 @@ def test_nothing_helps_only_after_everything_was_tried(large):
     found = planned(large, devices.Device(name="toy", memory=2.0), W1)
     assert found.advice == ()
     assert "not even together: take a smaller model" in refusal(found)
-
-
-def test_options_that_save_memory_and_their_values(large, monkeypatch):
-    monkeypatch.setattr("saccade.plugins.estimate.advice", lambda plan, fits: ladder(plan))
-    config = load({"model.path": large, "model.checkpointing": "off", "rollout.max_tokens": 1024})
-    toy = devices.Device(name="toy", memory=2.0)
-    values = estimate(config, toy, prompt_tokens=900, image=(900, 900)).advice
-    halved = {
-        "model.checkpointing": ("auto", "on"),
-        "train.micro_tokens": (8192, 4096, 2048, 1024),
-        "rollout.max_sequences": [2**n for n in range(8, -1, -1)],
-        "train.optimizer": ("adamw_bf16",),
-        "model.train": ("lora", "qlora"),
-        "model.lora.rank": (32, 16, 8),
-        "rollout.max_tokens": (512, 256),
-        "data.max_pixels": (501760, 250880, 125440, 62720, 50176),
-    }
-    assert [v for option in values for v in option] == [f"{n}={v}" for n, found in halved.items() for v in found]
 
 
 # -- at the start of a run -------------------------------------------------------------------------
