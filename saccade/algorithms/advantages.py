@@ -12,6 +12,7 @@ contiguous and in order of time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import and_
@@ -195,11 +196,9 @@ class Advantages:
     returns: Tensor | None  # [T] what the critic learns, 0 where not live; None without a critic
     live: Tensor  # [S] bool, without singletons and, if wanted, without constant groups
     clip_frac: float  # live tokens beyond adv_clip, before it acts
-    # Groups: constant ones by whether their common reward is below 1/2, and those without a greedy reward.
-    constant_low: int
-    constant_high: int
-    singleton: int
-    no_baseline: int
+    # Groups: constant ones by whether their common reward is below 1/2, those of one member, and those
+    # without a greedy reward.
+    counts: Mapping[str, int]
 
 
 def compute(
@@ -236,15 +235,14 @@ def compute(
         clip_frac, values = float(beyond), values.clamp(-adv_clip, adv_clip)
     assert bool(values.isfinite().all()), "advantages must be finite"
     low, critic = inputs.scores < 0.5, inputs.values
+    noted = {"constant_low": constant & low, "constant_high": constant & ~low}
+    noted |= {"singleton": singleton, "no_baseline": no_baseline}
     return Advantages(
         values=values,
         returns=None if critic is None else (raw + critic).where(live_tokens, 0.0),
         live=inputs.live,
-        constant_low=count_groups(inputs.groups[constant & low]),
-        constant_high=count_groups(inputs.groups[constant & ~low]),
-        singleton=count_groups(inputs.groups[singleton]),
-        no_baseline=count_groups(inputs.groups[no_baseline]),
         clip_frac=clip_frac,
+        counts={name: count_groups(inputs.groups[mask]) for name, mask in noted.items()},
     )
 
 

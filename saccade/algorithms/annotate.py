@@ -68,9 +68,9 @@ def add_advantages(
         adv_clip=algorithm.adv_clip,
         drop_constant=algorithm.drop_constant,
     )
-    if not algorithm.drops_early:
-        metrics.add("group/constant_low", result.constant_low)
-        metrics.add("group/constant_high", result.constant_high)
+    for name, count in result.counts.items():
+        if not (algorithm.drops_early and name.startswith("constant")):  # those were counted then
+            metrics.add(f"group/{name}", count)
     _advantage_metrics(result, inputs, metrics)
     if not _finite(flat):
         # A model that computes no numbers gets none back: the guard skips each of its updates.
@@ -120,8 +120,7 @@ def _estimator_inputs(
     if estimator.critic:
         read["values"] = _numbers_of(batches, "values")[counted]
         if algorithm.critic.bootstrap_truncated:  # an episode that ended is worth nothing more
-            pairs = [(key, value) for b in batches for key, value in zip(b.keys, b.last_values, strict=True)]  # type: ignore[arg-type]
-            last = {key: float(value) for key, value in pairs}
+            last = {key: float(value) for b in batches for key, value in zip(b.keys, b.last_values, strict=True)}  # type: ignore[arg-type]
             read["final_values"] = _numbers(last.get(t.key, 0.0) if t.status == "truncated" else 0.0 for t in members)
     if estimator.greedy:
         read["greedy"] = _numbers(_reward(group.greedy) for group in owners)
@@ -182,8 +181,6 @@ def _first(sequence: Tensor) -> Tensor:
 
 
 def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Metrics) -> None:
-    metrics.add("group/singleton", result.singleton)
-    metrics.add("group/no_baseline", result.no_baseline)
     metrics.add("adv/clip_frac", result.clip_frac)
     live, values = result.live[inputs.sequence], result.values
     if live.any():

@@ -43,7 +43,7 @@ def build(given: AlgorithmConfig, train: TrainConfig, reward: RewardConfig, max_
     longest = {"fixed_length": max_tokens} if "fixed_length" not in given.args else {}
     aggregate = _choose("aggregation", aggregation, given, **longest)
     kind = given.kl.kind or {"loss": "k3", "reward": "k1"}[given.kl.place]
-    divergence = _choose("kl.kind", kind, given, **_set(clamp=given.kl.clamp))
+    divergence = _choose("kl.kind", kind, given, **{"clamp": given.kl.clamp} if given.kl.clamp else {})
     corrections = tuple(_correction(cells, given) for cells in given.correct)
     used = {**estimator.options, **loss.options, **aggregate.options}
     names = {"advantage": estimator.name, "policy_loss": loss.name, "aggregation": aggregate.name}
@@ -123,18 +123,15 @@ def why_recompute(algorithm: Algorithm) -> str | None:
 def _choose(axis: str, name: str, given: AlgorithmConfig, **options: Any) -> Entry:
     """The entry called `name` with what was given for its options, in `args` or in fields."""
     entry = find(axis, AXES[axis], name)
-    cells = {} if axis in ("kl.kind", "correct") else _set(**dict(given))  # these have cells of their own
-    entry = entry.having(parsed(entry, given.args) | cells | options)
+    if axis not in ("kl.kind", "correct"):  # these have cells of their own
+        options = {n: value for n, value in given if value is not None} | options
+    entry = entry.having(parsed(entry, given.args) | options)
     if missing := [n for n, p in entry.parameters.items() if p.default is p.empty and n not in entry.given]:
         args = ", ".join(f"{n}: {EXAMPLES.get(n, 1)}" for n in missing)
         raise ConfigError(
             f"algorithm.{axis}={name} needs {' and '.join(missing)}; for example algorithm.args={{{args}}}"
         )
     return entry
-
-
-def _set(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _correction(cells: CorrectionConfig, given: AlgorithmConfig) -> Entry:

@@ -152,12 +152,12 @@ def test_a_constant_term_is_silent_and_only_constant_terms_make_a_constant_group
     terms = float64([1, 0], [0, 1], [1, 3], [0, 3])
     changes = {"components": terms, "component_weights": float64(1, 1), "rewards": (1, 1, 4, 3)}
     result = compute(ADVANTAGES["gdpo"], with_everything(golden, **changes))
-    assert (result.constant_low, result.constant_high) == (0, 0)
+    assert (result.counts["constant_low"], result.counts["constant_high"]) == (0, 0)
     assert first_tokens(golden, "gdpo", **changes)[:2] == pytest.approx((0, 0), abs=1e-12)
     alone = {"components": terms[:, :1].where(torch.tensor([[0], [0], [1], [1]]) > 0, 0)}
     alone |= {"component_weights": float64(1), "rewards": (0, 0, 1, 0)}
     assert first_tokens(golden, "gdpo", **changes) == pytest.approx(first_tokens(golden, "gdpo", **alone), abs=1e-12)
-    assert compute(ADVANTAGES["gdpo"], with_everything(golden, **alone)).constant_low == 1
+    assert compute(ADVANTAGES["gdpo"], with_everything(golden, **alone)).counts["constant_low"] == 1
 
 
 # -- domains ---------------------------------------------------------------------------------------
@@ -205,8 +205,6 @@ def test_whitening_is_an_option_where_the_estimator_allows_it(golden):
     assert torch.equal(turned_on.values, compute(ADVANTAGES["reinforce_pp"], inputs).values)
     turned_off = compute(ADVANTAGES["reinforce_pp"], inputs, whiten=False)
     assert torch.equal(turned_off.values, compute(ADVANTAGES["reinforce"], inputs).values)
-    with pytest.raises(AssertionError, match="never whitened"):
-        compute(ADVANTAGES["rloo"], inputs, whiten=True)
 
 
 @pytest.mark.parametrize("value", [0.0, NAN])
@@ -232,7 +230,7 @@ def test_a_constant_group_gets_exactly_zero(golden, name, std_eps):
     assert (result.values[golden.sequence < 2] == 0).all()
     assert result.values[golden.sequence >= 2].abs().max() > 0
     assert result.live.all()
-    assert (result.constant_low, result.constant_high) == (1, 0)
+    assert (result.counts["constant_low"], result.counts["constant_high"]) == (1, 0)
     dropped = compute(ADVANTAGES[name], inputs, drop_constant=True)
     assert dropped.live.tolist() == [False, False, True, True]
 

@@ -120,10 +120,3 @@ def test_a_masked_first_token_is_in_no_denominator(algorithm, written, records, 
     log = metrics.means()
     assert (log["policy/live_tokens"], log["policy/live_sequences"]) == (14, 4)
     assert annotate.add_corrections(updates, row)[0] is updates
-
-
-def test_lengths_are_without_a_masked_first_token(algorithm, written, records):
-    row = algorithm("preset=[opo,fire]", "hot_first_token.first_token=mask")
-    values = records.column(written(row), "advantages")
-    baseline = (5 * 2.0 + 3 * 0.0) / 8
-    assert values["a", 0][1:] == exact([2.0 - baseline] * 5)

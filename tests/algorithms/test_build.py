@@ -225,10 +225,3 @@ def test_resolving_and_describing_import_no_torch():
         "import sys; from saccade.algorithms.describe import explain; explain('dapo');sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
-def test_no_algorithm_has_code_of_its_own():
-    for file in (ROOT / "saccade").rglob("*.py"):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            if line.strip().startswith(("if ", "elif ")):
-                assert not any(f'"{name}"' in line for name in PRESETS), (file, line)

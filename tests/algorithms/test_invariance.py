@@ -200,7 +200,7 @@ def test_a_group_shrunk_to_one_member_is_as_if_absent(step, name):
     rest, tokens = chosen(others, members)
     assert same(shrunk.values[tokens], compute(ADVANTAGES[name], rest).values)
     assert not shrunk.values[members.per_token(members.groups == 0)].any()
-    assert shrunk.singleton == 1 and not shrunk.live[members.groups == 0].any()
+    assert shrunk.counts["singleton"] == 1 and not shrunk.live[members.groups == 0].any()
 
 
 @FAST

@@ -237,8 +237,3 @@ def test_candidates_lie_in_the_band_and_have_a_gradient(tokens):
     inside = (covariance(tokens) > 0.1) & (covariance(tokens) < 0.3)
     assert 0 < chosen.sum() < inside.sum()
     assert torch.equal(chosen, inside & active)
-
-
-def test_the_smallest_noise_is_chosen(tokens):
-    chosen = some_covariant(tokens, cov_fraction=0.1, clip_low=9.0, clip_high=1e9, **BAND)
-    assert torch.equal(chosen, tokens.noise < 20)

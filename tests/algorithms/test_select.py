@@ -117,14 +117,6 @@ def test_tokens_of_high_entropy_in_the_fixture(golden):
     assert list(kept) == [(0, 5), (1, 0), (1, 2), (2, 1)]
 
 
-def test_a_threshold_that_is_a_token_keeps_it():
-    entropies, first = torch.arange(11.0), torch.zeros(11, dtype=torch.long)
-    live = torch.ones(11, dtype=torch.bool)
-    for tenths in range(1, 11):
-        keep = high_entropy(entropies, live, first, fraction=tenths / 10)
-        assert keep.sum() == tenths + 1
-
-
 def test_high_entropy_by_sequence():
     entropies = torch.tensor([3.0, 1, 2, 5, 4, 9, 0.1, 0.2, 0.2, 7])
     sequence = torch.tensor([0, 0, 0, 0, 0, 2, 2, 1, 1, 1])

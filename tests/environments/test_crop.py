@@ -75,10 +75,6 @@ def test_three_ways_to_write_the_same_box():
         env = EnvConfig(name="crop", coordinates=coordinates)
         media, facts = look(Views([root]), box, env=env)
         assert media.box == (500, 500, 1500, 600) and facts["box"] == [0.25, 0.5, 0.75, 0.6]
-    views = Views([root])
-    look(views, [0, 0, 0.5, 0.5])  # seen as 1008x504, within the budget of tools
-    env = EnvConfig(name="crop", coordinates="absolute")
-    assert look(views, [504, 252, 1008, 504], "observation_1", env)[0].box == (500, 250, 1000, 500)
 
 
 def test_boxes_that_cannot_be_shown():

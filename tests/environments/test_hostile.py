@@ -60,7 +60,6 @@ HOSTILE = {
     "code in the box": (grounding(f'{{"bbox_2d": {CODE}, {ORIGINAL}}}'), "json"),
     "ten million digits": (grounding(f'{{"bbox_2d": [{"9" * 10**7}], {ORIGINAL}}}'), "too_long"),
     "an exponent of 10^9": (grounding(f'{{"bbox_2d": [1e999999999, 0, 1, 1], {ORIGINAL}}}'), "number"),
-    "a path as source": (grounding('{"bbox_2d": [0, 0, 1, 1], "source": "/etc/passwd"}'), "source"),
     "a million openings": ("<grounding>" * 10**6 + "</grounding>", "json"),
     "nothing closed": ("<grounding>" + "{" * 10**6, "unclosed"),
 }

@@ -53,13 +53,13 @@ def own_tool(function: Callable[..., Any]) -> Tool:
         try:
             signature.bind(**given)
         except TypeError as error:
-            raise CallError("arguments", problem=f"{error}; the tool is {signature}") from None
+            raise CallError("arguments", problem=f"{error}; the tool is {typed}") from None
         for name in arguments:
             value, kind = given[name], wanted.get(name, Any)
             if not _fits(value, kind) and value is not signature.parameters[name].default:
                 what = kind.__name__ if type(kind) is type else kind
                 problem = f"{name} must be {what}, not {type(value).__name__}"
-                raise CallError("arguments", problem=f"{problem}; the tool is {signature}")
+                raise CallError("arguments", problem=f"{problem}; the tool is {typed}")
         try:
             result = function(**given)
         except ValueError as error:
@@ -123,16 +123,9 @@ class ToolEnvironment:
     def _answered(self, written: Written, text: str) -> Sequence[str | Media]:
         """What the policy sees of one call; the call is noted either way."""
         number = len(self.calls) + 1
-        noted: dict[str, Any] = {
-            "turn": self.turn,
-            "name": None,
-            "args": None,
-            "span": [written.start, written.end],
-            "text": text[written.start : written.end][: calls.LONGEST],
-            "ok": False,
-            "reason": "",
-            "observation": None,
-        }
+        shown = text[written.start : written.end][: calls.LONGEST]
+        noted: dict[str, Any] = {"turn": self.turn, "name": None, "args": None}
+        noted |= {"span": [written.start, written.end], "text": shown, "ok": False, "reason": "", "observation": None}
         self.calls.append(noted)
         try:
             noted["name"], noted["args"] = name, arguments = self._read(written)

@@ -13,6 +13,7 @@ learns from it how to recover. Writes text only: the environment answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -66,11 +67,8 @@ def demonstration(
 
 def place_boxes(grid: int) -> list[Fractions]:
     """All places, row by row."""
-    return [
-        (column / grid, row / grid, (column + 1) / grid, (row + 1) / grid)
-        for row in range(grid)
-        for column in range(grid)
-    ]
+    edges = [*pairwise(n / grid for n in range(grid + 1))]
+    return [(left, top, right, bottom) for top, bottom in edges for left, right in edges]
 
 
 def _path(
