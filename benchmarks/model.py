@@ -67,7 +67,7 @@ SPOKEN = ("system", "user", "assistant", *QUESTION.split(), FILLER.strip())
 def words(size: int) -> list[str]:
     """What the prompts of the benchmarks say, and as many other words as the vocabulary holds."""
     named = [*SPOKEN, *(f"w{index}" for index in range(size))]
-    return named[: size - len(tiny.SPECIAL) - 1]  # and one for what is not known
+    return named[: size - len(tiny.PLAIN) - 1]  # and one for what is not known
 
 
 def build(folder: str | Path, size: str = "3b") -> str:
