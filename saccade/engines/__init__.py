@@ -84,6 +84,10 @@ class Engine(Protocol):
         """Its completion comes back with finish = aborted and the tokens so far."""
         ...
 
+    def progress(self, key: str) -> np.ndarray:
+        """Ids sampled so far; none from an engine that returns only finished requests."""
+        return np.zeros(0, np.int64)
+
     def release(self, episode: str) -> None:
         """Forget what is kept for the next turn of an episode."""
         return
@@ -106,12 +110,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """End the processes, sockets and files that the engine started."""
         return
-
-
-def progress(engine: Engine, key: str) -> np.ndarray:
-    """Ids sampled so far; none from an engine that returns only finished requests."""
-    shown = getattr(engine, "progress", None)
-    return shown(key) if shown is not None else np.zeros(0, np.int64)
 
 
 def generate(engine: Engine, requests: Iterable[Request]) -> list[Completion]:

@@ -19,7 +19,21 @@ from saccade.registry import Table
 ENGINES: Table[Callable[..., Any]] = Table("engines", {})
 
 
-def _embedded(settings: Settings, family: Family, model: Any) -> Engine:
+def build(settings: Settings, family: Family, model: Any = None) -> Engine:
+    """Return the engine. `model`: the trainer's, for an engine that shares its weights."""
+    name = settings.engine
+    if name != "embedded":
+        if family.spec.section:
+            raise ConfigError(
+                f"rollout.engine={name}: it needs all models of a {family.name} folder, but only one of them is "
+                "trained; use rollout.engine=embedded"
+            )
+        if not family.spec.whole:
+            raise ConfigError(
+                f"rollout.engine={name}: it cuts images of {family.name} models into other squares than the trainer "
+                "does; use rollout.engine=embedded"
+            )
+        return ENGINES[name](settings, family, beside_trainer=model is not None)
     from saccade.engines.embedded import EmbeddedEngine
 
     if model is None:  # in a child process, over its copy of the weights
@@ -34,21 +48,3 @@ def _embedded(settings: Settings, family: Family, model: Any) -> Engine:
             trust_remote_code=settings.trust_remote_code,
         )
     return EmbeddedEngine(model, family, max_sequences=settings.max_sequences, finite=settings.finite)
-
-
-def build(settings: Settings, family: Family, model: Any = None) -> Engine:
-    """Return the engine. `model`: the trainer's, for an engine that shares its weights."""
-    name = settings.engine
-    if name == "embedded":
-        return _embedded(settings, family, model)
-    if family.spec.section:
-        raise ConfigError(
-            f"rollout.engine={name}: it needs all models of a {family.name} folder, but only one of them is trained; "
-            "use rollout.engine=embedded"
-        )
-    if not family.spec.whole:
-        raise ConfigError(
-            f"rollout.engine={name}: it cuts images of {family.name} models into other squares than the trainer does; "
-            "use rollout.engine=embedded"
-        )
-    return ENGINES[name](settings, family, beside_trainer=model is not None)

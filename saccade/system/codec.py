@@ -18,8 +18,9 @@ import struct
 from collections.abc import Container, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from itertools import repeat
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -104,37 +105,27 @@ def files_of(sample: Sample) -> dict[str, Media]:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-class _Store(NamedTuple):
-    arrays: Mapping[str, np.ndarray]
-    known: Mapping[str, Media]
-
-
 def decode(
     kind: Any, row: Any, arrays: Mapping[str, np.ndarray] = NO_ARRAYS, *, known: Mapping[str, Media] = NO_MEDIA
 ) -> Any:
     """The record of this type, or tuple of records. Raises ValueError where the data is not one,
     and `MissingFile`.
     """
-    return _read(kind, row, _Store(arrays, known))
-
-
-def _read(kind: Any, value: Any, store: _Store) -> Any:
-    if not _fits(kind, value):
-        raise ValueError(f"expected {kind.__name__ if isinstance(kind, type) else kind}, got {value!r:.80}")
+    if not _fits(kind, row):
+        raise ValueError(f"expected {kind.__name__ if isinstance(kind, type) else kind}, got {row!r:.80}")
     origin, options = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return _read(next(option for option in options if _fits(option, value)), value, store)
+        return decode(next(option for option in options if _fits(option, row)), row, arrays, known=known)
     if is_dataclass(kind):
-        return _record(kind, value, store)
+        return _record(kind, row, arrays, known)
     if kind is np.ndarray:
-        return store.arrays[value]
+        return arrays[row]
     if options == (np.ndarray, ...):
-        return tuple(np.split(store.arrays[value], store.arrays[f"{value}/lengths"].cumsum()[:-1])) if value else ()
-    if origin is tuple and options[-1] is ...:
-        return tuple(_read(options[0], item, store) for item in value)
+        return tuple(np.split(arrays[row], arrays[f"{row}/lengths"].cumsum()[:-1])) if row else ()
     if origin is tuple:
-        return tuple(_read(option, item, store) for option, item in zip(options, value, strict=True))
-    return value
+        kinds = repeat(options[0], len(row)) if options[-1] is ... else options
+        return tuple(decode(option, item, arrays, known=known) for option, item in zip(kinds, row, strict=True))
+    return row
 
 
 def _fits(kind: Any, value: Any) -> bool:
@@ -155,7 +146,7 @@ def _fits(kind: Any, value: Any) -> bool:
     return kind is Any or isinstance(value, NoneType if kind is None else kind)
 
 
-def _record(kind: Any, row: Mapping[str, Any], store: _Store) -> Any:
+def _record(kind: Any, row: Mapping[str, Any], arrays: Mapping[str, np.ndarray], known: Mapping[str, Media]) -> Any:
     hints, required = _hints(kind)
     strange, missing = row.keys() - hints.keys(), required - row.keys()
     if strange or missing:
@@ -164,10 +155,10 @@ def _record(kind: Any, row: Mapping[str, Any], store: _Store) -> Any:
     values = {}
     for name, value in row.items():
         try:
-            values[name] = _read(hints[name], value, store)
+            values[name] = decode(hints[name], value, arrays, known=known)
         except ValueError as error:
             raise ValueError(f"{kind.__name__}.{name}: {error}") from None
-    return kind(**(values | _file(values, store) if kind is Media else values))
+    return kind(**(values | _file(values, arrays, known) if kind is Media else values))
 
 
 @cache
@@ -177,16 +168,16 @@ def _hints(kind: Any) -> tuple[dict[str, Any], set[str]]:
     return get_type_hints(kind), required
 
 
-def _file(values: Mapping[str, Any], store: _Store) -> dict[str, Any]:
+def _file(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray], known: Mapping[str, Media]) -> dict[str, Any]:
     """Where the medium of these fields has its content."""
     root = values["hash"].rpartition("-")[0] if values.get("box") else values["hash"]
-    if root in store.known:
-        return {name: getattr(store.known[root], name) for name in ("path", "data", "pictures")}
+    if root in known:
+        return {name: getattr(known[root], name) for name in ("path", "data", "pictures")}
     if values.get("path") or values.get("pictures"):
         return {}
-    if FILES + root not in store.arrays:
+    if FILES + root not in arrays:
         raise MissingFile(root)
-    return {"data": store.arrays[FILES + root].tobytes()}
+    return {"data": arrays[FILES + root].tobytes()}
 
 
 # -- bytes -----------------------------------------------------------------------------------------

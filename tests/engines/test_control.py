@@ -10,25 +10,6 @@ from saccade.engines.embedded import EmbeddedEngine, kv_cache
 from tests.engines.asked import FREE, NAME, drain, requests, same, too_small_for, turn
 
 
-def test_abort_of_waiting_and_running_requests(model, family, prompts):
-    engine = EmbeddedEngine(model, family, max_sequences=1)
-    first, second, third = requests(prompts[:3])
-    for request in (replace(first, episode="e"), second, third):
-        engine.submit(request)
-    assert engine.poll() == [] and engine.pending == 3
-    engine.abort("0/0")
-    engine.abort("1/0")
-    engine.abort("unknown")
-    done = {c.key: c for c in engine.poll()}
-    assert set(done) == {"0/0", "1/0"}
-    assert all(c.finish == "aborted" for c in done.values())
-    assert 1 <= len(done["0/0"].ids) <= 2 and len(done["1/0"].ids) == 0
-    assert not engine.scheduler.prefix_cache.turns
-    rest = drain(engine)
-    assert [c.key for c in rest] == ["2/0"]
-    same(rest[0], generate(EmbeddedEngine(model, family), [third])[0])
-
-
 def test_versions_are_recorded_per_token_and_idle_caches_dropped(load, family, prompts, image):
     model = load(NAME)
     engine = EmbeddedEngine(model, family)
@@ -48,16 +29,6 @@ def test_versions_are_recorded_per_token_and_idle_caches_dropped(load, family, p
     request = turn(replace(first, episode="e"), answer, family, ("more",))
     (again,) = generate(engine, [request])
     same(again, generate(EmbeddedEngine(model, family), [request])[0])
-
-
-def test_the_memory_limit_makes_requests_wait(model, family, prompts, monkeypatch):
-    engine = EmbeddedEngine(model, family)
-    monkeypatch.setattr(kv_cache, "CPU_CACHE_BYTES", 2 * 128 * engine.cache.shape.bytes_per_token + 1)
-    asked = requests(prompts, repeats=2)
-    got = generate(engine, asked)
-    assert engine.cache.pages.count == 2
-    for a, b in zip(got, generate(EmbeddedEngine(model, family), asked), strict=True):
-        same(a, b)
 
 
 def _bytes(cache):

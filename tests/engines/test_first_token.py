@@ -11,7 +11,7 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.forest.packing import pack
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
-from tests.engines.asked import FREE, head, play, requests, same, scripted, support_of, trajectories
+from tests.engines.asked import FREE, head, play, requests, same, support_of, trajectories
 
 HOT = replace(FREE, first=(10.0, 50), support=True)
 
@@ -48,20 +48,6 @@ def test_the_first_log_prob_is_that_of_the_draw(model, family, prompts, temperat
     assert len({int(a.ids[0]) for a in hot[:16]}) > (10 if top_k < 0 else 1)
 
 
-def test_a_hot_first_token_does_not_depend_on_batching(model, family, prompts):
-    asked = [
-        replace(request, sampling=kind, key=f"{request.key}/{i}")
-        for i, kind in enumerate([HOT, replace(HOT, top_k=5), FREE, replace(FREE, temperature=10)])
-        for request in requests(prompts, repeats=2)
-    ]
-    wanted = generate(EmbeddedEngine(model, family), asked)
-    shuffled = [asked[i] for i in np.random.default_rng(1).permutation(len(asked))]
-    got = {c.key: c for c in generate(EmbeddedEngine(model, family, max_sequences=3), shuffled)}
-    for completion in wanted:
-        same(got[completion.key], completion)
-        assert support_of(got[completion.key]) == support_of(completion)
-
-
 def test_the_trainer_agrees_on_all_but_the_hot_token(model, family, prompts):
     sampling = replace(HOT, temperature=0.8, top_k=9)
     asked = requests(prompts, sampling, repeats=2)
@@ -71,15 +57,6 @@ def test_the_trainer_agrees_on_all_but_the_hot_token(model, family, prompts):
     gap = np.abs(new - batch.rollout_logprobs)
     first = np.diff(batch.sequence, prepend=-1) > 0
     assert gap[~first].max() < 1e-5 < 1e-2 < gap[first].max() and np.isfinite(new).all()
-
-
-def test_an_end_of_turn_as_the_hot_token_ends_the_sample(model, family, prompts):
-    with scripted(model, [family.chat.end_of_turn]):
-        (answer,) = generate(
-            EmbeddedEngine(model, family), requests(prompts[:1], replace(HOT, top_k=5, ignore_eos=False))
-        )
-    assert answer.ids.tolist() == [family.chat.end_of_turn] and answer.finish == "stop"
-    assert support_of(answer) == [[]]
 
 
 def test_only_the_first_turn_starts_hot(model, family, prompts, image):

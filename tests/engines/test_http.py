@@ -70,14 +70,6 @@ def test_greedy_answers_are_those_of_the_embedded_engine(endpoint, connect, talk
     assert engine.client.model == "tiny" and counters["sent"] == 5  # the list of models, four answers
 
 
-def test_seeds_make_samples_repeatable(endpoint, connect, talks):
-    sampling = Sampling(temperature=1.0, max_tokens=12)
-    requests = [asked(talks[1], sampling, str(i), noise=i % 3) for i in range(6)]
-    engine = connect(endpoint, concurrency=6)
-    found = texts(engine, generate(engine, requests))
-    assert found[:3] == found[3:] and len(set(found)) == 3
-
-
 def test_a_stop_string_stays_in_the_response(endpoint, connect, talks):
     engine = connect(endpoint)
     hot = Sampling(temperature=1.0, max_tokens=40)
@@ -157,38 +149,8 @@ def test_a_refusal_costs_its_request_only(connect, talks):
     assert [c.key for c in done] == ["good", "next"] and texts(engine, done) == ["fine"] * 2
 
 
-def test_a_key_that_is_used_again_gets_its_own_answer(connect):
-    """Under way or still waiting: what was aborted is not taken for what came after it."""
-    old = threading.Event()
-
-    def script(body):
-        text = body["messages"][0]["content"]
-        if text == "old":
-            old.set()
-        return Says(body=chat_answer(text).body, after=0.3 if text == "old" else 0.0)
-
-    with scripted(script) as endpoint:
-        engine = connect(endpoint, model="m", concurrency=1)
-        for text in ("old", "waiting", "new"):
-            engine.submit(asked((Message(role="user", parts=(text,)),), GREEDY, "chat"))
-            if text == "old":
-                assert old.wait(10)
-            if text != "new":
-                engine.abort("chat")
-        done = drain(engine)
-    assert [c.finish for c in done] == ["aborted", "aborted", "stop"]
-    assert texts(engine, done[2:]) == ["new"]
-    assert [seen["body"]["messages"][0]["content"] for seen in endpoint.asked] == ["old", "new"]
-
-
 def test_an_endpoint_takes_no_weights_and_gives_no_log_probs(endpoint, connect):
     engine = connect(endpoint)
     assert not engine.capabilities().logprobs
     with pytest.raises(ConfigError, match=r"rollout\.engine=embedded"):
         engine.update_weights(None, 1)
-
-
-def test_several_models_must_be_told_apart():
-    listed = Says(body={"data": [{"id": "a"}, {"id": "b"}]})
-    with scripted([listed]) as endpoint, pytest.raises(ConfigError, match=r"model: .* has a, b;"):
-        ChatClient(HttpConfig(url=endpoint.url))

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import pytest
 
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
@@ -62,29 +63,18 @@ def test_an_episode_that_lost_its_slot_gives_the_same(model, family, prompts, im
     assert engine.cache.pages.count == 1 and list(engine.scheduler.prefix_cache.turns) == ["e1"]
 
 
-def test_a_conversation_that_was_rewritten_is_computed_again(model, family, prompts):
+@pytest.mark.parametrize("changes", ["ids", "picture"])
+def test_a_conversation_that_was_rewritten_is_computed_again(model, family, image, changes):
     engine = EmbeddedEngine(model, family)
-    (request,) = requests(prompts[1:2])
-    request = replace(request, episode="e")
-    generate(engine, [request])
-    ids = request.ids.copy()
-    ids[-1] = 7
-    changed = replace(request, ids=np.concatenate([ids, [8, 9, 10] * 5]))
-    (answer,) = generate(engine, [changed])
-    (fresh,) = generate(EmbeddedEngine(model, family), [replace(changed, episode=None)])
-    same(fresh, answer)
-    assert len(engine.scheduler.prefix_cache.turns) == 1
-
-
-def test_another_picture_in_the_cached_part_is_computed_again(model, family, image):
-    engine = EmbeddedEngine(model, family)
-    first = family.render([Message(role="user", parts=(image(56, 56, 0), "x"))])
-    other = family.render([Message(role="user", parts=(image(56, 56, 1), "x"))])
+    first, other = (family.render([Message(role="user", parts=(image(56, 56, n), "x"))]) for n in range(2))
     (request,) = requests([first], replace(FREE, temperature=0.0))
     request = replace(request, episode="e")
     (answer,) = generate(engine, [request])
     ids = np.concatenate([request.ids, answer.ids, [4]])
-    changed = replace(request, ids=ids, media=other.media)
+    if changes == "ids":
+        ids[len(request.ids) - 1] = 7
+    changed = replace(request, ids=ids, media=other.media if changes == "picture" else request.media)
     (got,) = generate(engine, [changed])
     (fresh,) = generate(EmbeddedEngine(model, family), [replace(changed, episode=None)])
     same(fresh, got)
+    assert len(engine.scheduler.prefix_cache.turns) == 1

@@ -36,20 +36,6 @@ def test_tokens_lie_where_their_pages_say():
     assert pages.held[2] == 3
 
 
-def test_a_fork_shares_full_pages_and_copies_the_last():
-    pages = fresh()
-    extend(pages, 0, 10)
-    source = pages.of(0)
-    copy = pages.fork(source, 10, 1)
-    assert copy == (source[2], pages.of(1)[2]) and copy[0] != copy[1]
-    assert pages.of(1)[:2].tolist() == source[:2].tolist()
-    assert pages.references[source].tolist() == [2, 2, 1]
-    assert pages.fork(source, 8, 2) is None and pages.of(2).tolist() == source[:2].tolist()
-    before = pages.free
-    pages.drop(pages.detach(0))
-    assert pages.free == before + 1 and pages.references[source].tolist() == [2, 2, 0]
-
-
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["extend", "fork", "release", "park", "resume", "keep", "forget", "grow"]),

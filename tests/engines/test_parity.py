@@ -80,14 +80,6 @@ def test_a_frozen_tower_is_probed_as_well(load, copy, family, samples):
     assert found.by_weight > 0.01
 
 
-def test_text_alone_is_probed_with_a_weight_of_the_decoder(family_of, load, samples):
-    family = family_of("qwen3")
-    backend = LocalBackend(load("qwen3"), family, TrainConfig())
-    found = probe(CopyEngine(load("qwen3"), family), backend, samples[:1])
-    assert found.by_picture is None and found.by_weight > 0.01 and found.gap < 1e-5
-    assert "parity/by_picture" not in found.metrics()
-
-
 # -- engines that are wrong ----------------------------------------------------------------------
 
 
@@ -171,9 +163,12 @@ def test_a_wrong_engine_is_refused_with_the_cause(trained, copy, family, samples
     assert caught.value.exit_code == 3
 
 
-def test_a_prefix_cache_that_outlives_the_weights(family_of, load, samples):
+def test_text_alone_is_probed_with_a_weight_of_the_decoder(family_of, load, samples):
     family = family_of("qwen3")
     backend = LocalBackend(load("qwen3"), family, TrainConfig())
+    found = probe(CopyEngine(load("qwen3"), family), backend, samples[:1])
+    assert found.by_picture is None and found.by_weight > 0.01 and found.gap < 1e-5
+    assert "parity/by_picture" not in found.metrics()
     with pytest.raises(EnvironmentProblem, match="computed of the prompt under older weights"):
         probe(Prefixes(load("qwen3"), family), backend, samples[:1])
 

@@ -1,16 +1,12 @@
 """Keyed sampling: the right distribution, the same noise everywhere, honest log-probs."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from pytest import approx
 
-from saccade.engines import generate
-from saccade.engines.embedded import EmbeddedEngine, sampling
 from saccade.engines.embedded.sampling import kept_ids, keyed_gumbel, sample
-from saccade.types import Message, Request, Sampling
+from saccade.types import Sampling
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.5, -torch.inf]])
 DRAWS = 20_000
@@ -119,20 +115,3 @@ def test_kept_ids():
     assert kept(top_k=99)[0] == [0, 1, 2, 3]
     banned = torch.tensor([[1.0, -torch.inf, 0.0]])
     assert kept_ids(banned, 3, 1.0).tolist() == [[True, False, True]]
-
-
-def test_sorting_few_rows_at_a_time_changes_nothing(load, family_of, monkeypatch):
-    model, family = load("qwen2"), family_of("qwen2")
-    ids = family.render([Message(role="user", parts=("Why?",))]).ids
-    cut = Sampling(top_k=4, support=True, max_tokens=3, ignore_eos=True)
-    asked = [
-        Request(key=str(i), ids=ids[: 3 + i % 2], sampling=cut if i else replace(cut, top_k=9), noise=i)
-        for i in range(6)
-    ]
-    whole = generate(EmbeddedEngine(model, family, max_sequences=6), asked)
-    monkeypatch.setattr(sampling, "SORTED", 2)
-    apart = generate(EmbeddedEngine(model, family, max_sequences=6), asked)
-    for a, b in zip(whole, apart, strict=True):
-        assert np.array_equal(a.ids, b.ids) and np.array_equal(a.logprobs, b.logprobs)
-        assert [len(kept) for kept in a.support] == [4 if a.key != "0" else 9] * 3
-        assert all(map(np.array_equal, a.support, b.support))

@@ -45,32 +45,6 @@ def test_log_probs_entropies_and_their_gradient(dtype, ban, cut):
             assert (got - exact).norm() / exact.norm() < limit
 
 
-def test_reading_through_a_head_in_chunks(monkeypatch):
-    from saccade.forest import logprobs
-
-    torch.manual_seed(0)
-    head = torch.nn.Linear(64, 1000, bias=False, device=DEVICE, dtype=torch.bfloat16)
-    hidden = torch.randn(300, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    targets = torch.randint(0, 900, (300,), device=DEVICE)
-    banned = torch.arange(1000, device=DEVICE) >= 950
-    support = [np.array([], np.int64) if i % 3 else np.arange(920) for i in range(300)]
-
-    def run(hidden, head):
-        new, entropy = logprobs.read_logprobs(
-            hidden, head, targets, temperature=0.8, banned=banned, support=support, entropy_gradient=True
-        )
-        loss = (new * torch.linspace(0, 1, 300, device=DEVICE)).sum() + entropy.sum() / 7
-        return new, entropy, *torch.autograd.grad(loss, (hidden, head.weight))
-
-    exact_head = torch.nn.Linear(64, 1000, bias=False, device=DEVICE, dtype=torch.float64)
-    exact_head.weight.data.copy_(head.weight)
-    exact = run(hidden.detach().double().requires_grad_(), exact_head)
-    for elements in (10**9, 20_000):
-        monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", elements)
-        for got, wanted in zip(run(hidden, head), exact, strict=True):
-            assert (got.double() - wanted).norm() / wanted.norm() < 0.01
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gated_products(dtype):
     from saccade.plugins.gpu.gate import gradients, multiply

@@ -1,7 +1,5 @@
 """Time series on the GPU: a float32 encoder beside a bfloat16 model, sampled from and trained."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files are collected first and written later, as they were when they were collected."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path

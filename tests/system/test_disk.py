@@ -1,7 +1,5 @@
 """Places to write to are looked at before there is anything to write."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

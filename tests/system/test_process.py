@@ -1,7 +1,5 @@
 """A child can be asked, timed and killed, and never outlives its parent."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -77,22 +75,6 @@ def test_an_answer_has_a_deadline_and_an_end_a_code() -> None:
     with pytest.raises(Ended):
         child.answer(10)
     assert child.exit_code() == -signal.SIGKILL
-    child.close()
-
-
-def test_two_threads_may_see_the_same_end() -> None:
-    """One reaps the process while the other still believes it to live and kills it."""
-    child = Child("saccade.plugins.reward_workers.worker")
-    popen = child.popen
-    popen._waitpid_lock.acquire()  # type: ignore[attr-defined]  # as amid another thread's wait
-    os.kill(popen.pid, signal.SIGKILL)
-    os.waitpid(popen.pid, 0)
-    assert popen.poll() is None
-    with ThreadPoolExecutor(1) as threads:
-        killed = threads.submit(child.kill)
-        time.sleep(0.1)
-        popen._waitpid_lock.release()  # type: ignore[attr-defined]
-        killed.result(timeout=10)
     child.close()
 
 

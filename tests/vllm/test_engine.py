@@ -1,23 +1,18 @@
 """What vLLM samples is what the trainer scores, request by request."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from saccade.engines import generate
-from saccade.errors import ConfigError, EnvironmentProblem, TrainingError
+from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.plugins.engines.vllm import VllmEngine, params_of
-from saccade.types import Message, Request
+from saccade.types import Message
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
-
-Ask = Callable[..., Request]
-Gap = Callable[..., float]
 
 
 def mixed(ask, **sampling):
@@ -154,28 +149,3 @@ def test_a_folder_without_weights_is_refused_before_vllm_starts(settings, family
     with pytest.raises(EnvironmentProblem, match="safetensors"):
         VllmEngine(replace(settings, folder=str(tmp_path)), family)
     assert not built
-
-
-def test_sleep_is_forgiven_where_there_is_none(engine, ask):
-    before = generate(engine, [ask("a", 1, temperature=0.0)])[0].ids
-    engine.sleep()
-    assert generate(engine, [ask("a", 1, temperature=0.0)])[0].ids.tolist() == before.tolist()
-
-
-def test_log_probs_that_are_not_finite_are_refused_where_nobody_trains(engine, backend, ask, monkeypatch):
-    named = backend.model.named_parameters()
-    weight = next(w.data for name, w in named if name.endswith("language_model.norm.weight"))
-    before, version = weight.clone(), engine.version
-    try:
-        weight.fill_(torch.nan)
-        engine.update_weights(backend, version=version + 1)
-        (answer,) = generate(engine, [ask("a")])
-        assert not np.isfinite(answer.logprobs).any()  # a trainer skips its update
-        monkeypatch.setattr(engine, "settings", replace(engine.settings, finite=True))
-        with pytest.raises(TrainingError, match="log-probs are not finite; `saccade doctor MODEL`"):
-            generate(engine, [ask("b")])
-    finally:
-        weight.copy_(before)
-        engine.update_weights(backend, version=version + 2)
-    (answer,) = generate(engine, [ask("c")])
-    assert np.isfinite(answer.logprobs).all()

@@ -1,6 +1,5 @@
 """First tokens with settings of their own, in an engine that was built for them."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -8,12 +7,8 @@ import numpy as np
 import pytest
 
 from saccade.engines import generate
-from saccade.types import Request
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
-
-Ask = Callable[..., Request]
-Gap = Callable[..., float]
 
 
 @pytest.fixture(scope="module")

@@ -186,29 +186,48 @@ class KVCache:
     # -- plans --
 
     def plan(self, slots: np.ndarray, cached: np.ndarray, new: np.ndarray) -> AttentionPlan:
-        """Sequences in `slots` hold `cached` tokens and get `new` more (all arrays [N])."""
-        places = self.pages.places(slots, cached, new)
-        starts = np.concatenate([[0], new.cumsum()])
+        """Sequences in `slots` hold `cached` tokens and get `new` more (all arrays [N]): write keys
+        and values into their pages, then attend.
+        """
+        places, starts = self.pages.places(slots, cached, new), np.concatenate([[0], new.cumsum()])
         inner: AttentionPlan
         if not cached.any():
             inner = forest_plan(starts, np.full(len(new), -1), self.device, self.dtype)
         elif self.kernels is None:
             inner = self._over_whole_pages(slots, cached, new)
         else:
-            lengths = cached + new
-            ends = np.concatenate([[0], lengths.cumsum()])
-            inner = _OverPages(
-                cache=self,
-                index=self._tensor(self.pages.places(slots, np.zeros_like(cached), lengths)),
-                starts_q=starts,
-                starts_k=ends,
-                cu_q=self._tensor(starts.astype(np.int32)),
-                cu_k=self._tensor(ends.astype(np.int32)),
-            )
-        where = (places,) if self.kernels else np.divmod(places, self.pages.page)
-        return PagedPlan(cache=self, places=tuple(map(self._tensor, where)), inner=inner)
+            inner = self._over_pages(slots, starts, cached + new)
+        # In the pool for the kernels; pages and offsets for torch.
+        where = tuple(map(self._tensor, (places,) if self.kernels else np.divmod(places, self.pages.page)))
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+            if self.kernels is not None:
+                self.kernels["write_pages"](k, v, bases=self.bases, layer=layer, places=where[0])
+            else:
+                self.keys[layer][where] = k
+                self.values[layer][where] = v
+            return inner(layer, q, k, v, scale, window)
+
+        return attend
+
+    def _over_pages(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> AttentionPlan:
+        """New tokens of sequences that began before: each attends to all that lies in its pages."""
+        ends = np.concatenate([[0], lengths.cumsum()])
+        index = self._tensor(self.pages.places(slots, np.zeros_like(lengths), lengths))
+        cu_q, cu_k = (self._tensor(each.astype(np.int32)) for each in (starts, ends))
+        longest = int(np.diff(starts).max()), int(lengths.max())
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+            keys, values = (tensors[layer].flatten(0, 1).index_select(0, index) for tensors in (self.keys, self.values))
+            if q.is_cuda and q.dtype in HALF:
+                return varlen(q, keys, values, (cu_q, cu_k), longest, scale, window)
+            bounds = zip(starts, starts[1:], ends, ends[1:], strict=False)
+            return torch.cat([one_node(q[a:b], keys[c:d], values[c:d], scale, window) for a, b, c, d in bounds])
+
+        return attend
 
     def _over_whole_pages(self, slots: np.ndarray, cached: np.ndarray, new: np.ndarray) -> AttentionPlan:
+        """The same where a page holds a sequence: one token each while decoding, several for a turn."""
         numbers = self.pages.table[slots, 0].astype(np.int64)
         top = int(numbers.max()) + 1
         read: Tensor | slice = slice(0, top)
@@ -222,96 +241,35 @@ class KVCache:
         # An idle row reads its first key, so no softmax is empty.
         last = np.zeros((count, width), dtype=np.int64)
         last[row_of[owner], offsets] = cached[owner] + offsets
-        mask = np.arange(length)[None, None, :] <= last[:, :, None]
-        index = row_of[owner] * width + offsets
-        full = len(index) == count * width and bool((np.diff(index) == 1).all())
-        return _OverWholePages(
-            cache=self,
-            read=read,
-            index=None if full else self._tensor(index),
-            width=width,
-            mask=self._tensor(mask)[:, None],
-        )
+        mask = self._tensor(np.arange(length)[None, None, :] <= last[:, :, None])[:, None]
+        places = row_of[owner] * width + offsets  # of new tokens among the padded queries
+        full = len(places) == count * width and bool((np.diff(places) == 1).all())
+        index = None if full else self._tensor(places)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+            assert window is None, "sliding windows are refused when the engine is built"
+            keys, values = (tensors[layer][read, :length].transpose(1, 2) for tensors in (self.keys, self.values))
+            heads, size = q.shape[1:]
+            groups = heads // k.shape[1]
+            padded = q
+            if index is not None:
+                padded = q.new_zeros((count * width, heads, size))
+                padded[index] = q
+            # Query heads that share a key head become queries of that head: no copy of the cache is
+            # ever expanded.
+            padded = padded.view(count, width, k.shape[1], groups, size).permute(0, 2, 3, 1, 4)
+            out = sdpa(
+                padded.reshape(count, k.shape[1], groups * width, size),
+                keys,
+                values,
+                attn_mask=mask if width == 1 else mask.repeat(1, 1, groups, 1),
+                scale=scale,
+            )
+            out = out.view(count, k.shape[1], groups, width, size).permute(0, 3, 1, 2, 4)
+            out = out.reshape(count * width, heads, size)
+            return out if index is None else out[index]
+
+        return attend
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return to_device(array, self.device)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PagedPlan:
-    """Write keys and values into their pages, then attend by `inner`."""
-
-    cache: KVCache
-    places: tuple[Tensor, ...]  # [T] in the pool for the kernels; pages and offsets for torch
-    inner: AttentionPlan
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        cache = self.cache
-        if cache.kernels is not None:
-            cache.kernels["write_pages"](k, v, bases=cache.bases, layer=layer, places=self.places[0])
-        else:
-            cache.keys[layer][self.places] = k
-            cache.values[layer][self.places] = v
-        return self.inner(layer, q, k, v, scale, window)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _OverPages:
-    """New tokens of sequences that began before: each attends to all that lies in its pages."""
-
-    cache: KVCache
-    index: Tensor  # [all keys] their places, sequence after sequence
-    starts_q: np.ndarray  # [N + 1]
-    starts_k: np.ndarray
-    cu_q: Tensor  # the same on the device
-    cu_k: Tensor
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        keys = self.cache.keys[layer].flatten(0, 1).index_select(0, self.index)
-        values = self.cache.values[layer].flatten(0, 1).index_select(0, self.index)
-        if q.is_cuda and q.dtype in HALF:
-            longest = int(np.diff(self.starts_q).max()), int(np.diff(self.starts_k).max())
-            return varlen(q, keys, values, (self.cu_q, self.cu_k), longest, scale, window)
-        return torch.cat(
-            [
-                one_node(q[a:b], keys[c:d], values[c:d], scale, window)
-                for a, b, c, d in zip(self.starts_q, self.starts_q[1:], self.starts_k, self.starts_k[1:], strict=False)
-            ]
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _OverWholePages:
-    """The same where a page holds a sequence: one token each while decoding, several for a turn."""
-
-    cache: KVCache
-    read: Tensor | slice  # the pages [P]
-    index: Tensor | None  # [T] place of each new token among the padded queries; None: in order
-    width: int  # most new tokens of one sequence
-    mask: Tensor  # [P, 1, width, L]
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        assert window is None, "sliding windows are refused when the engine is built"
-        count, length = self.mask.shape[0], self.mask.shape[-1]
-        keys, values = (
-            tensors[layer][self.read, :length].transpose(1, 2) for tensors in (self.cache.keys, self.cache.values)
-        )
-        heads, size = q.shape[1:]
-        groups = heads // k.shape[1]
-        padded = q
-        if self.index is not None:
-            padded = q.new_zeros((count * self.width, heads, size))
-            padded[self.index] = q
-        # Query heads that share a key head become queries of that head: no copy of the cache is
-        # ever expanded.
-        padded = padded.view(count, self.width, k.shape[1], groups, size).permute(0, 2, 3, 1, 4)
-        out = sdpa(
-            padded.reshape(count, k.shape[1], groups * self.width, size),
-            keys,
-            values,
-            attn_mask=self.mask if self.width == 1 else self.mask.repeat(1, 1, groups, 1),
-            scale=scale,
-        )
-        out = out.view(count, k.shape[1], groups, self.width, size).permute(0, 3, 1, 2, 4)
-        out = out.reshape(count * self.width, heads, size)
-        return out if self.index is None else out[self.index]

@@ -117,27 +117,26 @@ class PrefillJob:
 Part = tuple[PrefillJob, int]  # a job and where its next piece ends
 
 
+SAMPLED = np.dtype([("token", np.int64), ("logprob", np.float32), ("version", np.int32)])
+
+
 class Outputs:
-    """What was sampled, slot by slot, until a sequence ends and becomes a completion: tokens,
-    logprobs and versions [slots, sampled].
+    """What was sampled, slot by slot, until a sequence ends and becomes a completion: [slots,
+    sampled].
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        self.tokens = np.zeros((0, 0), dtype=np.int64)
-        self.logprobs = np.zeros((0, 0), dtype=np.float32)
-        self.versions = np.zeros((0, 0), dtype=np.int32)
+        self.rows = np.zeros((0, 0), dtype=SAMPLED)
 
     def resize(self, slots: int, longest: int) -> None:
-        rows, columns = self.tokens.shape
+        rows, columns = self.rows.shape
         if slots > rows or longest > columns:
-            for name in ("tokens", "logprobs", "versions"):
-                old = getattr(self, name)
-                new = np.zeros((max(slots, rows), max(longest, columns)), dtype=old.dtype)
-                new[:rows, :columns] = old
-                setattr(self, name, new)
+            wider = np.zeros((max(slots, rows), max(longest, columns)), dtype=SAMPLED)
+            wider[:rows, :columns] = self.rows
+            self.rows = wider
 
     def note(self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         """Append ids and log-probs [steps, sequences]; an id is -1 where a sequence had ended."""
@@ -146,17 +145,17 @@ class Outputs:
         for line, line_logprobs in zip(ids, logprobs, strict=True):
             drawn = line >= 0
             at = slots[drawn], places[drawn]
-            self.tokens[at], self.logprobs[at] = line[drawn], line_logprobs[drawn]
-            self.versions[at] = version
+            self.rows["token"][at], self.rows["logprob"][at] = line[drawn], line_logprobs[drawn]
+            self.rows["version"][at] = version
             places += drawn
         for sequence, drawn in zip(sequences, (ids >= 0).sum(0).tolist(), strict=True):
             sequence.sampled += drawn
 
     def last(self, sequences: SequenceOf[Sequence]) -> np.ndarray:
-        return self.tokens[[s.slot for s in sequences], [s.sampled - 1 for s in sequences]]
+        return self.rows["token"][[s.slot for s in sequences], [s.sampled - 1 for s in sequences]]
 
     def of(self, sequence: Sequence) -> np.ndarray:
-        return self.tokens[sequence.slot, : sequence.sampled]
+        return self.rows["token"][sequence.slot, : sequence.sampled]
 
     def ended(self, sequences: SequenceOf[Sequence], chat: Chat) -> list[tuple[Sequence, str]]:
         """Sequences that end with their last tokens, and how they end."""
@@ -188,12 +187,12 @@ class Outputs:
         return False
 
     def completion(self, sequence: Sequence, finish: Any) -> Completion:
-        slot, n = sequence.slot, sequence.sampled
+        sampled = self.rows[sequence.slot, : sequence.sampled]
         return Completion(
             key=sequence.request.key,
-            ids=self.tokens[slot, :n].copy(),
-            logprobs=self.logprobs[slot, :n].copy(),
-            versions=self.versions[slot, :n].copy(),
+            ids=sampled["token"].copy(),
+            logprobs=sampled["logprob"].copy(),
+            versions=sampled["version"].copy(),
             finish=finish,
-            support=tuple(sequence.support[:n]) or None,
+            support=tuple(sequence.support[: sequence.sampled]) or None,
         )

@@ -15,8 +15,7 @@ from saccade.engines.embedded.sequences import Sequence
 # of the token that will be drawn, in its noise; key: of the noise; remaining: tokens still to draw;
 # stops: whether an end-of-turn id ends it; top_k: of truncated sampling; support: whether the ids
 # that it keeps are asked for; shared: tokens that its prefix group reads for it.
-NAMES = (*("token", "length", "position", "index", "key", "remaining", "stops", "top_k", "support"), "shared")
-FIELDS = len(NAMES)
+FIELDS = 10
 TOKEN, LENGTH, POSITION, INDEX, KEY, REMAINING, STOPS, TOP_K, SUPPORT, SHARED = range(FIELDS)
 # Rows for which one kernel reads both matrices of a gate; for more, two products are as fast.
 FEW_ROWS = 64
@@ -28,35 +27,16 @@ def bucket(rows: int) -> int:
     return next((size for size in BUCKETS if size >= rows), -(-rows // 128) * 128)
 
 
-def fields_of(sequences: SequenceOf[Sequence], tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """All fields but `shared`; `tokens`: the last one of each sequence."""
-    requests = [s.request for s in sequences]
-    cached = np.array([s.cached for s in sequences])
-    return {
-        "token": tokens,
-        "length": cached,
-        "position": cached + np.array([s.ahead for s in sequences]),
-        "index": np.array([r.first_index for r in requests]) + np.array([s.sampled for s in sequences]),
-        "key": np.array([r.noise for r in requests], dtype=np.int64),
-        "remaining": np.array([s.remaining for s in sequences]),
-        "stops": np.array([not r.sampling.ignore_eos for r in requests]),
-        "top_k": np.array([r.sampling.top_k for r in requests]),
-        "support": np.array([r.sampling.support and cuts(r.sampling) for r in requests]),
-    }
-
-
-def temperature_top_p_of(sequences: SequenceOf[Sequence]) -> np.ndarray:
-    """Temperature and top_p of each, [2, B]."""
-    settings = [s.request.sampling for s in sequences]
-    return np.array([[x.temperature for x in settings], [x.top_p for x in settings]], np.float32)
-
-
-def pack_rows(fields: dict[str, np.ndarray], padded: int) -> np.ndarray:
-    count = len(fields["token"])
+def rows_of(sequences: SequenceOf[Sequence], tokens: np.ndarray, shared: np.ndarray, padded: int) -> np.ndarray:
+    """[FIELDS, padded], with idle rows behind the sequences; `tokens`: the last one of each."""
+    rows = []
+    for s, token, alike in zip(sequences, tokens.tolist(), shared.tolist(), strict=True):
+        request, how = s.request, s.request.sampling
+        place = (token, s.cached, s.cached + s.ahead, request.first_index + s.sampled, request.noise, s.remaining)
+        rows.append((*place, not how.ignore_eos, how.top_k, how.support and cuts(how), alike))
     packed = np.zeros((FIELDS, padded), dtype=np.int64)
     packed[LENGTH] = -1
-    for line, name in enumerate(NAMES):
-        packed[line, :count] = fields[name]
+    packed[:, : len(rows)] = np.array(rows).T
     return packed
 
 

@@ -84,20 +84,19 @@ class Graphs:
         """Start `steps` steps of the sequences; nothing waits for them. `tokens` [B]: the last one
         of each; `table` [B, pages].
         """
-        row_fields, temperature_top_p = fields.fields_of(ready, tokens), fields.temperature_top_p_of(ready)
-        cutting = any(cuts(s.request.sampling) for s in ready)
-        count = len(ready)
+        settings = [s.request.sampling for s in ready]
+        cutting, count = any(map(cuts, settings)), len(ready)
         padded = fields.bucket(count)
         self._widen(table.shape[1])
         step = self._step_of(padded, cutting)
-        prefix_groups, row_fields["shared"] = fields.find_prefix_groups(
-            table, row_fields["length"], page=PAGE, most=self.members
-        )
+        lengths = np.array([s.cached for s in ready])
+        prefix_groups, shared = fields.find_prefix_groups(table, lengths, page=PAGE, most=self.members)
         described = np.zeros((3, padded // 2), dtype=np.int64)
         described[:, : prefix_groups.shape[1]] = prefix_groups
         self.prefix_groups[:, : padded // 2].copy_(to_device(described, self.device))
-        self.state[:, :padded].copy_(to_device(fields.pack_rows(row_fields, padded), self.device))
+        self.state[:, :padded].copy_(to_device(fields.rows_of(ready, tokens, shared, padded), self.device))
         self.table[:count, : table.shape[1]].copy_(to_device(table, self.device))
+        temperature_top_p = np.array([[s.temperature for s in settings], [s.top_p for s in settings]], np.float32)
         self.temperature_top_p[:, :count].copy_(to_device(temperature_top_p, self.device))
         self.step_index.zero_()
         if cutting:

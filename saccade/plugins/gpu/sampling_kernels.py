@@ -39,11 +39,15 @@ def cut(
     count, vocabulary = len(temperature), logits.shape[1]
     floors = torch.empty((2, count), dtype=torch.int32, device=logits.device)
     _cut[(count,)](
-        logits, temperature if banned is None else banned.view(torch.int8), temperature, top_k,
-        top_p, lengths, floors, vocabulary, logits.stride(0), floors.stride(0),
-        EMPTY=EMPTY_BITS[logits.dtype], BANNED=banned is not None, BLOCK=BLOCK, num_warps=16,
+        logits, _bytes(banned), temperature, top_k, top_p, lengths, floors, vocabulary,
+        logits.stride(0), floors.stride(0), EMPTY=EMPTY_BITS[logits.dtype], BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
     return floors
+
+
+def _bytes(mask: Tensor | None) -> Tensor | None:
+    """As kernels read it: a missing one is compiled away."""
+    return None if mask is None else mask.view(torch.int8)
 
 
 @triton.jit
@@ -54,13 +58,13 @@ def level_of(logit, EMPTY: tl.constexpr):
 
 
 @triton.jit
-def _read(line, banned, start, vocabulary, BANNED: tl.constexpr, BLOCK: tl.constexpr):
+def _read(line, banned, start, vocabulary, BLOCK: tl.constexpr):
     """A block of logits, its columns, and which of them may be drawn at all."""
     column = start + tl.arange(0, BLOCK)
     real = column < vocabulary
     logit = tl.load(line + column, mask=real, other=float("-inf")).to(tl.float32)
     possible = real & (logit > float("-inf"))
-    if BANNED:
+    if banned is not None:
         possible = possible & (tl.load(banned + column, mask=real, other=1) == 0)
     return logit, column, possible
 
@@ -68,12 +72,12 @@ def _read(line, banned, start, vocabulary, BANNED: tl.constexpr, BLOCK: tl.const
 @triton.jit
 def _measure(
     line, banned, vocabulary, heat, top, low, last, above,
-    MASS: tl.constexpr, EMPTY: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
+    MASS: tl.constexpr, EMPTY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """How many ids, or how much mass, lies at `above` or higher, of what (low, last) keeps."""
     found = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocabulary, BLOCK):
-        logit, column, possible = _read(line, banned, start, vocabulary, BANNED, BLOCK)
+        logit, column, possible = _read(line, banned, start, vocabulary, BLOCK)
         level = level_of(logit, EMPTY)
         within = possible & (level >= above) & (
             (level > low) | ((level == low) & (column <= last))
@@ -88,7 +92,7 @@ def _measure(
 @triton.jit
 def _fewest(
     line, banned, vocabulary, heat, top, least, low, last, goal,
-    MASS: tl.constexpr, EMPTY: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
+    MASS: tl.constexpr, EMPTY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The likeliest ids whose number or mass reaches `goal`, as a lowest level and a last id."""
     # Invariant: what lies at `down` or higher reaches the goal, what lies at `up` or higher not.
@@ -97,13 +101,13 @@ def _fewest(
         middle = (down + up) // 2
         if _measure(
             line, banned, vocabulary, heat, top, low, last, middle.to(tl.int32),
-            MASS, EMPTY, BANNED, BLOCK,
+            MASS, EMPTY, BLOCK,
         ) >= goal:  # fmt: skip
             down = middle
         else:
             up = middle
     level = down.to(tl.int32)
-    higher = _measure(line, banned, vocabulary, heat, top, low, last, level + 1, MASS, EMPTY, BANNED, BLOCK)
+    higher = _measure(line, banned, vocabulary, heat, top, low, last, level + 1, MASS, EMPTY, BLOCK)
     # Of those exactly at the level as many as are needed, in the order of their ids.
     each = 1.0
     if MASS:
@@ -111,7 +115,7 @@ def _fewest(
     wanted = tl.maximum(tl.ceil((goal - higher) / each), 1.0)
     seen, end = 0.0, vocabulary
     for start in range(0, vocabulary, BLOCK):
-        logit, column, possible = _read(line, banned, start, vocabulary, BANNED, BLOCK)
+        logit, column, possible = _read(line, banned, start, vocabulary, BLOCK)
         at = level_of(logit, EMPTY)
         tie = possible & (at == level) & ((at > low) | (column <= last))
         order = seen + tl.cumsum(tl.where(tie, 1.0, 0.0), 0)
@@ -133,7 +137,7 @@ def _logit(level, EMPTY: tl.constexpr):
 @triton.jit
 def _cut(
     logits, banned, temperature, top_k, top_p, lengths, floors, vocabulary, logits_row, floors_row,
-    EMPTY: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
+    EMPTY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     heat = tl.load(temperature + row)
@@ -145,7 +149,7 @@ def _cut(
         lowest = tl.full([BLOCK], float("inf"), tl.float32)
         number = tl.zeros([BLOCK], tl.float32)
         for start in range(0, vocabulary, BLOCK):
-            logit, _, possible = _read(line, banned, start, vocabulary, BANNED, BLOCK)
+            logit, _, possible = _read(line, banned, start, vocabulary, BLOCK)
             highest = tl.maximum(highest, tl.where(possible, logit, float("-inf")))
             lowest = tl.minimum(lowest, tl.where(possible, logit, float("inf")))
             number += tl.where(possible, 1.0, 0.0)
@@ -153,17 +157,14 @@ def _cut(
         if (most > 0) & (most < tl.sum(number, 0)):
             low, last = _fewest(
                 line, banned, vocabulary, heat, top, least, low, last, most.to(tl.float32),
-                False, EMPTY, BANNED, BLOCK,
+                False, EMPTY, BLOCK,
             )  # fmt: skip
         if share < 1:
             least = tl.maximum(least, low)
-            whole = _measure(
-                line, banned, vocabulary, heat, top, low, last, least,
-                True, EMPTY, BANNED, BLOCK,
-            )  # fmt: skip
+            whole = _measure(line, banned, vocabulary, heat, top, low, last, least, True, EMPTY, BLOCK)
             low, last = _fewest(
                 line, banned, vocabulary, heat, top, least, low, last, share * whole,
-                True, EMPTY, BANNED, BLOCK,
+                True, EMPTY, BLOCK,
             )  # fmt: skip
     tl.store(floors + row, low)
     tl.store(floors + floors_row + row, last)
@@ -187,10 +188,9 @@ def keep(
     for which there is no place left gets the id -1.
     """
     _keep[(len(ids),)](
-        logits, logits if banned is None else banned.view(torch.int8), floors, ids, wanted, lengths,
-        step_index, cursor, kept, out_spans, logits.shape[1], logits.stride(0), floors.stride(0),
-        len(kept), out_spans.stride(0), out_spans.stride(1),
-        EMPTY=EMPTY_BITS[logits.dtype], BANNED=banned is not None, BLOCK=BLOCK, num_warps=16,
+        logits, _bytes(banned), floors, ids, wanted, lengths, step_index, cursor, kept, out_spans,
+        logits.shape[1], logits.stride(0), floors.stride(0), len(kept), *out_spans.stride()[:2],
+        EMPTY=EMPTY_BITS[logits.dtype], BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
 
 
@@ -198,13 +198,13 @@ def keep(
 def _keep(
     logits, banned, floors, ids, wanted, lengths, step_index, cursor, kept, spans,
     vocabulary, logits_row, floors_row, room, spans_tick, spans_line,
-    EMPTY: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
+    EMPTY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if (tl.load(wanted + row) != 0) & (tl.load(lengths + row) >= 0):
         line = logits + row.to(tl.int64) * logits_row
         low, last = tl.load(floors + row), tl.load(floors + floors_row + row)
-        count = _measure(line, banned, vocabulary, 1.0, 0.0, low, last, low, False, EMPTY, BANNED, BLOCK).to(tl.int32)
+        count = _measure(line, banned, vocabulary, 1.0, 0.0, low, last, low, False, EMPTY, BLOCK).to(tl.int32)
         first = tl.atomic_add(cursor, count.to(tl.int64))
         at = spans + tl.load(step_index).to(tl.int64) * spans_tick + row
         tl.store(at, first)
@@ -214,7 +214,7 @@ def _keep(
         else:
             seen = first
             for start in range(0, vocabulary, BLOCK):
-                logit, column, possible = _read(line, banned, start, vocabulary, BANNED, BLOCK)
+                logit, column, possible = _read(line, banned, start, vocabulary, BLOCK)
                 level = level_of(logit, EMPTY)
                 within = possible & ((level > low) | ((level == low) & (column <= last)))
                 order = tl.cumsum(tl.where(within, 1, 0), 0)
@@ -244,19 +244,16 @@ def draw(
     assert logits.stride(1) == 1
     noisy, highest, mass = torch.empty((3, count, chunks), dtype=torch.float32, device=logits.device)
     place = torch.empty((count, chunks), dtype=torch.int32, device=logits.device)
-    lines = temperature if rows is None else rows
     _draw[(chunks, count)](
-        logits, lines, temperature if banned is None else banned.view(torch.int8),
-        temperature, keys, index, temperature if floors is None else floors, noisy, highest, mass,
-        place, vocabulary, logits.stride(0), 0 if floors is None else floors.stride(0),
-        ROWS=rows is not None, BANNED=banned is not None, CUT=floors is not None,
+        logits, rows, _bytes(banned), temperature, keys, index, floors, noisy, highest, mass, place,
+        vocabulary, logits.stride(0), 0 if floors is None else floors.stride(0),
         EMPTY=EMPTY_BITS[logits.dtype], CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
     ids = torch.empty(count, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(count, dtype=torch.float32, device=logits.device)
     _pick[(count,)](
-        logits, lines, temperature, noisy, highest, mass, place, ids, logprobs, logits.stride(0),
-        ROWS=rows is not None, CHUNKS=chunks, PADDED=triton.next_power_of_2(chunks), num_warps=1,
+        logits, rows, temperature, noisy, highest, mass, place, ids, logprobs, logits.stride(0),
+        CHUNKS=chunks, PADDED=triton.next_power_of_2(chunks), num_warps=1,
     )  # fmt: skip
     return ids, logprobs
 
@@ -274,13 +271,11 @@ def _mix(x):
 @triton.jit
 def _draw(
     logits, rows, banned, temperature, keys, index, floors, noisy, highest, mass, place,
-    vocabulary, logits_row, floors_row,
-    ROWS: tl.constexpr, BANNED: tl.constexpr, CUT: tl.constexpr, EMPTY: tl.constexpr,
-    CHUNK: tl.constexpr,
+    vocabulary, logits_row, floors_row, EMPTY: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     chunk, row = tl.program_id(0), tl.program_id(1)
     source = row.to(tl.int64)
-    if ROWS:
+    if rows is not None:
         source = tl.load(rows + row).to(tl.int64)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     real = column < vocabulary
@@ -288,10 +283,10 @@ def _draw(
     level = level_of(score, EMPTY)
     heat = tl.load(temperature + row)
     score = score.to(tl.float32) / tl.where(heat > 0, heat, 1.0)
-    if BANNED:
+    if banned is not None:
         out = tl.load(banned + column, mask=real, other=1)
         score = tl.where(out != 0, float("-inf"), score)
-    if CUT:
+    if floors is not None:
         low, last = tl.load(floors + row), tl.load(floors + floors_row + row)
         within = (level > low) | ((level == low) & (column <= last))
         score = tl.where(within, score, float("-inf"))
@@ -318,11 +313,11 @@ def _draw(
 @triton.jit
 def _pick(
     logits, rows, temperature, noisy, highest, mass, place, ids, logprobs, logits_row,
-    ROWS: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
+    CHUNKS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0), tl.arange(0, PADDED)
     source = row.to(tl.int64)
-    if ROWS:
+    if rows is not None:
         source = tl.load(rows + row).to(tl.int64)
     at, real = row * CHUNKS + chunk, chunk < CHUNKS
     _, best = tl.max(tl.load(noisy + at, mask=real, other=float("-inf")), 0, return_indices=True)

@@ -22,7 +22,7 @@ from saccade.config import Config
 from saccade.data.chats import RowError
 from saccade.data.formats import FORMATS, read_row
 from saccade.data.prompts import text_or_file
-from saccade.engines import Engine, generate, progress
+from saccade.engines import Engine, generate
 from saccade.errors import ConfigError, DataError, SaccadeError, TrainingError
 from saccade.media.kinds import KINDS, open_any
 from saccade.models.families import Family
@@ -99,7 +99,7 @@ def _answer(state: Talk, line: str, say: Say) -> None:
                 pressed.clear()
                 engine.abort(request.key)
             done = engine.poll()
-            ids = done[0].ids if done else progress(engine, request.key)
+            ids = done[0].ids if done else engine.progress(request.key)
             piece = stream.finish(ids) if done else stream.add(ids)
             text += piece
             say(piece)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from saccade.engines import Engine, progress
+from saccade.engines import Engine
 from saccade.errors import SaccadeError
 from saccade.types import Completion, Request
 
@@ -96,7 +96,7 @@ class Hub:
                     if client is not None:
                         client.tell(Event(client.index, completion.ids, completion))
                 for key, client in self._clients.items():
-                    if client.stream and len(ids := progress(self.engine, key)) > client.seen:
+                    if client.stream and len(ids := self.engine.progress(key)) > client.seen:
                         client.seen = len(ids)
                         client.tell(Event(client.index, ids))
         finally:

@@ -35,9 +35,6 @@ settings, events = Settings(**json.loads(sys.argv[1])), queue.SimpleQueue()
 engine = Replica(settings, log=Path(sys.argv[2]), events=events)
 while engine.child is None:
     time.sleep(0.01)
-threads = Path(f"/proc/{engine.child.popen.pid}/task")
-while sys.argv[3] == "watching" and len(list(threads.iterdir())) < 2:
-    time.sleep(0.01)
 print(engine.child.popen.pid, flush=True)
 time.sleep(600)
 """
@@ -97,12 +94,8 @@ def pool_folder(pool):
     return pool._working[0].settings.folder
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [Sampling(temperature=0.9, max_tokens=16, stop=("red",)), Sampling(top_p=0.8, max_tokens=8, support=True)],
-    ids=["sampled", "truncated"],
-)
-def test_two_processes_say_what_one_engine_says_here(pool, load, family, ask, sampling):
+def test_two_processes_say_what_one_engine_says_here(pool, load, family, ask):
+    sampling = Sampling(temperature=0.9, top_p=0.8, max_tokens=16, stop=("red",), support=True)
     model = load()
     pool.update_weights(source_of(model), version=0)
     here = generate(EmbeddedEngine(model, family), ask(sampling, repeats=6))
@@ -110,7 +103,7 @@ def test_two_processes_say_what_one_engine_says_here(pool, load, family, ask, sa
     same(here, there)
     for a, b in zip(here, there, strict=True):
         kept = [[part.tolist() for part in done.support or ()] for done in (a, b)]
-        assert kept[0] == kept[1] and bool(kept[0]) == sampling.support
+        assert kept[0] == kept[1] != []
 
 
 def test_equal_prompts_stay_together_until_others_would_idle(pool, ask):
@@ -219,19 +212,6 @@ def test_replicas_get_gpus_of_their_own_and_the_trainers_last(monkeypatch):
     assert placements(3, 1, []) == [({"OMP_NUM_THREADS": "2"}, True)] * 3
 
 
-def test_a_picture_in_a_spill_file_is_sent(pool, load, family, ask, image, on_disk):
-    request = ask(Sampling(temperature=0.0, max_tokens=12), repeats=1)[1]
-
-    def showing(media):  # one that the server has not seen
-        return replace(request, media=(replace(request.media[0], media=media),))
-
-    model = load()
-    pool.update_weights(source_of(model), version=0)
-    (there,) = generate(pool, [showing(on_disk(image(56, 56, 77)))])
-    (here,) = generate(EmbeddedEngine(model, family), [showing(image(56, 56, 77))])
-    same([here], [there])
-
-
 def test_files_of_media_travel_once_and_again_when_they_were_forgotten(pool, ask, monkeypatch):
     greedy = [replace(r, replica=0) for r in ask(Sampling(temperature=0.0, max_tokens=4), repeats=1)]
     first = [done.ids.tolist() for done in generate(pool, greedy)]
@@ -300,7 +280,9 @@ def test_one_that_no_longer_answers_is_ended_and_endless_deaths_stop_the_run(poo
     halted = first_of(pool)
     halted.answer_limit = 1.0
     os.kill(halted.child.popen.pid, signal.SIGSTOP)
-    assert len(generate(pool, [replace(request, replica=0) for request in ask()])) == 12
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_launch", lambda place: None)
+        assert len(generate(pool, [replace(request, replica=0) for request in ask()])) == 12
     assert halted.child.popen.pid not in servers(0)
     assert len(said) == 1 and "timed out" in said[0]
     monkeypatch.setattr(pool, "_launchers", [broken, broken])
@@ -311,15 +293,12 @@ def test_one_that_no_longer_answers_is_ended_and_endless_deaths_stop_the_run(poo
     assert len(said) == 7
 
 
-@pytest.mark.parametrize("when, how", [("watching", signal.SIGKILL), ("starting", signal.SIGTERM)])
-def test_it_ends_when_its_parent_is_killed(settings, tmp_path, servers, when, how):
-    order = json.dumps(vars(settings))
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, order, str(tmp_path / "engine.log"), when], stdout=subprocess.PIPE
-    )
+def test_it_ends_when_its_parent_is_killed(settings, tmp_path, servers):
+    """While it is still starting, too."""
+    command = [sys.executable, "-c", PARENT, json.dumps(vars(settings)), str(tmp_path / "engine.log")]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE)
     child = int(parent.stdout.readline())
-    assert servers(parent.pid) == {child} or when == "starting"
-    os.kill(parent.pid, how)
+    parent.kill()
     parent.wait()
     deadline = time.monotonic() + 60
     while child in servers(0) and time.monotonic() < deadline:

@@ -48,7 +48,6 @@ class Core:
         self.waits: dict[str, threading.Event] | None = None  # requests that stay in the queue
         self.extra_tokens = 0  # a processor that reads pictures in its own way
         self.session = False
-        self.version = "default"
 
     def generate(self, body):
         self.bodies.append(body)
@@ -110,15 +109,10 @@ class Core:
         )
         answer: dict[str, Any] = {
             "text": self.family.decode(done.ids),
-            "output_ids": sampled,
             "meta_info": {
                 "id": body["rid"],
                 "finish_reason": reason,
                 "prompt_tokens": len(ids) + self.extra_tokens,
-                "weight_version": self.version,
-                "completion_tokens": len(sampled),
-                "cached_tokens": 0,
-                "e2e_latency": 0.1,
                 "output_token_logprobs": [
                     [logprob, token, None] for logprob, token in zip(logprobs, sampled, strict=True)
                 ],
@@ -188,7 +182,6 @@ def serve(core, key=""):
 def _from_disk(core, body):
     for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
         core.load(load_file(file))
-    core.version = body["weight_version"]
     if body["flush_cache"]:
         core.flush()
     return {"success": True, "message": "Succeeded", "num_paused_requests": 0}

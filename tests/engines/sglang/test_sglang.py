@@ -13,7 +13,6 @@ from saccade.engines import Settings, generate
 from saccade.engines.builders import build
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.plugins.engines import sglang
 from saccade.plugins.engines.sglang import sglang_transport
 from saccade.types import Message, Request, Sample, Sampling
 from tests.engines import asked
@@ -46,6 +45,9 @@ def in_process(core, family, monkeypatch):
     for name in sglang_transport.ENVIRONMENT:
         monkeypatch.setenv(name, sglang_transport.ENVIRONMENT[name])
     engine = build(settings(family), family, model=True)
+    started = core.told[0][1]
+    assert started["enable_deterministic_inference"] and started["mem_fraction_static"] == 0.6
+    assert started["mm_process_config"]["image"]["size"]["longest_edge"] == 1_003_520
     yield engine
     engine.close()
 
@@ -113,13 +115,6 @@ def test_the_probe_passes_and_nothing_stale_is_seen(engine, trained, image):
     assert found.gap < 1e-5 and found.restored < 1e-5 and found.by_weight > 0.01
 
 
-def test_pictures_named_without_the_weights_would_be_stale(engine, trained, image, monkeypatch):
-    name = sglang._name
-    monkeypatch.setattr(sglang, "_name", lambda media, version: name(media, 0))
-    with pytest.raises(EnvironmentProblem, match="encoder or prefix cache is stale"):
-        probe(engine, trained, image)
-
-
 def probe(engine, trained, image):
     sample = Sample(id="a", messages=(Message(role="user", parts=(image(84, 56, 1), "What?")),))
     return asked.probe(engine, trained, [sample], sampling=Sampling(max_tokens=8))
@@ -167,14 +162,6 @@ def test_a_request_that_is_aborted_while_it_waits(over_http, core, requests):
     assert [what for what, _ in core.told] == ["abort"]
 
 
-def test_one_that_ends_before_the_abort_arrives_is_aborted_too(in_process, requests):
-    """Its loop runs in `poll` only, so SGLang does not know the request yet."""
-    in_process.submit(requests[0])
-    in_process.abort("0")
-    (done,) = in_process.poll()
-    assert done.finish == "aborted" and len(done.ids) == 6
-
-
 def test_a_request_that_the_server_gave_up(over_http, core, requests):
     core.waits = {}
     over_http.submit(requests[0])
@@ -213,12 +200,6 @@ def test_a_key_is_read_from_the_environment_and_no_proxy_sees_it(core, family, r
 def test_nobody_there(family):
     with pytest.raises(EnvironmentProblem, match="no answer from"):
         build(settings(family, args={"url": "http://127.0.0.1:9"}), family)
-
-
-def test_arguments_of_the_engine(in_process, core):
-    (arguments,) = [told for what, told in core.told if what == "start"]
-    assert arguments["enable_deterministic_inference"] and arguments["mem_fraction_static"] == 0.6
-    assert arguments["mm_process_config"]["image"]["size"]["longest_edge"] == 1_003_520
 
 
 def test_what_cannot_be_served_is_refused(engine, requests):

@@ -15,7 +15,6 @@ import logging
 import os
 import queue
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from saccade.engines import Capabilities, Settings, WeightSource, content_of, nothing_sampled
+from saccade.engines import Capabilities, Engine, Settings, WeightSource, content_of, nothing_sampled
 from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
 from saccade.plugins.engines.replicas.replica import READY, Died, Events, Replica, tail
 from saccade.types import Completion, Request
@@ -49,7 +48,7 @@ class _Task:
         return len(self.request.ids) + self.request.sampling.max_tokens
 
 
-class Replicas:
+class Replicas(Engine):
     def __init__(self, launchers: Sequence[Callable[..., Replica]]) -> None:
         self.version = 0
         self._launchers = launchers
@@ -58,7 +57,6 @@ class Replicas:
         self._ready: list[Replica] = []  # without the current weights yet
         self._working: list[Replica] = []
         self._tasks: dict[str, _Task] = {}
-        self._waiting: deque[str] = deque()  # keys of tasks that are nowhere
         self._episodes: dict[str, Replica] = {}
         self._finished: list[Completion] = []
         self._source: WeightSource | None = None
@@ -86,7 +84,6 @@ class Replicas:
     def submit(self, request: Request) -> None:
         assert request.key not in self._tasks, f"request {request.key} was submitted twice"
         self._tasks[request.key] = _Task(request=request, content=content_of(request))
-        self._waiting.append(request.key)
 
     def poll(self) -> list[Completion]:
         self._join()
@@ -104,7 +101,6 @@ class Replicas:
             task.aborted = True
             task.engine.unsent.append(("abort", key))
         else:
-            self._waiting.remove(key)
             self._give_up(key)
 
     def release(self, episode: str) -> None:
@@ -159,15 +155,15 @@ class Replicas:
     # -- who does what --
 
     def _hand_out(self) -> None:
-        if self._waiting and self._working:
+        waiting = [task for task in self._tasks.values() if task.engine is None]
+        if waiting and self._working:
             work = dict.fromkeys(self._working, 0)
             homes: dict[Any, Replica] = {}
             for task in self._tasks.values():
                 if task.engine is not None:
                     work[task.engine] += task.work
                     homes.setdefault(task.content, task.engine)
-            while self._waiting:
-                task = self._tasks[self._waiting.popleft()]
+            for task in waiting:
                 engine = task.engine = self._choose(task, work, homes.get(task.content))
                 work[engine] += task.work
                 homes.setdefault(task.content, engine)
@@ -245,14 +241,12 @@ class Replicas:
                 part.remove(engine)
         self._episodes = {name: e for name, e in self._episodes.items() if e is not engine}
         self._deaths += 1
-        mine = [(key, task) for key, task in self._tasks.items() if task.engine is engine]
-        for key, task in reversed(mine):
+        mine = [task for task in self._tasks.values() if task.engine is engine]
+        for task in mine:
             task.engine, task.attempts = None, task.attempts + 1
             if task.aborted:
-                self._give_up(key)
-            else:
-                self._waiting.appendleft(key)
-        attempts = max((task.attempts for _, task in mine), default=0)
+                self._give_up(task.request.key)
+        attempts = max((task.attempts for task in mine), default=0)
         if attempts > ATTEMPTS or self._deaths > self._most_deaths:
             raise EnvironmentProblem(
                 f"{engine.log.stem} died: {death}. It was number {self._deaths} in a row with "

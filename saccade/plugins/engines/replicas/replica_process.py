@@ -36,8 +36,7 @@ class Worker:
         self.engine, self.channel = engine, channel
         self._files: Arrays = {}  # of media, as long as the parent wants
         self._orders: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self._failed = False
-        self._unsure = False  # the weights may be half those of one version
+        self._unusable = ""  # why: it has failed, or its weights may be half those of one version
         self._ended = False
         self._working_since: float | None = None
 
@@ -45,7 +44,7 @@ class Worker:
 
     def run(self) -> None:
         while not self._ended:
-            works = self.engine.pending and not self._unsure and not self._failed
+            works = self.engine.pending and not self._unusable
             orders = [] if works else [self._orders.get()]
             while not self._orders.empty():
                 orders.append(self._orders.get())
@@ -54,7 +53,7 @@ class Worker:
                 try:
                     order()
                 except SaccadeError as error:  # anything else ends the process
-                    self._failed = True
+                    self._unusable = self._unusable or str(error)
                     self.channel.send({"failed": describe_error(error)})
                 self._working_since = None
 
@@ -64,11 +63,9 @@ class Worker:
             self.channel.send({"completions": encode(tuple(done), arrays)}, arrays)
 
     def _submit(self, request: Request) -> None:
-        if self._unsure:
-            error = EnvironmentProblem("the last update of weights failed: there are none to use")
-            self.channel.send({"failed": describe_error(error)})
-        else:
-            self.engine.submit(request)
+        if self._unusable:
+            raise EnvironmentProblem(self._unusable)
+        self.engine.submit(request)
 
     def _answer(self, number: int, call: str, arguments: Sequence[Any]) -> None:
         mine: dict[str, Callable[..., Any]] = {"load": self._load, "shutdown": self._end}
@@ -82,13 +79,13 @@ class Worker:
         from saccade.plugins.engines.weights import Mapped, load_by_name, require_checksums
 
         engine, source = self.engine, Mapped(paths)
-        self._unsure = True
+        self._unusable = "the last update of weights failed: there are none to use"
         require_checksums(source.weights(), checksums)
         if engine.capabilities().shares_weights:  # with a model that nobody else writes to
             load_by_name(engine.model, source)  # type: ignore[attr-defined]
             require_checksums(engine.model.named_parameters(), checksums)  # type: ignore[attr-defined]
         engine.update_weights(source, version)
-        self._unsure = False
+        self._unusable = ""
 
     def _end(self) -> None:
         self._ended = True

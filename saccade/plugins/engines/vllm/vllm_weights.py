@@ -9,7 +9,7 @@ so norms, embeddings, biases and convolutions are left. Knows nothing of engines
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,34 +19,22 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 CHECKED = 16  # tensors of each hand-over, others the next time
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Rows of a parameter."""
+Place = tuple[str, int, int]  # rows of a parameter: its name, the first one, and how many
 
-    parameter: str
-    start: int
-    rows: int
 
-    @classmethod
-    def find(cls, name: str, shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor]) -> Place | None:
-        shape = shapes[name]
-        if name in parameters:
-            same = tuple(parameters[name].shape) == shape
-            return cls(parameter=name, start=0, rows=shape[0]) if same else None
-        for fused, parts in FUSED.items():
-            for part in parts:
-                if f".{part}." not in name:
-                    continue
+def place_of(name: str, shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor]) -> Place | None:
+    """Where a tensor lies as it is handed over, if it does."""
+    rows = shapes[name][0]
+    if name in parameters:
+        return (name, 0, rows) if tuple(parameters[name].shape) == shapes[name] else None
+    for fused, parts in FUSED.items():
+        for number, part in enumerate(parts):
+            if f".{part}." in name:
                 whole = name.replace(f".{part}.", f".{fused}.")
                 sizes = [shapes.get(name.replace(f".{part}.", f".{p}."), (0,))[0] for p in parts]
-                if whole not in parameters or len(parameters[whole]) != sum(sizes):
-                    return None
-                start = sum(sizes[: parts.index(part)])
-                return cls(parameter=whole, start=start, rows=shape[0])
-        return None
-
-    def read(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        return parameters[self.parameter][self.start : self.start + self.rows]
+                fits = whole in parameters and len(parameters[whole]) == sum(sizes)
+                return (whole, sum(sizes[:number]), rows) if fits else None
+    return None
 
 
 def sample_for(places: Mapping[str, Place], turn: int) -> dict[str, Place]:

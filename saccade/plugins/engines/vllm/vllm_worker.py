@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from saccade.plugins.engines.vllm.vllm_weights import Place
+from saccade.plugins.engines.vllm.vllm_weights import Place, place_of
 from saccade.plugins.engines.weights import Mapped, checksum
 
 # Methods whose parameters stay as they were loaded, so that they can be written in place.
@@ -95,11 +95,11 @@ class Loader:
     def saccade_places(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Place]:
         """Where tensors of these names lie, if they lie there as they are handed over."""
         parameters = dict(self.model_runner.get_model().named_parameters())
-        return {name: place for name in shapes if (place := Place.find(name, shapes, parameters)) is not None}
+        return {name: place for name in shapes if (place := place_of(name, shapes, parameters))}
 
     def saccade_checksums(self, places: dict[str, Place]) -> dict[str, int]:
         parameters = dict(self.model_runner.get_model().named_parameters())
-        return {name: checksum(place.read(parameters)) for name, place in places.items()}
+        return {name: checksum(parameters[p][first : first + rows]) for name, (p, first, rows) in places.items()}
 
 
 def _pack_tied_head(model: nn.Module) -> None:
