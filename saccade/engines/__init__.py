@@ -155,11 +155,5 @@ def content_of(request: Request) -> Any:
 
 def nothing_sampled(key: str) -> Completion:
     """The completion of a request that was aborted before it was computed."""
-    nothing = np.zeros(0)
-    return Completion(
-        key=key,
-        ids=nothing.astype(np.int64),
-        logprobs=nothing.astype(np.float32),
-        versions=nothing.astype(np.int32),
-        finish="aborted",
-    )
+    kinds = {"ids": np.int64, "logprobs": np.float32, "versions": np.int32}
+    return Completion(key=key, finish="aborted", **{name: np.zeros(0, kind) for name, kind in kinds.items()})

@@ -127,7 +127,9 @@ class EmbeddedEngine(Engine):
         self.scheduler.admit()
         decode = self.scheduler.decodes(ready)
         if decode:  # first: the host prepares prompts while the GPU decodes
-            self._launch(ready, steps)
+            slots, pages = np.array([s.slot for s in ready]), self.cache.pages
+            table = pages.table[slots, : int(pages.held[slots].max())]
+            self.graphs.launch(ready, self.outputs.last(ready), table, steps)
         if self.scheduler.jobs:
             self._prefill()
         if decode:
@@ -205,12 +207,6 @@ class EmbeddedEngine(Engine):
         logits = self.model.lm_head(hidden)  # type: ignore[operator]
         ids, logprobs = draw(logits, rows, sequences, banned=self.banned, quick=quick)
         self._note(sequences, ids[None], logprobs[None])
-
-    def _launch(self, ready: SequenceOf[Sequence], steps: int) -> None:
-        slots = np.array([s.slot for s in ready])
-        pages = self.cache.pages
-        table = pages.table[slots, : int(pages.held[slots].max())]
-        self.graphs.launch(ready, self.outputs.last(ready), table, steps)
 
     def _read(self, ready: SequenceOf[Sequence]) -> None:
         """Read what the burst has drawn, and which ids were kept where others were cut away."""

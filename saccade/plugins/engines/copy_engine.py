@@ -132,14 +132,13 @@ def require_finite(logprobs: np.ndarray) -> None:
 
 def collapsed(request: Request) -> list[int]:
     """Ids with one placeholder per image, for an engine that expands it again."""
+    keep = np.ones(len(request.ids), dtype=bool)
     for span in request.media:
         if span.media.kind != "image":
             raise ConfigError(
                 f"request {request.key}: the prompt has {span.media.kind}, but this engine takes "
                 "images only; use rollout.engine=embedded"
             )
-    keep = np.ones(len(request.ids), dtype=bool)
-    for span in request.media:
         keep[span.start + 1 : span.end] = False
     return request.ids[keep].tolist()
 

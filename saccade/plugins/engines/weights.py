@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from saccade.engines import WeightSource
 from saccade.errors import EnvironmentProblem
-from saccade.models.files import require_intact, require_same
+from saccade.models.files import INDEX, SINGLE, described, require_intact, require_same
 
 PIECE = 256 << 20
 SAMPLED = 16  # every 16th tensor is compared, others at the next turn
@@ -210,8 +210,6 @@ def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
 
 def _weight_files(folder: Path) -> list[Path]:
     """The files that are loaded: adapters or other copies of the weights may lie beside them."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [folder / name for name in sorted(set(named))]
-    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if named := described(folder, INDEX).get("weight_map"):
+        return [folder / name for name in sorted(set(named.values()))]
+    return [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))

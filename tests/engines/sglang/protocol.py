@@ -5,22 +5,24 @@ are SGLang's (one is flushed with the weights, the other is not); the sampling i
 
 import asyncio
 import base64
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from fastapi import FastAPI, Header
+from fastapi.responses import JSONResponse
 from safetensors.torch import load_file
 
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.media.images import open_media
+from saccade.plugins.serving.http_server import running
 from saccade.types import MediaSpan, Request, Sampling
 from tests.engines.copies import remembering
 
@@ -146,37 +148,24 @@ class Core:
 # -- the HTTP server -------------------------------------------------------------------------------
 
 
+@contextmanager
 def serve(core, key=""):
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            if self.path == "/server_info":
-                self.reply(200, {"version": "0.5.23", "enable_memory_saver": True})
-            else:
-                self.reply(200 if self.path == "/health_generate" else 404, b"")
+    """Yields the address."""
+    app = FastAPI()
 
-        def do_POST(self):
-            if key and self.headers.get("Authorization") != f"Bearer {key}":
-                self.reply(401, {"error": "Unauthorized"})
-                return
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            try:
-                self.reply(200, ROUTES[self.path](core, body))
-            except ValueError as error:
-                self.reply(400, {"error": {"message": str(error)}})
+    @app.api_route("/{path}", methods=["GET", "POST"])
+    def answer(path: str, body: dict | None = None, authorization: Annotated[str, Header()] = ""):
+        if body is None:
+            return {"version": "0.5.23", "enable_memory_saver": True}
+        if key and authorization != f"Bearer {key}":
+            return JSONResponse({"error": "Unauthorized"}, 401)
+        try:
+            return ROUTES[f"/{path}"](core, body)
+        except ValueError as error:
+            return JSONResponse({"error": {"message": str(error)}}, 400)
 
-        def reply(self, status, content):
-            data = content if isinstance(content, bytes) else json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *arguments):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    return server
+    with running(app, "127.0.0.1", 0) as address:
+        yield address
 
 
 def _from_disk(core, body):
@@ -193,7 +182,7 @@ def _memory(what):
 
 ROUTES = {
     "/generate": lambda core, body: core.generate(body),
-    "/abort_request": lambda core, body: core.abort(body["rid"]) or b"",
+    "/abort_request": lambda core, body: core.abort(body["rid"]),
     "/update_weights_from_disk": _from_disk,
     "/release_memory_occupation": _memory("release"),
     "/resume_memory_occupation": _memory("resume"),

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -28,13 +29,8 @@ def core(load, family):
 
 @pytest.fixture
 def over_http(core, family):
-    server = serve(core)
-    args = {"url": f"http://127.0.0.1:{server.server_port}"}
-    engine = build(settings(family, args=args), family, model=True)
-    yield engine
-    engine.close()
-    server.shutdown()
-    server.server_close()
+    with serve(core) as url, closing(build(settings(family, args={"url": url}), family, model=True)) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -186,15 +182,13 @@ def test_what_the_server_says_of_an_error_is_passed_on(over_http, family, reques
 
 def test_a_key_is_read_from_the_environment_and_no_proxy_sees_it(core, family, requests, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # is not asked for this machine
-    server = serve(core, key="secret")
-    args = {"url": f"http://127.0.0.1:{server.server_port}", "key": "MY_KEY"}
-    locked = build(settings(family, args=args), family)
-    with pytest.raises(EnvironmentProblem, match=r"\(401\): .*Unauthorized"):
-        generate(locked, requests[:1])
-    monkeypatch.setenv("MY_KEY", "secret")
-    assert len(generate(build(settings(family, args=args), family), requests[:1])) == 1
-    server.shutdown()
-    server.server_close()
+    with serve(core, key="secret") as url:
+        args = {"url": url, "key": "MY_KEY"}
+        locked = build(settings(family, args=args), family)
+        with pytest.raises(EnvironmentProblem, match=r"\(401\): .*Unauthorized"):
+            generate(locked, requests[:1])
+        monkeypatch.setenv("MY_KEY", "secret")
+        assert len(generate(build(settings(family, args=args), family), requests[:1])) == 1
 
 
 def test_nobody_there(family):

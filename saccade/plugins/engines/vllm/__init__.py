@@ -12,7 +12,6 @@ the version of the weights. Kept ids of truncated sampling are not returned.
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.pixel_cache import ImageCache
 from saccade.models import DECLARED
 from saccade.models.families import Family
+from saccade.models.files import described
 from saccade.plugins.engines import INSTALL
 from saccade.plugins.engines.copy_engine import CopyEngine, collapsed, reads_differently
 from saccade.plugins.engines.vllm.vllm_probe import Probe, probe
@@ -239,8 +239,7 @@ def _inspect_here(folder: str) -> None:
     """Register the class here: vLLM inspects it in a child otherwise, where torchvision crashes."""
     from vllm import ModelRegistry
 
-    described = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    for name in described.get("architectures") or ():
+    for name in described(Path(folder)).get("architectures") or ():
         if (known := ModelRegistry.models.get(name)) is not None:
             ModelRegistry.register_model(name, known.load_model_cls())
 
