@@ -70,12 +70,11 @@ def copy_pages(source, target, *, bases, words):
             ctypes.memmove(base + there * count, base + here * count, count)
 
 
-def cut(logits, *, temperature, top_k, top_p, lengths, banned):
+def cut(logits, *, temperature, top_p, state, banned):
     """Found by sorting; a level is the place of a logit among the different ones of its row."""
     floors = torch.tensor([[-1], [logits.shape[1]]]).repeat(1, len(temperature))
-    for row, (heat, k, p, length) in enumerate(
-        zip(*(x.tolist() for x in (temperature, top_k, top_p, lengths)), strict=True)
-    ):
+    rows = (temperature, state[fields.TOP_K], top_p, state[fields.LENGTH])
+    for row, (heat, k, p, length) in enumerate(zip(*(x.tolist() for x in rows), strict=True)):
         if heat > 0 and length >= 0 and (k > 0 or p < 1):
             kept = kept_ids(sampling_logits(logits[row : row + 1], heat, banned), k, p)[0]
             levels = levels_of(logits[row])
@@ -109,24 +108,24 @@ def draw(logits, *, temperature, keys, index, banned, rows=None, floors=None):
     return ids, logprobs
 
 
-def keep(logits, ids, *, floors, wanted, lengths, banned, step_index, cursor, kept, out_spans):
-    masks = within(logits, floors, banned)
-    for row in ((wanted != 0) & (lengths >= 0)).nonzero().flatten().tolist():
+def keep(logits, ids, *, floors, state, banned, step_index, out):
+    masks, (cursor, kept, spans) = within(logits, floors, banned), out
+    for row in ((state[fields.SUPPORT] != 0) & (state[fields.LENGTH] >= 0)).nonzero().flatten().tolist():
         found = masks[row].nonzero().flatten()
         first = cursor.item()
         cursor += len(found)
-        out_spans[step_index.item(), 0, row], out_spans[step_index.item(), 1, row] = (first, len(found))
+        spans[step_index.item(), :, row] = torch.tensor([first, len(found)])
         if first + len(found) > len(kept):
             ids[row] = -1
         else:
             kept[first : first + len(found)] = found
 
 
-def advance(ids, logprobs, *, state, eos, step_index, out_ids, out_logprobs):
+def advance(ids, logprobs, *, state, eos, step_index, out):
     count = len(ids)
     running = (state[fields.LENGTH] >= 0) & (ids >= 0)
-    out_ids[step_index.item(), :count] = torch.where(running, ids, -1)
-    out_logprobs[step_index.item(), :count] = logprobs
+    out[0][step_index.item(), :count] = torch.where(running, ids, -1)
+    out[1][step_index.item(), :count] = logprobs
     state[fields.REMAINING] -= 1
     ends = state[fields.REMAINING] <= 0
     ends |= (state[fields.STOPS] != 0) & torch.isin(ids, eos)

@@ -153,15 +153,11 @@ def test_logits_that_are_no_numbers_give_ids_that_exist(vocabulary, temperature)
     logits[3, -1], logits[4, :-1] = torch.nan, -torch.inf
     count = torch.arange(6, device=DEVICE)
     heat = torch.full((6,), temperature, device=DEVICE)
+    state = torch.zeros(fields.FIELDS, 6, dtype=torch.int64, device=DEVICE)
     for top_k, top_p in ((0, 1.0), (3, 1.0), (0, 0.5)):
-        floors = sampling_kernels.cut(
-            logits,
-            temperature=heat,
-            top_k=torch.full_like(count, top_k),
-            top_p=torch.full_like(heat, top_p),
-            lengths=count,
-            banned=None,
-        )
+        state[fields.TOP_K] = top_k
+        share = torch.full_like(heat, top_p)
+        floors = sampling_kernels.cut(logits, temperature=heat, top_p=share, state=state, banned=None)
         ids, logprobs = sampling_kernels.draw(
             logits, temperature=heat, keys=count, index=count, banned=None, floors=floors
         )
@@ -182,25 +178,24 @@ def test_what_is_cut_away_is_what_sorting_cuts_away(vocabulary, dtype):
     logits[8, vocabulary // 2 :] = -torch.inf
     banned = torch.rand(vocabulary, device=DEVICE) < 0.3
     heat = torch.rand(count, device=DEVICE) + 0.3
-    top_k = torch.randint(1, vocabulary + 9, (count,), device=DEVICE)
+    state = torch.ones(fields.FIELDS, count, dtype=torch.int64, device=DEVICE)
+    top_k = state[fields.TOP_K]
     top_k[:16], top_k[16:32] = -1, torch.arange(1, 17)
+    top_k[32:] = torch.randint(1, vocabulary + 9, (count - 32,), device=DEVICE)
     top_p = torch.rand(count, device=DEVICE) * 0.98 + 0.01
     top_p[20:40] = 1.0
-    lengths = torch.ones(count, dtype=torch.int64, device=DEVICE)
-    heat[3], lengths[4] = 0.0, -1  # greedy, idle: nothing is cut away
-    state = {"lengths": lengths, "banned": banned}
-    floors = sampling_kernels.cut(logits, temperature=heat, top_k=top_k, top_p=top_p, **state)
+    heat[3], state[fields.LENGTH, 4] = 0.0, -1  # greedy, idle: nothing is cut away
+    state[fields.SUPPORT, 5] = 0
+    rows = {"state": state, "banned": banned}
+    floors = sampling_kernels.cut(logits, temperature=heat, top_p=top_p, **rows)
     keys = torch.randint(0, 1 << 62, (count,), device=DEVICE)
     noise = {"keys": keys, "index": torch.arange(count, device=DEVICE)}
     ids, logprobs = sampling_kernels.draw(logits, temperature=heat, banned=banned, floors=floors, **noise)
     cursor = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     kept = torch.full((count * vocabulary,), -1, dtype=torch.int32, device=DEVICE)
     spans = torch.zeros((3, 2, 64), dtype=torch.int64, device=DEVICE)
-    wanted = torch.ones(count, dtype=torch.int64, device=DEVICE)
-    wanted[5] = 0
-    step_index = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    outputs = {"step_index": step_index, "cursor": cursor, "kept": kept, "out_spans": spans}
-    sampling_kernels.keep(logits, ids, floors=floors, wanted=wanted, **state, **outputs)
+    rows |= {"floors": floors, "step_index": torch.ones(1, dtype=torch.int32, device=DEVICE)}
+    sampling_kernels.keep(logits, ids, out=(cursor, kept, spans), **rows)
     close = 0
     for row in range(count):
         first, length = spans[1, :, row].tolist()
@@ -221,8 +216,8 @@ def test_what_is_cut_away_is_what_sorting_cuts_away(vocabulary, dtype):
             assert abs(logprobs[row] - drawn.logprobs[0]) < 1e-4
         assert ids[row] in found
     assert close <= 6 and int(cursor) == int(spans[1, 1].sum())
-    few = {**outputs, "kept": kept[: int(cursor) - 1], "cursor": cursor.zero_()}
-    sampling_kernels.keep(logits, ids, floors=floors, wanted=wanted, **state, **few)
+    few = kept[: int(cursor) - 1]
+    sampling_kernels.keep(logits, ids, out=(cursor.zero_(), few, spans), **rows)
     assert int((ids < 0).sum()) == 1  # one found no room any more
 
 
@@ -235,19 +230,16 @@ def test_rows_advance_and_end():
     state[fields.STOPS] = torch.arange(200) % 2
     ids = torch.arange(200, device=DEVICE) % 7
     ids[50:60] = -1  # wait for the next burst
-    outputs = {
-        "step_index": torch.ones(1, dtype=torch.int32, device=DEVICE),
-        "out_ids": torch.zeros(3, 256, dtype=torch.int64, device=DEVICE),
-        "out_logprobs": torch.zeros(3, 256, device=DEVICE),
-    }
+    step_index = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    out = torch.zeros(3, 256, dtype=torch.int64, device=DEVICE), torch.zeros(3, 256, device=DEVICE)
     eos = torch.tensor([3, 5], device=DEVICE)
     length = state[fields.LENGTH].clone()
     ends = (state[fields.REMAINING] == 1) | ((state[fields.STOPS] == 1) & torch.isin(ids, eos))
-    sampling_kernels.advance(ids, -ids.float(), state=state, eos=eos, **outputs)
+    sampling_kernels.advance(ids, -ids.float(), state=state, eos=eos, step_index=step_index, out=out)
     idle = (length < 0) | (ids < 0)
-    assert torch.equal(outputs["out_ids"][1, :200], torch.where(idle, -1, ids))
+    assert torch.equal(out[0][1, :200], torch.where(idle, -1, ids))
     assert torch.equal(state[fields.LENGTH], torch.where(idle | ends, -1, length + 1))
-    assert torch.equal(state[fields.TOKEN], ids.clamp_min(0)) and outputs["step_index"].item() == 2
+    assert torch.equal(state[fields.TOKEN], ids.clamp_min(0)) and step_index.item() == 2
     assert (state[fields.POSITION] == 1).all() and (state[fields.INDEX] == 1).all()
 
 

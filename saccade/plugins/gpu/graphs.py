@@ -63,7 +63,7 @@ class Graphs:
         self.step_index = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.ids = torch.zeros((MAX_BURST, count), dtype=torch.int64, device=self.device)
         self.logprobs = torch.zeros((MAX_BURST, count), dtype=torch.float32, device=self.device)
-        self._support: tuple[Tensor, Tensor, Tensor] | None = None  # made when ids are cut away
+        self._support: sampling_kernels.Support | None = None  # made when ids are cut away
         self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         if self.device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()  # shared by all that are captured
@@ -142,8 +142,7 @@ class Graphs:
         if self.device.type == "cuda":  # a pool dies with the last graph that was captured in it
             self._pool = torch.cuda.graph_pool_handle()
 
-    def _room_for_support(self) -> tuple[Tensor, Tensor, Tensor]:
-        """How many ids were kept, which, and where those of each step and row lie."""
+    def _room_for_support(self) -> sampling_kernels.Support:
         if self._support is None:
             self._support = (
                 torch.zeros(1, dtype=torch.int64, device=self.device),
@@ -213,19 +212,17 @@ class Graphs:
             hidden = hidden_states(self.model, self.family, state[fields.TOKEN], positions, (), self._attention(count))
         logits = self.model.lm_head(hidden)  # type: ignore[operator]
         floors, noise = None, {"keys": state[fields.KEY], "index": state[fields.INDEX]}
-        rows: dict[str, Any] = {"lengths": state[fields.LENGTH], "banned": self.banned}
+        rows: dict[str, Any] = {"state": state, "banned": self.banned}
         if cutting:
-            top_k = state[fields.TOP_K]
-            floors = sampling_kernels.cut(logits, temperature=temperature, top_k=top_k, top_p=top_p, **rows)
+            floors = sampling_kernels.cut(logits, temperature=temperature, top_p=top_p, **rows)
         ids, logprobs = sampling_kernels.draw(
             logits, temperature=temperature, banned=self.banned, floors=floors, **noise
         )
-        outputs: dict[str, Any] = {"step_index": self.step_index, "out_ids": self.ids, "out_logprobs": self.logprobs}
+        step_index, out = self.step_index, (self.ids, self.logprobs)
         if floors is not None:
-            kept = dict(zip(("cursor", "kept", "out_spans"), self._room_for_support(), strict=True))
-            wanted = state[fields.SUPPORT]
-            sampling_kernels.keep(logits, ids, floors=floors, wanted=wanted, step_index=self.step_index, **rows, **kept)
-        sampling_kernels.advance(ids, logprobs, state=state, eos=self.eos, **outputs)
+            room = self._room_for_support()
+            sampling_kernels.keep(logits, ids, floors=floors, step_index=step_index, out=room, **rows)
+        sampling_kernels.advance(ids, logprobs, state=state, eos=self.eos, step_index=step_index, out=out)
 
 
 def _addresses(model: nn.Module) -> tuple[int, ...]:

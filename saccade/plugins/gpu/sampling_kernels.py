@@ -1,7 +1,7 @@
 """Triton kernels from the logits to the next step: which ids top_k and top_p keep, a list of them,
 the draw, and the state of every sequence one token later.
 
-    floors = cut(logits, temperature=heat, top_k=k, top_p=p, lengths=lengths, banned=None)
+    floors = cut(logits, temperature=heat, top_p=p, state=state, banned=None)
     ids, logprobs = draw(logits, temperature=heat, keys=keys, index=i, banned=None, floors=floors)
 
 What is cut away is described by two numbers per row, a level of the logits and the last id that is
@@ -26,20 +26,23 @@ BLOCK = 8192  # of the vocabulary, one turn of a program that reads it all
 EMPTY_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
+Mask = Tensor | None  # [V], of ids that are never drawn
+# How many ids were kept, which, and where those of each step and row lie: [steps, 2, rows].
+Support = tuple[Tensor, Tensor, Tensor]
+
+
 # -- truncation ------------------------------------------------------------------------------------
 
 
-def cut(
-    logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, lengths: Tensor, banned: Tensor | None
-) -> Tensor:
+def cut(logits: Tensor, *, temperature: Tensor, top_p: Tensor, state: Tensor, banned: Mask) -> Tensor:
     """[2, B] int32: the lowest level that is kept of each row of logits [B, V], and the last id at
     that level, as `sampling.kept_ids` keeps them. All for rows that are idle, greedy, or have
-    neither top_k [B] (> 0) nor top_p [B] (< 1).
+    neither top_k (> 0) nor top_p [B] (< 1). `state` as in decode_state.py.
     """
     count, vocabulary = len(temperature), logits.shape[1]
     floors = torch.empty((2, count), dtype=torch.int32, device=logits.device)
     _cut[(count,)](
-        logits, _bytes(banned), temperature, top_k, top_p, lengths, floors, vocabulary,
+        logits, _bytes(banned), temperature, state[fields.TOP_K], top_p, state[fields.LENGTH], floors, vocabulary,
         logits.stride(0), floors.stride(0), EMPTY=EMPTY_BITS[logits.dtype], BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
     return floors
@@ -171,25 +174,16 @@ def _cut(
 
 
 def keep(
-    logits: Tensor,
-    ids: Tensor,
-    *,
-    floors: Tensor,
-    wanted: Tensor,
-    lengths: Tensor,
-    banned: Tensor | None,
-    step_index: Tensor,
-    cursor: Tensor,
-    kept: Tensor,
-    out_spans: Tensor,
+    logits: Tensor, ids: Tensor, *, floors: Tensor, state: Tensor, banned: Mask, step_index: Tensor, out: Support
 ) -> None:
-    """Write what each row that is `wanted` [B] has kept, in the order of ids, to the next free
-    place of `kept`, and where it lies to line `step_index` of `out_spans` [steps, 2, rows]. A row
-    for which there is no place left gets the id -1.
+    """Write what each row whose support is asked for has kept, in the order of ids, to the next free
+    place of `out`, and where it lies to line `step_index` of its spans. A row for which there is no
+    place left gets the id -1.
     """
+    cursor, kept, spans = out
     _keep[(len(ids),)](
-        logits, _bytes(banned), floors, ids, wanted, lengths, step_index, cursor, kept, out_spans,
-        logits.shape[1], logits.stride(0), floors.stride(0), len(kept), *out_spans.stride()[:2],
+        logits, _bytes(banned), floors, ids, state[fields.SUPPORT], state[fields.LENGTH], step_index, cursor, kept,
+        spans, logits.shape[1], logits.stride(0), floors.stride(0), len(kept), *spans.stride()[:2],
         EMPTY=EMPTY_BITS[logits.dtype], BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
 
@@ -231,7 +225,7 @@ def draw(
     temperature: Tensor,
     keys: Tensor,
     index: Tensor,
-    banned: Tensor | None,
+    banned: Mask,
     rows: Tensor | None = None,
     floors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -337,23 +331,14 @@ def _pick(
 
 
 def advance(
-    ids: Tensor,
-    logprobs: Tensor,
-    *,
-    state: Tensor,
-    eos: Tensor,
-    step_index: Tensor,
-    out_ids: Tensor,
-    out_logprobs: Tensor,
+    ids: Tensor, logprobs: Tensor, *, state: Tensor, eos: Tensor, step_index: Tensor, out: tuple[Tensor, Tensor]
 ) -> None:
-    """Write what was drawn to line `step_index` of the outputs (-1 for an idle row) and make it the
-    next token to read. A row that ends, or has drawn -1, becomes idle. `state` as in
-    decode_state.py, outputs [steps, rows].
+    """Write what was drawn to line `step_index` of ids and log-probs [steps, rows] (-1 for an idle
+    row) and make it the next token to read. A row that ends, or has drawn -1, becomes idle.
     """
     count = len(ids)
     _advance[(triton.cdiv(count, 128),)](
-        ids, logprobs, state, eos, step_index, out_ids, out_logprobs, count, state.stride(0),
-        out_ids.stride(0), EOS=len(eos), BLOCK=128,
+        ids, logprobs, state, eos, step_index, *out, count, state.stride(0), out[0].stride(0), EOS=len(eos), BLOCK=128,
         TOKEN=fields.TOKEN, LENGTH=fields.LENGTH, POSITION=fields.POSITION, INDEX=fields.INDEX,
         REMAINING=fields.REMAINING, STOPS=fields.STOPS,
     )  # fmt: skip
