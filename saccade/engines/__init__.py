@@ -155,5 +155,5 @@ def content_of(request: Request) -> Any:
 
 def nothing_sampled(key: str) -> Completion:
     """The completion of a request that was aborted before it was computed."""
-    kinds = {"ids": np.int64, "logprobs": np.float32, "versions": np.int32}
-    return Completion(key=key, finish="aborted", **{name: np.zeros(0, kind) for name, kind in kinds.items()})
+    ids, logprobs, versions = (np.zeros(0, kind) for kind in (np.int64, np.float32, np.int32))
+    return Completion(key=key, ids=ids, logprobs=logprobs, versions=versions, finish="aborted")
