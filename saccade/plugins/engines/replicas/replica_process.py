@@ -69,8 +69,9 @@ class Worker:
 
     def _answer(self, number: int, call: str, arguments: Sequence[Any]) -> None:
         mine: dict[str, Callable[..., Any]] = {"load": self._load, "shutdown": self._end}
+        function = mine[call] if call in mine else getattr(self.engine, call)
         try:
-            reply = {"result": encode(mine.get(call, getattr(self.engine, call, None))(*arguments))}
+            reply = {"result": encode(function(*arguments))}
         except SaccadeError as error:
             reply = {"failed": describe_error(error)}
         self.channel.send({**reply, "id": number})
