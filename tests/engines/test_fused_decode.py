@@ -51,7 +51,7 @@ def test_the_paged_engine_follows_adapters_that_learn(load, family_of, image, pa
     sampling = Sampling(temperature=1.0, max_tokens=20, ignore_eos=True)
     asked = [Request(key=f"{n}", ids=prompt.ids, media=prompt.media, sampling=sampling, noise=n) for n in range(3)]
     engine, answers = EmbeddedEngine(model, family), []
-    assert len(engine.projections.adapters) == {"all-linear": 4 * 2}.get(targets, 0)
+    assert len(engine.projections.adapters) == {"all-linear": 4 * 2, "vision,projector": 2 * 2}.get(targets, 0)
     for version in (1, 2):
         generator = torch.Generator().manual_seed(version)
         with torch.no_grad():
