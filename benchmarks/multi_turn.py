@@ -35,7 +35,7 @@ from saccade.environments.texts import said
 from saccade.media.images import crop
 from saccade.recipes import model_setup, questions
 from saccade.rollout.collect import collect
-from saccade.rollout.episode import Limits
+from saccade.rollout.episode import Limits, Play
 from saccade.types import Completion, Group, Message, Request, Sample, Sampling
 
 TOKENS_OF_A_STOP = 140  # a random word of the vocabulary begins with a given "w60" once in so many
@@ -113,12 +113,14 @@ def measure(
     groups = collect(
         watched,  # type: ignore[arg-type]
         samples,
+        Play(
+            environment=lambda: Looking(turns),
+            family=family,
+            sampling=Sampling(max_tokens=16 * work["new"], stop=stops),
+            limits=Limits(max_turns=turns, max_total_tokens=family.max_positions),
+            seed=seed,
+        ),
         repeats=work["samples"],
-        environment=lambda: Looking(turns),
-        family=family,
-        sampling=Sampling(max_tokens=16 * work["new"], stop=stops),
-        limits=Limits(max_turns=turns, max_total_tokens=family.max_positions),
-        seed=seed,
     )
     seconds = time.perf_counter() - began
     engine.scheduler._begin = begin  # type: ignore[method-assign]

@@ -44,12 +44,8 @@ def main() -> None:
             groups = collect(
                 engine,
                 data.samples[work["prompts"] * step :][: work["prompts"]],
+                parts.play_of(loaded, family, parts.rollout_sampling(loaded), f"benchmark/{step}"),
                 repeats=work["samples"],
-                environment=parts.environments_of(loaded, family),
-                family=family,
-                sampling=parts.rollout_sampling(loaded),
-                limits=parts.limits_of(loaded),
-                seed=f"benchmark/{step}",
             )
             engine.sleep()
             seconds = time.perf_counter() - began
