@@ -6,8 +6,6 @@ imported inside the command that needs it, so `saccade --help` is instant.
     saccade rl run.yaml train.lr=2e-6 --dry-run
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What can stop a run, each with the exit code that the command line returns for it."""
 
-from __future__ import annotations
-
 
 class SaccadeError(Exception):
     """A problem that a user can fix: the message says what, where, and what would work."""

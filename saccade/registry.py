@@ -11,8 +11,6 @@ its entry points; it is imported when somebody looks it up. So the spine imports
     'a time series'
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cache
 from importlib import import_module

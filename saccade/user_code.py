@@ -3,8 +3,6 @@
 own_module("my_reward.py").compute_score
 """
 
-from __future__ import annotations
-
 import sys
 import traceback
 from importlib.util import module_from_spec, spec_from_file_location

@@ -9,8 +9,6 @@ results written back. Statistics run over whole groups of the whole step, scales
 step, so no split into micro-batches changes a result.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

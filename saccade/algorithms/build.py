@@ -7,8 +7,6 @@ the functions compute. Imports no torch.
     4096
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from saccade.algorithms.algorithm_state import LARGEST_ERROR

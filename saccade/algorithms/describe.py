@@ -3,8 +3,6 @@
 >>> print(explain("dapo"))
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any

@@ -14,8 +14,6 @@ nothing of models, ranks or where the log-probs came from. Axis: T tokens.
     1.0
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

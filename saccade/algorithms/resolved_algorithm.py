@@ -5,8 +5,6 @@ Knows nothing of how it was made; `build.build` makes it. Imports no torch.
     >>> algorithm.loss(new, inputs)   # the chosen function, with its options
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

@@ -8,8 +8,6 @@ records out; `annotate` then writes what follows into the forests.
     parts = split_updates(groups, algorithm.updates_per_step, seed=7)
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -10,8 +10,6 @@ function from a config to problems, or the name of a plugin's; RULES says which 
     saccade.errors.ConfigError: data.train: no training data; try data.train=train.jsonl
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Rules about models: folders, endpoints, engines, adapters, critics, teachers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """Rules about data and prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rules about a step: sampling, rewards, environments, the optimizer, validation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

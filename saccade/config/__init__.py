@@ -8,8 +8,6 @@ engines or torch.
     2e-06
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy

@@ -7,8 +7,6 @@ YAML, with two differences from its version 1.1: only true and false are truth v
     {'a': 'off', 'b': 1e-06, 'c': '2024-01-01'}
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -3,8 +3,6 @@
 >>> print(data.summary); keep(data, lambda sample: None if sample.answer else "no answer")
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -8,8 +8,6 @@ function that counts tokens.
     >>> print(data.summary)
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -9,8 +9,6 @@ cannot be read is a `RowError` with the reason, never a guess.
     '4'
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Values as plain data, and hashes of what samples hold."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping

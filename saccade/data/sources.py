@@ -8,8 +8,6 @@ Knows nothing of formats.
     Address(path='org/set', config='clean', split='train', data_dir='en')
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

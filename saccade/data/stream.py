@@ -7,8 +7,6 @@ before. So the state is three numbers, and a restored stream goes on with exactl
     >>> batch, state = stream.take(128), stream.state()
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

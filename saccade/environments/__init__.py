@@ -10,8 +10,6 @@ An environment speaks messages; tokens never leak in. Knows nothing of processes
         def close(self): pass
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@
 ('Request 2 failed: it has no end. Correct it, or answer.',)
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from functools import cache

@@ -11,8 +11,6 @@ Legend: T tokens, K gathered keys, H query heads, G key heads, D head size, B tr
 longest tree of a bucket.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ let the GPU run dry, and the table of kernels that a GPU runs instead of plain t
     if has_kernels(device): KERNELS["sum_rows"](…)
 """
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.util import find_spec
 from typing import Any

@@ -11,8 +11,6 @@ algorithms.
 Legend: R reads, V vocabulary, E hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ is predicted. Knows nothing of tensors, models or algorithms.
     batches = pack(groups, positions=family.positions, micro_tokens=16_384)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import compress

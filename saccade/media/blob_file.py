@@ -8,8 +8,6 @@ the process, however that ends. Other processes are sent what they need.
     encoded(media)    # the same bytes, wherever they lie, or an error
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile

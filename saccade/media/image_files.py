@@ -5,8 +5,6 @@ neither where files come from nor what they are for.
         upright_size(image, data, "a.png")
 """
 
-from __future__ import annotations
-
 import io
 import re
 from functools import cache

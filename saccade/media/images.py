@@ -9,8 +9,6 @@ engine and trainer share, the resizing itself is the model family's.
     (476, 644)
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

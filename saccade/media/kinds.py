@@ -6,8 +6,6 @@ A plugin adds a row (`registry.py`); whatever reads rows asks here, and no other
     decode(media)    # whatever it is
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ memory becomes an encoded file, and that a reference. Looks at no pixel.
     read("pictures/a.png", base, limits).data
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

@@ -3,8 +3,6 @@
 DECODED.get(media)
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import OrderedDict

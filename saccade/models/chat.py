@@ -8,8 +8,6 @@ caller gives.
     chat.render(messages, media_tokens=lambda media: 4, generation=True).ids
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ asks the host which experts were hit. Knows nothing of training.
     balance_loss(logits, chosen=2)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ the hashes that it stored; config.json, as it is. Makes no tensor.
 'has 100,000 bytes, its header asks for 1,335,968'
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -9,8 +9,6 @@ Knows nothing of what the numbers are trained to mean.
 Legend: R reads, E hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

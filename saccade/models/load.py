@@ -3,8 +3,6 @@
 model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

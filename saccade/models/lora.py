@@ -8,8 +8,6 @@ adapters merged in, and the adapters alone in peft's format. Knows nothing of tr
     with switched_off(model): ...      # the model as it was
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec

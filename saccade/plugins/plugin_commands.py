@@ -5,8 +5,6 @@ Plugins are imported when their command runs, so that `saccade --help` stays ins
     saccade chat models/Qwen2.5-VL-3B-Instruct --serve
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated

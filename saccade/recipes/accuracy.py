@@ -8,8 +8,6 @@ An outcome that is no share of right answers, such as the score of a reward mode
     0.75
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 

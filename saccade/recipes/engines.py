@@ -1,7 +1,5 @@
 """The engine that a config asks for. Recipes call this and never name an engine themselves."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

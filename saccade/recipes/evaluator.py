@@ -4,8 +4,6 @@ One path for validation inside a run and for `saccade eval`: prompt, sampling, p
 are the same, so a score in training is the score of the exported folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -2,8 +2,6 @@
 when too many answers could not be scored.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import Counter

@@ -4,8 +4,6 @@ family = family_of(config, start_folder(config))
 model = load_policy(config, family)
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

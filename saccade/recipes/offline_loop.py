@@ -6,8 +6,6 @@ with Run(config, "sft", parts.manifest(family, data, config)) as run:
     return train(job, Task(prepare=prepare, metrics=metrics, train=job.backend.train_step))
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

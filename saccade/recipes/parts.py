@@ -4,8 +4,6 @@ Models are in model_setup.py, data in questions.py.
 Each function makes one part; the recipes decide which they need and in what order.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Callable, Sequence

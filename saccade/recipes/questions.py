@@ -4,8 +4,6 @@ conversations and documents to learn from, sets to validate on.
     load_prompts(config, config.data.train, family).samples
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 saccade rl run.yaml algorithm.preset=dapo
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -4,8 +4,6 @@ sampler = Sampler(engine=engine, family=family, scorer=scorer, …)
 rollouts = sample_groups(sampler, surplus, scores=(), step=12)
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -3,8 +3,6 @@
 setup = set_up(config, algorithm, family, data, run)
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

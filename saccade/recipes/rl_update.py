@@ -3,8 +3,6 @@
 progress, metrics = update_models(updates, algorithm, learners, progress, step)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ or with a teacher.
 saccade sft run.yaml data.train=demonstrations.jsonl
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ dialogue(sample, family, "assistant")      # a conversation
 document(sample, family, max_tokens=2048)  # plain text, in pieces
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

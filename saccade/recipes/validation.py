@@ -1,7 +1,5 @@
 """Validation inside a run: the same path as `saccade eval`, with the weights as they are."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ The raw outcome is kept apart: filters and accuracy read it, never the reward.
     0.5
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future

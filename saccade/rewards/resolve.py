@@ -1,7 +1,5 @@
 """The reward section of a config as recipes, one per data source; refuses what cannot run."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ and nothing else.
     ('7',)
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

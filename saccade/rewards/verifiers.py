@@ -9,8 +9,6 @@ killable processes; the others are string checks of bounded cost and run in plac
     '<think>The answer is known.</think> \\\\boxed{4}'
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ Nobody waits for an environment in another process: it is asked between two look
     groups = collect(engine, samples, Play(environment=SingleTurn, …), repeats=8)
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence

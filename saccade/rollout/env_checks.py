@@ -6,8 +6,6 @@ all others are the environment's own. Knows neither tokens nor processes.
     "info['end_reason'] is 'bored'; use one of answered, env_done, …"
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, Any
 

@@ -5,8 +5,6 @@
     environment = make()
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

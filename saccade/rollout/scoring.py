@@ -4,8 +4,6 @@ stream = RewardStream(scorer, family, step=3)
 groups = stream.attach(collect(..., on_finish=stream.submit))
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import time

@@ -9,8 +9,6 @@ hold, tuples as lists.
     groups = load_groups(state / "surplus", samples_by_id.__getitem__)
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

@@ -8,8 +8,6 @@ moment leaves the last good one. Tensors are safetensors, the rest is JSON: noth
     find(run / "checkpoints", "auto")
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -9,8 +9,6 @@ ends at its next step.
     checkpointer.save(progress)
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

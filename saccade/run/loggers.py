@@ -7,8 +7,6 @@ means.
     loggers.log({"reward/mean": 0.5}, step=1)
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

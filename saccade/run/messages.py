@@ -7,8 +7,6 @@ what arrives there. A warning says that it is one.
         logging.getLogger("saccade.data").warning("no rows")  # prints WARNING: no rows
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ of losses or backends.
     {}
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence

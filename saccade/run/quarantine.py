@@ -9,8 +9,6 @@ the command.
     samples = quarantine.whole(dataset, family)
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence

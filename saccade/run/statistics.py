@@ -7,8 +7,6 @@ question); a list of lists may be ragged, because a sample whose reward failed h
     Interval(low=0.49016247153664183, high=0.9433178485456247)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import comb
 from statistics import NormalDist

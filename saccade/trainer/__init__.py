@@ -4,8 +4,6 @@ instances of one thing.
 Arguments are records: forests, the algorithm, references to images.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol

@@ -12,8 +12,6 @@ losses or optimizers.
     recompute.learn()
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

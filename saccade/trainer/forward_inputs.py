@@ -7,8 +7,6 @@ inputs.begin(following)
 inputs.get(following)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 write_files(folder, model_files(model, copy=False))
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -8,8 +8,6 @@ has added so far is known by name, so that its repetition leaves that out.
     optimizer = Optimizer(model.named_parameters(), TrainConfig(), lr_scale=lambda name: 1.0)
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import weakref

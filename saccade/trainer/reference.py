@@ -5,8 +5,6 @@ No second model is loaded. Knows nothing of how the policy is trained.
     AdapterReference(policy).logprobs(batches, Scoring())
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 

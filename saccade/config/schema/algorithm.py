@@ -1,7 +1,5 @@
 """How rewards become an update: what a preset sets, and what may be set beside it."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import field_validator

@@ -1,7 +1,5 @@
 """Rows: where they come from, what is refused, how one becomes a conversation."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import field_validator

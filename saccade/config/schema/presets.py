@@ -7,8 +7,6 @@ What the user gives wins over any of them. An add-on is a row that is laid over 
     0.28
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a response is worth: terms, judges, services."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import field_validator

@@ -1,7 +1,5 @@
 """The run itself: its model, its checkpoints, what it writes down."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import field_validator

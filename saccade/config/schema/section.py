@@ -1,7 +1,5 @@
 """What every section of the config is made of. Knows no option."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial

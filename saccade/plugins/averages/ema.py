@@ -3,8 +3,6 @@
 average = b * average + (1 - b) * weights, after every update; b = train.ema
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ Each function takes an address and returns its rows and the folder that their pa
     >>> rows, folder = folder_rows(Address("pictures", split="train"))
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Iterator

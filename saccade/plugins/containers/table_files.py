@@ -6,8 +6,6 @@ Images come out as they are stored: nothing is decoded, and never a whole table 
     {'question': '1+1?', 'answer': '2'}
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 from itertools import chain

@@ -5,8 +5,6 @@ update = backend.train_step(batches, DistillationLoss(teacher, kd_coef=0.4), lr=
 Legend: R reads, V vocabulary of the student, E hidden sizes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar

@@ -7,8 +7,6 @@ They serve the quickstart, `--smoke` and the tests. The tokenizer is either a cl
     build("qwen2_5_vl", "runs/tiny")            # an HF folder that stock transformers loads
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ demonstrations = Demonstrations(config, family, quarantine, updates=algorithm.up
 backend.train_step([*batches, *demonstrations.batches()], PolicyLoss(algorithm, scoring), lr=lr)
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

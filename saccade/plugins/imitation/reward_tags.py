@@ -4,8 +4,6 @@
 'What is 1 + 1?<reward 1.0>'
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from saccade.data.chats import RowError

@@ -1,7 +1,5 @@
 """A teacher: a model that scores the same tokens as the one that learns, for distillation in sft."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from saccade.config import Config

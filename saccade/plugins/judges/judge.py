@@ -10,8 +10,6 @@ or to write the marks of a chat template. The verdict is the judge's own last li
     0.0
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re

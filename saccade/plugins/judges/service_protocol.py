@@ -8,8 +8,6 @@ cannot make sense of is a ValueError that names the field.
     'abstain'
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

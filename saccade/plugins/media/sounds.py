@@ -8,8 +8,6 @@ reads headers; `decode` makes samples. Knows nothing of models.
     16000
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import struct

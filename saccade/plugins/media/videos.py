@@ -8,8 +8,6 @@ is installed, and this is the only file that imports it. Opening reads headers; 
     (0, 15, 30)
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import tempfile

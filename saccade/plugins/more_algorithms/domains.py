@@ -8,8 +8,6 @@ grows nor freezes. Plain lists that go into a checkpoint as JSON.
     (16.0, 2.56)
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import sqrt

@@ -6,8 +6,6 @@ is computed once for all rows and kept beside the runs, or in every step by a mo
     saccade dpo run.yaml data.train=pairs.jsonl dpo.loss=ipo
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -10,8 +10,6 @@ the label away.
     [{'preference': 'A'}]
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

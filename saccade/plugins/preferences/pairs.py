@@ -3,8 +3,6 @@
 load_pairs(config, config.data.train, family, paired=True).samples
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

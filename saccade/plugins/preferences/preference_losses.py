@@ -17,8 +17,6 @@ sequences.
     >>> backend.train_step(batches, of_step(from_config(config.dpo), batches), lr=1e-6)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -9,8 +9,6 @@ common is the prompt. Knows nothing of files or pixels.
     'A'
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@ begin. A process reward model reads at marks, one behind each step.
     card = read_card("runs/rm/checkpoints/step-100")
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace

@@ -7,8 +7,6 @@ so that its folder stays a whole model.
 Legend: R reads, E hidden size, S sequences, H heads, P heads of the pooling.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

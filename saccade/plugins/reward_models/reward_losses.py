@@ -17,8 +17,6 @@ step is read at its mark.
     >>> [scores] = ratings(backend, batches)  # [sequences, heads]
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

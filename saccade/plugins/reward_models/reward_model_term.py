@@ -6,8 +6,6 @@ Knows nothing of models: whoever builds the scorer says how a folder becomes a `
     {verifier: model, weight: 0.5, args: {path: runs/rm/checkpoints/step-100, normalise: true}}
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@
     batches, loss = rows.prepare(rows.load(config.data.train).samples)
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -5,8 +5,6 @@ often one prefers what the rows of `data.val` prefer.
     saccade eval model.path=runs/rm/checkpoints/step-100 data.val=held_out.jsonl
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -7,8 +7,6 @@ files of TRL, R1-V, LMM-R1, EasyR1 and verl work as they are.
     ('sample',)
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ the deadline: it ends this process.
     $ python -m saccade.plugins.reward_workers.worker    # started by pool.py
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

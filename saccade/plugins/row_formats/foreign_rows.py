@@ -3,8 +3,6 @@
 data.train=rows.jsonl data.format=minio3
 """
 
-from __future__ import annotations
-
 import re
 
 from saccade.data.formats import Format

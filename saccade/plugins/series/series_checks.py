@@ -1,7 +1,5 @@
 """What a config alone can say against an encoder of time series."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -8,8 +8,6 @@ when they are opened, for one bad number spoils a row. Knows nothing of models.
     (3, (1, 2))
 """
 
-from __future__ import annotations
-
 import io
 import threading
 from collections.abc import Mapping

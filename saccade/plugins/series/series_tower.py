@@ -19,8 +19,6 @@ It is run in float32, one series at a time, and computes the same in training an
     model = load_model(family, dtype=dtype, device=device)      # model.series: the encoder
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ What goes wrong in their code is a ConfigError with the file, the line and what 
     counter("own.py:make", channels=8, hidden=1536)(media)
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

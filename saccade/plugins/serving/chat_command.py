@@ -5,8 +5,6 @@ saccade chat run.yaml --batch conversations.json --out answers.json
 saccade chat models/Qwen2.5-VL-3B-Instruct --serve
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

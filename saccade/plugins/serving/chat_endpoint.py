@@ -4,8 +4,6 @@ app = chat_app(hub, served, token="sesame")
 with running(app, "127.0.0.1", 8000): hub.run()
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import threading

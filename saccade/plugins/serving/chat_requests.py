@@ -6,8 +6,6 @@ is refused by name, never ignored.
     read_chat(ChatBody(messages=[{"role": "user", "content": "Hi"}]), served)
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

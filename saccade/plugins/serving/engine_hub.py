@@ -5,8 +5,6 @@ async for event in hub.ask(requests): ...    # in the event loop of a server
 hub.run()                                    # in this thread, until hub.close()
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import queue

@@ -8,8 +8,6 @@ requests that name a loopback host, so a page that points a name of its own here
     with running(app, "127.0.0.1", 8000) as url: ...
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import logging

@@ -7,8 +7,6 @@ held back until it cannot; the pieces together are the text of the whole.
     stream.add(ids_so_far)      # the new text
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -9,8 +9,6 @@ goal). What lies under a box or the player is remembered.
     (True, 10.9)
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

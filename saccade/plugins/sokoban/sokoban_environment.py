@@ -6,8 +6,6 @@ behind its question, unless the row has a picture of its own.
     saccade rl run.yaml env.name=sokoban_step data.train=levels.jsonl
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ The level is the column `level`: text, rows of integers, or a `.npy` file.
     (1.0, 10.9)
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Literal

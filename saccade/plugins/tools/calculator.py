@@ -6,8 +6,6 @@ Exact while it can be: fractions, not floats. Length, depth and size of numbers 
     '8.666666667'
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable

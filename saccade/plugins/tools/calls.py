@@ -7,8 +7,6 @@ never evaluated, and what is read is bounded in length and depth.
     [0, 0.5, 1, 1]
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

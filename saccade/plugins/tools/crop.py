@@ -7,8 +7,6 @@ sees is resized. No pixel is touched here. Knows nothing of turns, tags or messa
     >>> zoom({"bbox_2d": [0, 0, 0.5, 1], "source": "original_image"}, views, EnvConfig(), unit=28)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

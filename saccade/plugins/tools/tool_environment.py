@@ -9,8 +9,6 @@ info. Runs no code that a model wrote.
     env = ToolEnvironment(EnvConfig(name="crop"), setting, {"zoom": zoom})
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -9,8 +9,6 @@ doubt, or goes on with the words of another option, nor where an answer is refus
     {'B'}
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import lru_cache

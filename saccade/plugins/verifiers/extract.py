@@ -7,8 +7,6 @@ Extractors are tried in the order that the caller gives and the first hit wins.
     '4'
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Sequence

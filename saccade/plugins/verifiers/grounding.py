@@ -11,8 +11,6 @@ what the prompt asks for.
     ('cat', 0.3333)
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -9,8 +9,6 @@ deadline.
     1.0
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

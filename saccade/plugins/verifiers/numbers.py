@@ -8,8 +8,6 @@ single letter is a unit only after a plain number and a space: `5m` may be five 
     (7, Fraction(1, 100))
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -9,8 +9,6 @@ The words that ask for a format belong to the prompts, not here.
     -0.5
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

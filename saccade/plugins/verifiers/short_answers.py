@@ -10,8 +10,6 @@ the judge.
     {'ask': True}
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

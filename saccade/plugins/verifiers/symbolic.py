@@ -9,8 +9,6 @@ the worker process.
     True
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -9,8 +9,6 @@ A list as gold means all of its labels for `labels_*`, and alternatives for all 
     0.667
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections import Counter

@@ -11,8 +11,6 @@ take an answer back, leave it open, or make another number of it. These tables a
     (True, False)
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from functools import lru_cache

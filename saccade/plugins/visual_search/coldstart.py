@@ -8,8 +8,6 @@ those of a scripted searcher, where the rows are scenes of `saccade data visual-
     saccade data coldstart scenes/train.jsonl coldstart env.max_pixels=12544 env.min_pixels=12544
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -3,8 +3,6 @@
 saccade data visual-search scenes --rows 1000 --level medium
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -8,8 +8,6 @@ picture shows it sharply. Objects have names: a digit, a letter, `ring:up`, `spo
     (48, 48)
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

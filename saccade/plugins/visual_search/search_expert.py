@@ -10,8 +10,6 @@ learns from it how to recover. Writes text only: the environment answers.
     '<think>It reads 5.</think><answer>5</answer>'
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any

@@ -18,8 +18,6 @@ A policy that may look k times finds a medium target with probability k / grid²
     (448, 'Which digit is hidden in the picture?')
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -8,8 +8,6 @@ one that is too large, lies on its side, is a crop, or has a format that few end
     client.ask([Message(role="user", parts=("2 + 2?",))], Sampling(temperature=0), seed=0).text
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io
