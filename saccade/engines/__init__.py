@@ -7,8 +7,6 @@ completions instead of a future per request keeps the embedded engine in the cal
 breakpoints work and hundreds of episodes cost no hand-over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol

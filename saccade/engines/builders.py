@@ -5,8 +5,6 @@ Optional engines are imported only when they are built.
     engine = build(Settings(engine="vllm", folder="my-model", dtype="bfloat16"), family)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

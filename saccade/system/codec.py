@@ -10,8 +10,6 @@ annotation of its record. Nothing is pickled. `pack` makes one block of bytes of
     ({'role': 'user', 'parts': ['Hi']}, Message(role='user', parts=('Hi',)))
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -7,8 +7,6 @@ A device that is not in the table has no peak: its shares are left out, never gu
     989.0
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

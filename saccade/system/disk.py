@@ -6,8 +6,6 @@ Asked before the work whose results go there; `refusal` words what fails later a
     if free_bytes(folder) < needed: print(f"{size(needed)} do not fit")
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

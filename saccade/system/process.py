@@ -14,8 +14,6 @@ socket: it goes to the standard error of the parent, up to a limit, or to a log.
     channel.send({"id": listen(channel).get().row["id"]})
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

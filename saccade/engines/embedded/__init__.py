@@ -11,8 +11,6 @@ environments or training.
     generate(engine, [Request(key="a", ids=family.render(messages).ids)])
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 

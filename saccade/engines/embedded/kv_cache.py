@@ -10,8 +10,6 @@ Legend: N sequences of a call, T their new tokens, P pages that it reads, L the 
 them, G key heads, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush

@@ -10,8 +10,6 @@ at most one writer, and a sequence that shares it reads only what was there befo
     pages.fork(pages.of(0), 40, 1)                  # slot 1 shares two of them
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 POOL_SHARE = 0.8  # of the memory that is free when the pool grows; the rest is for activations

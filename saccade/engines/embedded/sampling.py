@@ -8,8 +8,6 @@ alone, never on which other sequences share the batch.
 Legend: B sequences, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ pages, and takes pages away where they are short. Does not know what is computed
     scheduler.next_parts()      # pieces of prompts for one forward
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf

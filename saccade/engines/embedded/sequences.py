@@ -2,8 +2,6 @@
 is computed, while it decodes, and between two turns of an episode; and what was sampled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -5,8 +5,6 @@ and as conversations to learn from, ShareGPT with pictures in any turn.
 True
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -8,8 +8,6 @@ read.
         datasets.load(sources, config.data, length=length)
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence, Sized

@@ -1,7 +1,5 @@
 """What is likely a mistake about rows and rewards as a whole, and nothing to stop for."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -6,8 +6,6 @@ may be abstained from. Of other terms only those count that fail most of the tim
 on a few: two golds that differ may mean the same.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set

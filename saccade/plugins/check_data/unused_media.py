@@ -4,8 +4,6 @@
 ('photo', 'images')
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

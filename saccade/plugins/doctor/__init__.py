@@ -8,8 +8,6 @@ say that it is missing.
     run(load(None, ["model.path=my-model"]))
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@ and one by one; the embedded engine and the trainer, also with a changed weight 
 picture; and so with a foreign engine, where the config asks for one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks that need no model: packages, devices, kernels, engines, loopback, disk."""
 
-from __future__ import annotations
-
 import os
 import platform
 import socket

@@ -3,8 +3,6 @@ tokenizer and chat template do to a conversation, found by rendering some: traps
 others whole runs.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -7,8 +7,6 @@ Rows are counted where that is cheap; otherwise the lines that depend on them sa
     ('samples per step', '512 = 64 x 8')
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from importlib import import_module

@@ -2,8 +2,6 @@
 trainer's weights by name, and free their memory between rollouts.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -8,8 +8,6 @@ length is one of tokens, and `decode` gives the text back.
     family.decode(family.chat.tokenizer.record("It is 4.", tokens=5))
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

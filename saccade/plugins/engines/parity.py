@@ -9,8 +9,6 @@ were.
     probe(engine, policy, samples, sampling=Sampling(), limit=1e-4, version=0)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice

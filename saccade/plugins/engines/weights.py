@@ -11,8 +11,6 @@ one open would hold the trainer's memory.
     load_by_name(model, Mapped(paths))                                # there
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -8,8 +8,6 @@ over the peak of the device times a share that was measured on one GPU: an estim
     found.memory.peaks, found.pace.seconds, found.advice
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

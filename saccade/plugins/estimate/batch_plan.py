@@ -6,8 +6,6 @@ how large it is while it trains.
     step = make_step(config.train, config.rollout.max_tokens, algorithm, family, prompts)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isqrt

@@ -2,8 +2,6 @@
 also before a run loads its weights.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

@@ -12,8 +12,6 @@ and are no useful work. Knows nothing of weights or clocks.
 Legend: a product of [m, k] and [k, n] is 2·m·k·n FLOPs.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

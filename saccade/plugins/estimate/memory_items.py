@@ -6,8 +6,6 @@ precision (fused norms, rotations and gated layers, one attention call over gath
 elsewhere the count is off by what those save.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ on the meta device. Every architecture that transformers can build has a shape.
     shape_of(model, family.tower_of).text.weights
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ to read; MFU and the share of the bandwidth are these against the peak of the de
     values |= rl_work(policy, critic, groups, updates, config, algorithm, step)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain

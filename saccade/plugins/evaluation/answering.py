@@ -1,7 +1,5 @@
 """What answers where nothing is trained: a model folder, or an endpoint."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext

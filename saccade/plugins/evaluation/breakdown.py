@@ -5,8 +5,6 @@ groups = collect(..., on_mark=breakdown.submit)
 breakdown.tables(groups, scores)["by_limit"]
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ saccade eval run.yaml model.path=runs/geo/checkpoints/step-100 data.val=test.jso
 saccade eval run.yaml --rescore runs/run-eval/samples.jsonl
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ with kept_if_filled(folder):
     write_results(folder, results, family)
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

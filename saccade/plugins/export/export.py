@@ -4,8 +4,6 @@ it again.
 export(Path("runs/geo/checkpoints/step-100"), Path("my-model"), dtype="bfloat16", verify=True)
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

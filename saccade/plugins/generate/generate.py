@@ -7,8 +7,6 @@ pictures, are written as conversations to learn from.
     saccade generate run.yaml generate.n=4
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -7,8 +7,6 @@ it a second time.
     write_selected("best_worst", Path("runs/run/generations.jsonl"), samples, threshold=None)
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ Looks at the model's config.json and at the first rows; opens no weights and no 
     write_config(Path("models/Qwen2.5-VL-3B-Instruct"), Path("train.jsonl"), Path("run.yaml"))
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

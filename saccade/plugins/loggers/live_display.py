@@ -6,8 +6,6 @@ It is drawn by a thread of rich four times a second, from the state of the run's
     display.start()
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from datetime import timedelta

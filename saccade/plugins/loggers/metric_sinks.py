@@ -5,8 +5,6 @@ otherwise).
     write({"reward/mean": 0.5}, 1)
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -6,8 +6,6 @@ that fits or None.
     >>> drop_turns(sample, length, 4096)
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import replace

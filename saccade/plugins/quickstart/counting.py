@@ -9,8 +9,6 @@ of counts.
     ['1', '2', '3', '4', '5', '6']
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

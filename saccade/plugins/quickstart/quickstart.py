@@ -9,8 +9,6 @@ changed.
     saccade quickstart --out runs/first
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping

@@ -4,8 +4,6 @@
 0.05243147240236498
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple

@@ -7,8 +7,6 @@ responses, or after `WINDOW` steps.
     'nothing is learned: the learning rate is 0; set train.lr and look at train.schedule'
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, Literal, NamedTuple

@@ -5,8 +5,6 @@ Every picture is in the report once. Nothing is picked by its score.
     stored_episodes(Path("runs/first"))["items"][0]["question"]
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Mapping
 from itertools import chain, islice, takewhile

@@ -4,8 +4,6 @@ also as tables for the terminal.
 from_run(Path("runs/quickstart"))
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -6,8 +6,6 @@ nodes alone, and its policy allows no script but its own.
     write_report(Path("report.html"), Report(title="first", notes=("nothing yet",)))
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

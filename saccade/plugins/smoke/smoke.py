@@ -8,8 +8,6 @@ stand in. Works on options only: loads no model and reads no data.
     'tiny:qwen2_vl'
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence

@@ -9,8 +9,6 @@ itself says about that is left out.
     'data/vstar_bench/test_questions.jsonl'
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping

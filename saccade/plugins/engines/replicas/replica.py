@@ -9,8 +9,6 @@ the caller's thread. What it is told to do is sent together, by `flush`.
     replica.events.get()    # (replica, (completion,))
 """
 
-from __future__ import annotations
-
 import itertools
 import queue
 import subprocess

@@ -8,8 +8,6 @@ are keyed and so is the noise of sampling: nothing is lost or doubled, and in fp
     engine = start_replicas(settings, 2, logs=folder)
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -7,8 +7,6 @@ main thread drives the engine. Another one takes what the parent sends, also dur
 reports every second that this process lives.
 """
 
-from __future__ import annotations
-
 import queue
 import sys
 import threading

@@ -8,8 +8,6 @@ the vision tower. Kept ids of truncated sampling are not returned.
     generate(engine, [Request(key="a", ids=family.render(messages).ids)])
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

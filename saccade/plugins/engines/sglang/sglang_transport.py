@@ -2,8 +2,6 @@
 name and return SGLang's answer, load weights, and free memory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json
