@@ -21,7 +21,7 @@ from saccade.config import (
     to_yaml,
     unknown_key,
 )
-from saccade.config.notation import parse
+from saccade.config.notation import other_names, parse
 from saccade.errors import ConfigError
 from saccade.plugins.init.init_config import write_config
 
@@ -225,6 +225,15 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
     assert "not valid YAML" in refusal(path)
     path.write_text("train: {lr: 1e-6}\nrun: {name: a}\ntrain: {prompts_per_step: 2}\n")
     assert "train is there twice" in refusal(path)
+
+
+def test_names_from_elsewhere_lead_to_options_of_ours() -> None:
+    known = {name for name, _ in options()}
+    elsewhere = other_names()[0]
+    assert {n for n in elsewhere.values() if ".args." not in n} <= known | {"algorithm.hot_first_token"}
+    leaves = [name.rsplit(".", 1)[-1] for name in known if name.count(".") == 1]
+    # Names of ours that mean something else there are asked about.
+    assert {name for name in elsewhere if leaves.count(name) == 1} == {"beta"}
 
 
 def test_keys_of_the_docs_lead_to_the_options_beside_them() -> None:

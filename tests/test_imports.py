@@ -118,6 +118,33 @@ def test_the_spine_imports_no_plugin():
     assert wrong == []
 
 
+def private_members(tree: ast.Module) -> set[str]:
+    """What the classes of a module call their own: methods, and what they store in themselves."""
+    inside = [node for cls in nodes(tree) if isinstance(cls, ast.ClassDef) for node in nodes(cls)]
+    named = {node.name for node in inside if isinstance(node, ast.FunctionDef)}
+    named |= {node.attr for node in inside if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    return {name for name in named if name.startswith("_") and not name.startswith("__")}
+
+
+def test_private_members_are_read_where_they_are_made():
+    own = {path: private_members(tree) for path, tree in modules()}
+    everyone = set().union(*own.values()) - {"_fields"}  # which every named tuple shows
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno} {ast.unparse(node)}"
+        for path, tree in modules()
+        for node in nodes(tree)
+        if isinstance(node, ast.Attribute)
+        if node.attr in everyone - own[path] and ast.unparse(node.value) not in ("self", "cls")
+    ]
+    assert "_seen" in everyone and wrong == []
+
+
+def test_recipes_mention_neither_ranks_nor_ray_nor_pixels():
+    for path in (PACKAGE / "recipes").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not any(word in text for word in ("pixel_values", "rank", "ray.")), path.name
+
+
 def test_optional_libraries_are_never_imported_at_the_top_of_a_module():
     wrong = [
         f"{path.relative_to(PACKAGE)}: {name}"

@@ -139,6 +139,14 @@ def test_a_refused_question_is_not_the_end_of_the_talk():
     assert [len(seen["body"]["messages"]) for seen in endpoint.asked] == [1, 1]
 
 
+def test_a_server_that_others_can_reach_has_a_token(folder):
+    for command in (["chat", folder, "--serve"], ["serve-reward", "reward.terms=[count]"]):
+        result = CliRunner().invoke(app, [*command, "--no-token", "--host", "0.0.0.0"])
+        assert result.exit_code == 2 and "--no-token: 0.0.0.0 can be reached" in result.output
+    result = chat(folder, "--serve", "--batch", "in.json")
+    assert result.exit_code == 2 and "--batch: has no effect with --serve" in result.output
+
+
 # -- the server as a process -----------------------------------------------------------------------
 
 

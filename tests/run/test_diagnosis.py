@@ -26,11 +26,20 @@ DEAD = {"group/dead_frac": 1.0}
     "changes, words",
     [
         (DEAD | {"group/all_wrong_frac": 1.0}, "in all of the groups every response is wrong"),
+        (DEAD | {"group/all_right_frac": 1.0}, "in all of the groups every response is right"),
+        (DEAD, "in all of the groups all members have the same reward"),
         (DEAD | {"length/truncated_frac": 1.0, "reward/format": 0.0}, "rollout.max_tokens"),
         (DEAD | {"reward/format": 0.0, "group/all_wrong_frac": 1.0}, "miss the format"),
+        (DEAD | {"length/parse_rate": 0.0, "group/all_wrong_frac": 1.0}, "no answer that can be read"),
+        (DEAD | {"reward/error_rate": 1.0}, "all of the rewards failed"),
+        (DEAD | {"reward/abstain_rate": 1.0}, "judges none of the responses"),
         (DEAD | {"turns/overturn_frac": 1.0}, "env.max_turns"),
+        (DEAD | {"turns/void_frac": 1.0}, "without an answer"),
+        (DEAD | {"policy/empty_step": 1.0, "group/all_wrong_frac": 1.0}, "every response is wrong"),
         ({"policy/empty_step": 1.0}, "no group is left to train on"),
         ({"policy/lr": 0.0}, "the learning rate is 0"),
+        ({"policy/update_skipped": 1.0}, "all of the updates are skipped"),
+        ({"policy/grad_norm": 0.0}, "the gradient is 0"),
     ],
 )
 def test_every_cause_is_named_with_what_to_do(changes, words):
@@ -57,7 +66,7 @@ def test_what_a_group_costs_and_what_it_learns_from_are_said_beside_a_cause():
     costly = {"group/live_frac": 0.004, "group/rollouts_per_live": 2048.0}
     lines = diagnose([GOOD | costly | {"group/side_signal_frac": 0.75, "count/samples": ENOUGH}])
     assert "0.4% of the sampled groups" in lines["group/live_frac"]
-    assert "costs 2,048 rollouts" in lines["group/live_frac"]
+    assert "costs 2,048 rollouts; use data of medium difficulty" in lines["group/live_frac"]
     assert "in 75% of the groups that teach anything" in lines["group/side_signal_frac"]
 
 
@@ -67,3 +76,9 @@ def test_a_healthy_run_is_silent_and_few_responses_wait_for_more_steps():
     assert diagnose([few] * 2) == {}
     assert len(diagnose([few] * 3)) == 1
     assert diagnose([GOOD | {"policy/lr": 0.0, "count/samples": ENOUGH}]) == {}  # as warm-up is
+
+
+def test_without_comparison_in_groups_the_rewards_of_the_step_must_differ():
+    alone = {k: v for k, v in GOOD.items() if k != "group/dead_frac"} | {"group/all_right_frac": 1}
+    assert diagnose([alone | {"reward/std": 0.2}] * WINDOW) == {}
+    assert "every response is right" in str(diagnose([alone | {"reward/std": 0.0}] * WINDOW))
