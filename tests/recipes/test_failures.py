@@ -153,12 +153,15 @@ def test_a_full_gpu_says_what_makes_room(rl_config, tmp_path, monkeypatch):
     assert "Tried to allocate 260 MiB" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_weights_that_were_cut_short_are_refused_before_a_run_begins(rl_config, tmp_path):
+def test_weights_that_were_cut_short_or_are_missing_are_refused_before_a_run_begins(rl_config, tmp_path):
     config = rl_config(tmp_path)
     half = tmp_path / "half"
     shutil.copytree(config["model.path"], half)
     os.truncate(half / "model.safetensors", 100_000)
     with pytest.raises(EnvironmentProblem, match=r"model.path: .*half.* has 100,000 bytes, its"):
+        rl.run(config | {"model.path": str(half)})
+    (half / "model.safetensors").unlink()
+    with pytest.raises(EnvironmentProblem, match=r"half has no model\.safetensors"):
         rl.run(config | {"model.path": str(half)})
     assert not (tmp_path / "run").exists()
 

@@ -11,6 +11,7 @@ from PIL import Image
 from saccade.config import DataConfig, DataSource, load
 from saccade.data.datasets import load as load_data
 from saccade.media import pixel_cache
+from saccade.models.families import qwen_vl
 from saccade.plugins.check_data.canonical_rows import to_row
 from saccade.plugins.check_data.check_data import check_data
 from saccade.plugins.export.export import export
@@ -112,6 +113,16 @@ def test_data_is_checked_and_rewritten(folder):
         assert {m.kind for s in data.samples for m in s.media} == {kind, other}
 
 
+def test_a_broken_medium_is_a_bad_row(folder):
+    for name, column in (("broken.gif", "videos"), ("broken.wav", "audios"), ("no.gif", "videos")):
+        if name != "no.gif":
+            (folder / name).write_bytes((folder / name.replace("broken", "0")).read_bytes()[:60])
+        path = folder / "broken.jsonl"
+        path.write_text(json.dumps({"problem": "?", "answer": "1", column: [name]}) + "\n")
+        report = check_data(load({"data": {"train": str(path)}}))
+        assert report.good == 0 and len(report.bad) == 1 and name in report.bad[0].reason
+
+
 def test_a_picture_is_decoded_once_however_often_its_row_comes(rl_config, tmp_path, monkeypatch):
     decoded, decode = [], pixel_cache.decode
     monkeypatch.setattr(pixel_cache, "decode", lambda media: decoded.append(media.hash) or decode(media))
@@ -119,6 +130,19 @@ def test_a_picture_is_decoded_once_however_often_its_row_comes(rl_config, tmp_pa
     options = {"data.train": pictures(tmp_path, 4), "track.trajectories_every": 0}
     result = rl.run(rl_config(tmp_path) | options | {"run.max_steps": 3})
     assert result["data/epoch"] == 3 and len(decoded) == len(set(decoded)) == 4
+
+
+def test_a_row_is_set_aside_when_its_picture_was_replaced(rl_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(pixel_cache.DECODED, "max_bytes", 0)
+    monkeypatch.setattr(qwen_vl, "CACHE_BYTES", 0)  # every step reads the files again
+    reward = tmp_path / "reward.py"  # in the first step it replaces a picture of the second
+    copied = f"shutil.copy('{tmp_path}/7.png', '{tmp_path}/6.png')"
+    reward.write_text(f"import shutil\n\ndef score(sample):\n    return 1.0 if sample.step > 1 or {copied} else 0.0\n")
+    options = {"data.train": pictures(tmp_path, 8), "reward.terms": [f"{reward}:score"], "reward.self_test": "off"}
+    options |= {"run.max_steps": 2, "data.max_bad_fraction": 0.5, "data.order": "sequential"}
+    rl.run(rl_config(tmp_path) | options)
+    (row,) = map(json.loads, (tmp_path / "run" / "quarantine.jsonl").open())
+    assert row["id"] == "6" and row["reason"].endswith("6.png: changed after it was read")
 
 
 def pictures(folder, count):

@@ -1,5 +1,6 @@
 """Checkpoints: N + M steps are N, stop, resume, M; a kill at any moment leaves a good one."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -121,6 +122,15 @@ def test_damaged_weights_are_refused_wherever_they_are_loaded(copied):
     assert not (out / "exported").exists()
     (folder / "state" / "files.json").unlink()  # as the message says
     files.require_intact(folder)
+
+
+def test_a_large_file_has_the_hash_of_the_hashes_of_its_blocks(tmp_path, monkeypatch):
+    data, path = bytes(range(250)) * 10, tmp_path / "weights"
+    monkeypatch.setattr(files, "HASHED", 1000)
+    blocks = [hashlib.sha256(data[start : start + 1000]).digest() for start in (0, 1000, 2000)]
+    path.write_bytes(data)
+    expected = hashlib.sha256(b"".join(blocks)).hexdigest()
+    assert files.checksum(path) == {"bytes": 2500, "sha256_of_blocks": expected}
 
 
 def test_a_changed_option_is_refused_a_longer_run_is_not(copied, numbers, capsys):

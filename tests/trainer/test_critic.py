@@ -8,6 +8,7 @@ import torch
 from pytest import approx
 
 from saccade.config import TrainConfig
+from saccade.errors import EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.models.heads import attach_score
 from saccade.system.contents import write_files
@@ -143,6 +144,22 @@ def test_gradients_of_a_forest_are_those_of_each_member_alone(
         assert set(got) == set(wanted) and len(got) > 10
         for n, gradient in wanted.items():
             assert (got[n] - gradient).norm() <= 1e-10 * whole, n
+
+
+# -- its weights --
+
+
+def test_weights_of_another_model_are_refused(critic, family_of, load, tmp_path):
+    write_files(tmp_path, [critic("qwen3").weight_file()])
+    plain = LocalBackend(load("qwen3"), family_of("qwen3"))
+    with pytest.raises(EnvironmentProblem, match=r"unexpected: score\.weight"):
+        plain.load_weights(tmp_path)
+    write_files(tmp_path, [plain.weight_file()])
+    with pytest.raises(EnvironmentProblem, match=r"missing: score\.weight"):
+        critic("qwen3").load_weights(tmp_path)
+    narrow = {n: p[:1] if n == "model.norm.weight" else p for n, p in plain.weights()}
+    with pytest.raises(EnvironmentProblem, match=r"of another shape: model\.norm\.weight"):
+        plain.blend(narrow.items(), 1.0)
 
 
 # -- a reference that follows the policy --
