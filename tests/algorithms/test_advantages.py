@@ -71,6 +71,7 @@ TWICE = (0, 0, -1.5, 1.5)
         ("cpgd", {"cpgd_weight": "clip_filter"}, DEAD, TWICE),
         ("cpgd", {"cpgd_weight": "none"}, DEAD, (0, 0, -0.75, 0.75)),
         ("max_rl", {}, {"rewards": (1, 0, 0, 0), "groups": ONE_GROUP}, (3, -1, -1, -1)),
+        ("reinforce", {"gamma": 0.5}, {}, (0.5**5, 0, 0.5**5, 0.5)),  # of 6, 4, 5 and 3 tokens
     ],
 )
 def test_golden_values_of_options(golden, name, options, changes, expected):
@@ -106,6 +107,12 @@ def test_kl_in_the_reward_enters_token_returns_token_by_token(golden):
     assert values[golden.sequence == 0].tolist() == pytest.approx(
         (0.305033, 0.319734, 0.305033, 0.274447, 0.256096, 0.266852), abs=PRINTED
     )
+
+
+def test_kl_in_the_reward_enters_outcomes_before_the_baseline(golden):
+    penalties = torch.full((18,), 0.1, dtype=torch.float64)  # 0.6, 0.4, 0.5, 0.3 per row
+    for name, expected in {"no_std": (0.4, -0.4, -0.85, 0.85), "remax": (0.2, -0.6, -0.7, 1.0)}.items():
+        assert first_tokens(golden, name, token_penalties=penalties) == pytest.approx(expected, abs=1e-12)
 
 
 def test_gae(golden):
@@ -197,6 +204,8 @@ def test_whitening(golden):
     assert white.tolist() == pytest.approx((1.053208, -1.113391, -0.842566, 0.782383), abs=PRINTED)
     shifted = whitened(golden.advantages, live, std=False)
     assert torch.allclose(shifted, golden.advantages - golden.advantages.mean(), atol=1e-12)
+    equal, some = torch.full((8,), 0.1, dtype=torch.float64), torch.arange(8) < 7
+    assert not whitened(equal, some).any()  # their mean is off by 1e-17, which the scale would make 1e-13
 
 
 def test_whitening_is_an_option_where_the_estimator_allows_it(golden):
@@ -233,6 +242,13 @@ def test_a_constant_group_gets_exactly_zero(golden, name, std_eps):
     assert (result.counts["constant_low"], result.counts["constant_high"]) == (1, 0)
     dropped = compute(ADVANTAGES[name], inputs, drop_constant=True)
     assert dropped.live.tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("name", list(ADVANTAGES))
+def test_a_lone_member_with_a_biased_baseline_is_not_blown_up(golden, name):
+    """Three excluded members in its baseline: no spread over live members to divide by."""
+    inputs = with_everything(golden, groups=ONE_GROUP, live=torch.tensor([True, False, False, False]))
+    assert compute(ADVANTAGES[name].having({"drpo_kl_damp": 0.75}), inputs).values.abs().max() < 10
 
 
 def test_the_clip_comes_last_and_is_counted_before_it_acts(golden):

@@ -258,6 +258,16 @@ def test_the_step_enters_the_moments_before_they_are_used_and_limits_come_last(n
     assert metrics["reward/clip_frac"] == clipped / 4
 
 
+def test_moments_run_on_over_the_steps():
+    steps, moments = [[1.0, 0.0], [3.0, 5.0], [0.5, 0.5]], {}
+    for n, values in enumerate(steps):
+        groups, later, _ = shape([group(*map(member, range(2), values))], normalise="std", moments=moments)
+        std = np.std(np.ravel(steps[: n + 1]), ddof=1)
+        assert rewards(groups) == approx([r / std for r in values])
+        assert sum(known.count for known in moments.values()) == 2 * n  # what was passed in is left alone
+        moments = later
+
+
 def test_members_that_do_not_count_are_scaled_and_move_nothing():
     others = [member(4, 100.0, "truncated"), member(5, None, "error")]
     baseline = member(-1, 3.0)

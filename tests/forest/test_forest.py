@@ -185,6 +185,17 @@ def test_the_nodes_of_a_group(sides, lengths, parents):
         assert batch.positions.tolist() == [[*range(10), *[10, 11, 12] * 3]]
 
 
+def test_other_pictures_at_the_very_first_token_are_trees_of_their_own(family, image):
+    members = []
+    for repeat, seed in enumerate((0, 1, 0)):
+        grid, tokens = family.measure(image(56, 56, seed))
+        span = MediaSpan(media=image(56, 56, seed), start=0, length=tokens, grid=grid)
+        members.append(plain("g", repeat, [family.chat.placeholder] * tokens, [3, 4], media=(span,)))
+    (batch,) = pack([group(*members)], positions=family.positions, micro_tokens=100)
+    assert batch.parents.tolist() == [-1, -1] and len(batch.media) == 2
+    assert [batch.keys[s][1] for s in batch.sequence[::2]] == [0, 1, 2]
+
+
 def test_a_group_over_the_budget_repeats_its_trunk_and_a_long_sequence_is_alone():
     members = [plain("g", r, PROMPT, [20 + r, 1, 2, 3]) for r in range(4)]
     batches = pack([group(*members)], positions=counting, micro_tokens=17)

@@ -148,6 +148,20 @@ def test_tokens_and_positions_are_those_of_transformers(name, family_of, load):
     assert ours[0, end] == ours[:, spans[1].start : end].max() + 1
 
 
+def test_patches_hold_two_frames_in_the_order_of_the_tower(family_of):
+    family, pixels = family_of("qwen2_5_vl"), film(4, 56, 84)
+    shown = videos.open_video(pixels), open_media(pixels[0]), videos.open_video(np.stack([pixels[0]] * 2))
+    video, picture, still = (family.vision(family.render(ask(m)).media, CPU, torch.float32) for m in shown)
+    flat = video["pixel_values_videos"].reshape(2, 24, 3, 2, 14, 14)
+    centre = torch.tensor([0.48145466, 0.4578275, 0.40821073])
+    spread = torch.tensor([0.26862954, 0.26130258, 0.27577711])
+    for frame in (0, 1):  # of the second layer, top left
+        wanted = (torch.from_numpy(pixels[2 + frame, :14, :14]) / 255 - centre) / spread
+        assert torch.allclose(flat[1, 0, :, frame].permute(1, 2, 0), wanted, atol=1e-5)
+    # An image is a video of one frame twice.
+    assert torch.equal(picture["pixel_values"], still["pixel_values_videos"])
+
+
 # -- forward and generation ------------------------------------------------------------------------
 
 

@@ -57,6 +57,16 @@ def test_a_cut_file_is_completed_exactly(tmp_path, config, written, capsys):
     assert f"  accuracy {right:.3f} [" in last and "  avg@3 " in last and "  pass@3 " in last
 
 
+def test_a_cut_inside_a_character_and_odd_line_breaks(tmp_path, config, written):
+    path = tmp_path / "run" / "generations.jsonl"
+    path.parent.mkdir()
+    row = rows_of(written)[0]
+    row["responses"][0]["text"] = "\u2028\x85"
+    path.write_bytes(json.dumps(row, ensure_ascii=False).encode() + b'\n{"id": "x", "prompt": "\xc3')
+    assert generate.run(config(tmp_path, data__max_samples=2))["skipped"] == 1
+    assert [row["id"] for row in rows_of(path)] == [row["id"] for row in rows_of(written)[:2]]
+
+
 def test_without_rewards_nothing_is_scored(tmp_path, config):
     result = generate.run(config(tmp_path, reward__terms=[], data__max_samples=1))
     (row,) = rows_of(Path(result["path"]))

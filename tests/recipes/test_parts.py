@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from saccade.checks.steps import algorithm_of
 from saccade.config import DataConfig, DataSource, load
 from saccade.data import datasets
 from saccade.data.stream import Stream
@@ -13,7 +14,9 @@ from saccade.plugins.check_data import check_data
 from saccade.plugins.check_data.row_warnings import unknown_words
 from saccade.recipes import questions
 from saccade.recipes.engines import settings_of
+from saccade.recipes.parts import make_scorer
 from saccade.registry import HOOKS
+from saccade.rewards.reward_sample import RewardSample
 
 
 def read(folder, name, *questions):
@@ -90,6 +93,15 @@ def test_a_share_of_words_that_the_tokenizer_does_not_know_is_told(tmp_path, fam
     options = {"model.path": word_model, "data.train": str(tmp_path / "common.jsonl")}
     [note] = check_data.run(options | {"prompt.instruction": ""}).notes
     assert said[0] == f"WARNING: {note}"
+
+
+def test_the_length_limit_of_an_episode_is_that_of_all_its_turns(tmp_path, rl_config):
+    changes = {"env.name": "mine.py:Mine", "env.max_turns": 5, "algorithm.preset": "dapo", "rollout.max_tokens": 10}
+    config = load(rl_config(tmp_path) | changes)
+    with make_scorer(config, algorithm_of(config)) as scorer:
+        for length, penalty in ((40, 0.0), (45, -0.5), (50, -1.0)):
+            sample = RewardSample(id="a", response="1", answer="9", length=length, max_tokens=10)
+            assert scorer.score([sample])[0].parts["overlong"] == penalty
 
 
 def test_an_engine_takes_every_row_that_passes_the_data_check(family_of):

@@ -73,6 +73,14 @@ def test_verdicts_become_rewards(fair):
     assert (body["temperature"], body["max_tokens"], body["model"]) == (0, 1024, "m")
 
 
+def test_pictures_reach_the_judge_only_where_that_is_asked_for(fair, image):
+    for send in (False, True):
+        with scorer(fair.url, send_images=send) as scoring:
+            scoring.score(said("blue", media=(image(),)))
+        content = fair.asked[-1]["body"]["messages"][0]["content"]
+        assert [part["type"] for part in content] == ["image_url", "text"] if send else isinstance(content, str)
+
+
 def test_a_hybrid_asks_only_where_the_rule_is_unsure(fair):
     config = RewardConfig(preset="hybrid_mc", judge={"url": fair.url, "model": "m"}, workers=1)
     with Scorer(config, prompt_format="think_answer", max_tokens=64) as scoring:

@@ -17,7 +17,7 @@ from saccade.plugins.judges.http_client import sender
 from saccade.plugins.judges.remote import Remote
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
-from saccade.types import Score
+from saccade.types import Media, Score
 from tests.endpoints import Endpoint, Says, scripted
 
 
@@ -145,6 +145,18 @@ def test_half_of_a_request_that_fails_does_not_take_the_other_along(image, monke
     with scripted(replies) as service:
         scores, metrics = asked(to(service, send_images=True), shown)
     assert [score.kind for score in scores] == ["error", "value"] and metrics["failures"] == 1
+
+
+def test_pictures_are_sent_where_they_are_asked_for_and_no_video(image):
+    picture = image(32, 24)
+    film = Media(hash="f", width=32, height=24, kind="video", frames=(0, 1), fps=1.0, pictures=(picture,) * 2)
+    shown = [RewardSample(id=m.kind, response="x", media=(m,)) for m in (film, picture)]
+    with scripted([Says(body={"rewards": [1, 1]}), Says(body={"rewards": [1]})]) as endpoint:
+        asked(to(endpoint), shown)
+        scores, _ = asked(to(endpoint, send_images=True, batch=1), shown)
+    without, with_pictures = (request["body"] for request in endpoint.asked)
+    assert "images" not in without and with_pictures["images"][0][0].startswith("iVBOR")  # a PNG in base64
+    assert [score.kind for score in scores] == ["error", "value"] and "and no video" in scores[0].reason
 
 
 def test_a_model_of_the_service_must_see_the_rows():

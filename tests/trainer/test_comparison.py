@@ -122,3 +122,27 @@ def test_a_pair_shares_its_prompt_and_is_never_divided(groups, family):
     assert [len(half.keys) for half in (first, second)] == [4, 4]
     assert halves(halves(first, whole=True)[0], whole=True) is None
     assert second.ref_totals.tolist() == batch.ref_totals[4:].tolist()
+
+
+def test_what_was_said_before_is_not_trained(groups, family):
+    texts = [family.decode(groups[2].trajectories[side].response_ids) for side in (0, 1)]
+    assert [text.replace(" ", "") for text in texts] == ["zoomyes", "zoomno,five"]
+
+
+def test_running_out_of_memory_divides_a_forest_between_pairs(groups, family, load, monkeypatch):
+    backend, batches, read = LocalBackend(load(FAMILY), family, TrainConfig()), packed(groups, family, 10_000), []
+    row = of_step(PreferenceLoss(loss="dpo", options={}), batches)
+    whole = backend.train_step(batches, row, lr=0.0).metrics.means()
+    plain = PreferenceLoss.read
+
+    def scarce(loss, trainer, batch):
+        read.append(len(batch.keys))
+        if len(batch.keys) > 4:
+            raise torch.OutOfMemoryError
+        return plain(loss, trainer, batch)
+
+    monkeypatch.setattr(PreferenceLoss, "read", scarce)
+    split = backend.train_step(batches, row, lr=0.0).metrics.means()
+    assert read == [8, 4, 4] and split["mem/oom_splits"] == 1
+    for metric in ("policy/loss", "policy/grad_norm", "dpo/margin", "dpo/accuracy", "dpo/nll"):
+        assert split[metric] == pytest.approx(whole[metric], rel=1e-5)
