@@ -10,7 +10,7 @@ import pytest
 from saccade.checks import check
 from saccade.cli import app
 from saccade.config import load
-from saccade.plugins.init.init_config import guess_reward
+from saccade.plugins.init.init_config import guess_reward, letters_apart
 from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.types import Media, Message, Sample
 from tests.test_cli import REPOSITORY, run
@@ -99,8 +99,22 @@ def test_the_reward_follows_from_the_golds(golds, reward):
     assert " ".join(guess_reward(samples)[:2]).strip() == reward
 
 
-def test_golds_of_which_some_are_letters_are_told():
+def test_golds_that_are_letters_get_a_reward_of_their_own(tmp_path):
     golds = ["A", "841", "C", r"\frac{1}{2}", "B"]
+    rows = [{"question": "?", "answer": g, "kind": "mc" if g.isalpha() else "free"} for g in golds]
+    data, out = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    assert run("init", "tiny:qwen2_5_vl", str(data), "--out", str(out)).exit_code == 0
+    config = load(out)
+    assert config.data.keys == {"data_source": "kind"} and not config.reward.terms
+    firsts = {source: terms[0]["verifier"] for source, terms in config.reward.by_source.items()}
+    assert firsts == {"mc": "choice", "default": "math"}
+    with data.open("a") as file:  # a source that init did not see
+        file.write("\n" + json.dumps({"question": "?", "answer": "7", "kind": "late"}))
+    assert run("check-data", str(out)).exit_code == 0
+    samples = [Sample(id=g, messages=(), answer=g, data_source="default") for g in "AB"]
+    samples += [Sample(id=g, messages=(), answer=g, data_source="x") for g in "12"]
+    assert letters_apart(samples) is None  # `default` would be both
     reward, _, because = guess_reward([Sample(id=gold, messages=(), answer=gold) for gold in golds])
     assert reward == "math" and "3 of 5 are letters: give those rows another data_source" in because
 

@@ -25,6 +25,8 @@ from saccade.system.disk import require_writable
 from saccade.types import Media, Sample
 
 LOOKED_AT = 200
+MOST_SOURCES = 10  # that a column may tell apart
+DEFAULT = "default"  # in reward.by_source: all sources that it does not name
 UNOPENED = Media(hash="", width=1, height=1, path="")
 
 NUMBER = r"\s*-?\d+(?:\.\d+)?\s*"
@@ -66,7 +68,7 @@ class Findings(NamedTuple):
     rows: int
     images: int
     keys: Mapping[str, str]  # roles of columns that their names do not tell
-    reward: Guess
+    rewards: Mapping[str, Guess]  # by data source; alone under an empty name
 
 
 def write_config(model: Path, data: Path, out: Path) -> None:
@@ -92,7 +94,9 @@ def _look(model: Path, data: Path) -> Findings:
     if format in ELSEWHERE and not any(sample.answer for sample in samples):
         raise DataError(_elsewhere(format, model, data))
     images = sum(bool(sample.media) for sample in samples)
-    return Findings(model_type, format, len(samples), images, keys, guess_reward(samples))
+    column, rewards = letters_apart(samples) or ("", {"": guess_reward(samples)})
+    keys = {**keys, "data_source": column} if column else keys
+    return Findings(model_type, format, len(samples), images, keys, rewards)
 
 
 def _type_of(model: Path) -> str:
@@ -170,6 +174,26 @@ def guess_reward(samples: Sequence[Sample]) -> Guess:
     return reward, args, because
 
 
+def letters_apart(samples: Sequence[Sample]) -> tuple[str, dict[str, Guess]] | None:
+    """The column that tells rows whose golds are letters of choices from others (empty: that of the
+    source), and a reward for each of its values that has letters and `default` for all others.
+    """
+    for column in ("", *(name for name, value in samples[0].extra.items() if isinstance(value, str))):
+        sources: dict[str, list[Sample]] = {}
+        for sample in samples:
+            source = sample.extra.get(column, DEFAULT) if column else sample.data_source
+            sources.setdefault(str(source), []).append(sample)
+        kinds = [{_is_letter(gold) for row in rows for gold in _golds(row)} for rows in sources.values()]
+        letters = [source for source, kind in zip(sources, kinds, strict=True) if kind == {True}]
+        others = [row for source, rows in sources.items() if source not in letters for row in rows]
+        apart = bool(letters and others) and all(len(kind) == 1 for kind in kinds)
+        # Rows of sources that come later are more likely like the others, so these are the default.
+        if apart and DEFAULT not in letters and len(sources) <= MOST_SOURCES:
+            rewards = {source: guess_reward(sources[source]) for source in letters}
+            return column, rewards | {DEFAULT: guess_reward(others)}
+    return None
+
+
 def _golds(sample: Sample) -> Sequence[str]:
     return [sample.answer] if isinstance(sample.answer, str) else sample.answer or []
 
@@ -217,19 +241,23 @@ def _written(lines: Lines) -> str:
 
 
 def _rewards(found: Findings) -> Lines:
-    """The section of what scores."""
-    reward, args, because = found.reward
-    if reward == "sokoban" and not found.images:  # played move by move
+    """The section of what scores, by source where some golds are letters."""
+    single = found.rewards.get("")
+    if single and single[0] == "sokoban" and not found.images:  # played move by move
         name = ("  name: sokoban_step", "a picture after each turn; the game gives the rewards")
         return [("env:", ""), name]
-    return [
-        ("reward:", ""),
-        ("  terms:", "added up; the first is the accuracy that is reported"),
-        (f"    - verifier: {reward}", because),
-        *([(f"      args: {args}", "words are no mathematics")] if args else []),
-        ("    - verifier: format:think_answer", "keeps the answer where it is found"),
-        ("      weight: 0.2", "small, so that form never outweighs being right"),
-    ]
+    lines = [("reward:", "")] if single else [("reward:", ""), ("  by_source:", "terms by data_source")]
+    for source, (reward, args, because) in found.rewards.items():
+        head = "  terms" if single else f"    {_quote(source)}"
+        indent = "    " if single else "      "
+        lines += [
+            (f"{head}:", "added up; the first is the accuracy that is reported"),
+            (f"{indent}- verifier: {reward}", because),
+            *([(f"{indent}  args: {args}", "words are no mathematics")] if args else []),
+            (f"{indent}- verifier: format:think_answer", "keeps the answer where it is found"),
+            (f"{indent}  weight: 0.2", "small, so that form never outweighs being right"),
+        ]
+    return lines
 
 
 def _quote(text: str) -> str:
