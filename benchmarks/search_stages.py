@@ -102,7 +102,8 @@ def draw_data(folder: Path, size: Size) -> dict[str, str]:
 
 
 def write_scenes(folder: Path, size: Size, name: str, shard: int, n: int) -> Path:
-    from saccade.plugins.visual_search.search_scenes import search_split, write_search
+    from saccade.plugins.quickstart.counting import write_jsonl
+    from saccade.plugins.visual_search.search_scenes import search_split
 
     rows = search_split(
         n,
@@ -112,7 +113,7 @@ def write_scenes(folder: Path, size: Size, name: str, shard: int, n: int) -> Pat
         grid=size.grid,
         view=size.view,
     )
-    return write_search(rows, folder, name=f"{name}-{shard}")
+    return write_jsonl(rows, folder, name=f"{name}-{shard}", budgets=True)
 
 
 def draw_reading(folder: Path, size: Size, name: str, scenes: Path) -> Path:

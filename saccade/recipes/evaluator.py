@@ -97,6 +97,16 @@ def set_metrics(
     cut-off answers.
     """
     trajectories = [t for group in groups for t in group.trajectories]
+    metrics = verdict_metrics(groups, scores)
+    metrics["think_rate"] = float(np.mean([thinks(t, family) for t in trajectories]))
+    metrics["response_mean"] = float(np.mean([t.response_length for t in trajectories]))
+    plain = [t for group in without_scores(groups, scores) for t in group.trajectories]
+    return metrics | episode_metrics(plain)
+
+
+def verdict_metrics(groups: Sequence[Group], scores: accuracy.Scores) -> dict[str, float]:
+    """What rewards say of a set, whoever holds the tokens."""
+    trajectories = [t for group in groups for t in group.trajectories]
     metrics = accuracy.group_accuracy(groups, scores)
     rewards = [t.reward for t in trajectories if t.reward is not None]
     if rewards:
@@ -107,12 +117,9 @@ def set_metrics(
     judged = [t for t in trajectories if t.status not in ALWAYS_EXCLUDED]
     if any(t.reward is not None or t.reason for t in judged):  # else nobody has read them
         metrics["parse_rate"] = float(np.mean([parsed(t.extracted, t.reason) for t in judged]))
-    metrics["think_rate"] = float(np.mean([thinks(t, family) for t in trajectories]))
-    metrics["response_mean"] = float(np.mean([t.response_length for t in trajectories]))
     for name, status in (("truncated_frac", "truncated"), ("error_rate", "error"), ("abstain_rate", "abstain")):
         metrics[name] = float(np.mean([t.status == status for t in trajectories]))
-    plain = [t for group in without_scores(groups, scores) for t in group.trajectories]
-    return metrics | episode_metrics(plain)
+    return metrics
 
 
 def describe(result: Result) -> str:

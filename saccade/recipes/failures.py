@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -78,22 +78,11 @@ def check_mismatch(metrics: Metrics, algorithm: Algorithm, parity_max: float | N
         raise TrainingError(f"the engine gave {unscored:.1%} of its tokens no log-prob; use rollout.engine=embedded")
 
 
-class Judged(NamedTuple):
-    """What is known of an episode after its reward."""
-
-    sample_id: str
-    status: str
-    reason: str
-    end_reason: str
-
-
 def check_errors(groups: Sequence[Group], config: Config) -> None:
-    members = (t for group in groups for t in group.everyone)
-    refuse_errors([Judged(t.sample_id, t.status, t.reason, t.end_reason) for t in members], config)
-
-
-def refuse_errors(everybody: Sequence[Judged], config: Config) -> None:
-    """When more than `reward.max_error_rate` of them have no score because something failed."""
+    """Refuses groups of whose members more than `reward.max_error_rate` have no score because
+    something failed.
+    """
+    everybody = [t for group in groups for t in group.everyone]
     failed, most = [t for t in everybody if t.status == "error"], config.reward.max_error_rate
     if len(failed) <= most * len(everybody):
         return

@@ -66,34 +66,37 @@ class RewardStream:
                 self._pending |= dict.fromkeys(self._pending.keys() - scored.keys(), GIVEN_UP)
                 break
             progress(len(self._pending) - len(out), len(self._pending))
-        return [_dropped_together(group.each(self._scored)) for group in groups]
+        return [dropped_together(g.each(lambda t: with_score(t, self._pending.pop(t.key, None)))) for g in groups]
 
-    def _scored(self, trajectory: Trajectory) -> Trajectory:
-        earned = sum(trajectory.turn_rewards)
-        pending = self._pending.pop(trajectory.key, None)
-        if trajectory.status in ("error", "aborted"):
-            why = f"{trajectory.end_reason}: {trajectory.info.get('error', '')}".rstrip(": ")
-            return replace(trajectory, reason=trajectory.reason or why)
-        if not isfinite(earned):
-            reason = f"nan: the environment gave a reward of {earned}"
-            return replace(trajectory, status="error", reason=reason)
-        if pending is None:
-            return replace(trajectory, reward=earned, outcome=earned)
-        scored = pending.result()
-        if scored.status != "ok":
-            return replace(trajectory, status=scored.status, parts=scored.parts, reason=scored.reason)
-        assert scored.reward is not None, "status ok means that there is a value"
-        unanswered = not parsed(scored.extracted, scored.reason) and trajectory.end_reason == "answered"
-        return replace(
-            trajectory,
-            reward=scored.reward + earned,
-            outcome=scored.outcome,
-            parts=scored.parts,
-            extracted=scored.extracted,
-            reason=scored.reason,
-            end_reason="eos_no_answer" if unanswered else trajectory.end_reason,
-            status="void" if unanswered else trajectory.status,
-        )
+
+def with_score(trajectory: Trajectory, pending: Future[Scored] | None) -> Trajectory:
+    """The trajectory with its verdict, which is waited for unless the episode failed; without one
+    the rewards of the environment count.
+    """
+    earned = sum(trajectory.turn_rewards)
+    if trajectory.status in ("error", "aborted"):
+        why = f"{trajectory.end_reason}: {trajectory.info.get('error', '')}".rstrip(": ")
+        return replace(trajectory, reason=trajectory.reason or why)
+    if not isfinite(earned):
+        reason = f"nan: the environment gave a reward of {earned}"
+        return replace(trajectory, status="error", reason=reason)
+    if pending is None:
+        return replace(trajectory, reward=earned, outcome=earned)
+    scored = pending.result()
+    if scored.status != "ok":
+        return replace(trajectory, status=scored.status, parts=scored.parts, reason=scored.reason)
+    assert scored.reward is not None, "status ok means that there is a value"
+    unanswered = not parsed(scored.extracted, scored.reason) and trajectory.end_reason == "answered"
+    return replace(
+        trajectory,
+        reward=scored.reward + earned,
+        outcome=scored.outcome,
+        parts=scored.parts,
+        extracted=scored.extracted,
+        reason=scored.reason,
+        end_reason="eos_no_answer" if unanswered else trajectory.end_reason,
+        status="void" if unanswered else trajectory.status,
+    )
 
 
 def report_slow_rewards(progress: Progress, scorer: Scorer | None, reward: RewardConfig) -> Progress:
@@ -118,7 +121,7 @@ def free_memory_for_rewards(engine: Engine, scorer: Scorer | None) -> None:
         engine.sleep()
 
 
-def _dropped_together(group: Group) -> Group:
+def dropped_together(group: Group) -> Group:
     """Where a reward failed that costs the whole group, nobody else is compared either."""
     if not drops_group(t.reason for t in group.everyone):
         return group

@@ -133,9 +133,8 @@ class RunFolder:
         Only what `open` wrote is removed, by name; anything else keeps the folder.
         """
         ours = (CHOSEN, CONFIG, MANIFEST, METRICS, LOG, LOCK)
-        inside = {entry.name for entry in self.path.iterdir()}
-        used = self.metrics.stat().st_size > 0 or any(self.trajectories.iterdir())
-        if used or any(self.checkpoints.iterdir()) or inside - {*ours, TRAJECTORIES, CHECKPOINTS}:
+        inside = {str(entry.relative_to(self.path)) for entry in self.path.rglob("*")}
+        if self.metrics.stat().st_size > 0 or inside - {*ours, TRAJECTORIES, CHECKPOINTS}:
             return
         for name in ours:
             (self.path / name).unlink(missing_ok=True)

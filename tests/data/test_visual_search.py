@@ -11,9 +11,10 @@ from PIL import Image
 
 from saccade.config import DataConfig, DataSource
 from saccade.data import datasets
+from saccade.plugins.quickstart.counting import write_jsonl
 from saccade.plugins.visual_search.optotypes import FRAME, TILE, resized
 from saccade.plugins.visual_search.search_expert import demonstration, place_boxes
-from saccade.plugins.visual_search.search_scenes import KINDS, LEVELS, LIGHT, Canvas, search_split, write_search
+from saccade.plugins.visual_search.search_scenes import KINDS, LEVELS, LIGHT, Canvas, search_split
 
 
 def pixels(sample) -> np.ndarray:
@@ -79,7 +80,8 @@ def test_rows_depend_on_seed_and_index_alone_and_are_read_back(tmp_path: Path) -
     assert few[0].media[0].hash != search_split(1, seed=9, view=56)[0].media[0].hash
     assert sorted(s.answer for s in many) == list("0123456789")
     rows = search_split(5, seed=2, kind="colour", view=56)
-    again = datasets.load([DataSource(path=str(write_search(rows, tmp_path)))], DataConfig()).samples
+    path = write_jsonl(rows, tmp_path, budgets=True)
+    again = datasets.load([DataSource(path=str(path))], DataConfig()).samples
     for name in ("id", "answer", "data_source", "extra", "media", "messages"):
         assert [getattr(row, name) for row in again] == [getattr(row, name) for row in rows]
 

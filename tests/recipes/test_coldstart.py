@@ -10,9 +10,10 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.models.families import load_family
 from saccade.plugins.families import tiny
+from saccade.plugins.quickstart.counting import write_jsonl
 from saccade.plugins.visual_search import coldstart
 from saccade.plugins.visual_search.search_expert import AGAIN, call, demonstration
-from saccade.plugins.visual_search.search_scenes import search_split, write_search
+from saccade.plugins.visual_search.search_scenes import search_split
 from saccade.recipes import parts, questions
 from saccade.recipes.sft import dialogue
 from saccade.rollout.episode import Limits, Play, episode
@@ -30,7 +31,8 @@ def family(tmp_path_factory):
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scenes")
-    return {level: write_search(search_split(6, seed=1, level=level, view=56), folder, name=level) for level in LEVELS}
+    rows = {level: search_split(6, seed=1, level=level, view=56) for level in LEVELS}
+    return {level: write_jsonl(rows[level], folder, name=level, budgets=True) for level in LEVELS}
 
 
 def written(path):

@@ -7,6 +7,8 @@ saccade eval run.yaml --rescore runs/run-eval/samples.jsonl
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +19,25 @@ from saccade.config import Config, load
 from saccade.errors import ConfigError
 from saccade.plugins.check_data.row_warnings import unused_rewards, warn_of_rewards
 from saccade.plugins.evaluation.answering import answering_family, evaluator_of
-from saccade.plugins.evaluation.results import kept_if_filled, places, write_files, write_results
+from saccade.plugins.evaluation.results import kept_if_filled, places, verdict, write_files, write_results
 from saccade.plugins.reports.report import table_lines, write_eval_report
 from saccade.plugins.reports.trajectories import TrajectoryWriter
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.reward_card import read_card
 from saccade.plugins.suites.suites import suite_sets, with_rewards
 from saccade.recipes import model_setup, parts, questions
-from saccade.recipes.accuracy import measured, score_terms
-from saccade.recipes.evaluator import Result, describe
-from saccade.recipes.failures import Judged, check_errors, refuse_errors
-from saccade.rewards.combine import DROPPED, Scored, drops_group
+from saccade.recipes.accuracy import items_of, score_terms
+from saccade.recipes.evaluator import Result, describe, verdict_metrics
+from saccade.recipes.failures import check_errors
+from saccade.recipes.to_trajectory import written
+from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
-from saccade.rollout.scoring import parsed
+from saccade.rollout.scoring import dropped_together, with_score
 from saccade.run.console import Console
 from saccade.run.folder import QUARANTINE, RESULTS
 from saccade.system.codec import decode
-from saccade.types import ALWAYS_EXCLUDED, STATUS_OF_END, Media
+from saccade.types import STATUS_OF_END, Group, Media, Rendered, Sample, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -115,13 +118,14 @@ def _rescore(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
         for warning in unused_rewards(scorer, {row["data_source"] for row in rows}, shared=False):
             log.warning(warning)
         sets = {name: [r for r in rows if r["set"] == name] for name in dict.fromkeys(r["set"] for r in rows)}
-        summary = {name: _rescored(own, scorer) for name, own in sets.items()}
-        for name, metrics in summary.items():
-            log.info(describe(Result(name=name, groups=(), metrics=metrics)))
+        results = [_rescored(name, own, scorer) for name, own in sets.items()]
+        for result in results:
+            log.info(describe(result))
+        summary = {result.name: dict(result.metrics) for result in results}
         write_files(folder, summary, rows)
         log.info(f"{RESULTS}, samples.jsonl are in {folder}")
-        for own in sets.values():
-            refuse_errors([Judged(r["id"], r["status"], r["reason"], r["end_reason"]) for r in own], config)
+        for result in results:
+            check_errors(result.groups, config)
     return summary
 
 
@@ -147,42 +151,28 @@ def _stored(samples: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _rescored(rows: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, float]:
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row, score in zip(rows, scorer.score([_reward_sample(row) for row in rows]), strict=True):
-        row |= _verdict(row, score)
-        groups.setdefault((row["data_source"], row["id"]), []).append(row)
-    for members in groups.values():  # one failure may cost the whole group its scores
-        if drops_group(row["reason"] for row in members):
-            for row in members:
-                if row["status"] not in ALWAYS_EXCLUDED:
-                    row |= {"status": "abstain", "score": None, "reward": None, "reason": DROPPED}
-    items = [
-        (source, np.array([row["score"] for row in members if row["score"] is not None]))
-        for (source, _), members in groups.items()
-    ]
-    read = [parsed(row["extracted"], row["reason"]) for row in rows if row["status"] not in ALWAYS_EXCLUDED]
-    metrics = measured(items, score_terms(scorer, items)) | {
-        **({"parse_rate": float(np.mean(read))} if read else {}),
-        "error_rate": float(np.mean([row["status"] == "error" for row in rows])),
-        "abstain_rate": float(np.mean([row["status"] == "abstain" for row in rows])),
-    }
-    return metrics | scorer.metrics()
+def _rescored(name: str, rows: Sequence[dict[str, Any]], scorer: Scorer) -> Result:
+    """The set as an evaluation would have found it; the rows get what that would have stored."""
+    answers: dict[tuple[str, str], list[tuple[dict[str, Any], Future[Scored]]]] = {}
+    for row in rows:
+        pending = scorer.submit(_reward_sample(row))
+        answers.setdefault((row["data_source"], row["id"]), []).append((row, pending))
+    groups = []
+    for (source, id), members in answers.items():
+        episodes = [with_score(_episode(row, n), pending) for n, (row, pending) in enumerate(members)]
+        sample = Sample(id=id, messages=(), data_source=source, extra=members[0][0]["extra"])
+        groups.append(dropped_together(Group(sample=sample, trajectories=tuple(episodes))))
+        for (row, _), episode in zip(members, groups[-1].trajectories, strict=True):
+            row |= verdict(episode)
+    metrics = verdict_metrics(groups, score_terms(scorer, items_of(groups))) | scorer.metrics()
+    return Result(name=name, groups=tuple(groups), metrics=metrics)
 
 
-def _verdict(row: Mapping[str, Any], score: Scored) -> dict[str, Any]:
-    """What an evaluation would have stored. An episode that failed stays without a score."""
-    ended = row["end_reason"]
-    status = STATUS_OF_END.get(ended, "ok")
-    if status in ("error", "aborted"):
-        return {"status": status, "score": None, "reward": None, "parts": {}, "extracted": None}
-    found: dict[str, Any] = {"parts": dict(score.parts), "reason": score.reason, "score": None}
-    found |= {"reward": score.reward, "extracted": score.extracted}
-    if score.status != "ok":
-        return found | {"status": score.status}
-    if not parsed(score.extracted, score.reason) and ended == "answered":
-        ended, status = "eos_no_answer", "void"
-    return found | {"score": score.outcome, "status": status, "end_reason": ended}
+def _episode(row: Mapping[str, Any], repeat: int) -> Trajectory:
+    """How it ended; its tokens are not stored."""
+    ended, none = row["end_reason"], np.empty(0, int)
+    empty = written(row["id"], repeat, Rendered(ids=none, sources=none), none, ())
+    return replace(empty, end_reason=ended, status=STATUS_OF_END.get(ended, "ok"), reason=row.get("reason", ""))
 
 
 def _reward_sample(row: Mapping[str, Any]) -> RewardSample:

@@ -23,7 +23,7 @@ from saccade.system.disk import require_writable
 from saccade.types import Group, Trajectory
 
 ANSWERS = "answers"
-COPIED = ("repeat", "extracted", "reward", "turns", "end_reason", "status", "reason")  # of a trajectory
+JUDGED = ("extracted", "reward", "end_reason", "status", "reason")  # of a trajectory
 
 
 def places(config: Config, out: Path | None) -> tuple[Path, Path]:
@@ -81,9 +81,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data.split(b"\n") if line]
 
 
+def verdict(trajectory: Trajectory) -> dict[str, Any]:
+    """What a row says of the reward, and a reward that is given again changes."""
+    copied = {name: getattr(trajectory, name) for name in JUDGED}
+    return copied | {"score": trajectory.outcome, "parts": dict(trajectory.parts)}
+
+
 def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dict[str, Any]:
     sample, added = group.sample, trajectory.messages[trajectory.context :]
-    return {n: getattr(trajectory, n) for n in COPIED} | {
+    return verdict(trajectory) | {
         "set": name,
         "id": sample.id,
         "data_source": sample.data_source,
@@ -92,8 +98,8 @@ def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dic
         "think_prefilled": family.chat.think_prefilled,
         "gold": sample.answer,
         "choices": list(sample.choices),
-        "score": trajectory.outcome,
-        "parts": dict(trajectory.parts),
+        "repeat": trajectory.repeat,
+        "turns": trajectory.turns,
         "tokens": trajectory.response_length,
         "said": [m.text for m in added if m.role == "assistant"],
         "tool_calls": trajectory.info.get("tool_calls") or [],

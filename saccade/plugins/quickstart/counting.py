@@ -14,7 +14,7 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,26 +124,10 @@ def demonstrated(sample: Sample) -> Sample:
     return replace(sample, messages=(*sample.messages, turn))
 
 
-def write_jsonl(samples: Sequence[Sample], folder: Path, *, name: str = "train") -> Path:
+def write_jsonl(samples: Sequence[Sample], folder: Path, *, name: str = "train", budgets: bool = False) -> Path:
     """The rows as NAME.jsonl, pictures in images/. A row that ends in an assistant's turn becomes a
-    conversation to learn from, any other a question.
+    conversation to learn from, any other a question. `budgets`: rows name the pixels of pictures.
     """
-
-    def row_of(sample: Sample, image: str) -> dict[str, Any]:
-        row: dict[str, Any] = {"id": sample.id, "images": [image], "data_source": sample.data_source}
-        question = f"<image>{sample.messages[0].text}"
-        if sample.messages[-1].role == "assistant":
-            reply = {"from": "gpt", "value": sample.messages[-1].text}
-            return row | {"conversations": [{"from": "human", "value": question}, reply]}
-        return row | {"problem": question, "answer": sample.answer, **sample.extra}
-
-    return write_rows(samples, folder, name, row_of)
-
-
-def write_rows(
-    samples: Sequence[Sample], folder: Path, name: str, row: Callable[[Sample, str], Mapping[str, Any]]
-) -> Path:
-    """NAME.jsonl of samples with a picture each; `row` is told its file, which lies in images/."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.jsonl"
     with path.open("w", encoding="utf-8") as file:
@@ -151,7 +135,18 @@ def write_rows(
             (media,) = sample.media
             image = f"images/{media.hash[:16]}.png"
             (folder / image).write_bytes(encoded(media))
-            file.write(json.dumps(row(sample, image)) + "\n")
+            shown = {"path": image, "min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
+            row: dict[str, Any] = {
+                "id": sample.id,
+                "images": [shown if budgets else image],
+                "data_source": sample.data_source,
+            }
+            question, last = f"<image>{sample.messages[0].text}", sample.messages[-1]
+            if last.role == "assistant":
+                row["conversations"] = [{"from": "human", "value": question}, {"from": "gpt", "value": last.text}]
+            else:
+                row |= {"problem": question, "answer": sample.answer, **sample.extra}
+            file.write(json.dumps(row) + "\n")
     return path
 
 

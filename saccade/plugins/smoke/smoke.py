@@ -88,10 +88,12 @@ def smoke(config: Config, command: str) -> Config:
         "env.min_pixels": min(config.env.min_pixels, IMAGE_PIXELS),
         "rollout.max_tokens": min(config.rollout.max_tokens, TOKENS),
         "train.prompts_per_step": min(train.prompts_per_step, 2),
+        "train.samples_per_prompt": min(train.samples_per_prompt, 2),
         "train.warmup": 0,
         "val.every": min(config.val.every, 1),
         "val.n": min(config.val.n, 2),
         "val.max_tokens": TOKENS,
+        "generate.n": min(config.generate.n, 2),
         "save.every": 0,
         "track.wandb": False,
     }
@@ -99,21 +101,17 @@ def smoke(config: Config, command: str) -> Config:
     for name in ("terms", "by_source"):
         if name in reward:
             changes[f"reward.{name}"] = _with_tiny_models(reward[name], changes["model.path"])
-    if command == "sft" and config.sft.teacher:
+    if config.sft.teacher:
         changes["sft.teacher"] = changes["model.path"]
-    if command == "generate":
-        changes["generate.n"] = min(config.generate.n, 2)
     if command == "reward-model" and config.reward_model.kind == "scalar":
         own = config.reward_model
         changes["reward_model.probe_layer"] = max(-2, min(own.probe_layer, 1))  # of two blocks
         if own.pooling_heads is not None:
             changes["reward_model.pooling_heads"] = gcd(own.pooling_heads, TINY_HIDDEN)
-    if command == "rl":
-        changes["train.samples_per_prompt"] = min(train.samples_per_prompt, 2)
-        if "updates_per_step" in train.model_fields_set:
-            changes["train.updates_per_step"] = min(train.updates_per_step, 2)
-        if config.algorithm.overlong.buffer and config.algorithm.overlong.model_fields_set:
-            changes["algorithm.overlong.buffer"] = TOKENS // 2
+    if "updates_per_step" in train.model_fields_set:
+        changes["train.updates_per_step"] = min(train.updates_per_step, 2)
+    if config.algorithm.overlong.buffer and config.algorithm.overlong.model_fields_set:
+        changes["algorithm.overlong.buffer"] = TOKENS // 2
     tree = config.model_dump(exclude_unset=True)
     for name in OF_OTHER_ENGINES:
         tree.get("rollout", {}).pop(name, None)

@@ -36,14 +36,16 @@ def visual_search(
     """Scenes with a small target that can be read only after zooming."""
     from saccade.config.schema.section import is_name
     from saccade.errors import ConfigError
-    from saccade.plugins.visual_search.search_scenes import search_split, write_search
+    from saccade.plugins.quickstart.counting import write_jsonl
+    from saccade.plugins.visual_search.search_scenes import search_split
     from saccade.system.disk import require_writable
 
     if not is_name(name):
         raise ConfigError(f"--name {name}: wants one file name without its ending, try train")
     require_writable(out, "OUT")
     samples = search_split(rows, seed=seed, level=level, kind=kind, grid=grid, view=view)
-    path, side, budget = write_search(samples, out, name=name), samples[0].media[0].width, view * view
+    path = write_jsonl(samples, out, name=name, budgets=True)
+    side, budget = samples[0].media[0].width, view * view
     zoom = f"env.name=crop env.min_pixels={budget} env.max_pixels={budget}"
     print(f"wrote {path}: {rows} scenes of {side} pixels; zoom with {zoom}")
 

@@ -22,15 +22,13 @@ import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from saccade.errors import ConfigError
 from saccade.media.images import open_media
-from saccade.plugins.quickstart.counting import write_rows
 from saccade.plugins.visual_search import optotypes
 from saccade.plugins.visual_search.optotypes import DIGITS, FRAME, LETTERS, MARGIN, TILE, TINTS, TURNS
 from saccade.types import Media, Message, Sample
@@ -187,20 +185,3 @@ def _picture(image: np.ndarray, view: int) -> Media:
     file = io.BytesIO()
     Image.fromarray(image).save(file, "PNG", compress_level=4)
     return open_media(file.getvalue(), min_pixels=view * view, max_pixels=view * view)
-
-
-def write_search(samples: Sequence[Sample], folder: Path, *, name: str = "train") -> Path:
-    """Questions as NAME.jsonl, pictures in images/; each row carries its pixel budget."""
-
-    def row(sample: Sample, image: str) -> dict[str, Any]:
-        (media,) = sample.media
-        return {
-            "id": sample.id,
-            "data_source": sample.data_source,
-            "problem": f"<image>{sample.messages[0].text}",
-            "answer": sample.answer,
-            "images": [{"path": image, "min_pixels": media.min_pixels, "max_pixels": media.max_pixels}],
-            **sample.extra,
-        }
-
-    return write_rows(samples, folder, name, row)
