@@ -91,9 +91,7 @@ def self_test(scorer: Scorer, samples: Sequence[Sample], *, format: str, count: 
     return again if again.passed else result
 
 
-def check_known_answers(
-    scorer: Scorer, samples: Sequence[Sample], *, format: str, mode: Literal["strict", "warn"]
-) -> None:
+def check_known_answers(scorer: Scorer, samples: Sequence[Sample], *, format: str, mode: Mode) -> None:
     require(self_test(scorer, samples, format=format), mode)
 
 

@@ -118,16 +118,11 @@ def model_checks(config: Config) -> list[Check]:
         policy = LocalBackend(load_policy(config, family(), train="full"), family())
         return policy, make_engine(embedded, policy)
 
-    def rows() -> Rows:
-        from saccade.plugins.doctor.agreement import rows_agree
-
-        yield from rows_agree(*loaded())
+    agreement = partial(import_module, "saccade.plugins.doctor.agreement")
 
     def parity(asked: Config, engine: Any) -> Rows:
-        from saccade.plugins.doctor.agreement import questions
-        from saccade.plugins.engines.parity import compare
-
-        yield "ok", str(compare(asked, engine, loaded()[0], questions(family()), version=0))
+        samples = agreement().questions(family())
+        yield "ok", str(agreement().parity.compare(asked, engine, loaded()[0], samples, version=0))
 
     def foreign() -> Rows:
         from saccade.recipes.engines import make_engine
@@ -142,7 +137,7 @@ def model_checks(config: Config) -> list[Check]:
         ("model", lambda: model_files.check(path, bool(config.prompt.chat_template))),
         ("tokenizer", lambda: model_files.tokenizer(family(), config.data)),
         ("template", lambda: model_files.traps(family())),
-        ("rows", rows),
+        ("rows", lambda: agreement().rows_agree(*loaded())),
         ("parity embedded", lambda: parity(embedded, loaded()[1])),
     ]
     if rollout.engine not in ("embedded", "http") or rollout.replicas:

@@ -21,8 +21,8 @@ from saccade.forest.packing import pack
 from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.load import freeze
-from saccade.plugins.estimate.flops import NF4, Training, training_of
-from saccade.plugins.estimate.shapes import Shape, shape_of
+from saccade.plugins.estimate.flops import NF4, Meter, training_of
+from saccade.plugins.estimate.shapes import shape_of
 from saccade.plugins.overlong.shorten import SHRINK_STEP
 from saccade.plugins.series.series_tower import Encoder
 from saccade.system.devices import CONTEXT_GIB, Device
@@ -32,7 +32,6 @@ from saccade.types import Batch, Group, Media, MediaSpan, Message, Rendered, Sam
 ROWS = 64  # of the data that are looked at
 GOLDEN = 0.6180339887  # multiples of it, without their whole part, spread evenly
 MICRO_BATCHES = 4  # of which the rest of a step is a multiple
-MEMBERS = 128  # of a group, and more only to fill these; the rest are a multiple, too
 
 Prompts = tuple[list[Rendered], str]  # and how long they are
 
@@ -41,15 +40,12 @@ Prompts = tuple[list[Rendered], str]  # and how long they are
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSize:
-    shape: Shape
-    training: Training
+class ModelSize(Meter):
     weights: float  # bytes
     trained: int  # weights
     largest: int  # weights of the largest trained tensor
     head_tied: bool
     head_trained: bool
-    head: bool = True  # logits are read, not values
 
 
 def empty_model(family: Family, *, trust_remote_code: bool = False) -> Any:
@@ -123,13 +119,7 @@ class Step:
 
     groups: list[Group]
     batches: list[Batch]
-    times: float  # how often the groups fit into a step
-    fold: float  # how often the members of one stand for those that it has
-
-    @property
-    def repeats(self) -> float:
-        """How often members and forests fit into a step."""
-        return self.times * self.fold
+    times: float  # how often they fit into a step
 
     @property
     def members(self) -> list[Trajectory]:
@@ -258,9 +248,8 @@ def make_step(
 ) -> Step:
     """Responses have their full length and differ from the first token on."""
     enough = MICRO_BATCHES * train.micro_tokens
-    members = min(algorithm.samples_per_prompt, max(MEMBERS, -(-enough // max_tokens)))
+    members, tokens = algorithm.samples_per_prompt, 0
     groups: list[Group] = []
-    tokens = 0
     while len(groups) < train.prompts_per_step and tokens < enough:
         prompt = prompts[len(groups) % len(prompts)]
         groups.append(_group(prompt, len(groups), members, max_tokens, algorithm.estimator.greedy))
@@ -269,7 +258,6 @@ def make_step(
         groups=groups,
         batches=pack(groups, positions=family.positions, micro_tokens=train.micro_tokens),
         times=train.prompts_per_step / len(groups),
-        fold=algorithm.samples_per_prompt / members,
     )
 
 

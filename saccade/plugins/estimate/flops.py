@@ -7,7 +7,7 @@ and are no useful work. Knows nothing of weights or clocks.
 
     shape = shape_of(model, family.tower_of)
     work = forward(shape, batch)
-    training = work.total() + backward(work, Training())
+    training = work.total() + backward(work, FULL)
 
 Legend: a product of [m, k] and [k, n] is 2·m·k·n FLOPs.
 """
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from saccade.plugins.estimate.shapes import SENSES, Sense, Shape
+from saccade.plugins.gpu.decode_state import members_of
 from saccade.types import Batch, Group, MediaSpan, Trajectory
 
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its doubly quantised scales
@@ -230,6 +231,38 @@ def recomputed(shape: Shape, work: Work, training: Training) -> float:
     return total
 
 
+@dataclass(frozen=True, kw_only=True)
+class Meter:
+    """What has to be known of a model to count its work."""
+
+    shape: Shape
+    training: Training
+    head: bool = True  # logits are read, not values
+    repeats: Callable[[Batch], float] = lambda batch: 0.0  # share of the layers that compute their activations again
+
+    def forward(self, batches: Sequence[Batch], *, media: bool = True) -> list[Work]:
+        """Of each batch, and then of pictures that a frozen tower encodes once for all of them."""
+        frozen = towers_frozen(self.training)
+        every = media and not frozen
+        works = [forward(self.shape, b, head=self.head, media=every, training=self.training) for b in batches]
+        if media and frozen:
+            once = {span.media.key: span for batch in batches for span in batch.media}
+            works.append(encode(self.shape, once.values()))
+        return works
+
+    def score(self, batches: Sequence[Batch], *, media: bool = True) -> float:
+        return sum(work.total() for work in self.forward(batches, media=media))
+
+    def train_step(self, batches: Sequence[Batch], *, media: bool = True) -> tuple[float, float]:
+        """Useful FLOPs, and those that are only repeated."""
+        works = self.forward(batches, media=media)
+        again = sum(
+            self.repeats(batch) * recomputed(self.shape, work, self.training)
+            for batch, work in zip(batches, works, strict=False)
+        )
+        return sum(work.total() + backward(work, self.training) for work in works), again
+
+
 # -- generation ------------------------------------------------------------------------------------
 
 
@@ -241,16 +274,8 @@ class Generation:
     decode: Work  # sampled tokens
     sampled: int
     longest: int  # most tokens that one member sampled
-    shape: Shape
-    element: int  # bytes of a weight
-    matrix: float  # bytes of a weight in the decoder's matrices, which may be packed
-    adapters: int  # weights
+    weight_bytes: Callable[[float], float]  # that every step of decoding so many sequences reads
     cache_bytes: float  # read in all
-
-    def weight_bytes(self, rows: float) -> float:
-        """Bytes that every step of decoding so many sequences reads."""
-        layers = self.shape.text.read_by(rows, matrix=self.matrix, expert=self.element)
-        return layers + self.element * (self.shape.head_weights + self.adapters)
 
     def read_bytes(self, max_sequences: int) -> float:
         """Bytes read in as few steps as `max_sequences` at a time allow."""
@@ -263,13 +288,19 @@ def generation(
     groups: Iterable[Group],
     *,
     element: int,
-    together: int,
+    together: int | None = None,
     four_bit: bool = False,
     training: Training = FULL,
 ) -> Generation:
     """`element`: bytes of a weight, and of a number in the cache. `together`: members for which a
-    step of decoding reads the prompt that they share once.
+    step of decoding reads the prompt that they share once, as many as the kernel takes if not said.
     """
+    together = together or members_of(shape.queries_per_key)
+    beside = element * (shape.head_weights + training["llm"].adapters)
+
+    def weight_bytes(rows: float) -> float:
+        return shape.text.read_by(rows, matrix=NF4 if four_bit else element, expert=element) + beside
+
     # Work adds up over tokens and media, so all of a kind is counted at once.
     given, drawn, media, sampled = [], [], list[MediaSpan](), [0]
     prompts, contexts = 0, 0
@@ -302,10 +333,7 @@ def generation(
         decode=decode,
         sampled=sum(sampled),
         longest=max(sampled),
-        shape=shape,
-        element=element,
-        matrix=NF4 if four_bit else element,
-        adapters=training["llm"].adapters,
+        weight_bytes=weight_bytes,
         cache_bytes=float(contexts * shape.kv_bytes(element)),
     )
 

@@ -7,7 +7,7 @@ to read; MFU and the share of the bandwidth are these against the peak of the de
     values |= rl_work(policy, critic, groups, updates, config, algorithm, step)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -16,10 +16,10 @@ from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import Config
 from saccade.plugins.estimate import flops
 from saccade.plugins.estimate.batch_plan import ModelSize, Plan
-from saccade.plugins.estimate.flops import FROZEN, Generation, Training, Work
+from saccade.plugins.estimate.flops import FROZEN, Generation, Meter
 from saccade.plugins.estimate.memory_items import GIB, Memory, layers_that_keep
-from saccade.plugins.estimate.shapes import Shape, shape_of
-from saccade.plugins.gpu.decode_state import FEW_ROWS, members_of
+from saccade.plugins.estimate.shapes import shape_of
+from saccade.plugins.gpu.decode_state import FEW_ROWS
 from saccade.system.devices import Device
 from saccade.trainer.local import LocalBackend
 from saccade.types import Batch, Group
@@ -42,46 +42,6 @@ LAYER = {
     "qlora": {"few": 268e-6, "many": 268e-6, "update": 16e-3},
 }
 OPTIMIZER_BYTES = 40  # read and written per trained weight: gradient, clipping, master, moments
-
-
-@dataclass(frozen=True, kw_only=True)
-class Meter:
-    """What has to be known of a model to count its work."""
-
-    shape: Shape
-    training: Training
-    head: bool  # logits are read, not values
-    repeats: Callable[[Batch], float]  # share of the layers that compute their activations again
-
-    def forward(self, batches: Sequence[Batch], *, media: bool = True) -> list[Work]:
-        """Of each batch, and then of pictures that a frozen tower encodes once for all of them."""
-        frozen = flops.towers_frozen(self.training)
-        every = media and not frozen
-        works = [
-            flops.forward(self.shape, batch, head=self.head, media=every, training=self.training) for batch in batches
-        ]
-        if media and frozen:
-            once = {span.media.key: span for batch in batches for span in batch.media}
-            works.append(flops.encode(self.shape, once.values()))
-        return works
-
-    def score(self, batches: Sequence[Batch], *, media: bool = True) -> float:
-        return sum(work.total() for work in self.forward(batches, media=media))
-
-    def train_step(self, batches: Sequence[Batch], *, media: bool = True) -> tuple[float, float]:
-        """Useful FLOPs, and those that are only repeated."""
-        works = self.forward(batches, media=media)
-        again = sum(
-            self.repeats(batch) * flops.recomputed(self.shape, work, self.training)
-            for batch, work in zip(batches, works, strict=False)
-        )
-        return sum(work.total() + flops.backward(work, self.training) for work in works), again
-
-    def generation(self, groups: Sequence[Group], *, element: int, four_bit: bool) -> Generation:
-        together = members_of(self.shape.queries_per_key)
-        return flops.generation(
-            self.shape, groups, element=element, together=together, four_bit=four_bit, training=self.training
-        )
 
 
 def passes(
@@ -147,7 +107,13 @@ def rl_work(
     """
     policy = meter(trained)
     critic = meter(judging) if judging is not None else None
-    made = policy.generation(groups, element=trained.dtype.itemsize, four_bit=config.model.train == "qlora")
+    made = flops.generation(
+        policy.shape,
+        groups,
+        element=trained.dtype.itemsize,
+        four_bit=config.model.train == "qlora",
+        training=policy.training,
+    )
     scaled = [part for part in updates if any(batch.scales is not None and batch.scales.any() for batch in part)]
     work = {"rollout": made.prefill.total() + made.decode.total()} | passes(
         policy,
@@ -198,12 +164,15 @@ class Pace:
 def pace_of(plan: Plan, memory: Memory) -> Pace:
     step, train = plan.step, plan.config.train
     policy, *critic = meters = [_meter(plan, learner, memory.free) for learner in plan.learners]
-    made = policy.generation(step.groups, element=plan.element, four_bit=plan.config.model.train == "qlora")
+    four_bit = plan.config.model.train == "qlora"
+    made = flops.generation(
+        policy.shape, step.groups, element=plan.element, four_bit=four_bit, training=policy.training
+    )
     epochs = train.epochs_per_batch
-    work = passes(policy, next(iter(critic), None), step.batches, step.batches, plan.algorithm, epochs=epochs)
-    work = {phase: count * step.repeats for phase, count in work.items()}
+    work: dict[str, float] = {"rollout": made.prefill.total() + made.decode.total()}
+    work |= passes(policy, next(iter(critic), None), step.batches, step.batches, plan.algorithm, epochs=epochs)
+    work = {phase: count * step.times for phase, count in work.items()}
     again = work.pop("recomputed")
-    work = {"rollout": step.times * made.prefill.total() + step.repeats * made.decode.total()} | work
     # Backward is two thirds of what a layer takes that recomputes nothing.
     layers = 0.0
     for meter in meters:
@@ -213,24 +182,20 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     return Pace(
         tflop={phase: count / TERA for phase, count in work.items()},
         recomputed=again / TERA,
-        seconds=_seconds(plan, memory, made, work, again, epochs * step.repeats * layers),
+        seconds=_seconds(plan, memory, made, work, again, epochs * step.times * layers),
     )
 
 
 def _meter(plan: Plan, learner: ModelSize, free: float) -> Meter:
+    """The learner, which knows how much of a batch it computes again with so many GiB free."""
     left, layers = free - 4 * learner.trained / GIB, learner.shape.text.layers
-    return Meter(
-        shape=learner.shape,
-        training=learner.training,
-        head=learner.head,
-        repeats=lambda batch: 1 - layers_that_keep(plan, learner, batch, left).text / layers,
-    )
+    return replace(learner, repeats=lambda batch: 1 - layers_that_keep(plan, learner, batch, left).text / layers)
 
 
 def _seconds(
     plan: Plan, memory: Memory, made: Generation, work: dict[str, float], again: float, layers: float
 ) -> dict[str, float]:
-    device, times, repeats = plan.device, plan.step.times, plan.step.repeats
+    device, times = plan.device, plan.step.times
     if device.tflops is None or device.bandwidth is None:
         return {}
     peak, bandwidth = device.tflops * TERA, device.bandwidth * TERA
@@ -238,11 +203,11 @@ def _seconds(
     least = LAYER.get(plan.config.model.train, LAYER["full"])
     per_sequence = shape.kv_bytes(plan.element) * plan.step.mean_length
     at_once = max(1, min(plan.sequences, int(memory.pool * GIB / per_sequence)))
-    steps = max(made.longest, made.sampled * repeats / at_once)
-    rows = made.sampled * repeats / steps
-    read = steps * made.weight_bytes(rows) + made.cache_bytes * repeats
+    steps = max(made.longest, made.sampled * times / at_once)
+    rows = made.sampled * times / steps
+    read = steps * made.weight_bytes(rows) + made.cache_bytes * times
     decode = steps * shape.text.layers * least["few" if rows <= FEW_ROWS else "many"] + max(
-        read / (bandwidth * REACHED["reading"]), made.decode.total() * repeats / (peak * REACHED["decode"])
+        read / (bandwidth * REACHED["reading"]), made.decode.total() * times / (peak * REACHED["decode"])
     )
     updates = train.epochs_per_batch * plan.algorithm.updates_per_step
     moved = updates * OPTIMIZER_BYTES * sum(learner.trained for learner in plan.learners)

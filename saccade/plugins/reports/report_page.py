@@ -9,9 +9,8 @@ nodes alone, and its policy allows no script but its own.
 import base64
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,20 +79,11 @@ def write_report(path: Path, report: Report) -> Path:
     page = PAGE.read_text(encoding="utf-8")
     script = page.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # A number that is not finite becomes null, which JSON can hold.
+    plain = json.loads(json.dumps(report, default=vars), parse_constant=lambda name: None)
     # ASCII alone and no "<": nothing in the data can end the block that holds it.
-    data = json.dumps(_plain(report), allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(plain, allow_nan=False).replace("<", "\\u003c")
     page = page.replace("SCRIPT_HASH", f"sha256-{digest}", 1).replace("REPORT_JSON", data, 1)
     path = Path(path)
     path.write_text(page, encoding="utf-8")
     return path
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can hold; a number that is not finite becomes null."""
-    if is_dataclass(value):
-        value = vars(value)
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
