@@ -1,6 +1,6 @@
 """Python files of the user: reward functions, environments, rows, algorithms, encoders.
 
-own_module("my_reward.py").compute_score
+own_symbol("my_loss.py:clipped", "algorithm.policy_loss")
 """
 
 import sys
@@ -8,6 +8,9 @@ import traceback
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from saccade.errors import ConfigError, SaccadeError
 
 
 def own_module(path: str | Path) -> ModuleType:
@@ -21,6 +24,25 @@ def own_module(path: str | Path) -> ModuleType:
         sys.path.append(str(path.parent))
     spec.loader.exec_module(module)
     return module
+
+
+def own_symbol(name: str, option: str) -> Any:
+    """What the user names as file.py:symbol, a function or a class; errors begin with `option`."""
+    path, _, symbol = name.rpartition(":")
+    if not (path.endswith(".py") and Path(path).is_file()):
+        helps = f"write file.py:name (looked in {Path.cwd()})"
+        raise ConfigError(f"{option}: {path or name} does not exist or is no .py file; {helps}")
+    try:
+        module = own_module(path)
+    except SaccadeError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{option}: {path} raised {raised_at(error, path)}") from error
+    found = getattr(module, symbol, None)
+    if not callable(found):
+        there = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
+        raise ConfigError(f"{option}: no function {symbol!r} in {path}; there is {', '.join(there) or 'none'}")
+    return found
 
 
 def raised_at(error: BaseException, path: str | Path | None = None) -> str:

@@ -25,7 +25,7 @@ from saccade.config import explain
 from saccade.config.schema.presets import unknown
 from saccade.errors import ConfigError, SaccadeError
 from saccade.registry import Table
-from saccade.user_code import own_module
+from saccade.user_code import own_symbol
 
 # Types of options: what `algorithm.args` may hold.
 Positive: TypeAlias = Annotated[float, Gt(0)]
@@ -172,17 +172,7 @@ def find(axis: str, table: Mapping[str, Entry], name: str) -> Entry:
 @cache
 def _users_entry(axis: str, path: Path, symbol: str) -> Entry:
     field, name = f"algorithm.{axis}", f"{path}:{symbol}"
-    if not (path.is_file() and path.suffix == ".py"):
-        raise ConfigError(f"{field}: file {path} does not exist or is no .py file; write file.py:name")
-    try:
-        module = own_module(path)
-    except Exception as error:
-        raise ConfigError(f"{field}: {path} cannot be imported: {type(error).__name__}: {error}") from error
-    found = getattr(module, symbol, None)
-    if found is None:
-        raise unknown(field, symbol, [n for n in vars(module) if not n.startswith("_")])
-    if not callable(found):
-        raise ConfigError(f"{field}: {symbol} in {path} is neither a function nor an Entry")
+    found = own_symbol(name, field)
     if not isinstance(found, Entry):
         found = Entry(function=found, formula=(found.__doc__ or name).strip().splitlines()[0])
     return replace(found, name=name, function=checked(axis, name, found.function), by_advantage=False)

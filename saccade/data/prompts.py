@@ -75,7 +75,8 @@ def apply(sample: Sample, config: PromptConfig, *, instruction: str, choices_see
 def _question(sample: Sample, message: Message, config: PromptConfig, instruction: str) -> tuple[str | Media, ...]:
     lines = [f"({LETTERS[index]}) {choice}" for index, choice in enumerate(sample.choices)]
     text = "".join(part if isinstance(part, str) else f"\0{index}\0" for index, part in enumerate(message.parts))
-    template, uses = _compiled(_file(config.template, "prompt.template") if config.template else "{{ content }}")
+    source = _file(config.template, "prompt.template") if config.template else "{{ content }}"
+    template, uses = sandboxed(source, "prompt.template")
     if "choices" not in uses:
         text = _added(text, "\n".join(lines), "after")
     if config.template:
@@ -130,17 +131,17 @@ def _file(path: str, option: str) -> str:
 
 
 @cache
-def _compiled(source: str) -> tuple[Template, frozenset[str]]:
-    """A template and the variables that it uses."""
+def sandboxed(source: str, option: str, **settings: Any) -> tuple[Template, frozenset[str]]:
+    """A template, made with settings of Jinja, and the variables that it uses; errors begin with `option`."""
     from jinja2 import StrictUndefined, TemplateSyntaxError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, **settings)
     try:
         used = meta.find_undeclared_variables(environment.parse(source))
         return environment.from_string(source), frozenset(used)
     except TemplateSyntaxError as error:
-        raise ConfigError(f"prompt.template: line {error.lineno}: {error.message}") from None
+        raise ConfigError(f"{option}: line {error.lineno}: {error.message}") from None
 
 
 # -- choices ---------------------------------------------------------------------------------------

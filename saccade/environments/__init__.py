@@ -13,14 +13,13 @@ An environment speaks messages; tokens never leak in. Knows nothing of processes
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from saccade.config import EnvConfig
 from saccade.errors import ConfigError
 from saccade.registry import Table
 from saccade.types import Message, Sample
-from saccade.user_code import own_module
+from saccade.user_code import own_symbol
 
 
 class Step(NamedTuple):
@@ -174,28 +173,18 @@ def sweep_problems(env: EnvConfig, turns: Sequence[int]) -> Iterator[str]:
 
 
 def load_own(env: EnvConfig) -> Own:
-    """Imports the user's files. Raises what they raise, ConfigError for what they lack."""
+    """Imports the user's files; a ConfigError says what they raise, or lack."""
     kind = _kind(env)
     if kind.make is None:
-        found = kind.installed or _symbol("name", env.name)
+        found = kind.installed or own_symbol(env.name, f"env.name={env.name!r}")
         if not all(hasattr(found, method) for method in ("reset", "step", "close")):
             raise ConfigError(f"env.name={env.name!r}: it needs reset, step and close")
         return Own(environment=found)
-    functions = {name.rpartition(":")[2]: _symbol("tools", name) for name in env.tools}
+    functions = {name.rpartition(":")[2]: own_symbol(name, f"env.tools={name!r}") for name in env.tools}
     taken = sorted(functions.keys() & set(kind.tools))
     if taken or len(functions) < len(env.tools):
         raise ConfigError(f"env.tools: two tools are called {', '.join(taken) or 'alike'}")
     return Own(tools=functions)
-
-
-def _symbol(field: str, name: str) -> Callable[..., Any]:
-    path, _, symbol = name.rpartition(":")
-    if not Path(path).is_file():
-        raise ConfigError(f"env.{field}={name!r}: no such environment or tool; {path} is no file")
-    found = getattr(own_module(path), symbol, None)
-    if not callable(found):
-        raise ConfigError(f"env.{field}={name!r}: {path} has no {symbol}")
-    return found
 
 
 def build(env: EnvConfig, setting: Setting, own: Own | None = None) -> Environment:

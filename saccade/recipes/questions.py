@@ -5,11 +5,12 @@ conversations and documents to learn from, sets to validate on.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
-from saccade.config import Config, DataConfig, DataSource
+from saccade.config import Config, DataSource
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError
 from saccade.data.dataset import POSITIONS, PROMPT_LIMIT
@@ -21,7 +22,10 @@ from saccade.registry import HOOKS
 from saccade.rewards.resolve import verifiers_for
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.rollout import env_setup
-from saccade.types import Sample
+from saccade.types import Message, Sample
+
+Length = Callable[[Sample], int]
+Change = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # of a row as it is read
 
 
 def instruction_of(config: Config) -> str:
@@ -70,27 +74,37 @@ def marks_of(family: Family) -> tuple[str, ...]:
     return ("series",) if family.series is not None else ()
 
 
-def load_prompts(
+def load_worded(
     config: Config,
     sources: Sequence[DataSource],
     family: Family,
-    change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    word: Callable[[Sample], Sample],
+    *,
+    limit: str,
+    read: tuple[str, Callable[[Sequence[Message]], Sized]],
+    measure: Callable[[Length], Length] = lambda length: length,
+    change: Change | None = None,
 ) -> datasets.Dataset:
-    """Questions, ready to be rendered; rows over the prompt limit follow `data.overlong`."""
-    ask, longest = prompt_builder(config), config.data.max_prompt_tokens
-    limits, limit = row_limit(config.data, family, longest, PROMPT_LIMIT, answer=1)
-    with HOOKS["cached_lengths"](config, family, "prompt", ask, family.render) as length:
-        data = datasets.load(sources, limits, length=length, change=change, limit=limit, marks=marks_of(family))
-    return map_samples(data, ask)
-
-
-def row_limit(data: DataConfig, family: Family, tokens: int, option: str, *, answer: int = 0) -> tuple[DataConfig, str]:
-    """Rows of at most `tokens`, or of as many as the model has positions for beside those of an
-    `answer`; and the name of the limit.
+    """Rows as `word` makes them, of as many tokens as the option `limit` says or as the model has
+    positions for; longer ones follow `data.overlong`. `read` makes the tokens, under a name;
+    `measure` says what of a row is counted.
     """
-    room = family.max_positions - answer
-    limit = POSITIONS if room < tokens else option
-    return data.model_copy(update={"max_prompt_tokens": min(room, tokens)}), limit
+    longest = attrgetter(limit)(config)
+    room = family.max_positions - (limit == PROMPT_LIMIT)  # beside a prompt there is an answer
+    limits = config.data.model_copy(update={"max_prompt_tokens": min(room, longest)})
+    name = POSITIONS if room < longest else limit
+    with HOOKS["cached_lengths"](config, family, read[0], word, read[1]) as length:
+        counted = measure(length)
+        data = datasets.load(sources, limits, length=counted, change=change, limit=name, marks=marks_of(family))
+    return map_samples(data, word)
+
+
+def load_prompts(
+    config: Config, sources: Sequence[DataSource], family: Family, change: Change | None = None
+) -> datasets.Dataset:
+    """Questions, ready to be rendered."""
+    ask, read = prompt_builder(config), ("prompt", family.render)
+    return load_worded(config, sources, family, ask, limit=PROMPT_LIMIT, read=read, change=change)
 
 
 def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family) -> datasets.Dataset:
@@ -107,10 +121,8 @@ def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family
         sample = prompts.apply(sample, config.prompt, instruction=instruction)
         return sample if tag is None else HOOKS["reward_tagged"](sample, tag)
 
-    limits, limit = row_limit(config.data, family, config.sft.max_tokens, "sft.max_tokens")
-    with HOOKS["cached_lengths"](config, family, "dialogue", word, family.render_dialogue) as length:
-        data = datasets.load(sources, limits, length=length, limit=limit, marks=marks_of(family))
-    return map_samples(data, word)
+    read = ("dialogue", family.render_dialogue)
+    return load_worded(config, sources, family, word, limit="sft.max_tokens", read=read)
 
 
 def load_documents(config: Config, sources: Sequence[DataSource], family: Family) -> datasets.Dataset:

@@ -247,7 +247,7 @@ def test_a_mapping_of_the_user_may_compare_texts_or_rate_them(own):
     [
         ("first", "labels must say A, B or C for each head, not {'preference': 'first'}"),
         ("headless", "row 1: {'quality': 4} lacks the head preference"),
-        ("nowhere", "expected file.py:function; the file has judge, rate"),
+        ("nowhere", "no function 'nowhere' in "),
     ],
 )
 def test_a_wrong_function_is_refused(own, name, message):
@@ -259,7 +259,7 @@ def test_unknown_names_are_refused_with_those_that_work():
     for name, message in {
         "hpd": "expected one of .*hpdv3.*, or file.py:function; write file.py with",
         "own.yaml:mine": "or file.py:function; write file.py with",
-        "nowhere.py:f": "the file raised FileNotFoundError: .*nowhere.py",
+        "nowhere.py:f": "nowhere.py does not exist or is no .py file",
     }.items():
         with pytest.raises(ConfigError, match=message):
             load_mapping(name)
@@ -274,5 +274,5 @@ def test_a_file_or_function_that_raises_is_named_with_its_line(own):
         read(own[0], f"{path}:f")
     for text, message in {"1 / 0": "ZeroDivisionError: division by zero", "(": "SyntaxError"}.items():
         path.write_text(f"\n{text}\n")
-        with pytest.raises(ConfigError, match=rf"the file raised {message}.* \(own.py:2\)"):
+        with pytest.raises(ConfigError, match=rf"own.py raised {message}.* \(own.py:2\)"):
             load_mapping(f"{path}:f")

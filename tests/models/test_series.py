@@ -275,7 +275,7 @@ READ = "self.out(values.mean(1))[None]"
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"end": ")"}, r"own\.py:make: loading the file raises SyntaxError: .*\(own\.py:17\)"),
+        ({"end": ")"}, r"own\.py:make: .*own\.py raised SyntaxError: .*\(own\.py:17\)"),
         ({"first": "raise ValueError('boom')"}, r"\(2, 64\) raises ValueError: boom \(own\.py:16"),
         ({"forward": f"{READ} / 0 * 0"}, "forward gives numbers that are not finite"),
         ({"forward": f"{READ} + torch.randn(1)"}, "remove dropout and noise"),

@@ -204,7 +204,7 @@ def test_time_adds_up_and_few_processes_serve_many_episodes(world, play):
 def test_an_environment_that_cannot_be_used_is_refused_at_once(world, tmp_path):
     (tmp_path / "broken.py").write_text("import nothing_like_this\n")
     for name, reason in {
-        f"{world}:Absent": "has no Absent",
+        f"{world}:Absent": "no function 'Absent'",
         f"{world}:Half": "needs reset, step and close",
         f"{tmp_path}/broken.py:World": "No module named 'nothing_like_this'",
     }.items():
@@ -245,7 +245,7 @@ def test_tools_of_ones_own_run_there_too(tmp_path, model, family, saying, play_w
     ]
     assert [call["args"] for call in heard.info["tool_calls"]] == [{"text": "hello"}, {"text": "again"}]
     assert play("sleep").end_reason == "timeout"
-    with pytest.raises(ConfigError, match="has no whisper"):
+    with pytest.raises(ConfigError, match="no function 'whisper'"):
         environments(EnvConfig(name="tools", tools=[f"{tmp_path}/mine.py:whisper"]), order=())
 
 

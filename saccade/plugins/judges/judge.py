@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from saccade.config.schema import JudgeConfig
+from saccade.data.prompts import sandboxed
 from saccade.errors import ConfigError
 from saccade.plugins.judges.http_client.chat_client import ChatClient, cost, key_of, store_answer, stored_answer
 from saccade.plugins.judges.http_client.sender import RequestQueue
@@ -65,15 +66,7 @@ def question_of(case: Case, template: Any, scale: int) -> Message:
 
 
 def compiled(source: str) -> Any:
-    from jinja2 import StrictUndefined, TemplateSyntaxError, meta
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    try:
-        used = meta.find_undeclared_variables(environment.parse(source))
-        template = environment.from_string(source)
-    except TemplateSyntaxError as error:
-        raise ConfigError(f"reward.judge.template: line {error.lineno}: {error.message}") from None
+    template, used = sandboxed(source, "reward.judge.template", trim_blocks=True, lstrip_blocks=True)
     missing, unknown = set(NEEDED) - used, used - {*NEEDED, "scale"}
     if missing or unknown:
         problem = f"does not use {sorted(missing)}" if missing else f"knows no {sorted(unknown)}"

@@ -154,14 +154,9 @@ class Remote:
         samples = [job.sample for job in jobs]
         body = request_for(samples, request_id=uuid.uuid4().hex, template=self.config.template)
         body |= {"images": images} if images else {}
-        began = time.monotonic()
-        scores = self._sender.send(
-            "POST",
-            "",
-            json.dumps(body, default=plain).encode(),
-            lambda reply: read_reply(reply, len(jobs)),
-            began + self.config.deadline,
-        )
+        data, began = json.dumps(body, default=plain).encode(), time.monotonic()
+        read = lambda reply: read_reply(reply, len(jobs))  # noqa: E731
+        scores = self._sender.send("POST", "", data, read, began + self.config.deadline)
         self._queue.timed(time.monotonic() - began)
         for job, score in zip(jobs, scores, strict=True):
             job.future.set_result(score)

@@ -27,7 +27,7 @@ from saccade.data.sources import Row
 from saccade.errors import ConfigError, DataError, SaccadeError
 from saccade.plugins.preferences.preference_rows import OTHER
 from saccade.registry import Table
-from saccade.user_code import own_module, raised_at
+from saccade.user_code import own_symbol, raised_at
 
 MAIN = "preference"  # the head that every row labels
 EXAMPLE = (
@@ -74,17 +74,9 @@ def load_mapping(name: str) -> Callable[..., Any]:
     """
     if name in MAPPINGS:
         return MAPPINGS[name]
-    where, (path, _, symbol) = f"data.mapping={name}", name.rpartition(":")
-    if Path(path).suffix != ".py":
-        raise ConfigError(f"{where}: expected one of {', '.join(MAPPINGS)}, or file.py:function; {EXAMPLE}")
-    try:
-        module = own_module(path)
-    except Exception as error:
-        raise ConfigError(f"{where}: the file raised {raised_at(error, path)}") from error
-    if not callable(function := getattr(module, symbol, None)):
-        found = [n for n, v in vars(module).items() if inspect.isfunction(v)]
-        raise ConfigError(f"{where}: expected file.py:function; the file has {', '.join(found) or 'none'}")
-    return function
+    if not name.rpartition(":")[0].endswith(".py"):
+        raise ConfigError(f"data.mapping={name}: expected one of {', '.join(MAPPINGS)}, or file.py:function; {EXAMPLE}")
+    return own_symbol(name, f"data.mapping={name}")
 
 
 def mapped(

@@ -11,7 +11,6 @@ from saccade.data import datasets, prompts
 from saccade.data.chats import RowError
 from saccade.forest.packing import pack
 from saccade.models.families import Family
-from saccade.plugins.check_data.length_cache import cached_lengths
 from saccade.plugins.preferences.preference_losses import CHOSEN, REJECTED
 from saccade.plugins.preferences.preference_rows import chosen_first, label_of
 from saccade.plugins.reward_models.reward_card import judged, shows_media
@@ -41,21 +40,17 @@ def load_pairs(
         sample = chosen_first(sample)
         return prompts.apply(sample, config.prompt, instruction=instruction)
 
-    section = "dpo" if judge is None else "reward_model"
-    longest_row = getattr(config, section).max_tokens
-    limits, limit = questions.row_limit(config.data, family, longest_row, f"{section}.max_tokens")
-    with cached_lengths(config, family, "dialogue", word, family.render_dialogue) as length:
-
+    def measure(length: questions.Length) -> questions.Length:
         def side(sample: Sample, candidate: tuple[Message, ...]) -> int:
             if shows_media(candidate):
                 return len(judged("", 0, word(sample).messages, candidate, family).ids)
             return length(replace(sample, messages=(*sample.messages, *candidate)))
 
-        def longest(sample: Sample) -> int:
-            return max(side(sample, c) for c in word(sample).candidates)
+        return lambda sample: max(side(sample, c) for c in word(sample).candidates)
 
-        data = datasets.load(sources, limits, length=longest, limit=limit, marks=questions.marks_of(family))
-    data = questions.map_samples(data, word)
+    limit = "dpo.max_tokens" if judge is None else "reward_model.max_tokens"
+    read = ("dialogue", family.render_dialogue)
+    data = questions.load_worded(config, sources, family, word, limit=limit, read=read, measure=measure)
     return data if judge else datasets.keep(data, _undecided)
 
 

@@ -22,7 +22,6 @@ from saccade.data.sources import set_names
 from saccade.errors import ConfigError, DataError
 from saccade.forest.packing import pack
 from saccade.models.families import Family
-from saccade.plugins.check_data.length_cache import cached_lengths
 from saccade.plugins.preferences import pairs
 from saccade.plugins.preferences.mappings import MAIN, number_of
 from saccade.plugins.reward_models import reward_losses
@@ -157,12 +156,8 @@ class Process:
 
         # A length that is remembered is that of a row whose placeholders were found.
         mark = hashlib.blake2b(config.reward_model.placeholder.encode(), digest_size=4).hexdigest()
-        longest, option = config.reward_model.max_tokens, "reward_model.max_tokens"
-        limits, limit = questions.row_limit(config.data, family, longest, option)  # type: ignore[arg-type]
-        read = lambda messages: self._read("", messages).ids[:-1]  # noqa: E731
-        with cached_lengths(config, family, f"steps-{mark}", word, read) as length:
-            data = datasets.load(sources, limits, length=length, limit=limit, marks=questions.marks_of(family))
-        return questions.map_samples(data, word)
+        read = (f"steps-{mark}", lambda messages: self._read("", messages).ids[:-1])
+        return questions.load_worded(config, sources, family, word, limit="reward_model.max_tokens", read=read)
 
     def check(self, samples: Sequence[Sample]) -> None:
         _trained(self.family.path, Card(kind="process"))

@@ -6,10 +6,8 @@ What goes wrong in their code is a ConfigError with the file, the line and what 
     counter("own.py:make", channels=8, hidden=1536)(media)
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,22 +17,14 @@ from saccade.errors import ConfigError, SaccadeError
 from saccade.media.image_files import ImageError
 from saccade.media.pixel_cache import DECODED
 from saccade.types import Media
-from saccade.user_code import own_module, raised_at
+from saccade.user_code import own_symbol, raised_at
 
 CLOSE = 1e-4  # of the largest number: two forwards may differ by rounding
 
 
 def load(encoder: str, *, channels: int, hidden: int) -> nn.Module:
-    path, _, name = encoder.rpartition(":")
-    if not (path.endswith(".py") and Path(path).is_file()):
-        raise _refusal(encoder, f"the file {path} does not exist (looked in {Path.cwd()}), or is no .py")
-    with blamed(encoder, "loading the file"):
-        file = own_module(path)
-    make = getattr(file, name, None)
-    if not callable(make):
-        there = ", ".join(n for n, f in vars(file).items() if inspect.isfunction(f))
-        raise _refusal(encoder, f"no function {name!r} in {path}; there is {there or 'none'}")
-    with blamed(encoder, f"{name}({channels}, {hidden})"):
+    make = own_symbol(encoder, f"model.series.encoder={encoder}")
+    with blamed(encoder, f"{encoder.rpartition(':')[2]}({channels}, {hidden})"):
         made = make(channels, hidden)
     if not isinstance(made, nn.Module) or not callable(getattr(made, "tokens", None)):
         needs = "it needs a torch.nn.Module with forward(values) and tokens(channels, samples)"
