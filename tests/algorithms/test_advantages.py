@@ -78,6 +78,11 @@ def test_golden_values_of_options(golden, name, options, changes, expected):
     assert first_tokens(golden, name, options, **changes) == pytest.approx(expected, abs=PRINTED)
 
 
+def test_max_rl_takes_no_negative_rewards(golden):
+    with pytest.raises(ValueError, match="rewards >= 0"):
+        first_tokens(golden, "max_rl", rewards=(1, -1, 0, 0))
+
+
 def one_token_each(rewards, groups, **changes):
     everybody = torch.ones(len(rewards), dtype=torch.bool)
     return AdvantageInputs(

@@ -155,6 +155,21 @@ def test_gdpo_of_one_term_is_whitened_grpo(step):
 
 
 @FAST
+@given(steps(), st.floats(0.5, 1), st.floats(0, 1))
+def test_gae_is_its_recursion(step, gamma, lam):
+    members = replace(step.members, token_penalties=0.1 * (step.old - step.ref))
+    result = compute(ADVANTAGES["gae"].having({"gamma": gamma, "lam": lam}), members, whiten=False)
+    expected = torch.zeros_like(step.old)
+    for member, reward in enumerate(members.rewards):
+        value, advantage = members.final_values[member], 0.0
+        for token in reversed(torch.where(members.sequence == member)[0].tolist()):
+            surprise = reward - members.token_penalties[token] + gamma * value - members.values[token]
+            value, reward, advantage = members.values[token], 0.0, surprise + gamma * lam * advantage
+            expected[token] = advantage
+    assert same(result.values, expected) and same(result.returns, expected + members.values)
+
+
+@FAST
 @given(steps())
 def test_gae_without_values_or_discount_is_the_return(step):
     members = replace(step.members, token_penalties=0.1 * (step.old - step.ref))

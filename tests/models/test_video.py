@@ -162,6 +162,12 @@ def test_patches_hold_two_frames_in_the_order_of_the_tower(family_of):
     assert torch.equal(picture["pixel_values"], still["pixel_values_videos"])
 
 
+def test_a_frame_has_a_budget_of_its_own(family_of):
+    media = videos.open_video(film(4, 224, 224), limits=DataConfig(max_frame_pixels=56 * 56))
+    assert family_of("qwen2_vl").measure(media) == ((2, 4, 4), 8)
+    assert family_of("qwen2_vl").measure(replace(media, max_pixels=112 * 112)) == ((2, 8, 8), 32)
+
+
 # -- forward and generation ------------------------------------------------------------------------
 
 

@@ -45,6 +45,9 @@ def test_order_is_combine_then_shape_and_limits_are_for_training():
     assert (shaped.reward, shaped.outcome) == (-0.5, 1.0)
     free = one(scorer(overlong=(50, 1.0, 100), **config), RIGHT, length=75)
     assert (free.reward, free.outcome) == (1.0, 1.0)
+    terms = ["repetition", "count", {"verifier": "length", "args": {"band": [0, 5]}, "weight": 0.1}]
+    first = one(scorer(terms=terms), "7", length=3)  # terms that only shape never reach the outcome
+    assert (first.reward, first.outcome) == (1.1, 1.0)
 
 
 def test_the_outcome_is_the_accuracy_part_where_there_is_one():

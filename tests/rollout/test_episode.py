@@ -139,6 +139,14 @@ def test_what_an_environment_must_not_say_costs_its_own_episode(step, reason, pl
     assert trajectory.turn_rewards == ()
 
 
+def test_an_aborted_request_ends_its_episode(engine, play, saying, scripted):
+    submit = engine.submit
+    engine.submit = lambda request: (submit(request), engine.engine.abort(request.key))
+    with saying("ok"):
+        trajectory = play(scripted([]))
+    assert (trajectory.end_reason, trajectory.status, trajectory.response_length) == ("aborted", "aborted", 0)
+
+
 def test_an_environment_may_open_the_conversation_itself(play, saying, scripted, family):
     environment = scripted([done()])
     opening = (Message(role="system", parts=("Play.",)), user("Your move"))

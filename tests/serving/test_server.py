@@ -3,6 +3,7 @@
 import base64
 import json
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -154,8 +155,12 @@ def test_clients_share_the_engine(endpoint, monkeypatch):
     assert max(widest) > 1 and together == alone
 
 
-def test_a_client_that_leaves_frees_the_engine_and_is_no_news(endpoint, capfd):
+def test_a_client_that_leaves_frees_the_engine_and_is_no_news(endpoint, capfd, monkeypatch):
     assert endpoint.hub is not None
+    engine, aborted = endpoint.hub.engine, []
+    poll, abort = engine.poll, engine.abort
+    monkeypatch.setattr(engine, "poll", lambda: (time.sleep(0.01), poll())[1])  # so that it is not done before
+    monkeypatch.setattr(engine, "abort", lambda key: (aborted.append(key), abort(key))[1])
     body = json.dumps({"messages": HELLO, "stream": True, "ignore_eos": True, "n": 4}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
     head += f"\r\nAuthorization: Bearer {TOKEN}\r\nContent-Type: application/json\r\n\r\n"
@@ -168,7 +173,7 @@ def test_a_client_that_leaves_frees_the_engine_and_is_no_news(endpoint, capfd):
         chat(endpoint, max_tokens=1)  # still answers, and nobody is left in the end
         if not endpoint.hub.engine.pending and not endpoint.hub._clients:
             break
-    assert not endpoint.hub._clients and capfd.readouterr().err == ""
+    assert aborted and not endpoint.hub._clients and capfd.readouterr().err == ""
 
 
 BAD = {

@@ -9,7 +9,7 @@ import torch
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.forest.packing import pack
-from saccade.trainer import Scoring
+from saccade.trainer import Scoring, local
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
 
@@ -66,3 +66,18 @@ def test_recomputed_layers_have_the_same_gradient(step):
     told, plain, _ = step(coef=0.0, scale=0.01)
     assert not torch.allclose(plain[ROUTER], wanted[ROUTER], atol=1e-5)
     assert metrics["moe/aux_loss"] > 2.0 and "moe/aux_loss" not in told
+
+
+def test_a_forest_that_did_not_fit_counts_once(step, monkeypatch):
+    plain, calls = local.with_balance, []
+
+    def failing(*arguments):
+        found = plain(*arguments)
+        if calls.append(1) or len(calls) == 1:
+            raise torch.OutOfMemoryError
+        return found
+
+    monkeypatch.setattr(local, "with_balance", failing)
+    metrics, _, _ = step(coef=0.1)
+    # Halves repeat a trunk that they share, so that they weigh a little more.
+    assert 2.0 < metrics["moe/aux_loss"] < 4.0 and metrics["mem/oom_splits"] == 1
