@@ -102,11 +102,12 @@ def test_two_steps_train_the_encoder_and_its_folder_answers_alike(
     family = model_setup.family_of(config, model_setup.start_folder(config))
     drawn = model_setup.load_policy(config, family).series.state_dict()
     saved = load(run | {"model.path": str(folder)})
-    again = model_setup.load_policy(saved, model_setup.family_of(saved, str(folder)))
+    family = model_setup.family_of(saved, str(folder))
+    again = model_setup.load_policy(saved, family)
     trained = again.series.state_dict()
     assert (folder / SERIES_FILE).is_file() and trained.keys() == drawn.keys()
     for tensor, before in drawn.items():
         moved = (trained[tensor] - before).abs().max().item()
         assert before.dtype == torch.float32 and moved < 1.25 * STEPS * RATE, tensor
         assert moved > 0 or before.ndim == 1, tensor
-    assert said == [answers(again.model, again.family)]
+    assert said == [answers(again, family)]

@@ -117,7 +117,7 @@ def play(model, family, brief, play_with):
 
 def test_one_that_hangs_crashes_or_fails_costs_its_own_episode(world, play):
     names = ["a", "hangs", "b", "raises", "dies", "c", "no start"]
-    ended = play(EnvConfig(name=f"{world}:World", args={"word": "go"}), names, step_timeout=0.5)
+    ended = play(EnvConfig(name=f"{world}:World", args={"word": "go"}), names, step_timeout=2.0)
     assert {name: t.end_reason for name, t in ended.items()} == {
         "a": "answered",
         "b": "answered",
@@ -136,7 +136,7 @@ def test_one_that_hangs_crashes_or_fails_costs_its_own_episode(world, play):
     assert len({ended[name].info["host"] for name in "abc"}) == 1  # imported once
     assert ended["raises"].info["error"].startswith("RuntimeError: no world today (world.py:")
     assert ended["no start"].info["error"].startswith("ValueError: no board (world.py:")
-    assert ended["hangs"].info["error"] == "the environment's step took more than 0.5 s"
+    assert ended["hangs"].info["error"] == "the environment's step took more than 2 s"
     assert ended["dies"].info["error"] == "its process ended during step"
     assert settled("--ppid", str(ended["a"].info["host"])) == []  # also the one that hung
 
@@ -230,10 +230,10 @@ def test_tools_of_ones_own_run_there_too(tmp_path, model, family, saying, play_w
     assert "- shout: Says it louder; arguments text: str." in explanation(env)
     make = environments(env, order=("answer_tag",))
 
-    def play(*texts):
+    def play(*texts, patience=30.0):
         replies = [f'<tool_call>{{"name": "shout", "arguments": {{"text": "{t}"}}}}</tool_call>' for t in texts]
         with saying(*replies, "<answer>7</answer>"):
-            limits = Limits(max_turns=4, step_timeout=0.4)
+            limits = Limits(max_turns=4, step_timeout=patience)
             (group,) = play_with(EmbeddedEngine(model, family), [question("q")], make, limits=limits)
         return group.trajectories[0]
 
@@ -244,7 +244,7 @@ def test_tools_of_ones_own_run_there_too(tmp_path, model, family, saying, play_w
         "<tool_response>\nResult of request 2: AGAIN\n</tool_response>",
     ]
     assert [call["args"] for call in heard.info["tool_calls"]] == [{"text": "hello"}, {"text": "again"}]
-    assert play("sleep").end_reason == "timeout"
+    assert play("sleep", patience=0.4).end_reason == "timeout"
     with pytest.raises(ConfigError, match="no function 'whisper'"):
         environments(EnvConfig(name="tools", tools=[f"{tmp_path}/mine.py:whisper"]), order=())
 
