@@ -151,10 +151,10 @@ def test_the_key_is_sent_and_told_to_nobody(tmp_path, monkeypatch):
 def test_the_pace_is_kept():
     with scripted([chat_answer("x")] * 4) as endpoint:
         asking = client(endpoint, per_minute=600)
+        began = time.monotonic()
         for seed in range(4):
             asking.ask(QUESTION, GREEDY, seed)
-        starts = [asked["at"] for asked in endpoint.asked]
-    assert starts[-1] - starts[0] >= 0.29
+        assert time.monotonic() - began >= 0.3  # however long each request is on its way
 
 
 # -- the cache -------------------------------------------------------------------------------------
