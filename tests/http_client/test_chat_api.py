@@ -25,7 +25,7 @@ def talk(media: Media) -> tuple[Message, ...]:
 
 
 def test_images_travel_as_data_urls(image):
-    body = APIS["chat"].body(talk(image()), encode) | settings(SAMPLING, 3)
+    body = APIS["chat"][1](talk(image()), encode) | settings(SAMPLING, 3)
     part = body["messages"][1]["content"][0]
     head, _, data = part["image_url"]["url"].partition(",")
     assert head == "data:image/png;base64"
@@ -38,21 +38,21 @@ def test_completions_ask_as_a_folder_without_a_template(image):
     from jinja2 import Template
 
     messages = (*talk(image())[:1], Message(role="user", parts=("How many?",)))
-    body = APIS["completions"].body(messages, encode)
+    body = APIS["completions"][1](messages, encode)
     plain = [{"role": m.role, "content": m.text} for m in messages]
     template = Template(PLAIN_TEMPLATE)
     assert body["prompt"] == template.render(messages=plain, add_generation_prompt=True)
     with pytest.raises(ConfigError, match=r"rollout\.http\.api=chat"):
-        APIS["completions"].body(talk(image()), encode)
+        APIS["completions"][1](talk(image()), encode)
 
 
 def test_a_stop_string_is_put_back_where_the_endpoint_names_it():
     choice = {"message": {"content": "4 "}, "finish_reason": "stop", "stop_reason": "END"}
-    assert read_answer(APIS["chat"], {"choices": [choice]}, SAMPLING).text == "4 END"
+    assert read_answer({"choices": [choice]}, SAMPLING).text == "4 END"
     choice["stop_reason"] = 151645  # an end-of-turn id
-    assert read_answer(APIS["chat"], {"choices": [choice]}, SAMPLING).text == "4 "
+    assert read_answer({"choices": [choice]}, SAMPLING).text == "4 "
     choice = {"message": {"content": None}, "finish_reason": "length"}
-    answer = read_answer(APIS["chat"], {"choices": [choice]}, SAMPLING)
+    answer = read_answer({"choices": [choice]}, SAMPLING)
     assert (answer.text, answer.finish) == ("", "length")
 
 

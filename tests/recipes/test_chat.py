@@ -107,8 +107,8 @@ def test_ctrl_c_ends_an_answer_between_two_steps(folder):
     """Never within one, which would leave an engine's caches half written."""
     config = load(None, [f"model.path={folder}", "rollout.max_tokens=12", "run.device=cpu"])
     before, steps, said = signal.getsignal(signal.SIGINT), [], []
-    with chatting._opened(config) as (family, engine):
-        poll = engine.poll
+    with chatting._opened(config, greedy=True) as state:
+        engine, family, poll = state.engine, state.family, state.engine.poll
 
         def interrupted():
             if len(steps) == 3:
@@ -117,8 +117,7 @@ def test_ctrl_c_ends_an_answer_between_two_steps(folder):
             return steps[-1]
 
         engine.poll = interrupted  # type: ignore[method-assign]
-        sampling = Sampling(temperature=0, max_tokens=12, ignore_eos=True)
-        state = chatting.Talk(config=config, family=family, engine=engine, sampling=sampling, greedy=True)
+        state.sampling = Sampling(temperature=0, max_tokens=12, ignore_eos=True)
         chatting._answer(state, "hello", said.append)
         (done,) = steps[-1]
         assert done.finish == "aborted" and len(done.ids) == 4 and len(steps) == 5

@@ -312,7 +312,7 @@ def test_what_mathematics_needs_survives():
     ("template", "words"),
     [
         ("{{ question }} {{ references }}", r"does not use \['prediction'\]"),
-        ("{{ question }}{{ references }}{{ prediction }}{{ gold }}", r"knows no \['gold'\]"),
+        ("{{ question }}{{ references }}{{ prediction }}{{ gold }}", r"uses unknown variables \['gold'\]"),
     ],
 )
 def test_a_template_that_cannot_ask_is_refused(template, words, tmp_path):

@@ -19,7 +19,9 @@ class DataSource(Section):
     offset: int = option(0, "Rows to leave out at the beginning; max_samples counts from there.", ge=0)
     max_samples: int | None = option(None, "Use only the first rows.", ge=1)
     image_dir: str | None = option(None, "Folder that relative media paths start from; empty: the file's.", path=True)
-    mapping: str | None = option(None, "Mapping of this set's rows; empty: data.mapping; none: no mapping.", path=True)
+    mapping: str | None = option(
+        None, "Mapping of this set's preference rows; empty: data.mapping; none: no mapping.", path=True
+    )
 
 
 class DataConfig(Section):
@@ -37,7 +39,9 @@ class DataConfig(Section):
         "auto",
         "Of rows: auto | messages | r1v | easyr1 | minio3 | lightrft | qa | sharegpt | pairs | sides | labels | steps.",
     )
-    mapping: str | None = option(None, "Reader of other preference layouts: hpdv3 … or file.py:function.", path=True)
+    mapping: str | None = option(
+        None, "How preference rows of another layout are read: hpdv3 and others, or file.py:function.", path=True
+    )
     pair_view: Literal["apart", "verdict"] = option(
         "apart", "Two candidates: apart keeps them, verdict asks in one prompt for the better one."
     )
@@ -52,7 +56,9 @@ class DataConfig(Section):
     min_frames: int = option(4, "Fewest frames of a video, where it has as many.", ge=2)
     max_frames: int = option(768, "Most frames of a video; their number is always even.", ge=2)
     max_frame_pixels: int = option(602_112, "Frames of videos above are scaled down.", ge=1)
-    long_audio: Literal["truncate", "reject"] = option("truncate", "Sound over 30 seconds: the first 30, or a bad row.")
+    long_audio: Literal["truncate", "reject"] = option(
+        "truncate", "Sound over 30 seconds: keep the first 30, or a bad row."
+    )
     max_series: int = option(10_000, "Most samples of each lead of a time series.", ge=1)
     long_series: Literal["reject", "truncate"] = option("reject", "A longer series: a bad row, or keep its beginning.")
     max_prompt_tokens: int = option(4096, "Longest prompt, media tokens included.", ge=1, commands=ANSWERING)
@@ -88,7 +94,9 @@ class PromptConfig(Section):
     instruction: str | None = option(None, "Replaces the format's instruction; an empty string adds none.")
     position: Literal["before", "after"] = option("after", "Where the instruction stands in the first user message.")
     system: str | None = option(None, "System message: text, or a file that holds it.")
-    template: str | None = option(None, "Jinja file of the question: content, choices, row, instruction.", path=True)
+    template: str | None = option(
+        None, "Jinja file around the question: content, choices, row, instruction.", path=True
+    )
     chat_template: str | None = option(None, "Jinja file that replaces the model's chat template.", path=True)
     permute_choices: bool = option(
         False,

@@ -64,7 +64,7 @@ class HttpEngine(Engine):
                 told = type(error)(f"{key}: {error}")
                 told.request = key
                 raise told from error
-            ids = self._texts.record(answer.text, tokens=answer.usage.response)
+            ids = self._texts.record(answer.text, tokens=answer.usage["response"])
             unknown, zeros = np.full(len(ids), np.nan, np.float32), np.zeros(len(ids), np.int32)
             done = Completion(key=key, ids=ids, logprobs=unknown, versions=zeros, finish=answer.finish)
             self._done.append(done)

@@ -44,10 +44,10 @@ class Case(NamedTuple):
 
 
 def case_of(sample: RewardSample, answer: str, *, images: bool = False) -> Case:
-    asked = [str(m["content"]) for m in sample.messages if m["role"] == "user"]
+    question = "\n".join(str(m["content"]) for m in sample.messages if m["role"] == "user")
     media = tuple(sample.media) if images else ()
     shown = {
-        "question": "\n".join(asked) or sample.prompt,
+        "question": question or sample.prompt,
         "references": list(filter(None, sample.golds)),
         "prediction": _harmless(answer),
         "images": ["/".join(map(str, medium.key)) for medium in media],
@@ -69,7 +69,7 @@ def compiled(source: str) -> Any:
     template, used = sandboxed(source, "reward.judge.template", trim_blocks=True, lstrip_blocks=True)
     missing, unknown = set(NEEDED) - used, used - {*NEEDED, "scale"}
     if missing or unknown:
-        problem = f"does not use {sorted(missing)}" if missing else f"knows no {sorted(unknown)}"
+        problem = f"does not use {sorted(missing)}" if missing else f"uses unknown variables {sorted(unknown)}"
         helps = "write {{ question }}, {{ references }} and {{ prediction }}, and ask for a last line like Score: 1"
         raise ConfigError(f"reward.judge.template: it {problem}; {helps}")
     return template
@@ -105,19 +105,16 @@ class Judge:
 
     def __init__(self, config: JudgeConfig) -> None:
         if not config.url:
-            helps = f"try {SECTION}.url=http://127.0.0.1:8000/v1"
-            raise ConfigError(f"{SECTION}.url: judge and hybrid ask an endpoint, and none is named; {helps}")
+            why = "judge and hybrid ask an endpoint, and none is named"
+            raise ConfigError(f"{SECTION}.url: {why}; try {SECTION}.url=http://127.0.0.1:8000/v1")
         self.config = config
         text = (Path(config.template) if config.template else SHIPPED).read_text(encoding="utf-8")
         self._template = compiled(text)
         # Verdicts are cached here, and not every reply there: one without a verdict is no answer.
         self._client = ChatClient(config.model_copy(update={"cache": None}), fields=config.fields, section=SECTION)
         self._cache = config.cache or ""
-        self._about: dict[str, Any] = {
-            "model": self._client.model,
-            "template": hashlib.sha256(text.encode()).hexdigest(),
-            "scale": config.scale,
-        }
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        self._about: dict[str, Any] = {"model": self._client.model, "template": digest, "scale": config.scale}
         self._queue: RequestQueue[_Job] = RequestQueue(self._work, threads=config.concurrency)
         self._open: dict[str, Future[Verdict]] = {}  # by the key of a case that is being judged
         self._lock = threading.Lock()
@@ -146,17 +143,12 @@ class Judge:
         return result
 
     def metrics(self) -> dict[str, float]:
-        counts, latency = self._queue.take_counts()
+        """`samples` went to the judge, those `by_rule` did not have to."""
+        counts, metrics = self._queue.take_counts()
         now = Counter(self._client.counters)
         new, self._counted = now - self._counted, now
-        metrics: dict[str, float] = {
-            "samples": counts["samples"],  # that went to the judge
-            "by_rule": counts["by_rule"],  # that did not have to
-            "calls": new["sent"],
-            "tokens": new["prompt_tokens"] + new["response_tokens"],
-            "failures": counts["failures"],
-            **latency,
-        }
+        metrics |= {name: counts[name] for name in ("samples", "by_rule", "failures")}
+        metrics |= {"calls": new["sent"], "tokens": new["prompt_tokens"] + new["response_tokens"]}
         if counts["samples"]:
             metrics["cache_hit_rate"] = counts["free"] / counts["samples"]
         if self.config.price is not None:
@@ -197,35 +189,33 @@ class Judge:
             waiting.set_result(verdict)
 
     def _ask(self, case: Case, key: str, until: float) -> Verdict:
+        scale, attempts = self.config.scale, self.config.retries + 1
         if (stored := stored_answer(self._cache, key)) is not None:
-            return Verdict(stored.text, read_verdict(stored.text, self.config.scale), stored=True)
-        messages = (question_of(case, self._template, self.config.scale),)
-        for attempt in range(self.config.retries + 1):
+            return Verdict(stored.text, read_verdict(stored.text, scale), stored=True)
+        messages = (question_of(case, self._template, scale),)
+        for attempt in range(attempts):
             sampling = Sampling(temperature=min(1.0, WARMER * attempt), max_tokens=self.config.max_tokens)
             answer = self._client.ask(messages, sampling, attempt, until=until)
             self._alive = time.monotonic()
-            value = read_verdict(answer.text, self.config.scale)
+            value = read_verdict(answer.text, scale)
             if value is not None and answer.finish == "stop":
                 store_answer(self._cache, key, self._about | case.asked, answer)
                 return Verdict(answer.text, value)
-        tried = f"no verdict (attempts: {self.config.retries + 1})"
-        return Verdict(f"{tried}; the last reply ended with {answer.text[-QUOTED:]!r}")
+        return Verdict(f"no verdict (attempts: {attempts}); the last reply ended with {answer.text[-QUOTED:]!r}")
 
     def _score(self, first: Score, verdict: Verdict) -> Score:
-        if verdict.value is None:
-            return self._failed(first, verdict.words)
-        why = " ".join(verdict.words.rpartition("\n")[0].split())[-QUOTED:]
-        reason = "" if verdict.value >= 1 else f"judged: {why}"
-        return Score(kind="value", value=verdict.value, reason=reason, extracted=first.extracted)
-
-    def _failed(self, first: Score, why: str) -> Score:
+        if verdict.value is not None:
+            why = " ".join(verdict.words.rpartition("\n")[0].split())[-QUOTED:]
+            reason = "" if verdict.value >= 1 else f"judged: {why}"
+            return Score(kind="value", value=verdict.value, reason=reason, extracted=first.extracted)
         if self._queue.count("failures") == 1:  # the others are in the metrics
-            logging.getLogger("saccade").warning("an answer could not be judged: %s", why)
+            logging.getLogger("saccade").warning("an answer could not be judged: %s", verdict.words)
         if self.config.on_failure == "rule":
             return replace(first, info={})
-        reason = DROP_GROUP if self.config.on_failure == "drop_group" else "judge"
-        kind = "abstain" if self.config.on_failure == "abstain" else "error"
-        return Score(kind=kind, reason=f"{reason}: {why}", extracted=first.extracted)  # type: ignore[arg-type]
+        reason = f"{DROP_GROUP if self.config.on_failure == 'drop_group' else 'judge'}: {verdict.words}"
+        return Score(
+            kind="abstain" if self.config.on_failure == "abstain" else "error", reason=reason, extracted=first.extracted
+        )
 
     def _key(self, case: Case) -> str:
         return key_of(self._about | case.asked)

@@ -16,7 +16,8 @@ import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
@@ -46,19 +47,16 @@ HINTS = {
 
 def open_remote(reward: RewardConfig, args: Mapping[str, Any]) -> Remote:
     """The service of a term: `reward.remote`, and what the term says otherwise."""
-    known = reward.remote.model_dump(exclude_unset=True)
     try:
-        return Remote(RemoteConfig.model_validate(known | dict(args)))
+        return Remote(RemoteConfig(**reward.remote.model_dump(exclude_unset=True) | dict(args)))
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         fields = ", ".join(RemoteConfig.model_fields)
-        raise ConfigError(f"reward.terms: remote: {name}: {first['msg']}; arguments are {fields}") from None
+        raise ConfigError(f"reward.terms: remote: {problem}; arguments are {fields}") from None
 
 
-class _Job(NamedTuple):
-    sample: RewardSample
-    future: Future[Score]
+_Job = tuple[RewardSample, Future[Score]]
 
 
 class Remote:
@@ -111,16 +109,16 @@ class Remote:
             raise ConfigError(f"a model of this service scores rows by their pictures; set {SECTION}.send_images=true")
 
     def submit(self, sample: RewardSample) -> Future[Score]:
-        job = _Job(sample, Future())
-        job.future.set_running_or_notify_cancel()
+        future: Future[Score] = Future()
+        future.set_running_or_notify_cancel()
         other = next((media.kind for media in sample.media if media.kind != "image"), None)
         if other is not None and self.config.send_images:
-            job.future.set_result(self._failed(f"requests carry images only, and no {other}"))
-        elif self._queue.put(job):
+            future.set_result(self._failed(f"requests carry images only, and no {other}"))
+        elif self._queue.put((sample, future)):
             self._queue.count("samples")
         else:
-            job.future.set_result(self._failed("the client is closed"))
-        return job.future
+            future.set_result(self._failed("the client is closed"))
+        return future
 
     def metrics(self) -> dict[str, float]:
         counts, latency = self._queue.take_counts()
@@ -130,8 +128,8 @@ class Remote:
         """Whoever still waits gets a failure; replies under way are not waited for."""
         left = self._queue.close()
         self._sender.stop()
-        for job in left:
-            job.future.set_result(self._failed("the client was closed first"))
+        for _, future in left:
+            future.set_result(self._failed("the client was closed first"))
 
     # -- in threads --
 
@@ -140,26 +138,26 @@ class Remote:
             self._ask(jobs)
         except Exception as error:  # whatever happens here, nobody may wait for ever
             failure = self._failed(str(error) or type(error).__name__, len(jobs))
-            for job in jobs:
-                if not job.future.done():
-                    job.future.set_result(failure)
+            for _, future in jobs:
+                if not future.done():
+                    future.set_result(failure)
 
     def _ask(self, jobs: Sequence[_Job]) -> None:
-        images = self._images([job.sample for job in jobs]) if self.config.send_images else []
+        samples = [sample for sample, _ in jobs]
+        images = self._images(samples) if self.config.send_images else []
         if len(jobs) > 1 and sum(len(image) for own in images for image in own) > LARGEST:
             middle = len(jobs) // 2
             self._answer(jobs[:middle])
             self._answer(jobs[middle:])
             return
-        samples = [job.sample for job in jobs]
         body = request_for(samples, request_id=uuid.uuid4().hex, template=self.config.template)
         body |= {"images": images} if images else {}
         data, began = json.dumps(body, default=plain).encode(), time.monotonic()
-        read = lambda reply: read_reply(reply, len(jobs))  # noqa: E731
-        scores = self._sender.send("POST", "", data, read, began + self.config.deadline)
+        until = began + self.config.deadline
+        scores = self._sender.send("POST", "", data, lambda reply: read_reply(reply, len(jobs)), until)
         self._queue.timed(time.monotonic() - began)
-        for job, score in zip(jobs, scores, strict=True):
-            job.future.set_result(score)
+        for (_, future), score in zip(jobs, scores, strict=True):
+            future.set_result(score)
 
     def _images(self, samples: Sequence[RewardSample]) -> list[list[Any]]:
         """Base64, or `{"ref": [sample, image]}` where an earlier sample has the same picture."""
@@ -186,11 +184,11 @@ class Remote:
 
 def _info(reply: Reply) -> dict[str, Any]:
     """What one of our services says of itself; nothing of any other."""
-    try:
-        said = json.loads(reply.text) if reply.status == 200 else None
-    except ValueError:
-        said = None
-    return said if isinstance(said, dict) and said.get("protocol") == PROTOCOL else {}
+    with suppress(ValueError):
+        said = json.loads(reply.text)
+        if reply.status == 200 and isinstance(said, dict) and said.get("protocol") == PROTOCOL:
+            return said
+    return {}
 
 
 def _address(url: str) -> str:

@@ -37,7 +37,7 @@ KEY = "chat"
 
 @dataclass(kw_only=True)
 class Talk:
-    """A conversation in the terminal and how it is carried on."""
+    """An opened model, and a conversation with it in the terminal."""
 
     config: Config
     family: Family
@@ -48,6 +48,34 @@ class Talk:
     pictures: list[Media] = field(default_factory=list)  # for the next message
     turns: int = 0
 
+    def drawn(self) -> Sampling:
+        return replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1) if self.greedy else self.sampling
+
+    def request(self, key: str, messages: Sequence[Message], noise: int) -> Request:
+        rendered = self.family.chat.render(messages, self.family.measure, generation=True)
+        most, asked, sampling = self.family.max_positions, len(rendered), self.drawn()
+        if asked >= most:
+            helps = "/clear begins anew; lower data.max_pixels, or with vllm and sglang raise data.max_prompt_tokens"
+            raise ConfigError(f"{key}: {asked} tokens where prompt and answer have {most}; {helps}")
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, most - asked))
+        said, noise = tuple(messages), noise_key(self.config.run.seed, KEY, noise)
+        return Request(key=key, ids=rendered.ids, media=rendered.media, messages=said, sampling=sampling, noise=noise)
+
+
+@contextmanager
+def _opened(config: Config, *, greedy: bool) -> Iterator[Talk]:
+    model_setup.quiet_libraries()
+    family = answering_family(config)
+    sampling = replace(parts.rollout_sampling(config), support=False)
+    with closing(answering_engine(config, family)) as engine:
+        family = replace(family, max_positions=room(config, family))
+        yield Talk(config=config, family=family, engine=engine, sampling=sampling, greedy=greedy)
+
+
+def _preamble(config: Config) -> tuple[Message, ...]:
+    system = config.prompt.system
+    return (Message(role="system", parts=(text_or_file(system),)),) if system else ()
+
 
 _say: Say = partial(print, end="", flush=True)
 
@@ -56,10 +84,9 @@ def talk(config: Config, *, greedy: bool = False) -> None:
     """Reads lines until `exit` or the end of the input."""
     with suppress(ImportError):
         import readline  # noqa: F401  arrow keys in input()
-    with _opened(config) as (family, engine):
-        state = Talk(config=config, family=family, engine=engine, sampling=_sampling(config), greedy=greedy)
+    with _opened(config, greedy=greedy) as state:
         _clear(state, "")
-        _say(f"{model_name(config, engine)}: {', '.join(COMMANDS)}, exit\n")
+        _say(f"{model_name(config, state.engine)}: {', '.join(COMMANDS)}, exit\n")
         for line in _lines():
             command, _, rest = line.partition(" ")
             try:
@@ -86,8 +113,7 @@ def _lines() -> Iterator[str]:
 def _answer(state: Talk, line: str, say: Say) -> None:
     """Says the answer as it comes; Ctrl-C ends it where it is."""
     messages = (*state.messages, Message(role="user", parts=(*state.pictures, line)))
-    noise = noise_key(state.config.run.seed, KEY, state.turns)
-    request = _request(KEY, messages, state.family, _heated(state.sampling, state.greedy), noise)
+    request = state.request(KEY, messages, state.turns)
     stream, text, engine = TextStream(state.family.decode), "", state.engine
     done: list[Completion] = []
     with _interruptible() as pressed:
@@ -137,16 +163,13 @@ def _attach(kind: str, example: str, state: Talk, path: str) -> str:
 
 
 def _clear(state: Talk, _: str) -> str:
-    own = state.config.prompt.system
-    state.messages = [Message(role="system", parts=(text_or_file(own),))] if own else []
-    state.pictures = []
+    state.messages, state.pictures = list(_preamble(state.config)), []
     return "a new conversation"
 
 
 def _system(state: Talk, text: str) -> str:
-    state.messages = [m for m in state.messages if m.role != "system"]
-    if text:
-        state.messages.insert(0, Message(role="system", parts=(text,)))
+    first = [Message(role="system", parts=(text,))] if text else []
+    state.messages = first + [m for m in state.messages if m.role != "system"]
     return "system message set" if text else "no system message"
 
 
@@ -188,15 +211,11 @@ def answer_file(config: Config, path: Path, out: Path | None = None, *, greedy: 
     ]
     if out is not None:
         _require_new(out, "--out")
-    with _opened(config) as (family, engine):
-        sampling = _heated(_sampling(config), greedy)
-        requests = [
-            _request(f"{path}[{i}]", messages, family, sampling, noise_key(config.run.seed, KEY, i))
-            for i, messages in enumerate(conversations)
-        ]
+    with _opened(config, greedy=greedy) as state:
+        requests = [state.request(f"{path}[{i}]", messages, i) for i, messages in enumerate(conversations)]
         answered = []
-        for messages, done in zip(conversations, generate(engine, requests), strict=True):
-            said = Message(role="assistant", parts=(family.decode(done.ids),))
+        for messages, done in zip(conversations, generate(state.engine, requests), strict=True):
+            said = Message(role="assistant", parts=(state.family.decode(done.ids),))
             row = {"messages": _transcript([*messages, said]), "finish": done.finish, "tokens": len(done.ids)}
             answered.append(row)
     _write(answered, out)
@@ -228,10 +247,7 @@ def _conversation(item: Any, where: str, folder: Path, config: Config) -> tuple[
         raise ConfigError(f"{where}: {error}") from None
     if messages[-1].role == "assistant":
         raise ConfigError(f"{where}: ends with the assistant; end with what it should answer")
-    if config.prompt.system and messages[0].role != "system":
-        system = Message(role="system", parts=(text_or_file(config.prompt.system),))
-        messages = (system, *messages)
-    return messages
+    return messages if messages[0].role == "system" else (*_preamble(config), *messages)
 
 
 def _transcript(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -269,47 +285,17 @@ def serve(config: Config, *, host: str, port: int, token: bool, greedy: bool) ->
     from saccade.plugins.serving.http_server import make_token, running, shown_token
 
     secret = make_token(host, wanted=token)
-    with _opened(config) as (family, engine):
+    with _opened(config, greedy=greedy) as state:
         served = Served(
-            family=family,
-            model=model_name(config, engine),
-            sampling=_heated(_sampling(config), greedy),
+            family=state.family,
+            model=model_name(config, state.engine),
+            sampling=state.drawn(),
             data=config.data,
-            logprobs=engine.capabilities().logprobs,
+            logprobs=state.engine.capabilities().logprobs,
         )
-        hub = Hub(engine)
+        hub = Hub(state.engine)
         with running(chat_app(hub, served, token=secret), host, port) as address:
             shown = shown_token(secret)
             _say(f"{served.model} at {address}/v1\npage:  {address}/{f'#token={shown}' if secret else ''}\n")
             _say(f"token: {shown}\n" if secret else "")
             hub.run()
-
-
-# -- what they share -------------------------------------------------------------------------------
-
-
-@contextmanager
-def _opened(config: Config) -> Iterator[tuple[Family, Engine]]:
-    model_setup.quiet_libraries()
-    family = answering_family(config)
-    with closing(answering_engine(config, family)) as engine:
-        yield replace(family, max_positions=room(config, family)), engine
-
-
-def _request(key: str, messages: Sequence[Message], family: Family, sampling: Sampling, noise: int = 0) -> Request:
-    rendered = family.chat.render(messages, family.measure, generation=True)
-    room = family.max_positions - len(rendered)
-    if room < 1:
-        helps = "/clear begins anew; lower data.max_pixels, or with vllm and sglang raise data.max_prompt_tokens"
-        raise ConfigError(f"{key}: {len(rendered)} tokens where prompt and answer have {family.max_positions}; {helps}")
-    sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-    said = tuple(messages)
-    return Request(key=key, ids=rendered.ids, media=rendered.media, messages=said, sampling=sampling, noise=noise)
-
-
-def _sampling(config: Config) -> Sampling:
-    return replace(parts.rollout_sampling(config), support=False)
-
-
-def _heated(sampling: Sampling, greedy: bool) -> Sampling:
-    return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1) if greedy else sampling

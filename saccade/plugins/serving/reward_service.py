@@ -69,19 +69,10 @@ def reward_app(service: RewardService, *, token: str) -> FastAPI:
         answer = partial(service.answer, body, digest=digest)
         return JsonReply(await anyio.to_thread.run_sync(answer, limiter=threads, abandon_on_cancel=True))
 
-    @app.get("/info")
-    @app.get(PATH)
-    async def info() -> dict[str, Any]:
-        return service.info()
-
-    @app.get("/health")
-    async def health() -> Response:
-        return JsonReply(service.health(), 503 if service.draining else 200)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return PlainTextResponse(service.metrics(), media_type="text/plain; version=0.0.4")
-
+    for path in ("/info", PATH):
+        app.get(path)(service.info)
+    app.get("/health")(service.health)
+    app.get("/metrics")(service.metrics)
     return app
 
 
@@ -108,17 +99,18 @@ class RewardService:
         scored = self._once(body, digest if body.get("request_id") else "")
         return reply_to(scored, ours=body.get("protocol") == PROTOCOL, unscored=self.serve.unscored)
 
-    def info(self) -> dict[str, Any]:
+    async def info(self) -> dict[str, Any]:
         recipes = {**self.scorer.recipes, **({"default": d} if (d := self.scorer.default) else {})}
         rewards = {source: {term.name: term.verifier for term in recipe.terms} for source, recipe in recipes.items()}
         learned = any(term.learned for term in self.scorer.terms)
         return {"protocol": PROTOCOL, "version": __version__, "models": learned, "rewards": rewards}
 
-    def health(self) -> dict[str, Any]:
+    async def health(self) -> Response:
         status = "draining" if self.draining else "ok"
-        return {"status": status, "pending": self._pending, "queue": self.serve.queue}
+        shown = {"status": status, "pending": self._pending, "queue": self.serve.queue}
+        return JsonReply(shown, 503 if self.draining else 200)
 
-    def metrics(self) -> str:
+    async def metrics(self) -> Response:
         """In the format that Prometheus reads."""
         with self._changed:
             counts, seconds, pending = dict(self._counts), list(self._seconds), self._pending
@@ -130,7 +122,8 @@ class RewardService:
         lines += [f"{name} {value:g}" for name, value in gauges.items()]
         for share in (0.5, 0.95) if seconds else ():
             lines.append(f'request_seconds{{quantile="{share:g}"}} {np.quantile(seconds, share):.6f}')
-        return "".join(f"saccade_reward_{line}\n" for line in lines)
+        text = "".join(f"saccade_reward_{line}\n" for line in lines)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     def drain(self, seconds: float) -> bool:
         """Take no more, and wait for what is there; False when some is left."""

@@ -18,7 +18,7 @@ import signal
 import socket
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -66,10 +66,9 @@ class Host:
             ready = {"failed": str(error)}
         except TimeoutError:
             ready = {"failed": f"its file was not imported after {START_LIMIT:g} s"}
-        if "failed" in ready:
+        if reason := ready.get("failed"):
             self.close()
             option = f"env.tools={list(env.tools)}" if env.tools else f"env.name={env.name}"
-            reason = ready["failed"]
             raise ConfigError(reason if reason.startswith("env.") else f"{option}: {reason}")
         self.tools: Mapping[str, str] = ready["tools"]
         self.child.channel.link.settimeout(START_LIMIT)
@@ -108,22 +107,19 @@ class Hosted:
 
     def reset(self, sample: Sample, seed: int) -> EnvironmentCall:
         self.known = files_of(sample)
-        return ProcessCall(self, "reset", {"seed": seed, "setting": self.setting}, sample, self._messages)
+        return ProcessCall(self, "reset", sample, seed=seed, setting=self.setting)
 
     def step(self, message: Message) -> EnvironmentCall:
-        return ProcessCall(self, "step", {}, message, self._step)
+        return ProcessCall(self, "step", message)
 
     def close(self) -> EnvironmentCall | None:
-        if self.over or self.channel is None:
-            return None
-        return ProcessCall(self, "close", {}, None, lambda reply: None)
+        return None if self.over or self.channel is None else ProcessCall(self, "close")
 
-    def _messages(self, reply: Block) -> tuple[Message, ...]:
-        return decode(tuple[Message, ...], reply.row["messages"], reply.arrays, known=self.known)
-
-    def _step(self, reply: Block) -> Step:
+    def read(self, reply: Block) -> Any:
+        """What the method returned: messages of a reset, a step, nothing of a close."""
         row = reply.row
-        return Step(self._messages(reply), row["reward"], row["done"], row["info"])
+        messages = decode(tuple[Message, ...], row.get("messages", []), reply.arrays, known=self.known)
+        return Step(messages, row["reward"], row["done"], row["info"]) if "done" in row else messages
 
     def start(self) -> bool:
         """Whether it has a process; False while there are too many."""
@@ -153,12 +149,10 @@ class Hosted:
 
 
 class ProcessCall(EnvironmentCall):
-    """`record` is what the method is about; `read` makes its result of the reply."""
+    """`record` is what the method is about."""
 
-    def __init__(
-        self, hosted: Hosted, method: str, row: Mapping[str, Any], record: Any, read: Callable[[Block], Any]
-    ) -> None:
-        self.hosted, self.method, self.read = hosted, method, read
+    def __init__(self, hosted: Hosted, method: str, record: Any = None, **row: Any) -> None:
+        self.hosted, self.method = hosted, method
         self._arrays: Arrays = {}
         self._row = {"method": method, "record": encode(record, self._arrays), **row}
         self._began: float | None = None
@@ -172,24 +166,19 @@ class ProcessCall(EnvironmentCall):
                 assert self.hosted.channel is not None
                 self.hosted.channel.send(self._row, self._arrays, seconds=self.seconds)
             reply = self.hosted.receive()
-        except TimeoutError as error:  # the process is not reading
-            return self._over(error)
-        except Ended as error:
-            return self._over(Failed(f"{error} during {self.method}"))
-        if reply is None:
-            if time.monotonic() - self._began < self.seconds:
+            if reply is None and time.monotonic() - self._began < self.seconds:
                 return False
-            return self._over(TimeoutError(f"the environment's {self.method} took more than {self.seconds:g} s"))
+            if reply is None:
+                raise TimeoutError(f"the environment's {self.method} took more than {self.seconds:g} s")
+        except (TimeoutError, Ended) as error:  # it may be that the process is not reading
+            self.outcome = Failed(f"{error} during {self.method}") if isinstance(error, Ended) else error
+            self.hosted.end()
+            return True
         self.took = reply.row["took"]
         failed = reply.row.get("error")
-        self.outcome = self.read(reply) if failed is None else Failed(failed)
+        self.outcome = self.hosted.read(reply) if failed is None else Failed(failed)
         if self.method == "close":
             self.hosted.end()
-        return True
-
-    def _over(self, error: Exception) -> bool:
-        self.outcome = error
-        self.hosted.end()
         return True
 
 
@@ -207,12 +196,11 @@ def main() -> None:
     env = EnvConfig.model_validate(first.row["env"])
     try:
         own = load_own(env)
-        ready = {"tools": own.descriptions}
+        channel.send({"tools": own.descriptions, "id": first.row["id"]})
     except BaseException as error:  # whatever the file raises, also SystemExit
         told = str(error) if isinstance(error, ConfigError) else raised_at(error)
         channel.send({"failed": told, "id": first.row["id"]})
         return
-    channel.send({**ready, "id": first.row["id"]})
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended episodes leave nothing behind
     gc.collect()
     gc.freeze()  # pages stay shared among the forks
@@ -255,15 +243,15 @@ def _live(channel: Channel, env: EnvConfig, own: Own) -> None:
 
 
 def _answered(environment: Environment, request: Block) -> Block:
-    method, record = request.row["method"], request.row["record"]
-    if method == "close":
+    row = request.row
+    if row["method"] == "close":
         environment.close()
         return Block({}, {})
-    if method == "reset":
-        sample = decode(Sample, record, request.arrays)
+    if row["method"] == "reset":
+        sample = decode(Sample, row["record"], request.arrays)
         KNOWN.update(files_of(sample))
-        return _said(environment.reset(sample, request.row["seed"]))
-    step = Step(*environment.step(decode(Message, record, request.arrays)))
+        return _said(environment.reset(sample, row["seed"]))
+    step = Step(*environment.step(decode(Message, row["record"], request.arrays)))
     said = _said(step.messages)
     reward = None if step.reward is None else float(step.reward)
     said.row.update(reward=reward, done=bool(step.done), info=dict(step.info))
@@ -271,10 +259,9 @@ def _answered(environment: Environment, request: Block) -> Block:
 
 
 def _said(messages: Any) -> Block:
-    messages = list(messages)
+    messages, arrays = list(messages), Arrays()
     if not all(isinstance(message, Message) for message in messages):
         raise TypeError("an environment speaks in saccade.types.Message")
-    arrays: Arrays = {}
     whole = tuple(replace(m, parts=tuple(p if isinstance(p, str) else _whole(p) for p in m.parts)) for m in messages)
     return Block({"messages": encode(whole, arrays, known=KNOWN)}, arrays)
 

@@ -26,7 +26,7 @@ from saccade import errors
 from saccade.engines import Settings
 from saccade.errors import SaccadeError
 from saccade.system.codec import FILES, Arrays, decode, encode
-from saccade.system.process import LOOK_EVERY, Block, Child
+from saccade.system.process import LOOK_EVERY, Child
 from saccade.types import Completion, Request
 
 START_LIMIT = 1800.0  # seconds: a large model is read and its kernels are compiled
@@ -67,7 +67,7 @@ class Replica:
         self.unsent: list[tuple[str, Any]] = []  # submit, abort or release with its argument, in order
         self._files: dict[str, int] = {}  # hash → bytes of what the process has, oldest first
         self._numbers = itertools.count()
-        self._answers: dict[int, Future[Block]] = {}
+        self._answers: dict[int, Future[dict[str, Any]]] = {}
         self._ready = self._closing = False
         self._death: Exception | None = None
         threading.Thread(target=self._keep, name=f"engine {log.stem}", daemon=True).start()
@@ -107,7 +107,7 @@ class Replica:
                 continue
             heard, row = time.monotonic(), block.row
             if "id" in row:
-                self._answers.pop(row["id"]).set_result(block)
+                self._answers.pop(row["id"]).set_result(row)
             elif "failed" in row:
                 self.events.put((self, rebuild_error(row["failed"])))
             elif "completions" in row:
@@ -130,20 +130,16 @@ class Replica:
 
     def ask(self, call: str, *arguments: Any, limit: float = STEP_LIMIT) -> Any:
         """What the process answers to a call: load, or a method of its engine."""
-        return self.exchange(call, arguments, limit=limit).row["result"]
-
-    def exchange(self, call: str, arguments: Any, arrays: Arrays | None = None, *, limit: float = STEP_LIMIT) -> Block:
-        """As `ask`, with arrays in both directions."""
         number = next(self._numbers)
         answer = self._answers[number] = Future()
-        self._send({"call": call, "arguments": arguments, "id": number}, arrays)
+        self._send({"call": call, "arguments": arguments, "id": number})
         try:
             reply = answer.result(timeout=limit)
         except LateAnswer:
             raise Died(f"{call}: timed out after {limit:g} s") from None
-        if "failed" in reply.row:
-            raise rebuild_error(reply.row["failed"])
-        return reply
+        if "failed" in reply:
+            raise rebuild_error(reply["failed"])
+        return reply["result"]
 
     def flush(self) -> None:
         """Send what is in `unsent`. Files of media travel once; texts of prompts do not, as an engine

@@ -13,7 +13,7 @@ import logging
 import os
 import queue
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,7 @@ from typing import Any
 
 from saccade.engines import Capabilities, Engine, Settings, WeightSource, content_of, nothing_sampled
 from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
-from saccade.plugins.engines.replicas.replica import READY, Died, Events, Replica, tail
+from saccade.plugins.engines.replicas.replica import Died, Events, Replica, tail
 from saccade.types import Completion, Request
 
 log = logging.getLogger(__name__)
@@ -87,29 +87,25 @@ class Replicas(Engine):
         self._join()
         self._hand_out()
         self._hear(wait=0.0 if self._finished else POLL_WAIT)
-        self._hear_all()
         finished, self._finished = self._finished, []
         return finished
 
     def abort(self, key: str) -> None:
         task = self._tasks.get(key)
-        if task is None:
-            return
-        if task.engine is not None:
+        if task is not None and task.engine is not None:
             task.aborted = True
             task.engine.unsent.append(("abort", key))
-        else:
+        elif task is not None:
             self._give_up(key)
 
     def release(self, episode: str) -> None:
-        engine = self._episodes.pop(episode, None)
-        if engine is not None:
+        if (engine := self._episodes.pop(episode, None)) is not None:
             engine.unsent.append(("release", episode))
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        self._hear_all()
-        self._checksums = self._share(source, version, [*self._working, *self._ready])
+        self._hear(wait=0.0)
         self._source, self.version = source, version
+        self._checksums = self._share([*self._working, *self._ready])
 
     def sleep(self) -> None:
         """Whoever has memory of its own keeps what it holds."""
@@ -130,25 +126,23 @@ class Replicas(Engine):
 
     # -- weights --
 
-    def _share(self, source: WeightSource, version: int, engines: Sequence[Replica]) -> Mapping[str, int]:
-        """One copy of the weights for all of them, who work from then on."""
+    def _share(self, engines: Sequence[Replica]) -> Mapping[str, int]:
+        """One copy of the weights for all of them; those that were ready work from then on."""
         from saccade.plugins.engines.weights import shared
 
-        with shared(source, turn=version) as (paths, checksums):
-            self._all(engines, lambda engine: engine.ask("load", paths, checksums, version))
-        self._welcome()
+        checksums: Mapping[str, int] = {}
+        if self._source is not None:
+            with shared(self._source, turn=self.version) as (paths, checksums):
+                self._all(engines, lambda engine: engine.ask("load", paths, checksums, self.version))
+        self._working += self._ready
+        self._ready.clear()
         return checksums
 
     def _join(self) -> None:
         """Those that are ready get the weights that the others have."""
-        if self._ready and self._source is not None:
-            checksums = self._share(self._source, self.version, self._ready)
+        if self._ready:
+            checksums = self._share(self._ready)
             assert checksums == self._checksums, "weights have moved without update_weights"
-        self._welcome()
-
-    def _welcome(self) -> None:
-        self._working += self._ready
-        self._ready.clear()
 
     # -- who does what --
 
@@ -181,14 +175,6 @@ class Replicas(Engine):
         near = home is not None and work[home] - work[least] <= AHEAD * task.work
         return home if near else least  # type: ignore[return-value]
 
-    def _accept(self, engine: Replica, completions: Iterable[Completion]) -> None:
-        for completion in completions:
-            task = self._tasks.get(completion.key)
-            if task is not None and task.engine is engine:  # else it has been given to another
-                del self._tasks[completion.key]
-                self._finished.append(completion)
-                self._deaths = 0
-
     def _give_up(self, key: str) -> None:
         del self._tasks[key]
         self._finished.append(nothing_sampled(key))
@@ -199,24 +185,28 @@ class Replicas(Engine):
         self._places[self._launchers[place](events=self._events)] = place
 
     def _hear(self, *, wait: float | None) -> None:
-        try:
-            engine, event = self._events.get(timeout=wait)
-        except queue.Empty:
-            return
-        if engine not in self._places:
-            return  # the last words of one that was given up
-        if event == READY:
-            self._ready.append(engine)
-        elif isinstance(event, SaccadeError):
-            raise event
-        elif isinstance(event, Exception):
-            self._lose(engine, event)
-        else:
-            self._accept(engine, event)  # type: ignore[arg-type]
-
-    def _hear_all(self) -> None:
-        while not self._events.empty():
-            self._hear(wait=0.0)
+        """Wait for an event, then take all that are there."""
+        while True:
+            try:
+                engine, event = self._events.get(timeout=wait)
+            except queue.Empty:
+                return
+            wait = 0.0
+            if engine not in self._places:
+                continue  # the last words of one that was given up
+            if isinstance(event, str):  # READY
+                self._ready.append(engine)
+            elif isinstance(event, SaccadeError):
+                raise event
+            elif isinstance(event, Exception):
+                self._lose(engine, event)
+            else:
+                for completion in event:
+                    task = self._tasks.get(completion.key)
+                    if task is not None and task.engine is engine:  # else it has been given to another
+                        self._finished.append(completion)
+                        del self._tasks[task.request.key]
+                        self._deaths = 0
 
     def _all(self, engines: Sequence[Replica], call: Callable[[Replica], Any]) -> None:
         """Ask each, all at once; those that die of it are lost."""
@@ -246,10 +236,10 @@ class Replicas(Engine):
                 self._give_up(task.request.key)
         attempts = max((task.attempts for task in mine), default=0)
         if attempts > ATTEMPTS or self._deaths > self._most_deaths:
+            logs = "\n".join(tail(each.log) for each in (engine, *self._places))
             raise EnvironmentProblem(
-                f"{engine.log.stem} died: {death}. It was number {self._deaths} in a row with "
-                f"nothing finished, and number {attempts} with the same request. Their logs end:\n"
-                + "\n".join(tail(each.log) for each in (engine, *self._places))
+                f"{engine.log.stem} died: {death}. It was number {self._deaths} in a row with nothing finished, and "
+                f"number {attempts} with the same request. Their logs end:\n{logs}"
             )
         log.warning(f"{engine.log.stem} died and starts again, {len(mine)} requests wait: {death}")
         self._launch(place)
@@ -264,11 +254,13 @@ def start_replicas(settings: Settings, count: int, *, logs: Path | None) -> Repl
     if settings.device.startswith("cuda"):
         visible = visible_gpus(settings.device)
         settings = replace(settings, device="cuda")  # whichever it sees
-    launchers = []
-    for index, (environment, beside) in enumerate(placements(count, settings.tensor_parallel, visible)):
-        path = folder / f"engine-{index}.log"
-        launchers.append(partial(Replica, settings, log=path, environment=environment, beside_trainer=beside))
-    return Replicas(launchers)
+    places = enumerate(placements(count, settings.tensor_parallel, visible))
+    return Replicas(
+        [
+            partial(Replica, settings, log=folder / f"engine-{n}.log", environment=seen, beside_trainer=beside)
+            for n, (seen, beside) in places
+        ]
+    )
 
 
 def placements(replicas: int, each: int, visible: Sequence[str]) -> list[tuple[dict[str, str], bool]]:

@@ -65,18 +65,14 @@ class Worker:
             raise EnvironmentProblem(self._unusable)
         self.engine.submit(request)
 
-    def _answer(self, block: Block) -> None:
-        arrays: Arrays = {}
+    def _answer(self, number: int, call: str, arguments: Sequence[Any]) -> None:
+        mine: dict[str, Callable[..., Any]] = {"load": self._load, "shutdown": self._end}
+        function = mine[call] if call in mine else getattr(self.engine, call)
         try:
-            reply = {"result": encode(self.perform(block), arrays)}
+            reply = {"result": encode(function(*arguments))}
         except SaccadeError as error:
             reply = {"failed": describe_error(error)}
-        self.channel.send({**reply, "id": block.row["id"]}, arrays)
-
-    def perform(self, block: Block) -> Any:
-        """What is answered to a call."""
-        call, mine = block.row["call"], {"load": self._load, "shutdown": self._end}
-        return (mine[call] if call in mine else getattr(self.engine, call))(*block.row["arguments"])
+        self.channel.send({**reply, "id": number})
 
     def _load(self, paths: Sequence[str], checksums: Mapping[str, int], version: int) -> None:
         from saccade.plugins.engines.weights import Mapped, load_by_name, require_checksums
@@ -111,11 +107,11 @@ class Worker:
 
     def _take(self, block: Block) -> None:
         row, put = block.row, self._orders.put
+        if "call" in row:
+            put(partial(self._answer, row["id"], row["call"], row["arguments"]))
+            return
         self._files |= {name: file for name, file in block.arrays.items() if name.startswith(FILES)}
         arrays = {**self._files, **block.arrays}
-        if "call" in row:
-            put(partial(self._answer, Block(row, arrays)))
-            return
         for call, item in row["orders"]:
             if call == "submit":
                 put(partial(self._submit, decode(Request, item, arrays)))

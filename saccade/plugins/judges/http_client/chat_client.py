@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,31 +68,16 @@ CHARACTERS_PER_TOKEN = 4  # of an answer whose tokens the endpoint does not coun
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usage:
-    prompt: int
-    response: int
-    estimated: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class Answer:
     text: str
     finish: Literal["stop", "length"]
-    usage: Usage
-
-
-@dataclass(frozen=True, kw_only=True)
-class Api:
-    path: str
-    body: Callable[[Sequence[Message], Picture], Body]
-    text: Callable[[Mapping[str, Any]], str | None]  # of a choice
+    usage: Mapping[str, int]  # tokens of prompt and response, and whether they are estimated
 
 
 def settings(sampling: Sampling, seed: int) -> Body:
     """The fields of a request that say how to sample."""
     # Not every server takes these, so they are sent only when they say something.
-    optional = {"stop": list(sampling.stop), "top_k": max(0, sampling.top_k)}
-    optional["ignore_eos"] = sampling.ignore_eos
+    optional = {"stop": list(sampling.stop), "top_k": max(0, sampling.top_k), "ignore_eos": sampling.ignore_eos}
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -103,10 +87,10 @@ def settings(sampling: Sampling, seed: int) -> Body:
     }
 
 
-def read_answer(api: Api, reply: Mapping[str, Any], sampling: Sampling) -> Answer:
+def read_answer(reply: Mapping[str, Any], sampling: Sampling) -> Answer:
     """The answer in a reply; its tokens are estimated where the endpoint does not count them."""
     choice = reply["choices"][0]
-    text = api.text(choice) or ""
+    text = (choice["message"]["content"] if "message" in choice else choice["text"]) or ""
     # Endpoints cut a stop string off; where they say which it was, it is put back: it belongs to
     # the response.
     ended_by = choice.get("stop_reason") or choice.get("matched_stop")
@@ -114,15 +98,12 @@ def read_answer(api: Api, reply: Mapping[str, Any], sampling: Sampling) -> Answe
         text += ended_by
     usage = reply.get("usage") or {}
     prompt, response = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    return Answer(
-        text=text,
-        finish="length" if choice["finish_reason"] == "length" else "stop",
-        usage=Usage(
-            prompt=int(prompt or 0),
-            response=ceil(len(text) / CHARACTERS_PER_TOKEN) if response is None else int(response),
-            estimated=prompt is None or response is None,
-        ),
-    )
+    counted = {
+        "prompt": int(prompt or 0),
+        "response": math.ceil(len(text) / CHARACTERS_PER_TOKEN) if response is None else int(response),
+        "estimated": prompt is None or response is None,
+    }
+    return Answer(text=text, finish="length" if choice["finish_reason"] == "length" else "stop", usage=counted)
 
 
 def _chat_body(messages: Sequence[Message], picture: Picture) -> Body:
@@ -144,9 +125,9 @@ def _completions_body(messages: Sequence[Message], picture: Picture) -> Body:
     return {"prompt": "".join(f"{m.role}: {m.text}\n" for m in messages) + "assistant:"}
 
 
-APIS: Mapping[str, Api] = {
-    "chat": Api(path="/chat/completions", body=_chat_body, text=lambda choice: choice["message"]["content"]),
-    "completions": Api(path="/completions", body=_completions_body, text=lambda choice: choice["text"]),
+APIS: Mapping[str, tuple[str, Callable[[Sequence[Message], Picture], Body]]] = {  # path and body of a request
+    "chat": ("/chat/completions", _chat_body),
+    "completions": ("/completions", _completions_body),
 }
 
 
@@ -156,11 +137,8 @@ def key_of(asked: Mapping[str, Any]) -> str:
 
 def stored_answer(folder: str, key: str) -> Answer | None:
     """What a cache holds; None without a folder. A file that cannot be read counts as absent."""
-    if not folder:
-        return None
     try:
-        stored = json.loads(_file_of(folder, key).read_bytes())["answer"]
-        return Answer(**{**stored, "usage": Usage(**stored["usage"])})
+        return Answer(**json.loads(_file_of(folder, key).read_bytes())["answer"]) if folder else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -197,7 +175,7 @@ class ChatClient:
         # Requests that were sent, and repeated; answers from the cache; tokens of the others, and answers whose tokens
         # the endpoint did not count.
         self.counters: Counter[str] = Counter()
-        self._api = APIS[http.api]
+        self._path, self._written = APIS[http.api]
         self._cache = "" if http.cache == OFF else http.cache or ""
         self._lock = threading.Lock()
         target = Target(
@@ -214,17 +192,16 @@ class ChatClient:
 
     def ask(self, messages: Sequence[Message], sampling: Sampling, seed: int, *, until: float = math.inf) -> Answer:
         """`until` is when all attempts and pauses must be over, on the monotonic clock."""
-        asked = self._body(messages, sampling, seed, _named)
-        asked = {"url": self.http.url, "api": self.http.api, "seed": seed, "body": asked}
+        named = self._body(messages, sampling, seed, lambda media: ("image", "/".join(map(str, media.key))))
+        asked = {"url": self.http.url, "api": self.http.api, "seed": seed, "body": named}
         key = key_of(asked)
         if (stored := stored_answer(self._cache, key)) is not None:
             self._count(cached=1)
             return stored
         body = self._body(messages, sampling, seed, encode)
-        read = lambda reply: read_answer(self._api, reply, sampling)  # noqa: E731
-        answer = self._sender.send("POST", self._api.path, body, read, until)
-        usage = answer.usage
-        self._count(prompt_tokens=usage.prompt, response_tokens=usage.response, estimated=int(usage.estimated))
+        answer = self._sender.send("POST", self._path, body, lambda reply: read_answer(reply, sampling), until)
+        used = answer.usage
+        self._count(prompt_tokens=used["prompt"], response_tokens=used["response"], estimated=used["estimated"])
         store_answer(self._cache, key, asked, answer)
         return answer
 
@@ -233,8 +210,7 @@ class ChatClient:
         self._sender.stop()
 
     def _body(self, messages: Sequence[Message], sampling: Sampling, seed: int, picture: Picture) -> dict[str, Any]:
-        body = {"model": self.model, **self._api.body(messages, picture)}
-        body |= settings(sampling, seed) | self._fields
+        body = {"model": self.model, **self._written(messages, picture), **settings(sampling, seed), **self._fields}
         return {name: value for name, value in body.items() if value is not None}
 
     def models(self) -> list[str]:
@@ -242,10 +218,10 @@ class ChatClient:
 
     def _only_model(self) -> str:
         names = self.models()
-        if len(names) == 1:
-            return names[0]
-        listed = ", ".join(names) or "no model"
-        raise ConfigError(f"{self.section}.model: {self.http.url} has {listed}; name one of them")
+        if len(names) != 1:
+            listed = ", ".join(names) or "no model"
+            raise ConfigError(f"{self.section}.model: {self.http.url} has {listed}; name one of them")
+        return names[0]
 
     def _count(self, **added: int) -> None:
         with self._lock:
@@ -254,21 +230,14 @@ class ChatClient:
     def expenses(self) -> str:
         """What was asked and what that cost."""
         n = self.counters
-        text = (
+        price = "" if self.http.price is None else f", cost {cost(n, self.http.price):.4f}"
+        guess = f"; the endpoint counted no tokens of {n['estimated']} answers: estimated" if n["estimated"] else ""
+        return (
             f"{n['sent']} requests sent ({n['repeated']} of them again), {n['cached']} answers from the cache; "
-            f"{n['prompt_tokens']} prompt and {n['response_tokens']} response tokens"
+            f"{n['prompt_tokens']} prompt and {n['response_tokens']} response tokens{price}{guess}"
         )
-        if self.http.price is not None:
-            text += f", cost {cost(n, self.http.price):.4f}"
-        if n["estimated"]:
-            text += f"; the endpoint counted no tokens of {n['estimated']} answers: estimated"
-        return text
 
 
 def cost(counters: Counter[str], price: tuple[float, float]) -> float:
     """`price` is that of a million tokens, of prompts and of responses."""
     return (counters["prompt_tokens"] * price[0] + counters["response_tokens"] * price[1]) / 1e6
-
-
-def _named(media: Media) -> tuple[str, str]:
-    return "image", "/".join(map(str, media.key))

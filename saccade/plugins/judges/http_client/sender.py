@@ -15,14 +15,11 @@ import json
 import math
 import os
 import random
+import re
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import timezone
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -39,6 +36,7 @@ LONGEST_HOLD = 300.0  # that a server may ask for
 PASSING = (408, 409, 425, 429)
 BUSY = (429, 503)  # with a Retry-After: it works, and wants no more for now
 QUOTED = 500  # characters of what a server says
+SECONDS = re.compile(r"\d+(\.\d+)?")  # of Retry-After; after a date the usual pauses are made
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 T = TypeVar("T")
 Body = Mapping[str, Any] | bytes | None  # of a request
@@ -58,8 +56,7 @@ class Reply(NamedTuple):
     hold: float = 0.0  # seconds that the server wants to be left alone
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
+class Target(NamedTuple):
     """Who is asked, how patiently, and how errors speak of it."""
 
     urls: Sequence[str]
@@ -68,8 +65,8 @@ class Target:
     timeout: float = 120.0
     per_minute: int = 0
     key: str = ""  # is kept out of errors
-    hints: Mapping[int, tuple[str, str]] = field(default_factory=lambda: HINTS)
-    options: Mapping[str, str] = field(default_factory=dict)  # that set a field a server may name
+    hints: Mapping[int, tuple[str, str]] = HINTS
+    options: Mapping[str, str] = {}  # that set a field a server may name
     patient: bool = False  # who says when to come back uses up no attempt, only a request's time
 
 
@@ -120,7 +117,7 @@ class Sender:
             if reply.status == 200:
                 try:
                     return read(json.loads(reply.text))
-                except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+                except (ValueError, LookupError, TypeError, AttributeError) as error:
                     problem = f"an answer that cannot be read ({error!r})"
             elif 0 < reply.status < 500 and reply.status not in PASSING:
                 raise self.refusal(url, reply)
@@ -148,15 +145,13 @@ class Sender:
         words, named = _words(reply.text)
         option, hint = self.target.hints.get(reply.status, ("url", "change what it names"))
         where = self.target.options.get(named, f"{self.target.section}.{option}")
-        about = f" about {named!r}" if named else ""
-        return ConfigError(
-            f"{where}: {url} refuses the request with status {reply.status}{about}: {self._quoted(words)}; {hint}"
-        )
+        status = f"status {reply.status} about {named!r}" if named else f"status {reply.status}"
+        return ConfigError(f"{where}: {url} refuses the request with {status}: {self._quoted(words)}; {hint}")
 
     def _silence(self, url: str, problem: str, reply: Reply) -> EnvironmentProblem:
-        section, said = self.target.section, self._quoted(reply.text)
+        section, tried = self.target.section, self.target.retries + 1
         return EnvironmentProblem(
-            f"{section}.url: {url} gave no answer in {self.target.retries + 1} attempts, at last {problem}: {said}; "
+            f"{section}.url: {url} gave no answer in {tried} attempts, at last {problem}: {self._quoted(reply.text)}; "
             f"see that it runs, or raise {section}.retries or {section}.timeout"
         )
 
@@ -174,19 +169,18 @@ class Sender:
     def _exchange(self, method: str, url: str, path: str, data: bytes | None, until: float) -> Reply:
         import httpx2
 
-        now = time.monotonic()
-        until = min(until, now + self.target.timeout)
-        address, timeout = url.rstrip("/") + path, max(until - now, 0.001)
-        client = self._clients[url]
+        until = min(until, time.monotonic() + self.target.timeout)
+        timeout = max(until - time.monotonic(), 0.001)
         try:
-            with client.stream(method, address, content=data, timeout=timeout) as response:
+            with self._clients[url].stream(method, url.rstrip("/") + path, content=data, timeout=timeout) as response:
                 content = bytearray()
                 for piece in response.iter_bytes():
                     content += piece
                     if time.monotonic() > until:  # the client's timeout starts anew with each byte
                         raise httpx2.ReadTimeout("the reply took too long")
+                hold = response.headers.get("Retry-After", "")
                 text = content.decode("utf-8", "replace")
-                return Reply(response.status_code, text, _seconds(response.headers.get("Retry-After")))
+                return Reply(response.status_code, text, float(hold) if SECONDS.fullmatch(hold) else 0.0)
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             return Reply(0, f"{type(error).__name__}: {error}")
 
@@ -231,12 +225,11 @@ def _words(text: str) -> tuple[str, str]:
     try:
         said: Any = json.loads(text)
     except ValueError:
-        return text, ""
+        said = text
     error = said.get("error", said) if isinstance(said, dict) else said
     if not isinstance(error, dict):
         return str(error), ""
-    words = error.get("message") or error.get("detail") or error
-    return str(words), str(error.get("param") or "")
+    return str(error.get("message") or error.get("detail") or error), str(error.get("param") or "")
 
 
 Job = TypeVar("Job")
@@ -272,8 +265,7 @@ class RequestQueue(Generic[Job]):
         """The jobs that no thread has taken; no thread takes another."""
         with self._changed:
             self._closed = True
-            left = list(self._waiting)
-            self._waiting.clear()
+            left, self._waiting = list(self._waiting), deque()
             self._changed.notify_all()
         return left
 
@@ -308,16 +300,4 @@ class RequestQueue(Generic[Job]):
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._gather:
                 self._changed.wait_for(lambda: len(self._waiting) >= self._batch or self._closed, self._gather)
-            count = min(self._batch, len(self._waiting))
-            return [self._waiting.popleft() for _ in range(count)]
-
-
-def _seconds(header: str | None) -> float:
-    """Of Retry-After: a number of seconds, or a date."""
-    with suppress(ValueError):
-        return max(0.0, float(header or 0))
-    with suppress(ValueError):
-        moment = parsedate_to_datetime(header or "")
-        moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
-        return max(0.0, moment.timestamp() - time.time())
-    return 0.0
+            return [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
