@@ -74,6 +74,5 @@ def other_names() -> tuple[dict[str, str], dict[str, str]]:
     """
     tables = parse(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
     elsewhere = {name: option for option, names in tables["names"].items() for name in names.split()}
-    return elsewhere, dict.fromkeys(tables["nowhere"].split(), "nothing here corresponds to it, remove it") | tables[
-        "instead"
-    ]
+    nowhere = dict.fromkeys(tables["nowhere"].split(), "nothing here corresponds to it, remove it")
+    return elsewhere, nowhere | tables["instead"]

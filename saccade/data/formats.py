@@ -151,9 +151,7 @@ def read_row(
     values = {role: value for role, (_, value) in fields.items()}
     if values["prompt"] is None and not format.candidates:
         raise RowError(f"no prompt in column {' or '.join(columns['prompt'])}")
-    pictures = [
-        picture for role, kind in MEDIA_ROLES.items() for picture in _pictures(row, values[role], fields[role][0], kind)
-    ]
+    pictures = [one for role, kind in MEDIA_ROLES.items() for one in _pictures(row, *fields[role], kind)]
     asked, candidates = _turns(values, format)
     turns = [*asked, *(turn for candidate in candidates for turn in candidate)]
     roles = [role for role in MEDIA_ROLES if any(name in row for name in columns[role])]
@@ -233,7 +231,7 @@ def _filled(value: Any) -> bool:
     return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
 
 
-def _pictures(row: Mapping[str, Any], value: Any, column: str, kind: str) -> list[Picture]:
+def _pictures(row: Mapping[str, Any], column: str, value: Any, kind: str) -> list[Picture]:
     other = {f"{kind}s": kind, kind: f"{kind}s"}.get(column, "")
     if _filled(value) and _filled(row.get(other)):
         raise RowError(f"columns '{kind}' and '{kind}s' are both filled; choose with data.keys.{kind}s={kind}s")

@@ -60,11 +60,9 @@ def load_model(
     model, info = auto.from_pretrained(
         family.path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **(options or {})
     )
-    problems = {
-        kind: sorted(map(str, info.get(f"{kind}_keys", ()))) for kind in ("missing", "unexpected", "mismatched")
-    }
-    problems["unexpected"] = [name for name in problems["unexpected"] if not name.startswith(family.spec.beside)]
-    if listed := "; ".join(f"{kind}: {', '.join(names[:5])}" for kind, names in problems.items() if names):
+    wrong = {kind: sorted(map(str, info.get(f"{kind}_keys", ()))) for kind in ("missing", "unexpected", "mismatched")}
+    wrong["unexpected"] = [name for name in wrong["unexpected"] if not name.startswith(family.spec.beside)]
+    if listed := "; ".join(f"{kind}: {', '.join(names[:5])}" for kind, names in wrong.items() if names):
         raise EnvironmentProblem(f"{family.path}: the weights do not fit the architecture ({listed})")
     attention.use_in(model)
     family.spec.prepare(model)

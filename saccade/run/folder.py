@@ -15,11 +15,12 @@ import json
 import os
 import platform
 import re
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from functools import cache
 from importlib import metadata
@@ -107,8 +108,7 @@ class RunFolder:
         for file in (self.metrics, self.log):
             file.touch()
         before = _read_manifest(self.path) if self.resumed else {}
-        functions = _function_files(options)
-        known = before.get("functions", {})
+        functions, known = _function_files(options), before.get("functions", {})
         self.changed = [f for f, digest in functions.items() if known.get(f, digest) != digest]
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         start = {"time": now, "command": manifest["command"], "argv": sys.argv, "pid": os.getpid()}
@@ -128,18 +128,13 @@ class RunFolder:
             write_whole(self.path / name, text)
 
     def _remove_if_nothing_happened(self) -> None:
-        """A start that was refused leaves no folder, so that the fixed command can be given again.
-
-        Only what `open` wrote is removed, by name; anything else keeps the folder.
+        """A start that was refused leaves no folder, so that the fixed command can be given again,
+        unless there is anything else in it than what `open` wrote.
         """
-        ours = (CHOSEN, CONFIG, MANIFEST, METRICS, LOG, LOCK)
         inside = {str(entry.relative_to(self.path)) for entry in self.path.rglob("*")}
-        if self.metrics.stat().st_size > 0 or inside - {*ours, TRAJECTORIES, CHECKPOINTS}:
-            return
-        for name in ours:
-            (self.path / name).unlink(missing_ok=True)
-        for folder in (self.trajectories, self.checkpoints, self.path):
-            folder.rmdir()
+        ours = {CHOSEN, CONFIG, MANIFEST, METRICS, LOG, LOCK, TRAJECTORIES, CHECKPOINTS}
+        if inside <= ours and not self.metrics.stat().st_size:
+            shutil.rmtree(self.path)
 
 
 # -- resume ----------------------------------------------------------------------------------------
@@ -187,9 +182,7 @@ def _manifest_changes(stored: Mapping[str, Any], manifest: Mapping[str, Any]) ->
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Options that are not the same in two trees, by their whole names."""
     old, new = dict(leaves(before)), dict(leaves(now))
-    return {
-        key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
-    }
+    return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -221,38 +214,20 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    _held.add(lock)
-    try:
-        _take(lock, path)
+    with open(path / LOCK, "ab+", buffering=0) as lock:
+        os.register_at_fork(after_in_child=lock.close)  # a worker that outlives us must not keep the folder locked
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock.fileno(), 100, 0).decode(errors="replace").strip() or "unknown"
+            hint = "wait for it, or choose another run.name=…"
+            raise ConfigError(f"{path} is in use by process {holder}; {hint}") from None
+        except OSError as error:
+            hint = "put run.out on a local disk"
+            raise EnvironmentProblem(f"{path} cannot be locked ({error.strerror}); {hint}") from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()} on {socket.gethostname()}\n".encode())
         yield
-    finally:
-        if lock in _held:  # not in a fork, which has closed it
-            _held.remove(lock)
-            os.close(lock)
-
-
-def _take(lock: int, path: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(lock, 100, 0).decode(errors="replace").strip() or "unknown"
-        raise ConfigError(f"{path} is in use by process {holder}; wait for it, or choose another run.name=…") from None
-    except OSError as error:
-        raise EnvironmentProblem(f"{path} cannot be locked ({error.strerror}); put run.out on a local disk") from None
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-
-def _forget_in_child() -> None:
-    """A forked worker that outlives us must not keep the folder locked."""
-    while _held:
-        with suppress(OSError):
-            os.close(_held.pop())
-
-
-_held: set[int] = set()
-os.register_at_fork(after_in_child=_forget_in_child)
 
 
 # -- facts for the manifest ------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Single values are checked here; what options mean together is `checks`, how they
 read is `config.py`. One file for each part of a run; `Config` puts them together.
 
     >>> dict(options())["train.lr"].description
-    'Peak learning rate; empty: 1e-6 (rl), 5e-6 (sft).'
+    'Peak learning rate; sft 5e-6, dpo 1e-5, reward-model 9e-6 (process 1e-6).'
 """
 
 # ruff: noqa: F403, F405 (whoever wants a section finds it here)
@@ -36,9 +36,7 @@ class Config(Section):
     train: TrainConfig = section(TrainConfig, "Batch arithmetic and optimizer.")
     sft: SftConfig = section(SftConfig, "Supervised fine-tuning only.", commands=("sft",))
     dpo: DpoConfig = section(DpoConfig, "Preference training only.", commands=("dpo",))
-    reward_model: RewardModelConfig = section(
-        RewardModelConfig, "`saccade reward-model` only.", commands=("reward-model",)
-    )
+    reward_model: RewardModelConfig = section(RewardModelConfig, "Reward models only.", commands=("reward-model",))
     val: ValConfig = section(ValConfig, "Validation during training, and eval.")
     eval: EvalConfig = section(EvalConfig, "What eval measures on besides data.val.", commands=("eval",))
     generate: GenerateConfig = section(GenerateConfig, "Batch inference only.", commands=("generate",))

@@ -27,27 +27,21 @@ GROUPS = When(
     "an advantage that compares the members of a group",
 )
 EXCLUDING = When("algorithm.exclude_status", "algorithm.exclude_status=[overturn]")
-WHITENABLE = When(
-    "algorithm.estimator.whiten is not None", "algorithm.advantage=reinforce_pp", "an advantage that may be whitened"
-)
+WHITENABLE = When("algorithm.estimator.whiten is not None", "algorithm.advantage=reinforce_pp", "advantages to whiten")
 WHITENED = When("algorithm.whiten", "algorithm.advantage=reinforce_pp algorithm.whiten=true", "whitened advantages")
 CLIPPING = When("algorithm.loss.reads('clip_low')", "algorithm.policy_loss=clip", "a policy loss that clips")
 DOMAINS = When("algorithm.estimator.observe", "algorithm.advantage=drpo", "an advantage that weighs domains")
 STEERED = When("algorithm.entropy_target > 0", "algorithm.entropy_target=0.2")
 TOP_ONLY = When("algorithm.entropy_top > 0", "algorithm.entropy_top=0.2")
-WEIGHING = When(
-    "any(c.weighs for c in algorithm.corrections)", "algorithm.correct=[tis.token]", "a correction that gives weights"
-)
-DROPPING = When(
-    "algorithm.entropy_top > 0 or algorithm.at_once", "algorithm.entropy_top=0.2", "a filter that drops tokens"
-)
+WEIGHING = When("any(c.weighs for c in algorithm.corrections)", "algorithm.correct=[tis.token]", "correction weights")
+DROPPING = When("algorithm.entropy_top > 0 or algorithm.at_once", "algorithm.entropy_top=0.2", "a filter of tokens")
 
 
 class KLConfig(Section):
     coef: float = option(0.0, "Weight of the KL to the reference; 0 loads no reference.", ge=0)
     kind: str | None = option(
         None,
-        "Estimator: k1 | abs | k2 | k3 | k1+ | k3+ | file.py:name; empty: k3 in the loss, k1 in the reward.",
+        "k1 | abs | k2 | k3 | k1+ | k3+ | file.py:name; empty: k3 in the loss, else k1.",
         path=True,
         when=REFERENCE,
     )
@@ -55,19 +49,11 @@ class KLConfig(Section):
     clamp: Literal["bounded", "zero"] | None = option(
         None, "Gradient of k3 where its value is clamped; empty: bounded.", when=(REFERENCE, CLAMPED)
     )
-    ratio_correct: bool = option(
-        False, "In the loss: multiply by the ratio, so that its gradient is that of the old policy.", when=KL_IN_LOSS
-    )
-    controller: Literal["fixed", "adaptive"] = option(
-        "fixed", "adaptive moves coef until the KL is at target.", when=REFERENCE
-    )
+    ratio_correct: bool = option(False, "In the loss: times the ratio, for the old policy's gradient.", when=KL_IN_LOSS)
+    controller: Literal["fixed", "adaptive"] = option("fixed", "adaptive: coef moves the KL to target.", when=REFERENCE)
     target: float = option(0.1, "KL per token that the adaptive coef aims at.", gt=0, when=(REFERENCE, ADAPTIVE))
-    horizon: float = option(
-        10_000, "Sequences over which the adaptive coef may double or halve, roughly.", gt=0, when=(REFERENCE, ADAPTIVE)
-    )
-    update: Literal["none", "copy", "ema"] = option(
-        "none", "What becomes of the reference: nothing, the policy, or a blend with it.", when=REFERENCE
-    )
+    horizon: float = option(10_000, "Sequences in which coef may double or halve.", gt=0, when=(REFERENCE, ADAPTIVE))
+    update: Literal["none", "copy", "ema"] = option("none", "Reference: fixed, the policy, or a blend.", when=REFERENCE)
     update_every: int = option(512, "Steps between two updates of the reference.", ge=1, when=(REFERENCE, MOVING))
     ema: float = option(0.6, "Share of the policy in each blend.", gt=0, le=1, when=(REFERENCE, BLENDED))
 
@@ -77,13 +63,9 @@ class FilterConfig(Section):
     low: float = option(0.01, "Keep a group when its mean outcome is above this.", when=DYNAMIC, allow_inf_nan=True)
     high: float = option(0.99, "Keep a group when its mean outcome is below this.", when=DYNAMIC, allow_inf_nan=True)
     max_rounds: int = option(10, "Generation rounds before giving up on refilling.", ge=1, when=DYNAMIC)
-    on_exhausted: Literal["train_partial", "skip", "stop"] = option(
-        "train_partial", "What then happens to the step.", when=DYNAMIC
-    )
+    on_exhausted: Literal["train_partial", "skip", "stop"] = option("train_partial", "What happens then.", when=DYNAMIC)
     keep_surplus: bool = option(False, "Carry kept groups that the step has no room for to the next one.", when=DYNAMIC)
-    function: str | None = option(
-        None, "file.py:name of your own: gets the scored groups, returns those to train on.", path=True
-    )
+    function: str | None = option(None, "file.py:name; takes the scored groups, returns those to train on.", path=True)
 
 
 class OverlongConfig(Section):
@@ -106,9 +88,7 @@ class CorrectionConfig(Section):
 class HotFirstTokenConfig(Section):
     temperature: float = option(0.0, "Temperature of an episode's first token; 0 turns it off.", ge=0)
     top_k: int = option(-1, "That token is one of the k likeliest; -1: any.", ge=-1, when=HOT)
-    first_token: Literal["is", "mask"] = option(
-        "is", "Train on that token with an importance weight, or not at all.", when=HOT
-    )
+    first_token: Literal["is", "mask"] = option("is", "Train it with an importance weight, or not.", when=HOT)
     cap: float = option(2.0, "Largest importance weight of that token.", gt=0, when=(HOT, TRAINED))
 
 
@@ -116,32 +96,24 @@ class CriticConfig(Section):
     lr: float = option(9e-6, "Learning rate of the critic; its schedule is train's.", gt=0, when=CRITIC)
     clip: float = option(0.2, "How far a value may move per step; 0: freely.", ge=0, when=CRITIC)
     warmup_steps: int = option(0, "First steps in which only the critic learns.", ge=0, when=CRITIC)
-    bootstrap_truncated: bool = option(
-        False, "Value a truncated response by the critic's estimate instead of 0 at its end.", when=CRITIC
-    )
+    bootstrap_truncated: bool = option(False, "A truncated response ends with the critic's value, not 0.", when=CRITIC)
     path: str | None = option(None, "Model folder of the critic; empty: that of the policy.", path=True, when=CRITIC)
 
 
 class AlgorithmConfig(Section):
     preset: tuple[str, ...] = option(
-        ("grpo",),
-        "A preset and add-ons, as in [dapo, tis]; `saccade algorithms` lists both. What follows "
-        "overrides what it sets.",
+        ("grpo",), "A preset and add-ons, as in [dapo, tis]; `saccade algorithms` lists both; options override them."
     )
     advantage: str = option("grpo", "Estimator, or file.py:name.", path=True)
     policy_loss: str = option("clip", "Surrogate, or file.py:name.", path=True)
     aggregation: str = option("token_mean", "How token losses become one number, or file.py:name.", path=True)
     args: dict[str, Any] = option(
-        {},
-        "Options of the chosen advantage, policy_loss, aggregation, kl.kind and correct by "
-        "parameter name, such as {lam: 1}; docs/algorithms.md lists those of each function.",
+        {}, "Options of the chosen functions by parameter name, such as {lam: 1}; docs/algorithms.md lists them."
     )
     # advantages; empty where the function has the default
     std_eps: float | None = option(None, "Added to a standard deviation that divides; empty: the advantage's.", ge=0)
     gamma: float | None = option(None, "Discount per sampled token; empty: the advantage's.", gt=0, le=1)
-    whiten: bool | None = option(
-        None, "Whiten advantages over the tokens of the step; empty: as the advantage has it.", when=WHITENABLE
-    )
+    whiten: bool | None = option(None, "Whiten over the step's tokens; empty: as the advantage does.", when=WHITENABLE)
     whiten_std: bool = option(True, "Whitening divides by the deviation, too.", when=WHITENED)
     adv_clip: float = option(0.0, "Symmetric limit of advantages; 0: none.", ge=0)
     reward_range: tuple[float, float] = option((0.0, 1.0), "drpo: lowest and highest possible outcome.", when=DOMAINS)
@@ -149,40 +121,28 @@ class AlgorithmConfig(Section):
     clip: float | None = option(None, "Both clip widths of the ratio; empty: each has its own.", ge=0, when=CLIPPING)
     clip_low: float | None = option(None, "Lower clip width of the ratio; empty: the policy loss's.", ge=0)
     clip_high: float | None = option(None, "Upper clip width of the ratio; empty: the policy loss's.", ge=0)
-    dual_clip: float | None = option(
-        None, "Bound (above 1) on the loss of negative advantages; 0: none; empty: the policy loss's.", ge=0
-    )
-    delta: float | None = option(
-        None, "Upper bound (above 1) of the free ratio; 0: none; empty: the policy loss's.", ge=0
-    )
+    dual_clip: float | None = option(None, "Bound (above 1) for negative advantages; 0: none; empty: the loss's.", ge=0)
+    delta: float | None = option(None, "Upper bound (above 1) of the free ratio; 0: none; empty: the loss's.", ge=0)
     # entropy
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", ge=0)
-    entropy_target: float = option(
-        0.0, "Entropy that the bonus is steered to, a step at a time; 0: a fixed bonus.", ge=0
-    )
+    entropy_target: float = option(0.0, "Entropy that the bonus is steered to; 0: a fixed bonus.", ge=0)
     entropy_step: float = option(1e-3, "Change of entropy_coef per step.", gt=0, when=STEERED)
     entropy_range: tuple[float, float] = option((0.0, 0.05), "Limits of a steered entropy_coef.", when=STEERED)
-    entropy_top: float = option(
-        0.0, "Policy loss only on this share of tokens, those of highest entropy; 0: on all.", ge=0, lt=1
-    )
+    entropy_top: float = option(0.0, "Share of tokens, of highest entropy, in the policy loss; 0: all.", ge=0, lt=1)
     entropy_scope: Literal["step", "sequence"] = option("step", "Where entropy_top takes its share.", when=TOP_ONLY)
     # off-policy
     old: Literal["auto", "recompute", "rollout", "detach"] = option(
         "auto", "Old log-probs; auto: detached current ones when strictly on-policy, else recomputed."
     )
-    correct: tuple[CorrectionConfig, ...] = option(
-        (), "Corrections for the engine/trainer log-prob mismatch (name or list)."
-    )
+    correct: tuple[CorrectionConfig, ...] = option((), "Corrections of the engine/trainer log-prob gap (name or list).")
     self_normalise: bool = option(False, "Correction weights average to 1.", when=WEIGHING)
     denominator: Literal["original", "kept"] = option(
-        "original", "Divide the policy loss by all live tokens, or by those that filters kept.", when=DROPPING
+        "original", "Divide by all live tokens or by kept ones.", when=DROPPING
     )
     # who takes part
     drop_constant: bool = option(False, "Leave members of constant groups out of the update.", when=GROUPS)
     exclude_status: tuple[str, ...] = option((), "Also exclude these: truncated, overturn, void.")
-    excluded_in_baseline: bool = option(
-        False, "Keep members excluded by status in the group baseline.", when=(GROUPS, EXCLUDING)
-    )
+    excluded_in_baseline: bool = option(False, "Excluded members stay in the baseline.", when=(GROUPS, EXCLUDING))
     kl: KLConfig = section(KLConfig, "Distance to the reference model.")
     filter: FilterConfig = section(FilterConfig, "Dynamic sampling.")
     overlong: OverlongConfig = section(OverlongConfig, "Soft penalty before the length limit.")

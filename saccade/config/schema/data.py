@@ -19,9 +19,7 @@ class DataSource(Section):
     offset: int = option(0, "Rows to leave out at the beginning; max_samples counts from there.", ge=0)
     max_samples: int | None = option(None, "Use only the first rows.", ge=1)
     image_dir: str | None = option(None, "Folder that relative media paths start from; empty: the file's.", path=True)
-    mapping: str | None = option(
-        None, "Mapping of this set's preference rows; empty: data.mapping; none: no mapping.", path=True
-    )
+    mapping: str | None = option(None, "Mapping of this set's rows; empty: data.mapping; none: no mapping.", path=True)
 
 
 class DataConfig(Section):
@@ -39,16 +37,10 @@ class DataConfig(Section):
         "auto",
         "Of rows: auto | messages | r1v | easyr1 | minio3 | lightrft | qa | sharegpt | pairs | sides | labels | steps.",
     )
-    mapping: str | None = option(
-        None, "How preference rows of another layout are read: hpdv3 and others, or file.py:function.", path=True
-    )
-    pair_view: Literal["apart", "verdict"] = option(
-        "apart", "Two candidates: apart keeps them, verdict asks in one prompt for the better one."
-    )
+    mapping: str | None = option(None, "Reader of other preference layouts: hpdv3 … or file.py:function.", path=True)
+    pair_view: Literal["apart", "verdict"] = option("apart", "verdict: one prompt with both asks for the better one.")
     pair_order_seed: int = option(0, "Draws for each compared pair which candidate is shown first; stored in the row.")
-    placeholder: Literal["strict", "prepend"] = option(
-        "prepend", "Media but no <image> in the text: prepend puts them first, strict refuses the row."
-    )
+    placeholder: Literal["strict", "prepend"] = option("prepend", "Rows without <image>: refuse, or put media first.")
     min_pixels: int = option(3136, "Images below are scaled up.", ge=1)
     max_pixels: int = option(1_003_520, "Images above are scaled down.", ge=1)
     max_images: int = option(64, "Most images and other media in one prompt; rows with more are bad rows.", ge=0)
@@ -56,9 +48,7 @@ class DataConfig(Section):
     min_frames: int = option(4, "Fewest frames of a video, where it has as many.", ge=2)
     max_frames: int = option(768, "Most frames of a video; their number is always even.", ge=2)
     max_frame_pixels: int = option(602_112, "Frames of videos above are scaled down.", ge=1)
-    long_audio: Literal["truncate", "reject"] = option(
-        "truncate", "Sound over 30 seconds: keep the first 30, or a bad row."
-    )
+    long_audio: Literal["truncate", "reject"] = option("truncate", "Sound over 30 seconds: the first 30, or a bad row.")
     max_series: int = option(10_000, "Most samples of each lead of a time series.", ge=1)
     long_series: Literal["reject", "truncate"] = option("reject", "A longer series: a bad row, or keep its beginning.")
     max_prompt_tokens: int = option(4096, "Longest prompt, media tokens included.", ge=1, commands=ANSWERING)
@@ -70,9 +60,7 @@ class DataConfig(Section):
     on_bad_row: Literal["quarantine", "error"] = option("quarantine", "Set bad rows aside with a reason, or stop.")
     max_bad_fraction: float = option(0.01, "Stop when more rows than this are bad.", ge=0, le=1)
     order: str = option("shuffle", "shuffle | sequential | length | column:NAME.")
-    mixing: Literal["all_exhausted", "first_exhausted"] = option(
-        "all_exhausted", "When a weighted mixture ends.", when=WEIGHTED
-    )
+    mixing: Literal["all_exhausted", "first_exhausted"] = option("all_exhausted", "When a mixture ends.", when=WEIGHTED)
     max_samples: int | None = option(None, "Use only the first rows of the whole mixture.", ge=1)
     allow_network: bool = option(False, "Fetch http(s) images and hub data sets.")
     allow_outside: Literal["absolute"] | bool = option(
@@ -94,9 +82,7 @@ class PromptConfig(Section):
     instruction: str | None = option(None, "Replaces the format's instruction; an empty string adds none.")
     position: Literal["before", "after"] = option("after", "Where the instruction stands in the first user message.")
     system: str | None = option(None, "System message: text, or a file that holds it.")
-    template: str | None = option(
-        None, "Jinja file around the question: content, choices, row, instruction.", path=True
-    )
+    template: str | None = option(None, "Jinja file of the question: content, choices, row, instruction.", path=True)
     chat_template: str | None = option(None, "Jinja file that replaces the model's chat template.", path=True)
     permute_choices: bool = option(
         False,

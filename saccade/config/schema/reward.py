@@ -9,9 +9,7 @@ from saccade.config.schema.section import Section, entries, mapping, option
 
 
 class RewardTerm(Section):
-    verifier: str = option(
-        ..., "Built-in verifier (math, choice, judge, model, format:boxed …) or file.py:name.", path=True
-    )
+    verifier: str = option(..., "Verifier (math, choice, judge, model, format:boxed …) or file.py:name.", path=True)
     name: str | None = option(None, "Name in metrics; empty: the verifier's.")
     weight: float = option(1.0, "Factor in the sum.")
     args: dict[str, Any] = option({}, "Arguments of the verifier.")
@@ -24,9 +22,7 @@ class JudgeConfig(HttpConfig):
     deadline: float = option(600.0, "Seconds that an answer waits while the judge gives no sign of life.", gt=0)
     max_tokens: int = option(1024, "Longest reply of the judge.", ge=1)
     scale: int = option(1, "Best score that the judge can give; rewards are score / scale.", ge=1)
-    template: str | None = option(
-        None, "Jinja file for the question: question, references, prediction, scale.", path=True
-    )
+    template: str | None = option(None, "Jinja file with question, references, prediction, scale.", path=True)
     send_images: bool = option(False, "Show the judge the pictures of the question, too.")
     on_failure: Literal["error", "abstain", "rule", "drop_group"] = option(
         "error", "No verdict: an error, an abstention, what a hybrid's rule said, or an error of the group."
@@ -67,9 +63,7 @@ class RewardConfig(Section):
         "geo3k | gsm8k | medical_safe | hybrid_mc | minio3.",
     )
     combine: str = option("weighted_sum", "weighted_sum | product | min | gate(TERM): the sum where that is positive.")
-    accuracy_term: str | None = option(
-        None, "Term that counts as accuracy; empty: the first that is no format or shaping."
-    )
+    accuracy_term: str | None = option(None, "Term that counts as accuracy; empty: the first but format and shaping.")
     by_source: dict[str, Any] = option({}, "Terms or preset name per data_source, 'default' for the rest.")
     running_norm: Literal["off", "std", "mean_std"] = option(
         "off", "Divide by the running deviation of all rewards so far; mean_std: minus their mean."

@@ -44,9 +44,7 @@ class RolloutConfig(Section):
     temperature: float = option(1.0, "Sampling temperature; the trainer scores at the same one.", gt=0)
     top_p: float = option(1.0, "Nucleus sampling; below 1 the kept ids are replayed in training.", gt=0, le=1)
     top_k: int = option(-1, "Keep only the k likeliest tokens; -1 keeps all. Replayed in training.", ge=-1)
-    truncated_sampling: Literal["refuse", "replay"] = option(
-        "refuse", "top_p or top_k in training: refuse, or replay the kept ids."
-    )
+    truncated_sampling: Literal["refuse", "replay"] = option("refuse", "top_p, top_k in training: refuse or replay.")
     max_tokens: int = option(2048, "Longest response (of one turn).", ge=1)
     stop: tuple[str, ...] = option((), "Strings that end a response; they stay in it.")
     ignore_eos: bool = option(False, "Go on past the end-of-turn token (for benchmarks).")
@@ -65,9 +63,7 @@ LIMITS = {  # of one episode that are counted, and the least value of each
 
 class EnvConfig(Section):
     name: str = option(
-        "single_turn",
-        "single_turn | crop | calculator | tools | sokoban_step | file.py:Class (reset, step, close).",
-        path=True,
+        "single_turn", "single_turn | crop | calculator | tools | sokoban_step | file.py:Class.", path=True
     )
     args: dict[str, Any] = option({}, "Arguments of your own environment's class.")
     tools: tuple[str, ...] = option((), "Your functions, file.py:name, beside built-in tools.", path=True)
@@ -87,9 +83,7 @@ class EnvConfig(Section):
     max_images: int = option(64, "Images of one episode, prompt included; 12 unless set with tools.", ge=0)
     max_turn_tokens: int | None = option(None, "Longest turn; empty: that of rollout (val in evaluation).", ge=1)
     max_total_tokens: int = option(32_768, "Prompt, policy and observation tokens of one episode.", ge=1)
-    min_turn_tokens: int = option(
-        2000, "Left for the next turn by an observation; unless set at most max_total_tokens / 16.", ge=1
-    )
+    min_turn_tokens: int = option(2000, "Left for the next turn; unless set at most max_total_tokens / 16.", ge=1)
     max_tool_errors: int | None = option(None, "Failed calls before an episode ends; empty: any number.", ge=0)
     timeout: float = option(600.0, "Seconds that the environment of one episode may take in all.", gt=0)
     step_timeout: float = option(60.0, "Seconds for one step of your own environment; then its process is ended.", gt=0)

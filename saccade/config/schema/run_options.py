@@ -16,9 +16,7 @@ class RunConfig(Section):
     max_hours: float | None = option(None, "Stop cleanly, with a checkpoint, after this many hours.", gt=0)
     device: Literal["auto", "cpu", "cuda"] = option("auto", "Where the model lives; auto: a GPU if there is one.")
     gpu_memory_gib: float | None = option(None, "GiB of the GPU for this process; empty: all that is free.", gt=0)
-    overcommit: bool = option(
-        False, "Start although the estimate exceeds the GPU's free memory by far.", commands=("rl",)
-    )
+    overcommit: bool = option(False, "Start although the estimate exceeds free GPU memory by far.", commands=("rl",))
     trace: bool = option(False, "Write a profiler trace of the third step (or the last, if there are fewer).")
 
     @field_validator("name")
@@ -38,17 +36,13 @@ class LoraConfig(Section):
     rank: int = option(64, "Rank of the adapters.", ge=1, when=ADAPTERS)
     alpha: int = option(16, "Adapters are scaled by alpha / rank.", ge=1, when=ADAPTERS)
     dropout: float = option(0.0, "Dropout before the adapters; sft and dpo only.", ge=0, lt=1, when=ADAPTERS)
-    targets: str = option(
-        "all-linear", "Layers with adapters: all-linear (language model), or PATTERNS as in model.train.", when=ADAPTERS
-    )
+    targets: str = option("all-linear", "all-linear (language model), or PATTERNS as in model.train.", when=ADAPTERS)
     exclude: str = option("", "PATTERNS of layers among them that get none.", when=ADAPTERS)
     vision: bool = option(False, "all-linear means vision tower and projector, too.", when=(ADAPTERS, ALL_LINEAR))
 
 
 class SeriesConfig(Section):
-    encoder: str | None = option(
-        None, "patches, or FILE.py:FUNCTION that makes a module; empty: what model.path holds.", path=True
-    )
+    encoder: str | None = option(None, "patches, or FILE.py:FUNCTION; empty: what model.path holds.", path=True)
     channels: int = option(8, "Leads of every series.", ge=1)
     patch: int = option(50, "patches: samples that all leads show in one token.", ge=1)
     width: int = option(256, "patches: numbers of a token inside the encoder.", ge=2, multiple_of=2)
@@ -65,9 +59,7 @@ class ModelConfig(Section):
     )
     lora: LoraConfig = section(LoraConfig, "Adapters, with train=lora or qlora.")
     series: SeriesConfig = mapping(SeriesConfig, "An encoder for time series beside the model.")
-    checkpointing: Literal["auto", "on", "off"] = option(
-        "auto", "Recompute activations in backward; auto: in as few layers as a GPU's memory allows."
-    )
+    checkpointing: Literal["auto", "on", "off"] = option("auto", "Recompute activations; auto: as few layers as fit.")
     trust_remote_code: bool = option(False, "Run Python code shipped inside the model folder.")
 
 
@@ -75,9 +67,7 @@ class SaveConfig(Section):
     every: int = option(50, "Checkpoint every N steps; 0: only at the end.", ge=0)
     keep: int = option(3, "Newest checkpoints to keep, the best one beside them.", ge=1)
     background: bool = option(True, "Copy the state to main memory and write it while training goes on, if it fits.")
-    best_metric: str | None = option(
-        None, "Metric of the best checkpoint, such as val/SET/accuracy; empty: that or score of the first set."
-    )
+    best_metric: str | None = option(None, "Metric of the best checkpoint; empty: accuracy or score of the first set.")
 
 
 class TrackConfig(Section):

@@ -28,38 +28,26 @@ SELECTING = When("generate.select not in ('all', 'correct')", "generate.select=t
 class TrainConfig(Section):
     prompts_per_step: int = option(128, "Prompts (rl) or rows (sft, dpo, reward-model) of one step.", ge=1)
     samples_per_prompt: int = option(8, "Rollouts of each prompt; presets may differ.", ge=1, commands=("rl",))
-    updates_per_step: int = option(
-        1, "Optimizer steps per step, on whole groups; presets differ.", ge=1, commands=("rl",)
-    )
+    updates_per_step: int = option(1, "Optimizer steps per step, of whole groups; see presets.", ge=1, commands=("rl",))
     epochs_per_batch: int = option(1, "Passes over the samples of a step.", ge=1, commands=("rl",))
     epochs: float = option(1.0, "Passes over the data when run.max_steps is empty; sft: 2 unless set.", gt=0)
     micro_tokens: int = option(16_384, "Tokens of one forward and backward, media tokens included.", ge=1)
-    lr: float = option(
-        1e-6, "Peak learning rate; sft 5e-6, dpo 1e-5, reward-model 9e-6 (process 1e-6) unless set.", gt=0
-    )
-    lr_scale: dict[str, float] = option(
-        {}, "Of lr by tower: vision, projector, llm, audio, series.", when=TRAINED_TOWERS
-    )
+    lr: float = option(1e-6, "Peak learning rate; sft 5e-6, dpo 1e-5, reward-model 9e-6 (process 1e-6).", gt=0)
+    lr_scale: dict[str, float] = option({}, "Scale of vision, projector, llm, audio, series.", when=TRAINED_TOWERS)
     schedule: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = option(
         "constant", "Shape of the learning rate; but for rl cosine_with_min_lr unless set."
     )
     warmup: float = option(0.0, "Warm-up steps, or a share of all steps when below 1; not rl: 0.03 unless set.", ge=0)
     min_lr: float = option(0.0, "Floor as a share of lr; 0: of cosine_with_min_lr 0.1.", ge=0, le=1, when=DECAYING)
-    optimizer: Literal["adamw", "adamw_bf16"] = option(
-        "adamw", "adamw keeps fp32 masters; adamw_bf16 updates bf16 weights with Kahan compensation."
-    )
+    optimizer: Literal["adamw", "adamw_bf16"] = option("adamw", "adamw_bf16: bf16 weights with Kahan compensation.")
     betas: tuple[float, float] = option((0.9, 0.95), "Moments of AdamW.")
     eps: float = option(1e-8, "Added to the root of the second moment.", gt=0)
     weight_decay: float = option(0.01, "Decay of matrices; biases and norms have none.", ge=0)
     grad_norm: float = option(1.0, "Largest global gradient norm.", gt=0)
     on_nonfinite: Literal["skip", "stop"] = option("skip", "A non-finite loss or gradient: skip the update, or stop.")
     max_bad_updates: int = option(3, "Stop after this many skipped updates in a row.", ge=1)
-    sft_coef: float = option(
-        0.0, "Weight of the loss on data.demonstrations, a row per prompt.", ge=0, commands=("rl",)
-    )
-    aux_coef: float = option(
-        0.0, "Weight of the loss that balances experts; the only one that depends on packing.", ge=0
-    )
+    sft_coef: float = option(0.0, "Weight of the loss on data.demonstrations, one per prompt.", ge=0, commands=("rl",))
+    aux_coef: float = option(0.0, "Weight of the loss that balances experts; it depends on packing.", ge=0)
     ema: float = option(0.0, "Decay of an average of weights in state/ema, such as 0.992; 0: none.", ge=0, lt=1)
 
     @field_validator("lr_scale")
@@ -71,18 +59,12 @@ class TrainConfig(Section):
 
 
 class SftConfig(Section):
-    mode: Literal["chat", "pretrain"] = option(
-        "chat", "chat: conversations; pretrain: documents of a text column, every token of them trained."
-    )
-    loss_on: Literal["assistant", "last_turn", "all"] = option(
-        "assistant", "Trained tokens of a conversation.", when=CHAT
-    )
+    mode: Literal["chat", "pretrain"] = option("chat", "chat: conversations; pretrain: all tokens of a text column.")
+    loss_on: Literal["assistant", "last_turn", "all"] = option("assistant", "Trained tokens of a chat.", when=CHAT)
     max_tokens: int = option(2048, "Longest row; others follow data.overlong, documents are cut into pieces.", ge=1)
     teacher: str | None = option(None, "Folder of a teacher whose distribution is learned, too.", path=True)
     kd_coef: float = option(0.4, "Share of the teacher's term in the loss.", ge=0, le=1, when=TEACHER)
-    reward_tag: str | None = option(
-        None, "Text with {reward} after the question, from that of the row; val asks for the best.", when=CHAT
-    )
+    reward_tag: str | None = option(None, "Text with {reward} after the question; val asks for the best.", when=CHAT)
 
 
 class DpoConfig(Section):
@@ -90,13 +72,9 @@ class DpoConfig(Section):
         option("dpo", "Loss on pairs or, kto, on responses that were labelled one by one.")
     )
     beta: float | None = option(None, "Scale of the log-ratios; empty: 0.1, simpo 2, kto 0.01.", gt=0)
-    args: dict[str, Any] = option(
-        {}, "label_smoothing (cdpo, robust), gamma (simpo), desirable_weight and undesirable_weight (kto)."
-    )
+    args: dict[str, Any] = option({}, "label_smoothing (cdpo, robust), gamma (simpo), (un)desirable_weight (kto).")
     nll_coef: float = option(0.0, "Weight of the mean -log p of the tokens of chosen.", ge=0)
-    reference: Literal["precompute", "compute"] = option(
-        "precompute", "Score all rows with the start model once, before it is freed; or keep it and score every step."
-    )
+    reference: Literal["precompute", "compute"] = option("precompute", "Score rows once at the start, or every step.")
     max_tokens: int | None = option(None, "Longest row; others follow data.overlong; empty: 512, kto 2048.", ge=1)
 
 
@@ -104,35 +82,20 @@ class RewardModelConfig(Section):
     kind: Literal["scalar", "process"] = option(
         "scalar", "scalar: pairs; process: labelled steps. Verdicts in words: sft with data.pair_view=verdict."
     )
-    loss: Literal["bt", "logexp", "hps"] = option(
-        "bt", "scalar: Bradley-Terry with a margin, without one, or with a learned scale.", when=SCALAR
-    )
-    margin: float | None = option(
-        None, "bt: lead where a row has no margin; empty: 0.1.", ge=0, when=(SCALAR, BRADLEY_TERRY)
-    )
+    loss: Literal["bt", "logexp", "hps"] = option("bt", "bt: with a margin; hps: with a learned scale.", when=SCALAR)
+    margin: float | None = option(None, "Margin of rows without one; empty: 0.1.", ge=0, when=(SCALAR, BRADLEY_TERRY))
     heads: dict[str, float] = option(
-        {"preference": 1.0},
-        "scalar: named scores and their weights in the loss, also a list of names. "
-        "Rows label them in `labels`; chosen and rejected alone label `preference`.",
-        when=SCALAR,
+        {"preference": 1.0}, "scalar: named scores and their weights; rows label them in `labels`.", when=SCALAR
     )
-    pooling: Literal["last", "mean", "attention"] = option(
-        "last", "scalar: what is scored: the last token, or an average over the response.", when=SCALAR
-    )
-    pooling_heads: int | None = option(
-        None, "attention: parts with weights of their own; empty: 4.", ge=1, when=(SCALAR, ATTENTION)
-    )
+    pooling: Literal["last", "mean", "attention"] = option("last", "scalar: what the head reads.", when=SCALAR)
+    pooling_heads: int | None = option(None, "attention: number of heads; empty: 4.", ge=1, when=(SCALAR, ATTENTION))
     probe_layer: int = option(-1, "scalar: block that is scored, -1 the last; those above are left out.", when=SCALAR)
-    head: Literal["linear", "mlp"] = option(
-        "linear", "scalar: what makes the scores; mlp: linear, RMSNorm, SiLU, linear.", when=SCALAR
-    )
+    head: Literal["linear", "mlp"] = option("linear", "scalar: mlp is linear, RMSNorm, SiLU, linear.", when=SCALAR)
     bounded: bool | None = option(None, "scalar: scores are sigmoids, between 0 and 1; empty: false.", when=SCALAR)
     center_coef: float = option(0.0, "scalar: weight of (sum of both scores)^2.", ge=0, when=SCALAR)
     tie_coef: float = option(0.01, "scalar: weight of |difference| where a pair is a tie.", ge=0, when=SCALAR)
     placeholder: str = option("ки", "process: what stands behind every step of a row.", when=PROCESS)
-    tokens: tuple[str, ...] = option(
-        ("+", "-"), "process: labels, the best first; a number is the probability of the first.", when=PROCESS
-    )
+    tokens: tuple[str, ...] = option(("+", "-"), "process: labels, best first; a number is P(first).", when=PROCESS)
     max_tokens: int | None = option(None, "Longest row; others follow data.overlong; empty: 512, process 2048.", ge=1)
 
     @field_validator("heads", mode="before")
@@ -150,9 +113,7 @@ class ValConfig(Section):
     top_p: float = option(1.0, "Nucleus of validation sampling.", gt=0, le=1, commands=ANSWERING)
     max_tokens: int = option(2048, "Longest response; rollout.max_tokens unless set.", ge=1, commands=ANSWERING)
     turns: tuple[int, ...] = option(
-        (),
-        "Limits to report accuracy under, such as [1,2,4]; the largest replaces env.eval.max_turns.",
-        commands=ANSWERING,
+        (), "Limits to report accuracy under, [1,2,4]; the largest replaces env.eval.max_turns.", commands=ANSWERING
     )
     log_generations: int = option(16, "Stored responses of each set, with pictures.", ge=0, commands=ANSWERING)
 
@@ -164,16 +125,12 @@ class ValConfig(Section):
 
 
 class EvalConfig(Section):
-    suites: tuple[str, ...] = option(
-        (), "vstar | visualprobe_easy | visualprobe_medium | visualprobe_hard | hrbench4k | hrbench8k."
-    )
+    suites: tuple[str, ...] = option((), "vstar | visualprobe_easy, _medium, _hard | hrbench4k | hrbench8k.")
     folder: str = option("data", "Folder that holds them, each as it is downloaded.", path=True)
 
 
 class GenerateConfig(Section):
-    output: str = option(
-        "generations.jsonl", "File of responses in the run folder; rows there are skipped unless they changed."
-    )
+    output: str = option("generations.jsonl", "File of responses in the run folder; unchanged rows are skipped.")
     n: int = option(1, "Responses per prompt.", ge=1)
     select: Literal["all", "correct", "best", "best_worst", "threshold"] = option(
         "all",

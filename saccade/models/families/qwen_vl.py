@@ -32,40 +32,82 @@ Clock = Callable[[np.ndarray, float], np.ndarray]  # (layers, frames per second)
 
 
 def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
-    vision = config["vision_config"]
-    patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
-    frames, unit = int(vision.get("temporal_patch_size", 2)), patch * merge
-    newer = "fullatt_block_indexes" in vision  # Qwen2.5-VL: windows, and positions by the clock
-    pace = frames * vision.get("tokens_per_second", 4)
-    table = vision.get("num_position_embeddings")  # Qwen3-VL: learned places of a square
-    mean, std = tuple(processor.get("image_mean", CLIP_MEAN)), tuple(processor.get("image_std", CLIP_STD))
+    tower = Tower(config["vision_config"], processor)
+    area = tower.unit**2
+    return {
+        "axes": 3,
+        "measure": tower.measure,
+        "positions": partial(positions, merge=tower.merge, clock=tower.clock if tower.newer else None),
+        "picture": tower.picture,
+        "untouched": lambda tokens, most: _edges(area, min(tokens * area, most)),
+        "cache": lambda media: tower.kept,
+        # Older versions of transformers have the last two.
+        "budget": lambda low, high: {"size": _edges(low, high), "min_pixels": low, "max_pixels": high},
+        "media": tower.host_media,
+        "features": tower.features,
+        "vision": tower.arguments,
+        "unit": tower.unit,
+    }
 
-    def measure(media: Media) -> tuple[tuple[int, int, int], int]:
+
+def _edges(least: int, most: int) -> dict[str, int]:
+    return {"shortest_edge": least, "longest_edge": most}
+
+
+class Tower:
+    """How the vision tower of one model reads pictures, and the patches that were made for it."""
+
+    def __init__(self, vision: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
+        self.patch, self.merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
+        self.frames, self.unit = int(vision.get("temporal_patch_size", 2)), self.patch * self.merge
+        self.newer = "fullatt_block_indexes" in vision  # Qwen2.5-VL: windows, and positions by the clock
+        self.window, self.pace = vision.get("window_size", 112), self.frames * vision.get("tokens_per_second", 4)
+        self.table = vision.get("num_position_embeddings")  # Qwen3-VL: learned places of a square
+        self.mean, self.std = tuple(processor.get("image_mean", CLIP_MEAN)), tuple(processor.get("image_std", CLIP_STD))
+        self.kept = ImageCache(CACHE_BYTES, make=self.patches, key=lambda media: media.key)
+
+    def measure(self, media: Media) -> tuple[tuple[int, int, int], int]:
         """Grid and placeholder count from the header alone."""
         budget = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
-        height, width = resized_size(media.width, media.height, unit=unit, **budget)
-        layers = max(1, len(media.frames) // frames)
-        return (layers, height // patch, width // patch), layers * height * width // unit**2
+        height, width = resized_size(media.width, media.height, unit=self.unit, **budget)
+        layers = max(1, len(media.frames) // self.frames)
+        return (layers, height // self.patch, width // self.patch), layers * height * width // self.unit**2
 
-    def picture(media: Media) -> np.ndarray:
+    def picture(self, media: Media) -> np.ndarray:
         """[rows · P, columns · P, 3] uint8; of a video one for each frame."""
-        _, rows, columns = measure(media)[0]
-        resize = partial(resized, size=(columns * patch, rows * patch))
+        _, rows, columns = self.measure(media)[0]
+        resize = partial(resized, size=(columns * self.patch, rows * self.patch))
         return KINDS["video"].decode(media, resize) if media.kind == "video" else resize(DECODED.get(media))
 
-    def by_the_clock(layers: np.ndarray, fps: float) -> np.ndarray:
-        return layers.astype(np.float32) * np.float32(pace / fps)  # in the precision of transformers
+    def patches(self, media: Media) -> np.ndarray:
+        """[N, 3, F, P, P] uint8 in the order of the tower: layers, in them merge blocks row by row,
+        patches row by row inside a block.
+        """
+        pixels, side, merge = self.picture(media), self.patch, self.merge
+        film = pixels[None, None] if pixels.ndim == 3 else pixels.reshape(-1, self.frames, *pixels.shape[1:])
+        layers, inside, rows, columns = *film.shape[:2], film.shape[2] // side, film.shape[3] // side
+        blocks = film.reshape(layers, inside, rows // merge, merge, side, columns // merge, merge, side, 3)
+        ordered = np.ascontiguousarray(blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7))
+        return ordered.reshape(-1, 3, inside, side, side)
 
-    kept = ImageCache(
-        CACHE_BYTES, make=lambda media: patches(picture(media), patch, merge, frames), key=lambda media: media.key
-    )
+    def all_patches(self, spans: Sequence[MediaSpan]) -> Tensor:
+        """[N, 3, F, P, P]. Images beside a video are repeated here, else on the device."""
+        import torch
 
-    def pixels(flat: Tensor, dtype: torch.dtype) -> Tensor:
+        made = self.kept.get_all([span.media for span in spans])
+        inside = max(each.shape[2] for each in made)
+        same = [np.broadcast_to(each, (*each.shape[:2], inside, *each.shape[3:])) for each in made]
+        return torch.from_numpy(np.concatenate(same))
+
+    def clock(self, layers: np.ndarray, fps: float) -> np.ndarray:
+        return layers.astype(np.float32) * np.float32(self.pace / fps)  # in the precision of transformers
+
+    def pixels(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
         """[N, 3, F, P, P] bytes → [N, 3·frames·P·P] normalised."""
-        values = normalised(flat, mean, std).expand(-1, -1, frames, -1, -1)
+        values = normalised(flat, self.mean, self.std).expand(-1, -1, self.frames, -1, -1)
         return values.reshape(len(flat), -1).to(dtype)
 
-    def host_media(spans: Sequence[MediaSpan]) -> Mapping[str, Any]:
+    def host_media(self, spans: Sequence[MediaSpan]) -> Mapping[str, Any]:
         """Patches, and what the tower would otherwise read back from the device to find its windows
         and segments: tensors on the host, and numbers.
         """
@@ -75,25 +117,25 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
         grids = torch.tensor([span.grid for span in spans])
         segments = vision_utils.get_vision_cu_seqlens(grids)
         made = {
-            "patches": _all_patches(spans, kept),
+            "patches": self.all_patches(spans),
             "grid_thw": grids,
-            "position_ids": vision_utils.get_vision_position_ids(grids, merge),
+            "position_ids": vision_utils.get_vision_position_ids(grids, self.merge),
             "cu_seqlens": segments,
             "max_seqlen": int(segments.diff().max()),
         }
-        if newer:
-            sizes = {"spatial_merge_size": merge, "window_size": vision.get("window_size", 112), "patch_size": patch}
+        if self.newer:
+            sizes = {"spatial_merge_size": self.merge, "window_size": self.window, "patch_size": self.patch}
             order, windows = vision_utils.get_vision_window_index(grids, **sizes)
             longest = int(windows.diff().max())
             made |= {"window_index": order, "cu_window_seqlens": windows, "max_window_seqlen": longest}
-        if table:
+        if self.table:
             places, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-                grids, num_grid_per_side=int(table**0.5), align_corners=True, spatial_merge_size=merge
+                grids, num_grid_per_side=int(self.table**0.5), align_corners=True, spatial_merge_size=self.merge
             )
             made |= {"interp_indices": places, "interp_weights": weights}
         return made
 
-    def features(model: Any, media: Mapping[str, Any]) -> Tensor:
+    def features(self, model: Any, media: Mapping[str, Any]) -> Tensor:
         """[media tokens, hidden size] of what `host_media` made, once it is on the model's device; of
         Qwen3-VL what the first decoder layers add stands behind it in each row.
         """
@@ -101,11 +143,11 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
 
         tower = model.base_model.visual
         options = {name: value for name, value in media.items() if name != "patches"}
-        output = tower(pixels(media["patches"], tower.dtype), **options)
+        output = tower(self.pixels(media["patches"], tower.dtype), **options)
         deeper = getattr(output, "deepstack_features", None)
         return torch.cat([output.pooler_output, *deeper], 1) if deeper else output.pooler_output
 
-    def arguments(spans: Sequence[MediaSpan], device: torch.device, dtype: torch.dtype) -> Mapping[str, Any]:
+    def arguments(self, spans: Sequence[MediaSpan], device: torch.device, dtype: torch.dtype) -> Mapping[str, Any]:
         """Pixels and grids [media, 3] of transformers' own forward, of images and of videos; nothing
         for a batch of text.
         """
@@ -115,30 +157,12 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
         for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
             shown = [span for span in spans if span.media.kind == kind]
             if shown:
-                made[name] = pixels(_all_patches(shown, kept).to(device), dtype)
+                made[name] = self.pixels(self.all_patches(shown).to(device), dtype)
                 made[f"{kind}_grid_thw"] = torch.tensor([span.grid for span in shown], device=device)
-        if newer and "video_grid_thw" in made:
-            seconds = [frames / span.media.fps for span in spans if span.media.kind == "video"]
+        if self.newer and "video_grid_thw" in made:
+            seconds = [self.frames / span.media.fps for span in spans if span.media.kind == "video"]
             made["second_per_grid_ts"] = torch.tensor(seconds, device=device)
         return made
-
-    return {
-        "axes": 3,
-        "measure": measure,
-        "positions": partial(positions, merge=merge, clock=by_the_clock if newer else None),
-        "picture": picture,
-        "untouched": lambda tokens, most: {"shortest_edge": unit**2, "longest_edge": min(tokens * unit**2, most)},
-        "cache": lambda media: kept,
-        "budget": lambda low, high: {
-            "size": {"shortest_edge": low, "longest_edge": high},
-            "min_pixels": low,  # as older versions of transformers call them
-            "max_pixels": high,
-        },
-        "media": host_media,
-        "features": features,
-        "vision": arguments,
-        "unit": unit,
-    }
 
 
 def positions(length: int, media: tuple[MediaSpan, ...], *, merge: int, clock: Clock | None) -> np.ndarray:
@@ -162,27 +186,6 @@ def positions(length: int, media: tuple[MediaSpan, ...], *, merge: int, clock: C
         token = span.end
     result[:, token:] = np.arange(place, place + length - token)
     return result
-
-
-def patches(pixels: np.ndarray, patch: int, merge: int, frames: int) -> np.ndarray:
-    """[N, 3, F, P, P] uint8 in the order of the tower: layers, in them merge blocks row by row,
-    patches row by row inside a block.
-    """
-    film = pixels[None, None] if pixels.ndim == 3 else pixels.reshape(-1, frames, *pixels.shape[1:])
-    layers, inside, rows, columns = *film.shape[:2], film.shape[2] // patch, film.shape[3] // patch
-    blocks = film.reshape(layers, inside, rows // merge, merge, patch, columns // merge, merge, patch, 3)
-    ordered = np.ascontiguousarray(blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7))
-    return ordered.reshape(-1, 3, inside, patch, patch)
-
-
-def _all_patches(spans: Sequence[MediaSpan], kept: ImageCache) -> Tensor:
-    """[N, 3, F, P, P]. Images beside a video are repeated here, else on the device."""
-    import torch
-
-    made = kept.get_all([span.media for span in spans])
-    inside = max(each.shape[2] for each in made)
-    same = [np.broadcast_to(each, (*each.shape[:2], inside, *each.shape[3:])) for each in made]
-    return torch.from_numpy(np.concatenate(same))
 
 
 def patch_embedding_as_matrix(model: Any) -> None:

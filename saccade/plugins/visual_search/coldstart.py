@@ -129,9 +129,7 @@ def _turns(
         first = next(i for i, m in enumerate(sample.messages) if m.role == "assistant")
         return replace(sample, messages=sample.messages[:first]), written, None
     if not {"level", "grid", "box", "framed"} <= set(sample.extra):
-        raise DataError(
-            f"row {sample.id} has no assistant turn and is no visual-search scene of `saccade data visual-search`"
-        )
+        raise DataError(f"row {sample.id} has no assistant turn and is no scene of `saccade data visual-search`")
     env = config.env
     if env.name in KINDS and "zoom" not in KINDS[env.name].tools:
         raise ConfigError(f"env.name={env.name}: the scripted searcher zooms; try env.name=crop")
