@@ -67,7 +67,7 @@ def group(*members, source="count", answer="3", uid="s"):
 def store(folder, *groups, steps=(1,), image=pixels, **how):
     """Write the groups at each of the steps."""
     family = SimpleNamespace(decode=decode, size_unit=None)
-    with TrajectoryWriter(getattr(folder, "path", folder), image) as writer:
+    with closing(TrajectoryWriter(getattr(folder, "path", folder), image)) as writer:
         for step in steps:
             writer.write(step, groups, family, **{"version": step} | how)
 

@@ -1,6 +1,7 @@
 """An episode turn by turn: which picture a crop came from, where, and a page that shows it."""
 
 import json
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -81,7 +82,7 @@ def episode(id, turns, **env):
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     groups = [episode("first", TURNS), episode("cut", TURNS[:1]), episode("second", TURNS[:3])]
-    with TrajectoryWriter(folder, decode) as writer:
+    with closing(TrajectoryWriter(folder, decode)) as writer:
         writer.write(3, groups, SimpleNamespace(decode=str, size_unit=28), version=3)
     return folder
 

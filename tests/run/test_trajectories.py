@@ -2,6 +2,7 @@
 
 import json
 import threading
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -46,7 +47,7 @@ def test_a_slow_disk_never_holds_up_a_step(folder, build):
         return build.pixels(media)
 
     group = build.group(build.trajectory(pictures=[build.media()]))
-    with TrajectoryWriter(folder.path, slow) as writer:
+    with closing(TrajectoryWriter(folder.path, slow)) as writer:
         writer.write(1, [group], SimpleNamespace(decode=str, size_unit=None), version=1)
         assert stored_steps(folder.path) == {}
         gate.set()
@@ -59,7 +60,7 @@ def test_failures_are_said_once_and_cost_only_themselves(folder, build, said):
         raise OSError("unreadable")
 
     groups = [build.group(build.trajectory(pictures=[build.media(name)]), uid=name) for name in "abc"]
-    with TrajectoryWriter(folder.path, broken) as writer:
+    with closing(TrajectoryWriter(folder.path, broken)) as writer:
         for step, decoder in ((1, str), (2, None), (3, str)):
             writer.write(step, groups, SimpleNamespace(decode=decoder, size_unit=None), version=1)
     assert said == ["WARNING: picture a could not be stored: OSError: unreadable"]

@@ -4,10 +4,10 @@ saccade eval run.yaml model.path=runs/geo/checkpoints/step-100 data.val=test.jso
 saccade eval run.yaml --rescore runs/run-eval/samples.jsonl
 """
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from saccade.config import Config, load
 from saccade.errors import ConfigError
 from saccade.plugins.check_data.row_warnings import unused_rewards, warn_of_rewards
 from saccade.plugins.evaluation.answering import answering_family, evaluator_of
-from saccade.plugins.evaluation.results import kept_if_filled, places, verdict, write_files, write_results
+from saccade.plugins.evaluation.results import kept_if_filled, places, read_lines, verdict, write_files, write_results
 from saccade.plugins.reports.report import table_lines, write_eval_report
 from saccade.plugins.reports.trajectories import TrajectoryWriter
 from saccade.plugins.reward_models import reward_training
@@ -67,7 +67,7 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
     family = answering_family(config)
     sets = questions.validation_sets(config, family) | suite_sets(config, family)
     opened = evaluator_of(config, family, folder, answers=answers, command="eval", name=folder.name)
-    with TrajectoryWriter(folder) as writer, opened as (evaluator, console):
+    with closing(TrajectoryWriter(folder)) as writer, opened as (evaluator, console):
         for dataset in sets.values():
             parts.test_rewards(config, evaluator.scorer, dataset.samples)
         warn_of_rewards(evaluator.scorer, sets.values(), shared=False)
@@ -102,9 +102,12 @@ def _rescore(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
     scores; returns the metrics of each set. The rewards are not tested on known answers before: what
     they say of these can be read.
     """
-    if not samples.is_file():
-        raise ConfigError(f"--rescore {samples}: no such file; give the samples.jsonl of an evaluation")
-    rows, scorer = _stored(samples), parts.make_scorer(config)
+    rows = read_lines(samples)
+    for number, row in enumerate(rows or [{}], 1):
+        if missing := {*NEEDED, "set", "gold", "media", "tokens", "status"} - row.keys():
+            lacks = f"line {number} has no {', '.join(sorted(missing))}" if rows else "no such file, or it is empty"
+            raise ConfigError(f"--rescore {samples}: {lacks}; give the samples.jsonl of an evaluation")
+    scorer = parts.make_scorer(config)
     if scorer is None:
         raise ConfigError("reward.terms: nothing scores a response; try reward.terms=[math]")
     if scorer.learned is not None:
@@ -127,28 +130,6 @@ def _rescore(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
         for result in results:
             check_errors(result.groups, config)
     return summary
-
-
-def _stored(samples: Path) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(samples.read_bytes().split(b"\n"), 1):
-        if not line:
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"--rescore: {samples} line {number} is no JSON: {error}") from None
-        row = row if isinstance(row, dict) else {}
-        missing = {*NEEDED, "set", "gold", "media", "tokens", "status"} - set(row)
-        if missing:
-            raise ConfigError(
-                f"--rescore: {samples} line {number} has no {', '.join(sorted(missing))}; give the "
-                "samples.jsonl of an evaluation"
-            )
-        rows.append(row)
-    if not rows:
-        raise ConfigError(f"--rescore: {samples} is empty; give the samples.jsonl of an evaluation")
-    return rows
 
 
 def _rescored(name: str, rows: Sequence[dict[str, Any]], scorer: Scorer) -> Result:

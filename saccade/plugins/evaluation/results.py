@@ -78,7 +78,13 @@ def to_lines(rows: Iterable[Mapping[str, Any]]) -> str:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Rows that `to_lines` wrote; none where there is no file. A text may hold other line breaks."""
     data = path.read_bytes() if path.is_file() else b""
-    return [json.loads(line) for line in data.split(b"\n") if line]
+    rows = []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        try:
+            rows += [json.loads(line)] if line else []
+        except ValueError as error:
+            raise ConfigError(f"{path} line {number} is no JSON: {error}") from None
+    return rows
 
 
 def verdict(trajectory: Trajectory) -> dict[str, Any]:

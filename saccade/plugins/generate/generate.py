@@ -68,8 +68,7 @@ def run(config: Any) -> dict[str, Any]:
     made_by = {"model": made_of["model.path"], "settings": _digest(json.dumps(made_of, sort_keys=True).encode())}
     contents = {s.id: content_hash(s, everything=True)[:16] for s in data.samples}
     done, again = _done(path, made_of, made_by, contents)
-    todo = [sample for sample in data.samples if sample.id not in done]
-    skipped = len(done)
+    todo, skipped = [sample for sample in data.samples if sample.id not in done], len(done)
     opened = evaluator_of(
         config, family, path.parent, answers=path.parent / "answers", command="generate", name=config.run.name
     )
@@ -77,10 +76,7 @@ def run(config: Any) -> dict[str, Any]:
         quarantine = evaluator.quarantine
         log.info(f"{len(todo)} of {len(data.samples)} rows to do, {len(done)} are in {path}")
         if again:
-            log.info(
-                f"of these {len(again)} are answered again, such as {again[0]}: they changed since "
-                "they were answered, or their lines are of a version that did not record it"
-            )
+            log.info(f"of these {len(again)} are answered again, such as {again[0]}: they changed since")
         quarantine.record(data.aside)
         for start in range(0, len(todo), BLOCK):
             samples = quarantine.sound(todo[start : start + BLOCK], data, family)
@@ -89,9 +85,8 @@ def run(config: Any) -> dict[str, Any]:
                 groups = evaluator.answer(samples, config.generate.n, sampling, "generate")
             if config.generate.select == "correct":
                 _teach(taught, groups, done)
-            for group in groups:
-                row = _row(group, family) | {"row": contents[group.sample.id]} | made_by
-                file.write(to_lines([row]))
+            rows = [_row(group, family) | {"row": contents[group.sample.id]} | made_by for group in groups]
+            file.write(to_lines(rows))
             file.flush()
             done |= {group.sample.id for group in groups}
         if left_out := quarantine.left_out(data):
@@ -102,11 +97,11 @@ def run(config: Any) -> dict[str, Any]:
     if chosen.select == "correct":
         count = len(read_lines(taught))
         lines += [f"{count} of {len(done) * chosen.n} episodes were right, to train on in {taught}"]
+    elif chosen.select in SELECT:
+        taught, count = write_selected(chosen.select, path, data.samples, chosen.threshold)
+        lines += [f"{count} rows to train on in {taught}{'' if count else f': {NONE_SELECTED}'}"]
+    if chosen.select != "all":
         result |= {"selected": str(taught), "selected_rows": count}
-    if chosen.select in SELECT:
-        selected, count = write_selected(chosen.select, path, data.samples, chosen.threshold)
-        lines += [f"{count} rows to train on in {selected}{'' if count else f': {NONE_SELECTED}'}"]
-        result |= {"selected": str(selected), "selected_rows": count}
     print(*lines, sep="\n")
     return result
 
@@ -114,12 +109,9 @@ def run(config: Any) -> dict[str, Any]:
 def _made(path: Path, scorer: Scorer | None) -> str:
     """What the file holds, in a line."""
     rows = read_lines(path)
-    scored = [[answer for answer in row["responses"] if answer["reward"] is not None] for row in rows]
-    rewards = [answer["reward"] for answers in scored for answer in answers]
-    items = [
-        (row["data_source"], np.array([a["score"] for a in answers if a["score"] is not None]))
-        for row, answers in zip(rows, scored, strict=True)
-    ]
+    answers = [(row["data_source"], [a for a in row["responses"] if a["reward"] is not None]) for row in rows]
+    rewards = [answer["reward"] for _, scored in answers for answer in scored]
+    items = [(source, np.array([a["score"] for a in each if a["score"] is not None])) for source, each in answers]
     scores = [f"reward {np.mean(rewards):.3f}"] if rewards else []
     scores += measures(measured(items, score_terms(scorer, items)))
     responses = sum(len(row["responses"]) for row in rows)

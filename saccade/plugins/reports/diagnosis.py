@@ -19,75 +19,60 @@ Row = Mapping[str, Any]  # the metrics of a step
 
 
 class Cause(NamedTuple):
-    """The line that a metric calls for which lies in a range (low, high) in every step.
+    """The line for a metric that lies in a range (low, high) in every step.
 
-    kind: `stops` all learning; explains why groups are `dead`, and counts while most are; `always`
+    kind: explains why groups are `dead`, and counts while most are; `stops` all learning; `always`
     worth saying.
     """
 
-    kind: Literal["stops", "dead", "always"]
     line: str  # {share}: the mean in percent, {rest}: what is left to 100, {row}: the last step
+    kind: Literal["dead", "stops", "always"] = "dead"
     range: tuple[float, float] = (MOST, 1.0)
     steps: int = 1  # at least, however many responses they hold
 
 
 UNREAD = (
-    "check prompt.format, the verifier's `order` and rollout.max_tokens, or teach the format first with `saccade sft`"
+    "{rest} of the responses have no answer that can be read{unread}; check prompt.format, the verifier's `order` "
+    "and rollout.max_tokens, or teach the format first with `saccade sft`"
 )
 # In order: what explains the rest comes first, and only the first is said.
 CAUSES = {
     "policy/update_skipped": Cause(
-        "stops",
         "{share} of the updates are skipped as non-finite; lower train.lr, look at the saved batches",
+        "stops",
         steps=WINDOW,
     ),
-    "policy/lr": Cause("stops", "the learning rate is 0; set train.lr and look at train.schedule", (0.0, 0.0), WINDOW),
+    "policy/lr": Cause("the learning rate is 0; set train.lr and look at train.schedule", "stops", (0.0, 0.0), WINDOW),
     "reward/error_rate": Cause(
-        "dead", "{share} of the rewards failed; look at `reason` in trajectories/ and try `saccade check-data`"
+        "{share} of the rewards failed; look at `reason` in trajectories/, try `saccade check-data`"
     ),
     "reward/abstain_rate": Cause(
-        "dead", "the reward judges {rest} of the responses; check that rows have an answer the verifier can read"
+        "the reward judges {rest} of the responses; check that rows have an answer the verifier can read"
     ),
-    "length/truncated_frac": Cause(
-        "dead", "{share} of the responses are cut off; raise rollout.max_tokens or ask for shorter answers"
-    ),
+    "length/truncated_frac": Cause("{share} of the responses are cut off; raise rollout.max_tokens"),
     "turns/overturn_frac": Cause(
-        "dead",
-        "{share} of the episodes run out of turns, images or tokens; raise env.max_turns, "
-        "env.max_images or env.max_total_tokens",
+        "{share} of the episodes run out of turns, images or tokens; raise env.max_turns, max_images, max_total_tokens"
     ),
-    "length/parse_rate": Cause(
-        "always", f"{{rest}} of the responses have no answer that can be read{{unread}}; {UNREAD}", (0.0, HALF)
-    ),
-    "turns/void_frac": Cause(
-        "dead", "{share} of the episodes end without an answer; check prompt.format, or teach it with `saccade sft`"
-    ),
+    "length/parse_rate": Cause(UNREAD, "always", (0.0, HALF)),
+    "turns/void_frac": Cause("{share} of the episodes end without an answer; check prompt.format, try `saccade sft`"),
     "reward/format": Cause(
-        "dead",
-        "{rest} of the responses miss the format; check prompt.format, or teach it with `saccade sft`",
-        (0, 1 - MOST),
+        "{rest} of the responses miss the format; check prompt.format, try `saccade sft`", range=(0.0, 1 - MOST)
     ),
     "group/all_wrong_frac": Cause(
-        "dead",
-        "in {share} of the groups every response is wrong; use easier data, raise "
-        "train.samples_per_prompt, or warm up with `saccade sft`",
+        "in {share} of the groups every response is wrong; use easier data, raise train.samples_per_prompt, "
+        "or warm up with `saccade sft`"
     ),
-    "group/all_right_frac": Cause(
-        "dead", "in {share} of the groups every response is right; use harder data, or stop here"
-    ),
+    "group/all_right_frac": Cause("in {share} of the groups every response is right; use harder data, or stop here"),
     "group/dead_frac": Cause(
-        "dead",
         "in {share} of the groups all members have the same reward; raise train.samples_per_prompt "
-        "or rollout.temperature, or use data of other difficulty",
+        "or rollout.temperature, or use data of other difficulty"
     ),
     "policy/empty_step": Cause(
-        "stops",
-        "no group is left to train on; look at group/dropped/… and group/constant_…, and ease "
-        "algorithm.filter or the data",
+        "no group is left to train on; see group/dropped/… and group/constant_…, ease algorithm.filter", "stops"
     ),
     "policy/grad_norm": Cause(
+        "rewards differ but the gradient is 0; check model.train and algorithm.exclude_status",
         "stops",
-        "rewards differ but the gradient is 0; check model.train (is anything trainable?) and algorithm.exclude_status",
         (0.0, 0.0),
         WINDOW,
     ),
@@ -95,17 +80,15 @@ CAUSES = {
 # Said beside a cause.
 NOTES = {
     "group/live_frac": Cause(
+        "{share} of the sampled groups teach anything: each costs {row[group/rollouts_per_live]:,.0f} rollouts; "
+        "use data of medium difficulty, raise train.samples_per_prompt, or warm up with `saccade sft`",
         "always",
-        "{share} of the sampled groups teach anything: each of these costs "
-        "{row[group/rollouts_per_live]:,.0f} rollouts; use data of medium difficulty, raise "
-        "train.samples_per_prompt, or warm up with `saccade sft`",
         (1e-9, QUARTER),
     ),
     "group/side_signal_frac": Cause(
+        "in {share} of the groups that teach anything all answers are equally right or wrong: format, length or "
+        "another side term decides there; lower its weight in reward.terms, or see reward.combine",
         "always",
-        "in {share} of the groups that teach anything all answers are equally right or wrong: "
-        "format, length or another side term decides there; lower its weight in reward.terms, or "
-        "let it count for right answers alone with reward.combine",
         (HALF, 1.0),
     ),
 }
@@ -130,10 +113,7 @@ def diagnose(history: Sequence[Row], unread: str = "") -> dict[str, str]:
 
 def unread_answers(parse_rate: float, unread: str) -> str | None:
     """The line for a validation where at most half of the responses have a readable answer."""
-    if parse_rate > HALF:
-        return None
-    rest = _percent(1 - parse_rate)
-    return f"{rest} of the responses have no answer that can be read{unread}; {UNREAD}"
+    return None if parse_rate > HALF else UNREAD.format(rest=_percent(1 - parse_rate), unread=unread)
 
 
 def _line(metric: str, cause: Cause, steps: Sequence[Row], unread: str) -> str:

@@ -7,8 +7,6 @@ records, not the run.
     writer.write(10, groups, family, version=10)
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -61,22 +59,23 @@ class TrajectoryWriter:
         """Queue the groups of a step; `kind` is train or val/SET. The same step and kind replaces
         its file. `scores`: sources whose outcome is a score, neither right nor wrong.
         """
-        groups, scores = tuple(groups), frozenset(scores)
+        known = {"run": self._run, "step": step, "version": version, "kind": kind}
+        self._thread.submit(self._write, known, tuple(groups), family, frozenset(scores))
 
-        def job() -> None:
+    def _write(self, known: dict[str, Any], groups: Sequence[Group], family: Family, scores: Collection[str]) -> None:
+        try:
             lines = []
             for group, trajectory in ((g, t) for g in groups for t in g.trajectories):
-                record = {"run": self._run, "step": step, "version": version, "kind": kind}
-                record |= record_of(group, trajectory, family.decode)
+                record = known | record_of(group, trajectory, family.decode)
                 record["outcome_is_score"] = record["data_source"] in scores
                 record["images"] = [
                     self._picture(span, family.size_unit, trajectory.turns > 1) | view
                     for span, view in zip(trajectory.media, _views(trajectory), strict=True)
                 ]
                 lines.append(json.dumps(_plain(record), ensure_ascii=False) + "\n")
-            write_whole(_file_of(self._root, kind, step), "".join(lines))
-
-        self._thread.submit(self._try, job)
+            write_whole(_file_of(self._root, known["kind"], known["step"]), "".join(lines))
+        except Exception as error:
+            self._report(f"rollouts could not be stored: {type(error).__name__}: {error}")
 
     def flush(self) -> None:
         """Wait until all that was queued is on disk."""
@@ -90,18 +89,6 @@ class TrajectoryWriter:
 
     def close(self) -> None:
         self._thread.shutdown()
-
-    def __enter__(self) -> TrajectoryWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _try(self, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except Exception as error:
-            self._report(f"rollouts could not be stored: {type(error).__name__}: {error}")
 
     def _report(self, text: str) -> None:
         if not self._said:
@@ -139,15 +126,13 @@ class TrajectoryWriter:
         made.
         """
         name = picture_name(media) + ("" if size is None else f"-seen-{size[0]}x{size[1]}")
-        if media.kind != "image":
-            return None
-        if name not in self._files:
+        if media.kind == "image" and name not in self._files:
             try:
                 self._files[name] = _store(self._root, name, self._image(media), size)
             except Exception as error:
                 self._files[name] = None
                 self._report(f"picture {name} could not be stored: {type(error).__name__}: {error}")
-        return self._files[name]
+        return self._files.get(name)
 
 
 # -- reading ---------------------------------------------------------------------------------------

@@ -48,17 +48,14 @@ def extract(
     text = answer_scope(response, think_prefilled) if scope == "after_think" else response
     text = STRUCK_OUT.sub("", text)
     for name in order:
-        if name in MARKS:
-            before, found, behind = MARKS[name](text) or (text, None, "")
-            if DENIES_NEXT.search(before[-NEAR:]) or TAKEN_BACK.search(behind):
-                text, found = before + behind, None  # no other place may find it either
-        elif name in UNMARKED:
-            found = UNMARKED[name](text, choices)
-        else:
-            places = ", ".join((*MARKS, *UNMARKED))
-            raise ValueError(f"order: expected some of {places}, not {name!r}")
-        if found is not None:
+        if name not in PLACES:
+            raise ValueError(f"order: expected some of {', '.join(PLACES)}, not {name!r}")
+        before, found, behind = PLACES[name](text, choices)
+        if found is None:
+            continue
+        if not (DENIES_NEXT.search(before[-NEAR:]) or TAKEN_BACK.search(behind)):
             return found.strip()
+        text = before + behind  # no other place may find it either
     return None
 
 
@@ -116,66 +113,13 @@ def answer_scope(response: str, think_prefilled: bool = False) -> str:
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the `\boxed{…}` that begins last, among those whose braces balance."""
-    found = _last_box(text)
-    return None if found is None else text[slice(*found[:2])]
-
-
-def _last_box(text: str) -> tuple[int, int, int] | None:
-    """Where its content begins and ends, and where that of the outermost box around it begins."""
-    if "\\boxed" not in text:
-        return None
-    best: tuple[int, int, int] | None = None
-    open_braces: list[int] = []  # start of a box's content, -1 for an ordinary brace
-    for token in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):
-        if token[0] == "}":
-            start = open_braces.pop() if open_braces else -1
-            if start >= 0 and (best is None or start > best[0]):
-                outer = next((each for each in open_braces if each >= 0), start)
-                best = (start, token.start(), outer)
-        elif token[0] == "{":
-            open_braces.append(-1)
-        elif token[0].startswith("\\boxed"):
-            open_braces.append(token.end())
-    return best
+    return _box(text, ())[1]
 
 
 def fenced(text: str) -> str | None:
-    """The content of the last complete block between triple backticks, its language left out."""
-    pieces = text.split("```")
-    if len(pieces) < 3:
-        return None
-    body = pieces[len(pieces) - 2 if len(pieces) % 2 else len(pieces) - 3]
-    return re.sub(r"\A[a-zA-Z]+(?=\s)", "", body).strip()
-
-
-Marked = tuple[str, str, str]  # what stands before the mark, the answer, what stands behind it
-
-
-def _tag(text: str) -> Marked | None:
-    before, close, behind = text.rpartition("</answer>")
-    before, opened, inside = before.rpartition("<answer>")
-    return (before, unboxed(inside), behind) if close and opened else None
-
-
-def _box(text: str) -> Marked | None:
-    if (found := _last_box(text)) is None:
-        return None
-    start, end, outer = found
-    return text[: text.rfind("\\boxed", 0, outer)], text[start:end], text[end + 1 :]
-
-
-def _line(text: str) -> Marked | None:
-    marks = list(ANSWER_LINE.finditer(text, max(0, len(text) - ANSWER_LINE_WINDOW)))
-    if not marks:
-        return None
-    line, _, behind = text[marks[-1].end() :].partition("\n")
-    bare = line.rstrip().rstrip("*")
-    return text[: marks[-1].start()], unboxed(line if "*" in bare else bare), behind
-
-
-def _hash(text: str, choices: Sequence[str]) -> str | None:
-    _, mark, rest = text.rpartition("####")
-    return unboxed(rest.lstrip(" \t").partition("\n")[0]) if mark else None
+    """The content of the last complete block between triple backticks, without its language."""
+    blocks = re.findall("```(.*?)```", text, re.DOTALL)
+    return re.sub(r"\A[a-zA-Z]+(?=\s)", "", blocks[-1]).strip() if blocks else None
 
 
 def unboxed(text: str) -> str:
@@ -184,21 +128,59 @@ def unboxed(text: str) -> str:
     return text if inner is None else inner
 
 
-def _letter(text: str, choices: Sequence[str]) -> str | None:
+# What stands before a mark, the answer, what stands behind it. Only what is marked can be denied there.
+Place = tuple[str, str | None, str]
+NOWHERE: Place = ("", None, "")
+
+
+def _tag(text: str, choices: Sequence[str]) -> Place:
+    before, close, behind = text.rpartition("</answer>")
+    before, opened, inside = before.rpartition("<answer>")
+    return (before, unboxed(inside), behind) if close and opened else NOWHERE
+
+
+def _box(text: str, choices: Sequence[str]) -> Place:
+    best, end, outer = -1, -1, -1  # where its content begins and ends, and where that of the outermost box begins
+    open_braces: list[int] = []  # start of a box's content, -1 for an ordinary brace
+    for token in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text if "\\boxed" in text else "", re.DOTALL):
+        if token[0] == "}":
+            start = open_braces.pop() if open_braces else -1
+            if start > best:
+                best, end = start, token.start()
+                outer = next((each for each in open_braces if each >= 0), start)
+        elif token[0] == "{":
+            open_braces.append(-1)
+        elif token[0].startswith("\\boxed"):
+            open_braces.append(token.end())
+    return (text[: text.rfind("\\boxed", 0, outer)], text[best:end], text[end + 1 :]) if best >= 0 else NOWHERE
+
+
+def _line(text: str, choices: Sequence[str]) -> Place:
+    marks = list(ANSWER_LINE.finditer(text, max(0, len(text) - ANSWER_LINE_WINDOW)))
+    if not marks:
+        return NOWHERE
+    line, _, behind = text[marks[-1].end() :].partition("\n")
+    bare = line.rstrip().rstrip("*")
+    return text[: marks[-1].start()], unboxed(line if "*" in bare else bare), behind
+
+
+def _hash(text: str, choices: Sequence[str]) -> Place:
+    _, mark, rest = text.rpartition("####")
+    return "", unboxed(rest.lstrip(" \t").partition("\n")[0]) if mark else None, ""
+
+
+def _letter(text: str, choices: Sequence[str]) -> Place:
     letters = letters_in(text, choices)
-    return next(iter(letters)) if len(letters) == 1 else None
+    return "", letters.pop() if len(letters) == 1 else None, ""
 
 
-def _last_number(text: str, choices: Sequence[str]) -> str | None:
-    hits = NUMBER.findall(text)
-    return hits[-1] if hits else None
-
-
-MARKS: dict[str, Callable[[str], Marked | None]] = {"answer_tag": _tag, "boxed": _box, "answer_line": _line}
-UNMARKED: dict[str, Callable[[str, Sequence[str]], str | None]] = {
+PLACES: dict[str, Callable[[str, Sequence[str]], Place]] = {
+    "answer_tag": _tag,
+    "boxed": _box,
+    "answer_line": _line,
     "hash": _hash,
-    "fenced": lambda text, choices: fenced(text),
+    "fenced": lambda text, choices: ("", fenced(text), ""),
     "letter": _letter,
-    "last_number": _last_number,
-    "whole": lambda text, choices: text if text.strip() else None,
+    "last_number": lambda text, choices: ("", next(reversed(NUMBER.findall(text)), None), ""),
+    "whole": lambda text, choices: ("", text if text.strip() else None, ""),
 }
