@@ -40,17 +40,13 @@ NOTHING = ("", "none", "[]")
 
 Box = tuple[float, ...]  # left, top, right, bottom
 Size = tuple[float, float]  # width, height
+Frame = tuple[str, str]  # name, layout
 
 
 class Found(NamedTuple):
     box: Any  # a Box, or the two numbers of a point
     label: str | None = None
     score: float | None = None
-
-
-class Frame(NamedTuple):
-    name: str
-    layout: str
 
 
 class View(NamedTuple):
@@ -68,31 +64,29 @@ class View(NamedTuple):
 
     def scale(self, frame: Frame) -> Size | None:
         """Original pixels per unit of a frame; None where the size that it takes is unknown."""
-        if frame.name == "pixel_original":
+        if frame[0] == "pixel_original":
             return 1.0, 1.0
-        size = {"unit": (1.0, 1.0), "milli": (1000.0, 1000.0), "pixel_resized": self.resized}[frame.name]
+        size = {"unit": (1.0, 1.0), "milli": (1000.0, 1000.0), "pixel_resized": self.resized}[frame[0]]
         if self.original is None or size is None:
             return None
         return self.original[0] / size[0], self.original[1] / size[1]
 
     def read(self, text: str | None, frame: Frame) -> list[Found] | None:
-        """Boxes in original pixels, corners sorted, clipped to the picture."""
+        """Boxes in original pixels, corners sorted, clipped to the image."""
         found, scale = None if text is None else read_boxes(text), self.scale(frame)
         if found is None or scale is None:
             return None
-        return [item._replace(box=self._pixels(item.box, frame.layout, scale)) for item in found]
-
-    def _pixels(self, box: Box, layout: str, scale: Size) -> Box:
-        corners = np.array(box, float).reshape(2, 2)
-        if layout == "xywh":
-            corners[1] += corners[0]
-        corners = np.sort(corners * scale, axis=0)
-        return tuple((corners.clip(0, self.original) if self.original else corners).ravel().tolist())
+        corners = np.array([item.box for item in found], float).reshape(-1, 2, 2)
+        if frame[1] == "xywh":
+            corners[:, 1] += corners[:, 0]
+        corners = np.sort(corners * scale, axis=1)
+        corners = corners.clip(0, self.original) if self.original else corners
+        return [item._replace(box=tuple(box)) for item, box in zip(found, corners.reshape(-1, 4).tolist(), strict=True)]
 
     def asked_for(self, box: Box) -> Box:
         """A box in original pixels as the prompt asks for it."""
         corners = np.array(box).reshape(2, 2) / (self.scale(self.asked) or (1.0, 1.0))
-        if self.asked.layout == "xywh":
+        if self.asked[1] == "xywh":
             corners[1] -= corners[0]
         return tuple(corners.ravel().tolist())
 
@@ -111,18 +105,16 @@ def view_of(
     image: int = 0,
 ) -> View:
     """How a sample's boxes are read; `unit` is the side in pixels that the model sees as one token."""
-    asked = Frame(answer_frame, layout)
-    gold = Frame(sample.extra.get("box_frame") or box_frame, sample.extra.get("box_layout") or box_layout)
+    asked = answer_frame, layout
+    gold = sample.extra.get("box_frame") or box_frame, sample.extra.get("box_layout") or box_layout
     for name, shape in (asked, gold):
         if name not in FRAMES or shape not in LAYOUTS:
             expected = f"frame is one of {', '.join(FRAMES)} and layout one of {', '.join(LAYOUTS)}"
             raise ValueError(f"{expected}, not {name!r} and {shape!r}")
         if name == "pixel_resized" and unit is None:
-            raise ValueError(
-                "pixel_resized needs `unit`, the side of a token in pixels: 28 for Qwen2.5-VL, 32 for Qwen3-VL"
-            )
+            raise ValueError("pixel_resized needs `unit`, the side of a token in pixels, such as 28 for Qwen2.5-VL")
     original, resized = _sizes(sample.images, image, unit)
-    if original is None and asked.name == gold.name in ("unit", "milli"):
+    if original is None and asked[0] == gold[0] in ("unit", "milli"):
         original = (1.0, 1.0)  # shares of any size compare the same
     return View(asked, gold, original, resized)
 
@@ -153,13 +145,13 @@ def read_boxes(text: str) -> list[Found] | None:
     if _in_doubt(text):
         return None
     value = read_json(text)
-    found = list(_groups(value, 4, KEYS)) or (_bare(text, 4) if value is None else [])
+    found = list(_groups(value, 4, KEYS, Found(()))) or (_bare(text, 4) if value is None else [])
     return found if 0 < len(found) <= MOST_BOXES or value == [] else None
 
 
 def read_points(text: str) -> list[Found]:
     text = _body(text)
-    return [] if _in_doubt(text) else list(_groups(read_json(text), 2, POINT_KEYS)) or _bare(text, 2)
+    return [] if _in_doubt(text) else list(_groups(read_json(text), 2, POINT_KEYS, Found(()))) or _bare(text, 2)
 
 
 def _bare(text: str, count: int) -> list[Found]:
@@ -197,23 +189,21 @@ def _body(text: str) -> str:
     return (text if inside is None else inside).strip()[:LONGEST]
 
 
-def _groups(
-    value: Any, count: int, keys: Sequence[str], label: str | None = None, score: float | None = None, levels: int = 4
-) -> Iterator[Found]:
+def _groups(value: Any, count: int, keys: Sequence[str], known: Found, levels: int = 4) -> Iterator[Found]:
     """Every group of `count` numbers: alone, in a list, or under one of the keys of a record."""
     if _numbers(value, count):
-        yield Found(tuple(map(float, value)), label, score)
+        yield known._replace(box=tuple(map(float, value)))
     elif isinstance(value, list):
         for item in value if levels else ():
             if isinstance(item, dict) or _numbers(item, count):  # deeper lists are none
-                yield from _groups(item, count, keys, label, score, levels - 1)
+                yield from _groups(item, count, keys, known, levels - 1)
     elif isinstance(value, dict):
-        label = next((str(value[key]) for key in LABELS if key in value), label)
-        scores = [float(value[key]) for key in SCORES if _is_number(value.get(key))]
+        label = next((str(value[key]) for key in LABELS if key in value), known.label)
+        score = next((float(value[key]) for key in SCORES if _is_number(value.get(key))), known.score)
         pair = [value.get("x"), value.get("y")] if count == 2 else None
         for inner in (pair, *map(value.get, keys)):
             if isinstance(inner, list):
-                yield from _groups(inner, count, keys, label, next(iter(scores), score), levels - 1)
+                yield from _groups(inner, count, keys, Found((), label, score), levels - 1)
 
 
 def _numbers(value: Any, count: int) -> bool:
@@ -428,7 +418,7 @@ def medical(
     """`weights` replaces some of labels 0.5, boxes 0.3, json 0.1, length 0.1; the outcome is the
     part `accuracy`, the F1 of the labels.
     """
-    weigh = WEIGHTS | dict(weights or {})
+    weigh = {**WEIGHTS, **(weights or {})}
     if len(weigh) > len(WEIGHTS) or not weigh["labels"] > 0 or min(weigh.values()) < 0:
         raise ValueError(f"weights are those of {', '.join(WEIGHTS)}, labels above 0; not {weigh}")
     labels = labels_f1(sample, synonyms=synonyms, order=order, scope=scope)

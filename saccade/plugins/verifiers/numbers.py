@@ -188,23 +188,15 @@ Number = int | Fraction
 @answering(*NUMBER_ORDER)
 def count(sample: RewardSample, found: str | None, *, tolerance: float = 0) -> Score:
     """One integer in the answer, at most `tolerance` away from the gold."""
-
-    def right(value: Number, gold: Number) -> bool:
-        return value.denominator == 1 and -tolerance <= value - gold <= tolerance
-
-    return _judge(sample, found, right, percent=False)
+    return _judge(sample, found, lambda v, gold: v.denominator == 1 and abs(v - gold) <= tolerance, percent=False)
 
 
 @answering(*NUMBER_ORDER)
 def number(sample: RewardSample, found: str | None, *, rel_tol: float = 1e-6, decimals: int | None = None) -> Score:
     """One real number, within `rel_tol` of the gold, or equal after rounding to `decimals`."""
-
-    def right(value: Number, gold: Number) -> bool:
-        if decimals is not None:
-            return round(value, decimals) == round(gold, decimals)
-        return near(value, gold, rel_tol)
-
-    return _judge(sample, found, right)
+    if decimals is not None:
+        return _judge(sample, found, lambda value, gold: round(value, decimals) == round(gold, decimals))
+    return _judge(sample, found, lambda value, gold: near(value, gold, rel_tol))
 
 
 @answering(*NUMBER_ORDER)
@@ -255,8 +247,7 @@ def _rational(text: str) -> Number | None:
 
 def near(value: Number, gold: Number, rel_tol: float) -> bool:
     """Relative to the gold, so that 0 is met by 0 only."""
-    allowed = Fraction(str(rel_tol)) * max(gold, -gold)
-    return -allowed <= value - gold <= allowed
+    return abs(value - gold) <= Fraction(str(rel_tol)) * abs(gold)
 
 
 @lru_cache(maxsize=4096)
