@@ -38,7 +38,7 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def resolve_recipes(
-    config: RewardConfig, *, prompt_format: str, max_tokens: int, overlong: tuple[int, float, int] | None
+    config: RewardConfig, prompt_format: str, max_tokens: int, overlong: tuple[int, float, int] | None
 ) -> tuple[dict[str, RewardRecipe], RewardRecipe | None]:
     """Recipes by data source, and the one for all other sources, if there is one."""
     if prompt_format not in FORMATS:
@@ -116,10 +116,8 @@ def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> T
         verifier=row.verifier,
         kind=kind if overridden else verifier.kind,
         args=_arguments(where, row, verifier, prompt_format, max_tokens),
-        needs_answer=verifier.needs_answer,
         function=None if verifier.isolated else verifier.function,
-        judged=verifier.judged,
-        learned=verifier.learned,
+        **{known: getattr(verifier, known) for known in ("needs_answer", "judged", "learned")},
     )
 
 
@@ -152,9 +150,8 @@ def _recipe(where: str, terms: tuple[Term, ...], config: RewardConfig) -> Reward
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{where}: two terms are called {name!r}; give one of them a name")
-    if not any(term.kind != "shaping" for term in terms):
-        found = "only shaping terms" if terms else "no terms"
-        raise ConfigError(f"{where}: {found}; add one that judges the answer, such as math")
+    if all(term.kind == "shaping" for term in terms):
+        raise ConfigError(f"{where}: only shaping terms, or none; add one that judges the answer, such as math")
     gate = re.fullmatch(r"gate\((.+)\)", config.combine.strip())
     if not gate and config.combine not in COMBINATIONS:
         raise unknown("reward.combine", config.combine, [*COMBINATIONS, "gate(TERM)"])

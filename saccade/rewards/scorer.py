@@ -54,9 +54,7 @@ class Scorer:
         self.judge: Any = None
         self.learned: Any = None
         self.services: dict[str, tuple[str, Service]] = {}  # and the name of its first term
-        recipes, default = resolve_recipes(
-            config, prompt_format=prompt_format, max_tokens=max_tokens, overlong=overlong
-        )
+        recipes, default = resolve_recipes(config, prompt_format, max_tokens, overlong)
         try:
             self.recipes = {source: self._opened(recipe) for source, recipe in recipes.items()}
             self.default = default and self._opened(default)
@@ -129,18 +127,22 @@ class Scorer:
         if recipe.gate is not None or recipe.combination != "weighted_sum" or recipe.renormalise or len(weights) < 2:
             raise ConfigError(
                 "an advantage of separate reward components needs several reward.terms, reward.combine=weighted_sum "
-                f"and reward.reweight_abstained=false; {data_source!r} has {', '.join(weights)}, "
-                f"combined by {self.config.combine}, reweight_abstained={str(recipe.renormalise).lower()}"
+                f"and reward.reweight_abstained=false; {data_source!r} has {', '.join(weights)}"
             )
         return weights
 
     def submit(self, sample: RewardSample) -> Future[Scored]:
         """The result as a future that never holds an exception of a verifier."""
-        begun = self._begin(sample)
-        if isinstance(begun, Future):
-            return begun
+        recipe = self.recipe(sample.data_source)
+        if not sample.max_tokens and recipe.knows_limit:
+            sample = replace(sample, max_tokens=self.max_tokens)
+        scored: Any = Scored(status="error", reason=f"unreadable: {sample.unreadable}")
+        if not sample.unreadable:
+            scored = _then(_gathered([term.submit(sample) for term in recipe.terms]), partial(combine, recipe))
+        if isinstance(scored, Future):
+            return scored
         future: Future[Scored] = Future()
-        future.set_result(begun)
+        future.set_result(scored)
         return future
 
     def flush(self) -> None:
@@ -149,21 +151,12 @@ class Scorer:
             self.learned.flush()
 
     def score(self, samples: Sequence[RewardSample]) -> list[Scored]:
-        begun = [self._begin(sample) for sample in samples]
+        pending = [self.submit(sample) for sample in samples]
         self.flush()
-        return [each.result() if isinstance(each, Future) else each for each in begun]
-
-    def _begin(self, sample: RewardSample) -> Scored | Future[Scored]:
-        recipe = self.recipe(sample.data_source)
-        if sample.unreadable:
-            return Scored(status="error", reason=f"unreadable: {sample.unreadable}")
-        if not sample.max_tokens and recipe.knows_limit:
-            sample = replace(sample, max_tokens=self.max_tokens)
-        return _then(_gathered([term.submit(sample) for term in recipe.terms]), partial(combine, recipe))
+        return [each.result() for each in pending]
 
     def _opened(self, recipe: RewardRecipe) -> RewardRecipe:
-        terms = [replace(term, submit=self._submit_of(term)) for term in recipe.terms]
-        return replace(recipe, terms=tuple(terms))
+        return replace(recipe, terms=tuple(replace(term, submit=self._submit_of(term)) for term in recipe.terms))
 
     def _submit_of(self, term: Term) -> Callable[[RewardSample], Pending]:
         """Starts whatever scores the term, unless another term has started it."""

@@ -10,8 +10,7 @@ not change, so only the way in is a copy. Also what a reward service hosts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from saccade.plugins.reward_models.reward_card import (
     verdict_ids,
     with_marks,
 )
-from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward, load_reward
+from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward
 from saccade.plugins.reward_models.reward_losses import judgements, ratings
 from saccade.plugins.reward_models.reward_model_term import SUMMARIES, conversation_of, model_terms
 from saccade.recipes import model_setup
@@ -75,9 +74,8 @@ class LearnedReward:
         family = TOWERS["series"].plug(family, SeriesConfig())
         model = load_model(family, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         if card.kind == "scalar":
-            head = RewardHead(like=model, card=card, seed=0)
-            if not untrained or (Path(folder) / REWARD_FILE).is_file():
-                load_reward(head, Path(folder))
+            trained = (Path(folder) / REWARD_FILE).is_file()
+            head = RewardHead(like=model, card=card, seed=0, stored=Path(folder) if trained else None)
             attach_reward(model, head)
             head.above = []  # nobody saves it
         return LearnedReward(model, family, card, **options)
@@ -107,8 +105,7 @@ class LearnedReward:
     def read(self, samples: Sequence[RewardSample]) -> list[np.ndarray | str]:
         """All heads of each sample, or all its steps; a text says why it has none."""
         groups, keys = self._groups(samples)
-        with self._awake():
-            found = self._numbers(groups)
+        found = self._numbers(groups)
         return [key if isinstance(key, str) else found[key] for key in keys]
 
     def value(
@@ -126,7 +123,12 @@ class LearnedReward:
         """The scores of each sequence, or how probable the best verdict is at each of its steps."""
         scalar, positions = self.card.kind == "scalar", self.family.positions
         batches = pack(groups, positions=positions, micro_tokens=self.micro_tokens, ends=scalar)
-        found = ratings(self.backend, batches) if scalar else judgements(self.backend, batches, self._tokens)
+        for parameter, host in self._resting:
+            parameter.data = host.to(self.backend.device, non_blocking=True)
+        try:
+            found = ratings(self.backend, batches) if scalar else judgements(self.backend, batches, self._tokens)
+        finally:
+            self._rest()
         return {
             key: rows[index] if scalar else np.exp(rows[batch.sequence == index, 0])
             for batch, rows in zip(batches, found, strict=True)
@@ -158,17 +160,8 @@ class LearnedReward:
         messages = with_marks(asked, said, self.card)
         return stepped(name, 0, messages, self.family, self.card.placeholder)
 
-    @contextmanager
-    def _awake(self) -> Iterator[None]:
-        """The weights are where they are used, and leave again."""
-        for parameter, host in self._resting:
-            parameter.data = host.to(self.backend.device, non_blocking=True)
-        try:
-            yield
-        finally:
-            self._rest()
-
     def _rest(self) -> None:
+        """The weights wait in main memory, where they are to do so."""
         for parameter, host in self._resting:
             parameter.data = host
         if self._resting:

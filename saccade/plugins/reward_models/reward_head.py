@@ -22,8 +22,12 @@ from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, read_ca
 class RewardHead(SavedHead):
     """Pools the hidden states of each sequence and gives it a number per head."""
 
-    def __init__(self, *, like: nn.Module, card: Card, seed: int, first_log_scale: float = 0.0) -> None:
-        """`first_log_scale` starts a scale that some losses learn beside the scores."""
+    def __init__(
+        self, *, like: nn.Module, card: Card, seed: int, first_log_scale: float = 0.0, stored: Path | None = None
+    ) -> None:
+        """`first_log_scale` starts a scale that some losses learn beside the scores. `stored` is a folder with a
+        trained head; where that learned no scale, the first one stays.
+        """
         super().__init__(REWARD_FILE)
         self.card = card
         self.weight = drawn(like, len(card.heads), seed)
@@ -39,6 +43,14 @@ class RewardHead(SavedHead):
         if card.head == "mlp":
             self.inner = nn.Parameter(drawn(like, size, seed + 1).data * size**0.5)
             self.gain = nn.Parameter(torch.ones_like(self.query))
+        if stored is not None:
+            tensors = load_file(stored / REWARD_FILE)
+            try:
+                self.load_state_dict({name.removeprefix("score."): tensor for name, tensor in tensors.items()})
+            except RuntimeError as error:
+                raise EnvironmentProblem(f"{stored / REWARD_FILE} does not fit config.json: {error}") from None
+            if not self.log_scale.item():
+                self.log_scale.data.fill_(first_log_scale)
 
     def forward(self, hidden: Tensor, sequence: Tensor, count: int) -> Tensor:
         """hidden [R, E] of sequences [R] → [S, H]. With `last` there is one state of each."""
@@ -73,23 +85,13 @@ def attach_reward(model: nn.Module, head: RewardHead) -> None:
         blocks, probe = blocks_of(model), head.card.probe_layer
         if not -len(blocks) <= probe < len(blocks):
             why = f"{probe} is none of the {len(blocks)} blocks of this model"
-            raise ConfigError(
-                f"reward_model.probe_layer: {why}; give {-len(blocks)} to {len(blocks) - 1}, -1 is the last"
-            )
+            raise ConfigError(f"reward_model.probe_layer: {why}; give {-len(blocks)} to {len(blocks) - 1}")
         read = probe % len(blocks) + 1
         head.above = list(blocks[read:])
         del blocks[read:]
     output, embedding = model.lm_head.weight, model.get_input_embeddings().weight  # type: ignore
     if output is not embedding:
         output.requires_grad_(False)
-
-
-def load_reward(head: RewardHead, folder: Path) -> None:
-    stored = load_file(folder / REWARD_FILE)
-    try:
-        head.load_state_dict({name.removeprefix("score."): tensor for name, tensor in stored.items()})
-    except RuntimeError as error:
-        raise EnvironmentProblem(f"{folder / REWARD_FILE}: its tensors do not fit config.json: {error}") from None
 
 
 @torch.no_grad()

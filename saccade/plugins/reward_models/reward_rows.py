@@ -26,7 +26,7 @@ from saccade.plugins.preferences import pairs
 from saccade.plugins.preferences.mappings import MAIN, number_of
 from saccade.plugins.reward_models import reward_losses
 from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, read_card, stepped, verdict_ids, write_card
-from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward, load_reward
+from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward
 from saccade.plugins.reward_models.reward_losses import FIRST_LOG_KAPPA, RatingLoss, StepsLoss
 from saccade.recipes import questions
 from saccade.types import Batch, Group, Message, Sample, Trajectory
@@ -69,13 +69,8 @@ class Pairs:
     def attach(self, model: Any, *, card: Card, stored: Path | None) -> None:
         """Add the head, from a checkpoint or drawn."""
         scale = FIRST_LOG_KAPPA if self.row.loss == "hps" else 0.0
-        head = RewardHead(like=model, card=card, seed=self.config.run.seed, first_log_scale=scale)
-        start = stored or _trained(self.family.path, card)
-        if start is not None:
-            load_reward(head, start)
-        if scale and not head.log_scale.item():  # what is loaded had learned none
-            head.log_scale.data.fill_(scale)
-        attach_reward(model, head)
+        start, seed = stored or _trained(self.family.path, card), self.config.run.seed
+        attach_reward(model, RewardHead(like=model, card=card, seed=seed, first_log_scale=scale, stored=start))
         write_card(model, card)
 
     def prepare(self, samples: Sequence[Sample]) -> tuple[list[Batch], RatingLoss]:
