@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from saccade.algorithms.algorithm_state import AlgorithmState, Moments, after_step, merge, observe, restore, to_json
 from saccade.plugins.more_algorithms import domains
-from saccade.plugins.more_algorithms.domains import success
+from saccade.plugins.more_algorithms.more_advantages import success
 from saccade.types import Metrics
 
 FINITE, NONE = st.floats(-100, 100), [0.0] * 9

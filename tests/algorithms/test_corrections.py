@@ -5,7 +5,7 @@ import torch
 
 from saccade.algorithms.corrections import CORRECTIONS, apply, measure
 from saccade.errors import ConfigError
-from saccade.plugins.more_algorithms.more_corrections import opsm
+from saccade.plugins.more_algorithms.more_losses import opsm
 
 NAN = float("nan")
 ONCE = {name: entry for name, entry in CORRECTIONS.items() if not entry.each_update}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade.config import DpoConfig
 from saccade.errors import ConfigError
-from saccade.plugins.distillation.distil import kd
+from saccade.plugins.imitation.imitation_sources import kd
 from saccade.plugins.preferences.preference_losses import (
     PREFERENCES,
     UNPAIRED,

@@ -17,10 +17,9 @@ from saccade.errors import ConfigError
 from saccade.forest.packing import pack
 from saccade.models.families import load_family
 from saccade.models.load import load_model
-from saccade.plugins.distillation import distil
-from saccade.plugins.distillation.distil import kd
 from saccade.plugins.families.tiny import build
-from saccade.plugins.imitation.reward_tags import asking_for_the_best
+from saccade.plugins.imitation import imitation_sources
+from saccade.plugins.imitation.imitation_sources import asking_for_the_best, kd
 from saccade.plugins.quickstart.quickstart import WORDS
 from saccade.recipes import questions, rl, sft
 from saccade.recipes.to_trajectory import document
@@ -41,7 +40,7 @@ def teacher(tmp_path_factory):
 def test_the_loss_beside_a_teacher(tmp_path, sft_config, teacher, word_model, monkeypatch):
     """Against stock transformers, row by row, where logits come in chunks of three."""
     family = load_family(word_model)
-    monkeypatch.setattr(distil, "CHUNK_ELEMENTS", 3 * family.vocabulary)
+    monkeypatch.setattr(imitation_sources, "CHUNK_ELEMENTS", 3 * family.vocabulary)
     config = sft_config(tmp_path, run__max_steps=1, sft__teacher=teacher, sft__kd_coef=0.3)
     row = sft.run(config)
 

@@ -1,1 +1,1 @@
-"""Demonstrations and teachers beside rewards."""
+"""Demonstrations, answers with their rewards, and teachers."""

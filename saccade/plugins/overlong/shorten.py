@@ -40,21 +40,15 @@ def _with_budget(sample: Sample, budget: int) -> Sample:
     def smaller(messages: Iterable[Message]) -> tuple[Message, ...]:
         return tuple(replace(m, parts=tuple(fit(part) for part in m.parts)) for m in messages)
 
-    return replace(
-        sample,
-        messages=smaller(sample.messages),
-        candidates=tuple(smaller(candidate) for candidate in sample.candidates),
-    )
+    return replace(sample, messages=smaller(sample.messages), candidates=tuple(map(smaller, sample.candidates)))
 
 
 def drop_turns(sample: Sample, length: Length, limit: int) -> Sample | None:
     """Remove the oldest turns (a user message with its replies); system and last turn stay."""
     users = [index for index, message in enumerate(sample.messages) if message.role == "user"]
     for start in users[1:]:
-        kept = tuple(
-            message for index, message in enumerate(sample.messages) if index >= start or message.role == "system"
-        )
-        shorter = replace(sample, messages=kept)
+        kept = [message for n, message in enumerate(sample.messages) if n >= start or message.role == "system"]
+        shorter = replace(sample, messages=tuple(kept))
         if length(shorter) <= limit:
             return shorter
     return None
@@ -73,16 +67,10 @@ def truncate_text(sample: Sample, length: Length, limit: int) -> Sample | None:
 def _without_front(sample: Sample, characters: int) -> Sample:
     messages = []
     for message in sample.messages:
-        if message.role == "system":
-            messages.append(message)
-            continue
         parts: list[str | Media] = []
         for part in message.parts:
-            if isinstance(part, str):
-                cut = min(characters, len(part))
-                characters -= cut
-                part = part[cut:]
-            if part:
-                parts.append(part)
+            if isinstance(part, str) and message.role != "system":
+                characters, part = max(0, characters - len(part)), part[characters:]
+            parts += [part] if part else []
         messages.append(replace(message, parts=tuple(parts)))
     return replace(sample, messages=tuple(messages))

@@ -34,11 +34,7 @@ CHARTS: Mapping[str, Mapping[str, str]] = {
     "Accuracy of training rollouts, %": {"reward/accuracy": "accuracy"},
     "Reward": {"reward/mean": "mean"},
     "Reward parts": {},  # whatever the terms of a run are called
-    "Groups without signal, %": {
-        "group/dead_frac": "dead",
-        "group/all_right_frac": "all right",
-        "group/all_wrong_frac": "all wrong",
-    },
+    "Groups without signal, %": {f"group/{n}_frac": n.replace("_", " ") for n in ("dead", "all_right", "all_wrong")},
     "SFT loss": {"sft/loss": "loss"},
     "Preference loss": {"dpo/loss": "loss"},
     "Pairs in the right order": {"dpo/accuracy": "accuracy"},
@@ -76,6 +72,7 @@ TITLES = {
 }
 LABELS = {"overturn_frac": "cut off", "turns_mean": "turns", "all_rotations": "all rotations"}
 COUNTS = ("items", "episodes", "turns_mean")  # numbers that are no shares
+BESIDE_COLUMNS = ("ci_low", "ci_high", "score_items")  # what is no column
 
 
 def from_run(folder: Path) -> Path:
@@ -106,15 +103,12 @@ def run_facts(rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
     facts = {}
     names = dict.fromkeys(name for row in rows for name in row)
     for name, leaf in validation_measures(names):
-        values = [_shown(row, f"val/{name}/{leaf}") for row in rows]
-        values = [value for value in values if value]
-        if values:
+        if values := [shown for row in rows if (shown := _shown(row, f"val/{name}/{leaf}"))]:
             facts[f"{leaf} on {name}"] = " → ".join(dict.fromkeys([values[0], values[-1]]))
     measures = [name for name in names if MEASURE.fullmatch(name)]
     measures.sort(key=lambda name: not name.endswith("/accuracy"))
     best = config.get("save", {}).get("best_metric") or next(iter(measures), "")
-    tried = [row for row in rows if row["step"] > 0 and row.get(best) is not None]
-    if tried:
+    if tried := [row for row in rows if row["step"] > 0 and row.get(best) is not None]:
         top = max(tried, key=lambda row: row[best])
         facts["best step"] = f"{top['step']} ({_shown(top, best)})"
     facts["steps"] = str(max((row["step"] for row in rows), default=0))
@@ -147,11 +141,9 @@ def before_after(rows: Rows) -> list[Table]:
     if not lines:
         return []
     first, last = steps.pop() if len(steps) == 1 else ("first", "last")
-    columns: tuple[str, ...] = ("set", "measure", f"step {last}")
-    if first != last:
-        columns = (*columns[:2], f"before (step {first})", f"after (step {last})", "change")
-    shown = tuple(line[: len(columns)] for line in lines)
-    return [Table(title="Validation", columns=columns, rows=shown, note=INTERVALS)]
+    steps_shown = (f"before (step {first})", f"after (step {last})", "change") if first != last else (f"step {last}",)
+    shown = tuple(line[: 2 + len(steps_shown)] for line in lines)
+    return [Table(title="Validation", columns=("set", "measure", *steps_shown), rows=shown, note=INTERVALS)]
 
 
 def estimate(row: Mapping[str, Any], name: str, percent: bool, prefix: str = "") -> Estimate | None:
@@ -210,9 +202,8 @@ def charts_of(rows: Rows) -> list[Chart]:
                 curves.append(Curve(name=label, points=points[metric], band=band))
                 drawn |= {metric, *ends}
         charts.append(Chart(title=f"Validation {kind}", curves=curves, percent=kind == "accuracy"))
-    terms = [name for name in points if re.fullmatch(r"reward/[^/]+", name)]
-    parts = {name: name.removeprefix("reward/") for name in terms}
-    parts = {name: label for name, label in parts.items() if label not in NOT_PARTS}
+    terms = {name: name.removeprefix("reward/") for name in points if re.fullmatch(r"reward/[^/]+", name)}
+    parts = {name: label for name, label in terms.items() if label not in NOT_PARTS}
     for title, metrics in {**CHARTS, "Reward parts": parts}.items():
         found = {name: label for name, label in metrics.items() if name in points}
         if any(y != DULL.get(title) for name in found for _, y in points[name]):
@@ -308,33 +299,24 @@ def _summary(results: Mapping[str, Mapping[str, Any]]) -> Table:
     columns = {n: (LABELS.get(n, n), True) for n in shares} | {n: (n, False) for n in scores}
     columns |= {n: about for n, about in BESIDE_ACCURACY.items() if n in there}
     columns["items"] = ("items", False)
-    return Table(
-        title=_kind(results),
-        columns=("set", *(label for label, _ in columns.values())),
-        rows=tuple(
-            (name, *(estimate(found, n, percent) for n, (_, percent) in columns.items()))
-            for name, found in results.items()
-        ),
-        note=INTERVALS,
-    )
+    return _table(_kind(results), "set", results, columns, INTERVALS)
 
 
 def _tables(name: str, found: Mapping[str, Any]) -> Iterator[Table]:
     for key, (title, first) in TITLES.items():
         rows: Mapping[str, Mapping[str, float]] = found.get(key) or {}
-        names = dict.fromkeys(name for row in rows.values() for name in row)
-        ends = ("ci_low", "ci_high", "score_items")
-        columns = {  # whether each is a share
-            n: n not in COUNTS and not n.startswith("score") for n in names if not n.endswith(ends)
-        }
+        names = dict.fromkeys(n for row in rows.values() for n in row if not n.endswith(BESIDE_COLUMNS))
+        columns = {n: (LABELS.get(n, n), n not in COUNTS and not n.startswith("score")) for n in names}
         if rows:
-            yield Table(
-                title=f"{name}: {_kind(rows).lower()} {title}",
-                columns=(first, *(LABELS.get(c, c) for c in columns)),
-                rows=tuple(
-                    (label, *(estimate(row, c, share) for c, share in columns.items())) for label, row in rows.items()
-                ),
-            )
+            yield _table(f"{name}: {_kind(rows).lower()} {title}", first, rows, columns)
+
+
+def _table(
+    title: str, first: str, rows: Mapping[str, Any], columns: Mapping[str, tuple[str, bool]], note: str = ""
+) -> Table:
+    """Rows by their name; columns by metric: the label, and whether it is a share."""
+    cells = ((name, *(estimate(row, n, share) for n, (_, share) in columns.items())) for name, row in rows.items())
+    return Table(title=title, columns=(first, *(label for label, _ in columns.values())), rows=tuple(cells), note=note)
 
 
 def _kind(rows: Mapping[str, Mapping[str, Any]]) -> str:

@@ -1,1 +1,0 @@
-"""A loss that pulls a policy to a teacher."""

@@ -1,0 +1,164 @@
+"""Learning from others: demonstrations beside rewards, answers with their rewards, and a teacher in sft.
+
+    loss of an update + train.sft_coef * mean of -log p over the tokens of its demonstrations
+
+demonstrations = Demonstrations(config, family, quarantine, updates=algorithm.updates_per_step)
+backend.train_step([*batches, *demonstrations.batches()], PolicyLoss(algorithm, scoring), lr=lr)
+update = backend.train_step(batches, DistillationLoss(teacher, kd_coef=0.4), lr=1e-5)
+
+>>> reward_tagged(sample, "<reward {reward:.1f}>").messages[0].text
+'What is 1 + 1?<reward 1.0>'
+
+Legend: R reads, V vocabulary of the student, E hidden sizes.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
+
+from saccade.algorithms.objective import imitation_objective
+from saccade.config import Config
+from saccade.data.chats import RowError
+from saccade.data.datasets import Dataset, Stream
+from saccade.errors import ConfigError
+from saccade.forest.device_ops import to_device
+from saccade.forest.logprobs import CHUNK_ELEMENTS
+from saccade.forest.packing import pack
+from saccade.models.families import TOWERS, Family, load_family
+from saccade.models.files import SERIES_FILE
+from saccade.recipes import model_setup, questions
+from saccade.recipes.to_trajectory import dialogue
+from saccade.run.quarantine import Quarantine
+from saccade.trainer import Objective, Reader
+from saccade.trainer.forward_inputs import column
+from saccade.trainer.local import LocalBackend
+from saccade.types import Batch, Sample
+
+# -- demonstrations --------------------------------------------------------------------------------
+
+
+class Demonstrations:
+    def __init__(self, config: Config, family: Family, quarantine: Quarantine, *, updates: int) -> None:
+        self.config, self.family, self.quarantine = config, family, quarantine
+        self.rows = math.ceil(config.train.prompts_per_step / updates)
+        data = questions.load_dialogues(config, config.data.demonstrations, family)
+        self.stream = Stream(data, seed=config.run.seed, config=config.data)
+
+    def batches(self) -> list[Batch]:
+        """The next rows. Without advantages they are imitated."""
+        rows = self.quarantine.take(self.stream, self.rows, self.family)
+        groups = [dialogue(row, self.family, "assistant") for row in rows]
+        train = self.config.train
+        batches = pack(groups, positions=self.family.positions, micro_tokens=train.micro_tokens)
+        scale = train.sft_coef / sum(len(batch.reads) for batch in batches)
+        return [replace(b, scales=np.full(len(b.reads), scale, np.float32)) for b in batches]
+
+
+# -- answers with their rewards: `sft.reward_tag` is written behind the question ---------------------
+
+
+def reward_tagged(sample: Sample, tag: str, reward: float | None = None) -> Sample:
+    """The reward, or that of the row, after the question, which is the last one that is answered."""
+    messages = list(sample.messages)
+    last = max(index for index, message in enumerate(messages) if message.role == "user")
+    text = tag.format(reward=reward_of(sample) if reward is None else reward)
+    messages[last] = replace(messages[last], parts=(*messages[last].parts, text))
+    return replace(sample, messages=tuple(messages))
+
+
+def asking_for_the_best(tag: str, data: Dataset, sets: dict[str, Dataset]) -> dict[str, Dataset]:
+    """Questions that name the highest reward of the answers that were learned."""
+    best = max(reward_of(sample) for sample in data.samples)
+    return {name: questions.map_samples(part, lambda s: reward_tagged(s, tag, best)) for name, part in sets.items()}
+
+
+def reward_of(sample: Sample) -> float:
+    """What the row says of its answer."""
+    value = sample.desirable
+    for name in ("reward", "label"):
+        value = sample.extra.get(name) if value is None else value
+    if not isinstance(value, bool | int | float):
+        raise RowError("no number in the column reward or label, which sft.reward_tag shows")
+    return float(value)
+
+
+# -- a teacher: its losses are read chunk by chunk, no [tokens, vocabulary] is kept -----------------
+
+
+def load_teacher(config: Config, family: Family) -> LocalBackend | None:
+    """A model that reads the same tokens and only scores."""
+    path = config.sft.teacher
+    if path is None:
+        return None
+    folder = model_setup.model_folder(config, path)
+    theirs = load_family(folder, trust_remote_code=config.model.trust_remote_code)
+    if family.series is not None and (Path(folder) / SERIES_FILE).is_file():
+        theirs = TOWERS["series"].plug(theirs, family.series)
+    vocabularies = [each.chat.tokenizer.get_vocab() for each in (family, theirs)]
+    alike = theirs.spec.bind is family.spec.bind and theirs.series == family.series
+    if not alike or vocabularies[0] != vocabularies[1]:
+        raise ConfigError(
+            f"sft.teacher={path}: a {theirs.name} with other tokens than the {family.name} that "
+            "learns; give a model of the same family and tokenizer, and with an encoder of time "
+            "series if that has one"
+        )
+    return LocalBackend(model_setup.load_policy(config, theirs, train="full"), theirs)
+
+
+@dataclass(frozen=True)
+class DistillationLoss:
+    """Demonstrations, and what the teacher thinks of every token."""
+
+    teacher: LocalBackend
+    kd_coef: float
+    role: ClassVar[str] = "policy"
+    whole: ClassVar[bool] = False
+
+    def read(self, trainer: Reader, batch: Batch) -> Objective:
+        self.teacher.model.eval()
+        with torch.no_grad():
+            taught = self.teacher.hidden_at(batch, batch.reads)
+        hidden, targets = trainer.hidden_at(batch, batch.reads), to_device(batch.targets, trainer.device)
+        head: Any = trainer.model.lm_head
+        their_head: Any = self.teacher.model.lm_head
+
+        def chunk(hidden: Tensor, taught: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits = head(hidden)
+            with torch.no_grad():
+                # Embeddings of one tokenizer are padded to different sizes; no token stands there.
+                theirs = their_head(taught)[:, : logits.shape[1]]
+                theirs = pad(theirs, (0, logits.shape[1] - theirs.shape[1]), value=-torch.inf)
+            return kd(logits, theirs, targets, kd_coef=self.kd_coef)
+
+        # The logits of a chunk are computed again in backward.
+        rows = max(1, CHUNK_ELEMENTS // trainer.family.vocabulary)
+        parts = zip(hidden.split(rows), taught.split(rows), targets.split(rows), strict=True)
+        results = [checkpoint(chunk, *part, use_reentrant=False) for part in parts]
+        losses, written, teacher = (torch.cat(found) for found in zip(*results, strict=True))
+        shown, scales = {"sft/ce": written, "sft/teacher": teacher}, column(batch.scales, losses)
+        return partial(imitation_objective, losses, shown, scales, term="policy/loss")
+
+
+def kd(
+    logits: Tensor, teacher_logits: Tensor, targets: Tensor, *, kd_coef: float = 0.4
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(1 - kd_coef) CE + kd_coef (-sum over v of p_teacher log p_student), and both terms.
+
+    logits [R, V], with a gradient; teacher_logits [R, V]; targets [R]. Ids that are banned (-inf)
+    for the student are banned for the teacher.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    banned = logits == -torch.inf
+    student = logits.to(wide).log_softmax(-1)
+    teacher = teacher_logits.to(wide).detach().masked_fill(banned, -torch.inf).softmax(-1)
+    written = -student.gather(-1, targets[:, None]).squeeze(-1)
+    taught = -(teacher * student.masked_fill(banned, 0.0)).sum(-1)  # 0 times -inf is not 0
+    return (1 - kd_coef) * written + kd_coef * taught, written.detach(), taught.detach()
