@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade.algorithms.algorithm_state import AlgorithmState, Moments, after_step, merge, observe, restore, to_json
-from saccade.plugins.more_algorithms import domains
+from saccade.plugins.more_algorithms import more_advantages as domains
 from saccade.plugins.more_algorithms.more_advantages import success
 from saccade.types import Metrics
 

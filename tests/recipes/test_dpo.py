@@ -124,7 +124,7 @@ def test_ties_are_left_out_and_other_rows_are_set_aside(tmp_path, config):
         path.write_text(json.dumps(rows[1]) + "\n")
         dpo.run(options | {"run.name": "alike"})
     assert not (tmp_path / "alike").exists()
-    with pytest.raises(DataError, match=r"dpo.loss=kto learns from such rows"):
+    with pytest.raises(DataError, match=r"dpo.loss=kto learns from single"):
         path.write_text(json.dumps({"input": "how ?", "output": "red", "label": 1}) + "\n")
         dpo.run(options | {"run.name": "other"})
     with pytest.raises(DataError, match=r"all 1 rows have the label 1; add rows with the label 0"):

@@ -87,18 +87,14 @@ def mapped(
     file = None if name in MAPPINGS else name.rpartition(":")[0]
     arguments = [folder or Path()] if len(inspect.signature(function).parameters) > 1 else []
     for number, row in rows:
-        if isinstance(row, RowError):
-            yield number, row
-            continue
         try:
-            found = function(row, *arguments)
+            found = row if isinstance(row, RowError) else function(row, *arguments)
         except SaccadeError:
             raise
         except RowError as error:
             found = error
         except Exception as error:
-            id = "" if row.get("id") is None else f", id {row['id']}"
-            found = RowError(f"mapping {name} raised {raised_at(error, file)}{id}")
+            found = RowError(f"mapping {name} raised {raised_at(error, file)}, row {row.get('id', number)}")
         if found is None or isinstance(found, RowError):
             yield number, found
             continue
@@ -147,16 +143,15 @@ def _compared(name: str, pair: Pair, row: Mapping[str, Any], seed: int) -> Row:
     text = PLACEHOLDER.sub("", str(pair.prompt)).strip()
     text = f"{text}\n{pair.criteria}" if pair.criteria else text
     image = [] if pair.image is None else [{"type": "image", "image": pair.image}]
-    texts = {"critique": pair.critique, "criteria": pair.criteria}
+    extra |= {"labels": labels, "sides": {"seed": seed, "swapped": swapped}}
+    extra |= {n: getattr(pair, n) for n in ("critique", "criteria") if getattr(pair, n) is not None}
     a, b = (escape(str(side)) if pair.kind == "text" else side for side in shown)
     return {
         **({} if row.get("id") is None else {"id": row["id"]}),
         "messages": [{"role": "user", "content": [*image, {"type": "text", "text": escape(text)}]}],
         "a": [{"type": pair.kind, pair.kind: a}],
         "b": [{"type": pair.kind, pair.kind: b}],
-        "extra": extra
-        | {"labels": labels, "sides": {"seed": seed, "swapped": swapped}}
-        | {name: t for name, t in texts.items() if t is not None},
+        "extra": extra,
     }
 
 
@@ -206,18 +201,10 @@ def hpdv3(row: Record) -> Pair | None:
 
 
 def imagerewarddb(row: Record) -> Rated:
-    rank = number_of(row.get("rank"))
-    return Rated(
-        kind="image",
-        prompt=row.get("prompt"),
-        media=row.get("image_path"),
-        group=row.get("prompt_id"),
-        ratings={
-            "alignment": row.get("image_text_alignment_rating"),
-            "fidelity": row.get("fidelity_rating"),
-            MAIN: None if rank is None else -rank,
-        },
-    )
+    rank, prompt, media = number_of(row.get("rank")), row.get("prompt"), row.get("image_path")
+    ratings = {"alignment": row.get("image_text_alignment_rating"), "fidelity": row.get("fidelity_rating")}
+    ratings[MAIN] = None if rank is None else -rank
+    return Rated(kind="image", prompt=prompt, media=media, group=row.get("prompt_id"), ratings=ratings)
 
 
 def imagegen_cot(row: Record) -> Pair:
@@ -226,18 +213,14 @@ def imagegen_cot(row: Record) -> Pair:
     verdicts = ("Image 1 is better", "Image 2 is better", "Both images are equally good")
     sides = [s for s, v in zip("ABC", verdicts, strict=True) if f"<answer>{v}" in str(turns[-1])]
     label = sides[0] if len(sides) == 1 else None
-    images: list[Any] = row.get("images") or []
-    a, b, *_ = [*images, None, None]
+    a, b, *_ = [*(row.get("images") or []), None, None]
     return Pair(kind="image", prompt=turns[0], a=a, b=b, labels={MAIN: label}, critique=turns[-1])
 
 
 def rapidata_t2v(row: Record) -> Pair:
     """Three heads, each won by the higher share of votes."""
-    votes = {
-        head: [row.get(f"weighted_results{n}_{head.capitalize()}") for n in (1, 2)]
-        for head in (MAIN, "coherence", "alignment")
-    }
-    labels = {head: better(*pair) for head, pair in votes.items()}
+    columns = {head: f"weighted_results%d_{head.capitalize()}" for head in (MAIN, "coherence", "alignment")}
+    labels = {head: better(row.get(column % 1), row.get(column % 2)) for head, column in columns.items()}
     return _pair("video", row, "file_name1", "file_name2", labels)
 
 

@@ -32,7 +32,9 @@ def load_pairs(
 
     def word(sample: Sample) -> Sample:
         if len(sample.candidates) < 1 + paired:
-            raise RowError(_uncomparable(sample, judged=judge is not None))
+            has = "one labelled response" if sample.candidates else "nothing to compare"
+            other = "reward_model.kind=process learns from steps" if judge else "dpo.loss=kto learns from single ones"
+            raise RowError(f"{has}; rows need chosen and rejected, or {other}")
         if judge is not None:
             judge(sample)
         elif any(shows_media(candidate) for candidate in sample.candidates):
@@ -52,15 +54,6 @@ def load_pairs(
     read = ("dialogue", family.render_dialogue)
     data = questions.load_worded(config, sources, family, word, limit=limit, read=read, measure=measure)
     return data if judge else datasets.keep(data, _undecided)
-
-
-def _uncomparable(sample: Sample, *, judged: bool) -> str:
-    if sample.candidates:
-        helps = "rows need chosen and rejected" if judged else "dpo.loss=kto learns from such rows"
-        return f"one labelled response; {helps}"
-    steps = "; reward_model.kind=process learns from a list of labels of steps" if "label" in sample.extra else ""
-    labels = steps if judged else ", or output and label"
-    return f"nothing to compare; rows need chosen and rejected{labels}"
 
 
 def _undecided(sample: Sample) -> str | None:

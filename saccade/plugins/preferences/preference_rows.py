@@ -13,6 +13,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -85,30 +86,28 @@ def check_labels(labels: Any) -> None:
         raise RowError(f'labels must say A, B or C for each head, not {labels!r}; write {{"preference": "A"}}')
 
 
-PAIRS = Format(
+_compared = partial(Format, read_candidates=read_candidates)
+PAIRS = _compared(
     name="pairs",
     matches=lambda columns: {"chosen", "rejected"} <= set(columns),
     prompt=("prompt", "question", "problem", "input", "messages", "conversations"),
     answer=("answer", "solution"),
     candidates={"chosen": ("chosen",), "rejected": ("rejected",)},
-    read_candidates=read_candidates,
 )
-SIDES = Format(
+SIDES = _compared(
     name="sides",
     matches=lambda columns: {"a", "b"} <= set(columns) and ("labels" in columns or "extra" in columns),
     prompt=("prompt", "question", "messages"),
     answer=("answer",),
     candidates={"a": ("a",), "b": ("b",)},
-    read_candidates=read_candidates,
     check=lambda sample: check_labels(sample.extra.get("labels")),
 )
-LABELLED = Format(
+LABELLED = _compared(
     name="labels",
     matches=lambda columns: "label" in columns and ("output" in columns or "completion" in columns),
     prompt=("input", "prompt", "question", "problem", "messages", "conversations"),
     answer=("answer", "solution"),
     candidates={"output": ("output", "completion")},
-    read_candidates=read_candidates,
     label=("label",),
     read_label=read_label,
 )
