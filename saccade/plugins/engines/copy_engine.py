@@ -122,10 +122,8 @@ class CopyEngine(Engine):
 def require_finite(logprobs: np.ndarray) -> None:
     """Refuse log-probs that are not finite, in engines over a copy of the weights."""
     if not np.isfinite(logprobs).all():
-        raise TrainingError(
-            "log-probs are not finite; `saccade doctor MODEL` names the weight they come from, or "
-            "whether a number overflows (model.dtype=float32)"
-        )
+        fix = "`saccade doctor MODEL` names the weight they come from, or whether a number overflows"
+        raise TrainingError(f"log-probs are not finite; {fix} (model.dtype=float32)")
 
 
 def collapsed(request: Request) -> list[int]:
@@ -133,10 +131,8 @@ def collapsed(request: Request) -> list[int]:
     keep = np.ones(len(request.ids), dtype=bool)
     for span in request.media:
         if span.media.kind != "image":
-            raise ConfigError(
-                f"request {request.key}: the prompt has {span.media.kind}, but this engine takes "
-                "images only; use rollout.engine=embedded"
-            )
+            why = f"the prompt has {span.media.kind}, but this engine takes images only"
+            raise ConfigError(f"request {request.key}: {why}; use rollout.engine=embedded")
         keep[span.start + 1 : span.end] = False
     return request.ids[keep].tolist()
 

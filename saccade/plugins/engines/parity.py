@@ -57,23 +57,20 @@ class Parity:
 
     def __str__(self) -> str:
         picture = "" if self.by_picture is None else f", another picture by {self.by_picture:.2g}"
-        return (
-            f"parity: engine and trainer agree to {self.gap:.2g} (limit {self.limit:g}); a changed "
-            f"weight moves both by {self.by_weight:.2g}{picture}"
-        )
+        agreed = f"parity: engine and trainer agree to {self.gap:.2g} (limit {self.limit:g})"
+        return f"{agreed}; a changed weight moves both by {self.by_weight:.2g}{picture}"
 
     def metrics(self) -> dict[str, float]:
-        found = {name: value for name, value in asdict(self).items() if value is not None}
-        return {f"parity/{name}": value for name, value in found.items()}
+        return {f"parity/{name}": value for name, value in asdict(self).items() if value is not None}
 
 
 def compare(config: Config, engine: Engine, policy: LocalBackend, samples: Sequence[Sample], *, version: int) -> Parity:
     """Return the gaps; one that is too large stops the run."""
-    with_pictures = sorted(samples[:LOOKED_AT], key=lambda sample: not sample.media)
+    pictures_first = sorted(samples[:LOOKED_AT], key=lambda sample: not sample.media)
     return probe(
         engine,
         policy,
-        [*islice((s for s in with_pictures if decode_error(s) is None), PROMPTS)],
+        [*islice((s for s in pictures_first if decode_error(s) is None), PROMPTS)],
         sampling=rollout_sampling(config),
         limit=config.rollout.parity_max or LIMITS[str(policy.dtype).removeprefix("torch.")],
         version=version,
@@ -128,34 +125,24 @@ class _Bench:
 
     def ask(self, prompts: Sequence[Rendered]) -> list[Trajectory]:
         """Return what the engine samples, with log-probs; the n-th always has the same noise."""
-        requests = [
-            Request(
-                key=f"parity/{n}",
-                ids=prompt.ids,
-                media=prompt.media,
-                sampling=self.sampling,
-                noise=n + 1,
-                replica=n % self.replicas,
-            )
-            for n, prompt in enumerate(prompts)
-        ]
+        requests = []
+        for n, prompt in enumerate(prompts):
+            request = Request(key=f"parity/{n}", ids=prompt.ids, media=prompt.media, sampling=self.sampling)
+            requests.append(replace(request, noise=n + 1, replica=n % self.replicas))
         return list(map(trajectory, requests, generate(self.engine, requests)))
 
-    def score(
-        self, answers: Sequence[Trajectory], temperature: float | None = None, ban: bool = True
-    ) -> list[np.ndarray]:
+    def score(self, answers: Sequence[Trajectory], scoring: Scoring | None = None) -> list[np.ndarray]:
         """The trainer's log-probs of what the engine sampled, one by one."""
         sample, batches = Sample(id="parity", messages=()), []
         for answer in answers:
             group = Group(sample=sample, trajectories=(answer,))
-            size = len(answer.ids)
-            batches += pack([group], positions=self.policy.family.positions, micro_tokens=size)
-        scoring = Scoring(temperature=temperature or self.sampling.temperature, ban=ban)
+            batches += pack([group], positions=self.policy.family.positions, micro_tokens=len(answer.ids))
+        scoring = scoring or Scoring(temperature=self.sampling.temperature)
         return [logprobs for logprobs, _ in self.policy.logprobs(batches, scoring)]
 
-    def gap(self, answers: Sequence[Trajectory], temperature: float | None = None, ban: bool = True) -> float:
+    def gap(self, answers: Sequence[Trajectory], scoring: Scoring | None = None) -> float:
         engine = [answer.logprobs[answer.policy_mask] for answer in answers]
-        return _apart(engine, self.score(answers, temperature, ban))
+        return _apart(engine, self.score(answers, scoring))
 
     def judge_sight(self, answers: Sequence[Trajectory], others: Sequence[Trajectory]) -> None:
         """An engine that answers the same for every picture has not seen it."""
@@ -172,9 +159,8 @@ class _Bench:
         missing = "the engine gives no log-prob for some of what it sampled"
         require(not np.isnan(gap), missing, facts, "use rollout.engine=embedded")
         for cause, plain, unbanned in SCORING:
-            temperature = 1.0 if plain else self.sampling.temperature
-            near = self.gap(answers, temperature, not unbanned) <= self.limit
-            require(not near, cause, facts, SAME_DRAW)
+            scoring = Scoring(temperature=1.0 if plain else self.sampling.temperature, ban=not unbanned)
+            require(not self.gap(answers, scoring) <= self.limit, cause, facts, SAME_DRAW)
         cause = "the engine has other weights than the trainer, or reads the prompt differently"
         fix = "load both from the same model.path; if model.dtype=float32 closes the gap, raise rollout.parity_max"
         require(False, cause, facts, fix)
@@ -185,8 +171,8 @@ class _Bench:
         gap, kept = self.gap(others), self.gap(before)
         moved = _apart(self.score(others), self.score(before))
         facts = f"the trainer moves by {moved:.2g}, gap {gap:.2g}, to the first picture {kept:.2g}"
-        fix = EMPTY_TOWER.format("vision")
-        require(moved > NOTHING, "another picture changes nothing in the trainer either", facts, fix)
+        same = "another picture changes nothing in the trainer either"
+        require(moved > NOTHING, same, facts, EMPTY_TOWER.format("vision"))
         require(gap <= kept, "the engine answers a second picture with what it kept of the first", facts, NO_CACHE)
         cause = "the engine reads a second picture differently from the trainer"
         require(gap <= self.limit, cause, facts, "use rollout.engine=embedded")
@@ -206,8 +192,7 @@ class _Bench:
             f"{name} was changed: the trainer moves by {moved:.2g}; gap {gap:.2g}, to the weights "
             f"before {kept:.2g}, on prompts not seen before {gap_unseen:.2g}"
         )
-        fix = EMPTY_TOWER.format(tower)
-        require(moved > NOTHING, "a changed weight changes nothing in the trainer", facts, fix)
+        require(moved > NOTHING, "a changed weight changes nothing in the trainer", facts, EMPTY_TOWER.format(tower))
         arrived = gap <= self.limit and gap <= kept
         stale = not arrived and gap_unseen <= self.limit and gap_unseen < gap
         require(not stale, STALE.format("picture" if prompts[0].media else "prompt"), facts, NO_CACHE)
@@ -244,14 +229,13 @@ def _apart(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
 
 def _with_pictures(prompt: Rendered, bits: int) -> Rendered:
     """The same prompt with other pictures of the same sizes."""
-    media = (replace(span, media=_turned(span.media, bits)) for span in prompt.media)
-    return replace(prompt, media=tuple(media))
 
+    def turned(media: Media) -> Media:
+        made = DECODED.get(media)
+        other = np.roll(made, bits * 100) if media.kind == "audio" else made ^ np.uint8(bits)
+        return open_any(media.kind, other, {name: getattr(media, name) for name in ("fps", "min_pixels", "max_pixels")})
 
-def _turned(media: Media, bits: int) -> Media:
-    made = DECODED.get(media)
-    turned = np.roll(made, bits * 100) if media.kind == "audio" else made ^ np.uint8(bits)
-    return open_any(media.kind, turned, {name: getattr(media, name) for name in ("fps", "min_pixels", "max_pixels")})
+    return replace(prompt, media=tuple(replace(span, media=turned(span.media)) for span in prompt.media))
 
 
 def _unseen(prompt: Rendered) -> Rendered:

@@ -58,8 +58,7 @@ class WorkerPool:
         self.deadline = deadline
         self._queues: OrderedDict[_Call, deque[_Job]] = OrderedDict()
         self._changed = threading.Condition()
-        self._closed = False
-        self._workers = workers
+        self._closed, self._workers = False, workers
         self._children: set[Child] = set()
         self._apart: set[_Call] = set()  # take lists and fail on them, but not on one sample
         self.replaced = 0  # processes that hung or died
@@ -80,8 +79,7 @@ class WorkerPool:
 
     def alive(self) -> int:
         """Processes that run; they are started when there is work for them."""
-        with self._changed:
-            return len(self._children)
+        return len(self._children)
 
     def check(self, verifier: str, args: Mapping[str, Any] | None = None) -> str | None:
         """Why a function cannot be loaded or called with these arguments; None when it can."""
@@ -122,8 +120,7 @@ class WorkerPool:
     def _take(self) -> list[_Job]:
         """The next chunk, small enough that all workers get a share; empty when closed."""
         with self._changed:
-            while not self._queues and not self._closed:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._queues or self._closed)
             if self._closed:
                 return []
             call, jobs = self._queues.popitem(last=False)
@@ -210,12 +207,8 @@ class WorkerPool:
                 end = time.monotonic() + deadline
         if apart and not failed and call not in self._apart:
             self._apart.add(call)
-            logging.getLogger("saccade").warning(
-                "%s cannot score several samples at once (%s), but each alone; from now on it is "
-                "called with one sample at a time",
-                call.verifier,
-                apart,
-            )
+            problem = f"{call.verifier} cannot score several samples at once ({apart}), but each alone"
+            logging.getLogger("saccade").warning("%s; from now on it is called with one sample at a time", problem)
         return True
 
     def _blame(self, waiting: list[_Job], together: bool, reason: str) -> None:

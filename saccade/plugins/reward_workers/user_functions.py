@@ -40,8 +40,7 @@ def load(verifier: str) -> Callable[..., Any]:
     """The function, from its file. Raises what the file raises."""
     path, name = split_name(verifier) or (verifier, DEFAULT_NAME)
     module = _loaded(Path(path).resolve())
-    function = getattr(module, name, None)
-    if not callable(function):
+    if not callable(function := getattr(module, name, None)):
         known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
         raise ValueError(f"{path} has no function {name!r}; it has {', '.join(known)}")
     return function
@@ -108,9 +107,7 @@ FORMS = (
     Form(known_by=("solution_strs",), batch=True, arguments=_lists(_solution)),
     Form(known_by=("solution_str",), arguments=_solution),
     # EasyR1, newest first
-    Form(
-        known_by=("reward_inputs",), first=True, batch=True, arguments=lambda samples: list(map(_reward_input, samples))
-    ),
+    Form(known_by=("reward_inputs",), first=True, batch=True, arguments=lambda rows: list(map(_reward_input, rows))),
     Form(known_by=("reward_input",), first=True, arguments=_reward_input),
     Form(known_by=("predicts", "ground_truths"), batch=True, arguments=_lists(_predicted("predict"))),
     Form(known_by=("predict", "ground_truth"), arguments=_predicted("predict")),
@@ -151,15 +148,13 @@ def call(function: Callable[..., Any], form: Form, given: Any, args: Mapping[str
     """One call, for a sample or for a list of them; the result may be a coroutine."""
     if form.first:
         return function(form.arguments(given), **args)
-    named = _accepted(inspect.signature(function), form.arguments(given))
-    return function(**{**named, **args})
+    return function(**{**_accepted(inspect.signature(function), form.arguments(given)), **args})
 
 
 def _accepted(signature: inspect.Signature, named: Mapping[str, Any]) -> Mapping[str, Any]:
     parameters = signature.parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return named
-    return {name: value for name, value in named.items() if name in parameters}
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in named.items() if anything or name in parameters}
 
 
 def late(deadline: float, *, own: bool = False) -> str:

@@ -53,9 +53,8 @@ def serve(request: Mapping[str, Any], emit: Emit) -> None:
         emit({"index": index, "score": asdict(value)})
 
     def failure(error: BaseException) -> Score:
-        short = isinstance(error, BadLength)
-        reason = f"bad_length: {error}" if short else f"raised: {raised_at(error, file)}"
-        return Score(kind="error", reason=reason)
+        short = f"bad_length: {error}" if isinstance(error, BadLength) else ""
+        return Score(kind="error", reason=short or f"raised: {raised_at(error, file)}")
 
     def scores(part: Sequence[RewardSample]) -> list[Score]:
         result = custom.call(function, form, part if form.batch else part[0], args)
@@ -104,8 +103,7 @@ def serve(request: Mapping[str, Any], emit: Emit) -> None:
 
 def _function(verifier: str, args: Mapping[str, Any]) -> tuple[Callable[..., Any], custom.Form]:
     if verifier in VERIFIERS:
-        prepare = VERIFIERS[verifier].prepare
-        if prepare is not None:
+        if prepare := VERIFIERS[verifier].prepare:
             prepare()
         return VERIFIERS[verifier].function, custom.SAMPLE
     function = custom.load(verifier)

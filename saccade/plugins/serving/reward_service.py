@@ -19,9 +19,9 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from fastapi.responses import PlainTextResponse, Response
 from saccade import __version__, checks
 from saccade.config import Config
 from saccade.config.schema import DataConfig, ServeConfig
-from saccade.errors import ConfigError, SaccadeError
+from saccade.errors import SaccadeError
 from saccade.media.images import open_media
 from saccade.plugins.judges.service_protocol import PROTOCOL, read_samples, reply_to
 from saccade.plugins.serving import http_server
@@ -147,20 +147,22 @@ class RewardService:
             except BaseException as problem:
                 with self._changed:
                     self._requests.pop(key, None)  # who was sent away may come back
+                    self._counts["refused"] += isinstance(problem, BadRequest) and problem.status == 400
                 mine.set_exception(problem)
         return first.result()
 
     def _score(self, body: Mapping[str, Any]) -> list[Scored]:
         began = time.monotonic()
-        with self._understood():
+        try:
             samples = read_samples(body, response_after=self.serve.response_after)
             self.scorer.check_sources(sample.data_source for sample in samples)
+        except ValueError as problem:
+            raise BadRequest(None, str(problem)) from None
         self._admit(len(samples))
         try:
             with tempfile.TemporaryDirectory(prefix="saccade-reward-") as folder:
                 if images := body.get("images", body.get("raw_images")):
-                    with self._understood():
-                        samples = _with_images(samples, images, self.data, Path(folder))
+                    samples = _with_images(samples, images, self.data, Path(folder))
                 scored = self.scorer.score(samples)
         finally:
             with self._changed:
@@ -187,15 +189,6 @@ class RewardService:
             logging.getLogger("saccade").warning(f"reward.serve.log: {why}; no more is logged")
             self._log = None
 
-    @contextmanager
-    def _understood(self) -> Iterator[None]:
-        try:
-            yield
-        except (ValueError, ConfigError) as problem:
-            with self._changed:
-                self._counts["refused"] += 1
-            raise BadRequest(None, str(problem)) from None
-
     def _admit(self, count: int) -> None:
         if count > self.serve.queue:
             raise BadRequest(None, f"{count} samples, at most {self.serve.queue} are taken at once", status=413)
@@ -213,17 +206,17 @@ class RewardService:
 def _with_images(samples: Sequence[RewardSample], images: Any, limits: DataConfig, folder: Path) -> list[RewardSample]:
     """The samples with their pictures as files in `folder`, where rewards always find them."""
     if not isinstance(images, list) or len(images) != len(samples):
-        raise ValueError(f"images: not {len(samples)} entries")
+        raise BadRequest("images", f"not {len(samples)} entries")
     most, earlier, shown = limits.max_images, dict[str, Media](), list[RewardSample]()
     for index, (sample, given) in enumerate(zip(samples, images, strict=True)):
         if not isinstance(given, list) or len(given) > most:
-            raise ValueError(f"images[{index}]: give a list of at most {most} (data.max_images)")
+            raise BadRequest(f"images[{index}]", f"give a list of at most {most} (data.max_images)")
         media: list[Media] = []
         for number, image in enumerate(given):
             try:
                 media.append(_stored(image, earlier, limits, folder))
             except (ValueError, SaccadeError) as error:
-                raise ValueError(f"images[{index}][{number}]: {error}") from None
+                raise BadRequest(f"images[{index}][{number}]", str(error)) from None
             earlier[str([index, number])] = media[-1]
         # Records know the size before it was shrunk for the way, which answers refer to.
         known = sample.images if len(sample.images) == len(media) else image_records(media)
@@ -240,8 +233,7 @@ def _stored(image: Any, earlier: Mapping[str, Media], limits: DataConfig, folder
     data = base64.b64decode(image.split(",", 1)[-1], validate=True)
     media = open_media(data, limits=limits)
     path = folder / media.hash
-    if not path.exists():
-        path.write_bytes(data)
+    path.write_bytes(data)
     return replace(media, path=str(path), data=None)
 
 

@@ -3,18 +3,15 @@
     $ python -m saccade.plugins.engines.replicas.replica_process
 
 The first block holds the settings; the answer says that the engine is there, or why it is not. The
-main thread drives the engine. Another one takes what the parent sends, also during a long step, and
-reports every second that this process lives.
+main thread drives the engine. Others take what the parent sends, also during a long step, and
+report every second that this process lives.
 """
 
 import queue
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from saccade.engines import Engine, Settings
@@ -23,7 +20,7 @@ from saccade.errors import EnvironmentProblem, SaccadeError
 from saccade.models.families import load_family
 from saccade.plugins.engines.replicas.replica import REPORT_EVERY
 from saccade.system.codec import FILES, Arrays, decode, encode
-from saccade.system.process import Block, Channel, connect, end, listen
+from saccade.system.process import Block, Channel, connect, listen
 from saccade.types import Request
 
 
@@ -33,27 +30,51 @@ class Worker:
     def __init__(self, engine: Engine, channel: Channel) -> None:
         self.engine, self.channel = engine, channel
         self._files: Arrays = {}  # of media, as long as the parent wants
-        self._orders: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._unusable = ""  # why: it has failed, or its weights may be half those of one version
         self._ended = False
         self._working_since: float | None = None
 
-    # -- for the main thread --
+    def report(self) -> None:
+        """Say every second that this process lives, also during a long step."""
+        while True:
+            since = self._working_since
+            self.channel.send({"busy_s": 0.0 if since is None else time.monotonic() - since})
+            time.sleep(REPORT_EVERY)
 
-    def run(self) -> None:
+    def run(self, inbox: queue.SimpleQueue[Block]) -> None:
         while not self._ended:
             works = self.engine.pending and not self._unusable
-            orders = [] if works else [self._orders.get()]
-            while not self._orders.empty():
-                orders.append(self._orders.get())
-            for order in (*orders, *([self._advance] if works else [])):
-                self._working_since = time.monotonic()
-                try:
-                    order()
-                except SaccadeError as error:  # anything else ends the process
-                    self._unusable = self._unusable or str(error)
-                    self.channel.send({"failed": describe_error(error)})
-                self._working_since = None
+            blocks = [] if works else [inbox.get()]
+            while not inbox.empty():
+                blocks.append(inbox.get())
+            for block in blocks:
+                self._obey(block)
+            if works:
+                self._attempt(self._advance)
+
+    def _obey(self, block: Block) -> None:
+        row = block.row
+        if "call" in row:
+            self._attempt(self._answer, row["id"], row["call"], row["arguments"])
+            return
+        self._files |= {name: file for name, file in block.arrays.items() if name.startswith(FILES)}
+        arrays = {**self._files, **block.arrays}
+        for call, item in row["orders"]:
+            if call == "submit":
+                self._attempt(self._submit, decode(Request, item, arrays))
+            else:
+                self._attempt(getattr(self.engine, call), item)
+        for name in row["forget"]:
+            del self._files[name]
+
+    def _attempt(self, order: Callable[..., Any], *arguments: Any) -> None:
+        self._working_since = time.monotonic()
+        try:
+            order(*arguments)
+        except SaccadeError as error:  # anything else ends the process
+            self._unusable = self._unusable or str(error)
+            self.channel.send({"failed": describe_error(error)})
+        self._working_since = None
 
     def _advance(self) -> None:
         if done := self.engine.poll():
@@ -66,15 +87,14 @@ class Worker:
         self.engine.submit(request)
 
     def _answer(self, number: int, call: str, arguments: Sequence[Any]) -> None:
-        mine: dict[str, Callable[..., Any]] = {"load": self._load, "shutdown": self._end}
-        function = mine[call] if call in mine else getattr(self.engine, call)
+        function = getattr(self if call in ("load", "shutdown") else self.engine, call)
         try:
             reply = {"result": encode(function(*arguments))}
         except SaccadeError as error:
             reply = {"failed": describe_error(error)}
         self.channel.send({**reply, "id": number})
 
-    def _load(self, paths: Sequence[str], checksums: Mapping[str, int], version: int) -> None:
+    def load(self, paths: Sequence[str], checksums: Mapping[str, int], version: int) -> None:
         from saccade.plugins.engines.weights import Mapped, load_by_name, require_checksums
 
         engine, source = self.engine, Mapped(paths)
@@ -86,39 +106,8 @@ class Worker:
         engine.update_weights(source, version)
         self._unusable = ""
 
-    def _end(self) -> None:
+    def shutdown(self) -> None:
         self._ended = True
-
-    # -- for the thread that takes orders --
-
-    def serve(self, inbox: queue.SimpleQueue[Block]) -> None:
-        reported = 0.0
-        try:
-            while True:
-                if time.monotonic() - reported > REPORT_EVERY:
-                    reported = time.monotonic()
-                    since = self._working_since
-                    self.channel.send({"busy_s": 0.0 if since is None else reported - since})
-                with suppress(queue.Empty):
-                    self._take(inbox.get(timeout=REPORT_EVERY))
-        except BaseException:
-            traceback.print_exc()
-            end()
-
-    def _take(self, block: Block) -> None:
-        row, put = block.row, self._orders.put
-        if "call" in row:
-            put(partial(self._answer, row["id"], row["call"], row["arguments"]))
-            return
-        self._files |= {name: file for name, file in block.arrays.items() if name.startswith(FILES)}
-        arrays = {**self._files, **block.arrays}
-        for call, item in row["orders"]:
-            if call == "submit":
-                put(partial(self._submit, decode(Request, item, arrays)))
-            else:
-                put(partial(getattr(self.engine, call), item))
-        for name in row["forget"]:
-            del self._files[name]
 
 
 def describe_error(error: SaccadeError) -> dict[str, str]:
@@ -144,8 +133,8 @@ def main() -> None:
         sys.exit(error.exit_code)
     worker = Worker(engine, channel)
     channel.send({"ready": True})
-    threading.Thread(target=worker.serve, args=(inbox,), name="orders", daemon=True).start()
-    worker.run()
+    threading.Thread(target=worker.report, name="report", daemon=True).start()
+    worker.run(inbox)
     engine.close()
 
 
