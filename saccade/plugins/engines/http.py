@@ -50,8 +50,7 @@ class HttpEngine(Engine):
     def submit(self, request: Request) -> None:
         assert request.messages, f"request {request.key} has no messages to send"
         seed = request.noise & ((1 << SEED_BITS) - 1)
-        asked = self._threads.submit(self.client.ask, request.messages, request.sampling, seed)
-        self._open[request.key] = asked
+        self._open[request.key] = self._threads.submit(self.client.ask, request.messages, request.sampling, seed)
 
     def poll(self) -> list[Completion]:
         """Raises what became of a request instead of an answer; others come with the next call."""
@@ -66,8 +65,7 @@ class HttpEngine(Engine):
                 raise told from error
             ids = self._texts.record(answer.text, tokens=answer.usage["response"])
             unknown, zeros = np.full(len(ids), np.nan, np.float32), np.zeros(len(ids), np.int32)
-            done = Completion(key=key, ids=ids, logprobs=unknown, versions=zeros, finish=answer.finish)
-            self._done.append(done)
+            self._done.append(Completion(key=key, ids=ids, logprobs=unknown, versions=zeros, finish=answer.finish))
         finished, self._done = self._done, []
         return finished
 
@@ -81,9 +79,8 @@ class HttpEngine(Engine):
             self._done.append(nothing_sampled(key))
 
     def update_weights(self, source: Any, version: int) -> None:
-        raise ConfigError(
-            "rollout.engine: an endpoint takes no weights, so http only evaluates; try rollout.engine=embedded"
-        )
+        why = "an endpoint takes no weights, so http only evaluates"
+        raise ConfigError(f"rollout.engine: {why}; try rollout.engine=embedded")
 
     def capabilities(self) -> Capabilities:
         return Capabilities(logprobs=False)

@@ -66,11 +66,10 @@ class Parity:
 
 def compare(config: Config, engine: Engine, policy: LocalBackend, samples: Sequence[Sample], *, version: int) -> Parity:
     """Return the gaps; one that is too large stops the run."""
-    pictures_first = sorted(samples[:LOOKED_AT], key=lambda sample: not sample.media)
     return probe(
         engine,
         policy,
-        [*islice((s for s in pictures_first if decode_error(s) is None), PROMPTS)],
+        samples,
         sampling=rollout_sampling(config),
         limit=config.rollout.parity_max or LIMITS[str(policy.dtype).removeprefix("torch.")],
         version=version,
@@ -91,7 +90,8 @@ def probe(
     """Return the gaps, or raise with the cause of one that is too large. `version`: of the weights
     that both have now; `copies`: how often each prompt is asked, once of every replica.
     """
-    chosen = sorted(samples, key=lambda sample: not sample.media)[:PROMPTS]  # pictures first
+    pictures_first = sorted(samples[:LOOKED_AT], key=lambda sample: not sample.media)
+    chosen = [*islice((sample for sample in pictures_first if decode_error(sample) is None), PROMPTS)]
     prompts = [policy.family.render(sample.messages) for sample in chosen for _ in range(copies)]
     seen = [prompt for prompt in prompts if prompt.media]
     length = min(NEW_TOKENS, sampling.max_tokens)
@@ -103,8 +103,7 @@ def probe(
     gap, by_picture = bench.gap(answers), None
     if np.isnan(gap) and np.isnan(np.concatenate(bench.score(answers))).any():
         raise not_finite(policy.weights())
-    if seen:
-        bench.judge_sight(answers, others)
+    bench.judge_sight(answers, others)
     bench.judge_gap(answers, gap)
     if seen:
         by_picture = bench.judge_picture(answers, others)

@@ -17,7 +17,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,14 @@ def in_memory(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, ...]
     with ExitStack() as stack:
         paths = []
         for piece in pieces(weights):
-            file, path = stack.enter_context(_nameless())
+            file: Any
+            if hasattr(os, "memfd_create"):
+                file = stack.enter_context(os.fdopen(os.memfd_create("saccade-weights"), "wb"))
+                paths.append(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+            else:
+                file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="saccade-weights-"))
+                paths.append(file.name)
             _write(piece, file)
-            paths.append(path)
         yield tuple(paths)
 
 
@@ -103,17 +108,6 @@ def _write(tensors: Mapping[str, Tensor], file: Any) -> None:
     file.flush()
 
 
-@contextmanager
-def _nameless() -> Iterator[tuple[Any, str]]:
-    """Yield a file in memory and the path where other processes find it while it is open."""
-    if hasattr(os, "memfd_create"):
-        with os.fdopen(os.memfd_create("saccade-weights"), "wb") as file:
-            yield file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
-    else:
-        with tempfile.NamedTemporaryFile(prefix="saccade-weights-") as named:
-            yield named, named.name
-
-
 def checksum(tensor: Tensor) -> int:
     """A checksum of the bits and their places, the same on every device."""
     bits = tensor.detach().contiguous().reshape(-1).view(BITS[tensor.element_size()])
@@ -143,10 +137,8 @@ def require_checksums(weights: Iterable[tuple[str, Tensor]], checksums: Mapping[
     found = {name: checksum(tensor) for name, tensor in weights if name in checksums}
     wrong = sorted(name for name in checksums if found.get(name) != checksums[name])
     if wrong:
-        raise EnvironmentProblem(
-            f"weights changed on their way to the engine: {', '.join(wrong[:5])} differ from the "
-            "trainer's; generate in its process with rollout.replicas=0"
-        )
+        problem = f"weights changed on their way to the engine: {', '.join(wrong[:5])} differ from the trainer's"
+        raise EnvironmentProblem(f"{problem}; generate in its process with rollout.replicas=0")
 
 
 @torch.no_grad()
@@ -158,20 +150,19 @@ def load_by_name(model: nn.Module, source: WeightSource) -> None:
         mine[name].copy_(tensor)
 
 
-@dataclass(kw_only=True)
+Shapes = Mapping[str, tuple[int, ...]]
+
+
 class HandOver:
     """One pass of weights into an engine that has loaded a folder, under the names of that folder:
     iterate over it, then ask for its `drift`. `renamed` gives what names of one tensor have in
     common; empty: the engine ignores it.
     """
 
-    weights: Iterable[tuple[str, Tensor]]
-    shapes: Mapping[str, tuple[int, ...]]  # of the folder
-    renamed: Callable[[str], str]
-    unexpected: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.left = {known: name for name in self.shapes if (known := self.renamed(name))}
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Shapes, renamed: Callable[[str], str]) -> None:
+        self.weights, self.shapes, self.renamed = weights, shapes, renamed
+        self.left = {known: name for name in shapes if (known := renamed(name))}
+        self.unexpected: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in self.weights:
@@ -194,20 +185,17 @@ def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of a model folder, from the headers of its files. A damaged
     checkpoint is refused.
     """
-    require_intact(Path(folder))
+    path = Path(folder)
+    require_intact(path)
+    # The files that are loaded: adapters or other copies of the weights may lie beside them.
+    if named := described(path, INDEX).get("weight_map"):
+        files = [path / name for name in sorted(set(named.values()))]
+    else:
+        files = [path / SINGLE] if (path / SINGLE).is_file() else sorted(path.glob("*.safetensors"))
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in _weight_files(Path(folder)):
+    for file in files:
         with safe_open(file, framework="pt") as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     if not shapes:
-        raise EnvironmentProblem(
-            f"{folder} holds no *.safetensors, with which names are compared; save it once with save_pretrained"
-        )
+        raise EnvironmentProblem(f"{folder} holds no *.safetensors to compare names with; save it with save_pretrained")
     return shapes
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that are loaded: adapters or other copies of the weights may lie beside them."""
-    if named := described(folder, INDEX).get("weight_map"):
-        return [folder / name for name in sorted(set(named.values()))]
-    return [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))

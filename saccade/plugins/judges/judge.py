@@ -94,12 +94,6 @@ class Verdict(NamedTuple):
     stored: bool = False
 
 
-class _Job(NamedTuple):
-    case: Case
-    key: str
-    since: float
-
-
 class Judge:
     """`submit` from any thread; `metrics` tells what happened since it was last called."""
 
@@ -115,7 +109,7 @@ class Judge:
         self._cache = config.cache or ""
         digest = hashlib.sha256(text.encode()).hexdigest()
         self._about: dict[str, Any] = {"model": self._client.model, "template": digest, "scale": config.scale}
-        self._queue: RequestQueue[_Job] = RequestQueue(self._work, threads=config.concurrency)
+        self._queue = RequestQueue(self._work, threads=config.concurrency)
         self._open: dict[str, Future[Verdict]] = {}  # by the key of a case that is being judged
         self._lock = threading.Lock()
         self._alive = time.monotonic()  # when the endpoint last replied
@@ -137,7 +131,7 @@ class Judge:
             verdict = self._open.setdefault(key, mine)
         if verdict is not mine:  # another sample asks the same at the same time
             self._queue.count("free")
-        elif not self._queue.put(_Job(case, key, time.monotonic())):
+        elif not self._queue.put((case, key, time.monotonic())):
             self._finish(key, Verdict("the judge is closed"))
         verdict.add_done_callback(lambda done: result.set_result(self._score(first, done.result())))
         return result
@@ -167,20 +161,20 @@ class Judge:
 
     # -- in threads --
 
-    def _work(self, jobs: list[_Job]) -> None:
-        (job,) = jobs
+    def _work(self, jobs: list[tuple[Case, str, float]]) -> None:
+        ((case, key, since),) = jobs
         # As long as it answers others, a judge may take its time with a long queue.
-        until = max(job.since, self._alive) + self.config.deadline
+        until = max(since, self._alive) + self.config.deadline
         began = time.monotonic()
         try:
-            verdict = self._ask(job.case, job.key, until)
+            verdict = self._ask(case, key, until)
         except Exception as error:  # whatever happens here, nobody may wait for ever
             verdict = Verdict(str(error) or type(error).__name__)
         if verdict.stored:
             self._queue.count("free")
         else:
             self._queue.timed(time.monotonic() - began)
-        self._finish(job.key, verdict)
+        self._finish(key, verdict)
 
     def _finish(self, key: str, verdict: Verdict) -> None:
         with self._lock:

@@ -81,9 +81,7 @@ class Remote:
             patient=True,
         )
         self._sender = Sender(target, self._sent)
-        self._queue: RequestQueue[_Job] = RequestQueue(
-            self._answer, threads=config.concurrency, batch=config.batch, gather=GATHER
-        )
+        self._queue = RequestQueue(self._answer, threads=config.concurrency, batch=config.batch, gather=GATHER)
         self._models = False  # whether a model there looks at the pictures
         self._refers = False  # whether each picture crosses once, and is named where it comes again
 

@@ -225,10 +225,8 @@ def answer_file(config: Config, path: Path, out: Path | None = None, *, greedy: 
 def _read(path: Path) -> list[Any]:
     try:
         items = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"--batch {path}: no such file; give a JSON list of conversations") from None
-    except ValueError as error:
-        raise ConfigError(f"--batch {path} is not JSON: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--batch {path} is not JSON that can be read: {error}") from None
     if not isinstance(items, list) or not items:
         raise ConfigError(f"--batch {path}: give a list of conversations, such as [[{{...}}]]")
     return items

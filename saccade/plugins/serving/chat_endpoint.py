@@ -73,7 +73,7 @@ def chat_app(hub: Hub, served: Served, *, token: str) -> FastAPI:
         asked = Asked(body=body, served=served, requests=await to_thread.run_sync(reading))
         if body.stream:
             head = {"Cache-Control": "no-store", "Connection": "close"}
-            return StreamingResponse(_lines(hub, asked), media_type="text/event-stream", headers=head)
+            return StreamingResponse(_stream(hub, asked), media_type="text/event-stream", headers=head)
         try:
             return JsonReply(await _whole(hub, asked))
         except SaccadeError as problem:
@@ -136,40 +136,38 @@ async def _whole(hub: Hub, asked: Asked) -> Json:
     return {**asked.head(), "choices": choices, "usage": asked.usage(done.values())}
 
 
-async def _lines(hub: Hub, asked: Asked) -> AsyncGenerator[str, None]:
-    """Events of a stream; one that fails ends with its error, without the last mark."""
-    try:
-        async with aclosing(_pieces(hub, asked)) as pieces:
-            async for piece in pieces:
-                yield f"data: {json.dumps(piece)}\n\n"
-        yield "data: [DONE]\n\n"
-    except SaccadeError as problem:
-        yield f"data: {json.dumps(_error(_refusal(problem)))}\n\n"
-
-
-async def _pieces(hub: Hub, asked: Asked) -> AsyncGenerator[Json, None]:
+async def _stream(hub: Hub, asked: Asked) -> AsyncGenerator[str, None]:
+    """Events; a stream that fails ends with its error, without the last mark."""
     head = asked.head(piece=True)
     streams = [asked.stream() for _ in asked.requests]
     done: list[Completion] = []
 
-    def piece(index: int, delta: Json, finish: str | None = None) -> Json:
+    def piece(index: int, delta: Json, finish: str | None = None) -> str:
         shown = {"delta": delta} if asked.chat else {"text": delta.get("content", "")}
         end = {"finish_reason": finish, "stop_reason": streams[index].stopped_by if finish else None}
-        return {**head, "choices": [{"index": index, **shown, "logprobs": None, **end}]}
+        return _line({**head, "choices": [{"index": index, **shown, "logprobs": None, **end}]})
 
-    for index in range(len(streams) if asked.chat else 0):
-        yield piece(index, {"role": "assistant", "content": ""})
-    async with aclosing(hub.ask(asked.requests, stream=True)) as events:
-        async for event in events:
-            stream, completion = streams[event.choice], event.completion
-            text = stream.add(event.ids) if completion is None else stream.finish(event.ids)
-            if text:
-                yield piece(event.choice, {"content": text})
-            if completion is not None:
-                done.append(completion)
-                yield piece(event.choice, {}, completion.finish)
-    if asked.body.stream_options and asked.body.stream_options.include_usage:
-        yield {**head, "choices": [], "usage": asked.usage(done)}
+    try:
+        for index in range(len(streams) if asked.chat else 0):
+            yield piece(index, {"role": "assistant", "content": ""})
+        async with aclosing(hub.ask(asked.requests, stream=True)) as events:
+            async for event in events:
+                stream, completion = streams[event.choice], event.completion
+                text = stream.add(event.ids) if completion is None else stream.finish(event.ids)
+                if text:
+                    yield piece(event.choice, {"content": text})
+                if completion is not None:
+                    done.append(completion)
+                    yield piece(event.choice, {}, completion.finish)
+        if asked.body.stream_options and asked.body.stream_options.include_usage:
+            yield _line({**head, "choices": [], "usage": asked.usage(done)})
+        yield "data: [DONE]\n\n"
+    except SaccadeError as problem:
+        yield _line(_error(_refusal(problem)))
+
+
+def _line(event: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(event)}\n\n"
 
 
 def _refusal(problem: SaccadeError) -> BadRequest:

@@ -17,7 +17,7 @@ LONGEST = 400  # characters
 DEEPEST = 40
 MOST_BITS = 1024  # of a numerator or denominator
 NUMBER = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
-TOKEN = re.compile(rf"[ \t]*(?:({NUMBER})|(\*\*|[-+*/^()]))[ \t]*")
+TOKEN = re.compile(rf"({NUMBER})|(\*\*|[-+*/^()])|([^ \t].*)", re.DOTALL)  # the last one is no token
 SIGN = 3  # how tightly a sign binds: looser than ^, tighter than *
 
 
@@ -40,13 +40,11 @@ def _wrong(problem: str) -> CallError:
 def _tokens(text: str) -> list[str]:
     if len(text) > LONGEST:
         raise _wrong(f"longer than {LONGEST} characters")
-    tokens, at = [], 0
-    while at < len(text):
-        token = TOKEN.match(text, at)
-        if token is None:
-            raise _wrong(f"{text[at : at + 10]!r} is not arithmetic; numbers, + - * / ^ and ( ) are")
-        tokens.append(token[1] or token[2].replace("**", "^"))
-        at = token.end()
+    tokens = []
+    for number, sign, rest in TOKEN.findall(text):
+        if rest:
+            raise _wrong(f"{rest[:10]!r} is not arithmetic; numbers, + - * / ^ and ( ) are")
+        tokens.append(number or sign.replace("**", "^"))
     return tokens
 
 

@@ -44,17 +44,16 @@ class Views:
         """The name of a picture as it is told."""
         name = self.aliases.get(source, source) if isinstance(source, str) else None
         if name not in self.media:
-            known = ", ".join(self.media) or "no pictures at all"
-            raise CallError("source", source=str(source)[:40], known=known)
+            raise CallError("source", source=str(source)[:40], known=", ".join(self.media) or "no pictures at all")
         return name
 
-    def add(self, media: Media, source: str | None = None) -> int:
-        """Its observation number."""
+    def add(self, media: Media, source: str | None = None) -> tuple[int, str]:
+        """Its observation number, and its name."""
         self.shown += 1
         name = f"observation_{self.shown}"
         self.media[name] = media
         self.lineage[name] = (*self.lineage[source], source) if source else ()
-        return self.shown
+        return self.shown, name
 
 
 def zoom(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) -> tuple[Media, dict[str, Any]]:
@@ -83,8 +82,7 @@ def zoom(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) 
 
 def _fractions(box: Any, size: tuple[float, float]) -> tuple[float, ...]:
     """x0, y0, x1, y1 as fractions of the source, in order and inside."""
-    numbers = isinstance(box, list) and all(type(n) in (int, float) for n in box)
-    if not numbers or len(box) != 4:
+    if not isinstance(box, list) or len(box) != 4 or any(type(n) not in (int, float) for n in box):
         raise CallError("box")
     width, height = size
     x0, x1 = sorted((box[0] / width, box[2] / width))

@@ -56,8 +56,8 @@ def own_tool(function: Callable[..., Any]) -> Tool:
             value, kind = given[name], wanted.get(name, Any)
             if not _fits(value, kind) and value is not signature.parameters[name].default:
                 what = kind.__name__ if type(kind) is type else kind
-                problem = f"{name} must be {what}, not {type(value).__name__}"
-                raise CallError("arguments", problem=f"{problem}; the tool is {typed}")
+                problem = f"{name} must be {what}, not {type(value).__name__}; the tool is {typed}"
+                raise CallError("arguments", problem=problem)
         try:
             result = function(**given)
         except ValueError as error:
@@ -102,11 +102,10 @@ class ToolEnvironment:
         self.turn += 1
         text = message.text
         written = calls.find(text, self.call, self.env.parallel_calls)
-        if not written or written[0].body is None:
-            if self.setting.answer(text):
-                return Step((), None, True, {**self._info(), "end_reason": "answered"})
-            if not written:
-                return Step((), None, True, {**self._info(), "end_reason": "eos_no_answer"})
+        answered = (not written or written[0].body is None) and self.setting.answer(text)
+        if answered or not written:
+            reason = "answered" if answered else "eos_no_answer"
+            return Step((), None, True, {**self._info(), "end_reason": reason})
         parts: list[str | Media] = []
         for call in written:
             parts += ("\n",) if parts else ()
@@ -120,11 +119,11 @@ class ToolEnvironment:
 
     def _answered(self, written: Written, text: str) -> Sequence[str | Media]:
         """What the policy sees of one call; the call is noted either way."""
-        number = len(self.calls) + 1
         shown = text[written.start : written.end][: calls.LONGEST]
         noted: dict[str, Any] = {"turn": self.turn, "name": None, "args": None}
         noted |= {"span": [written.start, written.end], "text": shown, "ok": False, "reason": "", "observation": None}
         self.calls.append(noted)
+        number = len(self.calls)
         try:
             noted["name"], noted["args"] = name, arguments = self._read(written)
             content, facts = self.tools[name](arguments, self.views, self.env, self.setting.unit)
@@ -134,8 +133,7 @@ class ToolEnvironment:
         noted |= {"ok": True, **facts}
         if isinstance(content, str):
             return said("result", k=number, text=content)
-        place = self.views.add(content, facts.get("source"))
-        name = f"observation_{place}"
+        place, name = self.views.add(content, facts.get("source"))
         noted |= {"observation": place, "media": content.hash, "lineage": list(self.views.lineage[name])}
         return said("observation", k=number, name=name, image=content)
 
@@ -146,8 +144,7 @@ class ToolEnvironment:
             return "zoom", body
         name, arguments = body.get("name"), body.get("arguments", {})
         if not isinstance(name, str) or name not in self.tools:
-            known = ", ".join(self.tools)
-            raise CallError("unknown_tool", name=str(name)[:40], known=known)
+            raise CallError("unknown_tool", name=str(name)[:40], known=", ".join(self.tools))
         if not isinstance(arguments, dict):
             raise CallError("arguments", problem='"arguments" is an object')
         return name, arguments
@@ -174,8 +171,7 @@ def kind(call: tuple[str, ...], tools: tuple[str, ...] = ()) -> Kind:
         coordinates = words(env.coordinates)
         if env.call == "grounding":
             return words("crop_grounding", coordinates=coordinates)
-        several = env.parallel_calls > 1
-        turn = words("several_calls", k=env.parallel_calls) if several else words("one_call")
+        turn = words("several_calls", k=env.parallel_calls) if env.parallel_calls > 1 else words("one_call")
         known = [*(words(name, coordinates=coordinates) for name in tools), *own.values()]
         return "\n".join([words("tools", turn=turn), *(f"- {line}" for line in known)])
 

@@ -272,10 +272,8 @@ def placements(replicas: int, each: int, visible: Sequence[str]) -> list[tuple[d
         threads = max(1, (os.cpu_count() or 1) // replicas)
         return [({"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}, True)] * replicas
     if each > len(visible):
-        raise ConfigError(
-            f"rollout.tensor_parallel: {each} GPUs for one engine, and {len(visible)} can be seen; "
-            f"try rollout.tensor_parallel={len(visible)}"
-        )
+        why = f"{each} GPUs for one engine, and {len(visible)} can be seen"
+        raise ConfigError(f"rollout.tensor_parallel: {why}; try rollout.tensor_parallel={len(visible)}")
     endless = itertools.cycle([*visible[1:], visible[0]])
     given = [list(itertools.islice(endless, each)) for _ in range(replicas)]
     return [({"CUDA_VISIBLE_DEVICES": ",".join(gpus)}, visible[0] in gpus) for gpus in given]

@@ -36,11 +36,8 @@ class SglangEngine(CopyEngine):
 
     def __init__(self, settings: Settings, family: Family, *, beside_trainer: bool = False) -> None:
         super().__init__(settings, family, beside_trainer=beside_trainer)
-        self._sglang: InProcess | OverHttp
-        if url := settings.args.get("url"):  # a server that runs already
-            self._sglang = OverHttp(url, settings.args.get("key", ""))
-        else:
-            self._sglang = InProcess(settings, family)
+        url = settings.args.get("url")  # of a server that runs already
+        self._sglang: Any = OverHttp(url, settings.args.get("key", "")) if url else InProcess(settings, family)
         self.sleeps = self._sglang.sleeps
         self._encode = lru_cache(maxsize=PICTURES)(self._encoded)
         self._aborted: set[str] = set()
@@ -103,10 +100,8 @@ def body_of(request: Request, family: Family, encode: Callable[[Media], str], ve
     """One placeholder per image, which SGLang expands again."""
     sampling = request.sampling
     if sampling.first is not None:
-        raise ConfigError(
-            "rollout.engine=sglang draws every token alike; use "
-            "algorithm.hot_first_token.temperature=0, or rollout.engine=embedded"
-        )
+        fix = "use algorithm.hot_first_token.temperature=0, or rollout.engine=embedded"
+        raise ConfigError(f"rollout.engine=sglang draws every token alike; {fix}")
     body: dict[str, Any] = {
         "input_ids": collapsed(request),
         "return_logprob": True,

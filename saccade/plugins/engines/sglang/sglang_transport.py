@@ -151,10 +151,8 @@ class OverHttp:
         try:
             answer = self._client.request(method, self.url + path, content=data, timeout=timeout)
         except (httpx2.HTTPError, OSError) as error:
-            raise EnvironmentProblem(
-                f"sglang: no answer from {self.url}{path}: {error}; start it with python -m "
-                "sglang.launch_server, or leave out rollout.engine_args.url to run it here"
-            ) from error
+            fix = "start it with python -m sglang.launch_server, or leave out rollout.engine_args.url to run it here"
+            raise EnvironmentProblem(f"sglang: no answer from {self.url}{path}: {error}; {fix}") from error
         if answer.status_code != 200:
             raise EnvironmentProblem(f"sglang refused {path} ({answer.status_code}): {answer.text[:500]}")
         return answer.content

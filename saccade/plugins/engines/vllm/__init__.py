@@ -75,10 +75,8 @@ class VllmEngine(CopyEngine):
         for media in (span.media for span in request.media):
             pixels = min(media.max_pixels, media.width * media.height)
             if pixels > settings.max_pixels:
-                raise ConfigError(
-                    f"request {request.key}: an image has {pixels} pixels, the engine is built for "
-                    f"{settings.max_pixels}; raise data.max_pixels to {pixels}"
-                )
+                why = f"an image has {pixels} pixels, the engine is built for {settings.max_pixels}"
+                raise ConfigError(f"request {request.key}: {why}; raise data.max_pixels to {pixels}")
         prompt = {**self._prompt(request)}
         prompt["prompt_token_ids"] = list(prompt["prompt_token_ids"])
         return self._engine.add_request(request.key, prompt, params_of(request, self._eos))
@@ -192,15 +190,12 @@ def _build(settings: Settings, family: Family, found: Probe) -> Any:
 
     device = torch.device(settings.device)
     if found.device != device.type:
-        raise EnvironmentProblem(
-            f"rollout.engine=vllm: this vllm runs on {found.device}, the run on {device.type}; "
-            f"use run.device={found.device}, or: {INSTALL['vllm']}"
-        )
+        why = f"this vllm runs on {found.device}, the run on {device.type}"
+        fix = f"use run.device={found.device}, or: {INSTALL['vllm']}"
+        raise EnvironmentProblem(f"rollout.engine=vllm: {why}; {fix}")
     if device.index:
-        raise ConfigError(
-            f"run.device={settings.device}: vllm takes the first GPU that it sees; use "
-            f"run.device=cuda with CUDA_VISIBLE_DEVICES={device.index} in front of the command"
-        )
+        fix = f"use run.device=cuda with CUDA_VISIBLE_DEVICES={device.index} in front of the command"
+        raise ConfigError(f"run.device={settings.device}: vllm takes the first GPU that it sees; {fix}")
     longest = min(settings.max_length, family.max_positions)
     arguments: dict[str, Any] = {
         "model": settings.folder,

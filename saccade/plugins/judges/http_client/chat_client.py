@@ -47,19 +47,14 @@ def encode(media: Media) -> tuple[str, str]:
         kind, size = image.format or "", image.size
         upright = image.getexif().get(ORIENTATION, 1) == 1
     if not (small and upright and kind in COMMON and size == (media.width, media.height)):
-        kind, data = "PNG", _fitted(media)
+        shown, kind, file = Image.fromarray(decode(media)), "PNG", io.BytesIO()
+        if not small:
+            scale = math.sqrt(media.max_pixels / (media.width * media.height))
+            fitting = (max(1, int(media.width * scale)), max(1, int(media.height * scale)))
+            shown = shown.resize(fitting, Image.Resampling.BICUBIC)
+        shown.save(file, "PNG")
+        data = file.getvalue()
     return f"image/{kind.lower()}", base64.b64encode(data).decode()
-
-
-def _fitted(media: Media) -> bytes:
-    image = Image.fromarray(decode(media))
-    scale = math.sqrt(media.max_pixels / (media.width * media.height))
-    if scale < 1:
-        size = (max(1, int(media.width * scale)), max(1, int(media.height * scale)))
-        image = image.resize(size, Image.Resampling.BICUBIC)
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 Picture = Callable[[Media], tuple[str, str]]

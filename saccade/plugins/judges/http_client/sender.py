@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -232,24 +232,21 @@ def _words(text: str) -> tuple[str, str]:
     return str(error.get("message") or error.get("detail") or error), str(error.get("param") or "")
 
 
-Job = TypeVar("Job")
-
-
-class RequestQueue(Generic[Job]):
+class RequestQueue:
     """`send` gets up to `batch` jobs in a thread of its own and must not raise. A request waits
     `gather` seconds for more jobs.
     """
 
-    def __init__(self, send: Callable[[list[Job]], None], *, threads: int, batch: int = 1, gather: float = 0.0) -> None:
+    def __init__(self, send: Callable[[list[Any]], None], *, threads: int, batch: int = 1, gather: float = 0.0) -> None:
         self._send, self._batch, self._gather = send, batch, gather
         self._left = threads  # that may still be started
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[Any] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._counts: Counter[str] = Counter()
         self._seconds: list[float] = []
 
-    def put(self, job: Job) -> bool:
+    def put(self, job: Any) -> bool:
         """From any thread; False where the queue is closed."""
         with self._changed:
             if self._closed:
@@ -261,7 +258,7 @@ class RequestQueue(Generic[Job]):
             self._changed.notify()
             return True
 
-    def close(self) -> list[Job]:
+    def close(self) -> list[Any]:
         """The jobs that no thread has taken; no thread takes another."""
         with self._changed:
             self._closed = True
@@ -294,7 +291,7 @@ class RequestQueue(Generic[Job]):
             if jobs := self._take():  # none where another thread was faster
                 self._send(jobs)
 
-    def _take(self) -> list[Job]:
+    def _take(self) -> list[Any]:
         """The next request's worth, after a moment in which it may grow."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
