@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Literal
 
 from saccade.rewards.reward_sample import RewardSample
@@ -25,10 +24,6 @@ TIMES_OUTCOME = "times_outcome"  # in a score's info: its value counts as far as
 
 Pending = Score | Future[Score]
 Kind = Literal["outcome", "format", "shaping"]
-
-
-def not_opened(sample: RewardSample) -> Pending:
-    raise RuntimeError("a term scores after a Scorer has opened it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +41,7 @@ class Term:
     function: Callable[..., Score] | None = None  # None: nothing in this process scores it
     judged: bool = False  # what it leaves open goes to the judge
     learned: bool = False  # a model scores it, many samples at once
-    submit: Callable[[RewardSample], Pending] = not_opened
+    submit: Callable[[RewardSample], Pending] = None  # type: ignore[assignment]  # a Scorer gives it one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +53,6 @@ class RewardRecipe:
     combination: str = "weighted_sum"  # key of COMBINATIONS
     gate: int | None = None  # index of the term that must be positive
     renormalise: bool = False
-
-    @cached_property
-    def knows_limit(self) -> bool:
-        """Whether a term may look at the token limit of the episode."""
-        return any(t.kind == "shaping" or t.function is None or t.judged or t.learned for t in self.terms)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,16 +125,14 @@ class Scorer:
         recipe = self.recipe(data_source)
         weights = {term.name: term.weight for term in recipe.terms}
         if recipe.gate is not None or recipe.combination != "weighted_sum" or recipe.renormalise or len(weights) < 2:
-            raise ConfigError(
-                "an advantage of separate reward components needs several reward.terms, reward.combine=weighted_sum "
-                f"and reward.reweight_abstained=false; {data_source!r} has {', '.join(weights)}"
-            )
+            needs = "several reward.terms, reward.combine=weighted_sum and reward.reweight_abstained=false"
+            raise ConfigError(f"separate reward components need {needs}; {data_source!r} has {', '.join(weights)}")
         return weights
 
     def submit(self, sample: RewardSample) -> Future[Scored]:
         """The result as a future that never holds an exception of a verifier."""
         recipe = self.recipe(sample.data_source)
-        if not sample.max_tokens and recipe.knows_limit:
+        if not sample.max_tokens:
             sample = replace(sample, max_tokens=self.max_tokens)
         scored: Any = Scored(status="error", reason=f"unreadable: {sample.unreadable}")
         if not sample.unreadable:

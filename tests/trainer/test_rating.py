@@ -176,7 +176,7 @@ def test_two_turns_over_a_wire_are_the_same_conversation(samples) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"media": ()}, r"shows 1 images and 0 came .*reward\.remote\.send_images=true"),
+        ({"media": ()}, r"shows 1, and 0 came .*reward\.remote\.send_images=true"),
         ({"messages": [{"role": "user", "content": "<video>?"}]}, "<video>.* no request can carry"),
         ({"turns": ["a"], "observations": ["<image>"]}, "observation shows a medium"),
     ],

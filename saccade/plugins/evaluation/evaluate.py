@@ -111,10 +111,7 @@ def _rescore(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
     if scorer is None:
         raise ConfigError("reward.terms: nothing scores a response; try reward.terms=[math]")
     if scorer.learned is not None:
-        raise ConfigError(
-            "reward.terms: --rescore has answers only, and a reward model reads the whole "
-            "conversation; remove the terms of `model`"
-        )
+        raise ConfigError("reward.terms: --rescore has no conversation for a reward model to read; remove `model`")
     with Console(None, "eval", name=folder.name), scorer:
         log.info(f"answers of {samples} are scored again; data.val and eval.suites do not count")
         _require_pictures(config, rows)
@@ -189,7 +186,6 @@ def _require_pictures(config: Config, rows: Sequence[Mapping[str, Any]]) -> None
         records = [record for row in rows for record in row["media"]]
         gone = [r for r in records if not _has_files(r, there=True)]
         if gone:
-            raise ConfigError(
-                f"reward.judge.send_images: {len(gone)} of {len(records)} pictures are in no file any more, "
-                f"such as {gone[0]['path'] or gone[0]['hash'][:12]}; restore them, or try send_images=false"
-            )
+            first = gone[0]["path"] or gone[0]["hash"][:12]
+            missing = f"{len(gone)} of {len(records)} images have no file, such as {first}"
+            raise ConfigError(f"reward.judge.send_images: {missing}; restore them, or try send_images=false")

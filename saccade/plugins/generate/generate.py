@@ -192,12 +192,9 @@ def _done(
     rows = read_lines(path)
     if any(row.get(name) != value for row in rows for name, value in made_by.items()):
         before = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else made_of
-        found = [_told(*change) for change in differences(before, made_of).items()]
-        changes = f" ({'; '.join(found)})" if found else ""
-        raise ConfigError(
-            f"{path} holds responses of {rows[0].get('model')} with other settings, rewards or "
-            f"weights{changes}; give another run.name or generate.output"
-        )
+        changes = "; ".join(_told(*change) for change in differences(before, made_of).items())
+        holds = f"{path} holds responses of {rows[0].get('model')} with other settings, rewards or weights"
+        raise ConfigError(f"{holds} ({changes or 'not recorded'}); give another run.name or generate.output")
     if not rows:
         write_whole(beside, json.dumps(made_of, ensure_ascii=False))
     again = [row["id"] for row in rows if row.get("row") != contents.get(row["id"], row.get("row"))]

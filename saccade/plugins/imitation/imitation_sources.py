@@ -105,11 +105,8 @@ def load_teacher(config: Config, family: Family) -> LocalBackend | None:
     vocabularies = [each.chat.tokenizer.get_vocab() for each in (family, theirs)]
     alike = theirs.spec.bind is family.spec.bind and theirs.series == family.series
     if not alike or vocabularies[0] != vocabularies[1]:
-        raise ConfigError(
-            f"sft.teacher={path}: a {theirs.name} with other tokens than the {family.name} that "
-            "learns; give a model of the same family and tokenizer, and with an encoder of time "
-            "series if that has one"
-        )
+        helps = "give a model of the same family and tokenizer, with an encoder of time series if that has one"
+        raise ConfigError(f"sft.teacher={path}: a {theirs.name} with other tokens than the {family.name}; {helps}")
     return LocalBackend(model_setup.load_policy(config, theirs, train="full"), theirs)
 
 

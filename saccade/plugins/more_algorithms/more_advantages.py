@@ -73,11 +73,8 @@ def success(outcomes: Sequence[float], reward_range: tuple[float, float]) -> flo
     rounding = 1e-6 * (high - low)
     for outcome in outcomes:
         if not low - rounding <= outcome <= high + rounding:
-            wider = [min(low, outcome), max(high, outcome)]
-            raise ConfigError(
-                f"an outcome of {outcome} is outside algorithm.reward_range=[{low}, {high}]; "
-                f"declare what the reward can give, such as {wider}"
-            )
+            wider = f"algorithm.reward_range=[{min(low, outcome)}, {max(high, outcome)}]"
+            raise ConfigError(f"an outcome of {outcome} is outside algorithm.reward_range=[{low}, {high}]; try {wider}")
     mean = sum(outcomes) / len(outcomes)
     return min(1.0, max(0.0, (mean - low) / (high - low)))
 
@@ -150,10 +147,8 @@ def gpg(
 def max_rl(inputs: AdvantageInputs) -> Tensor:
     """arXiv 2602.02710"""
     if bool((inputs.scores < 0).any()):
-        raise ConfigError(
-            "algorithm.advantage=max_rl divides by the mean reward and needs rewards >= 0, a KL in "
-            "the reward included; use algorithm.advantage=grpo, or rewards without negative parts"
-        )
+        needs = "divides by the mean reward and needs rewards >= 0, a KL in the reward included"
+        raise ConfigError(f"algorithm.advantage=max_rl {needs}; use algorithm.advantage=grpo, or positive rewards")
     mean = inputs.group_mean
     return inputs.per_token((inputs.centred / mean).where(mean > 0, 0.0))
 

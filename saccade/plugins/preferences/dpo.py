@@ -175,8 +175,6 @@ def mismatched_pairs(samples: Sequence[Sample]) -> dict[str, Sample]:
         others = (samples[(index + step) % len(samples)] for step in range(1, len(samples)))
         other = next((o for o in others if o.messages != sample.messages and not decode_error(o)), None)
         if other is None:
-            raise DataError(
-                "dpo.loss=kto compares with responses to other questions, and all rows ask the same one; add rows"
-            )
+            raise DataError("dpo.loss=kto needs responses to other questions, and all rows ask the same one; add rows")
         found[sample.id] = replace(sample, id=f"{sample.id}~", candidates=other.candidates[:1], desirable=True)
     return found

@@ -122,12 +122,10 @@ def _asked(sample: RewardSample) -> tuple[Message, ...]:
     kinds = [kind for split in pieces for kind in split[1::2]]
     if other := set(kinds) - {"image"}:
         raise ValueError(f"the question shows a medium (<{min(other)}>) that no request can carry")
-    shown, wanted = len(sample.media), max(len(kinds), len(sample.images))
-    if wanted > shown:
-        helps = "set reward.remote.send_images=true where it is asked"
-        raise ValueError(f"the question shows {wanted} images and {shown} came with it; {helps}")
-    if shown > len(kinds):
-        raise ValueError(f"{shown} images but fewer places for them in the messages")
+    came, wanted = len(sample.media), max(len(kinds), len(sample.images))
+    if not wanted <= came <= len(kinds):
+        shows = f"the question has places for {len(kinds)} images, shows {wanted}, and {came} came with it"
+        raise ValueError(f"{shows}; set reward.remote.send_images=true where it is asked")
     media = iter(sample.media)
     parts = [tuple(next(media) if n % 2 else text for n, text in enumerate(split) if n % 2 or text) for split in pieces]
     return tuple(Message(role=m["role"], parts=shown) for m, shown in zip(messages, parts, strict=True))

@@ -56,10 +56,8 @@ class Pairs:
         found = sorted({name for s in samples for name in s.extra.get("labels") or (MAIN,)})
         for name, said in zip(self.row.heads, labels.T, strict=True):
             if not (np.abs(said) == 1).any():
-                ties = f"all {(said == 0).sum()} that label it are ties: add rows with a better side"
-                others = f"rows label {', '.join(found)}: add labels, or remove it"
-                why = ties if (said == 0).any() else others
-                raise ConfigError(f"reward_model.heads: no row says which side is better by {name}; {why}")
+                has = f"{(said == 0).sum()} rows call it a tie; rows label {', '.join(found)}"
+                raise ConfigError(f"reward_model.heads: no row says which side is better by {name}: {has}")
 
     def card(self, stored: Path | None, samples: Sequence[Sample]) -> Card:
         """That of a checkpoint, else the wanted one; without statistics, which are measured."""
@@ -199,11 +197,9 @@ class Process:
 def _label(value: Any, tokens: Sequence[str]) -> list[float]:
     if isinstance(value, str) and value.strip() in tokens:
         return [float(token == value.strip()) for token in tokens]
-    soft = isinstance(value, int | float) and len(tokens) == 2 and 0 <= value <= 1
-    if not soft:
-        raise RowError(
-            f"label {value!r}: write one of {', '.join(tokens)}" + (", or a probability" if len(tokens) == 2 else "")
-        )
+    soft = len(tokens) == 2
+    if not (soft and isinstance(value, int | float) and 0 <= value <= 1):
+        raise RowError(f"label {value!r}: write one of {', '.join(tokens)}{', or a probability' if soft else ''}")
     return [float(value), 1.0 - float(value)]
 
 

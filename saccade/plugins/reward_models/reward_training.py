@@ -94,10 +94,8 @@ def evaluate(config: Config, folder: Path) -> dict[str, Any]:
     card = read_card(config.model.path)
     assert card is not None, "not a reward model"
     with Console(None, "eval", name=folder.name) as console:
-        log.info(
-            f"{config.model.path} is a reward model: it judges the rows of data.val, worded by "
-            f"prompt.format={config.prompt.format}, which should be that of its training"
-        )
+        format = f"prompt.format={config.prompt.format}, which should be that of its training"
+        log.info(f"{config.model.path} is a reward model: it judges the rows of data.val, worded by {format}")
         config = _as_trained(config, card)
         family = model_setup.family_of(config, config.model.path)
         rows = rows_of(config, family)

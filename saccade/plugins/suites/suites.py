@@ -116,11 +116,8 @@ def problems(config: EvalConfig) -> Iterator[str]:
         if name not in SUITES:
             yield f"eval.suites: there is no suite {name!r}; there are {', '.join(SUITES)}"
         elif not (place := SUITES[name].place(config.folder)).is_file():
-            yield (
-                f"eval.suites: {name} reads {place} and the pictures beside it, and it is not there; fetch it with "
-                f"`hf download {SUITES[name].hub} --repo-type dataset --local-dir {place.parent}`, or name the "
-                f"folder that holds {place.parent.name}/ in eval.folder"
-            )
+            fetch = f"hf download {SUITES[name].hub} --repo-type dataset --local-dir {place.parent}"
+            yield f"eval.suites: {name} reads {place}, which is missing; fetch it with `{fetch}`, or set eval.folder"
 
 
 def suite_source(name: str, config: EvalConfig) -> DataSource:

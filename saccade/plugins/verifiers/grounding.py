@@ -149,11 +149,6 @@ def read_boxes(text: str) -> list[Found] | None:
     return found if 0 < len(found) <= MOST_BOXES or value == [] else None
 
 
-def read_points(text: str) -> list[Found]:
-    text = _body(text)
-    return [] if _in_doubt(text) else list(_groups(read_json(text), 2, POINT_KEYS, Found(()))) or _bare(text, 2)
-
-
 def _bare(text: str, count: int) -> list[Found]:
     """The only numbers of a text, where they are so many."""
     numbers = [float(n.replace(",", "").replace("\u2212", "-")) for n in NUMBER.findall(text)[: count + 1]]
@@ -344,8 +339,9 @@ def point(sample: RewardSample, text: str | None, view: View) -> Score:
     boxes = [found.box for gold in sample.golds for found in view.read(gold, view.gold) or ()]
     if not boxes:
         return no_gold(sample)
-    points = read_points(text or "")
-    if len(points) != 1:
+    said = _body(text or "")
+    points = list(_groups(read_json(said), 2, POINT_KEYS, Found(()))) or _bare(said, 2)
+    if len(points) != 1 or _in_doubt(said):
         return graded(text, False, "not_one_point")
     across, down = view.scale(view.asked) or (1.0, 1.0)
     x, y = points[0].box[0] * across, points[0].box[1] * down

@@ -123,11 +123,11 @@ PAIR = {"prompt": "how many ?", "chosen": "red", "rejected": "blue"}
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (PAIR | {"rejected": "red"}, "better by preference; all 1 that label it are ties: add"),
+        (PAIR | {"rejected": "red"}, "better by preference: 1 rows call it a tie"),
         (PAIR | {"labels": {"taste": "A"}}, "no usable row:\n.*\n1 row left out: it labels taste,"),
         ({"input": f"red {MARK}", "label": ["1"]}, "reward_model.kind=process learns from"),
         ({"input": "how ?", "output": "red", "label": 1}, "one labelled response; rows need cho"),
-        (PAIR, "better by coherence; rows label preference: add labels, or remove it"),
+        (PAIR, "better by coherence: 0 rows .* rows label preference"),
     ],
 )
 def test_rows_that_compare_nothing(tmp_path, config, row, words):
