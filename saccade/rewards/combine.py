@@ -1,7 +1,7 @@
 """From the scores of the terms to one reward: combine, then add what shapes it.
 
 Knows nothing of how a term was scored, nor of the scale and limits that training gives a reward.
-The raw outcome is kept apart: filters and accuracy read it, never the reward.
+The raw outcome stays separate: filters and accuracy read it, never the reward.
 
     >>> combined = COMBINATIONS["min"]
     >>> combined([(1.0, 1.0), (0.5, 1.0)])

@@ -111,7 +111,7 @@ class Scorer:
             self.recipe(source)
 
     def check_media(self, samples: Iterable[Sample]) -> None:
-        """Refuse rows whose pictures a service needs and does not get, or a model cannot read."""
+        """Refuse rows whose images a service needs and does not get, or a model cannot read."""
         shown = {media.kind: media for sample in samples for media in sample.media}
         for _, service in self.services.values():
             service.check_media(set(shown))

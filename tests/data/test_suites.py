@@ -72,7 +72,7 @@ def test_what_is_missing_is_named_with_the_line_that_fetches_it(tmp_path: Path) 
     assert f"vstar reads {tmp_path}/vstar_bench/test_questions.jsonl" in said
     fetch = "hf download DreamMr/HR-Bench --repo-type dataset --local-dir"
     assert f"`{fetch} {tmp_path}/HR-Bench`" in said and "eval.folder" in said
-    assert "no suite 'vstarr'; there are vstar, visualprobe_easy" in said
+    assert "no suite 'vstarr'; expected one of vstar, visualprobe_easy" in said
 
 
 def test_suites_are_scored_as_their_authors_do() -> None:

@@ -151,7 +151,7 @@ def test_a_page_has_limits(tmp_path, build, monkeypatch):
     monkeypatch.setattr(episodes, "MOST_BYTES", 50)  # of texts with 33 characters
     found = stored_episodes(tmp_path)
     assert len(found["items"]) == 2 and len(found["pictures"]) == 1
-    assert "first 2 episodes" in found["note"] and "pictures are left out" in found["note"]
+    assert "first 2 episodes" in found["note"] and "images are left out" in found["note"]
 
 
 @needs_browser

@@ -63,7 +63,7 @@ def test_failures_are_said_once_and_cost_only_themselves(folder, build, said):
     with closing(TrajectoryWriter(folder.path, broken)) as writer:
         for step, decoder in ((1, str), (2, None), (3, str)):
             writer.write(step, groups, SimpleNamespace(decode=decoder, size_unit=None), version=1)
-    assert said == ["WARNING: picture a could not be stored: OSError: unreadable"]
+    assert said == ["WARNING: image a could not be stored: OSError: unreadable"]
     assert stored_steps(folder.path) == {"train": [1, 3]}
     assert {r["images"][0]["file"] for r in read_trajectories(folder.path, "train", 1)} == {None}
 

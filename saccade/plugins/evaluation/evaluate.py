@@ -175,7 +175,7 @@ def _media(record: Mapping[str, Any]) -> Media:
 
 
 def _has_files(record: Mapping[str, Any], *, there: bool = False) -> bool:
-    """Whether a medium, or each picture of a video, has a path; `there`: with a file at it."""
+    """Whether a medium, or each image of a video, has a path; `there`: with a file at it."""
     paths = [picture.get("path") for picture in record.get("pictures") or [record]]
     return all(path and (not there or Path(path).is_file()) for path in paths)
 

@@ -2,7 +2,7 @@
 with the same content are skipped. With rewards, the best of them become rows to train on.
 
 With `generate.select=correct` a model teaches by example: its right episodes, all their turns and
-pictures, are written as conversations to learn from.
+images, are written as conversations to learn from.
 
     saccade generate run.yaml generate.n=4
 """

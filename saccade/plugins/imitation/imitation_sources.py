@@ -90,7 +90,7 @@ def reward_of(sample: Sample) -> float:
     return float(value)
 
 
-# -- a teacher: its losses are read chunk by chunk, no [tokens, vocabulary] is kept -----------------
+# -- a teacher: its losses are read chunk by chunk, no [tokens, vocabulary] is stored ---------------
 
 
 def load_teacher(config: Config, family: Family) -> LocalBackend | None:

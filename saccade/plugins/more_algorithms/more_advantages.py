@@ -180,7 +180,7 @@ def cpgd(
 
 @add(ROWS, "sum over terms of v (r - mean_g) / (std_g + std_eps), whitened over the step", group=True, components=True)
 def gdpo(inputs: AdvantageInputs, *, std_eps: float = 1e-6, gdpo_whiten: Literal["seq", "token"] = "seq") -> Tensor:
-    """Each term of the reward on its own scale (arXiv 2601.05242); a KL belongs in the loss."""
+    """Each term of the reward on a separate scale (arXiv 2601.05242); a KL belongs in the loss."""
     assert inputs.components is not None and inputs.component_weights is not None
     total = inputs.scores.new_zeros(len(inputs.scores))
     weights = inputs.component_weights.expand_as(inputs.components)

@@ -1,7 +1,7 @@
 """Preference training on pairs of responses, or on responses that are labelled good or bad.
 
-The reference is the model that a run starts from. What it thinks of a response is one number, so it
-is computed once for all rows and kept beside the runs, or in every step by a model that stays.
+The reference is the model that a run starts from. Its log-prob of a response is one number, so it is
+computed once for all rows and saved beside the runs, or in every step by a model that stays loaded.
 
     saccade dpo run.yaml data.train=pairs.jsonl dpo.loss=ipo
 """
@@ -135,7 +135,7 @@ def precomputed(run: Run, config: Config, family: Family, samples: Iterable[Samp
     """Every sample is scored once and for all; the reference is loaded only if one is missing."""
     path = Path(config.run.out) / ".cache" / f"reference-{_reference_id(config, family)}.json"
     known: dict[str, list[float]] = json.loads(path.read_text()) if path.is_file() else {}
-    # A row with a damaged image is set aside when its turn comes.
+    # A row with a damaged image is skipped when its turn comes.
     missing = {k: s for s in samples if (k := content_hash(s)) not in known and not decode_error(s)}
     if missing:
         reference, keys = LocalBackend(model_setup.load_policy(config, family), family), list(missing)

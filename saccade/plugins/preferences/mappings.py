@@ -1,4 +1,4 @@
-"""Preference sets in layouts of their own: a function per set reads prompt, candidates and labels.
+"""Public preference sets, each with its layout: a function per set reads prompt, candidates and labels.
 
 A function returns a `Pair`, a list of `Rated` candidates that are compared within their group, or
 None for a row to leave out. The result has the format `sides`. Which candidate of a pair becomes
@@ -183,7 +183,7 @@ def _raw(value: Any) -> bool:
 
 # -- public sets -----------------------------------------------------------------------------------
 # Media paths start from the folder of the file, or from image_dir of the source. A missing column is None, and
-# `mapped` sets a row aside whose prompt, candidate or label is missing.
+# `mapped` skips a row whose prompt, candidate or label is missing.
 
 Record = Mapping[str, Any]
 

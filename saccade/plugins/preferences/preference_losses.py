@@ -3,7 +3,7 @@
 A formula is `f(inputs, *, options) -> (losses [P], {metric: values})`; only the log-probs of the
 policy have a gradient, metrics have none. In the formulas a log-ratio is the log-prob of a response
 minus that of the reference; h = log-ratio of chosen - log-ratio of rejected; h_mean is the same with
-each log-ratio over its own number of tokens.
+each log-ratio divided by its number of tokens.
 
     loss = sum(losses of pairs) / pairs + nll_coef sum(-log-probs of chosen) / tokens of chosen
 
@@ -60,7 +60,7 @@ class Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class Labelled:
-    """Responses that were called good or bad on their own; log-probs as in `Pairs`."""
+    """Responses that were called good or bad separately; log-probs as in `Pairs`."""
 
     logprobs: Tensor  # [S]
     ref: Tensor  # [S]

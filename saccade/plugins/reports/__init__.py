@@ -1,1 +1,1 @@
-"""The report page, curves, stored pictures, and the diagnosis of a run."""
+"""The report page, curves, stored images, and the diagnosis of a run."""

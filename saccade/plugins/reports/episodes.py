@@ -1,6 +1,6 @@
 """Stored rollouts as episodes of a report: what was asked, said, looked at and earned.
 
-Every picture is in the report once. Nothing is picked by its score.
+Every image is in the report once. Nothing is picked by its score.
 
     stored_episodes(Path("runs/first"))["items"][0]["question"]
 """
@@ -18,7 +18,7 @@ from saccade.run.metrics import RIGHT, WRONG
 Record = Mapping[str, Any]
 
 MOST = 2000  # episodes of one page
-MOST_BYTES = 24 << 20  # of its pictures, and of its texts
+MOST_BYTES = 24 << 20  # of its images, and of its texts
 LONGEST = 20_000  # characters of one text
 STRIP = 200  # advantages of one episode that are drawn
 COPIED = ("step", "sample", "outcome", "status", "reward", "parts", "turn_rewards", "tokens")
@@ -50,12 +50,12 @@ def stored_episodes(folder: Path) -> dict[str, Any]:
             notes = [f"The page holds the first {len(items):,} episodes: the others are too long."]
             break
     if _is_full(album):
-        notes.append("Some pictures are left out: the page would be too large.")
+        notes.append("Some images are left out: the page would be too large.")
     return {"items": items, "pictures": album, "note": " ".join(notes)}
 
 
 def episode_of(record: Record, folder: Path, album: dict[str, str]) -> dict[str, Any]:
-    """A record of `trajectories`; its pictures are read from `folder` into `album`."""
+    """A record of `trajectories`; its images are read from `folder` into `album`."""
     images = sorted(record["images"], key=lambda image: image["start"])
     turns, asked = _turns(record)
     gold, outcome, extracted = record["gold"], record["outcome"], record["extracted"]
@@ -89,7 +89,7 @@ def _question(record: Record) -> str:
 
 
 def _turns(record: Record) -> tuple[list[dict[str, Any]], int]:
-    """Each begins where the policy begins to write; and how many pictures come before the first."""
+    """Each begins where the policy begins to write; and how many images come before the first."""
     said: list[list[dict[str, Any]]] = [[]]
     before, view = "", 0
     for segment in record["segments"]:

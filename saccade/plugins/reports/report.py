@@ -9,8 +9,9 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, groupby
+from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -25,7 +26,8 @@ from saccade.run.loggers import read_metrics
 from saccade.run.metrics import MEASURE, interval_of, validation_measures
 from saccade.run.statistics import Interval
 
-Rows = Sequence[Mapping[str, Any]]
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
 
 BINS = 150  # of one curve, each with its lowest and its highest point
 SMOOTH_FROM = 30  # points from which a running mean is drawn over the curve
@@ -146,7 +148,7 @@ def before_after(rows: Rows) -> list[Table]:
     return [Table(title="Validation", columns=("set", "measure", *steps_shown), rows=shown, note=INTERVALS)]
 
 
-def estimate(row: Mapping[str, Any], name: str, percent: bool, prefix: str = "") -> Estimate | None:
+def estimate(row: Row, name: str, percent: bool, prefix: str = "") -> Estimate | None:
     """A metric as a cell, with its interval where the row has one."""
     if row.get(prefix + name) is None:
         return None
@@ -154,9 +156,7 @@ def estimate(row: Mapping[str, Any], name: str, percent: bool, prefix: str = "")
     return Estimate(value=row[prefix + name], low=low, high=high, percent=percent)
 
 
-def _compared(
-    name: str, leaves: Sequence[str], first: Mapping[str, Any], last: Mapping[str, Any]
-) -> Iterator[tuple[Cell, ...]]:
+def _compared(name: str, leaves: Sequence[str], first: Row, last: Row) -> Iterator[tuple[Cell, ...]]:
     shares = {leaf: (leaf, leaf == "accuracy") for leaf in leaves} | BESIDE_ACCURACY
     for metric, (label, percent) in shares.items():
         a, b = (estimate(row, metric, percent, f"val/{name}/") for row in (first, last))
@@ -177,7 +177,7 @@ def _change(before: Estimate | None, after: Estimate | None, tone: bool) -> Esti
     return replace(change, low=low, high=high)
 
 
-def _shown(row: Mapping[str, Any], metric: str) -> str:
+def _shown(row: Row, metric: str) -> str:
     value = row.get(metric)
     if value is None:
         return ""
@@ -240,20 +240,16 @@ def _curve(name: str, points: Sequence[Point]) -> Curve:
     """Few enough points to draw; the first, the last and every peak stay where they are."""
     size = math.ceil(len(points) / BINS)
     places = range(0, len(points), size)
-    thin = points
+    thin, mean = points, list[Point]()
     if size > 2:
-        kept = {points[0], points[-1]}
-        for start in places:
-            chunk = points[start : start + size]
-            kept |= {min(chunk, key=lambda point: point[1]), max(chunk, key=lambda point: point[1])}
-        thin = sorted(kept)
-    mean = []
+        chunks = [points[start : start + size] for start in places]
+        peaks = [peak(chunk, key=lambda point: point[1]) for chunk in chunks for peak in (min, max)]
+        thin = sorted({points[0], points[-1], *peaks})
     if len(points) >= SMOOTH_FROM:
         reach = max(2, len(points) // 20)
-        sums = [0.0, *accumulate(y for _, y in points)]
         for place in (*places, len(points) - 1):
-            low, high = max(0, place - reach), min(len(points), place + reach + 1)
-            mean.append((points[place][0], (sums[high] - sums[low]) / (high - low)))
+            near = points[max(0, place - reach) : place + reach + 1]
+            mean.append((points[place][0], fmean(y for _, y in near)))
     return Curve(name=name, points=thin, mean=mean)
 
 

@@ -1,4 +1,4 @@
-"""Rollouts on disk: one JSON record per trajectory, each picture once.
+"""Rollouts on disk: one JSON record per trajectory, each image once.
 
 A thread does the work, so a step never waits; what goes wrong there is reported once and costs
 records, not the run.
@@ -38,12 +38,12 @@ FEW_COLOURS = 256  # drawings with so few stay sharp as PNG; photographs are sma
 
 
 class TrajectoryWriter:
-    """Writes groups in the background until it is closed. `image` decodes a picture: upright RGB."""
+    """Writes groups in the background until it is closed. `image` decodes an image: upright RGB."""
 
     def __init__(self, folder: Path, image: Callable[[Media], np.ndarray] = DECODED.get) -> None:
         self._run, self._root = folder.name, folder / TRAJECTORIES
         self._image, self._said = image, False
-        self._files: dict[str, str | None] = {}  # name of a picture -> its file
+        self._files: dict[str, str | None] = {}  # name of an image -> its file
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trajectories")
 
     def write(
@@ -96,8 +96,8 @@ class TrajectoryWriter:
             log.warning(text)
 
     def _picture(self, span: MediaSpan, unit: int | None, several: bool) -> dict[str, Any]:
-        """What is known of a picture. `unit`: the side of what the model sees as one token, which says
-        at which size it saw pictures; those of `several` turns are stored like that, too.
+        """What is known of an image. `unit`: the side of what the model sees as one token, which says
+        at which size it saw images; those of `several` turns are stored like that, too.
         """
         media = span.media
         record: dict[str, Any] = {
@@ -122,7 +122,7 @@ class TrajectoryWriter:
         return record
 
     def _stored(self, media: Media, size: tuple[int, int] | None = None) -> str | None:
-        """File of a picture relative to trajectories/, made on first sight; None when it cannot be
+        """File of an image relative to trajectories/, made on first sight; None when it cannot be
         made.
         """
         name = picture_name(media) + ("" if size is None else f"-seen-{size[0]}x{size[1]}")
@@ -131,7 +131,7 @@ class TrajectoryWriter:
                 self._files[name] = _store(self._root, name, self._image(media), size)
             except Exception as error:
                 self._files[name] = None
-                self._report(f"picture {name} could not be stored: {type(error).__name__}: {error}")
+                self._report(f"image {name} could not be stored: {type(error).__name__}: {error}")
         return self._files.get(name)
 
 
@@ -168,7 +168,7 @@ def _step_of(file: Path) -> int:
 
 
 def record_of(group: Group, trajectory: Trajectory, decode_text: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """All of a trajectory that is known without its pictures."""
+    """All of a trajectory that is known without its images."""
     sample, status = group.sample, trajectory.status
     prompt = trajectory.ids[: trajectory.prompt_length]
     return {name: getattr(trajectory, name) for name in COPIED} | {
@@ -194,13 +194,13 @@ def record_of(group: Group, trajectory: Trajectory, decode_text: Callable[[Seque
 
 
 def _segments(trajectory: Trajectory, decode_text: Callable[[Sequence[int]], str]) -> Iterator[dict[str, Any]]:
-    """Runs of one source, cut around pictures; the placeholders of a picture are one entry."""
+    """Runs of one source, cut around images; the placeholders of an image are one entry."""
     spans = {span.start: span for span in trajectory.media}
     inside = np.zeros(len(trajectory.ids), bool)
     for span in trajectory.media:
         inside[span.start : span.end] = True
     changes = np.flatnonzero((np.diff(trajectory.sources) != 0) | np.diff(inside)) + 1
-    # Two pictures can touch: each start is a cut of its own.
+    # Two images can touch: each start is a cut of its own.
     cuts = sorted({0, *changes.tolist(), *spans, len(trajectory.ids)})
     for start, end in pairwise(cuts):
         ids = trajectory.ids[start:end].tolist()
@@ -244,11 +244,11 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else str(value)
 
 
-# -- pictures ---------------------------------------------------------------------------------------
+# -- images ---------------------------------------------------------------------------------------
 
 
 def picture_name(media: Media) -> str:
-    """Equal names mean equal pixels; a crop may carry the hash of the picture it was cut from."""
+    """Equal names mean equal pixels; a crop may carry the hash of the image it was cut from."""
     box = "" if media.box is None else "-" + "-".join(str(edge) for edge in media.box)
     return safe_name(media.hash) + box
 
@@ -259,7 +259,7 @@ def safe_name(name: str) -> str:
 
 
 def _views(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Each picture as its episode calls it, which one it was cut from, and where in that one."""
+    """Each image as its episode calls it, which one it was cut from, and where in that one."""
     calls = trajectory.info.get("tool_calls") or ()
     shown = {call.get("observation"): call for call in calls}
     asked = sum(span.start < trajectory.prompt_length for span in trajectory.media)

@@ -1,7 +1,7 @@
-"""A trained reward model that scores responses: its own template, forests, rest between scorings.
+"""A trained reward model that scores responses, in its template and on forests.
 
-Samples of one question share it as a trunk. On a GPU the weights can wait in main memory; they do
-not change, so only the way in is a copy. Also what a reward service hosts.
+Samples of one question share it as a trunk. On a GPU the weights can wait in main memory between
+scorings; they do not change, so nothing is copied back. A reward service hosts the same model.
 
     model = LearnedReward.load("runs/rm/checkpoints/step-100", device=device, dtype=dtype)
     model.score([RewardSample(id="a", response="7", messages=[...], media=[...])])
@@ -23,16 +23,8 @@ from saccade.errors import ConfigError, DataError
 from saccade.forest.packing import pack
 from saccade.models.families import TOWERS, Family, load_family
 from saccade.models.load import load_model, pick_dtype
-from saccade.plugins.reward_models.reward_card import (
-    REWARD_FILE,
-    Card,
-    flaw,
-    judged,
-    read_card,
-    stepped,
-    verdict_ids,
-    with_marks,
-)
+from saccade.plugins.reward_models import reward_card
+from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, flaw, read_card
 from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward
 from saccade.plugins.reward_models.reward_losses import judgements, ratings
 from saccade.plugins.reward_models.reward_model_term import SUMMARIES, conversation_of, model_terms
@@ -50,7 +42,7 @@ class LearnedReward:
     ) -> None:
         self.card, self.family, self.micro_tokens = card, family, micro_tokens
         self.backend = LocalBackend(model, family)
-        self._tokens = verdict_ids(family, card.tokens)
+        self._tokens = reward_card.verdict_ids(family, card.tokens)
         self._resting: list[tuple[nn.Parameter, Tensor]] = []
         if offload and self.backend.device.type == "cuda":
             self._resting = [(p, p.data.to("cpu").pin_memory()) for p in model.parameters()]
@@ -86,7 +78,7 @@ class LearnedReward:
             f"has no head {head!r}; it has {', '.join(heads)}": head is not None and head not in heads,
             f"has the heads {', '.join(heads)}; set args.head": head is None and len(heads) > 1,
             f"scores whole responses; drop steps={steps}": steps is not None and self.card.kind == "scalar",
-            "knows no mean of its scores; drop normalise": normalise and not self.card.statistics,
+            "has no mean of its scores; drop normalise": normalise and not self.card.statistics,
         }
         if found := [words for words, wrong in flaws.items() if wrong]:
             raise ConfigError(f"reward.terms: {self.family.path} {found[0]}")
@@ -155,10 +147,10 @@ class LearnedReward:
 
     def _read(self, name: str, asked: tuple[Message, ...], reply: tuple[Message, ...]) -> Trajectory:
         if self.card.kind == "scalar":
-            return judged(name, 0, asked, reply, self.family)
+            return reward_card.judged(name, 0, asked, reply, self.family)
         said = "\n".join(message.text for message in reply if message.role == "assistant")
-        messages = with_marks(asked, said, self.card)
-        return stepped(name, 0, messages, self.family, self.card.placeholder)
+        messages = reward_card.with_marks(asked, said, self.card)
+        return reward_card.stepped(name, 0, messages, self.family, self.card.placeholder)
 
     def _rest(self) -> None:
         """The weights wait in main memory, where they are to do so."""

@@ -1,6 +1,6 @@
 """How a reward model reads a conversation, and what its folder says about it.
 
-A reply is judged in the model's own template, up to its end of turn. A candidate that shows media
+A reply is judged in the model's template, up to its end of turn. A candidate that shows media
 is judged as part of the question: it stands behind it, and the score is read where an answer would
 begin. A process reward model reads at marks, one behind each step.
 

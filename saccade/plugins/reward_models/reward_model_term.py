@@ -106,7 +106,7 @@ class Learned:
 
 
 def conversation_of(sample: RewardSample) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """Question and what followed, with pictures where they were shown. Of a sample that came over a wire both are made
+    """Question and what followed, with images where they were shown. Of a sample that came over a wire both are made
     from its texts: an <image> stands for the next of its media. A ValueError where that is not all that was shown.
     """
     return tuple(sample.asked) or _asked(sample), tuple(sample.replied) or _replied(sample)

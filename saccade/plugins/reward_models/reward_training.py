@@ -113,8 +113,7 @@ def evaluate(config: Config, folder: Path) -> dict[str, Any]:
             found = {n.removeprefix(f"{name}/"): value for n, value in named(metrics.means(), name).items()}
             found |= intervals(loss, batches, outputs) | {"items": len(samples), "left_out": left_out}
             summary[name] = found
-            without = f"  rows left out {left_out}" if left_out else ""
-            log.info(f"{name}: {with_interval(found, 'accuracy')}  items {len(samples)}{without}")
+            log.info(f"{name}: {with_interval(found, 'accuracy')}  items {len(samples)}  rows left out {left_out}")
             if dataset.aside:
                 log.info(f"{name}: {dataset.summary}")
                 quarantine.record(dataset.aside)

@@ -1,7 +1,7 @@
 """Test sets by name: which file of which repository each reads, how its rows become ours, and which
 verifier scores them. Downloads nothing.
 
-Ours are public sets of questions about details of large pictures. Letters and options become
+Ours are public sets of questions about details of large images. Letters and options become
 `choices`, so the prompt lists them and says how to answer as it does for any other row; what a set
 itself says about that is left out.
 
@@ -114,7 +114,7 @@ def problems(config: EvalConfig) -> Iterator[str]:
     """Suites that do not exist, and files that are missing, with the line that fetches them."""
     for name in config.suites:
         if name not in SUITES:
-            yield f"eval.suites: there is no suite {name!r}; there are {', '.join(SUITES)}"
+            yield f"eval.suites: no suite {name!r}; expected one of {', '.join(SUITES)}"
         elif not (place := SUITES[name].place(config.folder)).is_file():
             fetch = f"hf download {SUITES[name].hub} --repo-type dataset --local-dir {place.parent}"
             yield f"eval.suites: {name} reads {place}, which is missing; fetch it with `{fetch}`, or set eval.folder"
@@ -133,7 +133,7 @@ def with_rewards(reward: RewardConfig, config: EvalConfig) -> RewardConfig:
 
 
 def suite_sets(config: Config, family: Family) -> dict[str, Dataset]:
-    """The sets of `eval.suites`, whatever the config says about columns of its own rows."""
+    """The sets of `eval.suites`, whatever the config says about columns of the user's rows."""
     plain: dict[str, Any] = {"format": "auto", "keys": {}}
     config = config.model_copy(update={"data": config.data.model_copy(update=plain)})
     sets = {}

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from saccade.plugins.verifiers.extract import NUMBER, Scope, answering, fenced, graded, supplied
+from saccade.plugins.verifiers.extract import NUMBER, answering, fenced, graded, supplied
 from saccade.plugins.verifiers.text_match import joined, labels_f1
 from saccade.plugins.verifiers.wording import unsettled
 from saccade.rewards.reward_sample import RewardSample, no_gold
@@ -50,7 +50,7 @@ class Found(NamedTuple):
 
 
 class View(NamedTuple):
-    """The frames of answer and gold, and the sizes of the picture: of the file, and as the model sees it."""
+    """The frames of answer and gold, and the sizes of the image: of the file, and as the model sees it."""
 
     asked: Frame
     gold: Frame
@@ -292,7 +292,7 @@ MODES: dict[str, Compare] = {
 
 
 def covered(found: Sequence[Found], mask: np.ndarray, size: Size | None) -> float:
-    """IoU of the union of boxes and a mask, whose picture may be of another `size`."""
+    """IoU of the union of boxes and a mask, whose image may be of another `size`."""
     rows, columns = mask.shape
     width, height = size or (columns, rows)
     drawn = np.zeros_like(mask)
@@ -402,22 +402,14 @@ LONG = 600  # characters; longer responses gain nothing
 
 
 @supplied(view_of)
-def medical(
-    sample: RewardSample,
-    view: View,
-    *,
-    weights: Mapping[str, float] | None = None,
-    synonyms: Mapping[str, str] | None = None,
-    order: Sequence[str] = ("answer_tag", "boxed"),
-    scope: Scope = "after_think",
-) -> Score:
+@supplied(labels_f1)
+def medical(sample: RewardSample, labels: Score, view: View, *, weights: Mapping[str, float] | None = None) -> Score:
     """`weights` replaces some of labels 0.5, boxes 0.3, json 0.1, length 0.1; the outcome is the
     part `accuracy`, the F1 of the labels.
     """
     weigh = {**WEIGHTS, **(weights or {})}
     if len(weigh) > len(WEIGHTS) or not weigh["labels"] > 0 or min(weigh.values()) < 0:
         raise ValueError(f"weights are those of {', '.join(WEIGHTS)}, labels above 0; not {weigh}")
-    labels = labels_f1(sample, synonyms=synonyms, order=order, scope=scope)
     if labels.kind != "value":
         return labels
     if not view.known:
