@@ -257,8 +257,8 @@ def test_a_wrong_function_is_refused(own, name, message):
 
 def test_unknown_names_are_refused_with_those_that_work():
     for name, message in {
-        "hpd": "expected one of .*hpdv3.*, or file.py:function; write file.py with",
-        "own.yaml:mine": "or file.py:function; write file.py with",
+        "hpd": "expected one of .*hpdv3.*, or file.py:function; write .def NAME",
+        "own.yaml:mine": "or file.py:function; write .def NAME",
         "nowhere.py:f": "nowhere.py does not exist or is no .py file",
     }.items():
         with pytest.raises(ConfigError, match=message):

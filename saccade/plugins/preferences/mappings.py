@@ -30,11 +30,6 @@ from saccade.registry import Table
 from saccade.user_code import own_symbol, raised_at
 
 MAIN = "preference"  # the head that every row labels
-EXAMPLE = (
-    "write file.py with `from saccade.plugins.preferences.mappings import Pair` and `def NAME(row): return "
-    "Pair(kind='image', prompt=row['caption'], a=row['left'], b=row['right'], "
-    "labels={'preference': row['winner']})`, then data.mapping=file.py:NAME"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +70,8 @@ def load_mapping(name: str) -> Callable[..., Any]:
     if name in MAPPINGS:
         return MAPPINGS[name]
     if not name.rpartition(":")[0].endswith(".py"):
-        raise ConfigError(f"data.mapping={name}: expected one of {', '.join(MAPPINGS)}, or file.py:function; {EXAMPLE}")
+        helps = "write `def NAME(row): return Pair(…)` in file.py (docs/data.md has an example), then file.py:NAME"
+        raise ConfigError(f"data.mapping={name}: expected one of {', '.join(MAPPINGS)}, or file.py:function; {helps}")
     return own_symbol(name, f"data.mapping={name}")
 
 

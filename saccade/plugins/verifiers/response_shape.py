@@ -39,16 +39,11 @@ def check_grounding(sample: RewardSample) -> bool:
 
 def _thought_then(tag: str, text: str, gap: str = "space") -> bool:
     """`<think>…</think><tag>…</tag>`, each once, both filled, nothing else."""
-    first, opening, last = "<think>", f"<{tag}>", f"</{tag}>"
-    text = text.strip()
-    if not (text.startswith(first) and text.endswith(last)):
-        return False
-    thought, closed, rest = text[len(first) : -len(last)].partition("</think>")
-    between, opened, body = rest.partition(opening)
-    if not (closed and opened) or (between if gap == "none" else between.strip()):
-        return False
-    tags = (first, "</think>", opening, last)
-    return all(text.count(each) == 1 for each in tags) and bool(thought.strip() and body.strip())
+    once = all(text.count(each) == 1 for each in ("<think>", "</think>", f"<{tag}>", f"</{tag}>"))
+    between = "" if gap == "none" else r"\s*"
+    shape = rf"<think>(.*?)</think>{between}<{tag}>(.*)</{tag}>"
+    match = re.fullmatch(shape, text.strip(), re.DOTALL) if once else None  # more tags would take long
+    return match is not None and all(map(str.strip, match.groups()))
 
 
 def check_think_boxed(sample: RewardSample, *, lenient: bool = False) -> bool:
