@@ -76,19 +76,13 @@ def to_json(sample: RewardSample, *, brief: bool = False) -> str:
 def reward_sample(sample: Sample, response: str, **known: Any) -> RewardSample:
     """A response to a row of data; `known` adds what the rollout knows (length, truncated, …)."""
     messages = [{"role": m.role, "content": _content(m)} for m in sample.messages]
-    row = {
-        "id": sample.id,
+    row = {name: getattr(sample, name) for name in ("id", "data_source", "media", "answer", "choices", "extra")} | {
         "response": response,
-        "data_source": sample.data_source,
         "prompt": "\n".join(message["content"] for message in messages),
         "messages": messages,
         "turns": (response,),
         "images": image_records(sample.media),
-        "media": sample.media,
         "asked": sample.messages,
-        "answer": sample.answer,
-        "choices": sample.choices,
-        "extra": sample.extra,
     }
     return RewardSample(**(row | known))
 

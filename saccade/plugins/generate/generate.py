@@ -137,14 +137,8 @@ def _row(group: Group, family: Any) -> dict[str, Any]:
         "prompt": "\n".join(message.text for message in sample.messages),
         "answer": sample.answer,
         "responses": [
-            {
-                "text": family.decode(t.response_ids),
-                "tokens": t.response_length,
-                "end_reason": t.end_reason,
-                "reward": t.reward,
-                "score": t.outcome,
-                "extracted": t.extracted,
-            }
+            {"text": family.decode(t.response_ids), "tokens": t.response_length, "score": t.outcome}
+            | {name: getattr(t, name) for name in ("end_reason", "reward", "extracted")}
             for t in group.trajectories
         ],
     }

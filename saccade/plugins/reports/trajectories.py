@@ -102,12 +102,9 @@ class TrajectoryWriter:
         media = span.media
         record: dict[str, Any] = {
             "name": picture_name(media),
-            "hash": media.hash,
+            **{name: getattr(media, name) for name in ("hash", "parent", "box", "path")},
             "kind": "crop" if media.box is not None else media.kind,
             "size": [media.width, media.height],
-            "parent": media.parent,
-            "box": media.box,
-            "path": media.path,
             "start": span.start,
             "tokens": span.length,
             "file": self._stored(media),
