@@ -188,7 +188,7 @@ Number = int | Fraction
 @answering(*NUMBER_ORDER)
 def count(sample: RewardSample, found: str | None, *, tolerance: float = 0) -> Score:
     """One integer in the answer, at most `tolerance` away from the gold."""
-    return _judge(sample, found, lambda v, gold: v.denominator == 1 and abs(v - gold) <= tolerance, percent=False)
+    return _judge(sample, found, lambda v, g: v.denominator == 1 and -tolerance <= v - g <= tolerance, percent=False)
 
 
 @answering(*NUMBER_ORDER)
@@ -247,7 +247,8 @@ def _rational(text: str) -> Number | None:
 
 def near(value: Number, gold: Number, rel_tol: float) -> bool:
     """Relative to the gold, so that 0 is met by 0 only."""
-    return abs(value - gold) <= Fraction(str(rel_tol)) * abs(gold)
+    allowed = Fraction(str(rel_tol)) * max(gold, -gold)
+    return -allowed <= value - gold <= allowed
 
 
 @lru_cache(maxsize=4096)

@@ -79,7 +79,7 @@ def test_eval_scores_with_a_model_and_rescore_refuses(tmp_path, rl_config, train
     assert np.isfinite(found["val"]["score"]) and "accuracy" not in found["val"]
     stored = list(read_trajectories(tmp_path / "eval", "val/val", 0))
     assert stored and all(record["outcome_is_score"] for record in stored)
-    with pytest.raises(ConfigError, match="remove the terms of `model`"):
+    with pytest.raises(ConfigError, match="remove `model`"):
         saccade.evaluate(options, rescore=tmp_path / "eval" / "samples.jsonl", out=tmp_path / "b")
 
 
