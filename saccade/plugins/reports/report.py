@@ -9,9 +9,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import yaml
@@ -246,10 +245,10 @@ def _curve(name: str, points: Sequence[Point]) -> Curve:
         peaks = [peak(chunk, key=lambda point: point[1]) for chunk in chunks for peak in (min, max)]
         thin = sorted({points[0], points[-1], *peaks})
     if len(points) >= SMOOTH_FROM:
-        reach = max(2, len(points) // 20)
+        reach, sums = max(2, len(points) // 20), [0.0, *accumulate(y for _, y in points)]
         for place in (*places, len(points) - 1):
-            near = points[max(0, place - reach) : place + reach + 1]
-            mean.append((points[place][0], fmean(y for _, y in near)))
+            low, high = max(0, place - reach), min(len(points), place + reach + 1)
+            mean.append((points[place][0], (sums[high] - sums[low]) / (high - low)))
     return Curve(name=name, points=thin, mean=mean)
 
 

@@ -56,7 +56,7 @@ class Pairs:
         found = sorted({name for s in samples for name in s.extra.get("labels") or (MAIN,)})
         for name, said in zip(self.row.heads, labels.T, strict=True):
             if not (np.abs(said) == 1).any():
-                has = f"{(said == 0).sum()} rows call it a tie; rows label {', '.join(found)}"
+                has = f"{(said == 0).sum()} rows call it a tie, rows label {', '.join(found)}; add rows, or remove it"
                 raise ConfigError(f"reward_model.heads: no row says which side is better by {name}: {has}")
 
     def card(self, stored: Path | None, samples: Sequence[Sample]) -> Card:
