@@ -209,7 +209,8 @@ def imagegen_cot(row: Record) -> Pair:
     verdicts = ("Image 1 is better", "Image 2 is better", "Both images are equally good")
     sides = [s for s, v in zip("ABC", verdicts, strict=True) if f"<answer>{v}" in str(turns[-1])]
     label = sides[0] if len(sides) == 1 else None
-    a, b, *_ = [*(row.get("images") or []), None, None]
+    images: list[Any] = row.get("images") or []
+    a, b, *_ = [*images, None, None]
     return Pair(kind="image", prompt=turns[0], a=a, b=b, labels={MAIN: label}, critique=turns[-1])
 
 
