@@ -83,8 +83,11 @@ def mapped(
     file = None if name in MAPPINGS else name.rpartition(":")[0]
     arguments = [folder or Path()] if len(inspect.signature(function).parameters) > 1 else []
     for number, row in rows:
+        if isinstance(row, RowError):
+            yield number, row
+            continue
         try:
-            found = row if isinstance(row, RowError) else function(row, *arguments)
+            found = function(row, *arguments)
         except SaccadeError:
             raise
         except RowError as error:
