@@ -52,7 +52,7 @@ def resolve_recipes(
         return _recipe(where, terms, config)
 
     wheres = {source: f"reward.by_source.{source}" for source in config.by_source}
-    recipes = {source: recipe(where, _rows(where, config.by_source[source])) for source, where in wheres.items()}
+    recipes = {source: recipe(where, read_terms(where, config.by_source[source])) for source, where in wheres.items()}
     default = recipes.pop("default", None)
     if not config.terms and config.preset is None:
         if not config.by_source:
@@ -68,7 +68,7 @@ def resolve_recipes(
 def verifiers_for(config: RewardConfig, data_source: str) -> set[str]:
     """Names of the terms that score rows of a source."""
     value = config.by_source.get(data_source, config.by_source.get("default"))
-    rows = _shared_rows(config) if value is None else _rows(f"reward.by_source.{data_source}", value)
+    rows = _shared_rows(config) if value is None else read_terms(f"reward.by_source.{data_source}", value)
     return {row.verifier for row in rows}
 
 
@@ -78,10 +78,10 @@ def _shared_rows(config: RewardConfig) -> Sequence[RewardTerm]:
         return config.terms
     if config.preset not in PRESETS:
         raise unknown("reward.preset", config.preset, PRESETS)
-    return _rows("reward.preset", config.preset)
+    return read_terms("reward.preset", config.preset)
 
 
-def _rows(where: str, value: Any) -> list[RewardTerm]:
+def read_terms(where: str, value: Any) -> list[RewardTerm]:
     """A preset name, a verifier, a term, or a list of them."""
     if isinstance(value, str):
         value = PRESETS.get(value, [value])

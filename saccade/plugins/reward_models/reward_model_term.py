@@ -8,7 +8,7 @@ Knows nothing of models: whoever builds the scorer says how a folder becomes a `
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from math import isfinite
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 
 from saccade.config import RewardConfig
 from saccade.plugins.judges.service_protocol import CHAT_MARK
+from saccade.rewards.resolve import read_terms
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import Verifier
 from saccade.types import Media, Message, Score
@@ -39,14 +40,11 @@ def model(
 MODEL = Verifier(function=model, needs_answer=False, learned=True)
 
 
-def model_terms(reward: RewardConfig) -> Iterator[dict[str, Any]]:
+def model_terms(reward: RewardConfig) -> list[dict[str, Any]]:
     """Arguments of all terms of models, wherever the config has them."""
-    by_source = [v for v in reward.by_source.values() if not isinstance(v, str)]
-    listed = [term for v in by_source for term in ([v] if isinstance(v, Mapping) else v)]
-    plain = [term for term in listed if isinstance(term, Mapping)]
-    for term in [*(term.model_dump() for term in reward.terms), *plain]:
-        if term.get("verifier") == "model":
-            yield term["args"]
+    places = {"reward.terms": reward.terms, **reward.by_source}
+    rows = [row for name, value in places.items() for row in read_terms(name, value)]
+    return [row.args for row in rows if row.verifier == "model" and "path" in row.args]
 
 
 class Learned:
