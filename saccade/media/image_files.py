@@ -21,12 +21,10 @@ Image.MAX_IMAGE_PIXELS = None
 # A closed list: some of Pillow's other readers start external programs.
 READABLE = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 
-# How files begin that stand in the wrong column.
+# How other files begin; an audio is looked for first.
 OTHER_MEDIA = {
-    "a sound, which belongs into audios": re.compile(
-        rb"RIFF.{4}WAVE|fLaC|OggS|ID3|\xff[\xf2-\xfb]|.{4}ftypM4A", re.DOTALL
-    ),
-    "a video, which belongs into videos": re.compile(rb"RIFF.{4}AVI |\x1aE\xdf\xa3|.{4}ftyp(?!avi|hei|mif)", re.DOTALL),
+    "audio": re.compile(rb"RIFF.{4}WAVE|fLaC|OggS|ID3|\xff[\xf2-\xfb]|.{4}ftypM4A", re.DOTALL),
+    "video": re.compile(rb"RIFF.{4}AVI |\x1aE\xdf\xa3|.{4}ftyp(?!avi|hei|mif)", re.DOTALL),
 }
 
 ENDS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}
@@ -58,8 +56,8 @@ def opened(data: bytes, name: str) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=_readable())
     except UnidentifiedImageError:
-        other = next((f" but {what}" for what, start in OTHER_MEDIA.items() if start.match(data)), "")
-        hint = other or f"; readable are {', '.join(_readable())}"
+        kind = next((kind for kind, start in OTHER_MEDIA.items() if start.match(data)), None)
+        hint = f" but {kind}, which belongs in {kind}s" if kind else f"; expected one of {', '.join(_readable())}"
         raise ImageError(f"{name}: not an image{hint}") from None
     except Exception as error:  # broken files make Pillow raise almost anything
         raise ImageError(f"{name}: damaged header: {error}") from None

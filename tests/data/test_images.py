@@ -67,10 +67,10 @@ def test_every_kind_of_source_gives_the_same_pixels(picture, tmp_path):
         (".", r"\.: is a folder; give the path of a file"),
         ("/dev/null", "/dev/null: is not a regular file"),
         (b"", "empty file"),
-        (b"plain text", "not an image; readable are PNG"),
+        (b"plain text", "not an image; expected one of PNG"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n", "not an image"),  # would start a program
-        (b"RIFF\x24\x00\x00\x00WAVEfmt ", "not an image but a sound, .* into audios"),
-        (b"\x00\x00\x00\x20ftypisom", "not an image but a video, .* into videos"),
+        (b"RIFF\x24\x00\x00\x00WAVEfmt ", "not an image but audio, .* in audios"),
+        (b"\x00\x00\x00\x20ftypisom", "not an image but video, .* in videos"),
         ("", "its path is empty"),
         ({"bytes": None, "path": None}, "needs a value"),
         (3.5, "cannot be made from float"),

@@ -1,14 +1,11 @@
 """`saccade check-data`: every problem of the configured data sets, row by row, before a run meets them.
 
 Loads as training would, then decodes every image once. Nothing stops it: bad rows are what it is
-looking for. Token lengths and reward tests depend on model and rewards, so they come in as
-functions.
+looking for.
 
     >>> report = run("run.yaml", command="dpo")
     >>> print(report.to_json()); write_fixed(report, Path("clean.jsonl"))
 """
-
-from __future__ import annotations
 
 import json
 from collections import Counter
@@ -17,30 +14,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from saccade import checks
-from saccade.config import Config, DataConfig, DataSource
+from saccade.config import Config, DataSource
 from saccade.config import load as load_config
 from saccade.data.datasets import BadRow, Dataset, keep, load
 from saccade.data.records import plain
 from saccade.errors import ConfigError, DataError, SelfTestError
 from saccade.media import kinds
 from saccade.media.images import ImageError
+from saccade.models.families import Family
 from saccade.plugins.check_data.canonical_rows import convert
+from saccade.plugins.check_data.row_warnings import unknown_words, warnings_of
+from saccade.plugins.check_data.self_test import self_test
+from saccade.recipes import questions
 from saccade.registry import HOOKS
+from saccade.rewards.scorer import Scorer
 from saccade.system.disk import require_writable
 from saccade.types import Media, Sample
 
-if TYPE_CHECKING:
-    from saccade.models.families import Family
-
 TRAINING = ("rl", "sft", "dpo", "reward-model")  # that read rows each in its own way
 LISTED = 20  # bad rows on the screen
-# (train or val, sources, options) → rows as they are in the file, rows that are used.
-Read = Callable[[str, Sequence[DataSource], DataConfig], tuple[Dataset, Dataset]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,57 +89,17 @@ def run(config: Any, *, headers_only: bool = False, workers: int = 2, command: s
                 "give a Hugging Face model folder, or model.path=tiny:qwen2_5_vl"
             )
         config = load_config(config, command=command)
-    read: dict[str, Any] = _with_model(config, command) if config.model.path else {}
-    tested = partial(_test_rewards, config) if config.reward.given else None
-    return check_data(config, self_test=tested, headers_only=headers_only, workers=workers, **read)
+    family = None
+    if config.model.path:
+        from saccade.recipes import model_setup
 
-
-def _with_model(config: Config, command: str | None) -> dict[str, Any]:
-    """What a tokenizer and a family of models know about rows."""
-    from saccade.plugins.check_data.row_warnings import unknown_words
-    from saccade.recipes import model_setup, questions
-
-    model_setup.quiet_libraries()
-    family = model_setup.family_of(config, model_setup.start_folder(config))
-    ask = questions.prompt_builder(config)
-    return {
-        "length": lambda sample: len(family.render(ask(sample).messages)),
-        "marks": questions.marks_of(family),
-        "unknown": lambda samples: "; ".join(unknown_words(family, [*map(ask, samples)]) or ()),
-        "read": _reader(config, command, family) if command else None,
-    }
-
-
-def _reader(config: Config, command: str, family: Family) -> Read:
-    """The sets as the command reads them, to train and to validate on."""
-    from saccade.plugins.preferences import pairs
-    from saccade.plugins.preferences.preference_losses import from_config
-    from saccade.recipes import questions
-
-    def read(split: str, sources: Sequence[DataSource], data: DataConfig) -> tuple[Dataset, Dataset]:
-        own = config.model_copy(update={"data": data})
-        if command == "sft" and split == "train":
-            if own.sft.mode == "pretrain":
-                documents = questions.load_documents(own, sources, family)
-                return documents, documents
-            used = questions.load_dialogues(own, sources, family)
-        elif command == "reward-model":
-            used = HOOKS["reward_model_rows"](own, family).load(sources)
-        else:
-            used = questions.load_prompts(own, sources, family)
-            if command == "dpo" and (split == "train" or any(sample.candidates for sample in used.samples)):
-                used = pairs.load_pairs(own, sources, family, paired=from_config(own.dpo).whole)
-        return load(sources, data, marks=questions.marks_of(family)), used
-
-    return read
+        model_setup.quiet_libraries()
+        family = model_setup.family_of(config, model_setup.start_folder(config))
+    return check_data(config, family=family, command=command, headers_only=headers_only, workers=workers)
 
 
 def _test_rewards(config: Config, samples: Sequence[Sample]) -> dict[str, Any]:
     """Whether the rewards of a config know right from wrong answers to the samples."""
-    from saccade.plugins.check_data.row_warnings import warnings_of
-    from saccade.plugins.check_data.self_test import self_test
-    from saccade.rewards.scorer import Scorer
-
     style = config.prompt.format
     with Scorer(config.reward, prompt_format=style, max_tokens=config.rollout.max_tokens) as scorer:
         scorer.check_sources(sample.data_source for sample in samples)
@@ -165,23 +122,32 @@ def _test_rewards(config: Config, samples: Sequence[Sample]) -> dict[str, Any]:
 def check_data(
     config: Config,
     *,
+    family: Family | None = None,
+    command: str | None = None,
     length: Callable[[Sample], int] | None = None,
     headers_only: bool = False,
     workers: int = 2,
-    self_test: Callable[[Sequence[Sample]], Any] | None = None,
-    read: Read | None = None,
-    marks: Collection[str] = (),
-    unknown: Callable[[Sequence[Sample]], str | None] | None = None,
 ) -> Report:
-    """Read train and validation sets; `self_test` gets the good samples and adds to the report.
-    `read` is a command's own way to read a set: what it refuses is bad, too. `marks`: see `load`.
-    `unknown` says which words a model does not know.
+    """Read train and validation sets, with the tokens of a `family`, as `command` reads them: what
+    it refuses is bad, too. Without a family `length` counts the tokens of a sample, if given.
     """
-    wanted = [("train", config.data.train), *(("val", [source]) for source in config.data.val)]
-    sets = [(split, _load(split, listed, config.data, length, read, marks)) for split, listed in wanted if listed]
+    marks: Collection[str] = ()
+    if family is not None:
+        ask, marks = questions.prompt_builder(config), questions.marks_of(family)
+        length = partial(_tokens, family, ask)
+    changes: dict[str, Any] = {"on_bad_row": "quarantine", "max_bad_fraction": 1.0}  # training would stop
+    if config.data.overlong == "error":
+        changes["overlong"] = "drop"
+    data = config.data.model_copy(update=changes)
+    sets: list[tuple[str, Dataset]] = []
+    for split, sources in (("train", data.train), *(("val", [source]) for source in data.val)):
+        if sources and command is not None and family is not None:
+            sets.append((split, _read(command, split, sources, config.model_copy(update={"data": data}), family)))
+        elif sources:
+            sets.append((split, load(sources, data, length=length, marks=marks)))
     if not sets:
         raise DataError("no data to check: set data.train or data.val")
-    every = [data for _, data in sets]
+    every = [found for _, found in sets]
     every_image = {media.key[:2]: media for data in every for s in data.samples for media in s.every_media}
     broken = {} if headers_only else _broken(every_image, workers)
     good: dict[str, tuple[Sample, ...]] = {}
@@ -195,6 +161,7 @@ def check_data(
     rows = sum(data.rows for data in every)
     samples = [sample for part in good.values() for sample in part]
     tokens = [] if length is None else [length(sample) for sample in samples]
+    unknown = "; ".join(unknown_words(family, [*map(ask, samples)]) or ()) if family else None
     return Report(
         rows=rows,
         good=len(samples),
@@ -214,35 +181,37 @@ def check_data(
         answerless=sum(bool(s.candidates) or "level" in s.extra for s in samples),
         lengths=_statistics(tokens) if tokens else {},
         histogram=tuple(sorted(Counter(1 << max(0, count - 1).bit_length() for count in tokens).items())),
-        notes=tuple(filter(None, [_wordless(samples), unknown(samples) if unknown else None])),
-        self_test=None if self_test is None else self_test(samples),
+        notes=tuple(filter(None, [_wordless(samples), unknown])),
+        self_test=_test_rewards(config, samples) if config.reward.given else None,
         samples=good,
     )
 
 
-def _load(
-    split: str,
-    sources: Sequence[DataSource],
-    config: DataConfig,
-    length: Callable[[Sample], int] | None,
-    read: Read | None,
-    marks: Collection[str],
-) -> Dataset:
-    """As training does, but going on where training would stop. Samples are as in the file, though
-    a command words them otherwise.
+def _tokens(family: Family, ask: Callable[[Sample], Sample], sample: Sample) -> int:
+    return len(family.render(ask(sample).messages))
+
+
+def _read(command: str, split: str, sources: Sequence[DataSource], config: Config, family: Family) -> Dataset:
+    """The set as the command reads it, to train or to validate on. Samples are as in the file, though
+    the command words them otherwise.
     """
-    going_on: dict[str, Any] = {"on_bad_row": "quarantine", "max_bad_fraction": 1.0}
-    if config.overlong == "error":
-        going_on["overlong"] = "drop"
-    config = config.model_copy(update=going_on)
-    if read is None:
-        return load(sources, config, length=length, marks=marks)
-    data, taken = read(split, sources, config)
-    used = set(_places(taken))
-    place = {data.samples[n].id: at for n, at in enumerate(_places(data))}
-    kept = keep(data, lambda sample: None if place[sample.id] in used else "the command drops it")
-    lists = {name: getattr(taken, name) for name in ("quarantined", "overlong", "left_out")}
-    return replace(kept, **lists)
+    from saccade.plugins.preferences import pairs
+    from saccade.plugins.preferences.preference_losses import from_config
+
+    if command == "sft" and split == "train":
+        if config.sft.mode == "pretrain":
+            return questions.load_documents(config, sources, family)
+        used = questions.load_dialogues(config, sources, family)
+    elif command == "reward-model":
+        used = HOOKS["reward_model_rows"](config, family).load(sources)
+    else:
+        used = questions.load_prompts(config, sources, family)
+        if command == "dpo" and (split == "train" or any(sample.candidates for sample in used.samples)):
+            used = pairs.load_pairs(config, sources, family, paired=from_config(config.dpo).whole)
+    data = load(sources, config.data, marks=questions.marks_of(family))
+    taken, place = set(_places(used)), {data.samples[n].id: at for n, at in enumerate(_places(data))}
+    kept = keep(data, lambda sample: None if place[sample.id] in taken else "the command drops it")
+    return replace(kept, quarantined=used.quarantined, overlong=used.overlong, left_out=used.left_out)
 
 
 def _places(data: Dataset) -> Iterator[tuple[int, int]]:

@@ -14,21 +14,14 @@ from PIL import Image
 
 from saccade.data.formats import FOR_REWARDS, Format, columns_of
 from saccade.errors import DataError
+from saccade.media.image_files import OTHER_MEDIA
 
-# By role: how a file begins, and how the name of one ends.
-BEGINNINGS = {
-    "images": re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF.{4}WEBP|BM|II\*\0|MM\0\*|.{4}ftypavif", re.DOTALL),
-    "videos": re.compile(rb"RIFF.{4}AVI |\x1aE\xdf\xa3|.{4}ftyp(?!avi|hei|mif|M4A)", re.DOTALL),
-    "audios": re.compile(rb"RIFF.{4}WAVE|fLaC|OggS|ID3|.{4}ftypM4A", re.DOTALL),
-}
-NAMES = {
-    "images": re.compile(
-        r"data:image/.*|(?:iVBORw0KGgo|/9j/|R0lGOD).*|\S.{0,1000}\.(?:png|jpe?g|webp|gif|bmp|tiff?)",
-        re.IGNORECASE | re.DOTALL,
-    ),
-    "videos": re.compile(r"data:video/.*|\S.{0,1000}\.(?:mp4|webm|mov|avi|mkv)", re.IGNORECASE),
-    "audios": re.compile(r"data:audio/.*|\S.{0,1000}\.(?:wav|mp3|flac|ogg|m4a)", re.IGNORECASE),
-}
+# How a file begins, and how the name of one ends.
+IMAGE = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF.{4}WEBP|BM|II\*\0|MM\0\*|.{4}ftypavif", re.DOTALL)
+BEGINNINGS = {"image": IMAGE, **OTHER_MEDIA}
+ENDINGS = {"image": "png|jpe?g|webp|gif|bmp|tiff?", "video": "mp4|webm|mov|avi|mkv", "audio": "wav|mp3|flac|ogg|m4a"}
+NAMES = {kind: re.compile(rf"(?is)data:{kind}/|\S.{{0,1000}}\.(?:{end})\Z") for kind, end in ENDINGS.items()}
+ENCODED = "iVBORw0KGgo", "/9j/", "R0lGOD"  # images in base64
 REST = "extra"  # other columns of a row that saccade wrote: what they hold was decided then
 
 
@@ -80,10 +73,7 @@ def _role_of(value: Any) -> str | None:
     """Of what `value` holds, if it is a medium."""
     if isinstance(value, Mapping):
         return _role_of(value.get("bytes")) or _role_of(value.get("path"))
-    if isinstance(value, Image.Image):
+    if isinstance(value, Image.Image) or (isinstance(value, str) and value.startswith(ENCODED)):
         return "images"
-    if isinstance(value, bytes):
-        return next((role for role, start in BEGINNINGS.items() if start.match(value)), None)
-    if isinstance(value, str):
-        return next((role for role, names in NAMES.items() if names.fullmatch(value)), None)
-    return None
+    patterns: Mapping[str, Any] = BEGINNINGS if isinstance(value, bytes) else NAMES if isinstance(value, str) else {}
+    return next((f"{kind}s" for kind, pattern in patterns.items() if pattern.match(value)), None)
