@@ -154,8 +154,7 @@ def measure(family: Family, model: Any, variant: str, args: Any) -> None:
         clock.wrap(backend, method, name)
     clock.wrap(backend.optimizer, "step", "optimizer")
     shape = shapes.shape_of(model, family.tower_of)
-    work = [flops.forward(shape, batch) for batch in batches]
-    needed = sum(w.total() + flops.backward(w, flops.FULL) for w in work)
+    needed, _ = flops.Meter(shape=shape).train_step(batches)
     peak = devices.named(torch.cuda.get_device_name())
     print(f"\n{variant}: {sum(b.tokens for b in batches)} tokens in {len(batches)} forests, {needed / 1e12:.0f} TFLOP")
     for step in range(args.steps):

@@ -20,7 +20,7 @@ from tests.estimate.works import H200, RTX_4090, W1, loaded, planned
 def test_adapters_lift_the_limit_of_a_small_gpu(large):
     found = planned(large, RTX_4090, W1)
     assert not found.memory.fits and found.pace is None
-    assert found.advice == ("model.train=lora", "model.train=qlora")
+    assert found.advice == ("model.train=lora",)
     text = refusal(found)
     assert "the update needs" in text and "RTX 4090" in text and "model.train=lora" in text
     assert planned(large, RTX_4090, W1, "model.train=lora").memory.fits

@@ -153,7 +153,7 @@ def test_any_decoder_that_transformers_builds_has_a_shape():
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl_moe", "internvl", "qwen2_audio"])
 def test_the_forward_of_a_forest(name, shape_for, load, forest, counted):
     batch = forest(name, groups=2 if name == "qwen2_vl" else 1)
-    work = flops.forward(shape_for(name), batch)
+    (work,) = flops.Meter(shape=shape_for(name)).forward([batch])
     assert work.total() == pytest.approx(counted(load(name), name, batch, train=False), rel=0.01)
     assert {s.media.kind for s in batch.media} == {
         {"vision": "image"}.get(k, k) for k in shapes.SENSES if work[f"{k}/layers"]
@@ -175,12 +175,8 @@ def test_the_forward_of_a_forest(name, shape_for, load, forest, counted):
 def test_a_training_step(name, train, family_of, load, forest, counted):
     family, model, batch = family_of(name), load(name), forest(name)
     freeze(model, family, train)
-    shape, training = shapes.shape_of(model, family.tower_of), training_of(model, family)
-    once = train == "freeze:vision,projector"  # then equal pictures are looked at once
-    work = flops.forward(shape, batch, media=not once)
-    if once:
-        work += flops.encode(shape, {s.media.key: s for s in batch.media}.values())
-    assert work.total() + flops.backward(work, training) == pytest.approx(counted(model, name, batch), rel=0.01)
+    meter = flops.Meter(shape=shapes.shape_of(model, family.tower_of), training=training_of(model, family))
+    assert meter.train_step([batch])[0] == pytest.approx(counted(model, name, batch), rel=0.01)
 
 
 def test_adapters_are_counted_and_frozen_matrices_want_no_gradient(family_of, load, forest, counted):
@@ -194,16 +190,16 @@ def test_adapters_are_counted_and_frozen_matrices_want_no_gradient(family_of, lo
     lora.add(model, family, LoraConfig(rank=8), seed=0)
     training = training_of(model, family)
     assert {n: t for n, t in training.items() if t != flops.FROZEN[n]}.keys() == {"llm"} and training["llm"].adapters
-    work = flops.forward(shape, batch, training=training)
+    useful, _ = flops.Meter(shape=shape, training=training).train_step([batch])
     # The first of its two layers wants no gradient of its input, which is not subtracted.
-    assert work.total() + flops.backward(work, training) == pytest.approx(counted(model, name, batch), rel=0.025)
+    assert useful == pytest.approx(counted(model, name, batch), rel=0.025)
 
 
 def test_recomputation_is_counted_apart(shape_for, load, forest, counted):
     name = "qwen2_5_vl"
     batch, shape = forest(name), shape_for(name)
     once, twice = (counted(load(name), name, batch, checkpointing=again) for again in (False, True))
-    again = flops.recomputed(shape, flops.forward(shape, batch), flops.FULL)
+    _, again = flops.Meter(shape=shape, repeats=lambda batch: 1.0).train_step([batch])
     assert again == pytest.approx(twice - once, rel=0.01)
 
 
@@ -215,18 +211,22 @@ def test_a_trunk_is_counted_once_and_pairs_by_ancestors():
     depths = flops.token_depths(np.array([0, 3, 5, 7]), np.array([-1, 0, 0]))
     assert depths.tolist() == [0, 1, 2, 3, 4, 3, 4]
     shape = tiny_shape()
-    work = flops.count(shape, depths=depths, reads=4)
+    work = metered().count(depths, 4)
     assert work["llm/layers"] == 2 * 7 * shape.text.weights
     # Layers, products, heads, size, pairs.
     assert work["llm/attention"] == 2 * 4 * 4 * 8 * (6 + 2 * 9)
     assert work["head"] == 2 * 4 * 32 * 100
-    work = flops.count(replace(shape, windows=(None, 4)), depths=np.arange(10), reads=0)
+    work = flops.Meter(shape=replace(shape, windows=(None, 4))).count(np.arange(10), 0)
     assert work["llm/attention"] == 4 * 4 * 8 * (55 + 1 + 2 + 3 + 7 * 4)  # a sliding window limits the keys
 
 
 def tiny_shape():
     stack = shapes.Stack(layers=2, hidden=32, queries=32, keys=16, matrices=32 * 32 + 32 * 64)
     return shapes.Shape(text=stack, vocabulary=100, windows=(None, None))
+
+
+def metered():
+    return flops.Meter(shape=tiny_shape())
 
 
 # -- generation ------------------------------------------------------------------------------------
@@ -253,9 +253,9 @@ def group(*members):
 
 def test_generating_needs_what_the_forest_of_its_rollouts_needs():
     members = group(*(rollout(r, prompt=10, new=n) for r, n in enumerate((5, 8, 3))))
-    work = flops.generation(tiny_shape(), [members], element=2, together=8)
+    work = flops.generation(metered(), [members], element=2, together=8)
     (batch,) = pack([members], positions=lambda n, _: np.arange(n)[None], micro_tokens=1000)
-    trained = flops.forward(tiny_shape(), batch)
+    (trained,) = metered().forward([batch])
     both = work.prefill + work.decode
     for part in ("llm/layers", "llm/attention"):
         assert both[part] == trained[part]
@@ -263,7 +263,7 @@ def test_generating_needs_what_the_forest_of_its_rollouts_needs():
     assert both["head"] == trained["head"] * (16 - 2) / 16
     said = rollout(0, prompt=4, new=8)
     said.sources[6:9] = Source.OBSERVATION  # what an environment says is read, not sampled
-    work = flops.generation(tiny_shape(), [group(said)], element=2, together=8)
+    work = flops.generation(metered(), [group(said)], element=2, together=8)
     assert work.prefill["llm/layers"] == 2 * (4 + 3) * tiny_shape().text.weights
     assert work.decode["llm/layers"] == 2 * (2 + 2) * tiny_shape().text.weights
 
@@ -276,8 +276,8 @@ def test_bytes_of_decoding():
     # Tokens 11 to 14 of one and 11 to 17 of the other read all keys behind the prompt and their
     # own; the prompt is read once for both as long as both go on.
     contexts = sum(range(1, 5)) + sum(range(1, 8)) + 7 * 10
-    work = flops.generation(shape, [members], element=2, together=8)
+    work = flops.generation(metered(), [members], element=2, together=8)
     assert work.read_bytes(8) == 8 * weights + contexts * token
     assert work.read_bytes(1) == 13 * weights + contexts * token
-    alone = flops.generation(shape, [members], element=2, together=1)
+    alone = flops.generation(metered(), [members], element=2, together=1)
     assert alone.cache_bytes - work.cache_bytes == 4 * 10 * token

@@ -168,45 +168,40 @@ def length_notes(data: DataConfig, longest: int, missing: Sequence[str]) -> Iter
 def advice(plan: Plan, fits: Fits) -> Iterator[str]:
     """Every option that is enough alone; if none is, some that are enough together."""
     options = ladder(plan)
-    alone = [next((value for value in values if fits([value])), None) for values in options]
-    if any(alone):
-        yield from filter(None, alone)
-        return
-    values: dict[str, list[str]] = {}
-    for option in options:
-        values.setdefault(option[0].partition("=")[0], []).extend(option)
-    chosen = {name: found[-1] for name, found in values.items()}
-    if not fits(list(chosen.values())):
+    alone = [next((value for value in values if fits([value])), None) for values in options.values()]
+    yield from filter(None, alone)
+    chosen = {name: values[-1] for name, values in options.items()}
+    if any(alone) or not fits(list(chosen.values())):
         return
     # From the strongest values back to the mildest ones that still fit, those that cost most first.
-    for name in reversed(values):
+    for name in reversed(options):
         others = [value for other, value in chosen.items() if other != name]
         if fits(others):
             del chosen[name]
         else:
-            chosen[name] = next(value for value in values[name] if fits([*others, value]))
+            chosen[name] = next(value for value in options[name] if fits([*others, value]))
     yield " ".join(chosen.values())
 
 
-def ladder(plan: Plan) -> list[list[str]]:
-    """Options that save memory, those that cost least first; the values of each, mildest first."""
+def ladder(plan: Plan) -> dict[str, list[str]]:
+    """Options that save memory, those that cost least first: name → changes, mildest first."""
     model, train, data, reward = (getattr(plan.config, part) for part in ("model", "train", "data", "reward"))
     without = " train.ema=0" if train.ema else ""  # adapters are not averaged
     adapters = {"lora": ["qlora"], "qlora": []}.get(model.train, ["lora", "qlora"])
     smallest = max(data.min_pixels, SMALLEST_PICTURE) if plan.step.pictures else data.max_pixels
-    options = [
-        ("model.checkpointing", {"off": ["auto", "on"], "auto": ["on"]}.get(model.checkpointing, [])),
-        ("train.micro_tokens", _halves(train.micro_tokens, SMALLEST_BATCH)),
-        ("reward.offload", ["true"] if model_terms(reward) and not reward.offload else []),
-        ("rollout.max_sequences", _halves(plan.sequences, 1)),
-        ("train.optimizer", ["adamw_bf16"] if train.optimizer == "adamw" and plan.element < 4 else []),
-        ("train.ema", ["0"] if train.ema else []),
-        *(("model.train", [f"{kind}{without}"]) for kind in adapters),
-        ("model.lora.rank", _halves(model.lora.rank, SMALLEST_RANK)),
-        ("rollout.max_tokens", _halves(plan.config.rollout.max_tokens, SHORTEST_RESPONSE)),
-        ("data.max_pixels", _halves(data.max_pixels, smallest)),
-    ]
-    return [[f"{name}={value}" for value in values] for name, values in options if values]
+    options = {
+        "model.checkpointing": {"off": ["auto", "on"], "auto": ["on"]}.get(model.checkpointing, []),
+        "train.micro_tokens": _halves(train.micro_tokens, SMALLEST_BATCH),
+        "reward.offload": ["true"] if model_terms(reward) and not reward.offload else [],
+        "rollout.max_sequences": _halves(plan.sequences, 1),
+        "train.optimizer": ["adamw_bf16"] if train.optimizer == "adamw" and plan.element < 4 else [],
+        "train.ema": ["0"] if train.ema else [],
+        "model.train": [f"{kind}{without}" for kind in adapters],
+        "model.lora.rank": _halves(model.lora.rank, SMALLEST_RANK),
+        "rollout.max_tokens": _halves(plan.config.rollout.max_tokens, SHORTEST_RESPONSE),
+        "data.max_pixels": _halves(data.max_pixels, smallest),
+    }
+    return {name: [f"{name}={value}" for value in values] for name, values in options.items() if values}
 
 
 def _halves(value: int, least: int) -> list[str]:

@@ -6,8 +6,7 @@ picture or a sound once per node that holds it, no padding. Recomputed activatio
 and are no useful work. Knows nothing of weights or clocks.
 
     shape = shape_of(model, family.tower_of)
-    work = forward(shape, batch)
-    training = work.total() + backward(work, FULL)
+    useful, repeated = Meter(shape=shape).train_step([batch])
 
 Legend: a product of [m, k] and [k, n] is 2·m·k·n FLOPs.
 """
@@ -15,7 +14,7 @@ Legend: a product of [m, k] and [k, n] is 2·m·k·n FLOPs.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,26 +62,19 @@ def towers_frozen(training: Training) -> bool:
 def training_of(model: Any, trained: Mapping[str, int], tower_of: Callable[[str], str]) -> Training:
     """How a model is trained; `trained`: name → numbers of the parameters that are."""
     matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1 and ".lora_" not in name}
-    tied = not any(name.startswith("lm_head.") for name in matrices)
-    adapters, whole, learning = Counter[str](), Counter[str](), Counter[str]()
-    for name, numbers in trained.items():
-        adapters[tower_of(name)] += numbers * (".lora_" in name)
-    for name, numbers in matrices.items():
-        part = tower_of(name)
-        if name.startswith("lm_head.") or "embed_tokens" in name:
-            if tied != ("embed_tokens" in name):
-                continue  # rows of it are read, nothing is multiplied with it
-            part = HEAD
-        whole[part] += numbers
-        learning[part] += numbers * (name in trained)
-    return {
-        part: Trained(
-            learns=learning[part] / max(1, whole[part]),
+    head = "embed_tokens"  # if they are tied
+    if any(name.startswith("lm_head.") for name in matrices):  # else rows of embeddings are read, and not multiplied
+        head, matrices = "lm_head.", {n: size for n, size in matrices.items() if "embed_tokens" not in n}
+    found: dict[str, Trained] = {}
+    for part in (*TOWERS, HEAD):
+        inside = {n: size for n, size in matrices.items() if (HEAD if head in n else tower_of(n)) == part}
+        learning = sum(size for name, size in inside.items() if name in trained)
+        found[part] = Trained(
+            learns=learning / max(1, sum(inside.values())),
             passed=_reach(part, trained, matrices, tower_of),
-            adapters=adapters[part],
+            adapters=sum(size for name, size in trained.items() if ".lora_" in name and tower_of(name) == part),
         )
-        for part in (*TOWERS, HEAD)
-    }
+    return found
 
 
 def _reach(tower: str, trained: Iterable[str], matrices: Iterable[str], tower_of: Callable[[str], str]) -> float:
@@ -99,61 +91,6 @@ def _reach(tower: str, trained: Iterable[str], matrices: Iterable[str], tower_of
 
 
 # -- one forward -----------------------------------------------------------------------------------
-
-
-def forward(shape: Shape, batch: Batch, *, head: bool = True, media: bool = True, training: Training = FULL) -> Work:
-    """A forest, its media and the logits at its reads."""
-    return count(
-        shape,
-        depths=token_depths(batch.node_starts, batch.parents),
-        reads=len(batch.reads) if head else 0,
-        media=batch.media if media else (),
-        training=training,
-    )
-
-
-def count(
-    shape: Shape, *, depths: np.ndarray, reads: int, media: Sequence[MediaSpan] = (), training: Training = FULL
-) -> Work:
-    """`depths`: how many tokens each token sees before itself."""
-    text, tokens, seen = shape.text, len(depths), depths + 1
-    pairs = {
-        window: float((seen if window is None else np.minimum(seen, window)).sum()) for window in set(shape.windows)
-    }
-    work = Work(
-        {
-            "llm/layers": 2.0 * tokens * text.weights,
-            "llm/attention": text.pair_flops * sum(pairs[window] for window in shape.windows),
-            "head": 2.0 * reads * shape.head_weights,
-            "adapters": 2.0 * tokens * training["llm"].adapters,
-        }
-    )
-    return work + encode(shape, media, training)
-
-
-def encode(shape: Shape, media: Iterable[MediaSpan], training: Training = FULL) -> Work:
-    """Towers and projectors alone. Time series have a small encoder, which is not counted."""
-    work = Work()
-    for span in media:
-        sense = "audio" if span.media.kind == "audio" else "vision"
-        tower = shape.senses.get(sense)
-        if tower is None or span.media.kind not in ("audio", "image", "video"):
-            continue
-        read = _frames if sense == "audio" else _patches
-        inputs, stemmed, tokens, pairs = read(tower, span)
-        stack = tower.stack
-        work += Work(
-            {
-                f"{sense}/inputs": 2.0 * inputs * tower.inputs,
-                f"{sense}/stem": 2.0 * stemmed * tower.stem,
-                f"{sense}/layers": 2.0 * tokens * stack.weights,
-                f"{sense}/attention": stack.pair_flops * pairs,
-                f"{sense}/projector": 2.0 * span.length * tower.projector,
-                "adapters": 2.0 * tokens * training[sense].adapters
-                + 2.0 * span.length * training["projector"].adapters,
-            }
-        )
-    return work
 
 
 def _patches(vision: Sense, span: MediaSpan) -> tuple[float, float, float, float]:
@@ -197,38 +134,28 @@ def token_depths(starts: np.ndarray, parents: np.ndarray) -> np.ndarray:
 # -- training --------------------------------------------------------------------------------------
 
 
-def backward(work: Work, training: Training) -> float:
-    """FLOPs of a backward: twice the forward, less gradients of frozen matrices, of pixels and mel
-    frames, and everything below the first tower that is trained.
+def shares(shape: Shape, training: Training) -> dict[str, tuple[float, float]]:
+    """Of the FLOPs of each part of a forward: how many times that its backward takes, and what
+    activation checkpointing repeats, which is no useful work. A backward is twice the forward, less
+    gradients of frozen matrices, of pixels and mel frames, and everything below the first tower that
+    is trained; repeated are the layers that a gradient passes.
     """
-    total = 2.0 * work["adapters"]
-    for sense in SENSES:
-        inputs, stem, layers, attention, projector = (
-            work[f"{sense}/{part}"] for part in ("inputs", "stem", "layers", "attention", "projector")
-        )
-        learns, passed, _ = training[sense]
-        total += learns * (inputs + 2 * stem + layers) + passed * (layers + 2 * attention)
-        if passed or training["projector"].passed:
-            total += (1 + training["projector"].learns) * projector
-    if any(tower != FROZEN["llm"] for tower in training.values()):
-        learns, passed, _ = training["llm"]
-        total += (passed + learns) * work["llm/layers"] + 2 * passed * work["llm/attention"]
-        total += (1 + training[HEAD].learns) * work["head"]
-    return total
-
-
-def recomputed(shape: Shape, work: Work, training: Training) -> float:
-    """FLOPs that activation checkpointing repeats, which are no useful work: the layers that a
-    gradient passes.
-    """
-    total = float(work["adapters"])
+    found = {"adapters": (2.0, 1.0), "head": (1 + training[HEAD].learns, 0.0)}
     stacks = {"llm": shape.text} | {name: sense.stack for name, sense in shape.senses.items()}
     for tower, stack in stacks.items():
+        learns, passed, _ = training[tower]
         # Torch stops once backward has what it needs, which the result of the last matrix is not;
         # results of experts are, since they are weighted.
-        share = 1.0 if stack.experts else 1 - stack.last / stack.matrices
-        total += training[tower].passed * (share * work[f"{tower}/layers"] + work[f"{tower}/attention"])
-    return total
+        again = 1.0 if stack.experts else 1 - stack.last / stack.matrices
+        projected = bool(passed or training["projector"].passed) * (1 + training["projector"].learns)
+        found |= {
+            f"{tower}/inputs": (learns, 0.0),
+            f"{tower}/stem": (2 * learns, 0.0),
+            f"{tower}/layers": (learns + passed, passed * again),
+            f"{tower}/attention": (2 * passed, passed),
+            f"{tower}/projector": (projected, 0.0),
+        }
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,18 +163,57 @@ class Meter:
     """What has to be known of a model to count its work."""
 
     shape: Shape
-    training: Training
+    training: Training = field(default_factory=lambda: FULL)
     head: bool = True  # logits are read, not values
     repeats: Callable[[Batch], float] = lambda batch: 0.0  # share of the layers that compute their activations again
+
+    def count(self, depths: np.ndarray, reads: int, media: Iterable[MediaSpan] = ()) -> Work:
+        """A forest, the logits at its reads, its media. `depths`: how many tokens each token sees before itself."""
+        text, windows, tokens, seen = self.shape.text, self.shape.windows, len(depths), depths + 1
+        pairs = {window: float((seen if window is None else np.minimum(seen, window)).sum()) for window in set(windows)}
+        work = Work(
+            {
+                "llm/layers": 2.0 * tokens * text.weights,
+                "llm/attention": text.pair_flops * sum(pairs[window] for window in windows),
+                "head": 2.0 * reads * self.shape.head_weights,
+                "adapters": 2.0 * tokens * self.training["llm"].adapters,
+            }
+        )
+        return work + self.encode(media)
+
+    def encode(self, media: Iterable[MediaSpan]) -> Work:
+        """Towers and projectors alone. Time series have a small encoder, which is not counted."""
+        work = Work()
+        for span in media:
+            sense = {"audio": "audio", "image": "vision", "video": "vision"}.get(span.media.kind, "")
+            tower = self.shape.senses.get(sense)
+            if tower is None:
+                continue
+            read = _frames if sense == "audio" else _patches
+            inputs, stemmed, tokens, pairs = read(tower, span)
+            adapters, projected = (self.training[part].adapters for part in (sense, "projector"))
+            work += Work(
+                {
+                    f"{sense}/inputs": 2.0 * inputs * tower.inputs,
+                    f"{sense}/stem": 2.0 * stemmed * tower.stem,
+                    f"{sense}/layers": 2.0 * tokens * tower.stack.weights,
+                    f"{sense}/attention": tower.stack.pair_flops * pairs,
+                    f"{sense}/projector": 2.0 * span.length * tower.projector,
+                    "adapters": 2.0 * (tokens * adapters + span.length * projected),
+                }
+            )
+        return work
 
     def forward(self, batches: Sequence[Batch], *, media: bool = True) -> list[Work]:
         """Of each batch, and then of pictures that a frozen tower encodes once for all of them."""
         frozen = towers_frozen(self.training)
-        every = media and not frozen
-        works = [forward(self.shape, b, head=self.head, media=every, training=self.training) for b in batches]
+        shown = media and not frozen
+        works = [
+            self.count(token_depths(b.node_starts, b.parents), len(b.reads) * self.head, b.media if shown else ())
+            for b in batches
+        ]
         if media and frozen:
-            once = {span.media.key: span for batch in batches for span in batch.media}
-            works.append(encode(self.shape, once.values()))
+            works.append(self.encode({span.media.key: span for batch in batches for span in batch.media}.values()))
         return works
 
     def score(self, batches: Sequence[Batch], *, media: bool = True) -> float:
@@ -255,12 +221,13 @@ class Meter:
 
     def train_step(self, batches: Sequence[Batch], *, media: bool = True) -> tuple[float, float]:
         """Useful FLOPs, and those that are only repeated."""
-        works = self.forward(batches, media=media)
+        works, of = self.forward(batches, media=media), shares(self.shape, self.training)
+        useful = sum(flops * (1 + of[part][0]) for work in works for part, flops in work.items())
         again = sum(
-            self.repeats(batch) * recomputed(self.shape, work, self.training)
+            self.repeats(batch) * sum(flops * of[part][1] for part, flops in work.items())
             for batch, work in zip(batches, works, strict=False)
         )
-        return sum(work.total() + backward(work, self.training) for work in works), again
+        return useful, again
 
 
 # -- generation ------------------------------------------------------------------------------------
@@ -284,31 +251,26 @@ class Generation:
 
 
 def generation(
-    shape: Shape,
-    groups: Iterable[Group],
-    *,
-    element: int,
-    together: int | None = None,
-    four_bit: bool = False,
-    training: Training = FULL,
+    meter: Meter, groups: Iterable[Group], *, element: int, four_bit: bool = False, together: int | None = None
 ) -> Generation:
     """`element`: bytes of a weight, and of a number in the cache. `together`: members for which a
     step of decoding reads the prompt that they share once, as many as the kernel takes if not said.
     """
+    shape = meter.shape
     together = together or members_of(shape.queries_per_key)
-    beside = element * (shape.head_weights + training["llm"].adapters)
+    beside = element * (shape.head_weights + meter.training["llm"].adapters)
 
     def weight_bytes(rows: float) -> float:
         return shape.text.read_by(rows, matrix=NF4 if four_bit else element, expert=element) + beside
 
     # Work adds up over tokens and media, so all of a kind is counted at once.
-    given, drawn, media, sampled = [], [], list[MediaSpan](), [0]
-    prompts, contexts = 0, 0
-    for prompt, members in _shared_prompts(groups):
-        start, steps = prompt.prompt_length, []
-        prompts += 1
+    none = np.zeros(0, np.int64)
+    given, drawn, media, sampled, contexts = [none], [none], list[MediaSpan](), [0], 0
+    prompts = _shared_prompts(groups)
+    for members in prompts:
+        start, steps = members[0].prompt_length, []
         given.append(np.arange(start))
-        media += [span for span in prompt.media if span.start < start]
+        media += [span for span in members[0].media if span.start < start]
         for member in members:
             policy = np.flatnonzero(member.policy_mask)
             if not len(policy):
@@ -323,14 +285,11 @@ def generation(
             steps.append(len(drawn[-1]))
         # Those that go on are the neighbours that read together.
         contexts += start * sum(sorted(steps, reverse=True)[::together])
-    none = np.zeros(0, np.int64)
-    prefill = count(shape, depths=np.concatenate([none, *given]), reads=prompts, media=media, training=training)
     # The first logits of a member came with the prompt, and were shared.
-    later = sum(sampled) - len(drawn)
-    decode = count(shape, depths=np.concatenate([none, *drawn]), reads=later, training=training)
+    later = sum(sampled) - len(drawn) + 1
     return Generation(
-        prefill=prefill,
-        decode=decode,
+        prefill=meter.count(np.concatenate(given), len(prompts), media),
+        decode=meter.count(np.concatenate(drawn), later),
         sampled=sum(sampled),
         longest=max(sampled),
         weight_bytes=weight_bytes,
@@ -338,7 +297,7 @@ def generation(
     )
 
 
-def _shared_prompts(groups: Iterable[Group]) -> Iterable[tuple[Trajectory, list[Trajectory]]]:
+def _shared_prompts(groups: Iterable[Group]) -> list[list[Trajectory]]:
     """Trajectories by what their prompt is."""
     shared: dict[Any, list[Trajectory]] = {}
     for group in groups:
@@ -346,4 +305,4 @@ def _shared_prompts(groups: Iterable[Group]) -> Iterable[tuple[Trajectory, list[
             start = member.prompt_length
             media = tuple(span.media.key for span in member.media if span.start < start)
             shared.setdefault((member.ids[:start].tobytes(), media), []).append(member)
-    return ((members[0], members) for members in shared.values())
+    return list(shared.values())

@@ -198,7 +198,7 @@ def _update(plan: Plan, learner: ModelSize, free: float) -> list[Item]:
     for batch in plan.step.batches:
         kept = layers_that_keep(plan, learner, batch, free - sums.gib)
         layers = learner.shape.text.layers
-        note = f"{batch.tokens} tokens; {layers - kept.text} of {layers} layers recompute"
+        note = f"{batch.tokens} tokens; {layers - kept.layers[0]} of {layers} layers recompute"
         for moment in _moments(plan, learner, batch, kept):
             items = [Item(name=name, gib=size / GIB, phase="update") for name, size in moment.items() if size]
             if items:  # a frozen tower has no such moment
@@ -210,70 +210,81 @@ def _update(plan: Plan, learner: ModelSize, free: float) -> list[Item]:
     return [sums, *max(found, key=total)]
 
 
-class RetainedLayers(NamedTuple):
-    """Layers of decoder and tower that compute nothing again, and bytes that are left then."""
+class Tower(NamedTuple):
+    """Layers that a gradient passes, and bytes of one of them in a micro-batch."""
 
-    text: int = 0
-    vision: int = 0
+    name: str
+    layers: int
+    least: float  # that it keeps in any case: its input
+    kept: float  # that it keeps if it computes nothing again
+    backward: float  # that its backward needs beside what it keeps
+
+
+def _towers(plan: Plan, learner: ModelSize, batch: Batch) -> list[Tower]:
+    """The decoder, and the vision tower unless it is frozen or sees nothing."""
+    shape, element, seen = learner.shape, plan.element, patches(batch.media)
+    passed = [("decoder", shape.text, batch.tokens, gathered_keys(batch), learner.training["llm"])]
+    if seen and (vision := learner.training["vision"]).passed:
+        passed.append(("vision", shape.senses["vision"].stack, seen, seen, vision))
+    found = []
+    for name, stack, tokens, keys, trained in passed:
+        kept = layer_bytes(stack, tokens, keys, element=element, adapted=trained.adapters > 0)
+        backward = tokens * (BACKWARD_WIDE * _wide(stack) + BACKWARD_HIDDEN * stack.hidden)
+        if trained.learns:  # matrices of experts outweigh a layer's activations
+            backward += stack.expert_weights
+        found.append(Tower(name, stack.layers, float(element * tokens * stack.hidden), kept, element * backward))
+    return found
+
+
+class Retained(NamedTuple):
+    """Layers of decoder and vision tower that compute nothing again, and bytes that are left then."""
+
+    layers: Sequence[int] = (0, 0)
     spare: float = 0.0
 
 
-def layers_that_keep(plan: Plan, learner: ModelSize, batch: Batch, free: float) -> RetainedLayers:
+def layers_that_keep(plan: Plan, learner: ModelSize, batch: Batch, free: float) -> Retained:
     """As many as fit, when the config leaves it open, beside what the first micro-batch of a run
     needs where every layer recomputes (trainer/checkpointing.py measures that).
     """
-    shape, wanted = learner.shape, plan.config.model.checkpointing
-    vision = shape.senses.get("vision")
-    tower = vision.stack if vision is not None else None
-    if wanted == "off" or (wanted == "auto" and not plan.device.is_gpu):
-        return RetainedLayers(text=shape.text.layers, vision=tower.layers if tower else 0)
+    wanted, towers = plan.config.model.checkpointing, _towers(plan, learner, batch)
     if wanted == "on":
-        return RetainedLayers()
+        return Retained()
+    if wanted == "off" or not plan.device.is_gpu:
+        return Retained([tower.layers for tower in towers])
     first = plan.step.batches[0]
-    bare = max(sum(m.values()) for m in _moments(plan, learner, first, RetainedLayers()))
+    bare = max(sum(m.values()) for m in _moments(plan, learner, first, Retained()))
     seen, seen_first = (patches(each.media) for each in (batch, first))
     room = free * GIB - bare * max(1.0, batch.tokens / first.tokens, seen / (seen_first or seen or 1))
-    keeping, adapted = [0, 0], learner.training["llm"].adapters > 0
-    sizes = ((shape.text, batch.tokens, gathered_keys(batch)), (tower, seen, seen))
-    for index, (stack, count, keys) in enumerate(sizes):
-        if stack is not None and count:
-            cost = layer_bytes(stack, count, keys, element=plan.element, adapted=adapted)
-            cost -= float(plan.element * count * stack.hidden)  # its input is kept in any case
-            keeping[index] = min(stack.layers, max(0, int(room // cost)))
-            room -= keeping[index] * cost
-    return RetainedLayers(text=keeping[0], vision=keeping[1], spare=max(0.0, room))
+    keeping = []
+    for tower in towers:
+        cost = tower.kept - tower.least
+        keeping.append(min(tower.layers, max(0, int(room // cost))))
+        room -= keeping[-1] * cost
+    return Retained(keeping, max(0.0, room))
 
 
-def _moments(plan: Plan, learner: ModelSize, batch: Batch, kept: RetainedLayers) -> list[dict[str, float]]:
+def _moments(plan: Plan, learner: ModelSize, batch: Batch, retained: Retained) -> list[dict[str, float]]:
     """What lives beside weights and gradient sums when backward enters the head, the decoder and
     the vision tower: item → bytes.
     """
-    shape, training, element, kernel = learner.shape, learner.training, plan.element, plan.device.is_gpu
+    shape, element, kernel = learner.shape, plan.element, plan.device.is_gpu
     logits = len(batch.reads) * shape.vocabulary
-    if element * logits > kept.spare:  # else they are kept, too
+    if element * logits > retained.spare:  # else they are kept, too
         logits = min(logits, CHUNK_ELEMENTS * (KERNEL_CHUNK if kernel else 1))
     # A kernel writes the gradient over the logits; else three copies in fp32 live beside them.
     logits *= element if kernel else element + 12
     gradient = float(element * shape.head_weights) if learner.head_trained and learner.head else 0.0
-    one = layer_bytes(
-        shape.text, batch.tokens, gathered_keys(batch), element=element, adapted=training["llm"].adapters > 0
-    )
-    decoder, layer = _tower(shape.text, batch.tokens, one, kept.text, element)
-    if training["llm"].learns:  # matrices of experts outweigh a layer's activations
-        layer += element * shape.text.expert_weights
-    shown, block, seen = 0.0, 0.0, patches(batch.media)
-    vision = shape.senses.get("vision")
-    if vision is not None and seen and training["vision"].passed:
-        one = layer_bytes(vision.stack, seen, seen, element=element)
-        shown, block = _tower(vision.stack, seen, one, kept.vision, element)
-    both = {"decoder activations": decoder, "vision activations": shown}
     # The gradient of a head that is also the embedding waits for the end of backward.
-    waiting = {"gradient of the head": gradient * learner.head_tied}
-    return [
-        both | {"logits": float(logits) * learner.head, "gradient of the head": 2 * gradient},
-        both | {"a layer in backward": layer} | waiting,
-        {"vision activations": shown, "a layer in backward": block} | waiting,
-    ]
+    activations, waiting = dict[str, float](), {"gradient of the head": gradient * learner.head_tied}
+    moments = []
+    towers = list(zip(_towers(plan, learner, batch), retained.layers, strict=False))
+    for tower, keeping in reversed(towers):  # backward has freed those behind a tower
+        own = {f"{tower.name} activations": keeping * tower.kept + (tower.layers - keeping) * tower.least}
+        activations = own | activations
+        layer = {"a layer in backward": tower.backward + (0.0 if keeping else tower.kept)}
+        moments.append(activations | layer | waiting)
+    return [*moments, activations | {"logits": float(logits) * learner.head, "gradient of the head": 2 * gradient}]
 
 
 # -- activations -----------------------------------------------------------------------------------
@@ -300,21 +311,11 @@ def gathered_keys(batch: Batch) -> int:
 
 def prefill_bytes(shape: Shape, tokens: int, patches: int, *, element: int) -> float:
     """Running prompts, their pictures first."""
-    towers = [(shape.text, tokens)]
-    if (vision := shape.senses.get("vision")) is not None:
-        towers.append((vision.stack, patches))
+    seen = [(sense.stack, patches) for name, sense in shape.senses.items() if name == "vision"]
     return max(
-        float(element * n * (FORWARD_WIDE * _wide(stack) + FORWARD_HIDDEN * stack.hidden)) for stack, n in towers
+        float(element * n * (FORWARD_WIDE * _wide(stack) + FORWARD_HIDDEN * stack.hidden))
+        for stack, n in ((shape.text, tokens), *seen)
     )
-
-
-def _tower(stack: Stack, tokens: int, one: float, keeping: int, element: int) -> tuple[float, float]:
-    """What its layers keep, and what the one that backward is in needs beside that: all that `one`
-    keeps, where that is computed again.
-    """
-    kept = keeping * one + (stack.layers - keeping) * float(element * tokens * stack.hidden)  # at least the input
-    wide = BACKWARD_WIDE * _wide(stack) + BACKWARD_HIDDEN * stack.hidden
-    return kept, element * tokens * wide + (0.0 if keeping else one)
 
 
 def _wide(stack: Stack) -> float:

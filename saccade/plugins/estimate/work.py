@@ -9,7 +9,7 @@ to read; MFU and the share of the bandwidth are these against the peak of the de
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 from saccade.algorithms.resolved_algorithm import Algorithm
@@ -69,13 +69,12 @@ def passes(
     if critic is not None:
         work["values"] = critic.score(scored)
     work |= {"update": 0.0, "recomputed": 0.0}
-    for learner in (critic, None if warming else policy):
-        for epoch in range(epochs if learner else 0):
-            assert learner is not None
-            looked = epoch > 0 or known or learner is critic  # for the values
-            useful, again = learner.train_step(trained, media=not (flops.towers_frozen(learner.training) and looked))
-            work["update"] += useful
-            work["recomputed"] += again
+    learners = [learner for learner in (critic, None if warming else policy) if learner is not None]
+    for learner, epoch in product(learners, range(epochs)):
+        looked = epoch > 0 or known or learner is critic  # for the values
+        useful, again = learner.train_step(trained, media=not (flops.towers_frozen(learner.training) and looked))
+        work["update"] += useful
+        work["recomputed"] += again
     return work
 
 
@@ -107,23 +106,12 @@ def rl_work(
     """
     policy = meter(trained)
     critic = meter(judging) if judging is not None else None
-    made = flops.generation(
-        policy.shape,
-        groups,
-        element=trained.dtype.itemsize,
-        four_bit=config.model.train == "qlora",
-        training=policy.training,
-    )
+    made = flops.generation(policy, groups, element=trained.dtype.itemsize, four_bit=config.model.train == "qlora")
     scaled = [part for part in updates if any(batch.scales is not None and batch.scales.any() for batch in part)]
-    work = {"rollout": made.prefill.total() + made.decode.total()} | passes(
-        policy,
-        critic,
-        [*chain(*updates)],
-        [*chain(*scaled)],
-        algorithm,
-        epochs=config.train.epochs_per_batch,
-        warming=algorithm.is_warming(step),
-    )
+    scored, learnt = [*chain(*updates)], [*chain(*scaled)]
+    epochs, warming = config.train.epochs_per_batch, algorithm.is_warming(step)
+    work = {"rollout": made.prefill.total() + made.decode.total()}
+    work |= passes(policy, critic, scored, learnt, algorithm, epochs=epochs, warming=warming)
     counted = {f"flops/{phase}": count / TERA for phase, count in work.items()}
     return counted | {"bytes/rollout": made.read_bytes(config.rollout.max_sequences) / GIGA}
 
@@ -164,10 +152,7 @@ class Pace:
 def pace_of(plan: Plan, memory: Memory) -> Pace:
     step, train = plan.step, plan.config.train
     policy, *critic = meters = [_meter(plan, learner, memory.free) for learner in plan.learners]
-    four_bit = plan.config.model.train == "qlora"
-    made = flops.generation(
-        policy.shape, step.groups, element=plan.element, four_bit=four_bit, training=policy.training
-    )
+    made = flops.generation(policy, step.groups, element=plan.element, four_bit=plan.config.model.train == "qlora")
     epochs = train.epochs_per_batch
     work: dict[str, float] = {"rollout": made.prefill.total() + made.decode.total()}
     work |= passes(policy, next(iter(critic), None), step.batches, step.batches, plan.algorithm, epochs=epochs)
@@ -189,7 +174,7 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
 def _meter(plan: Plan, learner: ModelSize, free: float) -> Meter:
     """The learner, which knows how much of a batch it computes again with so many GiB free."""
     left, layers = free - 4 * learner.trained / GIB, learner.shape.text.layers
-    return replace(learner, repeats=lambda batch: 1 - layers_that_keep(plan, learner, batch, left).text / layers)
+    return replace(learner, repeats=lambda batch: 1 - layers_that_keep(plan, learner, batch, left).layers[0] / layers)
 
 
 def _seconds(
