@@ -138,16 +138,16 @@ def check_data(
     changes: dict[str, Any] = {"on_bad_row": "quarantine", "max_bad_fraction": 1.0}  # training would stop
     if config.data.overlong == "error":
         changes["overlong"] = "drop"
-    data = config.data.model_copy(update=changes)
+    lenient = config.model_copy(update={"data": config.data.model_copy(update=changes)})
     sets: list[tuple[str, Dataset]] = []
-    for split, sources in (("train", data.train), *(("val", [source]) for source in data.val)):
+    for split, sources in (("train", config.data.train), *(("val", [source]) for source in config.data.val)):
         if sources and command is not None and family is not None:
-            sets.append((split, _read(command, split, sources, config.model_copy(update={"data": data}), family)))
+            sets.append((split, _read(command, split, sources, lenient, family)))
         elif sources:
-            sets.append((split, load(sources, data, length=length, marks=marks)))
+            sets.append((split, load(sources, lenient.data, length=length, marks=marks)))
     if not sets:
         raise DataError("no data to check: set data.train or data.val")
-    every = [found for _, found in sets]
+    every = [data for _, data in sets]
     every_image = {media.key[:2]: media for data in every for s in data.samples for media in s.every_media}
     broken = {} if headers_only else _broken(every_image, workers)
     good: dict[str, tuple[Sample, ...]] = {}

@@ -110,7 +110,7 @@ def rl_work(
     scaled = [part for part in updates if any(batch.scales is not None and batch.scales.any() for batch in part)]
     scored, learnt = [*chain(*updates)], [*chain(*scaled)]
     epochs, warming = config.train.epochs_per_batch, algorithm.is_warming(step)
-    work = {"rollout": made.prefill.total() + made.decode.total()}
+    work: dict[str, float] = {"rollout": made.prefill.total() + made.decode.total()}
     work |= passes(policy, critic, scored, learnt, algorithm, epochs=epochs, warming=warming)
     counted = {f"flops/{phase}": count / TERA for phase, count in work.items()}
     return counted | {"bytes/rollout": made.read_bytes(config.rollout.max_sequences) / GIGA}

@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +57,6 @@ ELSEWHERE = {
 }
 
 
-Lines = list[tuple[str, str]]  # texts, each with its reason
 Guess = tuple[str, str, str]  # a verifier, its arguments, why
 
 
@@ -211,54 +211,20 @@ def _is_level(value: Any) -> bool:
 
 
 def _page(found: Findings, model: Path, data: Path, out: Path) -> str:
+    from jinja2 import Environment
+
     shares = {0: "text only", found.rows: "each with an image"}
-    about = shares.get(found.images, f"{found.images} of the first {found.rows} with an image")
-    lines: Lines = [
-        ("run:", ""),
-        ("  name: " + _quote(data.name.split(".")[0]), "the run folder is runs/NAME"),
-        ("model:", ""),
-        ("  path: " + _quote(str(model)), f"family {found.model_type}"),
-        ("  train: full", "freeze:vision trains the language half only and needs less memory"),
-        ("data:", ""),
-        ("  train: " + _quote(str(data)), f"{found.format} rows, {about}"),
-        ("  # val: test.jsonl", "held-out rows; without them only training reward is known"),
-        (f"  # format: {found.format}", "what the columns say; only needed when they are ambiguous"),
-    ]
-    if found.keys:
-        lines.append(("  keys:", "columns whose names do not tell what they hold"))
-        lines += [(f"    {role}: {_quote(column)}", "") for role, column in found.keys.items()]
-    if found.images:
-        spent = PIXELS.get(found.model_type, USUAL_PIXELS)
-        lines += [(f"  max_pixels: {pixels}", why) for pixels, why in spent]
-    lines.append(("  max_prompt_tokens: 2048", "longer prompts are dropped and counted"))
-    before, after = Path(__file__).with_name("init_options.yaml").read_text(encoding="utf-8").split("---\n")
-    head = f"# Written by `saccade init`. Next: {advice(out)}\n"
-    return head + _written(lines) + before + _written(_rewards(found)) + after
-
-
-def _written(lines: Lines) -> str:
-    return "".join(f"{text:<36} # {why}\n" if why else f"{text}\n" for text, why in lines)
-
-
-def _rewards(found: Findings) -> Lines:
-    """The section of what scores, by source where some golds are letters."""
     single = found.rewards.get("")
-    if single and single[0] == "sokoban" and not found.images:  # played move by move
-        name = ("  name: sokoban_step", "a picture after each turn; the game gives the rewards")
-        return [("env:", ""), name]
-    lines = [("reward:", "")] if single else [("reward:", ""), ("  by_source:", "terms by data_source")]
-    for source, (reward, args, because) in found.rewards.items():
-        head = "  terms" if single else f"    {_quote(source)}"
-        indent = "    " if single else "      "
-        lines += [
-            (f"{head}:", "added up; the first is the accuracy that is reported"),
-            (f"{indent}- verifier: {reward}", because),
-            *([(f"{indent}  args: {args}", "words are no mathematics")] if args else []),
-            (f"{indent}- verifier: format:think_answer", "keeps the answer where it is found"),
-            (f"{indent}  weight: 0.2", "small, so that form never outweighs being right"),
-        ]
-    return lines
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    template = Path(__file__).with_name("run_page.jinja").read_text(encoding="utf-8")
+    page = Environment(trim_blocks=True, keep_trailing_newline=True).from_string(template)
+    return page.render(
+        found._asdict(),
+        advice=advice(out),
+        name=data.name.split(".")[0],
+        model=str(model),
+        data=str(data),
+        about=shares.get(found.images, f"{found.images} of the first {found.rows} with an image"),
+        budgets=PIXELS.get(found.model_type, USUAL_PIXELS) if found.images else (),
+        played=single and single[0] == "sokoban" and not found.images,  # move by move
+        quote=partial(json.dumps, ensure_ascii=False),
+    )
