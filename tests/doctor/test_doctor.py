@@ -43,7 +43,7 @@ def test_a_healthy_model_passes_to_its_end(tmp_path, name):
     findings = json.loads(result.stdout)["findings"]
     assert {f["status"] for f in findings} <= {"ok", "note"} and not list(tmp_path.iterdir())
     said = {f["name"]: f["text"] for f in findings}
-    assert "padded" in said["rows"] and "one by one" in said["rows"]
+    assert "transformers" in said["rows"] and "one by one" in said["rows"]
     assert ("another picture" in said["parity embedded"]) == (name != "qwen3")
 
 
@@ -148,7 +148,7 @@ def test_positions_that_are_not_the_models_own(family_of, load):
     other = replace(family, positions=lambda n, media: family.positions(n, media) * 2)
     model = load("qwen2_5_vl")
     ((status, text, _),) = rows_agree(LocalBackend(model, other), EmbeddedEngine(model, other))
-    assert status == "failure" and "padded" in text
+    assert status == "failure" and "transformers" in text
 
 
 def test_weights_that_are_no_numbers(tmp_path, damage):

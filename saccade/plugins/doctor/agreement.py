@@ -1,5 +1,5 @@
-"""Does everyone who computes with a model get the same numbers? On two prompts: rows packed, padded
-and one by one; the embedded engine and the trainer, also with a changed weight and with another
+"""Does everyone who computes with a model get the same numbers? On two prompts: rows packed, through
+transformers and one by one; the embedded engine and the trainer, also with a changed weight and with another
 picture; and so with a foreign engine, where the config asks for one.
 """
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from saccade.engines import Engine, generate, not_finite
 from saccade.forest import attention
@@ -36,7 +35,7 @@ def questions(family: Family) -> list[Sample]:
 
 
 def rows_agree(backend: LocalBackend, engine: Engine) -> Iterator[tuple[str, ...]]:
-    """A forest, padded rows through transformers' attention, and each row alone."""
+    """A forest, rows through transformers' own forward, and each row alone."""
     family, sampling = backend.family, Sampling(max_tokens=8, ignore_eos=True)
     groups = []
     for sample in questions(family):
@@ -51,7 +50,7 @@ def rows_agree(backend: LocalBackend, engine: Engine) -> Iterator[tuple[str, ...
     if not np.isfinite(packed).all():
         raise not_finite(backend.weights())
     ways = {
-        "padded": padded(backend, members),
+        "transformers": by_transformers(backend, members),
         "one by one": np.concatenate([scores(backend, [group]) for group in alone]),
     }
     gaps = {way: float(np.abs(packed - found).mean()) for way, found in ways.items()}
@@ -68,34 +67,23 @@ def scores(backend: LocalBackend, groups: Sequence[Group]) -> np.ndarray:
 
 
 @torch.no_grad()
-def padded(backend: LocalBackend, members: Sequence[Trajectory]) -> np.ndarray:
+def by_transformers(backend: LocalBackend, members: Sequence[Trajectory]) -> np.ndarray:
     """Log-probs by the forward of transformers: its attention, its positions."""
-    model, family = backend.model, backend.family
-    longest = max(len(member.ids) for member in members)
-
-    def table(values: Sequence[np.ndarray]) -> Tensor:
-        rows = [np.pad(row, (0, longest - len(row))) for row in values]
-        return torch.from_numpy(np.stack(rows)).to(backend.device)
-
-    spans = [span for member in members for span in member.media]
-    vision = dict(family.vision(spans, backend.device, backend.dtype))
-    if vision and family.axes > 1:  # positions on several axes are found by them
-        vision["mm_token_type_ids"] = table([(~family.chat.is_text(member.ids)).astype(int) for member in members])
+    model, family, device = backend.model, backend.family, backend.device
+    found = []
     model.eval().config._attn_implementation = "sdpa"  # type: ignore[union-attr]
     try:
-        logits = model(
-            input_ids=table([member.ids for member in members]),
-            attention_mask=table([np.ones(len(member.ids), np.int64) for member in members]),
-            use_cache=False,
-            **vision,
-        ).logits
+        for member in members:
+            vision = dict(family.vision(member.media, device, backend.dtype))
+            if vision and family.axes > 1:  # positions on several axes are found by them
+                kinds = (~family.chat.is_text(member.ids)).astype(int)
+                vision["mm_token_type_ids"] = torch.from_numpy(kinds)[None].to(device)
+            ids = torch.from_numpy(member.ids)[None].to(device)
+            logits = model(input_ids=ids, use_cache=False, **vision).logits[0].float()[:, : family.vocabulary]
+            if backend.banned is not None:
+                logits = logits.masked_fill(backend.banned, -torch.inf)
+            places = np.flatnonzero(member.policy_mask)
+            found.append(logits.log_softmax(-1).cpu().numpy()[places - 1, member.ids[places]])
     finally:
         attention.use_in(model)
-    logits = logits.float()[..., : family.vocabulary]
-    if backend.banned is not None:
-        logits = logits.masked_fill(backend.banned, -torch.inf)
-    logprobs = logits.log_softmax(-1).cpu().numpy()
-    places = [np.flatnonzero(member.policy_mask) for member in members]
-    return np.concatenate(
-        [row[place - 1, member.ids[place]] for row, place, member in zip(logprobs, places, members, strict=True)]
-    )
+    return np.concatenate(found)

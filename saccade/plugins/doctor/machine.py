@@ -76,10 +76,10 @@ def devices(wanted: str) -> Rows:
 
 
 def kernels() -> Rows:
-    try:
-        import torch
-    except (ImportError, OSError, RuntimeError):
+    if find_spec("torch") is None:
         return  # said already
+    import torch
+
     if not torch.cuda.is_available():
         yield "ok", "dense attention of torch; a CPU needs no other"
     elif find_spec("torch.nn.attention.varlen") is None:
