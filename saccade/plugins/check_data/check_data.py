@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,8 @@ class Report:
     samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> str:
-        named = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "samples"}
-        for name in ("bad", "overlong", "left_out"):
-            named[name] = [vars(row) for row in named[name]]
+        named = asdict(replace(self, samples={}))
+        del named["samples"]
         return json.dumps(plain(named), indent=2, ensure_ascii=False)
 
 
@@ -84,10 +83,7 @@ def run(config: Any, *, headers_only: bool = False, workers: int = 2, command: s
         if command not in TRAINING:
             raise ConfigError(f"--for {command}: is no command that trains; expected one of {', '.join(TRAINING)}")
         if not config.model.path:
-            raise ConfigError(
-                f"--for {command}: reads rows with the tokenizer of a model; "
-                "give a Hugging Face model folder, or model.path=tiny:qwen2_5_vl"
-            )
+            raise ConfigError(f"--for {command}: needs a tokenizer; give a model folder, or model.path=tiny:qwen2_5_vl")
         config = load_config(config, command=command)
     family = None
     if config.model.path:
@@ -111,7 +107,7 @@ def _test_rewards(config: Config, samples: Sequence[Sample]) -> dict[str, Any]:
         "passed": result.passed,
         "broken": any(failure.broken for failure in result.failures),
         "rows": result.rows,
-        "failures": [*filter(None, [result.ended.strip()]), *map(str, result.failures)],
+        "failures": [*filter(None, [result.ended.strip()]), *(failure.text for failure in result.failures)],
         "skipped": list(result.skipped),
     }
 

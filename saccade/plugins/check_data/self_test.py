@@ -60,9 +60,6 @@ class Failure:
     broken: bool = False  # no value and no abstention: it raised, hung, or returned no number
     advised: bool = False  # the text says what would work
 
-    def __str__(self) -> str:
-        return self.text
-
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTest:
@@ -99,7 +96,7 @@ def require(result: SelfTest, mode: Mode) -> None:
     """Stop or warn when the test has failed."""
     if result.passed:
         return
-    shown = "\n".join(f"  {failure}" for failure in result.failures[:SHOWN])
+    shown = "\n".join(f"  {failure.text}" for failure in result.failures[:SHOWN])
     broken = any(failure.broken for failure in result.failures)
     message = (
         f"the reward {'fails on' if broken else 'misjudges'} known answers "

@@ -54,10 +54,7 @@ def empty_model(family: Family, *, trust_remote_code: bool = False) -> Any:
     import transformers
 
     if "audio" in family.spec.towers:
-        raise EnvironmentProblem(
-            f"{family.path}: the memory of a {family.name} is not known: what a tower that hears keeps was never "
-            "measured; estimate a model without one, such as qwen2_5_vl"
-        )
+        raise EnvironmentProblem(f"{family.path}: the memory of a {family.name} is not known, because it hears")
     remote = {"trust_remote_code": trust_remote_code}
     settings = transformers.AutoConfig.from_pretrained(family.path, **remote)
     try:
@@ -66,10 +63,8 @@ def empty_model(family: Family, *, trust_remote_code: bool = False) -> Any:
             if family.series is not None:
                 model.series = Encoder(family.series, settings.get_text_config())
     except Exception as error:
-        raise EnvironmentProblem(
-            f"{family.path}: a {family.name} cannot be built without its weights, so nothing can "
-            f"be estimated ({type(error).__name__}: {error}); use a decoder such as qwen3 or llama"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise EnvironmentProblem(f"{family.path}: no estimate, as it needs its weights to be built ({why})") from error
     family.spec.prepare(model)
     return model
 
@@ -198,11 +193,9 @@ def typical_prompts(
     if spans and tokens <= spans[0].length:
         source = f"the picture alone takes {spans[0].length}"
         tokens = spans[0].length + 1
-    if tokens >= family.max_positions:
-        raise ConfigError(
-            f"a prompt of {tokens} tokens leaves no position for a response: {family.path} has "
-            f"{family.max_positions}; try --prompt-tokens {family.max_positions // 2}"
-        )
+    if tokens >= (most := family.max_positions):
+        has = f"{family.path} has {most}; try --prompt-tokens {most // 2}"
+        raise ConfigError(f"a prompt of {tokens} tokens leaves no position for a response: {has}")
     shown = f", a picture of {image[0]}x{image[1]}" if image else ""
     nothing = np.zeros(tokens, np.int64)
     prompt = Rendered(ids=nothing, sources=nothing.astype(np.int8), media=spans)
@@ -234,8 +227,8 @@ def _largest_picture(data: DataConfig, family: Family) -> tuple[int, int] | None
 
 
 def _picture(size: tuple[int, int], data: DataConfig, family: Family) -> MediaSpan:
-    media = Media(hash="planned", width=size[0], height=size[1], path="planned")
-    media = replace(media, min_pixels=data.min_pixels, max_pixels=data.max_pixels)
+    budget = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
+    media = Media(hash="planned", width=size[0], height=size[1], path="planned", **budget)
     grid, length = family.measure(media)
     return MediaSpan(media=media, start=0, length=length, grid=grid)
 

@@ -12,13 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from jinja2 import Environment
 
 from saccade.config import DataConfig, DataSource, load
 from saccade.data.chats import RowError
 from saccade.data.formats import Format, detect, read_row
 from saccade.data.sources import open_source
 from saccade.errors import ConfigError, DataError
+from saccade.models.files import described
 from saccade.plugins.check_data.unused_media import unread_media
 from saccade.plugins.families.tiny import CONFIGS
 from saccade.plugins.sokoban import sokoban
@@ -60,23 +63,34 @@ ELSEWHERE = {
 Guess = tuple[str, str, str]  # a verifier, its arguments, why
 
 
-class Findings(NamedTuple):
-    """What the two paths tell."""
-
-    model_type: str
-    format: str
-    rows: int
-    images: int
-    keys: Mapping[str, str]  # roles of columns that their names do not tell
-    rewards: Mapping[str, Guess]  # by data source; alone under an empty name
-
-
 def write_config(model: Path, data: Path, out: Path) -> None:
     """Write `out`; refuses to replace a file."""
     if out.exists():
         raise ConfigError(f"{out} exists; give another name with --out, or remove it")
     require_writable(out, "--out", file=True)
-    text = _page(_look(model, data), model, data, out)
+    model_type = _type_of(model)
+    format, keys, samples = _first_rows(data)
+    if format in ELSEWHERE and not any(sample.answer for sample in samples):
+        raise DataError(_elsewhere(format, model, data))
+    rows, images = len(samples), sum(bool(sample.media) for sample in samples)
+    shares = {0: "text only", rows: "each with an image"}
+    column, rewards = letters_apart(samples) or ("", {"": guess_reward(samples)})
+    template = Path(__file__).with_name("run_page.jinja").read_text(encoding="utf-8")
+    page = Environment(trim_blocks=True, keep_trailing_newline=True).from_string(template)
+    text = page.render(
+        advice=advice(out),
+        name=data.name.split(".")[0],
+        model=str(model),
+        model_type=model_type,
+        data=str(data),
+        format=format,
+        about=shares.get(images, f"{images} of the first {rows} with an image"),
+        keys={**keys, "data_source": column} if column else keys,
+        budgets=PIXELS.get(model_type, USUAL_PIXELS) if images else (),
+        rewards=rewards,
+        played=rewards.get("", ("",))[0] == "sokoban" and not images,  # move by move
+        quote=partial(json.dumps, ensure_ascii=False),
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     load(out)
@@ -88,36 +102,22 @@ def advice(out: Path) -> str:
     return f"saccade check-data {file}, then saccade rl {file} --dry-run, then saccade rl {file}"
 
 
-def _look(model: Path, data: Path) -> Findings:
-    model_type = _type_of(model)
-    format, keys, samples = _first_rows(data)
-    if format in ELSEWHERE and not any(sample.answer for sample in samples):
-        raise DataError(_elsewhere(format, model, data))
-    images = sum(bool(sample.media) for sample in samples)
-    column, rewards = letters_apart(samples) or ("", {"": guess_reward(samples)})
-    keys = {**keys, "data_source": column} if column else keys
-    return Findings(model_type, format, len(samples), images, keys, rewards)
-
-
 def _type_of(model: Path) -> str:
     kind = str(model).removeprefix("tiny:")
     if kind != str(model):
         if kind not in CONFIGS:
             raise ConfigError(f"{model} is not known; expected one of {', '.join(CONFIGS)}")
         return kind
-    described = model / "config.json"
-    if not described.is_file():
+    if not (config := described(model)):
         raise ConfigError(f"{model} has no config.json; give a Hugging Face model folder, or tiny:qwen2_5_vl")
-    return json.loads(described.read_text(encoding="utf-8")).get("model_type", "unknown")
+    return config.get("model_type", "unknown")
 
 
 def _elsewhere(format: str, model: Path, data: Path) -> str:
     what, commands, more = ELSEWHERE[format]
     given = shlex.join([f"model.path={model}", f"data.train={data}"])
     lines = [f"\n  saccade {command} {given} prompt.format=none{more}" for command in commands]
-    why = (
-        f"{data} holds {what}, with no answer that a reward could score; `saccade init` writes configs for `saccade rl`"
-    )
+    why = f"{data} holds {what} without answers that `saccade rl` could score"
     return f"{why}. Train on these rows with{''.join(lines)}"
 
 
@@ -155,10 +155,8 @@ def guess_reward(samples: Sequence[Sample]) -> Guess:
         return "sokoban", "", "plays the moves on the column `level`"
     golds = [gold for sample in samples for gold in _golds(sample)]
     if not golds:
-        raise DataError(
-            "no row has an answer to score against; call its column `answer` (of Sokoban `level`), or write a config "
-            "with data.keys.answer. Demonstrations without answers are for `saccade sft`"
-        )
+        called = "call its column `answer` (of Sokoban `level`), or set data.keys.answer in a config"
+        raise DataError(f"no row has an answer; {called}. Demonstrations are for `saccade sft`")
     if all(sample.choices for sample in samples):
         return "choice", "", "every row lists its choices"
     reward, args, because = next(
@@ -208,23 +206,3 @@ def _is_level(value: Any) -> bool:
         return isinstance(value, str | list) and bool(sokoban.start(value))
     except ValueError:
         return False
-
-
-def _page(found: Findings, model: Path, data: Path, out: Path) -> str:
-    from jinja2 import Environment
-
-    shares = {0: "text only", found.rows: "each with an image"}
-    single = found.rewards.get("")
-    template = Path(__file__).with_name("run_page.jinja").read_text(encoding="utf-8")
-    page = Environment(trim_blocks=True, keep_trailing_newline=True).from_string(template)
-    return page.render(
-        found._asdict(),
-        advice=advice(out),
-        name=data.name.split(".")[0],
-        model=str(model),
-        data=str(data),
-        about=shares.get(found.images, f"{found.images} of the first {found.rows} with an image"),
-        budgets=PIXELS.get(found.model_type, USUAL_PIXELS) if found.images else (),
-        played=single and single[0] == "sokoban" and not found.images,  # move by move
-        quote=partial(json.dumps, ensure_ascii=False),
-    )
