@@ -1,4 +1,4 @@
-"""A data set in memory: its samples, where they are from, and what was set aside.
+"""A data set in memory: its samples, where they are from, and what was excluded.
 
 >>> print(data.summary); keep(data, lambda sample: None if sample.answer else "no answer")
 """
@@ -21,7 +21,7 @@ POSITIONS = "the model's own limit of length"
 
 @dataclass(frozen=True, kw_only=True)
 class BadRow:
-    """A row that was set aside. `row` counts from 1 in its source."""
+    """A row that is excluded. `row` counts from 1 in its source."""
 
     id: str
     source: str
@@ -75,7 +75,7 @@ class Dataset:
         return (*self.quarantined, *self.overlong, *self.left_out)
 
     def row_of(self, id: str, reason: str) -> BadRow:
-        """The sample of that id as a row to set aside."""
+        """The sample of that id as a row to exclude."""
         index = next(n for n, sample in enumerate(self.samples) if sample.id == id)
         part = next(part for part in self.parts if part.start <= index < part.stop)
         return BadRow(id=id, source=part.name, row=self.row_numbers[index], reason=reason)
@@ -96,7 +96,7 @@ class Dataset:
     def summary(self) -> str:
         lines = [f"{p.name}: {p.stop - p.start} of {p.rows} rows, format {p.format}" for p in self.parts]
         counts = {
-            "bad rows set aside": len(self.quarantined),
+            "bad rows excluded": len(self.quarantined),
             f"rows over {self.limit} left out": len(self.overlong),
             "rows shortened": self.shortened,
             "rows left out by the mapping": self.filtered,
@@ -126,7 +126,7 @@ def keep(dataset: Dataset, unwanted: Callable[[Sample], str | None]) -> Dataset:
 
 def refuse_first(row: BadRow, config: DataConfig) -> None:
     if config.on_bad_row == "error":
-        raise DataError(f"bad row {row}; data.on_bad_row=quarantine sets it aside")
+        raise DataError(f"bad row {row}; data.on_bad_row=quarantine excludes it")
 
 
 def too_many(bad: Sequence[BadRow], rows: int, paths: Sequence[str], config: DataConfig, *, none_left: bool) -> str:

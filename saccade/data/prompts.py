@@ -149,7 +149,7 @@ def sandboxed(source: str, option: str, **settings: Any) -> tuple[Template, froz
 
 def permute_choices(sample: Sample, seed: int) -> Sample:
     """Options in an order drawn for this sample; a gold letter moves with its option. Options that
-    are letters name things in the picture, and those that the question lists have theirs there.
+    are letters name things in the image, and those that the question lists have theirs there.
     """
     are_letters = all(choice.strip().upper() in set(LETTERS) for choice in sample.choices)
     asked = "".join(message.text for message in sample.messages)

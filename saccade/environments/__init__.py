@@ -167,7 +167,7 @@ def sweep_problems(env: EnvConfig, turns: Sequence[int]) -> Iterator[str]:
     shown = env.limits(evaluation=True)["max_images"]
     if most > 1 and env.name == "crop" and shown is not None and shown < most:
         yield (
-            f"env.eval.max_images: {shown} pictures end an episode before the {most} turns of val.turns; "
+            f"env.eval.max_images: {shown} images end an episode before the {most} turns of val.turns; "
             f"try env.eval.max_images={2 * most}"
         )
 

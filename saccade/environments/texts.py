@@ -28,7 +28,7 @@ def texts_hash() -> str:
 
 
 def said(text: str, /, **values: Any) -> tuple[str | Media, ...]:
-    """The text of that name with its fields filled, cut where a picture stands."""
+    """The text of that name with its fields filled, cut where an image stands."""
     pieces: list[str | Media] = [""]
     for index, piece in enumerate(FIELD.split(_texts()[text])):
         value = values.get(piece, f"{{{piece}}}") if index % 2 else piece
@@ -40,5 +40,5 @@ def said(text: str, /, **values: Any) -> tuple[str | Media, ...]:
 
 
 def words(text: str, /, **values: Any) -> str:
-    """The same where no picture stands."""
+    """The same where no image stands."""
     return "".join(str(piece) for piece in said(text, **values))

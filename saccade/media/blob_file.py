@@ -11,8 +11,8 @@ the process, however that ends. Other processes are sent what they need.
 import hashlib
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from saccade.errors import EnvironmentProblem
@@ -23,7 +23,7 @@ IN_MEMORY = 64 << 20  # bytes of a data set that stay there: a small one needs n
 
 
 def encoded(media: Media) -> bytes:
-    """The file of a medium, wherever it lies; a video of pictures has none. One on a disk may have
+    """The file of a medium, wherever it lies; a video of images has none. One on a disk may have
     been replaced since it was opened, so its content is compared with the hash.
     """
     if media.data is not None:
@@ -33,28 +33,27 @@ def encoded(media: Media) -> bytes:
         data = os.pread(file.fileno(), length, start)
         assert len(data) == length, f"{len(data)} of {length} bytes"
         return data
-    assert media.path is not None, f"media {media.hash}: no file, but pictures"
-    try:
-        data = Path(media.path).read_bytes()
-    except OSError as error:
-        raise ImageError(f"{media.path}: cannot be read: {error.strerror}") from None
-    _require(media, hashlib.sha256(data).hexdigest())
+    data = _read(media, lambda file: file.read())
+    _require(media, hashlib.sha256(data))
     return data
 
 
 def require_unchanged(media: Media) -> None:
     """For whoever reads the file at its path: as `encoded`, without taking it into memory."""
-    assert media.path is not None
+    _require(media, _read(media, lambda file: hashlib.file_digest(file, "sha256")))
+
+
+def _read(media: Media, read: Callable[[Any], Any]) -> Any:
+    assert media.path is not None, f"media {media.hash}: no file, but images"
     try:
         with open(media.path, "rb") as file:
-            content = hashlib.file_digest(file, "sha256")
+            return read(file)
     except OSError as error:
         raise ImageError(f"{media.path}: cannot be read: {error.strerror}") from None
-    _require(media, content.hexdigest())
 
 
-def _require(media: Media, content: str) -> None:
-    if named(media, content) != root_hash(media):
+def _require(media: Media, content: Any) -> None:
+    if named(media, content.hexdigest()) != root_hash(media):
         raise ImageError(f"{media.path}: changed after it was read")
 
 

@@ -1,7 +1,7 @@
 """Where media come from: a path, a URI, bytes, base64 text, a mapping, an image or an array in
 memory becomes an encoded file, and that a reference. Looks at no pixel.
 
-    read("pictures/a.png", base, limits).data
+    read("images/a.png", base, limits).data
 """
 
 import base64

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,11 +31,7 @@ class ImageCache:
     """
 
     def __init__(
-        self,
-        max_bytes: int,
-        *,
-        make: Callable[[Media], np.ndarray] = decode,
-        key: Callable[[Media], Any] = lambda media: media.key[:2],  # the budget matters later
+        self, max_bytes: int, make: Callable[[Media], np.ndarray] = decode, key: Callable[..., Any] = attrgetter("key")
     ) -> None:
         self.max_bytes, self.make, self.key = max_bytes, make, key
         self.bytes = 0
@@ -100,7 +97,7 @@ def drop_background() -> None:
 @cache
 def _aside() -> ThreadPoolExecutor:
     """Few: threads that work ahead take the interpreter from the one that hands kernels to a GPU.
-    With eight of them each of its calls waits three to five times as long. Who needs a picture now
+    With eight of them each of its calls waits three to five times as long. Who needs an image now
     does not wait for its turn here.
     """
     return ThreadPoolExecutor(2, thread_name_prefix="ahead")
@@ -112,7 +109,7 @@ def _workers() -> ThreadPoolExecutor:
 
 
 def _decode_once(media: Media) -> np.ndarray:
-    """A crop of a picture that is decoded already is cut from it."""
+    """A crop of an image that is decoded already is cut from it."""
     whole = DECODED.peek((root_hash(media), None))
     if media.box is None or whole is None:
         return decode(media)
@@ -121,4 +118,5 @@ def _decode_once(media: Media) -> np.ndarray:
 
 
 # What this process has decoded: the vision tower and the stored rollouts look at the same pixels.
-DECODED = ImageCache(max_bytes=512 << 20, make=_decode_once)
+# A budget of pixels counts only when they are resized.
+DECODED = ImageCache(512 << 20, make=_decode_once, key=lambda media: media.key[:2])

@@ -126,7 +126,7 @@ class Chat:
 
     @cached_property
     def knows_tools(self) -> bool:
-        """Whether the template has a place of its own for what a tool says, pictures included. One
+        """Whether the template has a place of its own for what a tool says, images included. One
         that merely prints the role would show the model a word that it never saw there.
         """
         picture = () if self.placeholder is None else (Media(hash=PROBE, width=1, height=1, path=PROBE),)
@@ -135,7 +135,7 @@ class Chat:
             messages = [Message(role=role, parts=(*picture, PROBE))]
             try:
                 rendered = self.render_continuation(messages, lambda media: ((1, 1, 1), 1), last_id=-1)
-            except ConfigError:  # it refuses the role, or loses the picture
+            except ConfigError:  # it refuses the role, or loses the image
                 return ""
             return self.decode(rendered.ids, special=True)
 

@@ -112,7 +112,9 @@ def described(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def require_same(what: str, own: Iterable[tuple[str, Any]], given: Iterable[tuple[str, Any]]) -> None:
+def require_same(
+    what: str, own: Iterable[tuple[str, Any]], given: Iterable[tuple[str, Any]], hint: str = "use the same model.path"
+) -> None:
     """Compare names and shapes of tensors both ways: one left out or stretched would make another
     model.
     """
@@ -124,7 +126,7 @@ def require_same(what: str, own: Iterable[tuple[str, Any]], given: Iterable[tupl
     }
     if any(problems.values()):
         listed = (f"{k}: {', '.join(sorted(names)[:3])}" for k, names in problems.items() if names)
-        raise EnvironmentProblem(f"{what}: not those of this model ({'; '.join(listed)}); use the same model.path")
+        raise EnvironmentProblem(f"{what}: not those of this model ({'; '.join(listed)}); {hint}")
 
 
 def names_experts(config: Mapping[str, Any]) -> bool:

@@ -17,8 +17,9 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest import attention
 from saccade.forest.device_ops import KERNELS, to_device
 from saccade.models import experts
-from saccade.models.families import FAMILIES, TOWERS, Family
+from saccade.models.families import FAMILIES, Family
 from saccade.models.files import require_intact, require_some
+from saccade.registry import HOOKS
 from saccade.types import MediaSpan
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -71,7 +72,7 @@ def load_model(
         _require_plain_head(model, family)
     KERNELS["fuse"](model)
     if family.series is not None:
-        TOWERS["series"].attach(model, family, seed=seed)
+        HOOKS["attach_series"](model, family, seed=seed)
     return model
 
 

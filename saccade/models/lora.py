@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from saccade.config import LoraConfig
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
+from saccade.models.files import require_same
 from saccade.models.load import matching
 from saccade.system.contents import File, on_host, pretrained, tensor_file
 
@@ -231,10 +232,6 @@ def _read(model: nn.Module, folder: Path) -> None:
         hint = "it was not written with model.train=lora: start a new run with it as model.path"
         raise ConfigError(f"{folder.parent} holds no adapter to go on from; {hint}")
     stored = load_file(folder / WEIGHTS)
-    wanted = {name: p.shape for name, p in adapters(model).items()}
-    found = {name: tensor.shape for name, tensor in stored.items()}
-    if wanted != found:
-        differ = f"{sorted(wanted.items() ^ found.items())[:2]} …"
-        hint = "use the rank and targets that it was trained with"
-        raise EnvironmentProblem(f"{folder / WEIGHTS} does not fit model.lora ({differ}); {hint}")
+    hint = "use the model.lora.rank and targets that it was trained with"
+    require_same(str(folder / WEIGHTS), adapters(model).items(), stored.items(), hint)
     _write(model, stored)

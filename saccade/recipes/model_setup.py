@@ -15,7 +15,7 @@ from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import ADAPTED, Config
 from saccade.errors import ConfigError
 from saccade.models import lora
-from saccade.models.families import TOWERS, Family, load_family
+from saccade.models.families import Family, load_family
 from saccade.models.files import require_whole
 from saccade.models.heads import attach_score
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
@@ -64,7 +64,7 @@ def family_of(config: Config, folder: str) -> Family:
     )
     data = config.data
     family = replace(family, shown=family.budget(data.min_pixels, data.max_pixels))
-    return TOWERS["series"].plug(family, config.model.series)
+    return HOOKS["plug_series"](family, config.model.series)
 
 
 def device_of(config: Config) -> torch.device:

@@ -89,7 +89,7 @@ def set_up(
     log.info(describe_trained(model, family))
     backend = model_setup.learner(config, model, family)
     stream = Stream(data, seed=config.run.seed, config=config.data)
-    run.restore(backend, {"stream": stream})
+    run.restore(backend, {"stream": stream}, parts={})
     sets = {**(rows or {}), **(questions or {})}
     run.compare_sets(sets)
     HOOKS["warn_of_rows"](config, family, stream, sets.values())
@@ -117,7 +117,7 @@ def train(job: Job, task: Task) -> dict[str, Any]:
         training_follows=True,
     )
     total, sets = total_steps(run.config, stream.rows_per_epoch), validation.sets.values()
-    run.begin(total, backend, backend.family, (stream.dataset, *sets), job.averages)
+    run.begin(total, backend, (stream.dataset, *sets), job.averages)
     run.log_start(validation.check_engine(run.step))
     run.validate_start(validation)
     last: dict[str, Any] = {}

@@ -131,5 +131,5 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     run.progress = replace(run.progress, algorithm=resolved_options(algorithm))
     engine.update_weights(backend, version=run.step)  # its own copy may be of another checkpoint
     beside |= HOOKS["average"](config, family, backend, run.start)
-    run.begin(total, backend, family, (data, *sets.values()), beside)
+    run.begin(total, backend, (data, *sets.values()), beside)
     return setup

@@ -26,8 +26,9 @@ from saccade.system.contents import File, write_files
 
 # Files of a model folder that a checkpoint makes anew.
 OWN_FILES = re.compile(r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|(adapter_)?config\.json)$")
-# What reads pictures: a file of its own, or a part of that of the whole processor.
+# What reads images: a file of its own, or a part of that of the whole processor.
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
+Shape = tuple[str, tuple[int, ...]]  # name and shape of a parameter
 HASHED_UP_TO = 64 << 20  # larger files of its state are compared by size
 
 
@@ -41,13 +42,7 @@ def require_room(folder: Path, needed: int) -> None:
 
 
 def write(
-    folder: Path,
-    step: int,
-    files: Iterable[File],
-    weights: Sequence[tuple[str, tuple[int, ...]]],
-    *,
-    keep: int,
-    best: int | None,
+    folder: Path, step: int, files: Iterable[File], weights: Sequence[Shape], *, keep: int, best: int | None
 ) -> None:
     """A checkpoint of these files, which must hold the `weights` (names and shapes). The `keep` newest
     ones stay beside it, and the `best`.
@@ -85,14 +80,9 @@ def find(folder: Path, resume: str) -> Path | None:
     steps = complete_steps(folder)
     if resume == "none" or (resume == "auto" and not steps):
         return None
-    if resume not in ("auto", "best"):
-        chosen = Path(resume)
-        if _lacking(chosen):
-            raise ConfigError(f"run.resume={resume}: no complete checkpoint there; use run.resume=auto")
-    elif not steps:
-        raise ConfigError("run.resume=best: there is no checkpoint yet; use run.resume=auto")
-    else:
-        chosen = folder / f"step-{steps[-1]}"
+    chosen = folder / f"step-{max(steps, default=0)}" if resume in ("auto", "best") else Path(resume)
+    if _lacking(chosen):
+        raise ConfigError(f"run.resume={resume}: no complete checkpoint there; use run.resume=auto")
     _require_intact(chosen)
     if resume == "best":  # the latest says which one was best
         best = read_progress(chosen).get("best_step")
@@ -173,7 +163,7 @@ def tensor_shapes(folder: Path) -> list[tuple[int, ...]]:
     return [tuple(entry["shape"]) for header in headers if isinstance(header, dict) for entry in header.values()]
 
 
-def _verify(folder: Path, weights: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+def _verify(folder: Path, weights: Sequence[Shape]) -> None:
     """The folder holds every parameter, a tied one once. Names are transformers' own on disk, so
     shapes are compared, of experts (one by one on disk) their numbers; `load_model` refuses a
     folder whose names do not fit.

@@ -5,7 +5,7 @@ written at a time. What goes wrong in the thread is raised by the next call here
 ends at its next step.
 
     checkpointer = Checkpointer(folder.checkpoints, config.save, saved=None)
-    checkpointer.begin(backend, family, parts={}, first=1, total=100)
+    checkpointer.begin(backend, parts={}, first=1, total=100)
     checkpointer.save(progress)
 """
 
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import SaveConfig
-from saccade.models.families import Family
 from saccade.run import checkpoint
 from saccade.run.progress import Progress
 from saccade.system import devices
@@ -30,7 +29,7 @@ from saccade.trainer.local import LocalBackend
 
 log = logging.getLogger(__name__)
 
-LARGEST_SHARE = 0.5  # of the free main memory: rollouts and pictures need some, too
+LARGEST_SHARE = 0.5  # of the free main memory: rollouts and images need some, too
 
 
 class Checkpointer:
@@ -43,11 +42,11 @@ class Checkpointer:
         self._took = 0.0  # seconds for those that were finished since the last call of `times`
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def begin(self, backend: LocalBackend, family: Family, parts: Mapping[str, Any], *, first: int, total: int) -> None:
+    def begin(self, backend: LocalBackend, parts: Mapping[str, Any], *, first: int, total: int) -> None:
         """What is saved; `parts` have state of their own beside the backend's. Refuses a disk that
         has no room for one checkpoint of the steps `first` to `total`.
         """
-        self._backend, self._family, self._parts, self._total = backend, family, parts, total
+        self._backend, self._parts, self._total = backend, parts, total
         if due := sum(self.due(step) for step in range(first, total + 1)):
             needed, keep = self._bytes(), self.options.keep
             checkpoint.require_room(self.folder, needed)
@@ -113,7 +112,7 @@ class Checkpointer:
     def _files(self, progress: Progress, *, copy: bool) -> Iterator[File]:
         """With `copy` as all of it is now, in main memory; without, it is read while it is written."""
         yield from self._backend.model_files(copy=copy)
-        yield "", partial(checkpoint.copy_processor, self._family)
+        yield "", partial(checkpoint.copy_processor, self._backend.family)
         states = {"state": self._backend} | {f"state/{name}": part for name, part in self._parts.items()}
         for place, one in states.items():
             for path, writer in one.state_files(copy=copy):

@@ -3,7 +3,7 @@
 Also the run's phase timer, because the display names the phase that is timed. Knows metric names,
 not what made them. Calls inside a step are cheap: a display looks at the state when it draws.
 
-    with Console(350, "rl") as console:
+    with Console("rl", "counting") as console:
         logging.getLogger("saccade").info("shown above the display, and in the log file")
         with console.phase("rollout"): ...
         console.step(1, {"reward/mean": 0.4} | console.clock.lap())
@@ -148,21 +148,14 @@ class Console:
     """The phase timer of one run, and the state that a display draws."""
 
     def __init__(
-        self,
-        total: int | None,
-        command: str,
-        *,
-        name: str = "",
-        log: Path | None = None,
-        file: IO[str] | None = None,
-        live: bool | None = None,
+        self, command: str, name: str, *, log: Path | None = None, file: IO[str] | None = None, live: bool | None = None
     ) -> None:
         """`log`: notes and step lines are appended to it. `live`: empty asks whether `file` is a
         terminal.
         """
         self.clock = PhaseClock()
-        self.total = total  # steps
-        self.title = f"saccade {command}" + (f" · {name}" if name else "")
+        self.total: int | None = None  # steps, where that is known
+        self.title = f"saccade {command} · {name}"
         self.last, self.metrics = 0, dict[str, float | str]()  # of the last step
         self.done: tuple[int, int] | None = None  # of the phase
         self.idle = "starting"

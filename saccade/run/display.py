@@ -35,7 +35,7 @@ NOTED_EVERY = 25  # steps between two equal diagnoses
 class Display:
     def __init__(self, folder: RunFolder, command: str, track: TrackConfig) -> None:
         self.folder = folder
-        self.console = Console(None, command, name=folder.path.name, log=folder.log)
+        self.console = Console(command, folder.path.name, log=folder.log)
         self.loggers = Loggers(folder, track)
         self.trajectories = HOOKS["trajectories"](folder.path)
         self._open = ExitStack()

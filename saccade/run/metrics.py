@@ -45,13 +45,9 @@ def group_metrics(
     everyone = [t for group in members for t in group]
     if not everyone:
         return {}
-    live = [[t for t in group if t.status not in excluded and t.reward is not None] for group in members]
-    compared = live
+    live = compared = [_scored(group, excluded) for group in members]
     if excluded_in_baseline:  # who is excluded still says how good the others are
-        compared = [
-            [t for t in group if t.status not in ALWAYS_EXCLUDED and t.reward is not None] if alive else []
-            for group, alive in zip(members, live, strict=True)
-        ]
+        compared = [_scored(group, ALWAYS_EXCLUDED) if _scored(group, excluded) else [] for group in members]
     sources = [group.sample.data_source for group in groups]
     return (
         _reward_metrics(everyone, live, sources)
@@ -104,6 +100,10 @@ def episode_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
 
 def _members(group: Group) -> list[Trajectory]:
     return [t for t in group.trajectories if t.trained] or list(group.trajectories)
+
+
+def _scored(group: list[Trajectory], excluded: Collection[str]) -> list[Trajectory]:
+    return [t for t in group if t.status not in excluded and t.reward is not None]
 
 
 def _reward_metrics(everyone: list[Trajectory], live: list[list[Trajectory]], sources: list[str]) -> dict[str, float]:

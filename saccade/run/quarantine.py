@@ -1,4 +1,4 @@
-"""Rows that turn out bad when they are used: a picture whose header is good and whose pixels are
+"""Rows that turn out bad when they are used: an image whose header is good and whose pixels are
 not, or a file that changed since it was read.
 
 One rule in training, validation, `eval` and `generate`: such a row is left out, logged and listed
@@ -83,7 +83,7 @@ class Quarantine:
         refuse_first(row, self._config)
         self._found[dataset.hash, row.id] = row
         self.record([row])
-        log.info(f"row {row.id} is set aside: {row.reason}")
+        log.info(f"row {row.id} is excluded: {row.reason}")
         found = self.found(dataset)
         bad, none_left = [*found, *dataset.quarantined], len(found) == len(dataset)
         if none_left or len(bad) > self._config.max_bad_fraction * dataset.rows:
@@ -92,7 +92,7 @@ class Quarantine:
 
 
 def decode_error(sample: Sample, cache: Callable[[Media], ImageCache] = lambda media: DECODED) -> str | None:
-    """Why a picture of the row, or another medium, cannot be shown."""
+    """Why an image of the row, or another medium, cannot be shown."""
     for media in sample.every_media:
         try:
             cache(media).get(media)

@@ -1,7 +1,7 @@
 """A training run around its loop: its folder, its display, its checkpoints, and when it ends.
 
 with Run(config, "rl", manifest) as run:
-    run.begin(100, backend, family, [data])
+    run.begin(100, backend, [data], parts={})
     for step in run.steps():
         ...
         run.finish_step(replace(run.progress, step=step, stream=stream.state()), values, validation)
@@ -27,7 +27,6 @@ from saccade.config import Config, load, to_yaml
 from saccade.data.datasets import Dataset, Stream
 from saccade.errors import EnvironmentProblem, Interrupted, SaccadeError
 from saccade.media.pixel_cache import drop_background
-from saccade.models.families import Family
 from saccade.run import checkpoint
 from saccade.run.checkpointer import Checkpointer
 from saccade.run.display import Display
@@ -157,9 +156,7 @@ class Run:
 
     # -- before the first step --
 
-    def restore(
-        self, backend: LocalBackend, streams: Mapping[str, Stream], parts: Mapping[str, Any] | None = None
-    ) -> None:
+    def restore(self, backend: LocalBackend, streams: Mapping[str, Stream], parts: Mapping[str, Any]) -> None:
         """From a checkpoint, all of these continue where they were; streams and parts by the names
         that it has for them.
         """
@@ -167,7 +164,7 @@ class Run:
             backend.load_state(self.start / "state")
             for name, stream in streams.items():
                 stream.restore(getattr(self.progress, name))
-            for name, part in (parts or {}).items():
+            for name, part in parts.items():
                 part.load_state(self.start / "state" / name)
         places: dict[str, Any] = {name: stream.state() for name, stream in streams.items()}
         self.progress = replace(self.progress, **places)
@@ -184,21 +181,14 @@ class Run:
             names = ", ".join(changed)
             log.warning(f"data.val: {names} is not what it was up to step {self.step}; do not compare its scores")
 
-    def begin(
-        self,
-        total: int,
-        backend: LocalBackend,
-        family: Family,
-        sets: Iterable[Dataset],
-        parts: Mapping[str, Any] | None = None,
-    ) -> None:
+    def begin(self, total: int, backend: LocalBackend, sets: Iterable[Dataset], parts: Mapping[str, Any]) -> None:
         """Everything is loaded: from here on a signal writes a checkpoint first. What is not used
         of the `sets` is listed. `parts` have state of their own beside the backend's.
         """
         self.total = total
-        self.checkpointer.begin(backend, family, parts or {}, first=self.step + 1, total=total)
+        self.checkpointer.begin(backend, parts, first=self.step + 1, total=total)
         device = devices.present(self.config.run.device)
-        self.display.begin(total, devices.in_precision(device, self.config.model.dtype), family)
+        self.display.begin(total, devices.in_precision(device, self.config.model.dtype), backend.family)
         for dataset in sets:
             self.quarantine.record(dataset.aside)
         if threading.current_thread() is threading.main_thread():

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from saccade.models import lora
-from saccade.models.families import TOWERS
 from saccade.models.files import require_same
 from saccade.models.heads import head_file, without_head
+from saccade.registry import HOOKS
 from saccade.system.contents import File, held, pretrained
 
 
 def model_files(model: nn.Module, *, copy: bool) -> list[File]:
     """Its head and its encoder apart: without them it is a model that anybody can load."""
-    series = TOWERS["series"]
-    with without_head(model) as head, series.detached(model) as encoder:
+    with without_head(model) as head, HOOKS["without_series"](model) as encoder:
         if lora.is_adapted(model):
             files = lora.files(model, copy=copy)
         else:
@@ -26,7 +25,7 @@ def model_files(model: nn.Module, *, copy: bool) -> list[File]:
     if head is not None:
         files.append(head_file(head, copy=copy))
     if encoder is not None:
-        files.append(series.file(encoder, copy=copy))
+        files.append(HOOKS["series_file"](encoder, copy=copy))
     return files
 
 

@@ -113,7 +113,7 @@ def test_ties_are_left_out_and_other_rows_are_set_aside(tmp_path, config):
     options = config(tmp_path, data__train=str(path), train__prompts_per_step=1, run__max_steps=1)
     dpo.run(options | {"data.max_bad_fraction": 1})
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "rows: 1 of 6 rows" in log and "1 bad row set aside" in log
+    assert "rows: 1 of 6 rows" in log and "1 bad row excluded" in log
     assert "1 row over dpo.max_tokens (512 tokens, data.overlong=drop) left out" in log
     assert "2 rows left out: a tie prefers neither side" in log
     aside = (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()

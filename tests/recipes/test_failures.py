@@ -70,7 +70,7 @@ def test_eval_and_generate_set_a_damaged_image_aside_as_training_does(rl_config,
         [aside] = rows_of(tmp_path / folder / "quarantine.jsonl")
         assert aside["id"] == bad and "cannot be decoded" in aside["reason"]
     said = capsys.readouterr().out.replace("\n", " ")
-    assert f"row {bad} is set aside: " in said and "items 7  rows left out 1" in said
+    assert f"row {bad} is excluded: " in said and "items 7  rows left out 1" in said
 
 
 def test_a_damaged_image_in_validation_costs_its_row_or_no_finished_step(rl_config, scenes, tmp_path, capsys):

@@ -126,4 +126,4 @@ def test_rows_without_an_answer_or_over_the_limit_are_set_aside(tmp_path, sft_co
     assert not (tmp_path / "run").exists()
     sft.run(config | {"data.max_bad_fraction": 1})
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "more: 2 of 5 rows" in log and "2 bad rows set aside" in log and "1 row over sft.max_tokens (" in log
+    assert "more: 2 of 5 rows" in log and "2 bad rows excluded" in log and "1 row over sft.max_tokens (" in log

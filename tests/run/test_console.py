@@ -46,7 +46,8 @@ def test_the_line_of_a_step(step, total, metrics, line):
 
 def test_a_pipe_gets_one_line_per_step_and_notes(tmp_path):
     out, log = io.StringIO(), tmp_path / "log.txt"
-    with Console(2, "rl", file=out, log=log) as console:
+    with Console("rl", "counting", file=out, log=log) as console:
+        console.total = 2
         logging.getLogger("saccade.somewhere").info("hello [bold]")
         logging.getLogger("saccade").warning("100% of it")
         for step in (1, 2):
@@ -62,7 +63,7 @@ def test_a_pipe_gets_one_line_per_step_and_notes(tmp_path):
 
 def test_a_log_that_cannot_be_written_stops_nothing(tmp_path):
     out = io.StringIO()
-    with Console(1, "rl", file=out, log=tmp_path / "gone" / "log.txt") as console:
+    with Console("rl", "counting", file=out, log=tmp_path / "gone" / "log.txt") as console:
         console.note("first")
         console.note("second")
     assert out.getvalue().count("is left out from here") == 1
@@ -71,7 +72,8 @@ def test_a_log_that_cannot_be_written_stops_nothing(tmp_path):
 
 def test_a_terminal_gets_a_live_display():
     out = io.StringIO()
-    with Console(350, "rl", name="counting", file=out, live=True) as console:
+    with Console("rl", "counting", file=out, live=True) as console:
+        console.total = 350
         with console.phase("rollout"):
             console.progress(37, 64)
             console._display.live.refresh()

@@ -2,9 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import field_validator
-
-from saccade.config.schema.section import Section, When, entries, option, section
+from saccade.config.schema.section import Section, When, option, section
 
 REFERENCE = When("algorithm.kl.coef > 0", "algorithm.kl.coef=0.01")
 KL_IN_LOSS = When("algorithm.kl_in_loss", "algorithm.kl.coef=0.01 algorithm.kl.place=loss", "a KL in the loss")
@@ -148,8 +146,3 @@ class AlgorithmConfig(Section):
     overlong: OverlongConfig = section(OverlongConfig, "Soft penalty before the length limit.")
     hot_first_token: HotFirstTokenConfig = section(HotFirstTokenConfig, "A hot first token, for variety.")
     critic: CriticConfig = section(CriticConfig, "The value model of gae.")
-
-    @field_validator("correct", mode="before")
-    @classmethod
-    def _names(cls, value: Any) -> Any:
-        return entries(value, "name")

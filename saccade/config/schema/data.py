@@ -1,10 +1,8 @@
 """Rows: where they come from, what is refused, how one becomes a conversation."""
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import field_validator
-
-from saccade.config.schema.section import ANSWERING, Section, When, entries, option
+from saccade.config.schema.section import ANSWERING, Section, When, option
 
 IMITATING = When("train.sft_coef > 0", "train.sft_coef=0.05")
 WEIGHTED = When("any(source.weight is not None for source in data.train)", "data.train[].weight", "weights of the sets")
@@ -57,7 +55,7 @@ class DataConfig(Section):
     )
     max_megapixels: float = option(200, "Larger images are refused from their header.", gt=0)
     aspect: Literal["pad", "reject"] = option("pad", "What happens to an image with an aspect ratio above 200.")
-    on_bad_row: Literal["quarantine", "error"] = option("quarantine", "Set bad rows aside with a reason, or stop.")
+    on_bad_row: Literal["quarantine", "error"] = option("quarantine", "Exclude bad rows with a reason, or stop.")
     max_bad_fraction: float = option(0.01, "Stop when more rows than this are bad.", ge=0, le=1)
     order: str = option("shuffle", "shuffle | sequential | length | column:NAME.")
     mixing: Literal["all_exhausted", "first_exhausted"] = option("all_exhausted", "When a mixture ends.", when=WEIGHTED)
@@ -66,11 +64,6 @@ class DataConfig(Section):
     allow_outside: Literal["absolute"] | bool = option(
         "absolute", "Media outside of the rows' folder or image_dir: by absolute path; true: also ../; false: no."
     )
-
-    @field_validator("train", "val", "demonstrations", mode="before")
-    @classmethod
-    def _paths(cls, value: Any) -> Any:
-        return entries(value, "path")
 
 
 class PromptConfig(Section):

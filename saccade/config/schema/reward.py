@@ -2,10 +2,8 @@
 
 from typing import Any, Literal
 
-from pydantic import field_validator
-
 from saccade.config.schema.rollout import HttpConfig
-from saccade.config.schema.section import Section, entries, mapping, option
+from saccade.config.schema.section import Section, mapping, option
 
 
 class RewardTerm(Section):
@@ -23,7 +21,7 @@ class JudgeConfig(HttpConfig):
     max_tokens: int = option(1024, "Longest reply of the judge.", ge=1)
     scale: int = option(1, "Best score that the judge can give; rewards are score / scale.", ge=1)
     template: str | None = option(None, "Jinja file with question, references, prediction, scale.", path=True)
-    send_images: bool = option(False, "Show the judge the pictures of the question, too.")
+    send_images: bool = option(False, "Show the judge the images of the question, too.")
     on_failure: Literal["error", "abstain", "rule", "drop_group"] = option(
         "error", "No verdict: an error, an abstention, what a hybrid's rule said, or an error of the group."
     )
@@ -38,7 +36,7 @@ class RemoteConfig(Section):
     retries: int = option(4, "Further attempts after an error that may pass.", ge=0)
     timeout: float = option(180.0, "Seconds before an attempt is given up.", gt=0)
     deadline: float = option(600.0, "Seconds for a request in all, also while a busy service asks to wait.", gt=0)
-    send_images: bool = option(False, "Send the pictures of the question, too.")
+    send_images: bool = option(False, "Send the images of the question, too.")
     template: Literal["chatml", "llama3", "deepseek", "gemma", "mistral", "base", "plain"] = option(
         "chatml", "How prompt and response are joined in `query`, which old services read."
     )
@@ -46,7 +44,7 @@ class RemoteConfig(Section):
 
 
 class ServeConfig(Section):
-    queue: int = option(4096, "Samples that wait or are scored; who sends more is told when to come back.", ge=1)
+    queue: int = option(4096, "Samples that wait or are scored; others are asked to come back later.", ge=1)
     max_body_mb: int = option(256, "Largest request.", ge=1)
     response_after: str = option(
         "", "Text before the response in a `query` without `responses`; empty: the response follows the prompt."
@@ -85,8 +83,3 @@ class RewardConfig(Section):
     def given(self) -> bool:
         """Whether anything scores a response."""
         return bool(self.terms or self.preset or self.by_source)
-
-    @field_validator("terms", mode="before")
-    @classmethod
-    def _names(cls, value: Any) -> Any:
-        return entries(value, "verifier")

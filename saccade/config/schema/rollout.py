@@ -33,7 +33,7 @@ class RolloutConfig(Section):
     engine: Literal["embedded", "vllm", "sglang", "http"] = option(
         "embedded", "What generates: embedded uses the trainer's own weights; http only evaluates."
     )
-    replicas: int = option(0, "Engine processes of their own behind one queue; 0: one engine in this process.", ge=0)
+    replicas: int = option(0, "Separate engine processes behind one queue; 0: one engine in this process.", ge=0)
     tensor_parallel: int = option(1, "GPUs of one engine (vllm, sglang).", ge=1, when=OTHER_ENGINE)
     memory_share: float = option(0.6, "Share of the GPU's memory for vllm or sglang.", gt=0, le=1, when=OTHER_ENGINE)
     engine_args: dict[str, Any] = option({}, "Further arguments of vllm or sglang, or http fields.", when=OTHER_ENGINE)
@@ -65,7 +65,7 @@ class EnvConfig(Section):
     name: str = option(
         "single_turn", "single_turn | crop | calculator | tools | sokoban_step | file.py:Class.", path=True
     )
-    args: dict[str, Any] = option({}, "Arguments of your own environment's class.")
+    args: dict[str, Any] = option({}, "Arguments of your environment's class.")
     tools: tuple[str, ...] = option((), "Your functions, file.py:name, beside built-in tools.", path=True)
     call: Literal["grounding", "tool_call", "action"] | None = option(
         None, "<grounding>, <tool_call> with a name, or moves in the answer tag; empty: the environment's."
@@ -76,8 +76,8 @@ class EnvConfig(Section):
         "relative", "Boxes of crops: fractions of their source, thousandths, or pixels as the model sees it."
     )
     min_crop_px: int = option(4, "Crops with a shorter side are refused.", ge=1)
-    min_pixels: int = option(40_000, "Pictures that a tool shows: those below are scaled up.", ge=1)
-    max_pixels: int = option(2_000_000, "Pictures that a tool shows: above, scaled down.", ge=1)
+    min_pixels: int = option(40_000, "Images that a tool shows: those below are scaled up.", ge=1)
+    max_pixels: int = option(2_000_000, "Images that a tool shows: those above are scaled down.", ge=1)
     invalid_call_penalty: float = option(0.0, "Taken off the reward for every call that failed.", ge=0)
     max_turns: int = option(1, "Assistant turns of one episode; 6 unless set with tools.", ge=1)
     max_images: int = option(64, "Images of one episode, prompt included; 12 unless set with tools.", ge=0)
@@ -86,8 +86,8 @@ class EnvConfig(Section):
     min_turn_tokens: int = option(2000, "Left for the next turn; unless set at most max_total_tokens / 16.", ge=1)
     max_tool_errors: int | None = option(None, "Failed calls before an episode ends; empty: any number.", ge=0)
     timeout: float = option(600.0, "Seconds that the environment of one episode may take in all.", gt=0)
-    step_timeout: float = option(60.0, "Seconds for one step of your own environment; then its process is ended.", gt=0)
-    processes: int = option(128, "Environments of your own that live at once, each in a process; others wait.", ge=1)
+    step_timeout: float = option(60.0, "Seconds for one step of your environment; then its process is ended.", gt=0)
+    processes: int = option(128, "Environments of yours that live at once, each in a process; others wait.", ge=1)
     eval: dict[str, int] = option(
         {}, "Those that differ in evaluation: max_turns (12 with tools), max_images, max_turn_tokens, max_total_tokens."
     )

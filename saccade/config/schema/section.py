@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,15 +25,26 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_given(cls, values: Any) -> Any:
-        """Nothing stands for the default, one word for a list of one, ~/ for the home folder."""
+        """Nothing stands for the default, one word or record for a list of one, ~/ for the home folder."""
         if not isinstance(values, dict):
             return values
         kinds = {name: field.annotation for name, field in cls.model_fields.items()}
         values = {k: v for k, v in values.items() if v is not None or k not in kinds}
         words = {k: v for k, v in values.items() if isinstance(v, str) and kinds.get(k) in WORDS}
         values |= {key: (word,) for key, word in words.items()}
+        values = {key: _entries(value, kinds.get(key)) for key, value in values.items()}
         paths = [k for k in values.keys() & kinds if about(cls.model_fields[k]).get("path")]
         return values | {key: _at_home(values[key]) for key in paths}
+
+
+def _entries(value: Any, kind: Any) -> Any:
+    """Of an option that lists records: one entry is a list of one, a text the first field of a record."""
+    entry = next(iter(get_args(kind)), None)
+    if not (isinstance(entry, type) and issubclass(entry, Section)):
+        return value
+    main = next(iter(entry.model_fields))
+    rows = value if isinstance(value, list | tuple) else [value]
+    return [{main: row} if isinstance(row, str) else row for row in rows]
 
 
 def _at_home(value: Any) -> Any:
@@ -113,9 +124,3 @@ def without_effect(part: Section, prefix: str, scope: Mapping[str, Any]) -> Iter
 def is_name(text: str) -> bool:
     """Whether it names one file or folder, inside of the folder that it is joined to."""
     return text not in ("", ".", "..") and not any(mark in text for mark in "/\\\0")
-
-
-def entries(value: Any, main: str) -> Any:
-    """A list of records; one entry stands for a list of one, a text for its main field."""
-    rows = value if isinstance(value, list | tuple) else [value]
-    return [{main: row} if isinstance(row, str) else row for row in rows]

@@ -115,7 +115,7 @@ class ValConfig(Section):
     turns: tuple[int, ...] = option(
         (), "Limits to report accuracy under, [1,2,4]; the largest replaces env.eval.max_turns.", commands=ANSWERING
     )
-    log_generations: int = option(16, "Stored responses of each set, with pictures.", ge=0, commands=ANSWERING)
+    log_generations: int = option(16, "Stored responses of each set, with images.", ge=0, commands=ANSWERING)
 
     @model_validator(mode="after")
     def _derived(self) -> ValConfig:
@@ -136,7 +136,7 @@ class GenerateConfig(Section):
         "all",
         "Also write rows to train on. By reward, to OUTPUT.SELECT.jsonl: the best response of each "
         "prompt (sft), pairs of best and worst (dpo), or every response from the threshold on. "
-        "correct: episodes that earned the full outcome, all turns and pictures, to coldstart/. "
+        "correct: episodes that earned the full outcome, all turns and images, to coldstart/. "
         "Episodes have the limits of evaluation (env.eval).",
     )
     threshold: float | None = option(None, "Least reward of a response that is learned from.", when=SELECTING)

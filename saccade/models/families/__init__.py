@@ -9,7 +9,6 @@ at a model type.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +25,6 @@ from saccade.models.chat import Chat, Grid, load_chat
 from saccade.models.families import qwen_vl
 from saccade.models.files import described
 from saccade.registry import Table
-from saccade.system.contents import File
 from saccade.types import Media, MediaSpan, Message, Rendered
 
 # Special tokens of other modalities that some text tokenizers carry too.
@@ -120,7 +118,7 @@ class Family:
     picture: Callable[[Media], np.ndarray] = _unused  # [height, width, 3] bytes, as large as it is
     # seen; of a video [frames, height, width, 3]
     untouched: Callable[[int, int], Mapping[str, int]] = lambda tokens, pixels: {}  # (most tokens,
-    # most pixels) → `size` of the model's processor with which it leaves such pictures as they are
+    # most pixels) → `size` of the model's processor with which it leaves such images as they are
     cache: Callable[[Media], ImageCache] = lambda media: NO_PIXELS  # makes and keeps what the model reads of it
     media: Callable[[Sequence[MediaSpan]], Mapping[str, Any]] = _unused  # what `features` reads, on the host
     features: Callable[[Any, Mapping[str, Any]], Any] = _unused  # (model, media) → [media tokens,
@@ -128,7 +126,7 @@ class Family:
     vision: Callable[..., Mapping[str, Any]] = lambda spans, device, dtype: {}  # arguments of transformers' forward
     unit: int = 1  # pixels of a side that are seen as one token
     budget: Callable[[int, int], Mapping[str, Any]] = lambda low, high: {}  # (min_pixels,
-    # max_pixels) → settings of the model's processor that show as much of a picture
+    # max_pixels) → settings of the model's processor that show as much of an image
     shown: Mapping[str, Any] = field(default_factory=dict)  # those of the run, for what it saves
     series: SeriesConfig | None = None  # of the encoder that was plugged in, if there is one
 
@@ -162,20 +160,6 @@ class Family:
 
     def tower_of(self, parameter: str) -> str:
         return next((name for name, prefixes in self.spec.towers.items() if parameter.startswith(prefixes)), "llm")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PluggedTower:
-    """A tower that a plugin puts beside those of a family, such as an encoder of time series."""
-
-    plug: Callable[[Family, Any], Family]  # the family with the tower, if its settings ask for one
-    attach: Callable[..., None]  # (model, family, seed=): gives the model the tower's module
-    detached: Callable[[Any], AbstractContextManager[Any]]  # inside, the model is without it
-    file: Callable[..., File]  # (module, copy=): its weights, beside those of the model
-    fingerprint: Callable[[Any], bytes]  # of the settings that decide how many tokens it makes
-
-
-TOWERS: Table[PluggedTower] = Table("towers", {})
 
 
 def load_family(
@@ -258,7 +242,7 @@ def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
 
 
 def _processor_settings(folder: Path) -> dict[str, Any]:
-    """Of what reads pictures and sounds: a file, in newer folders parts of that of the whole processor."""
+    """Of what reads images and sounds: a file, in newer folders parts of that of the whole processor."""
     settings, whole = (described(folder, f"{name}_config.json") for name in ("preprocessor", "processor"))
     return settings | (whole.get("feature_extractor") or {}) | (whole.get("image_processor") or {})
 

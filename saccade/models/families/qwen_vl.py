@@ -55,7 +55,7 @@ def _edges(least: int, most: int) -> dict[str, int]:
 
 
 class Tower:
-    """How the vision tower of one model reads pictures, and the patches that were made for it."""
+    """How the vision tower of one model reads images, and the patches that were made for it."""
 
     def __init__(self, vision: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         self.patch, self.merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
@@ -64,7 +64,7 @@ class Tower:
         self.window, self.pace = vision.get("window_size", 112), self.frames * vision.get("tokens_per_second", 4)
         self.table = vision.get("num_position_embeddings")  # Qwen3-VL: learned places of a square
         self.mean, self.std = tuple(processor.get("image_mean", CLIP_MEAN)), tuple(processor.get("image_std", CLIP_STD))
-        self.kept = ImageCache(CACHE_BYTES, make=self.patches, key=lambda media: media.key)
+        self.kept = ImageCache(CACHE_BYTES, make=self.patches)
 
     def measure(self, media: Media) -> tuple[tuple[int, int, int], int]:
         """Grid and placeholder count from the header alone."""
@@ -166,7 +166,7 @@ class Tower:
 
 
 def positions(length: int, media: tuple[MediaSpan, ...], *, merge: int, clock: Clock | None) -> np.ndarray:
-    """[3, length] M-RoPE: text and sound count on all axes at once, a picture on (time, row,
+    """[3, length] M-RoPE: text and sound count on all axes at once, an image on (time, row,
     column) from where it starts, and text goes on behind the largest of them. `clock` says where in
     time layers of a video are; None: one step apart.
     """
@@ -218,7 +218,7 @@ def prepare_deepstack(model: Any) -> None:
     decoder._deepstack_process = add
 
 
-# -- what other families do alike with pictures -----------------------------------------------------
+# -- what other families do alike with images -----------------------------------------------------
 
 
 def resized(pixels: np.ndarray, *, size: tuple[int, int]) -> np.ndarray:

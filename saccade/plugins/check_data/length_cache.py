@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from saccade.config import Config
-from saccade.models.families import TOWERS, Family
+from saccade.models.families import Family
+from saccade.registry import HOOKS
 from saccade.run.folder import write_whole
 from saccade.types import Media, Message, Sample
 
@@ -56,7 +57,7 @@ def renderer(family: Family) -> str:
     digest = hashlib.blake2b(digest_size=12)
     digest.update(f"{family.name}\0{family.chat.template}\0".encode())
     if family.series is not None:
-        digest.update(TOWERS["series"].fingerprint(family.series))
+        digest.update(HOOKS["series_fingerprint"](family.series))
     digest.update(tokenizer.read_bytes() if tokenizer.is_file() else family.path.encode())
     return digest.hexdigest()
 

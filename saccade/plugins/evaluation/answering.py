@@ -61,7 +61,7 @@ def evaluator_of(
     """
     scorer = parts.make_scorer(config)
     engine = answering_engine(config, family, logs=folder, answers=answers)
-    with scorer or nullcontext(), closing(engine), Console(None, command, name=name) as console:
+    with scorer or nullcontext(), closing(engine), Console(command, name) as console:
         used: dict[str, Any] = {"engine": engine, "scorer": scorer, "quarantine": Quarantine(folder, config.data)}
         yield Evaluator(family=family, config=config, progress=console.progress, **used), console
         asked: list[Any] = [engine, scorer.judge if scorer is not None else None]

@@ -112,7 +112,7 @@ def _rescore(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
         raise ConfigError("reward.terms: nothing scores a response; try reward.terms=[math]")
     if scorer.learned is not None:
         raise ConfigError("reward.terms: --rescore has no conversation for a reward model to read; remove `model`")
-    with Console(None, "eval", name=folder.name), scorer:
+    with Console("eval", folder.name), scorer:
         log.info(f"answers of {samples} are scored again; data.val and eval.suites do not count")
         _require_pictures(config, rows)
         for warning in unused_rewards(scorer, {row["data_source"] for row in rows}, shared=False):

@@ -4,7 +4,7 @@ Qwen2-Audio: half a minute of sound as 3,000 mel frames, one placeholder token p
 sound becomes mel frames once per content; the tower always sees half a minute, silence at its end
 masked.
 
-The thinker of Qwen2.5-Omni, which reads: pictures and videos as Qwen2.5-VL does, sounds in windows of
+The thinker of Qwen2.5-Omni, which reads: images and videos as Qwen2.5-VL does, sounds in windows of
 two seconds, three position axes. A place in time is 40 milliseconds, of a sound (one token each) and
 of a video alike. The sound inside a video is not heard: give it as a sound of its own.
 
@@ -77,7 +77,7 @@ def mel_cache(settings: Mapping[str, Any], *, padded: bool) -> ImageCache:
         made = extractor(np.pad(samples, (0, extractor.n_fft)), padding=False, **options)
         return np.array(made["input_features"][0][:, : measure_sound(media)[0][2]], np.float32)
 
-    return ImageCache(CACHE_BYTES, make=make, key=lambda media: media.key)
+    return ImageCache(CACHE_BYTES, make=make)
 
 
 def measure_sound(media: Media) -> tuple[tuple[int, int, int], int]:
@@ -211,6 +211,8 @@ def joined(others: Mapping[str, Any], kind: str, tower: Mapping[str, Any]) -> di
     }
 
 
+OMNI_MEDIA = {kind: f"{kind}_token_index" for kind in ("image", "video", "audio")}
+OMNI_BRACKETS = [f"{tower}_{end}_token_id" for tower in ("vision", "audio") for end in ("start", "end")]
 # Of a whole checkpoint the thinker is loaded: what speaks (talker, token2wav) learns nothing here.
 OMNI = FamilySpec(
     auto_class="Qwen2_5OmniThinkerForConditionalGeneration",
@@ -221,16 +223,8 @@ OMNI = FamilySpec(
         "llm": ("model.",),
     },
     bind=bind_omni,
-    placeholders=(
-        "image_token_index",
-        "video_token_index",
-        "audio_token_index",
-        "vision_start_token_id",
-        "vision_end_token_id",
-        "audio_start_token_id",
-        "audio_end_token_id",
-    ),
-    media_tokens={"image": "image_token_index", "video": "video_token_index", "audio": "audio_token_index"},
+    placeholders=(*OMNI_MEDIA.values(), *OMNI_BRACKETS),
+    media_tokens=OMNI_MEDIA,
     prepare=qwen_vl.patch_embedding_as_matrix,
     section="thinker_config",
     beside=("talker.", "token2wav."),

@@ -1,16 +1,16 @@
 """Towers that see squares of one size. One position axis, as in text.
 
-InternVL: a picture is stretched over the grid of tiles that is most like it in shape, and shown once
-more as a whole where that has several. Four patches are one token. The pixel budget of a picture
+InternVL: an image is stretched over the grid of tiles that is most like it in shape, and shown once
+more as a whole where that has several. Four patches are one token. The pixel budget of an image
 says how many tiles there may be, within what the model's processor allows. Its token stands between
 a start and an end that the template does not write.
 
-LLaVA 1.5: a picture is the square in its middle, or all of it where the processor pads or stretches;
+LLaVA 1.5: an image is the square in its middle, or all of it where the processor pads or stretches;
 every patch of it is a token. It has one size whatever the pixel budget says. Features are read from
 a layer before the last: those behind it have no use and are not run.
 
-The squares of a picture are made once per (content, pixel budget). The tower and the projector are
-run by the model's own `get_image_features`. Legend: N squares of all pictures, S their side.
+The squares of an image are made once per (content, pixel budget). The tower and the projector are
+run by the model's own `get_image_features`. Legend: N squares of all images, S their side.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 
 from saccade.errors import EnvironmentProblem
 from saccade.media.pixel_cache import DECODED, ImageCache
+from saccade.models.chat import Measure
 from saccade.models.families import FamilySpec
 from saccade.models.families.qwen_vl import CACHE_BYTES, CLIP_MEAN, CLIP_STD, normalised, resized
 from saccade.types import Media, MediaSpan
@@ -36,24 +37,16 @@ BICUBIC = 3  # in numbers of Pillow
 
 
 def bound(
-    processor: Mapping[str, Any],
-    *,
-    measure: Callable[[Media], tuple[tuple[int, int, int], int]],
-    cut: Callable[[Media], np.ndarray],
-    unit: int,
+    processor: Mapping[str, Any], *, measure: Measure, cut: Callable[[Media], np.ndarray], unit: int
 ) -> Mapping[str, Any]:
-    """`measure`: a picture → (squares, rows and columns of patches in each) and its tokens; `cut`:
+    """`measure`: an image → (squares, rows and columns of patches in each) and its tokens; `cut`:
     its squares, [squares, S, S, 3] bytes.
     """
     if (resample := processor.get("resample", BICUBIC)) != BICUBIC:
-        why = f"resample is {resample}, and pictures are resized with {BICUBIC} (bicubic) here"
+        why = f"resample is {resample}, and images are resized with {BICUBIC} (bicubic) here"
         raise EnvironmentProblem(f"preprocessor_config.json: {why}; set it to that if the model may be used so")
     mean, std = tuple(processor.get("image_mean", CLIP_MEAN)), tuple(processor.get("image_std", CLIP_STD))
-    kept = ImageCache(
-        CACHE_BYTES,
-        make=lambda media: np.ascontiguousarray(cut(media).transpose(0, 3, 1, 2)),
-        key=lambda media: media.key,
-    )
+    kept = ImageCache(CACHE_BYTES, make=lambda media: np.ascontiguousarray(cut(media).transpose(0, 3, 1, 2)))
 
     def host_media(spans: Sequence[MediaSpan]) -> Mapping[str, Tensor]:
         """[N, 3, S, S] bytes."""
@@ -132,7 +125,7 @@ def bind_internvl(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Ma
         return (tiles, side // patch, side // patch), tiles * (side // unit) ** 2
 
     def cut(media: Media) -> np.ndarray:
-        """[tiles, side, side, 3] row by row, the whole picture last."""
+        """[tiles, side, side, 3] row by row, the whole image last."""
         columns, rows = grid(media)
         pixels = DECODED.get(media)
         canvas = resized(pixels, size=(columns * side, rows * side))

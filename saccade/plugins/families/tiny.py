@@ -28,7 +28,7 @@ TEMPLATE = (
 _INTERNVL = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n").replace(
     "<|vision_start|><|video_pad|><|vision_end|>", "<video>\n"
 )
-# Pictures first, no end of a turn, and texts in lists alone.
+# Images first, no end of a turn, and texts in lists alone.
 _LLAVA = (
     "{% for m in messages %}{% if m['role'] != 'system' %}{{ m['role'].upper() + ': ' }}{% endif %}"
     "{% for c in m['content'] | selectattr('type', 'equalto', 'image') %}<image>\n{% endfor %}"

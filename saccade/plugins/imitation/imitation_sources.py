@@ -32,10 +32,11 @@ from saccade.errors import ConfigError
 from saccade.forest.device_ops import to_device
 from saccade.forest.logprobs import CHUNK_ELEMENTS
 from saccade.forest.packing import pack
-from saccade.models.families import TOWERS, Family, load_family
+from saccade.models.families import Family, load_family
 from saccade.models.files import SERIES_FILE
 from saccade.recipes import model_setup, questions
 from saccade.recipes.to_trajectory import dialogue
+from saccade.registry import HOOKS
 from saccade.run.quarantine import Quarantine
 from saccade.trainer import Objective, Reader
 from saccade.trainer.forward_inputs import column
@@ -101,7 +102,7 @@ def load_teacher(config: Config, family: Family) -> LocalBackend | None:
     folder = model_setup.model_folder(config, path)
     theirs = load_family(folder, trust_remote_code=config.model.trust_remote_code)
     if family.series is not None and (Path(folder) / SERIES_FILE).is_file():
-        theirs = TOWERS["series"].plug(theirs, family.series)
+        theirs = HOOKS["plug_series"](theirs, family.series)
     vocabularies = [each.chat.tokenizer.get_vocab() for each in (family, theirs)]
     alike = theirs.spec.bind is family.spec.bind and theirs.series == family.series
     if not alike or vocabularies[0] != vocabularies[1]:

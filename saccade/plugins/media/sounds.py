@@ -28,7 +28,6 @@ from saccade.types import Media
 
 RATE = 16_000
 LONGEST = 30 * RATE
-PCM = 1  # the tag of whole numbers in a WAV file
 SHORTEST = RATE // 20  # what gives a model at least one token
 # Sample width in bytes → type, and what is full scale. 24-bit samples are shifted into 32.
 WIDTHS = {1: ("u1", 128.0), 2: ("<i2", 2.0**15), 3: ("<i4", 2.0**31), 4: ("<i4", 2.0**31)}
@@ -76,14 +75,11 @@ def _as_wav(samples: np.ndarray, rate: int) -> Encoded:
 
 def _header(data: bytes, name: str) -> tuple[int, int]:
     """How many samples there are, and how many of them in a second."""
-    reader = _wave(data)
-    if reader is None:
+    if (found := _wave(data, name)) is None:
         with _soundfile(data, name) as file:
             return file.frames, file.samplerate
-    with reader:
-        frame = reader.getsampwidth() * reader.getnchannels()
-        there = len(reader.readframes(reader.getnframes()))  # a header may promise more
-        return there // frame, reader.getframerate()
+    form, raw = found
+    return len(raw) // (form.sampwidth * form.nchannels), form.framerate
 
 
 def decode(media: Media) -> np.ndarray:
@@ -99,13 +95,10 @@ def decode(media: Media) -> np.ndarray:
 
 def _samples(data: bytes, name: str) -> tuple[np.ndarray, int]:
     """[samples, channels] and their rate."""
-    reader = _wave(data)
-    if reader is None:
+    if (found := _wave(data, name)) is None:
         with _soundfile(data, name) as file:
             return file.read(dtype="float32", always_2d=True), file.samplerate
-    with reader:
-        width, channels, rate = reader.getsampwidth(), reader.getnchannels(), reader.getframerate()
-        raw = reader.readframes(reader.getnframes())
+    (channels, width, rate, *_), raw = found
     raw = raw[: len(raw) // width * width]
     if width == 3:
         padded = np.zeros((len(raw) // 3, 4), np.uint8)
@@ -129,26 +122,23 @@ def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
     return np.fft.irfft(kept, length) * (length / len(samples))
 
 
-def _wave(data: bytes) -> wave.Wave_read | None:
-    """The standard library's reader, if it reads such a file."""
+def _wave(data: bytes, name: str) -> tuple[Any, bytes] | None:
+    """Parameters and samples of a file that the standard library reads; a header may promise more of them."""
     try:
-        reader = wave.open(io.BytesIO(data))  # noqa: SIM115, who asks closes it
-    except (wave.Error, EOFError):
-        return None
-    return reader if reader.getsampwidth() in WIDTHS and reader.getframerate() > 0 else None
-
-
-def _damaged(data: bytes) -> bool:
-    """A WAV file of whole numbers, or of nothing known, that the standard library cannot read."""
-    if data[:4] != b"RIFF" or not b"WAVE".startswith(data[8:12]):
-        return False
-    found = data.find(b"fmt ", 12)
-    return found < 0 or int.from_bytes(data[found + 8 : found + 10], "little") in (0, PCM)
+        with wave.open(io.BytesIO(data)) as reader:
+            form, raw = reader.getparams(), reader.readframes(reader.getnframes())
+        damaged = form.sampwidth not in WIDTHS or form.framerate < 1
+    except (wave.Error, EOFError) as error:
+        is_wav = data[:4] == b"RIFF" and b"WAVE".startswith(data[8:12])
+        if not is_wav or "unknown format" in str(error):
+            return None
+        damaged = True
+    if damaged:
+        raise ImageError(f"{name}: a WAV file with a damaged header")
+    return form, raw
 
 
 def _soundfile(data: bytes, name: str) -> Any:
-    if _damaged(data):
-        raise ImageError(f"{name}: a WAV file with a damaged header")
     if importlib.util.find_spec("soundfile") is None:
         what = "only WAV files of whole numbers are read without the package soundfile"
         raise EnvironmentProblem(f"{name}: {what}: pip install soundfile")

@@ -1,7 +1,7 @@
 """Videos as references: which frames of which file are shown, at how many per second.
 
-A video is a film file, an animation, a folder or list of pictures, or a uint8 array of frames. An
-animation (GIF, WebP, PNG) and pictures need Pillow alone; a film file is read by OpenCV where that
+A video is a film file, an animation, a folder or list of images, or a uint8 array of frames. An
+animation (GIF, WebP, PNG) and images need Pillow alone; a film file is read by OpenCV where that
 is installed, and this is the only file that imports it. Opening reads headers; `decode` makes pixels.
 
     >>> sampled(300, rate=30.0, fps=2.0, least=4, most=768)[:3]    # ten seconds: 20 frames
@@ -51,7 +51,7 @@ def open_video(
     **options: Any,
 ) -> Media:
     """A reference to the video in `source`. Of a file, `fps` frames per second are chosen, unless
-    `frames` names them; pictures are taken to be chosen already, `fps` of them in a second. `options`
+    `frames` names them; images are taken to be chosen already, `fps` of them in a second. `options`
     replace those of the data section: fps, min_frames, max_frames, min_pixels.
     """
     shown = limits.model_copy(update=options)
@@ -80,7 +80,7 @@ def sampled(total: int, *, rate: float, fps: float, least: int, most: int) -> tu
     return tuple(int(index * total / count) for index in range(count))
 
 
-# -- pictures --------------------------------------------------------------------------------------
+# -- images --------------------------------------------------------------------------------------
 
 
 def _pictures(source: Any, base: Path | None, limits: DataConfig) -> list[Any] | None:

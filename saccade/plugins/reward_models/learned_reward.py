@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from saccade.config import Config, SeriesConfig
 from saccade.errors import ConfigError, DataError
 from saccade.forest.packing import pack
-from saccade.models.families import TOWERS, Family, load_family
+from saccade.models.families import Family, load_family
 from saccade.models.load import load_model, pick_dtype
 from saccade.plugins.reward_models import reward_card
 from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, flaw, read_card
@@ -29,6 +29,7 @@ from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward
 from saccade.plugins.reward_models.reward_losses import judgements, ratings
 from saccade.plugins.reward_models.reward_model_term import SUMMARIES, conversation_of, model_terms
 from saccade.recipes import model_setup
+from saccade.registry import HOOKS
 from saccade.rewards.reward_sample import RewardSample
 from saccade.trainer.local import LocalBackend
 from saccade.types import Group, Media, Message, Sample, Trajectory
@@ -63,7 +64,7 @@ class LearnedReward:
             raise ConfigError(f"reward.terms: {wrong}")
         card = read_card(folder) or Card(kind="scalar", heads=("preference",))
         family = load_family(str(folder), trust_remote_code=trust_remote_code)
-        family = TOWERS["series"].plug(family, SeriesConfig())
+        family = HOOKS["plug_series"](family, SeriesConfig())
         model = load_model(family, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         if card.kind == "scalar":
             trained = (Path(folder) / REWARD_FILE).is_file()

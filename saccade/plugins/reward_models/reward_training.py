@@ -93,7 +93,7 @@ def evaluate(config: Config, folder: Path) -> dict[str, Any]:
         raise ConfigError("data.val: a reward model judges rows; try data.val=held_out.jsonl")
     card = read_card(config.model.path)
     assert card is not None, "not a reward model"
-    with Console(None, "eval", name=folder.name) as console:
+    with Console("eval", folder.name) as console:
         format = f"prompt.format={config.prompt.format}, which should be that of its training"
         log.info(f"{config.model.path} is a reward model: it judges the rows of data.val, worded by {format}")
         config = _as_trained(config, card)

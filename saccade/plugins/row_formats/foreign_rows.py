@@ -4,6 +4,7 @@ data.train=rows.jsonl data.format=minio3
 """
 
 import re
+from dataclasses import replace
 
 from saccade.data.formats import Format
 
@@ -22,12 +23,8 @@ R1V = Format(
     gold=_inside_answer_tag,
     thinking=("thinking",),
 )
-MINIO3 = Format(
-    name="minio3",
-    matches=lambda columns: {"problem", "solution", "images"} <= set(columns),
-    prompt=("problem",),
-    answer=("solution",),
-    gold=_inside_answer_tag,
+MINIO3 = replace(
+    R1V, name="minio3", matches=lambda columns: {"problem", "solution", "images"} <= set(columns), thinking=()
 )
 LIGHTRFT = Format(
     name="lightrft",

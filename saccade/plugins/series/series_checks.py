@@ -18,10 +18,9 @@ def series(config: Config) -> Iterator[str]:
             yield f"model.series.{name}: has no effect without an encoder; try model.series.encoder=patches"
         return
     file, _, function = (encoder or "").rpartition(":")
-    if file.endswith(".py") and function and not Path(file).is_file():
-        yield f"model.series.encoder: {file} does not exist (looked in {Path.cwd()})"
-    elif encoder not in (None, "patches") and not (file.endswith(".py") and function):
-        yield f"model.series.encoder: {encoder} is neither patches nor FILE.py:FUNCTION; try patches"
+    if encoder not in (None, "patches") and not (function and file.endswith(".py") and Path(file).is_file()):
+        hint = f"write patches, or FILE.py:FUNCTION (looked in {Path.cwd()})"
+        yield f"model.series.encoder: {file or encoder} does not exist or is no .py file; {hint}"
     if rollout.engine != "embedded" or rollout.replicas:
         name = "replicas" if rollout.engine == "embedded" else "engine"
         hint = "try rollout.engine=embedded rollout.replicas=0"

@@ -35,11 +35,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from saccade.config import SeriesConfig
-from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.errors import ConfigError
 from saccade.media.images import ImageError
 from saccade.media.pixel_cache import DECODED
-from saccade.models.families import Family, PluggedTower
-from saccade.models.files import SERIES_FILE
+from saccade.models.families import Family
+from saccade.models.files import SERIES_FILE, require_same
 from saccade.plugins.families.hearing import apart, joined
 from saccade.plugins.series import user_encoder
 from saccade.system.contents import File, on_host, tensor_file
@@ -49,7 +49,7 @@ KIND = "series"  # of media; also the tower's name, and that of its module in th
 BUILT_IN = "patches"
 SPARE = re.compile("reserved|unused|extra|place.?holder", re.IGNORECASE)
 FARTHEST = 10.0  # of the usual distance from a lead's median; what lies farther off is cut there
-GRID = (0, 0, 0)  # of a span: no patches of a picture
+GRID = (0, 0, 0)  # of a span: no patches of an image
 
 
 # -- the family ------------------------------------------------------------------------------------
@@ -236,18 +236,13 @@ def attach(model: Any, family: Family, *, seed: int) -> None:
         encoder = Encoder(family.series, text_config)
     path = Path(family.path) / SERIES_FILE
     if path.is_file():
-        _load(encoder, path)
+        from safetensors.torch import load_file
+
+        stored, hint = load_file(path), f"the encoder is {family.series.encoder}"
+        require_same(str(path), encoder.state_dict().items(), stored.items(), hint)
+        encoder.load_state_dict(stored)
     wide = torch.promote_types(like.dtype, torch.float32)
     model.series = encoder.to(like.device, wide).train()
-
-
-def _load(encoder: Encoder, path: Path) -> None:
-    from safetensors.torch import load_file
-
-    mine, stored = encoder.state_dict(), load_file(path)
-    if {n: t.shape for n, t in mine.items()} != {n: t.shape for n, t in stored.items()}:
-        raise EnvironmentProblem(f"{path}: its tensors are not those of {encoder.settings.encoder}")
-    encoder.load_state_dict(stored)
 
 
 @contextmanager
@@ -268,6 +263,3 @@ def file(encoder: Encoder, *, copy: bool = False) -> File:
     tensors = {name: on_host(t, copy=copy) for name, t in encoder.state_dict().items()}
     settings = {"format": "pt", KIND: encoder.settings.model_dump_json()}
     return SERIES_FILE, tensor_file(tensors, settings)
-
-
-TOWER = PluggedTower(plug=plugged, attach=attach, detached=without_series, file=file, fingerprint=fingerprint)

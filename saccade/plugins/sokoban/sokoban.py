@@ -1,4 +1,4 @@
-"""Sokoban: levels, moves, rewards and pictures. Pure functions over a frozen state.
+"""Sokoban: levels, moves, rewards and images. Pure functions over a frozen state.
 
 Level text: `#` wall, blank floor, `.` goal, `$` box, `*` box on goal, `@` player, `+` player on
 goal; or a grid of integers (0 wall, 1 floor, 2 goal, 3 box on goal, 4 box, 5 player, 6 player on

@@ -1,7 +1,7 @@
-"""Sokoban turn by turn: moves in the answer tag, a new picture after each turn, a reward for each.
+"""Sokoban turn by turn: moves in the answer tag, a new image after each turn, a reward for each.
 
-A row carries its level under `level` (see sokoban.py). The policy sees the picture of the start
-behind its question, unless the row has a picture of its own.
+A row carries its level under `level` (see sokoban.py). The policy sees the image of the start
+behind its question, unless the row has an image of its own.
 
     saccade rl run.yaml env.name=sokoban_step data.train=levels.jsonl
 """

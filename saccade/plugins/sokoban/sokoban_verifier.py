@@ -10,7 +10,6 @@ The level is the column `level`: text, rows of integers, or a `.npy` file.
 
 import re
 from collections.abc import Sequence
-from typing import Literal
 
 from saccade.plugins.sokoban import sokoban as game
 from saccade.plugins.verifiers.extract import Scope, answer_of, graded
@@ -25,11 +24,7 @@ LONGEST = 2000  # characters of an answer that hold moves
 
 
 def sokoban(
-    sample: RewardSample,
-    *,
-    mode: Literal["solved", "progress", "return", "lmmr1"] = "solved",
-    max_actions: int = 50,
-    scope: Scope = "after_think",
+    sample: RewardSample, *, mode: str = "solved", max_actions: int = 50, scope: Scope = "after_think"
 ) -> Score:
     """`solved` 0 or 1, `progress` the share of boxes on goals, `return` the best sum of step
     rewards, `lmmr1` that with bonuses for shape, moves and thought. `accuracy` is `solved`.

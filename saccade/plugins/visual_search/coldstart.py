@@ -1,7 +1,7 @@
 """Cold-start data: assistant turns are played in the environment, what it answers becomes the rest.
 
 So the observations that a policy learns from are those that it meets in RL, word by word, and a
-trajectory whose last turn holds no answer, or answers after a call that failed, is set aside. The
+trajectory whose last turn holds no answer, or answers after a call that failed, is skipped. The
 turns are those of the rows, where they hold some (trajectories of another model or system), or
 those of a scripted searcher, where the rows are scenes of `saccade data visual-search`.
 
@@ -38,7 +38,7 @@ def run(
     config: Config, source: Path, out: Path, *, turns: int = 6, mistakes: float = 0.05, verifier: str | None = None
 ) -> dict[str, int]:
     """Writes OUT/train.jsonl and OUT/images; returns how many rows were written, and how many were
-    set aside for which reason. With a verifier, only right answers stay.
+    skipped for which reason. With a verifier, only right answers stay.
     """
     if config.env.name == "single_turn":
         config = load(config, ["env.name=crop"])
@@ -151,6 +151,6 @@ def _warn(config: Config, rows: Sequence[Sample]) -> None:
     if own and not {"min_pixels", "max_pixels"} <= env.model_fields_set:
         least, most = min(own)
         print(
-            f"pictures of tools get {env.min_pixels} to {env.max_pixels} pixels, rows ask for {least} to {most}; "
+            f"images of tools get {env.min_pixels} to {env.max_pixels} pixels, rows ask for {least} to {most}; "
             f"to have them alike, set env.min_pixels={least} env.max_pixels={most} here and in RL"
         )

@@ -66,4 +66,4 @@ def coldstart(
 
     counts = run(read_config(arguments), source, out, turns=turns, mistakes=mistakes, verifier=verifier)
     aside = ", ".join(f"{n} {reason}" for reason, n in counts.items() if reason != "written")
-    print(f"wrote {counts['written']} rows to {out / 'train.jsonl'}; set aside: {aside or 0}")
+    print(f"wrote {counts['written']} rows to {out / 'train.jsonl'}; excluded: {aside or 0}")

@@ -53,7 +53,7 @@ class VllmEngine(CopyEngine):
         self.longest = model.max_model_len
         self._ask("saccade_ban", np.flatnonzero(family.banned).tolist())
         self._eos = sorted(family.chat.eos_ids)
-        self._pictures = ImageCache(PICTURES, make=family.picture, key=lambda media: media.key)
+        self._pictures = ImageCache(PICTURES, make=family.picture)
         self._aborted: list[Completion] = []
         self._last: tuple[Any, dict[str, Any]] | None = None  # prompts of a group come in a row
         self._invalidates = True  # tests switch it off, to show what happens without
