@@ -69,7 +69,7 @@ def test_the_model_around_an_adapter_or_in_a_run_is_named(rows, tmp_path):
         ("env.max_turns=3", "env.max_turns", "env.name=tools"),
         ("train.updates_per_step=129", "train.updates_per_step", "train.updates_per_step=128"),
         ("train.min_lr=0.1", "train.min_lr", "train.schedule=linear"),
-        ("train.lr_scale.vision=0", "train.lr_scale", "vision: wants factors above 0"),
+        ("train.lr_scale.vision=0", "train.lr_scale", "vision: expects factors above 0"),
         ("reward.terms=[]", "reward.terms", "reward.terms=[math]"),
         ("save.best_metric=val/foo/accuracy", "save.best_metric", "=val/rows/accuracy"),
         ("run.resume=no/such/step", "run.resume", "run.resume=auto"),

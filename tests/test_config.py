@@ -211,8 +211,8 @@ def test_a_bad_value_is_refused_with_field_and_reason(override: str, words: list
 @pytest.mark.parametrize("name", ["../escape", "", "..", "a\\b"])
 def test_a_run_stays_inside_of_its_folder(name: str) -> None:
     """What is there may be removed: a smoke test takes the place of the last one."""
-    assert "run.name: wants one folder name such as geo-1; run.out" in refusal({"run.name": name})
-    assert "generate.output: wants a file inside the run fold" in refusal({"generate.output": name})
+    assert "run.name: expects one folder name such as geo-1; run.out" in refusal({"run.name": name})
+    assert "generate.output: expects a file inside the run fold" in refusal({"generate.output": name})
     assert load({"run.name": "..läufe"}).run.name == "..läufe"
 
 

@@ -238,11 +238,11 @@ def _full_key(key: str) -> str:
 LIKE = 0.75  # of two names, from which on one is taken for the other
 FOREIGN = ("worker", "trainer", "actor_rollout_ref", "critic")  # sections elsewhere, no typos of ours
 WANTED = {
-    **dict.fromkeys(("float_parsing", "float_type"), "wants a number"),
-    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "wants a whole number"),
-    **dict.fromkeys(("bool_parsing", "bool_type"), "wants true or false"),
-    "tuple_type": "wants a list such as [a, b]",
-    "dict_type": "wants a table such as {a: 1}",
+    **dict.fromkeys(("float_parsing", "float_type"), "expects a number"),
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "expects a whole number"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "expects true or false"),
+    "tuple_type": "expects a list such as [a, b]",
+    "dict_type": "expects a table such as {a: 1}",
 }
 
 

@@ -135,9 +135,9 @@ def too_many(bad: Sequence[BadRow], rows: int, paths: Sequence[str], config: Dat
     where = next((key for key, listed in splits.items() if {source.path for source in listed}.issuperset(paths)), "")
     examples = "\n".join(f"  {problem}" for problem in bad[:5])
     lifted = f"data.max_bad_fraction={math.ceil(100 * len(bad) / rows) / 100:g}"
-    advice, fixed = "No row is left to go on with.", ""
+    advice, fixed = "No usable row is left.", ""
     if not none_left:
-        advice, fixed = f"{lifted} goes on without them.", ", its --fix writes a copy without them"
+        advice, fixed = f"{lifted} continues without them.", ", its --fix writes a copy without them"
     advice += f" `saccade check-data` (--for rl, sft, dpo or reward-model) lists all{fixed}."
     if config.format != "auto":
         advice += f" data.format is {config.format}: auto reads what the columns say."

@@ -230,7 +230,7 @@ def _read(model: nn.Module, folder: Path) -> None:
 
     if not (folder / WEIGHTS).is_file():
         hint = "it was not written with model.train=lora: start a new run with it as model.path"
-        raise ConfigError(f"{folder.parent} holds no adapter to go on from; {hint}")
+        raise ConfigError(f"{folder.parent} holds no adapter to continue from; {hint}")
     stored = load_file(folder / WEIGHTS)
     hint = "use the model.lora.rank and targets that it was trained with"
     require_same(str(folder / WEIGHTS), adapters(model).items(), stored.items(), hint)

@@ -134,7 +134,7 @@ def _require_intact(checkpoint: Path) -> None:
     if changed := damaged(checkpoint):
         others = [checkpoint.parent / f"step-{step}" for step in reversed(complete_steps(checkpoint.parent))]
         other = next((path for path in others if path != checkpoint and not damaged(path)), None)
-        remedy = f"go on from another checkpoint with run.resume={other}"
+        remedy = f"continue from another checkpoint with run.resume={other}"
         if other is None:
             remedy = "no other checkpoint is whole: start again under another run.name"
         names = ", ".join(str(checkpoint / name) for name in changed)

@@ -158,7 +158,7 @@ def _take_up(path: Path, options: Mapping[str, Any], manifest: Mapping[str, Any]
     changes += _manifest_changes(_read_manifest(path), manifest)
     if changes:
         listed = "\n  ".join(changes)
-        raise ConfigError(f"{path} was begun otherwise; set these back, or choose another run.name=…\n  {listed}")
+        raise ConfigError(f"{path} began with other options; restore them, or choose another run.name=…\n  {listed}")
     return True
 
 

@@ -143,7 +143,7 @@ class Run:
         saved = self.folder.checkpoints / f"step-{self.checkpointer.saved}"
         # It is not there where the run started from another run's, and nothing is saved yet.
         if isinstance(error, Exception) and not isinstance(error, Interrupted) and saved.is_dir():
-            text = f"step {self.checkpointer.saved} is saved in {saved}; fix the cause, then go on with run.resume=auto"
+            text = f"step {self.checkpointer.saved} is saved in {saved}; fix this, then continue with run.resume=auto"
             if isinstance(error, SaccadeError):
                 error.args = (f"{error}\n{text}",)
             else:

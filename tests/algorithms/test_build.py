@@ -55,7 +55,7 @@ def test_values_in_args_are_held_against_the_function(algorithm, refused):
     for given, says in (
         ("gpg_divisor=stdd", "algorithm.args.gpg_divisor: Input should be 'one' or 'std'"),
         ("gpg_alpha_max=0", "algorithm.args.gpg_alpha_max: Input should be greater than 0, got 0"),
-        ("gpg_alpha_max=much", "algorithm.args.gpg_alpha_max: wants a number, got 'much'"),
+        ("gpg_alpha_max=much", "algorithm.args.gpg_alpha_max: expects a number, got 'much'"),
     ):
         assert says in refused("preset=gpg", f"args.{given}")
     assert "algorithm.args=gpg_alfa: no such name; did you mean 'gpg_alpha'?" in refused(

@@ -112,7 +112,7 @@ def test_what_fails_before_an_update_keeps_the_steps_before_it(rl_config, tmp_pa
     with pytest.raises(RewardError, match="went home") as stopped:
         rl.run(rl_config(tmp_path) | changes | {"run.max_steps": 5})
     assert complete_steps(tmp_path / "run" / "checkpoints") == [2]
-    assert str(stopped.value).endswith("then go on with run.resume=auto")
+    assert str(stopped.value).endswith("then continue with run.resume=auto")
     assert "step 2 is saved in" in str(stopped.value)
     # A number says nothing of whether an answer could be read.
     rows = read_metrics(tmp_path / "run")

@@ -20,9 +20,7 @@ HOT = When("algorithm.hot_first_token.temperature > 0", "algorithm.hot_first_tok
 TRAINED = When("algorithm.hot_first_token.first_token == 'is'", "algorithm.hot_first_token.first_token=is")
 CRITIC = When("algorithm.needs_critic", "algorithm.advantage=gae", "an advantage with a critic")
 GROUPS = When(
-    "algorithm.estimator.group",
-    "algorithm.advantage=grpo train.samples_per_prompt=8",
-    "an advantage that compares the members of a group",
+    "algorithm.estimator.group", "algorithm.advantage=grpo train.samples_per_prompt=8", "an advantage over groups"
 )
 EXCLUDING = When("algorithm.exclude_status", "algorithm.exclude_status=[overturn]")
 WHITENABLE = When("algorithm.estimator.whiten is not None", "algorithm.advantage=reinforce_pp", "advantages to whiten")

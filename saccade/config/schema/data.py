@@ -78,7 +78,5 @@ class PromptConfig(Section):
     template: str | None = option(None, "Jinja file of the question: content, choices, row, instruction.", path=True)
     chat_template: str | None = option(None, "Jinja file that replaces the model's chat template.", path=True)
     permute_choices: bool = option(
-        False,
-        "Show options in an order drawn per row, and the gold letter follows; not where the question lists them.",
-        commands=("rl", "eval", "generate", "check-data"),
+        False, "Shuffle the options of each row; the gold follows.", commands=("rl", "eval", "generate", "check-data")
     )

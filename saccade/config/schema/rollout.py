@@ -10,9 +10,7 @@ from saccade.config.schema.section import Section, When, mapping, option
 
 OTHER_ENGINE = When("rollout.engine != 'embedded'", "rollout.engine=vllm")
 OTHER_WEIGHTS = When(
-    "rollout.engine != 'embedded' or rollout.replicas",
-    "rollout.engine=vllm",
-    "an engine with weights of its own, as the embedded one uses the trainer's",
+    "rollout.engine != 'embedded' or rollout.replicas", "rollout.engine=vllm", "an engine with separate weights"
 )
 
 

@@ -23,7 +23,7 @@ class RunConfig(Section):
     @classmethod
     def _one_folder(cls, name: str) -> str:
         if not is_name(name):
-            raise ValueError("wants one folder name such as geo-1; run.out=FOLDER says where it is")
+            raise ValueError("expects one folder name such as geo-1; run.out=FOLDER says where it is")
         return name
 
 

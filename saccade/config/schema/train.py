@@ -54,7 +54,7 @@ class TrainConfig(Section):
     @classmethod
     def _towers(cls, scales: dict[str, float]) -> dict[str, float]:
         if wrong := [name for name, factor in scales.items() if name not in TOWERS or factor <= 0]:
-            raise ValueError(f"{wrong[0]}: wants factors above 0 of {', '.join(TOWERS)}")
+            raise ValueError(f"{wrong[0]}: expects factors above 0 of {', '.join(TOWERS)}")
         return scales
 
 
@@ -145,5 +145,5 @@ class GenerateConfig(Section):
     @classmethod
     def _inside(cls, output: str) -> str:
         if not all(map(is_name, output.split("/"))):
-            raise ValueError("wants a file inside the run folder, such as generations.jsonl")
+            raise ValueError("expects a file inside the run folder, such as generations.jsonl")
         return output

@@ -147,7 +147,7 @@ def _soundfile(data: bytes, name: str) -> Any:
     try:
         return soundfile.SoundFile(io.BytesIO(data))
     except soundfile.LibsndfileError as error:
-        raise ImageError(f"{name}: no sound that can be read: {error}") from None
+        raise ImageError(f"{name}: not a readable sound file: {error}") from None
 
 
 KIND = MediaKind(

@@ -41,22 +41,14 @@ class Film(NamedTuple):
     height: int
 
 
-def open_video(
-    source: Any,
-    *,
-    base: Path | None = None,
-    limits: DataConfig = DEFAULT_LIMITS,
-    frames: Sequence[int] | None = None,
-    max_pixels: int | None = None,
-    **options: Any,
-) -> Media:
+def open_video(source: Any, *, base: Path | None = None, limits: DataConfig = DEFAULT_LIMITS, **options: Any) -> Media:
     """A reference to the video in `source`. Of a file, `fps` frames per second are chosen, unless
     `frames` names them; images are taken to be chosen already, `fps` of them in a second. `options`
-    replace those of the data section: fps, min_frames, max_frames, min_pixels.
+    replace those of the data section: fps, min_frames, max_frames, min_pixels, max_pixels.
     """
-    shown = limits.model_copy(update=options)
-    most = max_pixels or max(limits.max_frame_pixels, limits.min_pixels)
-    budget: dict[str, Any] = {"min_pixels": shown.min_pixels, "max_pixels": most}
+    most = max(limits.max_frame_pixels, limits.min_pixels)
+    shown = limits.model_copy(update={"max_pixels": most, **options})
+    budget: dict[str, Any] = {"min_pixels": shown.min_pixels, "max_pixels": shown.max_pixels}
     listed = _pictures(source, base, limits)
     if listed is not None:
         return replace(_from_pictures(listed, shown.fps, shown.max_frames, limits, base), **budget)
@@ -66,7 +58,7 @@ def open_video(
         size = f"frames of {film.width}x{film.height}"
         raise ImageError(f"{file.name}: {size}, data.max_megapixels is {limits.max_megapixels:g}")
     spread: dict[str, Any] = {"fps": shown.fps, "least": shown.min_frames, "most": shown.max_frames}
-    chosen = tuple(frames or sampled(film.frames, rate=film.rate, **spread))
+    chosen = tuple(options.get("frames") or sampled(film.frames, rate=film.rate, **spread))
     if max(chosen) >= film.frames or len(chosen) % PAIR:
         raise ImageError(f"{file.name}: frames must be an even number of indices below {film.frames}, not {chosen}")
     pace = len(chosen) / film.frames * film.rate
@@ -182,7 +174,7 @@ def _probe_film(name: str, data: bytes, path: str | None) -> Film:
         keys = ("FRAME_COUNT", "FPS", "FRAME_WIDTH", "FRAME_HEIGHT")
         frames, rate, width, height = (capture.get(getattr(cv2, f"CAP_PROP_{key}")) for key in keys)
     if frames < 1 or not rate > 0 or width < 1:
-        raise ImageError(f"{name}: no film that can be read")
+        raise ImageError(f"{name}: not a readable video file")
     return Film(int(frames), float(rate), int(width), int(height))
 
 
