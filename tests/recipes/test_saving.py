@@ -168,7 +168,7 @@ def test_a_disk_that_is_full_is_refused_before_the_first_step_or_names_the_check
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free[-1 - bool(steps_of(folder.parent))]))
     with pytest.raises(EnvironmentProblem, match=r"needs up to [\d.]+ MB, 5\.0 kB are free") as caught:
         sft.run(sft_config(tmp_path, save__every=2, save__background=False) | SFT)
-    assert f"step 2 is saved in {folder / 'step-2'}; fix the" in str(caught.value)
+    assert f"step 2 is saved in {folder / 'step-2'}; fix this" in str(caught.value)
     assert "could not be saved" not in capsys.readouterr().out
     free[-1] = 5_000
     with pytest.raises(EnvironmentProblem, match=r"a checkpoint needs up to [\d.]+ MB, 5\.0 kB are"):
