@@ -234,7 +234,7 @@ def test_a_stored_adapter_comes_back_and_must_fit(adapted, load, family_of, tmp_
     lora.add(again, family_of(TEXT), LoraConfig(rank=4), **settings)
     one, other = lora.adapters(model), lora.adapters(again)
     assert all(torch.equal(one[name], other[name]) for name in one)
-    with pytest.raises(EnvironmentProblem, match="not those of this model.*model.lora.rank"):
+    with pytest.raises(EnvironmentProblem, match=r"not those of this model.*model\.lora\.rank"):
         lora.add(load(TEXT), family_of(TEXT), LoraConfig(rank=2), **settings)
     with pytest.raises(ConfigError, match="holds no adapter to continue from"):
         lora.add(load(TEXT), family_of(TEXT), LoraConfig(), seed=0, stored=tmp_path / "state")
