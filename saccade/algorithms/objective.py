@@ -15,7 +15,7 @@ nothing of models, ranks or where the log-probs came from. Axis: T tokens.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -37,19 +37,20 @@ class LossSums:
     maxima: Mapping[str, Tensor] = field(default_factory=dict)  # -inf: of nothing
 
 
-def to_metrics(sums: Sequence[LossSums]) -> Metrics:
-    """Metrics of all micro-batches of an optimizer step. The device is waited for once."""
+def to_metrics(sums: Sequence[LossSums], total: Callable[[Counter[str]], Counter[str]] = Counter) -> Metrics:
+    """Metrics of all micro-batches of an optimizer step. The device is waited for once. `total` adds up
+    counts over the processes that have a part of it, so that their metrics can be merged.
+    """
     metrics = Metrics()
-    if not sums:
-        return metrics
     pairs = [tensor for one in sums for pair in one.means.values() for tensor in pair]
     others = [tensor for one in sums for tensor in (one.tokens, *one.terms.values(), *one.maxima.values())]
     tensors = {id(tensor): tensor for tensor in pairs + others}
-    listed = torch.stack([tensor.to(torch.float64) for tensor in tensors.values()]).tolist()
+    listed = torch.stack([tensor.to(torch.float64) for tensor in tensors.values()]).tolist() if tensors else []
     number = dict(zip(tensors, listed, strict=True))
     whole = Counter[str]()
     for one in sums:
         whole.update(dict.fromkeys(one.terms, number[id(one.tokens)]))
+    whole = total(whole)
     for one in sums:
         for name, term in one.terms.items():
             share = number[id(one.tokens)] / whole[name] if whole[name] else 0.0

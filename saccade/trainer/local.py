@@ -34,9 +34,10 @@ from saccade.trainer.checkpointing import Recompute
 from saccade.trainer.forward_inputs import Ahead, FeatureCache, Inputs, inputs_of
 from saccade.trainer.losses import routers_of, with_balance
 from saccade.trainer.optimizer import Optimizer
+from saccade.trainer.optimizer_files import load_optimizer, optimizer_file
 from saccade.types import Batch, Metrics
 
-WEIGHTS, OPTIMIZER, AVERAGE = "weights.safetensors", "optimizer.safetensors", "average/"
+WEIGHTS, AVERAGE = "weights.safetensors", "average/"
 RANDOM = "random.safetensors"
 
 
@@ -48,9 +49,11 @@ class LocalBackend:
         train: TrainConfig | None = None,
         *,
         checkpointing: bool | Literal["auto"] = False,
+        optimizer: type[Optimizer] = Optimizer,
     ) -> None:
         """Without `train` the model only scores, as a reference does. `checkpointing`: every layer
-        computes its activations again in backward, or as many as the memory asks for.
+        computes its activations again in backward, or as many as the memory asks for. `optimizer`:
+        another one where several processes train the same weights.
         """
         self.model, self.family = model, family
         parameter = next(model.parameters())
@@ -69,7 +72,7 @@ class LocalBackend:
             model.requires_grad_(False)
             return
         scales = dict(train.lr_scale)
-        self.optimizer = Optimizer(
+        self.optimizer = optimizer(
             model.named_parameters(), train, lr_scale=lambda n: scales.get(family.tower_of(n), 1.0)
         )
         self.recompute = Recompute(model, checkpointing)
@@ -160,14 +163,20 @@ class LocalBackend:
 
     # -- training --
 
-    def train_step(self, batches: Sequence[Batch], loss: Loss, *, lr: float, moves: bool = True) -> Update:
+    def train_step(
+        self, batches: Sequence[Batch], loss: Loss, *, lr: float, moves: bool = True, tokens: int | None = None
+    ) -> Update:
         """One optimizer step on all batches together; their scales already hold the denominators
         of the step. Without `moves` all is measured, and weights and optimizer stay as they are.
+
+        Several processes may each hold some of the batches, or none. Then `tokens` counts those of all
+        batches, and the metrics of all processes, merged, are those of the step.
         """
-        metrics = to_metrics(self.sum_gradients(batches, loss))
+        assert self.optimizer is not None, "this backend only scores"
+        metrics = to_metrics(self.sum_gradients(batches, loss, tokens), self.optimizer.total)
         return self.take_step(loss.role, metrics, lr, moves=moves)
 
-    def sum_gradients(self, batches: Sequence[Batch], loss: Loss) -> list[LossSums]:
+    def sum_gradients(self, batches: Sequence[Batch], loss: Loss, tokens: int | None = None) -> list[LossSums]:
         """The first half of a step: the gradients of all batches, summed in the optimizer; what
         the loss reports of each.
 
@@ -176,10 +185,13 @@ class LocalBackend:
         """
         assert self.optimizer is not None, "this backend only scores"
         self.model.train()
+        if self.optimizer.world > 1 and model_state.draws(self.model):
+            # Ranks draw different numbers, and a run that goes on needs nothing stored to draw the same.
+            torch.manual_seed(self.optimizer.updates() * self.optimizer.world + self.optimizer.rank)
         self.optimizer.begin()
         self.oom_splits = 0
         self.prefetch(batches)
-        tokens = max(1, sum(batch.tokens for batch in batches))
+        tokens = tokens or max(1, sum(batch.tokens for batch in batches))
         found: list[LossSums] = []
         # The batch; parameters whose gradient of it is in the sums; recompute every layer.
         todo = deque((batch, frozenset[str](), False) for batch in batches)
@@ -222,14 +234,19 @@ class LocalBackend:
         gradient is not finite, or it is only measured.
         """
         assert self.optimizer is not None
+        loss = metrics.means().get(f"{role}/loss", 0.0)
+        finite = self.optimizer.reduce(finite=bool(np.isfinite(loss)))
         norm = self.optimizer.norm()
+        finite = finite and bool(np.isfinite(norm.item()))
         vision = [n for n in self.optimizer.parameters if self.family.tower_of(n) == "vision"]
-        metrics.add(f"{role}/grad_norm", norm.item())
+        known = {f"{role}/grad_norm": norm.item()}
         if vision:
-            metrics.add(f"{role}/grad_norm_vision", self.optimizer.norm(vision).item())
-        metrics.add(f"{role}/lr", lr)
-        metrics.add("mem/oom_splits", self.oom_splits)
-        finite = bool(np.isfinite([norm.item(), metrics.means().get(f"{role}/loss", 0.0)]).all())
+            known[f"{role}/grad_norm_vision"] = self.optimizer.norm(vision).item()
+        known |= {f"{role}/lr": lr, "guard/nonfinite": not finite, f"{role}/update_skipped": not finite}
+        each = 1 / self.optimizer.world  # which all know the same
+        for name, value in known.items():
+            metrics.add(name, value * each, each)
+        metrics.add("mem/oom_splits", self.oom_splits, each)
         if finite and moves:
             self.optimizer.step(lr, norm=norm)
             if self.follower is not None:
@@ -237,8 +254,6 @@ class LocalBackend:
                 average.blend(self.weights(), share)
         else:
             self.optimizer.clear()
-        metrics.add("guard/nonfinite", not finite)
-        metrics.add(f"{role}/update_skipped", not finite)
         return Update(metrics=metrics, skipped=not finite)
 
     # -- weights and state --
@@ -303,12 +318,12 @@ class LocalBackend:
         self.averages = {name.removeprefix(AVERAGE): average.to(self.device) for name, average in averages.items()}
 
     def state_files(self, *, copy: bool = False) -> Iterator[File]:
-        """The optimizer; of a critic its weights, too."""
-        if self._weights_are_state:
+        """The optimizer; of a critic its weights, too, which the first of several processes writes."""
+        if self._weights_are_state and (self.optimizer is None or self.optimizer.rank == 0):
             yield self.weight_file(copy=copy)
         if self.optimizer is not None:
-            yield OPTIMIZER, tensor_file(held(self.optimizer.state(), copy=copy))
-            if model_state.draws(self.model):
+            yield optimizer_file(self.optimizer, copy=copy)
+            if self.optimizer.world == 1 and model_state.draws(self.model):
                 yield RANDOM, tensor_file(model_state.random_state(self.device))
 
     def load_state(self, folder: Path) -> None:
@@ -317,8 +332,9 @@ class LocalBackend:
         if self._weights_are_state:
             self.load_weights(folder)
         if self.optimizer is not None:
-            self.optimizer.load(load_file(folder / OPTIMIZER))
-            if model_state.draws(self.model):
+            load_optimizer(self.optimizer, folder)
+            # Several processes write none.
+            if self.optimizer.world == 1 and (folder / RANDOM).is_file() and model_state.draws(self.model):
                 model_state.restore_random_state(load_file(folder / RANDOM), self.device)
 
     @property

@@ -11,6 +11,7 @@ has added so far is known by name, so that its repetition leaves that out.
 import functools
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -22,9 +23,16 @@ from saccade.config import TrainConfig
 # Elements. Smaller gradients wait for the end of the backward: to take each by itself costs more
 # than the little memory is worth.
 LARGE = 8_000_000
+COUNTS = ("step", "steps")  # of updates, in `state`
 
 
 class Optimizer:
+    """Of one process. Where several hold the same weights, each steps a part of them
+    (`plugins/ranks/divided.py`).
+    """
+
+    rank, world = 0, 1
+
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainConfig, *, lr_scale: Callable[[str], float]
     ) -> None:
@@ -44,6 +52,23 @@ class Optimizer:
         self.decay = {name: config.weight_decay * (p.ndim > 1) for name, p in self.parameters.items()}
         kind: Any = {"adamw": _MasterAdamW, "adamw_bf16": _KahanAdamW}[config.optimizer]
         self._rule: _MasterAdamW | _KahanAdamW = kind(self)
+
+    def owned(self) -> Mapping[str, nn.Parameter]:
+        """What this process steps: the parameters, or flat parts of them."""
+        return self.parameters
+
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """Which numbers of a parameter, laid flat, this process steps: the first, and the first after them."""
+        return {name: (0, p.numel()) for name, p in self.parameters.items()}
+
+    def total(self, counts: Counter[str]) -> Counter[str]:
+        """Sums over all processes."""
+        return counts
+
+    def updates(self) -> int:
+        """How many a parameter had, of that with most."""
+        counts = [t for key, t in self.state().items() if key.partition("/")[0] in COUNTS]
+        return int(torch.stack(counts).max()) if counts else 0
 
     def begin(self) -> None:
         """Room for the sums, taken in one go: between activations they would leave gaps."""
@@ -86,6 +111,12 @@ class Optimizer:
         for name in waiting:
             self._add(name, self.parameters[name])
 
+    def reduce(self, *, finite: bool) -> bool:
+        """All micro-batches are done: `gradients` becomes the sum over all processes, of what is owned. Whether
+        the losses of all were finite.
+        """
+        return finite
+
     def clear(self) -> None:
         self.drop_micro_batch()
         self.gradients, self._room, self._added = {}, {}, set()
@@ -109,13 +140,6 @@ class Optimizer:
     def state(self) -> dict[str, Tensor]:
         return self._rule.state()
 
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        mine = self.state()
-        assert mine.keys() == state.keys(), f"optimizer state differs: {sorted(mine.keys() ^ state.keys())[:5]}"
-        for name, tensor in mine.items():
-            tensor.copy_(state[name])
-
 
 def _hook(add: weakref.WeakMethod[Any], name: str, parameter: Tensor) -> None:
     if (still := add()) is not None:
@@ -126,7 +150,7 @@ class _MasterAdamW:
     """torch's fused AdamW on fp32 masters. An fp32 parameter is its own master."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.parameters = parameters = optimizer.parameters
+        self.parameters = parameters = optimizer.owned()
         self.masters = {
             name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for name, p in parameters.items()
         }
@@ -137,7 +161,8 @@ class _MasterAdamW:
             [
                 {"params": [self.masters[n] for n in names], "weight_decay": wd, "lr_scale": scale}
                 for (scale, wd), names in groups.items()
-            ],
+            ]
+            or [{"params": [], "lr_scale": 1.0}],
             lr=1.0,
             betas=optimizer.config.betas,
             eps=optimizer.config.eps,
@@ -182,7 +207,7 @@ class _KahanAdamW:
     KEYS = ("exp_avg", "exp_avg_sq", "lost")
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.parameters, self.config = optimizer.parameters, optimizer.config
+        self.parameters, self.config = optimizer.owned(), optimizer.config
         self.lr_scale, self.decay = optimizer.lr_scale, optimizer.decay
         self.moments = {
             name: {key: torch.zeros_like(p, dtype=torch.bfloat16) for key in self.KEYS}

@@ -169,7 +169,8 @@ def backend(shared: LocalBackend, batch: Batch) -> Iterator[LocalBackend]:
     with torch.no_grad():
         for name, weight in shared.weights():
             weight.copy_(weights[name])
-    shared.optimizer.load(state)
+        for name, tensor in shared.optimizer.state().items():
+            tensor.copy_(state[name])
 
 
 def snapshot(backend: LocalBackend) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -1,0 +1,70 @@
+"""The optimizer's state in files. One process writes whole tensors; each of several writes the flat ranges of them
+that it steps, and lists these in its file. Any number of processes reads either form, and of it only what it steps.
+
+    write_files(folder, [optimizer_file(optimizer, copy=False)])
+    load_optimizer(optimizer, folder)
+"""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from saccade.errors import EnvironmentProblem
+from saccade.system.contents import File, held, tensor_file
+from saccade.trainer.optimizer import COUNTS, Optimizer
+
+
+def optimizer_file(optimizer: Optimizer, *, copy: bool) -> File:
+    """The part of this process."""
+    ranges = {"ranges": json.dumps(optimizer.ranges())} if optimizer.world > 1 else None
+    return _name(optimizer.rank, optimizer.world), tensor_file(held(optimizer.state(), copy=copy), ranges)
+
+
+@torch.no_grad()
+def load_optimizer(optimizer: Optimizer, folder: Path) -> None:
+    """Refuses files that do not hold every number of these parameters exactly once."""
+    mine, ranges, stored = optimizer.state(), optimizer.ranges(), _stored(folder)
+    names = {key: key.partition("/")[2] for key in stored}
+    known = {key for key, name in names.items() if name in ranges or name not in optimizer.parameters}
+    if known != mine.keys():
+        listed = ", ".join(sorted(known ^ mine.keys())[:3])
+        text = "the optimizer's state is of other parameters or of another optimizer"
+        raise EnvironmentProblem(f"{folder}: {text} ({listed}); resume with the options of the run that saved it")
+    for key, tensor in mine.items():
+        parts = sorted(stored[key], key=lambda part: part[0])
+        if key.partition("/")[0] in COUNTS:  # which every file has
+            tensor.copy_(parts[0][1].view_as(tensor))
+            continue
+        size, (first, end) = optimizer.parameters[names[key]].numel(), ranges[names[key]]
+        if [*(start for start, _ in parts), size] != [0, *(start + len(part) for start, part in parts)]:
+            raise EnvironmentProblem(f"{folder}: the files do not hold every number of {key} exactly once")
+        for start, part in parts:
+            low, high = max(start, first), min(start + len(part), end)
+            if low < high:
+                tensor.view(-1)[low - first : high - first] = part[low - start : high - start]
+
+
+def _name(rank: int, world: int) -> str:
+    return "optimizer.safetensors" if world == 1 else f"optimizer-{rank:03}-of-{world:03}.safetensors"
+
+
+def _stored(folder: Path) -> dict[str, list[tuple[int, Tensor]]]:
+    """By key: the first place of each part, and its numbers, which are read from disk when they are used."""
+    from safetensors import safe_open
+
+    found = {path.name for path in folder.glob("optimizer*.safetensors")}
+    world = max((int(name[-15:-12]) for name in found if "-of-" in name), default=1)
+    if missing := {_name(rank, world) for rank in range(world)} - found:
+        listed = ", ".join(sorted(missing))
+        raise EnvironmentProblem(f"{folder}: {listed} is missing; each process of the run wrote one file: copy all")
+    stored = defaultdict(list)
+    for name in sorted(found):
+        with safe_open(folder / name, framework="pt") as file:
+            ranges = json.loads((file.metadata() or {}).get("ranges", "{}"))
+            for key in file.keys():  # noqa: SIM118
+                first, _ = ranges.get(key.partition("/")[2], (0, 0))
+                stored[key].append((first, file.get_tensor(key).reshape(-1)))
+    return stored

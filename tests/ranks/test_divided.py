@@ -1,0 +1,346 @@
+"""Two ranks with a divided optimizer against one process that has all batches, and the files of any number of ranks.
+
+One pair of processes runs all cases; this module is also what they run.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from saccade.algorithms.build import resolve
+from saccade.config import AlgorithmConfig, LoraConfig, TrainConfig
+from saccade.errors import EnvironmentProblem
+from saccade.forest.packing import pack
+from saccade.models import lora
+from saccade.models.families import Family, load_family
+from saccade.models.heads import attach_score
+from saccade.models.load import freeze, load_model
+from saccade.system.contents import write_files
+from saccade.trainer import Loss, Scoring
+from saccade.trainer import optimizer as optimizers
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PolicyLoss, ValueLoss
+from saccade.trainer.optimizer import Optimizer
+from saccade.trainer.optimizer_files import load_optimizer, optimizer_file
+from saccade.types import Batch, Metrics
+
+GRPO = AlgorithmConfig(preset="grpo", kl={"coef": 0})  # type: ignore[arg-type]
+POLICY = PolicyLoss(resolve(GRPO, max_tokens=64), Scoring())
+VISION, EXPERTS, TRAIN = "qwen2_5_vl", "mixtral", TrainConfig()
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Forests 0 to 3 have images, 4 and 5 are text only."""
+
+    deal: tuple[tuple[int, ...], tuple[int, ...]] = ((0, 2, 4), (1, 3, 5))
+    train: TrainConfig = TRAIN
+    dtype: torch.dtype = torch.float32
+    family: str = VISION
+    loss: Loss = POLICY
+    change: Callable[[Any, Family], None] = lambda model, family: None
+
+
+def adapt(model: Any, family: Family, dropout: float = 0.0) -> None:
+    lora.add(model, family, LoraConfig(rank=4, dropout=dropout), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in lora.adapters(model).values():  # no longer zero, else half of them had no gradient
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+CASES = {
+    "text on one rank": Case(((0, 1, 2, 3), (4, 5))),
+    "five and one": Case(((0, 1, 2, 3, 4), (5,))),
+    "six and none": Case(((0, 1, 2, 3, 4, 5), ())),
+    "no image anywhere": Case(((4,), (5,)), TrainConfig(optimizer="adamw_bf16")),
+    "out of memory": Case(),
+    "frozen tower": Case(change=lambda model, family: freeze(model, family, "freeze:vision")),
+    "only a tower": Case(((0, 1, 4), (5,)), change=lambda model, family: freeze(model, family, "freeze:llm")),
+    "critic": Case(loss=ValueLoss(0.2), change=lambda model, family: attach_score(model, seed=0)),
+    "kahan": Case(train=TrainConfig(optimizer="adamw_bf16")),
+    "bf16": Case(((0,), (4,)), TrainConfig(grad_norm=1e9), torch.bfloat16),  # not clipped: equal to the bit
+    "nan": Case(),
+    "experts": Case(((0,), (1, 2)), train=TrainConfig(aux_coef=0.1), family=EXPERTS),
+} | ({"lora": Case(change=adapt)} if find_spec("peft") else {})
+
+
+def made(case: Case, family: Family, optimizer: type[Optimizer] = Optimizer) -> LocalBackend:
+    model = load_model(family, dtype=case.dtype, device=torch.device("cpu"))
+    case.change(model, family)
+    return LocalBackend(model, family, case.train, optimizer=optimizer)
+
+
+def weights_of(backend: LocalBackend) -> Tensors:
+    return {name: p.detach().clone() for name, p in backend.model.named_parameters()}
+
+
+def train(backend: LocalBackend, case: Case, batches: list[Batch], tokens: int | None = None, steps: int = 3) -> Any:
+    """Gradients of the first step, the metrics of each, whether it was skipped, and the weights after all."""
+    optimizer, gradients = backend.optimizer, dict[str, Any]()
+    assert optimizer is not None
+    step = optimizer.step
+
+    def seen(lr: float, *, norm: torch.Tensor) -> None:
+        for name, gradient in () if gradients else optimizer.gradients.items():
+            gradients[name] = optimizer.ranges()[name], gradient.detach().clone().reshape(-1)
+        step(lr, norm=norm)
+
+    optimizer.step = seen  # type: ignore[method-assign]
+    updates = [backend.train_step(batches, case.loss, lr=1e-3, tokens=tokens) for _ in range(steps)]
+    return gradients, [u.metrics for u in updates], [u.skipped for u in updates], weights_of(backend)
+
+
+# -- a rank ------------------------------------------------------------------------------------------
+
+
+def rank_main(rank: int, folder: Path) -> None:
+    import torch.distributed as dist
+
+    from saccade.plugins.ranks.divided import DividedOptimizer
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    paths, forests = pickle.loads((folder / "forests.pkl").read_bytes())
+    families = {name: load_family(path) for name, path in paths.items()}
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        optimizers.LARGE = 1 if name == "five and one" else 8_000_000  # every gradient is added by a hook
+        backend = made(case, families[case.family], DividedOptimizer)
+        batches = dealt(name, forests)[rank]
+        if name == "out of memory" and rank == 1:
+            run_out_of_memory(backend.model)
+        tokens = sum(b.tokens for part in dealt(name, forests) for b in part)
+        assert isinstance(backend.optimizer, DividedOptimizer)
+        found[name] = *train(backend, case, batches, tokens), backend.optimizer.same_everywhere()
+        if name in ("critic", "lora") and rank == 0:
+            write_files(folder / name, [*backend.model_files(), *backend.state_files()])
+    stored = {"bf16": CASES["bf16"], "kahan": CASES["kahan"]}
+    if "lora" in CASES:
+        stored["dropout"] = Case(change=partial(adapt, dropout=0.5))
+    for name, case in stored.items():
+        found[f"files of {name}"] = resumed(folder / "files" / name, rank, case, families[VISION], forests)
+    found["small"] = [small(kind, DividedOptimizer) for kind in ("adamw", "adamw_bf16")]
+    (folder / f"{rank}.pkl").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
+
+
+def small(kind: Any, optimizer: type[Optimizer]) -> Any:
+    """Weights, what is owned and counted of three numbers: too few for a second rank."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    one = optimizer([("p", parameter)], TrainConfig(optimizer=kind), lr_scale=lambda name: 1.0)
+    for _ in range(2):
+        one.begin()
+        one.start_micro_batch()
+        parameter.sum().backward()
+        one.end_micro_batch()
+        one.reduce(finite=True)
+        one.step(0.1, norm=one.norm())
+    return parameter.tolist(), one.ranges(), one.updates()
+
+
+def run_out_of_memory(model: Any) -> None:
+    """Its first forest does not fit, nor does a half of it."""
+    calls: list[int] = []
+
+    def hook(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) <= 2:
+            raise torch.OutOfMemoryError("simulated")
+
+    model.model.language_model.layers[1].register_forward_pre_hook(hook)
+
+
+def resumed(folder: Path, rank: int, case: Case, family: Family, forests: Any) -> list[bool]:
+    """From two ranks to one process and back: whether the state is the same, and the next weights."""
+    import torch.distributed as dist
+
+    from saccade.plugins.ranks.divided import DividedOptimizer
+
+    batches = [forests[VISION][place] for place in ((0,), (4,))[rank]]
+    first = made(case, family, DividedOptimizer)
+    weights = train(first, case, batches, steps=2)[-1]
+    write_files(folder / "two", first.state_files())
+    dist.barrier()
+    if rank == 0:
+        alone = made(case, family)
+        alone.load_state(folder / "two")
+        write_files(folder / "one", alone.state_files())
+    dist.barrier()
+    second = made(case, family, DividedOptimizer)
+    with torch.no_grad():
+        for name, parameter in second.model.named_parameters():
+            parameter.copy_(weights[name])
+    second.load_state(folder / "one")
+    same = equal(*(backend.optimizer.state() for backend in (first, second) if backend.optimizer is not None))
+    after = [train(backend, case, batches, steps=1)[-1] for backend in (first, second)]
+    return [same, equal(*after), not equal(weights, after[0])]
+
+
+def equal(one: Tensors, other: Tensors) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def dealt(name: str, forests: dict[str, list[Batch]]) -> list[list[Batch]]:
+    """The batches of each rank."""
+    case = CASES[name]
+    parts = [[forests[case.family][place] for place in places] for places in case.deal]
+    if name == "nan":
+        parts[1][0] = replace(parts[1][0], advantages=np.full(len(parts[1][0].reads), np.nan, np.float32))
+    return parts
+
+
+# -- one process, and what both found ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def forests(family_of: Any, grow: Any) -> dict[str, list[Batch]]:
+    rng = np.random.default_rng(0)
+
+    def forest(name: str, uid: int, images: int) -> Batch:
+        family = family_of(name)
+        [one] = pack([grow(rng, family, uid=f"g{uid}", images=images)], positions=family.positions, micro_tokens=9999)
+        values, returns = (rng.standard_normal(len(one.reads)).astype(np.float32) for _ in range(2))
+        scales = np.full(len(one.reads), 0.01, np.float32)
+        return replace(one, values=values, returns=returns, scales=scales)
+
+    return {
+        VISION: [forest(VISION, uid, int(uid < 4)) for uid in range(6)],
+        EXPERTS: [forest(EXPERTS, uid, 0) for uid in range(3)],
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: Any, family_of: Any, forests: dict[str, list[Batch]]) -> Any:
+    """By case: what one process finds, and what each of two ranks finds; and their folder."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "forests.pkl").write_bytes(pickle.dumps(({name: family_of(name).path for name in forests}, forests)))
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.ranks.test_divided"]
+    logs = [(folder / f"{rank}.log").open("wb") for rank in range(2)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(folder)], cwd=root, env=environment, stdout=log, stderr=log)
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        alone = {
+            name: train(made(case, family_of(case.family)), case, [b for part in dealt(name, forests) for b in part])
+            for name, case in CASES.items()
+        }
+        codes = [process.wait(timeout=200) for process in ranks]
+    finally:
+        for process, log in zip(ranks, logs, strict=True):
+            process.kill()
+            process.wait()
+            log.close()
+    said = [(folder / f"{rank}.log").read_text() for rank in range(2)]
+    assert codes == [0, 0] and not any("FutureWarning" in text for text in said), said
+    return alone, [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in range(2)], folder
+
+
+def distance(got: Tensors, wanted: Tensors) -> float:
+    """The largest difference of a tensor, over the norm of all."""
+    assert got.keys() == wanted.keys()
+    whole = torch.stack([tensor.double().norm() for tensor in wanted.values()]).norm()
+    return max(float((got[name].double() - wanted[name].double()).norm() / whole) for name in wanted)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one_process_does(results: Any, name: str) -> None:
+    (gradients, metrics, skipped, weights), ranks = results[0][name], [found[name] for found in results[1]]
+    assert all(found[2] == skipped == [name == "nan"] * 3 and found[4] for found in ranks)
+    assert equal(ranks[0][3], ranks[1][3])
+    summed = {key: torch.full_like(gradient, torch.nan) for key, (_, gradient) in gradients.items()}
+    for found in ranks:
+        for key, ((first, end), gradient) in found[0].items():
+            summed[key][first:end] = gradient
+    if name == "bf16":
+        assert equal(ranks[0][3], weights) and all(torch.equal(summed[key], g) for key, (_, g) in gradients.items())
+    elif name != "nan":
+        assert distance(summed, {key: gradient for key, (_, gradient) in gradients.items()}) <= 1e-6
+        assert distance(ranks[0][3], weights) <= 1e-6
+    for step, wanted in enumerate(metrics):
+        merged = Metrics()
+        merged.merge(*(found[1][step] for found in ranks))
+        if name == "out of memory":
+            assert merged.means()["mem/oom_splits"] == (2 if step == 0 else 0)
+            del merged.sums["mem/oom_splits"], wanted.sums["mem/oom_splits"]
+        assert merged.means() == pytest.approx(wanted.means(), rel=1e-5, abs=1e-6, nan_ok=True)
+        assert merged.sums == {key: pytest.approx(v, rel=1e-5, abs=1e-6, nan_ok=True) for key, v in wanted.sums.items()}
+
+
+def test_weights_that_are_views_are_written_whole(results: Any) -> None:
+    _, (found, _), folder = results
+    assert equal(load_file(folder / "critic" / "weights.safetensors"), found["critic"][3])
+    if "lora" in found:
+        stored = load_file(folder / "lora" / "adapter" / "adapter_model.safetensors")
+        weights = {f"base_model.model.{n.replace('.default.', '.')}": w for n, w in found["lora"][3].items()}
+        assert stored and all(torch.equal(weights[name], tensor) for name, tensor in stored.items())
+
+
+def test_state_goes_from_two_ranks_to_one_process_and_back(results: Any) -> None:
+    _, ranks, folder = results
+    checked = [name for name in ranks[0] if name.startswith("files of ")]
+    assert len(checked) >= 2
+    for name in checked:  # state, the next weights, and that they moved
+        assert [found[name] for found in ranks] == [[True] * 3] * 2, name
+    files = sorted(path.name for path in (folder / "files" / "bf16" / "two").iterdir())
+    assert files == ["optimizer-000-of-002.safetensors", "optimizer-001-of-002.safetensors"]
+
+
+def test_a_rank_may_have_nothing_to_step(results: Any) -> None:
+    ranks = [found["small"] for found in results[1]]
+    for kind, of_one, of_other in zip(("adamw", "adamw_bf16"), *ranks, strict=True):
+        assert of_one[0] == of_other[0] == small(kind, Optimizer)[0] and of_one[0][0] < 1
+        assert [of_one[1:], of_other[1:]] == [({"p": (0, 3)}, 2), ({}, 2)]
+
+
+def test_files_of_three_ranks_are_read_and_incomplete_ones_refused(tmp_path: Path) -> None:
+    def fresh() -> Optimizer:
+        named = {"matrix": torch.nn.Parameter(torch.ones(40, 5)), "bias": torch.nn.Parameter(torch.ones(7))}
+        return Optimizer(named.items(), TRAIN, lr_scale=lambda name: 1.0)
+
+    one, other = fresh(), fresh()
+    for tensor in one.state().values():
+        tensor.copy_(torch.rand(tensor.shape))
+    cuts: list[Any] = [{"matrix": (0, 64)}, {"matrix": (64, 128)}, {"matrix": (128, 200), "bias": (0, 7)}]
+
+    def write(rank: int, ranges: dict[str, tuple[int, int]]) -> None:
+        state = {}
+        for key, tensor in one.state().items():
+            kind, _, name = key.partition("/")
+            if name in ranges:
+                first, end = ranges[name]
+                state[key] = tensor if kind == "step" else tensor.reshape(-1)[first:end].clone()
+        part: Any = SimpleNamespace(rank=rank, world=3, ranges=lambda: ranges, state=lambda: state)
+        write_files(tmp_path, [optimizer_file(part, copy=True)])
+
+    for rank, ranges in enumerate(cuts):
+        write(rank, ranges)
+    load_optimizer(other, tmp_path)
+    assert equal(one.state(), other.state())
+    for wrong in ((60, 128), (64, 120)):
+        write(1, {"matrix": wrong})
+        with pytest.raises(EnvironmentProblem, match="every number of exp_avg/matrix exactly once"):
+            load_optimizer(other, tmp_path)
+    (tmp_path / "optimizer-001-of-003.safetensors").unlink()
+    with pytest.raises(EnvironmentProblem, match=r"optimizer-001-of-003\.safetensors is missing"):
+        load_optimizer(other, tmp_path)
+
+
+if __name__ == "__main__":
+    rank_main(int(sys.argv[1]), Path(sys.argv[2]))
