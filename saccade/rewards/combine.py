@@ -118,10 +118,8 @@ def _reward(recipe: RewardRecipe, pairs: Pairs) -> float | None:
     gate = None if recipe.gate is None else pairs[recipe.gate][1]
     if gate is not None and gate.kind != "value":
         return None
-    shaping = 0.0
-    for term, score in pairs:
-        if term.kind == "shaping" and score.kind == "value":
-            shaping += term.weight * score.value
+    shaped = [term.weight * score.value for term, score in pairs if term.kind == "shaping" and score.kind == "value"]
+    shaping = sum(shaped, 0.0)
     return shaping if gate is not None and gate.value <= 0 else COMBINATIONS[recipe.combination](values) + shaping
 
 

@@ -44,15 +44,15 @@ def resolve_recipes(
     if prompt_format not in FORMATS:
         raise unknown("prompt.format", prompt_format, FORMATS)
 
-    def recipe(where: str, rows: Sequence[RewardTerm]) -> RewardRecipe:
+    def recipe(where: str, value: Any) -> RewardRecipe:
+        rows = read_terms(where, value)
         if overlong and overlong[0]:
             penalty = dict(zip(("buffer", "factor", "limit"), overlong, strict=True))
             rows = [*rows, RewardTerm(verifier="overlong", args=penalty)]
         terms = tuple(_term(where, row, prompt_format, max_tokens) for row in rows)
         return _recipe(where, terms, config)
 
-    wheres = {source: f"reward.by_source.{source}" for source in config.by_source}
-    recipes = {source: recipe(where, read_terms(where, config.by_source[source])) for source, where in wheres.items()}
+    recipes = {source: recipe(f"reward.by_source.{source}", value) for source, value in config.by_source.items()}
     default = recipes.pop("default", None)
     if not config.terms and config.preset is None:
         if not config.by_source:

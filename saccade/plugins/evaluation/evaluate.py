@@ -174,17 +174,16 @@ def _media(record: Mapping[str, Any]) -> Media:
     return decode(Media, {**sizes, **stored})
 
 
-def _has_files(record: Mapping[str, Any], *, there: bool = False) -> bool:
-    """Whether a medium, or each image of a video, has a path; `there`: with a file at it."""
-    paths = [picture.get("path") for picture in record.get("pictures") or [record]]
-    return all(path and (not there or Path(path).is_file()) for path in paths)
+def _has_files(record: Mapping[str, Any]) -> bool:
+    """Whether the file of a medium, or of each image of a video, is still there."""
+    return all(image.get("path") and Path(image["path"]).is_file() for image in record.get("pictures") or [record])
 
 
 def _require_pictures(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
     """Where a judge or a service looks at them, each must still be where it was."""
     if config.reward.judge.send_images or config.reward.remote.send_images:
         records = [record for row in rows for record in row["media"]]
-        gone = [r for r in records if not _has_files(r, there=True)]
+        gone = [r for r in records if not _has_files(r)]
         if gone:
             first = gone[0]["path"] or gone[0]["hash"][:12]
             missing = f"{len(gone)} of {len(records)} images have no file, such as {first}"
