@@ -13,7 +13,6 @@ Everything that can be wrong with `reward:` is refused when the scorer is built.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -179,7 +178,7 @@ class Scorer:
 
     def _service(self, term: Term) -> Service:
         """One for all terms that are alike."""
-        key = json.dumps([term.verifier, term.args], sort_keys=True, default=str)
+        key = repr((term.verifier, sorted(term.args.items())))
         if key not in self.services:
             self.services[key] = (term.name, SERVICES[term.verifier](self.config, term.args))
             self.services[key][1].check()

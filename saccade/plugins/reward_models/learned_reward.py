@@ -34,8 +34,6 @@ from saccade.rewards.reward_sample import RewardSample
 from saccade.trainer.local import LocalBackend
 from saccade.types import Group, Media, Message, Sample, Trajectory
 
-TOO_LONG = "unscored: longer than the reward model can read"
-
 
 class LearnedReward:
     def __init__(
@@ -140,7 +138,7 @@ class LearnedReward:
                 keys.append(f"unreadable: {type(error).__name__}: {error}")
                 continue
             fits = len(read.ids) <= self.family.max_positions
-            keys.append(read.key if fits else TOO_LONG)
+            keys.append(read.key if fits else "unscored: longer than the reward model can read")
             if fits:
                 members.setdefault(asked, []).append(read)
         question = Sample(id="", messages=())

@@ -6,7 +6,6 @@
     batches, loss = rows.prepare(rows.load(config.data.train).samples)
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf, isfinite, nan
@@ -148,7 +147,7 @@ class Process:
             return sample
 
         # A length that is remembered is that of a row whose placeholders were found.
-        mark = hashlib.blake2b(config.reward_model.placeholder.encode(), digest_size=4).hexdigest()
+        mark = config.reward_model.placeholder.encode().hex()
         read = (f"steps-{mark}", lambda messages: self._read("", messages).ids[:-1])
         return questions.load_worded(config, sources, family, word, limit="reward_model.max_tokens", read=read)
 
