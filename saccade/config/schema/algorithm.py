@@ -49,7 +49,9 @@ class KLConfig(Section):
     controller: Literal["fixed", "adaptive"] = option("fixed", "adaptive: coef moves the KL to target.", when=REFERENCE)
     target: float = option(0.1, "KL per token that the adaptive coef aims at.", gt=0, when=(REFERENCE, ADAPTIVE))
     horizon: float = option(10_000, "Sequences in which coef may double or halve.", gt=0, when=(REFERENCE, ADAPTIVE))
-    update: Literal["none", "copy", "ema"] = option("none", "Reference: fixed, the policy, or a blend.", when=REFERENCE)
+    update: Literal["none", "copy", "ema"] = option(
+        "none", "What becomes of the reference: nothing, the policy, or a blend with it.", when=REFERENCE
+    )
     update_every: int = option(512, "Steps between two updates of the reference.", ge=1, when=(REFERENCE, MOVING))
     ema: float = option(0.6, "Share of the policy in each blend.", gt=0, le=1, when=(REFERENCE, BLENDED))
 
@@ -59,7 +61,9 @@ class FilterConfig(Section):
     low: float = option(0.01, "Keep a group when its mean outcome is above this.", when=DYNAMIC, allow_inf_nan=True)
     high: float = option(0.99, "Keep a group when its mean outcome is below this.", when=DYNAMIC, allow_inf_nan=True)
     max_rounds: int = option(10, "Generation rounds before giving up on refilling.", ge=1, when=DYNAMIC)
-    on_exhausted: Literal["train_partial", "skip", "stop"] = option("train_partial", "What happens then.", when=DYNAMIC)
+    on_exhausted: Literal["train_partial", "skip", "stop"] = option(
+        "train_partial", "Then train on the groups there are, skip the step, or stop.", when=DYNAMIC
+    )
     keep_surplus: bool = option(False, "Carry kept groups that the step has no room for to the next one.", when=DYNAMIC)
     function: str | None = option(None, "file.py:name; takes the scored groups, returns those to train on.", path=True)
 
@@ -133,7 +137,7 @@ class AlgorithmConfig(Section):
     correct: tuple[CorrectionConfig, ...] = option((), "Corrections of the engine/trainer log-prob gap (name or list).")
     self_normalise: bool = option(False, "Correction weights average to 1.", when=WEIGHING)
     denominator: Literal["original", "kept"] = option(
-        "original", "Divide by all live tokens or by kept ones.", when=DROPPING
+        "original", "Divide the policy loss by all live tokens, or by those that filters kept.", when=DROPPING
     )
     # who takes part
     drop_constant: bool = option(False, "Leave members of constant groups out of the update.", when=GROUPS)

@@ -38,7 +38,9 @@ class DataConfig(Section):
     mapping: str | None = option(None, "Reader of other preference layouts: hpdv3 … or file.py:function.", path=True)
     pair_view: Literal["apart", "verdict"] = option("apart", "verdict: one prompt with both asks for the better one.")
     pair_order_seed: int = option(0, "Draws for each compared pair which candidate is shown first; stored in the row.")
-    placeholder: Literal["strict", "prepend"] = option("prepend", "Rows without <image>: refuse, or put media first.")
+    placeholder: Literal["strict", "prepend"] = option(
+        "prepend", "Media but no <image> in the text: prepend puts them first, strict refuses the row."
+    )
     min_pixels: int = option(3136, "Images below are scaled up.", ge=1)
     max_pixels: int = option(1_003_520, "Images above are scaled down.", ge=1)
     max_images: int = option(64, "Most images and other media in one prompt; rows with more are bad rows.", ge=0)

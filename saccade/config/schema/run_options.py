@@ -67,7 +67,7 @@ class SaveConfig(Section):
     every: int = option(50, "Checkpoint every N steps; 0: only at the end.", ge=0)
     keep: int = option(3, "Newest checkpoints to keep, the best one beside them.", ge=1)
     background: bool = option(True, "Copy the state to main memory and write it while training goes on, if it fits.")
-    best_metric: str | None = option(None, "Metric of the best checkpoint; empty: accuracy or score of the first set.")
+    best_metric: str | None = option(None, "Such as val/SET/accuracy; empty: accuracy or score of the first set.")
 
 
 class TrackConfig(Section):

@@ -33,7 +33,7 @@ class TrainConfig(Section):
     epochs: float = option(1.0, "Passes over the data when run.max_steps is empty; sft: 2 unless set.", gt=0)
     micro_tokens: int = option(16_384, "Tokens of one forward and backward, media tokens included.", ge=1)
     lr: float = option(1e-6, "Peak learning rate; sft 5e-6, dpo 1e-5, reward-model 9e-6 (process 1e-6).", gt=0)
-    lr_scale: dict[str, float] = option({}, "Scale of vision, projector, llm, audio, series.", when=TRAINED_TOWERS)
+    lr_scale: dict[str, float] = option({}, "lr factors: vision, projector, llm, audio, series.", when=TRAINED_TOWERS)
     schedule: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = option(
         "constant", "Shape of the learning rate; but for rl cosine_with_min_lr unless set."
     )
@@ -87,7 +87,9 @@ class RewardModelConfig(Section):
     heads: dict[str, float] = option(
         {"preference": 1.0}, "scalar: named scores and their weights; rows label them in `labels`.", when=SCALAR
     )
-    pooling: Literal["last", "mean", "attention"] = option("last", "scalar: what the head reads.", when=SCALAR)
+    pooling: Literal["last", "mean", "attention"] = option(
+        "last", "scalar: what is scored: the last token, or an average over the response.", when=SCALAR
+    )
     pooling_heads: int | None = option(None, "attention: number of heads; empty: 4.", ge=1, when=(SCALAR, ATTENTION))
     probe_layer: int = option(-1, "scalar: block that is scored, -1 the last; those above are left out.", when=SCALAR)
     head: Literal["linear", "mlp"] = option("linear", "scalar: mlp is linear, RMSNorm, SiLU, linear.", when=SCALAR)

@@ -9,6 +9,7 @@ N patches, F frames in a patch (of an image 1, which is seen F times).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,8 @@ class Tower:
         self.window, self.pace = vision.get("window_size", 112), self.frames * vision.get("tokens_per_second", 4)
         self.table = vision.get("num_position_embeddings")  # Qwen3-VL: learned places of a square
         self.mean, self.std = tuple(processor.get("image_mean", CLIP_MEAN)), tuple(processor.get("image_std", CLIP_STD))
-        self.kept = ImageCache(CACHE_BYTES, make=self.patches)
+        # Made by a copy, which has no cache: a circle of references would keep old patches in memory.
+        self.kept = ImageCache(CACHE_BYTES, make=copy(self).patches)
 
     def measure(self, media: Media) -> tuple[tuple[int, int, int], int]:
         """Grid and placeholder count from the header alone."""

@@ -88,5 +88,5 @@ def _try_out(encoder: str, module: nn.Module, values: Tensor, shape: Sequence[in
         raise _refusal(encoder, f"forward gives numbers that are not finite, of a series {list(values.shape)} that is")
     if (first - second).abs().max() > CLOSE * max(1e-6, float(first.abs().max())):
         raise _refusal(
-            encoder, "two forwards of one series differ; remove dropout and noise, and leave its input as it is"
+            encoder, "two forwards of the same series differ; remove dropout and noise, and leave its input as it is"
         )
