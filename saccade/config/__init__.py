@@ -18,7 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from saccade.config.notation import other_names, parse, write
-from saccade.config.schema import *  # noqa: F403 (whoever loads a config finds its sections here, too)
+from saccade.config.schema import *  # noqa: F403 (sections can be imported from here, too)
 from saccade.config.schema import Config, DataSource, RewardTerm, Section, options
 from saccade.config.schema.presets import cells_of, row_of
 from saccade.config.schema.section import WORDS
@@ -38,7 +38,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def defaults_for(command: str | None, config: Config) -> dict[str, Any]:
-    """The defaults of a command, by dotted name; a kind of it may have its own."""
+    """The defaults of a command, by dotted name; a kind of it may have others."""
     kind = {"dpo": config.dpo.loss, "reward-model": config.reward_model.kind}.get(command or "", "")
     return DEFAULTS.get(command or "", {}) | DEFAULTS.get(f"{command} {kind}", {})
 
@@ -122,7 +122,7 @@ def _keep_given(section: Section, given: Section) -> None:
 
 
 def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:
-    """A tree of our own, whatever the source."""
+    """The source as a new tree."""
     if source is None:
         return {}
     if isinstance(source, Config):

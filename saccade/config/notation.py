@@ -1,7 +1,7 @@
 """How values are written in config files and overrides, and the names in `other_names.yaml`.
 
 YAML, with two differences from its version 1.1: only true and false are truth values (`off` and
-`no` are words), and 1e-6 is a number. Dates, octal and base-60 numbers stay text. Knows no option.
+`no` are words), and 1e-6 is a number. Dates, octal and base-60 numbers stay text.
 
     >>> parse("{a: off, b: 1e-6, c: 2024-01-01}")
     {'a': 'off', 'b': 1e-06, 'c': '2024-01-01'}

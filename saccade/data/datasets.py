@@ -1,4 +1,4 @@
-"""Rows of all sources as one data set, with what was set aside and why.
+"""Rows of all sources as one data set, with what was excluded and why.
 
 Reads headers, not pixels. A bad row is quarantined with its id and reason, never replaced; too
 many of them stop the run. How long a prompt is depends on the model, so the caller passes the
@@ -54,8 +54,8 @@ def load(
     marks: Collection[str] = (),
 ) -> Dataset:
     """Read the sources. `length` counts tokens; prompts over the limit follow `config.overlong`.
-    `change` makes rows of a layout of its own into rows of a known format. `limit` names the option
-    that max_prompt_tokens stands for, where a command has its own; its `length` then refuses rows
+    `change` turns rows of another layout into rows of a supported format. `limit` names the option
+    that max_prompt_tokens stands for, where a command has another one; its `length` then refuses rows
     that others take. `marks`: kinds of media that the model is there for, whose placeholder is
     never plain text.
     """
@@ -94,7 +94,7 @@ def load(
 
 
 def _limit(source: DataSource, sources: Sequence[DataSource], config: DataConfig, *, rows: int) -> int | None:
-    """How many rows to read: its own limit and its share in that of the whole mixture."""
+    """How many rows to read: the limit of the source and its share in that of the whole mixture."""
     limits = [source.max_samples]
     if config.max_samples is not None and source.weight is None:
         limits.append(max(0, config.max_samples - rows))

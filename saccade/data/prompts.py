@@ -93,7 +93,7 @@ def _question(sample: Sample, message: Message, config: PromptConfig, instructio
 
 
 def _added(text: str, addition: str, position: str) -> str:
-    """Text with an addition on lines of its own. Images at the start stay there."""
+    """Text with an addition on separate lines. Images at the start stay there."""
     if not addition or addition in text:
         return text
     if position == "after":

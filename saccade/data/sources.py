@@ -71,7 +71,7 @@ def open_source(source: DataSource, *, allow_network: bool = False) -> Container
 
 
 def set_names(sources: Sequence[DataSource]) -> list[str]:
-    """What each is called where it is a set of its own; nothing is opened for it."""
+    """The name of each source as a separate set; nothing is opened for it."""
     names: list[str] = []
     for source in sources:
         name = source.name or stem_of(Path(parse_address(source.path).path))

@@ -88,7 +88,7 @@ class Kind:
     calls: tuple[str, ...] = ()  # syntaxes, the usual one first
     tools: tuple[str, ...] = ()
     explain: Callable[[EnvConfig, Mapping[str, str]], str] = lambda env, own: ""  # `own`: tools of the user
-    rewards: bool = False  # gives rewards of its own
+    rewards: bool = False  # gives rewards
     make: Callable[[EnvConfig, Setting, Own], Environment] | None = None
     installed: Callable[..., Environment] | None = None  # a class of an installed package
     check_row: Callable[[Sample], None] | None = None  # raises ValueError for a row of no use

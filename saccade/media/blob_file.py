@@ -1,7 +1,7 @@
 """Encoded files that came inside of rows: on disk until they are read, not in memory.
 
 While rows are loaded, `Spill` appends such files to one of the data set, each content once, and a
-medium keeps an `Extent` of it. That file has no name: nobody else can delete it, and it is gone with
+medium keeps an `Extent` of it. That file has no name: no other process can delete it, and it is gone with
 the process, however that ends. Other processes are sent what they need.
 
     media = Spill()(open_media(data))
@@ -39,7 +39,7 @@ def encoded(media: Media) -> bytes:
 
 
 def require_unchanged(media: Media) -> None:
-    """For whoever reads the file at its path: as `encoded`, without taking it into memory."""
+    """As `encoded`, for code that reads the file at its path: nothing is held in memory."""
     _require(media, _read(media, lambda file: hashlib.file_digest(file, "sha256")))
 
 

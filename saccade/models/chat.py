@@ -126,7 +126,7 @@ class Chat:
 
     @cached_property
     def knows_tools(self) -> bool:
-        """Whether the template has a place of its own for what a tool says, images included. One
+        """Whether the template has a separate place for what a tool says, images included. One
         that merely prints the role would show the model a word that it never saw there.
         """
         picture = () if self.placeholder is None else (Media(hash=PROBE, width=1, height=1, path=PROBE),)

@@ -29,7 +29,7 @@ HASHED = 64 << 20  # bytes that a thread hashes
 
 def require_whole(folder: Path) -> None:
     """Refuse weights that were cut short, before anything is made of them. A folder without any is
-    left to whoever needs some.
+    left to the code that needs some.
     """
     for shard in shards(folder):
         found = header_of(folder / shard)

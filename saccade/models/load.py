@@ -78,7 +78,7 @@ def load_model(
 
 @torch.no_grad()
 def _require_plain_head(model: Any, family: Family) -> None:
-    """Of a decoder that nobody has looked at: one that scales its logits behind the head would be
+    """For a decoder of the generic family: one that scales its logits behind the head would be
     sampled from and trained as another policy than the one that is deployed, and engine and trainer
     would agree on it.
     """

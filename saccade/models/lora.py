@@ -220,7 +220,7 @@ def files(model: Any, *, copy: bool = False) -> list[File]:
     tensors = {name: on_host(p, copy=copy) for name, p in adapters(model).items()}
     return [
         ("", pretrained(model, state)),
-        (FOLDER, model.peft_config[NAME].save_pretrained),  # settings, which nobody changes
+        (FOLDER, model.peft_config[NAME].save_pretrained),  # settings, which never change
         (f"{FOLDER}/{WEIGHTS}", tensor_file(tensors, {"format": "pt"})),
     ]
 

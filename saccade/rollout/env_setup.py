@@ -1,5 +1,5 @@
 """Where environments live: built-in ones in this process, those of the user wherever the table
-`environment_hosts` says, as calls that nobody waits for.
+`environment_hosts` says, as calls that do not block.
 
     make = environments(config.env, order=("answer_tag",), think_prefilled=False)
     environment = make()

@@ -41,7 +41,7 @@ GREEDY = -1  # the repeat of a rollout that is a baseline: scored, never trained
 class Limits:
     max_turns: int = 1
     max_images: int = 64
-    max_turn_tokens: int | None = None  # in place of sampling's own limit
+    max_turn_tokens: int | None = None  # in place of the limit in sampling
     max_total_tokens: int = 32_768
     min_turn_tokens: int = 1  # tokens that an observation must leave for the next turn
     max_tool_errors: int | None = None
@@ -78,7 +78,7 @@ class _World:
         """What the environment says; an exception in its place when that failed."""
         try:
             outcome = function()
-        except Exception as error:  # foreign code, when a caller gave us an object of its own
+        except Exception as error:  # the user's code, when a caller passed an object
             outcome = Failed(raised_at(error))
         if isinstance(outcome, EnvironmentCall):
             pending = outcome
@@ -159,7 +159,7 @@ def episode(
 ) -> Generator[Request | EnvironmentCall, Any, Trajectory]:
     """Runs until the environment is done or a limit strikes; the reason is always recorded.
 
-    Nobody is told the limit of turns, so an episode under a smaller one is the beginning of this
+    The limit of turns is in no prompt, so an episode under a smaller one is the beginning of this
     one. `on_mark` gets it as it would have ended, for each of `limits.marks` that would have.
     """
     family, sampling, limits = play.family, play.sampling, play.limits

@@ -35,7 +35,7 @@ class RewardStream:
     """Takes trajectories as they finish, gives back groups with rewards when all are in."""
 
     def __init__(self, scorer: Scorer | None, family: Family, *, step: int = 0) -> None:
-        """Without a scorer the environment's own rewards count."""
+        """Without a scorer the environment's rewards count."""
         self.scorer, self.family, self.step = scorer, family, step
         self._pending: dict[tuple[str, int], Future[Scored]] = {}
         self._questions: dict[str, RewardSample] = {}  # what the members of a group have in common
@@ -122,7 +122,7 @@ def free_memory_for_rewards(engine: Engine, scorer: Scorer | None) -> None:
 
 
 def dropped_together(group: Group) -> Group:
-    """Where a reward failed that costs the whole group, nobody else is compared either."""
+    """Where a reward failed that costs the whole group, no other member is compared either."""
     if not drops_group(t.reason for t in group.everyone):
         return group
 
@@ -167,7 +167,7 @@ def thinks(trajectory: Trajectory, family: Family) -> bool:
 
 
 def seen_by_reward(question: RewardSample, trajectory: Trajectory, family: Family) -> RewardSample:
-    """What a reward may look at: the policy's own text, never prompt and response in one."""
+    """What a reward may look at: the policy's text, never prompt and response in one."""
     added = trajectory.messages[trajectory.context :]
     turns = tuple(m.text for m in added if m.role == "assistant")
     return replace(

@@ -26,7 +26,7 @@ from saccade.system.contents import File, write_files
 
 # Files of a model folder that a checkpoint makes anew.
 OWN_FILES = re.compile(r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|(adapter_)?config\.json)$")
-# What reads images: a file of its own, or a part of that of the whole processor.
+# Settings of the image processor: a separate file, or a part of that of the whole processor.
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 Shape = tuple[str, tuple[int, ...]]  # name and shape of a parameter
 HASHED_UP_TO = 64 << 20  # larger files of its state are compared by size

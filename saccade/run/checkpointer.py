@@ -43,7 +43,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def begin(self, backend: LocalBackend, parts: Mapping[str, Any], *, first: int, total: int) -> None:
-        """What is saved; `parts` have state of their own beside the backend's. Refuses a disk that
+        """What is saved; `parts` have state beside the backend's. Refuses a disk that
         has no room for one checkpoint of the steps `first` to `total`.
         """
         self._backend, self._parts, self._total = backend, parts, total
@@ -72,7 +72,7 @@ class Checkpointer:
             weights = [(name, shape) for name, shape, _ in self._backend.weight_shapes()]
             keep, best = self.options.keep, progress.best_step
             write = partial(checkpoint.write, self.folder, progress.step, files, weights, keep=keep, best=best)
-            del files  # whoever writes them may give their memory back
+            del files  # the writer may free their memory
             if copy:
                 self._writing = progress.step, self._thread.submit(_timed, [write])
             else:

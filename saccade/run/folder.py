@@ -1,7 +1,7 @@
 """The folder of a run: created once, locked while a process writes to it, compared with the config
 on resume.
 
-Refuses to know what the metrics, rollouts and checkpoints inside it mean.
+What the metrics, rollouts and checkpoints inside it mean is not known here.
 
     with RunFolder.open(options, texts, command="rl", manifest={"data": hashes}) as folder:
         print(folder.metrics)
@@ -164,19 +164,19 @@ def _take_up(path: Path, options: Mapping[str, Any], manifest: Mapping[str, Any]
 
 def _manifest_changes(stored: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
     now = json.loads(json.dumps(dict(manifest), default=str))
-    # What is gone now is missed by whoever needs it, and says so.
+    # What is gone now is reported by the code that needs it.
     changed = [key for key in PINNED if key in stored and now.get(key) not in (None, stored[key])]
-    told = {key: f"{stored[key]!r} in the folder, {now[key]!r} now" for key in changed}
+    reasons = {key: f"{stored[key]!r} in the folder, {now[key]!r} now" for key in changed}
     files = [  # which of the data they are
         f"{new['path']}, or a medium that its rows show ({old['rows']} usable rows in the folder, {new['rows']} now)"
         for old, new in zip(stored.get("sets", []), now.get("sets", []), strict=False)
         if old["hash"] != new["hash"]
     ]
-    if "data" in told and files:
-        told["data"] = ", ".join(files)
-    if "weights" in told:
-        told["weights"] += " (those of model.path, from which adapters and references start)"
-    return [f"{key} changed on disk: {text}" for key, text in told.items()]
+    if "data" in reasons and files:
+        reasons["data"] = ", ".join(files)
+    if "weights" in reasons:
+        reasons["weights"] += " (those of model.path, from which adapters and references start)"
+    return [f"{key} changed on disk: {text}" for key, text in reasons.items()]
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -1,7 +1,7 @@
 """Metrics of a run: one JSON line per step always, TensorBoard and Weights & Biases when asked for.
 
-A logger that fails is reported once and left out; training goes on. Refuses to know what a metric
-means.
+A logger that fails is reported once and skipped from then on; training continues. Metrics are not
+interpreted here.
 
     loggers = Loggers(folder, config.track)
     loggers.log({"reward/mean": 0.5}, step=1)

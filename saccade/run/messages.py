@@ -28,7 +28,7 @@ class Shown(logging.Handler):
 
 @contextmanager
 def shown_by(show: Callable[[str], object]) -> Iterator[None]:
-    """Inside, `show` gets the messages, and nobody else does."""
+    """Inside, only `show` gets the messages."""
     before = LOGGER.handlers, LOGGER.level, LOGGER.propagate
     LOGGER.handlers, LOGGER.propagate = [Shown(show)], False
     LOGGER.setLevel(logging.INFO)

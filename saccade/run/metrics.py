@@ -205,7 +205,7 @@ def _turn_metrics(everyone: list[Trajectory]) -> dict[str, float]:
 
 def tool_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
     """From the calls that episodes list in their info, whatever environment noted them; nothing
-    without any. Calls of all members count; right and wrong are told of those with an outcome.
+    without any. Calls of all members count; right and wrong count those with an outcome.
     """
     using = [t for t in everyone if "tool_calls" in t.info]
     if not using:

@@ -183,7 +183,7 @@ class Run:
 
     def begin(self, total: int, backend: LocalBackend, sets: Iterable[Dataset], parts: Mapping[str, Any]) -> None:
         """Everything is loaded: from here on a signal writes a checkpoint first. What is not used
-        of the `sets` is listed. `parts` have state of their own beside the backend's.
+        of the `sets` is listed. `parts` have state beside the backend's.
         """
         self.total = total
         self.checkpointer.begin(backend, parts, first=self.step + 1, total=total)

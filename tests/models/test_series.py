@@ -233,7 +233,7 @@ def test_a_module_of_the_user_is_run_where_a_config_names_it(family_of, tmp_path
         model.series(torch.zeros(2, 23), [23], [5])
     write_files(tmp_path, LocalBackend(model, family).model_files())
     plain = replace(family_of("qwen2"), path=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"a module of your own; say where it is, such as model"):
+    with pytest.raises(ConfigError, match=r"a user's module; say where it is, such as model"):
         series_tower.plugged(plain, SeriesConfig())
     shutil.copy(tmp_path / "own.py", tmp_path / "moved.py")
     moved = series_tower.plugged(plain, SeriesConfig(encoder=f"{tmp_path}/moved.py:make"))

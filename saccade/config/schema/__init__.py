@@ -7,7 +7,7 @@ read is `config.py`. One file for each part of a run; `Config` puts them togethe
     'Peak learning rate; sft 5e-6, dpo 1e-5, reward-model 9e-6 (process 1e-6).'
 """
 
-# ruff: noqa: F403, F405 (whoever wants a section finds it here)
+# ruff: noqa: F403, F405 (every section can be imported from here)
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -80,8 +80,8 @@ class CorrectionConfig(Section):
         "reject.token.k1 … | file.py:name.",
         path=True,
     )
-    low: float | None = option(None, "Lower bound; empty: the correction's own.", ge=0)
-    high: float | None = option(None, "Upper bound; empty: the correction's own.", ge=0)
+    low: float | None = option(None, "Lower bound; empty: the correction's default.", ge=0)
+    high: float | None = option(None, "Upper bound; empty: the correction's default.", ge=0)
     threshold: float | None = option(None, "opsm: largest mean gap of a bad sequence.", gt=0)
 
 
@@ -118,7 +118,7 @@ class AlgorithmConfig(Section):
     adv_clip: float = option(0.0, "Symmetric limit of advantages; 0: none.", ge=0)
     reward_range: tuple[float, float] = option((0.0, 1.0), "drpo: lowest and highest possible outcome.", when=DOMAINS)
     # policy losses; empty where the function has the default
-    clip: float | None = option(None, "Both clip widths of the ratio; empty: each has its own.", ge=0, when=CLIPPING)
+    clip: float | None = option(None, "Both clip widths of the ratio, clip_low and clip_high.", ge=0, when=CLIPPING)
     clip_low: float | None = option(None, "Lower clip width of the ratio; empty: the policy loss's.", ge=0)
     clip_high: float | None = option(None, "Upper clip width of the ratio; empty: the policy loss's.", ge=0)
     dual_clip: float | None = option(None, "Bound (above 1) for negative advantages; 0: none; empty: the loss's.", ge=0)

@@ -11,7 +11,7 @@ class RewardTerm(Section):
     name: str | None = option(None, "Name in metrics; empty: the verifier's.")
     weight: float = option(1.0, "Factor in the sum.")
     args: dict[str, Any] = option({}, "Arguments of the verifier.")
-    shaping: bool | None = option(None, "Added after the combination; empty: the verifier's own default.")
+    shaping: bool | None = option(None, "Added after the combination; empty: the verifier's default.")
 
 
 class JudgeConfig(HttpConfig):

@@ -29,7 +29,7 @@ class HttpConfig(Section):
 
 class RolloutConfig(Section):
     engine: Literal["embedded", "vllm", "sglang", "http"] = option(
-        "embedded", "What generates: embedded uses the trainer's own weights; http only evaluates."
+        "embedded", "What generates: embedded uses the trainer's weights; http only evaluates."
     )
     replicas: int = option(0, "Separate engine processes behind one queue; 0: one engine in this process.", ge=0)
     tensor_parallel: int = option(1, "GPUs of one engine (vllm, sglang).", ge=1, when=OTHER_ENGINE)

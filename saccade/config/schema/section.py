@@ -1,4 +1,4 @@
-"""What every section of the config is made of. Knows no option."""
+"""The base of every section of the config, and how options are declared."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -94,7 +94,7 @@ mapping = partial(section, mapping=True)
 
 
 def about(field: Any) -> Mapping[str, Any]:
-    """What `option`, `section` and `mapping` were told beside a default and a description."""
+    """The arguments of `option`, `section` and `mapping` beside default and description."""
     return field.json_schema_extra or {}
 
 

@@ -6,7 +6,7 @@ masked.
 
 The thinker of Qwen2.5-Omni, which reads: images and videos as Qwen2.5-VL does, sounds in windows of
 two seconds, three position axes. A place in time is 40 milliseconds, of a sound (one token each) and
-of a video alike. The sound inside a video is not heard: give it as a sound of its own.
+of a video alike. The sound inside a video is not heard: give it as a separate sound.
 
 Legend: N sounds, B mel bins, F mel frames of half a minute, or of all sounds.
 """
@@ -178,7 +178,7 @@ def apart(spans: Sequence[MediaSpan], kind: str) -> tuple[list[MediaSpan], list[
 
 
 def joined(others: Mapping[str, Any], kind: str, tower: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a family whose media of one kind have a tower of their own: `tower` are the fields for
+    """Fields of a family whose media of one kind have a separate tower: `tower` are the fields for
     that kind, `others` for the rest.
     """
     import torch

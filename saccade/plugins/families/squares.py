@@ -207,7 +207,7 @@ def padded(pixels: np.ndarray, colour: Sequence[int]) -> np.ndarray:
 
 def skip_unread_layers(model: Any) -> None:
     """Layers behind those that the config reads features from are not run, nor is a pooling head.
-    Their weights stay, for whoever loads what is saved.
+    Their weights are kept and saved.
     """
     tower, chosen = model.base_model.vision_tower, model.config.vision_feature_layer
     layers = list(tower.encoder.layers)

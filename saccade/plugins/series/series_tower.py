@@ -1,14 +1,14 @@
 """An encoder of time series beside a model of any family: a plug-in, and off unless a config names
 one or a model folder holds one.
 
-It is a tower of its own, `series`. In a prompt a series is a run of one placeholder id, whose
+It is a separate tower, `series`. In a prompt a series is a run of one placeholder id, whose
 embeddings its output replaces; text positions go on over it as over words. The id is one that
 exists and that no text gives: a row of the embedding past the tokenizer's end (most models have
 some), else a special token that is reserved for nothing. So no vocabulary grows, no id moves, and
-it is never sampled. The weights lie beside those of the model, in a file of their own, with the
-settings in its header: whoever does not know the file loads the model as before.
+it is never sampled. The weights lie beside those of the model, in a separate file, with the
+settings in its header: code that does not know the file loads the model as before.
 
-A module of your own, `file.py:function`, comes from `function(channels, hidden)` and has
+A module of the user, `file.py:function`, comes from `function(channels, hidden)` and has
 
     forward(values [channels, samples]) -> [tokens, hidden]
     tokens(channels, samples) -> int                            # as many as forward gives
@@ -123,7 +123,7 @@ def _settings(folder: Path, given: SeriesConfig) -> SeriesConfig | None:
         return stored
     if given.encoder is None:  # code is run where a config names it, never because a folder does
         hint = f"say where it is, such as model.series.encoder={stored.encoder}"
-        raise ConfigError(f"model.series.encoder: {folder} holds the weights of a module of your own; {hint}")
+        raise ConfigError(f"model.series.encoder: {folder} holds the weights of a user's module; {hint}")
     return stored.model_copy(update={"encoder": given.encoder})
 
 
@@ -160,7 +160,7 @@ class Patches(nn.Module):
         super().__init__()
         width, self.patch = settings.width, settings.patch
         self.first = nn.Linear(settings.channels * settings.patch, width)
-        # Activations other than this have a path of their own without gradients.
+        # Other activations take another code path when there are no gradients.
         options: dict[str, Any] = {"activation": functional.silu, "batch_first": True, "norm_first": True}
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(width, gcd(width, 4), 4 * width, dropout=0.0, **options)
@@ -202,7 +202,7 @@ def places(like: Tensor) -> Tensor:
 
 
 class Encoder(nn.Module):
-    """Whoever made the module inside: all series of a forward, as many tokens as were promised."""
+    """Runs the module inside, ours or the user's, on all series of a forward; checks the number of tokens."""
 
     def __init__(self, settings: SeriesConfig, text_config: Any) -> None:
         super().__init__()

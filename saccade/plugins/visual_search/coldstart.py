@@ -144,7 +144,7 @@ def _turns(
 
 def _warn(config: Config, rows: Sequence[Sample]) -> None:
     """The options of the RL run count and not those of the rows; they hardly differ on purpose where
-    nobody chose them.
+    they were not chosen.
     """
     env, usual = config.env, (config.data.min_pixels, config.data.max_pixels)
     own = {(m.min_pixels, m.max_pixels) for row in rows for m in row.media} - {usual}
