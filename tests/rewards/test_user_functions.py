@@ -116,8 +116,9 @@ def test_results_that_are_errors(result, kind):
 
 
 def test_list_results():
-    values = [score.value for score in to_scores(np.array([1.0, 0.5]), 2) or []]
+    values = [score.value for score in to_scores(np.array([1.0, 0.5]), 2)]
     assert values == [1.0, 0.5]
-    assert [s.value for s in to_scores({"rewards": [1, 2], "extra": 0}, 2) or []] == [1.0, 2.0]
-    assert to_scores([1.0], 2) is None
-    assert to_scores(1.0, 1) is None
+    assert [s.value for s in to_scores({"rewards": [1, 2], "extra": 0}, 2)] == [1.0, 2.0]
+    for wrong, count in (([1.0], 2), (1.0, 1)):
+        with pytest.raises(ValueError, match=f"results for {count} samples"):
+            to_scores(wrong, count)

@@ -88,11 +88,9 @@ class CopyEngine(Engine):
         hand_over = HandOver(weights=source.weights(), shapes=self._shapes, renamed=self.renamed)
         problem = self._load(hand_over, version)
         if problem := hand_over.drift() or problem:
-            self._unusable = (
-                f"{self.name}: weights {version} do not fit the model that it loaded from {self.settings.folder} "
-                f"({problem}); nothing more is sampled with them. Start again from the model.path that is "
-                "trained, or use rollout.engine=embedded"
-            )
+            misfit = f"weights {version} do not fit the model that it loaded from {self.settings.folder} ({problem})"
+            fix = "start again from the model.path that is trained, or use rollout.engine=embedded"
+            self._unusable = f"{self.name}: {misfit}, so nothing more is sampled with them; {fix}"
             raise EnvironmentProblem(self._unusable)
         self.version = self._handed_over = version
         self._unusable = ""

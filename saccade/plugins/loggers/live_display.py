@@ -20,19 +20,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from saccade.run.console import (
-    Columns,
-    Console,
-    Row,
-    column_cells,
-    leading_cells,
-    number,
-    percent,
-    short,
-    validation_cells,
-)
+from saccade.run.console import Console, Row, column_cells, leading_cells, number, percent, short, validation_cells
 
-MORE_COLUMNS: Columns = (
+MORE_COLUMNS = (
     ("format", "reward/format", percent),
     ("cut", "length/truncated_frac", percent),
     ("kl", "policy/kl_ref", short),

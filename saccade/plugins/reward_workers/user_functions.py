@@ -165,14 +165,19 @@ def late(deadline: float, *, own: bool = False) -> str:
 # -- results ---------------------------------------------------------------------------------------
 
 
-def to_scores(result: Any, count: int) -> list[Score] | None:
-    """A list result as scores; None when it is no list of that length."""
+class BadLength(ValueError):
+    """A batch function did not return one result per sample."""
+
+
+def to_scores(result: Any, count: int) -> list[Score]:
+    """A list result as scores."""
     if isinstance(result, Mapping) and "rewards" in result:
         result = result["rewards"]
     if hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, (list, tuple)) or len(result) != count:
-        return None
+        size = len(result) if hasattr(result, "__len__") else type(result).__name__
+        raise BadLength(f"{size} results for {count} samples")
     return [to_score(entry) for entry in result]
 
 

@@ -53,18 +53,14 @@ def serve(request: Mapping[str, Any], emit: Emit) -> None:
         emit({"index": index, "score": asdict(value)})
 
     def failure(error: BaseException) -> Score:
-        short = f"bad_length: {error}" if isinstance(error, BadLength) else ""
+        short = f"bad_length: {error}" if isinstance(error, custom.BadLength) else ""
         return Score(kind="error", reason=short or f"raised: {raised_at(error, file)}")
 
     def scores(part: Sequence[RewardSample]) -> list[Score]:
         result = custom.call(function, form, part if form.batch else part[0], args)
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
-        found = custom.to_scores(result, len(part)) if form.batch else [custom.to_score(result)]
-        if found is None:
-            size = len(result) if hasattr(result, "__len__") else type(result).__name__
-            raise BadLength(f"{size} results for {len(part)} samples")
-        return found
+        return custom.to_scores(result, len(part)) if form.batch else [custom.to_score(result)]
 
     async def awaited(sample: RewardSample) -> Score:
         try:
@@ -109,10 +105,6 @@ def _function(verifier: str, args: Mapping[str, Any]) -> tuple[Callable[..., Any
     function = custom.load(verifier)
     custom.check_arguments(function, args)
     return function, custom.form_of(function)
-
-
-class BadLength(ValueError):
-    """A batch function did not return one result per sample."""
 
 
 async def _awaited(result: Any) -> Any:

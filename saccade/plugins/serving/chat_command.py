@@ -204,11 +204,10 @@ COMMANDS: Mapping[str, Callable[[Talk, str], str]] = {
 # -- a file of conversations -----------------------------------------------------------------------
 
 
-def answer_file(config: Config, path: Path, out: Path | None = None, *, greedy: bool = False) -> list[dict[str, Any]]:
+def answer_file(config: Config, path: Path, out: Path | None = None, *, greedy: bool = False) -> None:
     """Answers to all conversations of a JSON list; images are files beside it or data URLs."""
-    conversations = [
-        _conversation(item, f"{path}[{i}]", path.absolute().parent, config) for i, item in enumerate(_read(path))
-    ]
+    folder = path.absolute().parent
+    conversations = [_conversation(item, f"{path}[{i}]", folder, config) for i, item in enumerate(_read(path))]
     if out is not None:
         _require_new(out, "--out")
     with _opened(config, greedy=greedy) as state:
@@ -219,7 +218,6 @@ def answer_file(config: Config, path: Path, out: Path | None = None, *, greedy: 
             row = {"messages": _transcript([*messages, said]), "finish": done.finish, "tokens": len(done.ids)}
             answered.append(row)
     _write(answered, out)
-    return answered
 
 
 def _read(path: Path) -> list[Any]:

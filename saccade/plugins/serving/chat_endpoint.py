@@ -20,15 +20,7 @@ from fastapi import FastAPI
 from fastapi.responses import FileResponse, Response, StreamingResponse
 
 from saccade.errors import ConfigError, SaccadeError
-from saccade.plugins.serving.chat_requests import (
-    ChatBody,
-    CompletionBody,
-    Served,
-    read_chat,
-    read_completion,
-    require_model,
-    wants_logprobs,
-)
+from saccade.plugins.serving.chat_requests import ChatBody, CompletionBody, Served, read_chat, read_completion
 from saccade.plugins.serving.engine_hub import Closed, Hub
 from saccade.plugins.serving.http_server import BadRequest, Gate, JsonReply, json_app
 from saccade.plugins.serving.text_stream import BROKEN, TextStream
@@ -54,7 +46,7 @@ def chat_app(hub: Hub, served: Served, *, token: str) -> FastAPI:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Json:
-        require_model(name, served)
+        served.require(name)
         return card
 
     @app.post("/v1/chat/completions")
@@ -108,7 +100,7 @@ class Asked:
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
     def logprobs(self, completion: Completion) -> Json | None:
-        if not wants_logprobs(self.body):
+        if not self.body.wants_logprobs:
             return None
         decode = self.served.family.chat.decode
         tokens = [decode([token], special=True) for token in completion.ids.tolist()]

@@ -7,7 +7,7 @@ is refused by name, never ignored.
 """
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -40,6 +40,12 @@ def _whole_text(text: str) -> str:
 
 
 _Str = Annotated[str, AfterValidator(_whole_text)]
+_NonEmpty = Annotated[_Str, Field(min_length=1)]
+
+
+def _from_text(make: Callable[[str], Any]) -> BeforeValidator:
+    """A plain text may stand in the place of what is made of it."""
+    return BeforeValidator(lambda value: make(value) if isinstance(value, str) else value)
 
 
 class _Record(BaseModel):
@@ -55,14 +61,12 @@ class _Part(_Record):
 
     type: Literal["text", "image_url"]
     text: _Str | None = None
-    image_url: Annotated[_Url | None, BeforeValidator(lambda v: {"url": v} if isinstance(v, str) else v)] = None
+    image_url: Annotated[_Url | None, _from_text(lambda url: {"url": url})] = None
 
 
 class _Turn(_Record):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        list[_Part], BeforeValidator(lambda v: [{"type": "text", "text": v}] if isinstance(v, str) else v)
-    ]
+    content: Annotated[list[_Part], _from_text(lambda text: [{"type": "text", "text": text}])]
 
 
 class _Options(_Record):
@@ -78,11 +82,7 @@ class Body(_Record):
     stream: bool | None = None
     stream_options: _Options | None = None
     n: int | None = Field(None, ge=1, le=64)
-    stop: Annotated[
-        list[Annotated[_Str, Field(min_length=1)]] | None,
-        Field(max_length=16),
-        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    ] = None
+    stop: Annotated[list[_NonEmpty] | None, Field(max_length=16), _from_text(lambda text: [text])] = None
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=1e-6, le=1)
     top_k: int | None = Field(None, ge=-1, le=1 << 31)
@@ -90,6 +90,11 @@ class Body(_Record):
     max_completion_tokens: int | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     ignore_eos: bool | None = None
+    logprobs: Any = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None and self.logprobs is not False  # 0 asks for them too
 
 
 class ChatBody(Body):
@@ -98,9 +103,7 @@ class ChatBody(Body):
 
 
 class CompletionBody(Body):
-    prompt: Annotated[
-        _Str, Field(min_length=1), BeforeValidator(lambda v: v[0] if isinstance(v, list) and len(v) == 1 else v)
-    ]
+    prompt: Annotated[_NonEmpty, BeforeValidator(lambda v: v[0] if isinstance(v, list) and len(v) == 1 else v)]
     logprobs: bool | Annotated[int, Field(ge=0, le=1)] | None = None  # of sampled tokens only
 
 
@@ -116,6 +119,11 @@ class Served:
     sampling: Sampling  # where a client says nothing; its max_tokens is the most that one gets
     data: DataConfig  # limits of images and prompts
     logprobs: bool
+
+    def require(self, model: str) -> None:
+        if model != self.model:
+            why = f"{model!r} is not served here, {self.model!r} is"
+            raise BadRequest("model", why, status=404, code="model_not_found")
 
 
 def read_chat(body: ChatBody, served: Served) -> tuple[Request, ...]:
@@ -142,21 +150,15 @@ def read_completion(body: CompletionBody, served: Served) -> tuple[Request, ...]
     return _choices(body, served, prompt, field="prompt")
 
 
-def require_model(name: str, served: Served) -> None:
-    if name != served.model:
-        why = f"{name!r} is not served here, {served.model!r} is"
-        raise BadRequest("model", why, status=404, code="model_not_found")
-
-
 def _choices(body: ChatBody | CompletionBody, served: Served, prompt: Request, *, field: str) -> tuple[Request, ...]:
     for name, value in (body.model_extra or {}).items():
         if name not in IGNORED and value is not None and value != NEUTRAL.get(name, ...):
             raise BadRequest(name, "is not served here; leave it out", code="unsupported_parameter")
     if body.model:
-        require_model(body.model, served)
-    if wants_logprobs(body) and not served.logprobs:
+        served.require(body.model)
+    if body.wants_logprobs and not served.logprobs:
         raise BadRequest("logprobs", "the engine behind this endpoint gives none")
-    if wants_logprobs(body) and body.stream:
+    if body.wants_logprobs and body.stream:
         raise BadRequest("logprobs", "come with the whole answer; leave out stream")
     longest = min(served.data.max_prompt_tokens, served.family.max_positions - 1)
     if len(prompt.ids) > longest:
@@ -173,10 +175,6 @@ def _choices(body: ChatBody | CompletionBody, served: Served, prompt: Request, *
     sampling = replace(served.sampling, **chosen)
     first = secrets.randbits(62) if body.seed is None else body.seed & ((1 << 62) - 1)
     return tuple(replace(prompt, sampling=sampling, noise=first + index) for index in range(body.n or 1))
-
-
-def wants_logprobs(body: ChatBody | CompletionBody) -> bool:
-    return body.logprobs is not None and body.logprobs is not False  # 0 asks for them too
 
 
 def _message(turn: _Turn, field: str, limits: DataConfig) -> Message:

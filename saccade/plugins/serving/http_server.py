@@ -55,9 +55,6 @@ class BadRequest(Exception):
         self.field, self.status, self.code, self.hold = field, status, code, hold
 
 
-Render = Callable[[BadRequest], Mapping[str, Any]]
-
-
 @dataclass(kw_only=True)
 class Gate:
     """Who may ask, and how much. Used in the thread of the server only."""
@@ -91,7 +88,7 @@ class JsonReply(Response):
 # -- an application --------------------------------------------------------------------------------
 
 
-def json_app(gate: Gate, render: Render) -> FastAPI:
+def json_app(gate: Gate, render: Callable[[BadRequest], Mapping[str, Any]]) -> FastAPI:
     """An application without routes, behind the gate; `render` writes the body of an error."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
 

@@ -96,8 +96,22 @@ class RewardService:
 
     def answer(self, body: Mapping[str, Any], *, digest: str) -> dict[str, Any]:
         """The reply. `digest` of the request's bytes tells apart what shares an id by mistake."""
-        scored = self._once(body, digest if body.get("request_id") else "")
-        return reply_to(scored, ours=body.get("protocol") == PROTOCOL, unscored=self.serve.unscored)
+        key, mine = digest if body.get("request_id") else "", Future[list[Scored]]()
+        with self._changed:
+            first = self._requests.setdefault(key, mine) if key else mine
+            self._counts["requests"] += 1
+            self._counts["repeated"] += first is not mine
+            while len(self._requests) > KEPT and next(iter(self._requests.values())).done():
+                self._requests.popitem(last=False)
+        if first is mine:
+            try:
+                mine.set_result(self._score(body))
+            except BaseException as problem:
+                with self._changed:
+                    self._requests.pop(key, None)  # who was sent away may come back
+                    self._counts["refused"] += isinstance(problem, BadRequest) and problem.status == 400
+                mine.set_exception(problem)
+        return reply_to(first.result(), ours=body.get("protocol") == PROTOCOL, unscored=self.serve.unscored)
 
     async def info(self) -> dict[str, Any]:
         recipes = {**self.scorer.recipes, **({"default": d} if (d := self.scorer.default) else {})}
@@ -133,24 +147,6 @@ class RewardService:
 
     # -- one request --
 
-    def _once(self, body: Mapping[str, Any], key: str) -> list[Scored]:
-        mine: Future[list[Scored]] = Future()
-        with self._changed:
-            first = self._requests.setdefault(key, mine) if key else mine
-            self._counts["requests"] += 1
-            self._counts["repeated"] += first is not mine
-            while len(self._requests) > KEPT and next(iter(self._requests.values())).done():
-                self._requests.popitem(last=False)
-        if first is mine:
-            try:
-                mine.set_result(self._score(body))
-            except BaseException as problem:
-                with self._changed:
-                    self._requests.pop(key, None)  # who was sent away may come back
-                    self._counts["refused"] += isinstance(problem, BadRequest) and problem.status == 400
-                mine.set_exception(problem)
-        return first.result()
-
     def _score(self, body: Mapping[str, Any]) -> list[Scored]:
         began = time.monotonic()
         try:
@@ -185,7 +181,7 @@ class RewardService:
             with open(self._log, "a", encoding="utf-8") as log:
                 log.writelines(map(_line, samples, scored))
         except OSError as error:  # who waits for these scores has no use for a log
-            why = f"{self.serve.log} cannot be written ({error})"
+            why = f"{self._log} cannot be written ({error})"
             logging.getLogger("saccade").warning(f"reward.serve.log: {why}; no more is logged")
             self._log = None
 
