@@ -44,7 +44,7 @@ def test_a_healthy_model_passes_to_its_end(tmp_path, name):
     assert {f["status"] for f in findings} <= {"ok", "note"} and not list(tmp_path.iterdir())
     said = {f["name"]: f["text"] for f in findings}
     assert "transformers" in said["rows"] and "one by one" in said["rows"]
-    assert ("another picture" in said["parity embedded"]) == (name != "qwen3")
+    assert ("another image" in said["parity embedded"]) == (name != "qwen3")
 
 
 def test_a_broken_model_exits_with_3_and_says_what_was_left_out(tmp_path):

@@ -146,9 +146,9 @@ def other_weights(copy, family):
             r"wrong weights: none of what was handed over.*visual\.blocks\.1\.mlp\.down_proj\.weight was changed",
         ),
         (Half, "wrong weights: only some of what was handed over"),
-        (stale_pictures, r"cache is stale.*of the picture under older weights.*rollout\.engine_args"),
-        (lambda *own: CopyEngine(*own, request=lambda r: replace(r, media=())), "the picture does not reach the eng"),
-        (second_for_first, "a second picture with what it kept of the first"),
+        (stale_pictures, r"cache is stale.*from the image under older weights.*rollout\.engine_args"),
+        (lambda *own: CopyEngine(*own, request=lambda r: replace(r, media=())), "the image does not reach the eng"),
+        (second_for_first, "a second image with what it cached of the first"),
         (lambda *own: CopyEngine(*own, request=plain), "temperatures differ"),
         (unbanned, "banned ids differ"),
         (other_weights, r"other weights than the trainer.*rollout\.parity_max"),
@@ -169,7 +169,7 @@ def test_text_alone_is_probed_with_a_weight_of_the_decoder(family_of, load, samp
     found = probe(CopyEngine(load("qwen3"), family), backend, samples[:1])
     assert found.by_picture is None and found.by_weight > 0.01 and found.gap < 1e-5
     assert "parity/by_picture" not in found.metrics()
-    with pytest.raises(EnvironmentProblem, match="computed of the prompt under older weights"):
+    with pytest.raises(EnvironmentProblem, match="computed from the prompt under older weights"):
         probe(Prefixes(load("qwen3"), family), backend, samples[:1])
 
 

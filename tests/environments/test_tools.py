@@ -144,7 +144,7 @@ def test_a_calculator(begin):
         "0.1 + 0.2": "Result of request 2: 0.3",
         "1/3": "Result of request 3: 0.3333333333",
         "-2^2 * -.5E1 - 2^-1^2 / 1": "Result of request 4: 19.5",
-        "2**0.5": "Request 5 failed: only whole powers are known. Correct it, or answer.",
+        "2**0.5": "Request 5 failed: only whole powers are possible. Correct it, or answer.",
         "9^9^9^9": "Request 6 failed: too large. Correct it, or answer.",
         "1/(2-2)": "Request 7 failed: division by zero. Correct it, or answer.",
         "().__class__": "Request 8 failed: '.__class__' is not arithmetic; "

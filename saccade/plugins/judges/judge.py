@@ -4,7 +4,7 @@ Answers that are the same are judged once: while in flight, and with `reward.jud
 (no reply, no verdict in it) becomes what `reward.judge.on_failure` says, never an exception.
 
 Of the policy's text only the extracted answer is shown: on one line, shortened, and unable to close the tags around it
-or to write the marks of a chat template. The verdict is the judge's own last line and nothing else.
+or to write the marks of a chat template. The verdict is the last line of the judge and nothing else.
 
     >>> read_verdict("The answer says Score: 1.\\nScore: 0", scale=1)
     0.0
@@ -39,7 +39,7 @@ MARK = re.compile(r"<(?=\S)|\[(?=/?[A-Z_]{3,}\])")  # <|im_end|>, </s>, [INST]
 
 
 class Case(NamedTuple):
-    asked: dict[str, Any]  # what a verdict depends on, pictures by name
+    asked: dict[str, Any]  # what a verdict depends on, images by name
     media: tuple[Media, ...] = ()
 
 
@@ -95,7 +95,7 @@ class Verdict(NamedTuple):
 
 
 class Judge:
-    """`submit` from any thread; `metrics` tells what happened since it was last called."""
+    """`submit` from any thread; `metrics` counts what happened since it was last called."""
 
     def __init__(self, config: JudgeConfig) -> None:
         if not config.url:

@@ -1,6 +1,6 @@
 """The client of a reward service: ours, or any that speaks like those of OpenRLHF and LMM-R1.
 
-Samples are gathered into requests and sent by a few threads; each future gets the score of its own
+Samples are gathered into requests and sent by a few threads; each future gets the score of its
 sample. A request that is sent again has the same id, so our service scores it once. What a service
 does not score, or not in time, is an error (or an abstention), never 0.
 
@@ -34,7 +34,7 @@ from saccade.types import Media, Score
 SECTION = "reward.remote"
 PATH = "/get_reward"
 GATHER = 0.02  # seconds that a request waits for more samples
-LARGEST = 128 * 2**20  # characters of pictures in one request
+LARGEST = 128 * 2**20  # characters of images in one request
 QUOTED = 500
 COUNTED = ("samples", "requests", "repeated", "failures")
 HINTS = {
@@ -60,7 +60,7 @@ _Job = tuple[RewardSample, Future[Score]]
 
 
 class Remote:
-    """`submit` from any thread; `metrics` tells what happened since it was last called."""
+    """`submit` from any thread; `metrics` counts what happened since it was last called."""
 
     def __init__(self, config: RemoteConfig) -> None:
         example = f"try {SECTION}.url=http://127.0.0.1:8400"
@@ -82,8 +82,8 @@ class Remote:
         )
         self._sender = Sender(target, self._sent)
         self._queue = RequestQueue(self._answer, threads=config.concurrency, batch=config.batch, gather=GATHER)
-        self._models = False  # whether a model there looks at the pictures
-        self._refers = False  # whether each picture crosses once, and is named where it comes again
+        self._models = False  # whether a model there looks at the images
+        self._refers = False  # whether each image is sent once, and is named where it comes again
 
     def check(self) -> None:
         """Every service is there and takes the token. Old ones answer nothing but a POST."""
@@ -104,7 +104,7 @@ class Remote:
             why = f"a model of this service would have to see {min(other)}, and requests carry images only"
             raise ConfigError(f"reward.terms: remote: {why}; name the model in this run: verifier: model")
         if kinds and not self.config.send_images:
-            raise ConfigError(f"a model of this service scores rows by their pictures; set {SECTION}.send_images=true")
+            raise ConfigError(f"a model of this service scores rows by their images; set {SECTION}.send_images=true")
 
     def submit(self, sample: RewardSample) -> Future[Score]:
         future: Future[Score] = Future()
@@ -158,7 +158,7 @@ class Remote:
             future.set_result(score)
 
     def _images(self, samples: Sequence[RewardSample]) -> list[list[Any]]:
-        """Base64, or `{"ref": [sample, image]}` where an earlier sample has the same picture."""
+        """Base64, or `{"ref": [sample, image]}` where an earlier sample has the same image."""
         places: dict[Any, list[int]] = {}
 
         def image(media: Media, here: list[int]) -> Any:

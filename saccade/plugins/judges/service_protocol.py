@@ -152,7 +152,7 @@ def _column(body: Mapping[str, Any], name: str, kind: TypeAdapter[Any], count: i
         kind.validate_python(value)
     except ValidationError as error:
         index = error.errors()[0]["loc"][0]
-        raise ValueError(f"{name}[{index}]: {type(value[int(index)]).__name__} is not what stands here") from None
+        raise ValueError(f"{name}[{index}]: {type(value[int(index)]).__name__} is not the expected type") from None
     return value
 
 

@@ -1,4 +1,4 @@
-"""Loggers beside the JSON lines: TensorBoard, and Weights & Biases (offline unless WANDB_MODE says
+"""Loggers besides the JSON lines: TensorBoard, and Weights & Biases (offline unless WANDB_MODE says
 otherwise).
 
     write, close = tensorboard(folder, first_step=None)

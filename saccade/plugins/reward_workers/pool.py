@@ -48,7 +48,7 @@ class _Job:
     future: Future[Score]
     sample: str | None = None  # JSON; None only asks whether the function loads
     alone: bool = False  # in its chunk
-    survived: bool = False  # the end of a process; a second one is its own fault
+    survived: bool = False  # the end of a process; a second one is its fault
 
 
 class WorkerPool:

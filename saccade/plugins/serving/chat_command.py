@@ -93,7 +93,7 @@ def talk(config: Config, *, greedy: bool = False) -> None:
                 if command in COMMANDS:
                     _say(COMMANDS[command](state, rest.strip()) + "\n")
                 elif command.startswith("/"):
-                    _say(f"{command} is unknown; there are {', '.join(COMMANDS)}, exit\n")
+                    _say(f"{command} is unknown; expected one of {', '.join(COMMANDS)}, exit\n")
                 else:
                     _answer(state, line, _say)
             except TrainingError:  # of the weights, whatever the line
@@ -205,7 +205,7 @@ COMMANDS: Mapping[str, Callable[[Talk, str], str]] = {
 
 
 def answer_file(config: Config, path: Path, out: Path | None = None, *, greedy: bool = False) -> None:
-    """Answers to all conversations of a JSON list; images are files beside it or data URLs."""
+    """Write answers to all conversations of a JSON list; images are data URLs, or paths relative to its folder."""
     folder = path.absolute().parent
     conversations = [_conversation(item, f"{path}[{i}]", folder, config) for i, item in enumerate(_read(path))]
     if out is not None:
@@ -231,7 +231,7 @@ def _read(path: Path) -> list[Any]:
 
 
 def _conversation(item: Any, where: str, folder: Path, config: Config) -> tuple[Message, ...]:
-    """A row as those of a data set of messages are; its files lie beside `folder`."""
+    """A row as those of a data set of messages are; paths of its files are relative to `folder`."""
 
     def open_image(source: Any, *, kind: str = "image", **options: Any) -> Media:
         return open_any(kind, source, options, base=folder, limits=config.data)

@@ -133,7 +133,7 @@ def read_chat(body: ChatBody, served: Served) -> tuple[Request, ...]:
     if images > most:
         raise BadRequest("messages", f"{images} images, at most {most} are taken here")
     try:
-        # Past the family's memory of prompts, which would keep every picture that was ever sent.
+        # Past the family's memory of prompts, which would hold every image that was ever sent.
         rendered = served.family.chat.render(messages, served.family.measure, generation=True)
     except SaccadeError as error:  # roles or images that the model's template does not take
         raise BadRequest("messages", str(error)) from None

@@ -52,7 +52,7 @@ class Hub:
         self._numbers = itertools.count()
 
     async def ask(self, requests: Sequence[Request], *, stream: bool = False) -> AsyncGenerator[Event, None]:
-        """Events of all requests until each is complete; whoever stops reading aborts the rest.
+        """Events of all requests until each is complete; a caller that stops reading aborts the rest.
         Raises what the engine says against one of them.
         """
         events: asyncio.Queue[Event | SaccadeError] = asyncio.Queue()

@@ -1,7 +1,7 @@
 """What every server here does with HTTP: token, limits, JSON errors, by FastAPI and uvicorn.
 
 Listens on loopback unless told otherwise, and asks for a token. Without one it answers only
-requests that name a loopback host, so a page that points a name of its own here gets nothing.
+requests that name a loopback host, so a web page whose host name resolves to this machine gets nothing.
 
     app = json_app(Gate(token="sesame"), lambda problem: {"error": str(problem)})
     app.get("/health")(lambda: {"status": "ok"})
@@ -74,7 +74,7 @@ def make_token(host: str, *, wanted: bool) -> str:
 
 
 def shown_token(token: str) -> str:
-    """For the screen, which may be a log: who chose a token knows it."""
+    """For the screen, which may be a log: a token that the user chose is not repeated."""
     return f"${TOKEN}" if token == os.environ.get(TOKEN) else token
 
 
@@ -140,7 +140,7 @@ def _guard(app: ASGIApp, gate: Gate, refuse: Callable[[BadRequest], Response]) -
 
 
 def _admitted(gate: Gate, method: str, path: str, headers: Headers) -> int:
-    """The length of a request's body; raises what stands against the request."""
+    """The length of a request's body; raises why the request is refused."""
     if not gate.token:
         if not LOOPBACK_NAME.fullmatch(headers.get("Host", "")):
             raise BadRequest(None, "this server answers its own machine only", status=403)

@@ -1,7 +1,7 @@
 """Rewards over HTTP: POST /get_reward, and GET /health, /info and /metrics.
 
-A bounded queue stands before a `Scorer`. A request that comes again under its id, because its first
-reply was lost, waits for the scores of the first. When too many samples wait, clients are told when
+A bounded queue is in front of a `Scorer`. A request that comes again under its id, because its first
+reply was lost, waits for the scores of the first. When too many samples wait, clients learn when
 to come back. The rules run in the scorer's processes, so none can hold up the rest.
 
     service = RewardService(scorer, config.reward.serve, config.data)
@@ -95,7 +95,7 @@ class RewardService:
             Path(serve.log).touch()
 
     def answer(self, body: Mapping[str, Any], *, digest: str) -> dict[str, Any]:
-        """The reply. `digest` of the request's bytes tells apart what shares an id by mistake."""
+        """The reply. `digest` of the request's bytes tells requests with the same id by mistake apart."""
         key, mine = digest if body.get("request_id") else "", Future[list[Scored]]()
         with self._changed:
             first = self._requests.setdefault(key, mine) if key else mine
@@ -200,7 +200,7 @@ class RewardService:
 
 
 def _with_images(samples: Sequence[RewardSample], images: Any, limits: DataConfig, folder: Path) -> list[RewardSample]:
-    """The samples with their pictures as files in `folder`, where rewards always find them."""
+    """The samples with their images as files in `folder`, where rewards always find them."""
     if not isinstance(images, list) or len(images) != len(samples):
         raise BadRequest("images", f"not {len(samples)} entries")
     most, earlier, shown = limits.max_images, dict[str, Media](), list[RewardSample]()

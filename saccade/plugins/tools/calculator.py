@@ -74,7 +74,7 @@ def _value(tokens: list[str], least: int, depth: int) -> Fraction:
 
 def _power(value: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
-        raise _wrong("only whole powers are known")
+        raise _wrong("only whole powers are possible")
     if abs(exponent) * _bits(value) > MOST_BITS:
         raise _wrong("too large")
     return Fraction(value**exponent)

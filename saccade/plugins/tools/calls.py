@@ -32,7 +32,7 @@ class CallError(Exception):
 
 
 class Written(NamedTuple):
-    """A call as it stands in a turn: where it is with its tags, and what stands between them."""
+    """A call in a turn: where it is with its tags, and what is between them."""
 
     start: int
     end: int

@@ -1,6 +1,6 @@
-"""The zoom tool: a box in one of the pictures so far becomes a reference to a new picture.
+"""The zoom tool: a box in one of the images so far becomes a reference to a new image.
 
-Crops are cut from the raw picture at full resolution, also those of crops; only what the model then
+Crops are cut from the raw image at full resolution, also those of crops; only what the model then
 sees is resized. No pixel is touched here. Knows nothing of turns, tags or messages.
 
     >>> views = Views(["a.png of 200x100"])
@@ -17,13 +17,13 @@ from saccade.media.images import MAX_ASPECT, crop, resized_size
 from saccade.plugins.tools.calls import CallError
 from saccade.types import Media
 
-MARGIN = 0.05  # of a side: boxes that leave the picture by less are cut, by more refused
+MARGIN = 0.05  # of a side: boxes that leave the image by less are cut, by more refused
 WHOLE = 0.95  # of the source: a larger crop shows nothing new
 ROUNDING = 1e-6  # of a pixel: 0.7 · 10 is 7.000000000000001
 
 
 class Views:
-    """The pictures of an episode by name. Numbers of observations never shift: only what was shown
+    """The images of an episode by name. Numbers of observations never shift: only what was shown
     has one.
     """
 
@@ -41,7 +41,7 @@ class Views:
             self.aliases["original_image"] = next(iter(self.media))
 
     def find(self, source: Any) -> str:
-        """The name of a picture as it is told."""
+        """The name of an image, as listed to the policy."""
         name = self.aliases.get(source, source) if isinstance(source, str) else None
         if name not in self.media:
             raise CallError("source", source=str(source)[:40], known=", ".join(self.media) or "no pictures at all")
@@ -74,7 +74,7 @@ def zoom(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) 
     return made, {
         "source": source,
         "box": [round(edge, 6) for edge in box],
-        "pixels": list(made.box or ()),  # of the original picture
+        "pixels": list(made.box or ()),  # of the original image
         "area": area,  # of the source
         "noop": area > WHOLE,
     }
@@ -104,7 +104,7 @@ def _pixels(box: Sequence[float], media: Media) -> tuple[int, int, int, int]:
 
 
 def _size(media: Media, coordinates: str, unit: int) -> tuple[float, float]:
-    """What the right and the bottom edge of a picture are called."""
+    """What the right and the bottom edge of an image are called."""
     if coordinates == "absolute":
         limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
         height, width = resized_size(media.width, media.height, unit=unit, **limits)

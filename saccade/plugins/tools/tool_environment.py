@@ -29,14 +29,14 @@ from saccade.plugins.tools.calls import CallError, Written
 from saccade.plugins.tools.crop import Views, zoom
 from saccade.types import Media, Message, Sample
 
-# What a tool gives back: a text or a picture, and facts for the record.
+# What a tool gives back: a text or an image, and facts for the record.
 Shown = tuple[str | Media, Mapping[str, Any]]
 Tool = Callable[[Mapping[str, Any], Views, EnvConfig, int], Shown]
 
 
 def own_tool(function: Callable[..., Any]) -> Tool:
-    """A function of the user: arguments by name, text or a picture back. A ValueError is told to
-    the policy; any other exception ends the episode. A parameter `images` gets the pictures so far
+    """A function of the user: arguments by name, text or an image back. A ValueError is told to
+    the policy; any other exception ends the episode. A parameter `images` gets the images so far
     by name.
     """
     signature = typed = inspect.signature(function)

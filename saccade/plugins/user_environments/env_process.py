@@ -1,4 +1,4 @@
-"""Environments of the user, in processes of their own. This file is both sides of them.
+"""Environments of the user, in separate processes. This file is both sides of them.
 
 One host process imports the user's file; each episode is a fork of it. So a file is imported once,
 no two episodes share state, and an environment that hangs or crashes takes nothing with it but its
@@ -267,7 +267,7 @@ def _said(messages: Any) -> Block:
 
 
 def _whole(media: Media) -> Media:
-    """With the bytes of its file, which may vanish before the model has seen it. A picture is
+    """With the bytes of its file, which may vanish before the model has seen it. An image is
     decoded once: one that cannot be must fail here, not in the training.
     """
     if root_hash(media) in KNOWN:

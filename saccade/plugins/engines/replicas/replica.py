@@ -1,7 +1,7 @@
-"""An engine that lives in a process of its own.
+"""An engine in a separate process.
 
 A thread starts the process, takes what it sends, and sees when it dies; all else is asked for by
-the caller's thread. What it is told to do is sent together, by `flush`.
+the caller's thread. Orders are sent together, by `flush`.
 
     replica = Replica(settings, log=path, events=queue.SimpleQueue())
     replica.unsent.append(("submit", request))

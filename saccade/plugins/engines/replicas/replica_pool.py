@@ -1,4 +1,4 @@
-"""Several engines in processes of their own behind one queue, as one engine.
+"""Several engines in separate processes behind one queue, as one engine.
 
 A request goes to the replica with the least work; requests that begin alike keep together, so that
 their prompt is computed once, and a live episode stays where its cache is. A replica that dies is
@@ -60,7 +60,7 @@ class Replicas(Engine):
         self._source: WeightSource | None = None
         self._checksums: Mapping[str, int] = {}
         self._deaths = 0  # since something was finished
-        self._most_deaths = 0  # whoever cannot even start will not do so at the next attempt
+        self._most_deaths = 0  # a process that cannot start will not start at the next attempt either
         try:
             for place in range(len(launchers)):
                 self._launch(place)
@@ -108,7 +108,7 @@ class Replicas(Engine):
         self._checksums = self._share([*self._working, *self._ready])
 
     def sleep(self) -> None:
-        """Whoever has memory of its own keeps what it holds."""
+        """A replica with separate memory keeps what it holds."""
         beside = [engine for engine in self._working if engine.beside_trainer]
         self._all(beside, lambda engine: engine.ask("sleep"))
 
@@ -246,8 +246,8 @@ class Replicas(Engine):
 
 
 def start_replicas(settings: Settings, count: int, *, logs: Path | None) -> Replicas:
-    """Each with GPUs of its own where there are enough; logs as engine-N.log in `logs`, else in a
-    temporary folder.
+    """Return one engine over `count` replicas, each with separate GPUs where there are enough. They log to
+    engine-N.log in `logs`, else in a temporary folder.
     """
     folder = logs or Path(tempfile.mkdtemp(prefix="saccade-engines-"))
     visible: list[str] = []
@@ -265,7 +265,7 @@ def start_replicas(settings: Settings, count: int, *, logs: Path | None) -> Repl
 
 def placements(replicas: int, each: int, visible: Sequence[str]) -> list[tuple[dict[str, str], bool]]:
     """What every replica sees of the machine, and whether it shares memory with the trainer: `each`
-    GPUs of its own where there are enough. The trainer's, the first one, is the last to be given
+    separate GPUs where there are enough. The trainer's, the first one, is the last to be given
     away. Without GPUs they share the cores.
     """
     if not visible:

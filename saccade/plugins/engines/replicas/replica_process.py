@@ -1,4 +1,4 @@
-"""An engine in a process of its own, started by a `Replica`:
+"""An engine in a separate process, started by a `Replica`:
 
     $ python -m saccade.plugins.engines.replicas.replica_process
 

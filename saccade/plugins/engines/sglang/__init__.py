@@ -1,4 +1,4 @@
-"""SGLang, in this process or behind its HTTP server, with its own copy of the weights.
+"""SGLang, in this process or behind its HTTP server, with a copy of the weights.
 
 Written against the sources of SGLang 0.5.23; docs/engines.md says what of it has run. Images are
 named after the version of the weights: flushing SGLang's cache drops prefixes, but not outputs of
@@ -27,7 +27,7 @@ from saccade.plugins.engines.sglang.sglang_transport import InProcess, OverHttp
 from saccade.plugins.engines.weights import HandOver
 from saccade.types import Completion, Media, Request
 
-PICTURES = 1024  # encoded images that are kept
+PICTURES = 1024  # encoded images in memory
 BANNED = -1e9  # added to a logit; JSON has no infinity
 
 

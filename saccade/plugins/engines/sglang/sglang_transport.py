@@ -44,7 +44,7 @@ def problem() -> str:
 
         known = inspect.signature(sglang.Engine.async_generate).parameters
     except Exception as error:  # whatever a library raises that does not fit the machine
-        return f"sglang cannot be imported ({error}); install it anew: {INSTALL['sglang']}"
+        return f"sglang cannot be imported ({error}); install it again: {INSTALL['sglang']}"
     lacks = [name for name in NEEDED if name not in known]
     return f"sglang has no {', '.join(lacks)}; install a newer one: {INSTALL['sglang']}" if lacks else ""
 

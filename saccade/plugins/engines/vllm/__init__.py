@@ -1,4 +1,4 @@
-"""vLLM in this process, stepped by our loop, with its own copy of the weights.
+"""vLLM in this process, stepped by our loop, with a copy of the weights.
 
 Adapters come merged into the weights. Between rollouts vLLM frees its memory, where the platform
 can do that, and takes it again in the order weights, hand-over, cache. After a hand-over nothing

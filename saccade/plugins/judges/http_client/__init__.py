@@ -1,1 +1,1 @@
-"""Asking a model behind an endpoint, for whoever needs its answers: an engine or a judge."""
+"""Asking a model behind an endpoint, for an engine or a judge."""

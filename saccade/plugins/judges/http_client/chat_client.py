@@ -2,7 +2,7 @@
 on disk never asked, or paid for, twice. Knows nothing of engines or episodes, so a judge can use it as it is.
 
 Images are sent as base64 text of at most the medium's pixel budget. A file that is fine as it is travels byte by byte;
-one that is too large, lies on its side, is a crop, or has a format that few endpoints read, is written anew as PNG.
+one that is too large, is rotated, is a crop, or has a format that few endpoints read, is encoded again as PNG.
 
     client = ChatClient(HttpConfig(url="http://127.0.0.1:8000/v1"))
     client.ask([Message(role="user", parts=("2 + 2?",))], Sampling(temperature=0), seed=0).text

@@ -2,7 +2,7 @@
 what waits, one job or a few at a time.
 
 What may pass (429, 5xx, no connection, no answer in time, an answer that cannot be read) is tried again with growing,
-random pauses; what may not (any other 4xx) is raised with the server's own words. Knows nothing of what is asked. One
+random pauses; what may not (any other 4xx) is raised with the words of the server. Knows nothing of what is asked. One
 object serves many threads.
 
     sender = Sender(Target(urls=["http://127.0.0.1:8000/v1"], section="rollout.http"))
@@ -64,7 +64,7 @@ class Target(NamedTuple):
     retries: int = 5
     timeout: float = 120.0
     per_minute: int = 0
-    key: str = ""  # is kept out of errors
+    key: str = ""  # never shown in errors
     hints: Mapping[int, tuple[str, str]] = HINTS
     options: Mapping[str, str] = {}  # that set a field a server may name
     patient: bool = False  # who says when to come back uses up no attempt, only a request's time
@@ -176,7 +176,7 @@ class Sender:
                 content = bytearray()
                 for piece in response.iter_bytes():
                     content += piece
-                    if time.monotonic() > until:  # the client's timeout starts anew with each byte
+                    if time.monotonic() > until:  # the client's timeout starts again with each byte
                         raise httpx2.ReadTimeout("the reply took too long")
                 hold = response.headers.get("Retry-After", "")
                 text = content.decode("utf-8", "replace")
@@ -233,7 +233,7 @@ def _words(text: str) -> tuple[str, str]:
 
 
 class RequestQueue:
-    """`send` gets up to `batch` jobs in a thread of its own and must not raise. A request waits
+    """`send` gets up to `batch` jobs in a separate thread and must not raise. A request waits
     `gather` seconds for more jobs.
     """
 
