@@ -32,7 +32,7 @@ from saccade.system.codec import plain
 from saccade.types import Media, Score
 
 SECTION = "reward.remote"
-PATH = "/get_reward"
+PATH = "/get_reward"  # of services, where an address has none
 GATHER = 0.02  # seconds that a request waits for more samples
 LARGEST = 128 * 2**20  # characters of images in one request
 QUOTED = 500
@@ -72,7 +72,7 @@ class Remote:
                 raise ConfigError(f"{SECTION}.url: {why}; {example}")
         self.config = config
         target = Target(
-            urls=[_address(url) for url in config.url],
+            urls=[url if urlsplit(url).path.strip("/") else url.rstrip("/") + PATH for url in config.url],
             section=SECTION,
             retries=config.retries,
             timeout=config.timeout,
@@ -187,8 +187,3 @@ def _info(reply: Reply) -> dict[str, Any]:
         if reply.status == 200 and isinstance(said, dict) and said.get("protocol") == PROTOCOL:
             return said
     return {}
-
-
-def _address(url: str) -> str:
-    """With the path that services have, where none is given."""
-    return url if urlsplit(url).path.strip("/") else url.rstrip("/") + PATH

@@ -90,8 +90,7 @@ class Hub:
             while not self.closed:
                 self._take()
                 for completion in self._poll():
-                    client = self._clients.pop(completion.key, None)
-                    if client is not None:
+                    if client := self._clients.pop(completion.key, None):
                         client.tell(Event(client.index, completion.ids, completion))
                 for key, client in self._clients.items():
                     if client.stream and len(ids := self.engine.progress(key)) > client.seen:

@@ -62,10 +62,8 @@ class Host:
         atexit.register(self.close)
         try:
             ready = self.child.ask({"env": env.model_dump(mode="json")}, seconds=START_LIMIT).row
-        except Ended as error:
-            ready = {"failed": str(error)}
-        except TimeoutError:
-            ready = {"failed": f"its file was not imported after {START_LIMIT:g} s"}
+        except (Ended, TimeoutError) as error:
+            ready = {"failed": f"its file was not imported: {error}"}
         if reason := ready.get("failed"):
             self.close()
             option = f"env.tools={list(env.tools)}" if env.tools else f"env.name={env.name}"

@@ -166,14 +166,11 @@ class Replica:
     def close(self) -> None:
         """In good order where that is possible."""
         self._closing = True
-        try:
-            if not self._ready:
-                raise Died("it is still starting")
-            self.ask("shutdown", limit=GRACE)
-            assert self.child is not None
-            self.child.popen.wait(timeout=GRACE)
-        except (Died, SaccadeError, subprocess.TimeoutExpired):
-            self.kill()
+        if self._ready and self.child is not None:
+            with suppress(Died, SaccadeError, subprocess.TimeoutExpired):
+                self.ask("shutdown", limit=GRACE)
+                self.child.popen.wait(timeout=GRACE)
+        self.kill()
 
     def kill(self) -> None:
         self._closing = True

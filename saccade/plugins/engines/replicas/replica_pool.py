@@ -254,13 +254,11 @@ def start_replicas(settings: Settings, count: int, *, logs: Path | None) -> Repl
     if settings.device.startswith("cuda"):
         visible = visible_gpus(settings.device)
         settings = replace(settings, device="cuda")  # whichever it sees
-    places = enumerate(placements(count, settings.tensor_parallel, visible))
-    return Replicas(
-        [
-            partial(Replica, settings, log=folder / f"engine-{n}.log", environment=seen, beside_trainer=beside)
-            for n, (seen, beside) in places
-        ]
-    )
+    launchers = []
+    for index, (environment, beside) in enumerate(placements(count, settings.tensor_parallel, visible)):
+        path = folder / f"engine-{index}.log"
+        launchers.append(partial(Replica, settings, log=path, environment=environment, beside_trainer=beside))
+    return Replicas(launchers)
 
 
 def placements(replicas: int, each: int, visible: Sequence[str]) -> list[tuple[dict[str, str], bool]]:

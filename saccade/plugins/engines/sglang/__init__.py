@@ -125,14 +125,10 @@ def body_of(request: Request, family: Family, encode: Callable[[Media], str], ve
     if request.media:
         shown = [span.media for span in request.media]
         body["image_data"] = [encode(media) for media in shown]
-        body["mm_hashes"] = [_name(media, version) for media in shown]
+        # 64 bits under which SGLang keeps what it computed of an image.
+        names = ("/".join(map(str, (*media.key, version))) for media in shown)
+        body["mm_hashes"] = [hashlib.blake2b(name.encode(), digest_size=8).hexdigest() for name in names]
     return body
-
-
-def _name(media: Media, version: int) -> str:
-    """64 bits under which SGLang keeps what it computed of an image."""
-    content = "/".join(map(str, (*media.key, version)))
-    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
 def triples_of(request: Request, answer: Mapping[str, Any], *, aborted: bool) -> list[Any]:

@@ -147,9 +147,8 @@ class OverHttp:
     def _ask(self, path: str, body: Any = None, timeout: float = PATIENCE) -> bytes:
         """GET without a body, else POST."""
         method = "GET" if body is None else "POST"
-        data = None if body is None else json.dumps(body).encode()
         try:
-            answer = self._client.request(method, self.url + path, content=data, timeout=timeout)
+            answer = self._client.request(method, self.url + path, json=body, timeout=timeout)
         except (httpx2.HTTPError, OSError) as error:
             fix = "start it with python -m sglang.launch_server, or leave out rollout.engine_args.url to run it here"
             raise EnvironmentProblem(f"sglang: no answer from {self.url}{path}: {error}; {fix}") from error
