@@ -92,7 +92,7 @@ def test_a_hybrid_asks_only_where_the_rule_is_unsure(fair):
 
 
 def test_the_same_answer_is_judged_once():
-    with scripted(lambda body: replace(fair_judge(body), after=0.2)) as endpoint, scorer(endpoint.url) as scoring:
+    with scripted(lambda body: replace(fair_judge(body), after=1.5)) as endpoint, scorer(endpoint.url) as scoring:
         scoring.metrics()
         assert values(scoring.score(said(*["blue"] * 8))) == [0] * 8
         metrics = scoring.metrics()
@@ -121,14 +121,14 @@ CUT = Says(body={"choices": [{"message": {"content": "Score: 1"}, "finish_reason
         (GARBAGE, "no verdict \\(attempts: 2\\).*about the weather"),
         (CUT, "no verdict \\(attempts: 2\\)"),
         (Says(status=400, body="too long"), "status 400.*too long"),
-        (Says(body=chat_answer("Score: 1").body, after=2), "2 attempts.*no reply"),
+        (Says(body=chat_answer("Score: 1").body, after=20), "2 attempts.*no reply"),
         (Says(status=429, headers=(("Retry-After", "60"),)), "raise reward.judge.deadline"),
     ],
     ids=["garbage", "cut", "400", "hang", "429"],
 )
 def test_what_has_no_verdict_is_an_error_of_its_own(trouble, reason):
     script = besides(lambda body: trouble if "bad" in str(body) else fair_judge(body))
-    options = {"timeout": 0.3, "deadline": 5.0}
+    options = {"timeout": 2.0, "deadline": 30.0}
     with scripted(script) as endpoint, scorer(endpoint.url, **options) as scoring:
         good = scoring.score(said("red"))
         scored = scoring.score(said("bad"))
@@ -199,7 +199,7 @@ def test_many_at_once_and_never_more_than_allowed():
 
 def test_a_judge_that_hangs_costs_its_deadline_once():
     script = besides(lambda body: Says(body=chat_answer("Score: 1").body, after=60))
-    options = {"concurrency": 2, "timeout": 60, "deadline": 0.5}
+    options = {"concurrency": 2, "timeout": 60, "deadline": 2.0}
     with scripted(script) as endpoint, scorer(endpoint.url, **options) as scoring:
         scored = scoring.score(said(*(f"colour {n}" for n in range(40))))
     assert {score.status for score in scored} == {"error"}  # 20 rounds of a minute otherwise

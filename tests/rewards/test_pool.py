@@ -83,7 +83,7 @@ def test_bad_samples_cost_only_themselves(functions):
 
 
 def test_batch_and_async_functions_lose_only_the_culprits(functions):
-    with WorkerPool(workers=2, deadline=0.5) as pool:
+    with WorkerPool(workers=2, deadline=1.5) as pool:
         for name, bad in {"batch": {"raise", "sleep", "exit"}, "waiting": {"raise", "sleep", "block"}}.items():
             found = scores(pool, f"{functions}:{name}", [*GOOD[:9], *bad, *GOOD[9:12]])
             assert {key for key, score in found.items() if score.kind == "error"} == bad
