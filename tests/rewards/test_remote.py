@@ -175,7 +175,7 @@ def test_a_model_of_the_service_must_see_the_rows():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, r"reward\.remote\.url: .*none is named; try reward\.remote\.url=http"),
+        ({}, r"reward\.remote\.url: takes http://HOST.*; try reward\.remote\.url=http"),
         ({"url": "127.0.0.1:8400"}, r"reward\.remote\.url: takes http://HOST"),
         ({"url": "http://127.0.0.1:1", "token": "NO_SUCH_VARIABLE"}, r"reward\.remote\.token"),
         ({"urls": "http://127.0.0.1:1"}, r"remote: urls: .*arguments are url, token"),

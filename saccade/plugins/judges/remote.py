@@ -63,13 +63,10 @@ class Remote:
     """`submit` from any thread; `metrics` counts what happened since it was last called."""
 
     def __init__(self, config: RemoteConfig) -> None:
-        example = f"try {SECTION}.url=http://127.0.0.1:8400"
-        if not config.url:
-            raise ConfigError(f"{SECTION}.url: none is named; {example}")
-        for url in map(urlsplit, config.url):
+        for url in map(urlsplit, config.url or ("",)):
             if url.scheme not in ("http", "https") or not url.hostname or url.username or url.query:
                 why = "takes http://HOST:PORT/PATH, without a password or a query"
-                raise ConfigError(f"{SECTION}.url: {why}; {example}")
+                raise ConfigError(f"{SECTION}.url: {why}; try {SECTION}.url=http://127.0.0.1:8400")
         self.config = config
         target = Target(
             urls=[url if urlsplit(url).path.strip("/") else url.rstrip("/") + PATH for url in config.url],
