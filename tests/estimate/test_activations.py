@@ -108,7 +108,7 @@ def test_a_block_of_a_vision_tower(tmp_path, as_on_a_gpu, image):
     saved = kept_by(
         model.model.visual.blocks[1], lambda: hidden_states(model, family, ids, positions, (span,), over_gathered_keys)
     )
-    count, stack = (memory_items.patches([span]), shapes.shape_of(model, family.tower_of).senses["vision"].stack)
+    count, stack = (memory_items.patches([span]), shapes.shape_of(model, family.tower_of).senses["vision"])
     assert count == 32 * 24
     shared = 2 * count * 32 * 4  # rotations
     assert saved == memory_items.layer_bytes(stack, count, count, element=2) + shared
@@ -124,7 +124,7 @@ def test_a_block_of_a_tower_of_squares(tmp_path, as_on_a_gpu, monkeypatch, image
     vision = shapes.shape_of(model, family.tower_of).senses["vision"]
     count = memory_items.patches([span]) + span.grid[0] * vision.extra
     assert vision.extra == 1 and count == span.grid[0] * 17
-    wanted = memory_items.layer_bytes(vision.stack, count, count, element=2)
+    wanted = memory_items.layer_bytes(vision, count, count, element=2)
     assert saved == pytest.approx(wanted, rel=0.03)  # means and spreads of norms are not counted
 
 

@@ -115,7 +115,7 @@ def test_every_matrix_is_counted_in_its_tower(name, shape_for, load):
     assert len(unread) == (name == "llava")  # the last layer of its tower
     linear -= sum(p.numel() for m in unread for p in m.parameters() if p.ndim > 1)
     counted = shape.text.weights + shape.head_weights
-    counted += sum(tower.stack.weights + tower.projector for tower in shape.senses.values())
+    counted += sum(tower.weights + tower.projector for tower in shape.senses.values())
     assert counted == linear
     kinds = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
     convolved = sum(m.weight.numel() for m in model.modules() if isinstance(m, kinds))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from saccade.plugins.estimate.shapes import SENSES, Sense, Shape
+from saccade.plugins.estimate.shapes import SENSES, Shape, Stack
 from saccade.plugins.gpu.decode_state import members_of
 from saccade.types import Batch, Group, MediaSpan, Trajectory
 
@@ -93,18 +93,18 @@ def _reach(tower: str, trained: Iterable[str], matrices: Iterable[str], tower_of
 # -- one forward -----------------------------------------------------------------------------------
 
 
-def _patches(vision: Sense, span: MediaSpan) -> tuple[float, float, float, float]:
+def _patches(vision: Stack, span: MediaSpan) -> tuple[float, float, float, float]:
     """Patches, none for a stem, tokens in the layers, and pairs of tokens in all layers."""
     frames, rows, columns = span.grid
     tokens = frames * (rows * columns + vision.extra)
     whole = frames * float(tokens / frames) ** 2  # a frame is a sequence of its own
     squares = [_squares(side // vision.merge, vision.window) for side in (rows, columns)]
     windowed = frames * float(vision.merge) ** 4 * squares[0] * squares[1]
-    others = vision.stack.layers - vision.full_layers
+    others = vision.layers - vision.full_layers
     return frames * rows * columns, 0.0, tokens, vision.full_layers * whole + others * windowed
 
 
-def _frames(audio: Sense, span: MediaSpan) -> tuple[float, float, float, float]:
+def _frames(audio: Stack, span: MediaSpan) -> tuple[float, float, float, float]:
     """Frames that are heard (silence that fills up half a minute is padding), those behind the
     second convolution, which halves them, and pairs of these in all layers.
     """
@@ -112,7 +112,7 @@ def _frames(audio: Sense, span: MediaSpan) -> tuple[float, float, float, float]:
     windows = np.diff([*range(0, frames, audio.window or frames), frames])
     halves = (windows + 1) // 2
     heard = float(halves.sum())
-    return frames, heard, heard, audio.stack.layers * float((halves**2).sum())
+    return frames, heard, heard, audio.layers * float((halves**2).sum())
 
 
 def _squares(side: int, window: int | None) -> float:
@@ -141,8 +141,7 @@ def shares(shape: Shape, training: Training) -> dict[str, tuple[float, float]]:
     is trained; repeated are the layers that a gradient passes.
     """
     found = {"adapters": (2.0, 1.0), "head": (1 + training[HEAD].learns, 0.0)}
-    stacks = {"llm": shape.text} | {name: sense.stack for name, sense in shape.senses.items()}
-    for tower, stack in stacks.items():
+    for tower, stack in {"llm": shape.text, **shape.senses}.items():
         learns, passed, _ = training[tower]
         # Torch stops once backward has what it needs, which the result of the last matrix is not;
         # results of experts are, since they are weighted.
@@ -196,8 +195,8 @@ class Meter:
                 {
                     f"{sense}/inputs": 2.0 * inputs * tower.inputs,
                     f"{sense}/stem": 2.0 * stemmed * tower.stem,
-                    f"{sense}/layers": 2.0 * tokens * tower.stack.weights,
-                    f"{sense}/attention": tower.stack.pair_flops * pairs,
+                    f"{sense}/layers": 2.0 * tokens * tower.weights,
+                    f"{sense}/attention": tower.pair_flops * pairs,
                     f"{sense}/projector": 2.0 * span.length * tower.projector,
                     "adapters": 2.0 * (tokens * adapters + span.length * projected),
                 }

@@ -21,7 +21,7 @@ from saccade.media.pixel_cache import DECODED
 from saccade.models.families.qwen_vl import CACHE_BYTES
 from saccade.plugins.estimate.batch_plan import ModelSize, Plan, patches
 from saccade.plugins.estimate.flops import token_depths, towers_frozen
-from saccade.plugins.estimate.shapes import Shape, Stack
+from saccade.plugins.estimate.shapes import Stack
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.trainer.checkpointing import MARGIN
 from saccade.trainer.forward_inputs import FEATURE_BYTES
@@ -184,8 +184,15 @@ def _prefill(plan: Plan) -> tuple[float, float]:
     together = min(plan.config.train.prompts_per_step * mean, most)
     pictures = max(seen, together / mean * mean_patches)
     sizes = ((together, pictures), (min(together, max(tokens, SMALLEST_PREFILL)), seen))
-    whole, least = (prefill_bytes(plan.policy.shape, int(n), int(m), element=plan.element) for n, m in sizes)
-    return whole, least
+    text, vision = plan.policy.shape.text, plan.policy.shape.senses.get("vision")
+    # Pictures run before the prompts around them.
+    whole, least = (max(_forward(text, n), _forward(vision, m) if vision else 0.0) for n, m in sizes)
+    return plan.element * whole, plan.element * least
+
+
+def _forward(stack: Stack, tokens: float) -> float:
+    """Numbers that live while tokens run through a layer without backward."""
+    return int(tokens) * (FORWARD_WIDE * _wide(stack) + FORWARD_HIDDEN * stack.hidden)
 
 
 # -- update ----------------------------------------------------------------------------------------
@@ -225,7 +232,7 @@ def _towers(plan: Plan, learner: ModelSize, batch: Batch) -> list[Tower]:
     shape, element, seen = learner.shape, plan.element, patches(batch.media)
     passed = [("decoder", shape.text, batch.tokens, gathered_keys(batch), learner.training["llm"])]
     if seen and (vision := learner.training["vision"]).passed:
-        passed.append(("vision", shape.senses["vision"].stack, seen, seen, vision))
+        passed.append(("vision", shape.senses["vision"], seen, seen, vision))
     found = []
     for name, stack, tokens, keys, trained in passed:
         kept = layer_bytes(stack, tokens, keys, element=element, adapted=trained.adapters > 0)
@@ -307,15 +314,6 @@ def gathered_keys(batch: Batch) -> int:
     """Keys of all nodes, each with those of its ancestors."""
     depths = token_depths(batch.node_starts, batch.parents)
     return int((depths[batch.node_starts[1:] - 1] + 1).sum())
-
-
-def prefill_bytes(shape: Shape, tokens: int, patches: int, *, element: int) -> float:
-    """Running prompts, their pictures first."""
-    seen = [(sense.stack, patches) for name, sense in shape.senses.items() if name == "vision"]
-    return max(
-        float(element * n * (FORWARD_WIDE * _wide(stack) + FORWARD_HIDDEN * stack.hidden))
-        for stack, n in ((shape.text, tokens), *seen)
-    )
 
 
 def _wide(stack: Stack) -> float:

@@ -6,7 +6,7 @@ on the meta device. Every architecture that transformers can build has a shape.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -18,7 +18,9 @@ HEAD_NORM = re.compile(r"\b[qk]_(layer)?norm")
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """The layers of a tower. Numbers of one layer are the mean over all layers."""
+    """The layers of a tower. Numbers of one layer are the mean over all layers. Towers over patches of
+    pictures or over frames of sounds have a first convolution and a projector behind them.
+    """
 
     layers: int
     hidden: int
@@ -33,6 +35,13 @@ class Stack:
     expert_wide: float = 0.0  # width between its matrices
     experts: float = 0.0  # in a layer
     chosen: float = 0.0  # experts of each token
+    inputs: int = 0  # weights of the first convolution
+    stem: int = 0  # weights of the others
+    projector: int = 0  # weights
+    merge: int = 1  # side of the square of patches that becomes one token
+    window: int | None = None  # what attends together: side in merged patches, or frames
+    full_layers: int = 0  # layers that attend to everything
+    extra: int = 0  # tokens of a frame in the tower that stand for no patch
 
     @property
     def weights(self) -> float:
@@ -58,26 +67,12 @@ class Stack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sense:
-    """A tower over patches of pictures or over frames of sounds, and the projector behind it."""
-
-    stack: Stack
-    inputs: int  # weights of the first convolution
-    stem: int = 0  # weights of the others
-    projector: int = 0  # weights
-    merge: int = 1  # side of the square of patches that becomes one token
-    window: int | None = None  # what attends together: side in merged patches, or frames
-    full_layers: int = 0  # layers that attend to everything
-    extra: int = 0  # tokens of a frame in the tower that stand for no patch
-
-
-@dataclass(frozen=True, kw_only=True)
 class Shape:
     text: Stack
     vocabulary: int
     windows: tuple[int | None, ...]  # of each decoder layer
     queries_per_key: int = 1  # heads
-    senses: Mapping[str, Sense] = field(default_factory=dict)
+    senses: Mapping[str, Stack] = field(default_factory=dict)
 
     @property
     def head_weights(self) -> int:
@@ -178,7 +173,7 @@ def _matrices(part: Any) -> Iterator[tuple[str, int, int]]:
                     yield name, parameter.shape[1], parameter.shape[0]
 
 
-def _sense(sense: str, layers: list[Any], model: Any, tower_of: Callable[[str], str]) -> Sense:
+def _sense(sense: str, layers: list[Any], model: Any, tower_of: Callable[[str], str]) -> Stack:
     from torch.nn import Conv1d, Conv2d, Conv3d
 
     settings = getattr(model.config, f"{sense}_config")
@@ -199,8 +194,8 @@ def _sense(sense: str, layers: list[Any], model: Any, tower_of: Callable[[str], 
         window = settings.window_size // merge // settings.patch_size
         full &= set(settings.fullatt_block_indexes)
     tokens = ("cls_token", "class_embedding")
-    return Sense(
-        stack=_stack(layers, convolved[0].shape[0]),
+    return replace(
+        _stack(layers, convolved[0].shape[0]),
         inputs=convolved[0].numel(),
         stem=sum(weight.numel() for weight in convolved[1:]),
         projector=sum(projected),

@@ -161,8 +161,8 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     # Backward is two thirds of what a layer takes that recomputes nothing.
     layers = 0.0
     for meter in meters:
-        towers = [tower.stack for name, tower in meter.shape.senses.items() if meter.training[name].passed]
-        count = sum(stack.layers for stack in (meter.shape.text, *towers))
+        towers = [tower for name, tower in meter.shape.senses.items() if meter.training[name].passed]
+        count = sum(tower.layers for tower in (meter.shape.text, *towers))
         layers += sum(count * (1 + meter.repeats(batch) / 3) for batch in step.batches)
     return Pace(
         tflop={phase: count / TERA for phase, count in work.items()},

@@ -8,6 +8,7 @@ Looks at the model's config.json and at the first rows; opens no weights and no 
 import json
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -177,14 +178,13 @@ def letters_apart(samples: Sequence[Sample]) -> tuple[str, dict[str, Guess]] | N
     source), and a reward for each of its values that has letters and `default` for all others.
     """
     for column in ("", *(name for name, value in samples[0].extra.items() if isinstance(value, str))):
-        sources: dict[str, list[Sample]] = {}
+        sources: dict[str, list[Sample]] = defaultdict(list)
         for sample in samples:
-            source = sample.extra.get(column, DEFAULT) if column else sample.data_source
-            sources.setdefault(str(source), []).append(sample)
-        kinds = [{_is_letter(gold) for row in rows for gold in _golds(row)} for rows in sources.values()]
-        letters = [source for source, kind in zip(sources, kinds, strict=True) if kind == {True}]
+            sources[str(sample.extra.get(column, DEFAULT)) if column else sample.data_source].append(sample)
+        kinds = {name: {_is_letter(gold) for row in rows for gold in _golds(row)} for name, rows in sources.items()}
+        letters = [source for source, kind in kinds.items() if kind == {True}]
         others = [row for source, rows in sources.items() if source not in letters for row in rows]
-        apart = bool(letters and others) and all(len(kind) == 1 for kind in kinds)
+        apart = bool(letters and others) and all(len(kind) == 1 for kind in kinds.values())
         # Rows of sources that come later are more likely like the others, so these are the default.
         if apart and DEFAULT not in letters and len(sources) <= MOST_SOURCES:
             rewards = {source: guess_reward(sources[source]) for source in letters}
