@@ -6,15 +6,12 @@ True
 """
 
 import base64
-import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from saccade.data.chats import escape
@@ -81,10 +78,9 @@ def _line(sample: Sample) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    if isinstance(value, date | datetime):
-        return value.isoformat()
+    for method in ("tolist", "isoformat"):  # of arrays and dates
+        if hasattr(value, method):
+            return getattr(value, method)()
     raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
@@ -116,11 +112,9 @@ def _stored(media: Media, folder: Path) -> dict[str, Any]:
     """A whole picture keeps its file as it is; a crop becomes one without loss."""
     suffix = Path(media.path).suffix if media.path and media.box is None else ".png"
     name = f"images/{media.hash[:16]}{media.hash[64:]}{suffix}"
-    if not (folder / name).exists():
-        file = io.BytesIO()
-        if media.box is None:
-            file.write(encoded(media))
-        else:
-            Image.fromarray(decode(media)).save(file, "PNG")
-        (folder / name).write_bytes(file.getvalue())
+    file = folder / name
+    if not file.exists() and media.box is None:
+        file.write_bytes(encoded(media))
+    elif not file.exists():
+        Image.fromarray(decode(media)).save(file)
     return {"path": name, "min_pixels": media.min_pixels, "max_pixels": media.max_pixels}

@@ -38,6 +38,7 @@ from saccade.types import Media, Sample
 
 TRAINING = ("rl", "sft", "dpo", "reward-model")  # that read rows each in its own way
 LISTED = 20  # bad rows on the screen
+LENGTHS = ("min", "median", "p95", "max", "mean")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +158,7 @@ def check_data(
     rows = sum(data.rows for data in every)
     samples = [sample for part in good.values() for sample in part]
     tokens = [] if length is None else [length(sample) for sample in samples]
+    measured = (*np.percentile(tokens, (0, 50, 95, 100)), np.mean(tokens)) if tokens else ()
     unknown = "; ".join(unknown_words(family, [*map(ask, samples)]) or ()) if family else None
     return Report(
         rows=rows,
@@ -175,7 +177,7 @@ def check_data(
         decoded=not headers_only,
         gold_rate=sum(sample.answer not in (None, "", ()) for sample in samples) / max(1, len(samples)),
         answerless=sum(bool(s.candidates) or "level" in s.extra for s in samples),
-        lengths=_statistics(tokens) if tokens else {},
+        lengths=dict(zip(LENGTHS, map(float, measured), strict=False)),
         histogram=tuple(sorted(Counter(1 << max(0, count - 1).bit_length() for count in tokens).items())),
         notes=tuple(filter(None, [_wordless(samples), unknown])),
         self_test=_test_rewards(config, samples) if config.reward.given else None,
@@ -250,12 +252,6 @@ def _problem(sample: Sample, broken: Mapping[Any, str]) -> str | None:
 
 
 # -- lengths ---------------------------------------------------------------------------------------
-
-
-def _statistics(tokens: Sequence[int]) -> dict[str, float]:
-    levels = {"min": 0, "median": 50, "p95": 95, "max": 100}
-    at = {name: float(np.percentile(tokens, level)) for name, level in levels.items()}
-    return at | {"mean": float(np.mean(tokens))}
 
 
 def write_fixed(report: Report, path: Path) -> list[Path]:

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 from saccade.config import Config
 from saccade.errors import EnvironmentProblem, SaccadeError
 from saccade.plugins.doctor import machine, model_files
+from saccade.plugins.doctor.machine import Rows
 
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "failure": "red"}
 RERUN = "fix this and run doctor again"  # of an error, whose text ends with what helps
-Rows = Iterator[tuple[str, ...]]
 Check = tuple[str, Callable[[], Rows]]
 
 

@@ -4,7 +4,6 @@ others whole runs.
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from saccade.config import DataConfig
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.models.files import AGAIN, INDEX, SINGLE, header_of
+from saccade.plugins.doctor.machine import Rows
 from saccade.system.disk import size
 from saccade.types import Media, Message
 
@@ -23,8 +23,6 @@ SYSTEM = Message(role="system", parts=(OTHER,))
 PICTURE = Media(hash="0", width=56, height=56, data=b"")
 ANOTHER = "give another template with prompt.chat_template=FILE"
 TOOLS = f"environments that answer as `tool` need another template: {ANOTHER}"
-
-Rows = Iterator[tuple[str, ...]]
 
 
 # -- files -----------------------------------------------------------------------------------------

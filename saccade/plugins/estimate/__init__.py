@@ -157,9 +157,9 @@ def length_notes(data: DataConfig, longest: int, missing: Sequence[str]) -> Iter
         what = {"drop": "leaves {} out", "error": "stops at {}"}.get(data.overlong, "shortens {}")
         yield f"a run {what.format(f'prompts of {longest} tokens')}: data.max_prompt_tokens={most}"
     if missing:
-        planned = f"prompts are as long as data.max_prompt_tokens={most} allows"
-        planned = "of prompts only the picture is counted" if longest > most else planned
-        yield f"data.train: {', '.join(missing)} not found, so {planned}"
+        allowed = f"prompts are as long as data.max_prompt_tokens={most} allows"
+        counted = "of prompts only the picture is counted" if longest > most else allowed
+        yield f"data.train: {', '.join(missing)} not found, so {counted}"
 
 
 # -- which option makes a plan fit -----------------------------------------------------------------

@@ -265,8 +265,12 @@ def generation(
     # Work adds up over tokens and media, so all of a kind is counted at once.
     none = np.zeros(0, np.int64)
     given, drawn, media, sampled, contexts = [none], [none], list[MediaSpan](), [0], 0
-    prompts = _shared_prompts(groups)
-    for members in prompts:
+    prompts: dict[Any, list[Trajectory]] = {}  # trajectories by what their prompt is
+    for member in (member for group in groups for member in group.everyone):
+        start = member.prompt_length
+        shown = tuple(span.media.key for span in member.media if span.start < start)
+        prompts.setdefault((member.ids[:start].tobytes(), shown), []).append(member)
+    for members in prompts.values():
         start, steps = members[0].prompt_length, []
         given.append(np.arange(start))
         media += [span for span in members[0].media if span.start < start]
@@ -294,14 +298,3 @@ def generation(
         weight_bytes=weight_bytes,
         cache_bytes=float(contexts * shape.kv_bytes(element)),
     )
-
-
-def _shared_prompts(groups: Iterable[Group]) -> list[list[Trajectory]]:
-    """Trajectories by what their prompt is."""
-    shared: dict[Any, list[Trajectory]] = {}
-    for group in groups:
-        for member in group.everyone:
-            start = member.prompt_length
-            media = tuple(span.media.key for span in member.media if span.start < start)
-            shared.setdefault((member.ids[:start].tobytes(), media), []).append(member)
-    return list(shared.values())

@@ -63,10 +63,7 @@ class Memory:
 
     @property
     def peaks(self) -> dict[str, float]:
-        return {
-            phase: total([item for item in self.items if item.phase in ("always", phase)])
-            for phase in ("rollout", "update")
-        }
+        return {phase: total(self.items, "always", phase) for phase in ("rollout", "update")}
 
     @property
     def fits(self) -> bool:
@@ -75,15 +72,16 @@ class Memory:
     @property
     def free(self) -> float:
         """Beside what is always there."""
-        return self.limit - total([item for item in self.items if item.phase == "always"])
+        return self.limit - total(self.items, "always")
 
     @property
     def pool(self) -> float:
         return next(item.gib for item in self.items if item.name == POOL)
 
 
-def total(items: Sequence[Item]) -> float:
-    return sum(item.gib for item in items)
+def total(items: Sequence[Item], *phases: str) -> float:
+    """GiB of the items, if phases are named of those."""
+    return sum(item.gib for item in items if not phases or item.phase in phases)
 
 
 def memory_of(plan: Plan) -> Memory:
@@ -128,7 +126,7 @@ def _always(plan: Plan) -> list[Item]:
 
 def reward_folders(reward: RewardConfig) -> list[str]:
     """Folders of reward models, each once; a tiny model is built in place and weighs nothing."""
-    paths = {args["path"]: None for args in model_terms(reward)}
+    paths = dict.fromkeys(args["path"] for args in model_terms(reward))
     return [path for path in paths if not path.startswith("tiny:")]
 
 
@@ -207,9 +205,8 @@ def _update(plan: Plan, learner: ModelSize, free: float) -> list[Item]:
         layers = learner.shape.text.layers
         note = f"{batch.tokens} tokens; {layers - kept.layers[0]} of {layers} layers recompute"
         for moment in _moments(plan, learner, batch, kept):
-            items = [Item(name=name, gib=size / GIB, phase="update") for name, size in moment.items() if size]
-            if items:  # a frozen tower has no such moment
-                found.append([replace(items[0], note=note), *items[1:]])
+            first, *others = (Item(name=name, gib=size / GIB, phase="update") for name, size in moment.items() if size)
+            found.append([replace(first, note=note), *others])
     if plan.config.train.optimizer == "adamw_bf16":
         # It works in fp32 on one tensor after the other, with seven numbers for each of its own.
         work = 7 * 4 * learner.largest / GIB
@@ -347,5 +344,4 @@ def host_items(plan: Plan, memory: Memory, *, background: bool) -> tuple[Item, .
 
 
 def host_peak(items: Sequence[Item]) -> float:
-    always = total([item for item in items if item.phase == "always"])
-    return always + max((item.gib for item in items if item.phase != "always"), default=0.0)
+    return total(items, "always") + max((item.gib for item in items if item.phase != "always"), default=0.0)

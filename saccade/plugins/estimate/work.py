@@ -16,7 +16,7 @@ from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import Config
 from saccade.plugins.estimate import flops
 from saccade.plugins.estimate.batch_plan import ModelSize, Plan
-from saccade.plugins.estimate.flops import FROZEN, Generation, Meter
+from saccade.plugins.estimate.flops import FROZEN, Meter
 from saccade.plugins.estimate.memory_items import GIB, Memory, layers_that_keep
 from saccade.plugins.estimate.shapes import shape_of
 from saccade.plugins.gpu.decode_state import FEW_ROWS
@@ -150,43 +150,22 @@ class Pace:
 
 
 def pace_of(plan: Plan, memory: Memory) -> Pace:
-    step, train = plan.step, plan.config.train
+    device, step, train = plan.device, plan.step, plan.config.train
     policy, *critic = meters = [_meter(plan, learner, memory.free) for learner in plan.learners]
     made = flops.generation(policy, step.groups, element=plan.element, four_bit=plan.config.model.train == "qlora")
-    epochs = train.epochs_per_batch
+    epochs, times = train.epochs_per_batch, step.times
     work: dict[str, float] = {"rollout": made.prefill.total() + made.decode.total()}
     work |= passes(policy, next(iter(critic), None), step.batches, step.batches, plan.algorithm, epochs=epochs)
-    work = {phase: count * step.times for phase, count in work.items()}
+    work = {phase: count * times for phase, count in work.items()}
     again = work.pop("recomputed")
-    # Backward is two thirds of what a layer takes that recomputes nothing.
-    layers = 0.0
-    for meter in meters:
-        towers = [tower for name, tower in meter.shape.senses.items() if meter.training[name].passed]
-        count = sum(tower.layers for tower in (meter.shape.text, *towers))
-        layers += sum(count * (1 + meter.repeats(batch) / 3) for batch in step.batches)
-    return Pace(
-        tflop={phase: count / TERA for phase, count in work.items()},
-        recomputed=again / TERA,
-        seconds=_seconds(plan, memory, made, work, again, epochs * step.times * layers),
-    )
-
-
-def _meter(plan: Plan, learner: ModelSize, free: float) -> Meter:
-    """The learner, which knows how much of a batch it computes again with so many GiB free."""
-    left, layers = free - 4 * learner.trained / GIB, learner.shape.text.layers
-    return replace(learner, repeats=lambda batch: 1 - layers_that_keep(plan, learner, batch, left).layers[0] / layers)
-
-
-def _seconds(
-    plan: Plan, memory: Memory, made: Generation, work: dict[str, float], again: float, layers: float
-) -> dict[str, float]:
-    device, times = plan.device, plan.step.times
+    pace = Pace(tflop={phase: count / TERA for phase, count in work.items()}, recomputed=again / TERA, seconds={})
     if device.tflops is None or device.bandwidth is None:
-        return {}
-    peak, bandwidth = device.tflops * TERA, device.bandwidth * TERA
-    shape, train = plan.policy.shape, plan.config.train
+        return pace
+    peak, bandwidth, shape = device.tflops * TERA, device.bandwidth * TERA, policy.shape
     least = LAYER.get(plan.config.model.train, LAYER["full"])
-    per_sequence = shape.kv_bytes(plan.element) * plan.step.mean_length
+    seconds = {phase: count / (peak * REACHED["score"]) for phase, count in work.items()}
+    # Sampling: as many sequences at once as the pool of keys and values holds.
+    per_sequence = shape.kv_bytes(plan.element) * step.mean_length
     at_once = max(1, min(plan.sequences, int(memory.pool * GIB / per_sequence)))
     steps = max(made.longest, made.sampled * times / at_once)
     rows = made.sampled * times / steps
@@ -194,10 +173,21 @@ def _seconds(
     decode = steps * shape.text.layers * least["few" if rows <= FEW_ROWS else "many"] + max(
         read / (bandwidth * REACHED["reading"]), made.decode.total() * times / (peak * REACHED["decode"])
     )
-    updates = train.epochs_per_batch * plan.algorithm.updates_per_step
-    moved = updates * OPTIMIZER_BYTES * sum(learner.trained for learner in plan.learners)
-    seconds = {phase: count / (peak * REACHED["score"]) for phase, count in work.items()}
     seconds["rollout"] = decode + made.prefill.total() * times / (peak * REACHED["prefill"])
+    # Training: backward is two thirds of what a layer takes that recomputes nothing.
+    layers = 0.0
+    for meter in meters:
+        towers = [tower for name, tower in meter.shape.senses.items() if meter.training[name].passed]
+        count = sum(tower.layers for tower in (meter.shape.text, *towers))
+        layers += epochs * times * sum(count * (1 + meter.repeats(batch) / 3) for batch in step.batches)
+    updates = epochs * plan.algorithm.updates_per_step
+    moved = updates * OPTIMIZER_BYTES * sum(learner.trained for learner in plan.learners)
     trained = (work["update"] + again) / (peak * REACHED["update"])
     seconds["update"] = max(trained + moved / (bandwidth * REACHED["optimizer"]), layers * least["update"])
-    return seconds
+    return replace(pace, seconds=seconds)
+
+
+def _meter(plan: Plan, learner: ModelSize, free: float) -> Meter:
+    """The learner, which knows how much of a batch it computes again with so many GiB free."""
+    left, layers = free - 4 * learner.trained / GIB, learner.shape.text.layers
+    return replace(learner, repeats=lambda batch: 1 - layers_that_keep(plan, learner, batch, left).layers[0] / layers)

@@ -4,12 +4,11 @@ it again.
 export(Path("runs/geo/checkpoints/step-100"), Path("my-model"), dtype="bfloat16", verify=True)
 """
 
-import json
 import shutil
 from pathlib import Path
 
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.models.files import require_intact
+from saccade.models.files import described, require_intact
 from saccade.system.disk import require_writable
 
 ADAPTER = "adapter"  # folder of `models/lora.py`, inside a checkpoint
@@ -49,11 +48,9 @@ def export(
 
 def pictures(folder: Path) -> str:
     """How large whoever serves the folder shows pictures, as a part of a sentence."""
-    path = folder / "preprocessor_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    named = {name: settings[name] for name in ("max_pixels", "max_patches") if name in settings}
-    limits = [f"{name} {value}" for name, value in named.items()]
-    return f"; {path.name} shows pictures with {limits[0]}" if limits else ""
+    settings = described(folder, file := "preprocessor_config.json")
+    limits = [f"{name} {settings[name]}" for name in ("max_pixels", "max_patches") if name in settings]
+    return f"; {file} shows pictures with {limits[0]}" if limits else ""
 
 
 def checkpoint_of(path: Path) -> Path:

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -143,10 +144,8 @@ def _first_rows(data: Path) -> tuple[str, Mapping[str, str], list[Sample]]:
 def _samples(rows: Iterable[Mapping[str, Any]], format: Format, keys: Mapping[str, str]) -> list[Sample]:
     config, samples = DataConfig(keys=dict(keys)), []
     for row in rows:
-        try:
+        with suppress(RowError):  # `saccade check-data` lists them with their reasons
             samples.append(read_row(row, format, config, open_image=lambda *_, **__: UNOPENED))
-        except RowError:
-            continue  # `saccade check-data` lists them with their reasons
     return samples
 
 

@@ -113,11 +113,6 @@ def counting_split(
     return rows
 
 
-def unseen_split(n: int, *, seed: int) -> list[Sample]:
-    """Colours that no training split has, and up to eight objects instead of six."""
-    return counting_split(n, seed=seed, colours=UNSEEN_COLOURS, counts=(1, 8), name="counting-unseen")
-
-
 def demonstrated(sample: Sample) -> Sample:
     """The row with its demonstration as the assistant's turn, for supervised training."""
     turn = Message(role="assistant", parts=(sample.extra["demonstration"],))

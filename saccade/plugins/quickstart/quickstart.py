@@ -87,14 +87,18 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> dict[str, Any]:
 
 
 def draw_data(folder: Path, size: Size, seed: int) -> dict[str, str]:
-    """Demonstrations, prompts and two evaluation sets as files; no picture is in two of them."""
+    """Demonstrations, prompts and two evaluation sets as files; no picture is in two of them. The last has
+    colours that no other set has, and up to eight objects instead of six.
+    """
     base, draw = 1000 * seed, counting.counting_split
     taught = draw(size["demonstrations"], seed=base + 1, colours=counting.TEACHING_COLOURS)
     rows = {
         "demonstrations": list(map(counting.demonstrated, taught)),
         "train": draw(size["prompts"], seed=base + 2, colours=counting.TRAINING_COLOURS),
         "val": draw(size["evaluation"], seed=base + 3, colours=counting.TRAINING_COLOURS),
-        "ood": counting.unseen_split(size["evaluation"], seed=base + 4),
+        "ood": draw(
+            size["evaluation"], seed=base + 4, colours=counting.UNSEEN_COLOURS, counts=(1, 8), name="counting-unseen"
+        ),
     }
     return {name: str(counting.write_jsonl(samples, folder, name=name)) for name, samples in rows.items()}
 
