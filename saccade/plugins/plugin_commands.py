@@ -128,7 +128,7 @@ def estimate(
     arguments: Arguments = None,
     device: Annotated[str | None, typer.Option(help="H200, A100, RTX 4090 …; else this machine's.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Length of a prompt; else that of the data.", min=1)] = None,
-    image: Annotated[str | None, typer.Option(metavar="WxH", help="Size of the picture in each prompt.")] = None,
+    image: Annotated[str | None, typer.Option(metavar="WxH", help="Size of the image in each prompt.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """What a step of `rl` takes: memory by item, time by phase. Nothing is loaded or trained."""

@@ -130,8 +130,8 @@ TRAPS = {
     "opens a thought": (OPENS, "note", "opens <think>"),
     "no system": (REFUSES_SYSTEM + TEMPLATE, "warning", "refuses system turns"),
     "no tools": (SKIPS_TOOLS, "warning", "leaves out tool turns"),
-    "no pictures from tools": (BLIND_TOOLS, "warning", "drops pictures in tool turns"),
-    "no pictures": (TEXT_ONLY, "failure", "drops pictures of a question"),
+    "no pictures from tools": (BLIND_TOOLS, "warning", "drops images in tool turns"),
+    "no pictures": (TEXT_ONLY, "failure", "drops images of a question"),
 }
 
 

@@ -33,8 +33,8 @@ def test_prompts_do_not_depend_on_the_order_of_rows(large, tmp_path):
     assert found[0].memory == found[1].memory and found[0].pace == found[1].pace
     assert "the longest 3133" in found[0].prompts
     pictured = estimate(config, H200, image=(448, 448))
-    assert "picture of 448x448 (the text is that of 64 rows of data.train)" in pictured.prompts
-    assert pictured.prompts.startswith("446 tokens")  # 256 of them are the picture
+    assert "image of 448x448 (the text is that of 64 rows of data.train)" in pictured.prompts
+    assert pictured.prompts.startswith("446 tokens")  # 256 of them are the image
 
 
 def test_prompts_that_a_run_would_leave_out_are_told(large):
@@ -56,13 +56,13 @@ def test_a_gpu_that_is_not_there_is_not_taken_for_a_cpu(large, monkeypatch):
 def test_without_data_prompts_are_as_long_as_allowed(word_model):
     config = load({"model.path": word_model, "data.max_prompt_tokens": 2000})
     found = estimate(config, devices.present("cpu"))
-    assert found.prompts == "2000 tokens, a picture of 1001x1001 (data.max_prompt_tokens)"
+    assert found.prompts == "2000 tokens, an image of 1001x1001 (data.max_prompt_tokens)"
 
 
 def test_pictures_of_planned_prompts_are_shrunk_as_those_of_rows_would_be(large):
     config = load({"model.path": large, "data.max_pixels": 2048**2, "data.max_prompt_tokens": 2048})
     found = estimate(config, H200)
-    assert found.prompts == "2048 tokens, a picture of 1172x1172 (data.max_prompt_tokens)"
+    assert found.prompts == "2048 tokens, an image of 1172x1172 (data.max_prompt_tokens)"
     assert found.notes == ()  # nothing was said of data
     few = load(config, ["data.max_prompt_tokens=50", "data.min_pixels=262144"])
     assert estimate(few, H200).prompts == "50 tokens (data.max_prompt_tokens)"
@@ -75,7 +75,7 @@ def test_data_that_is_not_there_is_named(word_model):
     for options, wanted in (({}, (said,)), ({"prompt_tokens": 40}, ()), ({"image": (28, 28)}, (said,))):
         assert estimate(config, devices.present("cpu"), **options).notes == wanted, options
     over, missing = estimate(config, devices.present("cpu"), image=(1400, 1400)).notes
-    assert over.startswith("a run leaves prompts of") and missing == f"{gone} of prompts only the picture is counted"
+    assert over.startswith("a run leaves prompts of") and missing == f"{gone} of prompts only the image is counted"
 
 
 def test_full_precision_has_no_seconds(large):

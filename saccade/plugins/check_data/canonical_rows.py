@@ -1,5 +1,5 @@
 """Samples as canonical rows: JSON that the formats of `data.records.WRITTEN` read back as the same samples;
-and as conversations to learn from, ShareGPT with pictures in any turn.
+and as conversations to learn from, ShareGPT with images in any turn.
 
 >>> read_row(to_row(sample), FORMATS["messages"], DataConfig(), open_image=open_media) == sample
 True
@@ -90,7 +90,7 @@ SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt", "tool": "to
 
 
 def dialogue_row(sample: Sample, folder: Path) -> dict[str, Any]:
-    """A conversation as a row to learn from. Its pictures are written into `folder`/images: a crop
+    """A conversation as a row to learn from. Its images are written into `folder`/images: a crop
     as one of its own, each with its pixel budget, so the row is read back to the same tokens.
     """
 
@@ -109,7 +109,7 @@ def dialogue_row(sample: Sample, folder: Path) -> dict[str, Any]:
 
 
 def _stored(media: Media, folder: Path) -> dict[str, Any]:
-    """A whole picture keeps its file as it is; a crop becomes one without loss."""
+    """A whole image keeps its file as it is; a crop becomes one without loss."""
     suffix = Path(media.path).suffix if media.path and media.box is None else ".png"
     name = f"images/{media.hash[:16]}{media.hash[64:]}{suffix}"
     file = folder / name

@@ -220,7 +220,7 @@ def _places(data: Dataset) -> Iterator[tuple[int, int]]:
 
 
 def _wordless(samples: Sequence[Sample]) -> str | None:
-    """Rows whose question is empty, or a picture alone."""
+    """Rows whose question is empty, or an image alone."""
     found = [s for s in samples if not any(m.text.strip() for m in s.messages if m.role == "user")]
     if not found:
         return None

@@ -57,7 +57,7 @@ def unread_media(rows: Iterable[Mapping[str, Any]], format: Format, keys: Mappin
 
 def _held(value: Any) -> Any:
     """What a column holds, of a list its first item; None where that is nothing: some rows of a set
-    with pictures may be text.
+    with images may be text.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):  # as CSV files have lists
         with suppress(ValueError):

@@ -1,6 +1,6 @@
 """Does everyone who computes with a model get the same numbers? On two prompts: rows packed, through
 transformers and one by one; the embedded engine and the trainer, also with a changed weight and with another
-picture; and so with a foreign engine, where the config asks for one.
+image; and so with a foreign engine, where the config asks for one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ FIX = (
 
 
 def questions(family: Family) -> list[Sample]:
-    """Two prompts, with pictures where the model sees; of different lengths."""
+    """Two prompts, with images where the model sees; of different lengths."""
     if family.spec.image_token is not None:
         return counting_split(2, seed=0, colours=TEACHING_COLOURS)
     texts = ("Name a colour.", "How many legs do three spiders and a cat have together?")

@@ -47,7 +47,7 @@ def check(path: Path, has_template: bool) -> Rows:
     optional = {"generation_config.json": "generation ends at the tokenizer's end-of-text only"}
     sees = "vision_config" in config.get("thinker_config", config)
     if sees and "image_processor" not in _settings(path / "processor_config.json"):
-        optional["preprocessor_config.json"] = "pictures are normalised as for CLIP"
+        optional["preprocessor_config.json"] = "images are normalised as for CLIP"
     for name in optional.keys() - there:
         yield "warning", f"no {name}: {optional[name]}", f"{AGAIN}, with {name}"
     yield from weights(path, config.get("text_config", config).get("vocab_size"))
@@ -115,7 +115,7 @@ def tokenizer(family: Family, data: DataConfig) -> Rows:
 
 def traps(family: Family) -> Rows:
     found = [*_traps(family)]
-    yield from found or [("ok", "system and tool turns, pictures and thoughts pass as they are")]
+    yield from found or [("ok", "system and tool turns, images and thoughts pass as they are")]
 
 
 def shown(family: Family, *messages: Message) -> str | None:
@@ -148,6 +148,6 @@ def _traps(family: Family) -> Rows:
         return
     mark = family.chat.tokenizer.convert_ids_to_tokens(family.chat.placeholder)
     if (shown(family, Message(role="user", parts=(PICTURE, PICTURE, WORD))) or "").count(mark) < 2:
-        yield "failure", "it drops pictures of a question", ANOTHER
+        yield "failure", "it drops images of a question", ANOTHER
     if mark not in (shown(family, USER, REPLY, Message(role="tool", parts=(PICTURE, WORD))) or ""):
-        yield "warning", "it drops pictures in tool turns", TOOLS
+        yield "warning", "it drops images in tool turns", TOOLS

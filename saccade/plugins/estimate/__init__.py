@@ -158,7 +158,7 @@ def length_notes(data: DataConfig, longest: int, missing: Sequence[str]) -> Iter
         yield f"a run {what.format(f'prompts of {longest} tokens')}: data.max_prompt_tokens={most}"
     if missing:
         allowed = f"prompts are as long as data.max_prompt_tokens={most} allows"
-        counted = "of prompts only the picture is counted" if longest > most else allowed
+        counted = "of prompts only the image is counted" if longest > most else allowed
         yield f"data.train: {', '.join(missing)} not found, so {counted}"
 
 

@@ -191,12 +191,12 @@ def typical_prompts(
         image = _largest_picture(data, family)
     spans = (_picture(image, data, family),) if image else ()
     if spans and tokens <= spans[0].length:
-        source = f"the picture alone takes {spans[0].length}"
+        source = f"the image alone takes {spans[0].length}"
         tokens = spans[0].length + 1
     if tokens >= (most := family.max_positions):
         has = f"{family.path} has {most}; try --prompt-tokens {most // 2}"
         raise ConfigError(f"a prompt of {tokens} tokens leaves no position for a response: {has}")
-    shown = f", a picture of {image[0]}x{image[1]}" if image else ""
+    shown = f", an image of {image[0]}x{image[1]}" if image else ""
     nothing = np.zeros(tokens, np.int64)
     prompt = Rendered(ids=nothing, sources=nothing.astype(np.int8), media=spans)
     return [prompt], f"{tokens} tokens{shown} ({source})"

@@ -1,8 +1,8 @@
 """FLOPs and bytes that a phase needs, counted from the shape of a model and the records of a step.
 
 What is counted is what the work needs, not what a kernel happens to do: a trunk once however many
-leaves it has, a key only for the queries that see it (its ancestors, half of a causal square), a
-picture or a sound once per node that holds it, no padding. Recomputed activations are counted apart
+leaves it has, a key only for the queries that see it (its ancestors, half of a causal square), an
+image or a sound once per node that holds it, no padding. Recomputed activations are counted apart
 and are no useful work. Knows nothing of weights or clocks.
 
     shape = shape_of(model, family.tower_of)
@@ -55,7 +55,7 @@ FROZEN: Training = dict.fromkeys((*TOWERS, HEAD), Trained(learns=0.0, passed=0.0
 
 
 def towers_frozen(training: Training) -> bool:
-    """Whether a picture is encoded once, however often it is shown."""
+    """Whether an image is encoded once, however often it is shown."""
     return not any(training[tower].passed for tower in (*SENSES, "projector"))
 
 
@@ -204,7 +204,7 @@ class Meter:
         return work
 
     def forward(self, batches: Sequence[Batch], *, media: bool = True) -> list[Work]:
-        """Of each batch, and then of pictures that a frozen tower encodes once for all of them."""
+        """Of each batch, and then of images that a frozen tower encodes once for all of them."""
         frozen = towers_frozen(self.training)
         shown = media and not frozen
         works = [

@@ -113,7 +113,7 @@ def _always(plan: Plan) -> list[Item]:
         else:
             sizes["reference"] = averaged if update == "ema" else plan.whole.weights
     if plan.step.pictures and towers_frozen(plan.policy.training):
-        sizes["features of pictures"] = FEATURE_BYTES
+        sizes["features of images"] = FEATURE_BYTES
     if not plan.config.reward.offload:  # else they come when everything else has gone
         folders = reward_folders(plan.config.reward)
         sizes["reward models"] = sum(f.stat().st_size for d in folders for f in weights_in(d))
@@ -170,7 +170,7 @@ def _rollout(plan: Plan, free: float) -> list[Item]:
 
 def _prefill(plan: Plan) -> tuple[float, float]:
     """Bytes of one forward over prompts, and of the smallest that the engine halves it to where
-    memory is short: a picture is never cut, without pages no prompt is.
+    memory is short: an image is never cut, without pages no prompt is.
     """
     members = plan.step.members
     units = [(one.prompt_length, patches(one.media)) for one in members]
@@ -180,10 +180,10 @@ def _prefill(plan: Plan) -> tuple[float, float]:
     tokens, seen = max(units, default=(0, 0))
     most = max(PREFILL_TOKENS, tokens) if plan.paged else PREFILL_TOKENS + tokens
     together = min(plan.config.train.prompts_per_step * mean, most)
-    pictures = max(seen, together / mean * mean_patches)
-    sizes = ((together, pictures), (min(together, max(tokens, SMALLEST_PREFILL)), seen))
+    images = max(seen, together / mean * mean_patches)
+    sizes = ((together, images), (min(together, max(tokens, SMALLEST_PREFILL)), seen))
     text, vision = plan.policy.shape.text, plan.policy.shape.senses.get("vision")
-    # Pictures run before the prompts around them.
+    # Images run before the prompts around them.
     whole, least = (max(_forward(text, n), _forward(vision, m) if vision else 0.0) for n, m in sizes)
     return plan.element * whole, plan.element * least
 
@@ -333,11 +333,11 @@ def host_items(plan: Plan, memory: Memory, *, background: bool) -> tuple[Item, .
     kept = (*STATE, "reference") if plan.algorithm.reference_moves else STATE
     saved += total([item for item in memory.items if item.name.startswith(kept)])
     waits = "kept for the next one; without room for twice that training waits"
-    pictures = (CACHE_BYTES + DECODED.max_bytes) / GIB if plan.step.pictures else 0.0
+    images = (CACHE_BYTES + DECODED.max_bytes) / GIB if plan.step.pictures else 0.0
     rows = (
         ("the process", PROCESS_GIB, "always", ""),
         ("weights while they load", whole, "start", ""),
-        ("pictures", pictures, "always", "at most"),
+        ("images", images, "always", "at most"),
         ("copy of a checkpoint", saved if background else 0.0, "save", waits),
     )
     return tuple(Item(name=name, gib=gib, phase=phase, note=note) for name, gib, phase, note in rows if gib)

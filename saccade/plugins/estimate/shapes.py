@@ -19,7 +19,7 @@ HEAD_NORM = re.compile(r"\b[qk]_(layer)?norm")
 @dataclass(frozen=True, kw_only=True)
 class Stack:
     """The layers of a tower. Numbers of one layer are the mean over all layers. Towers over patches of
-    pictures or over frames of sounds have a first convolution and a projector behind them.
+    images or over frames of sounds have a first convolution and a projector behind them.
     """
 
     layers: int
@@ -128,7 +128,9 @@ def _stack(layers: list[Any], hidden: int, **widths: float) -> Stack:
     """The mean of the layers; `widths` are known from the config."""
     rows = [_layer(layer, hidden) for layer in layers]
     # Where some layers have no experts, an expert is still as large as one.
-    mean = {name: (max if name.startswith("expert_") else fmean)(row[name] for row in rows) for name in rows[0]}
+    mean: dict[str, Any] = {
+        name: (max if name.startswith("expert_") else fmean)(row[name] for row in rows) for name in rows[0]
+    }
     chosen = widths.pop("chosen", 0) * fmean(row["experts"] > 0 for row in rows)
     return Stack(layers=len(layers), hidden=hidden, **(mean | widths), chosen=chosen)
 

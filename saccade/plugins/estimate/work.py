@@ -55,7 +55,7 @@ def passes(
     warming: bool = False,
 ) -> dict[str, float]:
     """FLOPs of scoring and training by phase, and those that are only repeated. A frozen tower
-    encodes a picture in the first pass that shows it. `warming`: the critic learns alone.
+    encodes an image in the first pass that shows it. `warming`: the critic learns alone.
     """
     known, frozen, work = False, flops.towers_frozen(policy.training), dict[str, float]()
     if algorithm.old == "recompute":

@@ -47,10 +47,10 @@ def export(
 
 
 def pictures(folder: Path) -> str:
-    """How large whoever serves the folder shows pictures, as a part of a sentence."""
+    """How large whoever serves the folder shows images, as a part of a sentence."""
     settings = described(folder, file := "preprocessor_config.json")
     limits = [f"{name} {settings[name]}" for name in ("max_pixels", "max_patches") if name in settings]
-    return f"; {file} shows pictures with {limits[0]}" if limits else ""
+    return f"; {file} shows images with {limits[0]}" if limits else ""
 
 
 def checkpoint_of(path: Path) -> Path:

@@ -44,14 +44,14 @@ MATHS = r"[\d\\=+^{}$<>*/|_]"
 KINDS = (
     ("count", "", r"[+-]?\d+", "every gold is an integer"),
     ("choice", "", LETTER, "every gold is a letter"),
-    ("iou", "", rf"\[{NUMBER}(?:,{NUMBER}){{3}}\]", "golds are boxes, in pixels of the picture"),
+    ("iou", "", rf"\[{NUMBER}(?:,{NUMBER}){{3}}\]", "golds are boxes, in pixels of the image"),
     ("exact", "", rf"(?s)(?!.*{MATHS}).*(?:{WORD}).*", "golds are words"),
     ("math", "", rf"(?s)(?!.*(?:{WORD})).*", "golds are numbers or formulas"),
     ("relaxed", "", r"[^\\=^{}<>*/|_]+", "numbers within 5 % (a chart's), words by their spelling"),
     ("math", "{gold_unparseable: string}", r"(?s).*", "numbers by value, words by their spelling"),
 )
 # What families do with a budget of pixels that is not what most do: nothing, or tiles.
-PIXELS = {"internvl": ((802_816, "four tiles and the whole picture at most: 1,280 tokens"),), "llava": ()}
+PIXELS = {"internvl": ((802_816, "four tiles and the whole image at most: 1,280 tokens"),), "llava": ()}
 USUAL_PIXELS = ((401_408, "about 512 tokens an image; more shows finer detail"),)
 # Rows of these formats are trained on by other commands.
 ELSEWHERE = {

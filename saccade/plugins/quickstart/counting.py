@@ -1,7 +1,7 @@
 """A counting task drawn in place: coloured shapes on a plain background, "how many objects?".
 
 Needs no download, knows nothing of models. A split depends on its arguments alone: row i is the
-same picture however many rows are asked for. Answers are uniform, so guessing scores 1 / number
+same image however many rows are asked for. Answers are uniform, so guessing scores 1 / number
 of counts.
 
     >>> rows = counting_split(6, seed=0, colours=TEACHING_COLOURS)
@@ -59,8 +59,8 @@ class Shape(NamedTuple):
 def counting_scene(
     rng: np.random.Generator, *, count: int, colours: Sequence[str], size: int = 56, radius: tuple[int, int] = (4, 6)
 ) -> tuple[np.ndarray, tuple[Shape, ...]]:
-    """A picture [size, size, 3] of shapes that do not touch, and the shapes in reading order: the
-    upper half of the picture before the lower half, each from left to right.
+    """An image [size, size, 3] of shapes that do not touch, and the shapes in reading order: the
+    upper half of the image before the lower half, each from left to right.
     """
     placed: list[Shape] = []
     for _ in range(TRIES):
@@ -120,8 +120,8 @@ def demonstrated(sample: Sample) -> Sample:
 
 
 def write_jsonl(samples: Sequence[Sample], folder: Path, *, name: str = "train", budgets: bool = False) -> Path:
-    """The rows as NAME.jsonl, pictures in images/. A row that ends in an assistant's turn becomes a
-    conversation to learn from, any other a question. `budgets`: rows name the pixels of pictures.
+    """The rows as NAME.jsonl, images in images/. A row that ends in an assistant's turn becomes a
+    conversation to learn from, any other a question. `budgets`: rows name the pixels of images.
     """
     (folder / "images").mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.jsonl"
@@ -146,7 +146,7 @@ def write_jsonl(samples: Sequence[Sample], folder: Path, *, name: str = "train",
 
 
 def encode_png(image: np.ndarray) -> bytes:
-    """An RGB picture as PNG; flat colours need no filter and little compression."""
+    """An RGB image as PNG; flat colours need no filter and little compression."""
     height, width, _ = image.shape
     rows = np.zeros((height, 1 + 3 * width), np.uint8)  # a row begins with its filter: 0 is none
     rows[:, 1:] = image.reshape(height, -1)

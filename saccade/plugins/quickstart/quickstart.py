@@ -87,7 +87,7 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> dict[str, Any]:
 
 
 def draw_data(folder: Path, size: Size, seed: int) -> dict[str, str]:
-    """Demonstrations, prompts and two evaluation sets as files; no picture is in two of them. The last has
+    """Demonstrations, prompts and two evaluation sets as files; no image is in two of them. The last has
     colours that no other set has, and up to eight objects instead of six.
     """
     base, draw = 1000 * seed, counting.counting_split
