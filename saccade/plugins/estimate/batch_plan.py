@@ -227,8 +227,8 @@ def _largest_picture(data: DataConfig, family: Family) -> tuple[int, int] | None
 
 
 def _picture(size: tuple[int, int], data: DataConfig, family: Family) -> MediaSpan:
-    budget = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
-    media = Media(hash="planned", width=size[0], height=size[1], path="planned", **budget)
+    media = Media(hash="planned", width=size[0], height=size[1], path="planned")
+    media = replace(media, min_pixels=data.min_pixels, max_pixels=data.max_pixels)
     grid, length = family.measure(media)
     return MediaSpan(media=media, start=0, length=length, grid=grid)
 

@@ -128,9 +128,7 @@ def _stack(layers: list[Any], hidden: int, **widths: float) -> Stack:
     """The mean of the layers; `widths` are known from the config."""
     rows = [_layer(layer, hidden) for layer in layers]
     # Where some layers have no experts, an expert is still as large as one.
-    mean: dict[str, Any] = {
-        name: (max if name.startswith("expert_") else fmean)(row[name] for row in rows) for name in rows[0]
-    }
+    mean: dict[str, Any] = {n: (max if n.startswith("expert_") else fmean)(row[n] for row in rows) for n in rows[0]}
     chosen = widths.pop("chosen", 0) * fmean(row["experts"] > 0 for row in rows)
     return Stack(layers=len(layers), hidden=hidden, **(mean | widths), chosen=chosen)
 
