@@ -11,13 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from saccade.algorithms.build import resolve
@@ -28,6 +31,7 @@ from saccade.models import lora
 from saccade.models.families import Family, load_family
 from saccade.models.heads import attach_score
 from saccade.models.load import freeze, load_model
+from saccade.plugins.ranks.divided import DividedOptimizer
 from saccade.system.contents import write_files
 from saccade.trainer import Loss, Scoring
 from saccade.trainer import optimizer as optimizers
@@ -84,10 +88,6 @@ def made(case: Case, family: Family, optimizer: type[Optimizer] = Optimizer) -> 
     return LocalBackend(model, family, case.train, optimizer=optimizer)
 
 
-def weights_of(backend: LocalBackend) -> Tensors:
-    return {name: p.detach().clone() for name, p in backend.model.named_parameters()}
-
-
 def train(backend: LocalBackend, case: Case, batches: list[Batch], tokens: int | None = None, steps: int = 3) -> Any:
     """Gradients of the first step, the metrics of each, whether it was skipped, and the weights after all."""
     optimizer, gradients = backend.optimizer, dict[str, Any]()
@@ -101,17 +101,14 @@ def train(backend: LocalBackend, case: Case, batches: list[Batch], tokens: int |
 
     optimizer.step = seen  # type: ignore[method-assign]
     updates = [backend.train_step(batches, case.loss, lr=1e-3, tokens=tokens) for _ in range(steps)]
-    return gradients, [u.metrics for u in updates], [u.skipped for u in updates], weights_of(backend)
+    weights = {name: p.detach().clone() for name, p in backend.model.named_parameters()}
+    return gradients, [u.metrics for u in updates], [u.skipped for u in updates], weights
 
 
 # -- a rank ------------------------------------------------------------------------------------------
 
 
 def rank_main(rank: int, folder: Path) -> None:
-    import torch.distributed as dist
-
-    from saccade.plugins.ranks.divided import DividedOptimizer
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     paths, forests = pickle.loads((folder / "forests.pkl").read_bytes())
@@ -122,7 +119,8 @@ def rank_main(rank: int, folder: Path) -> None:
         backend = made(case, families[case.family], DividedOptimizer)
         batches = dealt(name, forests)[rank]
         if name == "out of memory" and rank == 1:
-            run_out_of_memory(backend.model)
+            full = Mock(side_effect=chain([torch.OutOfMemoryError("simulated")] * 2, repeat(None)))  # also a half is
+            backend.model.get_submodule("model.language_model.layers.1").register_forward_pre_hook(full)
         tokens = sum(b.tokens for part in dealt(name, forests) for b in part)
         assert isinstance(backend.optimizer, DividedOptimizer)
         found[name] = *train(backend, case, batches, tokens), backend.optimizer.same_everywhere()
@@ -152,24 +150,8 @@ def small(kind: Any, optimizer: type[Optimizer]) -> Any:
     return parameter.tolist(), one.ranges(), one.updates()
 
 
-def run_out_of_memory(model: Any) -> None:
-    """Its first forest does not fit, nor does a half of it."""
-    calls: list[int] = []
-
-    def hook(*_: Any) -> None:
-        calls.append(1)
-        if len(calls) <= 2:
-            raise torch.OutOfMemoryError("simulated")
-
-    model.model.language_model.layers[1].register_forward_pre_hook(hook)
-
-
 def resumed(folder: Path, rank: int, case: Case, family: Family, forests: Any) -> list[bool]:
     """From two ranks to one process and back: whether the state is the same, and the next weights."""
-    import torch.distributed as dist
-
-    from saccade.plugins.ranks.divided import DividedOptimizer
-
     batches = [forests[VISION][place] for place in ((0,), (4,))[rank]]
     first = made(case, family, DividedOptimizer)
     weights = train(first, case, batches, steps=2)[-1]
@@ -212,7 +194,8 @@ def forests(family_of: Any, grow: Any) -> dict[str, list[Batch]]:
 
     def forest(name: str, uid: int, images: int) -> Batch:
         family = family_of(name)
-        [one] = pack([grow(rng, family, uid=f"g{uid}", images=images)], positions=family.positions, micro_tokens=9999)
+        group = grow(rng, family, uid=f"g{uid}", depth=1, images=images)
+        [one] = pack([group], positions=family.positions, micro_tokens=9999)
         values, returns = (rng.standard_normal(len(one.reads)).astype(np.float32) for _ in range(2))
         scales = np.full(len(one.reads), 0.01, np.float32)
         return replace(one, values=values, returns=returns, scales=scales)
@@ -241,7 +224,7 @@ def results(tmp_path_factory: Any, family_of: Any, forests: dict[str, list[Batch
             name: train(made(case, family_of(case.family)), case, [b for part in dealt(name, forests) for b in part])
             for name, case in CASES.items()
         }
-        codes = [process.wait(timeout=200) for process in ranks]
+        codes = [process.wait(timeout=250) for process in ranks]
     finally:
         for process, log in zip(ranks, logs, strict=True):
             process.kill()
