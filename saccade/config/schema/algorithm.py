@@ -19,9 +19,7 @@ OVERLONG = When("algorithm.overlong.buffer > 0", "algorithm.overlong.buffer=512"
 HOT = When("algorithm.hot_first_token.temperature > 0", "algorithm.hot_first_token.temperature=10")
 TRAINED = When("algorithm.hot_first_token.first_token == 'is'", "algorithm.hot_first_token.first_token=is")
 CRITIC = When("algorithm.needs_critic", "algorithm.advantage=gae", "an advantage with a critic")
-GROUPS = When(
-    "algorithm.estimator.group", "algorithm.advantage=grpo train.samples_per_prompt=8", "an advantage over groups"
-)
+GROUPS = When("algorithm.estimator.group", "algorithm.advantage=grpo train.samples_per_prompt=8", "group advantages")
 EXCLUDING = When("algorithm.exclude_status", "algorithm.exclude_status=[overturn]")
 WHITENABLE = When("algorithm.estimator.whiten is not None", "algorithm.advantage=reinforce_pp", "advantages to whiten")
 WHITENED = When("algorithm.whiten", "algorithm.advantage=reinforce_pp algorithm.whiten=true", "whitened advantages")

@@ -60,9 +60,7 @@ LIMITS = {  # of one episode that are counted, and the least value of each
 
 
 class EnvConfig(Section):
-    name: str = option(
-        "single_turn", "single_turn | crop | calculator | tools | sokoban_step | file.py:Class.", path=True
-    )
+    name: str = option("single_turn", "single_turn, crop, calculator, tools, sokoban_step or file.py:Class.", path=True)
     args: dict[str, Any] = option({}, "Arguments of your environment's class.")
     tools: tuple[str, ...] = option((), "Your functions, file.py:name, beside built-in tools.", path=True)
     call: Literal["grounding", "tool_call", "action"] | None = option(

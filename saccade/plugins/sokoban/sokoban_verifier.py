@@ -23,9 +23,7 @@ MOST_STEPS = 120
 LONGEST = 2000  # characters of an answer that hold moves
 
 
-def sokoban(
-    sample: RewardSample, *, mode: str = "solved", max_actions: int = 50, scope: Scope = "after_think"
-) -> Score:
+def sokoban(sample: RewardSample, mode: str = "solved", max_actions: int = 50, scope: Scope = "after_think") -> Score:
     """`solved` 0 or 1, `progress` the share of boxes on goals, `return` the best sum of step
     rewards, `lmmr1` that with bonuses for shape, moves and thought. `accuracy` is `solved`.
     """
