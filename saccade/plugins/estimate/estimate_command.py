@@ -89,8 +89,7 @@ def find_device(name: str | None, wanted: str) -> Device:
         return devices.present("cpu")
     found = devices.named(name) or devices.only(name)
     if found is None:
-        names = ", ".join(devices.table())
-        raise ConfigError(f"--device {name}: not in the table; expected one of {names}, cpu")
+        raise ConfigError(f"--device {name}: expected one of {', '.join(devices.table())}, cpu")
     if devices.says_otherwise(name, found):
         has = f"the one in the table has {found.memory:.1f} GiB"
         raise ConfigError(f"--device {name}: {has}; to plan with less of it use run.gpu_memory_gib=GIB")

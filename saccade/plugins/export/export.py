@@ -108,6 +108,5 @@ def _compare(source: Path, out: Path, *, exact: bool) -> None:
         batches = pack([group], positions=family.positions, micro_tokens=64)
         results.append(LocalBackend(model, family).logprobs(batches, Scoring(ban=False))[0][0])
     gap = float(np.abs(results[0] - results[1]).max())
-    limit = 0.0 if exact else 0.5
-    if not gap <= limit:
+    if not gap <= (0.0 if exact else 0.5):
         raise EnvironmentProblem(f"{out}: log-probs differ from the checkpoint's by {gap:.3g}")
