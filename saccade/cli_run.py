@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
+from saccade.errors import ConfigError, EnvironmentProblem, RankLost, SaccadeError
 from saccade.system.disk import refusal
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def run_recipe(
 ) -> None:
     """`flags` are options of the section run, `more` goes to the recipe as it is."""
     from saccade.checks import check
-    from saccade.config import given
+    from saccade.config import given, load
 
     if full and not dry_run:
         raise ConfigError("--full: has no effect without --dry-run; add it, or leave this out")
@@ -125,7 +125,15 @@ def run_recipe(
         shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
     if name == "rl":  # refuses what does not fit
         more = {"preflight": import_module("saccade.plugins.estimate.estimate_command").preflight}
-    import_module(f"saccade.{MODULES[name]}").run(config, **(more or {}))
+    recipe = import_module(f"saccade.{MODULES[name]}").run
+    for left in range(config.run.restarts, -1, -1):
+        try:
+            return recipe(config, **(more or {}))
+        except RankLost as error:
+            if not left:
+                raise
+            show_error(f"{error}\nstarting again from there; run.restarts: {left - 1} left", error)
+            config = load(config, ["run.resume=auto"])
 
 
 def read_config(arguments: Sequence[str] | None, command: str | None = None, *, plain: str = "") -> Config:

@@ -32,6 +32,10 @@ class EnvironmentProblem(SaccadeError):
     exit_code = 3
 
 
+class RankLost(EnvironmentProblem):
+    """One of the processes that share a run has ended or hangs; so have all."""
+
+
 class RewardError(SaccadeError):
     """Too many rewards failed."""
 

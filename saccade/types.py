@@ -353,6 +353,7 @@ class Batch:
     sequence: np.ndarray  # [reads] int64, index into `keys`
     keys: tuple[tuple[str, int], ...]  # (sample id, repeat) of each sequence
     groups: np.ndarray  # [sequences] int64, index of the group inside the step
+    part: int | None = None  # who computes it, where several processes share a step
     media: tuple[MediaSpan, ...] = ()  # spans in packed tokens, once per node
     support: tuple[np.ndarray, ...] | None = None  # kept ids per read
     sampled: np.ndarray | None = None  # [reads] int64, the tokens of the targets where packed too

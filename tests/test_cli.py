@@ -22,7 +22,7 @@ from saccade.plugins.smoke.smoke import smoke, with_examples
 REPOSITORY = Path(__file__).resolve().parent.parent
 COMMANDS = {
     *("quickstart", "init", "rl", "sft", "dpo", "reward-model", "eval", "generate", "chat", "serve-reward"),
-    *("export", "estimate", "check-data", "algorithms", "doctor", "report"),
+    *("export", "estimate", "check-data", "algorithms", "doctor", "report", "rank"),
 }
 
 

@@ -55,8 +55,8 @@ def to_metrics(sums: Sequence[LossSums], total: Callable[[Counter[str]], Counter
         for name, term in one.terms.items():
             share = number[id(one.tokens)] / whole[name] if whole[name] else 0.0
             metrics.add(name, number[id(term)], share)
-        for name, (total, count) in one.means.items():
-            metrics.add(name, number[id(total)], number[id(count)])
+        for name, (value, count) in one.means.items():
+            metrics.add(name, number[id(value)], number[id(count)])
         for name, largest in one.maxima.items():
             if number[id(largest)] != -torch.inf:
                 metrics.add_max(name, number[id(largest)])

@@ -86,13 +86,16 @@ MODEL = (model_rules.model, model_rules.own_weights, "series")
 SAMPLING = (model_rules.lora_dropout, steps.sampling, steps.response_length, steps.batch)
 LOOKING = (rows.pixels, rows.prompt_files, model_rules.judge)
 READING = (rows.data_files, *LOOKING)
-TRAINING = (*(*MODEL, rows.train_data, *READING), *(steps.optimizer, steps.validation, steps.best, steps.resume))
+TRAINING = (
+    *(*MODEL, model_rules.several_gpus, rows.train_data, *READING),
+    *(steps.optimizer, steps.validation, steps.best, steps.resume),
+)
 ANSWERS = (model_rules.answering_model, "series", "trained_series")
 RULES: dict[str, tuple[Rule | str, ...]] = {
     "rl": (*TRAINING, *(model_rules.critic, rows.demonstrations, *SAMPLING, steps.reward, steps.environment)),
     "sft": (*TRAINING, model_rules.imitation),
     "dpo": (*TRAINING, "preferences"),
-    "reward-model": (*TRAINING, "rating"),
+    "reward-model": (*TRAINING, "rating", model_rules.one_gpu),
     "eval": (
         *ANSWERS,
         *(rows.val_data, partial(rows.data_files, names=["val"]), *LOOKING),

@@ -73,6 +73,22 @@ def own_weights(config: Config) -> Iterator[str]:
         yield "rollout.engine: http answers in eval, generate and chat only; try rollout.engine=embedded"
 
 
+def several_gpus(config: Config) -> Iterator[str]:
+    """What one process alone can do so far."""
+    if config.run.gpus > 1:
+        if config.rollout.engine != "embedded":
+            yield f"rollout.engine: not {config.rollout.engine} with run.gpus={config.run.gpus}; use embedded"
+        if config.rollout.replicas:
+            yield "rollout.replicas: each of run.gpus generates already; try rollout.replicas=0"
+        if config.sft.teacher is not None:
+            yield "sft.teacher: one GPU holds teacher and student; try run.gpus=1"
+
+
+def one_gpu(config: Config) -> Iterator[str]:
+    if config.run.gpus > 1:
+        yield "run.gpus: a reward model is trained on one; try run.gpus=1"
+
+
 def frozen(train: str) -> list[str]:
     kind, _, listed = train.partition(":")
     return [pattern.strip() for pattern in listed.split(",")] if kind == "freeze" else []

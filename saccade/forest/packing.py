@@ -44,24 +44,54 @@ class _Tree(NamedTuple):
 
 
 def pack(
-    groups: Sequence[Group], *, positions: Positions, micro_tokens: int, ends: bool = False, whole: bool = False
+    groups: Sequence[Group],
+    *,
+    positions: Positions,
+    micro_tokens: int,
+    ends: bool = False,
+    whole: bool = False,
+    parts: int = 1,
 ) -> list[Batch]:
     """Forests of at most `micro_tokens` tokens, whole groups where they fit, in the order of the
     groups.
 
     Trajectories that are not `trained`, or have no sampled token, are left out. A group over the
     budget repeats its trunk, or with `whole` is a forest of its own, as a sequence over it is. With
-    `ends` the last sampled token of each sequence, at which nothing is predicted, is packed too.
+    `ends` the last sampled token of each sequence, at which nothing is predicted, is packed too. With
+    several `parts` each gets forests of its own, of about as many tokens.
     """
+    trees = [*_trees(groups, None if whole else micro_tokens, ends)]
+    if parts == 1:
+        return [_batch(forest, positions, ends) for forest in _forests(trees, micro_tokens)]
+    dealt = deal([tree.tokens for tree in trees], parts)
+    return [
+        replace(_batch(forest, positions, ends), part=part)
+        for part, mine in enumerate(dealt)
+        for forest in _forests([trees[index] for index in mine], micro_tokens)
+    ]
+
+
+def deal(sizes: Sequence[int], parts: int) -> list[list[int]]:
+    """Indices for each part, in order: largest first to whoever has least."""
+    dealt: list[list[int]] = [[] for _ in range(parts)]
+    given = [0] * parts
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        least = given.index(min(given))
+        dealt[least].append(index)
+        given[least] += sizes[index]
+    return [sorted(mine) for mine in dealt]
+
+
+def _forests(trees: Sequence[_Tree], micro_tokens: int) -> list[list[_Tree]]:
     forests: list[list[_Tree]] = []
     left = 0
-    for tree in _trees(groups, None if whole else micro_tokens, ends):
+    for tree in trees:
         if not forests or tree.tokens > left:
             forests.append([])
             left = micro_tokens
         forests[-1].append(tree)
         left -= tree.tokens
-    return [_batch(trees, positions, ends) for trees in forests]
+    return forests
 
 
 def select(batch: Batch, sequences: Sequence[int]) -> Batch:

@@ -83,6 +83,15 @@ def chat(
         recipe.talk(config, greedy=greedy)
 
 
+@command("rank", panel="Train", example="saccade rank node-1:29400")
+def rank(address: Annotated[str, typer.Argument(help="HOST:PORT that the run prints.")]) -> None:
+    """Be one of the GPUs of a run with run.launcher=join: under Slurm, torchrun or by hand.
+
+    The run prints its address and the token that the environment variable SACCADE_TOKEN must hold.
+    """
+    import_module("saccade.plugins.ranks.launchers").run_rank(address)
+
+
 @command("serve-reward", panel="Use", example="saccade serve-reward run.yaml reward.workers=8")
 def serve_reward(
     arguments: Arguments = None,

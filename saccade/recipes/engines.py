@@ -16,19 +16,19 @@ from saccade.models.families import Family
 from saccade.models.load import pick_dtype
 from saccade.recipes import model_setup, parts
 from saccade.rollout.episode import Limits
-from saccade.trainer.local import LocalBackend
+from saccade.trainer import Trainer
 from saccade.types import Sample
 
 log = logging.getLogger(__name__)
 
 
-def make_engine(
-    config: Config, policy: LocalBackend, *, first_tokens: bool = False, logs: Path | None = None
-) -> Engine:
+def make_engine(config: Config, policy: Trainer, *, first_tokens: bool = False, logs: Path | None = None) -> Engine:
     """In this process, or replicas of it in their own: they log into the folder `logs`.
     `first_tokens`: some are drawn with settings of their own.
     """
     name = config.rollout.engine
+    if name == "embedded" and policy.engine is not None:
+        return policy.engine
     if name != "embedded" and experts.count(policy.model):
         raise ConfigError(f"rollout.engine={name}: cannot read the trainer's experts; use rollout.engine=embedded")
     if name == "embedded" and policy.device.type == "cuda":
@@ -91,7 +91,7 @@ def require_support(config: Config, engine: Engine) -> None:
 
 
 def check_parity(
-    config: Config, engine: Engine, policy: LocalBackend, samples: Sequence[Sample], *, version: int
+    config: Config, engine: Engine, policy: Trainer, samples: Sequence[Sample], *, version: int
 ) -> dict[str, float]:
     """Metrics of the comparison with an engine that has weights of its own; a difference stops the run."""
     if engine.capabilities().shares_weights:

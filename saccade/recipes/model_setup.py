@@ -5,6 +5,7 @@ model = load_policy(config, family)
 """
 
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +19,13 @@ from saccade.models import lora
 from saccade.models.families import Family, load_family
 from saccade.models.files import require_whole
 from saccade.models.heads import attach_score
-from saccade.models.load import freeze, load_model, pick_device, pick_dtype
+from saccade.models.load import describe_trained, freeze, load_model, pick_device, pick_dtype
 from saccade.registry import HOOKS
+from saccade.run.training_run import Run
 from saccade.system.devices import limit_memory
+from saccade.trainer import Trainer
 from saccade.trainer.local import LocalBackend
+from saccade.trainer.optimizer import Optimizer
 from saccade.trainer.reference import AdapterReference, Reference
 
 log = logging.getLogger(__name__)
@@ -107,7 +111,30 @@ def learner(config: Config, model: Any, family: Family) -> LocalBackend:
     """What trains the model, in the memory that the config allows."""
     wanted = config.model.checkpointing
     checkpointing: bool | Literal["auto"] = "auto" if wanted == "auto" else wanted == "on"
-    return LocalBackend(model, family, config.train, checkpointing=checkpointing)
+    optimizer = HOOKS["divided_optimizer"] if config.run.gpus > 1 else Optimizer
+    return LocalBackend(model, family, config.train, checkpointing=checkpointing, optimizer=optimizer)
+
+
+def start_policy(run: Run, family: Family, *, attach: Callable[[Any], None] = lambda model: None) -> Trainer:
+    """What trains the policy, from the start or the checkpoint of the run: here, or in a process for
+    each GPU. `attach` adds heads.
+    """
+    config, folder = run.config, str(run.start) if run.start else None
+    if config.run.gpus > 1:
+        policy = HOOKS["start_several"](config, run.command, family, folder, logs=run.folder.path)
+    else:
+        model = load_policy(config, family, folder=folder)
+        attach(model)
+        policy = learner(config, model, family)
+    run.close_at_end(policy)
+    log.info(describe_trained(policy.model, family))
+    return policy
+
+
+def load_beside(part: str, config: Config, family: Family, algorithm: Algorithm | None, policy: Any) -> Any:
+    """The reference or the critic of a policy, where the policy is."""
+    elsewhere = policy.engine is not None
+    return policy.beside(part) if elsewhere else BESIDE[part](config, family, algorithm, policy)
 
 
 def load_reference(config: Config, family: Family, algorithm: Algorithm | None, policy: LocalBackend) -> Reference:
@@ -119,7 +146,7 @@ def load_reference(config: Config, family: Family, algorithm: Algorithm | None, 
     return AdapterReference(policy)
 
 
-def load_critic(config: Config, family: Family, algorithm: Algorithm) -> LocalBackend:
+def load_critic(config: Config, family: Family, algorithm: Algorithm, policy: LocalBackend) -> LocalBackend:
     """A model of the policy's family with a head for values, and an optimizer of its own. It has no
     adapters: where the policy has them, all of the critic is trained.
     """
@@ -130,3 +157,6 @@ def load_critic(config: Config, family: Family, algorithm: Algorithm) -> LocalBa
     if path is not None and not HOOKS["start_critic"](model, Path(path)):
         log.info(f"algorithm.critic.path={path}: its score is not linear; the critic draws a head of its own")
     return learner(config, model, family)
+
+
+BESIDE: Mapping[str, Callable[..., Any]] = {"reference": load_reference, "critic": load_critic}

@@ -11,23 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from saccade import checks
-from saccade.algorithms.objective import to_metrics
 from saccade.checks.steps import total_steps
 from saccade.config import Config, load
 from saccade.data.datasets import Dataset, Stream
 from saccade.models.families import Family
-from saccade.models.load import describe_trained
 from saccade.recipes import model_setup
 from saccade.recipes.failures import guard
 from saccade.recipes.validation import Validation, make_evaluator
 from saccade.registry import HOOKS
 from saccade.run.training_run import Run
 from saccade.system.disk import require_writable
-from saccade.trainer import Loss, Update
-from saccade.trainer.local import LocalBackend
+from saccade.trainer import Trainer, Update
 from saccade.trainer.optimizer import rate
 from saccade.types import Batch, Sample
 
@@ -41,7 +36,7 @@ class Job:
     """A loaded run: what trains, and on which rows."""
 
     run: Run
-    backend: LocalBackend
+    backend: Trainer
     stream: Stream
     rows: Mapping[str, Dataset]  # of data.val: measured as training measures its own
     questions: Mapping[str, Dataset]  # of data.val: answered, and the answers scored
@@ -84,10 +79,7 @@ def set_up(
     """Load the model, from the start or a checkpoint, and begin the run. `attach` adds heads."""
     config = run.config
     log.info(data.summary)
-    model = model_setup.load_policy(config, family, folder=str(run.start) if run.start else None)
-    attach(model)
-    log.info(describe_trained(model, family))
-    backend = model_setup.learner(config, model, family)
+    backend = model_setup.start_policy(run, family, attach=attach)
     stream = Stream(data, seed=config.run.seed, config=config.data)
     run.restore(backend, {"stream": stream}, parts={})
     sets = {**(rows or {}), **(questions or {})}
@@ -137,11 +129,3 @@ def train(job: Job, task: Task) -> dict[str, Any]:
             task.unmeasured(samples, found, step)
         last = run.finish_step(progress, values | HOOKS["offline_work"](backend, batches), validation)
     return last
-
-
-@torch.no_grad()
-def measure(backend: LocalBackend, batches: Sequence[Batch], loss: Loss) -> dict[str, float]:
-    """What a step on these forests would report, without it."""
-    backend.model.eval()
-    backend.prefetch(batches)
-    return to_metrics([loss.read(backend, batch)()[1] for batch in batches]).means()

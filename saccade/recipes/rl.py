@@ -36,7 +36,7 @@ from saccade.run import checkpoint
 from saccade.run.metrics import signal_metrics
 from saccade.run.training_run import Run
 from saccade.system.disk import require_writable
-from saccade.trainer.local import LocalBackend
+from saccade.trainer import Trainer
 from saccade.trainer.reference import Reference
 from saccade.types import Group, Metrics, Sample
 
@@ -79,7 +79,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
             with this.phase("pack"):
                 groups, state, selected = select_members(rollouts, algorithm, state, weights)
                 seed = (config.run.seed, step)
-                updates = pack_updates(groups, algorithm, family, config.train.micro_tokens, seed)
+                updates = pack_updates(groups, algorithm, policy, config.train.micro_tokens, seed)
             updates = score_forests(updates, algorithm, learners, reference, this.phase)
             with this.phase("advantage"):
                 updates, weighed = add_advantages(updates, groups, steered, state, weights, version=engine.version)
@@ -140,16 +140,17 @@ def select_members(
 
 
 def pack_updates(
-    groups: Sequence[Group], algorithm: Algorithm, family: Family, micro_tokens: int, seed: tuple[int, int]
+    groups: Sequence[Group], algorithm: Algorithm, policy: Trainer, micro_tokens: int, seed: tuple[int, int]
 ) -> Updates:
     """The forests of each optimizer step; `seed` (of run and step) shuffles groups into them."""
     drawn = int(np.random.SeedSequence(seed).generate_state(1)[0])
     return [
         pack(
             part,
-            positions=family.positions,
+            positions=policy.family.positions,
             micro_tokens=micro_tokens,
             ends=algorithm.needs_critic and algorithm.critic.bootstrap_truncated,
+            parts=policy.parts,
         )
         for part in select.split_updates(groups, algorithm.updates_per_step, seed=drawn)
     ]
@@ -175,7 +176,7 @@ def score_forests(
     return updates
 
 
-def refresh_reference(reference: Reference | None, policy: LocalBackend, algorithm: Algorithm, step: int) -> None:
+def refresh_reference(reference: Reference | None, policy: Trainer, algorithm: Algorithm, step: int) -> None:
     kl = algorithm.kl
     if reference is not None and kl.update != "none" and step % kl.update_every == 0:
         share = {"copy": 1.0, "ema": kl.ema}[kl.update]

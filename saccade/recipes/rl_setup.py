@@ -14,7 +14,6 @@ from saccade.checks.steps import total_steps
 from saccade.config import Config
 from saccade.data.datasets import Dataset, Stream
 from saccade.models.families import Family
-from saccade.models.load import describe_trained
 from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.engines import make_engine, require_support
 from saccade.recipes.rl_rollout import Sampler
@@ -65,9 +64,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     run.close_at_end(scorer)
     parts.test_rewards(config, scorer, data.samples)
     parts.check_algorithm(algorithm, scorer, data.samples)
-    model = model_setup.load_policy(config, family, folder=str(run.start) if run.start else None)
-    log.info(describe_trained(model, family))
-    backend = model_setup.learner(config, model, family)
+    backend = model_setup.start_policy(run, family)
     stream = Stream(data, seed=config.run.seed, config=config.data)
     hot = algorithm.hot_first_token.temperature > 0
     engine = make_engine(config, backend, first_tokens=hot, logs=run.folder.path)
@@ -79,9 +76,9 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     HOOKS["warn_of_rows"](config, family, stream, sets.values())
     reference = critic = demonstrations = None
     if algorithm.needs_reference:
-        reference = model_setup.load_reference(config, family, algorithm, backend)
+        reference = model_setup.load_beside("reference", config, family, algorithm, backend)
     if algorithm.needs_critic:
-        critic = model_setup.load_critic(config, family, algorithm)
+        critic = model_setup.load_beside("critic", config, family, algorithm, backend)
     if config.train.sft_coef:
         updates = algorithm.updates_per_step
         demonstrations = HOOKS["demonstrations"](config, family, run.quarantine, updates=updates)

@@ -14,8 +14,7 @@ from saccade.algorithms.select import Updates
 from saccade.config import TrainConfig
 from saccade.recipes.failures import check_mismatch, guard
 from saccade.run.progress import Progress
-from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer import Scoring, Trainer
 from saccade.trainer.losses import PolicyLoss, ValueLoss
 from saccade.trainer.optimizer import rate
 from saccade.types import Batch, Metrics
@@ -25,8 +24,8 @@ from saccade.types import Batch, Metrics
 class Learners:
     """What optimizer steps are made with, the same in every step of a run."""
 
-    policy: LocalBackend
-    critic: LocalBackend | None
+    policy: Trainer
+    critic: Trainer | None
     demonstrations: Any  # rows to imitate in the same updates, or None
     train: TrainConfig
     scoring: Scoring

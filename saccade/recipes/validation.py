@@ -14,7 +14,7 @@ from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.scoring import unread
 from saccade.run.training_run import Measured, Run
-from saccade.trainer.local import LocalBackend
+from saccade.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Validation:
     """
 
     evaluator: Evaluator | None  # where there are questions
-    weights: LocalBackend
+    weights: Trainer
     questions: Mapping[str, Dataset]
     every: int
     training_follows: bool  # and wants the memory; else a rollout, with the same weights
@@ -98,7 +98,7 @@ def evaluator_of(run: Run, engine: Engine, family: Family, scorer: Scorer | None
     )
 
 
-def make_evaluator(run: Run, policy: LocalBackend, sets: Mapping[str, Dataset]) -> Evaluator | None:
+def make_evaluator(run: Run, policy: Trainer, sets: Mapping[str, Dataset]) -> Evaluator | None:
     """For training that samples nothing itself: engine and rewards, only where there are sets."""
     config = run.config
     if not sets:

@@ -25,7 +25,7 @@ from saccade.run.progress import Progress
 from saccade.system import devices
 from saccade.system.contents import File, kept_bytes, text_file
 from saccade.system.disk import free_bytes, size
-from saccade.trainer.local import LocalBackend
+from saccade.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Checkpointer:
         self._took = 0.0  # seconds for those that were finished since the last call of `times`
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def begin(self, backend: LocalBackend, parts: Mapping[str, Any], *, first: int, total: int) -> None:
+    def begin(self, backend: Trainer, parts: Mapping[str, Any], *, first: int, total: int) -> None:
         """What is saved; `parts` have state beside the backend's. Refuses a disk that
         has no room for one checkpoint of the steps `first` to `total`.
         """

@@ -35,7 +35,7 @@ from saccade.run.loggers import read_metrics
 from saccade.run.progress import Progress, from_json
 from saccade.run.quarantine import Quarantine
 from saccade.system import devices
-from saccade.trainer.local import LocalBackend
+from saccade.trainer import Trainer
 from saccade.types import Group
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class Run:
 
     # -- before the first step --
 
-    def restore(self, backend: LocalBackend, streams: Mapping[str, Stream], parts: Mapping[str, Any]) -> None:
+    def restore(self, backend: Trainer, streams: Mapping[str, Stream], parts: Mapping[str, Any]) -> None:
         """From a checkpoint, all of these continue where they were; streams and parts by the names
         that it has for them.
         """
@@ -181,7 +181,7 @@ class Run:
             names = ", ".join(changed)
             log.warning(f"data.val: {names} is not what it was up to step {self.step}; do not compare its scores")
 
-    def begin(self, total: int, backend: LocalBackend, sets: Iterable[Dataset], parts: Mapping[str, Any]) -> None:
+    def begin(self, total: int, backend: Trainer, sets: Iterable[Dataset], parts: Mapping[str, Any]) -> None:
         """Everything is loaded: from here on a signal writes a checkpoint first. What is not used
         of the `sets` is listed. `parts` have state beside the backend's.
         """

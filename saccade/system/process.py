@@ -181,6 +181,10 @@ class Child:
             self.popen.wait(timeout=0.05)
         return self.popen.returncode
 
+    def wait(self, seconds: float) -> None:
+        """Until it has ended; subprocess.TimeoutExpired if it has not by then."""
+        self.popen.wait(timeout=seconds)
+
     def kill(self) -> None:
         """With all that it has started; also when it hangs."""
         if self.popen.poll() is None:

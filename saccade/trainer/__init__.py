@@ -4,9 +4,10 @@ instances of one thing.
 Arguments are records: forests, the algorithm, references to images.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from saccade.algorithms.objective import LossSums
 from saccade.models.families import Family
+from saccade.system.contents import File
 from saccade.types import Batch, Metrics
 
 Objective = Callable[[], tuple[Tensor, LossSums]]
@@ -36,6 +38,45 @@ class Update:
 
     metrics: Metrics
     skipped: bool  # a loss or gradient was not finite: parameters and optimizer are as before
+
+
+class Trainer(Protocol):
+    """What a recipe sees of a model: it is in this process (`local.LocalBackend`), or on several GPUs."""
+
+    model: Any  # its names and shapes; the weights may be elsewhere
+    family: Family
+    device: torch.device
+    dtype: torch.dtype
+    parts: int  # processes that share the forests of a step
+    engine: Any  # that generates with the same weights, where it brings one
+
+    def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]: ...
+
+    def values(self, batches: Sequence[Batch]) -> list[tuple[np.ndarray, np.ndarray]]: ...
+
+    def train_step(self, batches: Sequence[Batch], loss: "Loss", *, lr: float, moves: bool = True) -> Update: ...
+
+    def measure(self, batches: Sequence[Batch], loss: "Loss") -> Metrics:
+        """What a step on these batches would report, without it."""
+        ...
+
+    def repeats(self) -> Any:
+        """Layers of each kind that computed their activations again since the last call."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def weight_shapes(self) -> list[tuple[str, tuple[int, ...], int]]: ...
+
+    def saved_bytes(self) -> int: ...
+
+    def model_files(self, *, copy: bool = False) -> list[File]: ...
+
+    def state_files(self, *, copy: bool = False) -> Iterable[File]: ...
+
+    def load_state(self, folder: Path) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Reader(Protocol):

@@ -42,6 +42,9 @@ RANDOM = "random.safetensors"
 
 
 class LocalBackend:
+    parts = 1  # processes that share the forests of a step
+    engine = None  # a process has one that reads the same tensors
+
     def __init__(
         self,
         model: nn.Module,
@@ -161,6 +164,14 @@ class LocalBackend:
         """Threads make the pixels of later batches while the first ones are computed."""
         self.family.prefetch([span.media for batch in batches for span in batch.media])
 
+    @torch.no_grad()
+    def measure(self, batches: Sequence[Batch], loss: Loss) -> Metrics:
+        """What a step on these batches would report, without it."""
+        self.model.eval()
+        self.prefetch(batches)
+        assert self.optimizer is not None, "this backend only scores"
+        return to_metrics([loss.read(self, batch)()[1] for batch in batches], self.optimizer.total)
+
     # -- training --
 
     def train_step(
@@ -256,6 +267,9 @@ class LocalBackend:
             self.optimizer.clear()
         return Update(metrics=metrics, skipped=not finite)
 
+    def repeats(self) -> float:
+        return self.recompute.repeated()
+
     # -- weights and state --
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -336,6 +350,9 @@ class LocalBackend:
             # Several processes write none.
             if self.optimizer.world == 1 and (folder / RANDOM).is_file() and model_state.draws(self.model):
                 model_state.restore_random_state(load_file(folder / RANDOM), self.device)
+
+    def close(self) -> None:
+        """The memory goes with the last reference."""
 
     @property
     def _weights_are_state(self) -> bool:

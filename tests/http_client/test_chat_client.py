@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from email.utils import formatdate
 from typing import Any
 
 import pytest
@@ -75,6 +76,8 @@ def test_retry_after_holds_everybody_back():
         asking.ask(QUESTION, GREEDY, 1)
         first, second, third = (asked["at"] for asked in endpoint.asked)
     assert second - first >= 0.4 and third >= second
+    a_date = http_client.seconds_of(formatdate(time.time() + 60, usegmt=True))
+    assert 50 < a_date <= 60 and http_client.seconds_of("soon") == 0
 
 
 def test_it_gives_up_after_all_retries_with_the_last_words():

@@ -34,15 +34,17 @@ class Average:
 def follow(
     config: Config,
     family: Family,
-    policy: LocalBackend,
+    policy: Any,
     start: Path | None,
     attach: Callable[[Any], object] = lambda model: None,
-) -> dict[str, Average]:
+) -> dict[str, Any]:
     """The average as a part of the checkpoint, where train.ema asks for one. `start` is the checkpoint
     to resume from; `attach` adds heads that the folder's weights do not have.
     """
     if not config.train.ema:
         return {}
+    if policy.engine is not None:  # it is on ranks, and so is its average
+        return {"ema": policy.beside("ema")}
     model = model_setup.load_policy(config, family)
     attach(model)
     average = LocalBackend(model, family)

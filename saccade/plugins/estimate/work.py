@@ -21,7 +21,7 @@ from saccade.plugins.estimate.memory_items import GIB, Memory, layers_that_keep
 from saccade.plugins.estimate.shapes import shape_of
 from saccade.plugins.gpu.decode_state import FEW_ROWS
 from saccade.system.devices import Device
-from saccade.trainer.local import LocalBackend
+from saccade.trainer import Trainer
 from saccade.types import Batch, Group
 
 TERA, GIGA = 1e12, 1e9
@@ -78,12 +78,11 @@ def passes(
     return work
 
 
-def meter(backend: LocalBackend) -> Meter:
+def meter(backend: Trainer) -> Meter:
     """Of the micro-batches since the last one."""
     model: Any = backend.model
-    assert backend.optimizer is not None, "a backend that trains"
-    trained = {name: p.numel() for name, p in backend.optimizer.parameters.items()}
-    repeats = backend.recompute.repeated()
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    repeats = backend.repeats()
     return Meter(
         shape=shape_of(model, backend.family.tower_of),
         training=flops.training_of(model, trained, backend.family.tower_of),
@@ -93,8 +92,8 @@ def meter(backend: LocalBackend) -> Meter:
 
 
 def rl_work(
-    trained: LocalBackend,
-    judging: LocalBackend | None,
+    trained: Trainer,
+    judging: Trainer | None,
     groups: Sequence[Group],
     updates: Sequence[Sequence[Batch]],
     config: Config,
@@ -116,7 +115,7 @@ def rl_work(
     return counted | {"bytes/rollout": made.read_bytes(config.rollout.max_sequences) / GIGA}
 
 
-def offline_work(backend: LocalBackend, batches: Sequence[Batch]) -> dict[str, float]:
+def offline_work(backend: Trainer, batches: Sequence[Batch]) -> dict[str, float]:
     useful, again = meter(backend).train_step(batches)
     return {"flops/update": useful / TERA, "flops/recomputed": again / TERA}
 

@@ -29,7 +29,7 @@ from saccade.recipes import model_setup, offline_loop, parts, questions
 from saccade.run.folder import write_whole
 from saccade.run.quarantine import decode_error
 from saccade.run.training_run import Run
-from saccade.trainer import OWN
+from saccade.trainer import OWN, Trainer
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.reference import Reference
 from saccade.types import Batch, Group, Sample
@@ -54,7 +54,7 @@ def run(config: Any) -> dict[str, Any]:
             totals = precomputed(this, config, family, [*every, *mismatched.values()])
         job = offline_loop.set_up(this, family, data, rows=held, questions=asked)
         if options.needs_reference and config.dpo.reference == "compute":
-            reference = model_setup.load_reference(config, family, None, job.backend)
+            reference = model_setup.load_beside("reference", config, family, None, job.backend)
             totals = lambda batches, groups: scored(reference, batches)  # noqa: E731
 
         def batches_of(samples: Sequence[Sample]) -> list[Batch]:
@@ -73,7 +73,7 @@ def run(config: Any) -> dict[str, Any]:
 
         def measure(dataset: Dataset, step: int, prefix: str) -> dict[str, float]:
             samples = this.quarantine.whole(dataset, family)
-            return named(offline_loop.measure(job.backend, *prepare(samples)), prefix)
+            return named(job.backend.measure(*prepare(samples)).means(), prefix)
 
         task = offline_loop.Task(
             prepare=prepare, train=job.backend.train_step, metrics=metrics, measure=measure, preparing="logp_ref"
@@ -122,7 +122,7 @@ def _validation_sets(config: Config, family: Family, options: PreferenceLoss) ->
 # -- the reference ---------------------------------------------------------------------------------
 
 
-def scored(model: Reference, batches: Sequence[Batch]) -> list[np.ndarray]:
+def scored(model: Reference | Trainer, batches: Sequence[Batch]) -> list[np.ndarray]:
     """Log-probs of whole responses."""
     found = model.logprobs(batches, OWN)
     return [

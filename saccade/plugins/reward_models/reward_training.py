@@ -48,7 +48,7 @@ def run(config: Any) -> dict[str, Any]:
         job = offline_loop.set_up(
             this, family, data, rows=held, attach=partial(rows.attach, card=card, stored=this.start)
         )
-        backend = job.backend
+        backend: Any = job.backend  # in this process, as one GPU trains
 
         def remember(found: Mapping[str, float], step: int) -> None:
             """The card says where the scores lie, and by which weights."""
@@ -56,7 +56,7 @@ def run(config: Any) -> dict[str, Any]:
 
         def measure(dataset: Dataset, step: int, prefix: str) -> dict[str, float]:
             samples = this.quarantine.whole(dataset, family)
-            found = offline_loop.measure(backend, *rows.prepare(samples))
+            found = backend.measure(*rows.prepare(samples)).means()
             remember(found, step)
             return named(found, prefix)
 
@@ -65,7 +65,7 @@ def run(config: Any) -> dict[str, Any]:
                 remember(found, step - 1)  # it was computed before the update
             elif card.heads:
                 with this.phase("validation"):
-                    remember(offline_loop.measure(backend, *rows.prepare(samples)), step)
+                    remember(backend.measure(*rows.prepare(samples)).means(), step)
 
         task = offline_loop.Task(
             prepare=rows.prepare,

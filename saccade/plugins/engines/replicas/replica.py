@@ -14,7 +14,7 @@ import queue
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateAnswer
 from contextlib import suppress
@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from saccade import errors
-from saccade.engines import Settings
 from saccade.errors import SaccadeError
 from saccade.system.codec import FILES, Arrays, decode, encode
-from saccade.system.process import LOOK_EVERY, Child
+from saccade.system.process import LOOK_EVERY, Block, Child
 from saccade.types import Completion, Request
 
 START_LIMIT = 1800.0  # seconds: a large model is read and its kernels are compiled
@@ -51,9 +50,11 @@ class Replica:
     It is ready after the event READY.
     """
 
+    module = "saccade.plugins.engines.replicas.replica_process"
+
     def __init__(
         self,
-        settings: Settings,
+        settings: Any,
         *,
         log: Path,
         events: Events,
@@ -63,25 +64,23 @@ class Replica:
         self.settings, self.log, self.events = settings, log, events
         self.environment, self.beside_trainer = environment, beside_trainer
         self.answer_limit = ANSWER_LIMIT
-        self.child: Child | None = None
+        self.child: Any = None  # a Child, or the link to a process that was started elsewhere
         self.unsent: list[tuple[str, Any]] = []  # submit, abort or release with its argument, in order
         self._files: dict[str, int] = {}  # hash → bytes of what the process has, oldest first
         self._numbers = itertools.count()
-        self._answers: dict[int, Future[dict[str, Any]]] = {}
+        self._answers: dict[int, Future[Block]] = {}
         self._ready = self._closing = False
         self._death: Exception | None = None
         threading.Thread(target=self._keep, name=f"engine {log.stem}", daemon=True).start()
 
     # -- for the thread that keeps the process --
 
+    def start(self) -> Any:
+        return Child(self.module, log=self.log, environment=self.environment, largest=None)
+
     def _keep(self) -> None:
         try:
-            self.child = Child(
-                "saccade.plugins.engines.replicas.replica_process",
-                log=self.log,
-                environment=self.environment,
-                largest=None,
-            )
+            self.child = self.start()
             if self._closing:
                 self.child.kill()
             self.child.channel.send({"settings": asdict(self.settings)}, seconds=START_LIMIT)
@@ -107,7 +106,7 @@ class Replica:
                 continue
             heard, row = time.monotonic(), block.row
             if "id" in row:
-                self._answers.pop(row["id"]).set_result(row)
+                self._answers.pop(row["id"]).set_result(block)
             elif "failed" in row:
                 self.events.put((self, rebuild_error(row["failed"])))
             elif "completions" in row:
@@ -121,25 +120,39 @@ class Replica:
     # -- for the caller's thread --
 
     def _send(self, row: Mapping[str, Any], arrays: Arrays | None = None) -> None:
+        """Files of media in the `arrays` stay in the process until their memory is wanted."""
         if self._death is not None or self.child is None:
             raise Died(str(self._death))
+        arrays, forget = arrays or {}, []
+        self._files |= {n.removeprefix(FILES): a.nbytes for n, a in arrays.items() if n.startswith(FILES)}
+        while sum(self._files.values()) > KEPT_FILES:
+            forget.append(FILES + (oldest := next(iter(self._files))))
+            del self._files[oldest]
         try:
-            self.child.channel.send(row, arrays or {}, seconds=self.answer_limit)
+            self.child.channel.send({**row, "forget": forget}, arrays, seconds=self.answer_limit)
         except (OSError, ValueError) as error:  # it does not read, it ended, it was closed
             raise Died(f"{type(error).__name__}: {error}") from error
 
     def ask(self, call: str, *arguments: Any, limit: float = STEP_LIMIT) -> Any:
         """What the process answers to a call: load, or a method of its engine."""
+        return self.exchange(call, arguments, limit=limit).row["result"]
+
+    def exchange(self, call: str, arguments: Any, arrays: Arrays | None = None, *, limit: float = STEP_LIMIT) -> Block:
+        """As `ask`, with arrays in both directions, as ranks need them."""
         number = next(self._numbers)
         answer = self._answers[number] = Future()
-        self._send({"call": call, "arguments": arguments, "id": number})
+        self._send({"call": call, "arguments": arguments, "id": number}, arrays)
         try:
             reply = answer.result(timeout=limit)
         except LateAnswer:
             raise Died(f"{call}: timed out after {limit:g} s") from None
-        if "failed" in reply:
-            raise rebuild_error(reply["failed"])
-        return reply["result"]
+        if "failed" in reply.row:
+            raise rebuild_error(reply.row["failed"])
+        return reply
+
+    def encoded(self, records: Sequence[Any], arrays: Arrays) -> Any:
+        """Records for an `exchange`, without the files that the process has."""
+        return encode(tuple(records), arrays, known=self._files)
 
     def flush(self) -> None:
         """Send what is in `unsent`. Files of media travel once; texts of prompts do not, as an engine
@@ -154,14 +167,7 @@ class Replica:
                 else (call, item)
                 for n, (call, item) in enumerate(unsent[start : start + LARGEST_BATCH])
             ]
-            for name, array in arrays.items():
-                if name.startswith(FILES):
-                    self._files[name.removeprefix(FILES)] = array.nbytes
-            forget = []
-            while sum(self._files.values()) > KEPT_FILES:
-                forget.append(next(iter(self._files)))
-                del self._files[forget[-1]]
-            self._send({"orders": orders, "forget": [FILES + name for name in forget]}, arrays)
+            self._send({"orders": orders}, arrays)
 
     def close(self) -> None:
         """In good order where that is possible."""
@@ -169,7 +175,7 @@ class Replica:
         if self._ready and self.child is not None:
             with suppress(Died, SaccadeError, subprocess.TimeoutExpired):
                 self.ask("shutdown", limit=GRACE)
-                self.child.popen.wait(timeout=GRACE)
+                self.child.wait(GRACE)
         self.kill()
 
     def kill(self) -> None:
@@ -184,5 +190,7 @@ def rebuild_error(described: Mapping[str, str]) -> SaccadeError:
 
 
 def tail(log: Path) -> str:
+    if not log.is_file():  # of a process on a machine with another disk
+        return ""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join([f"-- {log}:", *lines[-SHOWN_LINES:]])

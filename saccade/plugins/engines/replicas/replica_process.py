@@ -54,12 +54,11 @@ class Worker:
 
     def _obey(self, block: Block) -> None:
         row = block.row
-        if "call" in row:
-            self._attempt(self._answer, row["id"], row["call"], row["arguments"])
-            return
         self._files |= {name: file for name, file in block.arrays.items() if name.startswith(FILES)}
         arrays = {**self._files, **block.arrays}
-        for call, item in row["orders"]:
+        if "call" in row:
+            self._attempt(self._answer, Block(row, arrays))
+        for call, item in row.get("orders", ()):
             if call == "submit":
                 self._attempt(self._submit, decode(Request, item, arrays))
             else:
@@ -86,13 +85,18 @@ class Worker:
             raise EnvironmentProblem(self._unusable)
         self.engine.submit(request)
 
-    def _answer(self, number: int, call: str, arguments: Sequence[Any]) -> None:
-        function = getattr(self if call in ("load", "shutdown") else self.engine, call)
+    def _answer(self, block: Block) -> None:
+        arrays: Arrays = {}
         try:
-            reply = {"result": encode(function(*arguments))}
+            reply = {"result": encode(self.perform(block), arrays)}
         except SaccadeError as error:
             reply = {"failed": describe_error(error)}
-        self.channel.send({**reply, "id": number})
+        self.channel.send({**reply, "id": block.row["id"]}, arrays)
+
+    def perform(self, block: Block) -> Any:
+        """What is answered to a call."""
+        call = block.row["call"]
+        return getattr(self if call in ("load", "shutdown") else self.engine, call)(*block.row["arguments"])
 
     def load(self, paths: Sequence[str], checksums: Mapping[str, int], version: int) -> None:
         from saccade.plugins.engines.weights import Mapped, load_by_name, require_checksums

@@ -15,11 +15,12 @@ import json
 import math
 import os
 import random
-import re
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -36,7 +37,6 @@ LONGEST_HOLD = 300.0  # that a server may ask for
 PASSING = (408, 409, 425, 429)
 BUSY = (429, 503)  # with a Retry-After: it works, and wants no more for now
 QUOTED = 500  # characters of what a server says
-SECONDS = re.compile(r"\d+(\.\d+)?")  # of Retry-After; after a date the usual pauses are made
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 T = TypeVar("T")
 Body = Mapping[str, Any] | bytes | None  # of a request
@@ -178,9 +178,8 @@ class Sender:
                     content += piece
                     if time.monotonic() > until:  # the client's timeout starts again with each byte
                         raise httpx2.ReadTimeout("the reply took too long")
-                hold = response.headers.get("Retry-After", "")
                 text = content.decode("utf-8", "replace")
-                return Reply(response.status_code, text, float(hold) if SECONDS.fullmatch(hold) else 0.0)
+                return Reply(response.status_code, text, seconds_of(response.headers.get("Retry-After", "0")))
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             return Reply(0, f"{type(error).__name__}: {error}")
 
@@ -298,3 +297,12 @@ class RequestQueue:
             if self._gather:
                 self._changed.wait_for(lambda: len(self._waiting) >= self._batch or self._closed, self._gather)
             return [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
+
+
+def seconds_of(hold: str) -> float:
+    """Of Retry-After: a number of seconds, or a date."""
+    with suppress(ValueError):
+        return max(0.0, float(hold))
+    with suppress(ValueError):
+        return max(0.0, parsedate_to_datetime(hold).timestamp() - time.time())
+    return 0.0

@@ -1,0 +1,35 @@
+"""Losses on their way to a rank, as JSON. An algorithm is not sent: a rank resolves it from the same
+config, and gets the coefficients that change from step to step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from saccade.algorithms.resolved_algorithm import Algorithm
+from saccade.plugins.preferences.preference_losses import PreferenceLoss
+from saccade.recipes.sft import SUPERVISED
+from saccade.trainer import Loss, Scoring
+from saccade.trainer.losses import PolicyLoss, ValueLoss
+
+PLAIN: Mapping[str, Any] = {kind.__name__: kind for kind in (ValueLoss, PreferenceLoss)}  # of numbers and names alone
+
+
+def encode_loss(loss: Any) -> dict[str, Any]:
+    kind = type(loss).__name__
+    if kind in PLAIN:
+        return {"kind": kind, "fields": asdict(loss)}
+    assert isinstance(loss, PolicyLoss), f"{kind} is not sent to ranks"
+    coefficients = {"kl": loss.algorithm.kl.coef, "entropy": loss.algorithm.entropy_coef}
+    return {"kind": kind, "scoring": asdict(loss.scoring), "rl": loss.algorithm is not SUPERVISED, **coefficients}
+
+
+def decode_loss(row: Mapping[str, Any], algorithm: Algorithm | None) -> Loss:
+    if row["kind"] in PLAIN:
+        return PLAIN[row["kind"]](**row["fields"])
+    scoring = Scoring(**row["scoring"])
+    if not row["rl"]:
+        return PolicyLoss(SUPERVISED, scoring)
+    assert algorithm is not None
+    kl = algorithm.kl.model_copy(update={"coef": row["kl"]})
+    return PolicyLoss(algorithm.model_copy(update={"kl": kl, "entropy_coef": row["entropy"]}), scoring)

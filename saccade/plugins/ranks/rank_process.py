@@ -1,0 +1,201 @@
+"""A rank: a process with one GPU that holds the models of a run and the engine that generates with
+the policy's own weights. Started by a `Rank`:
+
+    $ python -m saccade.plugins.ranks.rank_process
+
+The main thread trains and drives the engine, as a replica's does; files are written by another one.
+"""
+
+import os
+import queue
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from saccade.checks.steps import algorithm_of
+from saccade.config import load
+from saccade.engines.builders import build
+from saccade.errors import EnvironmentProblem, SaccadeError
+from saccade.plugins.engines.replicas.replica import STEP_LIMIT
+from saccade.plugins.engines.replicas.replica_process import Worker, describe_error
+from saccade.plugins.engines.weights import in_memory
+from saccade.plugins.ranks.loss_codec import decode_loss
+from saccade.plugins.ranks.team import RankSettings
+from saccade.recipes import model_setup
+from saccade.recipes.engines import settings_of
+from saccade.registry import HOOKS
+from saccade.system.codec import decode
+from saccade.system.contents import File, write_files
+from saccade.system.disk import refusal
+from saccade.system.process import Block, Channel, connect, listen
+from saccade.trainer import Scoring
+from saccade.types import Batch
+
+# What only a rank can do; everything else is asked of its engine.
+CALLS = (
+    *("add_part", "update_weights", "logprobs", "values", "train_step", "measure", "blend", "repeats"),
+    *("share", "unshare", "weight_shapes", "saved_bytes", "collect", "write", "load_state"),
+)
+Outputs = Sequence[Any]  # of each forest, two arrays
+
+
+class RankWorker(Worker):
+    """What is asked of a rank by name. `part`: policy, reference, critic or ema."""
+
+    def __init__(self, settings: RankSettings, channel: Channel) -> None:
+        self.settings = settings
+        self.config = load(settings.options, command=settings.command)
+        model_setup.quiet_libraries()
+        family = model_setup.family_of(self.config, model_setup.start_folder(self.config))
+        model = model_setup.load_policy(self.config, family, folder=settings.folder)
+        self.family, self.policy = family, model_setup.learner(self.config, model, family)
+        self.parts: dict[str, Any] = {"policy": self.policy}
+        self.algorithm = algorithm_of(self.config) if settings.command == "rl" else None
+        engine = build(replace(settings_of(self.config, family), engine="embedded"), family, model)
+        super().__init__(engine, channel)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="files")
+        self._collected: dict[tuple[str, str], list[File]] = {}
+        self._shared = ExitStack()
+
+    def perform(self, block: Block) -> Any:
+        given = block.row["arguments"]
+        if block.row["call"] not in CALLS:
+            return super().perform(block)
+        if "batches" in given:
+            given |= {"batches": decode(tuple[Batch, ...], given["batches"], block.arrays)}
+        return getattr(self, block.row["call"])(**given)
+
+    def sort_out(self, inbox: queue.SimpleQueue[Block], rest: queue.SimpleQueue[Block]) -> None:
+        """Some calls need no answer of the main thread, which may wait for another rank."""
+        while True:
+            block = inbox.get()
+            call = block.row.get("call")
+            if call == "stack":
+                frame = sys._current_frames()[threading.main_thread().ident or 0]
+                text = "".join(traceback.format_stack(frame)[-8:])
+                self.channel.send({"result": text, "id": block.row["id"]})
+            elif call == "write":
+                self._writer.submit(self._answer, block)
+            else:
+                rest.put(block)
+
+    # -- models --
+
+    def add_part(self, part: str) -> None:
+        start = Path(self.settings.folder) if self.settings.folder else None
+        if part == "ema":
+            self.parts |= HOOKS["average"](self.config, self.family, self.policy, start)
+        else:
+            loader = model_setup.BESIDE[part]
+            self.parts[part] = loader(self.config, self.family, self.algorithm, self.policy)
+
+    def update_weights(self, version: int) -> None:
+        self.engine.update_weights(self.policy, version)
+
+    def logprobs(self, part: str, batches: Sequence[Batch], scoring: Mapping[str, Any]) -> Outputs:
+        return self.parts[part].logprobs(batches, Scoring(**scoring))
+
+    def values(self, part: str, batches: Sequence[Batch]) -> Outputs:
+        return self.parts[part].values(batches)
+
+    def train_step(self, part: str, batches: Sequence[Batch], loss: Mapping[str, Any], **options: Any) -> Any:
+        update = self.parts[part].train_step(batches, decode_loss(loss, self.algorithm), **options)
+        return {"sums": update.metrics.sums, "maxima": update.metrics.maxima, "skipped": update.skipped}
+
+    def measure(self, part: str, batches: Sequence[Batch], loss: Mapping[str, Any]) -> Any:
+        found = self.parts[part].measure(batches, decode_loss(loss, self.algorithm))
+        return {"sums": found.sums, "maxima": found.maxima}
+
+    def blend(self, part: str, share: float) -> None:
+        self.parts[part].blend(self.policy.weights(), share)
+
+    def repeats(self, part: str) -> Any:
+        return self.parts[part].repeats()
+
+    # -- weights and files --
+
+    def share(self) -> tuple[str, ...]:
+        """Paths of a copy of the policy's weights, until it is given back by `unshare`."""
+        return self._shared.enter_context(in_memory(self.policy.weights()))
+
+    def unshare(self) -> None:
+        self._shared.close()
+
+    def weight_shapes(self, part: str) -> list[Any]:
+        return self.parts[part].weight_shapes()
+
+    def saved_bytes(self, part: str) -> int:
+        """Of what this rank writes."""
+        if self.settings.rank == 0:
+            return self.parts[part].saved_bytes()
+        optimizer = self._optimizer(part)
+        return sum(tensor.nbytes for tensor in optimizer.state().values()) if optimizer else 0
+
+    def collect(self, part: str, kind: str, copy: bool) -> None:
+        """What this rank writes of the `model` or the `state` of a part: its share of an optimizer, and
+        the first rank all that is not divided.
+        """
+        one = self.parts[part]
+        mine = self.settings.rank == 0 or (kind == "state" and self._optimizer(part) is not None)
+        files = one.state_files if kind == "state" else one.model_files
+        self._collected[part, kind] = list(files(copy=copy)) if mine else []
+
+    def _optimizer(self, part: str) -> Any:
+        return getattr(self.parts[part], "optimizer", None)
+
+    def write(self, part: str, kind: str, folder: str) -> None:
+        place = Path(folder)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            write_files(place, self._collected.pop((part, kind)))
+        except Exception as error:  # the controller waits for an answer, whatever it is
+            raise EnvironmentProblem(f"{place}: {refusal(error) or repr(error)}") from error
+
+    def load_state(self, part: str, folder: str) -> None:
+        self.parts[part].load_state(Path(folder))
+
+
+def join(settings: RankSettings) -> None:
+    """Meet the other ranks."""
+    store = distributed.TCPStore(settings.host, settings.port, is_master=False)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    limit = timedelta(seconds=STEP_LIMIT)
+    distributed.init_process_group(backend, store=store, rank=settings.rank, world_size=settings.size, timeout=limit)
+
+
+def serve(channel: Channel, host: str | None = None) -> None:
+    """Do what the controller asks until it ends the run. `host`: where it is, if not here."""
+    inbox = listen(channel)
+    settings = RankSettings(**inbox.get().row["settings"])
+    settings = replace(settings, host=host or settings.host)
+    if settings.log and Path(settings.log).parent.is_dir():
+        with open(settings.log, "ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+    try:
+        join(settings)
+        worker = RankWorker(settings, channel)
+    except SaccadeError as error:
+        error.args = (f"rank {settings.rank} on {socket.gethostname()}: {error}",)
+        channel.send({"failed": describe_error(error)})
+        sys.exit(error.exit_code)
+    channel.send({"ready": True})
+    orders: queue.SimpleQueue[Block] = queue.SimpleQueue()
+    threading.Thread(target=worker.sort_out, args=(inbox, orders), name="orders", daemon=True).start()
+    threading.Thread(target=worker.report, name="report", daemon=True).start()
+    worker.run(orders)
+
+
+if __name__ == "__main__":
+    serve(connect(tied=True))

@@ -1,0 +1,192 @@
+"""A model that all ranks hold, as one trainer. The process that has this holds no weights: its
+`model` has names and shapes only.
+
+    policy = start_policy(config, "rl", family, folder, logs=run.path)
+    policy.train_step(batches, PolicyLoss(algorithm, scoring), lr=1e-6)
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed
+
+from saccade.config import ADAPTED, Config
+from saccade.forest import attention
+from saccade.forest.packing import deal
+from saccade.models import lora
+from saccade.models.families import Family
+from saccade.models.heads import attach_score
+from saccade.models.load import freeze, pick_device, pick_dtype
+from saccade.plugins.engines.weights import Mapped
+from saccade.plugins.ranks.launchers import starters
+from saccade.plugins.ranks.loss_codec import encode_loss
+from saccade.plugins.ranks.team import RankSettings, Team
+from saccade.registry import HOOKS
+from saccade.system.codec import decode
+from saccade.system.contents import File
+from saccade.trainer import Loss, Scoring, Update
+from saccade.types import Batch, Metrics
+
+
+class RankTrainer:
+    """The part of each rank that has this name: policy, reference, critic or ema."""
+
+    def __init__(self, config: Config, team: Team, family: Family, part: str = "policy") -> None:
+        self.config, self.engine, self.family, self.part = config, team, family, part
+        self.parts, self.device = team.size, pick_device(config.run.device)
+        self.dtype = pick_dtype(config.model.dtype, self.device)
+        self.model = outline(config, family, self.dtype, critic=part == "critic")
+
+    def beside(self, part: str) -> "RankTrainer":
+        """Another model on the same ranks."""
+        self.engine.ask_all("add_part", [{"part": part}] * self.parts)
+        return RankTrainer(self.config, self.engine, self.family, part)
+
+    # -- forests --
+
+    def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]:
+        return self._read("logprobs", batches, scoring=asdict(scoring))
+
+    def values(self, batches: Sequence[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
+        return self._read("values", batches)
+
+    def _read(self, call: str, batches: Sequence[Batch], **more: Any) -> list[Any]:
+        dealt = self._dealt(batches)
+        replies = self._ask(call, [{"batches": [batches[i] for i in mine], **more} for mine in dealt])
+        found: dict[int, Any] = {}
+        for mine, reply in zip(dealt, replies, strict=True):
+            outputs = decode(tuple[tuple[np.ndarray, ...], ...], reply.row["result"], reply.arrays)
+            found |= zip(mine, outputs, strict=True)
+        return [found[index] for index in range(len(batches))]
+
+    def train_step(self, batches: Sequence[Batch], loss: Loss, *, lr: float, moves: bool = True) -> Update:
+        """One optimizer step on all batches together."""
+        options = {"loss": encode_loss(loss), "lr": lr, "moves": moves, "tokens": sum(b.tokens for b in batches)}
+        rows = self._report("train_step", batches, options)
+        skipped = {row["skipped"] for row in rows}
+        assert len(skipped) == 1, "some ranks skipped the update, others did not"
+        return Update(metrics=_merged(rows), skipped=skipped.pop())
+
+    def measure(self, batches: Sequence[Batch], loss: Loss) -> Metrics:
+        return _merged(self._report("measure", batches, {"loss": encode_loss(loss)}))
+
+    def _report(self, call: str, batches: Sequence[Batch], options: Mapping[str, Any]) -> list[Any]:
+        dealt = self._dealt(batches)
+        replies = self._ask(call, [{"batches": [batches[i] for i in mine], **options} for mine in dealt])
+        return [reply.row["result"] for reply in replies]
+
+    def blend(self, source: Any, share: float) -> None:
+        """`source` is the policy, which is on the same ranks."""
+        self._ask("blend", [{"share": share}] * self.parts)
+
+    def repeats(self) -> Any:
+        return self.engine.ask_first("repeats", part=self.part)
+
+    def prefetch(self, batches: Sequence[Batch]) -> None:
+        """Ranks do that themselves."""
+
+    # -- weights and files --
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        paths = self.engine.ask_first("share")
+        try:
+            yield from Mapped(paths).weights()
+        finally:
+            self.engine.ask_first("unshare")
+
+    @cached_property
+    def _shapes(self) -> list[tuple[str, tuple[int, ...], int]]:
+        found = self.engine.ask_first("weight_shapes", part=self.part)
+        return [(name, tuple(shape), size) for name, shape, size in found]
+
+    def weight_shapes(self) -> list[tuple[str, tuple[int, ...], int]]:
+        return self._shapes
+
+    def saved_bytes(self) -> int:
+        return sum(reply.row["result"] for reply in self._ask("saved_bytes", [{}] * self.parts))
+
+    def model_files(self, *, copy: bool = False) -> list[File]:
+        return self._files("model", copy)
+
+    def state_files(self, *, copy: bool = False) -> list[File]:
+        return self._files("state", copy)
+
+    def _files(self, kind: str, copy: bool) -> list[File]:
+        """One entry for all that the ranks write, each its share."""
+        self._ask("collect", [{"kind": kind, "copy": copy}] * self.parts)
+        return [("", partial(self._write, kind))]
+
+    def _write(self, kind: str, folder: Path) -> None:
+        self._ask("write", [{"kind": kind, "folder": str(folder)}] * self.parts)
+
+    def load_state(self, folder: Path) -> None:
+        self._ask("load_state", [{"folder": str(folder)}] * self.parts)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _dealt(self, batches: Sequence[Batch]) -> list[list[int]]:
+        """Which batches each rank gets: those that were packed for it, and its share of others."""
+        free = [index for index, batch in enumerate(batches) if batch.part is None]
+        dealt = [[free[i] for i in mine] for mine in deal([batches[i].tokens for i in free], self.parts)]
+        for index, batch in enumerate(batches):
+            if batch.part is not None:
+                dealt[batch.part].append(index)
+        return dealt
+
+    def _ask(self, call: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
+        return self.engine.ask_all(call, [{"part": self.part, **given} for given in arguments])
+
+
+def _merged(rows: Sequence[Mapping[str, Any]]) -> Metrics:
+    metrics = Metrics()
+    for row in rows:
+        one = Metrics()
+        one.sums, one.maxima = row["sums"], row["maxima"]
+        metrics.merge(one)
+    return metrics
+
+
+def start_policy(config: Config, command: str, family: Family, folder: str | None, *, logs: Path) -> RankTrainer:
+    """Start the ranks, which log into `logs`. `folder`: the checkpoint to continue from."""
+    cuda = pick_device(config.run.device).type == "cuda"
+    store = distributed.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    settings = RankSettings(
+        options=config.model_dump(mode="json", exclude_unset=True),
+        command=command,
+        folder=folder,
+        rank=0,
+        size=config.run.gpus,
+        port=store.port,
+    )
+    held = ExitStack()
+    held.callback(lambda: store)  # it lasts as long as the ranks
+    return RankTrainer(config, Team(starters(config, settings, cuda, logs, held), held), family)
+
+
+def outline(config: Config, family: Family, dtype: torch.dtype, *, critic: bool = False) -> Any:
+    """The policy, or its critic, without weights."""
+    import transformers
+
+    adapted = config.model.train in ADAPTED
+    remote = {"trust_remote_code": config.model.trust_remote_code}
+    settings = transformers.AutoConfig.from_pretrained(family.path, **remote)
+    with torch.device("meta"):
+        model = getattr(transformers, family.spec.auto_class).from_config(settings, dtype=dtype, **remote)
+        attention.use_in(model)
+        family.spec.prepare(model)
+        if critic:
+            attach_score(model, seed=0)
+        if adapted and not critic:
+            lora.add(model, family, config.model.lora, seed=0)
+        elif not adapted:
+            freeze(model, family, config.model.train)
+        if family.series is not None:
+            HOOKS["attach_series"](model, family, seed=0)
+    return model

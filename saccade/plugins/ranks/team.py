@@ -1,0 +1,119 @@
+"""Ranks as one engine and one trainer: processes that each hold the models of the run and generate
+with the weights they train.
+
+The recipe runs here, in a process that is no rank. Requests are handed out as among replicas.
+Every other call goes to all ranks at once, because they wait for each other inside it: the first
+error of any ends all of them.
+
+    team = Team(starters, held)
+    team.ask_all("update_weights", [{"version": 1}] * team.size)
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from saccade.engines import WeightSource
+from saccade.errors import RankLost, SaccadeError
+from saccade.plugins.engines.replicas.replica import Died, Replica, tail
+from saccade.plugins.engines.replicas.replica_pool import Replicas
+from saccade.system.codec import Arrays
+from saccade.system.process import Block
+
+STACK_LIMIT = 5.0  # seconds to say where a process is
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """What a rank is started with; plain data, so that it travels as JSON."""
+
+    options: Mapping[str, Any]  # of the config, as they were given
+    command: str
+    folder: str | None  # the checkpoint that the run continues from
+    rank: int
+    size: int  # how many ranks there are
+    port: int  # where they find each other, on the host of the controller
+    host: str = "127.0.0.1"
+    log: str | None = None  # where a rank that was started elsewhere writes, if it sees that folder
+
+
+class Rank(Replica):
+    module = "saccade.plugins.ranks.rank_process"
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Block:
+        """What the rank answers. Forests under `batches` travel with the files they need."""
+        arrays: Arrays = {}
+        batches = {"batches": self.encoded(arguments["batches"], arrays)} if "batches" in arguments else {}
+        return self.exchange(name, {**arguments, **batches}, arrays)
+
+
+class Team(Replicas):
+    """The engines of all ranks. The trainers (`RankTrainer`) ask through `ask_all`."""
+
+    def __init__(self, starters: Sequence[Callable[..., Replica]], held: ExitStack) -> None:
+        """`held` is closed at the end: what the ranks need beside themselves."""
+        self.size, self._held = len(starters), held
+        super().__init__(starters)
+        self._capabilities = replace(self._capabilities, shares_weights=True)
+        self._working, self._ready = self._ready, []
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Each engine reads the weights of its rank, so nothing moves."""
+        self.ask_all("update_weights", [{"version": version}] * self.size)
+        self.version = version
+
+    def ask_all(self, call: str, arguments: Iterable[Mapping[str, Any]]) -> list[Block]:
+        """The answers of all ranks, each with its arguments. Any thread may ask."""
+        ranks: list[Any] = sorted(self._working, key=self._places.__getitem__)
+        if len(ranks) < self.size:
+            raise RankLost(f"{call}: the ranks of this run have ended")
+        with ThreadPoolExecutor(self.size) as pool:
+            asked = {pool.submit(rank.call, call, given): rank for rank, given in zip(ranks, arguments, strict=True)}
+            wait(asked, return_when=FIRST_EXCEPTION)
+            if any(answer.done() and answer.exception() for answer in asked):
+                self._end_all(call, asked)
+        return [answer.result() for answer in asked]
+
+    def ask_first(self, call: str, **arguments: Any) -> Any:
+        """The answer of the first rank alone, of calls in which it waits for no other."""
+        first: Any = min(self._places, key=self._places.__getitem__)
+        try:
+            return first.call(call, arguments).row["result"]
+        except Died as death:
+            self._lose(first, death)
+
+    def _end_all(self, call: str, asked: Mapping[Future[Block], Rank]) -> None:
+        """Raises the first error, with where the other ranks were; they may wait for ever."""
+        failed, rank = next((f, rank) for f, rank in asked.items() if f.done() and f.exception())
+        error = failed.exception()
+        others = [one for future, one in asked.items() if not future.done()]
+        stacks = [text for one in others if (text := _stack(one))]
+        self._kill_all()
+        if isinstance(error, SaccadeError):
+            raise error
+        where = "\n".join(stacks)
+        raise RankLost(f"{rank.log.stem} failed in {call}: {error}\n{tail(rank.log)}\n{where}".rstrip())
+
+    def _lose(self, engine: Replica, death: Exception) -> None:
+        """No rank can go on without the others."""
+        self._kill_all()
+        raise RankLost(f"{engine.log.stem} died: {death}\n{tail(engine.log)}")
+
+    def close(self) -> None:
+        super().close()
+        self._held.close()
+
+    def _kill_all(self) -> None:
+        for rank in self._places:
+            rank.kill()
+        for part in (self._places, self._ready, self._working):
+            part.clear()
+
+
+def _stack(rank: Rank) -> str:
+    """Where its main thread is."""
+    with suppress(Died, SaccadeError):
+        return f"-- {rank.log.stem} was at:\n{rank.ask('stack', limit=STACK_LIMIT)}"
+    return ""

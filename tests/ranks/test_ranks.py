@@ -1,0 +1,172 @@
+"""A recipe over several ranks: the tokens and numbers of one process, and what happens when a rank dies."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from saccade.cli import app
+from saccade.config import load
+from saccade.errors import ConfigError
+from saccade.plugins.preferences import dpo
+from saccade.plugins.ranks import launchers
+from saccade.plugins.ranks.rank_trainer import RankTrainer
+from saccade.recipes import rl, sft
+from saccade.run.loggers import read_metrics
+from saccade.system.process import Channel, Ended
+
+OF_THE_MACHINE = ("time/", "perf/", "mem/host", "mem/rss")
+# Else the first steps of Adam blow up rounding: they move every weight by about the learning rate.
+STABLE = {"train.eps": 1e-3}
+STORED = STABLE | {"track.trajectories_every": 1, "track.trajectories_groups": 4}
+
+
+def require_alike(ours: Path, theirs: Path) -> None:
+    """The same metrics in every step, up to the order of sums."""
+    for mine, other in zip(*(read_metrics(run / "metrics.jsonl") for run in (ours, theirs)), strict=True):
+        names = {name for name in mine if not name.startswith(OF_THE_MACHINE)}
+        assert names == {name for name in other if not name.startswith(OF_THE_MACHINE)}
+        for name in names:
+            assert mine[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5, nan_ok=True), (mine["step"], name)
+
+
+def sampled(run: Path) -> list[Any]:
+    """The tokens of every rollout."""
+    files = sorted((run / "trajectories").glob("step-*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [(row["id"], row["sample"], [part.get("ids") for part in row["segments"]]) for row in rows]
+
+
+def require_same_weights(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        np.testing.assert_allclose(tensor, theirs[name], atol=5e-6, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def recipe(rl_config):
+    """Forests with and without pictures, a reference, an average, two updates a step."""
+    more = {"algorithm.kl.coef": 0.05, "train.updates_per_step": 2, "train.ema": 0.5, "save.every": 1}
+    return lambda folder, **options: rl_config(folder, **options) | more | STORED
+
+
+@pytest.fixture(scope="module")
+def alone(recipe, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    rl.run(recipe(folder, run__name="one"))
+    return folder / "one"
+
+
+def test_two_ranks_have_the_tokens_the_numbers_and_the_weights_of_one_process(recipe, alone, tmp_path, tensors):
+    rl.run(recipe(tmp_path, run__name="two", run__gpus=2))
+    two = tmp_path / "two"
+    assert sampled(two) == sampled(alone)
+    require_alike(two, alone)
+    for place in ("", "state/ema"):
+        require_same_weights(*(tensors(run / "checkpoints" / "step-4" / place) for run in (two, alone)))
+
+
+def test_a_run_goes_on_with_another_number_of_ranks_and_starts_again_when_one_is_killed(
+    recipe, alone, tmp_path, tensors, monkeypatch
+):
+    def options(**more: Any) -> dict[str, Any]:
+        return recipe(tmp_path, run__name="on", run__resume="auto", **more)
+
+    rl.run(options(run__max_steps=2))
+    train_step, calls = RankTrainer.train_step, []
+
+    def killing(self: RankTrainer, *arguments: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:  # the last update of step 3
+            os.kill(max(self.engine._places, key=self.engine._places.get).child.popen.pid, signal.SIGKILL)
+        return train_step(self, *arguments, **more)
+
+    monkeypatch.setattr(RankTrainer, "train_step", killing)
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(load(options(run__max_steps=3)).model_dump(mode="json", exclude_unset=True)))
+    done = CliRunner().invoke(app, ["rl", str(file), "run.gpus=2", "run.restarts=1"], env={"COLUMNS": "300"})
+    assert done.exit_code == 0 and len(calls) == 4, done.output
+    for text in ("rank-1 failed in train_step", "step 2 is saved in", "run.restarts: 0 left"):
+        assert text in done.output
+    rl.run(options())
+    assert sampled(tmp_path / "on") == sampled(alone)
+    require_alike(tmp_path / "on", alone)
+    require_same_weights(*(tensors(run / "checkpoints" / "step-4") for run in (tmp_path / "on", alone)))
+
+
+def test_a_critic_and_adapters_on_two_ranks(tmp_path, rl_config, tensors):
+    ppo = {"algorithm.preset": ["ppo"], "algorithm.kl.coef": 0.05, "model.train": "lora", "model.lora.rank": 4}
+    for name, gpus in {"one": 1, "two": 2}.items():
+        rl.run(rl_config(tmp_path, run__name=name, run__gpus=gpus, run__max_steps=2) | ppo | STORED)
+    assert sampled(tmp_path / "two") == sampled(tmp_path / "one")
+    require_alike(tmp_path / "two", tmp_path / "one")
+    last = [tmp_path / name / "checkpoints" / "step-2" for name in ("two", "one")]
+    require_same_weights(*(tensors(folder / "adapter") for folder in last))
+    assert (last[0] / "state" / "critic" / "weights.safetensors").is_file()
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_training_on_rows_on_two_ranks(tmp_path, sft_config, scenes, kind, tensors):
+    """Preferences: the right number over another one, measured on held-out pairs."""
+    config, recipe = sft_config(tmp_path) | STABLE | {"run.max_steps": 2}, {"sft": sft, "dpo": dpo}[kind]
+    if kind == "dpo":
+        rows = [json.loads(line) for line in (scenes / "train.jsonl").read_text().splitlines()]
+        pairs = [row | {"chosen": row["answer"], "rejected": "none"} for row in rows]
+        (scenes / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+        config |= {"data.train": str(scenes / "pairs.jsonl"), "dpo.reference": "compute", "prompt.format": "direct"}
+        config |= {"data.val": str(scenes / "pairs.jsonl"), "val.every": 2}
+    for name, gpus in {"one": 1, "two": 2}.items():
+        recipe.run(config | {"run.name": name, "run.gpus": gpus})
+    require_alike(tmp_path / "two", tmp_path / "one")
+    require_same_weights(*(tensors(tmp_path / name / "checkpoints" / "step-2") for name in ("two", "one")))
+
+
+def test_more_gpus_than_there_are_are_refused(tmp_path, rl_config, monkeypatch):
+    monkeypatch.setattr("saccade.plugins.ranks.rank_trainer.pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("saccade.plugins.ranks.launchers.visible_gpus", lambda trainer: ["0"])
+    with pytest.raises(ConfigError, match=r"run\.gpus: 2, and 1 can be seen; try run\.gpus=1"):
+        rl.run(rl_config(tmp_path, run__gpus=2))
+    for option, wrong in {"rollout.engine": "vllm", "rollout.replicas": 2}.items():
+        with pytest.raises(ConfigError, match=option):
+            rl.run(rl_config(tmp_path, run__gpus=2) | {option: wrong})
+
+
+@pytest.mark.parametrize("launcher", ["join", "ray"])
+def test_processes_that_are_started_elsewhere(tmp_path, recipe, alone, launcher, monkeypatch):
+    """Two steps; a stranger who knocks first is turned away."""
+    if launcher == "ray":
+        pytest.importorskip("ray")
+    monkeypatch.setenv("SACCADE_TOKEN", "of this run")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setattr(launchers, "PORT", port)
+    started, refused = [], []
+    if launcher == "join":
+        command = [sys.executable, "-m", "saccade", "rank", f"127.0.0.1:{port}"]
+        started = [subprocess.Popen(command) for _ in range(2)]
+        threading.Thread(target=knock, args=(port, refused)).start()
+    rl.run(recipe(tmp_path, run__name="on", run__gpus=2, run__launcher=launcher, run__max_steps=2))
+    assert [process.wait(60) for process in started] == [0] * len(started)
+    assert len(refused) == (launcher == "join")
+    here = sampled(tmp_path / "on")
+    assert len(here) == 32 and here == sampled(alone)[:32]
+
+
+def knock(port: int, refused: list[Ended]) -> None:
+    stranger = Channel(launchers._connected("127.0.0.1", port))
+    stranger.send({"token": "of another run"})
+    try:
+        stranger.receive(30)
+    except Ended as error:
+        refused.append(error)
