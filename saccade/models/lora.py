@@ -126,7 +126,8 @@ def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters of the model without adapters: each adapter is added to its weight, 4-bit
-    weights are unpacked. One at a time, so that no second model is in memory.
+    weights are unpacked, sharded ones gathered by all processes that hold a part. One at a time, so
+    that no second model is in memory.
     """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
     for name, parameter in _without_adapters(model):
@@ -156,6 +157,8 @@ def _with_adapter(weight: Tensor, layer: Any) -> Tensor:
 
 
 def _unpacked(parameter: nn.Parameter) -> Tensor:
+    if gather := getattr(parameter.detach(), "full_tensor", None):
+        return gather()
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return parameter
@@ -214,15 +217,20 @@ def files(model: Any, *, copy: bool = False) -> list[File]:
     """The merged model as a Hugging Face folder, and in `adapter/` what peft loads over the base
     model.
     """
-    buffers = dict(model.named_buffers())
-    state = {name: on_host(buffer, copy=copy) for name, buffer in model.state_dict().items() if name in buffers}
-    state |= {name: on_host(weight, copy=copy) for name, weight in merged(model)}
+    state = whole_state(model, copy=copy)
     tensors = {name: on_host(p, copy=copy) for name, p in adapters(model).items()}
     return [
         ("", pretrained(model, state)),
         (FOLDER, model.peft_config[NAME].save_pretrained),  # settings, which never change
         (f"{FOLDER}/{WEIGHTS}", tensor_file(tensors, {"format": "pt"})),
     ]
+
+
+def whole_state(model: nn.Module, *, copy: bool) -> dict[str, Tensor]:
+    """What a model without adapters would store, in main memory."""
+    buffers = dict(model.named_buffers())
+    state = {name: on_host(buffer, copy=copy) for name, buffer in model.state_dict().items() if name in buffers}
+    return state | {name: on_host(weight, copy=copy) for name, weight in merged(model)}
 
 
 def _read(model: nn.Module, folder: Path) -> None:

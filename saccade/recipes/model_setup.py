@@ -112,7 +112,13 @@ def learner(config: Config, model: Any, family: Family) -> LocalBackend:
     wanted = config.model.checkpointing
     checkpointing: bool | Literal["auto"] = "auto" if wanted == "auto" else wanted == "on"
     optimizer = HOOKS["divided_optimizer"] if config.run.gpus > 1 else Optimizer
-    return LocalBackend(model, family, config.train, checkpointing=checkpointing, optimizer=optimizer)
+    return backend_of(config)(model, family, config.train, checkpointing=checkpointing, optimizer=optimizer)
+
+
+def backend_of(config: Config) -> type[LocalBackend]:
+    """What holds a model, or the part of it that this process has."""
+    sharded = config.run.gpus > 1 and config.train.layout == "sharded"
+    return HOOKS["sharded_backend"] if sharded else LocalBackend
 
 
 def start_policy(run: Run, family: Family, *, attach: Callable[[Any], None] = lambda model: None) -> Trainer:
@@ -140,7 +146,7 @@ def load_beside(part: str, config: Config, family: Family, algorithm: Algorithm 
 def load_reference(config: Config, family: Family, algorithm: Algorithm | None, policy: LocalBackend) -> Reference:
     """The model that the policy started from: another copy, or the policy without its adapters."""
     if config.model.train not in ADAPTED:
-        return LocalBackend(load_policy(config, family), family)
+        return backend_of(config)(load_policy(config, family), family)
     if algorithm is not None and algorithm.kl.update == "ema":
         raise ConfigError("algorithm.kl.update=ema: a blend of weights is no adapter; use algorithm.kl.update=copy")
     return AdapterReference(policy)

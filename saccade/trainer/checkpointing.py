@@ -123,7 +123,8 @@ class Recompute:
 
             last = kind.layers[-1]
             last.gradient_checkpointing = False
-            self._hooks += [last.register_forward_pre_hook(start), last.register_forward_hook(end)]
+            # The end first of all: another hook may give back the weights of the layer.
+            self._hooks += [last.register_forward_pre_hook(start), last.register_forward_hook(end, prepend=True)]
 
         for kind in self.kinds:
             if kind.kept is None:

@@ -44,6 +44,7 @@ RANDOM = "random.safetensors"
 class LocalBackend:
     parts = 1  # processes that share the forests of a step
     engine = None  # a process has one that reads the same tensors
+    repeats_forests = True  # that ran out of memory; not where other processes wait for the next one
 
     def __init__(
         self,
@@ -204,8 +205,9 @@ class LocalBackend:
         self.prefetch(batches)
         tokens = tokens or max(1, sum(batch.tokens for batch in batches))
         found: list[LossSums] = []
-        # The batch; parameters whose gradient of it is in the sums; recompute every layer.
-        todo = deque((batch, frozenset[str](), False) for batch in batches)
+        # The batch; parameters whose gradient of it is in the sums; recompute every layer. Nothing is
+        # learned about memory from an empty one.
+        todo = deque((batch, frozenset[str](), batch.tokens == 0) for batch in batches)
         while todo:
             batch, added, cautious = todo.popleft()
             self.optimizer.start_micro_batch(added)
@@ -223,6 +225,8 @@ class LocalBackend:
                 if value.requires_grad:  # not where only a tower trains, and none of it was used
                     value.backward()
             except torch.OutOfMemoryError:
+                if not self.repeats_forests:
+                    raise
                 value = None  # and with it the graph that filled the memory
                 routed.clear()
                 added = self.optimizer.drop_micro_batch()
@@ -262,7 +266,7 @@ class LocalBackend:
             self.optimizer.step(lr, norm=norm)
             if self.follower is not None:
                 average, share = self.follower
-                average.blend(self.weights(), share)
+                average.blend(self.held_weights(), share)
         else:
             self.optimizer.clear()
         return Update(metrics=metrics, skipped=not finite)
@@ -276,6 +280,10 @@ class LocalBackend:
         """As a checkpoint holds them: adapters are merged in."""
         yield from lora.merged(self.model)
 
+    def held_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What this process holds of them, to be written to."""
+        return self.weights()
+
     @contextmanager
     def changed(self, tower: str) -> Iterator[str]:
         """Inside, one weight of a tower differs, for probes; afterwards all are as before."""
@@ -286,12 +294,12 @@ class LocalBackend:
 
     @torch.no_grad()
     def blend(self, source: Iterable[tuple[str, Tensor]], share: float) -> None:
-        """Follow other weights, as a reference does: mine = share * source + (1 - share) * mine, in
-        fp32. A share of 1 is a copy.
+        """Follow the `held_weights` of another model, as a reference does: mine = share * source +
+        (1 - share) * mine, in fp32. A share of 1 is a copy.
         """
         assert self.optimizer is None, "a model that trains follows its optimizer"
         assert 0 < share <= 1, share
-        model_state.blend_into(dict(self.weights()), dict(source), share, self.averages)
+        model_state.blend_into(dict(self.held_weights()), dict(source), share, self.averages)
         self.forget_features()
 
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...], int]]:

@@ -15,13 +15,16 @@ from saccade.registry import HOOKS
 from saccade.system.contents import File, held, pretrained
 
 
-def model_files(model: nn.Module, *, copy: bool) -> list[File]:
-    """Its head and its encoder apart: without them it is a model that anybody can load."""
+def model_files(model: nn.Module, *, copy: bool, sharded: bool = False) -> list[File]:
+    """Its head and its encoder apart: without them it is a model that anybody can load. Of a `sharded`
+    model one tensor is gathered at a time.
+    """
     with without_head(model) as head, HOOKS["without_series"](model) as encoder:
         if lora.is_adapted(model):
             files = lora.files(model, copy=copy)
         else:
-            files = [("", pretrained(model, held(model.state_dict(), copy=copy)))]
+            state = lora.whole_state(model, copy=copy) if sharded else held(model.state_dict(), copy=copy)
+            files = [("", pretrained(model, state))]
     if head is not None:
         files.append(head_file(head, copy=copy))
     if encoder is not None:

@@ -89,8 +89,12 @@ class Optimizer:
             parameter.grad = None
         return frozenset(self._added)
 
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """What a backward has left in this process."""
+        return parameter.grad
+
     def _add(self, name: str, parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
+        gradient, parameter.grad = self.gradient(parameter), None
         if gradient is None or name in self._added:
             return
         if name in self.gradients:
@@ -103,7 +107,7 @@ class Optimizer:
 
     def end_micro_batch(self) -> None:
         """Its backward is complete: add what is left, in one call where there is a sum already."""
-        waiting = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+        waiting = {n: g for n, p in self.parameters.items() if (g := self.gradient(p)) is not None}
         known = [n for n in waiting if n in self.gradients and n not in self._added]
         if known:
             torch._foreach_add_([self.gradients[n] for n in known], [waiting[n] for n in known])

@@ -57,6 +57,7 @@ class Case:
     family: str = VISION
     loss: Loss = POLICY
     change: Callable[[Any, Family], None] = lambda model, family: None
+    checkpointing: bool = False
 
 
 def adapt(model: Any, family: Family, dropout: float = 0.0) -> None:
@@ -82,10 +83,12 @@ CASES = {
 } | ({"lora": Case(change=adapt)} if find_spec("peft") else {})
 
 
-def made(case: Case, family: Family, optimizer: type[Optimizer] = Optimizer) -> LocalBackend:
+def made(
+    case: Case, family: Family, optimizer: type[Optimizer] = Optimizer, backend: type[LocalBackend] = LocalBackend
+) -> LocalBackend:
     model = load_model(family, dtype=case.dtype, device=torch.device("cpu"))
     case.change(model, family)
-    return LocalBackend(model, family, case.train, optimizer=optimizer)
+    return backend(model, family, case.train, optimizer=optimizer, checkpointing=case.checkpointing)
 
 
 def train(backend: LocalBackend, case: Case, batches: list[Batch], tokens: int | None = None, steps: int = 3) -> Any:
@@ -101,7 +104,8 @@ def train(backend: LocalBackend, case: Case, batches: list[Batch], tokens: int |
 
     optimizer.step = seen  # type: ignore[method-assign]
     updates = [backend.train_step(batches, case.loss, lr=1e-3, tokens=tokens) for _ in range(steps)]
-    weights = {name: p.detach().clone() for name, p in backend.model.named_parameters()}
+    found = {name: p.detach() for name, p in backend.model.named_parameters()}
+    weights = {name: getattr(p, "full_tensor", p.clone)() for name, p in found.items()}  # gathered if sharded
     return gradients, [u.metrics for u in updates], [u.skipped for u in updates], weights
 
 
@@ -176,9 +180,9 @@ def equal(one: Tensors, other: Tensors) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def dealt(name: str, forests: dict[str, list[Batch]]) -> list[list[Batch]]:
+def dealt(name: str, forests: dict[str, list[Batch]], cases: dict[str, Case] = CASES) -> list[list[Batch]]:
     """The batches of each rank."""
-    case = CASES[name]
+    case = cases[name]
     parts = [[forests[case.family][place] for place in places] for places in case.deal]
     if name == "nan":
         parts[1][0] = replace(parts[1][0], advantages=np.full(len(parts[1][0].reads), np.nan, np.float32))
@@ -210,10 +214,15 @@ def forests(family_of: Any, grow: Any) -> dict[str, list[Batch]]:
 def results(tmp_path_factory: Any, family_of: Any, forests: dict[str, list[Batch]]) -> Any:
     """By case: what one process finds, and what each of two ranks finds; and their folder."""
     folder = tmp_path_factory.mktemp("ranks")
+    return *beside_two_ranks(__name__, folder, family_of, forests, CASES), folder
+
+
+def beside_two_ranks(module: str, folder: Path, family_of: Any, forests: Any, cases: dict[str, Case]) -> Any:
+    """What this process finds, and what each of two processes finds that run a module."""
     (folder / "forests.pkl").write_bytes(pickle.dumps(({name: family_of(name).path for name in forests}, forests)))
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.ranks.test_divided"]
+    command = [sys.executable, "-m", module]
     logs = [(folder / f"{rank}.log").open("wb") for rank in range(2)]
     ranks = [
         subprocess.Popen([*command, str(rank), str(folder)], cwd=root, env=environment, stdout=log, stderr=log)
@@ -221,8 +230,8 @@ def results(tmp_path_factory: Any, family_of: Any, forests: dict[str, list[Batch
     ]
     try:
         alone = {
-            name: train(made(case, family_of(case.family)), case, [b for part in dealt(name, forests) for b in part])
-            for name, case in CASES.items()
+            name: train(made(case, family_of(case.family)), case, [*chain(*dealt(name, forests, cases))])
+            for name, case in cases.items()
         }
         codes = [process.wait(timeout=250) for process in ranks]
     finally:
@@ -232,7 +241,7 @@ def results(tmp_path_factory: Any, family_of: Any, forests: dict[str, list[Batch
             log.close()
     said = [(folder / f"{rank}.log").read_text() for rank in range(2)]
     assert codes == [0, 0] and not any("FutureWarning" in text for text in said), said
-    return alone, [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in range(2)], folder
+    return alone, [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in range(2)]
 
 
 def distance(got: Tensors, wanted: Tensors) -> float:
@@ -244,26 +253,31 @@ def distance(got: Tensors, wanted: Tensors) -> float:
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one_process_does(results: Any, name: str) -> None:
-    (gradients, metrics, skipped, weights), ranks = results[0][name], [found[name] for found in results[1]]
+    require_same_training(name, results[0][name], [found[name] for found in results[1]], exact=name == "bf16")
+
+
+def require_same_training(name: str, alone: Any, ranks: list[Any], *, exact: bool = False, near: float = 1e-6) -> None:
+    gradients, metrics, skipped, weights = alone
     assert all(found[2] == skipped == [name == "nan"] * 3 and found[4] for found in ranks)
     assert equal(ranks[0][3], ranks[1][3])
     summed = {key: torch.full_like(gradient, torch.nan) for key, (_, gradient) in gradients.items()}
     for found in ranks:
         for key, ((first, end), gradient) in found[0].items():
             summed[key][first:end] = gradient
-    if name == "bf16":
+    if exact:
         assert equal(ranks[0][3], weights) and all(torch.equal(summed[key], g) for key, (_, g) in gradients.items())
     elif name != "nan":
-        assert distance(summed, {key: gradient for key, (_, gradient) in gradients.items()}) <= 1e-6
-        assert distance(ranks[0][3], weights) <= 1e-6
+        assert distance(summed, {key: gradient for key, (_, gradient) in gradients.items()}) <= near
+        assert distance(ranks[0][3], weights) <= near
     for step, wanted in enumerate(metrics):
         merged = Metrics()
         merged.merge(*(found[1][step] for found in ranks))
         if name == "out of memory":
             assert merged.means()["mem/oom_splits"] == (2 if step == 0 else 0)
             del merged.sums["mem/oom_splits"], wanted.sums["mem/oom_splits"]
-        assert merged.means() == pytest.approx(wanted.means(), rel=1e-5, abs=1e-6, nan_ok=True)
-        assert merged.sums == {key: pytest.approx(v, rel=1e-5, abs=1e-6, nan_ok=True) for key, v in wanted.sums.items()}
+        close = partial(pytest.approx, rel=10 * near, abs=near, nan_ok=True)
+        assert merged.means() == close(wanted.means())
+        assert merged.sums == {key: close(v) for key, v in wanted.sums.items()}
 
 
 def test_weights_that_are_views_are_written_whole(results: Any) -> None:

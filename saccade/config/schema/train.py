@@ -26,6 +26,12 @@ SELECTING = When("generate.select not in ('all', 'correct')", "generate.select=t
 
 
 class TrainConfig(Section):
+    layout: Literal["whole", "sharded"] = option(
+        "whole",
+        "On several GPUs: each holds the whole model, or a part of it (slower; for models that do not fit).",
+        when=When("run.gpus > 1", "run.gpus=2"),
+        commands=("rl", "sft", "dpo"),
+    )
     prompts_per_step: int = option(128, "Prompts (rl) or rows (sft, dpo, reward-model) of one step.", ge=1)
     samples_per_prompt: int = option(8, "Rollouts of each prompt; presets may differ.", ge=1, commands=("rl",))
     updates_per_step: int = option(1, "Optimizer steps per step, of whole groups; see presets.", ge=1, commands=("rl",))

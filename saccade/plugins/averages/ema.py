@@ -47,7 +47,7 @@ def follow(
         return {"ema": policy.beside("ema")}
     model = model_setup.load_policy(config, family)
     attach(model)
-    average = LocalBackend(model, family)
+    average = model_setup.backend_of(config)(model, family)
     if start is not None:
         average.load_state(start / "state" / "ema")
     policy.follower = (average, 1 - config.train.ema)

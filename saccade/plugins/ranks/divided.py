@@ -11,6 +11,8 @@ micro-batch per rank adds up in another order than one process does (1e-7), and 
 float64 here and may differ as much, so that a clipped update does.
 
     backend = LocalBackend(model, family, TrainConfig(), optimizer=DividedOptimizer)
+
+Parameters that are sharded already (`sharded.py`), whose gradients come summed, are stepped where they lie.
 """
 
 from collections import Counter
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from saccade.config import TrainConfig
 from saccade.trainer.optimizer import Optimizer
@@ -64,8 +67,10 @@ class DividedOptimizer(Optimizer):
     ) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         named = {name: p for name, p in parameters if p.requires_grad}
-        kinds = dict.fromkeys(p.dtype for p in named.values())
-        self._flats = [_flatten({n: p for n, p in named.items() if p.dtype == kind}, self.world) for kind in kinds]
+        self._sharded: dict[str, Any] = {name: p for name, p in named.items() if isinstance(p, DTensor)}
+        whole = {name: p for name, p in named.items() if name not in self._sharded}
+        kinds = dict.fromkeys(p.dtype for p in whole.values())
+        self._flats = [_flatten({n: p for n, p in whole.items() if p.dtype == kind}, self.world) for kind in kinds]
         self._ranges: dict[str, tuple[int, int]] = {}
         self._owned: dict[str, nn.Parameter] = {}
         for flat in self._flats:
@@ -75,6 +80,12 @@ class DividedOptimizer(Optimizer):
                 if first < end:
                     self._ranges[name] = first, end
                     self._owned[name] = nn.Parameter(flat.weights[start + first : start + end])
+        for name, sharded in self._sharded.items():
+            local, rows = sharded.to_local().detach(), -(-len(sharded) // self.world)
+            if local.numel():
+                first = self.rank * rows * (sharded.numel() // len(sharded))
+                self._ranges[name] = first, first + local.numel()
+                self._owned[name] = nn.Parameter(local)
         self._sums: list[Tensor] = []  # as the flats, of one step
         self._stepped = False  # whether any rank has a gradient
         super().__init__(named.items(), config, lr_scale=lr_scale)
@@ -91,12 +102,12 @@ class DividedOptimizer(Optimizer):
         return sum(everyone, Counter[str]())
 
     def updates(self) -> int:
-        return int(_agreed([super().updates()], dist.ReduceOp.MAX)[0])
+        return int(agreed([super().updates()], dist.ReduceOp.MAX)[0])
 
     def same_everywhere(self) -> bool:
         """Whether the trained weights of all ranks have equal bits, by their checksum."""
         bits = sum(int(flat.weights.view(torch.int16).sum(dtype=torch.int64)) for flat in self._flats)
-        largest, smallest = _agreed([bits, -bits], dist.ReduceOp.MAX)
+        largest, smallest = agreed([bits, -bits], dist.ReduceOp.MAX)
         return bool(largest == -smallest)
 
     def begin(self) -> None:
@@ -107,6 +118,13 @@ class DividedOptimizer(Optimizer):
             self._sums.append(sums)
             for name, start in flat.starts.items():
                 self._room[name] = sums[start:][: self.parameters[name].numel()].view_as(self.parameters[name])
+        for name, sharded in self._sharded.items():
+            if torch.promote_types(sharded.dtype, torch.float32) != sharded.dtype:
+                self._room[name] = torch.empty_like(sharded.to_local(), dtype=torch.float32)
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        found = parameter.grad
+        return found.to_local() if isinstance(found, DTensor) else found
 
     def clear(self) -> None:
         super().clear()
@@ -115,10 +133,12 @@ class DividedOptimizer(Optimizer):
     @torch.no_grad()
     def reduce(self, *, finite: bool) -> bool:
         flags = [*(name in self.gradients for name in self.parameters), not finite]
-        *seen, bad = _agreed(flags, dist.ReduceOp.MAX).tolist()
+        *seen, bad = agreed(flags, dist.ReduceOp.MAX).tolist()
         anywhere = {name for name, one in zip(self.parameters, seen, strict=True) if one}
         everything, self._stepped = self._sums, bool(anywhere)
+        summed = {name: g for name, g in self.gradients.items() if name in self._sharded and name in self._owned}
         self.clear()
+        self.gradients = summed
         for flat, sums in zip(self._flats, everything, strict=True):
             mine, low = sums.new_empty(flat.piece), self.rank * flat.piece
             _reduce_scatter(mine, sums)
@@ -133,7 +153,8 @@ class DividedOptimizer(Optimizer):
         gradients = [self.gradients[name] for name in chosen]
         norms = torch._foreach_norm(gradients, 2, torch.float64) if gradients else ()
         square = torch.stack(norms).square().sum().item() if norms else 0.0
-        return _agreed([square], dist.ReduceOp.SUM)[0].sqrt().to(self._flats[0].weights.device, torch.float32)
+        device = next(iter(self.parameters.values())).device
+        return agreed([square], dist.ReduceOp.SUM)[0].sqrt().to(device, torch.float32)
 
     def step(self, lr: float, *, norm: Tensor) -> None:
         if self._stepped and not self.gradients:
@@ -144,7 +165,7 @@ class DividedOptimizer(Optimizer):
             _all_gather(flat.weights, mine.clone())
 
 
-def _agreed(numbers: Iterable[float], how: Any) -> Tensor:
+def agreed(numbers: Iterable[float], how: Any) -> Tensor:
     """One answer from the numbers of all ranks."""
     answer = torch.tensor([*numbers], dtype=torch.float64)
     dist.all_reduce(answer, op=how)

@@ -25,6 +25,7 @@ from torch import distributed
 
 from saccade.checks.steps import algorithm_of
 from saccade.config import load
+from saccade.engines import Capabilities, Engine
 from saccade.engines.builders import build
 from saccade.errors import EnvironmentProblem, SaccadeError
 from saccade.plugins.engines.replicas.replica import STEP_LIMIT
@@ -50,6 +51,15 @@ CALLS = (
 Outputs = Sequence[Any]  # of each forest, two arrays
 
 
+class NoEngine:
+    """Before a sharded model has a copy to generate with: the memory is taken when it is needed."""
+
+    pending = 0
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(support=True, shares_weights=True)
+
+
 class RankWorker(Worker):
     """What is asked of a rank by name. `part`: policy, reference, critic or ema."""
 
@@ -62,7 +72,9 @@ class RankWorker(Worker):
         self.family, self.policy = family, model_setup.learner(self.config, model, family)
         self.parts: dict[str, Any] = {"policy": self.policy}
         self.algorithm = algorithm_of(self.config) if settings.command == "rl" else None
-        engine = build(replace(settings_of(self.config, family), engine="embedded"), family, model)
+        self.sharded = self.config.train.layout == "sharded"
+        self.copy: Any = None  # of a sharded model, whole, to generate with
+        engine: Any = NoEngine() if self.sharded else self._engine_over(model)
         super().__init__(engine, channel)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._collected: dict[tuple[str, str], list[File]] = {}
@@ -100,7 +112,15 @@ class RankWorker(Worker):
             loader = model_setup.BESIDE[part]
             self.parts[part] = loader(self.config, self.family, self.algorithm, self.policy)
 
+    def _engine_over(self, model: Any) -> Engine:
+        return build(replace(settings_of(self.config, self.family), engine="embedded"), self.family, model)
+
     def update_weights(self, version: int) -> None:
+        if self.sharded:
+            if self.copy is None:
+                self.copy = model_setup.load_policy(self.config, self.family, folder=self.settings.folder)
+                self.engine = self._engine_over(self.copy)
+            self.policy.fill(self.copy)  # type: ignore[attr-defined]
         self.engine.update_weights(self.policy, version)
 
     def logprobs(self, part: str, batches: Sequence[Batch], scoring: Mapping[str, Any]) -> Outputs:
@@ -118,7 +138,7 @@ class RankWorker(Worker):
         return {"sums": found.sums, "maxima": found.maxima}
 
     def blend(self, part: str, share: float) -> None:
-        self.parts[part].blend(self.policy.weights(), share)
+        self.parts[part].blend(self.policy.held_weights(), share)
 
     def repeats(self, part: str) -> Any:
         return self.parts[part].repeats()
@@ -126,7 +146,11 @@ class RankWorker(Worker):
     # -- weights and files --
 
     def share(self) -> tuple[str, ...]:
-        """Paths of a copy of the policy's weights, until it is given back by `unshare`."""
+        """Paths of a copy of the policy's weights, until it is given back by `unshare`; of the first rank."""
+        if self.settings.rank:
+            if self.sharded:
+                self.policy.help_gather()  # type: ignore[attr-defined]
+            return ()
         return self._shared.enter_context(in_memory(self.policy.weights()))
 
     def unshare(self) -> None:
@@ -149,7 +173,9 @@ class RankWorker(Worker):
         one = self.parts[part]
         mine = self.settings.rank == 0 or (kind == "state" and self._optimizer(part) is not None)
         files = one.state_files if kind == "state" else one.model_files
-        self._collected[part, kind] = list(files(copy=copy)) if mine else []
+        # What is sharded all ranks gather.
+        found = list(files(copy=copy)) if mine or self.sharded else []
+        self._collected[part, kind] = found if mine else []
 
     def _optimizer(self, part: str) -> Any:
         return getattr(self.parts[part], "optimizer", None)

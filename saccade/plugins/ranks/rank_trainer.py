@@ -94,7 +94,7 @@ class RankTrainer:
     # -- weights and files --
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        paths = self.engine.ask_first("share")
+        paths = self.engine.ask_all("share", [{}] * self.parts)[0].row["result"]
         try:
             yield from Mapped(paths).weights()
         finally:

@@ -60,7 +60,7 @@ class Team(Replicas):
         self._working, self._ready = self._ready, []
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Each engine reads the weights of its rank, so nothing moves."""
+        """Each engine reads the weights of its rank, or a copy that the ranks fill."""
         self.ask_all("update_weights", [{"version": version}] * self.size)
         self.version = version
 

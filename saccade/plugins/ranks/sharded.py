@@ -1,0 +1,266 @@
+"""A model whose weights are sharded over the ranks by torch's FSDP2, for what does not fit whole on every GPU.
+
+A layer is gathered for its forward and backward and given back after it; its gradient comes summed over the ranks,
+each with its rows. Masters and moments are those of `divided.py`, on these rows. Towers, projectors and adapters stay
+whole on every rank, with divided state: a forest without images runs no tower, and nobody waits for it there.
+
+Every forward and backward waits for all ranks. So all run equally many forests, empty ones where a rank has fewer,
+and none can repeat a forest that ran out of memory.
+
+    backend = ShardedBackend(model, family, TrainConfig(), optimizer=DividedOptimizer)
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from saccade.algorithms.objective import LossSums
+from saccade.config import TrainConfig
+from saccade.errors import EnvironmentProblem
+from saccade.models import lora
+from saccade.models.families import Family
+from saccade.models.files import require_same
+from saccade.models.heads import blocks_of
+from saccade.plugins.ranks.divided import agreed
+from saccade.system.contents import File, on_host, tensor_file
+from saccade.trainer import OWN, Loss, Objective, Reader, Scoring, model_state
+from saccade.trainer.local import AVERAGE, WEIGHTS, LocalBackend
+from saccade.trainer.optimizer_files import optimizer_file
+from saccade.types import Batch, Metrics
+
+
+class _Root(nn.Module):
+    """What FSDP takes for the model, which is called in several ways: they run inside of this forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, call: Any, *arguments: Any, **options: Any) -> Any:
+        return call(*arguments, **options)
+
+
+def shard(model: Any, family: Family) -> Any:
+    """The root of the model, whose layers and other weights of the language model are sharded in place."""
+    embedding = model.get_input_embeddings()
+    kind, device = embedding.weight.dtype, embedding.weight.device
+    towers = [p for name, p in model.named_parameters() if family.tower_of(name) != "llm"]
+    others = [p for p in model.parameters() if p.dtype != kind]  # a group of FSDP has one dtype
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
+        "ignored_params": {*towers, *others, *lora.adapters(model).values()},
+    }
+    if any(p.requires_grad for p in towers) and not embedding.weight.requires_grad:
+        # Else a backward would pass fewer layers where a forest has no images, and other ranks wait in these.
+        embedding.register_forward_hook(_with_gradient)
+    for layer in blocks_of(model):
+        fully_shard(layer, **options)
+    root: Any = fully_shard(_Root(model), **options)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # scales hold the denominators of all ranks
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    return root
+
+
+def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+class _Empty(Batch):
+    """A forest of two tokens that counts for nothing."""
+
+    @property
+    def tokens(self) -> int:
+        return 0
+
+
+def _empty(axes: int) -> Batch:
+    zero = np.zeros(1, np.int64)
+    return _Empty(
+        ids=np.zeros(2, np.int64),
+        positions=np.tile(np.arange(2), (axes, 1)),
+        node_starts=np.array([0, 2]),
+        parents=zero - 1,
+        reads=zero,
+        targets=zero,
+        sequence=zero,
+        keys=(("", 0),),
+        groups=zero,
+    )
+
+
+@dataclass(frozen=True)
+class _OrNothing:
+    """A loss that is 0 on an empty forest, with a gradient for all that others have one for."""
+
+    loss: Loss
+
+    @property
+    def role(self) -> str:
+        return self.loss.role
+
+    @property
+    def whole(self) -> bool:
+        return self.loss.whole
+
+    def read(self, trainer: Reader, batch: Batch) -> Objective:
+        if not isinstance(batch, _Empty):
+            return self.loss.read(trainer, batch)
+        valued = hasattr(trainer.model, "score")
+        return partial(_zero, trainer.read_values(batch, batch.reads) if valued else trainer.read(batch, OWN)[0])
+
+
+def _zero(outputs: Tensor) -> tuple[Tensor, LossSums]:
+    loss = 0.0 * outputs.sum()
+    return loss, LossSums(tokens=loss.detach(), terms={}, means={})
+
+
+class ShardedBackend(LocalBackend):
+    """Every method that reads the model or its weights is called on all ranks at once."""
+
+    repeats_forests = False
+
+    def __init__(self, model: nn.Module, family: Family, train: TrainConfig | None = None, **options: Any) -> None:
+        if train is None:
+            model.requires_grad_(False)
+        self.rank = dist.get_rank()
+        self.root = shard(model, family)
+        super().__init__(model, family, train, **options)
+
+    # -- forests --
+
+    def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]:
+        with self._together():
+            return super().logprobs(self._filled(batches), scoring)[: len(batches)]
+
+    def values(self, batches: Sequence[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
+        with self._together():
+            return super().values(self._filled(batches))[: len(batches)]
+
+    def measure(self, batches: Sequence[Batch], loss: Loss) -> Metrics:
+        with self._together():
+            return super().measure(self._filled(batches), _OrNothing(loss))
+
+    def sum_gradients(self, batches: Sequence[Batch], loss: Loss, tokens: int | None = None) -> list[LossSums]:
+        with self._together():
+            return super().sum_gradients(self._filled(batches), _OrNothing(loss), tokens)[: len(batches)]
+
+    def read(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        return self.root(super().read, batch, scoring, entropy_gradient=entropy_gradient)
+
+    def read_values(self, batch: Batch, places: np.ndarray) -> Tensor:
+        return self.root(super().read_values, batch, places)
+
+    def _filled(self, batches: Sequence[Batch]) -> list[Batch]:
+        """As many forests as the rank with most has."""
+        most = int(agreed([len(batches)], dist.ReduceOp.MAX)[0])
+        return [*batches, *[_empty(self.family.axes)] * (most - len(batches))]
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            reason = "and with train.layout=sharded it cannot repeat a forest that others have passed"
+            hint = "use a smaller train.micro_tokens, or model.checkpointing=on"
+            raise EnvironmentProblem(f"rank {self.rank} ran out of GPU memory, {reason}; {hint}") from error
+        self.root.reshard()  # what was gathered without a backward would outlive a change of the weights
+
+    # -- weights and files --
+
+    def held_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            weight = parameter.detach()
+            yield name, weight.to_local() if isinstance(weight, DTensor) else weight
+
+    @torch.no_grad()
+    def fill(self, copy: nn.Module) -> None:
+        """Write what is trained into a whole copy of the model."""
+        targets = dict(copy.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                targets[name].copy_(_whole(parameter))
+
+    def help_gather(self) -> None:
+        """For another rank that reads `weights`."""
+        for parameter in self.model.parameters():
+            _whole(parameter)
+
+    def saved_bytes(self) -> int:
+        sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
+        missing = sum((sizes[name] - t.numel()) * t.itemsize for name, t in self.averages.items())
+        return super().saved_bytes() + missing
+
+    def model_files(self, *, copy: bool = False) -> list[File]:
+        if self.rank == 0:
+            return model_state.model_files(self.model, copy=copy, sharded=True)
+        self.help_gather()
+        return []
+
+    def weight_file(self, *, copy: bool = False) -> File:
+        found: dict[str, Tensor] = {}
+        parameters = dict(self.model.named_parameters())
+        averages = {f"{AVERAGE}{name}": _like(average, parameters[name]) for name, average in self.averages.items()}
+        for name, part in (*parameters.items(), *averages.items()):
+            whole = _whole(part)
+            if self.rank == 0:
+                found[name] = on_host(whole, copy=copy)
+        return WEIGHTS, tensor_file(found)
+
+    @torch.no_grad()
+    def load_weights(self, folder: Path) -> None:
+        from safetensors.torch import load_file
+
+        stored = load_file(folder / WEIGHTS)
+        averages = {name: stored.pop(name) for name in list(stored) if name.startswith(AVERAGE)}
+        require_same(str(folder / WEIGHTS), self.model.named_parameters(), stored.items())
+        mine = self._cut(stored)
+        for name, weight in self.held_weights():
+            weight.copy_(mine[name])
+        self.forget_features()
+        cut = self._cut({name.removeprefix(AVERAGE): average for name, average in averages.items()})
+        self.averages = {name: average.to(self.device, copy=True) for name, average in cut.items()}
+
+    def _cut(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows of this rank."""
+        rows = {n: -(-len(p) // dist.get_world_size()) for n, p in self.model.named_parameters() if _is_sharded(p)}
+        return {n: t[self.rank * rows[n] :][: rows[n]] if n in rows else t for n, t in stored.items()}
+
+    def state_files(self, *, copy: bool = False) -> Iterator[File]:
+        if self._weights_are_state:
+            file = self.weight_file(copy=copy)
+            if self.rank == 0:
+                yield file
+        if self.optimizer is not None:
+            yield optimizer_file(self.optimizer, copy=copy)
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor)
+
+
+def _whole(part: Tensor) -> Tensor:
+    """All ranks gather it."""
+    part = part.detach()
+    return part.full_tensor() if isinstance(part, DTensor) else part
+
+
+def _like(local: Tensor, parameter: Tensor) -> Tensor:
+    """Other numbers of the rows that this rank has of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride())

@@ -1,0 +1,205 @@
+"""Two ranks that each hold a part of the weights against one process, and a run that changes its layout.
+
+One pair of processes runs all cases; this module is also what they run.
+"""
+
+import pickle
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.models.families import Family, load_family
+from saccade.models.load import load_model
+from saccade.plugins.ranks.divided import DividedOptimizer
+from saccade.plugins.ranks.sharded import ShardedBackend
+from saccade.recipes import rl
+from saccade.system.contents import write_files
+from saccade.trainer import Scoring
+from saccade.trainer import optimizer as optimizers
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.optimizer import Optimizer
+from saccade.types import Batch
+from tests.ranks import test_divided as divided
+from tests.ranks.test_divided import VISION, Case, equal, made, require_same_training
+from tests.ranks.test_ranks import STORED, require_alike, require_same_weights, sampled
+
+forests = divided.forests
+NAMES = (
+    *("text on one rank", "six and none", "no image anywhere", "only a tower"),
+    *("critic", "nan", "experts", "lora"),
+)
+CASES = {name: divided.CASES[name] for name in NAMES if name in divided.CASES}
+CASES |= {
+    "recomputed": Case(((0, 1, 4), (5,)), checkpointing=True),
+    "bf16": replace(divided.CASES["bf16"], deal=((0, 4), (1,))),
+}
+
+
+def moved(model: Any, family: Family) -> None:
+    for place, parameter in enumerate(model.parameters()):
+        parameter.data += 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(place))
+
+
+def averaged(family: Family, backend: type[LocalBackend]) -> LocalBackend:
+    """A reference in bf16 that followed another model twice."""
+    case = Case(dtype=torch.bfloat16, change=moved)
+    policy = made(case, family, DividedOptimizer if backend is ShardedBackend else Optimizer, backend)
+    average = backend(load_model(family, dtype=torch.bfloat16, device=torch.device("cpu")), family)
+    for _ in range(2):
+        average.blend(policy.held_weights(), 0.25)
+    return average
+
+
+# -- a rank ------------------------------------------------------------------------------------------
+
+
+def rank_main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    paths, forests = pickle.loads((folder / "forests.pkl").read_bytes())
+    families = {name: load_family(path) for name, path in paths.items()}
+    make = partial(made, optimizer=DividedOptimizer, backend=ShardedBackend)
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        optimizers.LARGE = 1 if name == "recomputed" else 8_000_000  # every gradient is added by a hook
+        backend = make(case, families[case.family])
+        parts = divided.dealt(name, forests, CASES)
+        tokens = sum(b.tokens for part in parts for b in part)
+        found[name] = *divided.train(backend, case, parts[rank], tokens), True
+        if name in ("critic", "text on one rank", "lora"):
+            files = [*backend.model_files(copy=True), *(backend.state_files() if name == "critic" else ())]
+            write_files(folder / name, files)
+    family = families[VISION]
+    found["resumed"] = resumed(folder / "files", rank, make, family, forests)
+    average = averaged(family, ShardedBackend)
+    write_files(folder / f"average-{rank}", average.state_files())
+    again = ShardedBackend(load_model(family, dtype=torch.bfloat16, device=torch.device("cpu")), family)
+    dist.barrier()
+    again.load_state(folder / "average-0")
+    found["average"] = [
+        equal(*(dict(one.held_weights()) for one in (average, again))),
+        equal(average.averages, again.averages),
+        average.saved_bytes(),
+    ]
+    backend = make(CASES["critic"], family)
+    found["values"] = backend.values(forests[VISION][: 1 + rank])
+    backend = make(Case(), family)
+    found["logprobs"] = backend.logprobs(forests[VISION][:rank], Scoring())
+    if rank == 1:
+        full = Mock(side_effect=torch.OutOfMemoryError("simulated"))
+        backend.model.get_submodule("model.language_model.layers.1").register_forward_pre_hook(full)
+    try:
+        backend.train_step(forests[VISION][:1], divided.POLICY, lr=1e-3)
+    except (EnvironmentProblem, RuntimeError) as error:  # of the other rank: it waits for one that has gone
+        found["out of memory"] = str(error)
+    (folder / f"{rank}.pkl").write_bytes(pickle.dumps(found))
+
+
+def resumed(folder: Path, rank: int, make: Any, family: Family, forests: Any) -> list[bool]:
+    """From two ranks to one process and back: whether the state is the same, and the next weights."""
+    case, batches = CASES["critic"], [forests[VISION][place] for place in ((0,), (4,))[rank]]
+    first = make(case, family)
+    before = divided.train(first, case, batches, steps=2)[-1]
+    write_files(folder / "two", first.state_files())
+    dist.barrier()
+    if rank == 0:
+        alone = made(case, family)
+        alone.load_state(folder / "two")
+        write_files(folder / "one", alone.state_files())
+    dist.barrier()
+    second = make(case, family)
+    second.load_state(folder / "one")
+    same = equal(first.optimizer.state(), second.optimizer.state())
+    after = [divided.train(backend, case, batches, steps=1)[-1] for backend in (first, second)]
+    return [same, equal(*after), not equal(before, after[0])]
+
+
+# -- one process, and what both found ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: Any, family_of: Any, forests: dict[str, list[Batch]]) -> Any:
+    """By case: what one process finds, and what each of two ranks finds; and their folder."""
+    folder = tmp_path_factory.mktemp("sharded")
+    return *divided.beside_two_ranks(__name__, folder, family_of, forests, CASES), folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sharded_ranks_train_as_one_process_does(results: Any, name: str) -> None:
+    near = 1e-3 if name == "bf16" else 1e-6  # sums over the ranks are rounded to the dtype of the weights
+    require_same_training(name, results[0][name], [found[name] for found in results[1]], near=near)
+
+
+def test_what_is_gathered_is_written_once(results: Any, tensors: Any) -> None:
+    _, (found, other), folder = results
+    written = tensors(folder / "text on one rank")
+    weights = found["text on one rank"][3]
+    assert written and len(written) == len(weights)
+    assert sorted(float(t.sum()) for t in written.values()) == sorted(float(w.sum()) for w in weights.values())
+    assert equal(load_file(folder / "critic" / "weights.safetensors"), found["critic"][3])
+    assert [rank["resumed"] for rank in (found, other)] == [[True] * 3] * 2
+
+
+def test_a_sharded_average_is_that_of_one_process(results: Any, family_of: Any, tmp_path: Path) -> None:
+    _, ranks, folder = results
+    wanted = averaged(family_of(VISION), LocalBackend)
+    write_files(tmp_path, wanted.state_files())
+    assert equal(*(load_file(place / "weights.safetensors") for place in (folder / "average-0", tmp_path)))
+    assert [rank["average"] for rank in ranks] == [[True, True, wanted.saved_bytes()]] * 2
+    assert not (folder / "average-1").is_dir()
+
+
+def test_ranks_read_different_numbers_of_forests(results: Any, family_of: Any, forests: Any) -> None:
+    _, ranks, _ = results
+    values = made(CASES["critic"], family_of(VISION)).values(forests[VISION][:2])
+    logprobs = made(Case(), family_of(VISION)).logprobs(forests[VISION][:1], Scoring())
+    for found, wanted in ((r["values"], values[: 1 + n]) for n, r in enumerate(ranks)):
+        assert len(found) == len(wanted)
+        for pair, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(pair[0], other[0], atol=1e-6)
+    assert ranks[0]["logprobs"] == [] and len(ranks[1]["logprobs"]) == 1
+    np.testing.assert_allclose(ranks[1]["logprobs"][0][0], logprobs[0][0], atol=1e-6)
+
+
+def test_memory_that_runs_out_ends_the_run_with_advice(results: Any) -> None:
+    assert "rank 1 ran out of GPU memory" in results[1][1]["out of memory"]
+    assert "train.micro_tokens" in results[1][1]["out of memory"]
+
+
+def test_a_run_changes_its_layout(tmp_path: Path, rl_config: Any, tensors: Any) -> None:
+    """With a reference that moves and an average: whole, sharded, in one process."""
+    kl = {"algorithm.kl.coef": 0.05, "algorithm.kl.update": "ema", "algorithm.kl.update_every": 1}
+    more = kl | {"train.updates_per_step": 2, "train.ema": 0.5}
+
+    def start(name: str, **options: Any) -> None:
+        rl.run(rl_config(tmp_path, run__name=name, run__resume="auto", save__every=1, **options) | more | STORED)
+
+    start("one", run__max_steps=4)
+    start("on", run__max_steps=1, run__gpus=2)
+    start("on", run__max_steps=3, run__gpus=2, train__layout="sharded")
+    start("on", run__max_steps=4)
+    one, on = tmp_path / "one", tmp_path / "on"
+    assert sampled(on) == sampled(one)
+    require_alike(on, one)
+    for step, place in ((3, ""), (3, "state/ema"), (4, ""), (4, "state/ema")):
+        ours, theirs = (tensors(run / "checkpoints" / f"step-{step}" / place) for run in (on, one))
+        require_same_weights(ours, theirs)
+
+
+def test_four_bit_weights_are_not_sharded(tmp_path: Path, rl_config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"train\.layout: 4-bit .* try train\.layout=whole"):
+        rl.run(rl_config(tmp_path, run__gpus=2, train__layout="sharded", model__train="qlora"))
+
+
+if __name__ == "__main__":
+    rank_main(int(sys.argv[1]), Path(sys.argv[2]))
