@@ -76,10 +76,8 @@ def own_weights(config: Config) -> Iterator[str]:
 def several_gpus(config: Config) -> Iterator[str]:
     """What one process alone can do so far."""
     if config.run.gpus > 1:
-        if config.rollout.engine != "embedded":
-            yield f"rollout.engine: not {config.rollout.engine} with run.gpus={config.run.gpus}; use embedded"
-        if config.rollout.replicas:
-            yield "rollout.replicas: each of run.gpus generates already; try rollout.replicas=0"
+        if config.rollout.engine != "embedded" and not config.rollout.replicas:
+            yield f"rollout.replicas: {config.rollout.engine} needs processes beside run.gpus; try rollout.replicas=1"
         if config.sft.teacher is not None:
             yield "sft.teacher: one GPU holds teacher and student; try run.gpus=1"
 

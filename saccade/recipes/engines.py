@@ -27,7 +27,7 @@ def make_engine(config: Config, policy: Trainer, *, first_tokens: bool = False, 
     `first_tokens`: some are drawn with settings of their own.
     """
     name = config.rollout.engine
-    if name == "embedded" and policy.engine is not None:
+    if policy.engine is not None and not config.rollout.replicas:
         return policy.engine
     if name != "embedded" and experts.count(policy.model):
         raise ConfigError(f"rollout.engine={name}: cannot read the trainer's experts; use rollout.engine=embedded")
@@ -44,7 +44,7 @@ def start_engine(
     config: Config, settings: Settings, family: Family, model: Any = None, *, logs: Path | None = None
 ) -> Engine:
     if config.rollout.replicas:
-        return ENGINES["replicas"](settings, config.rollout.replicas, logs=logs)
+        return ENGINES["replicas"](settings, config.rollout.replicas, logs=logs, training=config.run.gpus)
     return build(settings, family, model)
 
 

@@ -27,7 +27,8 @@ from saccade.checks.steps import algorithm_of
 from saccade.config import load
 from saccade.engines import Capabilities, Engine
 from saccade.engines.builders import build
-from saccade.errors import EnvironmentProblem, SaccadeError
+from saccade.errors import EnvironmentProblem, SaccadeError, TrainingError
+from saccade.models.load import gpu_peak_gb
 from saccade.plugins.engines.replicas.replica import STEP_LIMIT
 from saccade.plugins.engines.replicas.replica_process import Worker, describe_error
 from saccade.plugins.engines.weights import in_memory
@@ -46,7 +47,7 @@ from saccade.types import Batch
 # What only a rank can do; everything else is asked of its engine.
 CALLS = (
     *("add_part", "update_weights", "logprobs", "values", "train_step", "measure", "blend", "repeats"),
-    *("share", "unshare", "weight_shapes", "saved_bytes", "collect", "write", "load_state"),
+    *("share", "unshare", "change", "change_back", "weight_shapes", "saved_bytes", "collect", "write", "load_state"),
 )
 Outputs = Sequence[Any]  # of each forest, two arrays
 
@@ -78,7 +79,7 @@ class RankWorker(Worker):
         super().__init__(engine, channel)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._collected: dict[tuple[str, str], list[File]] = {}
-        self._shared = ExitStack()
+        self._shared, self._changed = ExitStack(), ExitStack()
 
     def perform(self, block: Block) -> Any:
         given = block.row["arguments"]
@@ -131,6 +132,8 @@ class RankWorker(Worker):
 
     def train_step(self, part: str, batches: Sequence[Batch], loss: Mapping[str, Any], **options: Any) -> Any:
         update = self.parts[part].train_step(batches, decode_loss(loss, self.algorithm), **options)
+        if (peak := gpu_peak_gb()) is not None:  # since the last update, of the rank that took most
+            update.metrics.add_max("mem/gpu_peak_gb", peak)
         return {"sums": update.metrics.sums, "maxima": update.metrics.maxima, "skipped": update.skipped}
 
     def measure(self, part: str, batches: Sequence[Batch], loss: Mapping[str, Any]) -> Any:
@@ -156,6 +159,12 @@ class RankWorker(Worker):
     def unshare(self) -> None:
         self._shared.close()
 
+    def change(self, part: str, tower: str) -> str:
+        return self._changed.enter_context(self.parts[part].changed(tower))
+
+    def change_back(self, part: str) -> None:
+        self._changed.close()
+
     def weight_shapes(self, part: str) -> list[Any]:
         return self.parts[part].weight_shapes()
 
@@ -170,8 +179,10 @@ class RankWorker(Worker):
         """What this rank writes of the `model` or the `state` of a part: its share of an optimizer, and
         the first rank all that is not divided.
         """
-        one = self.parts[part]
-        mine = self.settings.rank == 0 or (kind == "state" and self._optimizer(part) is not None)
+        one, optimizer = self.parts[part], self._optimizer(part)
+        if optimizer is not None and not optimizer.same_everywhere():
+            raise TrainingError(f"the weights of the {part} differ between ranks; continue from the last checkpoint")
+        mine = self.settings.rank == 0 or (kind == "state" and optimizer is not None)
         files = one.state_files if kind == "state" else one.model_files
         # What is sharded all ranks gather.
         found = list(files(copy=copy)) if mine or self.sharded else []

@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from saccade.config import ADAPTED, Config
+from saccade.errors import EnvironmentProblem
 from saccade.forest import attention
 from saccade.forest.packing import deal
 from saccade.models import lora
@@ -94,11 +95,21 @@ class RankTrainer:
     # -- weights and files --
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Of the policy, through files in the memory of the first rank."""
         paths = self.engine.ask_all("share", [{}] * self.parts)[0].row["result"]
+        if not all(Path(path).exists() for path in paths):
+            where = "the first process of run.gpus is on another machine, whose weights cannot be read from here"
+            raise EnvironmentProblem(f"rollout.replicas: {where}; try rollout.replicas=0")
         try:
             yield from Mapped(paths).weights()
         finally:
             self.engine.ask_first("unshare")
+
+    @contextmanager
+    def changed(self, tower: str) -> Iterator[str]:
+        """Inside, one weight of a tower differs, for probes; afterwards all are as before."""
+        yield self._ask("change", [{"tower": tower}] * self.parts)[0].row["result"]
+        self._ask("change_back", [{}] * self.parts)
 
     @cached_property
     def _shapes(self) -> list[tuple[str, tuple[int, ...], int]]:

@@ -205,6 +205,7 @@ def test_replicas_get_gpus_of_their_own_and_the_trainers_last(monkeypatch):
     with pytest.raises(ConfigError, match=r"tensor_parallel: 3 GPUs .* 2 can be seen; .*=2"):
         placements(1, 3, ["0", "1"])
     assert [beside for _, beside in placements(3, 1, list("012"))] == [False, False, True]
+    assert [beside for _, beside in placements(3, 1, list("0123"), 2)] == [False, False, True]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     assert visible_gpus("cuda") == ["4", "5", "6"] and visible_gpus("cuda:1") == ["5", "4", "6"]
     monkeypatch.delenv("OMP_NUM_THREADS")

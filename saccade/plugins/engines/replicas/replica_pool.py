@@ -245,9 +245,9 @@ class Replicas(Engine):
         self._launch(place)
 
 
-def start_replicas(settings: Settings, count: int, *, logs: Path | None) -> Replicas:
-    """Return one engine over `count` replicas, each with separate GPUs where there are enough. They log to
-    engine-N.log in `logs`, else in a temporary folder.
+def start_replicas(settings: Settings, count: int, *, logs: Path | None, training: int = 1) -> Replicas:
+    """Return one engine over `count` replicas, each with separate GPUs where there are enough beside the
+    first ones that are `training`. They log to engine-N.log in `logs`, else in a temporary folder.
     """
     folder = logs or Path(tempfile.mkdtemp(prefix="saccade-engines-"))
     visible: list[str] = []
@@ -255,16 +255,18 @@ def start_replicas(settings: Settings, count: int, *, logs: Path | None) -> Repl
         visible = visible_gpus(settings.device)
         settings = replace(settings, device="cuda")  # whichever it sees
     launchers = []
-    for index, (environment, beside) in enumerate(placements(count, settings.tensor_parallel, visible)):
+    for index, (environment, beside) in enumerate(placements(count, settings.tensor_parallel, visible, training)):
         path = folder / f"engine-{index}.log"
         launchers.append(partial(Replica, settings, log=path, environment=environment, beside_trainer=beside))
     return Replicas(launchers)
 
 
-def placements(replicas: int, each: int, visible: Sequence[str]) -> list[tuple[dict[str, str], bool]]:
+def placements(
+    replicas: int, each: int, visible: Sequence[str], training: int = 1
+) -> list[tuple[dict[str, str], bool]]:
     """What every replica sees of the machine, and whether it shares memory with the trainer: `each`
-    separate GPUs where there are enough. The trainer's, the first one, is the last to be given
-    away. Without GPUs they share the cores.
+    separate GPUs where there are enough. Those that are training, the first ones, are the last to be
+    given away. Without GPUs they share the cores.
     """
     if not visible:
         threads = max(1, (os.cpu_count() or 1) // replicas)
@@ -272,9 +274,10 @@ def placements(replicas: int, each: int, visible: Sequence[str]) -> list[tuple[d
     if each > len(visible):
         why = f"{each} GPUs for one engine, and {len(visible)} can be seen"
         raise ConfigError(f"rollout.tensor_parallel: {why}; try rollout.tensor_parallel={len(visible)}")
-    endless = itertools.cycle([*visible[1:], visible[0]])
+    busy = visible[:training]
+    endless = itertools.cycle([*visible[training:], *busy])
     given = [list(itertools.islice(endless, each)) for _ in range(replicas)]
-    return [({"CUDA_VISIBLE_DEVICES": ",".join(gpus)}, visible[0] in gpus) for gpus in given]
+    return [({"CUDA_VISIBLE_DEVICES": ",".join(gpus)}, not set(busy).isdisjoint(gpus)) for gpus in given]
 
 
 def visible_gpus(trainer: str) -> list[str]:
