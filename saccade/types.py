@@ -29,6 +29,8 @@ class Source(IntEnum):
     TEMPLATE = 3
 
 
+POLICY = int(Source.POLICY)  # an enum member is slow to compare with an array
+
 Status = Literal["ok", "truncated", "overturn", "void", "error", "abstain", "aborted", "stale"]
 ALWAYS_EXCLUDED: frozenset[str] = frozenset({"error", "abstain", "aborted", "stale"})
 
@@ -294,16 +296,20 @@ class Trajectory:
 
     @cached_property
     def policy_mask(self) -> np.ndarray:
-        return self.sources == Source.POLICY
+        return self.sources == POLICY
 
     @cached_property
+    def policy(self) -> np.ndarray:
+        """Places of the sampled tokens."""
+        return self.policy_mask.nonzero()[0]
+
+    @property
     def response_length(self) -> int:
-        return int(self.policy_mask.sum())
+        return len(self.policy)
 
-    @cached_property
+    @property
     def prompt_length(self) -> int:
-        policy = np.flatnonzero(self.policy_mask)
-        return int(policy[0]) if len(policy) else len(self.ids)
+        return int(self.policy[0]) if len(self.policy) else len(self.ids)
 
     @property
     def response_ids(self) -> np.ndarray:

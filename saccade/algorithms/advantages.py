@@ -18,6 +18,7 @@ from functools import cached_property, reduce
 from operator import and_
 from typing import TYPE_CHECKING
 
+from saccade.algorithms.aggregation import zero_outside
 from saccade.algorithms.filters import CONSTANT_TOLERANCE, is_constant
 from saccade.algorithms.table import Entry, Share, add, table_of
 
@@ -225,15 +226,15 @@ def compute(
     inputs = replace(inputs, live=live & ~constant if drop_constant else live)
 
     live_tokens = inputs.per_token(inputs.live)
-    raw = estimator(inputs).where(live_tokens, 0.0)
+    raw = zero_outside(estimator(inputs), live_tokens)
     values = whitened(raw, live_tokens, std=whiten_std) if whiten else raw
     # Also after whitening: its shift would push a group that says nothing.
-    values = values.where(~inputs.per_token(constant), 0.0)
+    values = zero_outside(values, inputs.per_token(~constant))
     clip_frac = 0.0
     if adv_clip > 0:
         beyond = (values.abs() > adv_clip).sum() / live_tokens.sum().clamp(min=1)
         clip_frac, values = float(beyond), values.clamp(-adv_clip, adv_clip)
-    assert bool(values.isfinite().all()), "advantages must be finite"
+    assert bool(values.sum().isfinite()), "advantages must be finite"
     low, critic = inputs.scores < 0.5, inputs.values
     noted = {"constant_low": constant & low, "constant_high": constant & ~low}
     noted |= {"singleton": singleton, "no_baseline": no_baseline}

@@ -67,7 +67,16 @@ def token_scales(
     The only place where exclusion enters the loss, numerator and denominator together.
     """
     counted = sequence >= 0 if counted is None else counted
-    lengths = sequence[counted].bincount(minlength=len(live)) * live
+    lengths = chosen(sequence, counted).bincount(minlength=len(live)) * live
     own = lengths.new_ones(len(live)).cumsum(0)
     scale = aggregation(lengths, own, own if group is None else group)
-    return scale[sequence].where(counted, 0.0), lengths
+    return zero_outside(scale[sequence], counted), lengths
+
+
+def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
+    return values if mask.all() else values.where(mask, 0.0)
+
+
+def chosen(values: Tensor, mask: Tensor) -> Tensor:
+    """Values [T] where the mask is set; they themselves, not copied, where all are."""
+    return values if mask.all() else values[mask]

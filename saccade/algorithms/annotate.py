@@ -20,7 +20,7 @@ from torch import Tensor
 
 from saccade.algorithms import corrections
 from saccade.algorithms.advantages import AdvantageInputs, Advantages, compute
-from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
+from saccade.algorithms.aggregation import AGGREGATIONS, chosen, token_scales
 from saccade.algorithms.algorithm_state import AlgorithmState
 from saccade.algorithms.filters import high_entropy, is_excluded
 from saccade.algorithms.objective import explained_variance
@@ -54,8 +54,8 @@ def add_advantages(
     members = [t for group in groups for t in group.trajectories]
     place = {t.key: index for index, t in enumerate(members)}
     flat = [batch for batches in updates for batch in batches]
-    owner = [np.array([place[key] for key in batch.keys])[batch.sequence] for batch in flat]
-    sequence = torch.from_numpy(np.concatenate(owner))
+    owners = [np.array([place[key] for key in batch.keys]) for batch in flat]
+    sequence = torch.from_numpy(np.concatenate([own[b.sequence] for own, b in zip(owners, flat, strict=True)]))
     counted = _counted(sequence, algorithm)
     inputs = _estimator_inputs(groups, flat, sequence, counted, algorithm, state, component_weights)
     result = compute(
@@ -74,13 +74,14 @@ def add_advantages(
         # A model that computes no numbers gets none back: the guard skips each of its updates.
         nothing = torch.full_like(result.values, torch.nan)
         result = replace(result, values=nothing, returns=nothing)
-    columns = {"rewards": inputs.rewards.nan_to_num()[sequence]}
+    columns = {"rewards": inputs.rewards.nan_to_num().float()[sequence]}
     for name, values in {"advantages": result.values, "returns": result.returns}.items():
         if values is not None:  # 0 at tokens that do not count
-            columns[name] = values.new_zeros(len(counted)).masked_scatter(counted, values)
+            whole = len(values) == len(counted)
+            columns[name] = values if whole else values.new_zeros(len(counted)).masked_scatter(counted, values)
     # Other weights sampled these tokens: there a gap between engine and trainer is no error of either.
-    trained = (members[int(index)] for index in sequence[_first(sequence)])
-    stale = np.concatenate([t.versions[t.policy_mask] < version for t in trained])
+    trained = (members[index] for own in owners for index in own)
+    stale = np.concatenate([t.versions[t.policy] < version for t in trained])
     if stale.any():
         columns["stale"] = torch.from_numpy(stale).double()
     updates, scaled = _written(updates, columns), []
@@ -106,9 +107,9 @@ def _estimator_inputs(
     owners = [group for group in groups for _ in group.trajectories]
     members = [t for group in groups for t in group.trajectories]
     place = torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories])
-    sequence, estimator = sequence[counted], algorithm.estimator
+    sequence, estimator = chosen(sequence, counted), algorithm.estimator
     outside = () if algorithm.excluded_in_baseline else algorithm.exclude_status
-    penalties, read = torch.zeros(len(sequence), dtype=torch.float64), dict[str, Any]()
+    penalties, read = torch.zeros((), dtype=torch.float64).expand(len(sequence)), dict[str, Any]()
 
     def distance(kind: Entry) -> Tensor:
         return kind(_numbers_of(batches, "old_logprobs"), _numbers_of(batches, "ref_logprobs"))[counted]
@@ -184,10 +185,12 @@ def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Met
     if live.any():
         for name, whole in {"adv": values, "returns": result.returns}.items():
             if whole is not None:
-                metrics.add(f"{name}/mean", float(whole[live].mean()))
-                metrics.add(f"{name}/std", float(whole[live].std()) if live.sum() > 1 else 0.0)
-        metrics.add_max("adv/max", float(values[live].max()))
-        metrics.add("adv/min", float(values[live].min()))
+                inside = chosen(whole, live)
+                metrics.add(f"{name}/mean", float(inside.mean()))
+                metrics.add(f"{name}/std", float(inside.std()) if len(inside) > 1 else 0.0)
+        low, high = chosen(values, live).aminmax()
+        metrics.add_max("adv/max", float(high))
+        metrics.add("adv/min", float(low))
     if result.returns is not None and inputs.values is not None:
         explained = explained_variance(inputs.values, result.returns, live)
         if explained is not None:
@@ -212,8 +215,8 @@ def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Me
         metrics.add("mismatch/masked_frac", 0.0)
         return updates, metrics
     sequence = _sequences(flat)
-    live = column(flat, "scales") > 0
-    weights, keep = torch.ones(len(live), dtype=torch.float64), live.double()
+    live = keep = torch.from_numpy(np.concatenate([b.scales for b in flat])) > 0
+    weights = torch.ones((), dtype=torch.float64).expand(len(live))
     old, rollout = column(flat, "old_logprobs"), column(flat, "rollout_logprobs")
     if hot:
         first = _first(sequence)
@@ -225,7 +228,8 @@ def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Me
         mismatch = corrections.measure(old, rollout, live=live, sequence=sequence)
         correction = corrections.apply(algorithm.at_once, mismatch)
         keep = keep if correction.keep is None else keep * correction.keep
-        weights = weights if correction.weights is None else weights * correction.weights
+        if correction.weights is not None:
+            weights = weights * correction.weights if hot else correction.weights.double()
     _correction_metrics(weights, keep, live, flat, metrics)
     if top:
         entropies = column(flat, "old_entropies")
@@ -248,12 +252,11 @@ def _correction_metrics(
     images = torch.from_numpy(np.concatenate([has_media(b)[b.sequence] for b in batches]))
     for kind, mask in {"": live, "/image": live & images, "/text": live & ~images}.items():
         if mask.any():
-            count = float(mask.sum())
-            metrics.add(f"mismatch/is_weight_mean{kind}", float(weights[mask].mean()))
-            metrics.add_max(f"mismatch/is_weight_max{kind}", float(weights[mask].max()))
-            metrics.add(f"mismatch/masked_frac{kind}", float((mask & (keep == 0)).sum()), count)
-            size = corrections.effective_sample_size(weights, mask)
-            metrics.add(f"mismatch/ess{kind}", size)
+            inside = chosen(weights, mask)
+            metrics.add(f"mismatch/is_weight_mean{kind}", float(inside.mean()))
+            metrics.add_max(f"mismatch/is_weight_max{kind}", float(inside.max()))
+            metrics.add(f"mismatch/masked_frac{kind}", float((mask & (keep == 0)).sum()), float(len(inside)))
+            metrics.add(f"mismatch/ess{kind}", corrections.effective_sample_size(inside))
 
 
 def _over_kept(batches: Sequence[Batch], algorithm: Algorithm) -> list[Batch]:

@@ -70,7 +70,7 @@ def measure(old: Tensor, rollout: Tensor, *, live: Tensor, sequence: Tensor) -> 
     """`rollout`: NaN where the engine gave no log-prob."""
     scored = live & rollout.isfinite()
     return Mismatch(
-        delta=old.where(scored, 0.0) - rollout.where(scored, 0.0),
+        delta=(old - rollout).where(scored, 0.0),
         scored=scored,
         live=live,
         sequence=sequence,
@@ -99,7 +99,7 @@ def _truncated(statistic: Statistic) -> Callable[..., Correction]:
     """Importance sampling with a cap (TIS)."""
 
     def weigh(mismatch: Mismatch, *, low: float = 0.0, high: float = 2.0) -> Correction:
-        ratio = exp(statistic(mismatch, mismatch.delta)).clamp(low, high)
+        ratio = exp(statistic(mismatch, mismatch.delta)).clamp_(low, high)
         return Correction(weights=ratio.where(mismatch.scored, 1.0))
 
     return weigh
@@ -132,7 +132,7 @@ def unjudged(statistic: Statistic, mismatch: Mismatch) -> Tensor:
 
 
 def exp(values: Tensor) -> Tensor:
-    return values.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT).exp()
+    return values.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT).exp_()
 
 
 # -- after them ------------------------------------------------------------------------------------
@@ -144,8 +144,7 @@ def self_normalise(weights: Tensor, live: Tensor) -> Tensor:
     return weights * (live.sum() / total.where(total > 0, 1.0))
 
 
-def effective_sample_size(weights: Tensor, live: Tensor) -> float:
-    """As a share of the live tokens: 1 when all weigh the same."""
-    inside = weights[live].double()
-    squares = len(inside) * inside.square().sum()
-    return float(inside.sum().square() / squares) if squares > 0 else 0.0
+def effective_sample_size(weights: Tensor) -> float:
+    """As a share of the tokens: 1 when all weigh the same."""
+    squares = len(weights) * weights.double().square().sum()
+    return float(weights.double().sum().square() / squares) if squares > 0 else 0.0

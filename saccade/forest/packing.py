@@ -10,7 +10,7 @@ is predicted. Knows nothing of tensors, models or algorithms.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -200,7 +200,7 @@ def _fitting(members: Sequence[Trajectory], group: int, ends: bool, budget: int,
 
 def _tree(members: Sequence[Trajectory], group: int, with_ends: bool) -> _Tree:
     # The last target is predicted one token earlier, and what follows is never read.
-    ends = [int(np.flatnonzero(t.policy_mask)[-1]) + with_ends for t in members]
+    ends = [int(t.policy[-1]) + with_ends for t in members]
     nodes: list[_Node] = []
     paths: list[tuple[int, ...]] = [()] * len(members)
 
@@ -237,8 +237,8 @@ def _common_prefix(members: Sequence[Trajectory], start: int, limit: int) -> int
     first = members[0]
     end = limit
     for other in members[1:]:
-        different = np.flatnonzero(first.ids[start:end] != other.ids[start:end])
-        end = start + int(different[0]) if len(different) else end
+        different = first.ids[start:end] != other.ids[start:end]
+        end = start + int(different.argmax()) if different.any() else end
         if first.media != other.media:
             theirs = {span.start: span for span in other.media}
             for span in first.media:
@@ -260,8 +260,7 @@ def _batch(trees: Sequence[_Tree], positions: Positions, with_ends: bool) -> Bat
     keys: list[tuple[str, int]] = []
     reads, targets, sequence, groups = [], [], [], []
     rollout, advantages, sampled = [], [], []
-    support: list[np.ndarray] = []
-    truncated = False
+    support: list[tuple[np.ndarray, ...] | None] = []
     for tree in trees:
         first_node = len(parents)
         # Positions depend on length and media alone.
@@ -277,7 +276,7 @@ def _batch(trees: Sequence[_Tree], positions: Positions, with_ends: bool) -> Bat
             starts.append(starts[-1] + node.end - node.start)
         for member, path in zip(tree.members, tree.paths, strict=True):
             where = np.concatenate([np.arange(starts[first_node + n], starts[first_node + n + 1]) for n in path])
-            policy = np.flatnonzero(member.policy_mask)
+            policy = member.policy
             reads.append(where[policy - 1])
             targets.append(member.ids[policy])
             sequence.append(np.full(len(policy), len(keys)))
@@ -285,10 +284,10 @@ def _batch(trees: Sequence[_Tree], positions: Positions, with_ends: bool) -> Bat
             groups.append(tree.group)
             rollout.append(member.logprobs[policy])
             advantages.append(member.advantages)
-            support += member.support or (EVERYTHING,) * len(policy)
-            truncated |= member.support is not None
+            support.append(member.support)
             if with_ends:
                 sampled.append(where[policy])
+    kept = [one or (EVERYTHING,) * len(part) for one, part in zip(support, reads, strict=True)] if any(support) else []
     return Batch(
         ids=np.concatenate(ids),
         positions=np.concatenate(places, axis=1),
@@ -302,6 +301,6 @@ def _batch(trees: Sequence[_Tree], positions: Positions, with_ends: bool) -> Bat
         media=tuple(media),
         rollout_logprobs=np.concatenate(rollout),
         advantages=None if any(a is None for a in advantages) else np.concatenate(advantages),  # type: ignore[arg-type]
-        support=tuple(support) if truncated else None,
+        support=tuple(chain(*kept)) if kept else None,
         sampled=np.concatenate(sampled) if with_ends else None,
     )

@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from saccade.types import ALWAYS_EXCLUDED, STATUS_OF_END, Group, Source, Trajectory
+from saccade.types import ALWAYS_EXCLUDED, POLICY, STATUS_OF_END, Group, Trajectory
 
 RIGHT, WRONG = 0.99, 0.01  # outcomes beyond count as right and wrong, as in dynamic sampling
 UNFINISHED = ("truncated", "overturn", "void")
-POLICY = int(Source.POLICY)  # an enum member is slow to compare with an array
 # How good a validation set is: its name, and accuracy or a score of whatever scale.
 MEASURE = re.compile(r"val/(.+?)/(accuracy|score(?:/.+)?)")
 

@@ -181,10 +181,12 @@ def _file(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray], known: Ma
 # -- bytes -----------------------------------------------------------------------------------------
 
 
-def pack(row: Any, arrays: Mapping[str, np.ndarray] = NO_ARRAYS) -> bytes:
+def pack(row: Any, arrays: Mapping[str, np.ndarray] = NO_ARRAYS) -> list[memoryview]:
+    """The bytes of a block, in pieces: the arrays are not copied."""
     listed = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
     head = json.dumps([row, listed], default=plain).encode()
-    return b"".join((LENGTH.pack(len(head)), head, *(array.tobytes() for array in arrays.values())))
+    data = [array.ravel().view(np.uint8).data for array in arrays.values()]
+    return [memoryview(LENGTH.pack(len(head)) + head), *data]
 
 
 def unpack(block: bytes) -> tuple[Any, Arrays]:

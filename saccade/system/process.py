@@ -68,7 +68,7 @@ class Channel:
         block = pack(row, arrays)
         end = None if seconds is None else time.monotonic() + seconds
         with self._sending:
-            for data in (memoryview(SIZE.pack(len(block))), memoryview(block)):
+            for data in (memoryview(SIZE.pack(sum(map(len, block)))), *block):
                 while data:
                     try:
                         data = data[self.link.send(data) :]

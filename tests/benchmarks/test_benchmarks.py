@@ -149,3 +149,12 @@ def test_a_killed_worker_of_the_reward_service_loses_and_doubles_nothing(monkeyp
         assert results[way]["right"] == 24 and results[way]["killed"] == 1
     assert results["scored"] == {"asked": 96, "logged": 96}
     assert results["workers_replaced"] == 2 and results["errors"] == 0
+
+
+def test_the_controller_serves_ranks_that_compute_nothing(tmp_path):
+    from controller import WORK, measure, table
+
+    found = measure(2, WORK | {"prompts": 2, "samples": 2, "new": 8}, tmp_path)
+    assert len(found) == 8 and all(seconds > -0.01 for seconds in found.values())
+    lines = table({2: {"pack": 0.1, "metrics": 0.01}}, step=5.5).splitlines()
+    assert lines[-2:] == ["| all | 110 |", "| of a step of 5.5 s | 2.0% |"]

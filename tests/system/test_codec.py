@@ -88,7 +88,7 @@ def same(a: Any, b: Any) -> None:
 )
 def test_records_come_back_as_they_were(records, name):
     record, arrays = records[name], {}
-    row, arrays = unpack(pack([encode(record, arrays)], arrays))
+    row, arrays = unpack(b"".join(pack([encode(record, arrays)], arrays)))
     same(decode(type(record), row[0], arrays), record)
     same(decode(tuple[type(record), ...], row, arrays), (record,))
 
@@ -124,7 +124,7 @@ def test_other_data_is_refused_by_the_name_of_the_field(kind, row, said):
 
 @pytest.mark.parametrize("change", ["", "cut", "longer", "pickle", "objects"])
 def test_bytes_that_are_no_block_are_refused(change):
-    good = pack([1], {"a": IDS})
+    good = b"".join(pack([1], {"a": IDS}))
     blocks = {
         "": b"",
         "cut": good[:-3],
@@ -145,6 +145,6 @@ def test_media_of_stored_answers_come_back_with_all_that_they_show(records, tmp_
     for media in (whole, crop(whole, (0, 0, 56, 56)), replace(film, pictures=tuple(frames))):
         (facts,) = image_records([media])
         same(evaluate._media(facts | encode(media)), media)
-        assert evaluate._has_files(facts | encode(media), there=True)
+        assert evaluate._has_files(facts | encode(media))
     assert not evaluate._has_files(encode(film))
     assert evaluate._media(image_records([whole])[0]) == whole  # as earlier versions wrote it

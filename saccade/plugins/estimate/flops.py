@@ -93,9 +93,9 @@ def _reach(tower: str, trained: Iterable[str], matrices: Iterable[str], tower_of
 # -- one forward -----------------------------------------------------------------------------------
 
 
-def _patches(vision: Stack, span: MediaSpan) -> tuple[float, float, float, float]:
+def _patches(vision: Stack, grid: tuple[int, int, int]) -> tuple[float, float, float, float]:
     """Patches, none for a stem, tokens in the layers, and pairs of tokens in all layers."""
-    frames, rows, columns = span.grid
+    frames, rows, columns = grid
     tokens = frames * (rows * columns + vision.extra)
     whole = frames * float(tokens / frames) ** 2  # a frame is a sequence of its own
     squares = [_squares(side // vision.merge, vision.window) for side in (rows, columns)]
@@ -104,11 +104,11 @@ def _patches(vision: Stack, span: MediaSpan) -> tuple[float, float, float, float
     return frames * rows * columns, 0.0, tokens, vision.full_layers * whole + others * windowed
 
 
-def _frames(audio: Stack, span: MediaSpan) -> tuple[float, float, float, float]:
+def _frames(audio: Stack, grid: tuple[int, int, int]) -> tuple[float, float, float, float]:
     """Frames that are heard (silence that fills up half a minute is padding), those behind the
     second convolution, which halves them, and pairs of these in all layers.
     """
-    frames = span.grid[2]
+    frames = grid[2]
     windows = np.diff([*range(0, frames, audio.window or frames), frames])
     halves = (windows + 1) // 2
     heard = float(halves.sum())
@@ -183,13 +183,15 @@ class Meter:
     def encode(self, media: Iterable[MediaSpan]) -> Work:
         """Towers and projectors alone. Time series have a small encoder, which is not counted."""
         work = Work()
-        for span in media:
-            sense = {"audio": "audio", "image": "vision", "video": "vision"}.get(span.media.kind, "")
+        alike = Counter((span.media.kind, span.grid, span.length) for span in media)
+        for (kind, grid, length), count in alike.items():
+            sense = {"audio": "audio", "image": "vision", "video": "vision"}.get(kind, "")
             tower = self.shape.senses.get(sense)
             if tower is None:
                 continue
             read = _frames if sense == "audio" else _patches
-            inputs, stemmed, tokens, pairs = read(tower, span)
+            inputs, stemmed, tokens, pairs = (count * number for number in read(tower, grid))
+            length *= count
             adapters, projected = (self.training[part].adapters for part in (sense, "projector"))
             work += Work(
                 {
@@ -197,8 +199,8 @@ class Meter:
                     f"{sense}/stem": 2.0 * stemmed * tower.stem,
                     f"{sense}/layers": 2.0 * tokens * tower.weights,
                     f"{sense}/attention": tower.pair_flops * pairs,
-                    f"{sense}/projector": 2.0 * span.length * tower.projector,
-                    "adapters": 2.0 * (tokens * adapters + span.length * projected),
+                    f"{sense}/projector": 2.0 * length * tower.projector,
+                    "adapters": 2.0 * (tokens * adapters + length * projected),
                 }
             )
         return work
@@ -275,17 +277,17 @@ def generation(
         given.append(np.arange(start))
         media += [span for span in members[0].media if span.start < start]
         for member in members:
-            policy = np.flatnonzero(member.policy_mask)
+            policy = member.policy
             if not len(policy):
                 continue
             sampled.append(len(policy))
-            rest = np.arange(start, policy[-1])  # the last sampled token is never an input
-            sampled_here = member.policy_mask[rest]
-            given.append(rest[~sampled_here])
-            drawn.append(rest[sampled_here])
+            if policy[-1] - start >= len(policy):  # an environment said something
+                rest = np.arange(start, policy[-1])
+                given.append(rest[~member.policy_mask[rest]])
+            drawn.append(policy[:-1])  # the last sampled token is never an input
             media += [span for span in member.media if span.start >= start]
-            contexts += int((drawn[-1] + 1 - start).sum())
             steps.append(len(drawn[-1]))
+            contexts += int(drawn[-1].sum()) + steps[-1] * (1 - start)
         # Those that go on are the neighbours that read together.
         contexts += start * sum(sorted(steps, reverse=True)[::together])
     # The first logits of a member came with the prompt, and were shared.

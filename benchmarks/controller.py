@@ -1,0 +1,218 @@
+"""CPU time of the process that runs the recipe for several GPUs, between the phases in which they work.
+
+    python benchmarks/controller.py
+    python benchmarks/controller.py --gpus 8 --profile
+
+A step has 16 prompts x 8 rollouts per GPU, a prompt of 368 tokens with an image of 256, 512 new tokens, and
+corrections for what the engine sampled differently, so that forests go to the ranks twice. Ranks are threads that
+answer over a socket without computing; their CPU time is taken away. Prints the CPU time of each stage, the least of
+some repeats, and all of them as a share of a step of 5.5 s (3B on an H200).
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from saccade.algorithms import algorithm_state
+from saccade.algorithms.annotate import add_advantages, add_corrections, with_scores
+from saccade.checks.steps import algorithm_of
+from saccade.config import load
+from saccade.models.families import load_family
+from saccade.plugins.families import tiny
+from saccade.plugins.ranks.launchers import JoinedRank, Link
+from saccade.plugins.ranks.rank_trainer import RankTrainer
+from saccade.plugins.ranks.team import RankSettings, Team
+from saccade.recipes.rl import pack_updates, select_members
+from saccade.recipes.rl_rollout import Rollouts
+from saccade.registry import HOOKS
+from saccade.run.metrics import group_metrics
+from saccade.system.codec import LENGTH, encode, pack
+from saccade.system.process import SIZE, Channel
+from saccade.trainer import Scoring
+from saccade.trainer.losses import PolicyLoss
+from saccade.types import Group, Media, MediaSpan, Message, Metrics, Sample, Source, Trajectory
+
+WORK = {"prompts": 16, "samples": 8, "prompt": 368, "new": 512}  # of one GPU
+SIDE, IMAGE = 448, 256  # pixels, tokens
+STEP = 5.5  # seconds on a GPU
+UPDATE = {f"policy/{n}": [1.0, 1.0] for n in range(40)}  # metrics of a rank
+
+
+def make_groups(count: int, work: Mapping[str, int]) -> list[Group]:
+    rng = np.random.default_rng(0)
+    prompt, new = work["prompt"], work["new"]
+    policy = np.arange(prompt + new) >= prompt
+    sources = np.where(policy, int(Source.POLICY), int(Source.PROMPT)).astype(np.int8)
+    groups = []
+    for index in range(count):
+        asked = rng.integers(0, 200, prompt)
+        media = Media(hash=f"{index:x}", width=SIDE, height=SIDE, path=f"/images/{index}.png")
+        span = MediaSpan(media=media, start=4, length=IMAGE, grid=(1, SIDE // 14, SIDE // 14))
+        members = tuple(
+            Trajectory(
+                sample_id=str(index),
+                repeat=repeat,
+                ids=np.concatenate([asked, rng.integers(0, 200, new)]),
+                sources=sources,
+                logprobs=np.where(policy, -rng.random(len(policy)), np.nan).astype(np.float32),
+                versions=np.where(policy, 0, -1).astype(np.int32),
+                media=(span,),
+                reward=float(rng.random() < 0.5),
+                outcome=0.0,
+            )
+            for repeat in range(work["samples"])
+        )
+        sample = Sample(id=str(index), messages=(Message(role="user", parts=("How many?",)),))
+        groups.append(Group(sample=sample, uid=sample.id, trajectories=members))
+    return groups
+
+
+# -- ranks that compute nothing ----------------------------------------------------------------------
+
+
+class StandIn(threading.Thread):
+    """The other end of a link to a rank."""
+
+    def __init__(self, link: socket.socket) -> None:
+        super().__init__(daemon=True)
+        self.link, self.seconds = link, 0.0  # of CPU
+        self.start()
+
+    def run(self) -> None:
+        self.read()  # settings
+        self.send({"ready": True}, {})
+        while (head := self.read()) is not None:
+            row, listed = json.loads(head)
+            self.send(
+                {"result": self.answer(row, {name: shape for name, _, shape in listed}), "id": row["id"]}, self.out
+            )
+            self.seconds = time.thread_time()
+            if row["call"] == "shutdown":
+                self.link.close()
+                return
+
+    def answer(self, row: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Any:
+        self.out: dict[str, np.ndarray] = {}
+        if row["call"] == "capabilities":
+            return {}
+        if row["call"] == "train_step":
+            return {"sums": UPDATE, "maxima": {}, "skipped": False}
+        if row["call"] != "logprobs":
+            return 0.0
+        columns = [np.full(shapes[batch["reads"]], -0.5, np.float32) for batch in row["arguments"]["batches"]]
+        return encode([(column, column) for column in columns], self.out)
+
+    def send(self, row: Any, arrays: Mapping[str, np.ndarray]) -> None:
+        block = b"".join(pack(row, arrays))
+        self.link.sendall(SIZE.pack(len(block)) + block)
+
+    def read(self) -> bytes | None:
+        """The JSON of a block; its arrays are thrown away."""
+        start = self.link.recv(SIZE.size, socket.MSG_WAITALL)
+        if len(start) < SIZE.size:
+            return None
+        room = bytearray(SIZE.unpack(start)[0])
+        view = memoryview(room)
+        while view:
+            view = view[self.link.recv_into(view) :]
+        return bytes(room[LENGTH.size :][: LENGTH.unpack_from(room)[0]])
+
+
+def start_team(gpus: int, folder: Path) -> tuple[Team, list[StandIn]]:
+    settings = RankSettings(options={}, command="rl", folder=None, rank=0, size=gpus, port=0)
+    pairs = [socket.socketpair() for _ in range(gpus)]
+    others = [StandIn(theirs) for _, theirs in pairs]
+    starters = [
+        partial(JoinedRank, settings, link=Link(Channel(mine)), log=folder / f"rank-{n}.log")
+        for n, (mine, _) in enumerate(pairs)
+    ]
+    return Team(starters, ExitStack()), others
+
+
+# -- a step ------------------------------------------------------------------------------------------
+
+
+def measure(gpus: int, work: Mapping[str, int], folder: Path) -> dict[str, float]:
+    """CPU seconds by stage."""
+    model = tiny.build("qwen2_5_vl", folder / "model") if not (folder / "model").exists() else str(folder / "model")
+    options = {"model.path": model, "run.gpus": gpus, "train.samples_per_prompt": work["samples"]}
+    options |= {"train.prompts_per_step": work["prompts"] * gpus, "algorithm.kl.coef": 0.0}
+    config = load(options, ["algorithm.correct=[tis.token]", "algorithm.old=recompute"], "rl")
+    algorithm = algorithm_of(config)
+    team, others = start_team(gpus, folder)
+    policy = RankTrainer(config, team, load_family(model))
+    groups = make_groups(work["prompts"] * gpus, work)
+    state = algorithm_state.restore(algorithm, None)
+    seconds: dict[str, float] = {}
+
+    def clocked(name: str, function: Callable[[], Any]) -> Any:
+        before = time.process_time() - sum(one.seconds for one in others)
+        found = function()
+        time.sleep(0.05)  # until the ranks have noted their time
+        seconds[name] = time.process_time() - sum(one.seconds for one in others) - before
+        return found
+
+    rollouts = Rollouts(groups=groups, scored=groups, surplus=[], scores=(), metrics=Metrics())
+    try:
+        chosen, state, metrics = clocked("choose members", lambda: select_members(rollouts, algorithm, state, None))
+        updates = clocked("pack", lambda: pack_updates(chosen, algorithm, policy, config.train.micro_tokens, (0, 1)))
+        flat = [batch for part in updates for batch in part]
+        scored = clocked("log-probs of ranks", lambda: policy.logprobs(flat, Scoring()))
+        updates = with_scores(updates, ("old_logprobs", "old_entropies"), scored)
+        updates, more = clocked("advantages", lambda: add_advantages(updates, chosen, algorithm, state, version=0))
+        updates, last = clocked("corrections", lambda: add_corrections(updates, algorithm))
+        loss, batches = PolicyLoss(algorithm, Scoring()), [batch for part in updates for batch in part]
+        update = clocked("update of ranks", lambda: policy.train_step(batches, loss, lr=1e-6))
+        metrics.merge(more, last, update.metrics)
+        clocked("metrics of groups", lambda: group_metrics(groups, compares=True))
+        clocked("FLOPs", lambda: HOOKS["rl_work"](policy, None, groups, updates, config, algorithm, 1))
+    finally:
+        team.close()
+    return seconds
+
+
+def table(results: Mapping[int, Mapping[str, float]], step: float) -> str:
+    lines = ["| CPU milliseconds | " + " | ".join(f"{gpus} GPU{'s' * (gpus > 1)}" for gpus in results) + " |"]
+    lines.append("|---|" + "---|" * len(results))
+    for stage in next(iter(results.values())):
+        lines.append(f"| {stage} | " + " | ".join(f"{1e3 * found[stage]:.0f}" for found in results.values()) + " |")
+    sums = [sum(found.values()) for found in results.values()]
+    lines.append("| all | " + " | ".join(f"{1e3 * one:.0f}" for one in sums) + " |")
+    lines.append(f"| of a step of {step:g} s | " + " | ".join(f"{one / step:.1%}" for one in sums) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, nargs="*", default=[1, 8, 64])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="functions of the calling thread that take most")
+    args = parser.parse_args()
+    results: dict[int, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for gpus in args.gpus:
+            measure(gpus, WORK | {"new": 8, "prompts": 1}, Path(scratch))  # what is loaded once
+            with cProfile.Profile() if args.profile else ExitStack() as profile:
+                found = [measure(gpus, WORK, Path(scratch)) for _ in range(args.repeats)]
+            results[gpus] = {stage: min(one[stage] for one in found) for stage in found[0]}
+            if args.profile:
+                pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+    print(table(results, STEP))
+
+
+if __name__ == "__main__":
+    main()
