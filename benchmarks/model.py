@@ -39,8 +39,9 @@ VISION = {
     "out_hidden_size": 2048,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
+WIDE = {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8}
 # Text halves; the vision tower is the same in all of them but for its last width.
-SIZES: Mapping[str, Mapping[str, Any]] = {
+SIZES: dict[str, Mapping[str, Any]] = {
     "0.5b": TEXT
     | {
         "hidden_size": 896,
@@ -60,6 +61,10 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 152_064,
         "tie_word_embeddings": False,
     },
+}
+SIZES |= {  # text halves of Qwen2.5, of which 32B has a vision tower in the wild, too
+    "14b": {**SIZES["7b"], **WIDE, "intermediate_size": 13824, "num_hidden_layers": 48},
+    "32b": {**SIZES["7b"], **WIDE, "intermediate_size": 27648, "num_hidden_layers": 64},
 }
 SPOKEN = ("system", "user", "assistant", *QUESTION.split(), FILLER.strip())
 

@@ -24,6 +24,7 @@ class Device:
     memory: float  # GiB that a process can have
     tflops: float | None = None  # dense bf16 peak, 1e12 operations per second
     bandwidth: float | None = None  # 1e12 bytes per second
+    link: float | None = None  # 1e9 bytes per second to another GPU of the machine
 
     @property
     def is_gpu(self) -> bool:
@@ -43,9 +44,9 @@ def table() -> dict[str, list[float]]:
 def named(name: str) -> Device | None:
     """The row of a device, by what a driver or a person calls it."""
     words = _words(name)
-    for known, (memory, tflops, bandwidth) in table().items():
+    for known, (memory, tflops, bandwidth, link) in table().items():
         if _words(known) <= words and not words & OTHER_CHIPS:
-            return Device(name=name, memory=memory, tflops=float(tflops), bandwidth=float(bandwidth))
+            return Device(name=name, memory=memory, tflops=float(tflops), bandwidth=float(bandwidth), link=float(link))
     return None
 
 

@@ -36,6 +36,18 @@ def test_without_a_model_the_machine_alone_is_looked_at():
     assert result.exit_code == 0
 
 
+def test_every_gpu_has_a_line(monkeypatch):
+    import torch
+
+    answers = {"is_available": lambda: True, "device_count": lambda: 2, "get_device_name": lambda index: "NVIDIA H200"}
+    answers["mem_get_info"] = lambda index: ((130 << 30, 10 << 30)[index], 140 << 30)
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    _, first, second = machine.devices("auto")
+    assert first == ("ok", "GPU 0: NVIDIA H200, 130.0 of 140.0 GiB free")
+    assert second[0] == "warning" and second[1].startswith("GPU 1: NVIDIA H200, 10.0 of")
+
+
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl", "qwen3"])
 def test_a_healthy_model_passes_to_its_end(tmp_path, name):
     result = run("--model", f"tiny:{name}", "run.device=cpu", f"run.out={tmp_path}", "--json")

@@ -29,6 +29,7 @@ from saccade.plugins.estimate.batch_plan import (
 )
 from saccade.plugins.estimate.memory_items import Item, Memory, host_items, memory_of, reward_folders, weights_in
 from saccade.plugins.estimate.work import Pace, pace_of
+from saccade.plugins.ranks.layouts import efficiency, more_gpus, prompts_of_a_rank
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.recipes import model_setup, questions
 from saccade.system.devices import Device, in_precision, no_limit
@@ -41,11 +42,13 @@ Fits = Callable[[Sequence[str]], bool]  # with these options changed
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    device: Device
+    device: Device  # each of them
+    gpus: int
     prompts: str  # how long they are, and who says so
     memory: Memory
     host: tuple[Item, ...]  # in main memory, beside a GPU
     pace: Pace | None  # none where it does not fit
+    efficiency: dict[str, float]  # of several GPUs against one: with as many prompts for each, or in a step
     advice: tuple[str, ...]  # what lifts the limit, each alone; nothing where it fits
     notes: tuple[str, ...]  # what is not counted, or not as the config says
 
@@ -94,6 +97,8 @@ def estimate(
         changed = load(config, " ".join(changes).split(), "rl")
         algorithm, (train, lora) = algorithm_of(changed), (changed.model.train, changed.model.lora)
         typical, _ = prompts(changed.data.max_pixels)
+        share = {"prompts_per_step": prompts_of_a_rank(changed.train.prompts_per_step, gpus=changed.run.gpus)}
+        changed = changed.model_copy(update={"train": changed.train.model_copy(update=share)})
         return Plan(
             config=changed,
             algorithm=algorithm,
@@ -108,16 +113,24 @@ def estimate(
     asked = samples is not None or prompt_tokens is not None
     notes += length_notes(data, max(map(len, first)), [] if asked else missing)
     plan = planned()
-    memory = memory_of(plan)
+    memory, pace = paced(plan)
+    alone = paced(planned("run.gpus=1"))[1] if pace and config.run.gpus > 1 else None
     return Estimate(
         device=device,
+        gpus=config.run.gpus,
         prompts=about,
         memory=memory,
         host=host_items(plan, memory, background=config.save.background),
-        pace=pace_of(plan, memory) if memory.fits else None,
+        pace=pace,
+        efficiency=efficiency(pace.seconds, alone.seconds if alone else None, gpus=config.run.gpus) if pace else {},
         notes=tuple(notes),
         advice=() if memory.fits else tuple(advice(plan, lambda c: memory_of(planned(*c)).fits)),
     )
+
+
+def paced(plan: Plan) -> tuple[Memory, Pace | None]:
+    memory = memory_of(plan)
+    return memory, pace_of(plan, memory) if memory.fits else None
 
 
 # -- notes -----------------------------------------------------------------------------------------
@@ -134,6 +147,8 @@ def not_counted(config: Config) -> Iterator[str]:
     for folder in reward_folders(config.reward):
         if not weights_in(folder):
             yield f"the reward model {folder} is not counted: no *.safetensors lie there"
+    if idle := max(0, config.run.gpus - config.train.prompts_per_step):
+        yield f"train.prompts_per_step={config.train.prompts_per_step} leaves {idle} of {config.run.gpus} GPUs idle"
     if filtered.dynamic:
         most = f"algorithm.filter.max_rounds={filtered.max_rounds}"
         yield f"one round of dynamic sampling is counted; a step takes up to {most}"
@@ -186,7 +201,7 @@ def advice(plan: Plan, fits: Fits) -> Iterator[str]:
 def ladder(plan: Plan) -> dict[str, list[str]]:
     """Options that save memory, those that cost least first: name → changes, mildest first."""
     model, train, data, reward = (getattr(plan.config, part) for part in ("model", "train", "data", "reward"))
-    without = " train.ema=0" if train.ema else ""  # adapters are not averaged
+    gpus, without = plan.config.run.gpus, " train.ema=0" if train.ema else ""  # adapters are not averaged
     adapters = {"lora": ["qlora"], "qlora": []}.get(model.train, ["lora", "qlora"])
     smallest = max(data.min_pixels, SMALLEST_PICTURE) if plan.step.pictures else data.max_pixels
     options = {
@@ -200,6 +215,8 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
         "model.lora.rank": _halves(model.lora.rank, SMALLEST_RANK),
         "rollout.max_tokens": _halves(plan.config.rollout.max_tokens, SHORTEST_RESPONSE),
         "data.max_pixels": _halves(data.max_pixels, smallest),
+        "train.layout": ["sharded"] if gpus > 1 and plan.layout == "whole" and model.train != "qlora" else [],
+        "run.gpus": more_gpus(gpus, plan.layout, model.train) if plan.device.is_gpu else [],
     }
     return {name: [f"{name}={value}" for value in values] for name, values in options.items() if values}
 

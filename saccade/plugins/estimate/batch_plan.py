@@ -24,6 +24,7 @@ from saccade.models.load import freeze
 from saccade.plugins.estimate.flops import NF4, Meter, training_of
 from saccade.plugins.estimate.shapes import shape_of
 from saccade.plugins.overlong.shorten import SHRINK_STEP
+from saccade.plugins.ranks.layouts import held
 from saccade.plugins.series.series_tower import Encoder
 from saccade.system.devices import CONTEXT_GIB, Device
 from saccade.trainer.checkpointing import MARGIN
@@ -42,6 +43,7 @@ Prompts = tuple[list[Rendered], str]  # and how long they are
 @dataclass(frozen=True, kw_only=True)
 class ModelSize(Meter):
     weights: float  # bytes
+    towers: float  # share of the weights outside of the language model
     trained: int  # weights
     largest: int  # weights of the largest trained tensor
     head_tied: bool
@@ -75,6 +77,7 @@ def size_of(model: Any, family: Family, settings: LoraConfig, *, element: int, t
 
     model.requires_grad_(True)
     weights, packed = sum(parameter.numel() for parameter in model.parameters()), 0
+    towers = sum(p.numel() for name, p in model.named_parameters() if family.tower_of(name) != "llm") / weights
     if train in ADAPTED:
         adapted = [(name, model.get_submodule(name)) for name in lora.target_names(model, family, settings)]
         trained = {f"{name}.lora_A": layer.in_features * settings.rank for name, layer in adapted}
@@ -94,6 +97,7 @@ def size_of(model: Any, family: Family, settings: LoraConfig, *, element: int, t
         shape=shape_of(model, family.tower_of),
         training=training_of(model, trained, family.tower_of),
         weights=element * (weights - packed) + NF4 * packed,
+        towers=towers,
         trained=sum(trained.values()),
         largest=max(trained.values()),
         head_tied=head is model.get_input_embeddings().weight,
@@ -132,9 +136,9 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that memory and seconds are counted from."""
+    """All that memory and seconds of a GPU are counted from."""
 
-    config: Config
+    config: Config  # with the prompts of one GPU
     algorithm: Algorithm
     device: Device
     step: Step
@@ -148,6 +152,15 @@ class Plan:
         return [self.policy, *([replace(self.whole, head=False)] if self.algorithm.needs_critic else [])]
 
     @property
+    def layout(self) -> str:
+        return "whole" if self.config.model.train == "qlora" else self.config.train.layout
+
+    def share(self, kind: str) -> float:
+        """Of weights, sums or state, what this GPU holds."""
+        whole = 1.0 if kind == "sums" and self.config.model.train in ADAPTED else self.whole.towers
+        return held(self.layout, kind, gpus=self.config.run.gpus, whole=whole)
+
+    @property
     def paged(self) -> bool:
         """Whether the engine has small pages; else a page holds a whole sequence."""
         return self.device.is_gpu and self.element == 2
@@ -155,8 +168,7 @@ class Plan:
     @property
     def limit(self) -> float:
         """GiB that can be planned with."""
-        context = CONTEXT_GIB if self.device.is_gpu else 0.0
-        return self.device.memory * (1 - MARGIN) - context
+        return self.device.memory * (1 - MARGIN) - CONTEXT_GIB * self.device.is_gpu
 
     @property
     def sequences(self) -> int:

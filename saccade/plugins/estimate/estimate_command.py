@@ -49,8 +49,7 @@ def preview(config: Config) -> None:
         except EnvironmentProblem as problem:
             print(f"no estimate: {problem}")
             return
-    for line in (about(found), *found.notes, in_short(found)):
-        print(line)
+    print(about(found), *found.notes, in_short(found), sep="\n")
     print("`saccade estimate` shows it by item" if found.memory.fits else refusal(found))
 
 
@@ -107,7 +106,11 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def about(found: Estimate) -> str:
-    return f"{found.device.name}, prompts of {found.prompts}"
+    return f"{_devices(found)}, prompts of {found.prompts}"
+
+
+def _devices(found: Estimate) -> str:
+    return found.device.name if found.gpus == 1 else f"each of {found.gpus} {found.device.name}"
 
 
 def in_short(found: Estimate) -> str:
@@ -126,7 +129,7 @@ def refusal(found: Estimate) -> str:
     largest = max(parts, key=lambda item: item.gib)
     text = (
         f"does not fit: the {phase} needs {memory.peaks[phase]:.1f} GiB ({largest.name} "
-        f"{largest.gib:.1f}), and of {device.memory:.1f} GiB on {device.name} "
+        f"{largest.gib:.1f}), and of {device.memory:.1f} GiB on {_devices(found)} "
         f"{max(0.0, memory.limit):.1f} can be planned with; "
     )
     if found.advice:
@@ -159,9 +162,12 @@ def by_item(found: Estimate) -> Iterator[str]:
     seconds = pace.seconds
     yield "\nA step (seconds: an estimate)" if seconds else "\nA step"
     yield line("", "TFLOP", *(["seconds"] if seconds else []))
-    for phase, count in pace.tflop.items():
-        yield line(phase, f"{count:,.1f}", *([f"{seconds[phase]:.2f}"] if seconds else []))
+    for phase in seconds or pace.tflop:
+        count = f"{pace.tflop[phase]:,.1f}" if phase in pace.tflop else ""
+        yield line(phase, count, *([f"{seconds[phase]:.2f}"] if seconds else []))
     if pace.recomputed:
         yield line("recomputed in the update", f"{pace.recomputed:,.1f}")
     if seconds:
         yield line("step", "", f"{sum(seconds.values()):.2f}")
+    for same, share in found.efficiency.items():
+        yield line("speed of a GPU", "", f"{share:.0%}", note=f"of that of one alone with as many {same}; a prediction")

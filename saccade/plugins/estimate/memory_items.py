@@ -22,6 +22,7 @@ from saccade.models.families.qwen_vl import CACHE_BYTES
 from saccade.plugins.estimate.batch_plan import ModelSize, Plan, patches
 from saccade.plugins.estimate.flops import token_depths, towers_frozen
 from saccade.plugins.estimate.shapes import Stack
+from saccade.plugins.ranks.layouts import NODE
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.trainer.checkpointing import MARGIN
 from saccade.trainer.forward_inputs import FEATURE_BYTES
@@ -30,8 +31,7 @@ from saccade.types import Batch
 GIB = 2**30
 POOL = "keys and values"
 PROCESS_GIB = 2.0  # main memory of libraries and the context of CUDA, as one H200 showed
-# How items begin that a checkpoint holds beside the weights.
-STATE = ("fp32 masters", "moments", "average")
+STATE = ("fp32 masters", "moments")  # how items of an optimizer begin
 SMALLEST_PREFILL = 1024  # tokens: the engine would halve further, and take long
 
 
@@ -101,17 +101,19 @@ def _always(plan: Plan) -> list[Item]:
     if plan.config.train.optimizer == "adamw_bf16":
         state = {"moments and compensation": 6}
     for whose, model in zip(("", " of the critic"), plan.learners, strict=False):
-        sizes[f"weights{whose}"] = model.weights
-        sizes |= {f"{name}{whose}": size * model.trained for name, size in state.items()}
+        sizes[f"weights{whose}"] = model.weights * plan.share("weights")
+        sizes |= {f"{name}{whose}": size * model.trained * plan.share("state") for name, size in state.items()}
     # A copy that moves by little is kept in fp32 beside its weights.
-    averaged = plan.whole.weights * (3 if half else 1)
+    averaged = plan.whole.weights * (3 if half else 1) * plan.share("weights")
     sizes["average"] = averaged if plan.config.train.ema else 0.0
     if plan.algorithm.needs_reference:
         update = plan.algorithm.kl.update
         if plan.config.model.train in ADAPTED:  # the reference is the policy without its adapters
             sizes["reference"] = plan.element * plan.policy.trained if update == "copy" else 0.0
         else:
-            sizes["reference"] = averaged if update == "ema" else plan.whole.weights
+            sizes["reference"] = averaged if update == "ema" else plan.whole.weights * plan.share("weights")
+    if plan.share("weights") < 1:
+        sizes["copy for generation"] = plan.policy.weights
     if plan.step.pictures and towers_frozen(plan.policy.training):
         sizes["features of images"] = FEATURE_BYTES
     if not plan.config.reward.offload:  # else they come when everything else has gone
@@ -198,20 +200,32 @@ def _forward(stack: Stack, tokens: float) -> float:
 
 def _update(plan: Plan, learner: ModelSize, free: float) -> list[Item]:
     """The heaviest moment of the heaviest micro-batch, or that of the optimizer."""
-    sums = Item(name="gradient sums", gib=4 * learner.trained / GIB, phase="update")
-    found = []
+    standing = beside_activations(plan, learner)
+    found: list[list[Item]] = []
     for batch in plan.step.batches:
-        kept = layers_that_keep(plan, learner, batch, free - sums.gib)
+        kept = layers_that_keep(plan, learner, batch, free - total(standing))
         layers = learner.shape.text.layers
         note = f"{batch.tokens} tokens; {layers - kept.layers[0]} of {layers} layers recompute"
         for moment in _moments(plan, learner, batch, kept):
             first, *others = (Item(name=name, gib=size / GIB, phase="update") for name, size in moment.items() if size)
             found.append([replace(first, note=note), *others])
-    if plan.config.train.optimizer == "adamw_bf16":
+    state, bf16 = learner.trained * plan.share("state"), plan.config.train.optimizer == "adamw_bf16"
+    work = {
+        "sums over all GPUs": 4 * state * (state < learner.trained),
         # It works in fp32 on one tensor after the other, with seven numbers for each of its own.
-        work = 7 * 4 * learner.largest / GIB
-        found.append([Item(name="the optimizer at work", gib=work, phase="update")])
-    return [sums, *max(found, key=total)]
+        "the optimizer at work": 7 * 4 * min(learner.largest, state) * bf16,
+    }
+    found += [[Item(name=name, gib=size / GIB, phase="update")] for name, size in work.items() if size]
+    return [*standing, *max(found, key=total)]
+
+
+def beside_activations(plan: Plan, learner: ModelSize) -> list[Item]:
+    """Gradient sums; of sharded weights embedding and head, a layer that computes, the next one and a gradient."""
+    sizes, text = {"gradient sums": 4 * learner.trained * plan.share("sums")}, learner.shape.text
+    if plan.share("weights") < 1:
+        ends = learner.shape.head_weights * (2 - learner.head_tied)
+        sizes["gathered weights"] = plan.element * (ends + 3 * (text.matrices + text.expert_weights))
+    return [Item(name=name, gib=size / GIB, phase="update") for name, size in sizes.items()]
 
 
 class Tower(NamedTuple):
@@ -322,22 +336,24 @@ def _wide(stack: Stack) -> float:
 
 
 def host_items(plan: Plan, memory: Memory, *, background: bool) -> tuple[Item, ...]:
-    """Main memory beside a GPU; `phase` is always, start or save. Weights go through it; a
+    """Main memory of the first machine with GPUs; `phase` is always, start or save. Weights go through it; a
     checkpoint is copied there, if it fits, and written in the background while training goes on.
     """
     if not plan.device.is_gpu:
         return ()
-    whole = plan.whole.weights / GIB
+    whole, gpus = plan.whole.weights / GIB, plan.config.run.gpus
+    processes = min(gpus, NODE)
     # Merged weights of adapters, and an average in a model folder of its own.
     saved = whole * (len(plan.learners) + bool(plan.config.train.ema))
-    kept = (*STATE, "reference") if plan.algorithm.reference_moves else STATE
+    kept = ("average", "reference") if plan.algorithm.reference_moves else ("average",)
     saved += total([item for item in memory.items if item.name.startswith(kept)])
+    saved += processes * total([item for item in memory.items if item.name.startswith(STATE)])
     waits = "kept for the next one; without room for twice that training waits"
     images = (CACHE_BYTES + DECODED.max_bytes) / GIB if plan.step.pictures else 0.0
     rows = (
-        ("the process", PROCESS_GIB, "always", ""),
-        ("weights while they load", whole, "start", ""),
-        ("images", images, "always", "at most"),
+        ("processes" if gpus > 1 else "the process", PROCESS_GIB * (processes + (gpus > 1)), "always", ""),
+        ("weights while they load", whole * processes, "start", ""),
+        ("images", images * processes, "always", "at most"),
         ("copy of a checkpoint", saved if background else 0.0, "save", waits),
     )
     return tuple(Item(name=name, gib=gib, phase=phase, note=note) for name, gib, phase, note in rows if gib)

@@ -17,9 +17,10 @@ from saccade.config import Config
 from saccade.plugins.estimate import flops
 from saccade.plugins.estimate.batch_plan import ModelSize, Plan
 from saccade.plugins.estimate.flops import FROZEN, Meter
-from saccade.plugins.estimate.memory_items import GIB, Memory, layers_that_keep
+from saccade.plugins.estimate.memory_items import GIB, Memory, beside_activations, layers_that_keep, total
 from saccade.plugins.estimate.shapes import shape_of
 from saccade.plugins.gpu.decode_state import FEW_ROWS
+from saccade.plugins.ranks.layouts import collective_seconds, controller_seconds, exchange_seconds
 from saccade.system.devices import Device
 from saccade.trainer import Trainer
 from saccade.types import Batch, Group
@@ -158,7 +159,7 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     work = {phase: count * times for phase, count in work.items()}
     again = work.pop("recomputed")
     pace = Pace(tflop={phase: count / TERA for phase, count in work.items()}, recomputed=again / TERA, seconds={})
-    if device.tflops is None or device.bandwidth is None:
+    if device.tflops is None or device.bandwidth is None or device.link is None:
         return pace
     peak, bandwidth, shape = device.tflops * TERA, device.bandwidth * TERA, policy.shape
     least = LAYER.get(plan.config.model.train, LAYER["full"])
@@ -180,13 +181,19 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
         count = sum(tower.layers for tower in (meter.shape.text, *towers))
         layers += epochs * times * sum(count * (1 + meter.repeats(batch) / 3) for batch in step.batches)
     updates = epochs * plan.algorithm.updates_per_step
-    moved = updates * OPTIMIZER_BYTES * sum(learner.trained for learner in plan.learners)
+    weights, gpus = sum(learner.trained for learner in plan.learners), plan.config.run.gpus
+    moved = updates * OPTIMIZER_BYTES * weights * plan.share("state")
     trained = (work["update"] + again) / (peak * REACHED["update"])
     seconds["update"] = max(trained + moved / (bandwidth * REACHED["optimizer"]), layers * least["update"])
+    if gpus > 1:
+        forests = epochs * times * len(step.batches)
+        reduced, gathered = (collective_seconds(n * weights, device.link, gpus=gpus) for n in (4, plan.element))
+        seconds["exchange"] = exchange_seconds(plan.layout, reduced, gathered, updates, forests, seconds["update"])
+        seconds["controller"] = controller_seconds(made.sampled * times, gpus=gpus)
     return replace(pace, seconds=seconds)
 
 
 def _meter(plan: Plan, learner: ModelSize, free: float) -> Meter:
     """The learner, which knows how much of a batch it computes again with so many GiB free."""
-    left, layers = free - 4 * learner.trained / GIB, learner.shape.text.layers
+    left, layers = free - total(beside_activations(plan, learner)), learner.shape.text.layers
     return replace(learner, repeats=lambda batch: 1 - layers_that_keep(plan, learner, batch, left).layers[0] / layers)

@@ -1,0 +1,83 @@
+"""What a rank holds of a model, what it sends in a step, and how long that takes: the formulas of an
+estimate for several GPUs. Bandwidths are those of data sheets, and no number here was measured on more than one GPU.
+
+    >>> held("whole", "state", gpus=8)
+    0.125
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Layout(NamedTuple):
+    divided: tuple[str, ...]  # among the ranks; the rest is whole on each
+    slower: float = 1.0  # factor of the seconds of an update, however fast the exchange is
+
+
+LAYOUTS: Mapping[str, Layout] = {  # by `train.layout`
+    "whole": Layout(("state",)),
+    "sharded": Layout(("state", "sums", "weights"), slower=1.28),  # one rank of 8 with a 7B, on one GPU
+}
+NODE = 8  # GPUs of a machine
+NETWORK = 50.0  # 1e9 bytes per second that a machine sends to others: one adapter of 400 Gb/s
+REACHED = 0.73  # of a bandwidth, in a collective: 330 of 450 GB/s are assumed for an H200
+CONTROLLER = 0.5e-6  # seconds for each sampled token of a step, by `benchmarks/controller.py`
+
+
+def held(layout: str, kind: str, *, gpus: int, whole: float = 0.0) -> float:
+    """The share of all weights, gradient sums or optimizer state that a rank holds. `whole`: the share of the weights
+    that no layout divides, as those of a tower.
+    """
+    if kind not in LAYOUTS[layout].divided:
+        return 1.0
+    kept = 0.0 if kind == "state" else whole
+    return kept + (1 - kept) / gpus
+
+
+def prompts_of_a_rank(prompts: int, *, gpus: int) -> int:
+    """Most prompts of a step that one rank has."""
+    return -(-prompts // gpus)
+
+
+def collective_seconds(size: float, link: float, *, gpus: int) -> float:
+    """A reduce-scatter or all-gather of so many bytes: each rank sends all but its part of them, at the speed of the
+    slowest link, because the ring runs through every machine. `link`: GB/s inside of one.
+    """
+    slowest = link if gpus <= NODE else min(link, NETWORK)
+    return size * (gpus - 1) / gpus / (1e9 * REACHED * slowest)
+
+
+def exchange_seconds(
+    layout: str, reduced: float, gathered: float, updates: float, forests: float, compute: float
+) -> float:
+    """Of a step, from the seconds to reduce all gradient sums in fp32 and to gather all weights. `whole`: both, once
+    for each update. `sharded`: each forest gathers twice and reduces, of which counts what takes longer than to
+    `compute` all forests, which takes longer itself; the engine's copy is gathered once.
+    """
+    kind = LAYOUTS[layout]
+    if "weights" not in kind.divided:
+        return updates * (reduced + gathered)
+    waiting = max(0.0, forests * (reduced + 2 * gathered) - kind.slower * compute)
+    return gathered + (kind.slower - 1) * compute + waiting
+
+
+def more_gpus(gpus: int, layout: str, train: str) -> list[str]:
+    """Values of `run.gpus` that make a run fit that does not, the smallest first."""
+    values = [f"{more}" for more in (2, 4, NODE) if more > gpus]
+    return values + [f"{NODE} train.layout=sharded"] * bool(values and layout == "whole" and train != "qlora")
+
+
+def efficiency(seconds: Mapping[str, float], alone: Mapping[str, float] | None, *, gpus: int) -> dict[str, float]:
+    """Of a step on several GPUs: the share of its seconds that one GPU would need for the prompts of a rank, and for
+    the prompts of the step divided by the number of GPUs, if that is known (`alone`).
+    """
+    if gpus == 1 or not seconds:
+        return {}
+    step = sum(seconds.values())
+    found = {"prompts per GPU": 1 - (seconds["exchange"] + seconds["controller"]) / step}
+    return found | ({"prompts per step": sum(alone.values()) / gpus / step} if alone else {})
+
+
+def controller_seconds(sampled: float, *, gpus: int) -> float:
+    """In which all ranks wait for the controller. `sampled`: tokens of one rank in a step."""
+    return CONTROLLER * sampled * gpus

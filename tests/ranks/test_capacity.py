@@ -1,0 +1,82 @@
+"""Memory of each GPU, seconds and efficiency where several share a run."""
+
+import pytest
+from typer.testing import CliRunner
+
+from saccade.cli import app
+from saccade.config import load
+from saccade.errors import ConfigError
+from saccade.plugins.estimate.estimate_command import preflight
+from saccade.plugins.ranks.layouts import NETWORK, REACHED, collective_seconds, exchange_seconds
+from saccade.system import devices
+from saccade.types import Message, Sample
+from tests.estimate.works import H200, W1, loaded, planned, sizes
+
+
+def test_optimizer_state_and_prompts_are_divided(large):
+    one = planned(large, H200, W1)
+    eight = planned(large, H200, W1, "run.gpus=8", "train.prompts_per_step=128")
+    whole, rank = sizes(one), sizes(eight)
+    divided = {"fp32 masters", "moments"}
+    assert rank == {name: gib / 8 if name in divided else gib for name, gib in whole.items()}
+    assert eight.memory.peaks["update"] == pytest.approx(67, rel=0.05)  # one rank of 8, measured without the others
+    saved = {item.name: item.gib for item in eight.host}["copy of a checkpoint"]
+    assert saved == pytest.approx({item.name: item.gib for item in one.host}["copy of a checkpoint"])
+    uneven = planned(large, H200, W1, "run.gpus=8", "train.prompts_per_step=121")
+    assert uneven.memory == eight.memory
+
+
+def test_the_exchange_and_the_controller_cost_efficiency(large):
+    one = planned(large, H200, W1).pace.seconds
+    eight = planned(large, H200, W1, "run.gpus=8", "train.prompts_per_step=128")
+    seconds = eight.pace.seconds
+    assert seconds["rollout"] == one["rollout"] and 0.95 < seconds["update"] / one["update"] < 1
+    assert seconds["exchange"] == pytest.approx(6 * 3.75e9 * 7 / 8 / (REACHED * 450e9), rel=0.01)
+    assert 0.9 < eight.efficiency["prompts per GPU"] < 1
+    assert 0.5 < eight.efficiency["prompts per step"] < eight.efficiency["prompts per GPU"]
+    assert collective_seconds(16e9, 450.0, gpus=16) == pytest.approx(15 / (REACHED * NETWORK))
+    assert exchange_seconds("whole", 4.0, 2.0, updates=2, forests=8, compute=0.0) == 2 * (4 + 2)
+    sharded = exchange_seconds("sharded", 4.0, 2.0, updates=2, forests=8, compute=40.0)
+    assert sharded == pytest.approx(2 + 8 * (4 + 2 * 2) - 40)  # whether it computes or waits
+    assert planned(large, H200, W1).efficiency == {}
+    idle = planned(large, H200, W1, "run.gpus=64")
+    assert idle.notes == ("train.prompts_per_step=16 leaves 48 of 64 GPUs idle",)
+
+
+def test_the_smallest_number_of_gpus_that_is_enough_is_advised(shaped):
+    found = planned(shaped("7b"), H200, W1)
+    assert found.advice[-1] == "run.gpus=2"
+    two = planned(shaped("7b"), H200, W1, "run.gpus=2")
+    assert two.memory.fits and set(two.efficiency) == {"prompts per GPU"}  # one alone has no room
+    eight = planned(shaped("7b"), H200, W1, "run.gpus=8", "train.prompts_per_step=128")
+    assert eight.memory.peaks["update"] == pytest.approx(111, rel=0.1)  # as above
+
+
+def test_a_sharded_model_is_divided_but_for_its_towers_and_the_copy_that_generates(shaped):
+    options = ("run.gpus=8", "train.prompts_per_step=128")
+    whole, found = (planned(shaped("7b"), H200, W1, *options, *more) for more in ((), ("train.layout=sharded",)))
+    before, after = sizes(whole), sizes(found)
+    towers = 0.68 / 8.29
+    for name in ("weights", "gradient sums"):
+        assert after[name] / before[name] == pytest.approx(towers + (1 - towers) / 8, rel=0.02)
+    assert after["moments"] == before["moments"] and after["copy for generation"] == before["weights"]
+    assert found.pace.seconds["exchange"] > 0.28 * found.pace.seconds["update"]
+    tight = planned(shaped("7b"), devices.Device(name="tight", memory=50.0), W1, *options, "model.checkpointing=on")
+    assert "train.layout=sharded" in tight.advice
+
+
+def test_a_run_that_one_gpu_refuses_starts_on_several(large):
+    sample = Sample(id="0", messages=(Message(role="user", parts=("how many",)),))
+    device = devices.Device(name="GPU", memory=45.0)
+    config = load({"model.path": large, "algorithm.kl.coef": 0.0})
+    with pytest.raises(ConfigError, match=r"run\.gpus=4"):
+        preflight(config, loaded(large), [sample], device=device)
+    assert preflight(load(config, ["run.gpus=4"]), loaded(large), [sample], device=device) == []
+
+
+def test_the_command_shows_several_gpus(large):
+    options = ["--prompt-tokens", "374", "--image", "448x448", "--device", "H200", "run.gpus=8", "algorithm.kl.coef=0"]
+    result = CliRunner().invoke(app, ["estimate", f"model.path={large}", *options])
+    assert result.exit_code == 0, result.output
+    for text in ("each of 8 H200, prompts", "exchange", "controller", "as many prompts per GPU; a prediction"):
+        assert text in result.output
