@@ -187,7 +187,7 @@ class Run:
         """
         self.total = total
         self.checkpointer.begin(backend, parts, first=self.step + 1, total=total)
-        device = devices.present(self.config.run.device)
+        device = replace(devices.present(self.config.run.device), count=backend.parts)
         self.display.begin(total, devices.in_precision(device, self.config.model.dtype), backend.family)
         for dataset in sets:
             self.quarantine.record(dataset.aside)

@@ -25,6 +25,7 @@ class Device:
     tflops: float | None = None  # dense bf16 peak, 1e12 operations per second
     bandwidth: float | None = None  # 1e12 bytes per second
     link: float | None = None  # 1e9 bytes per second to another GPU of the machine
+    count: int = 1  # of such devices that share a run
 
     @property
     def is_gpu(self) -> bool:

@@ -1,5 +1,7 @@
 """FLOPs in the metrics of a run, and what they say against the clock."""
 
+from dataclasses import replace
+
 import pytest
 
 from saccade.config import load
@@ -62,3 +64,5 @@ def test_shares_of_a_known_device():
         "perf/mfu_update": pytest.approx(1400 / 3 / 989),
         "perf/bandwidth_rollout": pytest.approx(1.5 / 4.8),
     }
+    eight = rates(counted, times, replace(devices.named("NVIDIA H200"), count=8))
+    assert eight == {name: pytest.approx(value / 8) for name, value in found.items()}

@@ -30,7 +30,7 @@ SPEEDS = {  # amount, seconds
     "perf/rollout_tokens_per_s": ("count/rollout_tokens", "time/rollout"),
     "perf/update_tokens_per_s": ("count/update_tokens", "time/update"),
     "perf/samples_per_s": ("count/samples", "time/step"),
-    "perf/tokens_per_s_per_gpu": ("count/update_tokens", "time/step"),  # a process has one
+    "perf/tokens_per_s_per_gpu": ("count/update_tokens", "time/step"),
 }
 # Calibrated on one H200 and taken for every GPU: how much of the peak of a data sheet is reached,
 # of bytes (reading, the optimizer) or of FLOPs.
@@ -136,7 +136,8 @@ def rates(metrics: Mapping[str, float], times: Mapping[str, Any], device: Device
         share, peak = peaks.get(kind, ("", None))
         if peak and (seconds := times.get(f"time/{phase}")):
             found[f"perf/{share}_{phase}"] = amount / (seconds * peak)
-    return found
+    each = {name for name in found if name.endswith("_per_gpu") or name.startswith(("perf/mfu", "perf/bandwidth"))}
+    return {name: value / device.count if name in each else value for name, value in found.items()}
 
 
 # -- seconds of a plan ------------------------------------------------------------------------------
