@@ -133,7 +133,9 @@ def run_recipe(
             if not left:
                 raise
             show_error(f"{error}\nstarting again from there; run.restarts: {left - 1} left", error)
-            config = load(config, ["run.resume=auto"])
+            saved = any((Path(config.run.out) / config.run.name / "checkpoints").glob("step-*"))
+            if saved or config.run.resume == "none":
+                config = load(config, ["run.resume=auto"])
 
 
 def read_config(arguments: Sequence[str] | None, command: str | None = None, *, plain: str = "") -> Config:

@@ -83,7 +83,7 @@ def chat(
         recipe.talk(config, greedy=greedy)
 
 
-@command("rank", panel="Train", example="saccade rank node-1:29400")
+@command("rank", panel="Train", example="saccade rank node-1:28400")
 def rank(address: Annotated[str, typer.Argument(help="HOST:PORT that the run prints.")]) -> None:
     """Be one of the GPUs of a run with run.launcher=join: under Slurm, torchrun or by hand.
 

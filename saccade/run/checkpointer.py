@@ -23,7 +23,7 @@ from saccade.config import SaveConfig
 from saccade.run import checkpoint
 from saccade.run.progress import Progress
 from saccade.system import devices
-from saccade.system.contents import File, kept_bytes, text_file
+from saccade.system.contents import File, text_file
 from saccade.system.disk import free_bytes, size
 from saccade.trainer import Trainer
 
@@ -124,7 +124,7 @@ class Checkpointer:
 
     def _fits(self) -> bool:
         needed = self._bytes()
-        free = devices.free_host_bytes() + kept_bytes()
+        free = devices.free_host_bytes() + self._backend.kept_bytes()
         fits = needed <= LARGEST_SHARE * free
         if not fits and not self._told:
             self._told = True

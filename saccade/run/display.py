@@ -97,9 +97,9 @@ class Display:
         """
         times = self.console.clock.lap()
         row = {
+            **self._gpu_memory(),  # several GPUs report their own
             **metrics,
             **HOOKS["rates"](metrics, times, self._device),
-            **self._gpu_memory(),
             **host_memory(self._rss_at_start),
             **times,
         }

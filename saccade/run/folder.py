@@ -134,6 +134,7 @@ class RunFolder:
         """
         inside = {str(entry.relative_to(self.path)) for entry in self.path.rglob("*")}
         ours = {CHOSEN, CONFIG, MANIFEST, METRICS, LOG, LOCK, TRAJECTORIES, CHECKPOINTS}
+        ours |= {file.name for file in self.path.glob("rank-*.log")}
         if inside <= ours and not self.metrics.stat().st_size:
             shutil.rmtree(self.path)
 

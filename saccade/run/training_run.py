@@ -103,7 +103,9 @@ class Run:
 
     def _say_how_it_starts(self, broken: Mapping[Any, str]) -> None:
         config, folder = self.config.run, self.folder
-        unlimited = devices.no_limit(config.gpu_memory_gib, devices.unoccupied(config.device))
+        unlimited = None
+        if config.gpus == 1:  # else this process takes no memory there
+            unlimited = devices.no_limit(config.gpu_memory_gib, devices.unoccupied(config.device))
         for text in filter(None, [not_counted(self.config, self.command), unlimited]):
             log.info(text)
         if self.start is not None:

@@ -247,16 +247,16 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)
 
 
-def listen(channel: Channel) -> queue.SimpleQueue[Block]:
+def listen(channel: Channel, *, tied: bool = True) -> queue.SimpleQueue[Block]:
     """What the parent sends. A thread reads it, and ends this process when the parent is gone,
-    whatever the main thread is stuck in.
+    whatever the main thread is stuck in. Not `tied`: the other side is no parent.
     """
     inbox: queue.SimpleQueue[Block] = queue.SimpleQueue()
 
     def read() -> None:
         parent = os.getppid()
         try:
-            while (block := channel.receive(LOOK_EVERY)) or os.getppid() == parent:
+            while (block := channel.receive(LOOK_EVERY)) or not tied or os.getppid() == parent:
                 if block is not None:
                     inbox.put(block)
         finally:

@@ -28,7 +28,7 @@ from saccade.models.families import Family
 from saccade.models.files import require_same
 from saccade.models.heads import SavedHead, read_scores, without_head
 from saccade.models.load import banned_mask, hidden_states, media_inputs, negated
-from saccade.system.contents import File, held, tensor_file
+from saccade.system.contents import File, held, kept_bytes, tensor_file
 from saccade.trainer import Loss, Scoring, Update, model_state
 from saccade.trainer.checkpointing import Recompute
 from saccade.trainer.forward_inputs import Ahead, FeatureCache, Inputs, inputs_of
@@ -64,6 +64,7 @@ class LocalBackend:
         self.device, self.dtype = parameter.device, parameter.dtype
         self.banned = banned_mask(family, self.device)
         self.oom_splits = 0
+        self._seed = torch.initial_seed() % 2**40
         # Who only scores sees a picture once a step: nothing is kept for it.
         self._seen, self._towers_stand = FeatureCache(), False
         self._inputs = Ahead(
@@ -199,7 +200,7 @@ class LocalBackend:
         self.model.train()
         if self.optimizer.world > 1 and model_state.draws(self.model):
             # Ranks draw different numbers, and a run that goes on needs nothing stored to draw the same.
-            torch.manual_seed(self.optimizer.updates() * self.optimizer.world + self.optimizer.rank)
+            torch.manual_seed((self._seed + self.optimizer.updates()) * self.optimizer.world + self.optimizer.rank)
         self.optimizer.begin()
         self.oom_splits = 0
         self.prefetch(batches)
@@ -305,6 +306,10 @@ class LocalBackend:
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...], int]]:
         """Name, shape and bytes of each weight."""
         return list(lora.merged_shapes(self.model))
+
+    def kept_bytes(self) -> int:
+        """Main memory that waits for the next copy of a checkpoint."""
+        return kept_bytes()
 
     def saved_bytes(self) -> int:
         """The size of `model_files` and `state_files` together."""

@@ -104,7 +104,10 @@ def _rescore(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
     """
     rows = read_lines(samples)
     for number, row in enumerate(rows or [{}], 1):
-        if missing := {*NEEDED, "set", "gold", "media", "tokens", "status"} - row.keys():
+        if (
+            missing := {*NEEDED, "set", "gold", "media", "tokens", "status"}
+            - (row if isinstance(row, dict) else {}).keys()
+        ):
             lacks = f"line {number} has no {', '.join(sorted(missing))}" if rows else "no such file, or it is empty"
             raise ConfigError(f"--rescore {samples}: {lacks}; give the samples.jsonl of an evaluation")
     scorer = parts.make_scorer(config)

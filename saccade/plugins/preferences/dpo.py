@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from saccade.config import Config
 from saccade.data.datasets import Dataset
@@ -59,7 +60,7 @@ def run(config: Any) -> dict[str, Any]:
 
         def batches_of(samples: Sequence[Sample]) -> list[Batch]:
             groups = [compared(sample, family) for sample in samples]
-            batches = packed(groups, family, config.train.micro_tokens)
+            batches = packed(groups, family, config.train.micro_tokens, parts=job.backend.parts)
             found = totals(batches, groups) if totals else [None] * len(batches)
             return [replace(batch, ref_totals=total) for batch, total in zip(batches, found, strict=True)]
 
@@ -149,6 +150,8 @@ def precomputed(run: Run, config: Config, family: Family, samples: Iterable[Samp
                 known |= {k: [next(flat) for _ in group.trajectories] for k, group in zip(block, groups, strict=True)}
                 write_whole(path, json.dumps(known))
                 run.display.console.progress(min(start + BLOCK, len(keys)), len(keys))
+        del reference
+        torch.cuda.empty_cache()  # others may need the room
 
     def totals(batches: Sequence[Batch], groups: Sequence[Group]) -> list[np.ndarray]:
         found = {

@@ -85,6 +85,8 @@ def compared(sample: Sample, family: Family) -> Group:
     return Group(sample=sample, uid=sample.id, trajectories=tuple(members))
 
 
-def packed(groups: Sequence[Group], family: Family, micro_tokens: int, *, ends: bool = False) -> list[Batch]:
+def packed(
+    groups: Sequence[Group], family: Family, micro_tokens: int, *, ends: bool = False, parts: int = 1
+) -> list[Batch]:
     """Both sides of a pair in one forest."""
-    return pack(groups, positions=family.positions, micro_tokens=micro_tokens, ends=ends, whole=True)
+    return pack(groups, positions=family.positions, micro_tokens=micro_tokens, ends=ends, whole=True, parts=parts)

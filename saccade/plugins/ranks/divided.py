@@ -15,6 +15,7 @@ float64 here and may differ as much, so that a clipped update does.
 Parameters that are sharded already (`sharded.py`), whose gradients come summed, are stepped where they lie.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -97,9 +98,12 @@ class DividedOptimizer(Optimizer):
         return self._ranges
 
     def total(self, counts: Counter[str]) -> Counter[str]:
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, counts)
-        return sum(everyone, Counter[str]())
+        text = json.dumps(counts).encode()
+        longest = int(agreed([len(text)], dist.ReduceOp.MAX)[0])
+        mine = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(everyone, mine)
+        return sum((Counter(json.loads(bytes(part.tolist()))) for part in everyone), Counter[str]())
 
     def updates(self) -> int:
         return int(agreed([super().updates()], dist.ReduceOp.MAX)[0])

@@ -2,17 +2,19 @@
 `saccade rank` under Slurm, torchrun or by hand.
 
 A rank that is started elsewhere connects to the controller and proves with a token that it belongs
-to the run. From then on it is talked to as a local one is. Nothing is pickled but Ray's own call.
+to the run. From then on it is talked to as a local one is. Only Ray's own call is pickled.
 
-    SACCADE_TOKEN=... saccade rank node-1:29400
+    SACCADE_TOKEN=... saccade rank node-1:28400
 """
 
 import hmac
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -31,7 +33,7 @@ from saccade.system.process import Channel, Ended
 
 log = logging.getLogger(__name__)
 
-PORT = 29_400  # where `saccade rank` is expected to knock
+PORT = 28_400  # where `saccade rank` connects to
 JOIN_LIMIT = 900.0  # seconds until the last rank is there: a cluster may have to start machines
 HELLO_LIMIT = 10.0  # seconds for a rank to say who it is
 HELLO_BYTES = 1 << 16
@@ -48,7 +50,9 @@ def local(settings: RankSettings, visible: Sequence[str], logs: Path, held: Exit
         raise ConfigError(f"run.gpus: {settings.size}, and {seen} can be seen; try run.gpus={seen}")
     # `placements` gives the first GPU away last.
     places = placements(settings.size, 1, [*visible[-1:], *visible[:-1]])
-    inside = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    threads = max(1, (os.cpu_count() or 1) // settings.size)
+    inside = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    inside |= {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     return [
         partial(Rank, replace(settings, rank=rank), log=logs / f"rank-{rank}.log", environment=seen | inside)
         for rank, (seen, _) in enumerate(places)
@@ -57,12 +61,16 @@ def local(settings: RankSettings, visible: Sequence[str], logs: Path, held: Exit
 
 def join(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitStack) -> list[Starter]:
     """Whoever connects, in the order of hosts."""
-    token = os.environ.get(TOKEN) or secrets.token_hex(16)
-    with socket.create_server(("", PORT)) as door:
-        log.info(
-            f"waiting for {settings.size} ranks: run `{TOKEN}={token} saccade rank {socket.gethostname()}:{PORT}` "
-            "once for each GPU"
-        )
+    given = os.environ.get(TOKEN)
+    token = given or secrets.token_hex(16)
+    try:
+        door = socket.create_server(("", PORT))
+    except OSError as error:
+        raise EnvironmentProblem(f"run.launcher=join: port {PORT} cannot be opened ({error.strerror})") from None
+    with door:
+        shown = "..." if given else token
+        command = f"{TOKEN}={shown} saccade rank {socket.gethostname()}:{PORT}"
+        log.info(f"waiting for {settings.size} processes: run `{command}` once for each GPU")
         return _joined(door, settings, token, logs)
 
 
@@ -116,19 +124,22 @@ class Link:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.receive = channel.receive
+        self._ended = threading.Event()
 
     def exit_code(self) -> None:
         return None
 
     def wait(self, seconds: float) -> None:
-        with suppress(Ended):
-            self.channel.receive(seconds)
+        """Until the thread that receives has seen its end."""
+        self._ended.wait(seconds)
 
     def kill(self) -> None:
         with suppress(OSError):
             self.channel.link.shutdown(socket.SHUT_RDWR)
 
-    close = kill
+    def close(self) -> None:
+        self._ended.set()
+        self.kill()
 
 
 class JoinedRank(Rank):
@@ -142,26 +153,18 @@ class JoinedRank(Rank):
 
 def _joined(door: socket.socket, settings: RankSettings, token: str, logs: Path) -> list[Starter]:
     came: list[tuple[Any, Channel]] = []
+    door.settimeout(0.2)
     end = time.monotonic() + JOIN_LIMIT
     while len(came) < settings.size:
-        door.settimeout(max(0.1, end - time.monotonic()))
-        try:
-            link, (address, _) = door.accept()
-        except TimeoutError:
-            hosts = ", ".join(sorted({hello["host"] for hello, _ in came})) or "nowhere"
+        with suppress(TimeoutError):  # whoever says nothing keeps nobody else waiting
+            threading.Thread(target=_greet, args=(*door.accept(), token, came), daemon=True).start()
+        if time.monotonic() > end:
+            hosts = ", ".join(f"{hello['host']}" for hello, _ in came) or "no machine"
             raise EnvironmentProblem(
-                f"run.gpus={settings.size}: {len(came)} ranks came within {JOIN_LIMIT:.0f} s, from {hosts}; "
+                f"run.gpus={settings.size}: {len(came)} processes connected within {JOIN_LIMIT:.0f} s, from {hosts}; "
                 "start the others, or lower run.gpus"
-            ) from None
-        link.settimeout(None)
-        channel = Channel(link, largest=HELLO_BYTES)
-        hello = _hello(channel)
-        if not hmac.compare_digest(str(hello.get("token")), token):
-            log.warning(f"a process on {address} that is no rank of this run was turned away")
-            link.close()
-            continue
-        channel.largest = None
-        came.append((hello, channel))
+            )
+    del came[settings.size :]
     came.sort(key=lambda one: (one[0]["host"], one[0]["local"], one[0]["pid"]))
     for hello, _ in came:
         if hello["versions"] != versions():
@@ -176,11 +179,21 @@ def _joined(door: socket.socket, settings: RankSettings, token: str, logs: Path)
     return found
 
 
-def _hello(channel: Channel) -> dict[str, Any]:
-    with suppress(Ended, ValueError):
-        if (block := channel.receive(HELLO_LIMIT)) is not None:
-            return block.row
-    return {}
+def _greet(link: socket.socket, address: Any, token: str, came: list[tuple[Any, Channel]]) -> None:
+    """Adds a process that knows the token. Others may send anything."""
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    channel = Channel(link, largest=HELLO_BYTES)
+    try:
+        block = channel.receive(HELLO_LIMIT)
+        hello = dict(block.row) if block else {}
+        if hmac.compare_digest(str(hello["token"]).encode(), token.encode()):
+            channel.largest = None
+            came.append(({"host": hello["host"], "local": int(hello["local"]), "pid": hello["pid"]} | hello, channel))
+            return
+    except Exception:
+        log.debug("%s sent what cannot be read", address)
+    log.warning(f"a process on {address[0]} that does not belong to this run was refused")
+    link.close()
 
 
 def versions() -> dict[str, str]:
@@ -188,7 +201,7 @@ def versions() -> dict[str, str]:
 
 
 def run_rank(address: str, token: str | None = None) -> None:
-    """Be a rank of the run whose controller is at HOST:PORT, until it ends."""
+    """Serve the run whose controller is at HOST:PORT, until it ends."""
     host, _, port = address.rpartition(":")
     token = token or os.environ.get(TOKEN)
     if not host or not port.isdigit():
@@ -197,7 +210,10 @@ def run_rank(address: str, token: str | None = None) -> None:
         raise ConfigError(f"set {TOKEN} to the token that the run prints")
     place = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
     if os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID"):
-        seen = visible_gpus("cuda") if _has_gpu() else []
+        import torch
+
+        # Asks no CUDA, which would hold on to what it sees before the variable is set.
+        seen = visible_gpus("cuda") if torch.cuda.device_count() else []
         if len(seen) > 1:  # torchrun and Slurm may show all to every task
             os.environ["CUDA_VISIBLE_DEVICES"] = seen[int(place) % len(seen)]
     from saccade.plugins.ranks.rank_process import serve
@@ -206,7 +222,15 @@ def run_rank(address: str, token: str | None = None) -> None:
     channel.send(
         {"token": token, "host": socket.gethostname(), "pid": os.getpid(), "local": int(place), "versions": versions()}
     )
-    serve(channel, host)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the run saves first, and its end is this one's
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        told = channel.receive(JOIN_LIMIT)
+    except Ended:
+        told = None
+    if told is None:
+        raise EnvironmentProblem(f"{address}: the run refused this process: another {TOKEN}, or it has all it needs")
+    serve(channel, told.row["settings"], host)
 
 
 def _connected(host: str, port: int) -> socket.socket:
@@ -214,17 +238,13 @@ def _connected(host: str, port: int) -> socket.socket:
     end = time.monotonic() + JOIN_LIMIT
     while True:
         try:
-            return socket.create_connection((host, port), timeout=HELLO_LIMIT)
+            link = socket.create_connection((host, port), timeout=HELLO_LIMIT)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return link
         except OSError as error:
             if time.monotonic() > end:
                 raise EnvironmentProblem(f"{host}:{port}: no run answers there ({error})") from None
             time.sleep(1)
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _rank_of_ray(address: str, token: str) -> None:

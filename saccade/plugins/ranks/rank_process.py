@@ -29,7 +29,6 @@ from saccade.engines import Capabilities, Engine
 from saccade.engines.builders import build
 from saccade.errors import EnvironmentProblem, SaccadeError, TrainingError
 from saccade.models.load import gpu_peak_gb
-from saccade.plugins.engines.replicas.replica import STEP_LIMIT
 from saccade.plugins.engines.replicas.replica_process import Worker, describe_error
 from saccade.plugins.engines.weights import in_memory
 from saccade.plugins.ranks.loss_codec import decode_loss
@@ -38,7 +37,7 @@ from saccade.recipes import model_setup
 from saccade.recipes.engines import settings_of
 from saccade.registry import HOOKS
 from saccade.system.codec import decode
-from saccade.system.contents import File, write_files
+from saccade.system.contents import File, kept_bytes, write_files
 from saccade.system.disk import refusal
 from saccade.system.process import Block, Channel, connect, listen
 from saccade.trainer import Scoring
@@ -47,9 +46,21 @@ from saccade.types import Batch
 # What only a rank can do; everything else is asked of its engine.
 CALLS = (
     *("add_part", "update_weights", "logprobs", "values", "train_step", "measure", "blend", "repeats"),
-    *("share", "unshare", "change", "change_back", "weight_shapes", "saved_bytes", "collect", "write", "load_state"),
+    *(
+        "share",
+        "unshare",
+        "change",
+        "change_back",
+        "weight_shapes",
+        "kept_bytes",
+        "saved_bytes",
+        "collect",
+        "write",
+        "load_state",
+    ),
 )
 Outputs = Sequence[Any]  # of each forest, two arrays
+WAIT_LIMIT = 3600.0  # seconds that a rank waits for another one
 
 
 class NoEngine:
@@ -87,7 +98,11 @@ class RankWorker(Worker):
             return super().perform(block)
         if "batches" in given:
             given |= {"batches": decode(tuple[Batch, ...], given["batches"], block.arrays)}
-        return getattr(self, block.row["call"])(**given)
+        try:
+            return getattr(self, block.row["call"])(**given)
+        except torch.OutOfMemoryError as error:
+            asked = str(error).partition(". GPU")[0]
+            raise EnvironmentProblem(f"{asked}; `saccade estimate` shows which options make room") from error
 
     def sort_out(self, inbox: queue.SimpleQueue[Block], rest: queue.SimpleQueue[Block]) -> None:
         """Some calls need no answer of the main thread, which may wait for another rank."""
@@ -168,6 +183,9 @@ class RankWorker(Worker):
     def weight_shapes(self, part: str) -> list[Any]:
         return self.parts[part].weight_shapes()
 
+    def kept_bytes(self, part: str) -> int:
+        return kept_bytes()
+
     def saved_bytes(self, part: str) -> int:
         """Of what this rank writes."""
         if self.settings.rank == 0:
@@ -194,7 +212,7 @@ class RankWorker(Worker):
     def write(self, part: str, kind: str, folder: str) -> None:
         place = Path(folder)
         try:
-            place.mkdir(parents=True, exist_ok=True)
+            place.mkdir(exist_ok=True)  # in a folder of the controller, which all machines must see
             write_files(place, self._collected.pop((part, kind)))
         except Exception as error:  # the controller waits for an answer, whatever it is
             raise EnvironmentProblem(f"{place}: {refusal(error) or repr(error)}") from error
@@ -207,15 +225,18 @@ def join(settings: RankSettings) -> None:
     """Meet the other ranks."""
     store = distributed.TCPStore(settings.host, settings.port, is_master=False)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    limit = timedelta(seconds=STEP_LIMIT)
+    limit = timedelta(seconds=WAIT_LIMIT)
     distributed.init_process_group(backend, store=store, rank=settings.rank, world_size=settings.size, timeout=limit)
 
 
-def serve(channel: Channel, host: str | None = None) -> None:
-    """Do what the controller asks until it ends the run. `host`: where it is, if not here."""
-    inbox = listen(channel)
-    settings = RankSettings(**inbox.get().row["settings"])
-    settings = replace(settings, host=host or settings.host)
+def serve(channel: Channel, started: Mapping[str, Any] | None = None, host: str = "127.0.0.1") -> None:
+    """Do what the controller asks until it ends the run. `started`: what a rank that was started elsewhere
+    has been told by the controller at `host`.
+    """
+    inbox = listen(channel, tied=started is None)
+    settings = replace(RankSettings(**(started or inbox.get().row["settings"])), host=host)
+    if Path(settings.cwd).is_dir():
+        os.chdir(settings.cwd)
     if settings.log and Path(settings.log).parent.is_dir():
         with open(settings.log, "ab") as file:
             os.dup2(file.fileno(), 1)

@@ -5,6 +5,8 @@
     policy.train_step(batches, PolicyLoss(algorithm, scoring), lr=1e-6)
 """
 
+import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -97,10 +99,10 @@ class RankTrainer:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Of the policy, through files in the memory of the first rank."""
         paths = self.engine.ask_all("share", [{}] * self.parts)[0].row["result"]
-        if not all(Path(path).exists() for path in paths):
-            where = "the first process of run.gpus is on another machine, whose weights cannot be read from here"
-            raise EnvironmentProblem(f"rollout.replicas: {where}; try rollout.replicas=0")
         try:
+            if not all(Path(path).exists() for path in paths):
+                where = "the first process of run.gpus is on another machine, whose weights cannot be read from here"
+                raise EnvironmentProblem(f"rollout.replicas: {where}; try rollout.replicas=0")
             yield from Mapped(paths).weights()
         finally:
             self.engine.ask_first("unshare")
@@ -108,8 +110,11 @@ class RankTrainer:
     @contextmanager
     def changed(self, tower: str) -> Iterator[str]:
         """Inside, one weight of a tower differs, for probes; afterwards all are as before."""
-        yield self._ask("change", [{"tower": tower}] * self.parts)[0].row["result"]
-        self._ask("change_back", [{}] * self.parts)
+        name = self._ask("change", [{"tower": tower}] * self.parts)[0].row["result"]
+        try:
+            yield name
+        finally:
+            self._ask("change_back", [{}] * self.parts)
 
     @cached_property
     def _shapes(self) -> list[tuple[str, tuple[int, ...], int]]:
@@ -118,6 +123,9 @@ class RankTrainer:
 
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...], int]]:
         return self._shapes
+
+    def kept_bytes(self) -> int:
+        return sum(reply.row["result"] for reply in self._ask("kept_bytes", [{}] * self.parts))
 
     def saved_bytes(self) -> int:
         return sum(reply.row["result"] for reply in self._ask("saved_bytes", [{}] * self.parts))
@@ -134,7 +142,7 @@ class RankTrainer:
         return [("", partial(self._write, kind))]
 
     def _write(self, kind: str, folder: Path) -> None:
-        self._ask("write", [{"kind": kind, "folder": str(folder)}] * self.parts)
+        self.engine.ask_each("write", {"part": self.part, "kind": kind, "folder": str(folder)})
 
     def load_state(self, folder: Path) -> None:
         self._ask("load_state", [{"folder": str(folder)}] * self.parts)
@@ -166,19 +174,26 @@ def _merged(rows: Sequence[Mapping[str, Any]]) -> Metrics:
 
 def start_policy(config: Config, command: str, family: Family, folder: str | None, *, logs: Path) -> RankTrainer:
     """Start the ranks, which log into `logs`. `folder`: the checkpoint to continue from."""
-    cuda = pick_device(config.run.device).type == "cuda"
-    store = distributed.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    cuda, here = pick_device(config.run.device).type == "cuda", config.run.launcher == "local"
+    listening = socket.create_server(("127.0.0.1" if here else "", 0))
+    port = listening.getsockname()[1]
+    store = distributed.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
     settings = RankSettings(
         options=config.model_dump(mode="json", exclude_unset=True),
         command=command,
         folder=folder,
+        cwd=os.getcwd(),
         rank=0,
         size=config.run.gpus,
-        port=store.port,
+        port=port,
     )
-    held = ExitStack()
-    held.callback(lambda: store)  # it lasts as long as the ranks
-    return RankTrainer(config, Team(starters(config, settings, cuda, logs, held), held), family)
+    with ExitStack() as held:
+        found = starters(config, settings, cuda, logs, held)
+        team = Team(found, held.pop_all())
+    team.store = store  # it lasts as long as the ranks
+    return RankTrainer(config, team, family)
 
 
 def outline(config: Config, family: Family, dtype: torch.dtype, *, critic: bool = False) -> Any:

@@ -21,8 +21,10 @@ from saccade.plugins.engines.replicas.replica import Died, Replica, tail
 from saccade.plugins.engines.replicas.replica_pool import Replicas
 from saccade.system.codec import Arrays
 from saccade.system.process import Block
+from saccade.types import Completion
 
 STACK_LIMIT = 5.0  # seconds to say where a process is
+CALL_LIMIT = 24 * 3600.0  # seconds of one call; a rank that waits for a dead one gives up sooner, see `rank_process`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,7 @@ class RankSettings:
     options: Mapping[str, Any]  # of the config, as they were given
     command: str
     folder: str | None  # the checkpoint that the run continues from
+    cwd: str  # what paths are relative to
     rank: int
     size: int  # how many ranks there are
     port: int  # where they find each other, on the host of the controller
@@ -40,21 +43,24 @@ class RankSettings:
 
 
 class Rank(Replica):
-    module = "saccade.plugins.ranks.rank_process"
+    module, step_limit = "saccade.plugins.ranks.rank_process", CALL_LIMIT
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Block:
         """What the rank answers. Forests under `batches` travel with the files they need."""
         arrays: Arrays = {}
         batches = {"batches": self.encoded(arguments["batches"], arrays)} if "batches" in arguments else {}
-        return self.exchange(name, {**arguments, **batches}, arrays)
+        return self.exchange(name, {**arguments, **batches}, arrays, limit=CALL_LIMIT)
 
 
 class Team(Replicas):
     """The engines of all ranks. The trainers (`RankTrainer`) ask through `ask_all`."""
 
+    store: Any = None  # where they find each other
+
     def __init__(self, starters: Sequence[Callable[..., Replica]], held: ExitStack) -> None:
         """`held` is closed at the end: what the ranks need beside themselves."""
         self.size, self._held = len(starters), held
+        self._end: Exception | None = None  # why the ranks are gone
         super().__init__(starters)
         self._capabilities = replace(self._capabilities, shares_weights=True)
         self._working, self._ready = self._ready, []
@@ -65,10 +71,8 @@ class Team(Replicas):
         self.version = version
 
     def ask_all(self, call: str, arguments: Iterable[Mapping[str, Any]]) -> list[Block]:
-        """The answers of all ranks, each with its arguments. Any thread may ask."""
-        ranks: list[Any] = sorted(self._working, key=self._places.__getitem__)
-        if len(ranks) < self.size:
-            raise RankLost(f"{call}: the ranks of this run have ended")
+        """The answers of all ranks, each with its arguments."""
+        ranks = self._alive(call)
         with ThreadPoolExecutor(self.size) as pool:
             asked = {pool.submit(rank.call, call, given): rank for rank, given in zip(ranks, arguments, strict=True)}
             wait(asked, return_when=FIRST_EXCEPTION)
@@ -76,13 +80,36 @@ class Team(Replicas):
                 self._end_all(call, asked)
         return [answer.result() for answer in asked]
 
+    def ask_each(self, call: str, arguments: Mapping[str, Any]) -> None:
+        """As `ask_all`, of calls in which no rank waits for another: an error ends none of them. Any
+        thread may ask.
+        """
+        ranks = self._alive(call)
+        with ThreadPoolExecutor(self.size) as pool:
+            asked = [pool.submit(rank.call, call, arguments) for rank in ranks]
+        for answer, rank in zip(asked, ranks, strict=True):
+            try:
+                answer.result()
+            except Died as death:
+                raise RankLost(f"{rank.log.stem} failed in {call}: {death}") from None
+
     def ask_first(self, call: str, **arguments: Any) -> Any:
         """The answer of the first rank alone, of calls in which it waits for no other."""
-        first: Any = min(self._places, key=self._places.__getitem__)
+        first = self._alive(call)[0]
         try:
             return first.call(call, arguments).row["result"]
         except Died as death:
             self._lose(first, death)
+
+    def poll(self) -> list[Completion]:
+        self._alive("poll")
+        return super().poll()
+
+    def _alive(self, call: str) -> list[Any]:
+        """The ranks in their order."""
+        if self._end is not None:
+            raise RankLost(f"{call}: the ranks of this run have ended: {self._end}")
+        return sorted(self._working, key=self._places.__getitem__)
 
     def _end_all(self, call: str, asked: Mapping[Future[Block], Rank]) -> None:
         """Raises the first error, with where the other ranks were; they may wait for ever."""
@@ -90,22 +117,25 @@ class Team(Replicas):
         error = failed.exception()
         others = [one for future, one in asked.items() if not future.done()]
         stacks = [text for one in others if (text := _stack(one))]
-        self._kill_all()
+        assert isinstance(error, Exception)
+        self._kill_all(error)
         if isinstance(error, SaccadeError):
+            error.args = (f"{rank.log.stem}: {error}",)
             raise error
         where = "\n".join(stacks)
         raise RankLost(f"{rank.log.stem} failed in {call}: {error}\n{tail(rank.log)}\n{where}".rstrip())
 
     def _lose(self, engine: Replica, death: Exception) -> None:
         """No rank can go on without the others."""
-        self._kill_all()
+        self._kill_all(death)
         raise RankLost(f"{engine.log.stem} died: {death}\n{tail(engine.log)}")
 
     def close(self) -> None:
         super().close()
         self._held.close()
 
-    def _kill_all(self) -> None:
+    def _kill_all(self, why: Exception) -> None:
+        self._end = why
         for rank in self._places:
             rank.kill()
         for part in (self._places, self._ready, self._working):

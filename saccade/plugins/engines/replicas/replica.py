@@ -50,7 +50,7 @@ class Replica:
     It is ready after the event READY.
     """
 
-    module = "saccade.plugins.engines.replicas.replica_process"
+    module, step_limit = "saccade.plugins.engines.replicas.replica_process", STEP_LIMIT
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Replica:
             elif "ready" in row:
                 self._ready = True
                 self.events.put((self, READY))
-            elif row["busy_s"] > STEP_LIMIT:
+            elif row["busy_s"] > self.step_limit:
                 raise Died(f"its engine has not moved for {row['busy_s']:.0f} s")
 
     # -- for the caller's thread --
@@ -124,10 +124,11 @@ class Replica:
         if self._death is not None or self.child is None:
             raise Died(str(self._death))
         arrays, forget = arrays or {}, []
-        self._files |= {n.removeprefix(FILES): a.nbytes for n, a in arrays.items() if n.startswith(FILES)}
-        while sum(self._files.values()) > KEPT_FILES:
-            forget.append(FILES + (oldest := next(iter(self._files))))
-            del self._files[oldest]
+        if arrays:  # else no file is new; another thread asks without any
+            self._files |= {n.removeprefix(FILES): a.nbytes for n, a in arrays.items() if n.startswith(FILES)}
+            while sum(self._files.values()) > KEPT_FILES:
+                forget.append(FILES + (oldest := next(iter(self._files))))
+                del self._files[oldest]
         try:
             self.child.channel.send({**row, "forget": forget}, arrays, seconds=self.answer_limit)
         except (OSError, ValueError) as error:  # it does not read, it ended, it was closed
