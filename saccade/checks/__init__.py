@@ -95,7 +95,7 @@ RULES: dict[str, tuple[Rule | str, ...]] = {
     "rl": (*TRAINING, *(model_rules.critic, rows.demonstrations, *SAMPLING, steps.reward, steps.environment)),
     "sft": (*TRAINING, model_rules.imitation),
     "dpo": (*TRAINING, "preferences"),
-    "reward-model": (*TRAINING, "rating", model_rules.one_gpu),
+    "reward-model": (*TRAINING, "rating"),
     "eval": (
         *ANSWERS,
         *(rows.val_data, partial(rows.data_files, names=["val"]), *LOOKING),

@@ -84,11 +84,6 @@ def several_gpus(config: Config) -> Iterator[str]:
             yield "sft.teacher: one GPU holds teacher and student; try run.gpus=1"
 
 
-def one_gpu(config: Config) -> Iterator[str]:
-    if config.run.gpus > 1:
-        yield "run.gpus: a reward model is trained on one; try run.gpus=1"
-
-
 def frozen(train: str) -> list[str]:
     kind, _, listed = train.partition(":")
     return [pattern.strip() for pattern in listed.split(",")] if kind == "freeze" else []

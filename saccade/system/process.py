@@ -41,6 +41,10 @@ LARGEST = 64 << 20  # bytes of a block from code of the user
 SHOWN = 1 << 18  # bytes of what a process of the user's code prints
 LOOK_EVERY = 1.0  # seconds between two looks at whether the other process still exists
 DEATH_SIGNAL = 1  # of prctl
+TIED = (
+    "import runpy, sys; from saccade.system.process import end_with_parent; end_with_parent(); "
+    "runpy.run_module(sys.argv[1], run_name='__main__', alter_sys=True)"
+)
 
 
 class Ended(ConnectionError):
@@ -130,13 +134,15 @@ class Child:
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
         largest: int | None = LARGEST,
+        tied: bool = False,
     ) -> None:
+        """`tied`: it ends with this one from its first moment, before it has imported what it runs."""
         root = str(Path(__file__).resolve().parents[2])
         search = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         link, theirs = socket.socketpair()
         with theirs, log.open("ab") if log else nullcontext(subprocess.PIPE) as errors:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", module],
+                [sys.executable, *(("-c", TIED, module) if tied else ("-m", module))],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
@@ -260,6 +266,8 @@ def listen(channel: Channel, *, tied: bool = True) -> queue.SimpleQueue[Block]:
                 if block is not None:
                     inbox.put(block)
         finally:
+            if not tied:
+                print("the connection to the run has ended, and so does this process", file=sys.stderr, flush=True)
             end()
 
     threading.Thread(target=read, name="listen", daemon=True).start()

@@ -64,7 +64,6 @@ class LocalBackend:
         self.device, self.dtype = parameter.device, parameter.dtype
         self.banned = banned_mask(family, self.device)
         self.oom_splits = 0
-        self._seed = torch.initial_seed() % 2**40
         # Who only scores sees a picture once a step: nothing is kept for it.
         self._seen, self._towers_stand = FeatureCache(), False
         self._inputs = Ahead(
@@ -200,7 +199,7 @@ class LocalBackend:
         self.model.train()
         if self.optimizer.world > 1 and model_state.draws(self.model):
             # Ranks draw different numbers, and a run that goes on needs nothing stored to draw the same.
-            torch.manual_seed((self._seed + self.optimizer.updates()) * self.optimizer.world + self.optimizer.rank)
+            torch.manual_seed(self.optimizer.updates() * self.optimizer.world + self.optimizer.rank)
         self.optimizer.begin()
         self.oom_splits = 0
         self.prefetch(batches)

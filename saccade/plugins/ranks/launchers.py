@@ -48,6 +48,9 @@ def local(settings: RankSettings, visible: Sequence[str], logs: Path, held: Exit
     if visible and len(visible) < settings.size:
         seen = len(visible)
         raise ConfigError(f"run.gpus: {settings.size}, and {seen} can be seen; try run.gpus={seen}")
+    most = 4 * (os.cpu_count() or 1)
+    if not visible and settings.size > most:
+        raise ConfigError(f"run.gpus: {settings.size} processes on {os.cpu_count()} cores; try run.gpus=2")
     # `placements` gives the first GPU away last.
     places = placements(settings.size, 1, [*visible[-1:], *visible[:-1]])
     threads = max(1, (os.cpu_count() or 1) // settings.size)
@@ -189,6 +192,7 @@ def _greet(link: socket.socket, address: Any, token: str, came: list[tuple[Any, 
         if hmac.compare_digest(str(hello["token"]).encode(), token.encode()):
             channel.largest = None
             came.append(({"host": hello["host"], "local": int(hello["local"]), "pid": hello["pid"]} | hello, channel))
+            log.info(f"connected: process {hello['pid']} of {hello['host']}, number {len(came)}")
             return
     except Exception:
         log.debug("%s sent what cannot be read", address)
@@ -204,7 +208,7 @@ def run_rank(address: str, token: str | None = None) -> None:
     """Serve the run whose controller is at HOST:PORT, until it ends."""
     host, _, port = address.rpartition(":")
     token = token or os.environ.get(TOKEN)
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"{address}: write HOST:PORT, as the run prints it")
     if not token:
         raise ConfigError(f"set {TOKEN} to the token that the run prints")
@@ -235,15 +239,18 @@ def run_rank(address: str, token: str | None = None) -> None:
 
 def _connected(host: str, port: int) -> socket.socket:
     """The controller may still be loading its data."""
-    end = time.monotonic() + JOIN_LIMIT
+    end, said = time.monotonic() + JOIN_LIMIT, False
     while True:
         try:
             link = socket.create_connection((host, port), timeout=HELLO_LIMIT)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return link
         except OSError as error:
-            if time.monotonic() > end:
+            if time.monotonic() > end or isinstance(error, socket.gaierror):
                 raise EnvironmentProblem(f"{host}:{port}: no run answers there ({error})") from None
+            if not said:
+                print(f"waiting for a run at {host}:{port} ({error})", file=sys.stderr, flush=True)
+            said = True
             time.sleep(1)
 
 

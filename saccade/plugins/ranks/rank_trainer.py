@@ -5,6 +5,7 @@
     policy.train_step(batches, PolicyLoss(algorithm, scoring), lr=1e-6)
 """
 
+import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ from saccade.system.codec import decode
 from saccade.system.contents import File
 from saccade.trainer import Loss, Scoring, Update
 from saccade.types import Batch, Metrics
+
+log = logging.getLogger(__name__)
 
 
 class RankTrainer:
@@ -193,6 +196,9 @@ def start_policy(config: Config, command: str, family: Family, folder: str | Non
         found = starters(config, settings, cuda, logs, held)
         team = Team(found, held.pop_all())
     team.store = store  # it lasts as long as the ranks
+    log.info(
+        f"{team.size} processes share the run, weights {config.train.layout} on each; they log to {logs}/rank-N.log"
+    )
     return RankTrainer(config, team, family)
 
 

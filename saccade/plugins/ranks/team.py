@@ -72,7 +72,7 @@ class Team(Replicas):
 
     def ask_all(self, call: str, arguments: Iterable[Mapping[str, Any]]) -> list[Block]:
         """The answers of all ranks, each with its arguments."""
-        ranks = self._alive(call)
+        ranks = self._alive()
         with ThreadPoolExecutor(self.size) as pool:
             asked = {pool.submit(rank.call, call, given): rank for rank, given in zip(ranks, arguments, strict=True)}
             wait(asked, return_when=FIRST_EXCEPTION)
@@ -84,7 +84,7 @@ class Team(Replicas):
         """As `ask_all`, of calls in which no rank waits for another: an error ends none of them. Any
         thread may ask.
         """
-        ranks = self._alive(call)
+        ranks = self._alive()
         with ThreadPoolExecutor(self.size) as pool:
             asked = [pool.submit(rank.call, call, arguments) for rank in ranks]
         for answer, rank in zip(asked, ranks, strict=True):
@@ -95,20 +95,20 @@ class Team(Replicas):
 
     def ask_first(self, call: str, **arguments: Any) -> Any:
         """The answer of the first rank alone, of calls in which it waits for no other."""
-        first = self._alive(call)[0]
+        first = self._alive()[0]
         try:
             return first.call(call, arguments).row["result"]
         except Died as death:
             self._lose(first, death)
 
     def poll(self) -> list[Completion]:
-        self._alive("poll")
+        self._alive()
         return super().poll()
 
-    def _alive(self, call: str) -> list[Any]:
+    def _alive(self) -> list[Any]:
         """The ranks in their order."""
         if self._end is not None:
-            raise RankLost(f"{call}: the ranks of this run have ended: {self._end}")
+            raise RankLost(f"the processes of this run have ended: {self._end}")
         return sorted(self._working, key=self._places.__getitem__)
 
     def _end_all(self, call: str, asked: Mapping[Future[Block], Rank]) -> None:

@@ -39,6 +39,7 @@ LOGGED = ("policy/grad_norm", "policy/grad_norm_vision", "policy/lr", "moe/aux_l
 def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
     config, family = offline_loop.resolve(config, "reward-model")
+    config = config.model_copy(update={"run": config.run.model_copy(update={"gpus": 1})})  # whatever the file says
     rows = rows_of(config, family)
     data = questions.require_rows(rows.load(config.data.train), "data.train")
     rows.check(data.samples)

@@ -76,7 +76,7 @@ class Replica:
     # -- for the thread that keeps the process --
 
     def start(self) -> Any:
-        return Child(self.module, log=self.log, environment=self.environment, largest=None)
+        return Child(self.module, log=self.log, environment=self.environment, largest=None, tied=True)
 
     def _keep(self) -> None:
         try:
@@ -87,7 +87,8 @@ class Replica:
             self._hear(self.child)
         except Exception as error:
             code = self.child.exit_code() if self.child else None
-            self._death = Died(f"{error} (exit code {code})" if code is not None else str(error))
+            how = {None: "", -9: " (killed: main memory may have run out)"}.get(code, f" (exit code {code})")
+            self._death = Died(f"{error}{how}")
             self.events.put((self, self._death))
         for answer in list(self._answers.values()):
             with suppress(Exception):  # it may have come
@@ -191,7 +192,7 @@ def rebuild_error(described: Mapping[str, str]) -> SaccadeError:
 
 
 def tail(log: Path) -> str:
-    if not log.is_file():  # of a process on a machine with another disk
+    if not log.is_file() or not log.stat().st_size:  # its machine may have another disk
         return ""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join([f"-- {log}:", *lines[-SHOWN_LINES:]])
