@@ -133,7 +133,7 @@ class StandIn(threading.Thread):
 
 
 def start_team(gpus: int, folder: Path) -> tuple[Team, list[StandIn]]:
-    settings = RankSettings(options={}, command="rl", folder=None, rank=0, size=gpus, port=0)
+    settings = RankSettings(options={}, command="rl", folder=None, cwd=".", rank=0, size=gpus, port=0)
     pairs = [socket.socketpair() for _ in range(gpus)]
     others = [StandIn(theirs) for _, theirs in pairs]
     starters = [

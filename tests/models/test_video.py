@@ -197,6 +197,6 @@ def test_a_video_travels_to_engines(family_of):
         prompt = family.render(ask(media, "x"))
         arrays: codec.Arrays = {}
         row = codec.encode(Request(key="a", ids=prompt.ids, media=prompt.media), arrays)
-        back = codec.decode(Request, *codec.unpack(codec.pack(row, arrays)))
+        back = codec.decode(Request, *codec.unpack(b"".join(codec.pack(row, arrays))))
         assert back.media == prompt.media
         assert np.array_equal(decode(back.media[0].media), decode(media))

@@ -143,7 +143,7 @@ def test_evaluation_and_rescoring(tmp_path, judged, fair, scenes, capsys):
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
     rows[0]["media"][0]["path"] = str(tmp_path / "gone.png")
     samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ConfigError, match=r"send_images: 1 of 8 pictures .*gone\.png"):
+    with pytest.raises(ConfigError, match=r"send_images: 1 of 8 images .*gone\.png"):
         evaluate.run(shown, out=tmp_path / "y", rescore=samples)
 
 
