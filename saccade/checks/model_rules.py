@@ -74,7 +74,7 @@ def own_weights(config: Config) -> Iterator[str]:
 
 
 def several_gpus(config: Config) -> Iterator[str]:
-    """What one process alone can do so far."""
+    """Refuses what runs on one GPU only."""
     if config.run.gpus > 1:
         if config.rollout.engine != "embedded" and not config.rollout.replicas:
             yield f"rollout.replicas: {config.rollout.engine} needs processes beside run.gpus; try rollout.replicas=1"

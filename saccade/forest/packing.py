@@ -72,7 +72,7 @@ def pack(
 
 
 def deal(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices for each part, in order: largest first to whoever has least."""
+    """Indices for each part, in order. The largest go first, each to the part that has least."""
     dealt: list[list[int]] = [[] for _ in range(parts)]
     given = [0] * parts
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

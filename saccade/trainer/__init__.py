@@ -60,8 +60,8 @@ class Trainer(Protocol):
         """What a step on these batches would report, without it."""
         ...
 
-    def repeats(self) -> Any:
-        """Layers of each kind that computed their activations again since the last call."""
+    def repeats(self) -> float:
+        """Share of the layers that computed their activations again since the last call."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...

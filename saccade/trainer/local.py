@@ -43,7 +43,7 @@ RANDOM = "random.safetensors"
 
 class LocalBackend:
     parts = 1  # processes that share the forests of a step
-    engine = None  # a process has one that reads the same tensors
+    engine = None  # the recipe makes one over the same tensors
     repeats_forests = True  # that ran out of memory; not where other processes wait for the next one
 
     def __init__(
@@ -258,7 +258,7 @@ class LocalBackend:
         if vision:
             known[f"{role}/grad_norm_vision"] = self.optimizer.norm(vision).item()
         known |= {f"{role}/lr": lr, "guard/nonfinite": not finite, f"{role}/update_skipped": not finite}
-        each = 1 / self.optimizer.world  # which all know the same
+        each = 1 / self.optimizer.world  # every process adds its share of what all know
         for name, value in known.items():
             metrics.add(name, value * each, each)
         metrics.add("mem/oom_splits", self.oom_splits, each)

@@ -41,8 +41,6 @@ from saccade.trainer.optimizer import Optimizer
 from saccade.trainer.optimizer_files import load_optimizer, optimizer_file
 from saccade.types import Batch, Metrics
 
-pytestmark = pytest.mark.xdist_group("divided")  # one pair of processes for all cases
-
 GRPO = AlgorithmConfig(preset="grpo", kl={"coef": 0})  # type: ignore[arg-type]
 POLICY = PolicyLoss(resolve(GRPO, max_tokens=64), Scoring())
 VISION, EXPERTS, TRAIN = "qwen2_5_vl", "mixtral", TrainConfig()

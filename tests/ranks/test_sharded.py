@@ -33,8 +33,6 @@ from tests.ranks import test_divided as divided
 from tests.ranks.test_divided import VISION, Case, equal, made, require_same_training
 from tests.ranks.test_ranks import STORED, require_alike, require_same_weights, sampled
 
-pytestmark = pytest.mark.xdist_group("sharded")  # one pair of processes for all cases
-
 forests = divided.forests
 NAMES = (
     *("text on one rank", "six and none", "no image anywhere", "only a tower"),

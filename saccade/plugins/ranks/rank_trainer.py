@@ -91,11 +91,8 @@ class RankTrainer:
         """`source` is the policy, which is on the same ranks."""
         self._ask("blend", [{"share": share}] * self.parts)
 
-    def repeats(self) -> Any:
+    def repeats(self) -> float:
         return self.engine.ask_first("repeats", part=self.part)
-
-    def prefetch(self, batches: Sequence[Batch]) -> None:
-        """Ranks do that themselves."""
 
     # -- weights and files --
 
