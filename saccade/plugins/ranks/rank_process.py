@@ -32,7 +32,7 @@ from saccade.models.load import gpu_peak_gb
 from saccade.plugins.engines.replicas.replica_process import Worker, describe_error
 from saccade.plugins.engines.weights import in_memory
 from saccade.plugins.ranks.loss_codec import decode_loss
-from saccade.plugins.ranks.team import RankSettings
+from saccade.plugins.ranks.team import RankSettings, sharing_a_gpu
 from saccade.recipes import model_setup
 from saccade.recipes.engines import settings_of
 from saccade.registry import HOOKS
@@ -224,7 +224,9 @@ class RankWorker(Worker):
 def join(settings: RankSettings) -> None:
     """Meet the other ranks."""
     store = distributed.TCPStore(settings.host, settings.port, is_master=False)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    gpu = torch.cuda.is_available() and f"{socket.gethostname()} {torch.cuda.get_device_properties(0).uuid}"
+    store.set(f"gpu-{settings.rank}", gpu or "")
+    backend = "gloo" if not gpu or sharing_a_gpu(store, settings.size) else "cpu:gloo,cuda:nccl"
     limit = timedelta(seconds=WAIT_LIMIT)
     distributed.init_process_group(backend, store=store, rank=settings.rank, world_size=settings.size, timeout=limit)
 

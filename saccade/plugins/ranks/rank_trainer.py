@@ -30,7 +30,7 @@ from saccade.models.load import freeze, pick_device, pick_dtype
 from saccade.plugins.engines.weights import Mapped
 from saccade.plugins.ranks.launchers import starters
 from saccade.plugins.ranks.loss_codec import encode_loss
-from saccade.plugins.ranks.team import RankSettings, Team
+from saccade.plugins.ranks.team import RankSettings, Team, sharing_a_gpu
 from saccade.registry import HOOKS
 from saccade.system.codec import decode
 from saccade.system.contents import File
@@ -193,6 +193,9 @@ def start_policy(config: Config, command: str, family: Family, folder: str | Non
         found = starters(config, settings, cuda, logs, held)
         team = Team(found, held.pop_all())
     team.store = store  # it lasts as long as the ranks
+    if shared := sharing_a_gpu(store, team.size):
+        slow = "they exchange through main memory (gloo), which is slow"
+        log.warning(f"ranks {', '.join(map(str, shared))} have a GPU in common: {slow}")
     log.info(
         f"{team.size} processes share the run, weights {config.train.layout} on each; they log to {logs}/rank-N.log"
     )

@@ -147,3 +147,9 @@ def _stack(rank: Rank) -> str:
     with suppress(Died, SaccadeError):
         return f"-- {rank.log.stem} was at:\n{rank.ask('stack', limit=STACK_LIMIT)}"
     return ""
+
+
+def sharing_a_gpu(store: Any, size: int) -> list[int]:
+    """Ranks that have the GPU of another one, by what each wrote into the store. Nccl refuses them, gloo does not."""
+    gpus = [store.get(f"gpu-{rank}") for rank in range(size)]
+    return [rank for rank, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]
