@@ -76,9 +76,9 @@ def test_the_house_stays_small() -> None:
     files = Path(__file__).parent.rglob("*.py")
     tests = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     of_ranks = sum(size for path, size in tests.items() if path.parent.name == "ranks")
-    assert sum(sizes.values()) <= 31_070
+    assert sum(sizes.values()) <= 31_251
     assert spine <= 13_387
-    assert of_ranks <= 1_000
+    assert of_ranks <= 1_030
     assert sum(tests.values()) - of_ranks <= 31_642
 
 

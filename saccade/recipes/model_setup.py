@@ -117,8 +117,8 @@ def learner(config: Config, model: Any, family: Family) -> LocalBackend:
 
 def backend_of(config: Config) -> type[LocalBackend]:
     """What holds a model, or the part of it that this process has."""
-    sharded = config.run.gpus > 1 and config.train.layout == "sharded"
-    return HOOKS["sharded_backend"] if sharded else LocalBackend
+    layout = config.train.layout
+    return LocalBackend if config.run.gpus == 1 or layout == "whole" else HOOKS[f"{layout}_backend"]
 
 
 def start_policy(run: Run, family: Family, *, attach: Callable[[Any], None] = lambda model: None) -> Trainer:

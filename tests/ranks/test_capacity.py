@@ -1,5 +1,7 @@
 """Memory of each GPU, seconds and efficiency where several share a run."""
 
+from functools import partial
+
 import pytest
 from typer.testing import CliRunner
 
@@ -35,9 +37,13 @@ def test_the_exchange_and_the_controller_cost_efficiency(large):
     assert 0.9 < eight.efficiency["prompts per GPU"] < 1
     assert 0.5 < eight.efficiency["prompts per step"] < eight.efficiency["prompts per GPU"]
     assert collective_seconds(16e9, 450.0, gpus=16) == pytest.approx(15 / (REACHED * NETWORK))
-    assert exchange_seconds("whole", 4.0, 2.0, updates=2, forests=8, compute=0.0) == 2 * (4 + 2)
-    sharded = exchange_seconds("sharded", 4.0, 2.0, updates=2, forests=8, compute=40.0)
+    second = 8 / 7 * REACHED * 450e9  # bytes of a collective of 8 GPUs
+    exchange = partial(exchange_seconds, sizes=(4 * second, 2 * second), link=450.0, updates=2, forests=8)
+    assert exchange("whole", gpus=8, compute=0.0) == pytest.approx(2 * (4 + 2))
+    sharded = exchange("sharded", gpus=8, compute=40.0)
     assert sharded == pytest.approx(2 + 8 * (4 + 2 * 2) - 40)  # whether it computes or waits
+    between = 2 * 6 * second / 2 / (REACHED * NETWORK * 1e9)  # two machines, each sends half
+    assert exchange("hybrid", gpus=16, compute=40.0) == pytest.approx(sharded + between)
     assert planned(large, H200, W1).efficiency == {}
     idle = planned(large, H200, W1, "run.gpus=64")
     assert idle.notes == ("train.prompts_per_step=16 leaves 48 of 64 GPUs idle",)
@@ -61,6 +67,10 @@ def test_a_sharded_model_is_divided_but_for_its_towers_and_the_copy_that_generat
         assert after[name] / before[name] == pytest.approx(towers + (1 - towers) / 8, rel=0.02)
     assert after["moments"] == before["moments"] and after["copy for generation"] == before["weights"]
     assert found.pace.seconds["exchange"] > 0.28 * found.pace.seconds["update"]
+    two = ("run.gpus=16", "train.prompts_per_step=256", "train.layout=hybrid")
+    hybrid = sizes(planned(shaped("7b"), H200, W1, *two))
+    assert all(hybrid[name] == pytest.approx(after[name]) for name in ("weights", "gradient sums"))
+    assert hybrid["moments"] == pytest.approx(after["moments"] / 2)
     tight = planned(shaped("7b"), devices.Device(name="tight", memory=50.0), W1, *options, "model.checkpointing=on")
     assert "train.layout=sharded" in tight.advice
 

@@ -156,9 +156,11 @@ def test_processes_that_are_started_elsewhere(tmp_path, recipe, alone, launcher,
     started, refused = [], []
     if launcher == "join":
         command = [sys.executable, "-m", "saccade", "rank", f"127.0.0.1:{port}"]
-        started = [subprocess.Popen(command) for _ in range(2)]
+        # Each on a machine of its own, with all weights there.
+        hosts = [{"SACCADE_HOST": f"machine-{number}"} for number in range(2)]
+        started = [subprocess.Popen(command, env=os.environ | host) for host in hosts]
         threading.Thread(target=knock, args=(port, refused)).start()
-    beside = {"rollout.replicas": int(launcher == "ray")}  # which generates with the weights of the ranks
+    beside: dict[str, Any] = {"train.layout": "hybrid"} if launcher == "join" else {"rollout.replicas": 1}
     rl.run(recipe(tmp_path, run__name="on", run__gpus=2, run__launcher=launcher, run__max_steps=2) | beside)
     assert [process.wait(60) for process in started] == [0] * len(started)
     assert len(refused) == (launcher == "join")

@@ -131,7 +131,7 @@ def resumed(folder: Path, rank: int, make: Any, family: Family, forests: Any) ->
 def results(tmp_path_factory: Any, family_of: Any, forests: dict[str, list[Batch]]) -> Any:
     """By case: what one process finds, and what each of two ranks finds; and their folder."""
     folder = tmp_path_factory.mktemp("sharded")
-    return *divided.beside_two_ranks(__name__, folder, family_of, forests, CASES), folder
+    return *divided.beside_ranks(__name__, folder, family_of, forests, CASES), folder
 
 
 @pytest.mark.parametrize("name", CASES)

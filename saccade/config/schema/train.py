@@ -26,9 +26,10 @@ SELECTING = When("generate.select not in ('all', 'correct')", "generate.select=t
 
 
 class TrainConfig(Section):
-    layout: Literal["whole", "sharded"] = option(
+    layout: Literal["whole", "sharded", "hybrid"] = option(
         "whole",
-        "On several GPUs: each holds the whole model, or a part of it (slower; for models that do not fit).",
+        "On several GPUs: each holds the whole model; a part of it (slower, for models that do not fit); or a part, "
+        "and each machine the whole.",
         when=When("run.gpus > 1", "run.gpus=2"),
         commands=("rl", "sft", "dpo"),
     )

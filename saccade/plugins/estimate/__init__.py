@@ -215,7 +215,7 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
         "model.lora.rank": _halves(model.lora.rank, SMALLEST_RANK),
         "rollout.max_tokens": _halves(plan.config.rollout.max_tokens, SHORTEST_RESPONSE),
         "data.max_pixels": _halves(data.max_pixels, smallest),
-        "train.layout": ["sharded"] if gpus > 1 and plan.layout == "whole" and model.train != "qlora" else [],
+        "train.layout": ["sharded"] if gpus > 1 and plan.layout != "sharded" and model.train != "qlora" else [],
         "run.gpus": more_gpus(gpus, plan.layout, model.train) if plan.device.is_gpu else [],
     }
     return {name: [f"{name}={value}" for value in values] for name, values in options.items() if values}

@@ -59,7 +59,7 @@ def preflight(config: Config, family: Family, samples: Sequence[Sample], *, devi
     not, and nothing can be said of a model that cannot be built without its weights.
     """
     device = device or devices.unoccupied(config.run.device)
-    if not device.is_gpu or not samples or config.train.layout == "sharded":  # counted is what one GPU holds
+    if not device.is_gpu or not samples or config.train.layout != "whole":  # counted is what one GPU holds
         return []
     try:
         found = estimate(config, device, family=family, samples=samples)

@@ -20,7 +20,7 @@ from saccade.plugins.estimate.flops import FROZEN, Meter
 from saccade.plugins.estimate.memory_items import GIB, Memory, beside_activations, layers_that_keep, total
 from saccade.plugins.estimate.shapes import shape_of
 from saccade.plugins.gpu.decode_state import FEW_ROWS
-from saccade.plugins.ranks.layouts import collective_seconds, controller_seconds, exchange_seconds
+from saccade.plugins.ranks.layouts import controller_seconds, exchange_seconds
 from saccade.system.devices import Device
 from saccade.trainer import Trainer
 from saccade.types import Batch, Group
@@ -188,8 +188,15 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     seconds["update"] = max(trained + moved / (bandwidth * REACHED["optimizer"]), layers * least["update"])
     if gpus > 1:
         forests = epochs * times * len(step.batches)
-        reduced, gathered = (collective_seconds(n * weights, device.link, gpus=gpus) for n in (4, plan.element))
-        seconds["exchange"] = exchange_seconds(plan.layout, reduced, gathered, updates, forests, seconds["update"])
+        seconds["exchange"] = exchange_seconds(
+            plan.layout,
+            (4 * weights, plan.element * weights),
+            device.link,
+            gpus=gpus,
+            updates=updates,
+            forests=forests,
+            compute=seconds["update"],
+        )
         seconds["controller"] = controller_seconds(made.sampled * times, gpus=gpus)
     return replace(pace, seconds=seconds)
 

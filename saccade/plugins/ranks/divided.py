@@ -12,13 +12,14 @@ float64 here and may differ as much, so that a clipped update does.
 
     backend = LocalBackend(model, family, TrainConfig(), optimizer=DividedOptimizer)
 
-Parameters that are sharded already (`sharded.py`), whose gradients come summed, are stepped where they lie.
+Parameters that are sharded already (`sharded.py`), whose gradients come summed, are stepped where they lie. Where each
+machine has all of them, the ranks that hold the same part divide it again, as all do with what is whole.
 """
 
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from saccade.config import TrainConfig
+from saccade.plugins.ranks.machines import agreed, grid
 from saccade.trainer.optimizer import Optimizer
 
 ALIGN = 64  # elements; kernels read several at once, and a stretch begins where no such read is cut
@@ -37,25 +39,40 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 @dataclass(frozen=True, kw_only=True)
 class _Flat:
-    """Parameters of one dtype, end to end."""
+    """Numbers of one dtype, end to end, of which each rank of a group steps one stretch."""
 
-    weights: Tensor  # [world * piece]
+    parts: Mapping[str, Tensor]  # what a rank holds of each parameter
     starts: Mapping[str, int]
-    piece: int
+    piece: int  # numbers of a stretch
+    group: Any = None  # of ranks that hold the same parts; None: all
+    weights: Tensor | None = None  # [ranks * piece], of which the parts are views; else they are where FSDP has them
+
+    @property
+    def low(self) -> int:
+        """Where the stretch of this rank begins."""
+        return dist.get_rank(self.group) * self.piece
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group) * self.piece
 
 
-def _flatten(parameters: Mapping[str, nn.Parameter], world: int) -> _Flat:
-    """Their numbers in one tensor, of which they become views."""
+def _laid(parts: Mapping[str, Tensor], group: Any = None) -> _Flat:
     starts, end = dict[str, int](), 0
-    for name, parameter in parameters.items():
+    for name, part in parts.items():
         starts[name] = end
-        end += _aligned(parameter.numel())
-    first, piece = next(iter(parameters.values())), _aligned(-(-end // world))
-    weights = torch.zeros(world * piece, dtype=first.dtype, device=first.device)
+        end += _aligned(part.numel())
+    return _Flat(parts=parts, starts=starts, piece=_aligned(-(-end // dist.get_world_size(group))), group=group)
+
+
+def _flatten(parameters: Mapping[str, nn.Parameter]) -> _Flat:
+    """Their numbers in one tensor, of which they become views."""
+    flat, first = _laid(parameters), next(iter(parameters.values()))
+    weights = torch.zeros(flat.size, dtype=first.dtype, device=first.device)
     for name, parameter in parameters.items():
-        view = weights[starts[name] :][: parameter.numel()].view(parameter.shape)
+        view = weights[flat.starts[name] :][: parameter.numel()].view(parameter.shape)
         parameter.data = view.copy_(parameter.data)
-    return _Flat(weights=weights, starts=starts, piece=piece)
+    return replace(flat, weights=weights)
 
 
 def _aligned(count: int) -> int:
@@ -68,25 +85,27 @@ class DividedOptimizer(Optimizer):
     ) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         named = {name: p for name, p in parameters if p.requires_grad}
-        self._sharded: dict[str, Any] = {name: p for name, p in named.items() if isinstance(p, DTensor)}
-        whole = {name: p for name, p in named.items() if name not in self._sharded}
-        kinds = dict.fromkeys(p.dtype for p in whole.values())
-        self._flats = [_flatten({n: p for n, p in whole.items() if p.dtype == kind}, self.world) for kind in kinds]
+        sharded: dict[str, Any] = {name: p for name, p in named.items() if isinstance(p, DTensor)}
+        held = {name: p.to_local().detach() for name, p in sharded.items()}
+        hybrid = any(p.device_mesh.size() < self.world for p in sharded.values())
+        self._alone = {} if hybrid else held  # parts that no other rank has
+        self._flats = [_flatten(parts) for parts in _by_dtype({n: p for n, p in named.items() if n not in sharded})]
+        for parts in _by_dtype(held) if hybrid else ():
+            group = grid(next(iter(parts.values())).device.type)["machines"].get_group()
+            self._flats.append(_laid(parts, group))
         self._ranges: dict[str, tuple[int, int]] = {}
         self._owned: dict[str, nn.Parameter] = {}
+        stretches = [(n, part, 0, part.numel()) for n, part in self._alone.items()]
         for flat in self._flats:
-            low, high = self.rank * flat.piece, (self.rank + 1) * flat.piece
-            for name, start in flat.starts.items():
-                first, end = max(low - start, 0), min(high - start, named[name].numel())
-                if first < end:
-                    self._ranges[name] = first, end
-                    self._owned[name] = nn.Parameter(flat.weights[start + first : start + end])
-        for name, sharded in self._sharded.items():
-            local, rows = sharded.to_local().detach(), -(-len(sharded) // self.world)
-            if local.numel():
-                first = self.rank * rows * (sharded.numel() // len(sharded))
-                self._ranges[name] = first, first + local.numel()
-                self._owned[name] = nn.Parameter(local)
+            stretches += [
+                (n, p, flat.low - flat.starts[n], flat.low - flat.starts[n] + flat.piece) for n, p in flat.parts.items()
+            ]
+        for name, part, low, high in stretches:
+            first, end = max(low, 0), min(high, part.numel())
+            if first < end:
+                self._owned[name] = nn.Parameter(part.detach().view(-1)[first:end])
+                begin = _begin(sharded[name]) if name in sharded else 0
+                self._ranges[name] = begin + first, begin + end
         self._sums: list[Tensor] = []  # as the flats, of one step
         self._stepped = False  # whether any rank has a gradient
         super().__init__(named.items(), config, lr_scale=lr_scale)
@@ -109,22 +128,26 @@ class DividedOptimizer(Optimizer):
         return int(agreed([super().updates()], dist.ReduceOp.MAX)[0])
 
     def same_everywhere(self) -> bool:
-        """Whether the trained weights of all ranks have equal bits, by their checksum."""
-        bits = sum(int(flat.weights.view(torch.int16).sum(dtype=torch.int64)) for flat in self._flats)
-        largest, smallest = agreed([bits, -bits], dist.ReduceOp.MAX)
-        return bool(largest == -smallest)
+        """Whether the trained weights of all ranks that hold them have equal bits, by their checksum."""
+        same = True
+        for flat in self._flats:
+            parts = flat.parts.values() if flat.weights is None else [flat.weights]
+            bits = sum(int(part.view(-1).view(torch.int16).sum(dtype=torch.int64)) for part in parts)
+            largest, smallest = agreed([bits, -bits], dist.ReduceOp.MAX, flat.group)
+            same &= bool(largest == -smallest)
+        return same
 
     def begin(self) -> None:
         self.clear()
         for flat in self._flats:
-            wide = torch.promote_types(flat.weights.dtype, torch.float32)
-            sums = torch.zeros_like(flat.weights, dtype=wide)
+            some = next(iter(flat.parts.values()))
+            sums = torch.zeros(flat.size, dtype=torch.promote_types(some.dtype, torch.float32), device=some.device)
             self._sums.append(sums)
             for name, start in flat.starts.items():
-                self._room[name] = sums[start:][: self.parameters[name].numel()].view_as(self.parameters[name])
-        for name, sharded in self._sharded.items():
-            if torch.promote_types(sharded.dtype, torch.float32) != sharded.dtype:
-                self._room[name] = torch.empty_like(sharded.to_local(), dtype=torch.float32)
+                self._room[name] = sums[start:][: flat.parts[name].numel()].view_as(flat.parts[name])
+        for name, part in self._alone.items():
+            if torch.promote_types(part.dtype, torch.float32) != part.dtype:
+                self._room[name] = torch.empty_like(part, dtype=torch.float32)
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         found = parameter.grad
@@ -140,17 +163,20 @@ class DividedOptimizer(Optimizer):
         *seen, bad = agreed(flags, dist.ReduceOp.MAX).tolist()
         anywhere = {name for name, one in zip(self.parameters, seen, strict=True) if one}
         everything, self._stepped = self._sums, bool(anywhere)
-        summed = {name: g for name, g in self.gradients.items() if name in self._sharded and name in self._owned}
+        summed = {name: g.view(-1) for name, g in self.gradients.items() if name in self._alone and name in self._owned}
         self.clear()
         self.gradients = summed
         for flat, sums in zip(self._flats, everything, strict=True):
-            mine, low = sums.new_empty(flat.piece), self.rank * flat.piece
-            _reduce_scatter(mine, sums)
-            for name, start in flat.starts.items():
-                if name in anywhere and name in self._ranges:
-                    first, end = (start + place - low for place in self._ranges[name])
-                    self.gradients[name] = mine[first:end]
+            mine = sums.new_empty(flat.piece)
+            _reduce_scatter(mine, sums, group=flat.group)
+            for name in anywhere & flat.starts.keys() & self._owned.keys():
+                self.gradients[name] = self._stretch(flat, name, mine)
         return not bad
+
+    def _stretch(self, flat: _Flat, name: str, mine: Tensor) -> Tensor:
+        """Of the numbers that this rank steps, those of a parameter."""
+        begins = max(flat.starts[name] - flat.low, 0)
+        return mine[begins:][: self._owned[name].numel()]
 
     def norm(self, names: Iterable[str] | None = None) -> Tensor:
         chosen = self.gradients if names is None else [n for n in names if n in self.gradients]
@@ -160,17 +186,31 @@ class DividedOptimizer(Optimizer):
         device = next(iter(self.parameters.values())).device
         return agreed([square], dist.ReduceOp.SUM)[0].sqrt().to(device, torch.float32)
 
+    @torch.no_grad()
     def step(self, lr: float, *, norm: Tensor) -> None:
         if self._stepped and not self.gradients:
             self._rule.step({}, lr)  # which counts the updates of all ranks
         super().step(lr, norm=norm)
         for flat in self._flats:
-            mine = flat.weights[self.rank * flat.piece :][: flat.piece]
-            _all_gather(flat.weights, mine.clone())
+            if flat.weights is not None:
+                mine = flat.weights[flat.low :][: flat.piece]
+                _all_gather(flat.weights, mine.clone())
+                continue
+            some = next(iter(flat.parts.values()))
+            mine, everything = some.new_empty(flat.piece), some.new_empty(flat.size)
+            for name in flat.starts.keys() & self._owned.keys():
+                self._stretch(flat, name, mine).copy_(self._owned[name])
+            _all_gather(everything, mine, group=flat.group)
+            for name, part in flat.parts.items():
+                part.copy_(everything[flat.starts[name] :][: part.numel()].view_as(part))
 
 
-def agreed(numbers: Iterable[float], how: Any) -> Tensor:
-    """One answer from the numbers of all ranks."""
-    answer = torch.tensor([*numbers], dtype=torch.float64)
-    dist.all_reduce(answer, op=how)
-    return answer
+def _by_dtype(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    kinds = dict.fromkeys(part.dtype for part in parts.values())
+    return [{name: part for name, part in parts.items() if part.dtype == kind} for kind in kinds]
+
+
+def _begin(sharded: DTensor) -> int:
+    """The first of its numbers that this rank holds."""
+    rows = -(-len(sharded) // sharded.device_mesh.size())
+    return sharded.device_mesh.get_local_rank() * rows * (sharded.numel() // len(sharded))

@@ -28,6 +28,8 @@ from saccade.config import Config
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.plugins.engines.replicas.replica import Replica
 from saccade.plugins.engines.replicas.replica_pool import placements, visible_gpus
+from saccade.plugins.ranks.machines import host_name
+from saccade.plugins.ranks.preflight import code_hash
 from saccade.plugins.ranks.team import Rank, RankSettings
 from saccade.system.process import Channel, Ended
 
@@ -201,7 +203,7 @@ def _greet(link: socket.socket, address: Any, token: str, came: list[tuple[Any, 
 
 
 def versions() -> dict[str, str]:
-    return {name: metadata.version(name) for name in COMPARED}
+    return {name: metadata.version(name) for name in COMPARED} | {"code": code_hash()}
 
 
 def run_rank(address: str, token: str | None = None) -> None:
@@ -223,9 +225,7 @@ def run_rank(address: str, token: str | None = None) -> None:
     from saccade.plugins.ranks.rank_process import serve
 
     channel = Channel(_connected(host, int(port)))
-    channel.send(
-        {"token": token, "host": socket.gethostname(), "pid": os.getpid(), "local": int(place), "versions": versions()}
-    )
+    channel.send({"token": token, "host": host_name(), "pid": os.getpid(), "local": int(place), "versions": versions()})
     for number in (signal.SIGINT, signal.SIGTERM):  # the run saves first, and its end is this one's
         signal.signal(number, signal.SIG_IGN)
     try:

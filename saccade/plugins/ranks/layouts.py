@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 class Layout(NamedTuple):
     divided: tuple[str, ...]  # among the ranks; the rest is whole on each
+    inside: tuple[str, ...] = ()  # of these, what is divided among the ranks of a machine only
     slower: float = 1.0  # factor of the seconds of an update, however fast the exchange is
 
 
 LAYOUTS: Mapping[str, Layout] = {  # by `train.layout`
     "whole": Layout(("state",)),
     "sharded": Layout(("state", "sums", "weights"), slower=1.28),  # one rank of 8 with a 7B, on one GPU
+    "hybrid": Layout(("state", "sums", "weights"), inside=("sums", "weights"), slower=1.28),
 }
 NODE = 8  # GPUs of a machine
 NETWORK = 50.0  # 1e9 bytes per second that a machine sends to others: one adapter of 400 Gb/s
@@ -31,7 +33,7 @@ def held(layout: str, kind: str, *, gpus: int, whole: float = 0.0) -> float:
     if kind not in LAYOUTS[layout].divided:
         return 1.0
     kept = 0.0 if kind == "state" else whole
-    return kept + (1 - kept) / gpus
+    return kept + (1 - kept) / (min(gpus, NODE) if kind in LAYOUTS[layout].inside else gpus)
 
 
 def prompts_of_a_rank(prompts: int, *, gpus: int) -> int:
@@ -48,17 +50,21 @@ def collective_seconds(size: float, link: float, *, gpus: int) -> float:
 
 
 def exchange_seconds(
-    layout: str, reduced: float, gathered: float, updates: float, forests: float, compute: float
+    layout: str, sizes: tuple[float, float], link: float, *, gpus: int, updates: float, forests: float, compute: float
 ) -> float:
-    """Of a step, from the seconds to reduce all gradient sums in fp32 and to gather all weights. `whole`: both, once
-    for each update. `sharded`: each forest gathers twice and reduces, of which counts what takes longer than to
-    `compute` all forests, which takes longer itself; the engine's copy is gathered once.
+    """Of a step. `sizes`: bytes of all gradient sums, which are reduced, and of all weights, which are gathered.
+    `whole`: both, once for each update. `sharded`: each forest gathers twice and reduces, of which counts what takes
+    longer than to `compute` all forests, which takes longer itself; the engine's copy is gathered once. `hybrid`: so
+    inside a machine, and between machines as `whole`.
     """
-    kind = LAYOUTS[layout]
+    kind, machines = LAYOUTS[layout], -(-gpus // NODE)
+    near = min(gpus, NODE) if kind.inside else gpus
+    reduced, gathered = (collective_seconds(size, link, gpus=near) for size in sizes)
     if "weights" not in kind.divided:
         return updates * (reduced + gathered)
     waiting = max(0.0, forests * (reduced + 2 * gathered) - kind.slower * compute)
-    return gathered + (kind.slower - 1) * compute + waiting
+    far = sum(collective_seconds(size, NETWORK, gpus=machines) for size in sizes) if kind.inside else 0.0
+    return gathered + (kind.slower - 1) * compute + waiting + updates * far
 
 
 def more_gpus(gpus: int, layout: str, train: str) -> list[str]:

@@ -8,7 +8,6 @@ The main thread trains and drives the engine, as a replica's does; files are wri
 
 import os
 import queue
-import socket
 import sys
 import threading
 import traceback
@@ -28,11 +27,13 @@ from saccade.config import load
 from saccade.engines import Capabilities, Engine
 from saccade.engines.builders import build
 from saccade.errors import EnvironmentProblem, SaccadeError, TrainingError
-from saccade.models.load import gpu_peak_gb
+from saccade.models.load import gpu_peak_gb, pick_dtype
 from saccade.plugins.engines.replicas.replica_process import Worker, describe_error
 from saccade.plugins.engines.weights import in_memory
+from saccade.plugins.ranks import preflight
 from saccade.plugins.ranks.loss_codec import decode_loss
-from saccade.plugins.ranks.team import RankSettings, sharing_a_gpu
+from saccade.plugins.ranks.machines import host_name
+from saccade.plugins.ranks.team import RankSettings
 from saccade.recipes import model_setup
 from saccade.recipes.engines import settings_of
 from saccade.registry import HOOKS
@@ -79,12 +80,16 @@ class RankWorker(Worker):
         self.settings = settings
         self.config = load(settings.options, command=settings.command)
         model_setup.quiet_libraries()
+        preflight.require_sum(device := model_setup.device_of(self.config))
+        preflight.require_seen(settings.seen, settings.rank)
         family = model_setup.family_of(self.config, model_setup.start_folder(self.config))
+        each = 0.5 if self.config.model.train == "qlora" else pick_dtype(self.config.model.dtype, device).itemsize
+        preflight.require_room(Path(family.path), each, device)
         model = model_setup.load_policy(self.config, family, folder=settings.folder)
         self.family, self.policy = family, model_setup.learner(self.config, model, family)
         self.parts: dict[str, Any] = {"policy": self.policy}
         self.algorithm = algorithm_of(self.config) if settings.command == "rl" else None
-        self.sharded = self.config.train.layout == "sharded"
+        self.sharded = self.config.train.layout != "whole"
         self.copy: Any = None  # of a sharded model, whole, to generate with
         engine: Any = NoEngine() if self.sharded else self._engine_over(model)
         super().__init__(engine, channel)
@@ -224,9 +229,10 @@ class RankWorker(Worker):
 def join(settings: RankSettings) -> None:
     """Meet the other ranks."""
     store = distributed.TCPStore(settings.host, settings.port, is_master=False)
-    gpu = torch.cuda.is_available() and f"{socket.gethostname()} {torch.cuda.get_device_properties(0).uuid}"
+    gpu = torch.cuda.is_available() and f"{host_name()} {torch.cuda.get_device_properties(0).uuid}"
     store.set(f"gpu-{settings.rank}", gpu or "")
-    backend = "gloo" if not gpu or sharing_a_gpu(store, settings.size) else "cpu:gloo,cuda:nccl"
+    shared = preflight.meet(store, settings.size)
+    backend = "gloo" if not gpu or shared else "cpu:gloo,cuda:nccl"
     limit = timedelta(seconds=WAIT_LIMIT)
     distributed.init_process_group(backend, store=store, rank=settings.rank, world_size=settings.size, timeout=limit)
 
@@ -247,7 +253,7 @@ def serve(channel: Channel, started: Mapping[str, Any] | None = None, host: str 
         join(settings)
         worker = RankWorker(settings, channel)
     except SaccadeError as error:
-        error.args = (f"rank {settings.rank} on {socket.gethostname()}: {error}",)
+        error.args = (f"rank {settings.rank} on {host_name()}: {error}",)
         channel.send({"failed": describe_error(error)})
         sys.exit(error.exit_code)
     channel.send({"ready": True})

@@ -30,7 +30,8 @@ from saccade.models.load import freeze, pick_device, pick_dtype
 from saccade.plugins.engines.weights import Mapped
 from saccade.plugins.ranks.launchers import starters
 from saccade.plugins.ranks.loss_codec import encode_loss
-from saccade.plugins.ranks.team import RankSettings, Team, sharing_a_gpu
+from saccade.plugins.ranks.preflight import MARK, look, meet
+from saccade.plugins.ranks.team import RankSettings, Team
 from saccade.registry import HOOKS
 from saccade.system.codec import decode
 from saccade.system.contents import File
@@ -180,20 +181,22 @@ def start_policy(config: Config, command: str, family: Family, folder: str | Non
     store = distributed.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
+    options = config.model_dump(mode="json", exclude_unset=True)
     settings = RankSettings(
-        options=config.model_dump(mode="json", exclude_unset=True),
+        options=options,
         command=command,
         folder=folder,
         cwd=os.getcwd(),
         rank=0,
         size=config.run.gpus,
         port=port,
+        seen=look(options, family.path, logs),
     )
     with ExitStack() as held:
-        found = starters(config, settings, cuda, logs, held)
-        team = Team(found, held.pop_all())
+        held.callback((logs / MARK).unlink, missing_ok=True)
+        team = Team(starters(config, settings, cuda, logs, held), held.pop_all())
     team.store = store  # it lasts as long as the ranks
-    if shared := sharing_a_gpu(store, team.size):
+    if shared := meet(store, team.size):
         slow = "they exchange through main memory (gloo), which is slow"
         log.warning(f"ranks {', '.join(map(str, shared))} have a GPU in common: {slow}")
     log.info(

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -32,7 +32,7 @@ from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.files import require_same
 from saccade.models.heads import blocks_of
-from saccade.plugins.ranks.divided import agreed
+from saccade.plugins.ranks.machines import agreed, grid
 from saccade.system.contents import File, on_host, tensor_file
 from saccade.trainer import OWN, Loss, Objective, Reader, Scoring, model_state
 from saccade.trainer.local import AVERAGE, WEIGHTS, LocalBackend
@@ -51,14 +51,14 @@ class _Root(nn.Module):
         return call(*arguments, **options)
 
 
-def shard(model: Any, family: Family) -> Any:
+def shard(model: Any, family: Family, mesh: DeviceMesh) -> Any:
     """The root of the model, whose layers and other weights of the language model are sharded in place."""
     embedding = model.get_input_embeddings()
-    kind, device = embedding.weight.dtype, embedding.weight.device
+    kind = embedding.weight.dtype
     towers = [p for name, p in model.named_parameters() if family.tower_of(name) != "llm"]
     others = [p for p in model.parameters() if p.dtype != kind]  # a group of FSDP has one dtype
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
         "ignored_params": {*towers, *others, *lora.adapters(model).values()},
     }
@@ -132,12 +132,15 @@ class ShardedBackend(LocalBackend):
     """Every method that reads the model or its weights is called on all ranks at once."""
 
     repeats_forests = False
+    hybrid = False  # sharded inside each machine
 
     def __init__(self, model: nn.Module, family: Family, train: TrainConfig | None = None, **options: Any) -> None:
         if train is None:
             model.requires_grad_(False)
         self.rank = dist.get_rank()
-        self.root = shard(model, family)
+        kind = next(model.parameters()).device.type
+        self.mesh = grid(kind)["gpus"] if self.hybrid else init_device_mesh(kind, (dist.get_world_size(),))
+        self.root = shard(model, family, self.mesh)
         super().__init__(model, family, train, **options)
 
     # -- forests --
@@ -165,8 +168,8 @@ class ShardedBackend(LocalBackend):
         return self.root(super().read_values, batch, places)
 
     def _filled(self, batches: Sequence[Batch]) -> list[Batch]:
-        """As many forests as the rank with most has."""
-        most = int(agreed([len(batches)], dist.ReduceOp.MAX)[0])
+        """As many forests as the rank with most has, of those that wait for each other."""
+        most = int(agreed([len(batches)], dist.ReduceOp.MAX, self.mesh.get_group())[0])
         return [*batches, *[_empty(self.family.axes)] * (most - len(batches))]
 
     @contextmanager
@@ -236,8 +239,9 @@ class ShardedBackend(LocalBackend):
 
     def _cut(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The rows of this rank."""
-        rows = {n: -(-len(p) // dist.get_world_size()) for n, p in self.model.named_parameters() if _is_sharded(p)}
-        return {n: t[self.rank * rows[n] :][: rows[n]] if n in rows else t for n, t in stored.items()}
+        place, size = self.mesh.get_local_rank(), self.mesh.size()
+        rows = {n: -(-len(p) // size) for n, p in self.model.named_parameters() if _is_sharded(p)}
+        return {n: t[place * rows[n] :][: rows[n]] if n in rows else t for n, t in stored.items()}
 
     def state_files(self, *, copy: bool = False) -> Iterator[File]:
         if self._weights_are_state:
@@ -248,12 +252,18 @@ class ShardedBackend(LocalBackend):
             yield optimizer_file(self.optimizer, copy=copy)
 
 
+class HybridBackend(ShardedBackend):
+    """Each machine has all weights, sharded over its GPUs: forward and backward wait for no other machine."""
+
+    hybrid = True
+
+
 def _is_sharded(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor)
 
 
 def _whole(part: Tensor) -> Tensor:
-    """All ranks gather it."""
+    """All ranks of a mesh gather it."""
     part = part.detach()
     return part.full_tensor() if isinstance(part, DTensor) else part
 

@@ -12,7 +12,7 @@ error of any ends all of them.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from saccade.engines import WeightSource
@@ -38,6 +38,7 @@ class RankSettings:
     rank: int
     size: int  # how many ranks there are
     port: int  # where they find each other, on the host of the controller
+    seen: Mapping[str, Any] = field(default_factory=dict)  # of files, by the controller
     host: str = "127.0.0.1"
     log: str | None = None  # where a rank that was started elsewhere writes, if it sees that folder
 
@@ -147,9 +148,3 @@ def _stack(rank: Rank) -> str:
     with suppress(Died, SaccadeError):
         return f"-- {rank.log.stem} was at:\n{rank.ask('stack', limit=STACK_LIMIT)}"
     return ""
-
-
-def sharing_a_gpu(store: Any, size: int) -> list[int]:
-    """Ranks that have the GPU of another one, by what each wrote into the store. Nccl refuses them, gloo does not."""
-    gpus = [store.get(f"gpu-{rank}") for rank in range(size)]
-    return [rank for rank, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]

@@ -1,0 +1,46 @@
+"""Which ranks share a machine, and what all of them agree on.
+
+>>> grid("cuda").shape
+(2, 8)
+"""
+
+import os
+import socket
+import zlib
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from saccade.errors import EnvironmentProblem
+
+HOST = "SACCADE_HOST"  # how this machine is called instead, where several have one name
+
+
+def host_name() -> str:
+    return os.environ.get(HOST) or socket.gethostname()
+
+
+def agreed(numbers: Iterable[float], how: Any, group: Any = None) -> Tensor:
+    """One answer from the numbers of all ranks, or of a group."""
+    answer = torch.tensor([*numbers], dtype=torch.float64)
+    dist.all_reduce(answer, op=how, group=group)
+    return answer
+
+
+@cache
+def grid(device: str) -> DeviceMesh:
+    """Ranks as `machines` x `gpus` of a machine; all ranks ask for it together."""
+    mine, name = dist.get_rank(), zlib.crc32(host_name().encode())
+    hosts = agreed([name * (rank == mine) for rank in range(dist.get_world_size())], dist.ReduceOp.SUM).tolist()
+    rows = [[rank for rank, host in enumerate(hosts) if host == one] for one in dict.fromkeys(hosts)]
+    if len(sizes := set(map(len, rows))) > 1:
+        seen = " and ".join(map(str, sorted(sizes)))
+        raise EnvironmentProblem(
+            f"train.layout=hybrid: machines have {seen} processes; use as many on each, or train.layout=sharded"
+        )
+    return DeviceMesh(device, torch.tensor(rows), mesh_dim_names=("machines", "gpus"))

@@ -1,0 +1,130 @@
+"""Before a rank reads weights: whether it meets the others, their GPUs can sum, and it sees the files and has the
+memory that the run needs. Who calls adds the rank and its machine to an error.
+
+    seen = look(options, family.path, run.path)     # in the controller
+    require_seen(seen, 3)                           # in rank 3
+"""
+
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import saccade
+from saccade.errors import EnvironmentProblem
+from saccade.models.files import fingerprint, header_of, shards
+from saccade.system.devices import free_bytes
+from saccade.system.disk import refusal
+
+MEET_LIMIT = 300.0  # seconds from the first rank to the last, which may read the same libraries from a slow disk
+SUM_LIMIT = 120.0  # seconds of the first collective, which opens the connections
+SEEN_LIMIT = 30.0  # seconds until a file that was just written is seen through a network
+MARK = ".seen-by-ranks"
+
+
+def code_hash(root: Path = Path(saccade.__file__).parent) -> str:
+    """Of the files of a package; an installed version may have been edited."""
+    found = hashlib.sha256()
+    for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".yaml")):
+        found.update(str(path.relative_to(root)).encode() + b"\n" + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def look(options: Mapping[str, Any], model: str, logs: Path) -> dict[str, Any]:
+    """What this machine sees, for `require_seen`; `logs` gets a file to be found."""
+    paths = [model, *(text for text in _texts(options) if os.sep in text and os.path.exists(text))]
+    mark = secrets.token_hex(8)
+    (logs / MARK).write_text(mark, encoding="utf-8")
+    return {
+        "paths": [os.path.abspath(path) for path in paths],
+        "weights": fingerprint(Path(model)),
+        "logs": os.path.abspath(logs),
+        "mark": mark,
+    }
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(one)
+
+
+def require_seen(seen: Mapping[str, Any], rank: int) -> None:
+    """Refuse a machine with other files than those of the controller."""
+    for path in seen["paths"]:
+        if not os.path.exists(path):
+            raise EnvironmentProblem(f"{path} is not there; all machines must see the same paths")
+    if fingerprint(Path(seen["paths"][0])) != seen["weights"]:
+        raise EnvironmentProblem(
+            f"model.path: {seen['paths'][0]} has other weights than that of the run; copy it again"
+        )
+    logs, end = Path(seen["logs"]), time.monotonic() + SEEN_LIMIT
+    while not _is_marked(logs, seen["mark"]):
+        if time.monotonic() > end:
+            raise EnvironmentProblem(
+                f"run.out: {logs} is another folder here; use one on a disk that all machines share"
+            )
+        time.sleep(0.5)
+    try:
+        mine = logs / f"{MARK}-{rank}"
+        mine.touch()
+        mine.unlink()
+    except OSError as error:
+        raise EnvironmentProblem(f"run.out: {logs}: {refusal(error) or error}") from error
+
+
+def _is_marked(logs: Path, mark: str) -> bool:
+    file = logs / MARK
+    return file.is_file() and file.read_text(encoding="utf-8") == mark
+
+
+def require_room(folder: Path, bytes_each: float, device: torch.device) -> None:
+    """Refuse a GPU that has no room for the weights alone."""
+    if device.type != "cuda":
+        return
+    headers = [found for name in shards(folder) if isinstance(found := header_of(folder / name), dict)]
+    numbers = sum(torch.Size(entry["shape"]).numel() for header in headers for entry in header.values())
+    needed, free = numbers * bytes_each, free_bytes(device)
+    if needed > free:
+        have = f"{free / 2**30:.1f} GiB of the GPU are free, and the weights alone take {needed / 2**30:.1f}"
+        raise EnvironmentProblem(f"{have}; end what else runs there, `nvidia-smi` shows it")
+
+
+def meet(store: Any, size: int, limit: float = MEET_LIMIT) -> list[int]:
+    """Wait for all ranks, each of which has written the name of its GPU. Returns those that have the GPU of another
+    one, which nccl refuses and gloo does not.
+    """
+    keys = [f"gpu-{rank}" for rank in range(size)]
+    try:
+        store.wait(keys, timedelta(seconds=limit))
+    except RuntimeError:
+        absent = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        raise EnvironmentProblem(f"rank {absent} did not come within {limit:g} s; its log says why") from None
+    gpus = [store.get(key) for key in keys]
+    if not all(gpus) and any(gpus):
+        blind = ", ".join(str(rank) for rank, gpu in enumerate(gpus) if not gpu)
+        raise EnvironmentProblem(f"rank {blind} sees no GPU, others do; `nvidia-smi` shows why")
+    return [rank for rank, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]
+
+
+def require_sum(device: torch.device, limit: float = SUM_LIMIT) -> None:
+    """A first sum over all ranks, where they compute."""
+    number = torch.ones((), device=device)
+    try:
+        dist.all_reduce(number, async_op=True).wait(timedelta(seconds=limit))
+        found = number.item()
+    except RuntimeError as error:
+        text = f"a sum over all ranks on {device.type} failed or took more than {limit:g} s"
+        hint = "with several networks set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO logs more"
+        raise EnvironmentProblem(f"{text} ({error}); {hint}") from error
+    if found != dist.get_world_size():
+        raise EnvironmentProblem(f"the ones of {dist.get_world_size()} ranks sum up to {found:g}; check the GPU")

@@ -1,0 +1,87 @@
+"""What stops a run on several GPUs before weights are read: other code, other files, ranks that do not come."""
+
+import shutil
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from saccade.errors import EnvironmentProblem
+from saccade.plugins.ranks import launchers, preflight
+from saccade.plugins.ranks.team import RankSettings
+from saccade.system.process import Channel
+
+
+def test_an_edited_file_changes_the_hash_of_the_code(tmp_path: Path) -> None:
+    source = Path(preflight.__file__).parent
+    shutil.copytree(source, tmp_path / "ranks")
+    assert preflight.code_hash(tmp_path / "ranks") == preflight.code_hash(source)
+    with (tmp_path / "ranks" / "divided.py").open("a") as file:
+        file.write("\n")
+    assert preflight.code_hash(tmp_path / "ranks") != preflight.code_hash(source)
+
+
+def test_a_machine_with_other_code_is_refused_by_name(tmp_path: Path) -> None:
+    def knock(port: int, code: dict[str, str]) -> Channel:
+        channel = Channel(socket.create_connection(("127.0.0.1", port)))
+        versions = launchers.versions() | code
+        channel.send({"token": "t", "host": "far" if code else "near", "pid": 1, "local": 0, "versions": versions})
+        return channel
+
+    settings = RankSettings(options={}, command="rl", folder=None, cwd="", rank=0, size=2, port=0)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        links = [knock(door.getsockname()[1], code) for code in ({}, {"code": "0123456789ab"})]
+        with pytest.raises(
+            EnvironmentProblem, match=r"far has .*'code': '0123456789ab'.*, this machine .*; install alike"
+        ):
+            launchers._joined(door, settings, "t", tmp_path)
+    assert len(links) == 2
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_ranks_that_do_not_come_are_named(store: TCPStore) -> None:
+    store.set("gpu-1", "")
+    with pytest.raises(EnvironmentProblem, match=r"rank 0, 2 did not come within 0\.2 s"):
+        preflight.meet(store, 3, limit=0.2)
+    others = TCPStore("127.0.0.1", store.port, is_master=False)
+    threading.Timer(0.2, lambda: [others.set(f"gpu-{rank}", "") for rank in (0, 2)]).start()
+    assert preflight.meet(store, 3, limit=30) == []
+
+
+def test_ranks_with_the_gpu_of_another_one_are_found(store: TCPStore) -> None:
+    for rank, gpu in enumerate(("node-1 a", "node-1 b", "node-1 a", "node-2 a")):
+        store.set(f"gpu-{rank}", gpu)
+    assert preflight.meet(store, 4) == [0, 2]
+    store.set("gpu-3", "")
+    with pytest.raises(EnvironmentProblem, match="rank 3 sees no GPU, others do"):
+        preflight.meet(store, 4)
+
+
+def test_a_machine_with_other_files_is_refused(tmp_path: Path, family_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "SEEN_LIMIT", 0.1)
+    model, logs, rows = tmp_path / "model", tmp_path / "run", tmp_path / "rows.jsonl"
+    shutil.copytree(family_of("qwen2_5_vl").path, model)
+    logs.mkdir()
+    rows.write_text("")
+    options = {"data": {"train": [{"path": str(rows)}]}, "run": {"name": "run"}, "reward": {"terms": ["a/b"]}}
+    seen = preflight.look(options, str(model), logs)
+    preflight.require_seen(seen, 0)
+    assert [path.name for path in logs.iterdir()] == [preflight.MARK]
+    rows.unlink()
+    with pytest.raises(EnvironmentProblem, match=r"rows\.jsonl is not there; all machines must see the same paths"):
+        preflight.require_seen(seen, 0)
+    rows.touch()
+    (logs / preflight.MARK).write_text("of another run")
+    with pytest.raises(EnvironmentProblem, match=r"run\.out: .* is another folder here"):
+        preflight.require_seen(seen, 0)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(EnvironmentProblem, match=r"model\.path: .*/model has other weights than that of the run"):
+        preflight.require_seen(seen, 0)
