@@ -20,7 +20,7 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.plugins.preferences import dpo
-from saccade.plugins.ranks import launchers
+from saccade.plugins.ranks import launchers, team
 from saccade.plugins.ranks.rank_trainer import RankTrainer
 from saccade.recipes import rl, sft
 from saccade.run.loggers import read_metrics
@@ -77,7 +77,7 @@ def test_two_ranks_have_the_tokens_the_numbers_and_the_weights_of_one_process(re
         require_same_weights(*(tensors(run / "checkpoints" / "step-4" / place) for run in (two, alone)))
 
 
-def test_a_run_goes_on_with_another_number_of_ranks_and_starts_again_when_one_is_killed(
+def test_a_run_goes_on_with_another_number_of_ranks_and_starts_again_when_one_is_killed_or_halted(
     recipe, alone, tmp_path, tensors, monkeypatch
 ):
     def options(**more: Any) -> dict[str, Any]:
@@ -91,16 +91,23 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_starts_again_when_one_is
         if len(calls) == 1:  # what cannot be written ends no rank
             with pytest.raises(EnvironmentProblem, match="/nowhere/model"):
                 dict(self.model_files())[""](Path("/nowhere/model"))
-        if len(calls) == 2:  # the last update of step 3
-            os.kill(max(self.engine._places, key=self.engine._places.get).child.popen.pid, signal.SIGKILL)
+        # Each time the last update of step 3.
+        if how := {2: signal.SIGKILL, 4: signal.SIGSTOP}.get(len(calls)):
+            os.kill(max(self.engine._places, key=self.engine._places.get).child.popen.pid, how)
+        if len(calls) == 4:
+            with monkeypatch.context() as patch:
+                patch.setattr(team, "STALL_LEAST", 5.0)
+                patch.setattr(team, "STALL_FACTOR", 0.0)
+                return train_step(self, *arguments, **more)
         return train_step(self, *arguments, **more)
 
     monkeypatch.setattr(RankTrainer, "train_step", killing)
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(load(options(run__max_steps=3)).model_dump(mode="json", exclude_unset=True)))
-    done = CliRunner().invoke(app, ["rl", str(file), "run.gpus=2", "run.restarts=1"], env={"COLUMNS": "300"})
-    assert done.exit_code == 0 and len(calls) == 4, done.output
-    for text in ("rank-1 failed in train_step", "step 2 is saved in", "run.restarts: 0 left"):
+    done = CliRunner().invoke(app, ["rl", str(file), "run.gpus=2", "run.restarts=2"], env={"COLUMNS": "300"})
+    assert done.exit_code == 0 and len(calls) == 6, done.output
+    stalled = ("rank-0, rank-1: no answer to train_step for 5 s", "rank-0 was at", "rank-1 does not say where it is")
+    for text in ("rank-1 failed in train_step", "step 2 is saved in", *stalled, "run.restarts: 0 left"):
         assert text in done.output
     rl.run(options())
     assert sampled(tmp_path / "on") == sampled(alone)

@@ -9,9 +9,10 @@ error of any ends all of them.
     team.ask_all("update_weights", [{"version": 1}] * team.size)
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +25,10 @@ from saccade.system.process import Block
 from saccade.types import Completion
 
 STACK_LIMIT = 5.0  # seconds to say where a process is
-CALL_LIMIT = 24 * 3600.0  # seconds of one call; a rank that waits for a dead one gives up sooner, see `rank_process`
+CALL_LIMIT = 24 * 3600.0  # seconds of a call to one rank, to write files as well
+# A call to all ranks has stalled after so many seconds and after so many times the longest of its kind. The first of
+# its kind has the limit of collectives (`rank_process`): it may compile kernels, and nobody knows how large it is.
+STALL_LEAST, STALL_FACTOR, STALL_FIRST = 120.0, 10.0, 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,7 @@ class RankSettings:
 
 
 class Rank(Replica):
-    module, step_limit = "saccade.plugins.ranks.rank_process", CALL_LIMIT
+    module = "saccade.plugins.ranks.rank_process"
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Block:
         """What the rank answers. Forests under `batches` travel with the files they need."""
@@ -62,6 +66,7 @@ class Team(Replicas):
         """`held` is closed at the end: what the ranks need beside themselves."""
         self.size, self._held = len(starters), held
         self._end: Exception | None = None  # why the ranks are gone
+        self._longest: dict[str, float] = {}  # seconds, by call
         super().__init__(starters)
         self._capabilities = replace(self._capabilities, shares_weights=True)
         self._working, self._ready = self._ready, []
@@ -73,12 +78,13 @@ class Team(Replicas):
 
     def ask_all(self, call: str, arguments: Iterable[Mapping[str, Any]]) -> list[Block]:
         """The answers of all ranks, each with its arguments."""
-        ranks = self._alive()
+        ranks, longest, began = self._alive(), self._longest.get(call), time.monotonic()
+        limit = STALL_FIRST if longest is None else max(STALL_LEAST, STALL_FACTOR * longest)
         with ThreadPoolExecutor(self.size) as pool:
             asked = {pool.submit(rank.call, call, given): rank for rank, given in zip(ranks, arguments, strict=True)}
-            wait(asked, return_when=FIRST_EXCEPTION)
-            if any(answer.done() and answer.exception() for answer in asked):
-                self._end_all(call, asked)
+            if wait(asked, limit, return_when=FIRST_EXCEPTION).not_done or any(one.exception() for one in asked):
+                self._end_all(call, asked, limit)
+        self._longest[call] = max(longest or 0.0, time.monotonic() - began)
         return [answer.result() for answer in asked]
 
     def ask_each(self, call: str, arguments: Mapping[str, Any]) -> None:
@@ -112,39 +118,42 @@ class Team(Replicas):
             raise RankLost(f"the processes of this run have ended: {self._end}")
         return sorted(self._working, key=self._places.__getitem__)
 
-    def _end_all(self, call: str, asked: Mapping[Future[Block], Rank]) -> None:
-        """Raises the first error, with where the other ranks were; they may wait for ever."""
-        failed, rank = next((f, rank) for f, rank in asked.items() if f.done() and f.exception())
-        error = failed.exception()
-        others = [one for future, one in asked.items() if not future.done()]
-        stacks = [text for one in others if (text := _stack(one))]
-        assert isinstance(error, Exception)
-        self._kill_all(error)
+    def _end_all(self, call: str, asked: Mapping[Future[Block], Rank], limit: float) -> None:
+        """Raises the first error, or that there is no answer within the limit, with where the other ranks are."""
+        failed = next(((rank, error) for one, rank in asked.items() if one.done() and (error := one.exception())), None)
+        late = [rank for one, rank in asked.items() if not one.done()]
+        with ThreadPoolExecutor(self.size) as pool:
+            where = "\n".join(pool.map(_stack, late))
+        if failed is None:
+            names = ", ".join(rank.log.stem for rank in late)
+            raise self._kill_all(RankLost(f"{names}: no answer to {call} for {limit:.0f} s\n{where}"))
+        rank, error = failed
         if isinstance(error, SaccadeError):
             error.args = (f"{rank.log.stem}: {error}",)
-            raise error
-        where = "\n".join(stacks)
-        raise RankLost(f"{rank.log.stem} failed in {call}: {error}\n{tail(rank.log)}\n{where}".rstrip())
+            raise self._kill_all(error)
+        text = f"{rank.log.stem} failed in {call}: {error}\n{tail(rank.log)}\n{where}"
+        raise self._kill_all(RankLost(text.rstrip()))
 
     def _lose(self, engine: Replica, death: Exception) -> None:
         """No rank can go on without the others."""
-        self._kill_all(death)
-        raise RankLost(f"{engine.log.stem} died: {death}\n{tail(engine.log)}")
+        raise self._kill_all(RankLost(f"{engine.log.stem} died: {death}\n{tail(engine.log)}"))
 
     def close(self) -> None:
         super().close()
         self._held.close()
 
-    def _kill_all(self, why: Exception) -> None:
+    def _kill_all(self, why: Exception) -> Exception:
         self._end = why
         for rank in self._places:
             rank.kill()
         for part in (self._places, self._ready, self._working):
             part.clear()
+        return why
 
 
-def _stack(rank: Rank) -> str:
+def _stack(rank: Replica) -> str:
     """Where its main thread is."""
-    with suppress(Died, SaccadeError):
+    try:
         return f"-- {rank.log.stem} was at:\n{rank.ask('stack', limit=STACK_LIMIT)}"
-    return ""
+    except (Died, SaccadeError) as error:
+        return f"-- {rank.log.stem} does not say where it is ({error})"

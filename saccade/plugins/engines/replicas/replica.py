@@ -50,7 +50,7 @@ class Replica:
     It is ready after the event READY.
     """
 
-    module, step_limit = "saccade.plugins.engines.replicas.replica_process", STEP_LIMIT
+    module = "saccade.plugins.engines.replicas.replica_process"
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Replica:
             elif "ready" in row:
                 self._ready = True
                 self.events.put((self, READY))
-            elif row["busy_s"] > self.step_limit:
+            elif row["busy_s"] > STEP_LIMIT and not self._answers:  # a call has a limit of its own
                 raise Died(f"its engine has not moved for {row['busy_s']:.0f} s")
 
     # -- for the caller's thread --
