@@ -56,7 +56,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("hooks", "evaluation.breakdown", "breakdown=Breakdown"),
     ("hooks", "families.tiny", "tiny_model=build"),
     ("hooks", "imitation.imitation_sources", "demonstrations=Demonstrations reward_tagged asking_for_the_best"),
-    ("hooks", "imitation.imitation_sources", "teacher=load_teacher distillation=DistillationLoss"),
+    ("hooks", "imitation.imitation_sources", "teacher=teacher_of distillation=DistillationLoss"),
     ("hooks", "judges.judge", "judge=Judge"),
     ("hooks", "loggers.live_display", "live_display=LiveDisplay"),
     ("hooks", "preferences.mappings", "mapped_rows=mapped"),

@@ -121,6 +121,9 @@ def test_eval_takes_the_file_of_a_training_run(rows):
     check(config(rows, "rollout.memory_share=0.4", "rollout.parity_max=0.1"), "eval")
     with pytest.raises(ConfigError, match=r"data\.val: nothing to evaluate"):
         check(config(rows, "data.val=[]"), "eval")
+    check(config(rows, "run.gpus=4"), "eval")
+    with pytest.raises(ConfigError, match=r"run\.gpus: .* try rollout\.replicas=4"):
+        check(config(rows, "run.gpus=4"), "eval", ["run.gpus"])
 
 
 @pytest.mark.parametrize(

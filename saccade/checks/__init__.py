@@ -44,6 +44,8 @@ def check(config: Config, command: str, given: Sequence[str] = ()) -> None:
         for name in given
         if (reason := unread(name, command))
     ]
+    if command in ("eval", "generate") and "run.gpus" in given:
+        problems.append(f"run.gpus: GPUs that answer are counted otherwise; try rollout.replicas={config.run.gpus}")
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -80,8 +80,8 @@ def several_gpus(config: Config) -> Iterator[str]:
             yield f"rollout.replicas: {config.rollout.engine} needs processes beside run.gpus; try rollout.replicas=1"
         if config.run.restarts and config.run.launcher == "join":
             yield "run.restarts: nobody starts `saccade rank` again; try run.restarts=0, or run.launcher=ray"
-        if config.sft.teacher is not None:
-            yield "sft.teacher: one GPU holds teacher and student; try run.gpus=1"
+        if config.sft.teacher is not None and config.train.layout != "whole":
+            yield "sft.teacher: reads the whole student on each GPU; try train.layout=whole"
 
 
 def frozen(train: str) -> list[str]:

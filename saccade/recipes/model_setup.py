@@ -138,7 +138,7 @@ def start_policy(run: Run, family: Family, *, attach: Callable[[Any], None] = la
 
 
 def load_beside(part: str, config: Config, family: Family, algorithm: Algorithm | None, policy: Any) -> Any:
-    """The reference or the critic of a policy, where the policy is."""
+    """The reference, the critic or the teacher of a policy, where the policy is."""
     elsewhere = policy.engine is not None
     return policy.beside(part) if elsewhere else BESIDE[part](config, family, algorithm, policy)
 
@@ -165,4 +165,8 @@ def load_critic(config: Config, family: Family, algorithm: Algorithm, policy: Lo
     return learner(config, model, family)
 
 
-BESIDE: Mapping[str, Callable[..., Any]] = {"reference": load_reference, "critic": load_critic}
+def load_teacher(config: Config, family: Family, algorithm: Algorithm | None, policy: LocalBackend) -> LocalBackend:
+    return HOOKS["teacher"](config, family)
+
+
+BESIDE: Mapping[str, Callable[..., Any]] = {"reference": load_reference, "critic": load_critic, "teacher": load_teacher}

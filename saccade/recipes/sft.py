@@ -14,7 +14,7 @@ from saccade.algorithms import select
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig
 from saccade.forest.packing import pack
-from saccade.recipes import offline_loop, parts, questions
+from saccade.recipes import model_setup, offline_loop, parts, questions
 from saccade.recipes.to_trajectory import dialogue, document
 from saccade.registry import HOOKS
 from saccade.run.training_run import Run
@@ -52,9 +52,9 @@ def run(config: Any) -> dict[str, Any]:
         if sft.reward_tag is not None and sets:
             sets = HOOKS["asking_for_the_best"](sft.reward_tag, data, sets)
         job = offline_loop.set_up(this, family, data, questions=sets)
-        teacher = HOOKS["teacher"](config, family)
         loss: Loss = PolicyLoss(SUPERVISED, OWN)
-        if teacher is not None:
+        if sft.teacher is not None:
+            teacher = model_setup.load_beside("teacher", config, family, None, job.backend)
             loss = HOOKS["distillation"](teacher, sft.kd_coef)
         task = offline_loop.Task(prepare=prepare, train=job.backend.train_step, metrics=metrics)
         return offline_loop.train(job, task)

@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,11 @@ from saccade.config import load
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.plugins.preferences import dpo
 from saccade.plugins.ranks import launchers, team
+from saccade.plugins.ranks.loss_codec import decode_loss, encode_loss
 from saccade.plugins.ranks.rank_trainer import RankTrainer
+from saccade.plugins.reward_models import reward_training
+from saccade.plugins.reward_models.reward_card import read_card
+from saccade.plugins.reward_models.reward_losses import StepsLoss, steps_objective
 from saccade.recipes import rl, sft
 from saccade.run.loggers import read_metrics
 from saccade.system.process import Channel, Ended
@@ -126,20 +132,42 @@ def test_a_critic_and_adapters_on_two_ranks(tmp_path, rl_config, tensors):
     assert (last[0] / "state" / "critic" / "weights.safetensors").is_file()
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_training_on_rows_on_two_ranks(tmp_path, sft_config, scenes, kind, tensors):
+RECIPES = {"sft": sft, "teacher": sft, "dpo": dpo, "reference before": dpo, "reward model": reward_training}
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_training_on_rows_on_two_ranks(tmp_path, sft_config, scenes, word_model, kind, tensors):
     """Preferences: the right number over another one, measured on held-out pairs."""
-    config, recipe = sft_config(tmp_path) | STABLE | {"run.max_steps": 2}, {"sft": sft, "dpo": dpo}[kind]
-    if kind == "dpo":
+    config, recipe = sft_config(tmp_path) | STABLE | {"run.max_steps": 2}, RECIPES[kind]
+    if kind == "teacher":
+        config |= {"sft.teacher": word_model, "sft.kd_coef": 0.3}
+    if recipe is not sft:
         rows = [json.loads(line) for line in (scenes / "train.jsonl").read_text().splitlines()]
         pairs = [row | {"chosen": row["answer"], "rejected": "none"} for row in rows]
         (scenes / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-        config |= {"data.train": str(scenes / "pairs.jsonl"), "dpo.reference": "compute", "prompt.format": "direct"}
+        config |= {"data.train": str(scenes / "pairs.jsonl"), "prompt.format": "direct"}
         config |= {"data.val": str(scenes / "pairs.jsonl"), "val.every": 2}
+        config |= {"reward_model.loss": "hps"} if kind == "reward model" else {}
+        config |= {"dpo.reference": "compute"} if kind == "dpo" else {}
     for name, gpus in {"one": 1, "two": 2}.items():
-        recipe.run(config | {"run.name": name, "run.gpus": gpus})
-    require_alike(tmp_path / "two", tmp_path / "one")
-    require_same_weights(*(tensors(tmp_path / name / "checkpoints" / "step-2") for name in ("two", "one")))
+        recipe.run(config | {"run.out": str(tmp_path / name), "run.gpus": gpus})
+    runs = [tmp_path / name / "run" for name in ("two", "one")]
+    require_alike(*runs)
+    last = [run / "checkpoints" / "step-2" for run in runs]
+    require_same_weights(*map(tensors, last))
+    if kind == "reward model":
+        cards = [asdict(read_card(folder)) for folder in last]
+        found, wanted = (card.pop("statistics")["preference"] for card in cards)
+        assert found == pytest.approx(wanted, rel=1e-4)
+        assert cards[0] == cards[1] and cards[0]["statistics_step"] == 2
+
+
+def test_the_steps_of_a_process_travel_as_json():
+    loss = StepsLoss(labels={"a": np.array([[1.0, 0.0], [0.2, 0.8]])}, count=2, tokens=(5, 6))
+    again = decode_loss(json.loads(json.dumps(encode_loss(loss))), None)
+    logits = torch.tensor([[0.3, -0.1], [0.5, 0.7]])
+    batch = SimpleNamespace(keys=[("a", 0)])
+    assert [float(steps_objective(one, logits, batch)[0]) for one in (loss, again)] == [pytest.approx(0.57557706)] * 2
 
 
 def test_more_gpus_than_there_are_are_refused(tmp_path, rl_config, monkeypatch):

@@ -16,20 +16,23 @@ class RunConfig(Section):
     max_hours: float | None = option(None, "Stop cleanly, with a checkpoint, after this many hours.", gt=0)
     device: Literal["auto", "cpu", "cuda"] = option("auto", "Where the model lives; auto: a GPU if there is one.")
     gpus: int = option(
-        1, "GPUs that share the run, a process for each; on a CPU: processes.", ge=1, commands=("rl", "sft", "dpo")
+        1,
+        "GPUs that share the run, a process for each; on a CPU: processes.",
+        ge=1,
+        commands=("rl", "sft", "dpo", "reward-model"),
     )
     launcher: Literal["local", "ray", "join"] = option(
         "local",
         "Who starts a process for each GPU: this machine; a Ray cluster; `saccade rank`, under Slurm or torchrun.",
         when=When("run.gpus > 1", "run.gpus=2"),
-        commands=("rl", "sft", "dpo"),
+        commands=("rl", "sft", "dpo", "reward-model"),
     )
     restarts: int = option(
         0,
         "How often a run that lost one of its processes starts again from the last checkpoint.",
         ge=0,
         when=When("run.gpus > 1", "run.gpus=2"),
-        commands=("rl", "sft", "dpo"),
+        commands=("rl", "sft", "dpo", "reward-model"),
     )
     gpu_memory_gib: float | None = option(None, "GiB of the GPU for this process; empty: all that is free.", gt=0)
     overcommit: bool = option(False, "Start although the estimate exceeds free GPU memory by far.", commands=("rl",))

@@ -94,11 +94,10 @@ def reward_of(sample: Sample) -> float:
 # -- a teacher: its losses are read chunk by chunk, no [tokens, vocabulary] is stored ---------------
 
 
-def load_teacher(config: Config, family: Family) -> LocalBackend | None:
+def teacher_of(config: Config, family: Family) -> LocalBackend:
     """A model that reads the same tokens and only scores."""
     path = config.sft.teacher
-    if path is None:
-        return None
+    assert path is not None
     folder = model_setup.model_folder(config, path)
     theirs = load_family(folder, trust_remote_code=config.model.trust_remote_code)
     if family.series is not None and (Path(folder) / SERIES_FILE).is_file():

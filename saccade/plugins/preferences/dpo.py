@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,16 @@ def run(config: Any) -> dict[str, Any]:
     with Run(config, "dpo", parts.manifest(family, data, config)) as this:
         mismatched = {} if options.whole else mismatched_pairs(every)
         totals: Totals | None = None
-        if options.needs_reference and config.dpo.reference == "precompute":
-            totals = precomputed(this, config, family, [*every, *mismatched.values()])
+        kind, rows = config.dpo.reference if options.needs_reference else None, [*every, *mismatched.values()]
+        if kind == "precompute" and config.run.gpus == 1:  # before the policy takes the memory
+            load = lambda: LocalBackend(model_setup.load_policy(config, family), family)  # noqa: E731
+            totals = precomputed(this, config, family, rows, load)
         job = offline_loop.set_up(this, family, data, rows=held, questions=asked)
-        if options.needs_reference and config.dpo.reference == "compute":
-            reference = model_setup.load_beside("reference", config, family, None, job.backend)
+        beside = partial(model_setup.load_beside, "reference", config, family, None, job.backend)
+        if kind == "precompute" and config.run.gpus > 1:
+            totals = precomputed(this, config, family, rows, beside)
+        if kind == "compute":
+            reference = beside()
             totals = lambda batches, groups: scored(reference, batches)  # noqa: E731
 
         def batches_of(samples: Sequence[Sample]) -> list[Batch]:
@@ -132,24 +138,29 @@ def scored(model: Reference | Trainer, batches: Sequence[Batch]) -> list[np.ndar
     ]
 
 
-def precomputed(run: Run, config: Config, family: Family, samples: Iterable[Sample]) -> Totals:
+def precomputed(
+    run: Run, config: Config, family: Family, samples: Iterable[Sample], load: Callable[[], Trainer]
+) -> Totals:
     """Every sample is scored once and for all; the reference is loaded only if one is missing."""
     path = Path(config.run.out) / ".cache" / f"reference-{_reference_id(config, family)}.json"
     known: dict[str, list[float]] = json.loads(path.read_text()) if path.is_file() else {}
     # A row with a damaged image is skipped when its turn comes.
     missing = {k: s for s in samples if (k := content_hash(s)) not in known and not decode_error(s)}
     if missing:
-        reference, keys = LocalBackend(model_setup.load_policy(config, family), family), list(missing)
+        reference, keys = load(), list(missing)
         with run.phase("logp_ref"):
             # In blocks, each written before the next: a run that is killed here goes on where it was.
             for start in range(0, len(keys), BLOCK):
                 block = keys[start : start + BLOCK]
                 groups = [compared(missing[key], family) for key in block]
-                batches = packed(groups, family, config.train.micro_tokens)
-                flat = iter(np.concatenate(scored(reference, batches)).tolist())
-                known |= {k: [next(flat) for _ in group.trajectories] for k, group in zip(block, groups, strict=True)}
+                batches = packed(groups, family, config.train.micro_tokens, parts=reference.parts)
+                keyed = (key for batch in batches for key in batch.keys)
+                found = dict(zip(keyed, np.concatenate(scored(reference, batches)).tolist(), strict=True))
+                for key, group in zip(block, groups, strict=True):
+                    known[key] = [found[member.key] for member in group.trajectories]
                 write_whole(path, json.dumps(known))
                 run.display.console.progress(min(start + BLOCK, len(keys)), len(keys))
+        reference.close()
         del reference
         torch.cuda.empty_cache()  # others may need the room
 

@@ -34,6 +34,9 @@ from saccade.plugins.ranks import preflight
 from saccade.plugins.ranks.loss_codec import decode_loss
 from saccade.plugins.ranks.machines import host_name
 from saccade.plugins.ranks.team import RankSettings
+from saccade.plugins.reward_models.reward_card import Card, write_card
+from saccade.plugins.reward_models.reward_losses import bound_scale
+from saccade.plugins.reward_models.reward_rows import rows_of
 from saccade.recipes import model_setup
 from saccade.recipes.engines import settings_of
 from saccade.registry import HOOKS
@@ -41,17 +44,19 @@ from saccade.system.codec import decode
 from saccade.system.contents import File, kept_bytes, write_files
 from saccade.system.disk import refusal
 from saccade.system.process import Block, Channel, connect, listen
-from saccade.trainer import Scoring
+from saccade.trainer import Loss, Scoring
 from saccade.types import Batch
 
 # What only a rank can do; everything else is asked of its engine.
 CALLS = (
     *("add_part", "update_weights", "logprobs", "values", "train_step", "measure", "blend", "repeats"),
     *(
+        "drop_part",
         "share",
         "unshare",
         "change",
         "change_back",
+        "write_card",
         "weight_shapes",
         "kept_bytes",
         "saved_bytes",
@@ -86,12 +91,15 @@ class RankWorker(Worker):
         each = 0.5 if self.config.model.train == "qlora" else pick_dtype(self.config.model.dtype, device).itemsize
         preflight.require_room(Path(family.path), each, device)
         model = model_setup.load_policy(self.config, family, folder=settings.folder)
-        self.family, self.policy = family, model_setup.learner(self.config, model, family)
+        self.family = family
+        self._attach(model)
+        self.policy = model_setup.learner(self.config, model, family)
         self.parts: dict[str, Any] = {"policy": self.policy}
         self.algorithm = algorithm_of(self.config) if settings.command == "rl" else None
         self.sharded = self.config.train.layout != "whole"
         self.copy: Any = None  # of a sharded model, whole, to generate with
-        engine: Any = NoEngine() if self.sharded else self._engine_over(model)
+        silent = self.sharded or settings.command == "reward-model"
+        engine: Any = NoEngine() if silent else self._engine_over(model)
         super().__init__(engine, channel)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._collected: dict[tuple[str, str], list[File]] = {}
@@ -125,13 +133,27 @@ class RankWorker(Worker):
 
     # -- models --
 
+    @property
+    def start(self) -> Path | None:
+        """The checkpoint that the run continues from."""
+        return Path(self.settings.folder) if self.settings.folder else None
+
+    def _attach(self, model: Any) -> None:
+        """The head of a reward model."""
+        if self.settings.command == "reward-model" and self.config.reward_model.kind == "scalar":
+            rows = rows_of(self.config, self.family)
+            rows.attach(model, card=rows.card(self.start, ()), stored=self.start)
+
     def add_part(self, part: str) -> None:
-        start = Path(self.settings.folder) if self.settings.folder else None
         if part == "ema":
-            self.parts |= HOOKS["average"](self.config, self.family, self.policy, start)
+            self.parts |= HOOKS["average"](self.config, self.family, self.policy, self.start, self._attach)
         else:
             loader = model_setup.BESIDE[part]
             self.parts[part] = loader(self.config, self.family, self.algorithm, self.policy)
+
+    def drop_part(self, part: str) -> None:
+        del self.parts[part]
+        torch.cuda.empty_cache()
 
     def _engine_over(self, model: Any) -> Engine:
         return build(replace(settings_of(self.config, self.family), engine="embedded"), self.family, model)
@@ -151,14 +173,19 @@ class RankWorker(Worker):
         return self.parts[part].values(batches)
 
     def train_step(self, part: str, batches: Sequence[Batch], loss: Mapping[str, Any], **options: Any) -> Any:
-        update = self.parts[part].train_step(batches, decode_loss(loss, self.algorithm), **options)
+        decoded = self._loss(loss)
+        update = self.parts[part].train_step(batches, decoded, **options)
+        bound_scale(self.parts[part], decoded)
         if (peak := gpu_peak_gb()) is not None:  # since the last update, of the rank that took most
             update.metrics.add_max("mem/gpu_peak_gb", peak)
         return {"sums": update.metrics.sums, "maxima": update.metrics.maxima, "skipped": update.skipped}
 
     def measure(self, part: str, batches: Sequence[Batch], loss: Mapping[str, Any]) -> Any:
-        found = self.parts[part].measure(batches, decode_loss(loss, self.algorithm))
+        found = self.parts[part].measure(batches, self._loss(loss))
         return {"sums": found.sums, "maxima": found.maxima}
+
+    def _loss(self, row: Mapping[str, Any]) -> Loss:
+        return decode_loss(row, self.algorithm, self.parts.get("teacher"))
 
     def blend(self, part: str, share: float) -> None:
         self.parts[part].blend(self.policy.held_weights(), share)
@@ -184,6 +211,9 @@ class RankWorker(Worker):
 
     def change_back(self, part: str) -> None:
         self._changed.close()
+
+    def write_card(self, part: str, card: Mapping[str, Any]) -> None:
+        write_card(self.policy.model, Card(**card))
 
     def weight_shapes(self, part: str) -> list[Any]:
         return self.parts[part].weight_shapes()

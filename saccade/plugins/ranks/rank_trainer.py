@@ -32,6 +32,7 @@ from saccade.plugins.ranks.launchers import starters
 from saccade.plugins.ranks.loss_codec import encode_loss
 from saccade.plugins.ranks.preflight import MARK, look, meet
 from saccade.plugins.ranks.team import RankSettings, Team
+from saccade.plugins.reward_models.reward_card import Card
 from saccade.registry import HOOKS
 from saccade.system.codec import decode
 from saccade.system.contents import File
@@ -117,6 +118,10 @@ class RankTrainer:
         finally:
             self._ask("change_back", [{}] * self.parts)
 
+    def write_card(self, card: Card) -> None:
+        """What a folder of the policy says of it as a reward model."""
+        self._ask("write_card", [{"card": asdict(card)}] * self.parts)
+
     @cached_property
     def _shapes(self) -> list[tuple[str, tuple[int, ...], int]]:
         found = self.engine.ask_first("weight_shapes", part=self.part)
@@ -149,7 +154,11 @@ class RankTrainer:
         self._ask("load_state", [{"folder": str(folder)}] * self.parts)
 
     def close(self) -> None:
-        self.engine.close()
+        """The memory of this part; the policy goes last, and the ranks with it."""
+        if self.part == "policy":
+            self.engine.close()
+        else:
+            self._ask("drop_part", [{}] * self.parts)
 
     def _dealt(self, batches: Sequence[Batch]) -> list[list[int]]:
         """Which batches each rank gets: those that were packed for it, and its share of others."""

@@ -32,7 +32,7 @@ from saccade.algorithms.table import Entry, add
 from saccade.config import Config, RewardModelConfig
 from saccade.plugins.preferences.preference_losses import negative_log_sigmoid
 from saccade.plugins.reward_models.reward_head import RewardHead
-from saccade.trainer import Objective, Reader, Update
+from saccade.trainer import Loss, Objective, Reader, Update
 from saccade.trainer.local import LocalBackend
 from saccade.types import Batch, Metrics
 
@@ -197,10 +197,16 @@ RewardLoss = RatingLoss | StepsLoss
 def train_ratings(backend: LocalBackend, batches: Sequence[Batch], loss: RewardLoss, *, lr: float) -> Update:
     """One optimizer step; the scale of a head stays within its bound."""
     update = backend.train_step(batches, loss, lr=lr)
-    if isinstance(loss, RatingLoss):
-        with torch.no_grad():  # not in the loss: there a clamp would stop the gradient for good
-            head_of(backend).log_scale.clamp_(max=LARGEST_LOG_KAPPA)
+    if backend.engine is None:  # else the ranks do so
+        bound_scale(backend, loss)
     return update
+
+
+@torch.no_grad()
+def bound_scale(backend: LocalBackend, loss: Loss) -> None:
+    """After an update, not in the loss: there a clamp would stop the gradient for good."""
+    if isinstance(loss, RatingLoss):
+        head_of(backend).log_scale.clamp_(max=LARGEST_LOG_KAPPA)
 
 
 def ratings(backend: LocalBackend, batches: Sequence[Batch]) -> list[np.ndarray]:

@@ -39,7 +39,8 @@ LOGGED = ("policy/grad_norm", "policy/grad_norm_vision", "policy/lr", "moe/aux_l
 def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
     config, family = offline_loop.resolve(config, "reward-model")
-    config = config.model_copy(update={"run": config.run.model_copy(update={"gpus": 1})})  # whatever the file says
+    whole = config.train.model_copy(update={"layout": "whole"})  # whatever the file says
+    config = config.model_copy(update={"train": whole})
     rows = rows_of(config, family)
     data = questions.require_rows(rows.load(config.data.train), "data.train")
     rows.check(data.samples)
@@ -49,15 +50,18 @@ def run(config: Any) -> dict[str, Any]:
         job = offline_loop.set_up(
             this, family, data, rows=held, attach=partial(rows.attach, card=card, stored=this.start)
         )
-        backend: Any = job.backend  # in this process, as one GPU trains
+        backend: Any = job.backend
+        prepare = partial(rows.prepare, parts=backend.parts)
+        write = partial(write_card, backend.model) if backend.engine is None else backend.write_card
+        write(card)
 
         def remember(found: Mapping[str, float], step: int) -> None:
             """The card says where the scores lie, and by which weights."""
-            write_card(backend.model, with_statistics(card, found, step))
+            write(with_statistics(card, found, step))
 
         def measure(dataset: Dataset, step: int, prefix: str) -> dict[str, float]:
             samples = this.quarantine.whole(dataset, family)
-            found = backend.measure(*rows.prepare(samples)).means()
+            found = backend.measure(*prepare(samples)).means()
             remember(found, step)
             return named(found, prefix)
 
@@ -66,10 +70,10 @@ def run(config: Any) -> dict[str, Any]:
                 remember(found, step - 1)  # it was computed before the update
             elif card.heads:
                 with this.phase("validation"):
-                    remember(backend.measure(*rows.prepare(samples)).means(), step)
+                    remember(backend.measure(*prepare(samples)).means(), step)
 
         task = offline_loop.Task(
-            prepare=rows.prepare,
+            prepare=prepare,
             train=partial(train_ratings, backend),
             metrics=metrics,
             measure=measure,
