@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -142,8 +142,8 @@ class ShardedBackend(LocalBackend):
         if train is None:
             model.requires_grad_(False)
         self.rank = dist.get_rank()
-        kind = next(model.parameters()).device.type
-        self.mesh = grid(kind)["gpus"] if self.hybrid else init_device_mesh(kind, (dist.get_world_size(),))
+        kind, world = next(model.parameters()).device.type, dist.distributed_c10d._get_default_group()
+        self.mesh = grid(kind)["gpus"] if self.hybrid else DeviceMesh.from_group(world, kind)
         self.root = shard(model, family, self.mesh)
         super().__init__(model, family, train, **options)
         if train is not None:
