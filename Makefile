@@ -6,6 +6,7 @@ RUN    := $(VENV)/bin/python
 INPUTS := pyproject.toml constraints.txt scripts/install.py
 
 export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE  # else every process of a test, and pytest itself, compiles everything again
 
 .PHONY: help install quickstart test test-gpu test-vllm lint docs clean
 
@@ -19,7 +20,7 @@ quickstart: $(VENV)/.installed  ## a tiny vision-language model learns to count,
 
 # Tests with real processes, servers and deadlines can miss one on a busy machine: what failed runs once more, alone.
 test: $(VENV)/.installed-test  ## run the test suite
-	$(RUN) -m pytest -n 2 --dist loadgroup --durations 20 \
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20 \
 	|| $(RUN) -m pytest --last-failed --last-failed-no-failures none --maxfail 3
 
 test-gpu: $(VENV)/.installed-test  ## run the tests that need a CUDA GPU: kernels against float64, the engine, the update

@@ -13,8 +13,6 @@ from saccade.plugins.quickstart import quickstart
 from saccade.run.checkpoint import complete_steps
 from tests.browser import page_data
 
-pytestmark = pytest.mark.xdist_group("quickstart")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -25,7 +25,6 @@ from saccade.recipes import rl
 from saccade.types import Request, Sampling
 from tests.engines.asked import drain
 
-pytestmark = pytest.mark.xdist_group("replicas")  # the processes are started once
 PARENT = """
 import json, queue, sys, time
 from pathlib import Path
