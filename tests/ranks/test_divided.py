@@ -1,12 +1,8 @@
 """Two ranks with a divided optimizer against one process that has all batches, and the files of any number of ranks.
 
-One pair of processes runs all cases; this module is also what they run.
+One pair of processes runs all cases.
 """
 
-import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,6 +36,7 @@ from saccade.trainer.losses import PolicyLoss, ValueLoss
 from saccade.trainer.optimizer import Optimizer
 from saccade.trainer.optimizer_files import load_optimizer, optimizer_file
 from saccade.types import Batch, Metrics
+from tests.ranks.processes import on_ranks
 
 GRPO = AlgorithmConfig(preset="grpo", kl={"coef": 0})  # type: ignore[arg-type]
 POLICY = PolicyLoss(resolve(GRPO, max_tokens=64), Scoring())
@@ -86,6 +83,7 @@ CASES = {
 def made(
     case: Case, family: Family, optimizer: type[Optimizer] = Optimizer, backend: type[LocalBackend] = LocalBackend
 ) -> LocalBackend:
+    torch.backends.mkldnn.set_flags(True)  # a case in bf16 may have turned it off, see `same_kernels`
     model = load_model(family, dtype=case.dtype, device=torch.device("cpu"))
     case.change(model, family)
     return backend(model, family, case.train, optimizer=optimizer, checkpointing=case.checkpointing)
@@ -112,10 +110,7 @@ def train(backend: LocalBackend, case: Case, batches: list[Batch], tokens: int |
 # -- a rank ------------------------------------------------------------------------------------------
 
 
-def rank_main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    paths, forests = pickle.loads((folder / "forests.pkl").read_bytes())
+def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, list[Batch]]) -> dict[str, Any]:
     families = {name: load_family(path) for name, path in paths.items()}
     found: dict[str, Any] = {}
     for name, case in CASES.items():
@@ -136,8 +131,7 @@ def rank_main(rank: int, folder: Path) -> None:
     for name, case in stored.items():
         found[f"files of {name}"] = resumed(folder / "files" / name, rank, case, families[VISION], forests)
     found["small"] = [small(kind, DividedOptimizer) for kind in ("adamw", "adamw_bf16")]
-    (folder / f"{rank}.pkl").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 def small(kind: Any, optimizer: type[Optimizer]) -> Any:
@@ -214,36 +208,22 @@ def forests(family_of: Any, grow: Any) -> dict[str, list[Batch]]:
 def results(tmp_path_factory: Any, family_of: Any, forests: dict[str, list[Batch]]) -> Any:
     """By case: what one process finds, and what each of two ranks finds; and their folder."""
     folder = tmp_path_factory.mktemp("ranks")
-    return *beside_ranks(__name__, folder, family_of, forests, CASES), folder
+    return *beside_ranks(on_rank, folder, family_of, forests, CASES), folder
 
 
 def beside_ranks(
-    module: str, folder: Path, family_of: Any, forests: Any, cases: dict[str, Case], *, ranks: int = 2
+    main: Any, folder: Path, family_of: Any, forests: Any, cases: dict[str, Case], *, ranks: int = 2
 ) -> Any:
-    """What this process finds, and what each of some processes finds that run a module."""
-    (folder / "forests.pkl").write_bytes(pickle.dumps(({name: family_of(name).path for name in forests}, forests)))
-    root = Path(__file__).resolve().parents[2]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", module]
-    logs = [(folder / f"{rank}.log").open("wb") for rank in range(ranks)]
-    started = [
-        subprocess.Popen([*command, str(rank), str(folder)], cwd=root, env=environment, stdout=log, stderr=log)
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        alone = {
+    """What this process finds, and what `main(rank, folder, paths of the models, forests)` returns in some ranks."""
+
+    def alone() -> dict[str, Any]:
+        return {
             name: train(made(case, family_of(case.family)), case, [*chain(*dealt(name, forests, cases))])
             for name, case in cases.items()
         }
-        codes = [process.wait(timeout=250) for process in started]
-    finally:
-        for process, log in zip(started, logs, strict=True):
-            process.kill()
-            process.wait()
-            log.close()
-    said = [(folder / f"{rank}.log").read_text() for rank in range(ranks)]
-    assert not any(codes) and not any("FutureWarning" in text for text in said), said
-    return alone, [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in range(ranks)]
+
+    paths = {name: family_of(name).path for name in forests}
+    return on_ranks(main, folder, paths, forests, beside=alone, size=ranks)
 
 
 def distance(got: Tensors, wanted: Tensors) -> float:
@@ -339,7 +319,3 @@ def test_files_of_three_ranks_are_read_and_incomplete_ones_refused(tmp_path: Pat
     (tmp_path / "optimizer-001-of-003.safetensors").unlink()
     with pytest.raises(EnvironmentProblem, match=r"optimizer-001-of-003\.safetensors is missing"):
         load_optimizer(other, tmp_path)
-
-
-if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), Path(sys.argv[2]))

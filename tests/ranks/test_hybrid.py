@@ -1,18 +1,15 @@
 """Four ranks on two machines, each with all weights in two parts, against one process.
 
-Four processes run all cases; this module is also what they run.
+Four processes run all cases.
 """
 
 import os
-import pickle
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
@@ -37,10 +34,7 @@ CASES = {
 } | ({"lora": replace(divided.CASES["lora"], deal=DEAL)} if "lora" in divided.CASES else {})
 
 
-def rank_main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    paths, forests = pickle.loads((folder / "forests.pkl").read_bytes())
+def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, list[Batch]]) -> dict[str, Any]:
     family, found = load_family(paths[VISION]), dict[str, Any]()
     os.environ[HOST] = f"machine-{rank // 3}"
     try:
@@ -79,15 +73,14 @@ def rank_main(rank: int, folder: Path) -> None:
         if rank == 3 and "layers.0" in name:
             weight += 1
     found["differ"] = optimizers[1].same_everywhere()
-    (folder / f"{rank}.pkl").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: Any, family_of: Any, forests: dict[str, list[Batch]]) -> Any:
     """By case: what one process finds, and what each of four ranks finds; and their folder."""
     folder = tmp_path_factory.mktemp("hybrid")
-    return *divided.beside_ranks(__name__, folder, family_of, forests, CASES, ranks=4), folder
+    return *divided.beside_ranks(on_rank, folder, family_of, forests, CASES, ranks=4), folder
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -117,7 +110,3 @@ def test_a_machine_whose_weights_differ_is_noticed(results: Any) -> None:
 def test_machines_with_unequal_numbers_of_ranks_are_refused(results: Any) -> None:
     wanted = "train.layout=hybrid: machines have 1 and 3 processes; use as many on each, or train.layout=sharded"
     assert [found["uneven"] for found in results[1]] == [wanted] * 4
-
-
-if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -84,7 +84,7 @@ def test_two_ranks_have_the_tokens_the_numbers_and_the_weights_of_one_process(re
 
 
 def test_a_run_goes_on_with_another_number_of_ranks_and_starts_again_when_one_is_killed_or_halted(
-    recipe, alone, tmp_path, tensors, monkeypatch
+    recipe, alone, tmp_path, tensors, monkeypatch, forked_ranks
 ):
     def options(**more: Any) -> dict[str, Any]:
         return recipe(tmp_path, run__name="on", run__resume="auto", **more)
@@ -121,7 +121,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_starts_again_when_one_is
     require_same_weights(*(tensors(run / "checkpoints" / "step-4") for run in (tmp_path / "on", alone)))
 
 
-def test_a_critic_and_adapters_on_two_ranks(tmp_path, rl_config, tensors):
+def test_a_critic_and_adapters_on_two_ranks(tmp_path, rl_config, tensors, forked_ranks):
     ppo = {"algorithm.preset": ["ppo"], "algorithm.kl.coef": 0.05, "model.train": "lora", "model.lora.rank": 4}
     for name, gpus in {"one": 1, "two": 2}.items():
         rl.run(rl_config(tmp_path, run__name=name, run__gpus=gpus, run__max_steps=2) | ppo | STORED)
@@ -136,7 +136,7 @@ RECIPES = {"sft": sft, "teacher": sft, "dpo": dpo, "reference before": dpo, "rew
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_training_on_rows_on_two_ranks(tmp_path, sft_config, scenes, word_model, kind, tensors):
+def test_training_on_rows_on_two_ranks(tmp_path, sft_config, scenes, word_model, kind, tensors, forked_ranks):
     """Preferences: the right number over another one, measured on held-out pairs."""
     config, recipe = sft_config(tmp_path) | STABLE | {"run.max_steps": 2}, RECIPES[kind]
     if kind == "teacher":
@@ -183,7 +183,7 @@ def test_more_gpus_than_there_are_are_refused(tmp_path, rl_config, monkeypatch):
 
 
 @pytest.mark.parametrize("launcher", ["join", "ray"])
-def test_processes_that_are_started_elsewhere(tmp_path, recipe, alone, launcher, monkeypatch):
+def test_processes_that_are_started_elsewhere(tmp_path, recipe, alone, launcher, monkeypatch, forked_ranks):
     """Two steps; a stranger who knocks first is turned away."""
     if launcher == "ray":
         pytest.importorskip("ray")

@@ -1,10 +1,8 @@
 """Two ranks that each hold a part of the weights against one process, and a run that changes its layout.
 
-One pair of processes runs all cases; this module is also what they run.
+One pair of processes runs all cases.
 """
 
-import pickle
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from saccade.config import TrainConfig
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family, load_family
 from saccade.models.load import load_model
@@ -41,7 +40,8 @@ NAMES = (
 CASES = {name: divided.CASES[name] for name in NAMES if name in divided.CASES}
 CASES |= {
     "recomputed": Case(((0, 1, 4), (5,)), checkpointing=True),
-    "bf16": replace(divided.CASES["bf16"], deal=((0, 4), (1,))),
+    # Else the third step shows how Adam blows up rounding.
+    "bf16": replace(divided.CASES["bf16"], deal=((0, 4), (1,)), train=TrainConfig(grad_norm=1e9, eps=1e-3)),
 }
 
 
@@ -63,10 +63,7 @@ def averaged(family: Family, backend: type[LocalBackend]) -> LocalBackend:
 # -- a rank ------------------------------------------------------------------------------------------
 
 
-def rank_main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    paths, forests = pickle.loads((folder / "forests.pkl").read_bytes())
+def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, list[Batch]]) -> dict[str, Any]:
     families = {name: load_family(path) for name, path in paths.items()}
     make = partial(made, optimizer=DividedOptimizer, backend=ShardedBackend)
     found: dict[str, Any] = {}
@@ -102,7 +99,7 @@ def rank_main(rank: int, folder: Path) -> None:
         backend.train_step(forests[VISION][:1], divided.POLICY, lr=1e-3)
     except (EnvironmentProblem, RuntimeError) as error:  # of the other rank: it waits for one that has gone
         found["out of memory"] = str(error)
-    (folder / f"{rank}.pkl").write_bytes(pickle.dumps(found))
+    return found
 
 
 def resumed(folder: Path, rank: int, make: Any, family: Family, forests: Any) -> list[bool]:
@@ -131,7 +128,7 @@ def resumed(folder: Path, rank: int, make: Any, family: Family, forests: Any) ->
 def results(tmp_path_factory: Any, family_of: Any, forests: dict[str, list[Batch]]) -> Any:
     """By case: what one process finds, and what each of two ranks finds; and their folder."""
     folder = tmp_path_factory.mktemp("sharded")
-    return *divided.beside_ranks(__name__, folder, family_of, forests, CASES), folder
+    return *divided.beside_ranks(on_rank, folder, family_of, forests, CASES), folder
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -176,7 +173,7 @@ def test_memory_that_runs_out_ends_the_run_with_advice(results: Any) -> None:
     assert "train.micro_tokens" in results[1][1]["out of memory"]
 
 
-def test_a_run_changes_its_layout(tmp_path: Path, rl_config: Any, tensors: Any) -> None:
+def test_a_run_changes_its_layout(tmp_path: Path, rl_config: Any, tensors: Any, forked_ranks: None) -> None:
     """With a reference that moves and an average: whole, sharded, in one process."""
     kl = {"algorithm.kl.coef": 0.05, "algorithm.kl.update": "ema", "algorithm.kl.update_every": 1}
     more = kl | {"train.updates_per_step": 2, "train.ema": 0.5}
@@ -199,7 +196,3 @@ def test_a_run_changes_its_layout(tmp_path: Path, rl_config: Any, tensors: Any) 
 def test_four_bit_weights_are_not_sharded(tmp_path: Path, rl_config: Any) -> None:
     with pytest.raises(ConfigError, match=r"train\.layout: 4-bit .* try train\.layout=whole"):
         rl.run(rl_config(tmp_path, run__gpus=2, train__layout="sharded", model__train="qlora"))
-
-
-if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,130 @@
+"""Processes for tests of several ranks, forked from one that has imported torch and transformers: to import them
+takes a core seconds, to fork milliseconds.
+"""
+
+import multiprocessing
+import os
+import pickle
+import runpy
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from saccade.plugins.engines.replicas.replica import Replica
+from saccade.system.process import Channel, Child
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 250  # seconds
+LOCK = threading.Lock()  # runs start and look after their processes in several threads
+FORKS: Any = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "saccade.plugins.ranks.rank_process",
+        "saccade.plugins.ranks.sharded",
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+        "peft",
+    ]
+)
+
+
+def forked(main: Callable[..., None], *arguments: Any) -> Any:
+    """A process that runs a function of a module."""
+    process = FORKS.Process(target=_inside, args=(dict(os.environ), main, *arguments), daemon=True)
+    with LOCK, pytest.MonkeyPatch.context() as at_first:
+        at_first.setenv("PYTHONPATH", str(ROOT))  # where to find what is imported before the first fork
+        process.start()
+    return process
+
+
+def _inside(environment: Mapping[str, str], main: Callable[..., None], *arguments: Any) -> None:
+    os.environ.update(environment)
+    main(*arguments)
+
+
+# -- without a run -----------------------------------------------------------------------------------
+
+
+def on_ranks(
+    main: Callable[..., Any], folder: Path, *arguments: Any, beside: Callable[[], Any] = lambda: None, size: int = 2
+) -> tuple[Any, list[Any]]:
+    """What `beside` returns here, and what `main(rank, folder, *arguments)` returns in each of some processes, which
+    are ranks of torch's default group. Fails with what they printed.
+    """
+    folder.mkdir(exist_ok=True)
+    ranks = [forked(_rank, main, rank, size, folder, arguments) for rank in range(size)]
+    with ExitStack() as ending:
+        for process in ranks:
+            ending.callback(process.kill)
+        here = beside()
+        for process in ranks:
+            process.join(LIMIT)
+        codes = [process.exitcode for process in ranks]
+    said = [(folder / f"{rank}.log").read_text() for rank in range(size)]
+    assert codes == [0] * size and not any("FutureWarning" in text for text in said), (codes, *said)
+    return here, [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in range(size)]
+
+
+def _rank(main: Callable[..., Any], rank: int, size: int, folder: Path, arguments: tuple[Any, ...]) -> None:
+    with (folder / f"{rank}.log").open("wb") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    (folder / f"{rank}.pkl").write_bytes(pickle.dumps(main(rank, folder, *arguments)))
+
+
+# -- of a run ----------------------------------------------------------------------------------------
+
+
+class Forked(Child):
+    """As the process of a rank or a replica, but forked."""
+
+    def __init__(self, of: Replica) -> None:
+        link, theirs = socket.socketpair()
+        with theirs:
+            self.popen: Any = _Popen(forked(_serve, of.module, theirs, of.log, dict(of.environment or {})))
+        self.channel = Channel(link)
+        self.asked, self._shown = 0, None
+
+    def kill(self) -> None:
+        self.popen.process.kill()
+        self.popen.wait()
+
+
+class _Popen:
+    """A process of `multiprocessing` as one of `subprocess`, for several threads."""
+
+    def __init__(self, process: Any) -> None:
+        self.process, self.pid = process, process.pid
+
+    def poll(self) -> int | None:
+        with LOCK:
+            return self.process.exitcode
+
+    returncode = property(poll)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.poll() is None:
+            connection.wait([self.process.sentinel], timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired("a process", timeout or 0.0)
+        return code
+
+
+def _serve(module: str, link: socket.socket, log: Path, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 2)
+    os.dup2(link.fileno(), 0)
+    link.close()
+    runpy.run_module(module, run_name="__main__")
