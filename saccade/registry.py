@@ -63,7 +63,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("hooks", "preferences.preference_rows", "chosen=chosen_view verdict=verdict_view"),
     ("hooks", "ranks.rank_trainer", "start_several=start_policy"),
     ("hooks", "ranks.divided", "divided_optimizer=DividedOptimizer"),
-    ("hooks", "ranks.sharded", "sharded_backend=ShardedBackend hybrid_backend=HybridBackend"),
+    ("hooks", "ranks.sequence", "divided_backend=rank_backend"),
     ("hooks", "reports.diagnosis", "diagnose unread_answers"),
     ("hooks", "reports.trajectories", "trajectories=TrajectoryWriter"),
     ("hooks", "reward_models.learned_reward", "load_reward_model=load_learned require_reward_models=require_folders"),

@@ -80,8 +80,15 @@ def several_gpus(config: Config) -> Iterator[str]:
             yield f"rollout.replicas: {config.rollout.engine} needs processes beside run.gpus; try rollout.replicas=1"
         if config.run.restarts and config.run.launcher == "join":
             yield "run.restarts: nobody starts `saccade rank` again; try run.restarts=0, or run.launcher=ray"
-        if config.sft.teacher is not None and config.train.layout != "whole":
-            yield "sft.teacher: reads the whole student on each GPU; try train.layout=whole"
+        together = config.train.sequence_parallel
+        if config.run.gpus % together:
+            works = next(n for n in range(together, 0, -1) if config.run.gpus % n == 0)
+            what = f"{together} does not divide run.gpus={config.run.gpus}"
+            yield f"train.sequence_parallel: {what}; try train.sequence_parallel={works}"
+        if together > 1 and config.train.aux_coef:
+            yield "train.aux_coef: no GPU sees all tokens of a forest; try train.aux_coef=0"
+        if config.sft.teacher is not None and (config.train.layout != "whole" or together > 1):
+            yield "sft.teacher: needs whole students; try train.layout=whole train.sequence_parallel=1"
 
 
 def frozen(train: str) -> list[str]:

@@ -115,10 +115,9 @@ def learner(config: Config, model: Any, family: Family) -> LocalBackend:
     return backend_of(config)(model, family, config.train, checkpointing=checkpointing, optimizer=optimizer)
 
 
-def backend_of(config: Config) -> type[LocalBackend]:
+def backend_of(config: Config) -> Callable[..., LocalBackend]:
     """What holds a model, or the part of it that this process has."""
-    layout = config.train.layout
-    return LocalBackend if config.run.gpus == 1 or layout == "whole" else HOOKS[f"{layout}_backend"]
+    return HOOKS["divided_backend"](config.train) if config.run.gpus > 1 else LocalBackend
 
 
 def start_policy(run: Run, family: Family, *, attach: Callable[[Any], None] = lambda model: None) -> Trainer:

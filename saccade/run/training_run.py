@@ -189,7 +189,7 @@ class Run:
         """
         self.total = total
         self.checkpointer.begin(backend, parts, first=self.step + 1, total=total)
-        device = replace(devices.present(self.config.run.device), count=backend.parts)
+        device = replace(devices.present(self.config.run.device), count=self.config.run.gpus)
         self.display.begin(total, devices.in_precision(device, self.config.model.dtype), backend.family)
         for dataset in sets:
             self.quarantine.record(dataset.aside)

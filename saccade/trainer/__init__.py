@@ -47,7 +47,7 @@ class Trainer(Protocol):
     family: Family
     device: torch.device
     dtype: torch.dtype
-    parts: int  # processes that share the forests of a step
+    parts: int  # among which the forests of a step are dealt
     engine: Any  # that generates with the same weights, where it brings one
 
     def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]: ...

@@ -42,7 +42,7 @@ RANDOM = "random.safetensors"
 
 
 class LocalBackend:
-    parts = 1  # processes that share the forests of a step
+    parts = 1  # among which the forests of a step are dealt
     engine = None  # the recipe makes one over the same tensors
     repeats_forests = True  # that ran out of memory; not where other processes wait for the next one
 
@@ -170,8 +170,12 @@ class LocalBackend:
         """What a step on these batches would report, without it."""
         self.model.eval()
         self.prefetch(batches)
+        return self.metrics_of([loss.read(self, batch)()[1] for batch in batches])
+
+    def metrics_of(self, sums: Sequence[LossSums]) -> Metrics:
+        """What this process reports of its forests."""
         assert self.optimizer is not None, "this backend only scores"
-        return to_metrics([loss.read(self, batch)()[1] for batch in batches], self.optimizer.total)
+        return to_metrics(sums, self.optimizer.total)
 
     # -- training --
 
@@ -184,8 +188,7 @@ class LocalBackend:
         Several processes may each hold some of the batches, or none. Then `tokens` counts those of all
         batches, and the metrics of all processes, merged, are those of the step.
         """
-        assert self.optimizer is not None, "this backend only scores"
-        metrics = to_metrics(self.sum_gradients(batches, loss, tokens), self.optimizer.total)
+        metrics = self.metrics_of(self.sum_gradients(batches, loss, tokens))
         return self.take_step(loss.role, metrics, lr, moves=moves)
 
     def sum_gradients(self, batches: Sequence[Batch], loss: Loss, tokens: int | None = None) -> list[LossSums]:
@@ -211,8 +214,7 @@ class LocalBackend:
         while todo:
             batch, added, cautious = todo.popleft()
             self.optimizer.start_micro_batch(added)
-            media_tokens = sum(span.length for span in batch.media)
-            self.recompute.choose(batch.tokens, media_tokens, cautious=cautious)
+            self.recompute.choose(*self.passed(batch), cautious=cautious)
             value: Tensor | None = None
             try:
                 with experts.watched(self.routers) as routed:
@@ -243,6 +245,10 @@ class LocalBackend:
             self.oom_splits += not again
             todo.extendleft((part, added, cautious or again) for part in reversed(parts))
         return found
+
+    def passed(self, batch: Batch) -> tuple[int, int]:
+        """How many tokens pass the language model here, and how many are those of media that pass a tower."""
+        return batch.tokens, sum(span.length for span in batch.media)
 
     def take_step(self, role: str, metrics: Metrics, lr: float, *, moves: bool = True) -> Update:
         """The second half: move the weights, unless the loss (`role`/loss of the metrics) or a

@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -17,18 +18,22 @@ def nccl(tmp_path):
     """A group of one, as `rank_process` makes it."""
     from torch import distributed
 
+    from saccade.plugins.ranks.sequence import group_of
+
     options = {"init_method": f"file://{tmp_path}/store", "rank": 0, "world_size": 1}
     distributed.init_process_group("cpu:gloo,cuda:nccl", **options)
     yield
     distributed.destroy_process_group()
+    group_of.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["whole", "sharded"])
+@pytest.mark.parametrize("layout", ["whole", "sharded", "sequence"])
 def test_a_rank_alone_trains_as_one_process_does(family_of, batches, nccl, layout, dtype):  # noqa: F811
     from saccade.config import TrainConfig
     from saccade.models.load import load_model
     from saccade.plugins.ranks.divided import DividedOptimizer
+    from saccade.plugins.ranks.sequence import SequenceBackend
     from saccade.plugins.ranks.sharded import ShardedBackend
     from saccade.trainer import Scoring
     from saccade.trainer.local import LocalBackend
@@ -36,11 +41,10 @@ def test_a_rank_alone_trains_as_one_process_does(family_of, batches, nccl, layou
     from saccade.trainer.optimizer import Optimizer
 
     family, found = family_of(NAME), []
-    for kind, optimizer in ((LocalBackend, Optimizer), ({"sharded": ShardedBackend}.get(layout), DividedOptimizer)):
+    kinds = {"whole": LocalBackend, "sharded": ShardedBackend, "sequence": partial(SequenceBackend, size=1)}
+    for kind, optimizer in ((LocalBackend, Optimizer), (kinds[layout], DividedOptimizer)):
         model = load_model(family, dtype=dtype, device=DEVICE)
-        backend = (kind or LocalBackend)(
-            model, family, TrainConfig(eps=1e-3), optimizer=optimizer, checkpointing="auto"
-        )
+        backend = kind(model, family, TrainConfig(eps=1e-3), optimizer=optimizer, checkpointing="auto")
         for _ in range(3):
             update = backend.train_step(batches, PolicyLoss(algorithm(), Scoring()), lr=1e-3)
             assert not update.skipped
@@ -52,8 +56,8 @@ def test_a_rank_alone_trains_as_one_process_does(family_of, batches, nccl, layou
         torch.testing.assert_close(ours[name], weight, atol=error, rtol=error, msg=name)
 
 
-@pytest.mark.parametrize("layout", ["whole", "sharded"])
-def test_two_ranks_on_one_gpu_have_the_numbers_of_one_process(rl_config, tensors, tmp_path, monkeypatch, layout):
+@pytest.mark.parametrize("options", [{}, {"train.layout": "sharded"}, {"train.sequence_parallel": 2}], ids=str)
+def test_two_ranks_on_one_gpu_have_the_numbers_of_one_process(rl_config, tensors, tmp_path, monkeypatch, options):
     from saccade.plugins.ranks import launchers
     from saccade.recipes import rl
     from tests.ranks.test_ranks import STORED, require_alike, require_same_weights, sampled
@@ -66,10 +70,7 @@ def test_two_ranks_on_one_gpu_have_the_numbers_of_one_process(rl_config, tensors
     rl.run(rl_config(tmp_path, run__name="one", run__max_steps=3) | more)
     command = [sys.executable, "-m", "saccade", "rank", f"127.0.0.1:{port}"]
     started = [subprocess.Popen(command) for _ in range(2)]
-    rl.run(
-        rl_config(tmp_path, run__name="two", run__max_steps=3, run__gpus=2, run__launcher="join", train__layout=layout)
-        | more
-    )
+    rl.run(rl_config(tmp_path, run__name="two", run__max_steps=3, run__gpus=2, run__launcher="join") | more | options)
     assert [process.wait(60) for process in started] == [0, 0]
     one, two = tmp_path / "one", tmp_path / "two"
     assert sampled(two) == sampled(one)

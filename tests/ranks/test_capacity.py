@@ -75,6 +75,24 @@ def test_a_sharded_model_is_divided_but_for_its_towers_and_the_copy_that_generat
     assert "train.layout=sharded" in tight.advice
 
 
+def test_gpus_that_share_a_forest_divide_its_activations(shaped):
+    """A prompt with two responses of 32 thousand tokens; 28 heads, 4 of keys, of 128 numbers, in 28 layers."""
+    options = ("run.gpus=8", "train.prompts_per_step=8", "train.samples_per_prompt=2", "model.checkpointing=on")
+    long = partial(planned, shaped("7b"), H200, (448, 374, 32_000), *options)
+    one, four, eight = (long(*more) for more in ((), ("train.sequence_parallel=4",), ("train.sequence_parallel=8",)))
+    before, after = sizes(one), sizes(four)
+    assert after["decoder activations"] == pytest.approx(before["decoder activations"] / 4, rel=0.01)
+    assert after["moments"] == before["moments"] and four.memory.peaks["update"] < one.memory.peaks["update"] - 10
+    assert four.pace.tflop["update"] == pytest.approx(one.pace.tflop["update"], rel=0.01)
+    assert four.pace.seconds["rollout"] == pytest.approx(one.pace.seconds["rollout"])
+    more = [found.pace.seconds["exchange"] - one.pace.seconds["exchange"] for found in (four, eight)]
+    sent = 3 * 2 * 32_374 * 28 * 2 * (28 + 4) * 128 * 2  # forward, backward, and the forward that is computed again
+    assert more[0] == pytest.approx(sent * 3 / 4 / (REACHED * 450e9), rel=0.01)
+    assert more[1] == pytest.approx(sent * (28 + 8) / (28 + 4) * 7 / 8 / (REACHED * 450e9), rel=0.01)
+    tight = planned(shaped("7b"), devices.Device(name="tight", memory=73.0), (448, 374, 32_000), *options)
+    assert "train.sequence_parallel=2" in tight.advice
+
+
 def test_a_run_that_one_gpu_refuses_starts_on_several(large):
     sample = Sample(id="0", messages=(Message(role="user", parts=("how many",)),))
     device = devices.Device(name="GPU", memory=45.0)

@@ -33,6 +33,13 @@ class TrainConfig(Section):
         when=When("run.gpus > 1", "run.gpus=2"),
         commands=("rl", "sft", "dpo"),
     )
+    sequence_parallel: int = option(
+        1,
+        "GPUs that compute a forest together, for long contexts; a divisor of run.gpus and of the attention heads.",
+        ge=1,
+        when=When("run.gpus > 1", "run.gpus=2"),
+        commands=("rl", "sft", "dpo"),
+    )
     prompts_per_step: int = option(128, "Prompts (rl) or rows (sft, dpo, reward-model) of one step.", ge=1)
     samples_per_prompt: int = option(8, "Rollouts of each prompt; presets may differ.", ge=1, commands=("rl",))
     updates_per_step: int = option(1, "Optimizer steps per step, of whole groups; see presets.", ge=1, commands=("rl",))

@@ -10,7 +10,8 @@ over the peak of the device times a share that was measured on one GPU: an estim
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from math import gcd
 from pathlib import Path
 
 from saccade.checks.steps import algorithm_of
@@ -97,13 +98,17 @@ def estimate(
         changed = load(config, " ".join(changes).split(), "rl")
         algorithm, (train, lora) = algorithm_of(changed), (changed.model.train, changed.model.lora)
         typical, _ = prompts(changed.data.max_pixels)
-        share = {"prompts_per_step": prompts_of_a_rank(changed.train.prompts_per_step, gpus=changed.run.gpus)}
-        changed = changed.model_copy(update={"train": changed.train.model_copy(update=share)})
+        prompts_of = partial(prompts_of_a_rank, changed.train.prompts_per_step)
+        alone, shared = (
+            changed.train.model_copy(update={"prompts_per_step": prompts_of(gpus=max(1, changed.run.gpus // together))})
+            for together in (1, changed.train.sequence_parallel)
+        )
+        step = make_step(shared, changed.rollout.max_tokens, algorithm, known, typical)
         return Plan(
-            config=changed,
+            config=changed.model_copy(update={"train": alone}),
             algorithm=algorithm,
             device=device,
-            step=make_step(changed.train, changed.rollout.max_tokens, algorithm, known, typical),
+            step=replace(step, times=step.times * (alone.prompts_per_step / shared.prompts_per_step)),
             policy=size(train, lora),
             whole=size("full" if train in ADAPTED else train, lora),
             element=element,
@@ -202,6 +207,7 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
     """Options that save memory, those that cost least first: name → changes, mildest first."""
     model, train, data, reward = (getattr(plan.config, part) for part in ("model", "train", "data", "reward"))
     gpus, without = plan.config.run.gpus, " train.ema=0" if train.ema else ""  # adapters are not averaged
+    heads = plan.whole.shape.queries_per_key * plan.whole.shape.key_heads
     adapters = {"lora": ["qlora"], "qlora": []}.get(model.train, ["lora", "qlora"])
     smallest = max(data.min_pixels, SMALLEST_PICTURE) if plan.step.pictures else data.max_pixels
     options = {
@@ -215,6 +221,7 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
         "model.lora.rank": _halves(model.lora.rank, SMALLEST_RANK),
         "rollout.max_tokens": _halves(plan.config.rollout.max_tokens, SHORTEST_RESPONSE),
         "data.max_pixels": _halves(data.max_pixels, smallest),
+        "train.sequence_parallel": [f"{n}" for n in (2, 4, 8) if n > plan.together and gcd(gpus, heads) % n == 0],
         "train.layout": ["sharded"] if gpus > 1 and plan.layout != "sharded" and model.train != "qlora" else [],
         "run.gpus": more_gpus(gpus, plan.layout, model.train) if plan.device.is_gpu else [],
     }

@@ -161,6 +161,11 @@ class Plan:
         return held(self.layout, kind, gpus=self.config.run.gpus, whole=whole)
 
     @property
+    def together(self) -> int:
+        """GPUs that compute a forest."""
+        return self.config.train.sequence_parallel if self.config.run.gpus > 1 else 1
+
+    @property
     def paged(self) -> bool:
         """Whether the engine has small pages; else a page holds a whole sequence."""
         return self.device.is_gpu and self.element == 2

@@ -22,7 +22,7 @@ from saccade.models.families.qwen_vl import CACHE_BYTES
 from saccade.plugins.estimate.batch_plan import ModelSize, Plan, patches
 from saccade.plugins.estimate.flops import token_depths, towers_frozen
 from saccade.plugins.estimate.shapes import Stack
-from saccade.plugins.ranks.layouts import NODE
+from saccade.plugins.ranks.layouts import NODE, key_repeats
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.trainer.checkpointing import MARGIN
 from saccade.trainer.forward_inputs import FEATURE_BYTES
@@ -241,7 +241,8 @@ class Tower(NamedTuple):
 def _towers(plan: Plan, learner: ModelSize, batch: Batch) -> list[Tower]:
     """The decoder, and the vision tower unless it is frozen or sees nothing."""
     shape, element, seen = learner.shape, plan.element, patches(batch.media)
-    passed = [("decoder", shape.text, batch.tokens, gathered_keys(batch), learner.training["llm"])]
+    keys = gathered_keys(batch) * key_repeats(shape.key_heads, plan.together) / plan.together
+    passed = [("decoder", shape.text, tokens_of_a_rank(plan, batch), keys, learner.training["llm"])]
     if seen and (vision := learner.training["vision"]).passed:
         passed.append(("vision", shape.senses["vision"], seen, seen, vision))
     found = []
@@ -287,7 +288,7 @@ def _moments(plan: Plan, learner: ModelSize, batch: Batch, retained: Retained) -
     the vision tower: item → bytes.
     """
     shape, element, kernel = learner.shape, plan.element, plan.device.is_gpu
-    logits = len(batch.reads) * shape.vocabulary
+    logits = min(len(batch.reads), tokens_of_a_rank(plan, batch)) * shape.vocabulary
     if element * logits > retained.spare:  # else they are kept, too
         logits = min(logits, CHUNK_ELEMENTS * (KERNEL_CHUNK if kernel else 1))
     # A kernel writes the gradient over the logits; else three copies in fp32 live beside them.
@@ -308,7 +309,12 @@ def _moments(plan: Plan, learner: ModelSize, batch: Batch, retained: Retained) -
 # -- activations -----------------------------------------------------------------------------------
 
 
-def layer_bytes(stack: Stack, tokens: int, keys: int, *, element: int, adapted: bool = False) -> float:
+def tokens_of_a_rank(plan: Plan, batch: Batch) -> int:
+    """Of a forest; all of its media may lie in one stretch."""
+    return -(-batch.tokens // plan.together)
+
+
+def layer_bytes(stack: Stack, tokens: int, keys: float, *, element: int, adapted: bool = False) -> float:
     """What one layer keeps for its backward, among it `keys` gathered keys and their values."""
     wide = KEPT_WIDE_ADAPTED if adapted else KEPT_WIDE
     per_token = KEPT_HIDDEN * stack.hidden + KEPT_HEADS * stack.queries + wide * stack.wide

@@ -72,6 +72,7 @@ class Shape:
     vocabulary: int
     windows: tuple[int | None, ...]  # of each decoder layer
     queries_per_key: int = 1  # heads
+    key_heads: int = 1
     senses: Mapping[str, Stack] = field(default_factory=dict)
 
     @property
@@ -103,6 +104,7 @@ def shape_of(model: Any, tower_of: Callable[[str], str]) -> Shape:
         vocabulary=text.vocab_size,
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds[: len(layers["llm"])]),
         queries_per_key=heads // key_heads,
+        key_heads=key_heads,
         senses={sense: _sense(sense, layers[sense], model, tower_of) for sense in SENSES if sense in layers},
     )
 

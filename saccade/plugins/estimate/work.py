@@ -20,7 +20,7 @@ from saccade.plugins.estimate.flops import FROZEN, Meter
 from saccade.plugins.estimate.memory_items import GIB, Memory, beside_activations, layers_that_keep, total
 from saccade.plugins.estimate.shapes import shape_of
 from saccade.plugins.gpu.decode_state import FEW_ROWS
-from saccade.plugins.ranks.layouts import controller_seconds, exchange_seconds
+from saccade.plugins.ranks.layouts import collective_seconds, controller_seconds, exchange_seconds, key_repeats
 from saccade.system.devices import Device
 from saccade.trainer import Trainer
 from saccade.types import Batch, Group
@@ -176,29 +176,40 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     )
     seconds["rollout"] = decode + made.prefill.total() * times / (peak * REACHED["prefill"])
     # Training: backward is two thirds of what a layer takes that recomputes nothing.
-    layers = 0.0
+    runs = times * plan.together  # of each forest: GPUs that share one run through its layers at once
+    layers, passed = 0.0, float(len(work.keys() - {"rollout", "update"}) * sum(batch.tokens for batch in step.batches))
     for meter in meters:
         towers = [tower for name, tower in meter.shape.senses.items() if meter.training[name].passed]
         count = sum(tower.layers for tower in (meter.shape.text, *towers))
-        layers += epochs * times * sum(count * (1 + meter.repeats(batch) / 3) for batch in step.batches)
+        layers += epochs * runs * sum(count * (1 + meter.repeats(batch) / 3) for batch in step.batches)
+        passed += epochs * sum(batch.tokens * (2 + meter.repeats(batch)) for batch in step.batches)
     updates = epochs * plan.algorithm.updates_per_step
     weights, gpus = sum(learner.trained for learner in plan.learners), plan.config.run.gpus
     moved = updates * OPTIMIZER_BYTES * weights * plan.share("state")
     trained = (work["update"] + again) / (peak * REACHED["update"])
     seconds["update"] = max(trained + moved / (bandwidth * REACHED["optimizer"]), layers * least["update"])
     if gpus > 1:
-        forests = epochs * times * len(step.batches)
         seconds["exchange"] = exchange_seconds(
             plan.layout,
             (4 * weights, plan.element * weights),
             device.link,
             gpus=gpus,
             updates=updates,
-            forests=forests,
+            forests=epochs * runs * len(step.batches),
             compute=seconds["update"],
         )
+        seconds["exchange"] += attention_seconds(plan, times * passed, device.link)
         seconds["controller"] = controller_seconds(made.sampled * times, gpus=gpus)
     return replace(pace, seconds=seconds)
+
+
+def attention_seconds(plan: Plan, tokens: float, link: float) -> float:
+    """To exchange queries, keys, values and results of attention for so many tokens, where GPUs share a forest."""
+    shape = plan.whole.shape
+    numbers = (
+        2 * shape.text.layers * (shape.text.queries + shape.text.keys * key_repeats(shape.key_heads, plan.together))
+    )
+    return collective_seconds(plan.element * numbers * tokens, link, gpus=plan.together)
 
 
 def _meter(plan: Plan, learner: ModelSize, free: float) -> Meter:

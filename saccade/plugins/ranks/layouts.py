@@ -6,6 +6,7 @@ estimate for several GPUs. Bandwidths are those of data sheets, and no number he
 """
 
 from collections.abc import Mapping
+from math import lcm
 from typing import NamedTuple
 
 
@@ -71,6 +72,11 @@ def more_gpus(gpus: int, layout: str, train: str) -> list[str]:
     """Values of `run.gpus` that make a run fit that does not, the smallest first."""
     values = [f"{more}" for more in (2, 4, NODE) if more > gpus]
     return values + [f"{NODE} train.layout=sharded"] * bool(values and layout == "whole" and train != "qlora")
+
+
+def key_repeats(heads: int, together: int) -> int:
+    """How often key heads are repeated where so many ranks divide the heads of attention among them."""
+    return lcm(heads, together) // heads
 
 
 def efficiency(seconds: Mapping[str, float], alone: Mapping[str, float] | None, *, gpus: int) -> dict[str, float]:

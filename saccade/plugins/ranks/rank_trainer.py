@@ -31,6 +31,7 @@ from saccade.plugins.engines.weights import Mapped
 from saccade.plugins.ranks.launchers import starters
 from saccade.plugins.ranks.loss_codec import encode_loss
 from saccade.plugins.ranks.preflight import MARK, look, meet
+from saccade.plugins.ranks.sequence import require_heads
 from saccade.plugins.ranks.team import RankSettings, Team
 from saccade.plugins.reward_models.reward_card import Card
 from saccade.registry import HOOKS
@@ -47,13 +48,14 @@ class RankTrainer:
 
     def __init__(self, config: Config, team: Team, family: Family, part: str = "policy") -> None:
         self.config, self.engine, self.family, self.part = config, team, family, part
-        self.parts, self.device = team.size, pick_device(config.run.device)
+        self.together = config.train.sequence_parallel  # ranks that compute a forest
+        self.parts, self.device = team.size // self.together, pick_device(config.run.device)
         self.dtype = pick_dtype(config.model.dtype, self.device)
         self.model = outline(config, family, self.dtype, critic=part == "critic")
 
     def beside(self, part: str) -> "RankTrainer":
         """Another model on the same ranks."""
-        self.engine.ask_all("add_part", [{"part": part}] * self.parts)
+        self.engine.ask_all("add_part", [{"part": part}] * self.engine.size)
         return RankTrainer(self.config, self.engine, self.family, part)
 
     # -- forests --
@@ -68,7 +70,7 @@ class RankTrainer:
         dealt = self._dealt(batches)
         replies = self._ask(call, [{"batches": [batches[i] for i in mine], **more} for mine in dealt])
         found: dict[int, Any] = {}
-        for mine, reply in zip(dealt, replies, strict=True):
+        for mine, reply in zip(dealt, replies[:: self.together], strict=True):
             outputs = decode(tuple[tuple[np.ndarray, ...], ...], reply.row["result"], reply.arrays)
             found |= zip(mine, outputs, strict=True)
         return [found[index] for index in range(len(batches))]
@@ -100,7 +102,7 @@ class RankTrainer:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Of the policy, through files in the memory of the first rank."""
-        paths = self.engine.ask_all("share", [{}] * self.parts)[0].row["result"]
+        paths = self.engine.ask_all("share", [{}] * self.engine.size)[0].row["result"]
         try:
             if not all(Path(path).exists() for path in paths):
                 where = "the first process of run.gpus is on another machine, whose weights cannot be read from here"
@@ -161,7 +163,7 @@ class RankTrainer:
             self._ask("drop_part", [{}] * self.parts)
 
     def _dealt(self, batches: Sequence[Batch]) -> list[list[int]]:
-        """Which batches each rank gets: those that were packed for it, and its share of others."""
+        """Which batches each part gets: those that were packed for it, and its share of others."""
         free = [index for index, batch in enumerate(batches) if batch.part is None]
         dealt = [[free[i] for i in mine] for mine in deal([batches[i].tokens for i in free], self.parts)]
         for index, batch in enumerate(batches):
@@ -170,7 +172,9 @@ class RankTrainer:
         return dealt
 
     def _ask(self, call: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
-        return self.engine.ask_all(call, [{"part": self.part, **given} for given in arguments])
+        """The answers of all ranks. `arguments`: those of each part."""
+        each = [given for given in arguments for _ in range(self.together)]
+        return self.engine.ask_all(call, [{"part": self.part, **given} for given in each])
 
 
 def _merged(rows: Sequence[Mapping[str, Any]]) -> Metrics:
@@ -184,6 +188,7 @@ def _merged(rows: Sequence[Mapping[str, Any]]) -> Metrics:
 
 def start_policy(config: Config, command: str, family: Family, folder: str | None, *, logs: Path) -> RankTrainer:
     """Start the ranks, which log into `logs`. `folder`: the checkpoint to continue from."""
+    require_heads(config, family)
     cuda, here = pick_device(config.run.device).type == "cuda", config.run.launcher == "local"
     listening = socket.create_server(("127.0.0.1" if here else "", 0))
     port = listening.getsockname()[1]

@@ -66,9 +66,7 @@ def shard(model: Any, family: Family, mesh: DeviceMesh) -> Any:
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
         "ignored_params": {*towers, *others, *lora.adapters(model).values()},
     }
-    if any(p.requires_grad for p in towers) and not embedding.weight.requires_grad:
-        # Else a backward would pass fewer layers where a forest has no images, and other ranks wait in these.
-        embedding.register_forward_hook(_with_gradient)
+    reach_towers(model, family)
     for layer in blocks_of(model):
         fully_shard(layer, **options)
     root: Any = fully_shard(_Root(model), **options)
@@ -77,6 +75,14 @@ def shard(model: Any, family: Family, mesh: DeviceMesh) -> Any:
             module.set_gradient_divide_factor(1.0)  # scales hold the denominators of all ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
     return root
+
+
+def reach_towers(model: Any, family: Family) -> None:
+    """Where only towers train, let a backward pass all layers, also without images: other ranks wait there."""
+    embedding = model.get_input_embeddings()
+    towers = [p for name, p in model.named_parameters() if family.tower_of(name) != "llm"]
+    if any(p.requires_grad for p in towers) and not embedding.weight.requires_grad:
+        embedding.register_forward_hook(_with_gradient)
 
 
 def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

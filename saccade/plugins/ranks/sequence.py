@@ -1,0 +1,258 @@
+"""Ranks that compute one forest together, for contexts whose activations do not fit on one GPU.
+
+Each rank of a group runs all layers on a stretch of the tokens. Around attention one exchange gives it all tokens of
+its share of the heads instead, so that the plan of the whole forest runs unchanged, and another one gives them back
+(Ulysses): any tree is divided evenly. Log-probs and values are read where their token lies and completed from the
+other ranks, so that a loss sees whole groups. Its gradient reaches the rows of this rank alone: gradients are sums over
+stretches, which the optimizer adds up over all ranks as those of different forests.
+
+Towers run on the ranks whose stretch holds a token of the medium. One that is cut is computed on both sides, each with
+the gradient of its tokens: nothing is exchanged, and nobody waits for a tower.
+
+    backend = SequenceBackend(model, family, TrainConfig(), optimizer=DividedOptimizer, size=2)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
+from math import gcd
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from saccade.algorithms.objective import LossSums
+from saccade.config import Config, TrainConfig
+from saccade.errors import ConfigError
+from saccade.forest.attention import AttentionPlan
+from saccade.forest.device_ops import to_device
+from saccade.models.families import Family
+from saccade.models.heads import blocks_of
+from saccade.plugins.ranks.layouts import key_repeats
+from saccade.plugins.ranks.machines import agreed
+from saccade.plugins.ranks.sharded import HybridBackend, ShardedBackend, reach_towers
+from saccade.trainer import Scoring
+from saccade.trainer.forward_inputs import Ahead, Inputs
+from saccade.trainer.local import LocalBackend
+from saccade.types import Batch, Metrics
+
+
+def rank_backend(train: TrainConfig) -> Callable[..., LocalBackend]:
+    """What holds a model on a rank."""
+    alone, together = BACKENDS[train.layout]
+    return alone if train.sequence_parallel == 1 else partial(together, size=train.sequence_parallel)
+
+
+def require_heads(config: Config, family: Family) -> None:
+    """Ranks of a group compute equally many query heads. Key heads are repeated where there are fewer."""
+    from transformers import AutoConfig
+
+    settings = AutoConfig.from_pretrained(family.path, trust_remote_code=config.model.trust_remote_code)
+    heads, size = settings.get_text_config().num_attention_heads, config.train.sequence_parallel
+    if heads % size:
+        most = gcd(heads, config.run.gpus)
+        works = " or ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+        raise ConfigError(f"train.sequence_parallel: {size} does not divide {heads} heads of attention; try {works}")
+
+
+@cache
+def group_of(size: int) -> Any:
+    """The process group of this rank: `size` consecutive ones. All ranks ask for it at once."""
+    starts = range(0, dist.get_world_size(), size)
+    groups = [dist.new_group([*range(start, start + size)]) for start in starts]
+    return groups[dist.get_rank() // size]
+
+
+# -- a stretch of a forest --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch(Batch):
+    """Some consecutive tokens of a forest with their reads; nodes and parents are those of all tokens. Spans of media
+    may reach over its ends.
+    """
+
+    whole: Batch
+
+    def __post_init__(self) -> None:
+        """Its nodes are no nodes of its tokens."""
+
+
+def bounds_of(batch: Batch, size: int) -> np.ndarray:
+    """[size + 1]: where the stretches begin, as long as each other but for one token. None is empty."""
+    return np.arange(size + 1) * max(size, len(batch.ids)) // size
+
+
+def stretch(batch: Batch, place: int, size: int) -> Stretch:
+    """That of the rank at this place of its group. Behind a forest with fewer tokens than ranks stands a tree that
+    nobody reads.
+    """
+    start, end = bounds_of(batch, size)[place : place + 2].tolist()
+    mine = (start <= batch.reads) & (batch.reads < end)
+    known = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+    if (more := size - len(batch.ids)) > 0:
+        known |= {"ids": np.pad(batch.ids, (0, more)), "positions": np.pad(batch.positions, ((0, 0), (0, more)))}
+        known |= {"node_starts": np.append(batch.node_starts, size), "parents": np.append(batch.parents, -1)}
+    known |= {
+        "ids": known["ids"][start:end],
+        "positions": known["positions"][:, start:end],
+        "reads": batch.reads[mine] - start,
+        "targets": batch.targets[mine],
+        "media": tuple(span.moved(-start) for span in batch.media if span.start < end and span.end > start),
+        "support": batch.support and tuple(batch.support[read] for read in np.flatnonzero(mine)),
+    }
+    return Stretch(**known, whole=batch)
+
+
+def _inside(part: Stretch) -> np.ndarray:
+    """Those of the tokens of its media that lie in the stretch."""
+    places = np.concatenate([np.arange(span.start, span.end) for span in part.media])
+    return np.flatnonzero((places >= 0) & (places < part.tokens))
+
+
+# -- exchanges --------------------------------------------------------------------------------------
+
+
+def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+    """The rows that all ranks of the group sent to this one, in their order. `sent`: how many go to each rank,
+    `received`: how many come from each.
+    """
+    found = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(found, rows.contiguous(), list(received), list(sent), group=group)
+    return found
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+        ctx.back = received, sent, group
+        return all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(gradient, *ctx.back), None, None, None
+
+
+def divided_plan(plan: AttentionPlan, lengths: Sequence[int], place: int, group: Any) -> AttentionPlan:
+    """Attention over all tokens of a forest, called with those of the stretch at this place. `lengths`: of all."""
+    size = len(lengths)
+    own = [lengths[place]] * size
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        if (repeats := key_repeats(k.shape[1], size)) > 1:
+            k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
+        shares = [x.shape[1] // size for x in (q, k, v)]
+        of_ranks = [x.unflatten(1, (size, n)).transpose(0, 1) for x, n in zip((q, k, v), shares, strict=True)]
+        rows = torch.cat(of_ranks, 2).flatten(0, 1)  # those for each rank, one after the other
+        found = _Exchange.apply(rows, own, lengths, group)
+        out = plan(layer, *found.split(shares, 1), scale, window)  # type: ignore[call-arg]
+        rows = _Exchange.apply(out, lengths, own, group)
+        return rows.unflatten(0, (size, own[0])).transpose(0, 1).flatten(1, 2)
+
+    return attend
+
+
+# -- the trainer ------------------------------------------------------------------------------------
+
+
+class _OfForests(Ahead):
+    """Inputs of stretches, begun by their forest."""
+
+    def get(self, batch: Batch) -> Inputs:
+        assert isinstance(batch, Stretch)
+        return super().get(batch.whole)
+
+
+class SequenceBackend(LocalBackend):
+    """Every method that reads the model is called on all ranks of a group at once, with the same forests."""
+
+    repeats_forests = False
+
+    def __init__(
+        self, model: nn.Module, family: Family, train: TrainConfig | None = None, *, size: int, **options: Any
+    ) -> None:
+        super().__init__(model, family, train, **options)
+        self.group, self.size, self.place = group_of(size), size, dist.get_rank() % size
+        reach_towers(model, family)
+        make = self._inputs.make
+
+        def inputs(batch: Batch) -> Inputs:
+            part = self._mine(batch)
+            found = make(part)
+            places = None if found.places is None else found.places[to_device(_inside(part), self.device)]
+            lengths = np.diff(bounds_of(batch, size)).tolist()
+            return replace(found, places=places, plan=divided_plan(found.plan, lengths, self.place, self.group))
+
+        self._inputs = _OfForests(inputs)
+
+    def _mine(self, batch: Batch) -> Stretch:
+        return stretch(batch, self.place, self.size)
+
+    def read(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        self._agree()
+        found = super().read(self._mine(batch), scoring, entropy_gradient=entropy_gradient)
+        new, entropy = (self._completed(batch, batch.reads, rows) for rows in found)
+        return new, entropy
+
+    def read_values(self, batch: Batch, places: np.ndarray) -> Tensor:
+        self._agree()
+        start, end = bounds_of(batch, self.size)[self.place : self.place + 2]
+        mine = places[(start <= places) & (places < end)]
+        return self._completed(batch, places, super().read_values(self._mine(batch), mine - start))
+
+    def _completed(self, batch: Batch, places: np.ndarray, rows: Tensor) -> Tensor:
+        """What was read at the places, from the rows of all ranks; only those of this one carry a gradient."""
+        owners = np.searchsorted(bounds_of(batch, self.size), places, side="right") - 1
+        counts = np.bincount(owners, minlength=self.size).tolist()
+        everyone = all_to_all(rows.detach().repeat(self.size), [len(rows)] * self.size, counts, self.group)
+        order, mine = np.argsort(owners, kind="stable"), np.flatnonzero(owners == self.place)
+        whole = torch.empty_like(everyone).index_copy(0, to_device(order, self.device), everyone)
+        return whole.index_copy(0, to_device(mine, self.device), rows)
+
+    def _features(self, batch: Batch, inputs: Inputs) -> Tensor | None:
+        assert isinstance(batch, Stretch)
+        found = super()._features(batch, inputs)
+        return None if found is None else found.index_select(0, to_device(_inside(batch), self.device))
+
+    def _agree(self) -> None:
+        """Layers that one rank computes again, because its memory is short, are computed again by all of the group:
+        the exchanges inside of them are, too.
+        """
+        if torch.is_grad_enabled() and self.recompute.planned:
+            layers: list[Any] = [*blocks_of(self.model)]
+            again = agreed([layer.gradient_checkpointing for layer in layers], dist.ReduceOp.MAX, self.group)
+            for layer, one in zip(layers, again.tolist(), strict=True):
+                layer.gradient_checkpointing = bool(one)
+
+    def prefetch(self, batches: Sequence[Batch]) -> None:
+        super().prefetch([self._mine(batch) for batch in batches])
+
+    def passed(self, batch: Batch) -> tuple[int, int]:
+        return super().passed(self._mine(batch))
+
+    def metrics_of(self, sums: Sequence[LossSums]) -> Metrics:
+        """The ranks of a group have the same: the first one reports them."""
+        return super().metrics_of([] if self.place else sums)
+
+
+class ShardedSequence(ShardedBackend, SequenceBackend):
+    """Both: the weights divided among all ranks, a forest among those of a group."""
+
+
+class HybridSequence(HybridBackend, SequenceBackend):
+    def __init__(self, *arguments: Any, size: int, **options: Any) -> None:
+        super().__init__(*arguments, size=size, **options)
+        if not set(dist.get_process_group_ranks(self.group)) <= set(self.mesh.mesh.tolist()):
+            where = "are on several machines, each of which fills up with forests for itself"
+            raise ConfigError(
+                f"train.sequence_parallel: with train.layout=hybrid, {size} GPUs {where}; try train.layout=sharded"
+            )
+
+
+BACKENDS: Mapping[str, tuple[type[LocalBackend], type[SequenceBackend]]] = {  # by `train.layout`; alone, and together
+    "whole": (LocalBackend, SequenceBackend),
+    "sharded": (ShardedBackend, ShardedSequence),
+    "hybrid": (HybridBackend, HybridSequence),
+}
