@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from saccade.config import ADAPTED, Config
+from saccade.config import ADAPTED, Config, load
 from saccade.errors import EnvironmentProblem
 from saccade.forest import attention
 from saccade.forest.packing import deal
@@ -188,6 +188,8 @@ def _merged(rows: Sequence[Mapping[str, Any]]) -> Metrics:
 
 def start_policy(config: Config, command: str, family: Family, folder: str | None, *, logs: Path) -> RankTrainer:
     """Start the ranks, which log into `logs`. `folder`: the checkpoint to continue from."""
+    if command == "reward-model" or config.sft.teacher is not None:  # whose losses read weights that are whole
+        config = load(config, ["train.layout=whole", "train.sequence_parallel=1"], command)
     require_heads(config, family)
     cuda, here = pick_device(config.run.device).type == "cuda", config.run.launcher == "local"
     listening = socket.create_server(("127.0.0.1" if here else "", 0))

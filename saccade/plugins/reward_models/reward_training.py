@@ -39,8 +39,6 @@ LOGGED = ("policy/grad_norm", "policy/grad_norm_vision", "policy/lr", "moe/aux_l
 def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
     config, family = offline_loop.resolve(config, "reward-model")
-    whole = config.train.model_copy(update={"layout": "whole", "sequence_parallel": 1})  # whatever the file says
-    config = config.model_copy(update={"train": whole})
     rows = rows_of(config, family)
     data = questions.require_rows(rows.load(config.data.train), "data.train")
     rows.check(data.samples)
