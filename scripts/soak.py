@@ -101,9 +101,7 @@ def disturb(running: list[psutil.Process], checkpoints: Path, chance: random.Ran
         time.sleep(chance.uniform(0, seconds))
         moment = "at any moment"
     else:  # a few milliseconds after a checkpoint is begun
-        saves = chance.randint(1, 2)
-        while saves and ended(running[0]) is None:
-            saves -= any(checkpoints.glob(".step-*"))
+        while not any(checkpoints.glob(f".step-*.{running[0].pid}")) and ended(running[0]) is None:
             time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.05))
         moment = "while it saved"
@@ -111,7 +109,9 @@ def disturb(running: list[psutil.Process], checkpoints: Path, chance: random.Ran
     victim = chance.choice(family)
     if ended(running[0]) is not None:
         return None
-    victim.send_signal(signal.SIGKILL)
+    begun = all(rank.is_running() and rank.net_connections() for rank in running[1:])
+    for one in [victim] if begun else family:  # else they wait for each other for minutes
+        one.send_signal(signal.SIGKILL)
     _, left = psutil.wait_procs(family, timeout=120)
     assert not left, f"left behind: {left}"
     return f"{'the run' if victim is running[0] else 'a rank'} {moment}"
