@@ -1,10 +1,11 @@
 """What fits: peak memory of each GPU for models of several sizes on several numbers of GPUs, by `saccade estimate`.
 
     python benchmarks/capacity.py
-    python benchmarks/capacity.py model.train=lora --gpus 1 8
+    python benchmarks/capacity.py train.offload=true --gpus 1 8
 
 Every GPU has 16 prompts x 8 rollouts of 512 tokens, prompts of 368 tokens with an image; activations are recomputed,
-so that a cell is the least that is needed. What is in brackets does not fit. Nothing is loaded: models have no weights.
+so that a cell is the least that is needed. What is in brackets does not fit, `s` is sharded. Nothing is
+loaded: models have no weights.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def cells(size: str, gpus: int, folder: Path, overrides: list[str]) -> list[str]
     for card in CARDS.values():
         device = devices.named(card)
         assert device is not None
-        memory = estimate(load(options, overrides, "rl"), device, prompt_tokens=368, image=(448, 448)).memory
-        peak = f"{max(memory.peaks.values()):.0f}"
-        found.append(peak if memory.fits else f"({peak})")
+        one = estimate(load(options, overrides, "rl"), device, prompt_tokens=368, image=(448, 448))
+        peak = f"{max(one.memory.peaks.values()):.0f}" + " s" * (one.layout == "sharded")
+        found.append(peak if one.memory.fits else f"({peak})")
     return found
 
 

@@ -114,7 +114,7 @@ def main() -> None:
         tiny.build("qwen2_5_vl", folder)
         if args.size != "tiny":
             enlarge(folder, SIZES[args.size])
-        config = load({"model.path": str(folder), "run.gpus": args.gpus}, args.overrides, "rl")
+        config = load({"model.path": str(folder), "run.gpus": args.gpus, "train.layout": "whole"}, args.overrides, "rl")
         family = load_family(str(folder))
         if args.gpus > 1:
             be_alone(args.gpus)

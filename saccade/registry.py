@@ -59,6 +59,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("hooks", "imitation.imitation_sources", "teacher=teacher_of distillation=DistillationLoss"),
     ("hooks", "judges.judge", "judge=Judge"),
     ("hooks", "loggers.live_display", "live_display=LiveDisplay"),
+    ("hooks", "offload.host_state", "state_in_main_memory=HostState"),
     ("hooks", "preferences.mappings", "mapped_rows=mapped"),
     ("hooks", "preferences.preference_rows", "chosen=chosen_view verdict=verdict_view"),
     ("hooks", "ranks.rank_trainer", "start_several=start_policy"),

@@ -85,14 +85,15 @@ def on_host(tensor: Tensor, *, copy: bool) -> Tensor:
     import torch
 
     blocks = _KEPT[tensor.nbytes]
-    block = blocks.pop() if blocks else _new_block(tensor.nbytes)
+    block = blocks.pop() if blocks else new_block(tensor.nbytes)
     view = memoryview(block)  # which the tensor refers to, and all that are made of it
     weakref.finalize(view, blocks.append, block).atexit = False
     place = torch.frombuffer(view, dtype=tensor.dtype).view(tensor.shape)
     return place.copy_(tensor.detach())
 
 
-def _new_block(size: int) -> mmap.mmap:
+def new_block(size: int) -> mmap.mmap:
+    """Zeros."""
     block = mmap.mmap(-1, size)
     for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # fewer pages to make, none for a child
         with suppress(OSError):  # a kernel without it

@@ -25,6 +25,7 @@ class Device:
     tflops: float | None = None  # dense bf16 peak, 1e12 operations per second
     bandwidth: float | None = None  # 1e12 bytes per second
     link: float | None = None  # 1e9 bytes per second to another GPU of the machine
+    host: float | None = None  # 1e9 bytes per second to main memory
     count: int = 1  # of such devices that share a run
 
     @property
@@ -45,9 +46,10 @@ def table() -> dict[str, list[float]]:
 def named(name: str) -> Device | None:
     """The row of a device, by what a driver or a person calls it."""
     words = _words(name)
-    for known, (memory, tflops, bandwidth, link) in table().items():
+    for known, (memory, *peaks) in table().items():
         if _words(known) <= words and not words & OTHER_CHIPS:
-            return Device(name=name, memory=memory, tflops=float(tflops), bandwidth=float(bandwidth), link=float(link))
+            tflops, bandwidth, link, host = map(float, peaks)
+            return Device(name=name, memory=memory, tflops=tflops, bandwidth=bandwidth, link=link, host=host)
     return None
 
 
@@ -143,13 +145,13 @@ def no_limit(gib: float | None, device: Device) -> str | None:
 
 
 def unoccupied(wanted: str = "auto") -> Device:
-    """The device of this process with the memory that others have left."""
+    """The device of this process with the memory that other processes have left."""
     import torch
 
     device = present(wanted)
     if not device.is_gpu:
         return device
-    return replace(device, memory=torch.cuda.mem_get_info()[0] / 2**30)
+    return replace(device, memory=(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()) / 2**30)
 
 
 def present(wanted: str = "auto") -> Device:

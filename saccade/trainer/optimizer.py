@@ -11,14 +11,16 @@ has added so far is known by name, so that its repetition leaves that out.
 import functools
 import math
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from saccade.config import TrainConfig
+from saccade.registry import HOOKS
 
 # Elements. Smaller gradients wait for the end of the backward: to take each by itself costs more
 # than the little memory is worth.
@@ -51,7 +53,8 @@ class Optimizer:
         # Biases and norms are vectors; decay would only shrink what they have learned.
         self.decay = {name: config.weight_decay * (p.ndim > 1) for name, p in self.parameters.items()}
         kind: Any = {"adamw": _MasterAdamW, "adamw_bf16": _KahanAdamW}[config.optimizer]
-        self._rule: _MasterAdamW | _KahanAdamW = kind(self)
+        place = HOOKS["state_in_main_memory"] if config.offload else StateBeside
+        self._rule: _MasterAdamW | _KahanAdamW = kind(self, place)
 
     def owned(self) -> Mapping[str, nn.Parameter]:
         """What this process steps: the parameters, or flat parts of them."""
@@ -150,57 +153,73 @@ def _hook(add: weakref.WeakMethod[Any], name: str, parameter: Tensor) -> None:
         still(name, parameter)
 
 
+# -- state, and the rules that update it -----------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Numbers of a parameter in an update: all of them, or a flat stretch."""
+
+    name: str
+    parameter: Tensor
+    gradient: Tensor
+    state: Mapping[str, Tensor]
+
+
+class StateBeside:
+    """Where the parameters are; an update takes all at once. `keys`: what is kept for each number of a parameter."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], keys: Mapping[str, Sequence[str]], dtype: torch.dtype) -> None:
+        self.parameters = parameters
+        self.tensors = {n: {k: torch.zeros_like(parameters[n], dtype=dtype) for k in kept} for n, kept in keys.items()}
+
+    def pieces(self, gradients: Mapping[str, Tensor]) -> Iterator[list[Piece]]:
+        yield [Piece(name, self.parameters[name], g, self.tensors[name]) for name, g in gradients.items()]
+
+
 class _MasterAdamW:
     """torch's fused AdamW on fp32 masters. An fp32 parameter is its own master."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.parameters = parameters = optimizer.owned()
-        self.masters = {
-            name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for name, p in parameters.items()
-        }
-        groups: dict[tuple[float, float], list[str]] = {}
-        for name in parameters:
-            groups.setdefault((optimizer.lr_scale[name], optimizer.decay[name]), []).append(name)
-        self.adam = torch.optim.AdamW(
-            [
-                {"params": [self.masters[n] for n in names], "weight_decay": wd, "lr_scale": scale}
-                for (scale, wd), names in groups.items()
-            ]
-            or [{"params": [], "lr_scale": 1.0}],
-            lr=1.0,
-            betas=optimizer.config.betas,
-            eps=optimizer.config.eps,
-            fused=True,
-        )
-        for master in self.masters.values():
-            zero = torch.zeros_like(master)
-            self.adam.state[master] = {
-                "step": torch.zeros((), device=master.device),
-                "exp_avg": zero,
-                "exp_avg_sq": zero.clone(),
-            }
+    def __init__(self, optimizer: Optimizer, place: type[StateBeside]) -> None:
+        parameters, moments = optimizer.owned(), ("exp_avg", "exp_avg_sq")
+        kept = {n: moments if p.dtype == torch.float32 else ("master", *moments) for n, p in parameters.items()}
+        self.held = place(parameters, kept, torch.float32)
+        for name, state in self.held.tensors.items():
+            if "master" in state:
+                state["master"].copy_(parameters[name].detach())
+        self.steps = {name: torch.zeros((), device=p.device) for name, p in parameters.items()}
+        self.config = optimizer.config
+        self.settings = {name: (optimizer.lr_scale[name], optimizer.decay[name]) for name in parameters}
 
+    @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        for group in self.adam.param_groups:
-            group["lr"] = lr * group["lr_scale"]
-        for name, gradient in gradients.items():
-            self.masters[name].grad = gradient
-        self.adam.step()
-        for master in self.masters.values():
-            master.grad = None
-        with torch.no_grad():
-            pairs = [(p, self.masters[n]) for n, p in self.parameters.items() if p is not self.masters[n]]
-            if pairs:
-                torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+        if gradients:
+            torch._foreach_add_([self.steps[name] for name in gradients], 1)
+        for pieces in self.held.pieces(gradients):
+            groups = defaultdict(list)
+            for piece in pieces:
+                groups[self.settings[piece.name]].append(piece)
+            for (scale, decay), group in groups.items():
+                torch._fused_adamw_(
+                    [piece.state.get("master", piece.parameter) for piece in group],
+                    [piece.gradient for piece in group],
+                    [piece.state["exp_avg"] for piece in group],
+                    [piece.state["exp_avg_sq"] for piece in group],
+                    [],
+                    [self.steps[piece.name] for piece in group],
+                    lr=lr * scale,
+                    beta1=self.config.betas[0],
+                    beta2=self.config.betas[1],
+                    weight_decay=decay,
+                    eps=self.config.eps,
+                    amsgrad=False,
+                    maximize=False,
+                )
+            if halves := [piece for piece in pieces if "master" in piece.state]:
+                torch._foreach_copy_([p.parameter for p in halves], [p.state["master"] for p in halves])
 
     def state(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        for name, master in self.masters.items():
-            if master is not self.parameters[name]:
-                tensors[f"master/{name}"] = master.detach()
-            for key, value in self.adam.state[master].items():
-                tensors[f"{key}/{name}"] = value
-        return tensors
+        tensors = {f"{key}/{n}": t for n, state in self.held.tensors.items() for key, t in state.items()}
+        return tensors | {f"step/{name}": step for name, step in self.steps.items()}
 
 
 class _KahanAdamW:
@@ -208,15 +227,10 @@ class _KahanAdamW:
     next step.
     """
 
-    KEYS = ("exp_avg", "exp_avg_sq", "lost")
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.parameters, self.config = optimizer.owned(), optimizer.config
+    def __init__(self, optimizer: Optimizer, place: type[StateBeside]) -> None:
+        parameters, self.config = optimizer.owned(), optimizer.config
         self.lr_scale, self.decay = optimizer.lr_scale, optimizer.decay
-        self.moments = {
-            name: {key: torch.zeros_like(p, dtype=torch.bfloat16) for key in self.KEYS}
-            for name, p in self.parameters.items()
-        }
+        self.held = place(parameters, dict.fromkeys(parameters, ("exp_avg", "exp_avg_sq", "lost")), torch.bfloat16)
         self.steps = torch.zeros((), dtype=torch.float64)
 
     @torch.no_grad()
@@ -224,8 +238,7 @@ class _KahanAdamW:
         self.steps += 1
         first, second = self.config.betas
         bias1, bias2 = 1 - first ** self.steps.item(), 1 - second ** self.steps.item()
-        for name, gradient in gradients.items():
-            parameter, state = self.parameters[name], self.moments[name]
+        for name, parameter, gradient, state in chain.from_iterable(self.held.pieces(gradients)):
             mean = state["exp_avg"].float().lerp_(gradient, 1 - first)
             square = state["exp_avg_sq"].float().mul_(second).addcmul_(gradient, gradient, value=1 - second)
             state["exp_avg"].copy_(mean)
@@ -238,7 +251,7 @@ class _KahanAdamW:
             state["lost"].copy_(change - (parameter.float() - before))
 
     def state(self) -> dict[str, Tensor]:
-        tensors = {f"{key}/{n}": t for n, state in self.moments.items() for key, t in state.items()}
+        tensors = {f"{key}/{n}": t for n, state in self.held.tensors.items() for key, t in state.items()}
         return tensors | {"steps": self.steps}
 
 

@@ -40,8 +40,8 @@ def test_the_command_refuses_what_cannot_fit_and_says_so_in_json_too(large):
     assert result.exit_code == 2
     found = json.loads(result.stdout)
     assert found["memory"]["fits"] is False and found["pace"] is None
-    assert found["advice"][0] == "model.train=lora"
-    assert "try model.train=lora" in result.stderr
+    assert found["advice"][:2] == ["train.offload=true", "model.train=lora"]
+    assert "try train.offload=true, or model.train=lora" in result.stderr
 
 
 @pytest.mark.parametrize(

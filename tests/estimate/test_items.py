@@ -67,7 +67,7 @@ def test_an_average_of_the_weights_is_another_copy_and_one_in_fp32(large):
         assert sizes(found)["average"] == times * weights
         assert copies[1] - copies[0] == pytest.approx((times + 1) * weights)
     tight = planned(large, H200, W1, "train.ema=0.99", "run.gpu_memory_gib=72")
-    assert tight.advice[-3:] == ("train.ema=0", "model.train=lora train.ema=0", "run.gpus=4")
+    assert tight.advice[-3:] == ("train.ema=0", "model.train=lora train.ema=0", "run.gpus=2")
 
 
 def test_left_open_as_many_layers_recompute_as_memory_asks_for(large):

@@ -46,25 +46,25 @@ def test_keys_and_values_take_their_share_and_prompts_what_is_left(shaped):
 def test_every_option_that_is_enough_alone_is_named(large):
     tight = devices.Device(name="tight", memory=70.7)
     found = planned(large, tight, W1, "model.checkpointing=on")
-    assert found.advice[:2] == ("train.micro_tokens=8192", "train.optimizer=adamw_bf16")
+    assert found.advice[:3] == ("train.micro_tokens=8192", "train.offload=true", "train.optimizer=adamw_bf16")
     for lever in found.advice:
         assert planned(large, tight, W1, "model.checkpointing=on", lever).memory.fits, lever
 
 
 def test_options_together_are_no_stronger_than_they_have_to_be(large):
-    """All weights of a 3B in 6.3 GiB: adapters of rank 64 would be too large, too."""
+    """All weights of a 3B in 6.3 GiB."""
     small = devices.Device(name="small", memory=6.3)
     (together,) = planned(large, small, W1).advice
     chosen = dict(lever.split("=") for lever in together.split())
-    names = ["train.micro_tokens", "train.optimizer", "model.train", "model.lora.rank"]
+    names = ["train.micro_tokens", "train.offload", "train.optimizer", "model.train"]
     assert list(chosen) == names
 
     def fits(changed):
         return planned(large, small, W1, *map("=".join, changed.items())).memory.fits
 
     assert fits(chosen)
-    milder = {"train.optimizer": "adamw", "model.train": "lora"}
-    milder |= {name: f"{2 * int(chosen[name])}" for name in (names[0], names[3])}
+    milder = {"train.offload": "false", "train.optimizer": "adamw", "model.train": "lora"}
+    milder["train.micro_tokens"] = f"{2 * int(chosen['train.micro_tokens'])}"
     for name, value in milder.items():
         assert not fits(chosen | {name: value}), name
 

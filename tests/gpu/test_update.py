@@ -161,3 +161,41 @@ def test_the_clock_of_an_update_waits_for_the_optimizer(rl_config, tmp_path):
         torch.cuda._sleep(100_000_000)
         assert not torch.cuda.current_stream().query()
     assert torch.cuda.current_stream().query()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_bf16"])
+def test_state_in_main_memory_changes_no_bit_and_takes_little_of_the_gpu(kind, monkeypatch):
+    from saccade.config import TrainConfig
+    from saccade.plugins.offload import host_state
+    from saccade.trainer.optimizer import Optimizer
+
+    monkeypatch.setattr(host_state, "CHUNK", 1 << 20)
+    found, each = [], 12 if kind == "adamw" else 6
+    for offload in (False, True):
+        torch.manual_seed(0)
+        shapes = {"matrix": (4096, 8191), "bias": (4097,), "unused": (4096, 64)}  # 35 chunks
+        named = {n: torch.nn.Parameter(torch.randn(s, device=DEVICE, dtype=torch.bfloat16)) for n, s in shapes.items()}
+        before = torch.cuda.memory_allocated()
+        optimizer = Optimizer(named.items(), TrainConfig(optimizer=kind, offload=offload), lr_scale=lambda name: 1.0)
+        held, peaks = torch.cuda.memory_allocated() - before, []
+        for _ in range(5):
+            optimizer.begin()
+            optimizer.start_micro_batch()
+            sum((named[n] * torch.randn(shapes[n], device=DEVICE)).sum() for n in ("matrix", "bias")).backward()
+            optimizer.end_micro_batch()
+            norm = optimizer.norm()
+            torch.cuda.reset_peak_memory_stats()
+            start = torch.cuda.memory_allocated()
+            optimizer.step(1e-2, norm=norm)
+            peaks.append(torch.cuda.max_memory_allocated() - start)
+        state = {name: tensor.cpu() for name, tensor in optimizer.state().items()}
+        found.append(state | {n: p.detach().cpu() for n, p in named.items()})
+        if not offload:
+            assert held > each * 4096 * 8191
+            continue
+        pinned = [tensor for tensor in optimizer.state().values() if tensor.ndim]
+        assert held < 1e5 and len(pinned) == 9 and all(tensor.is_pinned() for tensor in pinned)
+        working = 0 if kind == "adamw" else 12 * 4  # numbers in fp32, of one chunk
+        assert max(peaks) < (host_state.SLOTS * each + working) * host_state.CHUNK + 1e6
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

@@ -8,11 +8,15 @@ from typer.testing import CliRunner
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError
-from saccade.plugins.estimate.estimate_command import preflight
-from saccade.plugins.ranks.layouts import NETWORK, REACHED, collective_seconds, exchange_seconds
+from saccade.plugins.estimate.estimate_command import preflight, short_of_memory
+from saccade.plugins.estimate.layout_choice import choose_layout
+from saccade.plugins.ranks.layouts import NETWORK, REACHED, candidates, collective_seconds, exchange_seconds
 from saccade.system import devices
 from saccade.types import Message, Sample
 from tests.estimate.works import H200, W1, loaded, planned, sizes
+
+SAMPLE = Sample(id="0", messages=(Message(role="user", parts=("how many",)),))
+TIGHT = devices.Device(name="tight", memory=50.0)
 
 
 def test_optimizer_state_and_prompts_are_divided(large):
@@ -71,13 +75,14 @@ def test_a_sharded_model_is_divided_but_for_its_towers_and_the_copy_that_generat
     hybrid = sizes(planned(shaped("7b"), H200, W1, *two))
     assert all(hybrid[name] == pytest.approx(after[name]) for name in ("weights", "gradient sums"))
     assert hybrid["moments"] == pytest.approx(after["moments"] / 2)
-    tight = planned(shaped("7b"), devices.Device(name="tight", memory=50.0), W1, *options, "model.checkpointing=on")
+    tight = planned(shaped("7b"), TIGHT, W1, *options, "model.checkpointing=on", "train.layout=whole")
     assert "train.layout=sharded" in tight.advice
 
 
 def test_gpus_that_share_a_forest_divide_its_activations(shaped):
     """A prompt with two responses of 32 thousand tokens; 28 heads, 4 of keys, of 128 numbers, in 28 layers."""
     options = ("run.gpus=8", "train.prompts_per_step=8", "train.samples_per_prompt=2", "model.checkpointing=on")
+    options += ("train.layout=whole",)
     long = partial(planned, shaped("7b"), H200, (448, 374, 32_000), *options)
     one, four, eight = (long(*more) for more in ((), ("train.sequence_parallel=4",), ("train.sequence_parallel=8",)))
     before, after = sizes(one), sizes(four)
@@ -93,18 +98,73 @@ def test_gpus_that_share_a_forest_divide_its_activations(shaped):
     assert "train.sequence_parallel=2" in tight.advice
 
 
+def test_a_layout_that_is_left_open_is_whole_where_that_fits(shaped, monkeypatch):
+    options = ("run.gpus=8", "train.prompts_per_step=128", "model.checkpointing=on")
+    roomy, tight = (planned(shaped("7b"), device, W1, *options) for device in (H200, TIGHT))
+    assert (roomy.layout, tight.layout) == ("whole", "sharded") and tight.memory.fits
+    assert roomy.memory == planned(shaped("7b"), H200, W1, *options, "train.layout=whole").memory
+    assert tight.memory == planned(shaped("7b"), TIGHT, W1, *options, "train.layout=sharded").memory
+    needed = max(roomy.memory.peaks.values())
+    assert roomy.reason == f"a GPU needs {needed:.1f} GiB, and {roomy.memory.limit:.1f} can be planned with"
+    assert tight.reason == f"whole, a GPU would need {needed:.1f} GiB, and {tight.memory.limit:.1f} can be planned with"
+    assert planned(shaped("7b"), H200, W1).reason == ""
+    assert candidates("auto", "qlora", gpus=2, cuda=True)[0] == ("whole",)
+    given = {"model.path": str(shaped("7b")), "run.gpus": 8, "model.checkpointing": "on", "data.max_prompt_tokens": 400}
+    for command in ("rl", "sft", "dpo"):
+        config = load(given | {"algorithm.kl.coef": 0.0}, command=command)
+        found = []
+        for device in (H200, devices.Device(name="CPU", memory=64.0), TIGHT):
+            for name in ("present", "unoccupied"):
+                monkeypatch.setattr(devices, name, lambda wanted, device=device: device)
+            found.append(choose_layout(config, command, loaded(str(shaped("7b")))))
+        assert [layout for layout, _ in found] == ["whole", "whole", "sharded"], command
+        assert found[1][1] == "this machine has no GPU" and found[2][1].startswith("whole, a GPU would need")
+    assert choose_layout(load(given, ["train.layout=sharded"]), "rl", loaded(str(shaped("7b"))))[0] == "sharded"
+
+
+def test_state_in_main_memory_makes_room_on_the_gpu_and_takes_seconds(shaped, monkeypatch):
+    on, off = (f"train.offload={value}" for value in ("true", "false"))
+    beside, away = (planned(shaped("7b"), H200, W1, "model.checkpointing=on", value) for value in (off, on))
+    assert "train.offload=true" in beside.advice and away.memory.fits and not beside.memory.fits
+    weights = sizes(away)["weights"] * 2**30 / 2
+    assert sizes(beside).keys() - sizes(away).keys() == {"fp32 masters", "moments"}
+    host, before = ({item.name: item.gib for item in found.host} for found in (away, beside))
+    assert host.pop("state of the optimizer") == pytest.approx(12 * weights / 2**30) and host == before
+    assert away.pace.seconds["offload"] == pytest.approx(12 * weights / 55e9, rel=0.01)
+    shared = planned(shaped("7b"), H200, W1, "train.offload=true", "run.gpus=8", "train.prompts_per_step=128")
+    assert shared.pace.seconds["offload"] == pytest.approx(away.pace.seconds["offload"] / 8)
+    assert {item.name: item.gib for item in shared.host}["state of the optimizer"] == pytest.approx(
+        12 * weights / 2**30
+    )
+    config = load({"model.path": str(shaped("7b")), "algorithm.kl.coef": 0.0, "train.offload": True})
+    for free, refused in ((90, True), (110, False)):
+        monkeypatch.setattr(devices, "free_host_bytes", lambda free=free: free * 2**30)
+        text = short_of_memory(config, away) or ""
+        assert ("(state of the optimizer 92.7), and 90.0 are free; try train.optimizer=adamw_bf16" in text) == refused
+        if refused:
+            with pytest.raises(ConfigError, match=r"train\.offload: .* run\.overcommit=true"):
+                preflight(config, loaded(str(shaped("7b"))), [SAMPLE], device=H200)
+        else:
+            assert preflight(config, loaded(str(shaped("7b"))), [SAMPLE], device=H200) == []
+
+
 def test_a_run_that_one_gpu_refuses_starts_on_several(large):
-    sample = Sample(id="0", messages=(Message(role="user", parts=("how many",)),))
     device = devices.Device(name="GPU", memory=45.0)
     config = load({"model.path": large, "algorithm.kl.coef": 0.0})
     with pytest.raises(ConfigError, match=r"run\.gpus=4"):
-        preflight(config, loaded(large), [sample], device=device)
-    assert preflight(load(config, ["run.gpus=4"]), loaded(large), [sample], device=device) == []
+        preflight(config, loaded(large), [SAMPLE], device=device)
+    assert preflight(load(config, ["run.gpus=4"]), loaded(large), [SAMPLE], device=device) == []
 
 
 def test_the_command_shows_several_gpus(large):
     options = ["--prompt-tokens", "374", "--image", "448x448", "--device", "H200", "run.gpus=8", "algorithm.kl.coef=0"]
     result = CliRunner().invoke(app, ["estimate", f"model.path={large}", *options])
     assert result.exit_code == 0, result.output
-    for text in ("each of 8 H200, prompts", "exchange", "controller", "as many prompts per GPU; a prediction"):
+    for text in (
+        "each of 8 H200, prompts",
+        "exchange",
+        "controller",
+        "as many prompts per GPU; a prediction",
+        "train.layout=whole: a GPU",
+    ):
         assert text in result.output

@@ -27,6 +27,7 @@ from saccade.models import lora
 from saccade.models.families import Family, load_family
 from saccade.models.heads import attach_score
 from saccade.models.load import freeze, load_model
+from saccade.plugins.offload import host_state
 from saccade.plugins.ranks.divided import DividedOptimizer
 from saccade.system.contents import write_files
 from saccade.trainer import Loss, Scoring
@@ -80,6 +81,14 @@ CASES = {
 } | ({"lora": Case(change=adapt)} if find_spec("peft") else {})
 
 
+def offloaded(case: Case) -> Case:
+    return replace(case, train=case.train.model_copy(update={"offload": True}))
+
+
+CASES |= {f"{name} offloaded": offloaded(CASES[name]) for name in ("bf16", "critic", "lora") if name in CASES}
+SMALL = {"a": 9001, "b": 70, "c": 5000}  # numbers of parameters
+
+
 def made(
     case: Case, family: Family, optimizer: type[Optimizer] = Optimizer, backend: type[LocalBackend] = LocalBackend
 ) -> LocalBackend:
@@ -112,7 +121,7 @@ def train(backend: LocalBackend, case: Case, batches: list[Batch], tokens: int |
 
 def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, list[Batch]]) -> dict[str, Any]:
     families = {name: load_family(path) for name, path in paths.items()}
-    found: dict[str, Any] = {}
+    host_state.CHUNK, found = 4096, dict[str, Any]()  # of which a parameter may have many
     for name, case in CASES.items():
         optimizers.LARGE = 1 if name == "five and one" else 8_000_000  # every gradient is added by a hook
         backend = made(case, families[case.family], DividedOptimizer)
@@ -130,6 +139,9 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
         stored["dropout"] = Case(change=partial(adapt, dropout=0.5))
     for name, case in stored.items():
         found[f"files of {name}"] = resumed(folder / "files" / name, rank, case, families[VISION], forests)
+    found["offload"] = [
+        equal(*(stepped(kind, offload) for offload in (False, True))) for kind in ("adamw", "adamw_bf16")
+    ]
     found["small"] = [small(kind, DividedOptimizer) for kind in ("adamw", "adamw_bf16")]
     return found
 
@@ -148,6 +160,21 @@ def small(kind: Any, optimizer: type[Optimizer]) -> Any:
     return parameter.tolist(), one.ranges(), one.updates()
 
 
+def stepped(kind: Any, offload: bool) -> Tensors:
+    """Weights and state after steps in which every rank has gradients of its own."""
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    named = {name: torch.nn.Parameter(torch.linspace(-1, 1, count).bfloat16()) for name, count in SMALL.items()}
+    one = DividedOptimizer(named.items(), TrainConfig(optimizer=kind, offload=offload), lr_scale=lambda name: 1.0)
+    for _ in range(3):
+        one.begin()
+        one.start_micro_batch()
+        sum((p * torch.randn(p.shape, generator=draw).bfloat16()).sum() for p in named.values()).backward()  # type: ignore
+        one.end_micro_batch()
+        one.reduce(finite=True)
+        one.step(0.1, norm=one.norm())
+    return {name: p.detach() for name, p in named.items()} | one.state()
+
+
 def resumed(folder: Path, rank: int, case: Case, family: Family, forests: Any) -> list[bool]:
     """From two ranks to one process and back: whether the state is the same, and the next weights."""
     batches = [forests[VISION][place] for place in ((0,), (4,))[rank]]
@@ -156,7 +183,7 @@ def resumed(folder: Path, rank: int, case: Case, family: Family, forests: Any) -
     write_files(folder / "two", first.state_files())
     dist.barrier()
     if rank == 0:
-        alone = made(case, family)
+        alone = made(offloaded(case), family)
         alone.load_state(folder / "two")
         write_files(folder / "one", alone.state_files())
     dist.barrier()
@@ -235,7 +262,12 @@ def distance(got: Tensors, wanted: Tensors) -> float:
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one_process_does(results: Any, name: str) -> None:
-    require_same_training(name, results[0][name], [found[name] for found in results[1]], exact=name == "bf16")
+    alone = results[0][name.removesuffix(" offloaded")]
+    require_same_training(name, alone, [found[name] for found in results[1]], exact="bf16" in name)
+
+
+def test_state_in_main_memory_changes_no_bit(results: Any) -> None:
+    assert [found["offload"] for found in results[1]] == [[True, True]] * 2
 
 
 def require_same_training(name: str, alone: Any, ranks: list[Any], *, exact: bool = False, near: float = 1e-6) -> None:

@@ -19,6 +19,7 @@ from saccade.config import TrainConfig
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family, load_family
 from saccade.models.load import load_model
+from saccade.plugins.offload import host_state
 from saccade.plugins.ranks.divided import DividedOptimizer
 from saccade.plugins.ranks.sharded import ShardedBackend
 from saccade.recipes import rl
@@ -35,7 +36,7 @@ from tests.ranks.test_ranks import STORED, require_alike, require_same_weights, 
 forests = divided.forests
 NAMES = (
     *("text on one rank", "six and none", "no image anywhere", "only a tower"),
-    *("critic", "nan", "experts", "lora"),
+    *("critic", "critic offloaded", "nan", "experts", "lora"),
 )
 CASES = {name: divided.CASES[name] for name in NAMES if name in divided.CASES}
 CASES |= {
@@ -66,7 +67,7 @@ def averaged(family: Family, backend: type[LocalBackend]) -> LocalBackend:
 def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, list[Batch]]) -> dict[str, Any]:
     families = {name: load_family(path) for name, path in paths.items()}
     make = partial(made, optimizer=DividedOptimizer, backend=ShardedBackend)
-    found: dict[str, Any] = {}
+    host_state.CHUNK, found = 4096, dict[str, Any]()  # of which a parameter may have many
     for name, case in CASES.items():
         optimizers.LARGE = 1 if name == "recomputed" else 8_000_000  # every gradient is added by a hook
         backend = make(case, families[case.family])
@@ -110,7 +111,7 @@ def resumed(folder: Path, rank: int, make: Any, family: Family, forests: Any) ->
     write_files(folder / "two", first.state_files())
     dist.barrier()
     if rank == 0:
-        alone = made(case, family)
+        alone = made(divided.offloaded(case), family)
         alone.load_state(folder / "two")
         write_files(folder / "one", alone.state_files())
     dist.barrier()
@@ -134,7 +135,8 @@ def results(tmp_path_factory: Any, family_of: Any, forests: dict[str, list[Batch
 @pytest.mark.parametrize("name", CASES)
 def test_sharded_ranks_train_as_one_process_does(results: Any, name: str) -> None:
     near = 1e-3 if name == "bf16" else 1e-6  # sums over the ranks are rounded to the dtype of the weights
-    require_same_training(name, results[0][name], [found[name] for found in results[1]], near=near)
+    alone = results[0][name.removesuffix(" offloaded")]
+    require_same_training(name, alone, [found[name] for found in results[1]], near=near)
 
 
 def test_what_is_gathered_is_written_once(results: Any, tensors: Any) -> None:
@@ -183,9 +185,11 @@ def test_a_run_changes_its_layout(tmp_path: Path, rl_config: Any, tensors: Any, 
 
     start("one", run__max_steps=4)
     start("on", run__max_steps=1, run__gpus=2)
-    start("on", run__max_steps=3, run__gpus=2, train__layout="sharded")
+    start("on", run__max_steps=3, run__gpus=2, train__layout="sharded", train__offload=True)
     start("on", run__max_steps=4)
     one, on = tmp_path / "one", tmp_path / "on"
+    log = (on / "log.txt").read_text()
+    assert "train.layout=whole: this machine has no GPU" in log and "train.layout=sharded: as the config says" in log
     assert sampled(on) == sampled(one)
     require_alike(on, one)
     for step, place in ((3, ""), (3, "state/ema"), (4, ""), (4, "state/ema")):

@@ -26,10 +26,10 @@ SELECTING = When("generate.select not in ('all', 'correct')", "generate.select=t
 
 
 class TrainConfig(Section):
-    layout: Literal["whole", "sharded", "hybrid"] = option(
-        "whole",
-        "On several GPUs: each holds the whole model; a part of it (slower, for models that do not fit); or a part, "
-        "and each machine the whole.",
+    layout: Literal["auto", "whole", "sharded", "hybrid"] = option(
+        "auto",
+        "On several GPUs: each holds the whole model; a part of it (slower); or a part, and each machine the whole. "
+        "auto: whole if that fits, else sharded.",
         when=When("run.gpus > 1", "run.gpus=2"),
         commands=("rl", "sft", "dpo"),
     )
@@ -54,6 +54,7 @@ class TrainConfig(Section):
     warmup: float = option(0.0, "Warm-up steps, or a share of all steps when below 1; not rl: 0.03 unless set.", ge=0)
     min_lr: float = option(0.0, "Floor as a share of lr; 0: of cosine_with_min_lr 0.1.", ge=0, le=1, when=DECAYING)
     optimizer: Literal["adamw", "adamw_bf16"] = option("adamw", "adamw_bf16: bf16 weights with Kahan compensation.")
+    offload: bool = option(False, "Keep the optimizer's state in main memory; the numbers stay equal to the bit.")
     betas: tuple[float, float] = option((0.9, 0.95), "Moments of AdamW.")
     eps: float = option(1e-8, "Added to the root of the second moment.", gt=0)
     weight_decay: float = option(0.01, "Decay of matrices; biases and norms have none.", ge=0)

@@ -30,7 +30,7 @@ from saccade.plugins.estimate.batch_plan import (
 )
 from saccade.plugins.estimate.memory_items import Item, Memory, host_items, memory_of, reward_folders, weights_in
 from saccade.plugins.estimate.work import Pace, pace_of
-from saccade.plugins.ranks.layouts import efficiency, more_gpus, prompts_of_a_rank
+from saccade.plugins.ranks.layouts import candidates, efficiency, more_gpus, prompts_of_a_rank
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.recipes import model_setup, questions
 from saccade.system.devices import Device, in_precision, no_limit
@@ -45,6 +45,8 @@ Fits = Callable[[Sequence[str]], bool]  # with these options changed
 class Estimate:
     device: Device  # each of them
     gpus: int
+    layout: str  # whole, sharded or hybrid
+    reason: str  # why that one, of several GPUs
     prompts: str  # how long they are, and who says so
     memory: Memory
     host: tuple[Item, ...]  # in main memory, beside a GPU
@@ -104,15 +106,19 @@ def estimate(
             for together in (1, changed.train.sequence_parallel)
         )
         step = make_step(shared, changed.rollout.max_tokens, algorithm, known, typical)
-        return Plan(
+        (*better, last), _ = candidates(changed.train.layout, train, gpus=changed.run.gpus, cuda=device.is_gpu)
+        plan = Plan(
             config=changed.model_copy(update={"train": alone}),
             algorithm=algorithm,
             device=device,
+            layout=last,
             step=replace(step, times=step.times * (alone.prompts_per_step / shared.prompts_per_step)),
             policy=size(train, lora),
             whole=size("full" if train in ADAPTED else train, lora),
             element=element,
         )
+        plans = (replace(plan, layout=layout) for layout in better)
+        return next((other for other in plans if memory_of(other).fits), plan)
 
     first, about = prompts(data.max_pixels)
     asked = samples is not None or prompt_tokens is not None
@@ -123,6 +129,8 @@ def estimate(
     return Estimate(
         device=device,
         gpus=config.run.gpus,
+        layout=plan.layout,
+        reason=layout_reason(plan),
         prompts=about,
         memory=memory,
         host=host_items(plan, memory, background=config.save.background),
@@ -136,6 +144,15 @@ def estimate(
 def paced(plan: Plan) -> tuple[Memory, Pace | None]:
     memory = memory_of(plan)
     return memory, pace_of(plan, memory) if memory.fits else None
+
+
+def layout_reason(plan: Plan) -> str:
+    config, whole = plan.config, memory_of(replace(plan, layout="whole"))
+    known, reason = candidates(config.train.layout, config.model.train, gpus=config.run.gpus, cuda=plan.device.is_gpu)
+    if len(known) == 1:
+        return reason
+    peak = f"{max(whole.peaks.values()):.1f} GiB, and {whole.limit:.1f} can be planned with"
+    return f"a GPU needs {peak}" if whole.fits else f"whole, a GPU would need {peak}"
 
 
 # -- notes -----------------------------------------------------------------------------------------
@@ -215,6 +232,7 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
         "train.micro_tokens": _halves(train.micro_tokens, SMALLEST_BATCH),
         "reward.offload": ["true"] if model_terms(reward) and not reward.offload else [],
         "rollout.max_sequences": _halves(plan.sequences, 1),
+        "train.offload": ["true"] if plan.device.is_gpu and not train.offload else [],
         "train.optimizer": ["adamw_bf16"] if train.optimizer == "adamw" and plan.element < 4 else [],
         "train.ema": ["0"] if train.ema else [],
         "model.train": [f"{kind}{without}" for kind in adapters],
@@ -223,7 +241,7 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
         "data.max_pixels": _halves(data.max_pixels, smallest),
         "train.sequence_parallel": [f"{n}" for n in (2, 4, 8) if n > plan.together and gcd(gpus, heads) % n == 0],
         "train.layout": ["sharded"] if gpus > 1 and plan.layout != "sharded" and model.train != "qlora" else [],
-        "run.gpus": more_gpus(gpus, plan.layout, model.train) if plan.device.is_gpu else [],
+        "run.gpus": more_gpus(gpus, train.layout, model.train) if plan.device.is_gpu else [],
     }
     return {name: [f"{name}={value}" for value in values] for name, values in options.items() if values}
 

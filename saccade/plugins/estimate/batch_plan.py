@@ -141,6 +141,7 @@ class Plan:
     config: Config  # with the prompts of one GPU
     algorithm: Algorithm
     device: Device
+    layout: str  # whole, sharded or hybrid
     step: Step
     policy: ModelSize
     whole: ModelSize  # without adapters, as reference and critic are
@@ -150,10 +151,6 @@ class Plan:
     def learners(self) -> list[ModelSize]:
         """The policy, and a critic if there is one."""
         return [self.policy, *([replace(self.whole, head=False)] if self.algorithm.needs_critic else [])]
-
-    @property
-    def layout(self) -> str:
-        return "whole" if self.config.model.train == "qlora" else self.config.train.layout
 
     def share(self, kind: str) -> float:
         """Of weights, sums or state, what this GPU holds."""

@@ -5,14 +5,14 @@ also before a run loads its weights.
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from tempfile import TemporaryDirectory
 
 from saccade.config import Config, load
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import FAMILIES, Family
 from saccade.plugins.estimate import Estimate, estimate, foreign_rollout
-from saccade.plugins.estimate.memory_items import host_peak
+from saccade.plugins.estimate.memory_items import GIB, OFFLOADED, host_peak, total
 from saccade.recipes.model_setup import quiet_libraries
 from saccade.system import devices
 from saccade.system.devices import Device
@@ -30,6 +30,8 @@ def run(config: Config, *, device: str | None, prompt_tokens: int | None, image:
         prompt_tokens=prompt_tokens,
         image=None if image is None else parse_size(image),
     )
+    if device is None and (short := short_of_memory(config, found)):
+        found = replace(found, notes=(*found.notes, short))
     if as_json:
         memory = asdict(found.memory) | {"peaks": found.memory.peaks, "fits": found.memory.fits}
         print(json.dumps(asdict(found) | {"memory": memory}, indent=2))
@@ -49,7 +51,8 @@ def preview(config: Config) -> None:
         except EnvironmentProblem as problem:
             print(f"no estimate: {problem}")
             return
-    print(about(found), *found.notes, in_short(found), sep="\n")
+    short = short_of_memory(config, found)
+    print(about(found), *found.notes, *filter(None, [short]), in_short(found), sep="\n")
     print("`saccade estimate` shows it by item" if found.memory.fits else refusal(found))
 
 
@@ -59,19 +62,35 @@ def preflight(config: Config, family: Family, samples: Sequence[Sample], *, devi
     not, and nothing can be said of a model that cannot be built without its weights.
     """
     device = device or devices.unoccupied(config.run.device)
-    if not device.is_gpu or not samples or config.train.layout != "whole":  # counted is what one GPU holds
+    if not device.is_gpu or not samples:
         return []
     try:
         found = estimate(config, device, family=family, samples=samples)
     except EnvironmentProblem:
         return []
+    short = short_of_memory(config, found)
+    if short and not config.run.overcommit:
+        raise ConfigError(f"{short}; run.overcommit=true starts all the same")
     if found.memory.fits:
-        return []
+        return [short] if short else []
     far = max(found.memory.peaks.values()) > OFF * found.device.memory
     counted = family.name in FAMILIES and not foreign_rollout(config)
     if far and counted and not config.run.overcommit:
         raise ConfigError(f"{refusal(found)}; run.overcommit=true starts all the same")
     return [f"the run starts, but by `saccade estimate` it {refusal(found)}"]
+
+
+def short_of_memory(config: Config, found: Estimate) -> str | None:
+    """What `train.offload` needs and this machine has not; of others nothing is known."""
+    needed, free = total(found.host, "always"), devices.free_host_bytes() / GIB
+    if not config.train.offload or config.run.launcher != "local" or needed <= free:
+        return None
+    of_state = next((item.gib for item in found.host if item.name == OFFLOADED), 0.0)
+    hint = "try train.optimizer=adamw_bf16, or train.offload=false"
+    return (
+        f"train.offload: {needed:.1f} GiB of main memory are needed ({OFFLOADED} {of_state:.1f}), and {free:.1f} are "
+        f"free; {hint}"
+    )
 
 
 # -- what is asked for -----------------------------------------------------------------------------
@@ -106,7 +125,8 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def about(found: Estimate) -> str:
-    return f"{_devices(found)}, prompts of {found.prompts}"
+    chosen = f"\ntrain.layout={found.layout}: {found.reason}" if found.reason else ""
+    return f"{_devices(found)}, prompts of {found.prompts}{chosen}"
 
 
 def _devices(found: Estimate) -> str:

@@ -22,6 +22,7 @@ from saccade.models.families.qwen_vl import CACHE_BYTES
 from saccade.plugins.estimate.batch_plan import ModelSize, Plan, patches
 from saccade.plugins.estimate.flops import token_depths, towers_frozen
 from saccade.plugins.estimate.shapes import Stack
+from saccade.plugins.offload.host_state import CHUNK, SLOTS
 from saccade.plugins.ranks.layouts import NODE, key_repeats
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.trainer.checkpointing import MARGIN
@@ -31,7 +32,8 @@ from saccade.types import Batch
 GIB = 2**30
 POOL = "keys and values"
 PROCESS_GIB = 2.0  # main memory of libraries and the context of CUDA, as one H200 showed
-STATE = ("fp32 masters", "moments")  # how items of an optimizer begin
+STATE = {"adamw": {"fp32 masters": 4, "moments": 8}, "adamw_bf16": {"moments and compensation": 6}}  # bytes
+OFFLOADED = "state of the optimizer"
 SMALLEST_PREFILL = 1024  # tokens: the engine would halve further, and take long
 
 
@@ -97,9 +99,7 @@ def memory_of(plan: Plan) -> Memory:
 def _always(plan: Plan) -> list[Item]:
     """Weights and the state of their optimizer, other copies of the model, features and rewards."""
     half, sizes = plan.element < 4, dict[str, float]()
-    state = {"fp32 masters": 4 * half, "moments": 8}
-    if plan.config.train.optimizer == "adamw_bf16":
-        state = {"moments and compensation": 6}
+    state = {} if plan.config.train.offload else state_sizes(plan)
     for whose, model in zip(("", " of the critic"), plan.learners, strict=False):
         sizes[f"weights{whose}"] = model.weights * plan.share("weights")
         sizes |= {f"{name}{whose}": size * model.trained * plan.share("state") for name, size in state.items()}
@@ -124,6 +124,12 @@ def _always(plan: Plan) -> list[Item]:
         for name, size in sizes.items()
         if size
     ]
+
+
+def state_sizes(plan: Plan) -> dict[str, int]:
+    """Bytes that an optimizer keeps for each number, by item; one in fp32 is its own master."""
+    kept = STATE[plan.config.train.optimizer]
+    return {name: size for name, size in kept.items() if plan.element < 4 or name != "fp32 masters"}
 
 
 def reward_folders(reward: RewardConfig) -> list[str]:
@@ -209,12 +215,11 @@ def _update(plan: Plan, learner: ModelSize, free: float) -> list[Item]:
         for moment in _moments(plan, learner, batch, kept):
             first, *others = (Item(name=name, gib=size / GIB, phase="update") for name, size in moment.items() if size)
             found.append([replace(first, note=note), *others])
-    state, bf16 = learner.trained * plan.share("state"), plan.config.train.optimizer == "adamw_bf16"
-    work = {
-        "sums over all GPUs": 4 * state * (state < learner.trained),
-        # It works in fp32 on one tensor after the other, with seven numbers for each of its own.
-        "the optimizer at work": 7 * 4 * min(learner.largest, state) * bf16,
-    }
+    state, train = learner.trained * plan.share("state"), plan.config.train
+    # Kahan's works in fp32 on one tensor after the other, with seven numbers for each of its own.
+    working = 7 * 4 * min(learner.largest, state, CHUNK if train.offload else state) * (train.optimizer == "adamw_bf16")
+    passing = min(SLOTS * CHUNK, state) * sum(state_sizes(plan).values()) * train.offload
+    work = {"sums over all GPUs": 4 * state * (state < learner.trained), "the optimizer at work": working + passing}
     found += [[Item(name=name, gib=size / GIB, phase="update")] for name, size in work.items() if size]
     return [*standing, *max(found, key=total)]
 
@@ -353,12 +358,15 @@ def host_items(plan: Plan, memory: Memory, *, background: bool) -> tuple[Item, .
     saved = whole * (len(plan.learners) + bool(plan.config.train.ema))
     kept = ("average", "reference") if plan.algorithm.reference_moves else ("average",)
     saved += total([item for item in memory.items if item.name.startswith(kept)])
-    saved += processes * total([item for item in memory.items if item.name.startswith(STATE)])
+    numbers = sum(learner.trained for learner in plan.learners) * plan.share("state")
+    state = processes * numbers * sum(state_sizes(plan).values()) / GIB
+    saved += state
     waits = "kept for the next one; without room for twice that training waits"
     images = (CACHE_BYTES + DECODED.max_bytes) / GIB if plan.step.pictures else 0.0
     rows = (
         ("processes" if gpus > 1 else "the process", PROCESS_GIB * (processes + (gpus > 1)), "always", ""),
         ("weights while they load", whole * processes, "start", ""),
+        (OFFLOADED, state * plan.config.train.offload, "always", "pinned"),
         ("images", images * processes, "always", "at most"),
         ("copy of a checkpoint", saved if background else 0.0, "save", waits),
     )

@@ -17,7 +17,7 @@ from saccade.config import Config
 from saccade.plugins.estimate import flops
 from saccade.plugins.estimate.batch_plan import ModelSize, Plan
 from saccade.plugins.estimate.flops import FROZEN, Meter
-from saccade.plugins.estimate.memory_items import GIB, Memory, beside_activations, layers_that_keep, total
+from saccade.plugins.estimate.memory_items import GIB, Memory, beside_activations, layers_that_keep, state_sizes, total
 from saccade.plugins.estimate.shapes import shape_of
 from saccade.plugins.gpu.decode_state import FEW_ROWS
 from saccade.plugins.ranks.layouts import collective_seconds, controller_seconds, exchange_seconds, key_repeats
@@ -35,6 +35,7 @@ SPEEDS = {  # amount, seconds
 # Calibrated on one H200 and taken for every GPU: how much of the peak of a data sheet is reached,
 # of bytes (reading, the optimizer) or of FLOPs.
 REACHED = {"reading": 0.8, "decode": 0.5, "prefill": 0.35, "score": 0.47, "update": 0.46, "optimizer": 0.7}
+REACHED["main memory"] = 0.87  # 55 GB/s in each direction, of pinned memory
 # Seconds of a layer that no peak shortens, kernel after kernel: in a step of decoding few rows or
 # many, beside what it reads, and at least in forward and backward of a micro-batch.
 LAYER = {
@@ -188,6 +189,9 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     moved = updates * OPTIMIZER_BYTES * weights * plan.share("state")
     trained = (work["update"] + again) / (peak * REACHED["update"])
     seconds["update"] = max(trained + moved / (bandwidth * REACHED["optimizer"]), layers * least["update"])
+    if train.offload and device.host is not None:  # both directions at once
+        kept = sum(state_sizes(plan).values()) * weights * plan.share("state")
+        seconds["offload"] = updates * kept / (device.host * GIGA * REACHED["main memory"])
     if gpus > 1:
         seconds["exchange"] = exchange_seconds(
             plan.layout,

@@ -68,6 +68,17 @@ def exchange_seconds(
     return gathered + (kind.slower - 1) * compute + waiting + updates * far
 
 
+def candidates(wanted: str, train: str, *, gpus: int, cuda: bool) -> tuple[tuple[str, ...], str]:
+    """What `train.layout` may become, the better first; and why, if there is no choice."""
+    if gpus == 1:
+        return ("whole",), ""
+    if wanted != "auto":
+        return (wanted,), "as the config says"
+    if train == "qlora":
+        return ("whole",), "4-bit weights are not sharded"
+    return (("whole", "sharded"), "") if cuda else (("whole",), "this machine has no GPU")
+
+
 def more_gpus(gpus: int, layout: str, train: str) -> list[str]:
     """Values of `run.gpus` that make a run fit that does not, the smallest first."""
     values = [f"{more}" for more in (2, 4, NODE) if more > gpus]

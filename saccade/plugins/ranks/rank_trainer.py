@@ -28,6 +28,7 @@ from saccade.models.families import Family
 from saccade.models.heads import attach_score
 from saccade.models.load import freeze, pick_device, pick_dtype
 from saccade.plugins.engines.weights import Mapped
+from saccade.plugins.estimate.layout_choice import choose_layout
 from saccade.plugins.ranks.launchers import starters
 from saccade.plugins.ranks.loss_codec import encode_loss
 from saccade.plugins.ranks.preflight import MARK, look, meet
@@ -191,6 +192,8 @@ def start_policy(config: Config, command: str, family: Family, folder: str | Non
     if command == "reward-model" or config.sft.teacher is not None:  # whose losses read weights that are whole
         config = load(config, ["train.layout=whole", "train.sequence_parallel=1"], command)
     require_heads(config, family)
+    layout, reason = choose_layout(config, command, family)
+    config = load(config, [f"train.layout={layout}"], command)
     cuda, here = pick_device(config.run.device).type == "cuda", config.run.launcher == "local"
     listening = socket.create_server(("127.0.0.1" if here else "", 0))
     port = listening.getsockname()[1]
@@ -215,9 +218,8 @@ def start_policy(config: Config, command: str, family: Family, folder: str | Non
     if shared := meet(store, team.size):
         slow = "they exchange through main memory (gloo), which is slow"
         log.warning(f"ranks {', '.join(map(str, shared))} have a GPU in common: {slow}")
-    log.info(
-        f"{team.size} processes share the run, weights {config.train.layout} on each; they log to {logs}/rank-N.log"
-    )
+    log.info(f"{team.size} processes share the run, and log to {logs}/rank-N.log")
+    log.info(f"train.layout={layout}: {reason}")
     return RankTrainer(config, team, family)
 
 

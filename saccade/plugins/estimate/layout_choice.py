@@ -1,0 +1,39 @@
+"""The layout of a run on several GPUs where `train.layout` leaves it open: whole if a GPU has room for it, by the
+estimate of what it needs.
+
+    layout, reason = choose_layout(config, "rl", family)
+"""
+
+from saccade.config import Config, load
+from saccade.errors import SaccadeError
+from saccade.models.families import Family
+from saccade.plugins.estimate import estimate
+from saccade.plugins.ranks.layouts import candidates
+from saccade.system import devices
+
+
+def choose_layout(config: Config, command: str, family: Family) -> tuple[str, str]:
+    """For the first GPU of this machine, with the memory that other processes have left there. A run that is resumed
+    decides again.
+    """
+    gpus, cuda = config.run.gpus, devices.present(config.run.device).is_gpu
+    (best, *others), reason = candidates(config.train.layout, config.model.train, gpus=gpus, cuda=cuda)
+    if not others:
+        return best, reason
+    try:
+        found = estimate(as_rl(config, command, family), devices.unoccupied(config.run.device), family=family)
+    except SaccadeError as problem:
+        return best, f"what it needs is not known ({problem})"
+    return found.layout, found.reason
+
+
+def as_rl(config: Config, command: str, family: Family) -> Config:
+    """A step of `saccade rl` that takes the memory of one that learns from rows as long as the config allows."""
+    if command == "rl":
+        return config
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    kept = {part: tree.get(part, {}) for part in ("model", "data", "train", "run")}
+    kept["data"] |= {"train": [], "max_prompt_tokens": min(config.data.max_prompt_tokens, family.max_positions // 2)}
+    beside = command == "dpo" and config.dpo.reference == "compute"
+    changes = [f"rollout.max_tokens={getattr(config, command).max_tokens}", "train.samples_per_prompt=2"]
+    return load(kept, [*changes, f"algorithm.kl.coef={0.04 * beside}"], "rl")

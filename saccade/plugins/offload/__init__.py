@@ -1,0 +1,1 @@
+"""The state of an optimizer in main memory (`train.offload`)."""

@@ -1,0 +1,106 @@
+"""State of an optimizer in main memory, pinned beside a GPU. An update takes it in chunks: one is copied to the GPU,
+an earlier one is updated there and one before it is copied back, each on a stream of its own, so that both directions
+of the link and the GPU are busy. The rule and the order of its operations on each number are those of state that lies
+beside the parameters, and so are the results, to the bit.
+
+    held = HostState(parameters, keys={"weight": ("exp_avg", "exp_avg_sq")}, dtype=torch.float32)
+    for pieces in held.pieces(gradients):
+        ...  # update them
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from saccade.errors import EnvironmentProblem
+from saccade.system.contents import new_block
+from saccade.system.devices import free_host_bytes
+from saccade.system.disk import size
+from saccade.trainer.optimizer import Piece, StateBeside
+
+CHUNK = 1 << 24  # numbers
+SLOTS = 3  # chunks on the GPU: one comes, one is updated, one goes
+ALIGN = 64  # numbers; kernels read several at once, and a chunk begins where no such read is cut
+
+
+class HostState(StateBeside):
+    """For each key the numbers of all parameters end to end, of which `tensors` are views."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], keys: Mapping[str, Sequence[str]], dtype: torch.dtype) -> None:
+        self.parameters = parameters
+        self.device = next((p.device for p in parameters.values()), torch.device("cpu"))
+        self._starts, self._length = dict[str, int](), 0
+        for name, parameter in parameters.items():
+            self._starts[name] = self._length
+            self._length += -(-parameter.numel() // ALIGN) * ALIGN
+        kinds = dict.fromkeys(key for kept in keys.values() for key in kept)
+        needed, free = len(kinds) * self._length * dtype.itemsize, free_host_bytes()
+        if needed > free:
+            raise EnvironmentProblem(
+                f"train.offload: the optimizer's state takes {size(needed)} of main memory, and {size(free)} are free; "
+                "try train.offload=false, train.optimizer=adamw_bf16 or more machines"
+            )
+        self._flat = {key: _zeros(self._length, dtype, self.device) for key in kinds}
+        self.tensors = {
+            name: {key: self._flat[key][self._starts[name] :][: p.numel()].view(p.shape) for key in keys[name]}
+            for name, p in parameters.items()
+        }
+
+    def pieces(self, gradients: Mapping[str, Tensor]) -> Iterator[list[Piece]]:
+        """Each list has to be updated on the current stream before the next is asked for."""
+        cuts = defaultdict[int, list[tuple[str, int, int]]](list)  # of each chunk: names, and which of their numbers
+        for name in gradients:
+            start, count = self._starts[name], self.parameters[name].numel()
+            for low in range(start // CHUNK * CHUNK, start + count, CHUNK):
+                cuts[low].append((name, max(low - start, 0), min(low + CHUNK - start, count)))
+        device = torch.get_device_module(self.device)
+        now, coming, going = device.current_stream(), device.Stream(), device.Stream()
+        width = min(CHUNK, self._length)
+        slots = [
+            {key: flat.new_empty(width, device=self.device) for key, flat in self._flat.items()}
+            for _ in range(min(SLOTS, len(cuts)))
+        ]
+        emptied = [now.record_event() for _ in slots]  # the memory may have been in use until now
+        for number, (low, cut) in enumerate(sorted(cuts.items())):
+            turn, high = number % SLOTS, min(low + CHUNK, self._length)
+            slot = slots[turn]
+            pairs = [(slot[key][: high - low], flat[low:high]) for key, flat in self._flat.items()]
+            coming.wait_event(emptied[turn])
+            with device.stream(coming):
+                for there, here in pairs:
+                    there.copy_(here, non_blocking=True)
+            now.wait_stream(coming)
+            pieces = []
+            for name, first, end in cut:
+                place = slice(self._starts[name] + first - low, self._starts[name] + end - low)
+                parameter, gradient = (t.detach().view(-1)[first:end] for t in (self.parameters[name], gradients[name]))
+                pieces.append(Piece(name, parameter, gradient, {key: slot[key][place] for key in self.tensors[name]}))
+            yield pieces
+            going.wait_stream(now)
+            with device.stream(going):
+                for there, here in pairs:
+                    here.copy_(there, non_blocking=True)
+            emptied[turn] = going.record_event()
+        device.synchronize()  # from now on anybody may read the state
+
+
+def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """In main memory; pinned if the device is a GPU, without the rounding up to powers of two that torch does."""
+    block = new_block(count * dtype.itemsize)
+    view = memoryview(block)  # which the tensor refers to, and all that are made of it
+    tensor = torch.frombuffer(view, dtype=dtype)
+    if device.type == "cuda":
+        runtime, start = torch.cuda.cudart(), tensor.data_ptr()
+        if error := int(runtime.cudaHostRegister(start, tensor.nbytes, 0)):
+            asked = f"{size(tensor.nbytes)} of main memory cannot be pinned (CUDA error {error})"
+            raise EnvironmentProblem(f"train.offload: {asked}; try train.offload=false")
+        weakref.finalize(view, _unpin, start, block).atexit = False
+    return tensor
+
+
+def _unpin(start: int, block: object) -> None:
+    """`block` lives until then."""
+    torch.cuda.cudart().cudaHostUnregister(start)
