@@ -4,7 +4,7 @@
     python benchmarks/capacity.py train.offload=true --gpus 1 8
 
 Every GPU has 16 prompts x 8 rollouts of 512 tokens, prompts of 368 tokens with an image; activations are recomputed,
-so that a cell is the least that is needed. What is in brackets does not fit, `s` is sharded. Nothing is
+so that a cell is the least that is needed. What is in brackets does not fit, `s` is sharded, `h` hybrid. Nothing is
 loaded: models have no weights.
 """
 
@@ -33,7 +33,7 @@ def cells(size: str, gpus: int, folder: Path, overrides: list[str]) -> list[str]
         device = devices.named(card)
         assert device is not None
         one = estimate(load(options, overrides, "rl"), device, prompt_tokens=368, image=(448, 448))
-        peak = f"{max(one.memory.peaks.values()):.0f}" + " s" * (one.layout == "sharded")
+        peak = f"{max(one.memory.peaks.values()):.0f}" + {"sharded": " s", "hybrid": " h"}.get(one.layout, "")
         found.append(peak if one.memory.fits else f"({peak})")
     return found
 

@@ -109,6 +109,9 @@ def test_a_layout_that_is_left_open_is_whole_where_that_fits(shaped, monkeypatch
     assert tight.reason == f"whole, a GPU would need {needed:.1f} GiB, and {tight.memory.limit:.1f} can be planned with"
     assert planned(shaped("7b"), H200, W1).reason == ""
     assert candidates("auto", "qlora", gpus=2, cuda=True)[0] == ("whole",)
+    several = planned(shaped("7b"), TIGHT, W1, *options, "run.gpus=16", "train.prompts_per_step=256")
+    assert several.layout == "hybrid" and several.memory.fits
+    assert candidates("auto", "full", gpus=12, cuda=True)[0] == ("whole", "sharded")
     given = {"model.path": str(shaped("7b")), "run.gpus": 8, "model.checkpointing": "on", "data.max_prompt_tokens": 400}
     for command in ("rl", "sft", "dpo"):
         config = load(given | {"algorithm.kl.coef": 0.0}, command=command)

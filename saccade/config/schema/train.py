@@ -29,7 +29,7 @@ class TrainConfig(Section):
     layout: Literal["auto", "whole", "sharded", "hybrid"] = option(
         "auto",
         "On several GPUs: each holds the whole model; a part of it (slower); or a part, and each machine the whole. "
-        "auto: whole if that fits, else sharded.",
+        "auto: whole if that fits, else hybrid on several machines of 8, else sharded.",
         when=When("run.gpus > 1", "run.gpus=2"),
         commands=("rl", "sft", "dpo"),
     )

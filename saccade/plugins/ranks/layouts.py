@@ -76,7 +76,9 @@ def candidates(wanted: str, train: str, *, gpus: int, cuda: bool) -> tuple[tuple
         return (wanted,), "as the config says"
     if train == "qlora":
         return ("whole",), "4-bit weights are not sharded"
-    return (("whole", "sharded"), "") if cuda else (("whole",), "this machine has no GPU")
+    if not cuda:
+        return ("whole",), "this machine has no GPU"
+    return ("whole", *["hybrid"] * (gpus > NODE and gpus % NODE == 0), "sharded"), ""
 
 
 def more_gpus(gpus: int, layout: str, train: str) -> list[str]:
