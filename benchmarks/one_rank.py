@@ -2,9 +2,11 @@
 
     python benchmarks/one_rank.py 7b 8 train.layout=whole
     python benchmarks/one_rank.py 32b 16 train.layout=sharded --rounds 2
+    python benchmarks/one_rank.py 7b 8 train.sequence_parallel=4 --new 32000 --prompts 1 --no-rollout
 
-The rank rolls out and trains on W1: 16 prompts with an image x 8 responses of 512 tokens. Its own part stands for that
-of every other rank, so the numbers mean nothing; what a collective would take is arithmetic (`saccade estimate`).
+The rank rolls out and trains on W1, unless said: 16 prompts with an image x 8 responses of 512 tokens. Its own part
+stands for that of every other rank, so the numbers mean nothing; what a collective would take is arithmetic
+(`saccade estimate`).
 Prints a JSON object: seconds of each round, and GiB.
 """
 
@@ -34,7 +36,7 @@ from saccade.forest import attention
 from saccade.models.families import load_family
 from saccade.plugins.families import tiny
 from saccade.plugins.gpu.fused import fuse
-from saccade.plugins.ranks import divided, sharded
+from saccade.plugins.ranks import divided, sequence, sharded
 from saccade.recipes import model_setup
 from saccade.trainer import Scoring
 from saccade.trainer.losses import PolicyLoss
@@ -65,10 +67,15 @@ def be_alone(gpus: int) -> None:
         local = part.to_local()
         return local.repeat(gpus, *[1] * (local.ndim - 1))[: len(part)]
 
+    def all_to_all(rows: Any, sent: Any, received: Any, group: Any) -> Any:
+        times = -(-sum(received) // max(1, len(rows)))
+        return torch.cat([rows] * times)[: sum(received)] if len(rows) else rows.new_zeros(sum(received))
+
     dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
     dist.all_gather = gather_list
     divided._reduce_scatter, divided._all_gather = scatter, lambda out, given: None
     sharded._whole = whole
+    sequence.all_to_all = all_to_all
     fsdp.DefaultAllGather.__call__ = lambda self, output_tensor, input_tensor, *a, **b: gather(  # type: ignore
         output_tensor, input_tensor
     )
@@ -107,6 +114,8 @@ def main() -> None:
     parser.add_argument("gpus", type=int)
     parser.add_argument("overrides", nargs="*", help="options of the config")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--new", type=int, default=WORK["new"], help="tokens of a response")
+    parser.add_argument("--prompts", type=int, default=16, help="at most 16")
     parser.add_argument("--no-rollout", action="store_true", help="train alone, as with engines on other GPUs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -124,8 +133,9 @@ def main() -> None:
         divides = isinstance(backend, sharded.ShardedBackend)
         copy = random_model(folder, family) if divides and not args.no_rollout else model
     engine = None if args.no_rollout else EmbeddedEngine(copy, family, max_sequences=512)
-    asked = requests(family, WORK, 16, WORK["new"])
-    batches = forests(family, groups_of(family, WORK), config.train.micro_tokens)
+    asked = requests(family, WORK, args.prompts, args.new)
+    groups = groups_of(family, WORK | {"new": args.new})[: args.prompts]
+    batches = forests(family, groups, config.train.micro_tokens)
     loss = PolicyLoss(resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0}), max_tokens=512), Scoring())
     assert backend.optimizer is not None
     state = [t for t in backend.optimizer.state().values() if t.device.type == DEVICE.type]

@@ -3,8 +3,6 @@ every forest.
 """
 
 import os
-import pickle
-import sys
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -15,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig, TrainConfig
@@ -75,10 +71,7 @@ def size_of(name: str) -> int:
 # -- a rank ------------------------------------------------------------------------------------------
 
 
-def rank_main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    paths, forests = pickle.loads((folder / "forests.pkl").read_bytes())
+def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, list[Batch]]) -> dict[str, Any]:
     families = {name: load_family(path) for name, path in paths.items()}
     found: dict[str, Any] = {}
     os.environ[HOST] = f"machine-{rank // 2}"
@@ -100,7 +93,7 @@ def rank_main(rank: int, folder: Path) -> None:
         made(CRITIC, families[VISION], DividedOptimizer, partial(HybridSequence, size=4))  # type: ignore[arg-type]
     except ConfigError as error:
         found["two machines"] = str(error)
-    (folder / f"{rank}.pkl").write_bytes(pickle.dumps(found))
+    return found
 
 
 def agreed_layers(backend: Any, batch: Batch, rank: int) -> list[bool]:
@@ -157,7 +150,7 @@ def forests(families: dict[str, Family], grow: Any) -> dict[str, list[Batch]]:
 def results(tmp_path_factory: Any, families: dict[str, Family], forests: dict[str, list[Batch]]) -> Any:
     """By case: what one process finds, and what each of four ranks finds."""
     folder = tmp_path_factory.mktemp("sequence")
-    return divided.beside_ranks(__name__, folder, families.__getitem__, forests, CASES, ranks=4)
+    return divided.beside_ranks(on_rank, folder, families.__getitem__, forests, CASES, ranks=4)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -209,7 +202,9 @@ def test_stretches_cover_a_forest_once(forests: dict[str, list[Batch]], size: in
 # -- runs --------------------------------------------------------------------------------------------
 
 
-def test_two_ranks_that_share_forests_run_as_one_process(tmp_path: Path, rl_config: Any, tensors: Any) -> None:
+def test_two_ranks_that_share_forests_run_as_one_process(
+    tmp_path: Path, rl_config: Any, tensors: Any, forked_ranks: None
+) -> None:
     more = {"algorithm.preset": ["ppo"], "algorithm.kl.coef": 0.05, "train.updates_per_step": 2} | STORED
     start = partial(rl_config, tmp_path, run__max_steps=2)
     rl.run(start(run__name="one") | more)
@@ -235,7 +230,3 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path, rl_config: Any, resul
     ):
         with pytest.raises(ConfigError, match=message):
             rl.run(rl_config(tmp_path) | options)
-
-
-if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), Path(sys.argv[2]))

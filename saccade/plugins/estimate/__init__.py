@@ -31,6 +31,7 @@ from saccade.plugins.estimate.batch_plan import (
 from saccade.plugins.estimate.memory_items import Item, Memory, host_items, memory_of, reward_folders, weights_in
 from saccade.plugins.estimate.work import Pace, pace_of
 from saccade.plugins.ranks.layouts import candidates, efficiency, more_gpus, prompts_of_a_rank
+from saccade.plugins.ranks.sequence import require_heads
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.recipes import model_setup, questions
 from saccade.system.devices import Device, in_precision, no_limit
@@ -70,6 +71,8 @@ def estimate(
     """
     family = known = family or model_setup.family_of(config, model_setup.start_folder(config))
     model, data, limit = config.model, config.data, config.run.gpu_memory_gib
+    if config.run.gpus > 1:
+        require_heads(config, family)
     notes = [*not_counted(config), *filter(None, [no_limit(limit, device)])]
     if limit is not None and device.is_gpu:
         device = replace(device, memory=min(device.memory, limit))
