@@ -4,9 +4,10 @@
     python benchmarks/controller.py --gpus 8 --profile
 
 A step has 16 prompts x 8 rollouts per GPU, a prompt of 368 tokens with an image of 256, 512 new tokens, and
-corrections for what the engine sampled differently, so that forests go to the ranks twice. Ranks are threads that
+corrections for what the engine sampled differently, so that batches go to the ranks twice. Ranks are threads that
 answer over a socket without computing; their CPU time is taken away. Prints the CPU time of each stage, the least of
-some repeats, and all of them as a share of a step of 5.5 s (3B on an H200).
+some repeats, and all of them as a share of a step of 5.5 s (3B on an H200); what is counted while the ranks update is
+no part of it. The last row deals responses of lognormal length to the ranks: tokens of the fullest over the mean.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from saccade.algorithms import algorithm_state
 from saccade.algorithms.annotate import add_advantages, add_corrections, with_scores
 from saccade.checks.steps import algorithm_of
 from saccade.config import load
+from saccade.forest.packing import pack as pack_forests
 from saccade.models.families import load_family
 from saccade.plugins.families import tiny
 from saccade.plugins.ranks.launchers import JoinedRank, Link
 from saccade.plugins.ranks.rank_trainer import RankTrainer
 from saccade.plugins.ranks.team import RankSettings, Team
 from saccade.recipes.rl import pack_updates, select_members
-from saccade.recipes.rl_rollout import Rollouts
+from saccade.recipes.rl_rollout import Rollouts, Sampler, rollout_metrics
 from saccade.registry import HOOKS
-from saccade.run.metrics import group_metrics
 from saccade.system.codec import LENGTH, encode, pack
 from saccade.system.process import SIZE, Channel
 from saccade.trainer import Scoring
@@ -49,14 +50,18 @@ from saccade.types import Group, Media, MediaSpan, Message, Metrics, Sample, Sou
 WORK = {"prompts": 16, "samples": 8, "prompt": 368, "new": 512}  # of one GPU
 SIDE, IMAGE = 448, 256  # pixels, tokens
 STEP = 5.5  # seconds on a GPU
+BESIDE = "(counts of rollouts, during the update)"
 UPDATE = {f"policy/{n}": [1.0, 1.0] for n in range(40)}  # metrics of a rank
 
 
-def make_groups(count: int, work: Mapping[str, int]) -> list[Group]:
+def make_groups(count: int, work: Mapping[str, int], spread: float = 0.0) -> list[Group]:
+    """`spread`: of the logarithm of the length of responses."""
     rng = np.random.default_rng(0)
-    prompt, new = work["prompt"], work["new"]
-    policy = np.arange(prompt + new) >= prompt
+    prompt, lengths = work["prompt"], work["new"] * rng.lognormal(sigma=spread, size=(count, work["samples"]))
+    policy = np.arange(prompt + int(lengths.max())) >= prompt
     sources = np.where(policy, int(Source.POLICY), int(Source.PROMPT)).astype(np.int8)
+    logprobs = np.where(policy, -rng.random(len(policy)), np.nan).astype(np.float32)
+    versions = np.where(policy, 0, -1).astype(np.int32)
     groups = []
     for index in range(count):
         asked = rng.integers(0, 200, prompt)
@@ -67,14 +72,14 @@ def make_groups(count: int, work: Mapping[str, int]) -> list[Group]:
                 sample_id=str(index),
                 repeat=repeat,
                 ids=np.concatenate([asked, rng.integers(0, 200, new)]),
-                sources=sources,
-                logprobs=np.where(policy, -rng.random(len(policy)), np.nan).astype(np.float32),
-                versions=np.where(policy, 0, -1).astype(np.int32),
+                sources=sources[: prompt + new].copy(),
+                logprobs=logprobs[: prompt + new].copy(),
+                versions=versions[: prompt + new].copy(),
                 media=(span,),
                 reward=float(rng.random() < 0.5),
                 outcome=0.0,
             )
-            for repeat in range(work["samples"])
+            for repeat, new in enumerate(lengths[index].astype(int).tolist())
         )
         sample = Sample(id=str(index), messages=(Message(role="user", parts=("How many?",)),))
         groups.append(Group(sample=sample, uid=sample.id, trajectories=members))
@@ -113,7 +118,8 @@ class StandIn(threading.Thread):
             return {"sums": UPDATE, "maxima": {}, "skipped": False}
         if row["call"] != "logprobs":
             return 0.0
-        columns = [np.full(shapes[batch["reads"]], -0.5, np.float32) for batch in row["arguments"]["batches"]]
+        reads = [shapes[batch["columns"][0]] for batch in row["arguments"]["batches"]]  # log-probs of the rollout
+        columns = [np.full(count, -0.5, np.float32) for count in reads]
         return encode([(column, column) for column in columns], self.out)
 
     def send(self, row: Any, arrays: Mapping[str, np.ndarray]) -> None:
@@ -155,6 +161,8 @@ def measure(gpus: int, work: Mapping[str, int], folder: Path) -> dict[str, float
     algorithm = algorithm_of(config)
     team, others = start_team(gpus, folder)
     policy = RankTrainer(config, team, load_family(model))
+    absent: dict[str, Any] = dict.fromkeys(("stream", "quarantine", "watch", "phase"))
+    sampler = Sampler(engine=team, family=policy.family, scorer=None, config=config, algorithm=algorithm, **absent)
     groups = make_groups(work["prompts"] * gpus, work)
     state = algorithm_state.restore(algorithm, None)
     seconds: dict[str, float] = {}
@@ -177,12 +185,19 @@ def measure(gpus: int, work: Mapping[str, int], folder: Path) -> dict[str, float
         updates, last = clocked("corrections", lambda: add_corrections(updates, algorithm))
         loss, batches = PolicyLoss(algorithm, Scoring()), [batch for part in updates for batch in part]
         update = clocked("update of ranks", lambda: policy.train_step(batches, loss, lr=1e-6))
-        metrics.merge(more, last, update.metrics)
-        clocked("metrics of groups", lambda: group_metrics(groups, compares=True))
-        clocked("FLOPs", lambda: HOOKS["rl_work"](policy, None, groups, updates, config, algorithm, 1))
+        clocked("FLOPs", lambda: HOOKS["rl_work"](policy, None, updates, config, algorithm, 1))
+        counted = clocked(BESIDE, lambda: rollout_metrics(rollouts, sampler, policy, step=1))
+        metrics.merge(counted, more, last, update.metrics)
     finally:
         team.close()
     return seconds
+
+
+def fullest(gpus: int, work: Mapping[str, int]) -> float:
+    """Tokens of the rank that has most, over the mean of all ranks."""
+    batches = pack_forests(make_groups(work["prompts"] * gpus, work, spread=0.5), micro_tokens=16_384, parts=gpus)
+    tokens = np.bincount([batch.part or 0 for batch in batches], [batch.tokens for batch in batches])
+    return float(tokens.max() / tokens.mean())
 
 
 def table(results: Mapping[int, Mapping[str, float]], step: float) -> str:
@@ -190,7 +205,7 @@ def table(results: Mapping[int, Mapping[str, float]], step: float) -> str:
     lines.append("|---|" + "---|" * len(results))
     for stage in next(iter(results.values())):
         lines.append(f"| {stage} | " + " | ".join(f"{1e3 * found[stage]:.0f}" for found in results.values()) + " |")
-    sums = [sum(found.values()) for found in results.values()]
+    sums = [sum(found.values()) - found.get(BESIDE, 0.0) for found in results.values()]
     lines.append("| all | " + " | ".join(f"{1e3 * one:.0f}" for one in sums) + " |")
     lines.append(f"| of a step of {step:g} s | " + " | ".join(f"{one / step:.1%}" for one in sums) + " |")
     return "\n".join(lines)
@@ -212,6 +227,7 @@ def main() -> None:
             if args.profile:
                 pstats.Stats(profile).sort_stats("tottime").print_stats(25)
     print(table(results, STEP))
+    print("| fullest rank | " + " | ".join(f"{fullest(gpus, WORK):.3f}" for gpus in results) + " |")
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def gap(model: Any, family: Family, asked: list[Request], done: dict[str, Comple
         for repeat, request in enumerate(asked[:REPEATS])
     )
     group = Group(sample=Sample(id="g", messages=()), uid="g", trajectories=members)
-    batches = pack([group], positions=family.positions, micro_tokens=1 << 20)
+    batches = pack([group], micro_tokens=1 << 20)
     scored = LocalBackend(model, family).logprobs(batches, Scoring())
     apart = np.abs(
         np.concatenate([new - batch.rollout_logprobs for batch, (new, _) in zip(batches, scored, strict=True)])

@@ -108,7 +108,7 @@ def trajectory(
 
 
 def forests(family: Family, groups: list[Group], micro_tokens: int) -> list[Batch]:
-    batches = pack(groups, positions=family.positions, micro_tokens=micro_tokens)
+    batches = pack(groups, micro_tokens=micro_tokens)
     reads = sum(len(batch.reads) for batch in batches)
     return [replace(b, scales=np.full(len(b.reads), 1 / reads, np.float32)) for b in batches]
 

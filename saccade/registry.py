@@ -52,7 +52,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("hooks", "check_data.length_cache", "cached_lengths"),
     ("hooks", "check_data.row_warnings", "warn_of_rewards warn_of_rows"),
     ("hooks", "check_data.self_test", "check_known_answers"),
-    ("hooks", "estimate.work", "rates rl_work offline_work"),
+    ("hooks", "estimate.work", "rates rollout_work rl_work offline_work"),
     ("hooks", "evaluation.breakdown", "breakdown=Breakdown"),
     ("hooks", "families.tiny", "tiny_model=build"),
     ("hooks", "imitation.imitation_sources", "demonstrations=Demonstrations reward_tagged asking_for_the_best"),

@@ -10,11 +10,12 @@ image is, not what it looks like.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cached_property
 from io import FileIO
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -303,17 +304,37 @@ class Trajectory:
         """Places of the sampled tokens."""
         return self.policy_mask.nonzero()[0]
 
-    @property
+    @cached_property
     def response_length(self) -> int:
-        return len(self.policy)
+        return int(np.count_nonzero(self.policy_mask))
 
-    @property
+    @cached_property
     def prompt_length(self) -> int:
-        return int(self.policy[0]) if len(self.policy) else len(self.ids)
+        return int(self.policy_mask.argmax()) if self.response_length else len(self.ids)
+
+    @cached_property
+    def end(self) -> int:
+        """Behind its last sampled token."""
+        return len(self.ids) - int(self.policy_mask[::-1].argmax())
 
     @property
     def response_ids(self) -> np.ndarray:
         return self.ids[self.policy_mask]
+
+
+def find_sampled(trajectories: Sequence[Trajectory]) -> None:
+    """Notes where each was sampled, as it would by itself: for thousands of them at once that is much faster."""
+    if not trajectories:
+        return
+    mask = np.concatenate([t.sources for t in trajectories]) == POLICY
+    starts = np.cumsum([0, *(len(t.sources) for t in trajectories)])
+    places = mask.nonzero()[0]
+    cuts = np.searchsorted(places, starts)
+    counts, ends = np.diff(cuts), np.append(places, 0)[cuts[1:] - 1] + 1 - starts[:-1]
+    bounds = starts.tolist()
+    for t, count, end, *span in zip(trajectories, counts.tolist(), ends.tolist(), bounds, bounds[1:], strict=False):
+        if count:
+            vars(t).update(response_length=count, end=end, policy_mask=mask[slice(*span)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,29 +361,141 @@ class Group:
         return replace(self, trajectories=tuple(map(change, self.trajectories)), greedy=greedy)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Forest:
+    """Sequences that share nodes of tokens, each node attending to itself (causally) and to all of its
+    ancestors. A token is packed once, however many sequences pass through it.
+
+    What is packed is computed when it is first asked for: who only hands a forest on never asks.
+    """
+
+    rows: np.ndarray  # [row tokens] int64: ids of the sequences end to end, each up to its last sampled token
+    drawn: np.ndarray  # [row tokens] bool: sampled by the policy
+    lengths: np.ndarray  # [sequences] int64: sampled tokens
+    leaves: np.ndarray  # [sequences] int64: the last node of each
+    sizes: np.ndarray  # [nodes] int64: tokens
+    parents: np.ndarray  # [nodes] int64, -1 for a root; a parent stands before its children
+    keys: tuple[tuple[str, int], ...]  # (sample id, repeat) of each sequence
+    groups: np.ndarray  # [sequences] int64, index of the group inside the step
+    media: tuple[MediaSpan, ...] = ()  # spans in packed tokens, once per node
+    support: tuple[np.ndarray, ...] | None = None  # kept ids per read
+    with_ends: bool = False  # the last token of each sequence, at which nothing is predicted, is packed, too
+    part: int | None = None  # who computes it, where several processes share a step
+
+    def __post_init__(self) -> None:
+        assert len(self.rows) == len(self.drawn) and len(self.sizes) == len(self.parents)
+        assert len(self.lengths) == len(self.leaves) == len(self.groups)
+
+    @cached_property
+    def node_starts(self) -> np.ndarray:
+        """[nodes + 1]: where each node is packed."""
+        return np.concatenate([[0], self.sizes.cumsum()])
+
+    @cached_property
+    def above(self) -> np.ndarray:
+        """[nodes]: tokens of all ancestors."""
+        found: list[int] = []
+        sizes = self.sizes.tolist()
+        for parent in self.parents.tolist():
+            found.append(found[parent] + sizes[parent] if parent >= 0 else 0)
+        return np.array(found, dtype=np.int64)
+
+    @cached_property
+    def row_lengths(self) -> np.ndarray:
+        """[sequences]: tokens of each in `rows`."""
+        return (self.above + self.sizes)[self.leaves] + (not self.with_ends)
+
+    @cached_property
+    def _stretches(self) -> tuple[np.ndarray, np.ndarray]:
+        """The nodes of all sequences, from their roots on, and where these begin in `rows`."""
+        parents, nodes, counts = self.parents.tolist(), list[int](), []
+        for node in self.leaves.tolist():
+            path = []
+            while node >= 0:
+                path.append(node)
+                node = parents[node]
+            nodes += reversed(path)
+            counts.append(len(path))
+        starts = np.repeat(self.row_lengths.cumsum() - self.row_lengths, counts)
+        return np.array(nodes), starts + self.above[nodes]
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """[tokens] int64, as packed."""
+        nodes, starts = self._stretches
+        firsts = starts[np.unique(nodes, return_index=True)[1]].tolist()
+        return np.concatenate([self.rows[a : a + n] for a, n in zip(firsts, self.sizes.tolist(), strict=True)])
+
+    def _packed(self, places: np.ndarray) -> np.ndarray:
+        """Where tokens of the `rows`, in ascending order, are packed."""
+        nodes, starts = self._stretches
+        counts = np.diff(np.searchsorted(places, starts), append=len(places))
+        return places + np.repeat(self.node_starts[nodes] - starts, counts)
+
+    @cached_property
+    def media_nodes(self) -> list[int]:
+        """The node of each medium."""
+        starts = [span.start for span in self.media]
+        return (np.searchsorted(self.node_starts, starts, side="right") - 1).tolist()
+
+    def positions(self, rule: Callable[[int, tuple[MediaSpan, ...]], np.ndarray]) -> np.ndarray:
+        """[axes, tokens]: by the rule of a model, from how many tokens and which media come before."""
+        inside: dict[int, list[MediaSpan]] = {}
+        for span, node in zip(self.media, self.media_nodes, strict=True):
+            inside.setdefault(node, []).append(span)
+        starts, above, sizes = (array.tolist() for array in (self.node_starts, self.above, self.sizes))
+        seen: list[tuple[MediaSpan, ...]] = []  # from the root to the end of each node
+        longest: dict[tuple[MediaSpan, ...], int] = {}
+        for node, parent in enumerate(self.parents.tolist()):
+            own = (span.moved(above[node] - starts[node]) for span in inside.get(node, ()))
+            seen.append((*(seen[parent] if parent >= 0 else ()), *own))
+            longest[seen[-1]] = max(longest.get(seen[-1], 0), above[node] + sizes[node])
+        found = {media: rule(length, media) for media, length in longest.items()}
+        return np.concatenate([found[m][:, a : a + n] for m, a, n in zip(seen, above, sizes, strict=True)], axis=1)
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        return self.drawn.nonzero()[0]
+
+    @cached_property
+    def reads(self) -> np.ndarray:
+        """[reads]: the packed token that predicts each sampled one."""
+        return self._packed(self._places - 1)
+
+    @cached_property
+    def targets(self) -> np.ndarray:
+        """[reads] int64: what was sampled."""
+        return self.rows[self._places]
+
+    @cached_property
+    def sampled(self) -> np.ndarray | None:
+        """[reads]: the packed tokens of the targets."""
+        return self._packed(self._places) if self.with_ends else None
+
+    @cached_property
+    def read_count(self) -> int:
+        return int(self.lengths.sum())
+
+    @cached_property
+    def sequence(self) -> np.ndarray:
+        """[reads] int64: index into `keys`."""
+        return np.repeat(np.arange(len(self.keys)), self.lengths)
+
+
+def _of_forest(name: str) -> Any:
+    return property(attrgetter(f"forest.{name}"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A token forest: nodes of packed tokens, each attending to itself (causally) and to all of its
-    ancestors.
+    """A forest, and what is known of its reads.
 
     A read says: the hidden state at token `reads[r]` predicts `targets[r]` for sequence
     `sequence[r]`. Reads of one sequence are contiguous and in order of time. The last token of a
     trunk is read once per leaf.
     """
 
-    ids: np.ndarray  # [tokens] int64
-    positions: np.ndarray  # [axes, tokens] int64
-    node_starts: np.ndarray  # [nodes + 1] int64
-    parents: np.ndarray  # [nodes] int64, -1 for a root; a parent stands before its children
-    reads: np.ndarray  # [reads] int64
-    targets: np.ndarray  # [reads] int64
-    sequence: np.ndarray  # [reads] int64, index into `keys`
-    keys: tuple[tuple[str, int], ...]  # (sample id, repeat) of each sequence
-    groups: np.ndarray  # [sequences] int64, index of the group inside the step
-    part: int | None = None  # who computes it, where several processes share a step
-    media: tuple[MediaSpan, ...] = ()  # spans in packed tokens, once per node
-    support: tuple[np.ndarray, ...] | None = None  # kept ids per read
-    sampled: np.ndarray | None = None  # [reads] int64, the tokens of the targets where packed too
+    forest: Forest
     advantages: np.ndarray | None = None  # [reads] float32, as are all below
     scales: np.ndarray | None = None  # 1 / denominator of the aggregation, per read
     rollout_logprobs: np.ndarray | None = None
@@ -379,38 +512,33 @@ class Batch:
     last_values: np.ndarray | None = None  # [sequences] of the critic, after the last token
     ref_totals: np.ndarray | None = None  # [sequences] log-prob of all reads under the reference
 
+    # Of the forest.
+    ids, reads, targets, sequence, sampled = map(_of_forest, ("ids", "reads", "targets", "sequence", "sampled"))
+    keys, groups, lengths, read_count = map(_of_forest, ("keys", "groups", "lengths", "read_count"))
+    node_starts, parents, media, support = map(_of_forest, ("node_starts", "parents", "media", "support"))
+    part, positions = map(_of_forest, ("part", "positions"))
+
     def __post_init__(self) -> None:
-        tokens, reads = len(self.ids), len(self.reads)
-        assert self.positions.shape[1] == tokens and self.node_starts[-1] == tokens
-        assert len(self.parents) == len(self.node_starts) - 1
-        assert reads == len(self.targets) == len(self.sequence)
-        assert len(self.groups) == len(self.keys)
-        for name in ("last_values", "ref_totals"):
-            column = getattr(self, name)
-            assert column is None or len(column) == len(self.keys), name
-        for name in ("sampled", *READ_COLUMNS):
-            column = getattr(self, name)
-            assert column is None or len(column) == reads, name
+        for name, column in self.columns.items():
+            assert len(column) == (len(self.keys) if name in BY_SEQUENCE else self.read_count), name
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """What is known beside the forest, by name."""
+        return {name: column for name, column in vars(self).items() if isinstance(column, np.ndarray)}
 
     @property
     def tokens(self) -> int:
-        return len(self.ids)
+        return int(self.forest.sizes.sum())
 
     @property
     def ends(self) -> np.ndarray | None:
         """[sequences]: the last sampled token of each."""
-        last = np.flatnonzero(np.diff(self.sequence, append=-1))
-        return None if self.sampled is None else self.sampled[last]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Reads per sequence."""
-        return np.bincount(self.sequence, minlength=len(self.keys))
+        return None if self.sampled is None else self.sampled[self.lengths.cumsum() - 1]
 
 
-# What a Batch holds per read, where it holds it at all.
-_COLUMNS = [f.name for f in fields(Batch)]
-READ_COLUMNS = tuple(_COLUMNS[_COLUMNS.index("advantages") : _COLUMNS.index("last_values")])
+BY_SEQUENCE = ("last_values", "ref_totals")
+READ_COLUMNS = tuple(f.name for f in fields(Batch)[1:] if f.name not in BY_SEQUENCE)  # what a batch may hold per read
 
 
 class Metrics:

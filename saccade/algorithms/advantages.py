@@ -18,7 +18,6 @@ from functools import cached_property, reduce
 from operator import and_
 from typing import TYPE_CHECKING
 
-from saccade.algorithms.aggregation import zero_outside
 from saccade.algorithms.filters import CONSTANT_TOLERANCE, is_constant
 from saccade.algorithms.table import Entry, Share, add, table_of
 
@@ -56,8 +55,10 @@ class AdvantageInputs:
     @cached_property
     def scores(self) -> Tensor:
         """[S] reward minus the KL of all tokens; 0 for members outside the baseline."""
-        penalty = self.sum_by(self.sequence, self.token_penalties, len(self.rewards))
-        return (self.rewards - penalty).where(self.baseline, 0.0)
+        rewards = self.rewards
+        if self.token_penalties.numpy().any():
+            rewards = rewards - self.sum_by(self.sequence, self.token_penalties, len(rewards))
+        return rewards.where(self.baseline, 0.0)
 
     @cached_property
     def centred(self) -> Tensor:
@@ -118,7 +119,11 @@ class AdvantageInputs:
 
     def per_token(self, values: Tensor) -> Tensor:
         """[S] -> [T]"""
-        return values[self.sequence]
+        return values.index_select(0, self.sequence)
+
+    def only(self, values: Tensor, members: Tensor) -> Tensor:
+        """[T] -> [T]: 0 at the tokens of other members."""
+        return values if members.all() else values.where(self.per_token(members), 0.0)
 
     def sum_from(self, values: Tensor, rate: float) -> Tensor:
         """[T] -> [T]: sum over s >= t of rate^(s-t) values_s, within each member."""
@@ -225,14 +230,13 @@ def compute(
     constant = live & reduce(and_, map(inputs.same, terms)) if estimator.group else nobody
     inputs = replace(inputs, live=live & ~constant if drop_constant else live)
 
-    live_tokens = inputs.per_token(inputs.live)
-    raw = zero_outside(estimator(inputs), live_tokens)
-    values = whitened(raw, live_tokens, std=whiten_std) if whiten else raw
+    raw = inputs.only(estimator(inputs), inputs.live)
+    values = whitened(raw, inputs.per_token(inputs.live), std=whiten_std) if whiten else raw
     # Also after whitening: its shift would push a group that says nothing.
-    values = zero_outside(values, inputs.per_token(~constant))
+    values = inputs.only(values, ~constant)
     clip_frac = 0.0
     if adv_clip > 0:
-        beyond = (values.abs() > adv_clip).sum() / live_tokens.sum().clamp(min=1)
+        beyond = (values.abs() > adv_clip).sum() / inputs.per_token(inputs.live).sum().clamp(min=1)
         clip_frac, values = float(beyond), values.clamp(-adv_clip, adv_clip)
     assert bool(values.sum().isfinite()), "advantages must be finite"
     low, critic = inputs.scores < 0.5, inputs.values
@@ -240,7 +244,7 @@ def compute(
     noted |= {"singleton": singleton, "no_baseline": no_baseline}
     return Advantages(
         values=values,
-        returns=None if critic is None else (raw + critic).where(live_tokens, 0.0),
+        returns=None if critic is None else inputs.only(raw + critic, inputs.live),
         live=inputs.live,
         clip_frac=clip_frac,
         counts={name: count_groups(inputs.groups[mask]) for name, mask in noted.items()},

@@ -67,16 +67,21 @@ def token_scales(
     The only place where exclusion enters the loss, numerator and denominator together.
     """
     counted = sequence >= 0 if counted is None else counted
-    lengths = chosen(sequence, counted).bincount(minlength=len(live)) * live
+    owners, counts = chosen(sequence, counted).unique_consecutive(return_counts=True)
+    lengths = counts.new_zeros(len(live)).index_add(0, owners, counts) * live
     own = lengths.new_ones(len(live)).cumsum(0)
     scale = aggregation(lengths, own, own if group is None else group)
-    return zero_outside(scale[sequence], counted), lengths
+    return only(scale.index_select(0, sequence), counted), lengths
 
 
-def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
-    return values if mask.all() else values.where(mask, 0.0)
+# With millions of tokens numpy reads a mask faster than torch, and `index_select` is faster than `values[index]`.
+
+
+def only(values: Tensor, mask: Tensor, other: float = 0.0) -> Tensor:
+    """Values [T] where the mask is set, else the `other` one."""
+    return values if mask.numpy().all() else values.where(mask, other)
 
 
 def chosen(values: Tensor, mask: Tensor) -> Tensor:
     """Values [T] where the mask is set; they themselves, not copied, where all are."""
-    return values if mask.all() else values[mask]
+    return values if mask.numpy().all() else values[mask]

@@ -54,8 +54,8 @@ def add_advantages(
     members = [t for group in groups for t in group.trajectories]
     place = {t.key: index for index, t in enumerate(members)}
     flat = [batch for batches in updates for batch in batches]
-    owners = [np.array([place[key] for key in batch.keys]) for batch in flat]
-    sequence = torch.from_numpy(np.concatenate([own[b.sequence] for own, b in zip(owners, flat, strict=True)]))
+    owners = [place[key] for batch in flat for key in batch.keys]
+    sequence = _per_read(flat, np.array(owners))
     counted = _counted(sequence, algorithm)
     inputs = _estimator_inputs(groups, flat, sequence, counted, algorithm, state, component_weights)
     result = compute(
@@ -74,24 +74,23 @@ def add_advantages(
         # A model that computes no numbers gets none back: the guard skips each of its updates.
         nothing = torch.full_like(result.values, torch.nan)
         result = replace(result, values=nothing, returns=nothing)
-    columns = {"rewards": inputs.rewards.nan_to_num().float()[sequence]}
+    columns = {"rewards": inputs.rewards.nan_to_num().float().index_select(0, sequence)}
     for name, values in {"advantages": result.values, "returns": result.returns}.items():
         if values is not None:  # 0 at tokens that do not count
             whole = len(values) == len(counted)
             columns[name] = values if whole else values.new_zeros(len(counted)).masked_scatter(counted, values)
     # Other weights sampled these tokens: there a gap between engine and trainer is no error of either.
-    trained = (members[index] for own in owners for index in own)
-    stale = np.concatenate([t.versions[t.policy] < version for t in trained])
-    if stale.any():
+    # Weights only get newer: the first token of a sequence is its oldest.
+    if any(t.versions[t.prompt_length] < version for t in (members[index] for index in owners)):
+        stale = np.concatenate([members[index].versions[members[index].policy] < version for index in owners])
         columns["stale"] = torch.from_numpy(stale).double()
-    updates, scaled = _written(updates, columns), []
-    sizes = [sum(len(batch.reads) for batch in batches) for batches in updates]
-    for batches, part, mask in zip(updates, sequence.split(sizes), counted.split(sizes), strict=True):
-        scales, lengths = token_scales(algorithm.aggregate, part, live=result.live, group=inputs.groups, counted=mask)
+    sizes, scales = [sum(batch.read_count for batch in batches) for batches in updates], []
+    for part, mask in zip(sequence.split(sizes), counted.split(sizes), strict=True):
+        scale, lengths = token_scales(algorithm.aggregate, part, live=result.live, group=inputs.groups, counted=mask)
         metrics.add("policy/live_tokens", int(lengths.sum()))
         metrics.add("policy/live_sequences", int((lengths > 0).sum()))
-        scaled.append(_with(batches, scales=scales))
-    return scaled, metrics
+        scales.append(scale)
+    return _written(updates, columns | {"scales": torch.cat(scales) if scales[1:] else scales[0]}), metrics
 
 
 def _estimator_inputs(
@@ -181,8 +180,8 @@ def _first(sequence: Tensor) -> Tensor:
 
 def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Metrics) -> None:
     metrics.add("adv/clip_frac", result.clip_frac)
-    live, values = result.live[inputs.sequence], result.values
-    if live.any():
+    live, values = inputs.per_token(result.live), result.values
+    if live.numpy().any():
         for name, whole in {"adv": values, "returns": result.returns}.items():
             if whole is not None:
                 inside = chosen(whole, live)
@@ -249,14 +248,18 @@ def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Me
 def _correction_metrics(
     weights: Tensor, keep: Tensor, live: Tensor, batches: Sequence[Batch], metrics: Metrics
 ) -> None:
-    images = torch.from_numpy(np.concatenate([has_media(b)[b.sequence] for b in batches]))
+    images, every = _per_read(batches, np.concatenate([*map(has_media, batches)])), np.count_nonzero(live.numpy())
     for kind, mask in {"": live, "/image": live & images, "/text": live & ~images}.items():
-        if mask.any():
-            inside = chosen(weights, mask)
-            metrics.add(f"mismatch/is_weight_mean{kind}", float(inside.mean()))
-            metrics.add_max(f"mismatch/is_weight_max{kind}", float(inside.max()))
-            metrics.add(f"mismatch/masked_frac{kind}", float((mask & (keep == 0)).sum()), float(len(inside)))
-            metrics.add(f"mismatch/ess{kind}", corrections.effective_sample_size(inside))
+        count = np.count_nonzero(mask.numpy())
+        if not count:
+            continue
+        if not kind or count < every:  # else they are the same tokens
+            inside, masked = chosen(weights, mask), np.count_nonzero((mask & ~keep.bool()).numpy())
+            mean, largest, size = float(inside.mean()), float(inside.max()), corrections.effective_sample_size(inside)
+        metrics.add(f"mismatch/is_weight_mean{kind}", mean)
+        metrics.add_max(f"mismatch/is_weight_max{kind}", largest)
+        metrics.add(f"mismatch/masked_frac{kind}", float(masked), float(count))
+        metrics.add(f"mismatch/ess{kind}", size)
 
 
 def _over_kept(batches: Sequence[Batch], algorithm: Algorithm) -> list[Batch]:
@@ -326,11 +329,11 @@ def with_scores(updates: Updates, columns: Sequence[str], scored: Iterable[Seque
 def show_advantages(groups: Sequence[Group], updates: Updates) -> list[Group]:
     """The groups with what their forests were given, for the record; None where nothing trained."""
     values = {
-        key: batch.advantages[batch.sequence == index]
+        key: advantages
         for batches in updates
         for batch in batches
         if batch.advantages is not None
-        for index, key in enumerate(batch.keys)
+        for key, advantages in zip(batch.keys, np.split(batch.advantages, batch.lengths.cumsum()[:-1]), strict=True)
     }
     return [
         replace(g, trajectories=tuple(replace(t, advantages=values.get(t.key)) for t in g.trajectories)) for g in groups
@@ -352,9 +355,12 @@ def _numbers(values: Iterable[float | list[float]]) -> Tensor:
 
 def _sequences(batches: Sequence[Batch]) -> Tensor:
     """[T] a number for each sequence of all batches."""
-    starts = np.cumsum([0, *(len(batch.keys) for batch in batches)])
-    parts = [batch.sequence + start for batch, start in zip(batches, starts, strict=False)]
-    return torch.from_numpy(np.concatenate(parts))
+    return _per_read(batches, np.arange(sum(len(batch.keys) for batch in batches)))
+
+
+def _per_read(batches: Sequence[Batch], values: np.ndarray) -> Tensor:
+    """[T] from one value for each sequence of all batches."""
+    return torch.from_numpy(np.repeat(values, np.concatenate([batch.lengths for batch in batches])))
 
 
 def _with(batches: Sequence[Batch], **columns: Tensor) -> list[Batch]:
@@ -363,9 +369,6 @@ def _with(batches: Sequence[Batch], **columns: Tensor) -> list[Batch]:
 
 def _written(updates: Updates, columns: Mapping[str, Tensor]) -> Updates:
     """Columns over all reads of the updates, cut into their forests."""
-    sizes = [len(batch.reads) for batches in updates for batch in batches]
-    cut: dict[str, Any] = {name: iter(whole.float().split(sizes)) for name, whole in columns.items()}
-    return [
-        [replace(b, **{name: next(parts).numpy() for name, parts in cut.items()}) for b in batches]
-        for batches in updates
-    ]
+    cuts = np.cumsum([batch.read_count for batches in updates for batch in batches])[:-1]
+    cut: dict[str, Any] = {name: iter(np.split(whole.float().numpy(), cuts)) for name, whole in columns.items()}
+    return [[replace(b, **{name: next(parts) for name, parts in cut.items()}) for b in batches] for batches in updates]

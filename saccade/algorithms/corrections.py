@@ -18,6 +18,7 @@ from functools import reduce
 from operator import and_
 from typing import TYPE_CHECKING, TypeAlias
 
+from saccade.algorithms.aggregation import only
 from saccade.algorithms.table import Entry, add, table_of
 from saccade.errors import ConfigError
 
@@ -68,9 +69,9 @@ Statistic: TypeAlias = "Callable[[Mismatch, Tensor], Tensor]"  # [T] -> [T]
 
 def measure(old: Tensor, rollout: Tensor, *, live: Tensor, sequence: Tensor) -> Mismatch:
     """`rollout`: NaN where the engine gave no log-prob."""
-    scored = live & rollout.isfinite()
+    scored = live & (rollout.abs() < float("inf"))
     return Mismatch(
-        delta=(old - rollout).where(scored, 0.0),
+        delta=only(old - rollout, scored),
         scored=scored,
         live=live,
         sequence=sequence,
@@ -100,7 +101,7 @@ def _truncated(statistic: Statistic) -> Callable[..., Correction]:
 
     def weigh(mismatch: Mismatch, *, low: float = 0.0, high: float = 2.0) -> Correction:
         ratio = exp(statistic(mismatch, mismatch.delta)).clamp_(low, high)
-        return Correction(weights=ratio.where(mismatch.scored, 1.0))
+        return Correction(weights=only(ratio, mismatch.scored, 1.0))
 
     return weigh
 

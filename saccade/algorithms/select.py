@@ -19,7 +19,7 @@ from saccade.algorithms.filters import discard_reason, is_constant, is_excluded
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.table import find
 from saccade.errors import ConfigError
-from saccade.types import Batch, Group, Metrics, Trajectory
+from saccade.types import Batch, Group, Metrics, Trajectory, find_sampled
 
 REWARD = ""  # key of the moments of the combined reward; those of a component have its name
 Updates = list[list[Batch]]  # one list of forests per optimizer step
@@ -135,6 +135,7 @@ def split_updates(groups: Sequence[Group], updates: int, *, seed: int) -> list[l
     """Whole groups, in a seeded order, over the optimizer steps; groups without a member that
     trains are left out.
     """
+    find_sampled([t for group in groups for t in group.trajectories])
     useful = [g for g in groups if any(t.trained and t.response_length for t in g.trajectories)]
     order = np.random.default_rng(seed).permutation(len(useful)) if updates > 1 else np.arange(len(useful))
     parts = np.array_split(order, min(updates, max(1, len(useful))))
@@ -145,6 +146,6 @@ def write_supervision(batches: Sequence[Batch]) -> list[Batch]:
     """Supervised training is the policy gradient of an advantage of 1: every trained token counts
     the same.
     """
-    each = 1 / sum(len(batch.reads) for batch in batches)
-    ones = [np.ones(len(batch.reads), np.float32) for batch in batches]
+    each = 1 / sum(batch.read_count for batch in batches)
+    ones = [np.ones(batch.read_count, np.float32) for batch in batches]
     return [replace(b, advantages=one, scales=one * np.float32(each)) for b, one in zip(batches, ones, strict=True)]

@@ -5,19 +5,17 @@ media, computed, not assumed) and below it whatever some of them share again. A 
 however many sequences pass through it; a read says at which token and for which sequence a target
 is predicted. Knows nothing of tensors, models or algorithms.
 
-    batches = pack(groups, positions=family.positions, micro_tokens=16_384)
+    batches = pack(groups, micro_tokens=16_384)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from saccade.types import READ_COLUMNS, Batch, Group, MediaSpan, Trajectory
-
-Positions = Callable[[int, tuple[MediaSpan, ...]], np.ndarray]
+from saccade.types import BY_SEQUENCE, Batch, Forest, Group, MediaSpan, Trajectory
 
 EVERYTHING = np.empty(0, dtype=np.int64)  # support of a token where nothing was cut away
 # A branch below the trunk that is shorter than this costs more (its own attention call) than it
@@ -44,13 +42,7 @@ class _Tree(NamedTuple):
 
 
 def pack(
-    groups: Sequence[Group],
-    *,
-    positions: Positions,
-    micro_tokens: int,
-    ends: bool = False,
-    whole: bool = False,
-    parts: int = 1,
+    groups: Sequence[Group], *, micro_tokens: int, ends: bool = False, whole: bool = False, parts: int = 1
 ) -> list[Batch]:
     """Forests of at most `micro_tokens` tokens, whole groups where they fit, in the order of the
     groups.
@@ -62,10 +54,10 @@ def pack(
     """
     trees = [*_trees(groups, None if whole else micro_tokens, ends)]
     if parts == 1:
-        return [_batch(forest, positions, ends) for forest in _forests(trees, micro_tokens)]
+        return [_batch(forest, ends) for forest in _forests(trees, micro_tokens)]
     dealt = deal([tree.tokens for tree in trees], parts)
     return [
-        replace(_batch(forest, positions, ends), part=part)
+        _batch(forest, ends, part)
         for part, mine in enumerate(dealt)
         for forest in _forests([trees[index] for index in mine], micro_tokens)
     ]
@@ -96,41 +88,33 @@ def _forests(trees: Sequence[_Tree], micro_tokens: int) -> list[list[_Tree]]:
 
 def select(batch: Batch, sequences: Sequence[int]) -> Batch:
     """The part of a forest that some of its sequences need, with their reads."""
+    forest = batch.forest
     wanted = np.zeros(len(batch.keys), dtype=bool)
     wanted[list(sequences)] = True
-    reads = wanted[batch.sequence]
-    sampled = None if batch.sampled is None else batch.sampled[reads]
-    owner = _node_of(batch, batch.reads[reads] if sampled is None else sampled)
-    needed = np.zeros(len(batch.parents), dtype=bool)
-    for node in np.unique(owner).tolist():
+    reads, rows = np.repeat(wanted, forest.lengths), np.repeat(wanted, forest.row_lengths)
+    needed = np.zeros(len(forest.parents), dtype=bool)
+    for node in forest.leaves[wanted].tolist():
         while node >= 0 and not needed[node]:
             needed[node] = True
-            node = int(batch.parents[node])
-    sizes = np.diff(batch.node_starts)
-    tokens = np.repeat(needed, sizes)
-    new_node = np.cumsum(needed) - 1
-    new_token = np.cumsum(tokens) - 1
-    new_sequence = np.cumsum(wanted) - 1
-    parents = batch.parents[needed]
-
-    def cut(names: Sequence[str], kept: np.ndarray) -> dict[str, Any]:
-        return {name: column[kept] for name in names if (column := getattr(batch, name)) is not None}
-
-    return replace(
-        batch,
-        ids=batch.ids[tokens],
-        positions=batch.positions[:, tokens],
-        node_starts=np.concatenate([[0], sizes[needed].cumsum()]).astype(np.int64),
+            node = int(forest.parents[node])
+    tokens = np.repeat(needed, forest.sizes)
+    new_node, new_token = np.cumsum(needed) - 1, np.cumsum(tokens) - 1
+    parents = forest.parents[needed]
+    part = replace(
+        forest,
+        rows=forest.rows[rows],
+        drawn=forest.drawn[rows],
+        lengths=forest.lengths[wanted],
+        leaves=new_node[forest.leaves[wanted]],
+        sizes=forest.sizes[needed],
         parents=np.where(parents >= 0, new_node[parents], -1),
-        reads=new_token[batch.reads[reads]],
-        sequence=new_sequence[batch.sequence[reads]],
-        keys=tuple(compress(batch.keys, wanted)),
-        media=tuple(replace(span, start=int(new_token[span.start])) for span in batch.media if tokens[span.start]),
-        support=None if batch.support is None else tuple(compress(batch.support, reads)),
-        sampled=None if sampled is None else new_token[sampled],
-        **cut(("targets", *READ_COLUMNS), reads),
-        **cut(("groups", "last_values", "ref_totals"), wanted),
+        keys=tuple(compress(forest.keys, wanted)),
+        groups=forest.groups[wanted],
+        media=tuple(replace(span, start=int(new_token[span.start])) for span in forest.media if tokens[span.start]),
+        support=None if forest.support is None else tuple(compress(forest.support, reads)),
     )
+    cut: dict[str, Any] = {n: c[wanted if n in BY_SEQUENCE else reads] for n, c in batch.columns.items()}
+    return Batch(forest=part, **cut)
 
 
 def halves(batch: Batch, *, whole: bool) -> tuple[Batch, Batch] | None:
@@ -145,17 +129,13 @@ def halves(batch: Batch, *, whole: bool) -> tuple[Batch, Batch] | None:
 
 def has_media(batch: Batch) -> np.ndarray:
     """[sequences] bool: whether a sequence passes through a medium."""
-    nodes = np.zeros(len(batch.parents), dtype=bool)
-    nodes[_node_of(batch, np.array([span.start for span in batch.media], dtype=np.int64))] = True
+    if not batch.media:
+        return np.zeros(len(batch.keys), dtype=bool)
+    holding = set(batch.forest.media_nodes)
+    found: list[bool] = []
     for node, parent in enumerate(batch.parents.tolist()):
-        nodes[node] |= parent >= 0 and nodes[parent]
-    result = np.zeros(len(batch.keys), dtype=bool)
-    result[batch.sequence[nodes[_node_of(batch, batch.reads)]]] = True
-    return result
-
-
-def _node_of(batch: Batch, tokens: np.ndarray) -> np.ndarray:
-    return np.searchsorted(batch.node_starts, tokens, side="right") - 1
+        found.append(node in holding or (parent >= 0 and found[parent]))
+    return np.array(found)[batch.forest.leaves]
 
 
 # -- trees -----------------------------------------------------------------------------------------
@@ -200,7 +180,7 @@ def _fitting(members: Sequence[Trajectory], group: int, ends: bool, budget: int,
 
 def _tree(members: Sequence[Trajectory], group: int, with_ends: bool) -> _Tree:
     # The last target is predicted one token earlier, and what follows is never read.
-    ends = [int(t.policy[-1]) + with_ends for t in members]
+    ends = [t.end - (not with_ends) for t in members]
     nodes: list[_Node] = []
     paths: list[tuple[int, ...]] = [()] * len(members)
 
@@ -208,8 +188,9 @@ def _tree(members: Sequence[Trajectory], group: int, with_ends: bool) -> _Tree:
     growing: list[tuple[list[int], int, int, tuple[int, ...]]] = [(list(range(len(members))), 0, -1, ())]
     while growing:
         names, start, parent, path = growing.pop()
-        end = _common_prefix([members[i] for i in names], start, min(ends[i] for i in names))
-        if len(names) > 1 and parent >= 0 and end - start < MIN_BRANCH:
+        alone, end = len(names) == 1, min(ends[i] for i in names)
+        end = end if alone else _common_prefix([members[i] for i in names], start, end)
+        if not alone and parent >= 0 and end - start < MIN_BRANCH:
             growing += [([name], start, parent, path) for name in reversed(names)]
             continue
         if end > start:
@@ -238,7 +219,8 @@ def _common_prefix(members: Sequence[Trajectory], start: int, limit: int) -> int
     end = limit
     for other in members[1:]:
         different = first.ids[start:end] != other.ids[start:end]
-        end = start + int(different.argmax()) if different.any() else end
+        if len(different) and different[place := int(different.argmax())]:
+            end = start + place
         if first.media != other.media:
             theirs = {span.start: span for span in other.media}
             for span in first.media:
@@ -254,53 +236,38 @@ def _common_prefix(members: Sequence[Trajectory], start: int, limit: int) -> int
 # -- batches ---------------------------------------------------------------------------------------
 
 
-def _batch(trees: Sequence[_Tree], positions: Positions, with_ends: bool) -> Batch:
-    ids, places, starts, media = [], [], [0], []
-    parents: list[int] = []
-    keys: list[tuple[str, int]] = []
-    reads, targets, sequence, groups = [], [], [], []
-    rollout, advantages, sampled = [], [], []
-    support: list[tuple[np.ndarray, ...] | None] = []
+def _batch(trees: Sequence[_Tree], with_ends: bool, part: int | None = None) -> Batch:
+    members = [member for tree in trees for member in tree.members]
+    starts, parents, leaves, media = [0], list[int](), list[int](), list[MediaSpan]()
     for tree in trees:
         first_node = len(parents)
-        # Positions depend on length and media alone.
-        longest = max(len(member.ids) for member in tree.members)
-        of_media = {media: positions(longest, media) for media in {member.media for member in tree.members}}
         for node in tree.nodes:
-            owner = tree.members[node.owner]
-            offset = starts[-1] - node.start
-            ids.append(owner.ids[node.start : node.end])
-            places.append(of_media[owner.media][:, node.start : node.end])
-            media += [s.moved(offset) for s in owner.media if node.start <= s.start < node.end]
+            shown, offset = tree.members[node.owner].media, starts[-1] - node.start
+            media += [s.moved(offset) for s in shown if node.start <= s.start < node.end]
             parents.append(node.parent + first_node if node.parent >= 0 else -1)
             starts.append(starts[-1] + node.end - node.start)
-        for member, path in zip(tree.members, tree.paths, strict=True):
-            where = np.concatenate([np.arange(starts[first_node + n], starts[first_node + n + 1]) for n in path])
-            policy = member.policy
-            reads.append(where[policy - 1])
-            targets.append(member.ids[policy])
-            sequence.append(np.full(len(policy), len(keys)))
-            keys.append(member.key)
-            groups.append(tree.group)
-            rollout.append(member.logprobs[policy])
-            advantages.append(member.advantages)
-            support.append(member.support)
-            if with_ends:
-                sampled.append(where[policy])
-    kept = [one or (EVERYTHING,) * len(part) for one, part in zip(support, reads, strict=True)] if any(support) else []
-    return Batch(
-        ids=np.concatenate(ids),
-        positions=np.concatenate(places, axis=1),
-        node_starts=np.array(starts, dtype=np.int64),
-        parents=np.array(parents, dtype=np.int64),
-        reads=np.concatenate(reads),
-        targets=np.concatenate(targets),
-        sequence=np.concatenate(sequence),
-        keys=tuple(keys),
-        groups=np.array(groups, dtype=np.int64),
+        leaves += [first_node + path[-1] for path in tree.paths]
+    drawn = np.concatenate([member.policy_mask[: member.end] for member in members])
+    logprobs = np.concatenate([member.logprobs[: member.end] for member in members])
+    lengths, support = [member.response_length for member in members], [member.support for member in members]
+    kept = [one or (EVERYTHING,) * n for one, n in zip(support, lengths, strict=True)] if any(support) else []
+    advantages = [member.advantages for member in members]
+    forest = Forest(
+        rows=np.concatenate([member.ids[: member.end] for member in members]),
+        drawn=drawn,
+        lengths=np.array(lengths),
+        leaves=np.array(leaves),
+        sizes=np.diff(starts),
+        parents=np.array(parents),
+        keys=tuple(member.key for member in members),
+        groups=np.repeat([tree.group for tree in trees], [len(tree.members) for tree in trees]),
         media=tuple(media),
-        rollout_logprobs=np.concatenate(rollout),
-        advantages=None if any(a is None for a in advantages) else np.concatenate(advantages),  # type: ignore[arg-type]
         support=tuple(chain(*kept)) if kept else None,
-        sampled=np.concatenate(sampled) if with_ends else None,
+        with_ends=with_ends,
+        part=part,
+    )
+    return Batch(
+        forest=forest,
+        rollout_logprobs=logprobs[drawn],
+        advantages=None if any(a is None for a in advantages) else np.concatenate(advantages),  # type: ignore[arg-type]
     )

@@ -5,6 +5,7 @@ saccade rl run.yaml algorithm.preset=dapo
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import zip_longest
@@ -27,7 +28,7 @@ from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.engines import check_parity
-from saccade.recipes.rl_rollout import Rollouts, sample_groups
+from saccade.recipes.rl_rollout import Rollouts, rollout_metrics, sample_groups
 from saccade.recipes.rl_setup import set_up
 from saccade.recipes.rl_update import Learners, update_models
 from saccade.registry import HOOKS
@@ -60,7 +61,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
     HOOKS["require_reward_models"](config)
     data = questions.load_prompts(config, config.data.train, family)
     doubts = preflight(config, family, data.samples) if preflight else []
-    with Run(config, "rl", parts.manifest(family, data, config)) as this:
+    with Run(config, "rl", parts.manifest(family, data, config)) as this, ThreadPoolExecutor(1, "count") as beside:
         for text in (data.summary, describe(algorithm), *doubts):
             log.info(text)
         setup = set_up(config, algorithm, family, data, this)
@@ -84,13 +85,15 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
             with this.phase("advantage"):
                 updates, weighed = add_advantages(updates, groups, steered, state, weights, version=engine.version)
                 updates, corrected = add_corrections(updates, steered)
+            # Counted while the models learn.
+            counted = beside.submit(rollout_metrics, rollouts, sampler, policy, step=step)
             with this.phase("update"):
                 progress, learned = update_models(updates, steered, learners, this.progress, step)
                 refresh_reference(reference, policy, algorithm, step)
             with this.phase("hand_over"):
                 engine.update_weights(policy, version=step)
             metrics = rollouts.metrics
-            metrics.merge(selected, weighed, corrected, learned)
+            metrics.merge(counted.result(), selected, weighed, corrected, learned)
             state = algorithm_state.after_step(state, steered, metrics)
             setup.surplus.groups = rollouts.surplus
             progress = replace(
@@ -103,9 +106,8 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
             if every and (step % every == 0 or step in (1, this.total)):
                 stored = annotate.show_advantages(groups[: config.track.trajectories_groups], updates)
                 this.display.store(stored, step=step, scores=progress.scores)
-            sampled, critic = rollouts.scored, learners.critic
-            work = HOOKS["rl_work"](policy, critic, sampled, updates, config, algorithm, step)
-            missed = unread(sampled, sampler.scorer, family)
+            work = HOOKS["rl_work"](policy, learners.critic, updates, config, algorithm, step)
+            missed = unread(rollouts.scored, sampler.scorer, family)
             last = this.finish_step(progress, metrics.means() | work, validation, missed)
         return last
 
@@ -147,7 +149,6 @@ def pack_updates(
     return [
         pack(
             part,
-            positions=policy.family.positions,
             micro_tokens=micro_tokens,
             ends=algorithm.needs_critic and algorithm.critic.bootstrap_truncated,
             parts=policy.parts,

@@ -24,11 +24,13 @@ from saccade.models.families import Family
 from saccade.recipes import parts
 from saccade.recipes.accuracy import Scores, items_of, score_terms
 from saccade.recipes.failures import check_errors
+from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream, free_memory_for_rewards, parsed, report_slow_rewards, thinks
 from saccade.run.metrics import group_metrics
 from saccade.run.quarantine import Quarantine
+from saccade.trainer import Trainer
 from saccade.types import ALWAYS_EXCLUDED, Group, Metrics
 
 # Bytes of pixels, a quarter of what is kept: more would push out those that are trained on.
@@ -127,7 +129,7 @@ def sample_groups(sampler: Sampler, carried: Sequence[Group], scores: Sequence[s
         kept += groups
     sampler.engine.sleep()
     found = score_terms(sampler.scorer, items_of(scored), scores)
-    metrics = rollout_metrics(scored, algorithm, sampler.scorer, sampler.family, found)
+    metrics = Metrics()
     metrics.add("data/epoch", sampler.stream.epoch)
     metrics.add("data/cursor", sampler.stream.state()["cursor"])
     metrics.add("data/bad_rows", len(sampler.quarantine.found(sampler.stream.dataset)))
@@ -143,27 +145,27 @@ def sample_groups(sampler: Sampler, carried: Sequence[Group], scores: Sequence[s
     chosen = _full_step(kept, wanted, algorithm)
     if not chosen:
         metrics.add("group/dropped/exhausted", len(kept))
-    for trajectory in (t for group in chosen for t in group.trajectories if t.response_length):
-        age = step - 1 - int(trajectory.versions[trajectory.policy_mask].min())
-        metrics.add("data/staleness_mean", age)  # updates since the oldest token was sampled
-        metrics.add_max("data/staleness_max", age)
     return Rollouts(groups=chosen, scored=scored, surplus=surplus, scores=found, metrics=metrics)
 
 
-def rollout_metrics(
-    groups: Sequence[Group], algorithm: Algorithm, scorer: Scorer | None, family: Family, scores: Scores
-) -> Metrics:
-    """Metrics of all groups that were sampled in a step; `scores`: sources whose outcome is one."""
-    metrics = Metrics()
+def rollout_metrics(rollouts: Rollouts, sampler: Sampler, policy: Trainer, *, step: int) -> Metrics:
+    """Metrics of all groups that were sampled in a step, and the work that they took."""
+    metrics, algorithm, scorer, family = Metrics(), sampler.algorithm, sampler.scorer, sampler.family
+    groups = rollouts.scored
     found = group_metrics(
         groups,
         algorithm.exclude_status,
         excluded_in_baseline=algorithm.excluded_in_baseline,
         compares=algorithm.estimator.group,
-        scores=scores,
+        scores=rollouts.scores,
     )
+    found |= HOOKS["rollout_work"](policy, groups, sampler.config)
     for name, value in (found | (scorer.metrics() if scorer else {})).items():
         metrics.add(name, value)
+    for trajectory in (t for group in rollouts.groups for t in group.trajectories if t.response_length):
+        age = step - 1 - int(trajectory.versions[trajectory.prompt_length])
+        metrics.add("data/staleness_mean", age)  # updates since its first token, the oldest, was sampled
+        metrics.add_max("data/staleness_max", age)
     trajectories = [t for group in groups for t in group.trajectories]
     everyone = [t for group in groups for t in group.everyone]
     metrics.add("count/samples", len(everyone))

@@ -45,7 +45,7 @@ def run(config: Any) -> dict[str, Any]:
     def prepare(samples: Sequence[Sample]) -> tuple[list[Batch], Loss]:
         micro_tokens = config.train.micro_tokens
         rows = [read(sample) for sample in samples]
-        batches = pack(rows, positions=family.positions, micro_tokens=micro_tokens, parts=job.backend.parts)
+        batches = pack(rows, micro_tokens=micro_tokens, parts=job.backend.parts)
         return select.write_supervision(batches), loss
 
     with Run(config, "sft", parts.manifest(family, data, config)) as this:
@@ -66,5 +66,5 @@ def metrics(found: Mapping[str, float], batches: Sequence[Batch], loss: Loss) ->
     return {name: found[name] for name in LOGGED if name in found} | {
         "sft/loss": mean,
         "sft/ppl": float(np.exp(min(written, 20.0))),
-        "sft/tokens": sum(len(batch.reads) for batch in batches),
+        "sft/tokens": sum(batch.read_count for batch in batches),
     }

@@ -51,6 +51,8 @@ def encode(value: Any, arrays: Arrays | None = None, *, known: Container[str] = 
     """A record, or a tuple of them, as JSON data; `name` begins the names of its arrays. The reader
     has the files of the hashes in `known`, so they are not added; without `arrays` none is.
     """
+    if value is None or isinstance(value, str | int | float):
+        return value
     if isinstance(value, np.ndarray):
         assert arrays is not None, f"{name}: no place for an array"
         arrays[name] = value
@@ -189,7 +191,7 @@ def pack(row: Any, arrays: Mapping[str, np.ndarray] = NO_ARRAYS) -> list[memoryv
     return [memoryview(LENGTH.pack(len(head)) + head), *data]
 
 
-def unpack(block: bytes) -> tuple[Any, Arrays]:
+def unpack(block: bytes | bytearray) -> tuple[Any, Arrays]:
     start = LENGTH.size + LENGTH.unpack_from(block)[0]
     row, listed = json.loads(block[LENGTH.size : start])
     arrays = {}

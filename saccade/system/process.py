@@ -63,7 +63,8 @@ class Channel:
         link.setblocking(False)
         self.link, self.largest = link, largest
         self._sending = threading.Lock()
-        self._rest = bytearray()
+        self._room, self._filled = bytearray(SIZE.size), 0  # of the size of the next block, then of the block
+        self._sized = False
 
     def send(
         self, row: Mapping[str, Any], arrays: Mapping[str, np.ndarray] = NO_ARRAYS, *, seconds: float | None = None
@@ -85,30 +86,26 @@ class Channel:
     def receive(self, seconds: float | None = None) -> Block | None:
         """The next block; None when none has come in this time."""
         end = None if seconds is None else time.monotonic() + seconds
-        while (block := self._whole()) is None:
+        while self._filled < len(self._room) or not self._sized:
+            if self._filled == len(self._room):
+                [size] = SIZE.unpack(self._room)
+                if self.largest is not None and size > self.largest:
+                    raise Ended(f"it said more than {self.largest >> 20} MiB")
+                self._room, self._filled, self._sized = bytearray(size), 0, True
+                continue
             try:
-                data = self.link.recv(1 << 20)
+                count = self.link.recv_into(memoryview(self._room)[self._filled :])
             except BlockingIOError:
                 if not self._wait(select.POLLIN, end):
                     return None
                 continue
             except OSError:
-                data = b""
-            if not data:
+                count = 0
+            if not count:
                 raise Ended("its process ended")
-            self._rest += data
-        return block
-
-    def _whole(self) -> Block | None:
-        if len(self._rest) < SIZE.size:
-            return None
-        end = SIZE.size + SIZE.unpack_from(self._rest)[0]
-        if self.largest is not None and end > self.largest:
-            raise Ended(f"it said more than {self.largest >> 20} MiB")
-        if len(self._rest) < end:
-            return None
-        block = bytes(memoryview(self._rest)[SIZE.size : end])
-        del self._rest[:end]
+            self._filled += count
+        block = self._room
+        self._room, self._filled, self._sized = bytearray(SIZE.size), 0, False
         return Block(*unpack(block))
 
     def _wait(self, event: int, end: float | None) -> bool:

@@ -44,7 +44,7 @@ def inputs_of(batch: Batch, family: Family, device: torch.device, dtype: torch.d
     spans = [np.arange(span.start, span.end) for span in batch.media]
     return Inputs(
         ids=to_device(batch.ids, device),
-        positions=to_device(batch.positions, device),
+        positions=to_device(batch.positions(family.positions), device),
         plan=forest_plan(batch.node_starts, batch.parents, device, dtype),
         places=to_device(np.concatenate(spans), device) if spans else None,
         media=media_inputs(family, batch.media, device) if spans and pixels else None,

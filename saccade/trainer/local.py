@@ -115,7 +115,7 @@ class LocalBackend:
         """Log-probs and entropies of the reads; in training their logits are kept where they fit
         into the memory that is left.
         """
-        logits = len(batch.reads) * self.family.vocabulary * self.dtype.itemsize
+        logits = batch.read_count * self.family.vocabulary * self.dtype.itemsize
         fits = torch.is_grad_enabled() and logits <= self.recompute.spare
         return read_logprobs(
             self.hidden_at(batch, batch.reads),

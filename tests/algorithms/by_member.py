@@ -65,10 +65,7 @@ class Records:
 
     @staticmethod
     def packed(parts: Sequence[Sequence[Group]], micro_tokens: int = 1000, ends: bool = False) -> Updates:
-        def positions(length: int, media: object) -> np.ndarray:
-            return np.arange(length)[None]
-
-        return [pack(part, positions=positions, micro_tokens=micro_tokens, ends=ends) for part in parts]
+        return [pack(part, micro_tokens=micro_tokens, ends=ends) for part in parts]
 
     @staticmethod
     def filled(updates: Updates, **columns: Rows) -> Updates:

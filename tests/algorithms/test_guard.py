@@ -189,7 +189,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def batch(shared: LocalBackend, grow: Callable[..., Any]) -> Batch:
     rng = np.random.default_rng(0)
     group = grow(rng, shared.family, images=0, depth=1)
-    (packed,) = pack([group], positions=shared.family.positions, micro_tokens=9999)
+    (packed,) = pack([group], micro_tokens=9999)
     ((new, _),) = shared.logprobs([packed], Scoring())
     reads = len(new)
     return replace(

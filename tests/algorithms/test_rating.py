@@ -26,7 +26,7 @@ from saccade.plugins.reward_models.reward_losses import (
     rating_objective,
     steps_objective,
 )
-from saccade.types import Batch
+from saccade.types import Batch, Forest
 
 FAST = settings(max_examples=20, deadline=None)
 TIGHT = 1e-10
@@ -153,18 +153,17 @@ def test_micro_batches_add_up_and_the_scale_of_hps_learns():
 def test_steps_are_a_cross_entropy_with_hard_and_soft_labels():
     labels = {"a": np.array([[1.0, 0.0], [0.3, 0.7]]), "b": np.array([[0.0, 1.0]])}
     logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [1.0, 0.5]], dtype=torch.float64)
-    batch = Batch(
-        ids=np.zeros(4, np.int64),
-        positions=np.zeros((1, 4), np.int64),
-        node_starts=np.array([0, 4]),
-        parents=np.array([-1]),
-        reads=np.array([0, 1, 2]),
-        targets=np.zeros(3, np.int64),
-        sequence=np.array([0, 0, 1]),
+    forest = Forest(
+        rows=np.zeros(5, np.int64),
+        drawn=np.array([False, True, True, False, True]),
+        lengths=np.array([2, 1]),
+        leaves=np.array([0, 1]),
+        sizes=np.array([2, 1]),
+        parents=np.array([-1, -1]),
         keys=(("a", 0), ("b", 0)),
         groups=np.array([0, 1]),
     )
-    loss, stats = steps_objective(StepsLoss(labels=labels, count=3), logits, batch)
+    loss, stats = steps_objective(StepsLoss(labels=labels, count=3), logits, Batch(forest=forest))
     logp = logits.log_softmax(-1).numpy()
     wanted = -(logp[0, 0] + 0.3 * logp[1, 0] + 0.7 * logp[1, 1] + logp[2, 1]) / 3
     assert loss.item() == approx(wanted, abs=1e-6)

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from saccade.forest.packing import pack
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -158,3 +160,20 @@ def test_the_controller_serves_ranks_that_compute_nothing(tmp_path):
     assert len(found) == 8 and all(seconds > -0.01 for seconds in found.values())
     lines = table({2: {"pack": 0.1, "metrics": 0.01}}, step=5.5).splitlines()
     assert lines[-2:] == ["| all | 110 |", "| of a step of 5.5 s | 2.0% |"]
+
+
+def test_a_forest_travels_to_a_rank_once(tmp_path):
+    from controller import WORK, make_groups, start_team
+
+    batches = pack(make_groups(4, WORK | {"new": 8}), micro_tokens=500)
+    team, _ = start_team(1, tmp_path)
+    [rank] = team._alive()
+    first, again = ({}, {})
+    sent = rank._sent(batches, first)
+    assert len(sent["forests"]) == len(batches) == 4 and sent["held"] == []
+    known = rank._sent(batches[:1], again)
+    assert known["forests"] == {} and [*again] == ["0/rollout_logprobs"]
+    assert len(known["held"]) == 4 and known["batches"][0]["forest"] == sent["batches"][0]["forest"]
+    del batches[1:]
+    assert rank._sent(batches, {})["held"] == known["held"][:1]  # what is gone here is given up there
+    team.close()

@@ -51,7 +51,7 @@ def test_log_probs_are_those_of_the_trainer(model, family, prompts, changes):
     asked = requests(prompts, how, repeats=3)
     answers = generate(EmbeddedEngine(model, family), asked)
     group = trajectories(asked, answers)
-    batches = pack([group], positions=family.positions, micro_tokens=150)
+    batches = pack([group], micro_tokens=150)
     assert len(batches) > 1
     backend = LocalBackend(model, family)
     scored = backend.logprobs(batches, Scoring(temperature=how.temperature))
@@ -143,6 +143,6 @@ def test_placeholders_and_ids_past_the_tokenizer_are_never_sampled(model, family
         answers = generate(EmbeddedEngine(model, family), asked)
         assert not any(family.banned[a.ids].any() for a in answers)
         if temperature:  # the trainer's softmax has the same mask
-            (batch,) = pack([trajectories(asked, answers)], positions=family.positions, micro_tokens=9999)
+            (batch,) = pack([trajectories(asked, answers)], micro_tokens=9999)
             ((new, _),) = LocalBackend(model, family).logprobs([batch], Scoring())
             assert np.abs(new - batch.rollout_logprobs).max() < 1e-5

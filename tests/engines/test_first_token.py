@@ -52,7 +52,7 @@ def test_the_trainer_agrees_on_all_but_the_hot_token(model, family, prompts):
     sampling = replace(HOT, temperature=0.8, top_k=9)
     asked = requests(prompts, sampling, repeats=2)
     group = trajectories(asked, generate(EmbeddedEngine(model, family), asked))
-    (batch,) = pack([group], positions=family.positions, micro_tokens=9999)
+    (batch,) = pack([group], micro_tokens=9999)
     ((new, _),) = LocalBackend(model, family).logprobs([batch], Scoring(temperature=0.8))
     gap = np.abs(new - batch.rollout_logprobs)
     first = np.diff(batch.sequence, prepend=-1) > 0

@@ -131,7 +131,7 @@ def test_a_block_of_a_tower_of_squares(tmp_path, as_on_a_gpu, monkeypatch, image
 def test_keys_are_gathered_once_per_path(family_of, grow):
     family = family_of("qwen3")
     rng = np.random.default_rng(0)
-    (batch,) = pack([grow(rng, family, images=0)], positions=family.positions, micro_tokens=10_000)
+    (batch,) = pack([grow(rng, family, images=0)], micro_tokens=10_000)
     sizes, lengths = np.diff(batch.node_starts), []
     for node, parent in enumerate(batch.parents):
         lengths.append(sizes[node] + (lengths[parent] if parent >= 0 else 0))

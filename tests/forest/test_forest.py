@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from saccade.forest.packing import MIN_BRANCH, has_media, pack, select
-from saccade.types import READ_COLUMNS, Batch, Group, MediaSpan, Sample, Source, Trajectory
+from saccade.types import BY_SEQUENCE, READ_COLUMNS, Batch, Group, MediaSpan, Sample, Source, Trajectory, find_sampled
 
 
 def path_tokens(batch: Batch, sequence: int) -> np.ndarray:
@@ -53,7 +53,7 @@ def check(groups: list[Group], batches: list[Batch], family) -> list[tuple[str, 
                 end += 1
             assert batch.ids[tokens].tolist() == t.ids[:end].tolist()
             whole = family.positions(len(t.ids), t.media)[:, :end]
-            assert batch.positions[:, tokens].tolist() == whole.tolist()
+            assert batch.positions(family.positions)[:, tokens].tolist() == whole.tolist()
             assert batch.reads[mine].tolist() == tokens[policy - 1].tolist()
             assert batch.targets[mine].tolist() == t.ids[policy].tolist()
             assert batch.advantages[mine].tolist() == t.advantages.tolist()
@@ -91,7 +91,7 @@ def test_a_forest_reproduces_every_member(grow, family, seed, ends):
     groups = random_groups(grow, family, seed)
     padded = sum(len(t.ids) for g in groups for t in g.trajectories)
     for budget in (10_000, 120, 40, 1):
-        batches = pack(groups, positions=family.positions, micro_tokens=budget, ends=ends)
+        batches = pack(groups, micro_tokens=budget, ends=ends)
         assert all((batch.ends is not None) == ends for batch in batches)
         for batch in batches:
             seen = [bool(member(groups, batch, i).media) for i in range(len(batch.keys))]
@@ -103,9 +103,9 @@ def test_a_forest_reproduces_every_member(grow, family, seed, ends):
 
 def test_every_column_of_reads_is_cut_and_checked(grow, family):
     optional = tuple(f.name for f in fields(Batch) if f.type == "np.ndarray | None")
-    assert optional == ("sampled", *READ_COLUMNS, "last_values", "ref_totals")
+    assert optional == (*READ_COLUMNS, *BY_SEQUENCE)
     groups = random_groups(grow, family, 0)
-    (batch,) = pack(groups, positions=family.positions, micro_tokens=10_000)
+    (batch,) = pack(groups, micro_tokens=10_000)
     marks = np.arange(len(batch.reads), dtype=np.float32)
     batch = replace(batch, **dict.fromkeys(READ_COLUMNS, marks))
     part = select(batch, [1])
@@ -120,8 +120,9 @@ def test_every_column_of_reads_is_cut_and_checked(grow, family):
 def test_any_subset_of_sequences_keeps_its_reads(grow, family, seed, ends):
     groups = random_groups(grow, family, seed)
     rng = np.random.default_rng(seed)
-    (batch,) = pack(groups, positions=family.positions, micro_tokens=10_000, ends=ends)
-    batch = replace(batch, support=tuple(np.array([t]) for t in batch.targets), last_values=np.arange(len(batch.keys)))
+    (batch,) = pack(groups, micro_tokens=10_000, ends=ends)
+    kept = replace(batch.forest, support=tuple(np.array([t]) for t in batch.targets))
+    batch = replace(batch, forest=kept, last_values=np.arange(len(batch.keys)))
     everything = select(batch, range(len(batch.keys)))
     assert everything.ids.tolist() == batch.ids.tolist()
     assert everything.parents.tolist() == batch.parents.tolist()
@@ -178,11 +179,11 @@ SHORT, LONG = [30] * (MIN_BRANCH - 1), [31] * MIN_BRANCH
 )
 def test_the_nodes_of_a_group(sides, lengths, parents):
     members = [plain("g", r, prompt, answer) for r, (prompt, answer) in enumerate(sides)]
-    (batch,) = pack([group(*members)], positions=counting, micro_tokens=100)
+    (batch,) = pack([group(*members)], micro_tokens=100)
     assert np.diff(batch.node_starts).tolist() == lengths and batch.parents.tolist() == parents
     if len(parents) == 4:
         assert batch.reads.tolist() == [9, 10, 11, 12, 9, 13, 14, 15, 9, 16, 17, 18]
-        assert batch.positions.tolist() == [[*range(10), *[10, 11, 12] * 3]]
+        assert batch.positions(counting).tolist() == [[*range(10), *[10, 11, 12] * 3]]
 
 
 def test_other_pictures_at_the_very_first_token_are_trees_of_their_own(family, image):
@@ -191,34 +192,46 @@ def test_other_pictures_at_the_very_first_token_are_trees_of_their_own(family, i
         grid, tokens = family.measure(image(56, 56, seed))
         span = MediaSpan(media=image(56, 56, seed), start=0, length=tokens, grid=grid)
         members.append(plain("g", repeat, [family.chat.placeholder] * tokens, [3, 4], media=(span,)))
-    (batch,) = pack([group(*members)], positions=family.positions, micro_tokens=100)
+    (batch,) = pack([group(*members)], micro_tokens=100)
     assert batch.parents.tolist() == [-1, -1] and len(batch.media) == 2
     assert [batch.keys[s][1] for s in batch.sequence[::2]] == [0, 1, 2]
 
 
 def test_a_group_over_the_budget_repeats_its_trunk_and_a_long_sequence_is_alone():
     members = [plain("g", r, PROMPT, [20 + r, 1, 2, 3]) for r in range(4)]
-    batches = pack([group(*members)], positions=counting, micro_tokens=17)
+    batches = pack([group(*members)], micro_tokens=17)
     assert [batch.tokens for batch in batches] == [16, 16]
     assert [batch.keys for batch in batches] == [(("g", 0), ("g", 1)), (("g", 2), ("g", 3))]
-    batches = pack([group(*members)], positions=counting, micro_tokens=5)
+    batches = pack([group(*members)], micro_tokens=5)
     assert [batch.tokens for batch in batches] == [13] * 4
     # Cut where the next member does not fit: 2 for the trunk and n - 1 for each answer, up to 17.
     lengths = [5, 9, 2, 14, 3, 3, 3, 20, 1, 1, 1, 30, 6]
     members = [plain("g", r, [1, 2], [20 + r] * n) for r, n in enumerate(lengths)]
-    batches = pack([group(*members)], positions=counting, micro_tokens=17)
+    batches = pack([group(*members)], micro_tokens=17)
     assert [len(batch.keys) for batch in batches] == [3, 2, 2, 1, 3, 1, 1]
 
 
 def test_members_that_do_not_train_or_said_nothing_are_left_out():
     members = [plain("g", 0, [1, 2], [3]), plain("g", 1, [1, 2], [4], trained=False), plain("g", 2, [1, 2], [])]
-    (batch,) = pack([group(*members)], positions=counting, micro_tokens=100)
+    (batch,) = pack([group(*members)], micro_tokens=100)
     assert batch.keys == (("g", 0),) and batch.advantages is None
-    assert pack([group(*members[1:])], positions=counting, micro_tokens=100) == []
+    assert pack([group(*members[1:])], micro_tokens=100) == []
 
 
 def test_support_of_some_members_is_empty_for_the_others():
     kept = (np.array([3, 5]), np.array([4]))
     members = [plain("g", 0, [1, 2], [3, 4], support=kept), plain("g", 1, [1, 2], [6])]
-    (batch,) = pack([group(*members)], positions=counting, micro_tokens=100)
+    (batch,) = pack([group(*members)], micro_tokens=100)
     assert [ids.tolist() for ids in batch.support] == [[3, 5], [4], []]
+
+
+def test_where_tokens_were_sampled_is_found_for_all_at_once(grow, family):
+    own = [t for seed in range(5) for group in random_groups(grow, family, seed) for t in group.trajectories]
+    own.append(replace(own[0], sources=np.zeros_like(own[0].sources), support=None))
+    together = [replace(t) for t in own]
+    find_sampled(together)
+    for one, other in zip(together, own, strict=True):
+        for name in ("response_length", "prompt_length", *["end"] * bool(other.response_length)):
+            assert getattr(one, name) == getattr(other, name)
+        assert one.policy_mask.tolist() == other.policy_mask.tolist()
+    find_sampled([])

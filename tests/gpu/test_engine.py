@@ -367,7 +367,7 @@ def test_in_half_precision_up_to_ties(name, family_of, monkeypatch):
 def test_log_probs_are_those_of_the_trainer(model, family, asked):
     answers = generate(EmbeddedEngine(model, family), asked)
     group = trajectories(asked, answers)
-    (batch,) = pack([group], positions=family.positions, micro_tokens=99_999)
+    (batch,) = pack([group], micro_tokens=99_999)
     ((new, _),) = LocalBackend(model, family).logprobs([batch], Scoring())
     gap = np.abs(new - batch.rollout_logprobs)
     assert gap.mean() < 0.01 and gap.max() < 0.1

@@ -26,7 +26,7 @@ def batches(family_of, grow):
     family = family_of(NAME)
     rng = np.random.default_rng(0)
     groups = [grow(rng, family, uid=f"g{i}", images=i) for i in range(3)]
-    packed = pack(groups, positions=family.positions, micro_tokens=100)
+    packed = pack(groups, micro_tokens=100)
     tokens = sum(len(batch.reads) for batch in packed)
     assert len(packed) > 2
     return [replace(b, scales=np.full(len(b.reads), 1 / tokens, np.float32)) for b in packed]

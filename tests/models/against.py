@@ -78,7 +78,7 @@ def pair(*parts):
 
 
 def forest_of(sample, family):
-    (forest,) = pack([compared(sample, family)], positions=family.positions, micro_tokens=4096)
+    (forest,) = pack([compared(sample, family)], micro_tokens=4096)
     return forest
 
 
@@ -87,7 +87,7 @@ def rows_of(sample, family):
         dialogue(replace(sample, messages=(*sample.messages, *reply)), family, "assistant")
         for reply in sample.candidates
     ]
-    return [batch for row in rows for batch in pack([row], positions=family.positions, micro_tokens=4096)]
+    return [batch for row in rows for batch in pack([row], micro_tokens=4096)]
 
 
 def assert_forests_are_plain_rows(model, family, sample):

@@ -78,7 +78,7 @@ def test_adapters_sit_in_the_attention_and_the_run_says_so(load, family_of, grow
     names = (tmp_path / "model.safetensors").read_bytes()[:20_000]
     assert b"block_sparse_moe.experts.3.w2.weight" in names and b"lora" not in names
     group = grow(np.random.default_rng(0), family, images=0)
-    batches = pack([group], positions=family.positions, micro_tokens=9999)
+    batches = pack([group], micro_tokens=9999)
     ids = torch.from_numpy(group.trajectories[0].ids)[None]
     with torch.no_grad():
         scores = merged.eval()(ids).logits.masked_fill(torch.from_numpy(family.banned), -1e30)

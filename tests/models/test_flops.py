@@ -77,7 +77,7 @@ def forest(family_of, grow, image):
             return dialogue_about(family, noise(HEARING[name]), *([image(84, 56)] if "omni" in name else []))
         rng, images = np.random.default_rng(seed), int(family.spec.image_token is not None)
         grown = [grow(rng, family, uid=f"g{i}", images=images * groups) for i in range(groups)]
-        (batch,) = pack(grown, positions=family.positions, micro_tokens=100_000)
+        (batch,) = pack(grown, micro_tokens=100_000)
         return replace(batch, scales=np.full(len(batch.reads), 0.01, np.float32))
 
     return packed
@@ -208,15 +208,13 @@ def test_recomputation_is_counted_apart(shape_for, load, forest, counted):
 
 def test_a_trunk_is_counted_once_and_pairs_by_ancestors():
     # A trunk of 3 tokens, two leaves of 2: 3 + 2·2 tokens; 1+2+3 and twice 4+5 pairs.
-    depths = flops.token_depths(np.array([0, 3, 5, 7]), np.array([-1, 0, 0]))
-    assert depths.tolist() == [0, 1, 2, 3, 4, 3, 4]
     shape = tiny_shape()
-    work = metered().count(depths, 4)
+    work = metered().count(np.array([0, 3, 3]), np.array([3, 2, 2]), 4)
     assert work["llm/layers"] == 2 * 7 * shape.text.weights
     # Layers, products, heads, size, pairs.
     assert work["llm/attention"] == 2 * 4 * 4 * 8 * (6 + 2 * 9)
     assert work["head"] == 2 * 4 * 32 * 100
-    work = flops.Meter(shape=replace(shape, windows=(None, 4))).count(np.arange(10), 0)
+    work = flops.Meter(shape=replace(shape, windows=(None, 4))).count(np.array([0, 3]), np.array([3, 7]), 0)
     assert work["llm/attention"] == 4 * 4 * 8 * (55 + 1 + 2 + 3 + 7 * 4)  # a sliding window limits the keys
 
 
@@ -254,7 +252,7 @@ def group(*members):
 def test_generating_needs_what_the_forest_of_its_rollouts_needs():
     members = group(*(rollout(r, prompt=10, new=n) for r, n in enumerate((5, 8, 3))))
     work = flops.generation(metered(), [members], element=2, together=8)
-    (batch,) = pack([members], positions=lambda n, _: np.arange(n)[None], micro_tokens=1000)
+    (batch,) = pack([members], micro_tokens=1000)
     (trained,) = metered().forward([batch])
     both = work.prefill + work.decode
     for part in ("llm/layers", "llm/attention"):

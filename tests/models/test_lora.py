@@ -62,7 +62,7 @@ def forests(family_of, grow):
         family = family_of(name)
         images = int(family.spec.image_token is not None)
         group = grow(np.random.default_rng(0), family, images=images)
-        return pack([group], positions=family.positions, micro_tokens=9999)
+        return pack([group], micro_tokens=9999)
 
     return packed
 
@@ -195,7 +195,7 @@ def test_the_engine_generates_with_the_adapter(adapted, load, family_of, grow):
     (completion,) = generate(EmbeddedEngine(model, family), [request])
     episode = parity.trajectory(request, completion)
     group = replace(grow(np.random.default_rng(3), family, size=1), trajectories=(episode,))
-    batches = pack([group], positions=family.positions, micro_tokens=9999)
+    batches = pack([group], micro_tokens=9999)
     assert np.abs(scores(model, family, batches) - completion.logprobs).max() < 1e-5
     assert np.abs(scores(load(VISION), family, batches) - completion.logprobs).max() > 0.01
 

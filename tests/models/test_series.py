@@ -152,7 +152,7 @@ def test_the_engine_answers_as_the_trainer_scores(plugged):
         Group(sample=Sample(id=request.key, messages=()), trajectories=(parity.trajectory(request, answer),))
         for request, answer in zip(asked, answers, strict=True)
     ]
-    batches = pack(groups, positions=family.positions, micro_tokens=4096)
+    batches = pack(groups, micro_tokens=4096)
     ((scored, _),) = LocalBackend(model, family).logprobs(batches, Scoring())
     sampled = np.concatenate([answer.logprobs for answer in answers])
     assert np.abs(scored - sampled).max() < 1e-4

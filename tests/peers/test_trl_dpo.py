@@ -73,7 +73,7 @@ def test_loss_and_gradient_are_those_of_trl(name, scenes, word_model, trl_traine
     models = [load_model(family, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2)]
     bend(models[1])
     backend, reference = (LocalBackend(models[0], family, TrainConfig()), LocalBackend(models[1], family))
-    batches = pack(groups, positions=family.positions, micro_tokens=30, whole=True)
+    batches = pack(groups, micro_tokens=30, whole=True)
     assert len(batches) > 1
     totals = scored(reference, batches)
     batches = [replace(b, ref_totals=t) for b, t in zip(batches, totals, strict=True)]

@@ -67,7 +67,7 @@ def ours(path, groups, old):
     )
     algorithm = resolve(row, max_tokens=LIMIT, samples_per_prompt=SIZE)
     groups = select.mark_members(groups, algorithm)[0]
-    updates = [pack(groups, positions=family.positions, micro_tokens=60)]
+    updates = [pack(groups, micro_tokens=60)]
     if old is not None:
         starts = np.cumsum([0] + [len(batch.reads) for batch in updates[0]])
         scored = [(old[a:b], old[a:b]) for a, b in pairwise(starts)]

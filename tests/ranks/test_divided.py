@@ -220,7 +220,7 @@ def forests(family_of: Any, grow: Any) -> dict[str, list[Batch]]:
     def forest(name: str, uid: int, images: int) -> Batch:
         family = family_of(name)
         group = grow(rng, family, uid=f"g{uid}", depth=1, images=images)
-        [one] = pack([group], positions=family.positions, micro_tokens=9999)
+        [one] = pack([group], micro_tokens=9999)
         values, returns = (rng.standard_normal(len(one.reads)).astype(np.float32) for _ in range(2))
         scales = np.full(len(one.reads), 0.01, np.float32)
         return replace(one, values=values, returns=returns, scales=scales)

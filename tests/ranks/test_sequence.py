@@ -29,7 +29,7 @@ from saccade.plugins.ranks.sequence import HybridSequence, bounds_of, rank_backe
 from saccade.recipes import rl
 from saccade.trainer import Scoring
 from saccade.trainer.losses import PolicyLoss, ValueLoss
-from saccade.types import Batch
+from saccade.types import Batch, Forest
 from tests.ranks import test_divided as divided
 from tests.ranks.test_divided import EXPERTS, VISION, Case, made, require_same_training, train
 from tests.ranks.test_ranks import STORED, require_alike, require_same_weights, sampled
@@ -123,26 +123,26 @@ def forests(families: dict[str, Family], grow: Any) -> dict[str, list[Batch]]:
 
     def forest(name: str, images: int, size: int = 4) -> Batch:
         groups = [grow(rng, families[name], uid=f"{n}", depth=1, images=images, size=size) for n in range(2)]
-        [one] = pack(groups, positions=families[name].positions, micro_tokens=9999, ends=True)
+        [one] = pack(groups, micro_tokens=9999, ends=True)
         drawn = {c: rng.standard_normal(len(one.reads)).astype(np.float32) for c in ("advantages", "values", "returns")}
         known = {c: -2 * rng.random(len(one.reads), np.float32) for c in ("old_logprobs", "ref_logprobs")}
         return replace(one, scales=np.full(len(one.reads), 0.01, np.float32), **drawn, **known)
 
     found = {VISION: [forest(VISION, n) for n in (2, 1, 0, 0)], EXPERTS: [forest(EXPERTS, 0) for _ in range(2)]}
     found |= {DEEP: [forest(DEEP, 1), forest(DEEP, 0)], PAIRS: [forest(VISION, n, size=2) for n in (1, 0)]}
-    zeros = np.zeros(2, np.int64)
-    short = Batch(  # fewer tokens than ranks
-        ids=np.arange(20, 23),
-        positions=np.tile(np.arange(3), (3, 1)),
-        node_starts=np.array([0, 3]),
-        parents=zeros[:1] - 1,
-        reads=np.arange(2),
-        targets=np.arange(21, 23),
-        sequence=zeros,
+    zero = np.zeros(1, np.int64)
+    three = Forest(  # fewer tokens than ranks
+        rows=np.arange(20, 23),
+        drawn=np.arange(3) > 0,
+        lengths=zero + 2,
+        leaves=zero,
+        sizes=zero + 3,
+        parents=zero - 1,
         keys=(("short", 0),),
-        groups=zeros[:1],
-        **{name: np.ones(2, np.float32) for name in ("advantages", "scales", "ref_logprobs")},
+        groups=zero,
+        with_ends=True,
     )
+    short = Batch(forest=three, **{name: np.ones(2, np.float32) for name in ("advantages", "scales", "ref_logprobs")})
     return found | {WIDE: [*found[VISION], short]}
 
 
@@ -180,16 +180,23 @@ def test_a_layer_that_one_rank_computes_again_all_of_its_group_do(results: Any) 
     assert found == [[True, False], [True, False], [False, True], [False, True]]
 
 
+def counting(length: int, media: Any) -> np.ndarray:
+    return np.arange(length)[None]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_stretches_cover_a_forest_once(forests: dict[str, list[Batch]], size: int) -> None:
     batch = forests[VISION][0]
-    batch = replace(batch, support=tuple(np.array([read]) for read in range(len(batch.reads))))
+    kept = tuple(np.array([read]) for read in range(len(batch.reads)))
+    batch = replace(batch, forest=replace(batch.forest, support=kept))
     parts, bounds = [stretch(batch, place, size) for place in range(size)], bounds_of(batch, size)
     lengths = {part.tokens for part in parts}
     assert max(lengths) - min(lengths) <= 1 and sum(part.tokens for part in parts) == batch.tokens
     np.testing.assert_array_equal(np.concatenate([part.ids for part in parts]), batch.ids)
-    np.testing.assert_array_equal(np.concatenate([part.positions for part in parts], 1), batch.positions)
-    order = np.argsort([int(kept[0]) for part in parts for kept in part.support or ()])
+    np.testing.assert_array_equal(
+        np.concatenate([part.positions(counting) for part in parts], 1), batch.positions(counting)
+    )
+    order = np.argsort([int(one[0]) for part in parts for one in part.support or ()])
     reads = np.concatenate([part.reads + start for part, start in zip(parts, bounds[:-1], strict=True)])
     np.testing.assert_array_equal(reads[order], batch.reads)
     np.testing.assert_array_equal(np.concatenate([part.targets for part in parts])[order], batch.targets)

@@ -167,7 +167,7 @@ def test_the_gradients_of_both_terms_add_up(word_model, scenes):
     family = load_family(word_model)
     samples = read([DataSource(path=str(scenes / "shown.jsonl"))], DataConfig()).samples[:4]
     groups = [sft.dialogue(sample, family, "assistant") for sample in samples]
-    batches = pack(groups, positions=family.positions, micro_tokens=60)
+    batches = pack(groups, micro_tokens=60)
     supervised = select.write_supervision(batches)
     imitated = [replace(batch, advantages=None) for batch in supervised]
     norms, metrics = [], []

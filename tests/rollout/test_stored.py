@@ -62,7 +62,7 @@ def test_rollouts_train_as_before(tmp_path, family, collected):
         for member, again in zip(one.trajectories, other.trajectories, strict=True):
             info = {k: v for k, v in member.info.items() if k != "board"}
             same(replace(member, info=info | {"calls": ["zoom"]}), again)
-    before, after = (pack(groups, positions=family.positions, micro_tokens=9999) for groups in (collected, loaded))
+    before, after = (pack(groups, micro_tokens=9999) for groups in (collected, loaded))
     for one, other in zip(before, after, strict=True):
         for name in ("ids", "positions", "reads", "targets", "sequence", "rollout_logprobs"):
             assert getattr(one, name).tobytes() == getattr(other, name).tobytes()

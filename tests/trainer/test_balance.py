@@ -26,8 +26,7 @@ def step(family_of, load, grow, measured):
         rng = np.random.default_rng(0)
         groups = [grow(rng, family, uid=f"g{i}", images=0) for i in range(2)]
         batches = [
-            replace(b, scales=np.full(len(b.reads), scale, np.float32))
-            for b in pack(groups, positions=family.positions, micro_tokens=budget)
+            replace(b, scales=np.full(len(b.reads), scale, np.float32)) for b in pack(groups, micro_tokens=budget)
         ]
         train = TrainConfig(aux_coef=coef)
         backend = LocalBackend(load(name), family, train, checkpointing=checkpointing)

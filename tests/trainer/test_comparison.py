@@ -63,7 +63,7 @@ def references(groups: list[Group]) -> dict[tuple[str, int], float]:
 
 def packed(groups, family, budget) -> list[Batch]:
     known = references(groups)
-    batches = pack(groups, positions=family.positions, micro_tokens=budget, whole=True)
+    batches = pack(groups, micro_tokens=budget, whole=True)
     return [replace(b, ref_totals=np.array([known[key] for key in b.keys])) for b in batches]
 
 

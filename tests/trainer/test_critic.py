@@ -42,7 +42,7 @@ def random_groups(grow, family, seed: int) -> list[Group]:
 
 
 def packed(groups: list[Group], family, budget: int, **options) -> list[Batch]:
-    return pack(groups, positions=family.positions, micro_tokens=budget, **options)
+    return pack(groups, micro_tokens=budget, **options)
 
 
 @pytest.fixture

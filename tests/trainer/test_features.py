@@ -47,7 +47,7 @@ def test_only_what_is_missing_is_computed():
 
 def batches_of(family, grow):
     group = grow(np.random.default_rng(0), family, images=2)
-    (batch,) = pack([group], positions=family.positions, micro_tokens=9999)
+    (batch,) = pack([group], micro_tokens=9999)
     scales = np.full(len(batch.reads), 1 / len(batch.reads), np.float32)
     return [replace(batch, scales=scales)]
 

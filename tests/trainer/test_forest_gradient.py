@@ -133,7 +133,7 @@ def test_random_trees(family_of, load, stock, grow, measured, wanted, keep_float
     columns = columns_of(groups)
     theirs, exact = wanted(name, dtype, groups, columns)
     for budget in (10_000, 1):  # one forest, every sequence by itself
-        batches = pack(groups, positions=family.positions, micro_tokens=budget)
+        batches = pack(groups, micro_tokens=budget)
         means, got = measured(backend, [with_columns(b, columns) for b in batches], PolicyLoss(ALGORITHM, SCORING))
         assert_same((means["policy/loss"], got), theirs, limit_of(theirs, exact))
 
@@ -162,7 +162,7 @@ def test_twelve_samples_in_any_partition_and_order(
     }
     sizes = {}
     for name, parts in partitions.items():
-        packed = [pack(p, positions=family.positions, micro_tokens=10_000) for p in parts]
+        packed = [pack(p, micro_tokens=10_000) for p in parts]
         batches = [with_columns(batch, columns) for batches in packed for batch in batches]
         sizes[name] = (len(batches), sum(batch.tokens for batch in batches))
         means, got = measured(backend, batches, PolicyLoss(ALGORITHM, SCORING))

@@ -30,7 +30,7 @@ def batches(family_of, grow) -> list[Batch]:
     family = family_of(NAME)
     rng = np.random.default_rng(0)
     groups = [grow(rng, family, uid=f"g{i}", images=i) for i in range(2)]
-    packed = [b for g in groups for b in pack([g], positions=family.positions, micro_tokens=9999)]
+    packed = [b for g in groups for b in pack([g], micro_tokens=9999)]
     tokens = sum(len(batch.reads) for batch in packed)
     return [replace(b, scales=np.full(len(b.reads), 1 / tokens, np.float32)) for b in packed]
 

@@ -64,8 +64,7 @@ def model_of(family, pooling: str = "last", heads: int = 2, dtype=torch.float32,
 
 def packed(samples, family, budget: int):
     groups = [compared(sample, family) for sample in samples]
-    positions = family.positions
-    return pack(groups, positions=positions, micro_tokens=budget, ends=True, whole=True)
+    return pack(groups, micro_tokens=budget, ends=True, whole=True)
 
 
 def states_of(backend: LocalBackend, sample: Sample) -> torch.Tensor:

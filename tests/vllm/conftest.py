@@ -87,7 +87,7 @@ def gap(backend, family):
             for n, (request, answer) in enumerate(zip(requests, answers, strict=True))
         )
         groups = [Group(sample=Sample(id=m.sample_id, messages=()), trajectories=(m,)) for m in members]
-        batches = pack(groups, positions=family.positions, micro_tokens=1 << 20)
+        batches = pack(groups, micro_tokens=1 << 20)
         backend.forget_features()  # weights were changed behind its back
         found = {}
         for batch, (scores, _) in zip(

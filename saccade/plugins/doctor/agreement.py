@@ -62,7 +62,7 @@ def rows_agree(backend: LocalBackend, engine: Engine) -> Iterator[tuple[str, ...
 
 def scores(backend: LocalBackend, groups: Sequence[Group]) -> np.ndarray:
     """Log-probs of all members, packed into one forest."""
-    batches = pack(groups, positions=backend.family.positions, micro_tokens=1 << 30)
+    batches = pack(groups, micro_tokens=1 << 30)
     return np.concatenate([logprobs for logprobs, _ in backend.logprobs(batches, Scoring())])
 
 

@@ -135,7 +135,7 @@ class _Bench:
         sample, batches = Sample(id="parity", messages=()), []
         for answer in answers:
             group = Group(sample=sample, trajectories=(answer,))
-            batches += pack([group], positions=self.policy.family.positions, micro_tokens=len(answer.ids))
+            batches += pack([group], micro_tokens=len(answer.ids))
         scoring = scoring or Scoring(temperature=self.sampling.temperature)
         return [logprobs for logprobs, _ in self.policy.logprobs(batches, scoring)]
 

@@ -262,9 +262,7 @@ def make_step(
         groups.append(_group(prompt, len(groups), members, max_tokens, algorithm.estimator.greedy))
         tokens += len(prompt) + members * max_tokens
     return Step(
-        groups=groups,
-        batches=pack(groups, positions=family.positions, micro_tokens=train.micro_tokens),
-        times=train.prompts_per_step / len(groups),
+        groups=groups, batches=pack(groups, micro_tokens=train.micro_tokens), times=train.prompts_per_step / len(groups)
     )
 
 

@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,14 +122,10 @@ def _squares(side: int, window: int | None) -> float:
     return float(side // window * window**2 + (side % window) ** 2)
 
 
-def token_depths(starts: np.ndarray, parents: np.ndarray) -> np.ndarray:
-    """How many tokens come before each token on its path from the root."""
-    sizes = np.diff(starts)
-    above = np.zeros(len(parents), dtype=np.int64)  # tokens of all ancestors
-    for node, parent in enumerate(parents.tolist()):
-        if parent >= 0:
-            above[node] = above[parent] + sizes[parent]
-    return np.arange(int(starts[-1])) - np.repeat(starts[:-1] - above, sizes)
+def _pairs(before: np.ndarray, sizes: np.ndarray, window: int | None) -> float:
+    """Keys that the tokens of some runs see, themselves included: the first of a run sees `before` others."""
+    near = sizes if window is None else (window - before).clip(0, sizes)  # tokens that see all that come before
+    return float((near * before + near * (near + 1) // 2 + (sizes - near) * (window or 0)).sum())
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -166,10 +163,12 @@ class Meter:
     head: bool = True  # logits are read, not values
     repeats: Callable[[Batch], float] = lambda batch: 0.0  # share of the layers that compute their activations again
 
-    def count(self, depths: np.ndarray, reads: int, media: Iterable[MediaSpan] = ()) -> Work:
-        """A forest, the logits at its reads, its media. `depths`: how many tokens each token sees before itself."""
-        text, windows, tokens, seen = self.shape.text, self.shape.windows, len(depths), depths + 1
-        pairs = {window: float((seen if window is None else np.minimum(seen, window)).sum()) for window in set(windows)}
+    def count(self, before: np.ndarray, sizes: np.ndarray, reads: int, media: Iterable[MediaSpan] = ()) -> Work:
+        """Runs of tokens, such as the nodes of a forest, the logits at its reads, its media. `before`: how many tokens
+        the first one of each run sees before itself.
+        """
+        text, windows, tokens = self.shape.text, self.shape.windows, int(sizes.sum())
+        pairs = {window: _pairs(before, sizes, window) for window in set(windows)}
         work = Work(
             {
                 "llm/layers": 2.0 * tokens * text.weights,
@@ -210,7 +209,7 @@ class Meter:
         frozen = towers_frozen(self.training)
         shown = media and not frozen
         works = [
-            self.count(token_depths(b.node_starts, b.parents), len(b.reads) * self.head, b.media if shown else ())
+            self.count(b.forest.above, b.forest.sizes, b.read_count * self.head, b.media if shown else ())
             for b in batches
         ]
         if media and frozen:
@@ -265,8 +264,8 @@ def generation(
         return shape.text.read_by(rows, matrix=NF4 if four_bit else element, expert=element) + beside
 
     # Work adds up over tokens and media, so all of a kind is counted at once.
-    none = np.zeros(0, np.int64)
-    given, drawn, media, sampled, contexts = [none], [none], list[MediaSpan](), [0], 0
+    given, drawn = list[tuple[int, int]](), list[tuple[int, int]]()  # runs of tokens: the first, and how many
+    media, sampled, contexts = list[MediaSpan](), [0], 0
     prompts: dict[Any, list[Trajectory]] = {}  # trajectories by what their prompt is
     for member in (member for group in groups for member in group.everyone):
         start = member.prompt_length
@@ -274,29 +273,35 @@ def generation(
         prompts.setdefault((member.ids[:start].tobytes(), shown), []).append(member)
     for members in prompts.values():
         start, steps = members[0].prompt_length, []
-        given.append(np.arange(start))
+        given.append((0, start))
         media += [span for span in members[0].media if span.start < start]
         for member in members:
-            policy = member.policy
-            if not len(policy):
+            if not member.response_length:
                 continue
-            sampled.append(len(policy))
-            if policy[-1] - start >= len(policy):  # an environment said something
-                rest = np.arange(start, policy[-1])
-                given.append(rest[~member.policy_mask[rest]])
-            drawn.append(policy[:-1])  # the last sampled token is never an input
+            sampled.append(member.response_length)
+            steps.append(sampled[-1] - 1)  # the last sampled token is never an input
+            runs, end = [start], member.end - 1
+            if end - start >= sampled[-1]:  # an environment said something
+                runs += (np.flatnonzero(np.diff(member.policy_mask[start:end])) + start + 1).tolist()
+            both = [(first, last - first) for first, last in pairwise([*runs, end])]
+            drawn += both[::2]
+            given += both[1::2]
             media += [span for span in member.media if span.start >= start]
-            steps.append(len(drawn[-1]))
-            contexts += int(drawn[-1].sum()) + steps[-1] * (1 - start)
+            contexts += sum(n * (first - start) + n * (n + 1) // 2 for first, n in both[::2])
         # Those that go on are the neighbours that read together.
         contexts += start * sum(sorted(steps, reverse=True)[::together])
     # The first logits of a member came with the prompt, and were shared.
-    later = sum(sampled) - len(drawn) + 1
+    later = sum(sampled) - len(sampled) + 1
     return Generation(
-        prefill=meter.count(np.concatenate(given), len(prompts), media),
-        decode=meter.count(np.concatenate(drawn), later),
+        prefill=meter.count(*_columns(given), reads=len(prompts), media=media),
+        decode=meter.count(*_columns(drawn), reads=later),
         sampled=sum(sampled),
         longest=max(sampled),
         weight_bytes=weight_bytes,
         cache_bytes=float(contexts * shape.kv_bytes(element)),
     )
+
+
+def _columns(runs: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    first, sizes = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+    return first, sizes

@@ -20,7 +20,7 @@ from saccade.forest.logprobs import CHUNK_ELEMENTS, KERNEL_CHUNK
 from saccade.media.pixel_cache import DECODED
 from saccade.models.families.qwen_vl import CACHE_BYTES
 from saccade.plugins.estimate.batch_plan import ModelSize, Plan, patches
-from saccade.plugins.estimate.flops import token_depths, towers_frozen
+from saccade.plugins.estimate.flops import towers_frozen
 from saccade.plugins.estimate.shapes import Stack
 from saccade.plugins.offload.host_state import CHUNK, SLOTS
 from saccade.plugins.ranks.layouts import NODE, key_repeats
@@ -293,7 +293,7 @@ def _moments(plan: Plan, learner: ModelSize, batch: Batch, retained: Retained) -
     the vision tower: item → bytes.
     """
     shape, element, kernel = learner.shape, plan.element, plan.device.is_gpu
-    logits = min(len(batch.reads), tokens_of_a_rank(plan, batch)) * shape.vocabulary
+    logits = min(batch.read_count, tokens_of_a_rank(plan, batch)) * shape.vocabulary
     if element * logits > retained.spare:  # else they are kept, too
         logits = min(logits, CHUNK_ELEMENTS * (KERNEL_CHUNK if kernel else 1))
     # A kernel writes the gradient over the logits; else three copies in fp32 live beside them.
@@ -334,8 +334,7 @@ def layer_bytes(stack: Stack, tokens: int, keys: float, *, element: int, adapted
 
 def gathered_keys(batch: Batch) -> int:
     """Keys of all nodes, each with those of its ancestors."""
-    depths = token_depths(batch.node_starts, batch.parents)
-    return int((depths[batch.node_starts[1:] - 1] + 1).sum())
+    return int((batch.forest.above + batch.forest.sizes).sum())
 
 
 def _wide(stack: Stack) -> float:

@@ -4,7 +4,7 @@ work over what a device can do at best, times how much of that is reached.
 `flops/PHASE` are 1e12 operations that the phase needed, `bytes/rollout` 1e9 bytes that decoding had
 to read; MFU and the share of the bandwidth are these against the peak of the device.
 
-    values |= rl_work(policy, critic, groups, updates, config, algorithm, step)
+    values |= rl_work(policy, critic, updates, config, algorithm, step)
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,11 +80,10 @@ def passes(
     return work
 
 
-def meter(backend: Trainer) -> Meter:
-    """Of the micro-batches since the last one."""
+def meter(backend: Trainer, repeats: float) -> Meter:
+    """`repeats`: share of the layers that compute their activations again."""
     model: Any = backend.model
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
-    repeats = backend.repeats()
     return Meter(
         shape=shape_of(model, backend.family.tower_of),
         training=flops.training_of(model, trained, backend.family.tower_of),
@@ -93,32 +92,36 @@ def meter(backend: Trainer) -> Meter:
     )
 
 
+def rollout_work(trained: Trainer, groups: Sequence[Group], config: Config) -> dict[str, float]:
+    """The work of sampling these groups with the policy `trained`."""
+    policy, four_bit = meter(trained, 0.0), config.model.train == "qlora"
+    made = flops.generation(policy, groups, element=trained.dtype.itemsize, four_bit=four_bit)
+    count, size = made.prefill.total() + made.decode.total(), made.read_bytes(config.rollout.max_sequences)
+    return {"flops/rollout": count / TERA, "bytes/rollout": size / GIGA}
+
+
 def rl_work(
     trained: Trainer,
     judging: Trainer | None,
-    groups: Sequence[Group],
     updates: Sequence[Sequence[Batch]],
     config: Config,
     algorithm: Algorithm,
     step: int,
 ) -> dict[str, float]:
-    """The work of all phases of a step of reinforcement learning, with the policy `trained` and
-    the critic `judging`. `groups` are those that were sampled, `updates` have their scales.
+    """The work of a step of reinforcement learning behind its rollouts, with the policy `trained` and
+    the critic `judging`. `updates` have their scales.
     """
-    policy = meter(trained)
-    critic = meter(judging) if judging is not None else None
-    made = flops.generation(policy, groups, element=trained.dtype.itemsize, four_bit=config.model.train == "qlora")
+    policy = meter(trained, trained.repeats())
+    critic = meter(judging, judging.repeats()) if judging is not None else None
     scaled = [part for part in updates if any(batch.scales is not None and batch.scales.any() for batch in part)]
     scored, learnt = [*chain(*updates)], [*chain(*scaled)]
     epochs, warming = config.train.epochs_per_batch, algorithm.is_warming(step)
-    work: dict[str, float] = {"rollout": made.prefill.total() + made.decode.total()}
-    work |= passes(policy, critic, scored, learnt, algorithm, epochs=epochs, warming=warming)
-    counted = {f"flops/{phase}": count / TERA for phase, count in work.items()}
-    return counted | {"bytes/rollout": made.read_bytes(config.rollout.max_sequences) / GIGA}
+    work = passes(policy, critic, scored, learnt, algorithm, epochs=epochs, warming=warming)
+    return {f"flops/{phase}": count / TERA for phase, count in work.items()}
 
 
 def offline_work(backend: Trainer, batches: Sequence[Batch]) -> dict[str, float]:
-    useful, again = meter(backend).train_step(batches)
+    useful, again = meter(backend, backend.repeats()).train_step(batches)
     return {"flops/update": useful / TERA, "flops/recomputed": again / TERA}
 
 

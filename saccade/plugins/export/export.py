@@ -105,7 +105,7 @@ def _compare(source: Path, out: Path, *, exact: bool) -> None:
         model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
         sample = Sample(id="probe", messages=(Message(role="user", parts=("1 2 3 4 5 6 7 8 9",)),))
         group = document(sample, family, max_tokens=64)
-        batches = pack([group], positions=family.positions, micro_tokens=64)
+        batches = pack([group], micro_tokens=64)
         results.append(LocalBackend(model, family).logprobs(batches, Scoring(ban=False))[0][0])
     gap = float(np.abs(results[0] - results[1]).max())
     if not gap <= (0.0 if exact else 0.5):

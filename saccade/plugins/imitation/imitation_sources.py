@@ -58,9 +58,9 @@ class Demonstrations:
         rows = self.quarantine.take(self.stream, self.rows, self.family)
         groups = [dialogue(row, self.family, "assistant") for row in rows]
         train = self.config.train
-        batches = pack(groups, positions=self.family.positions, micro_tokens=train.micro_tokens)
-        scale = train.sft_coef / sum(len(batch.reads) for batch in batches)
-        return [replace(b, scales=np.full(len(b.reads), scale, np.float32)) for b in batches]
+        batches = pack(groups, micro_tokens=train.micro_tokens)
+        scale = train.sft_coef / sum(batch.read_count for batch in batches)
+        return [replace(b, scales=np.full(b.read_count, scale, np.float32)) for b in batches]
 
 
 # -- answers with their rewards: `sft.reward_tag` is written behind the question ---------------------

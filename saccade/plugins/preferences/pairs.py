@@ -89,4 +89,4 @@ def packed(
     groups: Sequence[Group], family: Family, micro_tokens: int, *, ends: bool = False, parts: int = 1
 ) -> list[Batch]:
     """Both sides of a pair in one forest."""
-    return pack(groups, positions=family.positions, micro_tokens=micro_tokens, ends=ends, whole=True, parts=parts)
+    return pack(groups, micro_tokens=micro_tokens, ends=ends, whole=True, parts=parts)

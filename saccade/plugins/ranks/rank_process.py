@@ -40,12 +40,12 @@ from saccade.plugins.reward_models.reward_rows import rows_of
 from saccade.recipes import model_setup
 from saccade.recipes.engines import settings_of
 from saccade.registry import HOOKS
-from saccade.system.codec import decode
+from saccade.system.codec import Arrays, decode
 from saccade.system.contents import File, kept_bytes, write_files
 from saccade.system.disk import refusal
 from saccade.system.process import Block, Channel, connect, listen
 from saccade.trainer import Loss, Scoring
-from saccade.types import Batch
+from saccade.types import Batch, Forest
 
 # What only a rank can do; everything else is asked of its engine.
 CALLS = (
@@ -102,6 +102,7 @@ class RankWorker(Worker):
         engine: Any = NoEngine() if silent else self._engine_over(model)
         super().__init__(engine, channel)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="files")
+        self._forests: dict[str, Forest] = {}  # by the names that the controller has for them
         self._collected: dict[tuple[str, str], list[File]] = {}
         self._shared, self._changed = ExitStack(), ExitStack()
 
@@ -110,12 +111,19 @@ class RankWorker(Worker):
         if block.row["call"] not in CALLS:
             return super().perform(block)
         if "batches" in given:
-            given |= {"batches": decode(tuple[Batch, ...], given["batches"], block.arrays)}
+            held, new = given.pop("held"), given.pop("forests")
+            self._forests = {name: self._forests[name] for name in held}
+            self._forests |= {name: decode(Forest, row, block.arrays) for name, row in new.items()}
+            given |= {"batches": [self._batch(row, block.arrays) for row in given["batches"]]}
         try:
             return getattr(self, block.row["call"])(**given)
         except torch.OutOfMemoryError as error:
             asked = str(error).partition(". GPU")[0]
             raise EnvironmentProblem(f"{asked}; `saccade estimate` shows which options make room") from error
+
+    def _batch(self, row: Mapping[str, Any], arrays: Arrays) -> Batch:
+        columns = {name.rpartition("/")[2]: arrays[name] for name in row["columns"]}
+        return Batch(forest=self._forests[row["forest"]], **columns)
 
     def sort_out(self, inbox: queue.SimpleQueue[Block], rest: queue.SimpleQueue[Block]) -> None:
         """Some calls need no answer of the main thread, which may wait for another rank."""

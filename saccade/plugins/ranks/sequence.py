@@ -13,7 +13,7 @@ the gradient of its tokens: nothing is exchanged, and nobody waits for a tower.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import gcd
 from typing import Any
@@ -36,7 +36,7 @@ from saccade.plugins.ranks.sharded import HybridBackend, ShardedBackend, reach_t
 from saccade.trainer import Scoring
 from saccade.trainer.forward_inputs import Ahead, Inputs
 from saccade.trainer.local import LocalBackend
-from saccade.types import Batch, Metrics
+from saccade.types import Batch, MediaSpan, Metrics
 
 
 def rank_backend(train: TrainConfig) -> Callable[..., LocalBackend]:
@@ -69,15 +69,32 @@ def group_of(size: int) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch(Batch):
-    """Some consecutive tokens of a forest with their reads; nodes and parents are those of all tokens. Spans of media
-    may reach over its ends.
+class Stretch:
+    """Some consecutive tokens of a forest with their reads, in place of a batch; nodes and parents are those of all
+    tokens. Spans of media may reach over its ends.
     """
 
     whole: Batch
+    bounds: tuple[int, int]
+    ids: np.ndarray
+    node_starts: np.ndarray
+    parents: np.ndarray
+    reads: np.ndarray
+    targets: np.ndarray
+    media: tuple[MediaSpan, ...]
+    support: tuple[np.ndarray, ...] | None
 
-    def __post_init__(self) -> None:
-        """Its nodes are no nodes of its tokens."""
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def read_count(self) -> int:
+        return len(self.reads)
+
+    def positions(self, rule: Any) -> np.ndarray:
+        whole = self.whole.positions(rule)
+        return np.pad(whole, ((0, 0), (0, max(0, self.bounds[1] - whole.shape[1]))))[:, slice(*self.bounds)]
 
 
 def bounds_of(batch: Batch, size: int) -> np.ndarray:
@@ -91,19 +108,20 @@ def stretch(batch: Batch, place: int, size: int) -> Stretch:
     """
     start, end = bounds_of(batch, size)[place : place + 2].tolist()
     mine = (start <= batch.reads) & (batch.reads < end)
-    known = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-    if (more := size - len(batch.ids)) > 0:
-        known |= {"ids": np.pad(batch.ids, (0, more)), "positions": np.pad(batch.positions, ((0, 0), (0, more)))}
-        known |= {"node_starts": np.append(batch.node_starts, size), "parents": np.append(batch.parents, -1)}
-    known |= {
-        "ids": known["ids"][start:end],
-        "positions": known["positions"][:, start:end],
-        "reads": batch.reads[mine] - start,
-        "targets": batch.targets[mine],
-        "media": tuple(span.moved(-start) for span in batch.media if span.start < end and span.end > start),
-        "support": batch.support and tuple(batch.support[read] for read in np.flatnonzero(mine)),
-    }
-    return Stretch(**known, whole=batch)
+    ids, node_starts, parents = batch.ids, batch.node_starts, batch.parents
+    if (more := size - len(ids)) > 0:
+        ids, node_starts, parents = np.pad(ids, (0, more)), np.append(node_starts, size), np.append(parents, -1)
+    return Stretch(
+        whole=batch,
+        bounds=(start, end),
+        ids=ids[start:end],
+        node_starts=node_starts,
+        parents=parents,
+        reads=batch.reads[mine] - start,
+        targets=batch.targets[mine],
+        media=tuple(span.moved(-start) for span in batch.media if span.start < end and span.end > start),
+        support=batch.support and tuple(batch.support[read] for read in np.flatnonzero(mine)),
+    )
 
 
 def _inside(part: Stretch) -> np.ndarray:
@@ -160,7 +178,7 @@ def divided_plan(plan: AttentionPlan, lengths: Sequence[int], place: int, group:
 class _OfForests(Ahead):
     """Inputs of stretches, begun by their forest."""
 
-    def get(self, batch: Batch) -> Inputs:
+    def get(self, batch: Any) -> Inputs:
         assert isinstance(batch, Stretch)
         return super().get(batch.whole)
 
@@ -187,7 +205,7 @@ class SequenceBackend(LocalBackend):
 
         self._inputs = _OfForests(inputs)
 
-    def _mine(self, batch: Batch) -> Stretch:
+    def _mine(self, batch: Batch) -> Any:
         return stretch(batch, self.place, self.size)
 
     def read(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
@@ -211,8 +229,7 @@ class SequenceBackend(LocalBackend):
         whole = torch.empty_like(everyone).index_copy(0, to_device(order, self.device), everyone)
         return whole.index_copy(0, to_device(mine, self.device), rows)
 
-    def _features(self, batch: Batch, inputs: Inputs) -> Tensor | None:
-        assert isinstance(batch, Stretch)
+    def _features(self, batch: Any, inputs: Inputs) -> Tensor | None:
         found = super()._features(batch, inputs)
         return None if found is None else found.index_select(0, to_device(_inside(batch), self.device))
 

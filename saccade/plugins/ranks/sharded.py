@@ -37,7 +37,7 @@ from saccade.system.contents import File, on_host, tensor_file
 from saccade.trainer import OWN, Loss, Objective, Reader, Scoring, model_state
 from saccade.trainer.local import AVERAGE, WEIGHTS, LocalBackend
 from saccade.trainer.optimizer_files import optimizer_file
-from saccade.types import Batch, Metrics
+from saccade.types import Batch, Forest, Metrics
 
 # Of the device's memory, not planned with: blocks that the streams of FSDP do not give to each other, of which 8 % was
 # the most on one GPU. A forest that runs out of memory is not repeated.
@@ -97,19 +97,20 @@ class _Empty(Batch):
         return 0
 
 
-def _empty(axes: int) -> Batch:
-    zero = np.zeros(1, np.int64)
-    return _Empty(
-        ids=np.zeros(2, np.int64),
-        positions=np.tile(np.arange(2), (axes, 1)),
-        node_starts=np.array([0, 2]),
-        parents=zero - 1,
-        reads=zero,
-        targets=zero,
-        sequence=zero,
+def _empty() -> Batch:
+    one = np.ones(1, np.int64)
+    forest = Forest(
+        rows=np.zeros(2, np.int64),
+        drawn=np.array([False, True]),
+        lengths=one,
+        leaves=one - 1,
+        sizes=one + 1,
+        parents=one - 2,
         keys=(("", 0),),
-        groups=zero,
+        groups=one - 1,
+        with_ends=True,
     )
+    return _Empty(forest=forest)
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ class ShardedBackend(LocalBackend):
     def _filled(self, batches: Sequence[Batch]) -> list[Batch]:
         """As many forests as the rank with most has, of those that wait for each other."""
         most = int(agreed([len(batches)], dist.ReduceOp.MAX, self.mesh.get_group())[0])
-        return [*batches, *[_empty(self.family.axes)] * (most - len(batches))]
+        return [*batches, *[_empty()] * (most - len(batches))]
 
     @contextmanager
     def _together(self) -> Iterator[None]:

@@ -12,17 +12,19 @@ error of any ends all of them.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as LateAnswer
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from saccade.engines import WeightSource
 from saccade.errors import RankLost, SaccadeError
 from saccade.plugins.engines.replicas.replica import Died, Replica, tail
 from saccade.plugins.engines.replicas.replica_pool import Replicas
-from saccade.system.codec import Arrays
+from saccade.system.codec import Arrays, encode
 from saccade.system.process import Block
-from saccade.types import Completion
+from saccade.types import Batch, Completion, Forest
 
 STACK_LIMIT = 5.0  # seconds to say where a process is
 CALL_LIMIT = 24 * 3600.0  # seconds of a call to one rank, to write files as well
@@ -50,11 +52,35 @@ class RankSettings:
 class Rank(Replica):
     module = "saccade.plugins.ranks.rank_process"
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> Block:
-        """What the rank answers. Forests under `batches` travel with the files they need."""
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._forests: WeakKeyDictionary[Forest, str] = WeakKeyDictionary()  # that the rank holds, by its name for them
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Future[Block]:
+        """What the rank will answer. A forest of `batches` travels once, with the files it needs; the rank holds it as
+        long as it exists here. Columns travel each time.
+        """
         arrays: Arrays = {}
-        batches = {"batches": self.encoded(arguments["batches"], arrays)} if "batches" in arguments else {}
-        return self.exchange(name, {**arguments, **batches}, arrays, limit=CALL_LIMIT)
+        sent = self._sent(arguments["batches"], arrays) if "batches" in arguments else {}
+        try:
+            return self.begin(name, {**arguments, **sent}, arrays)
+        except Died as death:
+            failed: Future[Block] = Future()
+            failed.set_exception(death)
+            return failed
+
+    def _sent(self, batches: Sequence[Batch], arrays: Arrays) -> dict[str, Any]:
+        held, forests, rows = [*self._forests.values()], dict[str, Any](), []
+        for number, batch in enumerate(batches):
+            forest = batch.forest
+            if forest not in self._forests:
+                name = self._forests[forest] = f"forest-{next(self._numbers)}"
+                row = encode(replace(forest, keys=()), arrays, known=self._files, name=name)
+                forests[name] = {**row, "keys": forest.keys}  # plain already
+            columns = {f"{number}/{column}": array for column, array in batch.columns.items()}
+            arrays |= columns
+            rows.append({"forest": self._forests[forest], "columns": [*columns]})
+        return {"batches": rows, "forests": forests, "held": held}
 
 
 class Team(Replicas):
@@ -78,12 +104,11 @@ class Team(Replicas):
 
     def ask_all(self, call: str, arguments: Iterable[Mapping[str, Any]]) -> list[Block]:
         """The answers of all ranks, each with its arguments."""
-        ranks, longest, began = self._alive(), self._longest.get(call), time.monotonic()
+        longest, began = self._longest.get(call), time.monotonic()
         limit = STALL_FIRST if longest is None else max(STALL_LEAST, STALL_FACTOR * longest)
-        with ThreadPoolExecutor(self.size) as pool:
-            asked = {pool.submit(rank.call, call, given): rank for rank, given in zip(ranks, arguments, strict=True)}
-            if wait(asked, limit, return_when=FIRST_EXCEPTION).not_done or any(one.exception() for one in asked):
-                self._end_all(call, asked, limit)
+        asked = {rank.call(call, given): rank for rank, given in zip(self._alive(), arguments, strict=True)}
+        if wait(asked, limit, return_when=FIRST_EXCEPTION).not_done or any(one.exception() for one in asked):
+            self._end_all(call, asked, limit)
         self._longest[call] = max(longest or 0.0, time.monotonic() - began)
         return [answer.result() for answer in asked]
 
@@ -91,21 +116,20 @@ class Team(Replicas):
         """As `ask_all`, of calls in which no rank waits for another: an error ends none of them. Any
         thread may ask.
         """
-        ranks = self._alive()
-        with ThreadPoolExecutor(self.size) as pool:
-            asked = [pool.submit(rank.call, call, arguments) for rank in ranks]
-        for answer, rank in zip(asked, ranks, strict=True):
+        asked = {rank.call(call, arguments): rank for rank in self._alive()}
+        wait(asked, CALL_LIMIT)
+        for answer, rank in asked.items():
             try:
-                answer.result()
-            except Died as death:
+                answer.result(timeout=0)
+            except (Died, LateAnswer) as death:
                 raise RankLost(f"{rank.log.stem} failed in {call}: {death}") from None
 
     def ask_first(self, call: str, **arguments: Any) -> Any:
         """The answer of the first rank alone, of calls in which it waits for no other."""
         first = self._alive()[0]
         try:
-            return first.call(call, arguments).row["result"]
-        except Died as death:
+            return first.call(call, arguments).result(timeout=CALL_LIMIT).row["result"]
+        except (Died, LateAnswer) as death:
             self._lose(first, death)
 
     def poll(self) -> list[Completion]:

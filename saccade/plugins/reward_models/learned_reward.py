@@ -112,8 +112,8 @@ class LearnedReward:
 
     def _numbers(self, groups: Sequence[Group]) -> dict[tuple[str, int], np.ndarray]:
         """The scores of each sequence, or how probable the best verdict is at each of its steps."""
-        scalar, positions = self.card.kind == "scalar", self.family.positions
-        batches = pack(groups, positions=positions, micro_tokens=self.micro_tokens, ends=scalar)
+        scalar = self.card.kind == "scalar"
+        batches = pack(groups, micro_tokens=self.micro_tokens, ends=scalar)
         for parameter, host in self._resting:
             parameter.data = host.to(self.backend.device, non_blocking=True)
         try:

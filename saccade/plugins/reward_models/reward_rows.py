@@ -166,8 +166,7 @@ class Process:
 
     def prepare(self, samples: Sequence[Sample], parts: int = 1) -> tuple[list[Batch], StepsLoss]:
         groups = [Group(sample=s, uid=s.id, trajectories=(self._read(s.id, s.messages),)) for s in samples]
-        size = self.config.train.micro_tokens
-        batches = pack(groups, positions=self.family.positions, micro_tokens=size, parts=parts)
+        batches = pack(groups, micro_tokens=self.config.train.micro_tokens, parts=parts)
         labels = {sample.id: self._labels(sample) for sample in samples}
         count = sum(len(labels[sample.id]) for sample in samples)  # one may occur twice
         return batches, StepsLoss(labels=labels, count=count, tokens=self.tokens)

@@ -14,7 +14,7 @@ import queue
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateAnswer
 from contextlib import suppress
@@ -107,7 +107,11 @@ class Replica:
                 continue
             heard, row = time.monotonic(), block.row
             if "id" in row:
-                self._answers.pop(row["id"]).set_result(block)
+                answer = self._answers.pop(row["id"])
+                if "failed" in row:
+                    answer.set_exception(rebuild_error(row["failed"]))
+                else:
+                    answer.set_result(block)
             elif "failed" in row:
                 self.events.put((self, rebuild_error(row["failed"])))
             elif "completions" in row:
@@ -137,24 +141,17 @@ class Replica:
 
     def ask(self, call: str, *arguments: Any, limit: float = STEP_LIMIT) -> Any:
         """What the process answers to a call: load, or a method of its engine."""
-        return self.exchange(call, arguments, limit=limit).row["result"]
+        try:
+            return self.begin(call, arguments).result(timeout=limit).row["result"]
+        except LateAnswer:
+            raise Died(f"{call}: timed out after {limit:g} s") from None
 
-    def exchange(self, call: str, arguments: Any, arrays: Arrays | None = None, *, limit: float = STEP_LIMIT) -> Block:
-        """As `ask`, with arrays in both directions, as ranks need them."""
+    def begin(self, call: str, arguments: Any, arrays: Arrays | None = None) -> Future[Block]:
+        """The answer that will come, with arrays in both directions, as ranks need them."""
         number = next(self._numbers)
         answer = self._answers[number] = Future()
         self._send({"call": call, "arguments": arguments, "id": number}, arrays)
-        try:
-            reply = answer.result(timeout=limit)
-        except LateAnswer:
-            raise Died(f"{call}: timed out after {limit:g} s") from None
-        if "failed" in reply.row:
-            raise rebuild_error(reply.row["failed"])
-        return reply
-
-    def encoded(self, records: Sequence[Any], arrays: Arrays) -> Any:
-        """Records for an `exchange`, without the files that the process has."""
-        return encode(tuple(records), arrays, known=self._files)
+        return answer
 
     def flush(self) -> None:
         """Send what is in `unsent`. Files of media travel once; texts of prompts do not, as an engine
