@@ -35,7 +35,7 @@ from saccade.system.process import Channel, Ended
 
 log = logging.getLogger(__name__)
 
-PORT = 28_400  # where `saccade rank` connects to
+PORT = int(os.environ.get("SACCADE_PORT", "28400"))  # where `saccade rank` connects to
 JOIN_LIMIT = 900.0  # seconds until the last rank is there: a cluster may have to start machines
 HELLO_LIMIT = 10.0  # seconds for a rank to say who it is
 HELLO_BYTES = 1 << 16
@@ -71,7 +71,9 @@ def join(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitS
     try:
         door = socket.create_server(("", PORT))
     except OSError as error:
-        raise EnvironmentProblem(f"run.launcher=join: port {PORT} cannot be opened ({error.strerror})") from None
+        raise EnvironmentProblem(
+            f"run.launcher=join: port {PORT} cannot be opened ({error.strerror}); set SACCADE_PORT to another"
+        ) from None
     with door:
         shown = "..." if given else token
         command = f"{TOKEN}={shown} saccade rank {socket.gethostname()}:{PORT}"

@@ -46,7 +46,11 @@ ROWS = 8
 TINY_HIDDEN = 64
 # Folder beside a config: rows in the layout that it describes, public/ for suites.
 EXAMPLES = "rows"
-OF_OTHER_ENGINES = ("tensor_parallel", "memory_share", "engine_args", "parity_max")
+DROPPED = {  # options of other engines, and of several GPUs
+    "rollout": ("tensor_parallel", "memory_share", "engine_args", "parity_max"),
+    "run": ("gpus", "launcher", "restarts"),
+    "train": ("layout", "sequence_parallel"),
+}
 
 
 def shrunk(config: Config, command: str, files: Sequence[str], given: Sequence[str]) -> Config:
@@ -113,8 +117,8 @@ def smoke(config: Config, command: str) -> Config:
     if config.algorithm.overlong.buffer and config.algorithm.overlong.model_fields_set:
         changes["algorithm.overlong.buffer"] = TOKENS // 2
     tree = config.model_dump(exclude_unset=True)
-    for name in OF_OTHER_ENGINES:
-        tree.get("rollout", {}).pop(name, None)
+    for section, names in DROPPED.items():
+        tree[section] = {name: value for name, value in tree.get(section, {}).items() if name not in names}
     read = {name: value for name, value in changes.items() if not unread(name, command)}
     return load(tree, _options(read), command)
 
