@@ -1,13 +1,15 @@
 #!/bin/bash
 #SBATCH --job-name=saccade --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8
+#SBATCH --signal=B:TERM@300 --requeue
 # sbatch examples/slurm.sh run.yaml run.name=two-machines
-# The run itself is on the first machine, beside its ranks. Jobs that share a machine need different ports.
+# The run itself is on the first machine, beside its ranks. It saves before the time is up, and goes on when it is requeued.
 export SACCADE_TOKEN=$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n')
-export SACCADE_PORT=$((28400 + ${SLURM_JOB_ID:-0} % 1000))
-saccade rl "$@" run.gpus="$SLURM_NTASKS" run.launcher=join &
-run=$!
-srun saccade rank "$(hostname):$SACCADE_PORT" &
+export SACCADE_PORT=$((28400 + ${SLURM_JOB_ID:-0} % 1000))  # jobs may share a machine
+saccade rl "$@" run.gpus="$SLURM_NTASKS" run.launcher=join run.resume=auto & run=$!
+trap 'kill -TERM $run' TERM
+srun saccade rank "$(hostname):$SACCADE_PORT" & ranks=$!
 wait $run
+wait $run  # the first ends with a signal, too
 code=$?
-kill %2 2>/dev/null  # where the run could not begin, nobody answers the ranks
+kill $ranks 2>/dev/null  # where the run could not begin, nobody answers them
 exit $code

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ from saccade.recipes import rl, sft
 from saccade.run.loggers import read_metrics
 from saccade.system.process import Channel, Ended
 
+ROOT = Path(__file__).parents[2]
 OF_THE_MACHINE = ("time/", "perf/", "mem/host", "mem/rss")
 # Else the first steps of Adam blow up rounding: they move every weight by about the learning rate.
 STABLE = {"train.eps": 1e-3}
@@ -182,26 +182,37 @@ def test_more_gpus_than_there_are_are_refused(tmp_path, rl_config, monkeypatch):
         rl.run(rl_config(tmp_path, run__gpus=2, rollout__engine="vllm"))
 
 
-@pytest.mark.parametrize("launcher", ["join", "ray"])
-def test_processes_that_are_started_elsewhere(tmp_path, recipe, alone, launcher, monkeypatch, forked_ranks):
-    """Two steps; a stranger who knocks first is turned away."""
-    if launcher == "ray":
-        pytest.importorskip("ray")
-    monkeypatch.setenv("SACCADE_TOKEN", "of this run")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    monkeypatch.setattr(launchers, "PORT", port)
-    started, refused = [], []
-    if launcher == "join":
-        command = [sys.executable, "-m", "saccade", "rank", f"127.0.0.1:{port}"]
-        # Each on a machine of its own, with all weights there.
-        hosts = [{"SACCADE_HOST": f"machine-{number}"} for number in range(2)]
-        started = [subprocess.Popen(command, env=os.environ | host) for host in hosts]
-        threading.Thread(target=knock, args=(port, refused)).start()
-    beside: dict[str, Any] = {"train.layout": "hybrid"} if launcher == "join" else {"rollout.replicas": 1}
-    rl.run(recipe(tmp_path, run__name="on", run__gpus=2, run__launcher=launcher, run__max_steps=2) | beside)
-    assert [process.wait(60) for process in started] == [0] * len(started)
-    assert len(refused) == (launcher == "join")
+def test_processes_that_ray_starts(tmp_path, recipe, alone, forked_ranks):
+    """Two steps, and an engine beside the ranks."""
+    pytest.importorskip("ray")
+    options = recipe(tmp_path, run__name="on", run__gpus=2, run__launcher="ray", run__max_steps=2)
+    rl.run(options | {"rollout.replicas": 1})
+    here = sampled(tmp_path / "on")
+    assert len(here) == 32 and here == sampled(alone)[:32]
+
+
+# What Slurm has on the machines of a job; here each of two tasks has a machine of its own, with all weights there.
+COMMANDS = {
+    "saccade": f'exec {sys.executable} -m saccade "$@"',
+    "hostname": "echo 127.0.0.1",
+    "srun": 'for n in 0 1; do SACCADE_HOST=machine-$n SLURM_LOCALID=0 "$@" & done; wait',
+}
+
+
+def test_processes_that_slurm_starts(tmp_path, recipe, alone):
+    """Two steps of the example script; a stranger who knocks first is turned away."""
+    options = recipe(tmp_path, run__name="on", run__max_steps=2) | {"train.layout": "hybrid", "run.gpus": 2}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(load(options).model_dump(mode="json", exclude_unset=True)))
+    for name, line in COMMANDS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    job, refused = os.getpid() % 1000, list[Ended]()
+    threading.Thread(target=knock, args=(28_400 + job, refused)).start()
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    slurm = {"SLURM_JOB_ID": f"{job}", "SLURM_NTASKS": "2"}
+    subprocess.run(["bash", ROOT / "examples" / "slurm.sh", file], env=os.environ | path | slurm, check=True)
+    assert len(refused) == 1
     here = sampled(tmp_path / "on")
     assert len(here) == 32 and here == sampled(alone)[:32]
 
