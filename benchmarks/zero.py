@@ -5,7 +5,7 @@
 
 Needs `pip install deepspeed` and a compiler, and its `deepspeed_shm_comm` extension, which two ranks must not build at
 once. Prints for each: the largest difference of a weight after three updates, and megabytes of weights and optimizer
-that a rank holds, in float32. A way that fails or hangs for 120 s is named so.
+that a rank holds, in float32. A way that fails or hangs for 300 s is named so.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
 
 WAYS = ("one process", "whole", "sharded", "ZeRO 1", "ZeRO 2", "ZeRO 3")
-TRAIN, LR, LIMIT = TrainConfig(), 1e-3, 120.0
+TRAIN, LR, LIMIT = TrainConfig(), 1e-3, 300.0
 
 
 class Zero(LocalBackend):
