@@ -16,8 +16,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from saccade.plugins.export.export import export  # light; this way the name is the function, not the module
-
 if TYPE_CHECKING:
     from saccade.config import Config
     from saccade.plugins.check_data.check_data import Report
@@ -77,6 +75,14 @@ def evaluate(config: Source, *overrides: str, out: str | Path | None = None, res
 def generate(config: Source, *overrides: str) -> Any:
     """Write responses to a file."""
     return import_module("saccade.plugins.generate.generate").run(load_config(config, *overrides))
+
+
+def export(
+    checkpoint: str | Path, out: str | Path, dtype: str | None = None, verify: bool = True, adapter_only: bool = False
+) -> Path:
+    """Write a stand-alone Hugging Face folder from a checkpoint, or from the latest one of a run folder."""
+    exporting = import_module("saccade.plugins.export.export")
+    return exporting.export(checkpoint, out, dtype, verify, adapter_only)
 
 
 def quickstart(out: str | Path = "runs/quickstart", seed: int = 0, quick: bool = False) -> dict[str, Any]:

@@ -9,13 +9,11 @@ import hashlib
 import io
 import os
 import re
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
-from urllib.request import url2pathname
 
 import numpy as np
 from PIL import Image
@@ -104,14 +102,18 @@ def _from_file_uri(source: str, base: Path | None, limits: DataConfig) -> Encode
     found = re.fullmatch(r"file://(?:localhost)?(/[^?#]*).*", source, re.DOTALL)
     if found is None:
         raise ImageError(f"{source}: a file URI holds an absolute path, for example file:///data/a.png")
+    from urllib.request import url2pathname  # slow to import, and most rows need nothing of it
+
     return _from_path(url2pathname(found[1]), base, limits, source)
 
 
 def _from_http(source: str, base: Path | None, limits: DataConfig) -> Encoded:
     if not limits.allow_network:
         raise ImageError(f"{source}: needs the network; data.allow_network=true allows it")
+    from urllib.request import urlopen
+
     try:
-        with urllib.request.urlopen(source, timeout=30) as answer:
+        with urlopen(source, timeout=30) as answer:
             data = answer.read(MAX_DOWNLOAD + 1)
     except (OSError, ValueError) as error:
         raise ImageError(f"{source}: cannot be fetched: {error}") from None

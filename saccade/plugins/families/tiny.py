@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
+from saccade.config.notation import parse
 from saccade.errors import ConfigError
 
 TEMPLATE = (
@@ -36,7 +35,7 @@ _LLAVA = (
     "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 TEMPLATES = {"internvl": _INTERNVL, "llava": _LLAVA}
-TABLE: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("tiny_models.yaml").read_text(encoding="utf-8"))
+TABLE: Mapping[str, Any] = parse(Path(__file__).with_name("tiny_models.yaml").read_text(encoding="utf-8"))
 TEXT: Mapping[str, Any] = TABLE["text"]
 Names = dict[str, Sequence[str]]  # token → its name, and the attribute under which its processor looks for it
 PLAIN: Names = {token: (token, "") for token in TABLE["special"]}

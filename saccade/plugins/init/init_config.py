@@ -5,18 +5,14 @@ Looks at the model's config.json and at the first rows; opens no weights and no 
     write_config(Path("models/Qwen2.5-VL-3B-Instruct"), Path("train.jsonl"), Path("run.yaml"))
 """
 
-import json
 import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment
 
 from saccade.config import DataConfig, DataSource, load
 from saccade.data.chats import RowError
@@ -26,6 +22,7 @@ from saccade.errors import ConfigError, DataError
 from saccade.models.files import described
 from saccade.plugins.check_data.unused_media import unread_media
 from saccade.plugins.families.tiny import CONFIGS
+from saccade.plugins.init.run_page import Guess, run_page
 from saccade.plugins.sokoban import sokoban
 from saccade.system.disk import require_writable
 from saccade.types import Media, Sample
@@ -62,9 +59,6 @@ ELSEWHERE = {
 }
 
 
-Guess = tuple[str, str, str]  # a verifier, its arguments, why
-
-
 def write_config(model: Path, data: Path, out: Path) -> None:
     """Write `out`; refuses to replace a file."""
     if out.exists():
@@ -77,9 +71,7 @@ def write_config(model: Path, data: Path, out: Path) -> None:
     rows, images = len(samples), sum(bool(sample.media) for sample in samples)
     shares = {0: "text only", rows: "each with an image"}
     column, rewards = letters_apart(samples) or ("", {"": guess_reward(samples)})
-    template = Path(__file__).with_name("run_page.jinja").read_text(encoding="utf-8")
-    page = Environment(trim_blocks=True, keep_trailing_newline=True).from_string(template)
-    text = page.render(
+    text = run_page(
         advice=advice(out),
         name=data.name.split(".")[0],
         model=str(model),
@@ -91,7 +83,6 @@ def write_config(model: Path, data: Path, out: Path) -> None:
         budgets=PIXELS.get(model_type, USUAL_PIXELS) if images else (),
         rewards=rewards,
         played=rewards.get("", ("",))[0] == "sokoban" and not images,  # move by move
-        quote=partial(json.dumps, ensure_ascii=False),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")

@@ -19,7 +19,6 @@ from typing import Any
 
 from saccade.data.chats import RowError, Turns, read_chat, read_reply
 from saccade.data.formats import Format
-from saccade.plugins.verifiers.short_answers import VERDICTS
 from saccade.types import Media, Message, Sample
 
 # One text for a whole conversation, as the helpful-harmless sets write it.
@@ -156,6 +155,8 @@ def verdict_view(sample: Sample, *, seed: int) -> Sample:
     answer is the label of the head `preference`. The last assistant turn shows what to say: the
     critique of the row, or the bare verdict; where a model is asked it is left out.
     """
+    from saccade.plugins.verifiers.short_answers import VERDICTS  # of many files, which most rows do not need
+
     if len(sample.candidates) != 2:
         return sample
     sample = _drawn(sample, seed)

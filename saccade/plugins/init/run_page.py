@@ -1,0 +1,87 @@
+"""The config that `saccade init` writes, with a comment beside each line."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+Guess = tuple[str, str, str]  # a verifier, its arguments, why
+Line = tuple[str, str]  # of the page, and its comment
+AFTER = """\
+algorithm:
+  preset: grpo                       # `saccade algorithms` lists the others
+train:
+  prompts_per_step: 32               # different questions in one step
+  samples_per_prompt: 8              # answers to each, compared with one another
+  updates_per_step: 1                # strictly on-policy: the steadiest choice
+  micro_tokens: 16384                # memory of one pass; lower it when memory runs out
+  # lr: 1.0e-6                       # that of rl for models from 1B to 7B; sft and dpo have their own
+save:
+  every: 50                          # steps between checkpoints
+"""
+
+
+def run_page(
+    *,
+    advice: str,
+    name: str,
+    model: str,
+    model_type: str,
+    data: str,
+    format: str,
+    about: str,
+    keys: Mapping[str, str],
+    budgets: Sequence[tuple[int, str]],
+    rewards: Mapping[str, Guess],
+    played: bool,
+) -> str:
+    """`keys`: of data.keys; `budgets`: of pixels; `rewards`: by source, or one for all under the empty name;
+    `played`: a game gives the rewards.
+    """
+    held: list[Line] = [
+        ("run:", ""),
+        (f"  name: {_quoted(name)}", "the run folder is runs/NAME"),
+        ("model:", ""),
+        (f"  path: {_quoted(model)}", f"family {model_type}"),
+        ("  train: full", "freeze:vision trains the language half only and needs less memory"),
+        ("data:", ""),
+        (f"  train: {_quoted(data)}", f"{format} rows, {about}"),
+        ("  # val: test.jsonl", "held-out rows; without them only training reward is known"),
+        (f"  # format: {format}", "what the columns say; only needed when they are ambiguous"),
+        *([("  keys:", "columns whose names do not tell what they hold")] if keys else []),
+        *((f"    {role}: {_quoted(column)}", "") for role, column in keys.items()),
+        *((f"  max_pixels: {pixels}", why) for pixels, why in budgets),
+        ("  max_prompt_tokens: 2048", "longer prompts are dropped and counted"),
+        ("prompt:", ""),
+        ("  format: think_answer", "reasoning in <think>, the answer in <answer>"),
+        ("rollout:", ""),
+        ("  max_tokens: 1024", "longest response; raise it when many are truncated"),
+        *(PLAYED if played else _rewards(rewards)),
+    ]
+    lines = [f"{text:<36} # {comment}" if comment else text for text, comment in held]
+    return "\n".join([f"# Written by `saccade init`. Next: {advice}", *lines, AFTER])
+
+
+PLAYED: Sequence[Line] = (
+    ("env:", ""),
+    ("  name: sokoban_step", "an image after each turn; the game gives the rewards"),
+)
+
+
+def _rewards(rewards: Mapping[str, Guess]) -> Iterator[Line]:
+    yield "reward:", ""
+    if "" not in rewards:
+        yield "  by_source:", "terms by data_source"
+    for source, (verifier, arguments, why) in rewards.items():
+        deeper = "  " * bool(source)
+        yield (
+            f"{deeper}  {_quoted(source) if source else 'terms'}:",
+            "added up; the first is the accuracy that is reported",
+        )
+        yield f"{deeper}    - verifier: {verifier}", why
+        if arguments:
+            yield f"{deeper}      args: {arguments}", "words are no mathematics"
+        yield f"{deeper}    - verifier: format:think_answer", "keeps the answer where it is found"
+        yield f"{deeper}      weight: 0.2", "small, so that form never outweighs being right"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
