@@ -66,7 +66,7 @@ class Zero(LocalBackend):
         self.model.train()
         most = torch.tensor(len(batches))
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        filled = [*batches, *[_empty(self.family.axes)] * (int(most) - len(batches))]
+        filled = [*batches, *[_empty()] * (int(most) - len(batches))]
         for place, batch in enumerate(filled):
             self.deepspeed.set_gradient_accumulation_boundary(place == len(filled) - 1)
             real = place < len(batches)

@@ -22,7 +22,7 @@ from saccade.errors import ConfigError, DataError
 from saccade.models.files import described
 from saccade.plugins.check_data.unused_media import unread_media
 from saccade.plugins.families.tiny import CONFIGS
-from saccade.plugins.init.run_page import Guess, run_page
+from saccade.plugins.init.run_page import Guess, Page, run_page
 from saccade.plugins.sokoban import sokoban
 from saccade.system.disk import require_writable
 from saccade.types import Media, Sample
@@ -71,7 +71,7 @@ def write_config(model: Path, data: Path, out: Path) -> None:
     rows, images = len(samples), sum(bool(sample.media) for sample in samples)
     shares = {0: "text only", rows: "each with an image"}
     column, rewards = letters_apart(samples) or ("", {"": guess_reward(samples)})
-    text = run_page(
+    page = Page(
         advice=advice(out),
         name=data.name.split(".")[0],
         model=str(model),
@@ -85,7 +85,7 @@ def write_config(model: Path, data: Path, out: Path) -> None:
         played=rewards.get("", ("",))[0] == "sokoban" and not images,  # move by move
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
+    out.write_text(run_page(page), encoding="utf-8")
     load(out)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 Guess = tuple[str, str, str]  # a verifier, its arguments, why
 Line = tuple[str, str]  # of the page, and its comment
@@ -19,45 +20,46 @@ save:
 """
 
 
-def run_page(
-    *,
-    advice: str,
-    name: str,
-    model: str,
-    model_type: str,
-    data: str,
-    format: str,
-    about: str,
-    keys: Mapping[str, str],
-    budgets: Sequence[tuple[int, str]],
-    rewards: Mapping[str, Guess],
-    played: bool,
-) -> str:
-    """`keys`: of data.keys; `budgets`: of pixels; `rewards`: by source, or one for all under the empty name;
-    `played`: a game gives the rewards.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """What is known of the model and of the rows."""
+
+    advice: str
+    name: str
+    model: str
+    model_type: str
+    data: str
+    format: str
+    about: str
+    keys: Mapping[str, str]  # of data.keys
+    budgets: Sequence[tuple[int, str]]  # of pixels
+    rewards: Mapping[str, Guess]  # by source, or one for all under the empty name
+    played: bool  # a game gives the rewards
+
+
+def run_page(page: Page) -> str:
     held: list[Line] = [
         ("run:", ""),
-        (f"  name: {_quoted(name)}", "the run folder is runs/NAME"),
+        (f"  name: {_quoted(page.name)}", "the run folder is runs/NAME"),
         ("model:", ""),
-        (f"  path: {_quoted(model)}", f"family {model_type}"),
+        (f"  path: {_quoted(page.model)}", f"family {page.model_type}"),
         ("  train: full", "freeze:vision trains the language half only and needs less memory"),
         ("data:", ""),
-        (f"  train: {_quoted(data)}", f"{format} rows, {about}"),
+        (f"  train: {_quoted(page.data)}", f"{page.format} rows, {page.about}"),
         ("  # val: test.jsonl", "held-out rows; without them only training reward is known"),
-        (f"  # format: {format}", "what the columns say; only needed when they are ambiguous"),
-        *([("  keys:", "columns whose names do not tell what they hold")] if keys else []),
-        *((f"    {role}: {_quoted(column)}", "") for role, column in keys.items()),
-        *((f"  max_pixels: {pixels}", why) for pixels, why in budgets),
+        (f"  # format: {page.format}", "what the columns say; only needed when they are ambiguous"),
+        *([("  keys:", "columns whose names do not tell what they hold")] if page.keys else []),
+        *((f"    {role}: {_quoted(column)}", "") for role, column in page.keys.items()),
+        *((f"  max_pixels: {pixels}", why) for pixels, why in page.budgets),
         ("  max_prompt_tokens: 2048", "longer prompts are dropped and counted"),
         ("prompt:", ""),
         ("  format: think_answer", "reasoning in <think>, the answer in <answer>"),
         ("rollout:", ""),
         ("  max_tokens: 1024", "longest response; raise it when many are truncated"),
-        *(PLAYED if played else _rewards(rewards)),
+        *(PLAYED if page.played else _rewards(page.rewards)),
     ]
     lines = [f"{text:<36} # {comment}" if comment else text for text, comment in held]
-    return "\n".join([f"# Written by `saccade init`. Next: {advice}", *lines, AFTER])
+    return "\n".join([f"# Written by `saccade init`. Next: {page.advice}", *lines, AFTER])
 
 
 PLAYED: Sequence[Line] = (
