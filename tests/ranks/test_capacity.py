@@ -70,7 +70,7 @@ def test_a_sharded_model_is_divided_but_for_its_towers_and_the_copy_that_generat
     for name in ("weights", "gradient sums"):
         assert after[name] / before[name] == pytest.approx(towers + (1 - towers) / 8, rel=0.02)
     assert after["moments"] == before["moments"] and after["copy for generation"] == before["weights"]
-    assert found.pace.seconds["exchange"] > 0.28 * found.pace.seconds["update"]
+    assert found.pace.seconds["exchange"] > 0.13 * found.pace.seconds["update"]
     two = ("run.gpus=16", "train.prompts_per_step=256", "train.layout=hybrid")
     hybrid = sizes(planned(shaped("7b"), H200, W1, *two))
     assert all(hybrid[name] == pytest.approx(after[name]) for name in ("weights", "gradient sums"))
