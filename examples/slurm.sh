@@ -6,6 +6,7 @@
 export SACCADE_TOKEN=$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n')
 export SACCADE_PORT=$((28400 + ${SLURM_JOB_ID:-0} % 1000))  # jobs may share a machine
 saccade rl "$@" run.gpus="$SLURM_NTASKS" run.launcher=join run.resume=auto & run=$!
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # which srun does not take from sbatch
 trap 'kill -TERM $run' TERM
 srun saccade rank "$(hostname):$SACCADE_PORT" & ranks=$!
 wait $run

@@ -13,6 +13,7 @@ its entry points; it is imported when somebody looks it up. So the spine imports
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -181,7 +182,11 @@ def _installed(group: str) -> Iterable[Any]:
 @cache
 def _named() -> bool:
     lists = (file for folder in sys.path for file in Path(folder).glob("*-info/entry_points.txt"))
-    return any(b"[saccade." in file.read_bytes() for file in lists)
+    for file in lists:
+        with suppress(OSError):  # of a package that is being installed or removed
+            if b"[saccade." in file.read_bytes():
+                return True
+    return False
 
 
 def _load(table: str, found: Any) -> Any:

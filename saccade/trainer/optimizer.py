@@ -184,8 +184,10 @@ class _MasterAdamW:
         kept = {n: moments if p.dtype == torch.float32 else ("master", *moments) for n, p in parameters.items()}
         self.held = place(parameters, kept, torch.float32)
         for name, state in self.held.tensors.items():
-            if "master" in state:
-                state["master"].copy_(parameters[name].detach())
+            if "master" in state:  # a copy that is not waited for is made wide on the GPU, not on the way
+                state["master"].copy_(parameters[name].detach(), non_blocking=True)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         self.steps = {name: torch.zeros((), device=p.device) for name, p in parameters.items()}
         self.config = optimizer.config
         self.settings = {name: (optimizer.lr_scale[name], optimizer.decay[name]) for name in parameters}

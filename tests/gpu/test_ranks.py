@@ -66,12 +66,18 @@ def test_two_ranks_on_one_gpu_have_the_numbers_of_one_process(rl_config, tensors
         port = server.getsockname()[1]
     monkeypatch.setattr(launchers, "PORT", port)
     monkeypatch.setenv("SACCADE_TOKEN", "of this run")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # a machine without a network may not know its own name
     more = STORED | {"run.device": "cuda", "model.dtype": "float32", "algorithm.kl.coef": 0.05}
     rl.run(rl_config(tmp_path, run__name="one", run__max_steps=3) | more)
     command = [sys.executable, "-m", "saccade", "rank", f"127.0.0.1:{port}"]
     started = [subprocess.Popen(command) for _ in range(2)]
-    rl.run(rl_config(tmp_path, run__name="two", run__max_steps=3, run__gpus=2, run__launcher="join") | more | options)
-    assert [process.wait(60) for process in started] == [0, 0]
+    shared = rl_config(tmp_path, run__name="two", run__max_steps=3, run__gpus=2, run__launcher="join")
+    try:
+        rl.run(shared | more | options)
+        assert [process.wait(60) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
     one, two = tmp_path / "one", tmp_path / "two"
     assert sampled(two) == sampled(one)
     require_alike(two, one)

@@ -6,6 +6,7 @@ computed once for all rows and saved beside the runs, or in every step by a mode
     saccade dpo run.yaml data.train=pairs.jsonl dpo.loss=ipo
 """
 
+import gc
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -162,6 +163,7 @@ def precomputed(
                 run.display.console.progress(min(start + BLOCK, len(keys)), len(keys))
         reference.close()
         del reference
+        gc.collect()  # a backend and its inputs know each other
         torch.cuda.empty_cache()  # others may need the room
 
     def totals(batches: Sequence[Batch], groups: Sequence[Group]) -> list[np.ndarray]:

@@ -34,7 +34,7 @@ from saccade.trainer.optimizer import Optimizer
 ALIGN = 64  # elements; kernels read several at once, and a stretch begins where no such read is cut
 # New names since torch 2.13, which warns of the old ones.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,13 +194,13 @@ class DividedOptimizer(Optimizer):
         for flat in self._flats:
             if flat.weights is not None:
                 mine = flat.weights[flat.low :][: flat.piece]
-                _all_gather(flat.weights, mine.clone())
+                all_gather(flat.weights, mine.clone())
                 continue
             some = next(iter(flat.parts.values()))
             mine, everything = some.new_empty(flat.piece), some.new_empty(flat.size)
             for name in flat.starts.keys() & self._owned.keys():
                 self._stretch(flat, name, mine).copy_(self._owned[name])
-            _all_gather(everything, mine, group=flat.group)
+            all_gather(everything, mine, group=flat.group)
             for name, part in flat.parts.items():
                 part.copy_(everything[flat.starts[name] :][: part.numel()].view_as(part))
 

@@ -6,6 +6,7 @@ the policy's own weights. Started by a `Rank`:
 The main thread trains and drives the engine, as a replica's does; files are written by another one.
 """
 
+import gc
 import os
 import queue
 import sys
@@ -27,7 +28,7 @@ from saccade.config import load
 from saccade.engines import Capabilities, Engine
 from saccade.engines.builders import build
 from saccade.errors import EnvironmentProblem, SaccadeError, TrainingError
-from saccade.models.load import gpu_peak_gb, pick_dtype
+from saccade.models.load import gpu_peak_gb, pick_device, pick_dtype
 from saccade.plugins.engines.replicas.replica_process import Worker, describe_error
 from saccade.plugins.engines.weights import in_memory
 from saccade.plugins.ranks import preflight
@@ -161,6 +162,7 @@ class RankWorker(Worker):
 
     def drop_part(self, part: str) -> None:
         del self.parts[part]
+        gc.collect()  # a backend and its inputs know each other
         torch.cuda.empty_cache()
 
     def _engine_over(self, model: Any) -> Engine:
@@ -267,7 +269,8 @@ class RankWorker(Worker):
 def join(settings: RankSettings) -> None:
     """Meet the other ranks."""
     store = distributed.TCPStore(settings.host, settings.port, is_master=False)
-    gpu = torch.cuda.is_available() and f"{host_name()} {torch.cuda.get_device_properties(0).uuid}"
+    cuda = pick_device(settings.options.get("run", {}).get("device", "auto")).type == "cuda"
+    gpu = cuda and f"{host_name()} {torch.cuda.get_device_properties(0).uuid}"
     store.set(f"gpu-{settings.rank}", gpu or "")
     shared = preflight.meet(store, settings.size)
     backend = "gloo" if not gpu or shared else "cpu:gloo,cuda:nccl"

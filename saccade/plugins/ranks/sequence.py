@@ -47,6 +47,8 @@ def rank_backend(train: TrainConfig) -> Callable[..., LocalBackend]:
 
 def require_heads(config: Config, family: Family) -> None:
     """Ranks of a group compute equally many query heads. Key heads are repeated where there are fewer."""
+    if config.train.sequence_parallel == 1:
+        return
     from transformers import AutoConfig
 
     settings = AutoConfig.from_pretrained(family.path, trust_remote_code=config.model.trust_remote_code)

@@ -32,6 +32,7 @@ from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.files import require_same
 from saccade.models.heads import blocks_of
+from saccade.plugins.ranks.divided import all_gather
 from saccade.plugins.ranks.machines import agreed, grid
 from saccade.system.contents import File, on_host, tensor_file
 from saccade.trainer import OWN, Loss, Objective, Reader, Scoring, model_state
@@ -276,9 +277,18 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 def _whole(part: Tensor) -> Tensor:
-    """All ranks of a mesh gather it."""
+    """All ranks of a mesh gather it; by hand, because gloo's way to do it for a DTensor cannot read a GPU."""
     part = part.detach()
-    return part.full_tensor() if isinstance(part, DTensor) else part
+    if not isinstance(part, DTensor):
+        return part
+    mesh, local = part.device_mesh, part.to_local()
+    group = mesh.get_group(mesh.ndim - 1)
+    rows = -(-len(part) // group.size())
+    mine = local.new_zeros(rows, *part.shape[1:])
+    mine[: len(local)] = local
+    everything = local.new_empty(rows * group.size(), *part.shape[1:])
+    all_gather(everything, mine, group=group)
+    return everything[: len(part)]
 
 
 def _like(local: Tensor, parameter: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ from saccade.types import Batch, Completion, Forest
 
 STACK_LIMIT = 5.0  # seconds to say where a process is
 CALL_LIMIT = 24 * 3600.0  # seconds of a call to one rank, to write files as well
-# A call to all ranks has stalled after so many seconds and after so many times the longest of its kind. The first of
-# its kind has the limit of collectives (`rank_process`): it may compile kernels, and nobody knows how large it is.
+# A call to all ranks has stalled after so many seconds and after so many times the slowest of its kind, as many tokens
+# as it has. The first of its kind has the limit of collectives (`rank_process`): it may compile kernels.
 STALL_LEAST, STALL_FACTOR, STALL_FIRST = 120.0, 10.0, 3600.0
 
 
@@ -74,8 +74,9 @@ class Rank(Replica):
         for number, batch in enumerate(batches):
             forest = batch.forest
             if forest not in self._forests:
-                name = self._forests[forest] = f"forest-{next(self._numbers)}"
+                name = f"forest-{next(self._numbers)}"
                 row = encode(replace(forest, keys=()), arrays, known=self._files, name=name)
+                self._forests[forest] = name
                 forests[name] = {**row, "keys": forest.keys}  # plain already
             columns = {f"{number}/{column}": array for column, array in batch.columns.items()}
             arrays |= columns
@@ -92,7 +93,7 @@ class Team(Replicas):
         """`held` is closed at the end: what the ranks need beside themselves."""
         self.size, self._held = len(starters), held
         self._end: Exception | None = None  # why the ranks are gone
-        self._longest: dict[str, float] = {}  # seconds, by call
+        self._slowest: dict[tuple[str, ...], float] = {}  # seconds for a token, or for a call without any
         super().__init__(starters)
         self._capabilities = replace(self._capabilities, shares_weights=True)
         self._working, self._ready = self._ready, []
@@ -104,12 +105,15 @@ class Team(Replicas):
 
     def ask_all(self, call: str, arguments: Iterable[Mapping[str, Any]]) -> list[Block]:
         """The answers of all ranks, each with its arguments."""
-        longest, began = self._longest.get(call), time.monotonic()
-        limit = STALL_FIRST if longest is None else max(STALL_LEAST, STALL_FACTOR * longest)
+        arguments, began = [*arguments], time.monotonic()
+        kind = call, *(str(arguments[0].get(name)) for name in ("part", "kind"))
+        tokens = max(1, *(sum(batch.tokens for batch in given.get("batches", ())) for given in arguments))
+        slowest = self._slowest.get(kind)
+        limit = STALL_FIRST if slowest is None else max(STALL_LEAST, STALL_FACTOR * slowest * tokens)
         asked = {rank.call(call, given): rank for rank, given in zip(self._alive(), arguments, strict=True)}
         if wait(asked, limit, return_when=FIRST_EXCEPTION).not_done or any(one.exception() for one in asked):
             self._end_all(call, asked, limit)
-        self._longest[call] = max(longest or 0.0, time.monotonic() - began)
+        self._slowest[kind] = max(slowest or 0.0, (time.monotonic() - began) / tokens)
         return [answer.result() for answer in asked]
 
     def ask_each(self, call: str, arguments: Mapping[str, Any]) -> None:
