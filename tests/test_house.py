@@ -76,9 +76,9 @@ def test_the_house_stays_small() -> None:
     files = Path(__file__).parent.rglob("*.py")
     tests = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     of_ranks = sum(size for path, size in tests.items() if path.parent.name == "ranks")
-    assert sum(sizes.values()) <= 31_900
-    assert spine <= 13_495
-    assert of_ranks <= 1_550
+    assert sum(sizes.values()) <= 31_925
+    assert spine <= 13_499
+    assert of_ranks <= 1_546
     assert sum(tests.values()) - of_ranks <= 31_890
 
 
