@@ -169,8 +169,8 @@ def _elsewhere(table: str) -> dict[str, Any]:
 
 
 def _installed(group: str) -> Iterable[Any]:
-    """Entry points of other packages. Most have none for us, which is seen in a tenth of the time that it takes to
-    import what reads them.
+    """Entry points of other packages. `importlib.metadata` is slow to import, so it is used only if a package names
+    us.
     """
     if not _named():
         return ()

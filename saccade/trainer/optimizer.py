@@ -184,7 +184,7 @@ class _MasterAdamW:
         kept = {n: moments if p.dtype == torch.float32 else ("master", *moments) for n, p in parameters.items()}
         self.held = place(parameters, kept, torch.float32)
         for name, state in self.held.tensors.items():
-            if "master" in state:  # a copy that is not waited for is made wide on the GPU, not on the way
+            if "master" in state:  # non-blocking: the GPU converts to float32, not the CPU
                 state["master"].copy_(parameters[name].detach(), non_blocking=True)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()

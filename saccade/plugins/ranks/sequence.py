@@ -105,8 +105,8 @@ def bounds_of(batch: Batch, size: int) -> np.ndarray:
 
 
 def stretch(batch: Batch, place: int, size: int) -> Stretch:
-    """That of the rank at this place of its group. Behind a forest with fewer tokens than ranks stands a tree that
-    nobody reads.
+    """The stretch of the rank at this place of its group. A forest with fewer tokens than ranks gets one more tree,
+    which nobody reads.
     """
     start, end = bounds_of(batch, size)[place : place + 2].tolist()
     mine = (start <= batch.reads) & (batch.reads < end)

@@ -28,8 +28,8 @@ from saccade.types import Batch, Completion, Forest
 
 STACK_LIMIT = 5.0  # seconds to say where a process is
 CALL_LIMIT = 24 * 3600.0  # seconds of a call to one rank, to write files as well
-# A call to all ranks has stalled after so many seconds and after so many times the slowest of its kind, as many tokens
-# as it has. The first of its kind has the limit of collectives (`rank_process`): it may compile kernels.
+# A call to all ranks has stalled if it takes STALL_FACTOR times as long per token as the slowest call of its kind, and
+# at least STALL_LEAST seconds. The first call of a kind has the limit of collectives: it may compile kernels.
 STALL_LEAST, STALL_FACTOR, STALL_FIRST = 120.0, 10.0, 3600.0
 
 
