@@ -76,10 +76,10 @@ def test_the_house_stays_small() -> None:
     files = Path(__file__).parent.rglob("*.py")
     tests = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     of_ranks = sum(size for path, size in tests.items() if path.parent.name == "ranks")
-    assert sum(sizes.values()) <= 31_925
-    assert spine <= 13_499
-    assert of_ranks <= 1_546
-    assert sum(tests.values()) - of_ranks <= 31_890
+    assert sum(sizes.values()) <= 35_000
+    assert spine <= 14_200
+    assert of_ranks <= 1_900
+    assert sum(tests.values()) - of_ranks <= 33_500
 
 
 def test_a_file_name_occurs_once() -> None:
