@@ -74,7 +74,7 @@ def be_alone(gpus: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
     dist.all_gather = gather_list
     divided._reduce_scatter, divided.all_gather = scatter, lambda out, given, **more: None
-    sharded._whole = whole
+    sharded.gathered = whole
     sequence.all_to_all = all_to_all
     fsdp.DefaultAllGather.__call__ = lambda self, output_tensor, input_tensor, *a, **b: gather(  # type: ignore
         output_tensor, input_tensor

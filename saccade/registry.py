@@ -67,6 +67,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("hooks", "ranks.rank_trainer", "start_several=start_policy"),
     ("hooks", "ranks.divided", "divided_optimizer=DividedOptimizer"),
     ("hooks", "ranks.sequence", "divided_backend=rank_backend"),
+    ("hooks", "ranks.sharded", "gathered"),
     ("hooks", "reports.diagnosis", "diagnose unread_answers"),
     ("hooks", "reports.trajectories", "trajectories=TrajectoryWriter"),
     ("hooks", "reward_models.learned_reward", "load_reward_model=load_learned require_reward_models=require_folders"),

@@ -22,6 +22,7 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
 from saccade.models.files import require_same
 from saccade.models.load import matching
+from saccade.registry import HOOKS
 from saccade.system.contents import File, on_host, pretrained, tensor_file
 
 FOLDER = "adapter"  # inside a checkpoint; at its root transformers would lay it over merged weights
@@ -157,8 +158,8 @@ def _with_adapter(weight: Tensor, layer: Any) -> Tensor:
 
 
 def _unpacked(parameter: nn.Parameter) -> Tensor:
-    if gather := getattr(parameter.detach(), "full_tensor", None):
-        return gather()
+    if hasattr(parameter, "device_mesh"):
+        return HOOKS["gathered"](parameter)
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return parameter

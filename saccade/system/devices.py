@@ -79,7 +79,8 @@ def total_bytes(device: Any) -> int:
     """Memory of the GPU, or the share of it that this process may take."""
     import torch
 
-    share = torch.cuda.get_per_process_memory_fraction(device)
+    index = torch.device(device).index  # torch asks for one here, unlike everywhere else
+    share = torch.cuda.get_per_process_memory_fraction(torch.cuda.current_device() if index is None else index)
     return int(share * torch.cuda.mem_get_info(device)[1])
 
 

@@ -32,7 +32,7 @@ from saccade.run.loggers import read_metrics
 from saccade.system.process import Channel, Ended
 
 ROOT = Path(__file__).parents[2]
-OF_THE_MACHINE = ("time/", "perf/", "mem/host", "mem/rss")
+OF_THE_MACHINE = ("mem/", "time/", "perf/")
 # Else the first steps of Adam blow up rounding: they move every weight by about the learning rate.
 STABLE = {"train.eps": 1e-3}
 STORED = STABLE | {"track.trajectories_every": 1, "track.trajectories_groups": 4}

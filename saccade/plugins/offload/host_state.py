@@ -93,7 +93,7 @@ def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     view = memoryview(block)  # which the tensor refers to, and all that are made of it
     tensor = torch.frombuffer(view, dtype=dtype)
     if device.type == "cuda":
-        runtime, start = torch.cuda.cudart(), tensor.data_ptr()
+        runtime, start = torch.cuda.cudart(), tensor.zero_().data_ptr()  # pages: all cores make them, pinning does not
         if error := int(runtime.cudaHostRegister(start, tensor.nbytes, 0)):
             asked = f"{size(tensor.nbytes)} of main memory cannot be pinned (CUDA error {error})"
             raise EnvironmentProblem(f"train.offload: {asked}; try train.offload=false")

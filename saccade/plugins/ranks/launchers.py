@@ -39,7 +39,7 @@ PORT = int(os.environ.get("SACCADE_PORT", "28400"))  # where `saccade rank` conn
 JOIN_LIMIT = 900.0  # seconds until the last rank is there: a cluster may have to start machines
 HELLO_LIMIT = 10.0  # seconds for a rank to say who it is
 HELLO_BYTES = 1 << 16
-COMPARED = ("saccade", "torch", "transformers")
+COMPARED = ("torch", "transformers")
 TOKEN = "SACCADE_TOKEN"
 
 Starter = Callable[..., Replica]

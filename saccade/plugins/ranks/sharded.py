@@ -209,12 +209,12 @@ class ShardedBackend(LocalBackend):
         targets = dict(copy.named_parameters())
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                targets[name].copy_(_whole(parameter))
+                targets[name].copy_(gathered(parameter))
 
     def help_gather(self) -> None:
         """For another rank that reads `weights`."""
         for parameter in self.model.parameters():
-            _whole(parameter)
+            gathered(parameter)
 
     def saved_bytes(self) -> int:
         sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
@@ -232,7 +232,7 @@ class ShardedBackend(LocalBackend):
         parameters = dict(self.model.named_parameters())
         averages = {f"{AVERAGE}{name}": _like(average, parameters[name]) for name, average in self.averages.items()}
         for name, part in (*parameters.items(), *averages.items()):
-            whole = _whole(part)
+            whole = gathered(part)
             if self.rank == 0:
                 found[name] = on_host(whole, copy=copy)
         return WEIGHTS, tensor_file(found)
@@ -276,7 +276,7 @@ def _is_sharded(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor)
 
 
-def _whole(part: Tensor) -> Tensor:
+def gathered(part: Tensor) -> Tensor:
     """All ranks of a mesh gather it; by hand, because gloo's way to do it for a DTensor cannot read a GPU."""
     part = part.detach()
     if not isinstance(part, DTensor):
