@@ -32,7 +32,7 @@ from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig, load
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.forest import attention
+from saccade.forest import interface
 from saccade.models.families import load_family
 from saccade.plugins.families import tiny
 from saccade.plugins.gpu.fused import fuse
@@ -89,7 +89,7 @@ def random_model(folder: Path, family: Any) -> Any:
 
     with torch.device(DEVICE):
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-    attention.use_in(model)
+    interface.use_in(model, segments=family.spec.segments)
     family.spec.prepare(model)
     if CUDA:
         fuse(model)

@@ -31,7 +31,7 @@ from rl_step import WORKS
 
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig, TrainConfig
-from saccade.forest import attention
+from saccade.forest import interface
 from saccade.forest.packing import pack
 from saccade.media.images import open_media
 from saccade.models.families import Family, load_family
@@ -63,7 +63,7 @@ def family_and_model(folder: Path) -> tuple[Family, Any]:
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-    attention.use_in(model)
+    interface.use_in(model, segments=family.spec.segments)
     family.spec.prepare(model)
     fuse(model)
     return family, model

@@ -1,9 +1,8 @@
 """Forest attention: a token attends causally to its own node and to all of its ancestors.
 
-One implementation is registered with transformers, so that a family's own modules run unchanged;
-what it computes is decided by the plan that a forward passes under the keyword `attention_plan`.
-Training passes a forest plan, the embedded engine a plan that reads its cache. Vision towers come
-through the same door with their segment boundaries. Knows nothing of models, images or rollouts.
+A plan says how the tokens of a forward attend; the model's own modules call it through the function
+in interface.py. Layers may see a window of a row, or a chunk of it; the tokens of a picture may see
+each other both ways. Knows nothing of models, images or rollouts.
 
     hidden = model(input_ids=ids, attention_plan=forest_plan(starts, parents, ids.device, dtype))
 
@@ -14,117 +13,75 @@ longest tree of a bucket.
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from saccade.errors import EnvironmentProblem
 from saccade.forest.device_ops import KERNELS, has_kernels, to_device
 
 HALF = (torch.bfloat16, torch.float16)  # what flash attention and our kernels serve
 
-# transformers takes the one-call path of a vision tower only when the name holds "flash".
-NAME = "saccade_flash"
-READ = ("scaling", "sliding_window", "attention_plan", "cu_seq_lens_q", "max_length_q")  # what models pass
-# What they pass beside these without changing what attention has to compute here: a plan knows its tokens, a
-# segment of keys is one of queries. Anything else changes the result.
-HARMLESS = (
-    *("position_ids", "cache_position", "is_causal", "cu_seq_lens_k", "max_length_k"),
-    *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
-)
 # A dense mask of a larger tree would cost more memory than it saves time; it is computed node by
 # node instead.
 LARGEST_DENSE_TREE = 4096
+LARGEST_FLASH_HEAD = 256
 
 
-# (layer, q [T, H, D], k and v [T, G, D], scale, window) → [T, H, D]
-AttentionPlan = Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor]
+# What a token sees of the tokens before it: None: all; n: itself and the n - 1 before; -n: those of
+# its own chunk, where every n tokens of a row are one.
+Window = int | None
+# (layer, q [T, H, D], k [T, G, D], v [T, G, Dv], scale, window) → [T, H, Dv]
+AttentionPlan = Callable[[int, Tensor, Tensor, Tensor, float, Window], Tensor]
 
 
-def use_in(model: torch.nn.Module) -> None:
-    """From now on the model's forwards need a plan."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    # A model of several parts may leave it to its decoder to say so.
-    parts = (model, getattr(model.base_model, "language_model", None))
-    if not any(getattr(part, "_supports_attention_backend", False) for part in parts):
-        why = "computes its own attention, so packed rows would leak into each other"
-        hint = "use a model whose class sets _supports_attention_backend"
-        raise EnvironmentProblem(f"{type(model).__name__} {why}; {hint}")
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)  # a plan needs no mask
-    # Set on the config after loading: transformers would look for a flash-attn package under this
-    # name otherwise.
-    model.config._attn_implementation = NAME  # type: ignore[union-attr]
-
-
-def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
-) -> tuple[Tensor, None]:
-    scale, window, plan, boundaries, longest = (options.pop(name, None) for name in READ)
-    _refuse_unknown(module, options)
-    if plan is None and boundaries is None and not getattr(module, "is_causal", True):
-        # An encoder of padded rows, such as an audio tower: every row looks at what its mask shows.
-        out = sdpa(query, key, value, attn_mask=attention_mask, scale=scale)
-        return out.transpose(1, 2), None
-    # Not x[0]: its gradient would be copied into zeros.
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if boundaries is not None:
-        out = segment_attention(q, k, v, boundaries, scale, longest)
-    else:
-        assert plan is not None, "a forward of the text half needs attention_plan="
-        out = plan(module.layer_idx, q, k, v, scale, window)
-    return out.unsqueeze(0), None
-
-
-def _refuse_unknown(module: torch.nn.Module, options: dict[str, Any]) -> None:
-    for name, value in options.items():
-        if value is None or value is False or name in HARMLESS or (name == "dropout" and value == 0):
-            continue
-        raise EnvironmentProblem(
-            f"{type(module).__name__} passes {name}= to its attention, which would be computed "
-            "without it; use another model" + (", or set its attention_dropout to 0" if name == "dropout" else "")
-        )
-
-
-# -- segments: the vision tower --------------------------------------------------------------------
-
-
-def segment_attention(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, scale: float, longest: int | None = None
-) -> Tensor:
-    """Full attention inside each segment [boundaries[i], boundaries[i+1])."""
-    if q.is_cuda and q.dtype in HALF:
-        cu = boundaries.to(torch.int32)
-        longest = int((cu[1:] - cu[:-1]).max()) if longest is None else int(longest)
-        return varlen(q, k, v, (cu, cu), (longest, longest), scale, window=None, causal=False)
-    starts = boundaries.cpu().numpy()
-    lengths, out = np.diff(starts), torch.empty_like(q)
-    if len(lengths) and (lengths == lengths[0]).all():  # most towers: a view instead of copies
-        q, k, v = (x.unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in (q, k, v))
-        return sdpa(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1)
-    for length in np.unique(lengths):
-        rows = np.flatnonzero(lengths == length)
-        index = torch.from_numpy(starts[rows][:, None] + np.arange(length)).to(q.device)
-        part_q, part_k, part_v = (x[index].transpose(1, 2) for x in (q, k, v))
-        out = out.index_put((index,), sdpa(part_q, part_k, part_v, scale=scale).transpose(1, 2))
-    return out
+def first_seen(place: Any, window: int) -> Any:
+    """The place of the first token that the one at `place` sees; both may be arrays. A window may
+    reach back before the row.
+    """
+    return place - window + 1 if window > 0 else place - place % -window
 
 
 # -- forests ---------------------------------------------------------------------------------------
 
 
-def forest_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, dtype: torch.dtype) -> AttentionPlan:
-    """The fastest plan for the device: one variable-length flash call, or dense masks over padded
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Tokens of one number, such as those of a picture, see each other both ways, as far as a window
+    reaches back.
+    """
+
+    numbers: np.ndarray  # [T]; -1: causal
+    everywhere: bool  # False: in layers with a window alone
+
+    def apply(self, window: Window) -> bool:
+        return self.everywhere or window is not None
+
+
+def blocks_at(kind: str, length: int, places: np.ndarray) -> Blocks | None:
+    """Runs of neighbours among `places` of `length` tokens. `kind`: in "all" layers, in those with
+    "windows", or in none ("").
+    """
+    if not kind or not len(places):
+        return None
+    numbers = np.full(length, -1, dtype=np.int64)
+    numbers[places] = np.cumsum(np.diff(places, prepend=places[0]) > 1)
+    return Blocks(numbers=numbers, everywhere=kind == "all")
+
+
+def forest_plan(
+    starts: np.ndarray, parents: np.ndarray, device: torch.device, dtype: torch.dtype, *, blocks: Blocks | None = None
+) -> AttentionPlan:
+    """The fastest plan for the device: variable-length flash calls, or dense masks over padded
     trees.
     """
     if device.type == "cuda" and dtype in HALF:
-        return _varlen_plan(starts, parents, device)
-    return _dense_plan(starts, parents, device)
+        return _varlen_plan(starts, parents, device, blocks)
+    return _dense_plan(starts, parents, device, blocks)
 
 
 def paths(parents: np.ndarray) -> list[list[int]]:
@@ -135,21 +92,90 @@ def paths(parents: np.ndarray) -> list[list[int]]:
     return result
 
 
-def _varlen_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device) -> AttentionPlan:
+def _varlen_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, blocks: Blocks | None) -> AttentionPlan:
+    """One call, which a window does not change. Nodes are cut where chunks begin, and where blocks
+    begin and end: these are a second call, in which they see all of themselves.
+    """
+    made: dict[Any, AttentionPlan] = {(False, 0): _flash_call(starts, parents, np.arange(len(parents)), device)}
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
+        chunk = 0 if window is None or window > 0 else -window
+        numbers = None if blocks is None or not blocks.apply(window) else blocks.numbers
+        if q.shape[-1] > LARGEST_FLASH_HEAD or (chunk and numbers is not None):  # a block may lie in two chunks
+            if "dense" not in made:
+                made["dense"] = _dense_plan(starts, parents, device, blocks)
+            return made["dense"](layer, q, k, v, scale, window)
+        key = numbers is not None, chunk
+        if key not in made:
+            made[key] = _cut_plan(starts, parents, device, numbers, chunk)
+        return made[key](layer, q, k, v, scale, None if chunk else window)
+
+    return attend
+
+
+def _cut_plan(
+    starts: np.ndarray, parents: np.ndarray, device: torch.device, numbers: np.ndarray | None, chunk: int
+) -> AttentionPlan:
+    """Calls over pieces of nodes: text, causal, and blocks, not."""
+    ends, above, last, before = [0], list[int](), list[int](), list[int]()
+    numbers = np.full(starts[-1], -1) if numbers is None else numbers
+    for node, parent in enumerate(parents.tolist()):
+        first, end = int(starts[node]), int(starts[node + 1])
+        before.append(before[parent] + int(starts[parent + 1] - starts[parent]) if parent >= 0 else 0)
+        cuts = np.diff(numbers[first:end], prepend=numbers[first]) != 0
+        if chunk:
+            cuts |= (np.arange(end - first) + before[node]) % chunk == 0
+        cuts[0] = False
+        upper = last[parent] if parent >= 0 else -1
+        for cut in (*(np.flatnonzero(cuts) + first).tolist(), end):
+            ends.append(cut)
+            above.append(upper)
+            upper = len(above) - 1
+        last.append(upper)
+    pieces, parts = np.array(ends), np.array(above)
+    both = numbers[pieces[:-1]] >= 0
+    calls = []
+    for kind in (False, True):
+        nodes = np.flatnonzero(both == kind)
+        if len(nodes):
+            tokens = np.concatenate([np.arange(*pieces[node : node + 2]) for node in nodes])
+            calls.append((tokens, _flash_call(pieces, parts, nodes, device, causal=not kind, chunk=chunk)))
+    order = to_device(np.argsort(np.concatenate([tokens for tokens, _ in calls])), device)
+    there = [(to_device(tokens, device), call) for tokens, call in calls]
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
+        return torch.cat([call(layer, q[tokens], k, v, scale, window) for tokens, call in there])[order]
+
+    return attend
+
+
+def _flash_call(
+    starts: np.ndarray,
+    parents: np.ndarray,
+    nodes: np.ndarray,
+    device: torch.device,
+    *,
+    causal: bool = True,
+    chunk: int = 0,
+) -> AttentionPlan:
+    """Queries of some nodes, one after the other; with a `chunk`, over the keys of theirs alone."""
     spans = [np.arange(starts[i], starts[i + 1]) for i in range(len(parents))]
-    gathered = [np.concatenate([spans[node] for node in path]) for path in paths(parents)]
-    key_lengths = np.array([len(index) for index in gathered])
+    whole = paths(parents)
+    gathered = [np.concatenate([spans[node] for node in whole[n]]) for n in nodes]
+    if chunk:
+        gathered = [index[(len(index) - 1) // chunk * chunk :] for index in gathered]
+    sizes, key_lengths = np.diff(starts)[nodes], np.array([len(index) for index in gathered])
     keys = to_device(np.concatenate(gathered), device)  # [K] token of each gathered key
     # Where the keys of each token were gathered to, token after token, and where those of each begin.
     sorted_keys, places = torch.sort(keys, stable=True)
     offsets = torch.searchsorted(sorted_keys, torch.arange(int(starts[-1]) + 1, device=device))
-    bounds = (starts, np.concatenate([[0], key_lengths.cumsum()]))
-    cu_q, cu_k = (to_device(each.astype(np.int32), device) for each in bounds)
-    longest = int(np.diff(starts).max()), int(key_lengths.max())
+    bounds = (np.concatenate([[0], each.cumsum()]).astype(np.int32) for each in (sizes, key_lengths))
+    cu_q, cu_k = (to_device(each, device) for each in bounds)
+    longest = int(sizes.max()), int(key_lengths.max())
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
         k, v = (_GatherRows.apply(x, keys, places, offsets) for x in (k, v))
-        return varlen(q, k, v, (cu_q, cu_k), longest, scale, window)
+        return varlen(q, k, v, (cu_q, cu_k), longest, scale, window, causal)
 
     return attend
 
@@ -174,7 +200,7 @@ class _GatherRows(torch.autograd.Function):
         return total.index_add_(0, index, grad.float()).to(grad.dtype), None, None, None
 
 
-def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device) -> AttentionPlan:
+def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, blocks: Blocks | None) -> AttentionPlan:
     """Padded trees with boolean masks, a product for those of about one size; large trees node by node."""
     node_paths = paths(parents)
     roots, sizes = np.array([path[0] for path in node_paths]), np.diff(starts)
@@ -191,32 +217,51 @@ def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device) -
             large += [(spans[n], np.concatenate([spans[above] for above in node_paths[n]])) for n in nodes]
     padded = [_pad_trees(trees, spans, node_paths, sizes) for _, trees in sorted(similar.items())]
     buckets, by_node = ([[to_device(x, device) for x in each] for each in found] for found in (padded, large))
+    numbers = None if blocks is None else to_device(blocks.numbers, device)
+    masks: dict[Window, list[Tensor]] = {}  # one for each bucket
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        out = torch.zeros_like(q)
+    def mask_of(window: Window, index: Tensor, valid: Tensor, mask: Tensor) -> Tensor:
+        place = mask.sum(-1) - 1  # of a token on its path
+        if numbers is not None and blocks is not None and blocks.apply(window):
+            own = numbers[index].masked_fill(~valid, -1)
+            mask = mask | _alike(own, own)[:, None]
+        return mask if window is None else mask & (place[..., None, :] >= first_seen(place[..., None], window))
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
+        out = q.new_zeros((*q.shape[:2], v.shape[-1]))
         shared = k.shape[1] != q.shape[1]
-        for index, valid, mask in buckets:
-            if window is not None:
-                depth = mask.sum(-1)  # of a token on its path
-                mask = mask & (depth[..., None] - depth[..., None, :] < window)
+        if window not in masks:
+            masks[window] = [mask_of(window, *bucket) for bucket in buckets]
+        for (index, valid, _), mask in zip(buckets, masks[window], strict=True):
             tree_q, tree_k, tree_v = (x[index].transpose(1, 2) for x in (q, k, v))
             trees = sdpa(tree_q, tree_k, tree_v, attn_mask=mask, scale=scale, enable_gqa=shared)
             out = out.index_put((index[valid],), trees.transpose(1, 2)[valid])
+        own = numbers if blocks is not None and blocks.apply(window) else None
         for queries, keys in by_node:
-            out = out.index_put((queries,), one_node(q[queries], k[keys], v[keys], scale, window))
+            inside = None if own is None else own[keys]
+            out = out.index_put((queries,), one_node(q[queries], k[keys], v[keys], scale, window, inside))
         return out
 
     return attend
 
 
-def one_node(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """The last tokens of a row attend to all of it: q [Q, heads, D], k and v [K, G, D]."""
+def _alike(queries: Tensor, keys: Tensor) -> Tensor:
+    """[..., Q], [..., K] numbers of blocks → [..., Q, K] whether both are in one."""
+    return (queries[..., None] == keys[..., None, :]) & (queries >= 0)[..., None]
+
+
+def one_node(q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, numbers: Tensor | None = None) -> Tensor:
+    """The last tokens of a row attend to all of it: q [Q, heads, D], k and v [K, G, D]; `numbers` [K]
+    of blocks.
+    """
     before = k.shape[0] - q.shape[0]
     query_place = torch.arange(before, k.shape[0], device=q.device)[:, None]
     key_place = torch.arange(k.shape[0], device=q.device)[None, :]
     mask = key_place <= query_place
+    if numbers is not None:
+        mask = mask | _alike(numbers[before:], numbers)
     if window is not None:
-        mask = mask & (query_place - key_place < window)
+        mask = mask & (key_place >= first_seen(query_place, window))
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out = sdpa(q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
     return out[0].transpose(0, 1)
@@ -268,6 +313,9 @@ def varlen(
     """torch's flash call over the sequences of queries and of keys between `bounds`. Its signature
     moved between releases: options are used where they exist.
     """
+    size = v.shape[-1]
+    if size < q.shape[-1]:  # it takes one size for all
+        v = pad(v, (0, q.shape[-1] - size))
     call, parameters = _varlen_call()
     options: dict[str, Any] = {"scale": scale}
     if k.shape[1] != q.shape[1] and "enable_gqa" in parameters:  # older ones do not ask
@@ -278,4 +326,5 @@ def varlen(
         options["is_causal"] = causal
     else:
         raise ValueError("this torch has no sliding window in varlen_attn; use torch 2.12 or newer")
-    return call(q.contiguous(), k.contiguous(), v.contiguous(), *bounds, *longest, **options)
+    out = call(q.contiguous(), k.contiguous(), v.contiguous(), *bounds, *longest, **options)
+    return out if size == out.shape[-1] else out[..., :size]

@@ -1,22 +1,84 @@
-"""Heads that give numbers, as the trainer sees them: that of a critic, one number per token, stands
-where the language head stood; a `SavedHead` stands beside it and has a file in the model's folder.
+"""Heads. The language head with what a model does to its logits; and heads that give numbers, as the
+trainer sees them: that of a critic, one number per token, stands where the language head stood; a
+`SavedHead` stands beside it and has a file in the model's folder.
 
 Knows nothing of what the numbers are trained to mean.
 
+    logits = language_head(model)(hidden)
     attach_score(model, seed=0)
     values = read_scores(model.score, hidden[reads])
 
 Legend: R reads, E hidden size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from saccade.errors import EnvironmentProblem
+from saccade.forest.interface import decoder_of
 from saccade.system.contents import File, on_host, tensor_file
+
+# What models do to the logits of their head, by the key of their config that says how much.
+LOGIT_CHANGES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
+    "logit_scale": lambda logits, factor: logits * factor,
+    "logits_scaling": lambda logits, divisor: logits / divisor,
+    "final_logit_softcapping": lambda logits, cap: torch.tanh(logits / cap) * cap,
+}
+
+
+def language_head(model: Any) -> Any:
+    """hidden → logits, as the model's own forward makes them. It has `out_features`."""
+    own = model.get_output_embeddings()
+    return own if getattr(model, "logit_change", None) is None else _ChangedHead(model, own)
+
+
+def change_logits(model: Any, logits: Tensor) -> Tensor:
+    """What the model's own forward does to logits of its head: nothing, mostly."""
+    change = getattr(model, "logit_change", None)
+    return logits if change is None else LOGIT_CHANGES[change](logits, getattr(_text(model), change))
+
+
+class _ChangedHead:
+    def __init__(self, model: Any, own: Any) -> None:
+        self.model, self.own, self.out_features = model, own, own.out_features
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return change_logits(self.model, self.own(hidden))
+
+
+@torch.no_grad()
+def find_logit_change(model: Any) -> str | None:
+    """The key of LOGIT_CHANGES that a model applies; None: its logits are those of its head. Found by
+    handing states to its own forward in the place of its decoder. A change that is no row of the
+    table is refused: engine and trainer would agree on another policy than the one that is deployed.
+    """
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    kind = type("Output", (BaseModelOutputWithPast,), {"__getattr__": lambda self, name: None})
+    own, decoder = model.get_output_embeddings(), decoder_of(model)
+    states = torch.randn((1, 4, _size(model)), generator=torch.Generator().manual_seed(0))
+    states = states.to(model.device, model.dtype)
+    states *= 100 / own(states).abs().max()  # far beyond a soft cap
+    decoder.forward = lambda *args, **options: kind(last_hidden_state=states)
+    try:
+        ids = torch.zeros((1, 4), dtype=torch.int64, device=model.device)
+        theirs = model(input_ids=ids, use_cache=False).logits
+    finally:
+        del decoder.forward
+    keys = [None, *(key for key in LOGIT_CHANGES if getattr(_text(model), key, None))]
+    plain = own(states)
+    made = (plain if key is None else LOGIT_CHANGES[key](plain, getattr(_text(model), key)) for key in keys)
+    gaps = [float((each - theirs).float().norm()) for each in made]
+    best = gaps.index(min(gaps))
+    if not gaps[best] <= 8 * torch.finfo(plain.dtype).eps * float(theirs.float().norm()):
+        known = ", ".join(LOGIT_CHANGES)
+        why = f"changes its logits behind the head in a way of its own (known: {known})"
+        raise EnvironmentProblem(f"{type(model).__name__} {why}; use another model")
+    return keys[best]
 
 
 def attach_score(model: nn.Module, *, seed: int) -> None:
@@ -69,11 +131,15 @@ def head_file(head: SavedHead, *, copy: bool = False) -> File:
 
 def blocks_of(model: Any) -> nn.ModuleList:
     """Of the language model."""
-    return getattr(model.get_decoder(), "layers", None) or nn.ModuleList()
+    return getattr(decoder_of(model), "layers", None) or nn.ModuleList()
 
 
 def _size(model: nn.Module) -> int:
-    return model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+    return _text(model).hidden_size
+
+
+def _text(model: Any) -> Any:
+    return model.config.get_text_config()
 
 
 def drawn(model: nn.Module, count: int, seed: int) -> nn.Parameter:

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest import attention
 from saccade.forest.device_ops import KERNELS, to_device
+from saccade.forest.interface import decoder_of, use_in
 from saccade.models import experts
 from saccade.models.families import FAMILIES, Family
 from saccade.models.files import require_intact, require_some
+from saccade.models.heads import find_logit_change, language_head
 from saccade.registry import HOOKS
 from saccade.types import MediaSpan
 
@@ -65,11 +67,12 @@ def load_model(
     wrong["unexpected"] = [name for name in wrong["unexpected"] if not name.startswith(family.spec.beside)]
     if listed := "; ".join(f"{kind}: {', '.join(names[:5])}" for kind, names in wrong.items() if names):
         raise EnvironmentProblem(f"{family.path}: the weights do not fit the architecture ({listed})")
-    attention.use_in(model)
+    use_in(model, segments=family.spec.segments)
     family.spec.prepare(model)
     model = model.to(device).train()
     if family.name not in FAMILIES:
-        _require_plain_head(model, family)
+        model.logit_change = find_logit_change(model)
+        _require_same_logits(model, family)
     KERNELS["fuse"](model)
     if family.series is not None:
         HOOKS["attach_series"](model, family, seed=seed)
@@ -77,16 +80,15 @@ def load_model(
 
 
 @torch.no_grad()
-def _require_plain_head(model: Any, family: Family) -> None:
-    """For a decoder of the generic family: one that scales its logits behind the head would be
-    sampled from and trained as another policy than the one that is deployed, and engine and trainer
-    would agree on it.
+def _require_same_logits(model: Any, family: Family) -> None:
+    """For a decoder of the generic family: engine and trainer would agree on another policy than the
+    one that is deployed.
     """
     ids, what = torch.arange(1, 5, device=model.device), f"{family.path}: a model of type {family.name!r}"
     plan = attention.forest_plan(np.array([0, len(ids)]), np.array([-1]), model.device, model.dtype)
     model.eval()
     try:
-        read = model.lm_head(hidden_states(model, family, ids, ids[None], (), plan))
+        read = language_head(model)(hidden_states(model, family, ids, ids[None], (), plan))
         options = {"position_ids": ids[None], "attention_plan": plan, "use_cache": False}
         logits = model(input_ids=ids[None], **options).logits[0]
     except Exception as error:
@@ -95,7 +97,7 @@ def _require_plain_head(model: Any, family: Family) -> None:
     finally:
         model.train()
     if (read - logits).norm() > 8 * torch.finfo(read.dtype).eps * logits.norm():
-        why = "changes its logits behind the head, which neither engine nor trainer does"
+        why = "gives other logits here than in transformers"
         raise EnvironmentProblem(f"{what} {why}; use a decoder such as qwen3 or llama")
 
 
@@ -130,7 +132,7 @@ def hidden_states(
         if deeper:
             options |= {"visual_pos_masks": places, "deepstack_visual_embeds": deeper}
     whole: Any = model
-    output = whole.get_decoder()(
+    output = decoder_of(whole)(
         position_ids=positions[:, None] if family.axes > 1 else positions,
         use_cache=False,
         attention_plan=plan,

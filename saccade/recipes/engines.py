@@ -32,7 +32,7 @@ def make_engine(config: Config, policy: Trainer, *, first_tokens: bool = False, 
     if name != "embedded" and experts.count(policy.model):
         raise ConfigError(f"rollout.engine={name}: cannot read the trainer's experts; use rollout.engine=embedded")
     if name == "embedded" and policy.device.type == "cuda":
-        if slow := why_no_kernels(shape_of(policy.model)):
+        if slow := why_no_kernels(shape_of(policy.model, policy.family)):
             log.info(f"generation waits for the GPU after every token, because {slow}")
         elif not experts.capturable(policy.model):
             log.info("generation runs without CUDA graphs: on this GPU experts ask the host for sizes")

@@ -26,7 +26,7 @@ from saccade.forest.packing import halves
 from saccade.models import experts, lora
 from saccade.models.families import Family
 from saccade.models.files import require_same
-from saccade.models.heads import SavedHead, read_scores, without_head
+from saccade.models.heads import SavedHead, language_head, read_scores, without_head
 from saccade.models.load import banned_mask, hidden_states, media_inputs, negated
 from saccade.system.contents import File, held, kept_bytes, tensor_file
 from saccade.trainer import Loss, Scoring, Update, model_state
@@ -119,7 +119,7 @@ class LocalBackend:
         fits = torch.is_grad_enabled() and logits <= self.recompute.spare
         return read_logprobs(
             self.hidden_at(batch, batch.reads),
-            self.model.lm_head,  # type: ignore[arg-type]
+            language_head(self.model),
             to_device(batch.targets, self.device),
             temperature=scoring.temperature,
             banned=self.banned if scoring.ban else None,

@@ -64,9 +64,9 @@ def write_pages(k, v, *, bases, layer, places):
 
 
 def copy_pages(source, target, *, bases, words):
-    for base in bases.flatten().tolist():
+    for base, length in zip(bases.flatten().tolist(), words.flatten().tolist(), strict=True):
         for here, there in zip(source.tolist(), target.tolist(), strict=True):
-            count = words * WORD
+            count = length * WORD
             ctypes.memmove(base + there * count, base + here * count, count)
 
 

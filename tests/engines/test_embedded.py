@@ -96,8 +96,9 @@ def test_equal_ids_with_another_picture_are_another_prompt(model, family, image)
         asked += requests([rendered], replace(FREE, temperature=0.0))
     asked = [replace(request, key=str(i)) for i, request in enumerate(asked)]
     assert asked[0].ids.tolist() == asked[1].ids.tolist()
+    engine = EmbeddedEngine(model, family)
     with counted(model) as calls:
-        first, second = generate(EmbeddedEngine(model, family), asked)
+        first, second = generate(engine, asked)
     assert calls[0] == (2 * len(asked[0].ids), 2)
     assert np.abs(first.logprobs[0] - second.logprobs[0]) > 1e-4
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from saccade.errors import EnvironmentProblem
-from saccade.forest import attention
-from saccade.forest.attention import forest_plan, segment_attention
+from saccade.forest import attention, interface
+from saccade.forest.attention import forest_plan
+from saccade.forest.interface import segment_attention
 
 CPU = torch.device("cpu")
 
@@ -30,8 +31,8 @@ def qkv(tokens: int, heads: int = 4, key_heads: int = 2, size: int = 8) -> list[
     return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
 
 
-def naive(starts, parents, q, k, v, scale: float, window: int | None) -> torch.Tensor:
-    """One query at a time: keys are the path above it and its own node up to itself."""
+def naive(starts, parents, q, k, v, scale: float, window: int | None, numbers=None) -> torch.Tensor:
+    """One query at a time: keys are the path above it and its own node up to itself, or to the end of its block."""
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     rows = []
@@ -41,23 +42,30 @@ def naive(starts, parents, q, k, v, scale: float, window: int | None) -> torch.T
             chain.insert(0, int(parents[chain[0]]))
         whole = np.concatenate([np.arange(starts[n], starts[n + 1]) for n in chain])
         for token in range(starts[node], starts[node + 1]):
-            seen = whole[: int(np.flatnonzero(whole == token)[0]) + 1]
-            seen = seen if window is None else seen[-window:]
+            place = int(np.flatnonzero(whole == token)[0])
+            first, last = 0, place
+            if window is not None:
+                first = max(0, place - window + 1) if window > 0 else place // -window * -window
+            while numbers is not None and numbers[token] >= 0 and last + 1 < len(whole):
+                if numbers[whole[last + 1]] != numbers[token]:
+                    break
+                last += 1
+            seen = whole[first : last + 1]
             weights = (torch.einsum("hd,khd->hk", q[token], k[seen]) * scale).softmax(-1)
             rows.append(torch.einsum("hk,khd->hd", weights, v[seen]))
     return torch.stack(rows)
 
 
-def assert_same(got: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+def assert_same(got: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor], gradient: float = 1e-12) -> None:
     """Values and gradients."""
     assert (got - wanted).abs().max() < 1e-13
     weight = torch.randn_like(wanted)
     ours, theirs = (torch.autograd.grad((out * weight).sum(), inputs) for out in (got, wanted))
-    assert max((a - b).abs().max() for a, b in zip(ours, theirs, strict=True)) < 1e-12
+    assert max((a - b).abs().max() for a, b in zip(ours, theirs, strict=True)) < gradient
 
 
 @pytest.mark.parametrize("largest", [4096, 8, 0])
-@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("window", [None, 1, 4, -3])
 def test_every_plan_agrees_with_a_loop_over_queries(monkeypatch, largest, window):
     monkeypatch.setattr(attention, "LARGEST_DENSE_TREE", largest)
     for seed in range(4):
@@ -67,6 +75,41 @@ def test_every_plan_agrees_with_a_loop_over_queries(monkeypatch, largest, window
         got = plan(0, *inputs, 0.3, window)
         wanted = naive(starts, parents, *inputs, 0.3, window)
         assert_same(got, wanted, inputs)
+
+
+def flash(q, k, v, bounds, longest, scale, window, causal=True):
+    """What the variable-length call computes, in float64."""
+    rows = []
+    for (a, b), (c, d) in zip(pairwise(bounds[0].tolist()), pairwise(bounds[1].tolist()), strict=True):
+        assert b - a <= longest[0] and d - c <= longest[1]
+        places, keys = torch.arange(d - c - (b - a), d - c)[:, None], torch.arange(d - c)
+        hidden = (keys > places) & causal | (keys <= places - (window or d))
+        repeats = q.shape[1] // k.shape[1]
+        part_k, part_v = (x[c:d].repeat_interleave(repeats, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[a:b], part_k) * scale
+        rows.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), part_v))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("plans", ["dense", "by node", "flash"])
+@pytest.mark.parametrize("window", [None, 2, 5, -4])
+@pytest.mark.parametrize("kind", ["all", "windows", ""])
+def test_pictures_see_themselves_both_ways(monkeypatch, plans, window, kind):
+    monkeypatch.setattr(attention, "LARGEST_DENSE_TREE", 0 if plans == "by node" else 4096)
+    monkeypatch.setattr(attention, "varlen", flash)
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        starts, parents = random_forest(rng)
+        inputs = qkv(int(starts[-1]))
+        runs = [np.arange(*sorted(rng.integers(a, b + 1, 2))) for a, b in pairwise(starts)]  # inside of each node
+        runs = [run[:-1] if run.size and run[-1] + 1 in starts else run for run in runs]  # pictures are apart
+        blocks = attention.blocks_at(kind, int(starts[-1]), np.concatenate(runs))
+        make = attention._varlen_plan if plans == "flash" else attention._dense_plan
+        got = make(starts, parents, CPU, blocks)(0, *inputs, 0.3, window)
+        both = kind == "all" or (kind == "windows" and window is not None)
+        wanted = naive(starts, parents, *inputs, 0.3, window, blocks.numbers if both else None)
+        # Keys that several nodes read sum their gradients in float32.
+        assert_same(got, wanted, inputs, gradient=1e-5 if plans == "flash" else 1e-12)
 
 
 # -- what models pass ------------------------------------------------------------------------------
@@ -91,11 +134,11 @@ def forward(model: torch.nn.Module) -> torch.Tensor:
 
 def test_an_argument_that_would_be_dropped_is_refused():
     model = tiny_model("gemma2")
-    attention.use_in(model)
+    interface.use_in(model)
     with pytest.raises(EnvironmentProblem, match=r"Gemma2Attention passes softcap="):
         forward(model)
     model = tiny_model("llama", attention_dropout=0.5)
-    attention.use_in(model)
+    interface.use_in(model)
     assert (forward(model.eval())[:2] - forward(model)[2:4]).abs().max() < 1e-6
     with pytest.raises(EnvironmentProblem, match=r"LlamaAttention passes dropout="):
         forward(model.train())
@@ -104,7 +147,7 @@ def test_an_argument_that_would_be_dropped_is_refused():
 @pytest.mark.parametrize("name", ["mamba", "bloom"])
 def test_a_model_that_never_asks_for_a_plan_is_refused(name):
     with pytest.raises(EnvironmentProblem, match="leak into"):
-        attention.use_in(tiny_model(name))
+        interface.use_in(tiny_model(name))
 
 
 @pytest.mark.parametrize("lengths", [[4, 4, 4], [3, 1, 5, 3, 2], [7]])

@@ -115,7 +115,7 @@ def test_pages_are_written_and_copied():
     for old, new in zip(before[2], (k, v), strict=True):
         old.flatten(0, 1)[places] = new
     here, there = torch.randperm(50, device=DEVICE)[:20].view(2, 10)
-    kernels.copy_pages(here, there, bases=bases, words=16 * 3 * 64 // 2)
+    kernels.copy_pages(here, there, bases=bases, words=torch.full((3, 2), 16 * 3 * 64 // 2, device=DEVICE))
     for (old_k, old_v), (new_k, new_v) in zip(before, made, strict=True):
         old_k[there], old_v[there] = old_k[here], old_v[here]
         assert torch.equal(old_k, new_k) and torch.equal(old_v, new_v)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.images import open_media
@@ -155,19 +154,13 @@ def test_an_unknown_text_model_runs_as_one(edited):
     assert type(model).__name__ == "MistralForCausalLM"
 
 
-def test_logits_that_change_behind_the_head_are_refused(family_of, tmp_path):
-    settings = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    settings |= {"intermediate_size": 96, "vocab_size": family_of("llama").vocabulary}
-    for scaling, name in ((1.0, "plain"), (8.0, "scaled")):
-        folder = shutil.copytree(family_of("llama").path, tmp_path / name)
-        config = AutoConfig.for_model("granite", **settings, logits_scaling=scaling)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        family = load_family(str(folder))
-        if name == "plain":
-            assert load_model(family, dtype=torch.float32, device=CPU).training
-            continue
-        with pytest.raises(EnvironmentProblem, match="'granite' changes its logits behind the hea"):
-            load_model(family, dtype=torch.float32, device=CPU)
+@pytest.mark.parametrize(
+    ("name", "tower"), [("qwen2_5_vl", "saccade_flash"), ("llava", "sdpa"), ("qwen2_audio", "sdpa")]
+)
+def test_towers_without_segments_keep_the_attention_of_transformers(load, name, tower):
+    config = load(name).config
+    own = config.audio_config if name == "qwen2_audio" else config.vision_config
+    assert (config.get_text_config()._attn_implementation, own._attn_implementation) == ("saccade", tower)
 
 
 def test_bfloat16_is_picked_where_the_gpu_has_it(monkeypatch):

@@ -23,9 +23,9 @@ from saccade.engines.embedded.kv_cache import KVCache, shape_of
 from saccade.engines.embedded.sampling import cuts, draw
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS, Scheduler
 from saccade.engines.embedded.sequences import Outputs, Part, Sequence
-from saccade.errors import EnvironmentProblem
 from saccade.forest.device_ops import to_device
 from saccade.models.families import Family
+from saccade.models.heads import language_head
 from saccade.models.load import banned_mask, hidden_states
 from saccade.types import Completion, MediaSpan, Request
 
@@ -33,14 +33,9 @@ from saccade.types import Completion, MediaSpan, Request
 class EmbeddedEngine(Engine):
     def __init__(self, model: nn.Module, family: Family, *, max_sequences: int = 512, finite: bool = False) -> None:
         """`finite`: log-probs that are not are an error; a trainer skips its update instead."""
-        text = model.config.get_text_config()  # type: ignore[union-attr, operator]
-        kinds = getattr(text, "layer_types", None)
-        everywhere = kinds is None and getattr(text, "sliding_window", None)
-        if everywhere or "sliding_attention" in (kinds or ()):
-            raise EnvironmentProblem("the embedded engine does not serve models with sliding windows")
         self.model, self.family, self.max_sequences = model, family, max_sequences
         self.version, self.finite = 0, finite
-        shape = shape_of(model)
+        shape = shape_of(model, family)
         self.banned = banned_mask(family, shape.device)
         self.cache = KVCache(shape, max_sequences)
         self.outputs = Outputs()
@@ -202,7 +197,7 @@ class EmbeddedEngine(Engine):
     def _draw(self, hidden: Tensor, rows: np.ndarray | None, sequences: SequenceOf[Sequence]) -> None:
         """Draw the next token of each sequence; `rows` says which hidden state it reads."""
         quick = None if self.graphs is None else self.graphs.draw
-        logits = self.model.lm_head(hidden)  # type: ignore[operator]
+        logits = language_head(self.model)(hidden)
         ids, logprobs = draw(logits, rows, sequences, banned=self.banned, quick=quick)
         self._note(sequences, ids[None], logprobs[None])
 

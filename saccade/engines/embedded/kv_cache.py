@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from saccade.engines.embedded.pages import POOL_SHARE, Pages
-from saccade.forest.attention import HALF, AttentionPlan, forest_plan, one_node, varlen
+from saccade.forest.attention import HALF, AttentionPlan, Blocks, Window, first_seen, forest_plan, one_node, varlen
 from saccade.forest.device_ops import KERNELS, to_device
+from saccade.models.families import Family
+from saccade.models.load import hidden_states
 from saccade.system.devices import free_bytes
 
 PAGE = 16  # tokens: small, so that little of a prompt is copied and little of a last page is empty
@@ -33,32 +35,54 @@ CPU_CACHE_BYTES = 4 << 30
 GPU_CACHE_SHARE = 0.6  # of the free memory of a GPU, for pages of whole sequences
 
 
+class LayerShape(NamedTuple):
+    """Of what a layer keeps of a token."""
+
+    heads: int  # of queries
+    key_heads: int
+    key_size: int
+    value_size: int
+    source: int  # the layer whose keys and values it reads: itself, mostly
+    window: Window
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of what a model keeps per token."""
+    """Of what a model keeps of a token."""
 
-    layers: int
-    key_heads: int
-    head_size: int
+    layers: tuple[LayerShape, ...]
     device: torch.device
     dtype: torch.dtype
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.layers * self.key_heads * self.head_size * self.dtype.itemsize
+        own = [layer for index, layer in enumerate(self.layers) if layer.source == index]
+        return sum(x.key_heads * (x.key_size + x.value_size) for x in own) * self.dtype.itemsize
 
 
-def shape_of(model: torch.nn.Module) -> Shape:
-    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    heads = config.num_attention_heads
-    parameter = next(model.parameters())
-    return Shape(
-        layers=config.num_hidden_layers,
-        key_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        device=parameter.device,
-        dtype=parameter.dtype,
+@torch.no_grad()
+def shape_of(model: torch.nn.Module, family: Family) -> Shape:
+    """Found by a forward of one token: configs say it in many ways."""
+    seen: dict[int, tuple[Tensor, Tensor, Tensor, Window]] = {}
+    first: dict[int, int] = {}  # memory of keys → the layer that made them
+
+    def note(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
+        seen[layer] = q, k, v, window
+        first.setdefault(k.untyped_storage().data_ptr(), layer)
+        return q.new_zeros((*q.shape[:2], v.shape[-1]))
+
+    parameter, training = next(model.parameters()), model.training
+    nothing = torch.zeros((family.axes, 1), dtype=torch.int64, device=parameter.device)
+    model.eval()
+    try:
+        hidden_states(model, family, nothing[0], nothing, (), note)
+    finally:
+        model.train(training)
+    shapes = (
+        LayerShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], first[k.untyped_storage().data_ptr()], window)
+        for _, (q, k, v, window) in sorted(seen.items())
     )
+    return Shape(layers=tuple(shapes), device=parameter.device, dtype=parameter.dtype)
 
 
 def use_kernels(shape: Shape) -> bool:
@@ -70,19 +94,33 @@ def why_no_kernels(shape: Shape) -> str:
     """Why the Triton kernels would not serve a model on any GPU; empty if they do."""
     if shape.dtype not in HALF:  # there greedy tokens are those of transformers, bit by bit
         return f"its weights are {shape.dtype}"
-    if not (16 <= shape.head_size <= 256 and shape.head_size.bit_count() == 1):
-        return f"its heads of {shape.head_size} are no power of two between 16 and 256"
+    for layer in shape.layers:
+        size = layer.key_size
+        if not (16 <= size <= 256 and size.bit_count() == 1):
+            return f"its heads of {size} are no power of two between 16 and 256"
+        if layer.value_size != size:
+            return f"its keys of {size} and values of {layer.value_size} are of different sizes"
+        if layer.window is not None:
+            return f"some of its layers see {abs(layer.window)} tokens at most"
     return "" if find_spec("triton") is not None else "triton is not installed"
 
 
 class KVCache:
-    """keys and values: one tensor [pages, tokens of a page, G, D] per layer."""
+    """keys and values: one tensor [pages, tokens of a page, G, D] per layer; layers that share them
+    share the tensor.
+    """
 
     def __init__(self, shape: Shape, slots: int) -> None:
         self.shape, self.slots = shape, slots
         self.device, self.dtype = shape.device, shape.dtype
         self.kernels: Any = KERNELS if use_kernels(shape) else None  # None: torch, with pages of whole sequences
-        self.bases = torch.zeros((shape.layers, 2), dtype=torch.int64, device=self.device)
+        # int32 words of a page of each layer, of keys and of values; none where a layer has no own.
+        words = [
+            [PAGE * layer.key_heads * size * shape.dtype.itemsize // 4 * (layer.source == index) for size in layer[2:4]]
+            for index, layer in enumerate(shape.layers)
+        ]
+        self.words = self._tensor(np.array(words))
+        self.bases = torch.zeros((len(shape.layers), 2), dtype=torch.int64, device=self.device)
         self.clear()
 
     def clear(self) -> None:
@@ -133,22 +171,25 @@ class KVCache:
         """Give the pool `count` pages of `page` tokens each; it keeps what it holds."""
         if (count, page) == (self.pages.count, self.pages.page):
             return
-        heads, size = self.shape.key_heads, self.shape.head_size
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-        for tensors in (self.keys, self.values):
-            for layer in range(self.shape.layers):  # one after the other: no second pool at a time
-                if self.kernels is None:
+        for tensors, which in ((self.keys, "key_size"), (self.values, "value_size")):
+            for layer, shape in enumerate(self.shape.layers):  # one after the other: no second pool at a time
+                heads, size = shape.key_heads, getattr(shape, which)
+                if shape.source != layer:
+                    new = tensors[shape.source]
+                elif self.kernels is None:
                     # Zeros, as a masked key still enters a product, and 0 · NaN is NaN. In memory
                     # the tokens of one head follow each other, as attention reads them.
                     new = torch.zeros((count, heads, page, size), **options).transpose(1, 2)
                 else:
                     new = torch.empty((count, page, heads, size), **options)
-                if layer < len(tensors):
+                if layer == len(tensors):
+                    tensors.append(new)
+                    continue
+                if shape.source == layer:
                     old = tensors[layer]
                     new[: old.shape[0], : old.shape[1]] = old
-                    tensors[layer] = new
-                else:
-                    tensors.append(new)
+                tensors[layer] = new
         addresses = [[k.data_ptr(), v.data_ptr()] for k, v in zip(self.keys, self.values, strict=True)]
         self.bases.copy_(self._tensor(np.array(addresses)))
         self.pages.grow(count)
@@ -174,32 +215,36 @@ class KVCache:
             return
         here, there = self._tensor(np.array(pairs).T)
         if self.kernels is not None:
-            words = self.bytes_per_page // (2 * self.shape.layers) // 4
-            self.kernels["copy_pages"](here, there, bases=self.bases, words=words)
+            self.kernels["copy_pages"](here, there, bases=self.bases, words=self.words)
             return
         length = max(tokens for _, tokens, _ in groups)  # what lies behind a shorter one is not read
-        for tensor in (*self.keys, *self.values):
-            tensor[there, :length] = tensor[here, :length]
+        for tensors in (self.keys, self.values):
+            for tensor in {id(each): each for each in tensors}.values():
+                tensor[there, :length] = tensor[here, :length]
 
     # -- plans --
 
-    def plan(self, slots: np.ndarray, cached: np.ndarray, new: np.ndarray) -> AttentionPlan:
-        """Sequences in `slots` hold `cached` tokens and get `new` more (all arrays [N]): write keys
-        and values into their pages, then attend.
+    def plan(
+        self, slots: np.ndarray, cached: np.ndarray, new: np.ndarray, blocks: Blocks | None = None
+    ) -> AttentionPlan:
+        """Sequences in `slots` hold `cached` tokens and get `new` more (all arrays [N]), some of them
+        in `blocks`: write keys and values into their pages, then attend.
         """
         places, starts = self.pages.places(slots, cached, new), np.concatenate([[0], new.cumsum()])
         inner: AttentionPlan
         if not cached.any():
-            inner = forest_plan(starts, np.full(len(new), -1), self.device, self.dtype)
+            inner = forest_plan(starts, np.full(len(new), -1), self.device, self.dtype, blocks=blocks)
         elif self.kernels is None:
-            inner = self._over_whole_pages(slots, cached, new)
+            inner = self._over_whole_pages(slots, cached, new, blocks)
         else:
-            inner = self._over_pages(slots, starts, cached + new)
+            inner = self._over_pages(slots, starts, cached + new, blocks)
         # In the pool for the kernels; pages and offsets for torch.
         where = tuple(map(self._tensor, (places,) if self.kernels else np.divmod(places, self.pages.page)))
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-            if self.kernels is not None:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
+            if self.shape.layers[layer].source != layer:
+                pass  # written by the layer that made them
+            elif self.kernels is not None:
                 self.kernels["write_pages"](k, v, bases=self.bases, layer=layer, places=where[0])
             else:
                 self.keys[layer][where] = k
@@ -208,23 +253,37 @@ class KVCache:
 
         return attend
 
-    def _over_pages(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> AttentionPlan:
+    def _over_pages(
+        self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, blocks: Blocks | None
+    ) -> AttentionPlan:
         """New tokens of sequences that began before: each attends to all that lies in its pages."""
         ends = np.concatenate([[0], lengths.cumsum()])
         index = self._tensor(self.pages.places(slots, np.zeros_like(lengths), lengths))
         cu_q, cu_k = (self._tensor(each.astype(np.int32)) for each in (starts, ends))
         longest = int(np.diff(starts).max()), int(lengths.max())
+        numbers = None
+        if blocks is not None:  # those of cached tokens are whole already
+            own = np.full(ends[-1], -1)
+            own[np.arange(starts[-1]) + np.repeat(ends[1:] - starts[1:], np.diff(starts))] = blocks.numbers
+            numbers = self._tensor(own)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
             keys, values = (tensors[layer].flatten(0, 1).index_select(0, index) for tensors in (self.keys, self.values))
-            if q.is_cuda and q.dtype in HALF:
+            inside = numbers if blocks is not None and blocks.apply(window) else None
+            usual = inside is None and (window is None or window > 0)
+            if q.is_cuda and q.dtype in HALF and usual:
                 return varlen(q, keys, values, (cu_q, cu_k), longest, scale, window)
-            bounds = zip(starts, starts[1:], ends, ends[1:], strict=False)
-            return torch.cat([one_node(q[a:b], keys[c:d], values[c:d], scale, window) for a, b, c, d in bounds])
+            rows = []
+            for a, b, c, d in zip(starts, starts[1:], ends, ends[1:], strict=False):
+                own = None if inside is None else inside[c:d]
+                rows.append(one_node(q[a:b], keys[c:d], values[c:d], scale, window, own))
+            return torch.cat(rows)
 
         return attend
 
-    def _over_whole_pages(self, slots: np.ndarray, cached: np.ndarray, new: np.ndarray) -> AttentionPlan:
+    def _over_whole_pages(
+        self, slots: np.ndarray, cached: np.ndarray, new: np.ndarray, blocks: Blocks | None
+    ) -> AttentionPlan:
         """The same where a page holds a sequence: one token each while decoding, several for a turn."""
         numbers = self.pages.table[slots, 0].astype(np.int64)
         top = int(numbers.max()) + 1
@@ -239,13 +298,30 @@ class KVCache:
         # An idle row reads its first key, so no softmax is empty.
         last = np.zeros((count, width), dtype=np.int64)
         last[row_of[owner], offsets] = cached[owner] + offsets
-        mask = self._tensor(np.arange(length)[None, None, :] <= last[:, :, None])[:, None]
+        key_places = np.arange(length)[None, None, :]
+        causal = key_places <= last[:, :, None]
+        masks: dict[Window, Tensor] = {}
+
+        def mask_of(window: Window) -> Tensor:
+            """[rows, 1, width, length]"""
+            mask = causal
+            if blocks is not None and blocks.apply(window):
+                own = np.full((count, length), -1)
+                own[row_of[owner], cached[owner] + offsets] = blocks.numbers
+                queries = np.take_along_axis(own, last, 1)
+                mask = mask | ((queries[:, :, None] == own[:, None, :]) & (queries >= 0)[:, :, None])
+            if window is not None:
+                mask = mask & (key_places >= first_seen(last, window)[:, :, None])
+            return self._tensor(mask)[:, None]
+
         places = row_of[owner] * width + offsets  # of new tokens among the padded queries
         full = len(places) == count * width and bool((np.diff(places) == 1).all())
         index = None if full else self._tensor(places)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-            assert window is None, "sliding windows are refused when the engine is built"
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
+            if window not in masks:
+                masks[window] = mask_of(window)
+            mask = masks[window]
             keys, values = (tensors[layer][read, :length].transpose(1, 2) for tensors in (self.keys, self.values))
             heads, size = q.shape[1:]
             groups = heads // k.shape[1]
@@ -263,8 +339,8 @@ class KVCache:
                 attn_mask=mask if width == 1 else mask.repeat(1, 1, groups, 1),
                 scale=scale,
             )
-            out = out.view(count, k.shape[1], groups, width, size).permute(0, 3, 1, 2, 4)
-            out = out.reshape(count * width, heads, size)
+            out = out.view(count, k.shape[1], groups, width, v.shape[-1]).permute(0, 3, 1, 2, 4)
+            out = out.reshape(count * width, heads, v.shape[-1])
             return out if index is None else out[index]
 
         return attend

@@ -49,6 +49,7 @@ class FamilySpec:
     # the id that is expanded
     brackets: tuple[str, str] | None = None  # tokens around an image that no template writes
     whole: bool = True  # an image is seen in one piece at a multiple of the unit; False: in squares
+    segments: bool = False  # its towers hand the boundaries of their segments to our attention
     prepare: Callable[[Any], None] = lambda model: None
     section: str = ""  # of config.json: what is loaded of a folder with more than one model
     beside: tuple[str, ...] = ()  # prefixes of the tensors of the others
@@ -73,6 +74,7 @@ _QWEN_VL = FamilySpec(
     bind=qwen_vl.bind,
     placeholders=("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     media_tokens={"image": "image_token_id", "video": "video_token_id"},
+    segments=True,
     prepare=qwen_vl.patch_embedding_as_matrix,
 )
 # Its videos are told apart by times in the text, which no row is rendered with yet.
@@ -221,6 +223,8 @@ def _max_positions(config: Mapping[str, Any]) -> int:
     for part in by_layer_type or [rope]:
         if "long_factor" in part:  # by whatever name: Phi-3 files say longrope, su or yarn
             longest += [o for c in (config, part) if (o := c.get("original_max_position_embeddings"))]
+    if config.get("attn_temperature_tuning"):  # it begins there, and transformers counts rows of a batch together
+        longest.append(config["floor_scale"] - 1)
     return min(longest)
 
 
@@ -233,7 +237,7 @@ def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
         converted = name == "internvl_chat"  # published in that format, too
         other = "use its conversion, whose name ends in -hf" if converted else f"use one of {', '.join(FAMILIES)}"
         raise EnvironmentProblem(f"{path}: model_type {name!r} is multimodal and not supported; {other}")
-    kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention", "chunked_attention"}
     if "num_attention_heads" not in config or kinds:
         what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "no attention heads"
         why = "packed rows stay apart in attention layers only: use a decoder such as qwen3 or llama"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from saccade.engines import Engine, generate, not_finite
-from saccade.forest import attention
+from saccade.forest import interface
 from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.plugins.engines import parity
@@ -85,5 +85,5 @@ def by_transformers(backend: LocalBackend, members: Sequence[Trajectory]) -> np.
             places = np.flatnonzero(member.policy_mask)
             found.append(logits.log_softmax(-1).cpu().numpy()[places - 1, member.ids[places]])
     finally:
-        attention.use_in(model)
+        interface.use_in(model, segments=family.spec.segments)
     return np.concatenate(found)

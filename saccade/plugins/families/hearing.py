@@ -225,6 +225,7 @@ OMNI = FamilySpec(
     bind=bind_omni,
     placeholders=(*OMNI_MEDIA.values(), *OMNI_BRACKETS),
     media_tokens=OMNI_MEDIA,
+    segments=True,
     prepare=qwen_vl.patch_embedding_as_matrix,
     section="thinker_config",
     beside=("talker.", "token2wav."),

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from saccade.engines.embedded import sequences
 from saccade.engines.embedded.kv_cache import PAGE, KVCache
 from saccade.engines.embedded.sampling import Drawn, cuts
-from saccade.forest.attention import AttentionPlan
+from saccade.forest.attention import AttentionPlan, Window
 from saccade.forest.device_ops import to_device
 from saccade.models.experts import capturable
 from saccade.models.families import Family
+from saccade.models.heads import language_head
 from saccade.models.load import hidden_states
 from saccade.plugins.gpu import decode_state as fields
 from saccade.plugins.gpu import kernels, sampling_kernels
@@ -59,7 +60,7 @@ class Graphs:
         self.prefix_groups = torch.zeros((3, count // 2), dtype=torch.int64, device=self.device)
         text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
         self._vocabulary = text.vocab_size
-        self.members = fields.members_of(text.num_attention_heads // cache.shape.key_heads)
+        self.members = min(fields.members_of(layer.heads // layer.key_heads) for layer in cache.shape.layers)
         self.step_index = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.ids = torch.zeros((MAX_BURST, count), dtype=torch.int64, device=self.device)
         self.logprobs = torch.zeros((MAX_BURST, count), dtype=torch.float32, device=self.device)
@@ -185,22 +186,22 @@ class Graphs:
     def _attention(self, count: int) -> AttentionPlan:
         """One new token per row: written to its page, attending to the whole row."""
         state = self.state[:, :count]
-        heads, groups = self.cache.shape.key_heads, -(-count // self.members)
-        splits = (
-            _splits(PREFIX_PROGRAMS // (groups * heads), MOST_PREFIX_SPLITS),
-            _splits(ROW_PROGRAMS // (count * heads), MOST_ROW_SPLITS),
-        )
+        groups = -(-count // self.members)
         rows: dict[str, Any] = {
             "bases": self.cache.bases,
             "table": self.table[:count],
             "lengths": state[fields.LENGTH],
             "shared": state[fields.SHARED],
             "prefix_groups": self.prefix_groups[:, : count // 2],
-            "splits": splits,
         }
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-            return kernels.decode_attention(q, k, v, layer=layer, page=PAGE, scale=scale, **rows)
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
+            heads = k.shape[1]
+            splits = (
+                _splits(PREFIX_PROGRAMS // (groups * heads), MOST_PREFIX_SPLITS),
+                _splits(ROW_PROGRAMS // (count * heads), MOST_ROW_SPLITS),
+            )
+            return kernels.decode_attention(q, k, v, layer=layer, page=PAGE, scale=scale, splits=splits, **rows)
 
         return attend
 
@@ -210,7 +211,7 @@ class Graphs:
         positions = state[fields.POSITION].expand(self.family.axes, -1)
         with swapped_forwards(self._fused):
             hidden = hidden_states(self.model, self.family, state[fields.TOKEN], positions, (), self._attention(count))
-        logits = self.model.lm_head(hidden)  # type: ignore[operator]
+        logits = language_head(self.model)(hidden)
         floors, noise = None, {"keys": state[fields.KEY], "index": state[fields.INDEX]}
         rows: dict[str, Any] = {"state": state, "banned": self.banned}
         if cutting:

@@ -301,18 +301,21 @@ def _write(
     tl.store(tl.multiple_of(values + at, 16), new_value)
 
 
-def copy_pages(source: Tensor, target: Tensor, *, bases: Tensor, words: int) -> None:
-    """Pages `source` to `target`, pairwise, keys and values of all layers. `words` int32 each."""
-    _copy[(len(source), bases.numel())](source, target, bases, WORDS=words, BLOCK=1024)
+def copy_pages(source: Tensor, target: Tensor, *, bases: Tensor, words: Tensor) -> None:
+    """Pages `source` to `target`, pairwise, keys and values of all layers; `words` [layers, 2] int32
+    of a page of each.
+    """
+    _copy[(len(source), bases.numel())](source, target, bases, words, BLOCK=1024)
 
 
 @triton.jit
-def _copy(source, target, bases, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+def _copy(source, target, bases, words, BLOCK: tl.constexpr):
     pair, which = tl.program_id(0), tl.program_id(1)
     base = tl.load(bases + which).to(tl.pointer_type(tl.int32))
-    here = tl.load(source + pair).to(tl.int64) * WORDS
-    there = tl.load(target + pair).to(tl.int64) * WORDS
-    for start in range(0, WORDS, BLOCK):
+    count = tl.load(words + which)
+    here = tl.load(source + pair).to(tl.int64) * count
+    there = tl.load(target + pair).to(tl.int64) * count
+    for start in range(0, count, BLOCK):
         word = start + tl.arange(0, BLOCK)
-        read = tl.load(tl.multiple_of(base + here + word, 16), mask=word < WORDS)
-        tl.store(tl.multiple_of(base + there + word, 16), read, mask=word < WORDS)
+        read = tl.load(tl.multiple_of(base + here + word, 16), mask=word < count)
+        tl.store(tl.multiple_of(base + there + word, 16), read, mask=word < count)

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from saccade.forest.logprobs import CHUNK_ELEMENTS
 from saccade.forest.packing import pack
 from saccade.models.families import Family, load_family
 from saccade.models.files import SERIES_FILE
+from saccade.models.heads import language_head
 from saccade.recipes import model_setup, questions
 from saccade.recipes.to_trajectory import dialogue
 from saccade.registry import HOOKS
@@ -124,8 +125,7 @@ class DistillationLoss:
         with torch.no_grad():
             taught = self.teacher.hidden_at(batch, batch.reads)
         hidden, targets = trainer.hidden_at(batch, batch.reads), to_device(batch.targets, trainer.device)
-        head: Any = trainer.model.lm_head
-        their_head: Any = self.teacher.model.lm_head
+        head, their_head = language_head(trainer.model), language_head(self.teacher.model)
 
         def chunk(hidden: Tensor, taught: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             logits = head(hidden)

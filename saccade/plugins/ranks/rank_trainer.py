@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 
 from saccade.config import ADAPTED, Config, load
 from saccade.errors import EnvironmentProblem
-from saccade.forest import attention
+from saccade.forest import interface
 from saccade.forest.packing import deal
 from saccade.models import lora
 from saccade.models.families import Family
@@ -232,7 +232,7 @@ def outline(config: Config, family: Family, dtype: torch.dtype, *, critic: bool 
     settings = transformers.AutoConfig.from_pretrained(family.path, **remote)
     with torch.device("meta"):
         model = getattr(transformers, family.spec.auto_class).from_config(settings, dtype=dtype, **remote)
-        attention.use_in(model)
+        interface.use_in(model, segments=family.spec.segments)
         family.spec.prepare(model)
         if critic:
             attach_score(model, seed=0)

@@ -22,11 +22,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from saccade.algorithms.objective import LossSums
 from saccade.config import Config, TrainConfig
 from saccade.errors import ConfigError
-from saccade.forest.attention import AttentionPlan
+from saccade.forest.attention import AttentionPlan, Window
 from saccade.forest.device_ops import to_device
 from saccade.models.families import Family
 from saccade.models.heads import blocks_of
@@ -160,14 +161,17 @@ def divided_plan(plan: AttentionPlan, lengths: Sequence[int], place: int, group:
     size = len(lengths)
     own = [lengths[place]] * size
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
         if (repeats := key_repeats(k.shape[1], size)) > 1:
             k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
+        width = v.shape[-1]
+        v = pad(v, (0, q.shape[-1] - width))  # they travel together
         shares = [x.shape[1] // size for x in (q, k, v)]
         of_ranks = [x.unflatten(1, (size, n)).transpose(0, 1) for x, n in zip((q, k, v), shares, strict=True)]
         rows = torch.cat(of_ranks, 2).flatten(0, 1)  # those for each rank, one after the other
         found = _Exchange.apply(rows, own, lengths, group)
-        out = plan(layer, *found.split(shares, 1), scale, window)  # type: ignore[call-arg]
+        q, k, v = found.split(shares, 1)
+        out = plan(layer, q, k, v[..., :width], scale, window)
         rows = _Exchange.apply(out, lengths, own, group)
         return rows.unflatten(0, (size, own[0])).transpose(0, 1).flatten(1, 2)
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from saccade.algorithms.objective import LossSums, mean_of, to_metrics
 from saccade.algorithms.table import Entry, add
 from saccade.config import Config, RewardModelConfig
+from saccade.models.heads import change_logits
 from saccade.plugins.preferences.preference_losses import negative_log_sigmoid
 from saccade.plugins.reward_models.reward_head import RewardHead
 from saccade.trainer import Loss, Objective, Reader, Update
@@ -258,6 +259,6 @@ def _rate(backend: Reader, batch: Batch) -> Tensor:
 
 def _judge(backend: Reader, tokens: Sequence[int], batch: Batch) -> Tensor:
     """[reads, tokens]"""
-    weight = backend.model.lm_head.weight[list(tokens)]  # type: ignore[union-attr, index]
+    weight = backend.model.get_output_embeddings().weight[list(tokens)]  # type: ignore[operator]
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return backend.hidden_at(batch, batch.reads).to(wide) @ weight.to(wide).T
+    return change_logits(backend.model, backend.hidden_at(batch, batch.reads).to(wide) @ weight.to(wide).T)
