@@ -13,6 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 import tempfile
 import warnings
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,14 @@ from saccade.plugins.families import tiny
 from saccade.types import Completion, Message, Request, Sampling
 
 FREE = Sampling(temperature=1.0, ignore_eos=True)
+MODELS = {
+    "all tokens": {},
+    "windows": {
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
 SETTINGS = {
     "free": FREE,
     "greedy": replace(FREE, temperature=0.0),
@@ -38,10 +47,10 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # logarithms of 0, as on a GPU
     kv_cache.KVCache._budget = lambda self: 1 << 24  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as scratch:
-        family = load_family(str(tiny.build("qwen2", Path(scratch) / "model")))
-        model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
-        prompts = [family.render([Message(role="user", parts=("Why? " * n,))]) for n in (2, 7)]
-        for name, sampling in SETTINGS.items():
+        for seen, (name, sampling) in product(MODELS, SETTINGS.items()):
+            family = load_family(str(tiny.build("qwen2", Path(scratch) / seen, text=MODELS[seen])))
+            model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
+            prompts = [family.render([Message(role="user", parts=("Why? " * n,))]) for n in (2, 7)]
             asked = [
                 Request(
                     key=f"{number}/{repeat}",
@@ -59,7 +68,7 @@ def main() -> None:
             for plain, kernels in zip(*answers, strict=True):
                 assert told(plain) == told(kernels), f"{name}: {told(plain)}, {told(kernels)}"
                 assert np.abs(plain.logprobs - kernels.logprobs).max() < 1e-5, name
-            print(f"{name}: the same {sum(len(a.ids) for a in answers[0])} tokens")
+            print(f"{seen}, {name}: the same {sum(len(a.ids) for a in answers[0])} tokens")
 
 
 def told(answer: Completion) -> tuple[list[int], list[list[int]]]:

@@ -221,11 +221,14 @@ def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, b
     masks: dict[Window, list[Tensor]] = {}  # one for each bucket
 
     def mask_of(window: Window, index: Tensor, valid: Tensor, mask: Tensor) -> Tensor:
-        place = mask.sum(-1) - 1  # of a token on its path
+        causal = mask
         if numbers is not None and blocks is not None and blocks.apply(window):
             own = numbers[index].masked_fill(~valid, -1)
             mask = mask | _alike(own, own)[:, None]
-        return mask if window is None else mask & (place[..., None, :] >= first_seen(place[..., None], window))
+        if window is not None:
+            place = causal.sum(-1) - 1  # of a token on its path
+            mask = mask & (place[..., None, :] >= first_seen(place[..., None], window))
+        return mask
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
         out = q.new_zeros((*q.shape[:2], v.shape[-1]))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from saccade.algorithms.policy_losses import LossInputs
-from saccade.forest.attention import AttentionPlan, forest_plan
+from saccade.forest.attention import AttentionPlan, blocks_at, forest_plan
 from saccade.forest.device_ops import to_device
 from saccade.forest.packing import has_media
 from saccade.models.families import Family
@@ -42,11 +42,14 @@ class Inputs:
 
 def inputs_of(batch: Batch, family: Family, device: torch.device, dtype: torch.dtype, *, pixels: bool) -> Inputs:
     spans = [np.arange(span.start, span.end) for span in batch.media]
+    places = np.concatenate(spans) if spans else np.zeros(0, np.int64)
+    ids = batch.ids
+    blocks = blocks_at(family.blocks, len(ids), places)
     return Inputs(
-        ids=to_device(batch.ids, device),
+        ids=to_device(ids, device),
         positions=to_device(batch.positions(family.positions), device),
-        plan=forest_plan(batch.node_starts, batch.parents, device, dtype),
-        places=to_device(np.concatenate(spans), device) if spans else None,
+        plan=forest_plan(batch.node_starts, batch.parents, device, dtype, blocks=blocks),
+        places=to_device(places, device) if spans else None,
         media=media_inputs(family, batch.media, device) if spans and pixels else None,
     )
 

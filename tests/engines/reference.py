@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from saccade.engines.embedded.sampling import kept_ids, sample
+from saccade.forest.attention import first_seen
 from saccade.forest.logprobs import sampling_logits
 from saccade.plugins.gpu import decode_state as fields
 from saccade.types import Sampling
@@ -45,7 +46,7 @@ def check_prefix_groups(table, shared, prefix_groups, page):
     assert torch.equal(told, shared)
 
 
-def decode_attention(q, k, v, *, bases, layer, table, lengths, shared, prefix_groups, page, scale, splits):
+def decode_attention(q, k, v, *, bases, layer, table, lengths, shared, prefix_groups, page, scale, splits, window=None):
     check_prefix_groups(table, shared, prefix_groups, page)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     tokens = (int(table.max()) + 1) * page
@@ -54,7 +55,8 @@ def decode_attention(q, k, v, *, bases, layer, table, lengths, shared, prefix_gr
         if length >= 0:
             places = places_of(table[row], page, length + 1)
             keys[places[-1]], values[places[-1]] = k[row], v[row]
-            out[row] = attention(q[row], keys[places], values[places], scale).to(q.dtype)
+            seen = places[max(0, first_seen(length, window)) :] if window else places
+            out[row] = attention(q[row], keys[seen], values[seen], scale).to(q.dtype)
     return out
 
 

@@ -1,57 +1,31 @@
-"""Decoders of other kinds against transformers: windows, chunks, layers of different sizes, keys and values of
-different sizes, layers that share them, logits that are scaled or capped.
-"""
+"""Decoders of other kinds against transformers."""
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from saccade.config import TrainConfig
 from saccade.engines import generate
-from saccade.engines.embedded import EmbeddedEngine
+from saccade.engines.embedded import EmbeddedEngine, kv_cache
 from saccade.engines.embedded.kv_cache import shape_of
 from saccade.errors import EnvironmentProblem
 from saccade.forest.packing import pack
-from saccade.models.families import load_family
 from saccade.models.heads import find_logit_change, language_head
 from saccade.models.load import load_model
-from saccade.plugins.families import tiny
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
-from saccade.types import Request, Sampling
-from tests.engines.asked import trajectories
+from saccade.types import Message
+from tests.engines.asked import requests, trajectories, turn
+from tests.engines.decoders import KINDS, WINDOW, asked, build
+from tests.models.against import ask
 
 CPU = torch.device("cpu")
-WINDOW = 8
-MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW, "num_hidden_layers": 4}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
-EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
-SHARED = {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 8}
-NARROW = {"num_key_value_heads": 2, "head_dim": 32}
-# model type → what its config says beside the sizes of every tiny model
-KINDS: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": WINDOW},
-    "qwen2_moe": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0, "num_experts": 4,
-                  "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
-    "gemma3_text": {**MIXED, "query_pre_attn_scalar": 32, "final_logit_softcapping": 2.0},
-    "cohere2": {**MIXED, "logit_scale": 0.25},
-    "exaone4": {**MIXED, "sliding_window_pattern": 2},
-    "granite": {"logits_scaling": 8.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
-    "deepseek_v3": {**LATENT, **EXPERTS, "num_key_value_heads": 2, "first_k_dense_replace": 1, "head_dim": None},
-    "llama4_text": {"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"] * 2,
-                    "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "num_local_experts": 2,
-                    "intermediate_size_mlp": 64, "interleave_moe_layer_step": 2, "floor_scale": 4096},
-    "gemma3n_text": {**MIXED, **SHARED, "laurel_rank": 8, "altup_num_inputs": 2,
-                     "activation_sparsity_pattern": [0.0] * 4, "final_logit_softcapping": 5.0,
-                     "intermediate_size": [128] * 4},
-    "gemma4_text": {**MIXED, **SHARED, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
-                    "final_logit_softcapping": 5.0, "num_key_value_heads": 2},
-}  # fmt: skip
+PAGED = [kind for kind in KINDS if kind != "deepseek_v3"]  # the kernels read keys and values of one size
 
 
 @pytest.fixture(scope="module")
@@ -59,33 +33,11 @@ def made(tmp_path_factory):
     """(family, our model, transformers' own) of a kind."""
 
     @cache
-    def build(kind):
-        tokenizer = tiny.make_tokenizer(None)
-        ends = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
-        sizes = {**tiny.TEXT, "vocab_size": len(tokenizer), **ends, **KINDS[kind]}
-        config = AutoConfig.for_model(kind, **{name: value for name, value in sizes.items() if value is not None})
-        torch.manual_seed(0)
-        folder = tmp_path_factory.mktemp(kind)
-        stock = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        stock.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        family = load_family(str(folder))
-        stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-        return family, load_model(family, dtype=torch.float32, device=CPU), stock.eval()
+    def loaded(kind):
+        family, stock = build(kind, tmp_path_factory.mktemp(kind))
+        return family, load_model(family, dtype=torch.float32, device=CPU), stock
 
-    return build
-
-
-def asked(family, lengths=(5, 21), repeats=2, **sampling):
-    draw = np.random.default_rng(0)
-    how = Sampling(**{"temperature": 1.0, "max_tokens": 14, "ignore_eos": True, **sampling})
-    free = np.flatnonzero(~family.banned)
-    prompts = [draw.choice(free, length) for length in lengths]
-    return [
-        Request(key=f"{n}/{r}", ids=ids, sampling=how, noise=10 * n + r, episode=f"{n}/{r}")
-        for n, ids in enumerate(prompts)
-        for r in range(repeats)
-    ]
+    return loaded
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,8 +71,9 @@ def test_a_forest_is_rows_of_transformers(kind, made):
         assert (found[0][name] - wanted).abs().max() < limit * max(wanted.abs().max(), 1e-3), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_tokens_are_those_of_generate(kind, made):
+@pytest.mark.parametrize(("kind", "kernels"), [*product(KINDS, [False]), *product(PAGED, [True])])
+def test_greedy_tokens_are_those_of_generate(kind, kernels, made, paged, monkeypatch):
+    monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: kernels)
     family, model, stock = made(kind)
     requests = asked(family, repeats=1, temperature=0.0)
     banned = np.flatnonzero(family.banned).tolist()
@@ -185,3 +138,31 @@ def test_a_temperature_that_counts_places_limits_rows(made):
     family, model, _ = made("llama4_text")
     assert family.max_positions == 4095
     assert not any(getattr(module, "attn_temperature_tuning", False) for module in model.modules())
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_pictures_see_themselves_both_ways(kernels, family_of, load, stock, image, paged, monkeypatch):
+    """As a family may say: in two turns of the engine, in the trainer, and in transformers with a mask of its own."""
+    monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: kernels)
+    family, model = replace(family_of("llava"), blocks="all"), load("llava")
+    backend, banned = LocalBackend(model, family), torch.from_numpy(family.banned)
+    prompt = family.render([Message(role="user", parts=(image(56, 56, 1), "and", image(84, 56, 2), "?"))])
+    engine = EmbeddedEngine(model, family)
+    questions = [replace(r, episode=r.key) for r in requests([prompt, family.render(ask("no picture"))], repeats=2)]
+    for _ in range(2):
+        answers = generate(engine, questions)
+        for batch in pack([trajectories(questions, answers)], micro_tokens=1 << 20):
+            ((scored, _),) = backend.logprobs([batch], Scoring())
+            assert np.abs(scored - batch.rollout_logprobs).max() < 1e-5
+        request, answer = questions[0], answers[0]
+        ids = torch.from_numpy(np.concatenate([request.ids, answer.ids]))
+        mask = torch.ones(len(ids), len(ids)).tril().bool()
+        for span in request.media:
+            mask[span.start : span.end, span.start : span.end] = True
+        vision = family.vision(request.media, CPU, torch.float32)
+        with torch.no_grad():
+            logits = stock("llava")(input_ids=ids[None], attention_mask=mask[None, None], **vision).logits[0]
+        scores = logits[len(request.ids) - 1 : -1].masked_fill(banned, -torch.inf).log_softmax(-1)
+        wanted = scores.gather(1, ids[len(request.ids) :, None]).squeeze(1).numpy()
+        assert np.abs(wanted - answer.logprobs).max() < 1e-5
+        questions = [turn(r, a, family, (image(56, 84, 3), "again")) for r, a in zip(questions, answers, strict=True)]

@@ -25,9 +25,9 @@ def test_the_variable_length_plan_agrees_with_the_dense_plan_and_its_gradient():
         q = torch.randn(tokens, 4, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         k = torch.randn(tokens, 2, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         v = torch.randn(tokens, 2, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-        fast = _varlen_plan(starts, parents, DEVICE)(0, q, k, v, 0.125, None)
+        fast = _varlen_plan(starts, parents, DEVICE, None)(0, q, k, v, 0.125, None)
         exact_inputs = [x.detach().float().requires_grad_() for x in (q, k, v)]
-        exact = _dense_plan(starts, parents, DEVICE)(0, *exact_inputs, 0.125, None)
+        exact = _dense_plan(starts, parents, DEVICE, None)(0, *exact_inputs, 0.125, None)
         assert (fast.float() - exact).norm() / exact.norm() < 0.01
         weight = torch.randn_like(exact)
         fast.backward(weight.to(fast.dtype))
@@ -37,7 +37,7 @@ def test_the_variable_length_plan_agrees_with_the_dense_plan_and_its_gradient():
 
 
 def test_vision_segments_agree_with_a_loop():
-    from saccade.forest.attention import segment_attention
+    from saccade.forest.interface import segment_attention
 
     boundaries = torch.tensor([0, 5, 21, 22, 64], device=DEVICE)
     q, k, v = (torch.randn(64, 2, 80, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))

@@ -23,6 +23,7 @@ from saccade.engines.embedded.kv_cache import KVCache, shape_of
 from saccade.engines.embedded.sampling import cuts, draw
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS, Scheduler
 from saccade.engines.embedded.sequences import Outputs, Part, Sequence
+from saccade.forest.attention import blocks_at
 from saccade.forest.device_ops import to_device
 from saccade.models.families import Family
 from saccade.models.heads import language_head
@@ -187,10 +188,11 @@ class EmbeddedEngine(Engine):
         media: SequenceOf[MediaSpan] = (),
     ) -> Tensor:
         """Hidden states of `new` tokens of the sequences in `slots`, which have `cached` ones."""
-        plan, device = self.cache.plan(slots, cached, new), self.cache.device
-        places = None
+        device, places, blocks = self.cache.device, None, None
         if media:
-            places = to_device(np.concatenate([np.arange(s.start, s.end) for s in media]), device)
+            at = np.concatenate([np.arange(s.start, s.end) for s in media])
+            places, blocks = to_device(at, device), blocks_at(self.family.blocks, len(ids), at)
+        plan = self.cache.plan(slots, cached, new, blocks)
         ids_there, positions_there = to_device(ids, device), to_device(positions, device)
         return hidden_states(self.model, self.family, ids_there, positions_there, tuple(media), plan, places=places)
 

@@ -100,8 +100,6 @@ def why_no_kernels(shape: Shape) -> str:
             return f"its heads of {size} are no power of two between 16 and 256"
         if layer.value_size != size:
             return f"its keys of {size} and values of {layer.value_size} are of different sizes"
-        if layer.window is not None:
-            return f"some of its layers see {abs(layer.window)} tokens at most"
     return "" if find_spec("triton") is not None else "triton is not installed"
 
 

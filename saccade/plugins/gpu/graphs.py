@@ -201,7 +201,9 @@ class Graphs:
                 _splits(PREFIX_PROGRAMS // (groups * heads), MOST_PREFIX_SPLITS),
                 _splits(ROW_PROGRAMS // (count * heads), MOST_ROW_SPLITS),
             )
-            return kernels.decode_attention(q, k, v, layer=layer, page=PAGE, scale=scale, splits=splits, **rows)
+            return kernels.decode_attention(
+                q, k, v, layer=layer, page=PAGE, scale=scale, splits=splits, window=window, **rows
+            )
 
         return attend
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from saccade.plugins.gpu import decode_state as fields
 
 LOG2_E = 1.4426950408889634
+LOWEST = tl.constexpr(-1e30)  # of scores
 TOGETHER = 256  # programs of rows, at most, that run beside those of prefix groups
 
 
@@ -43,9 +44,11 @@ def decode_attention(
     page: int,
     scale: float,
     splits: tuple[int, int],
+    window: int | None = None,
 ) -> Tensor:
     """q [B, H, D], k and v [B, G, D] of one new token per row → [B, H, D]. The new key and value
-    are written behind the `lengths` [B] tokens of the row's pages, `table` [B, pages].
+    are written behind the `lengths` [B] tokens of the row's pages, `table` [B, pages]. `window`: how
+    far it sees, as plans are told.
 
     Rows next to each other that begin with the same pages are a prefix group: what they share is
     read once for all, then each row goes on from there. `prefix_groups` [3, F]: first row, rows,
@@ -76,7 +79,7 @@ def decode_attention(
             KEY_HEADS=key_heads, GROUP=group, SIZE=size, PAGE=page, FRONT=front, BACK=back,
             QUERIES=max(16, triton.next_power_of_2(queries)),
             LANES=max(16, triton.next_power_of_2(group)), BLOCK=64 if size <= 128 else 32,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", WINDOW=window or 0,
             num_stages=2 if together else 3,  # as measured
         )  # fmt: skip
     if together:
@@ -88,12 +91,20 @@ def decode_attention(
 
 
 @triton.jit
+def _seen_from(length, WINDOW: tl.constexpr):
+    """The first token that the one behind `length` others sees."""
+    return tl.maximum(length - WINDOW + 1, 0) if WINDOW > 0 else length - length % -WINDOW
+
+
+@triton.jit
 def _scan(
-    query, keys, values, pages, first, last, scale, highest, total, mixed, lane,
+    query, keys, values, pages, first, last, scale, highest, total, mixed, lane, begins,
     KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of a tile of queries, carried on over tokens first … last - 1 of a row."""
+    """The softmax of a tile of queries, carried on over tokens first … last - 1 of a row; `MASKED`:
+    each query sees those from its own of `begins` on, perhaps none.
+    """
     column = tl.arange(0, SIZE)
     for start in range(first, last, BLOCK):
         index = start + tl.arange(0, BLOCK)
@@ -103,8 +114,13 @@ def _scan(
         at = place[:, None] * (KEY_HEADS * SIZE) + lane + column[None, :]
         key = tl.load(tl.multiple_of(keys + at, [1, 16]), mask=known[:, None], other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-        scores = tl.where(known[None, :], scores, float("-inf"))
+        seen = known[None, :]
+        if MASKED:
+            seen = seen & (index[None, :] >= begins[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
+        if MASKED:  # -inf - -inf is no number
+            higher = tl.maximum(higher, LOWEST)
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(highest - higher)
         total = total * shrink + tl.sum(weights, 1)
@@ -122,6 +138,7 @@ def _attend(
     PREFIX_GROUPS: tl.constexpr, ROWS: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr,
     SIZE: tl.constexpr, PAGE: tl.constexpr, FRONT: tl.constexpr, BACK: tl.constexpr,
     QUERIES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The first `of_groups` programs: each a part of a prefix group, for one key head. The others:
     each a part of a row, for one key head.
@@ -135,9 +152,9 @@ def _attend(
         if program < of_groups:
             _attend_prefix_group(
                 program % FRONT, program // FRONT % KEY_HEADS, program // (FRONT * KEY_HEADS),
-                q, keys, values, parts, sums, table, prefix_groups, scale,
+                q, keys, values, parts, sums, table, lengths, prefix_groups, scale,
                 q_row, q_head, table_row, groups_row, FRONT + BACK if ROWS else FRONT,
-                KEY_HEADS, GROUP, SIZE, PAGE, FRONT, QUERIES, BLOCK, PRECISION,
+                KEY_HEADS, GROUP, SIZE, PAGE, FRONT, QUERIES, BLOCK, PRECISION, WINDOW,
             )  # fmt: skip
     if ROWS:  # noqa: SIM102
         if program >= of_groups:
@@ -147,16 +164,17 @@ def _attend(
                 (program // (BACK * KEY_HEADS)).to(tl.int64),
                 q, k, v, out, keys, values, parts, sums, table, lengths, shared, scale,
                 q_row, q_head, k_row, k_head, v_row, v_head, table_row, not PREFIX_GROUPS,
-                KEY_HEADS, GROUP, SIZE, PAGE, FRONT, BACK, LANES, BLOCK, PRECISION,
+                KEY_HEADS, GROUP, SIZE, PAGE, FRONT, BACK, LANES, BLOCK, PRECISION, WINDOW,
             )  # fmt: skip
 
 
 @triton.jit
 def _attend_prefix_group(
-    part, head, prefix_group, q, keys, values, parts, sums, table, prefix_groups, scale,
+    part, head, prefix_group, q, keys, values, parts, sums, table, lengths, prefix_groups, scale,
     q_row, q_head, table_row, groups_row, PARTS: tl.constexpr,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
     FRONT: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     length = tl.load(prefix_groups + 2 * groups_row + prefix_group).to(tl.int32)
     if length > 0:
@@ -166,14 +184,19 @@ def _attend_prefix_group(
         own, lane = row + member // GROUP, head * GROUP + member % GROUP
         query_at = q + own[:, None] * q_row + lane[:, None] * q_head + column[None, :]
         query = tl.load(query_at, mask=real[:, None], other=0.0)
-        per_part = tl.cdiv(tl.cdiv(length, FRONT), BLOCK) * BLOCK
-        first = part * per_part
+        begin, begins = 0, member
+        if WINDOW != 0:
+            ends = tl.load(lengths + own, mask=real, other=-1).to(tl.int32)
+            begins = tl.where(ends >= 0, _seen_from(ends, WINDOW), length)
+            begin = tl.minimum(tl.min(begins, 0), length)
+        per_part = tl.cdiv(tl.cdiv(length - begin, FRONT), BLOCK) * BLOCK
+        first = begin + part * per_part
         highest, total, mixed = _scan(
             query, keys, values, table + row * table_row, first,
             tl.minimum(first + per_part, length), scale,
             tl.full([QUERIES], float("-inf"), tl.float32), tl.zeros([QUERIES], tl.float32),
-            tl.zeros([QUERIES, SIZE], tl.float32), head * SIZE,
-            KEY_HEADS, SIZE, PAGE, BLOCK, PRECISION,
+            tl.zeros([QUERIES, SIZE], tl.float32), head * SIZE, begins,
+            KEY_HEADS, SIZE, PAGE, BLOCK, PRECISION, WINDOW != 0,
         )  # fmt: skip
         target = (own * (KEY_HEADS * GROUP) + lane) * PARTS + part
         _store(parts, sums, target, highest, total, mixed, real, SIZE)
@@ -185,7 +208,7 @@ def _attend_row(
     q_row, q_head, k_row, k_head, v_row, v_head, table_row, WHOLE: tl.constexpr,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
     FRONT: tl.constexpr, BACK: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """`WHOLE`: the row is one part, and ends here with what its prefix group found."""
     length = tl.load(lengths + row).to(tl.int32)
@@ -225,11 +248,13 @@ def _attend_row(
                     total = total * shrink + weight
                     highest = higher
 
+    if WINDOW != 0:
+        begin = tl.maximum(begin, _seen_from(length, WINDOW))
     per_part = tl.cdiv(tl.cdiv(tl.maximum(length - begin, 0), BACK), BLOCK) * BLOCK
     first = begin + part * per_part
     highest, total, mixed = _scan(
         query, keys, values, pages, first, tl.minimum(first + per_part, length), scale, highest,
-        total, mixed, head * SIZE, KEY_HEADS, SIZE, PAGE, BLOCK, PRECISION,
+        total, mixed, head * SIZE, member, KEY_HEADS, SIZE, PAGE, BLOCK, PRECISION, False,
     )  # fmt: skip
     if WHOLE:
         some = tl.where(total > 0, total, 1.0)

@@ -164,8 +164,8 @@ def divided_plan(plan: AttentionPlan, lengths: Sequence[int], place: int, group:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
         if (repeats := key_repeats(k.shape[1], size)) > 1:
             k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
-        width = v.shape[-1]
-        v = pad(v, (0, q.shape[-1] - width))  # they travel together
+        if (width := v.shape[-1]) < q.shape[-1]:
+            v = pad(v, (0, q.shape[-1] - width))  # they travel together
         shares = [x.shape[1] // size for x in (q, k, v)]
         of_ranks = [x.unflatten(1, (size, n)).transpose(0, 1) for x, n in zip((q, k, v), shares, strict=True)]
         rows = torch.cat(of_ranks, 2).flatten(0, 1)  # those for each rank, one after the other
