@@ -217,14 +217,17 @@ def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, b
             large += [(spans[n], np.concatenate([spans[above] for above in node_paths[n]])) for n in nodes]
     padded = [_pad_trees(trees, spans, node_paths, sizes) for _, trees in sorted(similar.items())]
     buckets, by_node = ([[to_device(x, device) for x in each] for each in found] for found in (padded, large))
-    numbers = None if blocks is None else to_device(blocks.numbers, device)
+    numbers: Tensor | None = None
+    if blocks is not None:  # neighbours in two nodes may be of two sequences
+        own, node = blocks.numbers, np.repeat(np.arange(len(parents)), sizes)
+        numbers = to_device(np.where(own < 0, -1, own + node * len(own)), device)
     masks: dict[Window, list[Tensor]] = {}  # one for each bucket
 
     def mask_of(window: Window, index: Tensor, valid: Tensor, mask: Tensor) -> Tensor:
         causal = mask
         if numbers is not None and blocks is not None and blocks.apply(window):
-            own = numbers[index].masked_fill(~valid, -1)
-            mask = mask | _alike(own, own)[:, None]
+            inside = numbers[index].masked_fill(~valid, -1)
+            mask = mask | _alike(inside, inside)[:, None]
         if window is not None:
             place = causal.sum(-1) - 1  # of a token on its path
             mask = mask & (place[..., None, :] >= first_seen(place[..., None], window))
@@ -239,9 +242,9 @@ def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, b
             tree_q, tree_k, tree_v = (x[index].transpose(1, 2) for x in (q, k, v))
             trees = sdpa(tree_q, tree_k, tree_v, attn_mask=mask, scale=scale, enable_gqa=shared)
             out = out.index_put((index[valid],), trees.transpose(1, 2)[valid])
-        own = numbers if blocks is not None and blocks.apply(window) else None
+        both = numbers if blocks is not None and blocks.apply(window) else None
         for queries, keys in by_node:
-            inside = None if own is None else own[keys]
+            inside = None if both is None else both[keys]
             out = out.index_put((queries,), one_node(q[queries], k[keys], v[keys], scale, window, inside))
         return out
 

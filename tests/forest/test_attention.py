@@ -102,7 +102,6 @@ def test_pictures_see_themselves_both_ways(monkeypatch, plans, window, kind):
         starts, parents = random_forest(rng)
         inputs = qkv(int(starts[-1]))
         runs = [np.arange(*sorted(rng.integers(a, b + 1, 2))) for a, b in pairwise(starts)]  # inside of each node
-        runs = [run[:-1] if run.size and run[-1] + 1 in starts else run for run in runs]  # pictures are apart
         blocks = attention.blocks_at(kind, int(starts[-1]), np.concatenate(runs))
         make = attention._varlen_plan if plans == "flash" else attention._dense_plan
         got = make(starts, parents, CPU, blocks)(0, *inputs, 0.3, window)

@@ -66,6 +66,15 @@ def test_kernels_draw_the_tokens_of_plain_torch(kind, family_of_kind, monkeypatc
     assert alike(*answers, limit=1e-3) == 1
 
 
+def test_a_step_that_waits_for_the_gpu_is_not_captured(family_of_kind):
+    """Gemma 3n makes tensors from numbers in the middle of its layers."""
+    for kind, captured in (("mistral", True), ("gemma3n_text", False)):
+        family = family_of_kind(kind)
+        engine = EmbeddedEngine(load_model(family, dtype=torch.bfloat16, device=DEVICE), family)
+        generate(engine, asked(family))
+        assert bool(engine.graphs._captured) == captured, kind
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_half_precision_log_probs_are_those_of_the_trainer(kind, family_of_kind):
     family = family_of_kind(kind)

@@ -3,8 +3,8 @@ to the drawn token and the state of the next step, and is replayed many times be
 
 Rows are uploaded before a burst and advance on the device; a row that ends stays idle until the
 host takes it out. Weights are the trainer's and change in place, so graphs stay valid; when a
-tensor has moved they are captured again. On a CPU (tests), and where a model cannot be captured,
-the step simply runs.
+tensor has moved they are captured again. On a CPU (tests), and where a model cannot be captured
+because it waits for the device in the middle of a step, the step simply runs.
 
     graphs.launch(ready, tokens, table, steps=16)
     ids, logprobs = graphs.read()
@@ -14,6 +14,8 @@ Legend: B rows, E hidden size.
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,13 +29,15 @@ from saccade.engines.embedded.sampling import Drawn, cuts
 from saccade.forest.attention import AttentionPlan, Window
 from saccade.forest.device_ops import to_device
 from saccade.models.experts import capturable
-from saccade.models.families import Family
+from saccade.models.families import FAMILIES, Family
 from saccade.models.heads import language_head
 from saccade.models.load import hidden_states
 from saccade.plugins.gpu import decode_state as fields
 from saccade.plugins.gpu import kernels, sampling_kernels
 from saccade.plugins.gpu.fused_decode import fused_forwards, swapped_forwards
 from saccade.types import Sampling
+
+log = logging.getLogger(__name__)
 
 STEPS_PER_SYNC = 16  # steps of a burst, after which the host reads what was drawn
 MAX_BURST = 64  # where no row can end before
@@ -157,8 +161,28 @@ class Graphs:
             return lambda: self._step(count, cutting)
         key = (count, cutting)
         if key not in self._captured:
+            if not self._captured and self.family.name not in FAMILIES and self._waits(count, cutting):
+                self._captures = False
+                log.info("generation runs without CUDA graphs: the model waits for the GPU inside of a step")
+                return lambda: self._step(count, cutting)
             self._captured[key] = self._capture(count, cutting)
         return self._captured[key].replay
+
+    def _waits(self, count: int, cutting: bool) -> bool:
+        """Whether a step of a model that nobody has looked at waits for the device, which a graph
+        cannot hold.
+        """
+        self._rest()
+        self._step(count, cutting)  # compiles kernels, lets libraries choose theirs
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                self._step(count, cutting)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        return any("synchronizing" in str(each.message) for each in told)
 
     def _rest(self) -> None:
         """Every row idle, no prefix group: a step touches no page. What the last burst left may
