@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -156,7 +157,7 @@ def _fuse_rotary(model: Any) -> list[str]:
     for file in files:
         for name, (fused, shapes) in ROTARY.items():
             plain = getattr(file, name, None)
-            if plain is None or hasattr(plain, "plain"):
+            if plain is None or hasattr(plain, "plain") or not {"q", "k"} <= signature(plain).parameters.keys():
                 continue
             arguments = [_random(shape, model) for shape in shapes]
             if all(map(_near, fused(plain, *arguments), plain(*arguments))):

@@ -182,7 +182,7 @@ class Graphs:
                 self._step(count, cutting)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        return any("synchronizing" in str(each.message) for each in told)
+        return any("called a synchronizing" in str(each.message) for each in told)
 
     def _rest(self) -> None:
         """Every row idle, no prefix group: a step touches no page. What the last burst left may
