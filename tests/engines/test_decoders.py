@@ -48,7 +48,9 @@ def test_a_forest_is_rows_of_transformers(kind, made):
     answers = generate(EmbeddedEngine(model, family), requests)
     groups = [trajectories(requests[i : i + 2], answers[i : i + 2]) for i in (0, 2)]
     (batch,) = pack(groups, micro_tokens=1 << 20)
-    ours, _ = LocalBackend(model, family, TrainConfig()).read(batch, Scoring())
+    backend = LocalBackend(model, family, TrainConfig(), checkpointing=True)
+    model.train()
+    ours, _ = backend.read(batch, Scoring())
     banned = torch.from_numpy(family.banned)
     theirs = []
     for request, answer in zip(requests, answers, strict=True):

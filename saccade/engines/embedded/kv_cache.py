@@ -22,7 +22,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from saccade.engines.embedded.pages import POOL_SHARE, Pages
-from saccade.forest.attention import HALF, AttentionPlan, Blocks, Window, first_seen, forest_plan, one_node, varlen
+from saccade.forest.attention import (
+    HALF,
+    LARGEST_FLASH_HEAD,
+    AttentionPlan,
+    Blocks,
+    Window,
+    first_seen,
+    forest_plan,
+    one_node,
+    varlen,
+)
 from saccade.forest.device_ops import KERNELS, to_device
 from saccade.models.families import Family
 from saccade.models.load import hidden_states
@@ -96,8 +106,8 @@ def why_no_kernels(shape: Shape) -> str:
         return f"its weights are {shape.dtype}"
     for layer in shape.layers:
         size = layer.key_size
-        if not (16 <= size <= 256 and size.bit_count() == 1):
-            return f"its heads of {size} are no power of two between 16 and 256"
+        if not (16 <= size <= 512 and size.bit_count() == 1):
+            return f"its heads of {size} are no power of two between 16 and 512"
         if layer.value_size != size:
             return f"its keys of {size} and values of {layer.value_size} are of different sizes"
     return "" if find_spec("triton") is not None else "triton is not installed"
@@ -268,7 +278,7 @@ class KVCache:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
             keys, values = (tensors[layer].flatten(0, 1).index_select(0, index) for tensors in (self.keys, self.values))
             inside = numbers if blocks is not None and blocks.apply(window) else None
-            usual = inside is None and (window is None or window > 0)
+            usual = inside is None and (window is None or window > 0) and q.shape[-1] <= LARGEST_FLASH_HEAD
             if q.is_cuda and q.dtype in HALF and usual:
                 return varlen(q, keys, values, (cu_q, cu_k), longest, scale, window)
             rows = []

@@ -40,11 +40,11 @@ def rows_of(sequences: SequenceOf[Sequence], tokens: np.ndarray, shared: np.ndar
     return packed
 
 
-def members_of(group: int) -> int:
-    """Rows whose common beginning one program reads, of `group` query heads for each key head:
-    their queries make up one tile.
+def members_of(group: int, size: int = 128) -> int:
+    """Rows whose common beginning one program reads, of `group` query heads for each key head of this
+    size: their queries make up one tile, of half as many where heads are large.
     """
-    return min(16, max(1, 64 // group))
+    return min(16, max(1, (64 if size <= 256 else 32) // group))
 
 
 def find_prefix_groups(

@@ -64,7 +64,7 @@ class Graphs:
         self.prefix_groups = torch.zeros((3, count // 2), dtype=torch.int64, device=self.device)
         text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
         self._vocabulary = text.vocab_size
-        self.members = min(fields.members_of(layer.heads // layer.key_heads) for layer in cache.shape.layers)
+        self.members = min(fields.members_of(x.heads // x.key_heads, x.key_size) for x in cache.shape.layers)
         self.step_index = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.ids = torch.zeros((MAX_BURST, count), dtype=torch.int64, device=self.device)
         self.logprobs = torch.zeros((MAX_BURST, count), dtype=torch.float32, device=self.device)

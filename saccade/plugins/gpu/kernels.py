@@ -58,7 +58,7 @@ def decode_attention(
     rows, heads, size = q.shape
     key_heads, group = k.shape[1], heads // k.shape[1]
     front, back = splits
-    queries = fields.members_of(group) * group
+    queries = fields.members_of(group, size) * group
     assert q.stride(2) == k.stride(2) == v.stride(2) == table.stride(1) == prefix_groups.stride(1) == 1
     of_groups, of_rows = key_heads * front * prefix_groups.shape[1], key_heads * back * rows
     # Few rows do not fill a GPU, so they run beside the prefix groups, and a second kernel merges.
@@ -78,7 +78,7 @@ def decode_attention(
             PREFIX_GROUPS=has_groups, ROWS=has_rows,
             KEY_HEADS=key_heads, GROUP=group, SIZE=size, PAGE=page, FRONT=front, BACK=back,
             QUERIES=max(16, triton.next_power_of_2(queries)),
-            LANES=max(16, triton.next_power_of_2(group)), BLOCK=64 if size <= 128 else 32,
+            LANES=max(16, triton.next_power_of_2(group)), BLOCK=64 if size <= 128 else 8192 // size,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", WINDOW=window or 0,
             num_stages=2 if together else 3,  # as measured
         )  # fmt: skip
