@@ -53,7 +53,6 @@ class LayerShape(NamedTuple):
     key_size: int
     value_size: int
     source: int  # the layer whose keys and values it reads: itself, mostly
-    window: Window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +72,11 @@ class Shape:
 @torch.no_grad()
 def shape_of(model: torch.nn.Module, family: Family) -> Shape:
     """Found by a forward of one token: configs say it in many ways."""
-    seen: dict[int, tuple[Tensor, Tensor, Tensor, Window]] = {}
+    seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     first: dict[int, int] = {}  # memory of keys → the layer that made them
 
     def note(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
-        seen[layer] = q, k, v, window
+        seen[layer] = q, k, v
         first.setdefault(k.untyped_storage().data_ptr(), layer)
         return q.new_zeros((*q.shape[:2], v.shape[-1]))
 
@@ -89,8 +88,8 @@ def shape_of(model: torch.nn.Module, family: Family) -> Shape:
     finally:
         model.train(training)
     shapes = (
-        LayerShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], first[k.untyped_storage().data_ptr()], window)
-        for _, (q, k, v, window) in sorted(seen.items())
+        LayerShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], first[k.untyped_storage().data_ptr()])
+        for _, (q, k, v) in sorted(seen.items())
     )
     return Shape(layers=tuple(shapes), device=parameter.device, dtype=parameter.dtype)
 
@@ -122,12 +121,11 @@ class KVCache:
         self.shape, self.slots = shape, slots
         self.device, self.dtype = shape.device, shape.dtype
         self.kernels: Any = KERNELS if use_kernels(shape) else None  # None: torch, with pages of whole sequences
-        # int32 words of a page of each layer, of keys and of values; none where a layer has no own.
-        words = [
-            [PAGE * layer.key_heads * size * shape.dtype.itemsize // 4 * (layer.source == index) for size in layer[2:4]]
-            for index, layer in enumerate(shape.layers)
-        ]
-        self.words = self._tensor(np.array(words))
+        # [layers, 2]: int32 words of a page of keys, and of values; none where a layer has no own.
+        each = np.array(
+            [(x.source == n) * x.key_heads * np.array([x.key_size, x.value_size]) for n, x in enumerate(shape.layers)]
+        )
+        self.words = self._tensor(each * PAGE * shape.dtype.itemsize // 4)
         self.bases = torch.zeros((len(shape.layers), 2), dtype=torch.int64, device=self.device)
         self.clear()
 
