@@ -63,12 +63,14 @@ def find_logit_change(model: Any) -> str | None:
     states = torch.randn((1, 4, _size(model)), generator=torch.Generator().manual_seed(0))
     states = states.to(model.device, model.dtype)
     states *= 100 / own(states).abs().max()  # far beyond a soft cap
-    decoder.forward = lambda *args, **options: kind(last_hidden_state=states)
+    decoder.forward, training = lambda *args, **options: kind(last_hidden_state=states), model.training
+    model.eval()  # in training some ask for more than ids
     try:
         ids = torch.zeros((1, 4), dtype=torch.int64, device=model.device)
         theirs = model(input_ids=ids, use_cache=False).logits
     finally:
         del decoder.forward
+        model.train(training)
     keys = [None, *(key for key in LOGIT_CHANGES if getattr(_text(model), key, None))]
     plain = own(states)
     made = (plain if key is None else LOGIT_CHANGES[key](plain, getattr(_text(model), key)) for key in keys)
