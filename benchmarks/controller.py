@@ -35,9 +35,9 @@ from saccade.config import load
 from saccade.forest.packing import pack as pack_forests
 from saccade.models.families import load_family
 from saccade.plugins.families import tiny
-from saccade.plugins.ranks.launchers import JoinedRank, Link
+from saccade.plugins.ranks.launchers import Arrival, Link
 from saccade.plugins.ranks.rank_trainer import RankTrainer
-from saccade.plugins.ranks.team import RankSettings, Team
+from saccade.plugins.ranks.team import Rank, RankSettings, Team
 from saccade.recipes.rl import pack_updates, select_members
 from saccade.recipes.rl_rollout import Rollouts, Sampler, rollout_metrics
 from saccade.registry import HOOKS
@@ -98,7 +98,8 @@ class StandIn(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        self.read()  # settings
+        for _ in ("what it is", "settings"):
+            self.read()
         self.send({"ready": True}, {})
         while (head := self.read()) is not None:
             row, listed = json.loads(head)
@@ -139,12 +140,14 @@ class StandIn(threading.Thread):
 
 
 def start_team(gpus: int, folder: Path) -> tuple[Team, list[StandIn]]:
-    settings = RankSettings(options={}, command="rl", folder=None, cwd=".", rank=0, size=gpus, port=0)
+    settings = RankSettings(options={}, command="rl", folder=None, rank=0, size=gpus, port=0)
     pairs = [socket.socketpair() for _ in range(gpus)]
     others = [StandIn(theirs) for _, theirs in pairs]
     starters = [
-        partial(JoinedRank, settings, link=Link(Channel(mine)), log=folder / f"rank-{n}.log")
-        for n, (mine, _) in enumerate(pairs)
+        partial(Rank, settings, place=partial(Link, arrival), log=folder / f"rank-{n}.log")
+        for n, arrival in enumerate(
+            Arrival(channel=Channel(mine), host="", local=0, pid=0, versions={}) for mine, _ in pairs
+        )
     ]
     return Team(starters, ExitStack()), others
 

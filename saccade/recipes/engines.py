@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from saccade.config import Config, DataConfig
 from saccade.engines import Engine, Settings
@@ -37,15 +36,15 @@ def make_engine(config: Config, policy: Trainer, *, first_tokens: bool = False, 
         elif not experts.capturable(policy.model):
             log.info("generation runs without CUDA graphs: on this GPU experts ask the host for sizes")
     settings = replace(settings_of(config, policy.family), first_tokens=first_tokens)
-    return start_engine(config, settings, policy.family, policy.model, logs=logs)
+    return start_engine(config, settings, policy.family, policy, logs=logs)
 
 
 def start_engine(
-    config: Config, settings: Settings, family: Family, model: Any = None, *, logs: Path | None = None
+    config: Config, settings: Settings, family: Family, policy: Trainer | None = None, *, logs: Path | None = None
 ) -> Engine:
     if config.rollout.replicas:
-        return ENGINES["replicas"](settings, config.rollout.replicas, logs=logs, training=config.run.gpus)
-    return build(settings, family, model)
+        return ENGINES["replicas"](settings, config.rollout.replicas, logs=logs, team=policy and policy.engine)
+    return build(settings, family, policy and policy.model)
 
 
 def settings_of(config: Config, family: Family) -> Settings:

@@ -65,6 +65,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     parts.test_rewards(config, scorer, data.samples)
     parts.check_algorithm(algorithm, scorer, data.samples)
     backend = model_setup.start_policy(run, family)
+    HOOKS["place_reward_models"](scorer, backend)
     stream = Stream(data, seed=config.run.seed, config=config.data)
     hot = algorithm.hot_first_token.temperature > 0
     engine = make_engine(config, backend, first_tokens=hot, logs=run.folder.path)

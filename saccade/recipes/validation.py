@@ -107,6 +107,7 @@ def make_evaluator(run: Run, policy: Trainer, sets: Mapping[str, Dataset]) -> Ev
         return None
     scorer = parts.make_scorer(config)
     run.close_at_end(scorer)
+    HOOKS["place_reward_models"](scorer, policy)
     for dataset in sets.values():
         parts.test_rewards(config, scorer, dataset.samples)
     HOOKS["warn_of_rewards"](scorer, sets.values())

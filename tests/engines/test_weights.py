@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from saccade.errors import EnvironmentProblem
-from saccade.plugins.engines import weights
+from saccade.plugins.engines import weight_transfer, weights
 
 
 @pytest.fixture
@@ -34,7 +34,8 @@ def test_pieces_hold_every_tensor_bit_by_bit_and_leave_nothing(monkeypatch):
     }
     source = SimpleNamespace(weights=lambda: iter(tensors.items()))
     before = len(os.listdir("/proc/self/fd"))
-    with weights.shared(source, turn=1) as (paths, checksums):
+    with weights.shared(source, turn=1) as (offer, checksums):
+        paths = offer["paths"]
         assert len(paths) > 2 and checksums.keys() == {"wide"}
         found = {n: t.clone() for n, t in weights.Mapped(paths).weights()}
         weights.require_checksums(found.items(), checksums)
@@ -44,6 +45,21 @@ def test_pieces_hold_every_tensor_bit_by_bit_and_leave_nothing(monkeypatch):
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
     with pytest.raises(EnvironmentProblem, match="wide"):
         weights.require_checksums((tensors | {"wide": found["wide"] + 1}).items(), checksums)
+
+
+def test_another_machine_reads_the_pieces_over_the_network(changed, monkeypatch):
+    monkeypatch.setattr(weights, "PIECE", 1 << 16)
+    with weights.shared(changed, turn=0) as (here, _), weight_transfer.served(here["paths"]) as offer:
+        with weight_transfer.opened(offer, "127.0.0.1") as paths:
+            assert paths == list(here["paths"])  # on the same machine nothing travels
+        monkeypatch.setenv("SACCADE_HOST", "another-machine")
+        with weight_transfer.opened(offer, "127.0.0.1") as paths:
+            assert len(paths) > 4 and not {*paths} & {*here["paths"]}
+            found = {name: tensor.clone() for name, tensor in weights.Mapped(paths).weights()}
+        stranger = offer | {"token": "0" * weight_transfer.TOKEN}
+        with pytest.raises(ConnectionError, match="weights ended after 0 of"), weight_transfer.opened(stranger):
+            pass
+    assert all(torch.equal(found.pop(name), tensor) for name, tensor in changed.weights()) and not found
 
 
 def test_all_tensors_are_compared_in_turn(changed):

@@ -16,5 +16,5 @@ from tests.ranks.processes import Forked
 
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of a run start at once: ranks, and replicas beside them."""
-    monkeypatch.setattr(Replica, "start", lambda replica: Forked(replica))
+    """Processes of a run that this machine starts do so at once: ranks, and replicas beside them."""
+    monkeypatch.setattr(Replica, "start", lambda replica: replica.place(replica) if replica.place else Forked(replica))

@@ -11,7 +11,6 @@ from torch.distributed import TCPStore
 
 from saccade.errors import EnvironmentProblem
 from saccade.plugins.ranks import launchers, preflight
-from saccade.plugins.ranks.team import RankSettings
 from saccade.system.process import Channel
 
 
@@ -24,20 +23,19 @@ def test_an_edited_file_changes_the_hash_of_the_code(tmp_path: Path) -> None:
     assert preflight.code_hash(tmp_path / "ranks") != preflight.code_hash(source)
 
 
-def test_a_machine_with_other_code_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_machine_with_other_code_is_refused_by_name() -> None:
     def knock(port: int, code: dict[str, str]) -> Channel:
         channel = Channel(socket.create_connection(("127.0.0.1", port)))
         versions = launchers.versions() | code
         channel.send({"token": "t", "host": "far" if code else "near", "pid": 1, "local": 0, "versions": versions})
         return channel
 
-    settings = RankSettings(options={}, command="rl", folder=None, cwd="", rank=0, size=2, port=0)
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        links = [knock(door.getsockname()[1], code) for code in ({}, {"code": "0123456789ab"})]
+    with launchers.Door(0, "t") as door:
+        links = [knock(door.port, code) for code in ({}, {"code": "0123456789ab"})]
         with pytest.raises(
             EnvironmentProblem, match=r"far has .*'code': '0123456789ab'.*, this machine .*; install alike"
         ):
-            launchers._joined(door, settings, "t", tmp_path)
+            door.arrivals("t", 2)
     assert len(links) == 2
 
 

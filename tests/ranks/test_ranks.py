@@ -132,6 +132,20 @@ def test_a_critic_and_adapters_on_two_ranks(tmp_path, rl_config, tensors, forked
     assert (last[0] / "state" / "critic" / "weights.safetensors").is_file()
 
 
+def test_learned_rewards_are_scored_by_the_ranks(tmp_path, rl_config, forked_ranks):
+    """With the scores of one process. Ranks hold the model; its card is refused where the run begins."""
+    learned = {"verifier": "model", "weight": 0.5, "args": {"path": "tiny:qwen2_vl"}}
+    for name, gpus in {"one": 1, "two": 2}.items():
+        options = rl_config(tmp_path, run__name=name, run__gpus=gpus, run__max_steps=2) | STORED
+        rl.run(options | {"reward.terms": [*options["reward.terms"], learned]})
+    assert sampled(tmp_path / "two") == sampled(tmp_path / "one")
+    require_alike(tmp_path / "two", tmp_path / "one")
+    assert read_metrics(tmp_path / "two")[-1]["reward/model"] != 0
+    with pytest.raises(ConfigError, match="has no head 'taste'; it has preference"):
+        strange = learned | {"args": {"path": "tiny:qwen2_vl", "head": "taste"}}
+        rl.run(options | {"run.name": "three", "reward.terms": [strange]})
+
+
 RECIPES = {"sft": sft, "teacher": sft, "dpo": dpo, "reference before": dpo, "reward model": reward_training}
 
 
@@ -182,36 +196,60 @@ def test_more_gpus_than_there_are_are_refused(tmp_path, rl_config, monkeypatch):
         rl.run(rl_config(tmp_path, run__gpus=2, rollout__engine="vllm"))
 
 
-def test_processes_that_ray_starts(tmp_path, recipe, alone, forked_ranks):
-    """Two steps, and an engine beside the ranks."""
-    pytest.importorskip("ray")
-    options = recipe(tmp_path, run__name="on", run__gpus=2, run__launcher="ray", run__max_steps=2)
-    rl.run(options | {"rollout.replicas": 1})
-    here = sampled(tmp_path / "on")
-    assert len(here) == 32 and here == sampled(alone)[:32]
-
-
-# What Slurm has on the machines of a job; here each of two tasks has a machine of its own, with all weights there.
+# What the scripts find on the machines of a job; here each process of Slurm has a machine of its own.
 COMMANDS = {
     "saccade": f'exec {sys.executable} -m saccade "$@"',
     "hostname": "echo 127.0.0.1",
-    "srun": 'for n in 0 1; do SACCADE_HOST=machine-$n SLURM_LOCALID=0 "$@" & done; wait',
+    "srun": 'for n in 0 1 2; do SACCADE_HOST=machine-$n SLURM_LOCALID=0 "$@" & done; wait',
+    "ray": f'exec {sys.executable} -c "from ray.scripts.scripts import main; main()" "$@"',
+    "ssh": 'shift; SACCADE_HOST=machine-1 exec "$@"',
 }
 
 
-def test_processes_that_slurm_starts(tmp_path, recipe, alone):
-    """Two steps of the example script; a stranger who knocks first is turned away."""
-    options = recipe(tmp_path, run__name="on", run__max_steps=2) | {"train.layout": "hybrid", "run.gpus": 2}
-    file = tmp_path / "run.yaml"
+def run_script(name: str, folder: Path, options: dict[str, Any], **environment: str) -> None:
+    """One of examples/, on this machine."""
+    file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(load(options).model_dump(mode="json", exclude_unset=True)))
-    for name, line in COMMANDS.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o755)
+    for command, line in COMMANDS.items():
+        (folder / command).write_text(f"#!/bin/bash\n{line}\n")
+        (folder / command).chmod(0o755)
+    path = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    subprocess.run(["bash", ROOT / "examples" / name, file], env=os.environ | path | environment, check=True)
+
+
+# Ends the engine that Ray has started on one of its machines.
+ENDING = """
+import os, signal
+def nothing(sample):
+    if sample.step == 2 and not os.path.exists("{folder}/ended"):
+        process, *_ = open("{folder}/on/engine-0.log").read().removeprefix("process ").split()
+        open("{folder}/ended", "w").close()
+        os.kill(int(process), signal.SIGKILL)
+    return 0.0
+"""
+
+
+def test_processes_that_ray_starts(tmp_path, recipe, alone):
+    """Two ranks and an engine beside them, on two machines; Ray replaces the engine when it is killed."""
+    pytest.importorskip("ray")
+    (tmp_path / "reward.py").write_text(ENDING.format(folder=tmp_path))
+    options = recipe(tmp_path, run__name="on", run__max_steps=3) | {"run.gpus": 2, "rollout.replicas": 1}
+    own = {"verifier": f"{tmp_path}/reward.py:nothing", "weight": 0.0}
+    options |= {"reward.terms": [*options["reward.terms"], own]}
+    run_script("ray.sh", tmp_path, options, NODES="machine-1", RAY_PORT=f"{26_000 + os.getpid() % 1000}")
+    assert (tmp_path / "on" / "engine-0.log").read_text().count("process ") == 2
+    here = sampled(tmp_path / "on")
+    assert len(here) == 48 and here == sampled(alone)[:48]
+
+
+def test_processes_that_slurm_starts(tmp_path, recipe, alone):
+    """Two ranks, each with all weights, and an engine that gets them over the network; a stranger who knocks first is
+    turned away.
+    """
+    options = recipe(tmp_path, run__name="on", run__max_steps=2) | {"train.layout": "hybrid", "run.gpus": 2}
     job, refused = os.getpid() % 1000, list[Ended]()
     threading.Thread(target=knock, args=(28_400 + job, refused)).start()
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    slurm = {"SLURM_JOB_ID": f"{job}", "SLURM_NTASKS": "2"}
-    subprocess.run(["bash", ROOT / "examples" / "slurm.sh", file], env=os.environ | path | slurm, check=True)
+    run_script("slurm.sh", tmp_path, options, SLURM_JOB_ID=f"{job}", SLURM_NTASKS="3", REPLICAS="1")
     assert len(refused) == 1
     here = sampled(tmp_path / "on")
     assert len(here) == 32 and here == sampled(alone)[:32]

@@ -1,12 +1,18 @@
-"""vLLM in processes of its own behind one queue."""
+"""vLLM in processes of its own behind one queue, also beside ranks that train."""
 
 import os
 import signal
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
 from saccade.engines import generate
+from saccade.plugins.engines.replicas.replica_pool import Replicas
+from saccade.recipes import rl
+from saccade.run.loggers import read_metrics
+from tests.ranks.test_ranks import STORED, sampled
+from tests.vllm.test_rl import ENGINE
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 
@@ -43,3 +49,25 @@ def test_kill_9_of_a_process_amid_a_rollout_loses_nothing(settings, backend, ask
         assert gap(requests, generate(pool, requests)) < 1e-4
     finally:
         pool.close()
+
+
+def test_two_ranks_train_and_hand_their_weights_over(tmp_path, rl_config, monkeypatch):
+    """Whole and sharded, the sharded run with kill -9 of vLLM amid the second rollout: the tokens stay the same."""
+    killed: list[int] = []
+    hand_out = Replicas._hand_out
+
+    def killing(pool: Any) -> None:
+        hand_out(pool)
+        if type(pool) is Replicas and pool.version == 1 and pool._tasks and not killed and layout == "sharded":
+            killed.append(pool._working[0].child.popen.pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    monkeypatch.setattr(Replicas, "_hand_out", killing)
+    for layout in ("whole", "sharded"):
+        several = {"run.gpus": 2, "rollout.replicas": 1, "train.layout": layout, "run.name": layout, "run.max_steps": 3}
+        rl.run(rl_config(tmp_path) | ENGINE | STORED | several)
+        rows = [row for row in read_metrics(tmp_path / layout) if "reward/mean" in row]
+        assert len(rows) == 3 and max(row["mismatch/logp_gap_max"] for row in rows) < 1e-4
+        assert all(row["policy/grad_norm"] > 0 for row in rows)
+    assert (tmp_path / "sharded" / "log.txt").read_text().count("engine-0 died and starts again") == len(killed) == 1
+    assert sampled(tmp_path / "sharded") == sampled(tmp_path / "whole") != []

@@ -7,8 +7,8 @@ is freed with the last process that has it open. Engines on the trainer's GPU re
 too: CUDA handles for the memory of another process are not used, because a process that dies with
 one open would hold the trainer's memory.
 
-    with shared(backend, turn=version) as (paths, checksums): ...     # here
-    load_by_name(model, Mapped(paths))                                # there
+    with shared(backend, turn=version) as (offer, checksums): ...     # here
+    load_by_name(model, Mapped(offer["paths"]))                       # there
 """
 
 import json
@@ -37,9 +37,9 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @contextmanager
-def shared(source: WeightSource, *, turn: int) -> Iterator[tuple[tuple[str, ...], Mapping[str, int]]]:
-    """Yield paths of a copy that exists as long as the block, and checksums of some of the trainer's
-    tensors; another `turn` compares others.
+def shared(source: WeightSource, *, turn: int) -> Iterator[tuple[dict[str, Any], Mapping[str, int]]]:
+    """Yield where a copy is, as long as the block, for processes of this machine, and checksums of some
+    of the trainer's tensors; another `turn` compares others.
     """
     checksums: dict[str, int] = {}
 
@@ -50,7 +50,7 @@ def shared(source: WeightSource, *, turn: int) -> Iterator[tuple[tuple[str, ...]
             yield name, tensor
 
     with in_memory(noted()) as paths:
-        yield paths, checksums
+        yield {"paths": paths}, checksums
 
 
 @contextmanager
@@ -59,15 +59,19 @@ def in_memory(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, ...]
     with ExitStack() as stack:
         paths = []
         for piece in pieces(weights):
-            file: Any
-            if hasattr(os, "memfd_create"):
-                file = stack.enter_context(os.fdopen(os.memfd_create("saccade-weights"), "wb"))
-                paths.append(f"/proc/{os.getpid()}/fd/{file.fileno()}")
-            else:
-                file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="saccade-weights-"))
-                paths.append(file.name)
+            file, path = nameless(stack)
             _write(piece, file)
+            paths.append(path)
         yield tuple(paths)
+
+
+def nameless(stack: ExitStack) -> tuple[Any, str]:
+    """A file in memory, and a path by which other processes of this machine open it."""
+    if hasattr(os, "memfd_create"):
+        file: Any = stack.enter_context(os.fdopen(os.memfd_create("saccade-weights"), "wb"))
+        return file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="saccade-weights-"))  # noqa: SIM115 (the stack is one)
+    return file, file.name
 
 
 def in_folder(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:

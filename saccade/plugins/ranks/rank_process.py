@@ -7,7 +7,6 @@ The main thread trains and drives the engine, as a replica's does; files are wri
 """
 
 import gc
-import os
 import queue
 import sys
 import threading
@@ -30,11 +29,14 @@ from saccade.engines.builders import build
 from saccade.errors import EnvironmentProblem, SaccadeError, TrainingError
 from saccade.models.load import gpu_peak_gb, pick_device, pick_dtype
 from saccade.plugins.engines.replicas.replica_process import Worker, describe_error
-from saccade.plugins.engines.weights import in_memory
+from saccade.plugins.engines.weight_transfer import served
+from saccade.plugins.engines.weights import shared
 from saccade.plugins.ranks import preflight
 from saccade.plugins.ranks.loss_codec import decode_loss
 from saccade.plugins.ranks.machines import host_name
+from saccade.plugins.ranks.rank_rewards import Question, rate
 from saccade.plugins.ranks.team import RankSettings
+from saccade.plugins.reward_models.learned_reward import LearnedReward, load_learned
 from saccade.plugins.reward_models.reward_card import Card, write_card
 from saccade.plugins.reward_models.reward_losses import bound_scale
 from saccade.plugins.reward_models.reward_rows import rows_of
@@ -53,6 +55,8 @@ CALLS = (
     *("add_part", "update_weights", "logprobs", "values", "train_step", "measure", "blend", "repeats"),
     *(
         "drop_part",
+        "add_reward",
+        "rate",
         "share",
         "unshare",
         "change",
@@ -96,6 +100,7 @@ class RankWorker(Worker):
         self._attach(model)
         self.policy = model_setup.learner(self.config, model, family)
         self.parts: dict[str, Any] = {"policy": self.policy}
+        self.rewards: dict[str, LearnedReward] = {}  # by the paths of terms
         self.algorithm = algorithm_of(self.config) if settings.command == "rl" else None
         self.sharded = self.config.train.layout != "whole"
         self.copy: Any = None  # of a sharded model, whole, to generate with
@@ -111,6 +116,8 @@ class RankWorker(Worker):
         given = block.row["arguments"]
         if block.row["call"] not in CALLS:
             return super().perform(block)
+        if "questions" in given:
+            given["questions"] = decode(tuple[Question, ...], given["questions"], block.arrays)
         if "batches" in given:
             held, new = given.pop("held"), given.pop("forests")
             self._forests = {name: self._forests[name] for name in held}
@@ -165,6 +172,12 @@ class RankWorker(Worker):
         gc.collect()  # a backend and its inputs know each other
         torch.cuda.empty_cache()
 
+    def add_reward(self, path: str) -> None:
+        self.rewards[path] = load_learned(self.config, path)
+
+    def rate(self, path: str, questions: Sequence[Question]) -> Any:
+        return rate(self.rewards[path], questions)
+
     def _engine_over(self, model: Any) -> Engine:
         return build(replace(settings_of(self.config, self.family), engine="embedded"), self.family, model)
 
@@ -205,13 +218,14 @@ class RankWorker(Worker):
 
     # -- weights and files --
 
-    def share(self) -> tuple[str, ...]:
-        """Paths of a copy of the policy's weights, until it is given back by `unshare`; of the first rank."""
+    def share(self, turn: int) -> tuple[Any, ...]:
+        """Where a copy of the policy's weights is, until `unshare`, and checksums of some; of the first rank."""
         if self.settings.rank:
             if self.sharded:
                 self.policy.help_gather()  # type: ignore[attr-defined]
             return ()
-        return self._shared.enter_context(in_memory(self.policy.weights()))
+        offer, checksums = self._shared.enter_context(shared(self.policy, turn=turn))
+        return self._shared.enter_context(served(offer["paths"])), checksums
 
     def unshare(self) -> None:
         self._shared.close()
@@ -278,18 +292,13 @@ def join(settings: RankSettings) -> None:
     distributed.init_process_group(backend, store=store, rank=settings.rank, world_size=settings.size, timeout=limit)
 
 
-def serve(channel: Channel, started: Mapping[str, Any] | None = None, host: str = "127.0.0.1") -> None:
-    """Do what the controller asks until it ends the run. `started`: what a rank that was started elsewhere
-    has been told by the controller at `host`.
+def serve(channel: Channel, controller: str | None = None) -> None:
+    """Do what the controller asks until it ends the run; where another machine has started this process, it is
+    at that address.
     """
-    inbox = listen(channel, tied=started is None)
-    settings = replace(RankSettings(**(started or inbox.get().row["settings"])), host=host)
-    if Path(settings.cwd).is_dir():
-        os.chdir(settings.cwd)
-    if settings.log and Path(settings.log).parent.is_dir():
-        with open(settings.log, "ab") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+    inbox = listen(channel, tied=controller is None)
+    settings = RankSettings(**inbox.get().row["settings"])
+    settings = replace(settings, host=controller or settings.host)
     try:
         join(settings)
         worker = RankWorker(settings, channel)

@@ -6,7 +6,6 @@
 """
 
 import logging
-import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,16 +19,16 @@ import torch
 from torch import Tensor, distributed
 
 from saccade.config import ADAPTED, Config, load
-from saccade.errors import EnvironmentProblem
 from saccade.forest import interface
 from saccade.forest.packing import deal
 from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.heads import attach_score
 from saccade.models.load import freeze, pick_device, pick_dtype
+from saccade.plugins.engines.weight_transfer import opened
 from saccade.plugins.engines.weights import Mapped
 from saccade.plugins.estimate.layout_choice import choose_layout
-from saccade.plugins.ranks.launchers import starters
+from saccade.plugins.ranks.launchers import launch
 from saccade.plugins.ranks.loss_codec import encode_loss
 from saccade.plugins.ranks.preflight import MARK, look, meet
 from saccade.plugins.ranks.sequence import require_heads
@@ -102,13 +101,15 @@ class RankTrainer:
     # -- weights and files --
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Of the policy, through files in the memory of the first rank."""
-        paths = self.engine.ask_all("share", [{}] * self.engine.size)[0].row["result"]
-        try:
-            if not all(Path(path).exists() for path in paths):
-                where = "the first process of run.gpus is on another machine, whose weights cannot be read from here"
-                raise EnvironmentProblem(f"rollout.replicas: {where}; try rollout.replicas=0")
+        with self.shared(turn=0) as (offer, _), opened(offer) as paths:
             yield from Mapped(paths).weights()
+
+    @contextmanager
+    def shared(self, *, turn: int) -> Iterator[tuple[dict[str, Any], Mapping[str, int]]]:
+        """As `weights.shared`: a copy in the memory of the first rank, which other machines read from there."""
+        offer, checksums = self.engine.ask_all("share", [{"turn": turn}] * self.engine.size)[0].row["result"]
+        try:
+            yield offer | {"address": self.engine.first_address()}, checksums
         finally:
             self.engine.ask_first("unshare")
 
@@ -205,7 +206,6 @@ def start_policy(config: Config, command: str, family: Family, folder: str | Non
         options=options,
         command=command,
         folder=folder,
-        cwd=os.getcwd(),
         rank=0,
         size=config.run.gpus,
         port=port,
@@ -213,7 +213,8 @@ def start_policy(config: Config, command: str, family: Family, folder: str | Non
     )
     with ExitStack() as held:
         held.callback((logs / MARK).unlink, missing_ok=True)
-        team = Team(starters(config, settings, cuda, logs, held), held.pop_all())
+        ranks, place = launch(config, settings, cuda, logs, held)
+        team = Team(ranks, held.pop_all(), place)
     team.store = store  # it lasts as long as the ranks
     if shared := meet(store, team.size):
         slow = "they exchange through main memory (gloo), which is slow"

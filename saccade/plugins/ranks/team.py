@@ -9,6 +9,7 @@ error of any ends all of them.
     team.ask_all("update_weights", [{"version": 1}] * team.size)
 """
 
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -40,13 +41,11 @@ class RankSettings:
     options: Mapping[str, Any]  # of the config, as they were given
     command: str
     folder: str | None  # the checkpoint that the run continues from
-    cwd: str  # what paths are relative to
     rank: int
     size: int  # how many ranks there are
     port: int  # where they find each other, on the host of the controller
     seen: Mapping[str, Any] = field(default_factory=dict)  # of files, by the controller
     host: str = "127.0.0.1"
-    log: str | None = None  # where a rank that was started elsewhere writes, if it sees that folder
 
 
 class Rank(Replica):
@@ -58,10 +57,12 @@ class Rank(Replica):
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Future[Block]:
         """What the rank will answer. A forest of `batches` travels once, with the files it needs; the rank holds it as
-        long as it exists here. Columns travel each time.
+        long as it exists here. Columns travel each time, and so do `questions`.
         """
         arrays: Arrays = {}
         sent = self._sent(arguments["batches"], arrays) if "batches" in arguments else {}
+        if "questions" in arguments:
+            sent = {"questions": encode(arguments["questions"], arrays, known=self._files)}
         try:
             return self.begin(name, {**arguments, **sent}, arrays)
         except Died as death:
@@ -89,9 +90,9 @@ class Team(Replicas):
 
     store: Any = None  # where they find each other
 
-    def __init__(self, starters: Sequence[Callable[..., Replica]], held: ExitStack) -> None:
-        """`held` is closed at the end: what the ranks need beside themselves."""
-        self.size, self._held = len(starters), held
+    def __init__(self, starters: Sequence[Callable[..., Replica]], held: ExitStack, place: Any = None) -> None:
+        """`held` is closed at the end: what the ranks need beside themselves. `place` starts replicas beside them."""
+        self.size, self._held, self.place = len(starters), held, place
         self._end: Exception | None = None  # why the ranks are gone
         self._slowest: dict[tuple[str, ...], float] = {}  # seconds for a token, or for a call without any
         super().__init__(starters)
@@ -107,7 +108,7 @@ class Team(Replicas):
         """The answers of all ranks, each with its arguments."""
         arguments, began = [*arguments], time.monotonic()
         kind = call, *(str(arguments[0].get(name)) for name in ("part", "kind"))
-        tokens = max(1, *(sum(batch.tokens for batch in given.get("batches", ())) for given in arguments))
+        tokens = max(1, *map(_work, arguments))
         slowest = self._slowest.get(kind)
         limit = STALL_FIRST if slowest is None else max(STALL_LEAST, STALL_FACTOR * slowest * tokens)
         asked = {rank.call(call, given): rank for rank, given in zip(self._alive(), arguments, strict=True)}
@@ -135,6 +136,12 @@ class Team(Replicas):
             return first.call(call, arguments).result(timeout=CALL_LIMIT).row["result"]
         except (Died, LateAnswer) as death:
             self._lose(first, death)
+
+    def first_address(self) -> str:
+        """Of the machine of the first rank; empty: that of this process."""
+        link = self._alive()[0].child.channel.link
+        address = link.getpeername()[0] if link.family in (socket.AF_INET, socket.AF_INET6) else ""
+        return "" if address in ("127.0.0.1", "::1") else address
 
     def poll(self) -> list[Completion]:
         self._alive()
@@ -177,6 +184,11 @@ class Team(Replicas):
         for part in (self._places, self._ready, self._working):
             part.clear()
         return why
+
+
+def _work(given: Mapping[str, Any]) -> int:
+    """What a call takes longer for: tokens, or questions."""
+    return sum(batch.tokens for batch in given.get("batches", ())) or len(given.get("questions", ()))
 
 
 def _stack(rank: Replica) -> str:

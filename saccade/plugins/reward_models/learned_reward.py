@@ -58,11 +58,7 @@ class LearnedReward:
         **options: Any,
     ) -> LearnedReward:
         """`untrained`: a folder without a head gets a random one, to try a config out."""
-        if not untrained and (wrong := flaw(Path(folder))):
-            raise ConfigError(f"reward.terms: {wrong}")
-        card = read_card(folder) or Card(kind="scalar", heads=("preference",))
-        family = load_family(str(folder), trust_remote_code=trust_remote_code)
-        family = HOOKS["plug_series"](family, SeriesConfig())
+        card, family = describe_folder(folder, trust_remote_code, untrained=untrained)
         model = load_model(family, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         if card.kind == "scalar":
             trained = (Path(folder) / REWARD_FILE).is_file()
@@ -158,6 +154,15 @@ class LearnedReward:
         if self._resting:
             self.backend.forget_features()
             torch.cuda.empty_cache()
+
+
+def describe_folder(folder: str | Path, trust_remote_code: bool, *, untrained: bool) -> tuple[Card, Family]:
+    """What is known of a reward model without its weights; refuses a folder that is none."""
+    if not untrained and (wrong := flaw(Path(folder))):
+        raise ConfigError(f"reward.terms: {wrong}")
+    card = read_card(folder) or Card(kind="scalar", heads=("preference",))
+    family = load_family(str(folder), trust_remote_code=trust_remote_code)
+    return card, HOOKS["plug_series"](family, SeriesConfig())
 
 
 # -- of the terms of a reward ------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from saccade.config import RewardConfig
+from saccade.errors import RankLost
 from saccade.plugins.judges.service_protocol import CHAT_MARK
 from saccade.rewards.resolve import read_terms
 from saccade.rewards.reward_sample import RewardSample
@@ -23,6 +24,7 @@ from saccade.rewards.verifiers import Verifier
 from saccade.types import Media, Message, Score
 
 MEDIA = re.compile("<(image|video|audio|series)>")  # how a text shows that a medium stands there
+NOT_LOADED = "unscored: its model is not loaded"
 SUMMARIES: Mapping[str, Callable[[np.ndarray], float]] = {"mean": np.mean, "min": np.min, "last": lambda v: v[-1]}
 
 
@@ -34,7 +36,7 @@ def model(
     """
     if steps not in SUMMARIES:
         raise ValueError(f"steps={steps}: expected one of {', '.join(SUMMARIES)}")
-    return Score(kind="abstain", reason="unscored: its model is not loaded")
+    return Score(kind="abstain", reason=NOT_LOADED)
 
 
 MODEL = Verifier(function=model, needs_answer=False, learned=True)
@@ -52,20 +54,20 @@ class Learned:
 
     def __init__(self, load: Callable[[str], Any]) -> None:
         self._load = load
-        self._models: dict[str, Any] = {}
+        self.models: dict[str, Any] = {}
         self._waiting: list[tuple[Mapping[str, Any], RewardSample, Future[Score]]] = []
         self._lock, self._scoring = threading.Lock(), threading.Lock()
 
     def prepare(self, args: Mapping[str, Any]) -> None:
         """Load the model of a term, unless another term has it; refuse what it cannot give."""
         path = args["path"]
-        if path not in self._models:
-            self._models[path] = self._load(path)
+        if path not in self.models:
+            self.models[path] = self._load(path)
         wanted = {name: args[name] for name in ("head", "normalise", "steps") if name in args}
-        self._models[path].check(**wanted)
+        self.models[path].check(**wanted)
 
     def check_media(self, media: Sequence[Media]) -> None:
-        for model in self._models.values():
+        for model in self.models.values():
             model.check_media(media)
 
     def submit(self, args: Mapping[str, Any], sample: RewardSample) -> Future[Score]:
@@ -88,16 +90,18 @@ class Learned:
 
     def _read(self, path: str, samples: Mapping[int, RewardSample]) -> dict[int, np.ndarray | str]:
         try:
-            found = self._models[path].read(list(samples.values()))
+            found = self.models[path].read(list(samples.values()))
+        except RankLost:
+            raise
         except Exception as error:  # others wait for these scores: a service has many clients
             return dict.fromkeys(samples, f"raised: {type(error).__name__}: {error}")
         return dict(zip(samples, found, strict=True))
 
     def _score(self, args: Mapping[str, Any], numbers: np.ndarray | str) -> Score:
         if isinstance(numbers, str):
-            return Score(kind="error", reason=numbers)
+            return Score(kind="abstain" if numbers == NOT_LOADED else "error", reason=numbers)
         options = {name: value for name, value in args.items() if name != "path"}
-        value = self._models[args["path"]].value(numbers, **options)
+        value = self.models[args["path"]].value(numbers, **options)
         if not isfinite(value):
             return Score(kind="error", reason=f"nan: the reward model gave {value}")
         return Score(kind="value", value=value)

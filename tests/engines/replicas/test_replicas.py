@@ -69,7 +69,7 @@ def test_a_run_over_two_replicas_is_the_run_over_the_embedded_engine(pool, rl_co
     """The first test of this pool: its weights are still those of the folder."""
     asked, closed = [], []
 
-    def start(settings, count, *, logs, training):
+    def start(settings, count, *, logs, team):
         asked.append((settings.folder, settings.dtype, count, logs))
         return pool
 

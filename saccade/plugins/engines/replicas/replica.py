@@ -14,7 +14,7 @@ import queue
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateAnswer
 from contextlib import suppress
@@ -60,9 +60,11 @@ class Replica:
         events: Events,
         environment: Mapping[str, str] | None = None,
         beside_trainer: bool = True,
+        place: Callable[["Replica"], Any] | None = None,
     ) -> None:
+        """`place` starts the process elsewhere, and returns the link to it."""
         self.settings, self.log, self.events = settings, log, events
-        self.environment, self.beside_trainer = environment, beside_trainer
+        self.environment, self.beside_trainer, self.place = environment, beside_trainer, place
         self.answer_limit = ANSWER_LIMIT
         self.child: Any = None  # a Child, or the link to a process that was started elsewhere
         self.unsent: list[tuple[str, Any]] = []  # submit, abort or release with its argument, in order
@@ -76,6 +78,8 @@ class Replica:
     # -- for the thread that keeps the process --
 
     def start(self) -> Any:
+        if self.place is not None:
+            return self.place(self)
         return Child(self.module, log=self.log, environment=self.environment, largest=None, tied=True)
 
     def _keep(self) -> None:

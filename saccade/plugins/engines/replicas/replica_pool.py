@@ -132,8 +132,9 @@ class Replicas(Engine):
 
         checksums: Mapping[str, int] = {}
         if self._source is not None:
-            with shared(self._source, turn=self.version) as (paths, checksums):
-                self._all(engines, lambda engine: engine.ask("load", paths, checksums, self.version))
+            share = getattr(self._source, "shared", partial(shared, self._source))  # by the ranks themselves
+            with share(turn=self.version) as (offer, checksums):
+                self._all(engines, lambda engine: engine.ask("load", offer, checksums, self.version))
         self._working += self._ready
         self._ready.clear()
         return checksums
@@ -245,20 +246,24 @@ class Replicas(Engine):
         self._launch(place)
 
 
-def start_replicas(settings: Settings, count: int, *, logs: Path | None, training: int = 1) -> Replicas:
-    """Return one engine over `count` replicas, each with separate GPUs where there are enough beside the
-    first ones that are `training`. They log to engine-N.log in `logs`, else in a temporary folder.
+def start_replicas(settings: Settings, count: int, *, logs: Path | None, team: Any = None) -> Replicas:
+    """Return one engine over `count` replicas: where the launcher of a `team` of ranks has places for them, else here,
+    each with separate GPUs where there are enough beside those that train. They log to engine-N.log in `logs`, else in
+    a temporary folder.
     """
     folder = logs or Path(tempfile.mkdtemp(prefix="saccade-engines-"))
     visible: list[str] = []
     if settings.device.startswith("cuda"):
         visible = visible_gpus(settings.device)
         settings = replace(settings, device="cuda")  # whichever it sees
-    launchers = []
-    for index, (environment, beside) in enumerate(placements(count, settings.tensor_parallel, visible, training)):
-        path = folder / f"engine-{index}.log"
-        launchers.append(partial(Replica, settings, log=path, environment=environment, beside_trainer=beside))
-    return Replicas(launchers)
+    places: list[dict[str, Any]]
+    if team is not None and team.place is not None:
+        places = [{"place": partial(team.place, index), "beside_trainer": False} for index in range(count)]
+    else:
+        found = placements(count, settings.tensor_parallel, visible, team.size if team else 1)
+        places = [{"environment": environment, "beside_trainer": beside} for environment, beside in found]
+    named = enumerate(places)
+    return Replicas([partial(Replica, settings, log=folder / f"engine-{n}.log", **place) for n, place in named])
 
 
 def placements(

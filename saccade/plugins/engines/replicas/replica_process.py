@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from saccade.engines import Engine, Settings
@@ -27,8 +27,9 @@ from saccade.types import Request
 class Worker:
     """The engine and what it is asked to do."""
 
-    def __init__(self, engine: Engine, channel: Channel) -> None:
-        self.engine, self.channel = engine, channel
+    def __init__(self, engine: Engine, channel: Channel, controller: str | None = None) -> None:
+        """`controller`: its machine, where another one has started this process."""
+        self.engine, self.channel, self.controller = engine, channel, controller
         self._files: Arrays = {}  # of media, as long as the parent wants
         self._unusable = ""  # why: it has failed, or its weights may be half those of one version
         self._ended = False
@@ -98,16 +99,19 @@ class Worker:
         call = block.row["call"]
         return getattr(self if call in ("load", "shutdown") else self.engine, call)(*block.row["arguments"])
 
-    def load(self, paths: Sequence[str], checksums: Mapping[str, int], version: int) -> None:
+    def load(self, offer: Mapping[str, Any], checksums: Mapping[str, int], version: int) -> None:
+        from saccade.plugins.engines.weight_transfer import opened
         from saccade.plugins.engines.weights import Mapped, load_by_name, require_checksums
 
-        engine, source = self.engine, Mapped(paths)
+        engine = self.engine
         self._unusable = "the last update of weights failed: there are none to use"
-        require_checksums(source.weights(), checksums)
-        if engine.capabilities().shares_weights:  # with a model that nobody else writes to
-            load_by_name(engine.model, source)  # type: ignore[attr-defined]
-            require_checksums(engine.model.named_parameters(), checksums)  # type: ignore[attr-defined]
-        engine.update_weights(source, version)
+        with opened(offer, self.controller) as paths:
+            source = Mapped(paths)
+            require_checksums(source.weights(), checksums)
+            if engine.capabilities().shares_weights:  # with a model that nobody else writes to
+                load_by_name(engine.model, source)  # type: ignore[attr-defined]
+                require_checksums(engine.model.named_parameters(), checksums)  # type: ignore[attr-defined]
+            engine.update_weights(source, version)
         self._unusable = ""
 
     def shutdown(self) -> None:
@@ -120,9 +124,9 @@ def describe_error(error: SaccadeError) -> dict[str, str]:
     return {"kind": next(ours).__name__, "message": str(error)}
 
 
-def main() -> None:
-    channel = connect(tied=True)
-    inbox = listen(channel)
+def serve(channel: Channel, controller: str | None = None) -> None:
+    """Do what the parent asks, or the `controller` on another machine, until it ends."""
+    inbox = listen(channel, tied=controller is None)
     settings = Settings(**inbox.get().row["settings"])
     try:
         family = load_family(
@@ -135,7 +139,7 @@ def main() -> None:
     except SaccadeError as error:
         channel.send({"failed": describe_error(error)})
         sys.exit(error.exit_code)
-    worker = Worker(engine, channel)
+    worker = Worker(engine, channel, controller)
     channel.send({"ready": True})
     threading.Thread(target=worker.report, name="report", daemon=True).start()
     worker.run(inbox)
@@ -143,4 +147,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(connect(tied=True))

@@ -225,6 +225,8 @@ def _build(settings: Settings, family: Family, found: Probe) -> Any:
         arguments["logits_processors"] = ["saccade.plugins.engines.vllm.vllm_worker:First"]
     if device.type == "cpu":
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE}
+    if settings.tensor_parallel > 1:
+        arguments["distributed_executor_backend"] = "mp"  # in a task of Ray it would ask Ray for workers
     if DECLARED:
         _inspect_here(settings.folder)
     return LLMEngine.from_engine_args(EngineArgs(**arguments | dict(settings.args)))

@@ -1,0 +1,91 @@
+"""Learned rewards of a run on several GPUs: every rank holds the models, and scores a share of the questions between
+rollout and update. The process that runs the recipe holds their cards only.
+
+    model = open_reward(config, "runs/rm/checkpoints/step-100")
+    place_rewards(scorer, policy)
+    model.read(samples)
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from saccade.config import Config
+from saccade.forest.packing import deal
+from saccade.models.families import Family
+from saccade.plugins.ranks.team import Team
+from saccade.plugins.reward_models.learned_reward import LearnedReward, describe_folder, load_learned
+from saccade.plugins.reward_models.reward_card import Card
+from saccade.plugins.reward_models.reward_model_term import NOT_LOADED, conversation_of
+from saccade.recipes import model_setup
+from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.scorer import Scorer
+from saccade.system.codec import decode
+from saccade.trainer import Trainer
+from saccade.types import Message
+
+Conversation = tuple[Message, ...]
+Question = tuple[Conversation, tuple[Conversation, ...]]  # and the replies to it
+Found = tuple[tuple[np.ndarray, ...], tuple[str, ...]]  # of each reply its numbers, or why it has none
+
+
+class RankReward(LearnedReward):
+    """The model of a folder, on all ranks."""
+
+    def __init__(self, path: str, card: Card, family: Family) -> None:
+        self.path, self.card, self.family = path, card, family
+        self.team: Team | None = None  # before the ranks have started nothing is scored
+
+    def place(self, team: Team) -> None:
+        self.team = team
+        team.ask_all("add_reward", [{"path": self.path}] * team.size)
+
+    def read(self, samples: Sequence[RewardSample]) -> list[np.ndarray | str]:
+        if self.team is None:
+            return [NOT_LOADED] * len(samples)
+        found: dict[int, np.ndarray | str] = {}
+        asked: dict[Conversation, list[tuple[int, Conversation]]] = {}
+        for number, sample in enumerate(samples):
+            try:
+                question, reply = conversation_of(sample)
+                asked.setdefault(question, []).append((number, reply))
+            except ValueError as error:
+                found[number] = f"unreadable: {error}"
+        questions = list(asked.items())
+        sizes = [sum(1 + len(samples[number].response) for number, _ in replies) for _, replies in questions]
+        dealt = [[questions[index] for index in mine] for mine in deal(sizes, self.team.size)]
+        sent = [tuple((question, tuple(reply for _, reply in replies)) for question, replies in mine) for mine in dealt]
+        blocks = self.team.ask_all("rate", [{"path": self.path, "questions": mine} for mine in sent])
+        for mine, block in zip(dealt, blocks, strict=True):
+            numbers = [number for _, replies in mine for number, _ in replies]
+            values, reasons = decode(Found, block.row["result"], block.arrays)
+            found |= zip(numbers, (reason or value for value, reason in zip(values, reasons, strict=True)), strict=True)
+        return [found[number] for number in range(len(samples))]
+
+
+def open_reward(config: Config, path: str) -> LearnedReward:
+    """In this process, or on the ranks when they are there."""
+    if config.run.gpus == 1:
+        return load_learned(config, path)
+    folder, remote = model_setup.model_folder(config, path), config.model.trust_remote_code
+    return RankReward(path, *describe_folder(folder, remote, untrained=path.startswith("tiny:")))
+
+
+def place_rewards(scorer: Scorer | None, policy: Trainer) -> None:
+    """Load the models of the scorer where the policy is."""
+    if scorer is not None and scorer.learned is not None and policy.engine is not None:
+        for model in scorer.learned.models.values():
+            model.place(policy.engine)
+
+
+def rate(model: LearnedReward, questions: Sequence[Question]) -> Any:
+    """In a rank."""
+    samples = [
+        RewardSample(id="", response="", asked=question, replied=reply)
+        for question, replies in questions
+        for reply in replies
+    ]
+    found = model.read(samples)
+    none = np.zeros(0, np.float32)
+    return tuple(none if isinstance(f, str) else f for f in found), [f if isinstance(f, str) else "" for f in found]
