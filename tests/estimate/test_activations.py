@@ -50,7 +50,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(fused, "_near", lambda *_: True)
     monkeypatch.setattr(fused, "rms_norm", lambda x, shape, weight, eps: Norm.apply(x, weight))
     monkeypatch.setattr(
-        "saccade.forest.attention.segment_attention",
+        "saccade.forest.interface.segment_attention",
         lambda q, k, v, *_: Kernel.apply(q.contiguous(), k.contiguous(), v.contiguous()),
     )
 
@@ -117,7 +117,7 @@ def test_a_block_of_a_vision_tower(tmp_path, as_on_a_gpu, image):
 def test_a_block_of_a_tower_of_squares(tmp_path, as_on_a_gpu, monkeypatch, image):
     """Its results are scaled by vectors that learn, so they are kept."""
     family, model = model_of("internvl", tmp_path)
-    monkeypatch.setattr("saccade.forest.attention.sdpa", lambda q, k, v, **_: Kernel.apply(q, k, v))
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", lambda q, k, v, **_: Kernel.apply(q, k, v))
     (span,) = family.render([Message(role="user", parts=(image(448, 336),))]).media
     media = family.media([span])
     saved = kept_by(model.model.vision_tower.encoder.layer[1], lambda: family.features(model, media))
