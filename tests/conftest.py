@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+import saccade.models  # noqa: F401  before transformers: else a torchvision for CUDA fails on a CPU
 from saccade.types import Group, Media, MediaSpan, Message, Sample, Source, Trajectory
 
 if TYPE_CHECKING:  # torch is imported by the tests that need it

@@ -44,6 +44,7 @@ SHOWN = {
 }
 Grid = tuple[int, int, int]
 Measure = Callable[[Media], tuple[Grid, int]]  # a medium → its grid and its number of placeholder tokens
+Expand = Callable[[str, Sequence[Media]], str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,8 @@ class Chat:
     brackets: tuple[int, int] | None = None  # ids around an image that the template does not write
     begin: tuple[int, ...] = ()  # ids before a conversation that the template does not write
     lists: bool = False  # the template looks for texts in lists of content alone
+    expand: Expand | None = None  # what the template wrote, and media → text with one placeholder for each of them
+    ids_of: Callable[[Media], np.ndarray] | None = None  # what that one stands for; None: a run of it
 
     @property
     def placeholder(self) -> int | None:
@@ -129,7 +132,7 @@ class Chat:
         """Whether the template has a separate place for what a tool says, images included. One
         that merely prints the role would show the model a word that it never saw there.
         """
-        picture = () if self.placeholder is None else (Media(hash=PROBE, width=1, height=1, path=PROBE),)
+        picture = () if self.placeholder is None else (Media(hash=PROBE, width=64, height=64, path=PROBE),)
 
         def shown(role: Any) -> str:
             messages = [Message(role=role, parts=(*picture, PROBE))]
@@ -196,19 +199,21 @@ class Chat:
             raise ConfigError("the chat template does not show what an assistant wrote; try prompt.chat_template=FILE")
         return before, after
 
-    def text_of(self, messages: Sequence[Message], generation: bool) -> str:
-        """What the template makes of a conversation; media are a placeholder each."""
+    def text_of(self, messages: Sequence[Message], generation: bool, *, expanded: bool = True) -> str:
+        """What the template makes of a conversation; media are a placeholder each, or as it writes them."""
         from jinja2 import TemplateError
 
         plain = [self._plain(message) for message in messages]
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 plain, chat_template=self.template, tokenize=False, add_generation_prompt=generation
             )
         except (TemplateError, TypeError) as error:  # a TypeError: text where it expects a list
             roles = ", ".join(message.role for message in messages)
             hint = "leave out what it does not take (such as prompt.system), or give prompt.chat_template=FILE"
             raise ConfigError(f"the chat template refuses the roles {roles}: {error}; {hint}") from error
+        media = [m for message in messages for m in message.media]
+        return self.expand(text, media) if self.expand and media and expanded else text
 
     def _plain(self, message: Message) -> dict[str, Any]:
         # Without media as one text: no special token hides where two parts meet.
@@ -275,6 +280,9 @@ class Chat:
             sources = np.insert(sources, around, np.repeat(sources[images], 2))
             places = np.flatnonzero(~self.is_text(ids))
         measured = [measure(m) for m in media]
+        inside = [] if self.ids_of is None else [self.ids_of(m) for m in media]
+        if inside:
+            measured = [(grid, len(own)) for (grid, _), own in zip(measured, inside, strict=True)]
         counts = np.ones(len(ids), dtype=np.int64)
         counts[places] = [tokens for _, tokens in measured]
         starts = (np.cumsum(counts) - counts)[places]
@@ -282,7 +290,10 @@ class Chat:
             MediaSpan(media=m, start=int(start), length=tokens, grid=grid)
             for m, start, (grid, tokens) in zip(media, starts, measured, strict=True)
         )
-        return Rendered(ids=np.repeat(ids, counts), sources=np.repeat(sources, counts), media=spans)
+        ids = np.repeat(ids, counts)
+        for span, own in zip(spans, inside, strict=False):
+            ids[span.start : span.end] = own
+        return Rendered(ids=ids, sources=np.repeat(sources, counts), media=spans)
 
 
 def load_chat(

@@ -72,7 +72,8 @@ def load_model(
     model = model.to(device).train()
     if family.name not in FAMILIES:
         model.logit_change = find_logit_change(model)
-        _require_same_logits(model, family)
+        prove = family.spec.prove or _require_same_logits
+        prove(model, family)
     KERNELS["fuse"](model)
     if family.series is not None:
         HOOKS["attach_series"](model, family, seed=seed)
@@ -126,11 +127,7 @@ def hidden_states(
         if places is None:
             spans = [np.arange(span.start, span.end) for span in media]
             places = to_device(np.concatenate(spans), ids.device)
-        embedded = model.get_input_embeddings()(ids)  # type: ignore[operator]
-        first, *deeper = features.to(embedded.dtype).split(embedded.shape[-1], dim=1)
-        options = {"inputs_embeds": embedded.index_copy(0, places, first)[None]}
-        if deeper:
-            options |= {"visual_pos_masks": places, "deepstack_visual_embeds": deeper}
+        options = (family.embed or _embedded)(model, ids, places, features)
     whole: Any = model
     output = decoder_of(whole)(
         position_ids=positions[:, None] if family.axes > 1 else positions,
@@ -139,6 +136,15 @@ def hidden_states(
         **options,
     )
     return output.last_hidden_state.squeeze(0)
+
+
+def _embedded(model: Any, ids: Tensor, places: Tensor, features: Tensor) -> dict[str, Any]:
+    embedded = model.get_input_embeddings()(ids)
+    first, *deeper = features.to(embedded.dtype).split(embedded.shape[-1], dim=1)
+    options: dict[str, Any] = {"inputs_embeds": embedded.index_copy(0, places, first)[None]}
+    if deeper:
+        options |= {"visual_pos_masks": places, "deepstack_visual_embeds": deeper}
+    return options
 
 
 def media_inputs(family: Family, media: Sequence[MediaSpan], device: torch.device) -> dict[str, Any]:
@@ -197,13 +203,14 @@ def negated(model: nn.Module, family: Family, tower: str) -> Iterator[str]:
     undo it is exact. Its name.
     """
     prefixes = family.spec.towers[tower]
+    chosen = -1 if family.reader is None else 0  # of a tower that nobody looked at the last layers may not be read
     unread = tuple(f"{name}." for name, m in model.named_modules() if getattr(m, "unread", False))
     name, weight = [
         (name, p)
         for name, p in model.named_parameters()
         if name.startswith(prefixes) and family.tower_of(name) == tower and not name.startswith(unread)
         if p.ndim > 1 and p.is_floating_point() and ".lora_" not in name
-    ][-1]
+    ][chosen]
     weight.data.neg_()
     try:
         yield name

@@ -66,9 +66,15 @@ def add(model: nn.Module, family: Family, config: LoraConfig, *, seed: int, stor
 
 def target_names(model: nn.Module, family: Family, config: LoraConfig) -> list[str]:
     """The linear layers that get an adapter. A pattern that matches none is refused."""
-    modules = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    linear = [name for name in modules if family.tower_of(name) != "series"]  # small enough whole
-    linear.remove(HEAD)  # it may be tied to the embedding, and log-probs are read from its weight
+    whole: Any = model
+    head = whole.get_output_embeddings()  # it may be tied to the embedding, and log-probs are read from its weight
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+        if family.tower_of(name) != "series"  # small enough whole
+        if not type(module).__module__.startswith("transformers.")  # routers that give more than a product
+    ]
     if config.vision and "vision" not in family.spec.towers:
         raise ConfigError(f"model.lora.vision: a {family.name} has no vision tower; remove it, or use a vision model")
     if config.targets == "all-linear":

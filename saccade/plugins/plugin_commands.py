@@ -158,8 +158,8 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """What is missing or does not fit: packages, devices, engines, disk, and a model in full."""
-    named = [f"model.path={model}"] if model else []
-    config = read_config([*(arguments or []), *named])
+    folders = [f"model.path={one}" if Path(one, "config.json").is_file() else one for one in arguments or []]
+    config = read_config([*folders, *([f"model.path={model}"] if model else [])])
     import_module("saccade.plugins.doctor").run(config, as_json=as_json)
 
 

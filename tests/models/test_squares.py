@@ -50,7 +50,7 @@ def internvl_processor(family, **options):
 
 
 def llava_processor(family):
-    return AutoProcessor.from_pretrained(family.path)
+    return AutoProcessor.from_pretrained(family.path, backend="pil")
 
 
 PROCESSORS = {"internvl": internvl_processor, "llava": llava_processor}

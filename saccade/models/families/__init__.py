@@ -24,7 +24,7 @@ from saccade.media.pixel_cache import ImageCache, in_background
 from saccade.models.chat import Chat, Grid, load_chat
 from saccade.models.families import qwen_vl
 from saccade.models.files import described
-from saccade.registry import Table
+from saccade.registry import HOOKS, Table
 from saccade.types import Media, MediaSpan, Message, Rendered
 
 # Special tokens of other modalities that some text tokenizers carry too.
@@ -33,6 +33,7 @@ PLACEHOLDER_TOKENS = (
     *("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>", "<|IMAGE|>", "<|VIDEO|>", "<|vision_bos|>", "<|vision_eos|>"),
     *("<img>", "</img>", "<IMG_CONTEXT>", "<image>", "<video>"),
 )
+SEEING = ("fuyu",)  # types whose config names no tower
 NO_PIXELS = ImageCache(0, make=lambda media: np.empty(0))
 
 
@@ -51,6 +52,10 @@ class FamilySpec:
     whole: bool = True  # an image is seen in one piece at a multiple of the unit; False: in squares
     segments: bool = False  # its towers hand the boundaries of their segments to our attention
     prepare: Callable[[Any], None] = lambda model: None
+    finish: Callable[[Any], Any] = lambda family: family  # → the Family of a folder that has more to say
+    prove: Callable[[Any, Any], None] | None = (
+        None  # (model, Family): refuses a model that computes something else here
+    )
     section: str = ""  # of config.json: what is loaded of a folder with more than one model
     beside: tuple[str, ...] = ()  # prefixes of the tensors of the others
 
@@ -125,6 +130,8 @@ class Family:
     media: Callable[[Sequence[MediaSpan]], Mapping[str, Any]] = _unused  # what `features` reads, on the host
     features: Callable[[Any, Mapping[str, Any]], Any] = _unused  # (model, media) → [media tokens,
     # hidden], or a multiple of hidden: what the first decoder layers add follows
+    embed: Callable[..., dict[str, Any]] | None = None  # (model, ids, places, features) → what its decoder reads;
+    # None: ids are embedded, and features put in their places
     vision: Callable[..., Mapping[str, Any]] = lambda spans, device, dtype: {}  # arguments of transformers' forward
     unit: int = 1  # pixels of a side that are seen as one token
     budget: Callable[[int, int], Mapping[str, Any]] = lambda low, high: {}  # (min_pixels,
@@ -132,6 +139,7 @@ class Family:
     shown: Mapping[str, Any] = field(default_factory=dict)  # those of the run, for what it saves
     blocks: str = ""  # the tokens of a picture see each other both ways in "all" layers, in those with
     # "windows", or in none
+    reader: Any = None  # of a folder's own processor, where that is used
     series: SeriesConfig | None = None  # of the encoder that was plugged in, if there is one
 
     def __post_init__(self) -> None:
@@ -201,20 +209,21 @@ def load_family(
             raise ImageError(f"this model takes {taken}, but a row holds {found} ({media.path or media.hash[:12]})")
         return measured(media)
 
-    return Family(
+    family = Family(
         name=name,
         path=path,
         spec=spec,
         chat=chat,
         vocabulary=vocabulary,
         banned=_banned(chat, vocabulary, [config.get(key) for key in spec.placeholders]),
-        max_positions=_max_positions(text_config),
+        max_positions=max_positions(text_config),
         measure=measure,
         **bound,
     )
+    return spec.finish(family)
 
 
-def _max_positions(config: Mapping[str, Any]) -> int:
+def max_positions(config: Mapping[str, Any]) -> int:
     """The longest row whose positions do not depend on the rows beside it. LongRoPE and dynamic
     RoPE switch to other frequencies for a whole batch once its longest row exceeds the length of
     pretraining: LongRoPE names it, for dynamic RoPE it is `max_position_embeddings`.
@@ -231,13 +240,14 @@ def _max_positions(config: Mapping[str, Any]) -> int:
 
 
 def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
-    """Any text decoder runs through the generic text family; an unknown multimodal type would lose
-    its media.
+    """Any text decoder runs through the generic text family, any that sees through that of a plugin, which proves it;
+    one that is neither would lose its media.
     """
     modalities = [key for key in config if key.endswith("_config") and key != "text_config"]
-    if not name or any(key.startswith(("vision", "audio", "speech", "image")) for key in modalities):
-        converted = name == "internvl_chat"  # published in that format, too
-        other = "use its conversion, whose name ends in -hf" if converted else f"use one of {', '.join(FAMILIES)}"
+    if any(key.startswith(("vision", "vq", "image")) for key in modalities) or name in SEEING:
+        return HOOKS["any_family"]
+    if not name or any(key.startswith(("audio", "speech")) for key in modalities):
+        other = f"use one of {', '.join(FAMILIES)}"
         raise EnvironmentProblem(f"{path}: model_type {name!r} is multimodal and not supported; {other}")
     kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention", "chunked_attention"}
     if "num_attention_heads" not in config or kinds:

@@ -12,6 +12,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -107,7 +108,9 @@ def model_checks(config: Config) -> list[Check]:
         from saccade.recipes.model_setup import family_of, quiet_libraries
 
         quiet_libraries()
-        return family_of(config, config.model.path)
+        found = family_of(config, config.model.path)
+        # The proof has a row of its own, which shows all comparisons.
+        return replace(found, spec=replace(found.spec, prove=lambda model, family: None)) if found.spec.prove else found
 
     @cache
     def loaded() -> tuple[Any, Any]:

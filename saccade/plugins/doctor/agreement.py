@@ -14,6 +14,7 @@ from saccade.forest import interface
 from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.plugins.engines import parity
+from saccade.plugins.families import proof
 from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
@@ -35,7 +36,13 @@ def questions(family: Family) -> list[Sample]:
 
 
 def rows_agree(backend: LocalBackend, engine: Engine) -> Iterator[tuple[str, ...]]:
-    """A forest, rows through transformers' own forward, and each row alone."""
+    """A forest, rows through transformers' own forward, and each row alone; of a model that has to be proved, all that
+    the proof compares.
+    """
+    if backend.family.reader is not None:
+        for row in proof.comparisons(backend.model, backend.family):
+            yield ("ok", str(row)) if row.agrees else ("failure", str(row), proof.INSTEAD)
+        return
     family, sampling = backend.family, Sampling(max_tokens=8, ignore_eos=True)
     groups = []
     for sample in questions(family):

@@ -18,6 +18,8 @@ from saccade.checks import not_counted, unread
 from saccade.checks.steps import algorithm_of, total_steps
 from saccade.config import Config, DataSource
 from saccade.config.notation import write
+from saccade.models.families import FAMILIES
+from saccade.models.files import described
 from saccade.rewards.resolve import resolve_recipes
 
 COUNTED_BYTES = 256 * 2**20
@@ -42,6 +44,11 @@ def print_plan(config: Config, name: str, *, full: bool) -> None:
         print(f"  {quantity:<30} {value}")
     if others := not_counted(config, name):
         print(others)
+    if described(Path(config.model.path)).get("model_type", "") not in (
+        "",
+        *FAMILIES,
+    ):  # refused before weights are read
+        import_module("saccade.recipes.model_setup").family_of(config, config.model.path)
     if name == "rl":
         import_module("saccade.plugins.estimate.estimate_command").preview(config)
     print("nothing was run" + ("" if full else "; --full shows every option with its value"))

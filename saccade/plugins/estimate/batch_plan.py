@@ -55,7 +55,7 @@ def empty_model(family: Family, *, trust_remote_code: bool = False) -> Any:
     import torch
     import transformers
 
-    if "audio" in family.spec.towers:
+    if "audio" in family.spec.media_tokens:
         raise EnvironmentProblem(f"{family.path}: the memory of a {family.name} is not known, because it hears")
     remote = {"trust_remote_code": trust_remote_code}
     settings = transformers.AutoConfig.from_pretrained(family.path, **remote)

@@ -64,7 +64,7 @@ def training_of(model: Any, trained: Mapping[str, int], tower_of: Callable[[str]
     """How a model is trained; `trained`: name → numbers of the parameters that are."""
     matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1 and ".lora_" not in name}
     head = "embed_tokens"  # if they are tied
-    if any(name.startswith("lm_head.") for name in matrices):  # else rows of embeddings are read, and not multiplied
+    if any("lm_head." in name for name in matrices):  # else rows of embeddings are read, and not multiplied
         head, matrices = "lm_head.", {n: size for n, size in matrices.items() if "embed_tokens" not in n}
     found: dict[str, Trained] = {}
     for part in (*TOWERS, HEAD):

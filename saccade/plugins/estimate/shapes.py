@@ -89,7 +89,8 @@ def shape_of(model: Any, tower_of: Callable[[str], str]) -> Shape:
     text, layers = model.config.get_text_config(), _layers(model, tower_of)
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    first = (getattr(text, "per_layer_config", None) or [text])[0]  # of layers that differ the first stands for all
+    size = getattr(first, "head_dim", None) or text.hidden_size // heads
     kinds, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
     if not kinds:
         kinds = ["sliding_attention" if window else "full_attention"] * len(layers["llm"])
@@ -105,7 +106,7 @@ def shape_of(model: Any, tower_of: Callable[[str], str]) -> Shape:
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds[: len(layers["llm"])]),
         queries_per_key=heads // key_heads,
         key_heads=key_heads,
-        senses={sense: _sense(sense, layers[sense], model, tower_of) for sense in SENSES if sense in layers},
+        senses={sense: _sense(sense, layers[sense], model, tower_of) for sense in SENSES if layers.get(sense)},
     )
 
 
@@ -178,7 +179,7 @@ def _matrices(part: Any) -> Iterator[tuple[str, int, int]]:
 def _sense(sense: str, layers: list[Any], model: Any, tower_of: Callable[[str], str]) -> Stack:
     from torch.nn import Conv1d, Conv2d, Conv3d
 
-    settings = getattr(model.config, f"{sense}_config")
+    settings: Any = getattr(model.config, f"{sense}_config", None)
     convolved = [
         module.weight
         for name, module in model.named_modules()
@@ -196,9 +197,10 @@ def _sense(sense: str, layers: list[Any], model: Any, tower_of: Callable[[str], 
         window = settings.window_size // merge // settings.patch_size
         full &= set(settings.fullatt_block_indexes)
     tokens = ("cls_token", "class_embedding")
+    hidden = convolved[0].shape[0] if convolved else settings.hidden_size  # some cut patches before a linear layer
     return replace(
-        _stack(layers, convolved[0].shape[0]),
-        inputs=convolved[0].numel(),
+        _stack(layers, hidden),
+        inputs=convolved[0].numel() if convolved else 0,
         stem=sum(weight.numel() for weight in convolved[1:]),
         projector=sum(projected),
         merge=merge,

@@ -89,7 +89,7 @@ def attach_reward(model: nn.Module, head: RewardHead) -> None:
         read = probe % len(blocks) + 1
         head.above = list(blocks[read:])
         del blocks[read:]
-    output, embedding = model.lm_head.weight, model.get_input_embeddings().weight  # type: ignore
+    output, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight  # type: ignore
     if output is not embedding:
         output.requires_grad_(False)
 

@@ -1,0 +1,224 @@
+"""Any image-text-to-text model of transformers whose decoder attends to its own tokens alone, without code of its own:
+its processor is listened to (`picture_processor.py`), its forward is stopped at its decoder's door (`door.py`), its
+positions come from its own function. Images only.
+
+Nothing here is believed: what a config tells is looked at before weights are read (`gate`), and with weights
+`proof.py` compares rows with transformers and refuses what differs.
+
+    load_family("path/to/SmolVLM2-2.2B-Instruct")
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saccade.errors import EnvironmentProblem
+from saccade.forest.device_ops import to_device
+from saccade.forest.interface import decoder_of
+from saccade.models.families import Family, FamilySpec, max_positions
+from saccade.models.files import described
+from saccade.plugins.families.door import cast, decoder_inputs, picture_features
+from saccade.plugins.families.picture_processor import SIZES_KEPT, PictureReader
+from saccade.plugins.families.proof import prove
+from saccade.types import Media, MediaSpan, Message
+
+# Ids that stand for pictures under these names of a config, in it or in its vision part; lists hold several.
+PICTURE_TOKENS = ("image_token_id", "image_token_index", "visual_indicator_token_ids")
+OTHER_TOKENS = ("video_token_id", "video_token_index", "audio_token_id", "audio_token_index")
+BRACKETS = ("vision", "image")  # how the names of ids around a picture begin
+LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+CROSS = ("cross_attention_layers", "cross_layer_interval")
+# Parameters between a tower and the decoder are named so.
+BRIDGE = re.compile(r"(^|[._])(projector|connector|aligner|merger|adapter|embed_vision|modality_projection)|newline")
+# Where the tokens of a picture see each other both ways, as configs of these types say it.
+BOTH_WAYS: Mapping[str, Callable[[Any], str]] = {
+    **dict.fromkeys(("gemma3", "shieldgemma2"), lambda text: "all"),
+    "gemma4": lambda text: "windows" if text.use_bidirectional_attention == "vision" else "",
+    "gemma4_unified": lambda text: "all" if text.use_bidirectional_attention == "vision" else "",
+}
+SIMILAR = "one whose decoder attends to its own tokens alone, such as qwen2_5_vl, smolvlm or llava_next"
+
+
+def gate(path: str, *, trust_remote_code: bool = False) -> Any:
+    """The model without weights; refused where its config tells that rows cannot be packed."""
+    from transformers import AutoConfig
+
+    try:
+        settings = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of a type that it does not know, or of fields that it checks
+        why = f"model_type {described(Path(path)).get('model_type', '')!r}: {(str(error).splitlines() or [''])[0]}"
+        other = f"use its conversion, whose name ends in -hf, if it has one, or {SIMILAR}"
+        raise EnvironmentProblem(f"{path}: transformers does not read its config ({why}); {other}") from error
+    text = settings.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - LAYERS
+    why = ""
+    if getattr(settings, "is_encoder_decoder", False):
+        why = "has an encoder for text, and a decoder that looks at it"
+    elif any(hasattr(text, name) for name in CROSS):
+        why = "looks at pictures from inside its decoder (cross-attention)"
+    elif kinds:
+        why = f"has layers of type {', '.join(sorted(kinds))}, in which packed rows run into each other"
+    else:
+        try:
+            auto = auto_class(settings)
+            with torch.device("meta"):
+                model = auto.from_config(settings)
+            decoder = decoder_of(model)
+        except Exception as error:
+            raise _refused(path, settings, f"cannot be built ({type(error).__name__}: {error})") from error
+        if not any(getattr(part, "_supports_attention_backend", False) for part in (model, decoder)):
+            why = "computes its own attention, through which packed rows would leak into each other"
+        elif not model.can_generate() or model.get_output_embeddings() is None:
+            why = "does not generate text"
+    if why:
+        raise _refused(path, settings, why)
+    return model
+
+
+def _refused(path: str, settings: Any, why: str) -> EnvironmentProblem:
+    return EnvironmentProblem(f"{path}: a model of type {settings.model_type!r} {why}; use {SIMILAR}")
+
+
+def auto_class(settings: Any) -> Any:
+    """Some that see are listed among the text models alone."""
+    import transformers
+
+    seeing = transformers.AutoModelForImageTextToText
+    return seeing if type(settings) in seeing._model_mapping else transformers.AutoModelForCausalLM
+
+
+def any_family(family: Family) -> Family:
+    """The family of a folder, from its processor and a model without weights."""
+    model = gate(family.path)
+    settings = model.config
+    parts = (settings, getattr(settings, "vision_config", None))
+    found = [getattr(part, name, None) for name in PICTURE_TOKENS for part in parts]
+    ids = [i for one in found if one is not None for i in (one if isinstance(one, Sequence) else [one])]
+    if not ids:
+        raise _refused(family.path, settings, "names no token that stands for a picture")
+    patch = getattr(parts[1], "patch_size", None) or 1
+    blocks = BOTH_WAYS.get(settings.model_type, lambda text: "")(settings.get_text_config())
+    reader = PictureReader(family.path, ids, patch if isinstance(patch, int) else patch[0], in_one_run=bool(blocks))
+    plain = replace(family.chat, reserved=tuple(dict.fromkeys((*family.chat.reserved, reader.marker))))
+    blank = Media(hash="", width=1, height=1, path="")
+    reader.frame(lambda *around: plain.text_of([Message(role="user", parts=(around[0], blank, around[1]))], False))
+    text = settings.get_text_config()
+    banned = np.zeros(text.vocab_size, dtype=bool)
+    known = min(len(banned), len(family.banned))
+    banned[:known], banned[known:] = family.banned[:known], True
+    others = [getattr(settings, name, None) for name in OTHER_TOKENS]
+    banned[[i for i in (*reader.special() - plain.eos_ids, *others) if i is not None and i < len(banned)]] = True
+    positions = text_or_own_positions(model, reader)
+    media_ids = torch.from_numpy(reader.media_ids)
+
+    def embed(model: Any, ids: Tensor, places: Tensor, features: Tensor) -> dict[str, Any]:
+        kinds = {}
+        for name, table in reader.kinds.items():
+            kinds[name] = torch.zeros_like(ids)
+            for token, value in table:
+                kinds[name] = kinds[name].masked_fill(ids == token, value)
+        return decoder_inputs(model, ids, places, features, to_device(media_ids, ids.device), kinds)
+
+    return replace(
+        family,
+        spec=replace(family.spec, auto_class=auto_class(settings).__name__, towers=towers_of(model)),
+        chat=replace(plain, expand=reader.expand, ids_of=reader.ids_of, placeholders={"image": ids[0]}),
+        vocabulary=len(banned),
+        banned=banned,
+        max_positions=max_positions(text.to_dict()),
+        axes=len(positions(1, ())),
+        measure=reader.measure,
+        positions=positions,
+        picture=reader.picture,
+        cache=lambda media: reader.kept,
+        media=reader.host_media,
+        features=picture_features,
+        embed=embed,
+        vision=lambda spans, device, dtype: cast(reader.arguments(spans), device, dtype),
+        unit=reader.unit,
+        blocks=blocks,
+        reader=reader,
+    )
+
+
+def towers_of(model: Any) -> dict[str, tuple[str, ...]]:
+    """Prefixes of parameters by the tower that they belong to: the decoder and the head are `llm`; of the rest, what is
+    named like a bridge is `projector`, and what hears is `audio`.
+    """
+    decoder = decoder_of(model)
+    inside = decoder is model.base_model  # its towers are inside it
+    own = {id(p) for n, p in decoder.named_parameters() if not inside or n.startswith(("layers.", "norm."))}
+    own |= {id(p) for part in (model.get_input_embeddings(), model.get_output_embeddings()) for p in part.parameters()}
+    senses = (("projector", BRIDGE), ("audio", re.compile("audio")), ("vision", re.compile("")))
+    tower = {
+        name: "llm" if id(p) in own else next(sense for sense, known in senses if known.search(name))
+        for name, p in model.named_parameters()
+    }
+    found: dict[str, list[str]] = {sense: [] for sense in ("projector", "audio", "vision", "llm")}
+    waiting = [(f"{name}.", part) for name, part in model.named_children()]
+    while waiting:  # the largest parts that belong to one tower
+        prefix, part = waiting.pop(0)
+        held = {sense for name, sense in tower.items() if name.startswith(prefix)}
+        if len(held) == 1:
+            found[held.pop()].append(prefix)
+            continue
+        waiting += [(f"{prefix}{name}.", inner) for name, inner in part.named_children()]
+        direct = [prefix + name for name, _ in part.named_parameters(recurse=False)]
+        for name in filter(tower.__contains__, direct):
+            found[tower[name]].append(name)
+    return {sense: tuple(prefixes) for sense, prefixes in found.items() if prefixes}
+
+
+def text_or_own_positions(model: Any, reader: PictureReader) -> Any:
+    """(length, spans) → [axes, length], by the model's own function where it has one."""
+    skeleton = next((part for part in (model, model.base_model) if hasattr(part, "get_rope_index")), None)
+    if skeleton is None:
+        return lambda length, spans: np.arange(length)[None]
+    known = inspect.signature(skeleton.get_rope_index).parameters
+    named = ([getattr(model.config, f"{what}_{end}_token_id", None) for end in ("start", "end")] for what in BRACKETS)
+    around = next((pair for pair in named if None not in pair), None)
+
+    @lru_cache(SIZES_KEPT)
+    def until_last(places: tuple[tuple[int, int, Any], ...], inside: tuple[Media, ...]) -> np.ndarray:
+        """Up to the end of the last picture; behind it they count on."""
+        end = max((start + length for start, length, _ in places), default=0)
+        ids, kinds = np.zeros((2, 1, end + 1), dtype=np.int64)
+        for (start, length, _), media in zip(places, inside, strict=True):
+            if around:  # some look for what stands around it
+                ids[0, [start - 1, start + length]] = np.array(around)
+            ids[0, start : start + length], kinds[0, start : start + length] = reader.ids_of(media), 1
+        options = {
+            "mm_token_type_ids": torch.from_numpy(kinds),
+            "image_grid_thw": torch.tensor([grid for *_, grid in places]) if places else None,
+            "attention_mask": torch.ones(ids.shape, dtype=torch.int64),
+        }
+        given = {name: value for name, value in options.items() if name in known}
+        found, _ = skeleton.get_rope_index(torch.from_numpy(ids), **given)
+        return found[:, 0, :end].long().numpy()
+
+    def positions(length: int, spans: tuple[MediaSpan, ...]) -> np.ndarray:
+        places = tuple((span.start, span.length, span.grid) for span in spans)
+        found = until_last(places, tuple(span.media for span in spans))
+        after = np.arange(length - found.shape[1]) + 1 + found.max(initial=-1)
+        return np.concatenate([found, np.tile(after, (len(found), 1))], axis=1)[:, :length]
+
+    return positions
+
+
+GENERIC = FamilySpec(
+    auto_class="AutoModelForImageTextToText",
+    towers={"llm": ()},
+    placeholders=(),
+    media_tokens={"image": PICTURE_TOKENS[0]},
+    whole=False,
+    finish=any_family,
+    prove=prove,
+)

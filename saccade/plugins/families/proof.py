@@ -1,0 +1,384 @@
+"""A model that nobody has looked at is compared with transformers before it is used: prompts token by token, the mask
+of every layer place by place, what the decoder is handed, last states and logits of packed rows number by number. What
+does not agree is refused. A verdict is kept in the user's cache folder, by class, config, versions and our code.
+
+Rows are short, so nothing is proved of what changes with length beyond a window: that is read from the config.
+
+    for row in comparisons(model, family): print(row)
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+import saccade
+from saccade.errors import EnvironmentProblem
+from saccade.forest import attention, interface
+from saccade.forest.packing import pack
+from saccade.media.images import open_media
+from saccade.models.families import Family
+from saccade.models.files import described
+from saccade.models.heads import language_head
+from saccade.models.load import hidden_states, media_inputs
+from saccade.plugins.families.door import cast, door
+from saccade.trainer.forward_inputs import inputs_of
+from saccade.types import Group, Media, Message, Rendered, Sample, Source, Trajectory
+
+WATCHED = "saccade_probe"
+GAPS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}  # of the largest number
+FILLER = 16_384  # tokens before a row: as many as a forward may have
+LONGEST_ROW = 8_192  # of a row that is longer than a window
+INSTEAD = "use another model, or model.dtype=float32 if it is rounding"
+
+
+class Compared(NamedTuple):
+    """One comparison: how far apart it was found, in what, and how far it may be."""
+
+    what: str
+    gap: float
+    limit: float = 0
+    of: str = "of the largest number"
+    where: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        return self.gap <= self.limit
+
+    def __str__(self) -> str:
+        number = f"{self.gap:.0f}" if self.limit == 0 else f"{self.gap:.2g}"
+        return f"{self.what}: {number} {self.of}, limit {self.limit:g}" + f"; {self.where}" * bool(self.where)
+
+
+def prove(model: Any, family: Family) -> None:
+    """Refuse a model that does not compute here what it computes in transformers."""
+    file = _verdict_file(model, family)
+    if file.is_file():
+        return
+    found = []
+    for row in comparisons(model, family):
+        found.append(row)
+        if not row.agrees:
+            what = f"{family.path}: a model of type {family.name!r} computes something else here than in transformers"
+            raise EnvironmentProblem(f"{what}; {row}; {INSTEAD}")
+    with suppress(OSError):  # it is proved again where nothing can be kept
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps([row._asdict() for row in found], indent=1) + "\n", encoding="utf-8")
+
+
+def comparisons(model: Any, family: Family, *, filler: int = FILLER) -> Iterator[Compared]:
+    """Comparison after comparison; whoever reads them may stop at one that does not agree."""
+    training = model.training
+    model.eval()
+    try:
+        yield from _comparisons(model, family, filler)
+    except EnvironmentProblem:
+        raise
+    except Exception as error:
+        why = f"could not be run here ({type(error).__name__}: {error})"
+        raise EnvironmentProblem(f"{family.path}: a model of type {family.name!r} {why}; use another model") from error
+    finally:
+        model.train(training)
+
+
+def _comparisons(model: Any, family: Family, filler: int) -> Iterator[Compared]:
+    limit = GAPS[model.dtype]
+    rows = probes(family)
+    yield max((_prompts(family, row) for row in rows), key=lambda found: found.gap)
+    rows += _longer_than_windows(model, family)
+    with torch.no_grad():
+        wanted, seen = zip(*(theirs(model, row) for row in rows), strict=True)
+        masks = [found for row, layers in zip(rows, seen, strict=True) for found in _masks(model, family, row, layers)]
+    for what in ("attention", "masks"):
+        yield max((found for found in masks if found.what == what), key=lambda found: found.gap)
+    with torch.no_grad():
+        handed = _handed(model, family, [row for row in rows if row.prompt.media])
+    yield Compared("pictures", handed[0], max(limit, 16 * torch.finfo(model.dtype).eps))
+    yield Compared("positions", handed[1], of="tokens")
+    with torch.no_grad():
+        found = packed_rows(model, family, rows)
+    for number, what in enumerate(("last states", "logits of answers")):
+        yield Compared(what, max(_gap(a[number], b[number]) for a, b in zip(found, wanted, strict=True)), limit)
+    with torch.no_grad():
+        alone = [n for n, row in enumerate(rows) if not row.prompt.media]
+        texts = packed_rows(model, family, [rows[n] for n in alone])
+    yield Compared("text alone", max(_gap(a[0], wanted[n][0]) for n, a in zip(alone, texts, strict=True)), limit)
+    with torch.no_grad():
+        gap = _behind(model, family, filler)
+    yield Compared(f"a row behind {filler} tokens of others", gap, limit)
+
+
+def _gap(found: Tensor, wanted: Tensor) -> float:
+    gap = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
+    return math.inf if math.isnan(gap) else gap  # which `max` might lose
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+class ProofRow(NamedTuple):
+    prompt: Rendered
+    ids: np.ndarray  # prompt and answer
+    inputs: Mapping[str, Tensor]  # what the processor makes of the prompt
+
+
+def noise(width: int, height: int, seed: int) -> Media:
+    return open_media(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def probes(family: Family) -> list[ProofRow]:
+    """Two answers of one prompt with two pictures, one of a prompt with another picture of a size that was there, which
+    goes through the tower beside it, and one of text.
+    """
+    small, wide, again = noise(60, 50, 0), noise(140, 70, 1), noise(60, 50, 2)
+    asked: list[tuple[Any, ...]] = [("What is ", small, " beside ", wide, "?"), (again, "Why so?"), ("Just text.",)]
+    draw, free = np.random.default_rng(3), np.flatnonzero(~family.banned)
+    made = []
+    for parts, answers in zip(asked, (2, 1, 1), strict=True):
+        try:
+            inputs = processed(family, parts)
+        except ValueError:  # some processors cannot take pictures of different sizes together
+            parts = tuple(small if part is wide else part for part in parts)
+            inputs = processed(family, parts)
+        prompt = family.render([Message(role="user", parts=parts)])
+        made += [ProofRow(prompt, np.concatenate([prompt.ids, draw.choice(free, 7)]), inputs) for _ in range(answers)]
+    return made
+
+
+def processed(family: Family, parts: Sequence[Any]) -> dict[str, Tensor]:
+    """What the model's processor makes of a question."""
+    chat, reader = family.chat, family.reader
+    messages = [Message(role="user", parts=tuple(parts))]
+    text = chat.text_of(messages, generation=True, expanded=False)
+    pictures = [Image.fromarray(reader.picture(part)) for part in parts if isinstance(part, Media)]
+    options = {} if chat.begin else {"add_special_tokens": False}
+    try:
+        return dict(reader.call(text, pictures, **options))
+    except (TypeError, ValueError):
+        if pictures:
+            raise
+        return dict(reader.processor.tokenizer([text], return_tensors="pt", **options))
+
+
+def _longer_than_windows(model: Any, family: Family) -> list[ProofRow]:
+    """A row of text, where the config names a window that short rows do not reach."""
+    text = model.config.get_text_config()
+    named = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    lengths = [size + 40 for size in named if size and size + 40 <= min(LONGEST_ROW, family.max_positions)]
+    if not lengths:
+        return []
+    ids = np.random.default_rng(5).choice(np.flatnonzero(~family.banned), max(lengths))
+    prompt = Rendered(ids=ids[:-7], sources=np.full(len(ids) - 7, Source.PROMPT, np.int8))
+    return [ProofRow(prompt, ids, {"input_ids": torch.from_numpy(prompt.ids)[None]})]
+
+
+def _prompts(family: Family, row: ProofRow) -> Compared:
+    ours, theirs = row.prompt.ids, row.inputs["input_ids"][0].numpy()
+    least = min(len(ours), len(theirs))
+    different = np.flatnonzero(ours[:least] != theirs[:least])
+    count, first = len(different) + abs(len(ours) - len(theirs)), int(different[0]) if len(different) else least
+    around = [family.chat.decode(ids[max(0, first - 4) : first + 4], special=True) for ids in (theirs, ours)]
+    where = f"its processor writes {around[0]!r}, here it is {around[1]!r}" if count else ""
+    return Compared("prompts", count, of="tokens", where=where)
+
+
+# -- transformers' own -----------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    """What attention is told in a layer."""
+
+    mask: Tensor | None
+    unknown: tuple[str, ...]  # arguments that we do not read
+    keys: int
+
+
+@contextmanager
+def _watched(model: Any, seen: dict[Any, Layer]) -> Iterator[None]:
+    """Attention of transformers with dense masks, which are noted."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    known = {*interface.READ, *interface.HARMLESS, "dropout", "logits_to_keep"}
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
+        unknown = (n for n, value in options.items() if value is not None and value is not False and n not in known)
+        seen[getattr(module, "layer_idx", None)] = Layer(mask, tuple(unknown), k.shape[2])
+        return sdpa_attention_forward(module, q, k, v, mask, scaling=options.get("scaling"))
+
+    AttentionInterface.register(WATCHED, attend)
+    AttentionMaskInterface.register(WATCHED, lambda *a, **o: sdpa_mask(*a, **o | {"allow_is_causal_skip": False}))
+    decoder = interface.decoder_of(model)
+    before = decoder.config._attn_implementation
+    interface.attend_by(decoder, WATCHED)
+    try:
+        yield
+    finally:
+        interface.attend_by(decoder, before)
+
+
+def theirs(model: Any, row: ProofRow) -> tuple[tuple[Tensor, Tensor], dict[Any, Layer]]:
+    """Last states [row, E] and logits [answer, vocabulary] of one row by transformers, and what each layer is told."""
+    seen: dict[Any, Layer] = {}
+    states: list[Tensor] = []
+    hook = interface.decoder_of(model).register_forward_hook(lambda *met: states.append(met[2].last_hidden_state[0]))
+    try:
+        with _watched(model, seen):
+            logits = model(**whole_inputs(model, row), use_cache=False).logits[0]
+    finally:
+        hook.remove()
+    return (states[0].float(), logits[len(row.prompt.ids) - 1 :].float()), seen
+
+
+def whole_inputs(model: Any, row: ProofRow) -> dict[str, Any]:
+    """Of transformers' own forward over the prompt and the answer."""
+    answer, shape = len(row.ids) - len(row.prompt.ids), row.inputs["input_ids"].shape
+    inputs = dict(row.inputs)
+    for name, value in row.inputs.items():
+        if value.shape == shape:
+            inputs[name] = torch.nn.functional.pad(value, (0, answer), value=int(name == "attention_mask"))
+    return cast(inputs | {"input_ids": torch.from_numpy(row.ids)[None]}, model.device, model.dtype)
+
+
+# -- ours ------------------------------------------------------------------------------------------
+
+
+def packed_rows(model: Any, family: Family, rows: Sequence[ProofRow]) -> list[tuple[Tensor, Tensor]]:
+    """The same, packed: rows with one prompt are a tree."""
+    batch = _batch(rows)
+    given = inputs_of(batch, family, model.device, model.dtype, pixels=True)
+    features = None if given.media is None else family.features(model, given.media)
+    hidden = hidden_states(
+        model, family, given.ids, given.positions, batch.media, given.plan, places=given.places, features=features
+    )
+    paths, starts, found = attention.paths(batch.parents), batch.node_starts, {}
+    for (_, repeat), leaf in zip(batch.keys, batch.forest.leaves.tolist(), strict=True):
+        places = np.concatenate([np.arange(starts[node], starts[node + 1]) for node in paths[leaf]])
+        states = hidden[torch.from_numpy(places).to(model.device)]
+        found[repeat] = states.float(), language_head(model)(states[len(rows[repeat].prompt.ids) - 1 :]).float()
+    return [found[number] for number in range(len(rows))]
+
+
+def _batch(rows: Sequence[ProofRow]) -> Any:
+    groups: dict[bytes, list[Trajectory]] = {}
+    for number, row in enumerate(rows):
+        length = len(row.ids)
+        member = Trajectory(
+            sample_id="probe",
+            repeat=number,
+            ids=row.ids,
+            sources=np.where(np.arange(length) < len(row.prompt), Source.PROMPT, Source.POLICY).astype(np.int8),
+            logprobs=np.zeros(length, np.float32),
+            versions=np.zeros(length, np.int32),
+            media=row.prompt.media,
+        )
+        groups.setdefault(row.prompt.ids.tobytes(), []).append(member)
+    sample = Sample(id="probe", messages=())
+    (batch,) = pack(
+        [Group(sample=sample, trajectories=tuple(g)) for g in groups.values()], micro_tokens=1 << 30, ends=True
+    )
+    return batch
+
+
+def _masks(model: Any, family: Family, row: ProofRow, layers: Mapping[Any, Layer]) -> Iterator[Compared]:
+    """What each layer sees against what our plan would show it."""
+    given = inputs_of(_batch([row]), family, model.device, model.dtype, pixels=True)
+    told: dict[int, Any] = {}
+
+    def note(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Any) -> Tensor:
+        told[layer] = window
+        return given.plan(layer, q, k, v, scale, window)
+
+    spans = row.prompt.media
+    hidden_states(model, family, given.ids, given.positions, spans, note, places=given.places)
+    place, inside = torch.arange(len(row.ids)), [np.arange(span.start, span.end) for span in spans]
+    blocks = attention.blocks_at(family.blocks, len(place), np.concatenate([*inside, np.zeros(0, np.int64)]))
+    for layer, (mask, unknown, keys) in layers.items():
+        where = f"in layer {layer}"
+        yield Compared("attention", len(unknown), of="unknown arguments", where=", ".join(unknown))
+        if keys != len(row.ids) or layer not in told:
+            yield Compared("masks", keys, of="keys", where=f"{where} it looks at more than its own tokens")
+            continue
+        window = told[layer]
+        wanted = place[:, None] >= place
+        if blocks is not None and blocks.apply(window):
+            numbers = torch.from_numpy(blocks.numbers)
+            wanted |= (numbers[:, None] == numbers) & (numbers >= 0)
+        if window is not None:
+            wanted &= place >= attention.first_seen(place, window)[:, None]
+        found = place[:, None] >= place if mask is None else mask[0, 0].cpu()
+        found = found if found.dtype == torch.bool else found >= 0
+        yield Compared("masks", int((found != wanted).sum()), of="pairs of tokens", where=where)
+    if not layers:
+        yield Compared("attention", 1, of="decoder", where="it computes its own")
+
+
+def _handed(model: Any, family: Family, rows: Sequence[ProofRow]) -> tuple[float, int]:
+    """How far apart what stands for pictures is at the decoder's door, before any layer blurs it, and how many
+    positions differ there; all may be further on by as much.
+    """
+    assert family.embed is not None
+    spans = [span for row in rows for span in row.prompt.media]
+    features = family.features(model, media_inputs(family, spans, model.device)).split([span.length for span in spans])
+    gap, wrong = 0.0, 0
+    for row in rows:
+        mine, features = torch.cat(features[: len(row.prompt.media)]), features[len(row.prompt.media) :]
+        places = np.concatenate([np.arange(span.start, span.end) for span in row.prompt.media])
+        ids, where = (torch.from_numpy(each).to(model.device) for each in (row.ids, places))
+        met = door(model, **whole_inputs(model, row))
+        ours = family.embed(model, ids, where, mine)
+        gap = max(gap, _gap(ours["inputs_embeds"].float(), met["inputs_embeds"].float()))
+        found, wanted = family.positions(len(row.ids), row.prompt.media), met.get("position_ids")
+        if wanted is not None:
+            wanted = wanted.reshape(-1, wanted.shape[-1])[-len(found) :].cpu().numpy()
+            wrong = max(wrong, int(np.any(wanted - found != (wanted - found)[0, 0], axis=0).sum()))
+    return gap, wrong
+
+
+def _behind(model: Any, family: Family, filler: int) -> float:
+    """How far a row behind as many others as a forward may have is from the row alone."""
+    draw, free = np.random.default_rng(4), np.flatnonzero(~family.banned)
+    row, length = draw.choice(free, 48), min(512, family.max_positions)
+    others = [draw.choice(free, length) for _ in range(-(-filler // length))]
+
+    def last(rows: Sequence[np.ndarray]) -> Tensor:
+        starts = np.cumsum([0, *map(len, rows)])
+        plan = attention.forest_plan(starts, np.full(len(rows), -1), model.device, model.dtype)
+        places = np.tile(np.concatenate([np.arange(len(one)) for one in rows]), (family.axes, 1))
+        ids, positions = (torch.from_numpy(each).to(model.device) for each in (np.concatenate(rows), places))
+        return hidden_states(model, family, ids, positions, (), plan)[-len(row) :].float()
+
+    return _gap(last([*others, row]), last([row]))
+
+
+# -- verdicts --------------------------------------------------------------------------------------
+
+
+def _verdict_file(model: Any, family: Family) -> Path:
+    """Where the verdict on such a model is: by all that it depends on."""
+    package = Path(saccade.__file__).parent
+    code = [package / "models", package / "forest", package / "plugins" / "families"]
+    sources = sorted(file for folder in code for file in folder.rglob("*.py"))
+    described_by = ("config.json", "processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+    known = {
+        "class": type(model).__name__,
+        "files": [described(Path(family.path), name) for name in described_by],
+        "template": family.chat.template,
+        "where": [str(model.dtype), model.device.type],
+        "versions": [version(name) for name in ("torch", "transformers")],
+        "code": hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest(),
+    }
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+    return cache / "saccade" / "proofs" / f"{family.name}-{digest[:16]}.json"

@@ -1,0 +1,329 @@
+"""Models without a family of their own, against transformers: proved and served, or refused."""
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from saccade.algorithms import select
+from saccade.config import LoraConfig, TrainConfig
+from saccade.engines import Settings, generate
+from saccade.engines.builders import build as build_engine
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.errors import ConfigError, DataError, EnvironmentProblem
+from saccade.forest import attention
+from saccade.forest.packing import pack
+from saccade.media.images import open_media
+from saccade.models import lora
+from saccade.models.families import load_family
+from saccade.models.load import freeze, load_model, trainable_table
+from saccade.plugins.families import generic, proof
+from saccade.plugins.families.door import cast
+from saccade.plugins.media import videos
+from saccade.recipes.sft import SUPERVISED
+from saccade.recipes.to_trajectory import dialogue
+from saccade.run.checkpoint import copy_processor
+from saccade.system.contents import write_files
+from saccade.trainer import OWN
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PolicyLoss
+from saccade.types import Message, Request, Sample, Sampling
+from scripts import tiny_kinds
+from tests.models.against import CPU, ask
+
+pytest.importorskip("torchvision")
+FILLER = 256
+
+# Chosen for what they differ in: (kind, what is special about it).
+KINDS = {
+    "smolvlm": "tiles with markers and breaks between runs",
+    "idefics2": "text that depends on its neighbours",
+    "llava_next": "newline vectors, unpadded",
+    "mistral3": "rows with breaks",
+    "ovis2": "indicator tokens, embedded too",
+    "glm4v": "positions on three axes",
+    "ernie4_5_vl_moe": "kinds of tokens choose experts",
+    "granite4_vision": "features by layer, divided logits",
+    "qwen3_omni_moe_thinker": "features of the first layers",
+    "gemma3": "pictures that see themselves both ways, windows",
+    "gemma4": "the same in layers with windows, layers of two sizes, inputs of each layer",
+    "kimi_k25": "keys and values of different size",
+    "llama4": "chunks, a nested head",
+}
+
+
+@pytest.fixture(scope="session")
+def kind(tmp_path_factory):
+    """(family, model) of a tiny random folder; not proved yet."""
+
+    @cache
+    def folder(name):
+        return tiny_kinds.build(name, tmp_path_factory.mktemp(name))
+
+    def made(name, dtype=torch.float32):
+        family = load_family(folder(name), name=name)
+        family = replace(family, spec=replace(family.spec, prove=lambda model, family: None))
+        return family, load_model(family, dtype=dtype, device=CPU)
+
+    return made
+
+
+def differing(family, model):
+    """What is the first not to agree."""
+    filler = FILLER if model.dtype == torch.float32 else 64  # CPUs without bfloat16 take their time
+    return next((row for row in proof.comparisons(model, family, filler=filler) if not row.agrees), None)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_is_proved_trained_and_exported(kind, name, tmp_path):
+    family, model = kind(name)
+    found = {row.what: row for row in proof.comparisons(model, family, filler=FILLER)}
+    assert all(row.agrees for row in found.values()), found
+    assert len(found) == 9 and found["logits of answers"].gap < 1e-5
+    assert gradient_gap(family, model) < 2e-4
+    assert_turns_go_on(family, model)
+    assert {"vision", "llm"} <= set(trainable_table(model, family)) == set(family.spec.towers)
+    # A step of adapters, and what transformers makes of the folder that is written.
+    lora.add(model, family, LoraConfig(rank=2), seed=0)
+    adapted = {name.split(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert adapted and {family.tower_of(name) for name in adapted} == {"llm"}
+    sample = Sample(id="s", messages=(*ask(proof.noise(90, 64, 5), "What?"), Message(role="assistant", parts=("It.",))))
+    batches = select.write_supervision(pack([dialogue(sample, family, "assistant")], micro_tokens=4096))
+    backend = LocalBackend(model, family, TrainConfig())
+    losses = [
+        backend.train_step(batches, PolicyLoss(SUPERVISED, OWN), lr=1e-2).metrics.means()["policy/loss"]
+        for _ in range(3)
+    ]
+    assert losses[-1] < losses[0] - 0.05
+    write_files(tmp_path, lora.files(model))
+    copy_processor(family, tmp_path)
+    auto = getattr(transformers, family.spec.auto_class)
+    merged, info = auto.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
+    right, asked = greedy_prompts(family, model, merged.eval())
+    assert right == asked == 3
+
+
+def gradient_gap(family, model):
+    """Of all weights, from a forest and from separate rows through transformers: the worst, of the largest entry."""
+    rows = proof.probes(family)
+    model.eval().requires_grad_(True)
+
+    def gradients(logits):
+        total = torch.zeros(())
+        for row, found in zip(rows, logits, strict=True):
+            answer = torch.from_numpy(row.ids[len(row.prompt.ids) :])
+            total = total + found[:-1].log_softmax(-1).gather(1, answer[:, None]).sum()
+        total.backward()
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+        model.zero_grad(set_to_none=True)
+        return found
+
+    wanted = gradients([proof.theirs(model, row)[0][1] for row in rows])
+    found = gradients([logits for _, logits in proof.packed_rows(model, family, rows)])
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    gaps = []
+    for name in wanted.keys() | found.keys():
+        one, other = (each.get(name, torch.zeros(())) for each in (wanted, found))
+        gaps.append(float((one - other).abs().max()) / max(float(one.abs().max()), 1e-3 * largest))
+    return max(gaps)
+
+
+def assert_turns_go_on(family, model):
+    """A second turn with a new picture on a live cache: its log-probs are those of the trainer."""
+    engine, sampling = EmbeddedEngine(model, family), Sampling(max_tokens=6, ignore_eos=True)
+    first = family.render(ask(proof.noise(60, 50, 0), "First?"))
+    (one,) = generate(engine, [Request(key="a", ids=first.ids, media=first.media, sampling=sampling, episode="e")])
+    messages = [Message(role="user", parts=("And ", proof.noise(100, 60, 9), "?"))]
+    more = family.render_continuation(messages, last_id=int(one.ids[-1]))
+    ids = np.concatenate([first.ids, one.ids, more.ids])
+    media = (*first.media, *(span.moved(len(first) + len(one.ids)) for span in more.media))
+    asked = Request(key="b", ids=ids, media=media, sampling=sampling, episode="e", first_index=6)
+    (two,) = generate(engine, [asked])
+    whole = proof.ProofRow(
+        replace(first, ids=ids, sources=np.zeros(len(ids), np.int8), media=media), np.concatenate([ids, two.ids]), {}
+    )
+    with torch.no_grad():
+        ((_, logits),) = proof.packed_rows(model.eval(), family, [whole])
+    scores = logits[:-1, : family.vocabulary].masked_fill(torch.from_numpy(family.banned), -torch.inf).log_softmax(-1)
+    assert np.abs(scores.numpy()[np.arange(6), two.ids] - two.logprobs).max() < 1e-4
+
+
+def greedy_prompts(family, model, stock):
+    """Prompts whose greedy tokens are those of `generate`, and all."""
+    pictures = [proof.noise(90, 64, 5), proof.noise(50, 130, 6)]
+    questions = [("Look ", pictures[0], " and ", pictures[1], " what?"), (pictures[1], "Why?"), ("Hello there.",)]
+    sampling = Sampling(temperature=0.0, max_tokens=10, ignore_eos=True)
+    requests, wanted, stock.generation_config.eos_token_id = [], [], None
+    for number, parts in enumerate(questions):
+        try:
+            inputs = proof.processed(family, parts)
+        except ValueError:  # some processors cannot take pictures of different sizes together
+            parts = tuple(pictures[0] if part is pictures[1] else part for part in parts)
+            inputs = proof.processed(family, parts)
+        prompt = family.render(ask(*parts))
+        requests.append(Request(key=str(number), ids=prompt.ids, media=prompt.media, sampling=sampling))
+        made = stock.generate(
+            **cast(inputs, CPU, torch.float32),
+            do_sample=False,
+            max_new_tokens=10,
+            suppress_tokens=np.flatnonzero(family.banned).tolist(),
+        )
+        wanted.append(made[0, inputs["input_ids"].shape[1] :].tolist())
+    found = {done.key: done.ids.tolist() for done in generate(EmbeddedEngine(model, family), requests)}
+    return sum(found[str(number)] == ids for number, ids in enumerate(wanted)), len(wanted)
+
+
+# -- what the proof sees ---------------------------------------------------------------------------
+
+
+def rolled(family, model):
+    return replace(family, features=lambda model, media: family.features(model, media).roll(1, 0)), model
+
+
+def flat_positions(family, model):
+    return replace(family, positions=lambda length, spans: np.tile(np.arange(length), (family.axes, 1))), model
+
+
+def other_rope(family, model):
+    """Of packed rows alone: as if positions were read from somewhere else."""
+    return replace(family, positions=lambda length, spans: 2 * family.positions(length, spans)), model
+
+
+def other_begin(family, model):
+    return replace(family, chat=replace(family.chat, begin=(1,))), model
+
+
+def no_blocks(family, model):
+    return replace(family, blocks=""), model
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "mistakes"),
+    [
+        ("llava_next", "float32", {"prompts": other_begin, "last states": other_rope}),
+        ("smolvlm", "float32", {"pictures": rolled}),
+        ("gemma3", "float32", {"masks": no_blocks}),
+        ("glm4v", "float32", {"pictures": rolled, "positions": flat_positions}),
+        ("glm4v", "bfloat16", {"pictures": rolled, "positions": flat_positions}),
+    ],
+)
+def test_the_proof_sees_mistakes(kind, name, dtype, mistakes):
+    family, model = kind(name, getattr(torch, dtype))
+    assert differing(family, model) is None
+    for seen, wrong in mistakes.items():
+        assert differing(*wrong(family, model)).what == seen
+
+
+def test_the_proof_sees_masks_and_windows(kind, monkeypatch):
+    """A prompt that sees itself both ways; and a window that is one token wider here."""
+    family, model = kind("paligemma")
+    found = differing(family, model)
+    assert found.what == "masks" and found.gap > 100 and "layer" in found.where
+    with pytest.raises(
+        EnvironmentProblem, match=r"something else here.*masks: .* pairs of tokens, limit 0.*use another"
+    ):
+        proof.prove(model, family)
+    family, model = kind("cohere2_vision")
+    assert differing(family, model) is None
+    plan = attention.forest_plan
+
+    def wider(*arguments, **options):
+        attend = plan(*arguments, **options)
+        return lambda *given: attend(*given[:-1], given[-1] and given[-1] + 1)
+
+    monkeypatch.setattr("saccade.trainer.forward_inputs.forest_plan", wider)
+    assert differing(family, model).what == "last states"
+
+
+def test_a_verdict_is_remembered(kind, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    family, model = kind("llava_next")
+    calls = []
+    own = proof.comparisons
+    monkeypatch.setattr(proof, "comparisons", lambda *given: calls.append(1) or own(*given, filler=FILLER))
+    for wanted in (1, 1):
+        proof.prove(model, family)
+        assert len(calls) == wanted
+    (file,) = (tmp_path / "saccade" / "proofs").iterdir()
+    assert {row["what"] for row in json.loads(file.read_text())} >= {"prompts", "masks", "logits of answers"}
+    template = family.chat.template + "{# another #}"
+    proof.prove(model, replace(family, chat=replace(family.chat, template=template)))
+    assert len(calls) == 2
+
+
+# -- what is refused before weights are read -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("mllama", "looks at pictures from inside its decoder"),
+        ("florence2", "has an encoder for text"),
+        ("qwen3_5", "has layers of type linear_attention"),
+        ("blip", "computes its own attention"),
+    ],
+)
+def test_the_gate(kind, why, tmp_path):
+    transformers.CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    with pytest.raises(EnvironmentProblem, match=f"a model of type .*{why}.*; use one whose decoder"):
+        generic.gate(str(tmp_path))
+
+
+def test_what_such_a_model_does_not_take_is_refused_by_name(kind):
+    family, _ = kind("smolvlm")
+    film = videos.open_video(np.zeros((4, 56, 56, 3), np.uint8), fps=2.0)
+    with pytest.raises(DataError, match="takes text and image, but a row holds a video"):
+        family.render(ask(film, "x"))
+    with pytest.raises(ConfigError, match=r"rollout\.engine=vllm"):
+        build_engine(Settings(engine="vllm", folder=family.path, dtype="float32"), family)
+
+
+# -- prompts and pictures --------------------------------------------------------------------------
+
+
+def test_typed_markers_are_prose_and_breaks_are_no_picture(kind):
+    family, _ = kind("mistral3")
+    typed = family.render(ask(proof.noise(60, 50, 0), "write [IMG] here"))
+    assert len(typed.media) == 1
+    inside = typed.ids[typed.media[0].start : typed.media[0].end]
+    breaks = family.chat.tokenizer.convert_tokens_to_ids(["[IMG_BREAK]", "[IMG_END]"])
+    assert breaks[0] in inside and family.banned[[*breaks, family.chat.placeholder]].all()
+    assert family.chat.decode(typed.ids, special=True).count("[IMG]") == (inside == family.chat.placeholder).sum() + 1
+
+
+def test_a_pixel_budget_scales_the_picture_down(kind):
+    family, _ = kind("mistral3")
+    pixels = np.random.default_rng(0).integers(0, 256, (100, 100, 3), dtype=np.uint8)
+    small, large = (family.measure(open_media(pixels, min_pixels=1, max_pixels=n))[1] for n in (2500, 10_000))
+    assert small < large
+    assert family.picture(open_media(pixels, min_pixels=1, max_pixels=2500)).shape == (50, 50, 3)
+
+
+def test_towers_are_frozen_by_name(kind):
+    family, model = kind("llava_next")
+    freeze(model, family, "freeze:vision,projector")
+    trained = {tower for tower, (some, _) in trainable_table(model, family).items() if some}
+    assert trained == {"llm"}
+    assert all(p.requires_grad for p in model.get_decoder().parameters())
+
+
+@pytest.mark.parametrize(("name", "side"), [("qwen2_5_vl", 84), ("qwen3_vl", 96), ("llava", 56), ("internvl", 56)])
+def test_known_families_agree_with_the_generic_one(name, side, family_of, load):
+    """A second opinion: ids, positions and features, of a picture that need not be resized, which libraries round
+    differently.
+    """
+    known = family_of(name)
+    other = load_family(known.path, name="generic")
+    picture = open_media(np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8))
+    one, two = (family.render(ask("a ", picture, "b?")) for family in (known, other))
+    assert one.ids.tolist() == two.ids.tolist()
+    positions = [family.positions(len(one), r.media).tolist() for family, r in ((known, one), (other, two))]
+    assert positions[0] == positions[1]
+    with torch.no_grad():
+        features = [family.features(load(name), family.media(r.media)) for family, r in ((known, one), (other, two))]
+    assert (features[0] - features[1]).abs().max() < 1e-4 * features[0].abs().max()
