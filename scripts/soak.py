@@ -1,18 +1,22 @@
-"""Kill a process of a run again and again, at random moments, and resume it: no finished checkpoint may be lost or
-damaged, no process may be left behind, and the numbers must be those of an undisturbed run.
+"""Kill a process of a run of `rl` again and again, at random moments, and resume it: no finished checkpoint may be lost
+or damaged, no process may be left behind, and metrics, weights and state must be those of an undisturbed run, to the
+bit.
 
-    python scripts/soak.py --kills 1000 --folder /tmp/soak                          # one process
-    python scripts/soak.py --kills 200 --gpus 2 --launcher join --folder /tmp/soak  # a controller and two ranks
+    python scripts/soak.py --kills 1000 --gpus 1 2 2 --folder /tmp/soak  # three runs side by side, two of two ranks
 
 Processes are forked from this one, which has imported all they need; `--launcher local` starts ranks as users do, which
 takes longer. Half of the kills hit while a checkpoint is being written.
 """
 
 import argparse
+import hashlib
 import json
+import multiprocessing
 import os
 import random
+import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -26,28 +30,35 @@ import torch
 
 from saccade.media import pixel_cache
 from saccade.models.files import damaged
+from saccade.plugins.families.tiny import build
+from saccade.plugins.quickstart import counting
+from saccade.plugins.quickstart.quickstart import WORDS
 from saccade.plugins.ranks import launchers, rank_process, rank_trainer  # noqa: F401  (imported before the first fork)
-from saccade.recipes import sft
+from saccade.recipes import model_setup, rl
 from saccade.run.checkpoint import complete_steps
 
 STEPS = 6
-MACHINE = ("time/", "perf/", "mem/")
+MACHINE = ("time", "perf/", "mem/")
 
 
-def options(folder: Path, name: str, given: Any) -> dict[str, Any]:
+def options(folder: Path, name: str, gpus: int, launcher: str) -> dict[str, Any]:
+    """Of a run of a few short steps, of whose first answers about one in five counts as right."""
     return {
         "run.name": name,
         "run.out": str(folder),
         "run.device": "cpu",
         "run.max_steps": STEPS,
         "run.resume": "auto",
-        **({"run.gpus": given.gpus, "run.launcher": given.launcher} if given.gpus > 1 else {}),
-        "model.path": "tiny:qwen2",
-        "data.train": str(folder / "train.jsonl"),
+        **({"run.gpus": gpus, "run.launcher": launcher} if gpus > 1 else {}),
+        "model.path": str(folder.parent / "model"),
+        "data.train": str(folder.parent / "train.jsonl"),
+        "prompt.instruction": "",
+        "prompt.format": "direct",
+        "reward.terms": [{"verifier": "count", "args": {"order": ["last_number"], "tolerance": 1}}],
+        "rollout.max_tokens": 4,
         "train.prompts_per_step": 2,
-        "train.lr": 1e-3,
-        "train.eps": 1e-3,
-        "train.schedule": "constant",
+        "train.samples_per_prompt": 4,
+        "train.lr": 5e-4,
         "save.every": 1,
         "save.keep": STEPS,
         "track.tensorboard": False,
@@ -70,38 +81,40 @@ def forked(call: Callable[..., Any], *arguments: Any, log: Path) -> psutil.Proce
         os._exit(1)
 
 
-def start(folder: Path, name: str, given: Any) -> list[psutil.Process]:
+def start(folder: Path, name: str, gpus: int, launcher: str) -> list[psutil.Process]:
     """The run, and the ranks that join it."""
-    found = [forked(sft.run, options(folder, name, given), log=folder / f"{name}.out")]
-    if given.gpus > 1 and given.launcher == "join":
+    found = [forked(rl.run, options(folder, name, gpus, launcher), log=folder / f"{name}.out")]
+    if gpus > 1 and launcher == "join":
         address = f"127.0.0.1:{launchers.PORT}"
-        for rank in range(given.gpus):
+        for rank in range(gpus):
             found.append(forked(launchers.run_rank, address, log=folder / f"{name}-rank-{rank}.out"))
     return found
 
 
-def numbers(run: Path) -> list[dict[str, Any]]:
+def outcome(run: Path) -> dict[str, Any]:
+    """Metrics of each step, and the hash of each file with weights or state of the last one."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith(MACHINE)} for row in rows]
+    found: dict[str, Any] = {
+        f"{number} {name}": str(value)
+        for number, row in enumerate(rows)
+        for name, value in row.items()
+        if not name.startswith(MACHINE)
+    }
+    last = run / "checkpoints" / f"step-{STEPS}"
+    files = sorted(last.rglob("*.safetensors"))
+    return found | {str(file.relative_to(last)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def alike(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
-    """Up to the order of sums, which does not depend on a kill; so nearly to the bit."""
-    return len(one) == len(other) and all(
-        abs(a[name] - b[name]) <= 1e-4 * abs(a[name]) + 1e-5
-        for a, b in zip(one, other, strict=True)
-        for name in a
-        if isinstance(a[name], float) and a[name] == a[name]
-    )
-
-
-def disturb(running: list[psutil.Process], checkpoints: Path, chance: random.Random, seconds: float) -> str | None:
+def disturb(
+    running: list[psutil.Process], checkpoints: Path, saved: list[int], chance: random.Random, seconds: float
+) -> str | None:
     """Kill one of its processes within so many seconds; what was killed, if it had not ended."""
     if chance.random() < 0.5:
         time.sleep(chance.uniform(0, seconds))
         moment = "at any moment"
-    else:  # a few milliseconds after a checkpoint is begun
-        while not any(checkpoints.glob(f".step-*.{running[0].pid}")) and ended(running[0]) is None:
+    else:  # a few milliseconds after one of the next checkpoints is begun
+        step = chance.randint(len(saved) + 1, STEPS)
+        while not (checkpoints / f".step-{step}.{running[0].pid}").exists() and ended(running[0]) is None:
             time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.05))
         moment = "while it saved"
@@ -133,47 +146,70 @@ def require_kept(checkpoints: Path, saved: list[int]) -> list[int]:
     return now
 
 
+def soak(folder: Path, gpus: int, launcher: str, kills: Any, most: int, seed: int) -> None:
+    """Runs one after the other, until there were so many kills, which several processes count together."""
+    folder.mkdir(exist_ok=True)
+    with socket.create_server(("", 0)) as door:
+        launchers.PORT = door.getsockname()[1]
+    chance, began, runs = random.Random(seed), time.monotonic(), 0
+    calm = start(folder, "calm", gpus, launcher)
+    assert [process.wait() for process in calm] == [0] * len(calm), f"see {folder}/calm.out"
+    usual, wanted = time.monotonic() - began, outcome(folder / "calm")
+    while kills.value < most:
+        name, saved = f"run-{runs}", list[int]()
+        checkpoints = folder / name / "checkpoints"
+        while True:
+            running = start(folder, name, gpus, launcher)
+            more = kills.value < most and len(saved) < STEPS
+            what = disturb(running, checkpoints, saved, chance, usual) if more else None
+            if what is None:
+                assert [process.wait() for process in running] == [0] * len(running), f"see {folder}/{name}.out"
+            saved = require_kept(checkpoints, saved)
+            if what is None:
+                break
+            with kills.get_lock():
+                kills.value += 1
+            done = ", ".join(map(str, saved)) or "nothing"
+            print(f"{kills.value}: killed {what} of {folder.name}/{name}; saved: {done}", flush=True)
+        found = outcome(folder / name)
+        differing = [key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key)]
+        assert not differing, f"{folder / name}: not as undisturbed are {sorted(differing)}"
+        shutil.rmtree(folder / name)
+        runs += 1
+    print(f"{folder.name}: {runs} runs, all as undisturbed", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--launcher", choices=["local", "join"], default="local")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1], help="of each of some runs side by side")
+    parser.add_argument("--launcher", choices=["local", "join"], default="join")
     given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
-    turns = [[("user", f"say {n}"), ("assistant", f"{n} {n + 1}")] for n in range(24)]
-    rows = [{"messages": [{"role": role, "content": text} for role, text in both]} for both in turns]
-    (given.folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder: Path = given.folder
+    (folder / "warm").mkdir(parents=True)
+    model_setup.quiet_libraries()
+    build("qwen2_5_vl", folder / "model", words=WORDS)
+    counting.write_jsonl(counting.counting_split(24, seed=1, colours=("red", "blue")), folder, name="train")
     torch.set_num_threads(1)  # a pool of threads would not survive a fork
     os.environ["SACCADE_TOKEN"] = "soak"
-    alone = argparse.Namespace(gpus=1)
-    sft.run(options(given.folder, "warm", alone))  # imports and caches
+    rl.run(options(folder / "warm", "run", 1, ""))  # imports and caches
     pixel_cache._workers().shutdown()
     pixel_cache._workers.cache_clear()
     assert threading.active_count() == 1, threading.enumerate()
-    chance, began = random.Random(given.seed), time.monotonic()
-    calm = start(given.folder, "calm", given)
-    assert [process.wait() for process in calm] == [0] * len(calm), f"see {given.folder}/calm.out"
-    usual, kills, runs = time.monotonic() - began, 0, 0
-    while kills < given.kills:
-        name, saved = f"run-{runs}", list[int]()
-        checkpoints = given.folder / name / "checkpoints"
-        while True:
-            running = start(given.folder, name, given)
-            more = kills < given.kills and len(saved) < STEPS
-            what = disturb(running, checkpoints, chance, usual) if more else None
-            kills += what is not None
-            if what is None:
-                assert [process.wait() for process in running] == [0] * len(running), f"see {given.folder}/{name}.out"
-            saved = require_kept(checkpoints, saved)
-            if what is None:
-                break
-            print(f"{kills}: killed {what} of {name}; saved: {', '.join(map(str, saved))}", flush=True)
-        assert alike(numbers(given.folder / "calm"), numbers(given.folder / name)), name
-        runs += 1
-    print(f"{kills} kills, {runs} runs, all as undisturbed, {time.monotonic() - began:.0f} s", flush=True)
+    kills, began = multiprocessing.Value("i"), time.monotonic()
+    lanes = {
+        folder / f"{number}-of-{gpus}": (gpus, given.launcher, kills, given.kills, given.seed + number)
+        for number, gpus in enumerate(given.gpus)
+    }
+    going = [forked(soak, lane, *rest, log=folder / "soak.out") for lane, rest in lanes.items()]
+    codes = [process.wait() for process in going]
+    print((folder / "soak.out").read_text())
+    if any(codes):
+        sys.exit(1)
+    print(f"{kills.value} kills in {time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
