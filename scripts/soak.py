@@ -38,6 +38,7 @@ from saccade.recipes import model_setup, rl
 from saccade.run.checkpoint import complete_steps
 
 STEPS = 6
+LEFT_ALONE = 0.15  # of the starts: some run has to come to its end
 MACHINE = ("time", "perf/", "mem/")
 
 
@@ -160,7 +161,7 @@ def soak(folder: Path, gpus: int, launcher: str, kills: Any, most: int, seed: in
         checkpoints = folder / name / "checkpoints"
         while True:
             running = start(folder, name, gpus, launcher)
-            more = kills.value < most and len(saved) < STEPS
+            more = kills.value < most and len(saved) < STEPS and chance.random() > LEFT_ALONE
             what = disturb(running, checkpoints, saved, chance, usual) if more else None
             if what is None:
                 assert [process.wait() for process in running] == [0] * len(running), f"see {folder}/{name}.out"
