@@ -2,10 +2,13 @@
 
 import json
 import os
+import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +22,10 @@ from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.config import load
+from saccade.engines import Settings
 from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.plugins.engines.replicas import replica
+from saccade.plugins.engines.replicas.replica_process import Worker
 from saccade.plugins.preferences import dpo
 from saccade.plugins.ranks import launchers, team
 from saccade.plugins.ranks.loss_codec import decode_loss, encode_loss
@@ -29,7 +35,8 @@ from saccade.plugins.reward_models.reward_card import read_card
 from saccade.plugins.reward_models.reward_losses import StepsLoss, steps_objective
 from saccade.recipes import rl, sft
 from saccade.run.loggers import read_metrics
-from saccade.system.process import Channel, Ended
+from saccade.system.process import Channel, Ended, listen
+from tests.ranks.processes import LIMIT, forked
 
 ROOT = Path(__file__).parents[2]
 OF_THE_MACHINE = ("mem/", "time/", "perf/")
@@ -119,6 +126,57 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_starts_again_when_one_is
     assert sampled(tmp_path / "on") == sampled(alone)
     require_alike(tmp_path / "on", alone)
     require_same_weights(*(tensors(run / "checkpoints" / "step-4") for run in (tmp_path / "on", alone)))
+
+
+class Slow:
+    """An engine whose steps never end and whose calls are slow."""
+
+    def __init__(self, channel: Channel, *, pending: bool) -> None:
+        self.channel, self.pending = channel, pending
+
+    def poll(self) -> None:
+        self.channel.send({"ready": True})
+        threading.Event().wait()
+
+    def wake(self) -> str:
+        time.sleep(2.5)
+        return "awake"
+
+
+def serve_slowly(link: socket.socket, pending: bool) -> None:
+    channel = Channel(link)
+    inbox = listen(channel)
+    for _ in range(2):  # what to run, and with which settings
+        inbox.get()
+    worker = Worker(Slow(channel, pending=pending), channel)  # type: ignore[arg-type]
+    if not pending:
+        channel.send({"ready": True})
+    threading.Thread(target=worker.report, daemon=True).start()
+    worker.run(inbox)
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_an_engine_that_hangs_is_ended_while_a_call_is_open_and_a_long_call_is_no_hang(tmp_path, hangs, monkeypatch):
+    monkeypatch.setattr(replica, "STEP_LIMIT", 0.5)
+    here, there = socket.socketpair()
+    monkeypatch.setattr(
+        replica.Replica, "start", lambda self: launchers.Link(SimpleNamespace(channel=Channel(here)), self)
+    )
+    with there:
+        process = forked(serve_slowly, there, hangs)
+    events: replica.Events = queue.SimpleQueue()
+    engine = replica.Replica(
+        Settings(engine="embedded", folder="", dtype="float32"), log=tmp_path / "engine.log", events=events
+    )
+    assert events.get(timeout=LIMIT) == (engine, replica.READY)
+    asked = engine.begin("wake", ())
+    if hangs:
+        assert str(events.get(timeout=LIMIT)[1]).startswith("its engine has not moved for")
+        assert isinstance(asked.exception(timeout=LIMIT), replica.Died)
+    else:
+        assert asked.result(timeout=LIMIT).row["result"] == "awake" and events.empty()
+    engine.kill()
+    process.join(LIMIT)
 
 
 def test_a_critic_and_adapters_on_two_ranks(tmp_path, rl_config, tensors, forked_ranks):

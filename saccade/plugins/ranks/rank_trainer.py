@@ -29,9 +29,9 @@ from saccade.plugins.engines.weight_transfer import opened
 from saccade.plugins.engines.weights import Mapped
 from saccade.plugins.estimate.layout_choice import choose_layout
 from saccade.plugins.ranks.launchers import launch
+from saccade.plugins.ranks.layouts import require_heads
 from saccade.plugins.ranks.loss_codec import encode_loss
 from saccade.plugins.ranks.preflight import MARK, look, meet
-from saccade.plugins.ranks.sequence import require_heads
 from saccade.plugins.ranks.team import RankSettings, Team
 from saccade.plugins.reward_models.reward_card import Card
 from saccade.registry import HOOKS
@@ -152,7 +152,7 @@ class RankTrainer:
         return [("", partial(self._write, kind))]
 
     def _write(self, kind: str, folder: Path) -> None:
-        self.engine.ask_each("write", {"part": self.part, "kind": kind, "folder": str(folder)})
+        self.engine.write({"part": self.part, "kind": kind, "folder": str(folder)})
 
     def load_state(self, folder: Path) -> None:
         self._ask("load_state", [{"folder": str(folder)}] * self.parts)
@@ -209,7 +209,7 @@ def start_policy(config: Config, command: str, family: Family, folder: str | Non
         rank=0,
         size=config.run.gpus,
         port=port,
-        seen=look(options, family.path, logs),
+        seen=look(config, family.path, logs),
     )
     with ExitStack() as held:
         held.callback((logs / MARK).unlink, missing_ok=True)

@@ -28,10 +28,10 @@ from saccade.system.process import Block
 from saccade.types import Batch, Completion, Forest
 
 STACK_LIMIT = 5.0  # seconds to say where a process is
-CALL_LIMIT = 24 * 3600.0  # seconds of a call to one rank, to write files as well
-# A call to all ranks has stalled if it takes STALL_FACTOR times as long per token as the slowest call of its kind, and
-# at least STALL_LEAST seconds. The first call of a kind has the limit of collectives: it may compile kernels.
+# A call has stalled if it takes STALL_FACTOR times as long per token as the slowest of its kind, and at least
+# STALL_LEAST seconds. The first of a kind has the limit of collectives: it may compile kernels.
 STALL_LEAST, STALL_FACTOR, STALL_FIRST = 120.0, 10.0, 3600.0
+WRITE_LIMIT = 24 * 3600.0  # seconds: checkpoints are large, and disks may be slow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,36 +106,32 @@ class Team(Replicas):
 
     def ask_all(self, call: str, arguments: Iterable[Mapping[str, Any]]) -> list[Block]:
         """The answers of all ranks, each with its arguments."""
-        arguments, began = [*arguments], time.monotonic()
-        kind = call, *(str(arguments[0].get(name)) for name in ("part", "kind"))
+        return self._ask(call, self._alive(), [*arguments])
+
+    def ask_first(self, call: str, **arguments: Any) -> Any:
+        """The answer of the first rank alone, of calls in which it waits for no other."""
+        return self._ask(call, self._alive()[:1], [arguments])[0].row["result"]
+
+    def _ask(self, call: str, ranks: Sequence[Rank], arguments: Sequence[Mapping[str, Any]]) -> list[Block]:
+        began, kind = time.monotonic(), (call, *(str(arguments[0].get(name)) for name in ("part", "kind")))
         tokens = max(1, *map(_work, arguments))
         slowest = self._slowest.get(kind)
         limit = STALL_FIRST if slowest is None else max(STALL_LEAST, STALL_FACTOR * slowest * tokens)
-        asked = {rank.call(call, given): rank for rank, given in zip(self._alive(), arguments, strict=True)}
+        asked = {rank.call(call, given): rank for rank, given in zip(ranks, arguments, strict=True)}
         if wait(asked, limit, return_when=FIRST_EXCEPTION).not_done or any(one.exception() for one in asked):
             self._end_all(call, asked, limit)
         self._slowest[kind] = max(slowest or 0.0, (time.monotonic() - began) / tokens)
         return [answer.result() for answer in asked]
 
-    def ask_each(self, call: str, arguments: Mapping[str, Any]) -> None:
-        """As `ask_all`, of calls in which no rank waits for another: an error ends none of them. Any
-        thread may ask.
-        """
-        asked = {rank.call(call, arguments): rank for rank in self._alive()}
-        wait(asked, CALL_LIMIT)
+    def write(self, arguments: Mapping[str, Any]) -> None:
+        """All ranks write their files. None waits for another, so an error ends none of them; any thread may ask."""
+        asked = {rank.call("write", arguments): rank for rank in self._alive()}
+        wait(asked, WRITE_LIMIT)
         for answer, rank in asked.items():
             try:
                 answer.result(timeout=0)
             except (Died, LateAnswer) as death:
-                raise RankLost(f"{rank.log.stem} failed in {call}: {death}") from None
-
-    def ask_first(self, call: str, **arguments: Any) -> Any:
-        """The answer of the first rank alone, of calls in which it waits for no other."""
-        first = self._alive()[0]
-        try:
-            return first.call(call, arguments).result(timeout=CALL_LIMIT).row["result"]
-        except (Died, LateAnswer) as death:
-            self._lose(first, death)
+                raise RankLost(f"{rank.log.stem} failed to write: {death}") from None
 
     def first_address(self) -> str:
         """Of the machine of the first rank; empty: that of this process."""

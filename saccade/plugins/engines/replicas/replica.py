@@ -123,7 +123,7 @@ class Replica:
             elif "ready" in row:
                 self._ready = True
                 self.events.put((self, READY))
-            elif row["busy_s"] > STEP_LIMIT and not self._answers:  # a call has a limit of its own
+            elif row["busy_s"] > STEP_LIMIT:
                 raise Died(f"its engine has not moved for {row['busy_s']:.0f} s")
 
     # -- for the caller's thread --

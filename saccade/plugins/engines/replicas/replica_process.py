@@ -58,7 +58,7 @@ class Worker:
         self._files |= {name: file for name, file in block.arrays.items() if name.startswith(FILES)}
         arrays = {**self._files, **block.arrays}
         if "call" in row:
-            self._attempt(self._answer, Block(row, arrays))
+            self._answer(Block(row, arrays))
         for call, item in row.get("orders", ()):
             if call == "submit":
                 self._attempt(self._submit, decode(Request, item, arrays))
@@ -68,6 +68,7 @@ class Worker:
             del self._files[name]
 
     def _attempt(self, order: Callable[..., Any], *arguments: Any) -> None:
+        """Work of the engine, whose time is reported; who makes a call has a limit for it."""
         self._working_since = time.monotonic()
         try:
             order(*arguments)
