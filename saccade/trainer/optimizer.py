@@ -53,8 +53,11 @@ class Optimizer:
         # Biases and norms are vectors; decay would only shrink what they have learned.
         self.decay = {name: config.weight_decay * (p.ndim > 1) for name, p in self.parameters.items()}
         kind: Any = {"adamw": _MasterAdamW, "adamw_bf16": _KahanAdamW}[config.optimizer]
-        place = HOOKS["state_in_main_memory"] if config.offload else StateBeside
-        self._rule: _MasterAdamW | _KahanAdamW = kind(self, place)
+        self._rule: _MasterAdamW | _KahanAdamW = kind(self, self.place())
+
+    def place(self) -> Callable[..., "StateBeside"]:
+        """Where the state will be."""
+        return HOOKS["state_in_main_memory"] if self.config.offload else StateBeside
 
     def owned(self) -> Mapping[str, nn.Parameter]:
         """What this process steps: the parameters, or flat parts of them."""
@@ -179,7 +182,7 @@ class StateBeside:
 class _MasterAdamW:
     """torch's fused AdamW on fp32 masters. An fp32 parameter is its own master."""
 
-    def __init__(self, optimizer: Optimizer, place: type[StateBeside]) -> None:
+    def __init__(self, optimizer: Optimizer, place: Callable[..., StateBeside]) -> None:
         parameters, moments = optimizer.owned(), ("exp_avg", "exp_avg_sq")
         kept = {n: moments if p.dtype == torch.float32 else ("master", *moments) for n, p in parameters.items()}
         self.held = place(parameters, kept, torch.float32)
@@ -229,7 +232,7 @@ class _KahanAdamW:
     next step.
     """
 
-    def __init__(self, optimizer: Optimizer, place: type[StateBeside]) -> None:
+    def __init__(self, optimizer: Optimizer, place: Callable[..., StateBeside]) -> None:
         parameters, self.config = optimizer.owned(), optimizer.config
         self.lr_scale, self.decay = optimizer.lr_scale, optimizer.decay
         self.held = place(parameters, dict.fromkeys(parameters, ("exp_avg", "exp_avg_sq", "lost")), torch.bfloat16)

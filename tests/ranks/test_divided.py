@@ -142,6 +142,11 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
     found["offload"] = [
         equal(*(stepped(kind, offload) for offload in (False, True))) for kind in ("adamw", "adamw_bf16")
     ]
+    host_state.free_host_bytes = lambda: 12 * (sum(SMALL.values()) - 64)  # each rank has half of what all need
+    try:
+        stepped("adamw", offload=True)
+    except EnvironmentProblem as error:
+        found["too little"] = str(error)
     found["small"] = [small(kind, DividedOptimizer) for kind in ("adamw", "adamw_bf16")]
     return found
 
@@ -268,6 +273,12 @@ def test_two_ranks_train_as_one_process_does(results: Any, name: str) -> None:
 
 def test_state_in_main_memory_changes_no_bit(results: Any) -> None:
     assert [found["offload"] for found in results[1]] == [[True, True]] * 2
+
+
+def test_state_of_all_ranks_of_a_machine_must_fit_into_its_main_memory(results: Any) -> None:
+    for found in results[1]:
+        assert found["too little"].startswith("train.offload: the optimizer's state takes")
+        assert found["too little"].endswith("try train.optimizer=adamw_bf16, train.offload=false or more machines")
 
 
 def require_same_training(name: str, alone: Any, ranks: list[Any], *, exact: bool = False, near: float = 1e-6) -> None:

@@ -10,7 +10,7 @@ beside the parameters, and so are the results, to the bit.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,25 +23,40 @@ from saccade.trainer.optimizer import Piece, StateBeside
 
 CHUNK = 1 << 24  # numbers
 SLOTS = 3  # chunks on the GPU: one comes, one is updated, one goes
-ALIGN = 64  # numbers; kernels read several at once, and a chunk begins where no such read is cut
+
+
+def aligned(count: int) -> int:
+    """Kernels read several numbers at once; where a multiple of 64 begins no such read is cut."""
+    return -(-count // 64) * 64
 
 
 class HostState(StateBeside):
-    """For each key the numbers of all parameters end to end, of which `tensors` are views."""
+    """For each key the numbers of all parameters end to end, of which `tensors` are views. `total`: what the processes
+    of this machine need, from what this one does.
+    """
 
-    def __init__(self, parameters: Mapping[str, Tensor], keys: Mapping[str, Sequence[str]], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        keys: Mapping[str, Sequence[str]],
+        dtype: torch.dtype,
+        *,
+        total: Callable[[float], float] = float,
+    ) -> None:
         self.parameters = parameters
         self.device = next((p.device for p in parameters.values()), torch.device("cpu"))
         self._starts, self._length = dict[str, int](), 0
         for name, parameter in parameters.items():
             self._starts[name] = self._length
-            self._length += -(-parameter.numel() // ALIGN) * ALIGN
+            self._length += aligned(parameter.numel())
         kinds = dict.fromkeys(key for kept in keys.values() for key in kept)
         needed, free = len(kinds) * self._length * dtype.itemsize, free_host_bytes()
+        needed = int(total(needed))  # of all that take their part at the same time, after each has seen what is free
         if needed > free:
+            smaller = "" if dtype == torch.bfloat16 else "train.optimizer=adamw_bf16, "
             raise EnvironmentProblem(
                 f"train.offload: the optimizer's state takes {size(needed)} of main memory, and {size(free)} are free; "
-                "try train.offload=false, train.optimizer=adamw_bf16 or more machines"
+                f"try {smaller}train.offload=false or more machines"
             )
         self._flat = {key: _zeros(self._length, dtype, self.device) for key in kinds}
         self.tensors = {

@@ -20,6 +20,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +29,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from saccade.config import TrainConfig
-from saccade.plugins.ranks.machines import agreed, grid
-from saccade.trainer.optimizer import Optimizer
+from saccade.plugins.offload.host_state import aligned
+from saccade.plugins.ranks.machines import agreed, grid, sum_of_machine
+from saccade.trainer.optimizer import Optimizer, StateBeside
 
-ALIGN = 64  # elements; kernels read several at once, and a stretch begins where no such read is cut
 # New names since torch 2.13, which warns of the old ones.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -61,8 +62,8 @@ def _laid(parts: Mapping[str, Tensor], group: Any = None) -> _Flat:
     starts, end = dict[str, int](), 0
     for name, part in parts.items():
         starts[name] = end
-        end += _aligned(part.numel())
-    return _Flat(parts=parts, starts=starts, piece=_aligned(-(-end // dist.get_world_size(group))), group=group)
+        end += aligned(part.numel())
+    return _Flat(parts=parts, starts=starts, piece=aligned(-(-end // dist.get_world_size(group))), group=group)
 
 
 def _flatten(parameters: Mapping[str, nn.Parameter]) -> _Flat:
@@ -73,10 +74,6 @@ def _flatten(parameters: Mapping[str, nn.Parameter]) -> _Flat:
         view = weights[flat.starts[name] :][: parameter.numel()].view(parameter.shape)
         parameter.data = view.copy_(parameter.data)
     return replace(flat, weights=weights)
-
-
-def _aligned(count: int) -> int:
-    return -(-count // ALIGN) * ALIGN
 
 
 class DividedOptimizer(Optimizer):
@@ -109,6 +106,9 @@ class DividedOptimizer(Optimizer):
         self._sums: list[Tensor] = []  # as the flats, of one step
         self._stepped = False  # whether any rank has a gradient
         super().__init__(named.items(), config, lr_scale=lr_scale)
+
+    def place(self) -> Callable[..., StateBeside]:
+        return partial(super().place(), total=sum_of_machine) if self.config.offload else super().place()
 
     def owned(self) -> Mapping[str, nn.Parameter]:
         return self._owned

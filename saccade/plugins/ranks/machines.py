@@ -32,11 +32,27 @@ def agreed(numbers: Iterable[float], how: Any, group: Any = None) -> Tensor:
     return answer
 
 
+def _everyone(number: float) -> list[float]:
+    """That number of each rank."""
+    mine = dist.get_rank()
+    return agreed([number * (rank == mine) for rank in range(dist.get_world_size())], dist.ReduceOp.SUM).tolist()
+
+
+def _hosts() -> list[float]:
+    """The machine of each rank."""
+    return _everyone(zlib.crc32(host_name().encode()))
+
+
+def sum_of_machine(number: float) -> float:
+    """Over the ranks of this machine; all ranks ask for it together."""
+    hosts, numbers = _hosts(), _everyone(number)
+    return sum(one for host, one in zip(hosts, numbers, strict=True) if host == hosts[dist.get_rank()])
+
+
 @cache
 def grid(device: str) -> DeviceMesh:
     """Ranks as `machines` x `gpus` of a machine; all ranks ask for it together."""
-    mine, name = dist.get_rank(), zlib.crc32(host_name().encode())
-    hosts = agreed([name * (rank == mine) for rank in range(dist.get_world_size())], dist.ReduceOp.SUM).tolist()
+    hosts = _hosts()
     rows = [[rank for rank, host in enumerate(hosts) if host == one] for one in dict.fromkeys(hosts)]
     if len(sizes := set(map(len, rows))) > 1:
         seen = " and ".join(map(str, sorted(sizes)))
