@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
+from saccade.config import load
 from saccade.errors import EnvironmentProblem
+from saccade.models.families import load_family
+from saccade.plugins.imitation.imitation_sources import teacher_of
 from saccade.plugins.ranks import launchers, preflight
+from saccade.recipes import model_setup
 from saccade.system.process import Channel
 
 
@@ -68,8 +73,12 @@ def test_a_machine_with_other_files_is_refused(tmp_path: Path, family_of: Any, m
     shutil.copytree(family_of("qwen2_5_vl").path, model)
     logs.mkdir()
     rows.write_text("")
-    options = {"data": {"train": [{"path": str(rows)}]}, "run": {"name": "run"}, "reward": {"terms": ["a/b"]}}
-    seen = preflight.look(options, str(model), logs)
+    monkeypatch.chdir(tmp_path)
+    Path("rewards.py").touch()
+    named = ("rows.jsonl:few@train", "rewards.py:of", "run", "a/b")
+    options = dict(zip(("data.train", "algorithm.advantage", "run.name", "model.train"), named, strict=True))
+    seen = preflight.look(load(options), str(model), logs)
+    assert seen["paths"] == [*map(str, (model, rows, tmp_path / "rewards.py"))]  # run.name is none
     preflight.require_seen(seen, 0)
     assert [path.name for path in logs.iterdir()] == [preflight.MARK]
     rows.unlink()
@@ -83,3 +92,22 @@ def test_a_machine_with_other_files_is_refused(tmp_path: Path, family_of: Any, m
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.raises(EnvironmentProblem, match=r"model\.path: .*/model has other weights than that of the run"):
         preflight.require_seen(seen, 0)
+
+
+def test_a_gpu_without_room_for_weights_is_refused(
+    tmp_path: Path, sft_config: Any, word_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "free_bytes", lambda device: 2**20)
+    with pytest.raises(EnvironmentProblem, match=r"0\.0 GiB of the GPU are free, .* `nvidia-smi` shows it"):
+        preflight.require_room(Path(word_model), 4, torch.device("cuda"))
+    monkeypatch.setattr(model_setup, "device_of", lambda config: torch.device("cuda"))
+    config = load(sft_config(tmp_path) | {"sft.teacher": word_model, "model.dtype": "float32"}, command="sft")
+    with pytest.raises(EnvironmentProblem, match=r"sft\.teacher is whole .* a smaller one, or train\.offload=true"):
+        teacher_of(config, load_family(word_model))
+
+
+def test_a_first_sum_that_never_returns_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the set-up of nccl does where a machine cannot be reached."""
+    monkeypatch.setattr(preflight.dist, "all_reduce", lambda number: threading.Event().wait())
+    with pytest.raises(EnvironmentProblem, match=r"on cpu failed \(no answer for 0\.1 s\); .* set GLOO_SOCKET_IFNAME"):
+        preflight.require_sum(torch.device("cpu"), limit=0.1)

@@ -35,6 +35,8 @@ from saccade.forest.packing import pack
 from saccade.models.families import Family, load_family
 from saccade.models.files import SERIES_FILE
 from saccade.models.heads import language_head
+from saccade.models.load import pick_dtype
+from saccade.plugins.ranks.preflight import require_room
 from saccade.recipes import model_setup, questions
 from saccade.recipes.to_trajectory import dialogue
 from saccade.registry import HOOKS
@@ -108,6 +110,10 @@ def teacher_of(config: Config, family: Family) -> LocalBackend:
     if not alike or vocabularies[0] != vocabularies[1]:
         helps = "give a model of the same family and tokenizer, with an encoder of time series if that has one"
         raise ConfigError(f"sft.teacher={path}: a {theirs.name} with other tokens than the {family.name}; {helps}")
+    device = model_setup.device_of(config)
+    less = ", or train.offload=true" * (not config.train.offload)
+    hint = f"sft.teacher is whole on every GPU, beside the student: take a smaller one{less}"
+    require_room(Path(folder), pick_dtype(config.model.dtype, device).itemsize, device, hint)
     return LocalBackend(model_setup.load_policy(config, theirs, train="full"), theirs)
 
 

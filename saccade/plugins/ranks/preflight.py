@@ -1,13 +1,16 @@
 """Before a rank reads weights: whether it meets the others, their GPUs can sum, and it sees the files and has the
 memory that the run needs. Who calls adds the rank and its machine to an error.
 
-    seen = look(options, family.path, run.path)     # in the controller
+    seen = look(config, family.path, run.path)      # in the controller
     require_seen(seen, 3)                           # in rank 3
 """
 
 import hashlib
 import os
+import queue
+import re
 import secrets
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -18,15 +21,18 @@ import torch
 import torch.distributed as dist
 
 import saccade
+from saccade.config import Config
+from saccade.config.schema.section import Section, about, chosen
 from saccade.errors import EnvironmentProblem
 from saccade.models.files import fingerprint, header_of, shards
 from saccade.system.devices import free_bytes
 from saccade.system.disk import refusal
 
 MEET_LIMIT = 300.0  # seconds from the first rank to the last, which may read the same libraries from a slow disk
-SUM_LIMIT = 120.0  # seconds of the first collective, which opens the connections
+SUM_LIMIT = 120.0  # seconds of the first collective, in which nccl sets itself up and opens the connections
 SEEN_LIMIT = 30.0  # seconds until a file that was just written is seen through a network
 MARK = ".seen-by-ranks"
+ELSE = "end what else runs there, `nvidia-smi` shows it"
 
 
 def code_hash(root: Path = Path(saccade.__file__).parent) -> str:
@@ -37,9 +43,11 @@ def code_hash(root: Path = Path(saccade.__file__).parent) -> str:
     return found.hexdigest()[:12]
 
 
-def look(options: Mapping[str, Any], model: str, logs: Path) -> dict[str, Any]:
+def look(config: Config, model: str, logs: Path) -> dict[str, Any]:
     """What this machine sees, for `require_seen`; `logs` gets a file to be found."""
-    paths = [model, *(text for text in _texts(options) if os.sep in text and os.path.exists(text))]
+    texts = [*_texts(config)]
+    named = [*texts, *(re.split("[:@#]", text)[0] for text in texts)]  # FILE.py:NAME, PATH@SPLIT
+    paths = dict.fromkeys([model, *filter(os.path.exists, named)])
     mark = secrets.token_hex(8)
     (logs / MARK).write_text(mark, encoding="utf-8")
     return {
@@ -50,12 +58,16 @@ def look(options: Mapping[str, Any], model: str, logs: Path) -> dict[str, Any]:
     }
 
 
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
+def _texts(value: Any, path: bool = False) -> Iterator[str]:
+    """What was set and may be a path: all of an option that is declared as one, of others what has a slash."""
+    if isinstance(value, str) and (path or os.sep in value):
         yield value
+    elif isinstance(value, Section):
+        for _, field, one in chosen(value):
+            yield from _texts(one, about(field).get("path", False))
     elif isinstance(value, Mapping | list | tuple):
         for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(one)
+            yield from _texts(one, path)
 
 
 def require_seen(seen: Mapping[str, Any], rank: int) -> None:
@@ -87,7 +99,7 @@ def _is_marked(logs: Path, mark: str) -> bool:
     return file.is_file() and file.read_text(encoding="utf-8") == mark
 
 
-def require_room(folder: Path, bytes_each: float, device: torch.device) -> None:
+def require_room(folder: Path, bytes_each: float, device: torch.device, hint: str = ELSE) -> None:
     """Refuse a GPU that has no room for the weights alone."""
     if device.type != "cuda":
         return
@@ -96,7 +108,7 @@ def require_room(folder: Path, bytes_each: float, device: torch.device) -> None:
     needed, free = numbers * bytes_each, free_bytes(device)
     if needed > free:
         have = f"{free / 2**30:.1f} GiB of the GPU are free, and the weights alone take {needed / 2**30:.1f}"
-        raise EnvironmentProblem(f"{have}; end what else runs there, `nvidia-smi` shows it")
+        raise EnvironmentProblem(f"{folder}: {have}; {hint}")
 
 
 def meet(store: Any, size: int, limit: float = MEET_LIMIT) -> list[int]:
@@ -117,14 +129,24 @@ def meet(store: Any, size: int, limit: float = MEET_LIMIT) -> list[int]:
 
 
 def require_sum(device: torch.device, limit: float = SUM_LIMIT) -> None:
-    """A first sum over all ranks, where they compute."""
-    number = torch.ones((), device=device)
+    """A first sum over all ranks, where they compute; in a thread, because nothing else ends nccl's set-up."""
+    found: queue.SimpleQueue[float | RuntimeError] = queue.SimpleQueue()
+
+    def add() -> None:
+        try:
+            number = torch.ones((), device=device)
+            dist.all_reduce(number)
+            found.put(number.item())
+        except RuntimeError as error:
+            found.put(error)
+
+    threading.Thread(target=add, name="first sum", daemon=True).start()
     try:
-        dist.all_reduce(number, async_op=True).wait(timedelta(seconds=limit))
-        found = number.item()
-    except RuntimeError as error:
-        text = f"a sum over all ranks on {device.type} failed or took more than {limit:g} s"
+        total = found.get(timeout=limit)
+    except queue.Empty:
+        total = RuntimeError(f"no answer for {limit:g} s")
+    if isinstance(total, RuntimeError):
         hint = "with several networks set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO logs more"
-        raise EnvironmentProblem(f"{text} ({error}); {hint}") from error
-    if found != dist.get_world_size():
-        raise EnvironmentProblem(f"the ones of {dist.get_world_size()} ranks sum up to {found:g}; check the GPU")
+        raise EnvironmentProblem(f"a sum over all ranks on {device.type} failed ({total}); {hint}") from total
+    if total != dist.get_world_size():
+        raise EnvironmentProblem(f"the ones of {dist.get_world_size()} ranks sum up to {total:g}; check the GPU")
