@@ -104,6 +104,7 @@ class RankWorker(Worker):
         self.algorithm = algorithm_of(self.config) if settings.command == "rl" else None
         self.sharded = self.config.train.layout != "whole"
         self.copy: Any = None  # of a sharded model, whole, to generate with
+        self._given_back: list[tuple[Any, torch.Size]] = []  # its weights, if they have no memory, and their shapes
         silent = self.sharded or settings.command == "reward-model"
         engine: Any = NoEngine() if silent else self._engine_over(model)
         super().__init__(engine, channel)
@@ -186,7 +187,10 @@ class RankWorker(Worker):
             if self.copy is None:
                 self.copy = model_setup.load_policy(self.config, self.family, folder=self.settings.folder)
                 self.engine = self._engine_over(self.copy)
-            self.policy.fill(self.copy)  # type: ignore[attr-defined]
+            for weight, shape in self._given_back:
+                weight.data = weight.new_empty(shape)
+            self.policy.fill(self.copy, frozen=bool(self._given_back))  # type: ignore[attr-defined]
+            self._given_back = []
         self.engine.update_weights(self.policy, version)
 
     def logprobs(self, part: str, batches: Sequence[Batch], scoring: Mapping[str, Any]) -> Outputs:
@@ -197,6 +201,10 @@ class RankWorker(Worker):
 
     def train_step(self, part: str, batches: Sequence[Batch], loss: Mapping[str, Any], **options: Any) -> Any:
         decoded = self._loss(loss)
+        if self.config.train.offload and self.copy is not None and not self._given_back:
+            self._given_back = [(weight, weight.shape) for weight in self.copy.parameters()]
+            for weight, _ in self._given_back:  # until `update_weights`, before it generates again
+                weight.data = weight.new_empty(0)
         update = self.parts[part].train_step(batches, decoded, **options)
         bound_scale(self.parts[part], decoded)
         if (peak := gpu_peak_gb()) is not None:  # since the last update, of the rank that took most
@@ -305,7 +313,8 @@ def serve(channel: Channel, controller: str | None = None) -> None:
     except SaccadeError as error:
         error.args = (f"rank {settings.rank} on {host_name()}: {error}",)
         channel.send({"failed": describe_error(error)})
-        sys.exit(error.exit_code)
+        sys.stderr.flush()
+        os._exit(error.exit_code)  # a thread may be stuck in nccl
     channel.send({"ready": True})
     orders: queue.SimpleQueue[Block] = queue.SimpleQueue()
     threading.Thread(target=worker.sort_out, args=(inbox, orders), name="orders", daemon=True).start()

@@ -191,8 +191,9 @@ class ShardedBackend(LocalBackend):
         try:
             yield
         except torch.OutOfMemoryError as error:
-            reason = "and with train.layout=sharded it cannot repeat a forest that others have passed"
-            hint = "use a smaller train.micro_tokens, or model.checkpointing=on"
+            layout = "hybrid" if self.hybrid else "sharded"
+            reason = f"and with train.layout={layout} it cannot repeat a forest that others have passed"
+            hint = "use a smaller train.micro_tokens" + ", or model.checkpointing=on" * (self.recompute.keeping > 0)
             raise EnvironmentProblem(f"rank {self.rank} ran out of GPU memory, {reason}; {hint}") from error
         self.root.reshard()  # what was gathered without a backward would outlive a change of the weights
 
@@ -204,12 +205,12 @@ class ShardedBackend(LocalBackend):
             yield name, weight.to_local() if isinstance(weight, DTensor) else weight
 
     @torch.no_grad()
-    def fill(self, copy: nn.Module) -> None:
-        """Write what is trained into a whole copy of the model."""
-        targets = dict(copy.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                targets[name].copy_(gathered(parameter))
+    def fill(self, copy: nn.Module, *, frozen: bool) -> None:
+        """Write what is trained into a whole copy of the model, and what is frozen."""
+        mine = dict(self.model.named_parameters())
+        for name, target in copy.named_parameters():
+            if frozen or mine[name].requires_grad:
+                target.copy_(gathered(mine[name]))
 
     def help_gather(self) -> None:
         """For another rank that reads `weights`."""
