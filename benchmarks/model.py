@@ -62,9 +62,17 @@ SIZES: dict[str, Mapping[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-SIZES |= {  # text halves of Qwen2.5, of which 32B has a vision tower in the wild, too
+SIZES |= {  # text halves of Qwen2.5, of which 32B and 72B have a vision tower in the wild, too
     "14b": {**SIZES["7b"], **WIDE, "intermediate_size": 13824, "num_hidden_layers": 48},
     "32b": {**SIZES["7b"], **WIDE, "intermediate_size": 27648, "num_hidden_layers": 64},
+    "72b": {
+        **SIZES["7b"],
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
 }
 SPOKEN = ("system", "user", "assistant", *QUESTION.split(), FILLER.strip())
 

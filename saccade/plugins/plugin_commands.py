@@ -138,6 +138,9 @@ def estimate(
     device: Annotated[str | None, typer.Option(help="H200, A100, RTX 4090 …; else this machine's.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Length of a prompt; else that of the data.", min=1)] = None,
     image: Annotated[str | None, typer.Option(metavar="WxH", help="Size of the image in each prompt.")] = None,
+    network: Annotated[
+        float | None, typer.Option(metavar="GBITS", help="Gb/s from a machine to others; else 3200.", min=0.1)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """What a step of `rl` takes: memory by item, time by phase. Nothing is loaded or trained."""
@@ -147,7 +150,7 @@ def estimate(
     config = read_config(arguments, "rl")
     check(config, "estimate", given(split(arguments or ())[1]))
     import_module("saccade.plugins.estimate.estimate_command").run(
-        config, device=device, prompt_tokens=prompt_tokens, image=image, as_json=as_json
+        config, device=device, prompt_tokens=prompt_tokens, image=image, network=network, as_json=as_json
     )
 
 

@@ -26,6 +26,7 @@ class Device:
     bandwidth: float | None = None  # 1e12 bytes per second
     link: float | None = None  # 1e9 bytes per second to another GPU of the machine
     host: float | None = None  # 1e9 bytes per second to main memory
+    network: float = 400.0  # 1e9 bytes per second that its machine sends to others: eight adapters of 400 Gb/s
     count: int = 1  # of such devices that share a run
 
     @property

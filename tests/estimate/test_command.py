@@ -11,6 +11,7 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.errors import EnvironmentProblem
 from saccade.plugins.estimate import estimate
+from saccade.plugins.estimate.estimate_command import refusal
 from saccade.plugins.families import tiny
 from saccade.system import devices
 from tests.estimate.works import H200, W1, planned, sizes
@@ -101,6 +102,13 @@ def test_a_reward_model_that_is_not_there_is_not_counted(large, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(bytes(2**20))
     found = planned(large, H200, W1, *kept)
     assert found.notes == () and sizes(found)["reward models"] == 2**-10
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(100 * 2**30)  # takes no room on a disk
+    waiting = planned(large, H200, W1, rated)
+    assert waiting.memory.peaks["update"] == planned(large, H200, W1).memory.peaks["update"]
+    beside = sum(item.gib for item in waiting.memory.items if item.phase == "always")
+    assert waiting.memory.peaks["scoring"] == pytest.approx(beside + 100) and not waiting.memory.fits
+    assert refusal(waiting).startswith(f"does not fit: the scoring needs {beside + 100:.1f} GiB (reward models 100.0)")
 
 
 def test_a_limit_that_limits_nothing_is_said(large, word_model):

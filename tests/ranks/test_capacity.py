@@ -1,6 +1,8 @@
 """Memory of each GPU, seconds and efficiency where several share a run."""
 
+import json
 from functools import partial
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -10,7 +12,7 @@ from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.plugins.estimate.estimate_command import preflight, short_of_memory
 from saccade.plugins.estimate.layout_choice import choose_layout
-from saccade.plugins.ranks.layouts import NETWORK, REACHED, candidates, collective_seconds, exchange_seconds
+from saccade.plugins.ranks.layouts import REACHED, candidates, collective_seconds, exchange_seconds
 from saccade.system import devices
 from saccade.types import Message, Sample
 from tests.estimate.works import H200, W1, loaded, planned, sizes
@@ -40,13 +42,13 @@ def test_the_exchange_and_the_controller_cost_efficiency(large):
     assert seconds["exchange"] == pytest.approx(6 * 3.75e9 * 7 / 8 / (REACHED * 450e9), rel=0.01)
     assert 0.9 < eight.efficiency["prompts per GPU"] < 1
     assert 0.5 < eight.efficiency["prompts per step"] < eight.efficiency["prompts per GPU"]
-    assert collective_seconds(16e9, 450.0, gpus=16) == pytest.approx(15 / (REACHED * NETWORK))
+    assert collective_seconds(16e9, (450.0, 400.0), gpus=16) == pytest.approx(15 / (REACHED * 400))
     second = 8 / 7 * REACHED * 450e9  # bytes of a collective of 8 GPUs
-    exchange = partial(exchange_seconds, sizes=(4 * second, 2 * second), link=450.0, updates=2, forests=8)
+    exchange = partial(exchange_seconds, sizes=(4 * second, 2 * second), links=(450.0, 400.0), updates=2, forests=8)
     assert exchange("whole", gpus=8, compute=0.0) == pytest.approx(2 * (4 + 2))
     sharded = exchange("sharded", gpus=8, compute=40.0)
     assert sharded == pytest.approx(2 + 8 * (4 + 2 * 2) - 40)  # whether it computes or waits
-    between = 2 * 6 * second / 2 / (REACHED * NETWORK * 1e9)  # two machines, each sends half
+    between = 2 * 6 * second / 2 / (REACHED * 400e9)  # two machines, each sends half
     assert exchange("hybrid", gpus=16, compute=40.0) == pytest.approx(sharded + between)
     assert planned(large, H200, W1).efficiency == {}
     idle = planned(large, H200, W1, "run.gpus=64")
@@ -71,6 +73,10 @@ def test_a_sharded_model_is_divided_but_for_its_towers_and_the_copy_that_generat
         assert after[name] / before[name] == pytest.approx(towers + (1 - towers) / 8, rel=0.02)
     assert after["moments"] == before["moments"] and after["copy for generation"] == before["weights"]
     assert found.pace.seconds["exchange"] > 0.13 * found.pace.seconds["update"]
+    away = planned(shaped("7b"), H200, W1, *options, "train.layout=sharded", "train.offload=true")
+    assert sizes(away)["copy for generation"] == before["weights"]
+    for one, phase in ((found, "always"), (away, "rollout")):  # given back in the update
+        assert [item.phase for item in one.memory.items if item.name == "copy for generation"] == [phase]
     two = ("run.gpus=16", "train.prompts_per_step=256", "train.layout=hybrid")
     hybrid = sizes(planned(shaped("7b"), H200, W1, *two))
     assert all(hybrid[name] == pytest.approx(after[name]) for name in ("weights", "gradient sums"))
@@ -124,6 +130,12 @@ def test_a_layout_that_is_left_open_is_whole_where_that_fits(shaped, monkeypatch
             found.append(choose_layout(config, command, loaded(str(shaped("7b")))))
         assert [layout for layout, _ in found] == ["whole", "whole", "sharded"], command
         assert found[1][1] == "this machine has no GPU" and found[2][1].startswith("whole, a GPU would need")
+    # Others hold memory now, as the processes of a run that has just died do: the layout stays, and does not fit.
+    monkeypatch.setattr(devices, "present", lambda wanted: H200)
+    config, family = load(given | {"algorithm.kl.coef": 0.0}), loaded(str(shaped("7b")))
+    assert choose_layout(config, "rl", family)[0] == "whole"
+    with pytest.raises(ConfigError, match=r"on each of 8 tight .* try .*, or train\.layout=sharded"):
+        preflight(config, family, [SAMPLE])
     assert choose_layout(load(given, ["train.layout=sharded"]), "rl", loaded(str(shaped("7b"))))[0] == "sharded"
 
 
@@ -163,8 +175,18 @@ def test_a_run_that_one_gpu_refuses_starts_on_several(large):
 
 def test_the_command_shows_several_gpus(large):
     options = ["--prompt-tokens", "374", "--image", "448x448", "--device", "H200", "run.gpus=8", "algorithm.kl.coef=0"]
-    result = CliRunner().invoke(app, ["estimate", f"model.path={large}", *options])
-    assert result.exit_code == 0, result.output
+
+    def invoked(*more: str) -> Any:
+        result = CliRunner().invoke(app, ["estimate", f"model.path={large}", *options, *more])
+        assert result.exit_code == 0, result.output
+        return result
+
+    result = invoked()
+    two = "run.gpus=16", "--json"  # machines, with one adapter each instead of eight
+    exchange = [
+        json.loads(invoked(*two, *more).stdout)["pace"]["seconds"]["exchange"] for more in ([], ["--network", "400"])
+    ]
+    assert exchange[1] == pytest.approx(8 * exchange[0])
     for text in (
         "each of 8 H200, prompts",
         "exchange",

@@ -30,8 +30,7 @@ from saccade.plugins.estimate.batch_plan import (
 )
 from saccade.plugins.estimate.memory_items import Item, Memory, host_items, memory_of, reward_folders, weights_in
 from saccade.plugins.estimate.work import Pace, pace_of
-from saccade.plugins.ranks.layouts import candidates, efficiency, more_gpus, prompts_of_a_rank
-from saccade.plugins.ranks.sequence import require_heads
+from saccade.plugins.ranks.layouts import candidates, efficiency, more_gpus, prompts_of_a_rank, require_heads
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.recipes import model_setup, questions
 from saccade.system.devices import Device, in_precision, no_limit
@@ -69,35 +68,78 @@ def estimate(
     """For prompts as long as said, or else as those of the data. What is loaded already need not
     be loaded again: the family, `samples` of the data.
     """
-    family = known = family or model_setup.family_of(config, model_setup.start_folder(config))
-    model, data, limit = config.model, config.data, config.run.gpu_memory_gib
+    family = family or model_setup.family_of(config, model_setup.start_folder(config))
     if config.run.gpus > 1:
         require_heads(config, family)
-    notes = [*not_counted(config), *filter(None, [no_limit(limit, device)])]
+    device, of_device = as_configured(device, config)
+    paths = [parse_address(source.path).path for source in config.data.train]
+    missing = [str(path) for path in paths if not Path(path).exists()]
+    usable = bool(paths) and not missing
+    said = partial(prompts_of_pixels, prompt_tokens=prompt_tokens, image=image)
+    prompts: Callable[[int], Prompts] = cache(partial(said, config, family, samples, usable))
+    planned = planner(config, device, family, prompts)
+    first, about = prompts(config.data.max_pixels)
+    asked = samples is not None or prompt_tokens is not None
+    lengths = length_notes(config.data, max(map(len, first)), [] if asked else missing)
+    plan = planned()
+    memory, pace = paced(plan)
+    alone = paced(planned("run.gpus=1"))[1] if pace and config.run.gpus > 1 else None
+    return Estimate(
+        device=device,
+        gpus=config.run.gpus,
+        layout=plan.layout,
+        reason=layout_reason(plan),
+        prompts=about,
+        memory=memory,
+        host=host_items(plan, memory, background=config.save.background),
+        pace=pace,
+        efficiency=efficiency(pace.seconds, alone.seconds if alone else None, gpus=config.run.gpus) if pace else {},
+        notes=(*not_counted(config), *of_device, *lengths),
+        advice=() if memory.fits else tuple(advice(plan, lambda c: memory_of(planned(*c)).fits)),
+    )
+
+
+def as_configured(device: Device, config: Config) -> tuple[Device, list[str]]:
+    """What the config uses of a device, and what is to be said of that."""
+    limit = config.run.gpu_memory_gib
+    notes = [*filter(None, [no_limit(limit, device)])]
     if limit is not None and device.is_gpu:
         device = replace(device, memory=min(device.memory, limit))
-    if (precise := in_precision(device, model.dtype)) != device:
+    if (precise := in_precision(device, config.model.dtype)) != device:
         notes.append("no seconds with model.dtype=float32: peaks are known in bfloat16 only")
-        device = precise
+    return precise, notes
+
+
+def prompts_of_pixels(
+    config: Config,
+    family: Family,
+    samples: Sequence[Sample] | None,
+    usable: bool,
+    max_pixels: int,
+    *,
+    prompt_tokens: int | None,
+    image: tuple[int, int] | None,
+) -> Prompts:
+    """Typical ones, with images of so many pixels at most. `usable`: whether the rows of the data can be read."""
+    changed, rows = load(config, [f"data.max_pixels={max_pixels}"], "rl"), None
+    if samples is not None and max_pixels == config.data.max_pixels:
+        rows = samples
+    elif usable and prompt_tokens is None:
+        few = [source.model_copy(update={"max_samples": ROWS}) for source in config.data.train]
+        rows = questions.load_prompts(changed, few, family).samples
+    return typical_prompts(changed.data, family, rows, prompt_tokens=prompt_tokens, image=image)
+
+
+def planner(config: Config, device: Device, family: Family, prompts: Callable[[int], Prompts]) -> Callable[..., Plan]:
+    """The plan of the config with options changed, each a text; of a layout that is left open the first that fits."""
+    model = config.model
     # Bytes of a weight as `model.dtype` loads it there.
     element = 4 if model.dtype == "float32" or (model.dtype == "auto" and not device.is_gpu) else 2
     empty = empty_model(family, trust_remote_code=model.trust_remote_code)
-    paths = [parse_address(source.path).path for source in data.train]
-    missing = [str(path) for path in paths if not Path(path).exists()]
 
     @cache
     def size(train: str, lora: LoraConfig) -> ModelSize:
-        return size_of(empty, known, lora, element=element, train=train)
-
-    @cache
-    def prompts(max_pixels: int) -> Prompts:
-        changed, rows = load(config, [f"data.max_pixels={max_pixels}"], "rl"), None
-        if samples is not None and max_pixels == data.max_pixels:
-            rows = samples
-        elif data.train and not missing and prompt_tokens is None:
-            few = [source.model_copy(update={"max_samples": ROWS}) for source in data.train]
-            rows = questions.load_prompts(changed, few, known).samples
-        return typical_prompts(changed.data, known, rows, prompt_tokens=prompt_tokens, image=image)
+        return size_of(empty, family, lora, element=element, train=train)
 
     def planned(*changes: str) -> Plan:
         changed = load(config, " ".join(changes).split(), "rl")
@@ -108,7 +150,7 @@ def estimate(
             changed.train.model_copy(update={"prompts_per_step": prompts_of(gpus=max(1, changed.run.gpus // together))})
             for together in (1, changed.train.sequence_parallel)
         )
-        step = make_step(shared, changed.rollout.max_tokens, algorithm, known, typical)
+        step = make_step(shared, changed.rollout.max_tokens, algorithm, family, typical)
         (*better, last), _ = candidates(changed.train.layout, train, gpus=changed.run.gpus, cuda=device.is_gpu)
         plan = Plan(
             config=changed.model_copy(update={"train": alone}),
@@ -123,25 +165,7 @@ def estimate(
         plans = (replace(plan, layout=layout) for layout in better)
         return next((other for other in plans if memory_of(other).fits), plan)
 
-    first, about = prompts(data.max_pixels)
-    asked = samples is not None or prompt_tokens is not None
-    notes += length_notes(data, max(map(len, first)), [] if asked else missing)
-    plan = planned()
-    memory, pace = paced(plan)
-    alone = paced(planned("run.gpus=1"))[1] if pace and config.run.gpus > 1 else None
-    return Estimate(
-        device=device,
-        gpus=config.run.gpus,
-        layout=plan.layout,
-        reason=layout_reason(plan),
-        prompts=about,
-        memory=memory,
-        host=host_items(plan, memory, background=config.save.background),
-        pace=pace,
-        efficiency=efficiency(pace.seconds, alone.seconds if alone else None, gpus=config.run.gpus) if pace else {},
-        notes=tuple(notes),
-        advice=() if memory.fits else tuple(advice(plan, lambda c: memory_of(planned(*c)).fits)),
-    )
+    return planned
 
 
 def paced(plan: Plan) -> tuple[Memory, Pace | None]:
@@ -211,10 +235,12 @@ def advice(plan: Plan, fits: Fits) -> Iterator[str]:
     alone = [next((value for value in values if fits([value])), None) for values in options.values()]
     yield from filter(None, alone)
     chosen = {name: values[-1] for name, values in options.items()}
+    if not any(alone) and not fits(list(chosen.values())):
+        chosen.pop("run.gpus", None)  # the first of several has one process more
     if any(alone) or not fits(list(chosen.values())):
         return
     # From the strongest values back to the mildest ones that still fit, those that cost most first.
-    for name in reversed(options):
+    for name in reversed(chosen.copy()):
         others = [value for other, value in chosen.items() if other != name]
         if fits(others):
             del chosen[name]

@@ -169,8 +169,9 @@ class Plan:
 
     @property
     def limit(self) -> float:
-        """GiB that can be planned with."""
-        return self.device.memory * (1 - MARGIN) - CONTEXT_GIB * self.device.is_gpu
+        """GiB that can be planned with; of several GPUs the first has the controller's process, too."""
+        processes = 1 + (self.config.run.gpus > 1)
+        return self.device.memory * (1 - MARGIN) - CONTEXT_GIB * processes * self.device.is_gpu
 
     @property
     def sequences(self) -> int:

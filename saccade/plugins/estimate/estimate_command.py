@@ -12,6 +12,7 @@ from saccade.config import Config, load
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import FAMILIES, Family
 from saccade.plugins.estimate import Estimate, estimate, foreign_rollout
+from saccade.plugins.estimate.layout_choice import choose_layout
 from saccade.plugins.estimate.memory_items import GIB, OFFLOADED, host_peak, total
 from saccade.recipes.model_setup import quiet_libraries
 from saccade.system import devices
@@ -22,11 +23,21 @@ OFF = 1.15  # an estimate may be wrong by that
 PHASES = ("rollout", "update")
 
 
-def run(config: Config, *, device: str | None, prompt_tokens: int | None, image: str | None, as_json: bool) -> None:
+def run(
+    config: Config,
+    *,
+    device: str | None,
+    prompt_tokens: int | None,
+    image: str | None,
+    network: float | None,
+    as_json: bool,
+) -> None:
+    """`network`: Gb/s from a machine to others."""
     quiet_libraries()
+    planned = find_device(device, config.run.device)
     found = estimate(
         config,
-        find_device(device, config.run.device),
+        replace(planned, network=network / 8) if network else planned,
         prompt_tokens=prompt_tokens,
         image=None if image is None else parse_size(image),
     )
@@ -61,9 +72,11 @@ def preflight(config: Config, family: Family, samples: Sequence[Sample], *, devi
     too large by far is refused, if its family is in our table. A CPU has room for what a GPU has
     not, and nothing can be said of a model that cannot be built without its weights.
     """
-    device = device or devices.unoccupied(config.run.device)
+    card, device = device, device or devices.unoccupied(config.run.device)
     if not device.is_gpu or not samples:
         return []
+    if config.run.gpus > 1:  # the layout of the run does not depend on what is free now
+        config = load(config, [f"train.layout={choose_layout(config, 'rl', family, card)[0]}"], "rl")
     try:
         found = estimate(config, device, family=family, samples=samples)
     except EnvironmentProblem:
@@ -86,10 +99,10 @@ def short_of_memory(config: Config, found: Estimate) -> str | None:
     if not config.train.offload or config.run.launcher != "local" or needed <= free:
         return None
     of_state = next((item.gib for item in found.host if item.name == OFFLOADED), 0.0)
-    hint = "try train.optimizer=adamw_bf16, or train.offload=false"
+    smaller = "train.optimizer=adamw_bf16, or " * (config.train.optimizer != "adamw_bf16")
     return (
         f"train.offload: {needed:.1f} GiB of main memory are needed ({OFFLOADED} {of_state:.1f}), and {free:.1f} are "
-        f"free; {hint}"
+        f"free; try {smaller}train.offload=false"
     )
 
 

@@ -10,18 +10,19 @@ from saccade.models.families import Family
 from saccade.plugins.estimate import estimate
 from saccade.plugins.ranks.layouts import candidates
 from saccade.system import devices
+from saccade.system.devices import Device
 
 
-def choose_layout(config: Config, command: str, family: Family) -> tuple[str, str]:
-    """For the first GPU of this machine, with the memory that other processes have left there. A run that is resumed
-    decides again.
+def choose_layout(config: Config, command: str, family: Family, device: Device | None = None) -> tuple[str, str]:
+    """For the first GPU of this machine, with all its memory, not what is free now: a run that is resumed with the same
+    options on such GPUs decides alike.
     """
-    gpus, cuda = config.run.gpus, devices.present(config.run.device).is_gpu
-    (best, *others), reason = candidates(config.train.layout, config.model.train, gpus=gpus, cuda=cuda)
+    gpus, device = config.run.gpus, device or devices.present(config.run.device)
+    (best, *others), reason = candidates(config.train.layout, config.model.train, gpus=gpus, cuda=device.is_gpu)
     if not others:
         return best, reason
     try:
-        found = estimate(as_rl(config, command, family), devices.unoccupied(config.run.device), family=family)
+        found = estimate(as_rl(config, command, family), device, family=family)
     except SaccadeError as problem:
         return best, f"what it needs is not known ({problem})"
     return found.layout, found.reason

@@ -34,6 +34,7 @@ POOL = "keys and values"
 PROCESS_GIB = 2.0  # main memory of libraries and the context of CUDA, as one H200 showed
 STATE = {"adamw": {"fp32 masters": 4, "moments": 8}, "adamw_bf16": {"moments and compensation": 6}}  # bytes
 OFFLOADED = "state of the optimizer"
+COPY = "copy for generation"
 SMALLEST_PREFILL = 1024  # tokens: the engine would halve further, and take long
 
 
@@ -54,7 +55,7 @@ FORWARD_WIDE, FORWARD_HIDDEN = 3, 3
 class Item:
     name: str
     gib: float
-    phase: str  # always, rollout or update
+    phase: str  # always, rollout, scoring or update
     note: str = ""
 
 
@@ -65,7 +66,7 @@ class Memory:
 
     @property
     def peaks(self) -> dict[str, float]:
-        return {phase: total(self.items, "always", phase) for phase in ("rollout", "update")}
+        return {phase: total(self.items, "always", phase) for phase in ("rollout", "scoring", "update")}
 
     @property
     def fits(self) -> bool:
@@ -88,16 +89,19 @@ def total(items: Sequence[Item], *phases: str) -> float:
 
 def memory_of(plan: Plan) -> Memory:
     always = _always(plan)
-    free = plan.limit - total(always)
+    free = plan.limit - total(always, "always")
     update = max((_update(plan, learner, free) for learner in plan.learners), key=total)
-    return Memory(items=(*always, *_rollout(plan, free), *update), limit=plan.limit)
+    rollout = _rollout(plan, free - total(always, "rollout"))
+    return Memory(items=(*always, *rollout, *update), limit=plan.limit)
 
 
 # -- what is always there --------------------------------------------------------------------------
 
 
 def _always(plan: Plan) -> list[Item]:
-    """Weights and the state of their optimizer, other copies of the model, features and rewards."""
+    """Weights and the state of their optimizer, other copies of the model, features and rewards, which may come only
+    when the memory of the engine has gone.
+    """
     half, sizes = plan.element < 4, dict[str, float]()
     state = {} if plan.config.train.offload else state_sizes(plan)
     for whose, model in zip(("", " of the critic"), plan.learners, strict=False):
@@ -112,18 +116,22 @@ def _always(plan: Plan) -> list[Item]:
             sizes["reference"] = plan.element * plan.policy.trained if update == "copy" else 0.0
         else:
             sizes["reference"] = averaged if update == "ema" else plan.whole.weights * plan.share("weights")
-    if plan.share("weights") < 1:
-        sizes["copy for generation"] = plan.policy.weights
     if plan.step.pictures and towers_frozen(plan.policy.training):
         sizes["features of images"] = FEATURE_BYTES
-    if not plan.config.reward.offload:  # else they come when everything else has gone
-        folders = reward_folders(plan.config.reward)
-        sizes["reward models"] = sum(f.stat().st_size for d in folders for f in weights_in(d))
-    return [
+    items = [
         Item(name=name, gib=size / GIB, phase="always", note="at most" if "features" in name else "")
         for name, size in sizes.items()
-        if size
     ]
+    rewards = sum(f.stat().st_size for d in reward_folders(plan.config.reward) for f in weights_in(d)) / GIB
+    scoring = "scoring" if rewards and plan.config.reward.offload else "always"
+    items.append(
+        Item(name="reward models", gib=rewards, phase=scoring, note="while they score" * (scoring != "always"))
+    )
+    if plan.share("weights") < 1:
+        phases = ("rollout", *["scoring"] * (scoring != "always")) if plan.config.train.offload else ("always",)
+        note = "given back in the update" * (phases[0] != "always")
+        items += [Item(name=COPY, gib=plan.policy.weights / GIB, phase=phase, note=note) for phase in phases]
+    return [item for item in items if item.gib]
 
 
 def state_sizes(plan: Plan) -> dict[str, int]:
@@ -364,7 +372,7 @@ def host_items(plan: Plan, memory: Memory, *, background: bool) -> tuple[Item, .
     images = (CACHE_BYTES + DECODED.max_bytes) / GIB if plan.step.pictures else 0.0
     rows = (
         ("processes" if gpus > 1 else "the process", PROCESS_GIB * (processes + (gpus > 1)), "always", ""),
-        ("weights while they load", whole * processes, "start", ""),
+        ("weights while they load", whole, "start", "of their files, which all processes read" * (gpus > 1)),
         (OFFLOADED, state * plan.config.train.offload, "always", "pinned"),
         ("images", images * processes, "always", "at most"),
         ("copy of a checkpoint", saved if background else 0.0, "save", waits),

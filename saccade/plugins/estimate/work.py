@@ -196,27 +196,28 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
         kept = sum(state_sizes(plan).values()) * weights * plan.share("state")
         seconds["offload"] = updates * kept / (device.host * GIGA * REACHED["main memory"])
     if gpus > 1:
+        links = device.link, device.network
         seconds["exchange"] = exchange_seconds(
             plan.layout,
             (4 * weights, plan.element * weights),
-            device.link,
+            links,
             gpus=gpus,
             updates=updates,
             forests=epochs * runs * len(step.batches),
             compute=seconds["update"],
         )
-        seconds["exchange"] += attention_seconds(plan, times * passed, device.link)
+        seconds["exchange"] += attention_seconds(plan, times * passed, links)
         seconds["controller"] = controller_seconds(made.sampled * times, gpus=gpus)
     return replace(pace, seconds=seconds)
 
 
-def attention_seconds(plan: Plan, tokens: float, link: float) -> float:
+def attention_seconds(plan: Plan, tokens: float, links: tuple[float, float]) -> float:
     """To exchange queries, keys, values and results of attention for so many tokens, where GPUs share a forest."""
     shape = plan.whole.shape
     numbers = (
         2 * shape.text.layers * (shape.text.queries + shape.text.keys * key_repeats(shape.key_heads, plan.together))
     )
-    return collective_seconds(plan.element * numbers * tokens, link, gpus=plan.together)
+    return collective_seconds(plan.element * numbers * tokens, links, gpus=plan.together)
 
 
 def _meter(plan: Plan, learner: ModelSize, free: float) -> Meter:

@@ -6,8 +6,12 @@ estimate for several GPUs. Bandwidths are those of data sheets, and no number he
 """
 
 from collections.abc import Mapping
-from math import lcm
+from math import gcd, lcm
 from typing import NamedTuple
+
+from saccade.config import Config
+from saccade.errors import ConfigError
+from saccade.models.families import Family
 
 
 class Layout(NamedTuple):
@@ -22,7 +26,6 @@ LAYOUTS: Mapping[str, Layout] = {  # by `train.layout`
     "hybrid": Layout(("state", "sums", "weights"), inside=("sums", "weights"), slower=1.13),
 }
 NODE = 8  # GPUs of a machine
-NETWORK = 400.0  # 1e9 bytes per second that a machine sends to others: eight adapters of 400 Gb/s
 REACHED = 0.73  # of a bandwidth, in a collective: 330 of 450 GB/s are assumed for an H200
 CONTROLLER = 0.23e-6  # seconds for each sampled token of a step, by `benchmarks/controller.py`
 
@@ -42,16 +45,23 @@ def prompts_of_a_rank(prompts: int, *, gpus: int) -> int:
     return -(-prompts // gpus)
 
 
-def collective_seconds(size: float, link: float, *, gpus: int) -> float:
+def collective_seconds(size: float, links: tuple[float, float], *, gpus: int) -> float:
     """A reduce-scatter or all-gather of so many bytes: each rank sends all but its part of them, at the speed of the
-    slowest link, because the ring runs through every machine. `link`: GB/s inside of one.
+    slowest link, because the ring runs through every machine. `links`: GB/s inside of one, and from one to others.
     """
-    slowest = link if gpus <= NODE else min(link, NETWORK)
+    slowest = links[0] if gpus <= NODE else min(links)
     return size * (gpus - 1) / gpus / (1e9 * REACHED * slowest)
 
 
 def exchange_seconds(
-    layout: str, sizes: tuple[float, float], link: float, *, gpus: int, updates: float, forests: float, compute: float
+    layout: str,
+    sizes: tuple[float, float],
+    links: tuple[float, float],
+    *,
+    gpus: int,
+    updates: float,
+    forests: float,
+    compute: float,
 ) -> float:
     """Of a step. `sizes`: bytes of all gradient sums, which are reduced, and of all weights, which are gathered.
     `whole`: both, once for each update. `sharded`: each forest gathers twice and reduces, of which counts what takes
@@ -60,11 +70,12 @@ def exchange_seconds(
     """
     kind, machines = LAYOUTS[layout], -(-gpus // NODE)
     near = min(gpus, NODE) if kind.inside else gpus
-    reduced, gathered = (collective_seconds(size, link, gpus=near) for size in sizes)
+    reduced, gathered = (collective_seconds(size, links, gpus=near) for size in sizes)
     if "weights" not in kind.divided:
         return updates * (reduced + gathered)
     waiting = max(0.0, forests * (reduced + 2 * gathered) - kind.slower * compute)
-    far = sum(collective_seconds(size, NETWORK, gpus=machines) for size in sizes) if kind.inside else 0.0
+    between = links[1], links[1]
+    far = sum(collective_seconds(size, between, gpus=machines) for size in sizes) if kind.inside else 0.0
     return gathered + (kind.slower - 1) * compute + waiting + updates * far
 
 
@@ -90,6 +101,20 @@ def more_gpus(gpus: int, layout: str, train: str) -> list[str]:
 def key_repeats(heads: int, together: int) -> int:
     """How often key heads are repeated where so many ranks divide the heads of attention among them."""
     return lcm(heads, together) // heads
+
+
+def require_heads(config: Config, family: Family) -> None:
+    """Ranks of a group compute equally many query heads. Key heads are repeated where there are fewer."""
+    if config.train.sequence_parallel == 1:
+        return
+    from transformers import AutoConfig
+
+    settings = AutoConfig.from_pretrained(family.path, trust_remote_code=config.model.trust_remote_code)
+    heads, size = settings.get_text_config().num_attention_heads, config.train.sequence_parallel
+    if heads % size:
+        most = gcd(heads, config.run.gpus)
+        works = " or ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+        raise ConfigError(f"train.sequence_parallel: {size} does not divide {heads} heads of attention; try {works}")
 
 
 def efficiency(seconds: Mapping[str, float], alone: Mapping[str, float] | None, *, gpus: int) -> dict[str, float]:

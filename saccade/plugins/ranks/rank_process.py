@@ -7,6 +7,7 @@ The main thread trains and drives the engine, as a replica's does; files are wri
 """
 
 import gc
+import os
 import queue
 import sys
 import threading

@@ -15,7 +15,6 @@ the gradient of its tokens: nothing is exchanged, and nobody waits for a tower.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from math import gcd
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from saccade.algorithms.objective import LossSums
-from saccade.config import Config, TrainConfig
+from saccade.config import TrainConfig
 from saccade.errors import ConfigError
 from saccade.forest.attention import AttentionPlan, Window
 from saccade.forest.device_ops import to_device
@@ -44,20 +43,6 @@ def rank_backend(train: TrainConfig) -> Callable[..., LocalBackend]:
     """What holds a model on a rank."""
     alone, together = BACKENDS[train.layout]
     return alone if train.sequence_parallel == 1 else partial(together, size=train.sequence_parallel)
-
-
-def require_heads(config: Config, family: Family) -> None:
-    """Ranks of a group compute equally many query heads. Key heads are repeated where there are fewer."""
-    if config.train.sequence_parallel == 1:
-        return
-    from transformers import AutoConfig
-
-    settings = AutoConfig.from_pretrained(family.path, trust_remote_code=config.model.trust_remote_code)
-    heads, size = settings.get_text_config().num_attention_heads, config.train.sequence_parallel
-    if heads % size:
-        most = gcd(heads, config.run.gpus)
-        works = " or ".join(str(n) for n in range(1, most + 1) if most % n == 0)
-        raise ConfigError(f"train.sequence_parallel: {size} does not divide {heads} heads of attention; try {works}")
 
 
 @cache

@@ -205,7 +205,7 @@ class ShardedBackend(LocalBackend):
             yield name, weight.to_local() if isinstance(weight, DTensor) else weight
 
     @torch.no_grad()
-    def fill(self, copy: nn.Module, *, frozen: bool) -> None:
+    def fill(self, copy: nn.Module, *, frozen: bool = False) -> None:
         """Write what is trained into a whole copy of the model, and what is frozen."""
         mine = dict(self.model.named_parameters())
         for name, target in copy.named_parameters():
