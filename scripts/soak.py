@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +124,21 @@ def disturb(
     victim = chance.choice(family)
     if ended(running[0]) is not None:
         return None
-    begun = all(rank.is_running() and rank.net_connections() for rank in running[1:])
-    for one in [victim] if begun else family:  # else they wait for each other for minutes
-        one.send_signal(signal.SIGKILL)
+    for one in [victim] if joined(running) else family:
+        with suppress(psutil.NoSuchProcess):
+            one.send_signal(signal.SIGKILL)
     _, left = psutil.wait_procs(family, timeout=120)
     assert not left, f"left behind: {left}"
     return f"{'the run' if victim is running[0] else 'a rank'} {moment}"
+
+
+def joined(running: list[psutil.Process]) -> bool:
+    """Whether the run has all its ranks. Before, it waits for others in the place of one that is gone, for minutes."""
+    try:
+        links = [process.net_connections() for process in running]
+    except psutil.NoSuchProcess:
+        return False
+    return all(len(of_rank) > 1 for of_rank in links[1:])  # to the run, and then to where all ranks meet
 
 
 def ended(process: psutil.Process) -> int | None:
