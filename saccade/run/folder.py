@@ -22,6 +22,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from fnmatch import fnmatch
 from functools import cache
 from importlib import metadata
 from itertools import count
@@ -34,6 +35,7 @@ from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
 CHOSEN = "config.yaml"  # the options that were given; beside it all, with their values
 CONFIG, MANIFEST, METRICS, LOG = "config.resolved.yaml", "manifest.json", "metrics.jsonl", "log.txt"
 TRAJECTORIES, CHECKPOINTS, LOCK = "trajectories", "checkpoints", ".lock"
+OF_RANKS = ("rank-*.log", ".seen-by-ranks*")  # the processes of several GPUs
 QUARANTINE = "quarantine.jsonl"  # rows that are left out
 RESULTS = "results.json"  # of an evaluation
 
@@ -134,9 +136,11 @@ class RunFolder:
         """
         inside = {str(entry.relative_to(self.path)) for entry in self.path.rglob("*")}
         ours = {CHOSEN, CONFIG, MANIFEST, METRICS, LOG, LOCK, TRAJECTORIES, CHECKPOINTS}
-        ours |= {file.name for file in self.path.glob("rank-*.log")}
+        ours |= {file.name for pattern in OF_RANKS for file in self.path.glob(pattern)}
         if inside <= ours and not self.metrics.stat().st_size:
-            shutil.rmtree(self.path)
+            for name in (CHOSEN, MANIFEST):  # first: without them the rest can be begun again
+                (self.path / name).unlink(missing_ok=True)
+            shutil.rmtree(self.path, ignore_errors=True)  # a rank that has not ended yet may write its log
 
 
 # -- resume ----------------------------------------------------------------------------------------
@@ -148,8 +152,9 @@ def _take_up(path: Path, options: Mapping[str, Any], manifest: Mapping[str, Any]
         raise ConfigError(f"{path} exists: use run.resume=auto to continue it, or another run.name=… or --out DIR")
     stored = path / CONFIG
     if not stored.exists():
-        if {entry.name for entry in path.iterdir()} <= {LOCK, TRAJECTORIES, CHECKPOINTS, METRICS, LOG}:
-            return False  # killed before its first file was complete
+        known = (LOCK, TRAJECTORIES, CHECKPOINTS, METRICS, LOG, f"{CONFIG}.*", *OF_RANKS)
+        if all(any(fnmatch(entry.name, pattern) for pattern in known) for entry in path.iterdir()):
+            return False  # killed before its first file was complete, or while it was removed
         raise ConfigError(f"{path} holds other files and no run; choose another run.name=… or --out DIR")
     before = configs.load(stored).model_dump(mode="json")
     changes = [

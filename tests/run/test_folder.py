@@ -98,6 +98,15 @@ def test_a_function_that_changed_before_a_resume_is_named(open_folder, tmp_path)
             assert folder.changed == changed
 
 
+def test_a_run_that_was_killed_before_its_config_was_written_begins_again(visit, config):
+    home = Path(config.run.out) / config.run.name
+    home.mkdir(parents=True)
+    for name in (".lock", "rank-0.log", ".seen-by-ranks", "config.resolved.yaml.4711", "metrics.jsonl"):
+        (home / name).touch()
+    visit("run.resume=auto")
+    assert (home / "manifest.json").exists()
+
+
 def test_what_is_no_run_is_not_taken_over(visit, config):
     home = Path(config.run.out) / config.run.name
     home.mkdir(parents=True)
