@@ -38,7 +38,7 @@ from saccade.plugins.ranks import launchers, rank_process, rank_trainer  # noqa:
 from saccade.recipes import model_setup, rl
 from saccade.run.checkpoint import complete_steps
 
-STEPS = 6
+STEPS = 4
 LEFT_ALONE = 0.15  # of the starts: some run has to come to its end
 MACHINE = ("time", "perf/", "mem/")
 
