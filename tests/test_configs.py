@@ -36,6 +36,7 @@ FAMILIES = {
         "qwen2_audio": "lightrft_aqa lightrft_srm_al",
         "mixtral": "mixtral_lora",
         "qwen3_vl_moe": "easyr1_geo3k_30b_a3b_8gpu",
+        "qwen3_5": "qwen35_grpo",
         "llama": "ppo_70b text_grpo text_ppo text_rpp text_rpp_baseline",
         "qwen2_vl": "r1v_clevr r1v_clevr_vllm r1v_sft",
     }.items()

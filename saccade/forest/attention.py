@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from saccade.forest.device_ops import KERNELS, has_kernels, to_device
+from saccade.registry import HOOKS
 
 HALF = (torch.bfloat16, torch.float16)  # what flash attention and our kernels serve
 
@@ -37,6 +38,20 @@ LARGEST_FLASH_HEAD = 256
 Window = int | None
 # (layer, q [T, H, D], k [T, G, D], v [T, G, Dv], scale, window) → [T, H, Dv]
 AttentionPlan = Callable[[int, Tensor, Tensor, Tensor, float, Window], Tensor]
+
+
+class ForwardPlan:
+    """A plan, with what layers that read their tokens one after the other go along: made when one asks for it."""
+
+    def __init__(self, attend: AttentionPlan, make_walk: Callable[[], Any]) -> None:
+        self._attend, self._make_walk = attend, make_walk
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
+        return self._attend(layer, q, k, v, scale, window)
+
+    @functools.cached_property
+    def walk(self) -> Any:
+        return self._make_walk()
 
 
 def first_seen(place: Any, window: int) -> Any:
@@ -75,13 +90,12 @@ def blocks_at(kind: str, length: int, places: np.ndarray) -> Blocks | None:
 
 def forest_plan(
     starts: np.ndarray, parents: np.ndarray, device: torch.device, dtype: torch.dtype, *, blocks: Blocks | None = None
-) -> AttentionPlan:
+) -> ForwardPlan:
     """The fastest plan for the device: variable-length flash calls, or dense masks over padded
     trees.
     """
-    if device.type == "cuda" and dtype in HALF:
-        return _varlen_plan(starts, parents, device, blocks)
-    return _dense_plan(starts, parents, device, blocks)
+    make = _varlen_plan if device.type == "cuda" and dtype in HALF else _dense_plan
+    return ForwardPlan(make(starts, parents, device, blocks), lambda: HOOKS["walk"](starts, parents, device))
 
 
 def paths(parents: np.ndarray) -> list[list[int]]:

@@ -67,8 +67,8 @@ def load_model(
     wrong["unexpected"] = [name for name in wrong["unexpected"] if not name.startswith(family.spec.beside)]
     if listed := "; ".join(f"{kind}: {', '.join(names[:5])}" for kind, names in wrong.items() if names):
         raise EnvironmentProblem(f"{family.path}: the weights do not fit the architecture ({listed})")
-    use_in(model, segments=family.spec.segments)
     family.spec.prepare(model)
+    use_in(model, segments=family.spec.segments)
     model = model.to(device).train()
     if family.name not in FAMILIES:
         model.logit_change = find_logit_change(model)

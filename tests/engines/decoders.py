@@ -18,8 +18,12 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rop
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
 SHARED = {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 8}
 NARROW = {"num_key_value_heads": 2, "head_dim": 32}
+RECURRENT = tiny.CONFIGS["qwen3_next"].text  # of a mixture
 # model type → what its config says beside the sizes of every tiny model
 KINDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": RECURRENT,
+    "qwen3_5_moe_text": RECURRENT,
+    "qwen3_next": RECURRENT,
     "mistral": {"sliding_window": WINDOW},
     "qwen2_moe": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0, "num_experts": 4,
                   "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
@@ -37,6 +41,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma4_text": {**MIXED, **SHARED, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
                     "final_logit_softcapping": 5.0, "num_key_value_heads": 2},
 }  # fmt: skip
+# The kernels read keys and values of one size, and no states.
+IN_KERNELS = [kind for kind, changes in KINDS.items() if kind != "deepseek_v3" and changes is not RECURRENT]
 
 
 def build(kind, folder):
@@ -46,7 +52,11 @@ def build(kind, folder):
     sizes = {**tiny.TEXT, "vocab_size": len(tokenizer), **ends, **KINDS[kind]}
     config = AutoConfig.for_model(kind, **{name: value for name, value in sizes.items() if value is not None})
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config)
+    for layer in model.modules():
+        if hasattr(layer, "A_log"):  # states that last; those of random weights are soon forgotten
+            layer.A_log.data = torch.linspace(-4, -1, len(layer.A_log))
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     return load_family(str(folder)), stock.eval()

@@ -17,7 +17,7 @@ from tests.engines.asked import FREE, counted, head, requests, same, scripted, s
 # -- against others ------------------------------------------------------------------------------
 
 
-SEEING = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava"]
+SEEING = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "internvl", "llava"]
 
 
 @pytest.mark.parametrize("name", [*SEEING, "qwen3", "llama", "mixtral"])

@@ -22,7 +22,7 @@ from saccade.types import Message
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_positions_are_those_of_transformers(name, family_of, stock, image):
     family, model = family_of(name), stock(name).model
     sizes = [(56, 56), (140, 84), (84, 280), (280, 56)]

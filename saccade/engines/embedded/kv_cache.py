@@ -27,6 +27,7 @@ from saccade.forest.attention import (
     LARGEST_FLASH_HEAD,
     AttentionPlan,
     Blocks,
+    ForwardPlan,
     Window,
     first_seen,
     forest_plan,
@@ -36,6 +37,7 @@ from saccade.forest.attention import (
 from saccade.forest.device_ops import KERNELS, to_device
 from saccade.models.families import Family
 from saccade.models.load import hidden_states
+from saccade.registry import HOOKS
 from saccade.system.devices import free_bytes
 
 PAGE = 16  # tokens: small, so that little of a prompt is copied and little of a last page is empty
@@ -62,6 +64,7 @@ class Shape:
     layers: tuple[LayerShape, ...]
     device: torch.device
     dtype: torch.dtype
+    state_bytes: int = 0  # of a sequence of any length: what recurrent layers keep
 
     @property
     def bytes_per_token(self) -> int:
@@ -81,17 +84,24 @@ def shape_of(model: torch.nn.Module, family: Family) -> Shape:
         return q.new_zeros((*q.shape[:2], v.shape[-1]))
 
     parameter, training = next(model.parameters()), model.training
+    states: list[Any] = []
+
+    def walk() -> Any:
+        states.append(HOOKS["recurrent_states"](parameter.device, 1))
+        return states[0].walk(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
+
     nothing = torch.zeros((family.axes, 1), dtype=torch.int64, device=parameter.device)
     model.eval()
     try:
-        hidden_states(model, family, nothing[0], nothing, (), note)
+        hidden_states(model, family, nothing[0], nothing, (), ForwardPlan(note, walk))
     finally:
         model.train(training)
-    shapes = (
-        LayerShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], first[k.untyped_storage().data_ptr()])
-        for _, (q, k, v) in sorted(seen.items())
-    )
-    return Shape(layers=tuple(shapes), device=parameter.device, dtype=parameter.dtype)
+    shapes = [LayerShape(0, 0, 0, 0, layer) for layer in range(max(seen) + 1)]  # of recurrent layers
+    for layer, (q, k, v) in seen.items():
+        source = first[k.untyped_storage().data_ptr()]
+        shapes[layer] = LayerShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], source)
+    kept = sum(each.bytes for each in states)
+    return Shape(layers=tuple(shapes), device=parameter.device, dtype=parameter.dtype, state_bytes=kept)
 
 
 def use_kernels(shape: Shape) -> bool:
@@ -103,6 +113,8 @@ def why_no_kernels(shape: Shape) -> str:
     """Why the Triton kernels would not serve a model on any GPU; empty if they do."""
     if shape.dtype not in HALF:  # there greedy tokens are those of transformers, bit by bit
         return f"its weights are {shape.dtype}"
+    if shape.state_bytes:
+        return "it has recurrent layers"
     for layer in shape.layers:
         size = layer.key_size
         if not (16 <= size <= 512 and size.bit_count() == 1):
@@ -137,12 +149,14 @@ class KVCache:
         self.pages = Pages(page=WHOLE_STEP if whole else PAGE, lowest_first=whole)
         self.pages.reshape(self.slots, 1)
         self.free_slots = list(range(self.slots))  # a heap
+        # What recurrent layers keep of the sequence in each page, if there are such layers.
+        self.states: Any = HOOKS["recurrent_states"](self.device, 0) if self.shape.state_bytes else None
 
     # -- memory --
 
     @property
     def bytes_per_page(self) -> int:
-        return self.pages.page * self.shape.bytes_per_token
+        return self.pages.page * self.shape.bytes_per_token + self.shape.state_bytes
 
     def reserve(self, lengths: Sequence[int], kept: int) -> bool:
         """Allocate pages for sequences that may grow to `lengths` tokens, and for `kept` turns, as
@@ -151,7 +165,7 @@ class KVCache:
         pages, longest = self.pages, max(lengths, default=0)
         if self.kernels is None:
             page = max(pages.page, -(-longest // WHOLE_STEP) * WHOLE_STEP)
-            affordable = max(1, self._budget() // (page * self.shape.bytes_per_token))
+            affordable = max(1, self._budget() // (page * self.shape.bytes_per_token + self.shape.state_bytes))
             if page > pages.page and pages.count > affordable:
                 return False
             wanted = min(self.slots, len(lengths) + kept, affordable)
@@ -198,6 +212,8 @@ class KVCache:
                 tensors[layer] = new
         addresses = [[k.data_ptr(), v.data_ptr()] for k, v in zip(self.keys, self.values, strict=True)]
         self.bases.copy_(self._tensor(np.array(addresses)))
+        if self.states is not None:
+            self.states.resize(count)
         self.pages.grow(count)
         self.pages.page = page
 
@@ -227,12 +243,12 @@ class KVCache:
         for tensors in (self.keys, self.values):
             for tensor in {id(each): each for each in tensors}.values():
                 tensor[there, :length] = tensor[here, :length]
+        if self.states is not None:
+            self.states.copy(*np.array(pairs).T)
 
     # -- plans --
 
-    def plan(
-        self, slots: np.ndarray, cached: np.ndarray, new: np.ndarray, blocks: Blocks | None = None
-    ) -> AttentionPlan:
+    def plan(self, slots: np.ndarray, cached: np.ndarray, new: np.ndarray, blocks: Blocks | None = None) -> ForwardPlan:
         """Sequences in `slots` hold `cached` tokens and get `new` more (all arrays [N]), some of them
         in `blocks`: write keys and values into their pages, then attend.
         """
@@ -257,7 +273,7 @@ class KVCache:
                 self.values[layer][where] = v
             return inner(layer, q, k, v, scale, window)
 
-        return attend
+        return ForwardPlan(attend, lambda: self.states.walk(self.pages.table[slots, 0], cached, new))
 
     def _over_pages(
         self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, blocks: Blocks | None

@@ -212,10 +212,12 @@ class Scheduler:
 
     def halves(self, parts: list[Part]) -> list[list[Part]] | None:
         """Split a forward that ran out of memory in two, and compute fewer tokens from now on.
-        Returns None if there is nothing to split.
+        Returns None if there is nothing to split, or if states of turns have moved on.
         """
         tokens = sum(end - job.cached for job, end in parts)
         self.prefill_tokens = min(self.prefill_tokens, -(-tokens // 2))
+        if self.cache.states is not None and any(job.cached for job, _ in parts):
+            return None
         if len(parts) > 1:
             middle = len(parts) // 2
             return [parts[:middle], parts[middle:]]
@@ -235,7 +237,8 @@ class Scheduler:
             pages, others = self.cache.pages.of(job.members[0].slot), job.members[1:]
             if job.prefix is not None:
                 pages, others = job.prefix.pages, list(job.members)
-            if key in wanted and key not in self.prefix_cache.prefixes:
+            # The states in the pages of the first member go on with it.
+            if key in wanted and key not in self.prefix_cache.prefixes and self.cache.states is None:
                 kept = Prefix(pages=self.cache.pages.share(pages), hidden=job.hidden)
                 self.prefix_cache.prefixes[key] = kept
             groups.append((pages, len(job.ids), others))

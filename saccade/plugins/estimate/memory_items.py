@@ -160,7 +160,8 @@ def _rollout(plan: Plan, free: float) -> list[Item]:
     shape, element, step = plan.policy.shape, plan.element, plan.step
     per_token = shape.kv_bytes(element) / GIB
     longest = max(len(member.ids) for member in step.members)
-    wanted = plan.sequences * (step.mean_length if plan.paged else longest) * per_token
+    state = shape.state_bytes / GIB
+    wanted = plan.sequences * ((step.mean_length if plan.paged else longest) * per_token + state)
     drawn = float(plan.sequences * shape.vocabulary * element)
     whole, least = ((size + drawn) / GIB for size in _prefill(plan))
     margin = MARGIN * plan.device.memory  # of which the engine knows nothing: it is shared, too
@@ -172,7 +173,7 @@ def _rollout(plan: Plan, free: float) -> list[Item]:
     else:  # it knows only one size
         room, least = CPU_CACHE_BYTES / GIB, whole
     # The pool takes what there is, as long as one sequence finds room.
-    pool = max(min(wanted, room), longest * per_token)
+    pool = max(min(wanted, room), longest * per_token + state)
     left = (free - pool) * (1 - 1e-9)
     beside = max(least, min(whole, left))
     fitting = min(plan.sequences, int(pool / wanted * plan.sequences))

@@ -74,6 +74,7 @@ class Shape:
     queries_per_key: int = 1  # heads
     key_heads: int = 1
     senses: Mapping[str, Stack] = field(default_factory=dict)
+    state_bytes: int = 0  # of a sequence in the cache, whatever its length: what recurrent layers keep
 
     @property
     def head_weights(self) -> int:
@@ -94,19 +95,25 @@ def shape_of(model: Any, tower_of: Callable[[str], str]) -> Shape:
     kinds, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
     if not kinds:
         kinds = ["sliding_attention" if window else "full_attention"] * len(layers["llm"])
+    # A gated delta rule costs about what attention to its chunk of 64 tokens and twice a head's size does.
+    recurrent = kinds.count("linear_attention")
+    wide = text.linear_value_head_dim if recurrent else 0
+    reach = {"sliding_attention": window, "linear_attention": 64 + 2 * wide}
+    state = text.linear_num_value_heads * text.linear_key_head_dim * wide if recurrent else 0
     return Shape(
         text=_stack(
             layers["llm"],
             text.hidden_size,
             queries=heads * size,
-            keys=key_heads * size,
+            keys=key_heads * size * (1 - recurrent / len(kinds)),
             chosen=getattr(text, "num_experts_per_tok", None) or 1,
         ),
         vocabulary=text.vocab_size,
-        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds[: len(layers["llm"])]),
+        windows=tuple(reach.get(kind) for kind in kinds[: len(layers["llm"])]),
         queries_per_key=heads // key_heads,
         key_heads=key_heads,
         senses={sense: _sense(sense, layers[sense], model, tower_of) for sense in SENSES if layers.get(sense)},
+        state_bytes=4 * recurrent * state,
     )
 
 

@@ -170,7 +170,7 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     least = LAYER.get(plan.config.model.train, LAYER["full"])
     seconds = {phase: count / (peak * REACHED["score"]) for phase, count in work.items()}
     # Sampling: as many sequences at once as the pool of keys and values holds.
-    per_sequence = shape.kv_bytes(plan.element) * step.mean_length
+    per_sequence = shape.kv_bytes(plan.element) * step.mean_length + shape.state_bytes
     at_once = max(1, min(plan.sequences, int(memory.pool * GIB / per_sequence)))
     steps = max(made.longest, made.sampled * times / at_once)
     rows = made.sampled * times / steps

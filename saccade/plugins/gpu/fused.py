@@ -10,6 +10,7 @@ and types run its own. Knows nothing of families.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from inspect import signature
@@ -75,8 +76,9 @@ def _near(found: Tensor, wanted: Tensor) -> bool:
 
 
 def _norm_width(module: Any) -> int | None:
-    plain = [name for name, _ in module.named_parameters()] == ["weight"]
-    return module.weight.shape[-1] if plain and hasattr(module, "variance_epsilon") else None
+    plain = [name for name, _ in module.named_parameters()] == ["weight"] and hasattr(module, "variance_epsilon")
+    gated = plain and "gate" in inspect.signature(module.forward).parameters
+    return module.weight.shape[-1] if plain and not gated else None
 
 
 def _norm(self: Any, x: Tensor) -> Tensor:

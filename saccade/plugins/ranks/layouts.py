@@ -110,7 +110,11 @@ def require_heads(config: Config, family: Family) -> None:
     from transformers import AutoConfig
 
     settings = AutoConfig.from_pretrained(family.path, trust_remote_code=config.model.trust_remote_code)
-    heads, size = settings.get_text_config().num_attention_heads, config.train.sequence_parallel
+    text = settings.get_text_config()
+    heads, size = text.num_attention_heads, config.train.sequence_parallel
+    if "linear_attention" in (getattr(text, "layer_types", None) or ()):
+        why = f"a {family.name} has recurrent layers, which read the tokens of a row on one GPU"
+        raise ConfigError(f"train.sequence_parallel: {why}; use train.sequence_parallel=1")
     if heads % size:
         most = gcd(heads, config.run.gpus)
         works = " or ".join(str(n) for n in range(1, most + 1) if most % n == 0)

@@ -233,8 +233,8 @@ def outline(config: Config, family: Family, dtype: torch.dtype, *, critic: bool 
     settings = transformers.AutoConfig.from_pretrained(family.path, **remote)
     with torch.device("meta"):
         model = getattr(transformers, family.spec.auto_class).from_config(settings, dtype=dtype, **remote)
-        interface.use_in(model, segments=family.spec.segments)
         family.spec.prepare(model)
+        interface.use_in(model, segments=family.spec.segments)
         if critic:
             attach_score(model, seed=0)
         if adapted and not critic:

@@ -1,0 +1,107 @@
+"""Layers with a gated delta rule (Qwen3-Next, Qwen3.5, MiniCPM-V 4.6), which read their tokens one after the other.
+
+A branch of a forest begins with the state and the last tokens of its parent, and a sequence in the engine's cache
+with its own; gradients flow through both. The layers' own forward would run over the borders of packed rows: it is
+replaced by the same computation on segments.
+
+    walk_layers(model)
+    model(..., attention_plan=plan)     # plan.walk says which segments there are
+
+Legend: T tokens, C channels of the convolution, K its width, N segments, H heads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, silu, softplus
+
+from saccade.errors import EnvironmentProblem
+from saccade.models.families import FAMILIES, refuse_noise
+from saccade.models.families.qwen_vl import patch_embedding_as_matrix
+from saccade.plugins.linear.delta_rule import delta_rule
+from saccade.plugins.linear.segments import Walk
+
+PARTS = ("conv1d", "A_log", "dt_bias", "norm", "out_proj")
+PROJECTIONS = (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba"))
+
+
+def walk_layers(model: Any) -> None:
+    """From now on such layers of the model need a plan with a walk. All others attend through transformers'
+    interface, although the class of the model does not say so.
+    """
+    for name, layer in model.named_modules():
+        if type(layer).__name__.endswith("GatedDeltaNet"):
+            known = any(all(hasattr(layer, part) for part in (*PARTS, *parts)) for parts in PROJECTIONS)
+            if not known or layer.activation not in ("silu", "swish"):
+                what = f"{name} ({type(layer).__name__}) is not computed as in Qwen3.5"
+                raise EnvironmentProblem(f"{what}; packed rows cannot be kept apart in it: use another model")
+            layer.forward = partial(_forward, layer)
+    model._supports_attention_backend = True
+
+
+def _prepare_text(model: Any) -> None:
+    refuse_noise(model)
+    walk_layers(model)
+
+
+def _prepare_vision(model: Any) -> None:
+    patch_embedding_as_matrix(model)
+    _prepare_text(model)
+
+
+TEXT = replace(FAMILIES["qwen3"], prepare=_prepare_text)
+VISION = replace(FAMILIES["qwen3_vl"], towers=FAMILIES["qwen2_vl"].towers, prepare=_prepare_vision)
+
+
+def _forward(layer: Any, hidden_states: Tensor, *, attention_plan: Any, **unused: Any) -> Tensor:
+    walk: Walk = attention_plan.walk
+    x = hidden_states.squeeze(0)
+    mixed, gate, share, decay = _projected(layer, x)
+    mixed = silu(_convolved(layer, mixed, walk))
+    heads, key_heads = layer.num_v_heads, layer.num_k_heads
+    q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], dim=-1)
+    q, k = (part.unflatten(-1, (key_heads, -1)).repeat_interleave(heads // key_heads, dim=1) for part in (q, k))
+    decay = -layer.A_log.float().exp() * softplus(decay.float() + layer.dt_bias)
+    out = _recurrent(layer, walk, (q, k, v.unflatten(-1, (heads, -1)), decay, share.sigmoid()))
+    out, gate = (part.reshape(-1, layer.head_v_dim) for part in (out, gate))
+    return layer.out_proj(layer.norm(out, gate).reshape(len(x), -1)).unsqueeze(0)
+
+
+def _projected(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """What is convolved, the gate, and of each head the share and the decay of a token. Qwen3-Next has them in two
+    matrices, by key heads.
+    """
+    if hasattr(layer, "in_proj_qkv"):
+        return tuple(part(x) for part in (layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a))
+    both = layer.in_proj_qkvz(x).unsqueeze(0), layer.in_proj_ba(x).unsqueeze(0)
+    *mixed, gate, share, decay = (part.squeeze(0) for part in layer.fix_query_key_value_ordering(*both))
+    return torch.cat([part.flatten(1) for part in mixed], 1), gate, share, decay
+
+
+def _convolved(layer: Any, x: Tensor, walk: Walk) -> Tensor:
+    """[T, C]: each channel of a token with those of the K - 1 tokens before it on its path."""
+    weight = layer.conv1d.weight
+    width = weight.shape[-1]
+    source, first = walk.windows(width)
+    rows = torch.cat([x, walk.tails(layer.layer_idx, x)]).index_select(0, source)
+    walk.keep_tails(layer.layer_idx, rows, width)
+    out = conv1d(rows.T.to(weight.dtype), weight, layer.conv1d.bias, groups=len(weight))
+    return out.T.index_select(0, first).to(x.dtype)
+
+
+def _recurrent(layer: Any, walk: Walk, given: Sequence[Tensor]) -> Tensor:
+    """[T, H, V]"""
+    q, _, v = given[:3]
+    found, states = [], walk.states(layer.layer_idx, (v.shape[1], q.shape[2], v.shape[2]))
+    for level in walk.levels:
+        if level.parents is not None:
+            states = states.index_select(0, level.parents)
+        some = [x.index_select(0, level.tokens) for x in given] if len(walk.levels) > 1 else given
+        out, states = delta_rule(some, level.lengths, level.ends, states)
+        found.append(out)
+    walk.keep_states(layer.layer_idx, states)
+    return found[0] if len(found) == 1 else torch.cat(found).index_select(0, walk.order)

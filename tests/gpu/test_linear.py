@@ -1,0 +1,69 @@
+"""Recurrent layers on a GPU: flash-linear-attention against plain torch, a forest against its rows. That the engine
+draws with the log-probs of the trainer is in test_windows.
+"""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+from saccade.engines import generate  # noqa: E402
+from saccade.engines.embedded import EmbeddedEngine  # noqa: E402
+from saccade.forest.packing import pack  # noqa: E402
+from saccade.models.load import load_model  # noqa: E402
+from saccade.plugins.linear import delta_rule as rules  # noqa: E402
+from saccade.trainer import Scoring  # noqa: E402
+from saccade.trainer.local import LocalBackend  # noqa: E402
+from tests.engines.asked import trajectories  # noqa: E402
+from tests.engines.decoders import asked, build  # noqa: E402
+
+DEVICE = torch.device("cuda")
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1, 1], [5, 1, 200, 64, 130]])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_fast_rule_is_the_slow_one_with_its_gradients(lengths, training, monkeypatch):
+    pytest.importorskip("fla")
+    sizes, tokens, heads, wide, high = np.array(lengths), sum(lengths), 4, 64, 128
+    q, k = (torch.randn(tokens, heads, wide, device=DEVICE) for _ in range(2))
+    v = torch.randn(tokens, heads, high, device=DEVICE)
+    decay, share = -0.2 * torch.rand(tokens, heads, device=DEVICE), torch.rand(tokens, heads, device=DEVICE)
+    states = torch.randn(len(lengths), heads, wide, high, device=DEVICE)
+    ends = torch.tensor([0, *sizes.cumsum()], device=DEVICE)
+    half = [x.bfloat16() for x in (q, k, v)]
+    found = []
+    for fast in (True, False):
+        given = [x.detach().to(torch.bfloat16 if fast else torch.float32) for x in half]
+        every = [x.clone().requires_grad_(training) for x in (*given, decay, share.bfloat16().float(), states)]
+        with torch.set_grad_enabled(training):
+            out, after = rules.delta_rule(every[:5], sizes, ends, every[5])
+        if training:
+            (out.float().square().sum() + after.square().sum()).backward()
+        found.append([out, after, *(x.grad for x in every if training)])
+    for got, wanted in zip(*found, strict=True):
+        assert (got.float() - wanted).norm() < 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
+def test_a_forest_in_half_precision_is_its_rows_in_full(kind, tmp_path):
+    """Log-probs and gradients, with branches that begin with states; on the GPU with what is installed."""
+    family, _ = build(kind, tmp_path)
+    models = [load_model(family, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16)]
+    requests = asked(family, lengths=(5, 150), repeats=4, max_tokens=100)
+    answers = generate(EmbeddedEngine(models[0], family), requests)
+    groups = [trajectories(requests[i : i + 4], answers[i : i + 4]) for i in (0, 4)]
+    found = []
+    for model, budget in zip(models, (1, 1 << 20), strict=True):
+        backend, scores = LocalBackend(model, family), {}
+        for batch in pack(groups, micro_tokens=budget):
+            new, _ = backend.read(batch, Scoring())
+            new.float().sum().backward()
+            scores[tuple(batch.keys)] = new.detach().float().sum().item()
+        gradients = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+        found.append((sum(scores.values()), gradients))
+    (rows, exact), (forest, rough) = found
+    assert abs(forest - rows) < 0.01 * abs(rows) and rough.keys() == exact.keys()
+    whole = torch.stack([gradient.norm() for gradient in exact.values()]).norm()
+    gap = torch.stack([(rough[name] - gradient).norm() for name, gradient in exact.items()]).norm()
+    assert gap < 0.1 * whole

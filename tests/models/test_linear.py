@@ -1,0 +1,150 @@
+"""Decoders with recurrent layers, beside what tests/engines/test_decoders compares with transformers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from saccade.config import LoraConfig, TrainConfig
+from saccade.config import load as load_config
+from saccade.engines import generate
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.engines.embedded.kv_cache import shape_of, why_no_kernels
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.forest.attention import forest_plan, paths
+from saccade.forest.packing import pack
+from saccade.models import lora
+from saccade.models.families import load_family
+from saccade.models.load import hidden_states, load_model
+from saccade.plugins.estimate import shapes
+from saccade.plugins.linear.gated_layers import walk_layers
+from saccade.plugins.ranks.layouts import require_heads
+from saccade.system.contents import write_files
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
+from tests.engines.asked import same, trajectories
+from tests.engines.decoders import asked, build
+from tests.models.against import CPU, assert_forests_are_plain_rows, pair
+
+# A root and branches of one token and of two, fewer than a convolution reads; one of more than a chunk.
+SIZES, PARENTS = [5, 3, 1, 70, 2, 1, 2], np.array([-1, 0, 1, 0, 2, -1, 5])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(family, our model, transformers' own)"""
+    family, stock = build("qwen3_5_text", tmp_path_factory.mktemp("linear"))
+    return family, load_model(family, dtype=torch.float32, device=CPU), stock
+
+
+def test_branches_begin_where_their_parents_end(made):
+    family, model, stock = made
+    starts = np.concatenate([[0], np.cumsum(SIZES)])
+    ids = torch.from_numpy(np.random.default_rng(0).choice(np.flatnonzero(~family.banned), starts[-1]))
+    rows = [np.concatenate([np.arange(*starts[node : node + 2]) for node in path]) for path in paths(PARENTS)]
+    positions = torch.zeros(len(ids), dtype=torch.int64)
+    for row in rows:
+        positions[row] = torch.arange(len(row))
+    plan = forest_plan(starts, PARENTS, CPU, torch.float32)
+    with torch.no_grad():
+        found = model.lm_head(hidden_states(model, family, ids, positions[None], (), plan))
+        for row in rows:
+            wanted = stock(input_ids=ids[row][None], use_cache=False).logits[0]
+            assert (found[row] - wanted).abs().max() < 2e-6 * wanted.abs().max()
+
+
+def test_a_picture_stands_in_the_trunk_once(family_of, load, image):
+    sample = pair(image(84, 56, 1), "and", image(56, 56, 2), "what is it?")
+    assert_forests_are_plain_rows(load("qwen3_5"), family_of("qwen3_5"), sample)
+
+
+def test_few_slots_and_turns_that_wait_draw_the_same(made):
+    """Two at a time: prompts are computed again, states lie in pages that others had, turns are kept meanwhile."""
+    family, model, _ = made
+    crowded, roomy = (EmbeddedEngine(model, family, max_sequences=n) for n in (2, 64))
+    questions = asked(family, lengths=(5, 21, 40), repeats=3)
+    rng = np.random.default_rng(1)
+    for _ in range(3):
+        first, second = generate(crowded, questions), generate(roomy, questions)
+        for one, other in zip(first, second, strict=True):
+            same(one, other)
+        added = rng.choice(np.flatnonzero(~family.banned), 3)
+        questions = [
+            replace(q, ids=np.concatenate([q.ids, a.ids, added]), first_index=q.first_index + len(a.ids))
+            for q, a in zip(questions, first, strict=True)
+        ]
+        questions.append(replace(questions[0], key=f"new {len(questions)}", episode=None))
+    shape = roomy.cache.shape
+    assert shape.state_bytes == 2 * 4 * (4 * 16 * 32 + 3 * (2 * 2 * 16 + 4 * 32))
+    assert roomy.cache.states.bytes == roomy.cache.pages.count * shape.state_bytes
+    assert [layer.key_heads for layer in shape.layers] == [0, 1]
+
+
+def test_a_state_at_another_token_is_no_beginning(made):
+    family, model, _ = made
+    engine = EmbeddedEngine(model, family)
+    generate(engine, asked(family, repeats=1))
+    engine.cache.states.read += 1
+    with pytest.raises(AssertionError, match="a state stands at another token"):
+        request = asked(family, repeats=1)[0]
+        turn = engine.scheduler.prefix_cache.turns[request.episode]
+        generate(engine, [replace(request, ids=np.append(turn.ids, turn.ids[:3]))])
+
+
+def test_adapters_and_recomputation(made, tmp_path):
+    """On every projection; a step moves them, gradients are the same when layers run twice, transformers loads it."""
+    pytest.importorskip("peft")
+    family, _, stock = made
+    model = load_model(family, dtype=torch.float32, device=CPU)
+    requests = asked(family)
+    answers = generate(EmbeddedEngine(model, family), requests)
+    (batch,) = pack([trajectories(requests, answers)], micro_tokens=1 << 20)
+    lora.add(model, family, LoraConfig(rank=4), seed=0)
+    named = {name.split(".")[-3] for name in lora.adapters(model)}
+    assert named >= {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj"}
+    for parameter in lora.adapters(model).values():
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    found = []
+    for checkpointing in (False, True):
+        backend = LocalBackend(model, family, TrainConfig(), checkpointing=checkpointing)
+        model.train().zero_grad()
+        scores, _ = backend.read(batch, Scoring())
+        scores.sum().backward()
+        found.append({name: p.grad.clone() for name, p in lora.adapters(model).items()})
+    assert all(torch.equal(found[0][name], found[1][name]) and found[0][name].any() for name in found[0])
+    write_files(tmp_path / "saved", lora.files(model))
+    again = type(stock).from_pretrained(tmp_path / "saved", dtype=torch.float32, attn_implementation="eager").eval()
+    ids = torch.from_numpy(requests[0].ids)
+    plan = forest_plan(np.array([0, len(ids)]), np.array([-1]), CPU, torch.float32)
+    with torch.no_grad():
+        mine = model.lm_head(hidden_states(model, family, ids, torch.arange(len(ids))[None], (), plan))
+        theirs, before = (each(input_ids=ids[None]).logits[0] for each in (again, stock))
+    assert (mine - theirs).abs().max() < 1e-4 * theirs.abs().max() < (mine - before).abs().max()
+
+
+def test_the_work_and_memory_of_recurrent_layers(made, family_of):
+    family, model, _ = made
+    found = shapes.shape_of(model, family.tower_of)
+    assert found.windows == (128, None, 128) and found.state_bytes == 2 * 4 * 4 * 16 * 32
+    assert found.kv_bytes(4) == pytest.approx(shape_of(model, family).bytes_per_token)
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    assert found.text.weights + found.head_weights == pytest.approx(linear)
+    assert why_no_kernels(replace(shape_of(model, family), dtype=torch.bfloat16)) == "it has recurrent layers"
+
+
+def test_what_is_not_served_is_refused(made, tmp_path):
+    family, model, _ = made
+    config = load_config({"train.sequence_parallel": 2, "run.gpus": 2, "model.path": family.path})
+    with pytest.raises(ConfigError, match=r"a qwen3_5_text has recurrent layers.*use train.sequence_parallel=1"):
+        require_heads(config, family)
+    layer = model.model.layers[0].linear_attn
+    own, layer.activation = layer.activation, "gelu"
+    with pytest.raises(EnvironmentProblem, match=r"layers.0.linear_attn .*is not computed as in Qwen3.5"):
+        walk_layers(model)
+    layer.activation = own
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "olmo_hybrid", "num_attention_heads": 2, "layer_types": ["linear_attention"]}'
+    )
+    with pytest.raises(EnvironmentProblem, match="has layers of type linear_attention"):
+        load_family(str(tmp_path))
