@@ -4,9 +4,10 @@
 # On a cluster that is there already, `saccade rl run.yaml run.gpus=16 run.launcher=ray` is enough.
 address=$(hostname -i | cut -d' ' -f1):${RAY_PORT:-6379}
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n')}
+export RAY_TMPDIR=$(mktemp -d /tmp/ray-XXXXXX)  # else others would look for this cluster when it has gone
 start="$(command -v ray) start --block --disable-usage-stats"
 $start --head --port="${address##*:}" --include-dashboard=false & started=$!
-trap 'kill $started; wait $started' EXIT
+trap 'kill $started; wait $started; rm -rf "$RAY_TMPDIR"' EXIT
 export RAY_ADDRESS=$address  # not that of another cluster on this machine
 until ray status >/dev/null 2>&1; do kill -0 "$started" || exit 1; sleep 1; done
 for node in $NODES; do
