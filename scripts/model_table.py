@@ -84,7 +84,8 @@ def looked_at(kind, scratch):
     try:
         generic.gate(scratch)
     except SaccadeError as error:
-        return "refused before weights", str(error).partition("a model of type ")[2].partition("; use one")[0]
+        said = str(error).partition("a model of type ")[2].partition("; use one")[0]
+        return "refused before weights", said.splitlines()[0]
     return "passes the gate", "not run; the proof decides when it is loaded"
 
 
