@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import pstats
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -41,7 +40,7 @@ from saccade.plugins.ranks.team import Rank, RankSettings, Team
 from saccade.recipes.rl import pack_updates, select_members
 from saccade.recipes.rl_rollout import Rollouts, Sampler, rollout_metrics
 from saccade.registry import HOOKS
-from saccade.system.codec import LENGTH, encode, pack
+from saccade.system.codec import encode, pack, unpack
 from saccade.system.process import SIZE, Channel
 from saccade.trainer import Scoring
 from saccade.trainer.losses import PolicyLoss
@@ -50,7 +49,7 @@ from saccade.types import Group, Media, MediaSpan, Message, Metrics, Sample, Sou
 WORK = {"prompts": 16, "samples": 8, "prompt": 368, "new": 512}  # of one GPU
 SIDE, IMAGE = 448, 256  # pixels, tokens
 STEP = 5.5  # seconds on a GPU
-BESIDE = "(counts of rollouts, during the update)"
+BESIDE = ("(trees and FLOPs, during the update)", "(metrics, during the update)")
 UPDATE = {f"policy/{n}": [1.0, 1.0] for n in range(40)}  # metrics of a rank
 
 
@@ -101,17 +100,15 @@ class StandIn(threading.Thread):
         for _ in ("what it is", "settings"):
             self.read()
         self.send({"ready": True}, {})
-        while (head := self.read()) is not None:
-            row, listed = json.loads(head)
-            self.send(
-                {"result": self.answer(row, {name: shape for name, _, shape in listed}), "id": row["id"]}, self.out
-            )
+        while (found := self.read()) is not None:
+            row, arrays = found
+            self.send({"result": self.answer(row, arrays), "id": row["id"]}, self.out)
             self.seconds = time.thread_time()
             if row["call"] == "shutdown":
                 self.link.close()
                 return
 
-    def answer(self, row: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Any:
+    def answer(self, row: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Any:
         self.out: dict[str, np.ndarray] = {}
         if row["call"] == "capabilities":
             return {}
@@ -119,7 +116,7 @@ class StandIn(threading.Thread):
             return {"sums": UPDATE, "maxima": {}, "skipped": False}
         if row["call"] != "logprobs":
             return 0.0
-        reads = [shapes[batch["columns"][0]] for batch in row["arguments"]["batches"]]  # log-probs of the rollout
+        reads = [arrays[f"{batch['forest']}/lengths"].sum() for batch in row["arguments"]["batches"]]
         columns = [np.full(count, -0.5, np.float32) for count in reads]
         return encode([(column, column) for column in columns], self.out)
 
@@ -127,8 +124,7 @@ class StandIn(threading.Thread):
         block = b"".join(pack(row, arrays))
         self.link.sendall(SIZE.pack(len(block)) + block)
 
-    def read(self) -> bytes | None:
-        """The JSON of a block; its arrays are thrown away."""
+    def read(self) -> tuple[Any, Mapping[str, np.ndarray]] | None:
         start = self.link.recv(SIZE.size, socket.MSG_WAITALL)
         if len(start) < SIZE.size:
             return None
@@ -136,7 +132,7 @@ class StandIn(threading.Thread):
         view = memoryview(room)
         while view:
             view = view[self.link.recv_into(view) :]
-        return bytes(room[LENGTH.size :][: LENGTH.unpack_from(room)[0]])
+        return unpack(room)
 
 
 def start_team(gpus: int, folder: Path) -> tuple[Team, list[StandIn]]:
@@ -183,14 +179,15 @@ def measure(gpus: int, work: Mapping[str, int], folder: Path) -> dict[str, float
         updates = clocked("pack", lambda: pack_updates(chosen, algorithm, policy, config.train.micro_tokens, (0, 1)))
         flat = [batch for part in updates for batch in part]
         scored = clocked("log-probs of ranks", lambda: policy.logprobs(flat, Scoring()))
-        updates = with_scores(updates, ("old_logprobs", "old_entropies"), scored)
+        updates = with_scores(updates, ("old_logprobs",), scored)
         updates, more = clocked("advantages", lambda: add_advantages(updates, chosen, algorithm, state, version=0))
         updates, last = clocked("corrections", lambda: add_corrections(updates, algorithm))
         loss, batches = PolicyLoss(algorithm, Scoring()), [batch for part in updates for batch in part]
         update = clocked("update of ranks", lambda: policy.train_step(batches, loss, lr=1e-6))
-        clocked("FLOPs", lambda: HOOKS["rl_work"](policy, None, updates, config, algorithm, 1))
-        counted = clocked(BESIDE, lambda: rollout_metrics(rollouts, sampler, policy, step=1))
-        metrics.merge(counted, more, last, update.metrics)
+        told = clocked(BESIDE[0], lambda: HOOKS["rl_work"](policy, None, updates, config, algorithm, 1))
+        counted = clocked(BESIDE[1], lambda: [more(), last(), rollout_metrics(rollouts, sampler, policy, step=1)])
+        metrics.merge(*counted, update.metrics)
+        clocked("work that was repeated", told)
     finally:
         team.close()
     return seconds
@@ -208,7 +205,7 @@ def table(results: Mapping[int, Mapping[str, float]], step: float) -> str:
     lines.append("|---|" + "---|" * len(results))
     for stage in next(iter(results.values())):
         lines.append(f"| {stage} | " + " | ".join(f"{1e3 * found[stage]:.0f}" for found in results.values()) + " |")
-    sums = [sum(found.values()) - found.get(BESIDE, 0.0) for found in results.values()]
+    sums = [sum(seconds for stage, seconds in found.items() if stage not in BESIDE) for found in results.values()]
     lines.append("| all | " + " | ".join(f"{1e3 * one:.0f}" for one in sums) + " |")
     lines.append(f"| of a step of {step:g} s | " + " | ".join(f"{one / step:.1%}" for one in sums) + " |")
     return "\n".join(lines)

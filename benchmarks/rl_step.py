@@ -28,12 +28,12 @@ from model import SIZES, build
 from works import WORKS, Work, parse, sequences, write_result, write_rows
 
 import saccade
+from saccade.forest.batch import Batch
 from saccade.models.load import load_model
 from saccade.run.loggers import read_metrics
 from saccade.run.training_run import Run
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
-from saccade.types import Batch
 
 __all__ = ["WORKS"]  # other benchmarks read it here
 REWARD = "def score(sample):\n    return float(sum(sample.token_ids) % 7)\n"
@@ -75,7 +75,7 @@ def run(settings: dict[str, Any], overrides: Sequence[str], *, exact: bool = Fal
 
     def counted(backend: LocalBackend, batches: Any, *rest: Any, **more: Any) -> Any:
         images = {span.media.key for batch in batches for span in batch.media}
-        tokens = sum(int(np.count_nonzero(batch.scales)) for batch in batches)
+        tokens = sum(int(np.count_nonzero(batch.per_read("scales"))) for batch in batches)
         if exact and not trained:
             print(json.dumps(gaps(backend, batches[0])), flush=True)
         trained.append({"trained": tokens, "images": len(images), "used": used})

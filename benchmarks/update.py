@@ -32,6 +32,7 @@ from rl_step import WORKS
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.forest import interface
+from saccade.forest.batch import Batch
 from saccade.forest.packing import pack
 from saccade.media.images import open_media
 from saccade.models.families import Family, load_family
@@ -42,7 +43,7 @@ from saccade.system import devices
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
-from saccade.types import Batch, Group, MediaSpan, Message, Sample, Source, Trajectory
+from saccade.types import Group, MediaSpan, Message, Sample, Source, Trajectory
 
 PROMPTS, REPEATS = 16, 8
 CLOCKED = {"hidden_at": "forward", "read": "forward + head", "sum_gradients": "gradients"}

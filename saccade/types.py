@@ -11,11 +11,10 @@ image is, not what it looks like.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 from io import FileIO
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -317,6 +316,14 @@ class Trajectory:
         """Behind its last sampled token."""
         return len(self.ids) - int(self.policy_mask[::-1].argmax())
 
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """Where it was sampled, from and up to."""
+        if self.end - self.prompt_length == self.response_length:
+            return [(self.prompt_length, self.end)]
+        edges = np.flatnonzero(np.diff(self.policy_mask, prepend=False, append=False)).tolist()
+        return [*zip(edges[::2], edges[1::2], strict=True)]
+
     @property
     def response_ids(self) -> np.ndarray:
         return self.ids[self.policy_mask]
@@ -328,13 +335,18 @@ def find_sampled(trajectories: Sequence[Trajectory]) -> None:
         return
     mask = np.concatenate([t.sources for t in trajectories]) == POLICY
     starts = np.cumsum([0, *(len(t.sources) for t in trajectories)])
-    places = mask.nonzero()[0]
-    cuts = np.searchsorted(places, starts)
-    counts, ends = np.diff(cuts), np.append(places, 0)[cuts[1:] - 1] + 1 - starts[:-1]
-    bounds = starts.tolist()
-    for t, count, end, *span in zip(trajectories, counts.tolist(), ends.tolist(), bounds, bounds[1:], strict=False):
-        if count:
-            vars(t).update(response_length=count, end=end, policy_mask=mask[slice(*span)])
+    edges = np.sort(np.concatenate([starts, np.flatnonzero(mask[1:] != mask[:-1]) + 1]))
+    runs = np.flatnonzero(np.append(mask, False)[edges])  # between two edges all is sampled, or nothing
+    owners = np.searchsorted(starts, edges[runs], side="right") - 1
+    counts = np.bincount(owners, edges[runs + 1] - edges[runs], len(trajectories)).astype(int)
+    firsts = np.flatnonzero(np.diff(owners, prepend=-1))
+    lasts, some = np.append(firsts[1:], len(runs)) - 1, owners[firsts]
+    found = (some, counts[some], edges[runs[firsts]] - starts[some], edges[runs[lasts] + 1] - starts[some])
+    for index, count, first, end in zip(*(column.tolist() for column in found), strict=True):
+        known = vars(trajectories[index])
+        known["response_length"], known["prompt_length"], known["end"] = count, first, end
+        if count == end - first:
+            known["runs"] = [(first, end)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,186 +371,6 @@ class Group:
         """The group with everyone changed."""
         greedy = None if self.greedy is None else change(self.greedy)
         return replace(self, trajectories=tuple(map(change, self.trajectories)), greedy=greedy)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Forest:
-    """Sequences that share nodes of tokens, each node attending to itself (causally) and to all of its
-    ancestors. A token is packed once, however many sequences pass through it.
-
-    What is packed is computed when it is first asked for: who only hands a forest on never asks.
-    """
-
-    rows: np.ndarray  # [row tokens] int64: ids of the sequences end to end, each up to its last sampled token
-    drawn: np.ndarray  # [row tokens] bool: sampled by the policy
-    lengths: np.ndarray  # [sequences] int64: sampled tokens
-    leaves: np.ndarray  # [sequences] int64: the last node of each
-    sizes: np.ndarray  # [nodes] int64: tokens
-    parents: np.ndarray  # [nodes] int64, -1 for a root; a parent stands before its children
-    keys: tuple[tuple[str, int], ...]  # (sample id, repeat) of each sequence
-    groups: np.ndarray  # [sequences] int64, index of the group inside the step
-    media: tuple[MediaSpan, ...] = ()  # spans in packed tokens, once per node
-    support: tuple[np.ndarray, ...] | None = None  # kept ids per read
-    with_ends: bool = False  # the last token of each sequence, at which nothing is predicted, is packed, too
-    part: int | None = None  # who computes it, where several processes share a step
-
-    def __post_init__(self) -> None:
-        assert len(self.rows) == len(self.drawn) and len(self.sizes) == len(self.parents)
-        assert len(self.lengths) == len(self.leaves) == len(self.groups)
-
-    @cached_property
-    def node_starts(self) -> np.ndarray:
-        """[nodes + 1]: where each node is packed."""
-        return np.concatenate([[0], self.sizes.cumsum()])
-
-    @cached_property
-    def above(self) -> np.ndarray:
-        """[nodes]: tokens of all ancestors."""
-        found: list[int] = []
-        sizes = self.sizes.tolist()
-        for parent in self.parents.tolist():
-            found.append(found[parent] + sizes[parent] if parent >= 0 else 0)
-        return np.array(found, dtype=np.int64)
-
-    @cached_property
-    def row_lengths(self) -> np.ndarray:
-        """[sequences]: tokens of each in `rows`."""
-        return (self.above + self.sizes)[self.leaves] + (not self.with_ends)
-
-    @cached_property
-    def _stretches(self) -> tuple[np.ndarray, np.ndarray]:
-        """The nodes of all sequences, from their roots on, and where these begin in `rows`."""
-        parents, nodes, counts = self.parents.tolist(), list[int](), []
-        for node in self.leaves.tolist():
-            path = []
-            while node >= 0:
-                path.append(node)
-                node = parents[node]
-            nodes += reversed(path)
-            counts.append(len(path))
-        starts = np.repeat(self.row_lengths.cumsum() - self.row_lengths, counts)
-        return np.array(nodes), starts + self.above[nodes]
-
-    @cached_property
-    def ids(self) -> np.ndarray:
-        """[tokens] int64, as packed."""
-        nodes, starts = self._stretches
-        firsts = starts[np.unique(nodes, return_index=True)[1]].tolist()
-        return np.concatenate([self.rows[a : a + n] for a, n in zip(firsts, self.sizes.tolist(), strict=True)])
-
-    def _packed(self, places: np.ndarray) -> np.ndarray:
-        """Where tokens of the `rows`, in ascending order, are packed."""
-        nodes, starts = self._stretches
-        counts = np.diff(np.searchsorted(places, starts), append=len(places))
-        return places + np.repeat(self.node_starts[nodes] - starts, counts)
-
-    @cached_property
-    def media_nodes(self) -> list[int]:
-        """The node of each medium."""
-        starts = [span.start for span in self.media]
-        return (np.searchsorted(self.node_starts, starts, side="right") - 1).tolist()
-
-    def positions(self, rule: Callable[[int, tuple[MediaSpan, ...]], np.ndarray]) -> np.ndarray:
-        """[axes, tokens]: by the rule of a model, from how many tokens and which media come before."""
-        inside: dict[int, list[MediaSpan]] = {}
-        for span, node in zip(self.media, self.media_nodes, strict=True):
-            inside.setdefault(node, []).append(span)
-        starts, above, sizes = (array.tolist() for array in (self.node_starts, self.above, self.sizes))
-        seen: list[tuple[MediaSpan, ...]] = []  # from the root to the end of each node
-        longest: dict[tuple[MediaSpan, ...], int] = {}
-        for node, parent in enumerate(self.parents.tolist()):
-            own = (span.moved(above[node] - starts[node]) for span in inside.get(node, ()))
-            seen.append((*(seen[parent] if parent >= 0 else ()), *own))
-            longest[seen[-1]] = max(longest.get(seen[-1], 0), above[node] + sizes[node])
-        found = {media: rule(length, media) for media, length in longest.items()}
-        return np.concatenate([found[m][:, a : a + n] for m, a, n in zip(seen, above, sizes, strict=True)], axis=1)
-
-    @cached_property
-    def _places(self) -> np.ndarray:
-        return self.drawn.nonzero()[0]
-
-    @cached_property
-    def reads(self) -> np.ndarray:
-        """[reads]: the packed token that predicts each sampled one."""
-        return self._packed(self._places - 1)
-
-    @cached_property
-    def targets(self) -> np.ndarray:
-        """[reads] int64: what was sampled."""
-        return self.rows[self._places]
-
-    @cached_property
-    def sampled(self) -> np.ndarray | None:
-        """[reads]: the packed tokens of the targets."""
-        return self._packed(self._places) if self.with_ends else None
-
-    @cached_property
-    def read_count(self) -> int:
-        return int(self.lengths.sum())
-
-    @cached_property
-    def sequence(self) -> np.ndarray:
-        """[reads] int64: index into `keys`."""
-        return np.repeat(np.arange(len(self.keys)), self.lengths)
-
-
-def _of_forest(name: str) -> Any:
-    return property(attrgetter(f"forest.{name}"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """A forest, and what is known of its reads.
-
-    A read says: the hidden state at token `reads[r]` predicts `targets[r]` for sequence
-    `sequence[r]`. Reads of one sequence are contiguous and in order of time. The last token of a
-    trunk is read once per leaf.
-    """
-
-    forest: Forest
-    advantages: np.ndarray | None = None  # [reads] float32, as are all below
-    scales: np.ndarray | None = None  # 1 / denominator of the aggregation, per read
-    rollout_logprobs: np.ndarray | None = None
-    old_logprobs: np.ndarray | None = None
-    ref_logprobs: np.ndarray | None = None
-    old_entropies: np.ndarray | None = None
-    keep: np.ndarray | None = None  # factor of the policy term from filters, 0 where it is dropped
-    weights: np.ndarray | None = None  # correction weights
-    rewards: np.ndarray | None = None  # of the sequence, after shaping
-    selected: np.ndarray | None = None  # 0/1: tokens that the policy loss treats differently
-    stale: np.ndarray | None = None  # 0/1: sampled by older weights
-    values: np.ndarray | None = None  # of the critic, before the update
-    returns: np.ndarray | None = None  # what the critic learns
-    last_values: np.ndarray | None = None  # [sequences] of the critic, after the last token
-    ref_totals: np.ndarray | None = None  # [sequences] log-prob of all reads under the reference
-
-    # Of the forest.
-    ids, reads, targets, sequence, sampled = map(_of_forest, ("ids", "reads", "targets", "sequence", "sampled"))
-    keys, groups, lengths, read_count = map(_of_forest, ("keys", "groups", "lengths", "read_count"))
-    node_starts, parents, media, support = map(_of_forest, ("node_starts", "parents", "media", "support"))
-    part, positions = map(_of_forest, ("part", "positions"))
-
-    def __post_init__(self) -> None:
-        for name, column in self.columns.items():
-            assert len(column) == (len(self.keys) if name in BY_SEQUENCE else self.read_count), name
-
-    @property
-    def columns(self) -> dict[str, np.ndarray]:
-        """What is known beside the forest, by name."""
-        return {name: column for name, column in vars(self).items() if isinstance(column, np.ndarray)}
-
-    @property
-    def tokens(self) -> int:
-        return int(self.forest.sizes.sum())
-
-    @property
-    def ends(self) -> np.ndarray | None:
-        """[sequences]: the last sampled token of each."""
-        return None if self.sampled is None else self.sampled[self.lengths.cumsum() - 1]
-
-
-BY_SEQUENCE = ("last_values", "ref_totals")
-READ_COLUMNS = tuple(f.name for f in fields(Batch)[1:] if f.name not in BY_SEQUENCE)  # what a batch may hold per read
 
 
 class Metrics:

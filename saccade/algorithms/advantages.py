@@ -145,20 +145,20 @@ class AdvantageInputs:
 # -- one number per member -------------------------------------------------------------------------
 
 
-@add(ADVANTAGES, "(R - mean_g) / (std_g + std_eps)", group=True)
+@add(ADVANTAGES, "(R - mean_g) / (std_g + std_eps)", group=True, by_member=True)
 def grpo(inputs: AdvantageInputs, *, std_eps: float = 1e-6) -> Tensor:
     """arXiv 2402.03300"""
     return inputs.per_token(standardised(inputs, std_eps))
 
 
 @add(ADVANTAGES, "R - mean_g, whitened over the tokens", name="reinforce_pp_baseline", group=True, whiten=True)
-@add(ADVANTAGES, "R - mean_g", group=True)
+@add(ADVANTAGES, "R - mean_g", group=True, by_member=True)
 def no_std(inputs: AdvantageInputs) -> Tensor:
     """Dr. GRPO, arXiv 2503.20783: without a divisor easy and hard prompts weigh as their spread."""
     return inputs.per_token(inputs.centred)
 
 
-@add(ADVANTAGES, "R - mean of the other members", group=True)
+@add(ADVANTAGES, "R - mean of the other members", group=True, by_member=True)
 def rloo(inputs: AdvantageInputs) -> Tensor:
     """arXiv 2402.14740"""
     others = (inputs.group_size - 1).clamp(min=1)

@@ -69,9 +69,13 @@ def token_scales(
     counted = sequence >= 0 if counted is None else counted
     owners, counts = chosen(sequence, counted).unique_consecutive(return_counts=True)
     lengths = counts.new_zeros(len(live)).index_add(0, owners, counts) * live
-    own = lengths.new_ones(len(live)).cumsum(0)
-    scale = aggregation(lengths, own, own if group is None else group)
-    return only(scale.index_select(0, sequence), counted), lengths
+    return only(sequence_scales(aggregation, lengths, group).index_select(0, sequence), counted), lengths
+
+
+def sequence_scales(aggregation: Callable[..., Tensor], lengths: Tensor, group: Tensor | None = None) -> Tensor:
+    """[S], from how many tokens of each sequence count."""
+    own = lengths.new_ones(len(lengths)).cumsum(0)
+    return aggregation(lengths, own, own if group is None else group)
 
 
 # With millions of tokens numpy reads a mask faster than torch, and `index_select` is faster than `values[index]`.

@@ -1,18 +1,19 @@
 """What is computed for every token before training on it, written into the forests of a step.
 
-    updates, metrics = add_advantages(updates, groups, algorithm, state)
+    updates, count = add_advantages(updates, groups, algorithm, state)
     updates, more = add_corrections(updates, algorithm)
     batches = write_selection(batches, algorithm, seed=…)      # once per optimizer step
 
 The pure functions know flat tensors only; here groups and forests are flattened for them and the
 results written back. Statistics run over whole groups of the whole step, scales over one optimizer
-step, so no split into micro-batches changes a result.
+step, so no split into micro-batches changes a result. Metrics are counted later, while models learn.
 """
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from saccade.algorithms import corrections
 from saccade.algorithms.advantages import AdvantageInputs, Advantages, compute
-from saccade.algorithms.aggregation import AGGREGATIONS, chosen, token_scales
+from saccade.algorithms.aggregation import AGGREGATIONS, chosen, sequence_scales, token_scales
 from saccade.algorithms.algorithm_state import AlgorithmState
 from saccade.algorithms.filters import high_entropy, is_excluded
 from saccade.algorithms.objective import explained_variance
@@ -28,10 +29,11 @@ from saccade.algorithms.policy_losses import KINDS, SelectionInputs
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.select import Updates
 from saccade.algorithms.table import Entry
-from saccade.forest.packing import has_media
-from saccade.types import Batch, Group, Metrics, Trajectory
+from saccade.forest.batch import Batch
+from saccade.types import Group, Metrics, Trajectory
 
 ComponentWeights = Callable[[str], Mapping[str, float]]  # data source → weight of each term
+Count: TypeAlias = Callable[[], Metrics]  # what a stage measured, counted when somebody has the time
 
 # -- advantages and scales -------------------------------------------------------------------------
 
@@ -44,19 +46,25 @@ def add_advantages(
     component_weights: ComponentWeights | None = None,
     *,
     version: int = 0,
-) -> tuple[Updates, Metrics]:
+) -> tuple[Updates, Count]:
     """The forests with advantages over the whole step and scales over each optimizer step.
     `version` is that of the weights before the update.
     """
-    metrics = Metrics()
     if not updates:  # every group was dropped or is constant: nothing has an advantage
-        return updates, metrics
+        return updates, Metrics
     members = [t for group in groups for t in group.trajectories]
     place = {t.key: index for index, t in enumerate(members)}
     flat = [batch for batches in updates for batch in batches]
-    owners = [place[key] for batch in flat for key in batch.keys]
-    sequence = _per_read(flat, np.array(owners))
-    counted = _counted(sequence, algorithm)
+    owners = np.array([place[key] for batch in flat for key in batch.keys])
+    lengths = np.concatenate([batch.lengths for batch in flat])
+    hot, first = algorithm.hot_first_token, None  # of each sequence, where it does not train
+    if hot.temperature > 0 and hot.first_token == "mask":
+        first = _first(_sequences(flat))
+    # Where all tokens of a sequence have the same advantage, it is computed once.
+    by_token = first is not None or algorithm.whiten or algorithm.adv_clip > 0 or algorithm.kl_in_reward
+    once = algorithm.estimator.by_member and not by_token
+    sequence = torch.from_numpy(owners if once else np.repeat(owners, lengths))
+    counted = torch.ones_like(sequence, dtype=torch.bool) if first is None else ~first
     inputs = _estimator_inputs(groups, flat, sequence, counted, algorithm, state, component_weights)
     result = compute(
         algorithm.estimator,
@@ -66,31 +74,42 @@ def add_advantages(
         adv_clip=algorithm.adv_clip,
         drop_constant=algorithm.drop_constant,
     )
-    for name, count in result.counts.items():
-        if not (algorithm.drops_early and name.startswith("constant")):  # those were counted then
-            metrics.add(f"group/{name}", count)
-    _advantage_metrics(result, inputs, metrics)
+    values = {"advantages": result.values, "returns": result.returns}
     if not _finite(flat):
         # A model that computes no numbers gets none back: the guard skips each of its updates.
-        nothing = torch.full_like(result.values, torch.nan)
-        result = replace(result, values=nothing, returns=nothing)
-    columns = {"rewards": inputs.rewards.nan_to_num().float().index_select(0, sequence)}
-    for name, values in {"advantages": result.values, "returns": result.returns}.items():
-        if values is not None:  # 0 at tokens that do not count
-            whole = len(values) == len(counted)
-            columns[name] = values if whole else values.new_zeros(len(counted)).masked_scatter(counted, values)
+        values = dict.fromkeys(values, torch.full_like(result.values, torch.nan))
+    columns = {"rewards": inputs.rewards.nan_to_num()[owners]}
+    for name, found in values.items():
+        if found is not None:  # 0 at tokens that do not count
+            whole = len(found) == len(counted)
+            columns[name] = found if whole else found.new_zeros(len(counted)).masked_scatter(counted, found)
     # Other weights sampled these tokens: there a gap between engine and trainer is no error of either.
-    # Weights only get newer: the first token of a sequence is its oldest.
-    if any(t.versions[t.prompt_length] < version for t in (members[index] for index in owners)):
-        stale = np.concatenate([members[index].versions[members[index].policy] < version for index in owners])
-        columns["stale"] = torch.from_numpy(stale).double()
-    sizes, scales = [sum(batch.read_count for batch in batches) for batches in updates], []
-    for part, mask in zip(sequence.split(sizes), counted.split(sizes), strict=True):
-        scale, lengths = token_scales(algorithm.aggregate, part, live=result.live, group=inputs.groups, counted=mask)
-        metrics.add("policy/live_tokens", int(lengths.sum()))
-        metrics.add("policy/live_sequences", int((lengths > 0).sum()))
-        scales.append(scale)
-    return _written(updates, columns | {"scales": torch.cat(scales) if scales[1:] else scales[0]}), metrics
+    packed = [members[index] for index in owners.tolist()]
+    sampled = np.concatenate([t.versions[a:b] for t in packed for a, b in t.runs])
+    if (sampled < version).any():
+        columns["stale"] = torch.from_numpy(sampled < version)
+    live, scales = list[Tensor](), list[Tensor]()  # tokens of each member that train, of each update
+    parts = [sum(len(batch.keys) for batch in batches) for batches in updates]
+    for mine, counts in zip(*(torch.from_numpy(whole).split(parts) for whole in (owners, lengths)), strict=True):
+        everyone = torch.zeros(len(members), dtype=torch.int64)
+        live.append(everyone.index_add(0, mine, counts - int(first is not None)) * result.live)
+        scales.append(sequence_scales(algorithm.aggregate, live[-1], inputs.groups)[mine])
+    columns["scales"] = torch.cat(scales)
+    if first is not None:
+        columns["scales"] = torch.from_numpy(np.repeat(columns["scales"].numpy(), lengths)).where(~first, 0.0)
+
+    def count() -> Metrics:
+        metrics = Metrics()
+        for name, number in result.counts.items():
+            if not (algorithm.drops_early and name.startswith("constant")):  # those were counted then
+                metrics.add(f"group/{name}", number)
+        _advantage_metrics(result, inputs, metrics, np.repeat(np.arange(len(owners)), lengths) if once else ...)
+        for counts in live:
+            metrics.add("policy/live_tokens", int(counts.sum()))
+            metrics.add("policy/live_sequences", int((counts > 0).sum()))
+        return metrics
+
+    return _written(updates, columns), count
 
 
 def _estimator_inputs(
@@ -135,7 +154,7 @@ def _estimator_inputs(
         groups=place,
         live=torch.tensor([t.trained and t.response_length > 0 for t in members]),
         baseline=torch.tensor([t.reward is not None and not is_excluded(t.status, outside) for t in members]),
-        lengths=torch.tensor([t.response_length for t in members]) - int(not counted.all()),
+        lengths=torch.tensor([t.response_length for t in members]) - int(len(sequence) < len(counted)),
         sequence=sequence,
         token_penalties=penalties,
         **read,
@@ -167,20 +186,14 @@ def _finite(batches: Sequence[Batch]) -> bool:
     return all(np.isfinite(values).all() for values in found if values is not None)
 
 
-def _counted(sequence: Tensor, algorithm: Algorithm) -> Tensor:
-    """[T] bool: tokens that train; a hot first token need not."""
-    hot = algorithm.hot_first_token
-    masked = hot.temperature > 0 and hot.first_token == "mask"
-    return ~_first(sequence) if masked else torch.ones_like(sequence, dtype=torch.bool)
-
-
 def _first(sequence: Tensor) -> Tensor:
     return sequence.diff(prepend=sequence.new_full((1,), -1)) != 0
 
 
-def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Metrics) -> None:
+def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Metrics, tokens: Any) -> None:
+    """`tokens`: which of the results is that of each token."""
     metrics.add("adv/clip_frac", result.clip_frac)
-    live, values = inputs.per_token(result.live), result.values
+    live, values = inputs.per_token(result.live)[tokens], result.values[tokens]
     if live.numpy().any():
         for name, whole in {"adv": values, "returns": result.returns}.items():
             if whole is not None:
@@ -199,56 +212,72 @@ def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Met
 # -- corrections and filters of tokens -------------------------------------------------------------
 
 
-def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Metrics]:
+def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Count]:
     """The forests with weights and masks that correct what the engine sampled differently, or keep
     some tokens only.
 
     They never change advantages. Each optimizer step divides by what is its own.
     """
-    metrics = Metrics()
     fire, top = algorithm.hot_first_token, algorithm.entropy_top
     hot = fire.temperature > 0 and fire.first_token == "is"
     flat = [batch for batches in updates for batch in batches]
+    metrics = Metrics()
     if not (updates and (algorithm.at_once or top or hot)):
         metrics.add("mismatch/ess", 1.0)
         metrics.add("mismatch/masked_frac", 0.0)
-        return updates, metrics
-    sequence = _sequences(flat)
-    live = keep = torch.from_numpy(np.concatenate([b.scales for b in flat])) > 0
-    weights = torch.ones((), dtype=torch.float64).expand(len(live))
-    old, rollout = column(flat, "old_logprobs"), column(flat, "rollout_logprobs")
-    if hot:
-        first = _first(sequence)
-        ratio = (old - rollout).nan_to_num().clamp(-20, 20).exp().clamp(max=fire.cap)
-        weights = ratio.where(first, weights)
-        rollout = old.where(first, rollout)  # its gap is by design, and accounted for
-        updates = _written(updates, {"rollout_logprobs": rollout})
-    if algorithm.at_once:
-        mismatch = corrections.measure(old, rollout, live=live, sequence=sequence)
-        correction = corrections.apply(algorithm.at_once, mismatch)
-        keep = keep if correction.keep is None else keep * correction.keep
-        if correction.weights is not None:
-            weights = weights * correction.weights if hot else correction.weights.double()
-    _correction_metrics(weights, keep, live, flat, metrics)
+        return updates, lambda: metrics
+    cap = fire.cap if hot else None
+    ends = np.cumsum([batch.read_count for batch in flat]).tolist()
+    written: dict[str, np.ndarray] = defaultdict(lambda: np.empty(ends[-1], np.float32))
+    for batch, end in zip(flat, ends, strict=True):  # one after the other, as the caches of a core hold them
+        for name, values in _correction(batch, algorithm, cap).items():
+            written[name][end - batch.read_count : end] = values.numpy()
     if top:
-        entropies = column(flat, "old_entropies")
-        kept = high_entropy(entropies, live, sequence, fraction=top, scope=algorithm.entropy_scope)
+        entropies, live = column(flat, "old_entropies"), column(flat, "scales") > 0
+        kept = high_entropy(entropies, live, _sequences(flat), fraction=top, scope=algorithm.entropy_scope)
         metrics.add("policy/entropy_kept_frac", float((kept & live).sum()), float(live.sum()))
-        keep = keep * kept
-    updates = _written(updates, {"weights": weights, "keep": keep})
+        written["keep"] = written.get("keep", live.numpy()) * kept.numpy()
+
+    def count() -> Metrics:
+        # Found once more, while nobody waits for it, rather than held until then.
+        _correction_metrics([_correction(batch, algorithm, cap) for batch in flat], flat, metrics)
+        return metrics
+
+    updates = _written(updates, written)
     if algorithm.self_normalise:
         updates = [
             _with(b, weights=corrections.self_normalise(column(b, "weights"), column(b, "scales") > 0)) for b in updates
         ]
     if algorithm.denominator == "kept":
         updates = [_over_kept(batches, algorithm) for batches in updates]
-    return updates, metrics
+    return updates, count
 
 
-def _correction_metrics(
-    weights: Tensor, keep: Tensor, live: Tensor, batches: Sequence[Batch], metrics: Metrics
-) -> None:
-    images, every = _per_read(batches, np.concatenate([*map(has_media, batches)])), np.count_nonzero(live.numpy())
+def _correction(batch: Batch, algorithm: Algorithm, cap: float | None) -> dict[str, Tensor]:
+    """New columns. `cap`: of the weights of first tokens that were sampled hotter."""
+    live, sequence = torch.from_numpy(batch.per_read("scales") > 0), _sequences([batch])
+    old, rollout = column([batch], "old_logprobs"), column([batch], "rollout_logprobs")
+    found = {"weights": torch.ones((), dtype=torch.float64).expand(len(live))}
+    if cap is not None:
+        first = _first(sequence)
+        ratio = (old - rollout).nan_to_num().clamp(-20, 20).exp().clamp(max=cap)
+        rollout = old.where(first, rollout)  # its gap is by design, and accounted for
+        found = {"weights": ratio.where(first, found["weights"]), "rollout_logprobs": rollout}
+    if algorithm.at_once:
+        mismatch = corrections.measure(old, rollout, live=live, sequence=sequence)
+        correction = corrections.apply(algorithm.at_once, mismatch)
+        if correction.keep is not None:
+            found["keep"] = live * correction.keep
+        if correction.weights is not None:
+            found["weights"] = correction.weights if cap is None else found["weights"] * correction.weights
+    return found
+
+
+def _correction_metrics(found: Sequence[Mapping[str, Tensor]], batches: Sequence[Batch], metrics: Metrics) -> None:
+    live, weights = column(batches, "scales") > 0, torch.cat([one["weights"] for one in found])
+    keep = torch.cat([one["keep"] for one in found]) if "keep" in found[0] else live
+    images = _per_read(batches, np.concatenate([batch.has_media for batch in batches]))
+    every = np.count_nonzero(live.numpy())
     for kind, mask in {"": live, "/image": live & images, "/text": live & ~images}.items():
         count = np.count_nonzero(mask.numpy())
         if not count:
@@ -266,6 +295,8 @@ def _over_kept(batches: Sequence[Batch], algorithm: Algorithm) -> list[Batch]:
     """Divide the policy term by what was kept: the factor is part of `keep`, because the KL and
     the entropy keep the original denominator.
     """
+    if batches[0].keep is None:
+        return [*batches]
     scales, keep = column(batches, "scales"), column(batches, "keep")
     kept = (keep > 0) & (scales > 0)
     groups = torch.from_numpy(np.concatenate([batch.groups for batch in batches]))
@@ -328,20 +359,17 @@ def with_scores(updates: Updates, columns: Sequence[str], scored: Iterable[Seque
 
 def show_advantages(groups: Sequence[Group], updates: Updates) -> list[Group]:
     """The groups with what their forests were given, for the record; None where nothing trained."""
-    values = {
-        key: advantages
-        for batches in updates
-        for batch in batches
-        if batch.advantages is not None
-        for key, advantages in zip(batch.keys, np.split(batch.advantages, batch.lengths.cumsum()[:-1]), strict=True)
-    }
+    values: dict[tuple[str, int], np.ndarray] = {}
+    for batch in (batch for batches in updates for batch in batches if batch.advantages is not None):
+        parts = np.split(batch.per_read("advantages"), batch.lengths.cumsum()[:-1])
+        values |= zip(batch.keys, parts, strict=True)
     return [
         replace(g, trajectories=tuple(replace(t, advantages=values.get(t.key)) for t in g.trajectories)) for g in groups
     ]
 
 
 def column(batches: Sequence[Batch], name: str) -> Tensor:
-    return torch.from_numpy(np.concatenate([getattr(b, name) for b in batches])).double()
+    return torch.from_numpy(np.concatenate([b.per_read(name) for b in batches])).double()
 
 
 def _numbers_of(batches: Sequence[Batch], name: str) -> Tensor:
@@ -367,8 +395,11 @@ def _with(batches: Sequence[Batch], **columns: Tensor) -> list[Batch]:
     return _written([list(batches)], columns)[0]
 
 
-def _written(updates: Updates, columns: Mapping[str, Tensor]) -> Updates:
-    """Columns over all reads of the updates, cut into their forests."""
-    cuts = np.cumsum([batch.read_count for batches in updates for batch in batches])[:-1]
-    cut: dict[str, Any] = {name: iter(np.split(whole.float().numpy(), cuts)) for name, whole in columns.items()}
-    return [[replace(b, **{name: next(parts) for name, parts in cut.items()}) for b in batches] for batches in updates]
+def _written(updates: Updates, columns: Mapping[str, Tensor | np.ndarray]) -> Updates:
+    """Columns over all reads, or over all sequences, of the updates, cut into their forests."""
+    flat = [batch for batches in updates for batch in batches]
+    sizes = [batch.read_count for batch in flat], [len(batch.keys) for batch in flat]
+    cuts = {sum(each): np.cumsum(each)[:-1] for each in sizes}
+    rows: Any = {name: np.split(np.asarray(whole, np.float32), cuts[len(whole)]) for name, whole in columns.items()}
+    written = iter([replace(b, **{name: parts[n] for name, parts in rows.items()}) for n, b in enumerate(flat)])
+    return [[next(written) for _ in batches] for batches in updates]

@@ -35,7 +35,10 @@ class Mismatch:
     scored: Tensor  # [T] bool
     live: Tensor  # [T] bool
     sequence: Tensor  # [T] index of the sequence of each token
-    sequences: int
+
+    @property
+    def sequences(self) -> int:
+        return int(self.sequence.max()) + 1 if len(self.sequence) else 0
 
     @property
     def ratio(self) -> Tensor:
@@ -70,13 +73,7 @@ Statistic: TypeAlias = "Callable[[Mismatch, Tensor], Tensor]"  # [T] -> [T]
 def measure(old: Tensor, rollout: Tensor, *, live: Tensor, sequence: Tensor) -> Mismatch:
     """`rollout`: NaN where the engine gave no log-prob."""
     scored = live & (rollout.abs() < float("inf"))
-    return Mismatch(
-        delta=only(old - rollout, scored),
-        scored=scored,
-        live=live,
-        sequence=sequence,
-        sequences=int(sequence.max()) + 1 if len(sequence) else 0,
-    )
+    return Mismatch(delta=only(old - rollout, scored), scored=scored, live=live, sequence=sequence)
 
 
 def apply(chosen: Sequence[Entry], mismatch: Mismatch) -> Correction:

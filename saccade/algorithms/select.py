@@ -19,7 +19,8 @@ from saccade.algorithms.filters import discard_reason, is_constant, is_excluded
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.table import find
 from saccade.errors import ConfigError
-from saccade.types import Batch, Group, Metrics, Trajectory, find_sampled
+from saccade.forest.batch import Batch
+from saccade.types import Group, Metrics, Trajectory, find_sampled
 
 REWARD = ""  # key of the moments of the combined reward; those of a component have its name
 Updates = list[list[Batch]]  # one list of forests per optimizer step

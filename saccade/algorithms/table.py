@@ -53,6 +53,7 @@ class Entry:
     given: Mapping[str, Any] = field(default_factory=dict)
     # advantage
     group: bool = False  # compares the members of a group, so the group rules hold
+    by_member: bool = False  # one number for each member, at all of its tokens
     whiten: bool | None = None  # over the live tokens of the step; None: never
     components: bool = False  # compares the terms of the reward one by one
     critic: bool = False  # reads values

@@ -14,10 +14,11 @@ import numpy as np
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import Config, TrainConfig
 from saccade.errors import RewardError, TrainingError
+from saccade.forest.batch import Batch
 from saccade.rewards.verifiers import LATE
 from saccade.rollout.scoring import GIVEN_UP
 from saccade.trainer import Update
-from saccade.types import Batch, Group, Metrics
+from saccade.types import Group, Metrics
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from saccade import checks
 from saccade.checks.steps import total_steps
 from saccade.config import Config, load
 from saccade.data.datasets import Dataset, Stream
+from saccade.forest.batch import Batch
 from saccade.models.families import Family
 from saccade.recipes import model_setup
 from saccade.recipes.failures import guard
@@ -24,7 +25,7 @@ from saccade.run.training_run import Run
 from saccade.system.disk import require_writable
 from saccade.trainer import Trainer, Update
 from saccade.trainer.optimizer import rate
-from saccade.types import Batch, Sample
+from saccade.types import Sample
 
 log = logging.getLogger(__name__)
 

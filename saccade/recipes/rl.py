@@ -86,14 +86,16 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 updates, weighed = add_advantages(updates, groups, steered, state, weights, version=engine.version)
                 updates, corrected = add_corrections(updates, steered)
             # Counted while the models learn.
+            work = beside.submit(HOOKS["rl_work"], policy, learners.critic, updates, config, algorithm, step)
             counted = beside.submit(rollout_metrics, rollouts, sampler, policy, step=step)
+            measured = [beside.submit(count) for count in (weighed, corrected)]
             with this.phase("update"):
                 progress, learned = update_models(updates, steered, learners, this.progress, step)
                 refresh_reference(reference, policy, algorithm, step)
             with this.phase("hand_over"):
                 engine.update_weights(policy, version=step)
             metrics = rollouts.metrics
-            metrics.merge(counted.result(), selected, weighed, corrected, learned)
+            metrics.merge(counted.result(), selected, *(count.result() for count in measured), learned)
             state = algorithm_state.after_step(state, steered, metrics)
             setup.surplus.groups = rollouts.surplus
             progress = replace(
@@ -106,9 +108,8 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
             if every and (step % every == 0 or step in (1, this.total)):
                 stored = annotate.show_advantages(groups[: config.track.trajectories_groups], updates)
                 this.display.store(stored, step=step, scores=progress.scores)
-            work = HOOKS["rl_work"](policy, learners.critic, updates, config, algorithm, step)
             missed = unread(rollouts.scored, sampler.scorer, family)
-            last = this.finish_step(progress, metrics.means() | work, validation, missed)
+            last = this.finish_step(progress, metrics.means() | work.result()(), validation, missed)
         return last
 
 
@@ -165,7 +166,8 @@ def score_forests(
     if algorithm.old == "recompute":
         with phase("logp_old"):
             scored = learners.policy.logprobs(batches, learners.scoring)
-            updates = annotate.with_scores(updates, ("old_logprobs", "old_entropies"), scored)
+            columns = ("old_logprobs", "old_entropies") if algorithm.entropy_top else ("old_logprobs",)
+            updates = annotate.with_scores(updates, columns, scored)
     if reference is not None:
         with phase("logp_ref"):
             scored = reference.logprobs(batches, learners.scoring)

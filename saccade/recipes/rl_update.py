@@ -12,12 +12,13 @@ from saccade.algorithms import annotate
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.select import Updates
 from saccade.config import TrainConfig
+from saccade.forest.batch import Batch
 from saccade.recipes.failures import check_mismatch, guard
 from saccade.run.progress import Progress
 from saccade.trainer import Scoring, Trainer
 from saccade.trainer.losses import PolicyLoss, ValueLoss
 from saccade.trainer.optimizer import rate
-from saccade.types import Batch, Metrics
+from saccade.types import Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,6 @@ def update_models(
     policy, critic, train = learners.policy, learners.critic, learners.train
     assert train.lr is not None, "the defaults of the command are filled in"
     metrics, made, bad = Metrics(), progress.updates, progress.bad_updates
-    metrics.add("count/update_tokens", train.epochs_per_batch * sum(b.tokens for part in updates for b in part))
     each_step = algorithm.updates_per_step * train.epochs_per_batch
     for batches in updates * train.epochs_per_batch:
         live, share = _live(batches), rate(made, learners.total, train, each_step=each_step)
@@ -73,6 +73,7 @@ def update_models(
     made += each_step - len(updates) * train.epochs_per_batch
     taught = any(_live(part) and _teaches(part, algorithm, learners) for part in updates)
     metrics.add("policy/empty_step", not taught)
+    metrics.add("count/update_tokens", train.epochs_per_batch * sum(b.tokens for part in updates for b in part))
     return replace(progress, updates=made, bad_updates=bad), metrics
 
 

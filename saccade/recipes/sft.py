@@ -13,6 +13,7 @@ import numpy as np
 from saccade.algorithms import select
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig
+from saccade.forest.batch import Batch
 from saccade.forest.packing import pack
 from saccade.recipes import model_setup, offline_loop, parts, questions
 from saccade.recipes.to_trajectory import dialogue, document
@@ -20,7 +21,7 @@ from saccade.registry import HOOKS
 from saccade.run.training_run import Run
 from saccade.trainer import OWN, Loss
 from saccade.trainer.losses import PolicyLoss
-from saccade.types import Batch, Sample
+from saccade.types import Sample
 
 # -log p of each trained token, all tokens alike: the policy gradient of an advantage of 1.
 SUPERVISED = resolve(AlgorithmConfig(preset=("reinforce",)), max_tokens=1)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from saccade.algorithms.objective import LossSums
+from saccade.forest.batch import Batch
 from saccade.models.families import Family
 from saccade.system.contents import File
-from saccade.types import Batch, Metrics
+from saccade.types import Metrics
 
 Objective = Callable[[], tuple[Tensor, LossSums]]
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from saccade.algorithms.policy_losses import LossInputs
 from saccade.forest.attention import AttentionPlan, blocks_at, forest_plan
+from saccade.forest.batch import Batch
 from saccade.forest.device_ops import to_device
-from saccade.forest.packing import has_media
 from saccade.models.families import Family
 from saccade.models.load import media_inputs
-from saccade.types import Batch, MediaSpan
+from saccade.types import MediaSpan
 
 FEATURE_BYTES = 1 << 30
 COLUMNS = (
@@ -58,11 +58,11 @@ def loss_inputs(batch: Batch, new: Tensor, *, images: bool) -> LossInputs:
     """What is known of each read, where the log-probs `new` are and as wide. Without old log-probs
     they are the detached current ones, so that the ratio is exactly 1.
     """
-    given = {name: getattr(batch, name) for name in COLUMNS}
+    given = {name: batch.per_read(name) for name in COLUMNS}
     found = {n.removesuffix("_logprobs"): column(v, new) for n, v in given.items() if v is not None}
     found |= {name: found[name].bool() for name in ("selected", "stale") if name in found}
     if images:
-        found["images"] = column(has_media(batch)[batch.sequence], new, torch.bool)
+        found["images"] = column(batch.has_media[batch.sequence], new, torch.bool)
     return LossInputs(
         **{"old": new.detach()} | found, sequence=column(batch.sequence, new, torch.int64), sequences=len(batch.keys)
     )

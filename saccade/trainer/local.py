@@ -8,7 +8,7 @@ or files other than its own state.
     backend.train_step(batches, PolicyLoss(algorithm, Scoring(temperature=1.0)), lr=1e-6)
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from saccade.algorithms.objective import LossSums, to_metrics
 from saccade.config import TrainConfig
+from saccade.forest.batch import Batch
 from saccade.forest.device_ops import to_device
 from saccade.forest.logprobs import read_logprobs
 from saccade.forest.packing import halves
@@ -35,7 +36,7 @@ from saccade.trainer.forward_inputs import Ahead, FeatureCache, Inputs, inputs_o
 from saccade.trainer.losses import routers_of, with_balance
 from saccade.trainer.optimizer import Optimizer
 from saccade.trainer.optimizer_files import load_optimizer, optimizer_file
-from saccade.types import Batch, Metrics
+from saccade.types import Metrics
 
 WEIGHTS, AVERAGE = "weights.safetensors", "average/"
 RANDOM = "random.safetensors"
@@ -179,19 +180,17 @@ class LocalBackend:
 
     # -- training --
 
-    def train_step(
-        self, batches: Sequence[Batch], loss: Loss, *, lr: float, moves: bool = True, tokens: int | None = None
-    ) -> Update:
+    def train_step(self, batches: Sequence[Batch], loss: Loss, *, lr: float, moves: bool = True) -> Update:
         """One optimizer step on all batches together; their scales already hold the denominators
         of the step. Without `moves` all is measured, and weights and optimizer stay as they are.
 
-        Several processes may each hold some of the batches, or none. Then `tokens` counts those of all
-        batches, and the metrics of all processes, merged, are those of the step.
+        Several processes may each hold some of the batches, or none. The metrics of all processes, merged,
+        are those of the step.
         """
-        metrics = self.metrics_of(self.sum_gradients(batches, loss, tokens))
+        metrics = self.metrics_of(self.sum_gradients(batches, loss))
         return self.take_step(loss.role, metrics, lr, moves=moves)
 
-    def sum_gradients(self, batches: Sequence[Batch], loss: Loss, tokens: int | None = None) -> list[LossSums]:
+    def sum_gradients(self, batches: Sequence[Batch], loss: Loss) -> list[LossSums]:
         """The first half of a step: the gradients of all batches, summed in the optimizer; what
         the loss reports of each.
 
@@ -206,7 +205,8 @@ class LocalBackend:
         self.optimizer.begin()
         self.oom_splits = 0
         self.prefetch(batches)
-        tokens = tokens or max(1, sum(batch.tokens for batch in batches))
+        if self.routers:
+            tokens = max(1, self.optimizer.total(Counter(all=sum(batch.tokens for batch in batches)))["all"])
         found: list[LossSums] = []
         # The batch; parameters whose gradient of it is in the sums; recompute every layer. Nothing is
         # learned about memory from an empty one.

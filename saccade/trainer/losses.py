@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from saccade.algorithms.objective import LossSums, imitation_objective, objective, value_objective
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.errors import ConfigError
+from saccade.forest.batch import Batch
 from saccade.models import experts
 from saccade.trainer import OWN, Objective, Reader, Scoring
 from saccade.trainer.forward_inputs import column, loss_inputs
-from saccade.types import Batch
 
 AUX_METRICS = {"policy": "moe/aux_loss", "critic": "moe/aux_loss_critic"}
 
@@ -33,7 +33,7 @@ class PolicyLoss:
     def read(self, trainer: Reader, batch: Batch) -> Objective:
         if batch.advantages is None:  # a demonstration, beside what was sampled
             new, _ = trainer.read(batch, OWN)
-            shown, scales = {"policy/ptx_loss": -new}, column(batch.scales, new)
+            shown, scales = {"policy/ptx_loss": -new}, column(batch.per_read("scales"), new)
             return partial(imitation_objective, -new, shown, scales)
         asked = self.algorithm.entropy_coef != 0
         new, entropy = trainer.read(batch, self.scoring, entropy_gradient=asked)
@@ -53,7 +53,7 @@ class ValueLoss:
     def read(self, trainer: Reader, batch: Batch) -> Objective:
         new = trainer.read_values(batch, batch.reads)
         old, returns = column(batch.values, new), column(batch.returns, new)
-        scales = column(batch.scales, new)
+        scales = column(batch.per_read("scales"), new)
         return partial(value_objective, new, old, returns, scales, clip=self.clip)
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from saccade.forest.batch import Batch
 from saccade.models import lora
 from saccade.system.contents import File, held, tensor_file
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
-from saccade.types import Batch
 
 STATE = "adapters.safetensors"
 

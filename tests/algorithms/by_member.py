@@ -12,9 +12,10 @@ from saccade.algorithms.algorithm_state import restore
 from saccade.algorithms.annotate import add_advantages
 from saccade.algorithms.objective import LossSums, objective, to_metrics
 from saccade.algorithms.select import Updates
+from saccade.forest.batch import Batch
 from saccade.forest.packing import pack
 from saccade.trainer.forward_inputs import loss_inputs
-from saccade.types import Batch, Group, Message, Sample, Source, Trajectory
+from saccade.types import Group, Message, Sample, Source, Trajectory
 
 LENGTHS = (6, 4, 5, 3)
 KEYS = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
@@ -85,7 +86,7 @@ class Records:
         found: dict[tuple[str, int], list[float]] = {}
         for batches in updates:
             for batch in batches:
-                for index, value in zip(batch.sequence, getattr(batch, name), strict=True):
+                for index, value in zip(batch.sequence, batch.per_read(name), strict=True):
                     found.setdefault(batch.keys[index], []).append(float(value))
         return found
 
@@ -116,4 +117,5 @@ def exact(values, rel=1e-6):
 
 def advantaged(row, records, groups, *weights):
     """The forests of one update with their advantages, and metrics."""
-    return add_advantages(records.packed([groups]), groups, row, restore(row, None), *weights)
+    updates, count = add_advantages(records.packed([groups]), groups, row, restore(row, None), *weights)
+    return updates, count()

@@ -156,17 +156,17 @@ def test_what_an_environment_gave_is_a_term_too(algorithm, records):
 def test_tokens_of_older_weights_are_marked_and_in_no_mismatch(algorithm, records):
     row = algorithm("kl.coef=0", "old=recompute")
     (group,) = [records.group("a", [0.0, 1.0], [3, 2])]
-    versions = [np.array([-1, -1, -1, 3, 3, 4]), np.array([-1, -1, -1, 4, 4])]
+    versions = [np.array([-1, -1, -1, 4, 3, 4]), np.array([-1, -1, -1, 4, 4])]
     group = records.changed(group, versions=versions)
     updates = records.filled(
         records.packed([[group]], micro_tokens=5), old_logprobs={("a", 0): [-1.0, -9.0, -1.5], ("a", 1): [-1.0, -1.25]}
     )
     known = algorithm_state.restore(row, None)
     marked = annotate.add_advantages(updates, [group], row, known, version=4)[0]
-    assert records.column(marked, "stale") == {("a", 0): [1, 1, 0], ("a", 1): [0, 0]}
+    assert records.column(marked, "stale") == {("a", 0): [0, 1, 0], ("a", 1): [0, 0]}
     new = {("a", 0): [-1.0] * 3, ("a", 1): [-1.0] * 2}
     _, log = loss_of(row, marked[0], new)
-    assert log["mismatch/logp_gap_mean"] == exact(0.75 / 3)
+    assert log["mismatch/logp_gap_mean"] == exact(0.75 / 4)
     assert log["mismatch/logp_gap_max"] == 0.5 and log["mismatch/unscored_frac"] == 0
     fresh = annotate.add_advantages(updates, [group], row, known, version=3)[0]
     assert fresh[0][0].stale is None

@@ -23,11 +23,11 @@ from saccade.algorithms.policy_losses import KINDS, LOSSES, LossInputs
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.errors import ConfigError
+from saccade.forest.batch import Batch
 from saccade.forest.packing import pack
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
-from saccade.types import Batch
 
 SEQUENCE = torch.tensor([0] * 6 + [1] + [2] * 4 + [3] * 5)
 TOKENS, ADVANTAGE = len(SEQUENCE), torch.tensor([1.0, -1.0, -0.75, 0.0])[SEQUENCE]

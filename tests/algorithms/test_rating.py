@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
 from saccade.algorithms.objective import to_metrics
+from saccade.forest.batch import Batch, Forest
 from saccade.plugins.reward_models.reward_losses import (
     FIRST_LOG_KAPPA,
     REWARD_LOSSES,
@@ -26,7 +27,6 @@ from saccade.plugins.reward_models.reward_losses import (
     rating_objective,
     steps_objective,
 )
-from saccade.types import Batch, Forest
 
 FAST = settings(max_examples=20, deadline=None)
 TIGHT = 1e-10
@@ -155,13 +155,13 @@ def test_steps_are_a_cross_entropy_with_hard_and_soft_labels():
     logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [1.0, 0.5]], dtype=torch.float64)
     forest = Forest(
         rows=np.zeros(5, np.int64),
-        drawn=np.array([False, True, True, False, True]),
+        row_lengths=np.array([3, 2]),
+        drawn=np.array([[1, 3], [4, 5]]),
         lengths=np.array([2, 1]),
-        leaves=np.array([0, 1]),
-        sizes=np.array([2, 1]),
-        parents=np.array([-1, -1]),
         keys=(("a", 0), ("b", 0)),
         groups=np.array([0, 1]),
+        shown=((),),
+        albums=np.array([0, 0]),
     )
     loss, stats = steps_objective(StepsLoss(labels=labels, count=3), logits, Batch(forest=forest))
     logp = logits.log_softmax(-1).numpy()

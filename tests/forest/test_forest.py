@@ -1,12 +1,16 @@
 """A packed forest says of every member what the member itself says."""
 
+import json
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
-from saccade.forest.packing import MIN_BRANCH, has_media, pack, select
-from saccade.types import BY_SEQUENCE, READ_COLUMNS, Batch, Group, MediaSpan, Sample, Source, Trajectory, find_sampled
+from saccade.forest.batch import Batch, Forest
+from saccade.forest.packing import pack
+from saccade.forest.trees import MIN_BRANCH
+from saccade.system.codec import decode, encode
+from saccade.types import Group, MediaSpan, Sample, Source, Trajectory, find_sampled
 
 
 def path_tokens(batch: Batch, sequence: int) -> np.ndarray:
@@ -95,41 +99,59 @@ def test_a_forest_reproduces_every_member(grow, family, seed, ends):
         assert all((batch.ends is not None) == ends for batch in batches)
         for batch in batches:
             seen = [bool(member(groups, batch, i).media) for i in range(len(batch.keys))]
-            assert has_media(batch).tolist() == seen
+            assert batch.has_media.tolist() == seen
         assert check(groups, batches, family) == [t.key for g in groups for t in g.trajectories]
         assert sum(batch.tokens for batch in batches) <= padded
         assert all(batch.tokens <= budget or len(batch.keys) == 1 for batch in batches)
 
 
+@pytest.mark.parametrize("budget", [10_000, 120, 40])
+def test_who_computes_a_part_grows_and_cuts_its_forest(grow, family, budget):
+    groups = [replace(g, uid=f"{seed}/{g.uid}") for seed in range(4) for g in random_groups(grow, family, seed)]
+    groups = [g.each(lambda t, uid=g.uid: replace(t, sample_id=uid)) for g in groups]
+    alone, parts = (pack(groups, micro_tokens=budget, parts=parts) for parts in (1, 3))
+    assert [batch.part for batch in parts] == [0, 1, 2] and pack([], micro_tokens=budget, parts=3) == []
+    pieces = []
+    for batch in parts:
+        arrays: dict[str, np.ndarray] = {}
+        row = json.loads(json.dumps(encode(batch.forest, arrays)))  # as it travels
+        pieces += replace(batch, forest=decode(Forest, row, arrays)).pieces()
+    assert sorted(check(groups, pieces, family)) == sorted(t.key for g in groups for t in g.trajectories)
+    assert all(piece.tokens <= budget or len(piece.keys) == 1 for piece in pieces)
+    tokens = [sum(batch.tokens for batch in batches) for batches in (pieces, parts, alone)]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert max(batch.tokens for batch in parts) < tokens[0] / 2
+
+
 def test_every_column_of_reads_is_cut_and_checked(grow, family):
     optional = tuple(f.name for f in fields(Batch) if f.type == "np.ndarray | None")
-    assert optional == (*READ_COLUMNS, *BY_SEQUENCE)
     groups = random_groups(grow, family, 0)
     (batch,) = pack(groups, micro_tokens=10_000)
     marks = np.arange(len(batch.reads), dtype=np.float32)
-    batch = replace(batch, **dict.fromkeys(READ_COLUMNS, marks))
-    part = select(batch, [1])
-    for name in READ_COLUMNS:
-        assert getattr(part, name).tolist() == marks[batch.sequence == 1].tolist()
+    batch = replace(batch, **dict.fromkeys(optional, marks))
+    part = batch.cut(slice(1, 2))
+    for name in optional:
+        assert getattr(part, name).tolist() == part.per_read(name).tolist() == marks[batch.sequence == 1].tolist()
+        numbered = replace(batch, **{name: marks[: len(batch.keys)]})  # one for each sequence
+        assert numbered.per_read(name).tolist() == batch.sequence.tolist()
+        assert numbered.cut(slice(1, 2)).per_read(name).tolist() == [1.0] * part.read_count
         with pytest.raises(AssertionError, match=name):
             replace(batch, **{name: marks[1:]})
 
 
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_any_subset_of_sequences_keeps_its_reads(grow, family, seed, ends):
+def test_any_stretch_of_sequences_keeps_its_reads(grow, family, seed, ends):
     groups = random_groups(grow, family, seed)
     rng = np.random.default_rng(seed)
     (batch,) = pack(groups, micro_tokens=10_000, ends=ends)
     kept = replace(batch.forest, support=tuple(np.array([t]) for t in batch.targets))
     batch = replace(batch, forest=kept, last_values=np.arange(len(batch.keys)))
-    everything = select(batch, range(len(batch.keys)))
+    everything = batch.cut(slice(0, len(batch.keys)))
     assert everything.ids.tolist() == batch.ids.tolist()
     assert everything.parents.tolist() == batch.parents.tolist()
-    for chosen in (np.flatnonzero(rng.random(len(batch.keys)) < 0.5) for _ in range(5)):
-        if not len(chosen):
-            continue
-        part = select(batch, chosen.tolist())
+    for first, last in np.sort(rng.integers(0, len(batch.keys), (5, 2))).tolist():
+        part, chosen = batch.cut(slice(first, last + 1)), np.arange(first, last + 1)
         assert check(groups, [part], family) == [batch.keys[i] for i in chosen]
         assert part.tokens <= batch.tokens and part.last_values.tolist() == chosen.tolist()
         assert [int(kept[0]) for kept in part.support] == part.targets.tolist()

@@ -76,7 +76,7 @@ def ours(path, groups, old):
     assert len(batches) > 1  # several forests, as under a real budget
     stats = backend.sum_gradients(batches, PolicyLoss(algorithm, Scoring()))
     loss = to_metrics(stats).means()["policy/loss"]
-    advantages = np.concatenate([b.advantages for b in batches])
+    advantages = np.concatenate([b.per_read("advantages") for b in batches])
     return loss, dict(backend.optimizer.gradients), advantages
 
 

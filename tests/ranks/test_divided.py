@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig, LoraConfig, TrainConfig
 from saccade.errors import EnvironmentProblem
+from saccade.forest.batch import Batch
 from saccade.forest.packing import pack
 from saccade.models import lora
 from saccade.models.families import Family, load_family
@@ -36,7 +37,7 @@ from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss, ValueLoss
 from saccade.trainer.optimizer import Optimizer
 from saccade.trainer.optimizer_files import load_optimizer, optimizer_file
-from saccade.types import Batch, Metrics
+from saccade.types import Metrics
 from tests.ranks.processes import on_ranks
 
 GRPO = AlgorithmConfig(preset="grpo", kl={"coef": 0})  # type: ignore[arg-type]
@@ -98,7 +99,7 @@ def made(
     return backend(model, family, case.train, optimizer=optimizer, checkpointing=case.checkpointing)
 
 
-def train(backend: LocalBackend, case: Case, batches: list[Batch], tokens: int | None = None, steps: int = 3) -> Any:
+def train(backend: LocalBackend, case: Case, batches: list[Batch], steps: int = 3) -> Any:
     """Gradients of the first step, the metrics of each, whether it was skipped, and the weights after all."""
     optimizer, gradients = backend.optimizer, dict[str, Any]()
     assert optimizer is not None
@@ -110,7 +111,7 @@ def train(backend: LocalBackend, case: Case, batches: list[Batch], tokens: int |
         step(lr, norm=norm)
 
     optimizer.step = seen  # type: ignore[method-assign]
-    updates = [backend.train_step(batches, case.loss, lr=1e-3, tokens=tokens) for _ in range(steps)]
+    updates = [backend.train_step(batches, case.loss, lr=1e-3) for _ in range(steps)]
     found = {name: p.detach() for name, p in backend.model.named_parameters()}
     weights = {name: getattr(p, "full_tensor", p.clone)() for name, p in found.items()}  # gathered if sharded
     return gradients, [u.metrics for u in updates], [u.skipped for u in updates], weights
@@ -129,9 +130,8 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
         if name == "out of memory" and rank == 1:
             full = Mock(side_effect=chain([torch.OutOfMemoryError("simulated")] * 2, repeat(None)))  # also a half is
             backend.model.get_submodule("model.language_model.layers.1").register_forward_pre_hook(full)
-        tokens = sum(b.tokens for part in dealt(name, forests) for b in part)
         assert isinstance(backend.optimizer, DividedOptimizer)
-        found[name] = *train(backend, case, batches, tokens), backend.optimizer.same_everywhere()
+        found[name] = *train(backend, case, batches), backend.optimizer.same_everywhere()
         if name in ("critic", "lora") and rank == 0:
             write_files(folder / name, [*backend.model_files(), *backend.state_files()])
     stored = {"bf16": CASES["bf16"], "kahan": CASES["kahan"]}

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from saccade.errors import EnvironmentProblem
+from saccade.forest.batch import Batch
 from saccade.models.families import load_family
 from saccade.plugins.ranks.divided import DividedOptimizer
 from saccade.plugins.ranks.machines import HOST, grid
 from saccade.plugins.ranks.sharded import HybridBackend, ShardedBackend
 from saccade.system.contents import write_files
-from saccade.types import Batch
 from tests.ranks import test_divided as divided
 from tests.ranks.test_divided import VISION, Case, equal, made, require_same_training
 
@@ -46,8 +46,7 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
     make = partial(made, family=family, optimizer=DividedOptimizer, backend=HybridBackend)
     for name, case in CASES.items():
         backend, parts = make(case), divided.dealt(name, forests, CASES)
-        tokens = sum(b.tokens for part in parts for b in part)
-        trained = divided.train(backend, case, parts[rank], tokens)
+        trained = divided.train(backend, case, parts[rank])
         optimizer: Any = backend.optimizer
         found[name] = *trained, optimizer.same_everywhere()
     write_files(folder / "lora", backend.model_files(copy=True))

@@ -6,7 +6,6 @@ import os
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.errors import ConfigError
+from saccade.forest.batch import Batch, Forest
 from saccade.forest.packing import pack
 from saccade.models.families import Family, load_family
 from saccade.models.heads import attach_score, blocks_of
@@ -29,7 +29,6 @@ from saccade.plugins.ranks.sequence import HybridSequence, bounds_of, rank_backe
 from saccade.recipes import rl
 from saccade.trainer import Scoring
 from saccade.trainer.losses import PolicyLoss, ValueLoss
-from saccade.types import Batch, Forest
 from tests.ranks import test_divided as divided
 from tests.ranks.test_divided import EXPERTS, VISION, Case, made, require_same_training, train
 from tests.ranks.test_ranks import STORED, require_alike, require_same_weights, sampled
@@ -82,8 +81,7 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
 
     for name, case in CASES.items():
         parts = divided.dealt(name, forests, CASES)
-        tokens = sum(batch.tokens for batch in chain(*parts))
-        found[name] = *train(backend(name), case, parts[rank // size_of(name)], tokens), True
+        found[name] = *train(backend(name), case, parts[rank // size_of(name)]), True
     critic, reader = backend("critic"), backend("images and text")
     found["values"] = critic.values(forests[VISION][:2])
     found["logprobs"] = reader.logprobs(forests[VISION][:2], Scoring())
@@ -133,13 +131,13 @@ def forests(families: dict[str, Family], grow: Any) -> dict[str, list[Batch]]:
     zero = np.zeros(1, np.int64)
     three = Forest(  # fewer tokens than ranks
         rows=np.arange(20, 23),
-        drawn=np.arange(3) > 0,
+        row_lengths=zero + 3,
+        drawn=np.array([[1, 3]]),
         lengths=zero + 2,
-        leaves=zero,
-        sizes=zero + 3,
-        parents=zero - 1,
         keys=(("short", 0),),
         groups=zero,
+        shown=((),),
+        albums=zero,
         with_ends=True,
     )
     short = Batch(forest=three, **{name: np.ones(2, np.float32) for name in ("advantages", "scales", "ref_logprobs")})

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from saccade.config import TrainConfig
 from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.forest.batch import Batch
 from saccade.models.families import Family, load_family
 from saccade.models.load import load_model
 from saccade.plugins.offload import host_state
@@ -29,7 +30,6 @@ from saccade.trainer import Scoring
 from saccade.trainer import optimizer as optimizers
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.optimizer import Optimizer
-from saccade.types import Batch
 from tests.ranks import test_divided as divided
 from tests.ranks.test_divided import VISION, Case, equal, made, require_same_training
 from tests.ranks.test_ranks import STORED, require_alike, require_same_weights, sampled
@@ -73,8 +73,7 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
         optimizers.LARGE = 1 if name == "recomputed" else 8_000_000  # every gradient is added by a hook
         backend = make(case, families[case.family])
         parts = divided.dealt(name, forests, CASES)
-        tokens = sum(b.tokens for part in parts for b in part)
-        found[name] = *divided.train(backend, case, parts[rank], tokens), True
+        found[name] = *divided.train(backend, case, parts[rank]), True
         if name in ("critic", "text on one rank", "lora"):
             files = [*backend.model_files(copy=True), *(backend.state_files() if name == "critic" else ())]
             write_files(folder / name, files)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from saccade.config import TrainConfig
+from saccade.forest.batch import Batch
 from saccade.forest.packing import halves, pack
 from saccade.plugins.preferences.pairs import compared
 from saccade.plugins.preferences.preference_losses import (
@@ -19,7 +20,7 @@ from saccade.plugins.preferences.preference_losses import (
     of_step,
 )
 from saccade.trainer.local import LocalBackend
-from saccade.types import Batch, Group, Message, Sample
+from saccade.types import Group, Message, Sample
 
 NLL, Z = 0.3, 0.05
 FAMILY = "qwen2_5_vl"

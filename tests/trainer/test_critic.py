@@ -9,12 +9,13 @@ from pytest import approx
 
 from saccade.config import TrainConfig
 from saccade.errors import EnvironmentProblem
+from saccade.forest.batch import Batch
 from saccade.forest.packing import pack
 from saccade.models.heads import attach_score
 from saccade.system.contents import write_files
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import ValueLoss
-from saccade.types import Batch, Group, Trajectory
+from saccade.types import Group, Trajectory
 
 NAMES = ["qwen2_5_vl", "qwen3_vl", "internvl", "qwen3"]
 NAME = "qwen2_5_vl"

@@ -10,11 +10,12 @@ from saccade.algorithms.build import resolve
 from saccade.algorithms.objective import objective
 from saccade.algorithms.policy_losses import LossInputs
 from saccade.config import AlgorithmConfig, TrainConfig
+from saccade.forest.batch import Batch
 from saccade.forest.packing import pack
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
-from saccade.types import Batch, Group, Trajectory
+from saccade.types import Group, Trajectory
 
 # Two updates of a step: the ratio is not 1, so values and gradients depend on the log-probs.
 ALGORITHM = resolve(

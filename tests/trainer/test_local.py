@@ -10,13 +10,13 @@ import torch
 
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig, TrainConfig
+from saccade.forest.batch import Batch
 from saccade.forest.packing import pack
 from saccade.models.load import freeze
 from saccade.system.contents import write_files
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
-from saccade.types import Batch
 
 ON_POLICY = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0}), max_tokens=64)
 SCORING = Scoring()

@@ -17,6 +17,7 @@ import numpy as np
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import ADAPTED, Config, DataConfig, LoraConfig, TrainConfig
 from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.forest.batch import Batch
 from saccade.forest.packing import pack
 from saccade.models import lora
 from saccade.models.families import Family
@@ -28,7 +29,7 @@ from saccade.plugins.ranks.layouts import held
 from saccade.plugins.series.series_tower import Encoder
 from saccade.system.devices import CONTEXT_GIB, Device
 from saccade.trainer.checkpointing import MARGIN
-from saccade.types import Batch, Group, Media, MediaSpan, Message, Rendered, Sample, Source, Trajectory
+from saccade.types import Group, Media, MediaSpan, Message, Rendered, Sample, Source, Trajectory
 
 ROWS = 64  # of the data that are looked at
 GOLDEN = 0.6180339887  # multiples of it, without their whole part, spread evenly

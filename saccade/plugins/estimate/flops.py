@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from saccade.forest.batch import Batch
 from saccade.plugins.estimate.shapes import SENSES, Shape, Stack
 from saccade.plugins.gpu.decode_state import members_of
-from saccade.types import Batch, Group, MediaSpan, Trajectory
+from saccade.types import Group, MediaSpan, Trajectory
 
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its doubly quantised scales
 TOWERS = (*SENSES, "projector", "llm")

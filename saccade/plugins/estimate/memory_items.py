@@ -16,6 +16,7 @@ from saccade.config import ADAPTED, RewardConfig
 from saccade.engines.embedded.kv_cache import CPU_CACHE_BYTES, GPU_CACHE_SHARE
 from saccade.engines.embedded.pages import POOL_SHARE
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS
+from saccade.forest.batch import Batch
 from saccade.forest.logprobs import CHUNK_ELEMENTS, KERNEL_CHUNK
 from saccade.media.pixel_cache import DECODED
 from saccade.models.families.qwen_vl import CACHE_BYTES
@@ -27,7 +28,6 @@ from saccade.plugins.ranks.layouts import NODE, key_repeats
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.trainer.checkpointing import MARGIN
 from saccade.trainer.forward_inputs import FEATURE_BYTES
-from saccade.types import Batch
 
 GIB = 2**30
 POOL = "keys and values"

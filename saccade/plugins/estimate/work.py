@@ -4,16 +4,17 @@ work over what a device can do at best, times how much of that is reached.
 `flops/PHASE` are 1e12 operations that the phase needed, `bytes/rollout` 1e9 bytes that decoding had
 to read; MFU and the share of the bandwidth are these against the peak of the device.
 
-    values |= rl_work(policy, critic, updates, config, algorithm, step)
+    values |= rl_work(policy, critic, updates, config, algorithm, step)()
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Any
 
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import Config
+from saccade.forest.batch import Batch
 from saccade.plugins.estimate import flops
 from saccade.plugins.estimate.batch_plan import ModelSize, Plan
 from saccade.plugins.estimate.flops import FROZEN, Meter
@@ -23,7 +24,7 @@ from saccade.plugins.gpu.decode_state import FEW_ROWS
 from saccade.plugins.ranks.layouts import collective_seconds, controller_seconds, exchange_seconds, key_repeats
 from saccade.system.devices import Device
 from saccade.trainer import Trainer
-from saccade.types import Batch, Group
+from saccade.types import Group
 
 TERA, GIGA = 1e12, 1e9
 SPEEDS = {  # amount, seconds
@@ -55,8 +56,8 @@ def passes(
     *,
     epochs: int,
     warming: bool = False,
-) -> dict[str, float]:
-    """FLOPs of scoring and training by phase, and those that are only repeated. A frozen tower
+) -> tuple[dict[str, float], dict[str, float]]:
+    """FLOPs of scoring and training by phase, and those that policy and critic only repeat. A frozen tower
     encodes an image in the first pass that shows it. `warming`: the critic learns alone.
     """
     known, frozen, work = False, flops.towers_frozen(policy.training), dict[str, float]()
@@ -70,14 +71,16 @@ def passes(
         known |= frozen and shared
     if critic is not None:
         work["values"] = critic.score(scored)
-    work |= {"update": 0.0, "recomputed": 0.0}
-    learners = [learner for learner in (critic, None if warming else policy) if learner is not None]
-    for learner, epoch in product(learners, range(epochs)):
+    work["update"], again = 0.0, {"critic": 0.0, "policy": 0.0}
+    learners = {"critic": critic, "policy": None if warming else policy}
+    for (name, learner), epoch in product(learners.items(), range(epochs)):
+        if learner is None:
+            continue
         looked = epoch > 0 or known or learner is critic  # for the values
-        useful, again = learner.train_step(trained, media=not (flops.towers_frozen(learner.training) and looked))
+        useful, repeated = learner.train_step(trained, media=not (flops.towers_frozen(learner.training) and looked))
         work["update"] += useful
-        work["recomputed"] += again
-    return work
+        again[name] += repeated
+    return work, again
 
 
 def meter(backend: Trainer, repeats: float) -> Meter:
@@ -107,17 +110,23 @@ def rl_work(
     config: Config,
     algorithm: Algorithm,
     step: int,
-) -> dict[str, float]:
+) -> Callable[[], dict[str, float]]:
     """The work of a step of reinforcement learning behind its rollouts, with the policy `trained` and
-    the critic `judging`. `updates` have their scales.
+    the critic `judging`. `updates` have their scales. It is counted at once; how much of it was repeated
+    is asked for after the updates, by who calls the result.
     """
-    policy = meter(trained, trained.repeats())
-    critic = meter(judging, judging.repeats()) if judging is not None else None
+    critic = meter(judging, 1.0) if judging is not None else None
     scaled = [part for part in updates if any(batch.scales is not None and batch.scales.any() for batch in part)]
     scored, learnt = [*chain(*updates)], [*chain(*scaled)]
     epochs, warming = config.train.epochs_per_batch, algorithm.is_warming(step)
-    work = passes(policy, critic, scored, learnt, algorithm, epochs=epochs, warming=warming)
-    return {f"flops/{phase}": count / TERA for phase, count in work.items()}
+    work, again = passes(meter(trained, 1.0), critic, scored, learnt, algorithm, epochs=epochs, warming=warming)
+
+    def told() -> dict[str, float]:
+        shares = {"policy": trained.repeats(), "critic": judging.repeats() if judging is not None else 0.0}
+        repeated = sum(shares[name] * count for name, count in again.items())
+        return {f"flops/{phase}": count / TERA for phase, count in (work | {"recomputed": repeated}).items()}
+
+    return told
 
 
 def offline_work(backend: Trainer, batches: Sequence[Batch]) -> dict[str, float]:
@@ -160,9 +169,11 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     made = flops.generation(policy, step.groups, element=plan.element, four_bit=plan.config.model.train == "qlora")
     epochs, times = train.epochs_per_batch, step.times
     work: dict[str, float] = {"rollout": made.prefill.total() + made.decode.total()}
-    work |= passes(policy, next(iter(critic), None), step.batches, step.batches, plan.algorithm, epochs=epochs)
-    work = {phase: count * times for phase, count in work.items()}
-    again = work.pop("recomputed")
+    counted, repeated = passes(
+        policy, next(iter(critic), None), step.batches, step.batches, plan.algorithm, epochs=epochs
+    )
+    work = {phase: count * times for phase, count in (work | counted).items()}
+    again = times * sum(repeated.values())
     pace = Pace(tflop={phase: count / TERA for phase, count in work.items()}, recomputed=again / TERA, seconds={})
     if device.tflops is None or device.bandwidth is None or device.link is None:
         return pace

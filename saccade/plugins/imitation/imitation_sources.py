@@ -29,6 +29,7 @@ from saccade.config import Config
 from saccade.data.chats import RowError
 from saccade.data.datasets import Dataset, Stream
 from saccade.errors import ConfigError
+from saccade.forest.batch import Batch
 from saccade.forest.device_ops import to_device
 from saccade.forest.logprobs import CHUNK_ELEMENTS
 from saccade.forest.packing import pack
@@ -44,7 +45,7 @@ from saccade.run.quarantine import Quarantine
 from saccade.trainer import Objective, Reader
 from saccade.trainer.forward_inputs import column
 from saccade.trainer.local import LocalBackend
-from saccade.types import Batch, Sample
+from saccade.types import Sample
 
 # -- demonstrations --------------------------------------------------------------------------------
 
@@ -146,7 +147,7 @@ class DistillationLoss:
         parts = zip(hidden.split(rows), taught.split(rows), targets.split(rows), strict=True)
         results = [checkpoint(chunk, *part, use_reentrant=False) for part in parts]
         losses, written, teacher = (torch.cat(found) for found in zip(*results, strict=True))
-        shown, scales = {"sft/ce": written, "sft/teacher": teacher}, column(batch.scales, losses)
+        shown, scales = {"sft/ce": written, "sft/teacher": teacher}, column(batch.per_read("scales"), losses)
         return partial(imitation_objective, losses, shown, scales, term="policy/loss")
 
 

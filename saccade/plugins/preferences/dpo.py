@@ -22,6 +22,7 @@ from saccade.config import Config
 from saccade.data.datasets import Dataset
 from saccade.data.records import content_hash
 from saccade.errors import ConfigError, DataError
+from saccade.forest.batch import Batch
 from saccade.models.families import Family
 from saccade.models.files import stamp
 from saccade.models.load import pick_dtype
@@ -35,7 +36,7 @@ from saccade.run.training_run import Run
 from saccade.trainer import OWN, Trainer
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.reference import Reference
-from saccade.types import Batch, Group, Sample
+from saccade.types import Group, Sample
 
 BLOCK = 1024  # rows between two writes of the reference's totals
 Sets = dict[str, Dataset]

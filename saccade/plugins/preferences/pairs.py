@@ -9,13 +9,14 @@ from dataclasses import replace
 from saccade.config import Config, DataSource
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError
+from saccade.forest.batch import Batch
 from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.plugins.preferences.preference_losses import CHOSEN, REJECTED
 from saccade.plugins.preferences.preference_rows import chosen_first, label_of
 from saccade.plugins.reward_models.reward_card import judged, shows_media
 from saccade.recipes import questions
-from saccade.types import Batch, Group, Message, Sample
+from saccade.types import Group, Message, Sample
 
 Judge = Callable[[Sample], object]  # raises what stands against a row
 

@@ -29,8 +29,8 @@ from torch import Tensor
 from saccade.algorithms.objective import LossSums, mean_of
 from saccade.algorithms.table import Entry, NotNegative, Smoothing, add, parsed
 from saccade.config import Config, DpoConfig
+from saccade.forest.batch import Batch
 from saccade.trainer import OWN, Objective, Reader
-from saccade.types import Batch
 
 Losses = tuple[Tensor, dict[str, Tensor]]
 Sides = tuple[Tensor, Tensor]  # chosen and rejected, [P] each

@@ -12,14 +12,16 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed
 
@@ -28,6 +30,7 @@ from saccade.config import load
 from saccade.engines import Capabilities, Engine
 from saccade.engines.builders import build
 from saccade.errors import EnvironmentProblem, SaccadeError, TrainingError
+from saccade.forest.batch import Batch, Forest
 from saccade.models.load import gpu_peak_gb, pick_device, pick_dtype
 from saccade.plugins.engines.replicas.replica_process import Worker, describe_error
 from saccade.plugins.engines.weight_transfer import served
@@ -49,29 +52,15 @@ from saccade.system.contents import File, kept_bytes, write_files
 from saccade.system.disk import refusal
 from saccade.system.process import Block, Channel, connect, listen
 from saccade.trainer import Loss, Scoring
-from saccade.types import Batch, Forest
 
 # What only a rank can do; everything else is asked of its engine.
 CALLS = (
-    *("add_part", "update_weights", "logprobs", "values", "train_step", "measure", "blend", "repeats"),
-    *(
-        "drop_part",
-        "add_reward",
-        "rate",
-        "share",
-        "unshare",
-        "change",
-        "change_back",
-        "write_card",
-        "weight_shapes",
-        "kept_bytes",
-        "saved_bytes",
-        "collect",
-        "write",
-        "load_state",
-    ),
+    *("add_part", "drop_part", "add_reward", "rate", "update_weights", "blend", "repeats"),
+    *("logprobs", "values", "train_step", "measure"),
+    *("share", "unshare", "change", "change_back", "weight_shapes"),
+    *("write_card", "kept_bytes", "saved_bytes", "collect", "write", "load_state"),
 )
-Outputs = Sequence[Any]  # of each forest, two arrays
+Outputs = Sequence[Any]  # of each batch, two arrays
 WAIT_LIMIT = 3600.0  # seconds that a rank waits for another one
 
 
@@ -195,10 +184,10 @@ class RankWorker(Worker):
         self.engine.update_weights(self.policy, version)
 
     def logprobs(self, part: str, batches: Sequence[Batch], scoring: Mapping[str, Any]) -> Outputs:
-        return self.parts[part].logprobs(batches, Scoring(**scoring))
+        return _each(batches, lambda pieces: self.parts[part].logprobs(pieces, Scoring(**scoring)))
 
     def values(self, part: str, batches: Sequence[Batch]) -> Outputs:
-        return self.parts[part].values(batches)
+        return _each(batches, self.parts[part].values)
 
     def train_step(self, part: str, batches: Sequence[Batch], loss: Mapping[str, Any], **options: Any) -> Any:
         decoded = self._loss(loss)
@@ -206,14 +195,14 @@ class RankWorker(Worker):
             self._given_back = [(weight, weight.shape) for weight in self.copy.parameters()]
             for weight, _ in self._given_back:  # until `update_weights`, before it generates again
                 weight.data = weight.new_empty(0)
-        update = self.parts[part].train_step(batches, decoded, **options)
+        update = self.parts[part].train_step(_pieces(batches), decoded, **options)
         bound_scale(self.parts[part], decoded)
         if (peak := gpu_peak_gb()) is not None:  # since the last update, of the rank that took most
             update.metrics.add_max("mem/gpu_peak_gb", peak)
         return {"sums": update.metrics.sums, "maxima": update.metrics.maxima, "skipped": update.skipped}
 
     def measure(self, part: str, batches: Sequence[Batch], loss: Mapping[str, Any]) -> Any:
-        found = self.parts[part].measure(batches, self._loss(loss))
+        found = self.parts[part].measure(_pieces(batches), self._loss(loss))
         return {"sums": found.sums, "maxima": found.maxima}
 
     def _loss(self, row: Mapping[str, Any]) -> Loss:
@@ -287,6 +276,16 @@ class RankWorker(Worker):
 
     def load_state(self, part: str, folder: str) -> None:
         self.parts[part].load_state(Path(folder))
+
+
+def _pieces(batches: Sequence[Batch]) -> list[Batch]:
+    return [piece for batch in batches for piece in batch.pieces()]
+
+
+def _each(batches: Sequence[Batch], read: Callable[[list[Batch]], Sequence[Any]]) -> Outputs:
+    """What is read of the pieces, joined for each batch."""
+    found = iter(read(_pieces(batches)))
+    return [[np.concatenate(c) for c in zip(*islice(found, len(b.forest.pieces)), strict=True)] for b in batches]
 
 
 def join(settings: RankSettings) -> None:

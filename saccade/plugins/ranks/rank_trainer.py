@@ -20,6 +20,7 @@ from torch import Tensor, distributed
 
 from saccade.config import ADAPTED, Config, load
 from saccade.forest import interface
+from saccade.forest.batch import Batch
 from saccade.forest.packing import deal
 from saccade.models import lora
 from saccade.models.families import Family
@@ -38,7 +39,7 @@ from saccade.registry import HOOKS
 from saccade.system.codec import decode
 from saccade.system.contents import File
 from saccade.trainer import Loss, Scoring, Update
-from saccade.types import Batch, Metrics
+from saccade.types import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ class RankTrainer:
 
     def _read(self, call: str, batches: Sequence[Batch], **more: Any) -> list[Any]:
         dealt = self._dealt(batches)
-        replies = self._ask(call, [{"batches": [batches[i] for i in mine], **more} for mine in dealt])
+        forests = [Batch(forest=batch.forest) for batch in batches]
+        replies = self._ask(call, [{"batches": [forests[i] for i in mine], **more} for mine in dealt])
         found: dict[int, Any] = {}
         for mine, reply in zip(dealt, replies[:: self.together], strict=True):
             outputs = decode(tuple[tuple[np.ndarray, ...], ...], reply.row["result"], reply.arrays)
@@ -77,7 +79,7 @@ class RankTrainer:
 
     def train_step(self, batches: Sequence[Batch], loss: Loss, *, lr: float, moves: bool = True) -> Update:
         """One optimizer step on all batches together."""
-        options = {"loss": encode_loss(loss), "lr": lr, "moves": moves, "tokens": sum(b.tokens for b in batches)}
+        options = {"loss": encode_loss(loss), "lr": lr, "moves": moves}
         rows = self._report("train_step", batches, options)
         skipped = {row["skipped"] for row in rows}
         assert len(skipped) == 1, "some ranks skipped the update, others did not"

@@ -27,6 +27,7 @@ from saccade.algorithms.objective import LossSums
 from saccade.config import TrainConfig
 from saccade.errors import ConfigError
 from saccade.forest.attention import AttentionPlan, Window
+from saccade.forest.batch import Batch
 from saccade.forest.device_ops import to_device
 from saccade.models.families import Family
 from saccade.models.heads import blocks_of
@@ -36,7 +37,7 @@ from saccade.plugins.ranks.sharded import HybridBackend, ShardedBackend, reach_t
 from saccade.trainer import Scoring
 from saccade.trainer.forward_inputs import Ahead, Inputs
 from saccade.trainer.local import LocalBackend
-from saccade.types import Batch, MediaSpan, Metrics
+from saccade.types import MediaSpan, Metrics
 
 
 def rank_backend(train: TrainConfig) -> Callable[..., LocalBackend]:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from saccade.algorithms.objective import LossSums
 from saccade.config import TrainConfig
 from saccade.errors import EnvironmentProblem
+from saccade.forest.batch import Batch, Forest
 from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.files import require_same
@@ -38,7 +39,7 @@ from saccade.system.contents import File, on_host, tensor_file
 from saccade.trainer import OWN, Loss, Objective, Reader, Scoring, model_state
 from saccade.trainer.local import AVERAGE, WEIGHTS, LocalBackend
 from saccade.trainer.optimizer_files import optimizer_file
-from saccade.types import Batch, Forest, Metrics
+from saccade.types import Metrics
 
 # Of the device's memory, not planned with: blocks that the streams of FSDP do not give to each other, of which 8 % was
 # the most on one GPU. A forest that runs out of memory is not repeated.
@@ -102,13 +103,13 @@ def _empty() -> Batch:
     one = np.ones(1, np.int64)
     forest = Forest(
         rows=np.zeros(2, np.int64),
-        drawn=np.array([False, True]),
+        row_lengths=one + 1,
+        drawn=np.array([[1, 2]]),
         lengths=one,
-        leaves=one - 1,
-        sizes=one + 1,
-        parents=one - 2,
         keys=(("", 0),),
         groups=one - 1,
+        shown=((),),
+        albums=one - 1,
         with_ends=True,
     )
     return _Empty(forest=forest)
@@ -171,9 +172,9 @@ class ShardedBackend(LocalBackend):
         with self._together():
             return super().measure(self._filled(batches), _OrNothing(loss))
 
-    def sum_gradients(self, batches: Sequence[Batch], loss: Loss, tokens: int | None = None) -> list[LossSums]:
+    def sum_gradients(self, batches: Sequence[Batch], loss: Loss) -> list[LossSums]:
         with self._together():
-            return super().sum_gradients(self._filled(batches), _OrNothing(loss), tokens)[: len(batches)]
+            return super().sum_gradients(self._filled(batches), _OrNothing(loss))[: len(batches)]
 
     def read(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         return self.root(super().read, batch, scoring, entropy_gradient=entropy_gradient)

@@ -21,11 +21,12 @@ from weakref import WeakKeyDictionary
 
 from saccade.engines import WeightSource
 from saccade.errors import RankLost, SaccadeError
+from saccade.forest.batch import Batch, Forest
 from saccade.plugins.engines.replicas.replica import Died, Replica, tail
 from saccade.plugins.engines.replicas.replica_pool import Replicas
 from saccade.system.codec import Arrays, encode
 from saccade.system.process import Block
-from saccade.types import Batch, Completion, Forest
+from saccade.types import Completion
 
 STACK_LIMIT = 5.0  # seconds to say where a process is
 # A call has stalled if it takes STALL_FACTOR times as long per token as the slowest of its kind, and at least
@@ -184,7 +185,7 @@ class Team(Replicas):
 
 def _work(given: Mapping[str, Any]) -> int:
     """What a call takes longer for: tokens, or questions."""
-    return sum(batch.tokens for batch in given.get("batches", ())) or len(given.get("questions", ()))
+    return sum(len(batch.forest.rows) for batch in given.get("batches", ())) or len(given.get("questions", ()))
 
 
 def _stack(rank: Replica) -> str:

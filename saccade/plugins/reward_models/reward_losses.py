@@ -30,12 +30,13 @@ from torch import Tensor
 from saccade.algorithms.objective import LossSums, mean_of, to_metrics
 from saccade.algorithms.table import Entry, add
 from saccade.config import Config, RewardModelConfig
+from saccade.forest.batch import Batch
 from saccade.models.heads import change_logits
 from saccade.plugins.preferences.preference_losses import negative_log_sigmoid
 from saccade.plugins.reward_models.reward_head import RewardHead
 from saccade.trainer import Loss, Objective, Reader, Update
 from saccade.trainer.local import LocalBackend
-from saccade.types import Batch, Metrics
+from saccade.types import Metrics
 
 Keys = Sequence[tuple[str, int]]
 Labels = Mapping[str, tuple[float, ...]]  # by sample, per head

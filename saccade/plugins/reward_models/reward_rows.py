@@ -19,6 +19,7 @@ from saccade.data import datasets, prompts
 from saccade.data.chats import RowError, parse_json
 from saccade.data.sources import set_names
 from saccade.errors import ConfigError, DataError
+from saccade.forest.batch import Batch
 from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.plugins.preferences import pairs
@@ -28,7 +29,7 @@ from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, read_ca
 from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward
 from saccade.plugins.reward_models.reward_losses import FIRST_LOG_KAPPA, RatingLoss, StepsLoss
 from saccade.recipes import questions
-from saccade.types import Batch, Group, Message, Sample, Trajectory
+from saccade.types import Group, Message, Sample, Trajectory
 
 SIDES = {"A": 1.0, "B": -1.0, "C": 0.0}  # of labels: the first, the second, a tie
 

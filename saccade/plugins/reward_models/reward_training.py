@@ -16,6 +16,7 @@ import numpy as np
 from saccade.config import Config, load
 from saccade.data.datasets import Dataset
 from saccade.errors import ConfigError
+from saccade.forest.batch import Batch
 from saccade.plugins.evaluation.results import write_files
 from saccade.plugins.reward_models.reward_card import Card, read_card, write_card
 from saccade.plugins.reward_models.reward_losses import RewardLoss, StepsLoss, measured, train_ratings
@@ -29,7 +30,7 @@ from saccade.run.quarantine import Quarantine
 from saccade.run.training_run import Run
 from saccade.trainer import Loss
 from saccade.trainer.local import LocalBackend
-from saccade.types import Batch, Sample
+from saccade.types import Sample
 
 log = logging.getLogger(__name__)
 

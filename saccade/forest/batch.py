@@ -1,0 +1,307 @@
+"""Sequences that share nodes of tokens, and what is known of their sampled tokens. Numpy only.
+
+(batch,) = pack(groups, micro_tokens=16_384)
+batch.ids, batch.reads, batch.targets
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from saccade.forest.trees import Row, Tree, grow
+from saccade.types import MediaSpan
+
+
+class _Nodes(NamedTuple):
+    leaves: np.ndarray  # [sequences] int64: the last node of each
+    sizes: np.ndarray  # [nodes] int64: tokens
+    parents: np.ndarray  # [nodes] int64, -1 for a root; a parent stands before its children
+    media: tuple[MediaSpan, ...]  # spans in packed tokens, once per node
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Forest:
+    """Sequences that share nodes of tokens, each node attending to itself (causally) and to all of its
+    ancestors. A token is packed once, however many sequences pass through it.
+
+    Trees, and what is packed, are computed when they are first asked for: who only hands a forest on
+    never asks.
+    """
+
+    rows: np.ndarray  # [row tokens] int32: ids of the sequences end to end, each up to its last sampled token
+    row_lengths: np.ndarray  # [sequences] int64: tokens of each in `rows`
+    drawn: np.ndarray  # [runs, 2] int64: where in `rows` the policy sampled, from and up to, in order
+    lengths: np.ndarray  # [sequences] int64: sampled tokens
+    keys: tuple[tuple[str, int], ...]  # (sample id, repeat) of each sequence
+    groups: np.ndarray  # [sequences] int64, index of the group inside the step
+    shown: tuple[tuple[MediaSpan, ...], ...]  # what sequences show, in tokens of a row
+    albums: np.ndarray  # [sequences] int64: which of these
+    support: tuple[np.ndarray, ...] | None = None  # kept ids per read
+    with_ends: bool = False  # the last token of each sequence, at which nothing is predicted, is packed, too
+    budget: int = 0  # tokens of the `pieces` that are computed at once; 0: it is one
+    whole: bool = False  # a group over the budget is not divided
+    part: int | None = None  # who computes it, where several processes share a step
+
+    def __post_init__(self) -> None:
+        assert len(self.row_lengths) == len(self.lengths) == len(self.groups)
+        assert len(self.rows) == self.row_lengths.sum()
+
+    # -- trees --
+
+    @cached_property
+    def row_starts(self) -> np.ndarray:
+        """[sequences + 1]"""
+        return _starts(self.row_lengths)
+
+    @cached_property
+    def read_starts(self) -> np.ndarray:
+        """[sequences + 1]"""
+        return _starts(self.lengths)
+
+    @cached_property
+    def trees(self) -> list[Tree]:
+        """Of each group one, or several where it is over the budget; in the order of the sequences."""
+        rows = [
+            Row(self.rows[start:end], self.shown[album], end - start - (not self.with_ends))
+            for (start, end), album in zip(pairwise(self.row_starts.tolist()), self.albums, strict=True)
+        ]
+        cuts = [0, *(np.flatnonzero(np.diff(self.groups)) + 1).tolist(), len(rows)]
+        budget = None if self.whole else self.budget or None
+        return [tree for first, end in pairwise(cuts) for tree in grow(rows[first:end], budget)]
+
+    @cached_property
+    def pieces(self) -> list[tuple[slice, Forest]]:
+        """Forests of at most `budget` tokens, or of one tree, and which of the sequences they have."""
+        cuts: list[list[Tree]] = []
+        left = 0
+        for tree in self.trees:
+            if not cuts or tree.tokens > left:
+                cuts.append([])
+                left = self.budget or sum(tree.tokens for tree in self.trees)
+            cuts[-1].append(tree)
+            left -= tree.tokens
+        found, first = [], 0
+        for trees in cuts:
+            mine = slice(first, first := first + sum(len(tree.paths) for tree in trees))
+            found.append((mine, piece := self.cut(mine)))
+            vars(piece)["trees"] = trees
+        return found
+
+    def cut(self, mine: slice) -> Forest:
+        """The forest of some of its sequences."""
+        low, high = self.row_starts[[mine.start, mine.stop]]
+        runs = slice(*np.searchsorted(self.drawn[:, 0], [low, high]))
+        reads = slice(*self.read_starts[[mine.start, mine.stop]])
+        used, albums = np.unique(self.albums[mine], return_inverse=True)
+        return replace(
+            self,
+            rows=self.rows[low:high],
+            row_lengths=self.row_lengths[mine],
+            drawn=self.drawn[runs] - low,
+            lengths=self.lengths[mine],
+            keys=self.keys[mine],
+            groups=self.groups[mine],
+            shown=tuple(self.shown[album] for album in used),
+            albums=albums,
+            support=None if self.support is None else self.support[reads],
+        )
+
+    @cached_property
+    def _nodes(self) -> _Nodes:
+        starts, parents, leaves, media = [0], list[int](), list[int](), list[MediaSpan]()
+        row = 0
+        for tree in self.trees:
+            first_node = len(parents)
+            for node in tree.nodes:
+                shown, offset = self.shown[self.albums[row + node.owner]], starts[-1] - node.start
+                media += [s.moved(offset) for s in shown if node.start <= s.start < node.end]
+                parents.append(node.parent + first_node if node.parent >= 0 else -1)
+                starts.append(starts[-1] + node.end - node.start)
+            leaves += [first_node + path[-1] for path in tree.paths]
+            row += len(tree.paths)
+        return _Nodes(np.array(leaves), np.diff(starts), np.array(parents), tuple(media))
+
+    leaves, sizes, parents, media = (property(attrgetter(f"_nodes.{name}")) for name in _Nodes._fields)
+
+    @cached_property
+    def node_starts(self) -> np.ndarray:
+        """[nodes + 1]: where each node is packed."""
+        return _starts(self.sizes)
+
+    @cached_property
+    def above(self) -> np.ndarray:
+        """[nodes]: tokens of all ancestors."""
+        found: list[int] = []
+        sizes = self.sizes.tolist()
+        for parent in self.parents.tolist():
+            found.append(found[parent] + sizes[parent] if parent >= 0 else 0)
+        return np.array(found, dtype=np.int64)
+
+    # -- what is packed --
+
+    @cached_property
+    def _stretches(self) -> tuple[np.ndarray, np.ndarray]:
+        """The nodes of all sequences, from their roots on, and where these begin in `rows`."""
+        parents, nodes, counts = self.parents.tolist(), list[int](), []
+        for node in self.leaves.tolist():
+            path = []
+            while node >= 0:
+                path.append(node)
+                node = parents[node]
+            nodes += reversed(path)
+            counts.append(len(path))
+        return np.array(nodes), np.repeat(self.row_starts[:-1], counts) + self.above[nodes]
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """[tokens] int64, as packed."""
+        nodes, starts = self._stretches
+        firsts = starts[np.unique(nodes, return_index=True)[1]].tolist()
+        spans = zip(firsts, self.sizes.tolist(), strict=True)
+        return np.concatenate([self.rows[start : start + size] for start, size in spans], dtype=np.int64)
+
+    def _packed(self, places: np.ndarray) -> np.ndarray:
+        """Where tokens of the `rows`, in ascending order, are packed."""
+        nodes, starts = self._stretches
+        counts = np.diff(np.searchsorted(places, starts), append=len(places))
+        return places + np.repeat(self.node_starts[nodes] - starts, counts)
+
+    @cached_property
+    def media_nodes(self) -> list[int]:
+        """The node of each medium."""
+        starts = [span.start for span in self.media]
+        return (np.searchsorted(self.node_starts, starts, side="right") - 1).tolist()
+
+    def positions(self, rule: Callable[[int, tuple[MediaSpan, ...]], np.ndarray]) -> np.ndarray:
+        """[axes, tokens]: by the rule of a model, from how many tokens and which media come before."""
+        inside: dict[int, list[MediaSpan]] = {}
+        for span, node in zip(self.media, self.media_nodes, strict=True):
+            inside.setdefault(node, []).append(span)
+        starts, above, sizes = (array.tolist() for array in (self.node_starts, self.above, self.sizes))
+        seen: list[tuple[MediaSpan, ...]] = []  # from the root to the end of each node
+        longest: dict[tuple[MediaSpan, ...], int] = {}
+        for node, parent in enumerate(self.parents.tolist()):
+            own = (span.moved(above[node] - starts[node]) for span in inside.get(node, ()))
+            seen.append((*(seen[parent] if parent >= 0 else ()), *own))
+            longest[seen[-1]] = max(longest.get(seen[-1], 0), above[node] + sizes[node])
+        found = {media: rule(length, media) for media, length in longest.items()}
+        return np.concatenate([found[m][:, a : a + n] for m, a, n in zip(seen, above, sizes, strict=True)], axis=1)
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        counts = np.diff(self.drawn).ravel()
+        ends = counts.cumsum()
+        return np.repeat(self.drawn[:, 1] - ends, counts) + np.arange(self.read_count)
+
+    @cached_property
+    def reads(self) -> np.ndarray:
+        """[reads]: the packed token that predicts each sampled one."""
+        return self._packed(self._places - 1)
+
+    @cached_property
+    def targets(self) -> np.ndarray:
+        """[reads] int64: what was sampled."""
+        return self.rows[self._places].astype(np.int64)
+
+    @cached_property
+    def sampled(self) -> np.ndarray | None:
+        """[reads]: the packed tokens of the targets."""
+        return self._packed(self._places) if self.with_ends else None
+
+    @cached_property
+    def read_count(self) -> int:
+        return int(self.lengths.sum())
+
+    @cached_property
+    def sequence(self) -> np.ndarray:
+        """[reads] int64: index into `keys`."""
+        return np.repeat(np.arange(len(self.keys)), self.lengths)
+
+    @cached_property
+    def has_media(self) -> np.ndarray:
+        """[sequences] bool: whether a sequence shows a medium."""
+        return np.array([bool(spans) for spans in self.shown])[self.albums]
+
+
+def _starts(sizes: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], sizes.cumsum()])
+
+
+def _of_forest(name: str) -> Any:
+    return property(attrgetter(f"forest.{name}"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A forest, and what is known of its reads.
+
+    A read says: the hidden state at token `reads[r]` predicts `targets[r]` for sequence
+    `sequence[r]`. Reads of one sequence are contiguous and in order of time. The last token of a
+    trunk is read once per leaf.
+
+    A column has a number for each read, or one for each sequence that holds for all of its reads;
+    `per_read` gives the former in both cases.
+    """
+
+    forest: Forest
+    advantages: np.ndarray | None = None  # float32, as are all below
+    scales: np.ndarray | None = None  # 1 / denominator of the aggregation
+    rollout_logprobs: np.ndarray | None = None
+    old_logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
+    old_entropies: np.ndarray | None = None
+    keep: np.ndarray | None = None  # factor of the policy term from filters, 0 where it is dropped
+    weights: np.ndarray | None = None  # correction weights
+    rewards: np.ndarray | None = None  # of the sequence, after shaping
+    selected: np.ndarray | None = None  # 0/1: tokens that the policy loss treats differently
+    stale: np.ndarray | None = None  # 0/1: sampled by older weights
+    values: np.ndarray | None = None  # of the critic, before the update
+    returns: np.ndarray | None = None  # what the critic learns
+    last_values: np.ndarray | None = None  # [sequences] of the critic, after the last token
+    ref_totals: np.ndarray | None = None  # [sequences] log-prob of all reads under the reference
+
+    # Of the forest.
+    ids, reads, targets, sequence, sampled = map(_of_forest, ("ids", "reads", "targets", "sequence", "sampled"))
+    keys, groups, lengths, read_count = map(_of_forest, ("keys", "groups", "lengths", "read_count"))
+    node_starts, parents, media, support = map(_of_forest, ("node_starts", "parents", "media", "support"))
+    part, positions, has_media = map(_of_forest, ("part", "positions", "has_media"))
+
+    def __post_init__(self) -> None:
+        for name, column in self.columns.items():
+            assert len(column) in (len(self.keys), self.read_count), name
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """What is known beside the forest, by name."""
+        return {name: column for name, column in vars(self).items() if isinstance(column, np.ndarray)}
+
+    def per_read(self, name: str) -> Any:
+        """The column [reads] of this name, or None."""
+        column = getattr(self, name)
+        return column if column is None or len(column) == self.read_count else np.repeat(column, self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.forest.sizes.sum())
+
+    @property
+    def ends(self) -> np.ndarray | None:
+        """[sequences]: the last sampled token of each."""
+        return None if self.sampled is None else self.sampled[self.lengths.cumsum() - 1]
+
+    def pieces(self) -> list[Batch]:
+        """Batches of forests that are computed at once."""
+        return [self.cut(mine, forest) for mine, forest in self.forest.pieces]
+
+    def cut(self, mine: slice, forest: Forest | None = None) -> Batch:
+        """Some of its sequences, with their reads. `forest`: theirs, if it is known."""
+        reads = slice(*self.forest.read_starts[[mine.start, mine.stop]])
+        known: dict[str, Any] = {n: c[mine if len(c) == len(self.keys) else reads] for n, c in self.columns.items()}
+        return Batch(forest=forest or self.forest.cut(mine), **known)
