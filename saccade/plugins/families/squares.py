@@ -166,9 +166,8 @@ def bind_llava(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mappi
     kind = vision.get("model_type", "clip_vision_model")
     if kind not in CLASS_TOKENS:
         why = f"a LLaVA with a vision tower of type {kind!r} is not supported"
-        raise EnvironmentProblem(
-            f"config.json: {why}; use model.family=generic, or one with {' or '.join(CLASS_TOKENS)}"
-        )
+        other = f"use one with {' or '.join(CLASS_TOKENS)}, or model.family=generic"
+        raise EnvironmentProblem(f"config.json: {why}; {other}")
     # What is as in a plain tower may be left out of a config.
     side = int(vision.get("image_size", 224))
     patch = int(vision.get("patch_size", 32 if kind.startswith("clip") else 16))
