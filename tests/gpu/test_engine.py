@@ -72,7 +72,8 @@ def test_decode_attention_of_any_shape_is_that_of_float64(seed, monkeypatch):
     prefix_groups, shared = fields.find_prefix_groups(
         table, np.where(lengths < 0, 640, lengths), page=page, most=members
     )
-    assert prefix_groups.shape[1] >= 2 and shared[6] == shared[7] == 640 and shared[13] == 64
+    if members > 1:
+        assert prefix_groups.shape[1] >= 2 and shared[6] == shared[7] == 640 and shared[13] == 64
     table = torch.from_numpy(table).to(DEVICE, torch.int32)
     made, bases = pools(2, table.numel(), page, key_heads, size, dtype)
     q, k, v = (torch.randn(len(lengths), n, size, device=DEVICE, dtype=dtype) for n in (heads, key_heads, key_heads))

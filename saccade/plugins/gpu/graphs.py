@@ -170,7 +170,7 @@ class Graphs:
 
     def _waits(self, count: int, cutting: bool) -> bool:
         """Whether a step of a model that nobody has looked at waits for the device, which a graph
-        cannot hold.
+        cannot hold. Transformers' look at positions, for its masks, is left out of what is captured.
         """
         self._rest()
         self._step(count, cutting)  # compiles kernels, lets libraries choose theirs
@@ -182,7 +182,8 @@ class Graphs:
                 self._step(count, cutting)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        return any("called a synchronizing" in str(each.message) for each in told)
+        waits = [each.filename for each in told if "called a synchronizing" in str(each.message)]
+        return any(not file.endswith("masking_utils.py") for file in waits)
 
     def _rest(self) -> None:
         """Every row idle, no prefix group: a step touches no page. What the last burst left may

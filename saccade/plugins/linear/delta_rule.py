@@ -7,6 +7,7 @@ Legend: T tokens, N segments, H heads, D and V size of a key and of a value.
 """
 
 import inspect
+import logging
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from saccade.forest.attention import HALF
 from saccade.forest.device_ops import to_device
 
+log = logging.getLogger(__name__)
 OPTIONS = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
 
 
@@ -31,6 +33,19 @@ def fast_rules() -> Any:
     return gated_delta_rule
 
 
+@cache
+def _learns() -> bool:
+    """Whether its backward runs here: with some versions of Triton it refuses to on some GPUs."""
+    x = torch.ones((1, 16, 1, 16), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    gate = torch.zeros((1, 16, 1), device="cuda")
+    try:
+        fast_rules().chunk_gated_delta_rule(x, x, x, g=gate, beta=gate, **OPTIONS)[0].sum().backward()
+    except RuntimeError as error:
+        log.warning(f"recurrent layers learn in plain torch, which is slow: {error}")
+        return False
+    return True
+
+
 def delta_rule(given: Sequence[Tensor], lengths: np.ndarray, ends: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
     """`given`: q and k [T, H, D], v [T, H, V]; [T, H]: decay, whose exponential scales the state, and the share of the
     new value. `lengths` [N] and `ends` [N + 1] of segments; states [N, H, D, V] in float32. Returns [T, H, V], and the
@@ -38,8 +53,9 @@ def delta_rule(given: Sequence[Tensor], lengths: np.ndarray, ends: Tensor, state
     """
     q, k, v, decay, share = given
     single = len(lengths) == len(q)
-    if q.is_cuda and q.dtype in HALF and (fast := fast_rules()) is not None:
-        one = single and not torch.is_grad_enabled()  # that rule has no backward
+    learning = torch.is_grad_enabled()
+    if q.is_cuda and q.dtype in HALF and (fast := fast_rules()) is not None and (not learning or _learns()):
+        one = single and not learning  # that rule has no backward
         rule = fast.fused_recurrent_gated_delta_rule if one else fast.chunk_gated_delta_rule
         row = (x.unsqueeze(0) for x in (q, k, v))
         gates = {"g": decay.unsqueeze(0), "beta": share.unsqueeze(0)}
