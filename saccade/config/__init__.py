@@ -81,6 +81,11 @@ def load(
     return config
 
 
+def on_one_gpu(config: Config) -> Config:
+    """For commands that start no ranks, whatever the file says."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"gpus": 1})})
+
+
 def _validated(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)

@@ -30,7 +30,7 @@ def make_engine(config: Config, policy: Trainer, *, first_tokens: bool = False, 
         return policy.engine
     if name != "embedded" and experts.count(policy.model):
         raise ConfigError(f"rollout.engine={name}: cannot read the trainer's experts; use rollout.engine=embedded")
-    if name == "embedded" and policy.device.type == "cuda":
+    if name == "embedded" and policy.device.type == "cuda" and policy.engine is None:  # its model is here
         if slow := why_no_kernels(shape_of(policy.model, policy.family)):
             log.info(f"generation waits for the GPU after every token, because {slow}")
         elif not experts.capturable(policy.model):

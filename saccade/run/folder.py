@@ -138,7 +138,7 @@ class RunFolder:
         ours = {CHOSEN, CONFIG, MANIFEST, METRICS, LOG, LOCK, TRAJECTORIES, CHECKPOINTS}
         ours |= {file.name for pattern in OF_RANKS for file in self.path.glob(pattern)}
         if inside <= ours and not self.metrics.stat().st_size:
-            for name in (CHOSEN, MANIFEST):  # first: without them the rest can be begun again
+            for name in (CHOSEN, MANIFEST, CONFIG):  # first: without them the rest can be begun again
                 (self.path / name).unlink(missing_ok=True)
             shutil.rmtree(self.path, ignore_errors=True)  # a rank that has not ended yet may write its log
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from saccade import checks
-from saccade.config import Config, load
+from saccade.config import Config, load, on_one_gpu
 from saccade.errors import ConfigError
 from saccade.plugins.check_data.row_warnings import unused_rewards, warn_of_rewards
 from saccade.plugins.evaluation.answering import answering_family, evaluator_of
@@ -52,7 +52,7 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
     """
     config = load(config)
     checks.check(config, "eval" if rescore is None else "rescore")
-    config = config.model_copy(update={"reward": with_rewards(config.reward, config.eval)})
+    config = on_one_gpu(config).model_copy(update={"reward": with_rewards(config.reward, config.eval)})
     model_setup.quiet_libraries()
     folder, answers = places(config, out)
     with kept_if_filled(folder):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from saccade import checks
-from saccade.config import Config, load
+from saccade.config import Config, load, on_one_gpu
 from saccade.data.prompts import WORDED
 from saccade.data.records import content_hash
 from saccade.errors import ConfigError
@@ -57,6 +57,7 @@ def run(config: Any) -> dict[str, Any]:
     """`data.train`, or `data.val` when there is none; with rewards, each response is scored too."""
     config = load(config)
     checks.check(config, "generate")
+    config = on_one_gpu(config)
     model_setup.quiet_libraries()
     path = Path(config.run.out) / config.run.name / config.generate.output
     require_writable(config.run.out, "run.out")

@@ -104,6 +104,8 @@ def join(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitS
     command = f"{TOKEN}={shown} saccade rank {socket.gethostname()}:{PORT}"
     log.info(f"waiting for {count} processes: run `{command}` once for each GPU")
     came = door.arrivals(token, count)
+    if not beside.replicas:
+        door.refuse(token)
     for one in came[settings.size :]:
         door.expected[token].put(one)
 
@@ -146,7 +148,10 @@ def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitSt
     def replica_at(number: int, replica: Replica) -> Link:
         door.expected[own := secrets.token_hex(16)] = queue.SimpleQueue()
         start(settings.size + number, own)
-        return Link(door.arrivals(own, 1)[0], replica)
+        try:
+            return Link(door.arrivals(own, 1)[0], replica)
+        finally:
+            door.refuse(own)
 
     for rank in range(settings.size):
         start(rank, token)
@@ -214,9 +219,14 @@ class Door:
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # ends the thread that waits there
         self._listening.close()
-        for waiting in self.expected.values():
-            while not waiting.empty():
-                waiting.get().channel.link.close()
+        for token in list(self.expected):
+            self.refuse(token)
+
+    def refuse(self, token: str) -> None:
+        """Whoever waits with this token, and whoever comes with it from now on."""
+        waiting = self.expected.pop(token)
+        while not waiting.empty():
+            waiting.get().channel.link.close()
 
     def arrivals(self, token: str, count: int) -> list[Arrival]:
         """The next processes with this token, in the order of hosts."""
@@ -281,14 +291,14 @@ def run_rank(address: str, token: str | None = None) -> None:
             os.environ["CUDA_VISIBLE_DEVICES"] = seen[int(place) % len(seen)]
     channel = Channel(_connected(host, int(port)))
     channel.send({"token": token, "host": host_name(), "pid": os.getpid(), "local": int(place), "versions": versions()})
-    for number in (signal.SIGINT, signal.SIGTERM):  # the run saves first, and its end is this one's
-        signal.signal(number, signal.SIG_IGN)
     try:
         told = channel.receive()
     except Ended:
         raise EnvironmentProblem(
             f"{address}: the run refused this process: another {TOKEN}, or it has all it needs"
         ) from None
+    for number in (signal.SIGINT, signal.SIGTERM):  # the run saves first, and its end is this one's
+        signal.signal(number, signal.SIG_IGN)
     assert told is not None and told.row["module"] in SERVED, f"{address} asks for what no run asks for"
     if Path(told.row["cwd"]).is_dir():
         os.chdir(told.row["cwd"])

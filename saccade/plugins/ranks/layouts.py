@@ -115,6 +115,9 @@ def require_heads(config: Config, family: Family) -> None:
     if "linear_attention" in (getattr(text, "layer_types", None) or ()):
         why = f"a {family.name} has recurrent layers, which read the tokens of a row on one GPU"
         raise ConfigError(f"train.sequence_parallel: {why}; use train.sequence_parallel=1")
+    if family.blocks:
+        why = f"pictures of a {family.name} see themselves both ways, which stretches of a row do not know of"
+        raise ConfigError(f"train.sequence_parallel: {why}; use train.sequence_parallel=1")
     if heads % size:
         most = gcd(heads, config.run.gpus)
         works = " or ".join(str(n) for n in range(1, most + 1) if most % n == 0)

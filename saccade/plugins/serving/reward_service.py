@@ -33,7 +33,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 
 from saccade import __version__, checks
-from saccade.config import Config
+from saccade.config import Config, on_one_gpu
 from saccade.config.schema import DataConfig, ServeConfig
 from saccade.errors import SaccadeError
 from saccade.media.images import open_media
@@ -246,6 +246,7 @@ def _line(sample: RewardSample, scored: Scored) -> str:
 def serve(config: Config, *, host: str, port: int, token: bool) -> None:
     """`saccade serve-reward`: until SIGTERM or Ctrl-C; what clients wait for by then is still answered."""
     checks.check(config, "serve-reward")
+    config = on_one_gpu(config)
     secret = http_server.make_token(host, wanted=token)
     scorer = Scorer(
         config.reward,
