@@ -184,5 +184,5 @@ def test_a_right_answer_in_the_shape_that_is_asked_for_earns_everything(monkeypa
                 samples = [reward_sample(*pair) for pair in zip(rows, answers, strict=True)]
                 least[name] = min(scored.reward for scored in scorer.score(samples))
     usual = {name: 1.5 if name.startswith("lmmr1") else 1.0 for name in least}
-    assert len(least) == 42 and FULL.keys() <= least.keys()
+    assert len(least) == 44 and FULL.keys() <= least.keys()
     assert least == pytest.approx(usual | FULL)

@@ -68,18 +68,18 @@ def lines_of_code(path: Path, tree: ast.Module) -> int:
 
 
 def test_the_house_stays_small() -> None:
-    """The package was brought to 30 thousand lines, to which several GPUs may add 4; tests to 32, without theirs.
-    Today's sizes are the limits.
+    """The package was brought to 30 thousand lines, to which several GPUs and any model may add 4; tests to 32,
+    without theirs. Today's sizes are the limits.
     """
     sizes = {path.relative_to(PACKAGE): lines_of_code(path, tree) for path, tree in modules()}
     spine = sum(size for path, size in sizes.items() if path.parts[0] != "plugins")
     files = Path(__file__).parent.rglob("*.py")
     tests = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     of_ranks = sum(size for path, size in tests.items() if path.parent.name == "ranks")
-    assert sum(sizes.values()) <= 35_000
-    assert spine <= 14_200
-    assert of_ranks <= 1_900
-    assert sum(tests.values()) - of_ranks <= 33_500
+    assert sum(sizes.values()) <= 33_727
+    assert spine <= 13_919
+    assert of_ranks <= 1_819
+    assert sum(tests.values()) - of_ranks <= 32_904
 
 
 def test_a_file_name_occurs_once() -> None:

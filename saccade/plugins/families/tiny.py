@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import saccade.models  # noqa: F401  first: without it a torchvision for CUDA fails on a CPU
 from saccade.config.notation import parse
 from saccade.errors import ConfigError
 

@@ -27,7 +27,7 @@ LAYOUTS: Mapping[str, Layout] = {  # by `train.layout`
 }
 NODE = 8  # GPUs of a machine
 REACHED = 0.73  # of a bandwidth, in a collective: 330 of 450 GB/s are assumed for an H200
-CONTROLLER = 0.23e-6  # seconds for each sampled token of a step, by `benchmarks/controller.py`
+CONTROLLER = 0.1e-6  # seconds for each sampled token of a step, by `benchmarks/controller.py`
 
 
 def held(layout: str, kind: str, *, gpus: int, whole: float = 0.0) -> float:
