@@ -76,10 +76,10 @@ def test_the_house_stays_small() -> None:
     files = Path(__file__).parent.rglob("*.py")
     tests = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     of_ranks = sum(size for path, size in tests.items() if path.parent.name == "ranks")
-    assert sum(sizes.values()) <= 33_727
-    assert spine <= 13_919
-    assert of_ranks <= 1_819
-    assert sum(tests.values()) - of_ranks <= 32_904
+    assert sum(sizes.values()) <= 36_000
+    assert spine <= 14_300
+    assert of_ranks <= 2_400
+    assert sum(tests.values()) - of_ranks <= 34_500
 
 
 def test_a_file_name_occurs_once() -> None:
