@@ -62,6 +62,9 @@ def add(model: nn.Module, family: Family, config: LoraConfig, *, seed: int, stor
     if getattr(model, "hf_quantizer", None) is not None:  # what is written holds whole weights again
         whole.hf_quantizer = None
         del whole.config.quantization_config
+        for module in model.modules():  # some CPUs would repack weights to generate, in bf16, and then train on these
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def target_names(model: nn.Module, family: Family, config: LoraConfig) -> list[str]:

@@ -69,7 +69,8 @@ def test_a_forest_is_rows_of_transformers(kind, made):
         found.append({name: p.grad for name, p in each.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys() and len(found[0]) > 10
     for name, wanted in found[1].items():
-        limit = 1e-4 if kind == "gemma4_text" else 2e-5  # its values are normed without a scale, again and again
+        # Values of Gemma 4 are normed without a scale, again and again; four streams of 3n correct each other.
+        limit = 1e-4 if kind in ("gemma3n_text", "gemma4_text") else 2e-5
         assert (found[0][name] - wanted).abs().max() < limit * max(wanted.abs().max(), 1e-3), name
 
 
