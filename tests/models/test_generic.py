@@ -1,6 +1,7 @@
 """Models without a family of their own, against transformers: proved and served, or refused."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import cache
 
@@ -21,7 +22,7 @@ from saccade.media.images import open_media
 from saccade.models import lora
 from saccade.models.families import load_family
 from saccade.models.load import freeze, load_model, trainable_table
-from saccade.plugins.families import generic, proof
+from saccade.plugins.families import generic, proof, tiny
 from saccade.plugins.families.door import cast
 from saccade.plugins.media import videos
 from saccade.recipes.sft import SUPERVISED
@@ -62,10 +63,10 @@ def kind(tmp_path_factory):
 
     @cache
     def folder(name):
-        return tiny_kinds.build(name, tmp_path_factory.mktemp(name))
+        return (tiny_kinds if name in tiny_kinds.KINDS else tiny).build(name, tmp_path_factory.mktemp(name))
 
     def made(name, dtype=torch.float32):
-        family = load_family(folder(name), name=name)
+        family = load_family(folder(name), name="generic")
         family = replace(family, spec=replace(family.spec, prove=lambda model, family: None))
         return family, load_model(family, dtype=dtype, device=CPU)
 
@@ -106,6 +107,37 @@ def test_a_kind_is_proved_trained_and_exported(kind, name, tmp_path):
     assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
     right, asked = greedy_prompts(family, model, merged.eval())
     assert right == asked == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "squares"),
+    [
+        ("idefics2", {"do_image_splitting": True}, (5, 5)),
+        ("ovis2", {"crop_to_patches": True}, (3, 7)),
+        ("internvl", {}, (1, 3)),
+    ],
+)
+def test_pictures_in_pieces_are_proved(kind, name, options, squares, tmp_path):
+    """A small picture beside one that is cut into tiles."""
+    family, model = kind(name)
+    family = told(family, tmp_path, options) if options else family
+    assert tuple(span.grid[0] for span in proof.probes(family)[0].prompt.media) == squares
+    assert differing(family, model) is None
+
+
+def test_where_tiles_are_large_a_large_picture_is_looked_at(kind, tmp_path):
+    family = told(kind("llama4")[0], tmp_path, {"size": {"height": 336, "width": 336}})
+    small, large = proof.probes(family)[0].prompt.media
+    assert (small.grid[0], large.grid[0]) == (1, 3) and (large.media.width, large.media.height) == (400, 200)
+
+
+def told(family, folder, options):
+    """The family of a folder whose image processor has these options."""
+    folder = shutil.copytree(family.path, folder / "told")
+    settings = json.loads((folder / "processor_config.json").read_text())
+    settings["image_processor"] |= options
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    return replace(load_family(str(folder), name=family.name), spec=family.spec)
 
 
 def gradient_gap(family, model):

@@ -106,7 +106,7 @@ def any_family(family: Family) -> Family:
         raise _refused(family.path, settings, "names no token that stands for a picture")
     patch = getattr(parts[1], "patch_size", None) or 1
     blocks = BOTH_WAYS.get(settings.model_type, lambda text: "")(settings.get_text_config())
-    reader = PictureReader(family.path, ids, patch if isinstance(patch, int) else patch[0], in_one_run=bool(blocks))
+    reader = PictureReader(family.path, ids, patch if isinstance(patch, int) else patch[0])
     plain = replace(family.chat, reserved=tuple(dict.fromkeys((*family.chat.reserved, reader.marker))))
     blank = Media(hash="", width=1, height=1, path="")
     reader.frame(lambda *around: plain.text_of([Message(role="user", parts=(around[0], blank, around[1]))], False))

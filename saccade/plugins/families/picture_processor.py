@@ -2,9 +2,9 @@
 tensors that the model reads of it. Its tokenizer is exchanged for one that notes the text which it is given, so nothing
 here knows how tiles, rows, brackets or breaks are written.
 
-Token counts are those of a blank picture of the same size, kept by size. What stands between the first and the last
-placeholder of a picture is inserted as ids; the text around it is encoded with that of the prompt. Several threads may
-ask at once. Knows nothing of models.
+Token counts are those of a picture of the same size without pixels, kept by size. What stands between the first and
+the last placeholder of a picture is inserted as ids; the text around it is encoded with that of the prompt. Several
+threads may ask at once. Knows nothing of models.
 
     reader = PictureReader(path, media_ids=[151655], patch=14)
     reader.expand("Look at <image>.", [media])
@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from saccade.errors import ConfigError, DataError, EnvironmentProblem
@@ -72,8 +73,8 @@ class _Listening:
 
 
 class PictureReader:
-    def __init__(self, path: str, media_ids: Sequence[int], patch: int, *, in_one_run: bool = False) -> None:
-        """`patch`: the side of what the tower sees as one. `in_one_run`: no text may stand inside a picture."""
+    def __init__(self, path: str, media_ids: Sequence[int], patch: int) -> None:
+        """`patch`: the side of what the tower sees as one."""
         from transformers import AutoProcessor
 
         try:
@@ -82,11 +83,12 @@ class PictureReader:
         except (ImportError, OSError, ValueError, AttributeError) as error:
             how = "; run: pip install -c constraints.txt -e '.[vision]'" if "orchvision" in str(error) else ""
             raise EnvironmentProblem(f"{path}: its processor cannot be used here: {error}{how}") from error
-        self.path, self.media_ids, self.patch, self.in_one_run = path, np.unique(media_ids), patch, in_one_run
+        self.path, self.media_ids, self.patch = path, np.unique(media_ids), patch
         self.listening = processor.tokenizer = _Listening(processor.tokenizer)
         self.processor = processor
         self.placeholder = processor.tokenizer.convert_ids_to_tokens(media_ids[0])
         self.frames: list[tuple[str, str]] = list(AROUND)
+        self.pixels_read = False  # also of a picture whose size alone is asked for
         self.blank_row = lru_cache(SIZES_KEPT)(self._blank_row)
         self.kept = ImageCache(CACHE_BYTES, make=self._row)
 
@@ -160,26 +162,33 @@ class PictureReader:
         return Image.new("RGB", self.size(media))
 
     def _blank_row(self, width: int, height: int) -> PictureRow:
-        """What is known of every picture of a size, from a blank one."""
+        """What is known of every picture of a size, from one without pixels, or a black one where they are read: to
+        resize and cut them takes ten times as long.
+        """
         frame, tokenizer = self.frames[0], self.processor.tokenizer
-        whole = self._made(Image.new("RGB", (width, height)))
-        row = PictureRow({name: value for name, value in whole.items() if value.nbytes < SMALL})
+        if not self.pixels_read:
+            try:
+                shape = torch.empty((3, height, width), dtype=torch.uint8, device="meta")
+                whole = self.call(self.marker.join(frame), [shape])
+            except Exception:  # whatever it does with them; what else is wrong is wrong with a black one, too
+                self.pixels_read = True
+        if self.pixels_read:
+            whole = self.call(self.marker.join(frame), [Image.new("RGB", (width, height))])
+        kept = {n: v for n, v in whole.items() if n == "input_ids" or (v.nbytes < SMALL and not v.is_meta)}
+        row = self._as_row(kept)
         text = self._written(self.listening.heard.text, frame)
         text = self.listening.heard.text if text is None else text
-        ids = np.array(tokenizer.encode(text, add_special_tokens=False))
+        ids = row["input_ids"][0]
         places = np.flatnonzero(np.isin(ids, self.media_ids))
         if not len(places):
             raise EnvironmentProblem(f"{self.path}: its processor writes no placeholder for a picture")
         row.ids, row.grid = ids[places[0] : places[-1] + 1], self._grid(whole, len(places))
-        if self.in_one_run and len(places) < len(row.ids):
-            what = f"its processor writes text inside a picture of {width}x{height} pixels, whose tokens see each other"
-            raise EnvironmentProblem(f"{self.path}: {what}; set do_pan_and_scan to false in its processor's config")
         first, last = tokenizer.convert_ids_to_tokens(row.ids[[0, -1]].tolist())
         start, end = text.index(first), text.rindex(last) + len(last)
         row.before, row.inside, row.after = text[:start], text[start:end], text[end:]
         return row
 
-    def _grid(self, made: PictureRow, tokens: int) -> tuple[int, int, int]:
+    def _grid(self, made: Mapping[str, Any], tokens: int) -> tuple[int, int, int]:
         for name, value in made.items():
             if name.endswith("grid_thw"):
                 frames, rows, columns = value[0].tolist()
@@ -187,11 +196,13 @@ class PictureReader:
         seen = [value.shape for value in made.values() if value.ndim > 3 and value.shape[-3] == 3]
         if not seen:
             return 1, 1, tokens
-        *squares, _, height, width = max(seen, key=math.prod)
-        return math.prod(squares), max(1, height // self.patch), max(1, width // self.patch)
+        *_, height, width = max(seen, key=math.prod)
+        return sum(math.prod(shape[:-3]) for shape in seen), max(1, height // self.patch), max(1, width // self.patch)
 
     def _made(self, picture: Any) -> PictureRow:
-        made = self.call(self.marker.join(self.frames[0]), [picture])
+        return self._as_row(self.call(self.marker.join(self.frames[0]), [picture]))
+
+    def _as_row(self, made: Mapping[str, Any]) -> PictureRow:
         # There are no arrays of bfloat16; nothing is lost.
         return PictureRow({n: (v.float() if v.is_floating_point() else v).numpy() for n, v in made.items()})
 
@@ -219,8 +230,6 @@ class PictureReader:
 
     def host_media(self, spans: Sequence[MediaSpan]) -> Mapping[str, Any]:
         """For `door.picture_features`: prompts whose tensors have equal shapes are a batch."""
-        import torch
-
         named = {span.media.key: span.media for span in spans}
         rows: dict[Any, Any] = dict(zip(named, self.kept.get_all(list(named.values())), strict=True))
         alike: dict[Any, list[Any]] = {}

@@ -39,6 +39,8 @@ WATCHED = "saccade_probe"
 GAPS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}  # of the largest number
 FILLER = 16_384  # tokens before a row: as many as a forward may have
 LONGEST_ROW = 8_192  # of a row that is longer than a window
+# Sizes of a picture, up to the usual data.max_pixels: the first that is cut into several squares is looked at.
+LARGER, MOST_TOKENS = ((140, 70), (400, 200), (700, 500), (1200, 800)), 4_096
 INSTEAD = "use another model, or model.dtype=float32 if it is rounding"
 
 
@@ -138,9 +140,11 @@ def noise(width: int, height: int, seed: int) -> Media:
 
 def probes(family: Family) -> list[ProofRow]:
     """Two answers of one prompt with two pictures, one of a prompt with another picture of a size that was there, which
-    goes through the tower beside it, and one of text.
+    goes through the tower beside it, and one of text. One picture is small, one is cut into tiles by those who do that.
     """
-    small, wide, again = noise(60, 50, 0), noise(140, 70, 1), noise(60, 50, 2)
+    measured = [(size, *family.measure(Media(hash="", width=size[0], height=size[1], path=""))) for size in LARGER]
+    tiled = next((size for size, (squares, *_), tokens in measured if squares > 1 and tokens < MOST_TOKENS), LARGER[0])
+    small, wide, again = noise(60, 50, 0), noise(*tiled, 1), noise(60, 50, 2)
     asked: list[tuple[Any, ...]] = [("What is ", small, " beside ", wide, "?"), (again, "Why so?"), ("Just text.",)]
     draw, free = np.random.default_rng(3), np.flatnonzero(~family.banned)
     made = []
@@ -148,7 +152,7 @@ def probes(family: Family) -> list[ProofRow]:
         try:
             inputs = processed(family, parts)
         except ValueError:  # some processors cannot take pictures of different sizes together
-            parts = tuple(small if part is wide else part for part in parts)
+            parts = tuple(wide if part is small else part for part in parts)
             inputs = processed(family, parts)
         prompt = family.render([Message(role="user", parts=parts)])
         made += [ProofRow(prompt, np.concatenate([prompt.ids, draw.choice(free, 7)]), inputs) for _ in range(answers)]
