@@ -53,7 +53,8 @@ class _ChangedHead:
 @torch.no_grad()
 def find_logit_change(model: Any) -> str | None:
     """The key of LOGIT_CHANGES that a model applies; None: its logits are those of its head. Found by
-    handing states to its own forward in the place of its decoder. A change that is no row of the
+    handing states to its own forward in the place of its decoder; behind its head in float32, for
+    rounding would hide small changes. A change that is no row of the
     table is refused: engine and trainer would agree on another policy than the one that is deployed.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -63,20 +64,21 @@ def find_logit_change(model: Any) -> str | None:
     states = torch.randn((1, 4, _size(model)), generator=torch.Generator().manual_seed(0))
     states = states.to(model.device, model.dtype)
     states *= 100 / own(states).abs().max()  # far beyond a soft cap
+    wide = own.register_forward_hook(lambda head, given, logits: logits.float())
     decoder.forward, training = lambda *args, **options: kind(last_hidden_state=states), model.training
     model.eval()  # in training some ask for more than ids
     try:
         ids = torch.zeros((1, 4), dtype=torch.int64, device=model.device)
-        theirs = model(input_ids=ids, use_cache=False).logits
+        theirs, plain = model(input_ids=ids, use_cache=False).logits, own(states)
     finally:
+        wide.remove()
         del decoder.forward
         model.train(training)
     keys = [None, *(key for key in LOGIT_CHANGES if getattr(_text(model), key, None))]
-    plain = own(states)
     made = (plain if key is None else LOGIT_CHANGES[key](plain, getattr(_text(model), key)) for key in keys)
-    gaps = [float((each - theirs).float().norm()) for each in made]
+    gaps = [float((each - theirs).norm()) for each in made]
     best = gaps.index(min(gaps))
-    if not gaps[best] <= 8 * torch.finfo(plain.dtype).eps * float(theirs.float().norm()):
+    if not gaps[best] <= 8 * torch.finfo(theirs.dtype).eps * float(theirs.float().norm()):
         known = ", ".join(LOGIT_CHANGES)
         why = f"changes its logits behind the head in a way of its own (known: {known})"
         raise EnvironmentProblem(f"{type(model).__name__} {why}; use another model")

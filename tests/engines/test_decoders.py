@@ -1,7 +1,7 @@
 """Decoders of other kinds against transformers."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -121,14 +121,15 @@ def test_changes_of_logits_are_found_or_refused(made):
     assert find_logit_change(half) == "logits_scaling"
     own = type(model).forward
 
-    def twice(*args, **options):
-        output = own(model, *args, **options)
-        output.logits = output.logits.square()
+    def twice(change, **options):
+        output = own(model, **options)
+        output.logits = change(output.logits)
         return output
 
-    model.forward = twice
-    with pytest.raises(EnvironmentProblem, match=r"GraniteForCausalLM changes its logits .*known: logit_scale"):
-        find_logit_change(model)
+    for change in (torch.square, lambda logits: 1.01 * logits):  # also one that bfloat16 would round away
+        model.forward = partial(twice, change)
+        with pytest.raises(EnvironmentProblem, match=r"GraniteForCausalLM changes its logits .*known: logit_scale"):
+            find_logit_change(model)
     del model.forward
     model.float()
 

@@ -59,18 +59,19 @@ KINDS = {
 
 @pytest.fixture(scope="session")
 def kind(tmp_path_factory):
-    """(family, model) of a tiny random folder; not proved yet."""
+    """(family, model) of a tiny random folder; not proved yet, and for all who do not want their own."""
 
     @cache
-    def folder(name):
-        return (tiny_kinds if name in tiny_kinds.KINDS else tiny).build(name, tmp_path_factory.mktemp(name))
+    def family_of(name):
+        folder = (tiny_kinds if name in tiny_kinds.KINDS else tiny).build(name, tmp_path_factory.mktemp(name))
+        family = load_family(folder, name="generic")
+        return replace(family, spec=replace(family.spec, prove=lambda model, family: None))
 
-    def made(name, dtype=torch.float32):
-        family = load_family(folder(name), name="generic")
-        family = replace(family, spec=replace(family.spec, prove=lambda model, family: None))
-        return family, load_model(family, dtype=dtype, device=CPU)
+    def loaded(name, dtype):
+        return load_model(family_of(name), dtype=dtype, device=CPU)
 
-    return made
+    shared = cache(loaded)
+    return lambda name, dtype=torch.float32, own=False: (family_of(name), (loaded if own else shared)(name, dtype))
 
 
 def differing(family, model):
@@ -81,7 +82,7 @@ def differing(family, model):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_is_proved_trained_and_exported(kind, name, tmp_path):
-    family, model = kind(name)
+    family, model = kind(name, own=True)
     found = {row.what: row for row in proof.comparisons(model, family, filler=FILLER)}
     assert all(row.agrees for row in found.values()), found
     assert len(found) == 9 and found["logits of answers"].gap < 1e-5
@@ -234,25 +235,39 @@ def no_blocks(family, model):
     return replace(family, blocks=""), model
 
 
+def wider(family, model):
+    """A window that is one token wider here."""
+    own = attention.forest_plan
+
+    def plan(*arguments, **options):
+        attend = own(*arguments, **options)
+        return lambda *given: attend(*given[:-1], given[-1] and given[-1] + 1)
+
+    return family, model, ("saccade.trainer.forward_inputs.forest_plan", plan)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("name", "dtype", "mistakes"),
-    [
-        ("llava_next", "float32", {"prompts": other_begin, "last states": other_rope}),
-        ("smolvlm", "float32", {"pictures": rolled}),
-        ("gemma3", "float32", {"masks": no_blocks}),
-        ("glm4v", "float32", {"pictures": rolled, "positions": flat_positions}),
-        ("glm4v", "bfloat16", {"pictures": rolled, "positions": flat_positions}),
-    ],
+    ("name", "mistakes"),
+    {
+        "llava_next": {"prompts": other_begin, "last states": other_rope},
+        "smolvlm": {"pictures": rolled},
+        "gemma3": {"masks": no_blocks, "last states": wider},
+        "glm4v": {"pictures": rolled, "positions": flat_positions},
+    }.items(),
 )
-def test_the_proof_sees_mistakes(kind, name, dtype, mistakes):
+def test_the_proof_sees_mistakes(kind, name, mistakes, dtype, monkeypatch):
     family, model = kind(name, getattr(torch, dtype))
     assert differing(family, model) is None
-    for seen, wrong in mistakes.items():
-        assert differing(*wrong(family, model)).what == seen
+    for seen, mistake in mistakes.items():
+        with monkeypatch.context() as patched:
+            *wrong, patches = (*mistake(family, model), None)[:3]
+            if patches:
+                patched.setattr(*patches)
+            assert differing(*wrong).what == seen
 
 
-def test_the_proof_sees_masks_and_windows(kind, monkeypatch):
-    """A prompt that sees itself both ways; and a window that is one token wider here."""
+def test_a_prompt_that_sees_itself_both_ways_is_refused(kind):
     family, model = kind("paligemma")
     found = differing(family, model)
     assert found.what == "masks" and found.gap > 100 and "layer" in found.where
@@ -260,16 +275,6 @@ def test_the_proof_sees_masks_and_windows(kind, monkeypatch):
         EnvironmentProblem, match=r"something else here.*masks: .* pairs of tokens, limit 0.*use another"
     ):
         proof.prove(model, family)
-    family, model = kind("cohere2_vision")
-    assert differing(family, model) is None
-    plan = attention.forest_plan
-
-    def wider(*arguments, **options):
-        attend = plan(*arguments, **options)
-        return lambda *given: attend(*given[:-1], given[-1] and given[-1] + 1)
-
-    monkeypatch.setattr("saccade.trainer.forward_inputs.forest_plan", wider)
-    assert differing(family, model).what == "last states"
 
 
 def test_a_verdict_is_remembered(kind, monkeypatch, tmp_path):
@@ -337,7 +342,7 @@ def test_a_pixel_budget_scales_the_picture_down(kind):
 
 
 def test_towers_are_frozen_by_name(kind):
-    family, model = kind("llava_next")
+    family, model = kind("llava_next", own=True)
     freeze(model, family, "freeze:vision,projector")
     trained = {tower for tower, (some, _) in trainable_table(model, family).items() if some}
     assert trained == {"llm"}
