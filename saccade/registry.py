@@ -59,7 +59,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("hooks", "estimate.work", "rates rollout_work rl_work offline_work"),
     ("hooks", "evaluation.breakdown", "breakdown=Breakdown"),
     ("hooks", "families.generic", "any_family=GENERIC"),
-    ("hooks", "families.tiny", "tiny_model=build"),
+    ("hooks", "families.tiny_kinds", "tiny_model=build"),
     ("hooks", "imitation.imitation_sources", "demonstrations=Demonstrations reward_tagged asking_for_the_best"),
     ("hooks", "imitation.imitation_sources", "teacher=teacher_of distillation=DistillationLoss"),
     ("hooks", "judges.judge", "judge=Judge"),

@@ -19,9 +19,8 @@ import saccade.models  # noqa: E402, F401  before transformers
 from saccade.errors import SaccadeError  # noqa: E402
 from saccade.models.families import FAMILIES, load_family  # noqa: E402
 from saccade.models.load import load_model  # noqa: E402
-from saccade.plugins.families import generic, proof, tiny  # noqa: E402
+from saccade.plugins.families import generic, proof, tiny_kinds  # noqa: E402
 from saccade.recipes.model_setup import quiet_libraries  # noqa: E402
-from scripts import tiny_kinds  # noqa: E402
 from tests.models import test_generic  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
@@ -99,10 +98,8 @@ def main(names):
     for kind in kinds:
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                if kind in tiny_kinds.KINDS:
+                if kind in tiny_kinds.ALL:
                     verdict = row_of(kind, tiny_kinds.build(kind, scratch))
-                elif kind in tiny.CONFIGS:
-                    verdict = row_of(kind, tiny.build(kind, scratch))
                 else:
                     verdict = looked_at(kind, scratch)
             except Exception as error:

@@ -35,10 +35,19 @@ FAMILIES = {
         "qwen3": "easyr1_dapo17k easyr1_math_qwen3 easyr1_math_qwen3_lora",
         "qwen2_audio": "lightrft_aqa lightrft_srm_al",
         "mixtral": "mixtral_lora",
-        "qwen3_vl_moe": "easyr1_geo3k_30b_a3b_8gpu",
+        "qwen3_vl": "qwen3vl_grpo qwen3vl_lora_grpo",
+        "qwen3_vl_moe": "easyr1_geo3k_30b_a3b_8gpu qwen3vl_30b_a3b_grpo",
         "qwen3_5": "qwen35_grpo",
         "llama": "ppo_70b text_grpo text_ppo text_rpp text_rpp_baseline",
         "qwen2_vl": "r1v_clevr r1v_clevr_vllm r1v_sft",
+        "gemma3": "gemma3_grpo easyr1_geo3k_gemma3_27b_8gpu",
+        "gemma4": "gemma4_grpo",
+        "smolvlm": "smolvlm_grpo",
+        "internvl": "internvl_grpo",
+        "phi4_multimodal": "phi4mm_grpo",
+        "glm4v": "glm46v_grpo",
+        "aria": "r1v_aria",
+        "janus": "r1v_janus",
     }.items()
     for name in names.split()
 }
@@ -146,7 +155,7 @@ def test_rl_as_in_lightrft_warms_up_and_falls_to_a_tenth():
 FULL = {
     **dict.fromkeys(("iter_dpo", "rejection_sampling"), 1.5),
     **dict.fromkeys(("lightrft_aqa", "lightrft_grm_rl", "lightrft_grm_sft"), 2.0),
-    **dict.fromkeys(("r1v_clevr", "r1v_clevr_vllm", "r1v_geoqa"), 2.0),
+    **dict.fromkeys(("r1v_aria", "r1v_clevr", "r1v_clevr_vllm", "r1v_geoqa", "r1v_janus"), 2.0),
     # findings and JSON without a box, 67 characters
     **dict.fromkeys(("medical_drpo", "medical_grpo"), 0.56 + 0.1 * 67 / 600),
     "lmmr1_sokoban": 11.404,
@@ -184,5 +193,5 @@ def test_a_right_answer_in_the_shape_that_is_asked_for_earns_everything(monkeypa
                 samples = [reward_sample(*pair) for pair in zip(rows, answers, strict=True)]
                 least[name] = min(scored.reward for scored in scorer.score(samples))
     usual = {name: 1.5 if name.startswith("lmmr1") else 1.0 for name in least}
-    assert len(least) == 44 and FULL.keys() <= least.keys()
+    assert len(least) == 55 and FULL.keys() <= least.keys()
     assert least == pytest.approx(usual | FULL)

@@ -22,7 +22,7 @@ from saccade.media.images import open_media
 from saccade.models import lora
 from saccade.models.families import load_family
 from saccade.models.load import freeze, load_model, trainable_table
-from saccade.plugins.families import generic, proof, tiny
+from saccade.plugins.families import generic, proof, tiny, tiny_kinds
 from saccade.plugins.families.door import cast
 from saccade.plugins.media import videos
 from saccade.recipes.sft import SUPERVISED
@@ -33,7 +33,6 @@ from saccade.trainer import OWN
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Message, Request, Sample, Sampling
-from scripts import tiny_kinds
 from tests.models.against import CPU, ask
 
 pytest.importorskip("torchvision")

@@ -149,7 +149,7 @@ def model_checks(config: Config) -> list[Check]:
 
 
 def _build_tiny(kind: str, folder: str, seed: int) -> Rows:
-    from saccade.plugins.families.tiny import build
+    from saccade.plugins.families.tiny_kinds import build
 
     build(kind, folder, seed=seed)
     yield from ()

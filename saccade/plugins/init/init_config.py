@@ -21,7 +21,7 @@ from saccade.data.sources import open_source
 from saccade.errors import ConfigError, DataError
 from saccade.models.files import described
 from saccade.plugins.check_data.unused_media import unread_media
-from saccade.plugins.families.tiny import CONFIGS
+from saccade.plugins.families.tiny_kinds import ALL
 from saccade.plugins.init.run_page import Guess, Page, run_page
 from saccade.plugins.sokoban import sokoban
 from saccade.system.disk import require_writable
@@ -98,8 +98,8 @@ def advice(out: Path) -> str:
 def _type_of(model: Path) -> str:
     kind = str(model).removeprefix("tiny:")
     if kind != str(model):
-        if kind not in CONFIGS:
-            raise ConfigError(f"{model} is not known; expected one of {', '.join(CONFIGS)}")
+        if kind not in ALL:
+            raise ConfigError(f"{model} is not known; expected one of {', '.join(ALL)}")
         return kind
     if not (config := described(model)):
         raise ConfigError(f"{model} has no config.json; give a Hugging Face model folder, or tiny:qwen2_5_vl")

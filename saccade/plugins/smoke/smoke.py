@@ -1,6 +1,6 @@
 """A config cut down to two steps of a tiny model: does every part of this run fit together?
 
-The tiny model has the family of the config's model. Algorithm, rewards, prompts and data stay what
+The tiny model is of the kind of the config's model. Algorithm, rewards, prompts and data stay what
 they are; sizes shrink. Where data are not on this disk, example rows that lie beside the config
 stand in. Works on options only: loads no model and reads no data.
 
@@ -26,6 +26,20 @@ DEFAULT_FAMILY = "qwen2_5_vl"
 NAMES = {  # what a path tells, the first that fits; else the default
     "internvl": "internvl",
     r"llava-(1\.5|interleave)": "llava",
+    r"llava-(v1\.6|next)": "llava_next",
+    "llava-onevision": "llava_onevision",
+    "gemma-3n": "gemma3n",
+    r"gemma-3-(4|12|27)b": "gemma3",
+    "gemma-4-12b": "gemma4_unified",
+    "gemma-4": "gemma4",
+    "smolvlm2": "smolvlm",
+    "smolvlm": "idefics3",
+    r"(mistral-small|ministral)-3": "mistral3",
+    "phi-4-multimodal": "phi4_multimodal",
+    r"glm-4\.(1v|6v-flash)": "glm4v",
+    r"glm-4\.[56]v": "glm4v_moe",
+    "janus": "janus",
+    r"\baria\b": "aria",
     "qwen2-vl": "qwen2_vl",
     r"qwen3-vl.*-a\d": "qwen3_vl_moe",
     "qwen3-vl": "qwen3_vl",
@@ -80,7 +94,7 @@ def smoke(config: Config, command: str) -> Config:
         "run.resume": "none",
         "run.max_steps": 2,
         "model.path": f"tiny:{model_type(config)}",
-        "model.family": None,
+        "model.family": "generic" if config.model.family == "generic" else None,
         "data.max_pixels": min(data.max_pixels, IMAGE_PIXELS),
         "data.min_pixels": min(data.min_pixels, IMAGE_PIXELS),
         "data.max_frame_pixels": min(data.max_frame_pixels, IMAGE_PIXELS),
@@ -130,9 +144,9 @@ def with_examples(config: Config, file: Path, given: Collection[str] = ()) -> tu
     """Example rows instead of data that are not on this disk, and what they stand in for. `given`
     options were named beside the config's file: those stay.
     """
-    rows, public = _rows(file.parent / EXAMPLES, file.stem), file.parent / EXAMPLES / "public"
+    rows, public = _rows(file, config), file.parent / EXAMPLES / "public"
     changes, replaced = dict[str, Any](), list[str]()
-    for name in ("train", "val", "demonstrations") if rows.is_file() else ():
+    for name in ("train", "val", "demonstrations") if rows != file else ():
         sources = getattr(config.data, name)
         missing = [s.path for s in sources if not Path(parse_address(s.path).path).exists()]
         if missing and f"data.{name}" not in given:
@@ -149,11 +163,13 @@ def with_examples(config: Config, file: Path, given: Collection[str] = ()) -> tu
     return load(config, _options(changes)), replaced
 
 
-def _rows(folder: Path, name: str) -> Path:
-    """NAME.jsonl or, where recipes share rows, A_B.jsonl or A.jsonl for the name A_B_C."""
-    while not (rows := folder / f"{name}.jsonl").is_file() and "_" in name:
-        name = name.rpartition("_")[0]
-    return rows
+def _rows(file: Path, config: Config) -> Path:
+    """NAME.jsonl or, where recipes share rows, A_B.jsonl or A.jsonl for the name A_B_C, or that of the data's folder."""
+    parts = file.stem.split("_")
+    names = ["_".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    names += [Path(parse_address(source.path).path).parent.name for source in config.data.train]
+    found = (file.parent / EXAMPLES / f"{name}.jsonl" for name in names)
+    return next((rows for rows in found if rows.is_file()), file)
 
 
 def _options(changes: Mapping[str, Any]) -> list[str]:
@@ -176,7 +192,7 @@ def model_type(config: Config) -> str:
     path = config.model.path
     if path.startswith("tiny:"):
         return path.removeprefix("tiny:")
-    if config.model.family:
+    if config.model.family and config.model.family != "generic":
         return config.model.family
     found = described(Path(path)) if path else {}
     if not found:

@@ -1,19 +1,20 @@
 """Tiny random models of kinds that have no family of their own, each a folder that stock transformers loads: model,
-tokenizer, processor and chat template, from tiny_kinds.yaml. The tests and scripts/model_table.py build them.
+tokenizer, processor and chat template, from tiny_kinds.yaml. `build` also knows the families of tiny.py.
 
-    python scripts/tiny_kinds.py smolvlm gemma3 --out /tmp/kinds
+    build("gemma3", "runs/tiny")
 """
 
-import argparse
 import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import yaml
-
-import saccade.models  # noqa: F401  first: without it a torchvision for CUDA fails on a CPU
+from saccade.config.notation import parse
+from saccade.errors import ConfigError
 from saccade.plugins.families import tiny
 
-KINDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))["kinds"]
+KINDS: Mapping[str, Any] = parse(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))["kinds"]
+ALL = (*tiny.CONFIGS, *KINDS)
 PLAIN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEXT = {
     **{name: value for name, value in tiny.TEXT.items() if name != "tie_word_embeddings"},
@@ -28,52 +29,56 @@ TEMPLATE = (
 )
 
 
-def build(kind, folder, *, seed=0, **changes):
+def build(kind: str, folder: str | Path, *, seed: int = 0, words: Sequence[str] | None = None, **changes: Any) -> str:
     """Write a model folder, return its path. `changes` replace fields of the text part."""
     import torch
     import transformers
 
+    if kind not in ALL:
+        raise ConfigError(f"tiny:{kind} is not known; expected one of {', '.join(ALL)}")
+    if kind in tiny.CONFIGS:
+        return tiny.build(kind, folder, seed=seed, words=words, text=changes)
     row = KINDS[kind]
     template = TEMPLATE.replace("MARKER", row["marker"])
     names = {token: (token, key) for token, key in {**dict.fromkeys(PLAIN, ""), **row["tokens"]}.items()}
-    tokenizer = tiny.make_tokenizer(None, (), tiny.Tiny(names=names, template=template, begin=row.get("begin")))
+    tokenizer = tiny.make_tokenizer(words, (), tiny.Tiny(names=names, template=template, begin=row.get("begin")))
     values = {token: tokenizer.convert_tokens_to_ids(token) for token in (*tiny.PLAIN, *names)}
     tied = row.get("tie", False)
     text = {name: value for name, value in TEXT.items() if name not in row.get("without", ())}
     text |= {"vocab_size": "vocab", "bos_token_id": None, "eos_token_id": PLAIN[2], "pad_token_id": PLAIN[0]}
     text |= {"tie_word_embeddings": tied, **row.get("text", {}), **changes}
     settings = text if row.get("flat") else {"text_config": text, **row["config"]}
-    settings = filled(settings, values, (len(tokenizer) // 8 + 1) * 8)
+    settings = _filled(settings, values, (len(tokenizer) // 8 + 1) * 8)
     config = transformers.AutoConfig.for_model(row.get("type", kind), **settings)
     config.tie_word_embeddings = tied
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         own = getattr(transformers, row["cls"]) if "cls" in row else None
-        model = own(config) if own else transformers.AutoModelForImageTextToText.from_config(config)
-        stir(model)
+        model: Any = own(config) if own else transformers.AutoModelForImageTextToText.from_config(config)
+        _stir(model)
     ends = [values[PLAIN[2]], values[PLAIN[0]]]
     model.generation_config = transformers.GenerationConfig(eos_token_id=ends, pad_token_id=ends[1])
     model.save_pretrained(folder)
-    made(row["processor"], tokenizer=tokenizer, chat_template=template).save_pretrained(folder)
+    _processor(row["processor"], tokenizer=tokenizer, chat_template=template).save_pretrained(folder)
     return str(folder)
 
 
-def filled(part, values, vocabulary):
+def _filled(part: Any, values: Mapping[str, int], vocabulary: int) -> Any:
     """Settings with ids for tokens and numbers for `vocab` and `vocab+4`."""
-    if isinstance(part, dict):
-        return {name: filled(value, values, vocabulary) for name, value in part.items()}
+    if isinstance(part, Mapping):
+        return {name: _filled(value, values, vocabulary) for name, value in part.items()}
     if isinstance(part, list):
-        return [filled(value, values, vocabulary) for value in part]
+        return [_filled(value, values, vocabulary) for value in part]
     if isinstance(part, str) and part.startswith("vocab"):
         return vocabulary + int(part.removeprefix("vocab") or 0)
     return values.get(part, part) if isinstance(part, str) else part
 
 
-def made(part, **more):
+def _processor(part: Mapping[str, Any], **more: Any) -> Any:
     """A processor, or a part of one."""
     import transformers
 
-    options = {n: made(v) if isinstance(v, dict) and "class" in v else v for n, v in part.items() if n != "class"}
+    options = {n: _processor(v) if isinstance(v, dict) and "class" in v else v for n, v in part.items() if n != "class"}
     kind = getattr(transformers, part["class"])
     if "image_seq_length" in options and part["class"] == "SiglipImageProcessor":  # set by PaliGemma folders
         length = options.pop("image_seq_length")
@@ -84,7 +89,7 @@ def made(part, **more):
     return kind(**options, **{name: value for name, value in more.items() if name in known})
 
 
-def stir(model):
+def _stir(model: Any) -> None:
     """Norms of ones and tables of zeros would hide mistakes."""
     import torch
 
@@ -94,12 +99,3 @@ def stir(model):
                 p.add_(torch.randn_like(p) * 0.1)
             if not torch.isfinite(p).all() or (p.numel() > 1 and float(p.abs().max()) == 0):
                 p.copy_(torch.randn_like(p) * 0.1)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kinds", nargs="*", help=f"of {', '.join(KINDS)}; all of them without a name")
-    parser.add_argument("--out", default="runs/kinds")
-    arguments = parser.parse_args()
-    for kind in arguments.kinds or KINDS:
-        print(build(kind, f"{arguments.out}/{kind}"), flush=True)
