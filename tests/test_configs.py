@@ -114,6 +114,8 @@ def test_a_recipe_runs(name, tmp_path):
         assert all(0 <= found["accuracy"] <= 1 for found in last.values())
         return
     assert math.isfinite(last[SHOWN[command]])
+    if command == "rl" and not name.startswith("minio3"):  # which masks responses that were cut
+        assert math.isfinite(last["policy/loss"])
     assert (tmp_path / config.run.name / "checkpoints" / "step-2" / "config.json").is_file()
 
 

@@ -171,7 +171,8 @@ class Family:
         return self.unit if self.spec.whole else None
 
     def tower_of(self, parameter: str) -> str:
-        return next((name for name, prefixes in self.spec.towers.items() if parameter.startswith(prefixes)), "llm")
+        """Of a parameter, or a module."""
+        return next((name for name, given in self.spec.towers.items() if f"{parameter}.".startswith(given)), "llm")
 
 
 def load_family(

@@ -12,6 +12,7 @@ from typing import Any
 
 SENSES = ("vision", "audio")
 ATTENTION = re.compile(r"attn|attention")
+CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")  # how configs name the experts of a token
 EXPERTS = re.compile(r"(?:^|\.)experts(?:\.|$)")
 HEAD_NORM = re.compile(r"\b[qk]_(layer)?norm")
 
@@ -106,7 +107,7 @@ def shape_of(model: Any, tower_of: Callable[[str], str]) -> Shape:
             text.hidden_size,
             queries=heads * size,
             keys=key_heads * size * (1 - recurrent / len(kinds)),
-            chosen=getattr(text, "num_experts_per_tok", None) or 1,
+            chosen=next(filter(None, (getattr(text, name, None) for name in CHOSEN)), 1),
         ),
         vocabulary=text.vocab_size,
         windows=tuple(reach.get(kind) for kind in kinds[: len(layers["llm"])]),

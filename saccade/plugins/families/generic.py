@@ -37,7 +37,7 @@ BRACKETS = ("vision", "image")  # how the names of ids around a picture begin
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 CROSS = ("cross_attention_layers", "cross_layer_interval")
 # Parameters between a tower and the decoder are named so.
-BRIDGE = re.compile(r"(^|[._])(projector|connector|aligner|merger|adapter|embed_vision|modality_projection)|newline")
+BRIDGE = re.compile(r"(^|[._])(projector|connector|aligner|merger|adapter|embed_vision|(modality|img)_project)|newline")
 # Where the tokens of a picture see each other both ways, as configs of these types say it.
 BOTH_WAYS: Mapping[str, Callable[[Any], str]] = {
     **dict.fromkeys(("gemma3", "shieldgemma2"), lambda text: "all"),

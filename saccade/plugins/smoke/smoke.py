@@ -111,6 +111,7 @@ def smoke(config: Config, command: str) -> Config:
         "train.prompts_per_step": min(train.prompts_per_step, 2),
         "train.samples_per_prompt": min(train.samples_per_prompt, 2),
         "train.warmup": 0,
+        "algorithm.filter.dynamic": False,  # a random model is never right: round after round, and no update
         "val.every": min(config.val.every, 1),
         "val.n": min(config.val.n, 2),
         "val.max_tokens": TOKENS,
@@ -136,6 +137,10 @@ def smoke(config: Config, command: str) -> Config:
     tree = config.model_dump(exclude_unset=True)
     for section, names in DROPPED.items():
         tree[section] = {name: value for name, value in tree.get(section, {}).items() if name not in names}
+    if own := tree.get("algorithm", {}).get("filter", {}).get("function"):
+        tree["algorithm"]["filter"] = {"function": own}
+    else:
+        tree.get("algorithm", {}).pop("filter", None)
     read = {name: value for name, value in changes.items() if not unread(name, command)}
     return load(tree, _options(read), command)
 
@@ -164,7 +169,7 @@ def with_examples(config: Config, file: Path, given: Collection[str] = ()) -> tu
 
 
 def _rows(file: Path, config: Config) -> Path:
-    """NAME.jsonl or, where recipes share rows, A_B.jsonl or A.jsonl for the name A_B_C, or that of the data's folder."""
+    """NAME.jsonl or, where recipes share rows, A_B.jsonl or A.jsonl for the name A_B_C, or FOLDER.jsonl of the data."""
     parts = file.stem.split("_")
     names = ["_".join(parts[:n]) for n in range(len(parts), 0, -1)]
     names += [Path(parse_address(source.path).path).parent.name for source in config.data.train]
