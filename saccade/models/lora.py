@@ -62,9 +62,6 @@ def add(model: nn.Module, family: Family, config: LoraConfig, *, seed: int, stor
     if getattr(model, "hf_quantizer", None) is not None:  # what is written holds whole weights again
         whole.hf_quantizer = None
         del whole.config.quantization_config
-        for module in model.modules():  # some CPUs would repack weights to generate, in bf16, and then train on these
-            if hasattr(module, "support_avx512bf16_for_cpu"):
-                module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def target_names(model: nn.Module, family: Family, config: LoraConfig) -> list[str]:
@@ -98,8 +95,11 @@ def four_bit(family: Family, dtype: torch.dtype, device: torch.device) -> dict[s
     as nf4, computed in `dtype`. Head and vision tower are small and stay as they are.
     """
     require("bitsandbytes", "qlora")
+    from bitsandbytes.nn import modules
     from transformers import BitsAndBytesConfig
 
+    # Some CPUs would repack weights in the first forward without gradients, in bf16, and then train on these.
+    modules.has_avx512bf16 = lambda: False
     towers = family.spec.towers.items()
     others = [p.rstrip(".") for tower, prefixes in towers if tower != "llm" for p in prefixes]
     quantization = BitsAndBytesConfig(

@@ -193,8 +193,8 @@ class PictureReader:
             if name.endswith("grid_thw"):
                 frames, rows, columns = value[0].tolist()
                 return frames, rows, columns
-            if name.endswith("position_ids") and value.ndim == 3:  # places of patches, filled up with -1
-                return 1, 1, int((value >= 0).all(-1).sum())
+            if name.endswith("position_ids") and value.ndim == 3:  # places of patches
+                return 1, 1, value.shape[1]
         seen = [value.shape for value in made.values() if value.ndim > 3 and value.shape[-3] == 3]
         if not seen:
             return 1, 1, tokens
