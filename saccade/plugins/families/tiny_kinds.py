@@ -40,7 +40,7 @@ def build(kind: str, folder: str | Path, *, seed: int = 0, words: Sequence[str] 
         return tiny.build(kind, folder, seed=seed, words=words, text=changes)
     row = KINDS[kind]
     template = TEMPLATE.replace("MARKER", row["marker"])
-    names = {token: (token, key) for token, key in {**dict.fromkeys(PLAIN, ""), **row["tokens"]}.items()}
+    names: tiny.Names = {token: (token, key) for token, key in {**dict.fromkeys(PLAIN, ""), **row["tokens"]}.items()}
     tokenizer = tiny.make_tokenizer(words, (), tiny.Tiny(names=names, template=template, begin=row.get("begin")))
     values = {token: tokenizer.convert_tokens_to_ids(token) for token in (*tiny.PLAIN, *names)}
     tied = row.get("tie", False)
