@@ -243,7 +243,7 @@ def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Famil
     @functools.cache
     def bound(name: str) -> Family:
         from saccade.models.families import load_family
-        from saccade.plugins.families.tiny import build
+        from saccade.plugins.families.tiny_kinds import build
 
         return load_family(build(name, tmp_path_factory.mktemp(name)))
 

@@ -20,8 +20,8 @@ from saccade.trainer.losses import PolicyLoss
 from saccade.types import Group, Message, Sample, Source, Trajectory
 from tests.models.against import forest_of, noise, pair
 
-FAMILIES = ("qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava")
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe")
+FAMILIES = ("qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava", "smolvlm", "glm4v")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "aria")
 HEARING = {"qwen2_audio": 30.0, "qwen2_5_omni": 2.0}  # seconds that need no padding
 ALGORITHM = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0.0}), max_tokens=64)
 SCORING = Scoring()
@@ -168,6 +168,7 @@ def test_the_forward_of_a_forest(name, shape_for, load, forest, counted):
         ("qwen2_5_vl", "freeze:vision,projector"),
         ("qwen2_5_vl", "freeze:llm"),
         ("llava", "full"),
+        ("glm4v", "freeze:vision"),
         ("qwen3", r"freeze:re:embed_tokens|layers\.0\."),
         ("qwen2_5_omni", "freeze:audio,llm"),
     ],

@@ -42,7 +42,7 @@ from tests.ranks.processes import on_ranks
 
 GRPO = AlgorithmConfig(preset="grpo", kl={"coef": 0})  # type: ignore[arg-type]
 POLICY = PolicyLoss(resolve(GRPO, max_tokens=64), Scoring())
-VISION, EXPERTS = "qwen2_5_vl", "mixtral"
+VISION, EXPERTS, GENERIC = "qwen2_5_vl", "mixtral", "gemma3"
 TRAIN = TrainConfig(eps=1e-3)  # else the first steps of Adam blow up rounding
 Tensors = dict[str, torch.Tensor]
 
@@ -79,6 +79,7 @@ CASES = {
     "kahan": Case(train=TrainConfig(optimizer="adamw_bf16")),
     "bf16": Case(((0,), (4,)), TrainConfig(grad_norm=1e9), torch.bfloat16),  # not clipped: equal to the bit
     "nan": Case(),
+    "generic": Case(((0, 1), (2,)), family=GENERIC),  # of which one has text alone
     "experts": Case(((0,), (1, 2)), train=TrainConfig(aux_coef=0.1, eps=1e-3), family=EXPERTS),
 } | ({"lora": Case(change=adapt)} if find_spec("peft") else {})
 
@@ -234,6 +235,7 @@ def forests(family_of: Any, grow: Any) -> dict[str, list[Batch]]:
     return {
         VISION: [forest(VISION, uid, int(uid < 4)) for uid in range(6)],
         EXPERTS: [forest(EXPERTS, uid, 0) for uid in range(3)],
+        GENERIC: [forest(GENERIC, uid, int(uid < 2)) for uid in range(3)],
     }
 
 

@@ -36,7 +36,7 @@ from tests.ranks.test_ranks import STORED, require_alike, require_same_weights, 
 
 forests = divided.forests
 NAMES = (
-    *("text on one rank", "six and none", "no image anywhere", "only a tower"),
+    *("text on one rank", "six and none", "no image anywhere", "only a tower", "generic"),
     *("critic", "critic offloaded", "nan", "experts", "lora"),
 )
 CASES = {name: divided.CASES[name] for name in NAMES if name in divided.CASES}
