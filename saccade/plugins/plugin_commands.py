@@ -24,9 +24,10 @@ def quickstart(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")] = Path("runs/quickstart"),
     seed: Annotated[int, typer.Option(help="Seed of data, weights and sampling.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A few steps only, to see that it runs.")] = False,
+    kind: Annotated[str, typer.Option(help="Kind of the tiny model, such as gemma3 or smolvlm.")] = "qwen2_5_vl",
 ) -> None:
     """A tiny vision-language model learns to count, with nothing but a CPU."""
-    import_module("saccade.plugins.quickstart.quickstart").run(out, seed=seed, quick=quick)
+    import_module("saccade.plugins.quickstart.quickstart").run(out, seed=seed, quick=quick, kind=kind)
 
 
 @command("init", panel="Start", example="saccade init models/Qwen2.5-VL-3B-Instruct train.jsonl")

@@ -21,7 +21,7 @@ import yaml
 from saccade.plugins.evaluation import evaluate
 from saccade.plugins.evaluation.results import read_lines
 from saccade.plugins.export.export import checkpoint_of, export
-from saccade.plugins.families import tiny
+from saccade.plugins.families import tiny_kinds
 from saccade.plugins.quickstart import counting
 from saccade.plugins.reports.comparison import paired_difference
 from saccade.plugins.reports.episodes import stored_episodes
@@ -48,7 +48,7 @@ Scores = Mapping[str, Mapping[str, np.ndarray]]  # stage → set → whether eac
 STAGES = {"sft": "after SFT", "rl": "after GRPO", "sft_only": "SFT continued"}
 
 
-def run(out: Path, seed: int = 0, quick: bool = False) -> dict[str, Any]:
+def run(out: Path, seed: int = 0, quick: bool = False, kind: str = "qwen2_5_vl") -> dict[str, Any]:
     """Data, model, SFT, GRPO, the control, evaluation, export, report. Returns the summary."""
     began = time.monotonic()
     model_setup.quiet_libraries()
@@ -57,7 +57,7 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> dict[str, Any]:
     _make_room(out)
     _say(1, f"drawing {size['prompts']:,} scenes, building a model with random weights")
     data = draw_data(out / "data", size, seed)
-    model = tiny.build("qwen2_5_vl", out / "model", words=WORDS, seed=seed)
+    model = tiny_kinds.build(kind, out / "model", words=WORDS, seed=seed)
     _say(2, f"cold start: SFT on {size['demonstrations']} demonstrations in three colours")
     sft.run(_write(out, sft_config(out, data, model, size, seed)))
     start = str(checkpoint_of(out / "sft"))
