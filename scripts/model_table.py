@@ -45,6 +45,11 @@ The generic family takes images alone, needs `pip install -c constraints.txt -e 
 generates with the embedded engine. A picture over `data.max_pixels` is scaled down before the model's processor sees
 it; what the processor makes of it then (tiles, crops, its own limits) is its own business.
 
+It trains like the others: all weights, frozen towers, adapters on the linear layers of its decoder, also over 4-bit
+weights, with a critic, as a reward model, on several GPUs, whole or sharded; `saccade estimate` counts memory and FLOPs
+from its modules. [Recipes](recipes.md#models-of-today) start from some of them, and `saccade quickstart --kind gemma3`
+shows one learn.
+
 This page is written by `python scripts/model_table.py`, which runs a tiny random model of each kind on a CPU in
 float32: *logits* is the largest gap between packed rows and transformers (of the largest logit), *gradients* that of
 any weight (of its largest entry), *greedy* counts prompts whose tokens are those of `generate`. Weights of published
