@@ -1,7 +1,9 @@
-"""Models of the shape of Qwen2.5-VL with random weights: they do not change the speed.
+"""Models of the shape of published ones with random weights: they do not change the speed. Sizes are those of
+Qwen2.5-VL; shapes.yaml has other kinds.
 
     build("runs/3b")              # 3.75 B parameters: Qwen2.5-VL-3B
     build("runs/7b", "7b")
+    build("runs/gemma", "gemma3_4b")
 
 The vocabulary is as large as the real one and every id is a word of the tokenizer, so all systems
 sample from the same ids.
@@ -16,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from works import FILLER, QUESTION
 
-from saccade.plugins.families import tiny
+from saccade.plugins.families import tiny, tiny_kinds
 
 TEXT = {
     "hidden_size": 2048,
@@ -74,6 +77,7 @@ SIZES |= {  # text halves of Qwen2.5, of which 32B and 72B have a vision tower i
         "num_key_value_heads": 8,
     },
 }
+SHAPES: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8"))
 SPOKEN = ("system", "user", "assistant", *QUESTION.split(), FILLER.strip())
 
 
@@ -92,22 +96,47 @@ def build(folder: str | Path, size: str = "3b") -> str:
         shutil.rmtree(folder)
     if size == "tiny":
         tiny.build("qwen2_5_vl", folder, words=words(2_000))
+    elif size in SHAPES:
+        shape = SHAPES[size]
+        spoken = None if shape["kind"] in tiny.BYTE_LEVEL else words(shape["vocabulary"] - 256)
+        tiny_kinds.build(shape["kind"], folder, words=spoken)
+        reshape(folder, shape)
+        _write_weights(folder)
     else:
-        _build_large(folder, dict(SIZES[size]))
+        tiny.build("qwen2_5_vl", folder, words=words(SIZES[size]["vocab_size"] - 256))
+        enlarge(folder, SIZES[size])
+        _write_weights(folder)
     folder.rename(final)
     return str(final)
 
 
-def _build_large(folder: Path, text: dict[str, Any]) -> None:
+def _write_weights(folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    tiny.build("qwen2_5_vl", folder, words=words(text["vocab_size"] - 256))
-    enlarge(folder, text)
     config = AutoConfig.from_pretrained(folder)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
+
+
+def reshape(folder: Path, shape: Mapping[str, Any]) -> None:
+    """The files of a tiny folder become those of a model of this shape; its weights go."""
+    for name, changes in shape["files"].items():
+        described = _merged(json.loads((folder / name).read_text()), changes)
+        if name == "config.json":
+            described["dtype"] = "bfloat16"
+            described["text_config"]["vocab_size"] = shape["vocabulary"]
+        (folder / name).write_text(json.dumps(described, indent=2))
+    (folder / "model.safetensors").unlink()
+
+
+def _merged(part: Any, changes: Any) -> Any:
+    """Null takes a field away."""
+    if not (isinstance(part, dict) and isinstance(changes, Mapping)):
+        return changes
+    whole = part | {name: _merged(part.get(name), value) for name, value in changes.items()}
+    return {name: value for name, value in whole.items() if name not in changes or value is not None}
 
 
 def enlarge(folder: Path, text: Mapping[str, Any]) -> None:

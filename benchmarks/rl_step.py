@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from model import SIZES, build
+from model import SHAPES, SIZES, build
 from works import WORKS, Work, parse, sequences, write_result, write_rows
 
 import saccade
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--work", type=parse, default="W1")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--model", type=Path, help="model folder; built when it is not there")
-    parser.add_argument("--size", default="3b", choices=["tiny", *SIZES], help="of a model that is built")
+    parser.add_argument("--size", default="3b", choices=["tiny", *SIZES, *SHAPES], help="of a model that is built")
     parser.add_argument("--data", type=Path, help="rows that works.py wrote, instead of new ones")
     parser.add_argument("--out", type=Path, help="file for the metrics of all steps")
     parser.add_argument("--result", type=Path, help="file for the result")

@@ -41,6 +41,7 @@ TEXT: Mapping[str, Any] = TABLE["text"]
 Names = dict[str, Sequence[str]]  # token → its name, and the attribute under which its processor looks for it
 PLAIN: Names = {token: (token, "") for token in TABLE["special"]}
 NONE: dict[str, Any] = {}
+BYTE_LEVEL = ("qwen2", "qwen2_audio", "qwen3_5", "qwen3_5_moe")  # as which transformers reads any tokenizer of these
 
 
 class Tiny(NamedTuple):
@@ -81,7 +82,7 @@ def build(
     import torch
     import transformers
 
-    if words is not None and family in ("qwen2", "qwen2_audio"):  # transformers reads any tokenizer as byte-level
+    if words is not None and family in BYTE_LEVEL:
         raise ConfigError(f"tiny:{family} has no closed vocabulary; use qwen3, or no words")
     folder, row = Path(folder), CONFIGS[family]
     folder.mkdir(parents=True, exist_ok=True)
