@@ -125,7 +125,7 @@ def run_recipe(
         shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
     if name == "rl":  # refuses what does not fit
         more = {"preflight": import_module("saccade.plugins.estimate.estimate_command").preflight}
-    recipe = import_module(f"saccade.{MODULES[name]}").run
+    recipe, wanted = import_module(f"saccade.{MODULES[name]}").run, config
     for left in range(config.run.restarts, -1, -1):
         try:
             return recipe(config, **(more or {}))
@@ -136,6 +136,10 @@ def run_recipe(
             saved = any((Path(config.run.out) / config.run.name / "checkpoints").glob("step-*"))
             if saved or config.run.resume == "none":
                 config = load(config, ["run.resume=auto"])
+            if wanted.run.min_gpus is not None:
+                gpus = import_module("saccade.plugins.ranks.launchers").gpus_left(wanted, name)
+                show_error(f"run.gpus={gpus} of {wanted.run.gpus} go on", error)
+                config = load(config, [f"run.gpus={gpus}"])
 
 
 def read_config(arguments: Sequence[str] | None, command: str | None = None, *, plain: str = "") -> Config:

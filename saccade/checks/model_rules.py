@@ -78,6 +78,8 @@ def several_gpus(config: Config) -> Iterator[str]:
     if config.run.gpus > 1:
         if config.rollout.engine != "embedded" and not config.rollout.replicas:
             yield f"rollout.replicas: {config.rollout.engine} needs processes beside run.gpus; try rollout.replicas=1"
+        if (config.run.min_gpus or 0) > config.run.gpus:
+            yield f"run.min_gpus: more than run.gpus={config.run.gpus}; try run.min_gpus={config.run.gpus}"
         if config.run.restarts and config.run.launcher == "join":
             yield "run.restarts: nobody starts `saccade rank` again; try run.restarts=0, or run.launcher=ray"
         together = config.train.sequence_parallel

@@ -1,6 +1,7 @@
 """Memory of each GPU, seconds and efficiency where several share a run."""
 
 import json
+import re
 from functools import partial
 from typing import Any
 
@@ -171,6 +172,27 @@ def test_a_run_that_one_gpu_refuses_starts_on_several(large):
     with pytest.raises(ConfigError, match=r"run\.gpus=4"):
         preflight(config, loaded(large), [SAMPLE], device=device)
     assert preflight(load(config, ["run.gpus=4"]), loaded(large), [SAMPLE], device=device) == []
+
+
+def test_a_dry_run_shows_layout_memory_exchange_and_efficiency(large, scenes, monkeypatch):
+    rows, more = f"data.train={scenes / 'train.jsonl'}", ["run.gpus=8", "--dry-run"]
+    given = [f"model.path={large}", rows, "algorithm.kl.coef=0", "rollout.max_tokens=512", "reward.terms=[exact]"]
+
+    def shown(*arguments: str) -> str:
+        result = CliRunner().invoke(app, [*arguments, *more], env={"COLUMNS": "300"})
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "`saccade estimate --device H200` shows layout" in shown("rl", *given)
+    monkeypatch.setattr(devices, "present", lambda wanted: H200)
+    found = shown("rl", *given)
+    for text in (r"each of 8 H200, prompts", r"train\.layout=whole: a GPU needs", r"\d+ GiB in the update, of"):
+        assert re.search(text, found), text
+    assert re.search(
+        r"of these seconds 0\.\d\d in the exchange .* speed of a GPU: \d\d% with as many prompts per GPU", found
+    )
+    tight = shown("sft", *given[:2], "run.gpu_memory_gib=30")
+    assert re.search(r"train\.layout=sharded: whole, a GPU would need .*\na step of `saccade sft` takes", tight)
 
 
 def test_the_command_shows_several_gpus(large):

@@ -1,5 +1,6 @@
 """What stops a run on several GPUs before weights are read: other code, other files, ranks that do not come."""
 
+import re
 import shutil
 import socket
 import threading
@@ -13,8 +14,9 @@ from torch.distributed import TCPStore
 from saccade.config import load
 from saccade.errors import EnvironmentProblem
 from saccade.models.families import load_family
+from saccade.plugins import doctor
 from saccade.plugins.imitation.imitation_sources import teacher_of
-from saccade.plugins.ranks import launchers, preflight
+from saccade.plugins.ranks import gate, launchers, preflight
 from saccade.recipes import model_setup
 from saccade.system.process import Channel
 
@@ -35,12 +37,12 @@ def test_a_machine_with_other_code_is_refused_by_name() -> None:
         channel.send({"token": "t", "host": "far" if code else "near", "pid": 1, "local": 0, "versions": versions})
         return channel
 
-    with launchers.Door(0, "t") as door:
-        links = [knock(door.port, code) for code in ({}, {"code": "0123456789ab"})]
+    with gate.Gate(0, "t", launchers.versions()) as meeting:
+        links = [knock(meeting.port, code) for code in ({}, {"code": "0123456789ab"})]
         with pytest.raises(
             EnvironmentProblem, match=r"far has .*'code': '0123456789ab'.*, this machine .*; install alike"
         ):
-            door.arrivals("t", 2)
+            meeting.arrivals("t", 2)
     assert len(links) == 2
 
 
@@ -111,3 +113,23 @@ def test_a_first_sum_that_never_returns_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(preflight.dist, "all_reduce", lambda number: threading.Event().wait())
     with pytest.raises(EnvironmentProblem, match=r"on cpu failed \(no answer for 0\.1 s\); .* set GLOO_SOCKET_IFNAME"):
         preflight.require_sum(torch.device("cpu"), limit=0.1)
+
+
+def test_a_process_that_will_not_come_is_not_waited_for() -> None:
+    with (
+        gate.Gate(0, "t", {}) as meeting,
+        pytest.raises(EnvironmentProblem, match="ended before it connected: Ray: no such module"),
+    ):
+        meeting.arrivals("t", 1, failed=lambda: "Ray: no such module")
+
+
+def test_doctor_lets_ranks_meet(tmp_path: Path, family_of: Any, forked_ranks: None) -> None:
+    def ranks(gpus: int) -> doctor.Finding:
+        given = {"model.path": family_of("qwen2_5_vl").path, "run.out": str(tmp_path), "run.gpus": gpus}
+        return next(found for found in doctor.examine(load(given)) if found.name == "ranks")
+
+    found = ranks(2)
+    assert re.fullmatch(r"2 of \S+ meet, see the same files and sum over gloo, \S+ GB/s", found.text), found
+    assert found.status == "ok" and not [*tmp_path.iterdir()]
+    found = ranks(999)
+    assert found.status == "failure" and found.text.endswith("cores; try run.gpus=2")

@@ -28,6 +28,7 @@ from saccade.plugins.engines.replicas import replica
 from saccade.plugins.engines.replicas.replica_process import Worker
 from saccade.plugins.preferences import dpo
 from saccade.plugins.ranks import launchers, team
+from saccade.plugins.ranks.gate import Link
 from saccade.plugins.ranks.loss_codec import decode_loss, encode_loss
 from saccade.plugins.ranks.rank_trainer import RankTrainer
 from saccade.plugins.reward_models import reward_training
@@ -159,9 +160,7 @@ def serve_slowly(link: socket.socket, pending: bool) -> None:
 def test_an_engine_that_hangs_is_ended_while_a_call_is_open_and_a_long_call_is_no_hang(tmp_path, hangs, monkeypatch):
     monkeypatch.setattr(replica, "STEP_LIMIT", 0.5)
     here, there = socket.socketpair()
-    monkeypatch.setattr(
-        replica.Replica, "start", lambda self: launchers.Link(SimpleNamespace(channel=Channel(here)), self)
-    )
+    monkeypatch.setattr(replica.Replica, "start", lambda self: Link(Channel(here), self.module, self.log))
     with there:
         process = forked(serve_slowly, there, hangs)
     events: replica.Events = queue.SimpleQueue()

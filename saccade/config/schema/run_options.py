@@ -34,6 +34,13 @@ class RunConfig(Section):
         when=When("run.gpus > 1", "run.gpus=2"),
         commands=("rl", "sft", "dpo", "reward-model"),
     )
+    min_gpus: int | None = option(
+        None,
+        "A restart may go on with so few of run.gpus, if no more are left of the Ray cluster; empty: with all of them.",
+        ge=2,
+        when=When("run.restarts and run.launcher == 'ray'", "run.restarts=3 run.launcher=ray"),
+        commands=("rl", "sft", "dpo", "reward-model"),
+    )
     gpu_memory_gib: float | None = option(None, "GiB of the GPU for this process; empty: all that is free.", gt=0)
     overcommit: bool = option(False, "Start although the estimate exceeds free GPU memory by far.", commands=("rl",))
     trace: bool = option(False, "Write a profiler trace of the third step (or the last, if there are fewer).")

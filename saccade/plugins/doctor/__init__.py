@@ -70,6 +70,7 @@ def examine(config: Config) -> Iterator[Finding]:
         ("endpoint", partial(machine.endpoint, rollout, allowed)),
         ("loopback", partial(machine.loopback, rollout)),
         ("disk", partial(machine.disk, config.run.out)),
+        ("ranks", partial(_ranks_meet, config)),
     ]
     for name, check in machine_checks:
         yield from look(name, check)
@@ -127,6 +128,10 @@ def model_checks(config: Config) -> list[Check]:
         samples = agreement().questions(family())
         yield "ok", str(agreement().parity.compare(asked, engine, loaded()[0], samples, version=0))
 
+    def layout() -> Rows:
+        chosen, reason = import_module("saccade.plugins.estimate.layout_choice").choose_layout(config, "rl", family())
+        yield "ok", f"train.layout={chosen}: {reason}"
+
     def foreign() -> Rows:
         from saccade.recipes.engines import make_engine
 
@@ -143,9 +148,29 @@ def model_checks(config: Config) -> list[Check]:
         ("rows", lambda: agreement().rows_agree(*loaded())),
         ("parity embedded", lambda: parity(embedded, loaded()[1])),
     ]
+    if config.run.gpus > 1:
+        checks.insert(3, ("layout", layout))
     if rollout.engine not in ("embedded", "http") or rollout.replicas:
         checks.append((f"parity {rollout.engine}", foreign))
     return checks
+
+
+def _ranks_meet(config: Config) -> Rows:
+    """The processes of several GPUs, started as a run starts them, before any weight is read."""
+    if config.run.gpus == 1:
+        return
+    from saccade.plugins.ranks.launchers import start_team
+
+    model = config.model.path if Path(config.model.path).is_dir() else ""
+    out = None if config.run.launcher == "local" else config.run.out  # which all machines must see
+    with (
+        tempfile.TemporaryDirectory(prefix="saccade-doctor-", dir=out) as logs,
+        closing(start_team(config, "doctor", model=model, folder=None, logs=Path(logs))) as team,
+    ):
+        found = [one.row["result"] for one in team.ask_all("sum_speed", [{}] * team.size)]
+    hosts = dict.fromkeys(one["host"] for one in found)
+    speed, backend = min(one["speed"] for one in found), found[0]["backend"]
+    yield "ok", f"{len(found)} of {', '.join(hosts)} meet, see the same files and sum over {backend}, {speed:.3g} GB/s"
 
 
 def _build_tiny(kind: str, folder: str, seed: int) -> Rows:

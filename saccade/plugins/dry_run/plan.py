@@ -49,8 +49,8 @@ def print_plan(config: Config, name: str, *, full: bool) -> None:
         *FAMILIES,
     ):  # refused before weights are read
         import_module("saccade.recipes.model_setup").family_of(config, config.model.path)
-    if name == "rl":
-        import_module("saccade.plugins.estimate.estimate_command").preview(config)
+    if name == "rl" or (name in ("sft", "dpo") and config.run.gpus > 1):
+        import_module("saccade.plugins.estimate.estimate_command").preview(config, name)
     print("nothing was run" + ("" if full else "; --full shows every option with its value"))
 
 

@@ -10,13 +10,13 @@ import mmap
 import os
 import secrets
 import socket
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from saccade.plugins.engines.weights import nameless
+from saccade.plugins.ranks.gate import accepting
 from saccade.plugins.ranks.machines import host_name
 
 STREAMS = 4  # connections at a time: one alone fills no fast network
@@ -28,20 +28,9 @@ TOKEN, NUMBER = 32, 8  # characters of a question: who asks, and for which piece
 def served(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield how to get these files from another machine, as long as the block."""
     token = secrets.token_hex(TOKEN // 2)
-    with socket.create_server(("", 0)) as door:
-        threading.Thread(target=_serve, args=(door, paths, token), name="weights", daemon=True).start()
+    with accepting(0, lambda link, address: _give(link, paths, token)) as port:
         sizes = [os.stat(path).st_size for path in paths]
-        port = door.getsockname()[1]
-        try:
-            yield {"paths": [*paths], "sizes": sizes, "host": host_name(), "address": "", "port": port, "token": token}
-        finally:
-            door.shutdown(socket.SHUT_RDWR)  # ends the thread that waits there
-
-
-def _serve(door: socket.socket, paths: Sequence[str], token: str) -> None:
-    with suppress(OSError):
-        while True:
-            threading.Thread(target=_give, args=(door.accept()[0], paths, token), daemon=True).start()
+        yield {"paths": [*paths], "sizes": sizes, "host": host_name(), "address": "", "port": port, "token": token}
 
 
 def _give(link: socket.socket, paths: Sequence[str], token: str) -> None:

@@ -12,9 +12,9 @@ from saccade.config import Config, load
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import FAMILIES, Family
 from saccade.plugins.estimate import Estimate, estimate, foreign_rollout
-from saccade.plugins.estimate.layout_choice import choose_layout
+from saccade.plugins.estimate.layout_choice import as_rl, choose_layout
 from saccade.plugins.estimate.memory_items import GIB, OFFLOADED, host_peak, total
-from saccade.recipes.model_setup import quiet_libraries
+from saccade.recipes.model_setup import family_of, quiet_libraries, start_folder
 from saccade.system import devices
 from saccade.system.devices import Device
 from saccade.types import Sample
@@ -52,19 +52,27 @@ def run(
         raise ConfigError(refusal(found))
 
 
-def preview(config: Config) -> None:
+def preview(config: Config, command: str) -> None:
     """Beside the batch arithmetic of a dry run, on this machine's device; refuses nothing."""
     quiet_libraries()
     with TemporaryDirectory() as scratch:  # of a tiny model; a dry run leaves nothing behind
         try:
             device = find_device(None, config.run.device)
-            found = estimate(load(config, [f"run.out={scratch}"], "rl"), device)
+            config = load(config, [f"run.out={scratch}"], command)
+            if command != "rl":
+                config = as_rl(config, command, family_of(config, start_folder(config)))
+            found = estimate(config, device)
         except EnvironmentProblem as problem:
             print(f"no estimate: {problem}")
             return
     short = short_of_memory(config, found)
-    print(about(found), *found.notes, *filter(None, [short]), in_short(found), sep="\n")
-    print("`saccade estimate` shows it by item" if found.memory.fits else refusal(found))
+    lines = [about(found), *found.notes, *filter(None, [short]), in_short(found, command)]
+    if command == "rl":  # others have no rollouts: layout and memory are theirs, seconds are not
+        lines += together(found)
+        if found.gpus > 1 and not found.device.is_gpu:
+            lines.append("`saccade estimate --device H200` shows layout, memory and seconds of GPUs that are not here")
+        lines.append("`saccade estimate` shows it by item" if found.memory.fits else refusal(found))
+    print(*lines, sep="\n")
 
 
 def preflight(config: Config, family: Family, samples: Sequence[Sample], *, device: Device | None = None) -> list[str]:
@@ -146,12 +154,21 @@ def _devices(found: Estimate) -> str:
     return found.device.name if found.gpus == 1 else f"each of {found.gpus} {found.device.name}"
 
 
-def in_short(found: Estimate) -> str:
-    memory, seconds = found.memory, found.pace.seconds if found.pace else {}
-    peaks = " and ".join(f"{memory.peaks[phase]:.2f} GiB in the {phase}" for phase in PHASES)
-    return f"a step of `saccade rl` takes {peaks}, of {memory.limit:.2f} GiB that can be planned with" + (
+def in_short(found: Estimate, command: str = "rl") -> str:
+    memory, seconds = found.memory, found.pace.seconds if found.pace and command == "rl" else {}
+    phases = PHASES if command == "rl" else ("update",)
+    peaks = " and ".join(f"{memory.peaks[phase]:.2f} GiB in the {phase}" for phase in phases)
+    return f"a step of `saccade {command}` takes {peaks}, of {memory.limit:.2f} GiB that can be planned with" + (
         f", and about {sum(seconds.values()):.1f} seconds" if seconds else ""
     )
+
+
+def together(found: Estimate) -> Iterator[str]:
+    """What several GPUs take beside one alone, where seconds are known."""
+    if found.efficiency and found.pace:
+        waits = [f"{found.pace.seconds[name]:.2f} in the {name}" for name in ("exchange", "controller")]
+        speeds = [f"{share:.0%} with as many {same}" for same, share in found.efficiency.items()]
+        yield f"of these seconds {' and '.join(waits)}; speed of a GPU: {', '.join(speeds)}, of one alone; a prediction"
 
 
 def refusal(found: Estimate) -> str:

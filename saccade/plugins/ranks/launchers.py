@@ -7,7 +7,6 @@ to the run. From then on it is talked to as a local one is. Only Ray's own call 
     SACCADE_TOKEN=... saccade rank node-1:28400
 """
 
-import hmac
 import logging
 import os
 import queue
@@ -15,31 +14,33 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import distributed
+
 from saccade.config import Config
-from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.errors import ConfigError, EnvironmentProblem, RankLost
+from saccade.models.load import pick_device
 from saccade.plugins.engines.replicas.replica import Replica
 from saccade.plugins.engines.replicas.replica_pool import placements, visible_gpus
+from saccade.plugins.ranks.gate import HELLO_LIMIT, JOIN_LIMIT, Arrival, Gate, Link
 from saccade.plugins.ranks.machines import host_name
-from saccade.plugins.ranks.preflight import code_hash
-from saccade.plugins.ranks.team import Rank, RankSettings
+from saccade.plugins.ranks.preflight import MARK, code_hash, look, meet
+from saccade.plugins.ranks.team import Rank, RankSettings, Team
 from saccade.system.process import Channel, Ended
 
 log = logging.getLogger(__name__)
 
 PORT = int(os.environ.get("SACCADE_PORT", "28400"))  # where `saccade rank` connects to
-JOIN_LIMIT = 900.0  # seconds until the last rank is there: a cluster may have to start machines
-HELLO_LIMIT = 10.0  # seconds for a rank to say who it is
-HELLO_BYTES = 1 << 16
+REPLACE_LIMIT = 60.0  # seconds for whoever takes the place of a replica, then it is said once more that one is missing
+LEFT_LIMIT = 60.0  # seconds until Ray has noticed that a machine is gone
 SERVED = (Replica.module, Rank.module)  # what a process that connects may become
 COMPARED = ("torch", "transformers")
 TOKEN = "SACCADE_TOKEN"
@@ -50,17 +51,6 @@ class Beside(NamedTuple):
 
     replicas: int
     gpus: int  # of each
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """A process that has connected, and what it says of itself."""
-
-    channel: Channel
-    host: str
-    local: int  # which of the processes of its machine
-    pid: int
-    versions: Mapping[str, str]
 
 
 Starter = Callable[..., Replica]
@@ -95,7 +85,7 @@ def join(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitS
     given = os.environ.get(TOKEN)
     token = given or secrets.token_hex(16)
     try:
-        door = held.enter_context(Door(PORT, token))
+        gate = held.enter_context(Gate(PORT, token, versions()))
     except OSError as error:
         raise EnvironmentProblem(
             f"run.launcher=join: port {PORT} cannot be opened ({error.strerror}); set SACCADE_PORT to another"
@@ -103,22 +93,62 @@ def join(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitS
     shown, count = "..." if given else token, settings.size + beside.replicas
     command = f"{TOKEN}={shown} saccade rank {socket.gethostname()}:{PORT}"
     log.info(f"waiting for {count} processes: run `{command}` once for each GPU")
-    came = door.arrivals(token, count)
+    came = gate.arrivals(token, count)
     if not beside.replicas:
-        door.refuse(token)
+        gate.refuse(token)
     for one in came[settings.size :]:
-        door.expected[token].put(one)
+        gate.expected[token].put(one)
 
     def replica_at(number: int, replica: Replica) -> Link:
-        if door.expected[token].empty():
+        if gate.expected[token].empty():
             log.info(f"{replica.log.stem} waits for a process: run `{command}` once more")
-        return Link(door.arrivals(token, 1)[0], replica)
+        return _linked(gate.arrivals(token, 1, limit=REPLACE_LIMIT)[0], replica)
 
     return _ranks(came[: settings.size], settings, logs), replica_at
 
 
 def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitStack, beside: Beside) -> Places:
     """Tasks of the cluster that `ray status` shows, or of one that is started here."""
+    cluster = _cluster(held)
+    gpus = _bundles(cluster, settings.size, beside, cuda=bool(visible))
+    group = _reserve(cluster, gpus, held)
+    if not group.wait(JOIN_LIMIT):
+        wanted = f"run.gpus={settings.size}" + f" rollout.replicas={beside.replicas}" * bool(beside.replicas)
+        free = cluster.available_resources()
+        raise EnvironmentProblem(f"{wanted}: the Ray cluster has no room for that, free are {free}")
+    token = secrets.token_hex(16)
+    gate = held.enter_context(Gate(0, token, versions()))
+    address = f"{cluster.util.get_node_ip_address()}:{gate.port}"
+
+    def start(bundle: int, token: str) -> Any:
+        place = cluster.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
+        options: Any = {"num_gpus": gpus[bundle], "num_cpus": 1, "max_retries": 0, "scheduling_strategy": place}
+        return cluster.remote(_rank_of_ray).options(**options).remote(address, token)
+
+    def arrived(tasks: Sequence[Any], token: str) -> list[Arrival]:
+        def failed() -> str:
+            """Of a task that is over: no process will come of it."""
+            for task in cluster.wait([*tasks], num_returns=1, timeout=0)[0]:
+                try:
+                    cluster.get(task)
+                except Exception as error:  # whatever the task raised, and what Ray says of a process that is gone
+                    return f"Ray: {error}"
+            return ""
+
+        return gate.arrivals(token, len(tasks), failed=failed)
+
+    def replica_at(number: int, replica: Replica) -> Link:
+        gate.expected[own := secrets.token_hex(16)] = queue.SimpleQueue()
+        try:
+            return _linked(arrived([start(settings.size + number, own)], own)[0], replica)
+        finally:
+            gate.refuse(own)
+
+    came = arrived([start(rank, token) for rank in range(settings.size)], token)
+    return _ranks(came, settings, logs), replica_at
+
+
+def _cluster(held: ExitStack) -> Any:
     import ray as cluster
 
     if not cluster.is_initialized():
@@ -128,145 +158,96 @@ def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitSt
             cluster.init(address="auto", **quiet)
         except ConnectionError:
             cluster.init(address="local", include_dashboard=False, **quiet)
-    gpu = 1 if visible or cluster.cluster_resources().get("GPU") else 0
-    gpus = [gpu] * settings.size + [gpu * beside.gpus] * beside.replicas
+    return cluster
+
+
+def _bundles(cluster: Any, ranks: int, beside: Beside, *, cuda: bool) -> list[int]:
+    """GPUs of each process; none where neither this machine nor the cluster has any."""
+    gpu = 1 if cuda or cluster.cluster_resources().get("GPU") else 0
+    return [gpu] * ranks + [gpu * beside.gpus] * beside.replicas
+
+
+def _reserve(cluster: Any, gpus: Sequence[int], held: ExitStack) -> Any:
+    """A core and so many GPUs for each process, full machines first."""
     group = cluster.util.placement_group([{"CPU": 1} | ({"GPU": n} if n else {}) for n in gpus], strategy="PACK")
     held.callback(cluster.util.remove_placement_group, group)
-    if not group.wait(JOIN_LIMIT):
-        wanted = f"run.gpus={settings.size}" + f" rollout.replicas={beside.replicas}" * bool(beside.replicas)
-        free = cluster.available_resources()
-        raise EnvironmentProblem(f"{wanted}: the Ray cluster has no room for that, free are {free}")
-    token = secrets.token_hex(16)
-    door = held.enter_context(Door(0, token))
-    address = f"{cluster.util.get_node_ip_address()}:{door.port}"
-
-    def start(bundle: int, token: str) -> None:
-        place = cluster.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
-        options: Any = {"num_gpus": gpus[bundle], "num_cpus": 1, "max_retries": 0, "scheduling_strategy": place}
-        cluster.remote(_rank_of_ray).options(**options).remote(address, token)
-
-    def replica_at(number: int, replica: Replica) -> Link:
-        door.expected[own := secrets.token_hex(16)] = queue.SimpleQueue()
-        start(settings.size + number, own)
-        try:
-            return Link(door.arrivals(own, 1)[0], replica)
-        finally:
-            door.refuse(own)
-
-    for rank in range(settings.size):
-        start(rank, token)
-    return _ranks(door.arrivals(token, settings.size), settings, logs), replica_at
+    return group
 
 
 LAUNCHERS = {"local": local, "join": join, "ray": ray}
 
 
-def launch(config: Config, settings: RankSettings, cuda: bool, logs: Path, held: ExitStack) -> Places:
-    """For each rank what starts it, or takes the one that is there. `held`: what ends with them."""
+def start_team(config: Config, command: str, *, model: str, folder: str | None, logs: Path) -> Team:
+    """Ranks that have met. They log into `logs`, which all machines must see, and so they must the `model`; `folder` is
+    the checkpoint to continue from.
+    """
+    device, here = pick_device(config.run.device), config.run.launcher == "local"
+    listening = socket.create_server(("127.0.0.1" if here else "", 0))
+    port = listening.getsockname()[1]
+    store = distributed.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+    settings = RankSettings(
+        options=config.model_dump(mode="json", exclude_unset=True),
+        command=command,
+        folder=folder,
+        rank=0,
+        size=config.run.gpus,
+        port=port,
+        seen=look(config, model, logs),
+    )
+    visible = visible_gpus("cuda") if device.type == "cuda" else []
+    with ExitStack() as held:
+        held.callback((logs / MARK).unlink, missing_ok=True)
+        starters, place = LAUNCHERS[config.run.launcher](settings, visible, logs, held, _beside(config, command))
+        team = Team(starters, held.pop_all(), place)
+    team.store = store  # it lasts as long as the ranks
+    if shared := meet(store, team.size):
+        slow = "they exchange through main memory (gloo), which is slow"
+        log.warning(f"ranks {', '.join(map(str, shared))} have a GPU in common: {slow}")
+    log.info(f"{team.size} processes share the run, and log to {logs}/rank-N.log")
+    return team
+
+
+def _beside(config: Config, command: str) -> Beside:
     rollout = config.rollout
-    beside = Beside(rollout.replicas, 1 if rollout.engine == "embedded" else rollout.tensor_parallel)
-    return LAUNCHERS[config.run.launcher](settings, visible_gpus("cuda") if cuda else [], logs, held, beside)
+    generates = command == "rl" or (command in ("sft", "dpo") and bool(config.data.val))
+    return Beside(rollout.replicas * generates, 1 if rollout.engine == "embedded" else rollout.tensor_parallel)
+
+
+def gpus_left(config: Config, command: str) -> int:
+    """For how many ranks the Ray cluster has room where a machine may be gone: as many as the run had, or fewer."""
+    beside, together, limit = _beside(config, command), config.train.sequence_parallel, LEFT_LIMIT
+    cuda = pick_device(config.run.device).type == "cuda"
+    with ExitStack() as held:
+        cluster = _cluster(held)
+        for ranks in range(config.run.gpus, config.run.min_gpus - 1, -together):
+            gpus = _bundles(cluster, ranks, beside, cuda=cuda)
+            with ExitStack() as tried:
+                group, end = _reserve(cluster, gpus, tried), time.monotonic() + limit
+                while not (ready := group.wait(1)) and time.monotonic() < end:
+                    there = cluster.cluster_resources()  # of machines that live
+                    if there.get("CPU", 0) < len(gpus) or there.get("GPU", 0) < sum(gpus):
+                        break
+            if ready:
+                return ranks
+            limit = LEFT_LIMIT / 10
+        have = cluster.cluster_resources()
+    raise RankLost(f"run.min_gpus: the Ray cluster has no room for {config.run.min_gpus}; its machines have {have}")
 
 
 def _ranks(came: Sequence[Arrival], settings: RankSettings, logs: Path) -> list[Starter]:
     return [
-        partial(Rank, replace(settings, rank=rank), log=logs / f"rank-{rank}.log", place=partial(Link, arrival))
+        partial(Rank, replace(settings, rank=rank), log=logs / f"rank-{rank}.log", place=partial(_linked, arrival))
         for rank, arrival in enumerate(came)
     ]
 
 
-# -- ranks that connect ----------------------------------------------------------------------------
+def _linked(arrival: Arrival, replica: Replica) -> Link:
+    return Link(arrival.channel, replica.module, replica.log)
 
 
-class Link:
-    """To a process that was started elsewhere, which ends when this does."""
-
-    def __init__(self, arrival: Arrival, replica: Replica) -> None:
-        self.channel = arrival.channel
-        self.receive = self.channel.receive
-        self._ended = threading.Event()
-        self.channel.send({"module": replica.module, "log": str(replica.log.absolute()), "cwd": os.getcwd()})
-
-    def exit_code(self) -> None:
-        return None
-
-    def wait(self, seconds: float) -> None:
-        """Until the thread that receives has seen its end."""
-        self._ended.wait(seconds)
-
-    def kill(self) -> None:
-        with suppress(OSError):
-            self.channel.link.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._ended.set()
-        self.kill()
-
-
-class Door:
-    """Where the processes of a run connect to. Each has a token of those that are expected."""
-
-    def __init__(self, port: int, token: str) -> None:
-        self._listening = socket.create_server(("", port))
-        self.port = self._listening.getsockname()[1]
-        self.expected: dict[str, queue.SimpleQueue[Arrival]] = {token: queue.SimpleQueue()}
-        threading.Thread(target=self._accept, name="door", daemon=True).start()
-
-    def __enter__(self) -> "Door":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # ends the thread that waits there
-        self._listening.close()
-        for token in list(self.expected):
-            self.refuse(token)
-
-    def refuse(self, token: str) -> None:
-        """Whoever waits with this token, and whoever comes with it from now on."""
-        waiting = self.expected.pop(token)
-        while not waiting.empty():
-            waiting.get().channel.link.close()
-
-    def arrivals(self, token: str, count: int) -> list[Arrival]:
-        """The next processes with this token, in the order of hosts."""
-        came: list[Arrival] = []
-        end = time.monotonic() + JOIN_LIMIT
-        while len(came) < count:
-            try:
-                came.append(self.expected[token].get(timeout=max(0.0, end - time.monotonic())))
-            except queue.Empty:
-                hosts = ", ".join(one.host for one in came) or "no machine"
-                raise EnvironmentProblem(
-                    f"{len(came)} of {count} processes connected within {JOIN_LIMIT:.0f} s, from {hosts}; "
-                    "start the others, or lower run.gpus or rollout.replicas"
-                ) from None
-            if came[-1].versions != versions():
-                other = came[-1]
-                raise EnvironmentProblem(f"{other.host} has {other.versions}, this machine {versions()}; install alike")
-        return sorted(came, key=lambda one: (one.host, one.local, one.pid))
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:  # whoever says nothing keeps nobody else waiting
-                threading.Thread(target=self._greet, args=self._listening.accept(), daemon=True).start()
-
-    def _greet(self, link: socket.socket, address: Any) -> None:
-        """Takes a process that knows a token. Others may send anything."""
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel = Channel(link, largest=HELLO_BYTES)
-        try:
-            block = channel.receive(HELLO_LIMIT)
-            hello = dict(block.row) if block else {}
-            given = str(hello.pop("token")).encode()
-            queues = [one for token, one in [*self.expected.items()] if hmac.compare_digest(given, token.encode())]
-            arrival = Arrival(channel=channel, **hello)
-            channel.largest = None
-            queues[0].put(arrival)
-            log.info(f"connected: process {arrival.pid} of {arrival.host}")
-        except Exception:
-            log.warning(f"a process on {address[0]} that does not belong to this run was refused")
-            link.close()
+# -- in a process that was started elsewhere ---------------------------------------------------------
 
 
 def versions() -> dict[str, str]:

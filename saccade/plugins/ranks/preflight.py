@@ -31,6 +31,7 @@ from saccade.system.disk import refusal
 MEET_LIMIT = 300.0  # seconds from the first rank to the last, which may read the same libraries from a slow disk
 SUM_LIMIT = 120.0  # seconds of the first collective, in which nccl sets itself up and opens the connections
 SEEN_LIMIT = 30.0  # seconds until a file that was just written is seen through a network
+SUMMED, SUMS = 1 << 26, 3  # bytes of a sum that is timed, and how many
 MARK = ".seen-by-ranks"
 ELSE = "end what else runs there, `nvidia-smi` shows it"
 
@@ -44,15 +45,15 @@ def code_hash(root: Path = Path(saccade.__file__).parent) -> str:
 
 
 def look(config: Config, model: str, logs: Path) -> dict[str, Any]:
-    """What this machine sees, for `require_seen`; `logs` gets a file to be found."""
+    """What this machine sees, for `require_seen`; `logs` gets a file to be found. No `model`: its name is empty."""
     texts = [*_texts(config)]
     named = [*texts, *(re.split("[:@#]", text)[0] for text in texts)]  # FILE.py:NAME, PATH@SPLIT
-    paths = dict.fromkeys([model, *filter(os.path.exists, named)])
+    paths = dict.fromkeys([*filter(None, [model]), *filter(os.path.exists, named)])
     mark = secrets.token_hex(8)
     (logs / MARK).write_text(mark, encoding="utf-8")
     return {
         "paths": [os.path.abspath(path) for path in paths],
-        "weights": fingerprint(Path(model)),
+        "weights": fingerprint(Path(model)) if model else None,
         "logs": os.path.abspath(logs),
         "mark": mark,
     }
@@ -75,7 +76,7 @@ def require_seen(seen: Mapping[str, Any], rank: int) -> None:
     for path in seen["paths"]:
         if not os.path.exists(path):
             raise EnvironmentProblem(f"{path} is not there; all machines must see the same paths")
-    if fingerprint(Path(seen["paths"][0])) != seen["weights"]:
+    if seen["weights"] is not None and fingerprint(Path(seen["paths"][0])) != seen["weights"]:
         raise EnvironmentProblem(
             f"model.path: {seen['paths'][0]} has other weights than that of the run; copy it again"
         )
@@ -150,3 +151,14 @@ def require_sum(device: torch.device, limit: float = SUM_LIMIT) -> None:
         raise EnvironmentProblem(f"a sum over all ranks on {device.type} failed ({total}); {hint}") from total
     if total != dist.get_world_size():
         raise EnvironmentProblem(f"the ones of {dist.get_world_size()} ranks sum up to {total:g}; check the GPU")
+
+
+def sum_speed(device: torch.device) -> float:
+    """GB/s that each rank sends in sums over all ranks, as nccl counts them."""
+    numbers, size = torch.ones(SUMMED // 4, device=device), dist.get_world_size()
+    dist.all_reduce(numbers)
+    began = time.monotonic()
+    for _ in range(SUMS):
+        dist.all_reduce(numbers)
+    numbers[0].item()  # waits for the GPU
+    return SUMS * SUMMED * 2 * (size - 1) / size / (time.monotonic() - began) / 1e9

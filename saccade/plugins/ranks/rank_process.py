@@ -26,7 +26,7 @@ import torch
 from torch import distributed
 
 from saccade.checks.steps import algorithm_of
-from saccade.config import load
+from saccade.config import Config, load
 from saccade.engines import Capabilities, Engine
 from saccade.engines.builders import build
 from saccade.errors import EnvironmentProblem, SaccadeError, TrainingError
@@ -78,10 +78,7 @@ class RankWorker(Worker):
 
     def __init__(self, settings: RankSettings, channel: Channel) -> None:
         self.settings = settings
-        self.config = load(settings.options, command=settings.command)
-        model_setup.quiet_libraries()
-        preflight.require_sum(device := model_setup.device_of(self.config))
-        preflight.require_seen(settings.seen, settings.rank)
+        self.config, device = _looked(settings)
         family = model_setup.family_of(self.config, model_setup.start_folder(self.config))
         each = 0.5 if self.config.model.train == "qlora" else pick_dtype(self.config.model.dtype, device).itemsize
         preflight.require_room(Path(family.path), each, device)
@@ -288,6 +285,29 @@ def _each(batches: Sequence[Batch], read: Callable[[list[Batch]], Sequence[Any]]
     return [[np.concatenate(c) for c in zip(*islice(found, len(b.forest.pieces)), strict=True)] for b in batches]
 
 
+class Visitor(Worker):
+    """What `saccade doctor` starts: a rank that meets the others and holds no model."""
+
+    def __init__(self, settings: RankSettings, channel: Channel) -> None:
+        _, self.device = _looked(settings)
+        super().__init__(NoEngine(), channel)  # type: ignore[arg-type]
+
+    def perform(self, block: Block) -> Any:
+        if block.row["call"] != "sum_speed":
+            return super().perform(block)
+        kind = distributed.get_backend_config().get_device_backend_map()[self.device.type]
+        return {"host": host_name(), "backend": kind, "speed": preflight.sum_speed(self.device)}
+
+
+def _looked(settings: RankSettings) -> tuple[Config, torch.device]:
+    """After a sum over all ranks and a look at the files."""
+    config = load(settings.options, command=settings.command)
+    model_setup.quiet_libraries()
+    preflight.require_sum(device := model_setup.device_of(config))
+    preflight.require_seen(settings.seen, settings.rank)
+    return config, device
+
+
 def join(settings: RankSettings) -> None:
     """Meet the other ranks."""
     store = distributed.TCPStore(settings.host, settings.port, is_master=False)
@@ -309,7 +329,7 @@ def serve(channel: Channel, controller: str | None = None) -> None:
     settings = replace(settings, host=controller or settings.host)
     try:
         join(settings)
-        worker = RankWorker(settings, channel)
+        worker = (Visitor if settings.command == "doctor" else RankWorker)(settings, channel)
     except SaccadeError as error:
         error.args = (f"rank {settings.rank} on {host_name()}: {error}",)
         channel.send({"failed": describe_error(error)})
@@ -317,9 +337,11 @@ def serve(channel: Channel, controller: str | None = None) -> None:
         os._exit(error.exit_code)  # a thread may be stuck in nccl
     channel.send({"ready": True})
     orders: queue.SimpleQueue[Block] = queue.SimpleQueue()
-    threading.Thread(target=worker.sort_out, args=(inbox, orders), name="orders", daemon=True).start()
+    sort_out = getattr(worker, "sort_out", None)
+    if sort_out is not None:
+        threading.Thread(target=sort_out, args=(inbox, orders), name="orders", daemon=True).start()
     threading.Thread(target=worker.report, name="report", daemon=True).start()
-    worker.run(orders)
+    worker.run(inbox if sort_out is None else orders)
 
 
 if __name__ == "__main__":

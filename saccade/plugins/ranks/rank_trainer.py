@@ -6,9 +6,8 @@
 """
 
 import logging
-import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from saccade.config import ADAPTED, Config, load
 from saccade.forest import interface
@@ -29,11 +28,10 @@ from saccade.models.load import freeze, pick_device, pick_dtype
 from saccade.plugins.engines.weight_transfer import opened
 from saccade.plugins.engines.weights import Mapped
 from saccade.plugins.estimate.layout_choice import choose_layout
-from saccade.plugins.ranks.launchers import launch
+from saccade.plugins.ranks.launchers import start_team
 from saccade.plugins.ranks.layouts import require_heads
 from saccade.plugins.ranks.loss_codec import encode_loss
-from saccade.plugins.ranks.preflight import MARK, look, meet
-from saccade.plugins.ranks.team import RankSettings, Team
+from saccade.plugins.ranks.team import Team
 from saccade.plugins.reward_models.reward_card import Card
 from saccade.registry import HOOKS
 from saccade.system.codec import decode
@@ -197,31 +195,7 @@ def start_policy(config: Config, command: str, family: Family, folder: str | Non
     require_heads(config, family)
     layout, reason = choose_layout(config, command, family)
     config = load(config, [f"train.layout={layout}"], command)
-    cuda, here = pick_device(config.run.device).type == "cuda", config.run.launcher == "local"
-    listening = socket.create_server(("127.0.0.1" if here else "", 0))
-    port = listening.getsockname()[1]
-    store = distributed.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-    )
-    options = config.model_dump(mode="json", exclude_unset=True)
-    settings = RankSettings(
-        options=options,
-        command=command,
-        folder=folder,
-        rank=0,
-        size=config.run.gpus,
-        port=port,
-        seen=look(config, family.path, logs),
-    )
-    with ExitStack() as held:
-        held.callback((logs / MARK).unlink, missing_ok=True)
-        ranks, place = launch(config, settings, cuda, logs, held)
-        team = Team(ranks, held.pop_all(), place)
-    team.store = store  # it lasts as long as the ranks
-    if shared := meet(store, team.size):
-        slow = "they exchange through main memory (gloo), which is slow"
-        log.warning(f"ranks {', '.join(map(str, shared))} have a GPU in common: {slow}")
-    log.info(f"{team.size} processes share the run, and log to {logs}/rank-N.log")
+    team = start_team(config, command, model=family.path, folder=folder, logs=logs)
     log.info(f"train.layout={layout}: {reason}")
     return RankTrainer(config, team, family)
 

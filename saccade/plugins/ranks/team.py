@@ -31,7 +31,7 @@ from saccade.types import Completion
 STACK_LIMIT = 5.0  # seconds to say where a process is
 # A call has stalled if it takes STALL_FACTOR times as long per token as the slowest of its kind, and at least
 # STALL_LEAST seconds. The first of a kind has the limit of collectives: it may compile kernels.
-STALL_LEAST, STALL_FACTOR, STALL_FIRST = 120.0, 10.0, 3600.0
+STALL_LEAST, STALL_FACTOR, STALL_FIRST = 60.0, 10.0, 3600.0
 WRITE_LIMIT = 24 * 3600.0  # seconds: checkpoints are large, and disks may be slow
 
 
@@ -154,8 +154,7 @@ class Team(Replicas):
         """Raises the first error, or that there is no answer within the limit, with where the other ranks are."""
         failed = next(((rank, error) for one, rank in asked.items() if one.done() and (error := one.exception())), None)
         late = [rank for one, rank in asked.items() if not one.done()]
-        with ThreadPoolExecutor(self.size) as pool:
-            where = "\n".join(pool.map(_stack, late))
+        where = _stacks(late)
         if failed is None:
             names = ", ".join(rank.log.stem for rank in late)
             raise self._kill_all(RankLost(f"{names}: no answer to {call} for {limit:.0f} s\n{where}"))
@@ -167,8 +166,10 @@ class Team(Replicas):
         raise self._kill_all(RankLost(text.rstrip()))
 
     def _lose(self, engine: Replica, death: Exception) -> None:
-        """No rank can go on without the others."""
-        raise self._kill_all(RankLost(f"{engine.log.stem} died: {death}\n{tail(engine.log)}"))
+        """No rank can go on without the others, which say where they are if they have begun."""
+        others = [rank for rank in self._working if rank is not engine]
+        text = f"{engine.log.stem} died: {death}\n{tail(engine.log)}\n{_stacks(others)}"
+        raise self._kill_all(RankLost(text.rstrip()))
 
     def close(self) -> None:
         super().close()
@@ -186,6 +187,11 @@ class Team(Replicas):
 def _work(given: Mapping[str, Any]) -> int:
     """What a call takes longer for: tokens, or questions."""
     return sum(len(batch.forest.rows) for batch in given.get("batches", ())) or len(given.get("questions", ()))
+
+
+def _stacks(ranks: Sequence[Replica]) -> str:
+    with ThreadPoolExecutor(max(1, len(ranks))) as pool:
+        return "\n".join(pool.map(_stack, ranks))
 
 
 def _stack(rank: Replica) -> str:

@@ -65,7 +65,7 @@ TINY_HIDDEN = 64
 EXAMPLES = "rows"
 DROPPED = {  # options of other engines, and of several GPUs
     "rollout": ("tensor_parallel", "memory_share", "engine_args", "parity_max"),
-    "run": ("gpus", "launcher", "restarts"),
+    "run": ("gpus", "launcher", "restarts", "min_gpus"),
     "train": ("layout", "sequence_parallel"),
 }
 
