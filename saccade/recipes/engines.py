@@ -8,7 +8,7 @@ from pathlib import Path
 from saccade.config import Config, DataConfig
 from saccade.engines import Engine, Settings
 from saccade.engines.builders import ENGINES, build
-from saccade.engines.embedded.kv_cache import shape_of, why_no_kernels
+from saccade.engines.embedded.kv_cache import cache_shape, why_no_kernels
 from saccade.errors import ConfigError
 from saccade.models import experts
 from saccade.models.families import Family
@@ -31,7 +31,7 @@ def make_engine(config: Config, policy: Trainer, *, first_tokens: bool = False, 
     if name != "embedded" and experts.count(policy.model):
         raise ConfigError(f"rollout.engine={name}: cannot read the trainer's experts; use rollout.engine=embedded")
     if name == "embedded" and policy.device.type == "cuda" and policy.engine is None:  # its model is here
-        if slow := why_no_kernels(shape_of(policy.model, policy.family)):
+        if slow := why_no_kernels(cache_shape(policy.model, policy.family)):
             log.info(f"generation waits for the GPU after every token, because {slow}")
         elif not experts.capturable(policy.model):
             log.info("generation runs without CUDA graphs: on this GPU experts ask the host for sizes")

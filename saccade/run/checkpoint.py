@@ -28,7 +28,7 @@ from saccade.system.contents import File, write_files
 OWN_FILES = re.compile(r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|(adapter_)?config\.json)$")
 # Settings of the image processor: a separate file, or a part of that of the whole processor.
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
-Shape = tuple[str, tuple[int, ...]]  # name and shape of a parameter
+NamedShape = tuple[str, tuple[int, ...]]  # name and shape of a parameter
 HASHED_UP_TO = 64 << 20  # larger files of its state are compared by size
 
 
@@ -42,7 +42,7 @@ def require_room(folder: Path, needed: int) -> None:
 
 
 def write(
-    folder: Path, step: int, files: Iterable[File], weights: Sequence[Shape], *, keep: int, best: int | None
+    folder: Path, step: int, files: Iterable[File], weights: Sequence[NamedShape], *, keep: int, best: int | None
 ) -> None:
     """A checkpoint of these files, which must hold the `weights` (names and shapes). The `keep` newest
     ones stay beside it, and the `best`.
@@ -163,7 +163,7 @@ def tensor_shapes(folder: Path) -> list[tuple[int, ...]]:
     return [tuple(entry["shape"]) for header in headers if isinstance(header, dict) for entry in header.values()]
 
 
-def _verify(folder: Path, weights: Sequence[Shape]) -> None:
+def _verify(folder: Path, weights: Sequence[NamedShape]) -> None:
     """The folder holds every parameter, a tied one once. Names are transformers' own on disk, so
     shapes are compared, of experts (one by one on disk) their numbers; `load_model` refuses a
     folder whose names do not fit.

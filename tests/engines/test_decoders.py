@@ -12,7 +12,7 @@ import torch
 from saccade.config import TrainConfig
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine, kv_cache
-from saccade.engines.embedded.kv_cache import shape_of
+from saccade.engines.embedded.kv_cache import cache_shape
 from saccade.errors import EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.models.heads import find_logit_change, language_head
@@ -100,7 +100,7 @@ def test_greedy_tokens_are_those_of_generate(kind, kernels, made, paged, monkeyp
 def test_what_layers_keep_is_found(made):
     def rows(kind):
         family, model, _ = made(kind)
-        return shape_of(model, family).layers
+        return cache_shape(model, family).layers
 
     assert rows("deepseek_v3") == ((2, 2, 24, 12, 0), (2, 2, 24, 12, 1))
     assert rows("gemma4_text") == ((2, 2, 32, 32, 0), (2, 1, 64, 64, 1)) * 2

@@ -10,7 +10,7 @@ from saccade.config import LoraConfig, TrainConfig
 from saccade.config import load as load_config
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.engines.embedded.kv_cache import shape_of, why_no_kernels
+from saccade.engines.embedded.kv_cache import cache_shape, why_no_kernels
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest.attention import forest_plan, paths
 from saccade.forest.packing import pack
@@ -127,10 +127,10 @@ def test_the_work_and_memory_of_recurrent_layers(made, family_of):
     family, model, _ = made
     found = shapes.shape_of(model, family.tower_of)
     assert found.windows == (128, None, 128) and found.state_bytes == 2 * 4 * 4 * 16 * 32
-    assert found.kv_bytes(4) == pytest.approx(shape_of(model, family).bytes_per_token)
+    assert found.kv_bytes(4) == pytest.approx(cache_shape(model, family).bytes_per_token)
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     assert found.text.weights + found.head_weights == pytest.approx(linear)
-    assert why_no_kernels(replace(shape_of(model, family), dtype=torch.bfloat16)) == "it has recurrent layers"
+    assert why_no_kernels(replace(cache_shape(model, family), dtype=torch.bfloat16)) == "it has recurrent layers"
 
 
 def test_what_is_not_served_is_refused(made, tmp_path):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.engines import Capabilities, Engine, not_finite, require_room
-from saccade.engines.embedded.kv_cache import KVCache, shape_of
+from saccade.engines.embedded.kv_cache import KVCache, cache_shape
 from saccade.engines.embedded.sampling import cuts, draw
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS, Scheduler
 from saccade.engines.embedded.sequences import Outputs, Part, Sequence
@@ -36,7 +36,7 @@ class EmbeddedEngine(Engine):
         """`finite`: log-probs that are not are an error; a trainer skips its update instead."""
         self.model, self.family, self.max_sequences = model, family, max_sequences
         self.version, self.finite = 0, finite
-        shape = shape_of(model, family)
+        shape = cache_shape(model, family)
         self.banned = banned_mask(family, shape.device)
         self.cache = KVCache(shape, max_sequences)
         self.outputs = Outputs()

@@ -58,7 +58,7 @@ class LayerShape(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class CacheShape:
     """Of what a model keeps of a token."""
 
     layers: tuple[LayerShape, ...]
@@ -73,7 +73,7 @@ class Shape:
 
 
 @torch.no_grad()
-def shape_of(model: torch.nn.Module, family: Family) -> Shape:
+def cache_shape(model: torch.nn.Module, family: Family) -> CacheShape:
     """Found by a forward of one token: configs say it in many ways."""
     seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     first: dict[int, int] = {}  # memory of keys → the layer that made them
@@ -101,15 +101,15 @@ def shape_of(model: torch.nn.Module, family: Family) -> Shape:
         source = first[k.untyped_storage().data_ptr()]
         shapes[layer] = LayerShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], source)
     kept = sum(each.bytes for each in states)
-    return Shape(layers=tuple(shapes), device=parameter.device, dtype=parameter.dtype, state_bytes=kept)
+    return CacheShape(layers=tuple(shapes), device=parameter.device, dtype=parameter.dtype, state_bytes=kept)
 
 
-def use_kernels(shape: Shape) -> bool:
+def use_kernels(shape: CacheShape) -> bool:
     """Whether the Triton kernels serve a model where it lies."""
     return shape.device.type == "cuda" and not why_no_kernels(shape)
 
 
-def why_no_kernels(shape: Shape) -> str:
+def why_no_kernels(shape: CacheShape) -> str:
     """Why the Triton kernels would not serve a model on any GPU; empty if they do."""
     if shape.dtype not in HALF:  # there greedy tokens are those of transformers, bit by bit
         return f"its weights are {shape.dtype}"
@@ -129,7 +129,7 @@ class KVCache:
     share the tensor.
     """
 
-    def __init__(self, shape: Shape, slots: int) -> None:
+    def __init__(self, shape: CacheShape, slots: int) -> None:
         self.shape, self.slots = shape, slots
         self.device, self.dtype = shape.device, shape.dtype
         self.kernels: Any = KERNELS if use_kernels(shape) else None  # None: torch, with pages of whole sequences

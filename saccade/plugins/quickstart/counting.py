@@ -46,7 +46,7 @@ QUESTION = "how many objects?"
 TRIES = 400  # places tried for one scene before the shapes are taken not to fit
 
 
-class Shape(NamedTuple):
+class Drawn(NamedTuple):
     """One drawn object; centre and radius in pixels."""
 
     kind: str
@@ -58,11 +58,11 @@ class Shape(NamedTuple):
 
 def counting_scene(
     rng: np.random.Generator, *, count: int, colours: Sequence[str], size: int = 56, radius: tuple[int, int] = (4, 6)
-) -> tuple[np.ndarray, tuple[Shape, ...]]:
+) -> tuple[np.ndarray, tuple[Drawn, ...]]:
     """An image [size, size, 3] of shapes that do not touch, and the shapes in reading order: the
     upper half of the image before the lower half, each from left to right.
     """
-    placed: list[Shape] = []
+    placed: list[Drawn] = []
     for _ in range(TRIES):
         radii = rng.integers(radius[0], radius[1] + 1, size=count).tolist()
         kinds = rng.integers(len(KINDS), size=count).tolist()
@@ -74,7 +74,7 @@ def counting_scene(
             i, r = len(placed), radii[len(placed)]
             x, y = r + int(u * (size - 2 * r)), r + int(v * (size - 2 * r))
             if all(max(abs(x - s.x), abs(y - s.y)) > r + s.radius + 1 for s in placed):
-                placed.append(Shape(KINDS[kinds[i]], colours[names[i]], x, y, r))
+                placed.append(Drawn(KINDS[kinds[i]], colours[names[i]], x, y, r))
         if len(placed) == count:
             break
     else:
