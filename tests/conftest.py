@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # torch is imported by the tests that need it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# bitsandbytes, which peft imports, asks for compiled functions that nothing here calls: seconds of each process.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 with suppress(ImportError):  # the environment of vLLM has no hypothesis
     from hypothesis import settings

@@ -27,7 +27,8 @@ forests = divided.forests
 DEAL = ((0,), (1, 4), (2, 5), (3,))
 CASES = {
     "all": Case(DEAL),
-    "one machine has all": Case(((0, 1, 2), (4,), (), ())),
+    "text on one machine": Case(((0, 1, 2), (4,), (), ())),
+    "no image anywhere": Case(((4,), (), (5,), ())),
     "bf16": replace(divided.CASES["bf16"], deal=((0,), (4,), (), (1,))),
     "critic": replace(divided.CASES["critic"], deal=DEAL),
     "critic offloaded": replace(divided.CASES["critic offloaded"], deal=DEAL),

@@ -91,12 +91,13 @@ def test_two_ranks_have_the_tokens_the_numbers_and_the_weights_of_one_process(re
         require_same_weights(*(tensors(run / "checkpoints" / "step-4" / place) for run in (two, alone)))
 
 
-def test_a_run_goes_on_with_another_number_of_ranks_and_starts_again_when_one_is_killed_or_halted(
+def test_a_run_goes_from_two_ranks_to_one_and_back_and_starts_again_when_one_is_killed_or_halted(
     recipe, alone, tmp_path, tensors, monkeypatch, forked_ranks
 ):
     def options(**more: Any) -> dict[str, Any]:
         return recipe(tmp_path, run__name="on", run__resume="auto", **more)
 
+    rl.run(options(run__max_steps=1, run__gpus=2))
     rl.run(options(run__max_steps=2))
     train_step, calls = RankTrainer.train_step, []
 
@@ -117,13 +118,12 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_starts_again_when_one_is
 
     monkeypatch.setattr(RankTrainer, "train_step", killing)
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(load(options(run__max_steps=3)).model_dump(mode="json", exclude_unset=True)))
+    file.write_text(yaml.safe_dump(load(options()).model_dump(mode="json", exclude_unset=True)))
     done = CliRunner().invoke(app, ["rl", str(file), "run.gpus=2", "run.restarts=2"], env={"COLUMNS": "300"})
-    assert done.exit_code == 0 and len(calls) == 6, done.output
+    assert done.exit_code == 0 and len(calls) == 8, done.output
     stalled = ("rank-0, rank-1: no answer to train_step for 5 s", "rank-0 was at", "rank-1 does not say where it is")
     for text in ("rank-1 failed in train_step", "step 2 is saved in", *stalled, "run.restarts: 0 left"):
         assert text in done.output
-    rl.run(options())
     assert sampled(tmp_path / "on") == sampled(alone)
     require_alike(tmp_path / "on", alone)
     require_same_weights(*(tensors(run / "checkpoints" / "step-4") for run in (tmp_path / "on", alone)))

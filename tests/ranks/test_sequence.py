@@ -49,7 +49,7 @@ CASES = {  # forests of the first and of the second group; 0 and 1 have images
     "recomputed": Case(((0,), (1, 2)), loss=GRPO, checkpointing=True),
     "only a tower": Case(((0, 2), (3,)), loss=GRPO, change=lambda model, family: freeze(model, family, "freeze:llm")),
     "whole sequences": Case(((0,), (2,)), loss=policy("gspo")),
-    "entropy": Case(((1,), (3,)), loss=policy("grpo", entropy_coef=0.1)),
+    "entropy": Case(((2,), (3,)), loss=policy("grpo", entropy_coef=0.1)),  # no image anywhere
     "critic": CRITIC,
     "nan": Case(((0,), (2,)), loss=GRPO),
     "pairs": Case(((0,), (1,)), family=PAIRS, loss=SIMPO),

@@ -20,7 +20,6 @@ from saccade.config import TrainConfig
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest.batch import Batch
 from saccade.models.families import Family, load_family
-from saccade.models.load import load_model
 from saccade.plugins.offload import host_state
 from saccade.plugins.ranks.divided import DividedOptimizer
 from saccade.plugins.ranks.sharded import ShardedBackend
@@ -42,7 +41,6 @@ NAMES = (
 CASES = {name: divided.CASES[name] for name in NAMES if name in divided.CASES}
 CASES |= {
     "recomputed": Case(((0, 1, 4), (5,)), checkpointing=True),
-    # Else the third step shows how Adam blows up rounding.
     "bf16": replace(divided.CASES["bf16"], deal=((0, 4), (1,)), train=TrainConfig(grad_norm=1e9, eps=1e-3)),
 }
 
@@ -56,7 +54,7 @@ def averaged(family: Family, backend: type[LocalBackend]) -> LocalBackend:
     """A reference in bf16 that followed another model twice."""
     case = Case(dtype=torch.bfloat16, change=moved)
     policy = made(case, family, DividedOptimizer if backend is ShardedBackend else Optimizer, backend)
-    average = backend(load_model(family, dtype=torch.bfloat16, device=torch.device("cpu")), family)
+    average = backend(divided.fresh(family, torch.bfloat16), family)
     for _ in range(2):
         average.blend(policy.held_weights(), 0.25)
     return average
@@ -81,7 +79,7 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
     found["resumed"] = resumed(folder / "files", rank, make, family, forests)
     average = averaged(family, ShardedBackend)
     write_files(folder / f"average-{rank}", average.state_files())
-    again = ShardedBackend(load_model(family, dtype=torch.bfloat16, device=torch.device("cpu")), family)
+    again = ShardedBackend(divided.fresh(family, torch.bfloat16), family)
     dist.barrier()
     again.load_state(folder / "average-0")
     found["average"] = [
@@ -179,7 +177,7 @@ def test_memory_that_runs_out_ends_the_run_with_advice(results: Any) -> None:
 
 
 def test_a_run_changes_its_layout(tmp_path: Path, rl_config: Any, tensors: Any, forked_ranks: None) -> None:
-    """With a reference that moves and an average: whole, sharded, in one process. The copy that generates is given
+    """With a reference that moves and an average: whole, sharded, whole. The copy that generates is given
     back in each update, and its frozen tower comes back with the rest.
     """
     kl = {"algorithm.kl.coef": 0.05, "algorithm.kl.update": "ema", "algorithm.kl.update_every": 1}
@@ -191,7 +189,7 @@ def test_a_run_changes_its_layout(tmp_path: Path, rl_config: Any, tensors: Any, 
     start("one", run__max_steps=4)
     start("on", run__max_steps=1, run__gpus=2)
     start("on", run__max_steps=3, run__gpus=2, train__layout="sharded", train__offload=True)
-    start("on", run__max_steps=4)
+    start("on", run__max_steps=4, run__gpus=2)
     one, on = tmp_path / "one", tmp_path / "on"
     log = (on / "log.txt").read_text()
     assert "train.layout=whole: this machine has no GPU" in log and "train.layout=sharded: as the config says" in log

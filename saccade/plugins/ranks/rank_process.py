@@ -295,8 +295,8 @@ class Visitor(Worker):
     def perform(self, block: Block) -> Any:
         if block.row["call"] != "sum_speed":
             return super().perform(block)
-        kind = distributed.get_backend_config().get_device_backend_map()[self.device.type]
-        return {"host": host_name(), "backend": kind, "speed": preflight.sum_speed(self.device)}
+        kinds = dict(kind.split(":") for kind in distributed.get_backend_config().split(","))
+        return {"host": host_name(), "backend": kinds[self.device.type], "speed": preflight.sum_speed(self.device)}
 
 
 def _looked(settings: RankSettings) -> tuple[Config, torch.device]:
