@@ -218,10 +218,10 @@ def _beside(config: Config, command: str) -> Beside:
 def gpus_left(config: Config, command: str) -> int:
     """For how many ranks the Ray cluster has room where a machine may be gone: as many as the run had, or fewer."""
     beside, together, limit = _beside(config, command), config.train.sequence_parallel, LEFT_LIMIT
-    cuda = pick_device(config.run.device).type == "cuda"
+    cuda, least = pick_device(config.run.device).type == "cuda", config.run.min_gpus or config.run.gpus
     with ExitStack() as held:
         cluster = _cluster(held)
-        for ranks in range(config.run.gpus, config.run.min_gpus - 1, -together):
+        for ranks in range(config.run.gpus, least - 1, -together):
             gpus = _bundles(cluster, ranks, beside, cuda=cuda)
             with ExitStack() as tried:
                 group, end = _reserve(cluster, gpus, tried), time.monotonic() + limit
@@ -233,7 +233,7 @@ def gpus_left(config: Config, command: str) -> int:
                 return ranks
             limit = LEFT_LIMIT / 10
         have = cluster.cluster_resources()
-    raise RankLost(f"run.min_gpus: the Ray cluster has no room for {config.run.min_gpus}; its machines have {have}")
+    raise RankLost(f"run.min_gpus: the Ray cluster has no room for {least}; its machines have {have}")
 
 
 def _ranks(came: Sequence[Arrival], settings: RankSettings, logs: Path) -> list[Starter]:
