@@ -16,7 +16,7 @@ from saccade.errors import EnvironmentProblem
 from saccade.models.families import load_family
 from saccade.plugins import doctor
 from saccade.plugins.imitation.imitation_sources import teacher_of
-from saccade.plugins.ranks import gate, launchers, preflight
+from saccade.plugins.ranks import connections, launchers, preflight
 from saccade.recipes import model_setup
 from saccade.system.process import Channel
 
@@ -37,7 +37,7 @@ def test_a_machine_with_other_code_is_refused_by_name() -> None:
         channel.send({"token": "t", "host": "far" if code else "near", "pid": 1, "local": 0, "versions": versions})
         return channel
 
-    with gate.Gate(0, "t", launchers.versions()) as meeting:
+    with connections.Reception(0, "t", launchers.versions()) as meeting:
         links = [knock(meeting.port, code) for code in ({}, {"code": "0123456789ab"})]
         with pytest.raises(
             EnvironmentProblem, match=r"far has .*'code': '0123456789ab'.*, this machine .*; install alike"
@@ -117,7 +117,7 @@ def test_a_first_sum_that_never_returns_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_a_process_that_will_not_come_is_not_waited_for() -> None:
     with (
-        gate.Gate(0, "t", {}) as meeting,
+        connections.Reception(0, "t", {}) as meeting,
         pytest.raises(EnvironmentProblem, match="ended before it connected: Ray: no such module"),
     ):
         meeting.arrivals("t", 1, failed=lambda: "Ray: no such module")

@@ -28,7 +28,7 @@ from saccade.plugins.engines.replicas import replica
 from saccade.plugins.engines.replicas.replica_process import Worker
 from saccade.plugins.preferences import dpo
 from saccade.plugins.ranks import launchers, team
-from saccade.plugins.ranks.gate import Link
+from saccade.plugins.ranks.connections import Link
 from saccade.plugins.ranks.loss_codec import decode_loss, encode_loss
 from saccade.plugins.ranks.rank_trainer import RankTrainer
 from saccade.plugins.reward_models import reward_training

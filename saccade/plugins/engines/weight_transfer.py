@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from saccade.plugins.engines.weights import nameless
-from saccade.plugins.ranks.gate import accepting
+from saccade.plugins.ranks.connections import accepting
 from saccade.plugins.ranks.machines import host_name
 
 STREAMS = 4  # connections at a time: one alone fills no fast network

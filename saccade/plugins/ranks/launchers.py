@@ -30,7 +30,7 @@ from saccade.errors import ConfigError, EnvironmentProblem, RankLost
 from saccade.models.load import pick_device
 from saccade.plugins.engines.replicas.replica import Replica
 from saccade.plugins.engines.replicas.replica_pool import placements, visible_gpus
-from saccade.plugins.ranks.gate import HELLO_LIMIT, JOIN_LIMIT, Arrival, Gate, Link
+from saccade.plugins.ranks.connections import HELLO_LIMIT, JOIN_LIMIT, Arrival, Link, Reception
 from saccade.plugins.ranks.machines import host_name
 from saccade.plugins.ranks.preflight import MARK, code_hash, look, meet
 from saccade.plugins.ranks.team import Rank, RankSettings, Team
@@ -85,7 +85,7 @@ def join(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitS
     given = os.environ.get(TOKEN)
     token = given or secrets.token_hex(16)
     try:
-        gate = held.enter_context(Gate(PORT, token, versions()))
+        reception = held.enter_context(Reception(PORT, token, versions()))
     except OSError as error:
         raise EnvironmentProblem(
             f"run.launcher=join: port {PORT} cannot be opened ({error.strerror}); set SACCADE_PORT to another"
@@ -93,16 +93,16 @@ def join(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitS
     shown, count = "..." if given else token, settings.size + beside.replicas
     command = f"{TOKEN}={shown} saccade rank {socket.gethostname()}:{PORT}"
     log.info(f"waiting for {count} processes: run `{command}` once for each GPU")
-    came = gate.arrivals(token, count)
+    came = reception.arrivals(token, count)
     if not beside.replicas:
-        gate.refuse(token)
+        reception.refuse(token)
     for one in came[settings.size :]:
-        gate.expected[token].put(one)
+        reception.expected[token].put(one)
 
     def replica_at(number: int, replica: Replica) -> Link:
-        if gate.expected[token].empty():
+        if reception.expected[token].empty():
             log.info(f"{replica.log.stem} waits for a process: run `{command}` once more")
-        return _linked(gate.arrivals(token, 1, limit=REPLACE_LIMIT)[0], replica)
+        return _linked(reception.arrivals(token, 1, limit=REPLACE_LIMIT)[0], replica)
 
     return _ranks(came[: settings.size], settings, logs), replica_at
 
@@ -117,8 +117,8 @@ def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitSt
         free = cluster.available_resources()
         raise EnvironmentProblem(f"{wanted}: the Ray cluster has no room for that, free are {free}")
     token = secrets.token_hex(16)
-    gate = held.enter_context(Gate(0, token, versions()))
-    address = f"{cluster.util.get_node_ip_address()}:{gate.port}"
+    reception = held.enter_context(Reception(0, token, versions()))
+    address = f"{cluster.util.get_node_ip_address()}:{reception.port}"
 
     def start(bundle: int, token: str) -> Any:
         place = cluster.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
@@ -135,14 +135,14 @@ def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitSt
                     return f"Ray: {error}"
             return ""
 
-        return gate.arrivals(token, len(tasks), failed=failed)
+        return reception.arrivals(token, len(tasks), failed=failed)
 
     def replica_at(number: int, replica: Replica) -> Link:
-        gate.expected[own := secrets.token_hex(16)] = queue.SimpleQueue()
+        reception.expected[own := secrets.token_hex(16)] = queue.SimpleQueue()
         try:
             return _linked(arrived([start(settings.size + number, own)], own)[0], replica)
         finally:
-            gate.refuse(own)
+            reception.refuse(own)
 
     came = arrived([start(rank, token) for rank in range(settings.size)], token)
     return _ranks(came, settings, logs), replica_at

@@ -1,7 +1,7 @@
 """Where processes that were started elsewhere connect to the run, and the links to them.
 
-with Gate(28400, token, versions()) as gate:
-    came = gate.arrivals(token, 8)
+with Reception(28400, token, versions()) as reception:
+    came = reception.arrivals(token, 8)
 """
 
 import hmac
@@ -83,7 +83,7 @@ class Link:
         self.kill()
 
 
-class Gate:
+class Reception:
     """Each process has a token of those that are expected."""
 
     def __init__(self, port: int, token: str, versions: Mapping[str, str]) -> None:
@@ -93,7 +93,7 @@ class Gate:
         self._accepting = accepting(port, self._greet)
         self.port = self._accepting.__enter__()
 
-    def __enter__(self) -> "Gate":
+    def __enter__(self) -> "Reception":
         return self
 
     def __exit__(self, *exception: Any) -> None:
