@@ -56,7 +56,7 @@ def empty_model(family: Family, *, trust_remote_code: bool = False) -> Any:
     import torch
     import transformers
 
-    if "audio" in family.spec.media_tokens:
+    if "audio" in family.spec.media_tokens and family.reader is None:
         raise EnvironmentProblem(f"{family.path}: the memory of a {family.name} is not known, because it hears")
     remote = {"trust_remote_code": trust_remote_code}
     settings = transformers.AutoConfig.from_pretrained(family.path, **remote)
@@ -226,6 +226,9 @@ def prompts_of(samples: Sequence[Sample], family: Family) -> Prompts:
     if not samples:
         raise ConfigError("data.train: no usable row; give --prompt-tokens N instead")
     ordered = sorted((family.render(sample.messages) for sample in samples[:ROWS]), key=len)
+    if any(span.media.kind == "audio" for prompt in ordered for span in prompt.media):
+        said = "the memory that sounds take is not known; give --prompt-tokens N to leave them out"
+        raise EnvironmentProblem(f"{family.path}: {said}")
     mean, longest = fmean(map(len, ordered)), ordered.pop()
     about = f"{mean:.0f} tokens (mean of {len(ordered) + 1} rows of data.train, the longest {len(longest)})"
     places = sorted(range(len(ordered)), key=lambda place: place * GOLDEN % 1)
