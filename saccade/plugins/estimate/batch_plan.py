@@ -87,13 +87,13 @@ def size_of(model: Any, family: Family, settings: LoraConfig, *, element: int, t
     else:
         freeze(model, family, train)
         trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+    head = model.get_output_embeddings().weight
     if train == "qlora":  # `lora.four_bit` packs linear layers, which experts are not
         packed = sum(
             module.weight.numel()
             for name, module in model.named_modules()
-            if isinstance(module, Linear) and name != lora.HEAD and family.tower_of(name) == "llm"
+            if isinstance(module, Linear) and module.weight is not head and family.tower_of(name) == "llm"
         )
-    head = model.get_output_embeddings().weight
     return ModelSize(
         shape=shape_of(model, family.tower_of),
         training=training_of(model, trained, family.tower_of),
