@@ -15,8 +15,9 @@ from saccade.checks.steps import algorithm_of
 from saccade.cli_run import MODULES
 from saccade.config import Config, load
 from saccade.data import datasets
+from saccade.plugins.families.tiny_kinds import ALL
 from saccade.plugins.generate import generate
-from saccade.plugins.smoke.smoke import model_type, smoke, with_examples
+from saccade.plugins.smoke.smoke import NAMES, model_type, smoke, with_examples
 from saccade.recipes import parts
 from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.scorer import Scorer
@@ -93,6 +94,13 @@ def test_a_recipe_is_short_explained_and_passes_the_checks(name, tmp_path):
     if command_of(name) == "rl":
         assert algorithm_of(config).samples_per_prompt == config.train.samples_per_prompt
     small(name, command_of(name), tmp_path)
+
+
+def test_every_kind_that_a_name_suggests_has_a_tiny_model():
+    assert set(NAMES.values()) <= set(ALL)
+    paths = ("google/gemma-3n-E4B-it", "HuggingFaceTB/SmolVLM-Instruct", "zai-org/GLM-4.5V", "google/gemma-3-1b-it")
+    found = [model_type(load({"model.path": path})) for path in paths]
+    assert found == ["gemma3n", "idefics3", "glm4v_moe", "llama"]
 
 
 def kind_of(name):

@@ -53,7 +53,7 @@ NAMES = {  # what a path tells, the first that fits; else the default
     r"moe|-a\d[\d.]*b": "qwen3_moe",
     "qwen3": "qwen3",
     "qwen": "qwen2",
-    "llama": "llama",
+    r"llama|gemma|mistral|smollm|phi-\d": "llama",
 }
 TOKENS = 16
 PROMPT_TOKENS = 4000  # tiny models have 4096 positions
@@ -78,7 +78,7 @@ def shrunk(config: Config, command: str, files: Sequence[str], given: Sequence[s
             print(line)
     small, path = smoke(config, command), config.model.path
     if path and path != small.model.path:
-        known = config.model.family or (Path(path) / "config.json").is_file()
+        known = config.model.family not in (None, "generic") or (Path(path) / "config.json").is_file()
         guess = "" if known else ", guessed by name as the folder is not here; model.family says it"
         print(f"{small.model.path} stands in for model.path: {path}{guess}")
     return small
