@@ -41,9 +41,12 @@ generic family: its own processor, its own forward up to its decoder, its own po
 tells is looked at; when they are loaded, the model is compared with transformers, and refused if anything differs
 ([doctor](doctor.md#models-without-a-family-of-their-own)).
 
-The generic family takes images alone, needs `pip install -c constraints.txt -e '.[vision]'` for most processors, and
-generates with the embedded engine. A picture over `data.max_pixels` is scaled down before the model's processor sees
-it; what the processor makes of it then (tiles, crops, its own limits) is its own business.
+The generic family takes images, and videos and sounds where the model's processor and chat template do and the proof
+of them holds; media that may not stand beside an image in one row are said to be *alone*. A model is used for the
+others if the proof of one kind fails, and rows with that kind are refused with the reason. It needs
+`pip install -c constraints.txt -e '.[vision]'` for most processors, and generates with the embedded engine. A picture
+over `data.max_pixels` is scaled down before the model's processor sees it; what the processor makes of it then (tiles,
+crops, its own limits) is its own business.
 
 It trains like the others: all weights, frozen towers, adapters on the linear layers of its decoder, also over 4-bit
 weights, with a critic, as a reward model, on several GPUs, whole or sharded; `saccade estimate` counts memory and FLOPs
@@ -66,15 +69,20 @@ def row_of(kind, folder):
     family = replace(family, spec=replace(family.spec, prove=lambda model, family: None))
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
     found = {}
+    media = {"image": "images"}
     for row in proof.comparisons(model, family):
-        if not row.agrees:
+        if not row.agrees and not row.kind:
             return "refused by the proof", str(row)
+        if row.agrees and row.kind in ("video", "audio"):
+            media[row.kind] = {"video": "videos", "audio": "sounds"}[row.kind]
+        elif row.kind.partition(" ")[0] in media and not row.agrees:
+            media[row.kind.partition(" ")[0]] += " (alone)"
         found[row.what] = row.gap
     worst = test_generic.gradient_gap(family, model)
     stock = type(model).from_pretrained(folder, dtype=torch.float32).eval()
     right, asked = test_generic.greedy_prompts(family, model, stock)
     said = f"logits {found['logits of answers']:.1e}, gradients {worst:.1e}, greedy {right} of {asked}"
-    return ("works" if right == asked and worst < 1e-3 else "fails"), said
+    return (f"works: {', '.join(media.values())}" if right == asked and worst < 1e-3 else "fails"), said
 
 
 def looked_at(kind, scratch):

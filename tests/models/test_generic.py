@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -33,7 +34,8 @@ from saccade.trainer import OWN
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Message, Request, Sample, Sampling
-from tests.models.against import CPU, ask
+from tests.models.against import CPU, ask, film
+from tests.models.against import noise as sound
 
 pytest.importorskip("torchvision")
 FILLER = 256
@@ -76,13 +78,18 @@ def kind(tmp_path_factory):
 def differing(family, model):
     """What is the first not to agree."""
     filler = FILLER if model.dtype == torch.float32 else 64  # CPUs without bfloat16 take their time
-    return next((row for row in proof.comparisons(model, family, filler=filler) if not row.agrees), None)
+    return next((row for row in of_pictures(model, family, filler) if not row.agrees), None)
+
+
+def of_pictures(model, family, filler):
+    """Without videos and sounds, which come last."""
+    return islice(proof.comparisons(model, family, filler=filler), 9)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_is_proved_trained_and_exported(kind, name, tmp_path):
     family, model = kind(name, own=True)
-    found = {row.what: row for row in proof.comparisons(model, family, filler=FILLER)}
+    found = {row.what: row for row in of_pictures(model, family, FILLER)}
     assert all(row.agrees for row in found.values()), found
     assert len(found) == 9 and found["logits of answers"].gap < 1e-5
     assert gradient_gap(family, model) < 2e-4
@@ -125,6 +132,38 @@ def test_pictures_in_pieces_are_proved(kind, name, options, squares, tmp_path):
     assert differing(family, model) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "medium", "why"),
+    [
+        ("llava_onevision", "video", ""),
+        ("smolvlm", "video", "IndexError"),  # its processor has one name for both
+        ("glm4v", "video", "Image features and image tokens do not match"),  # one token stands for both
+        ("gemma4", "audio", ""),
+    ],
+)
+def test_videos_and_sounds_are_proved_and_trained(kind, name, medium, why):
+    """Alone, and beside a picture where transformers does that, or refused there."""
+    family, model = kind(name)
+    alone, beside = proof._sense_comparisons(model.eval(), family, medium, 1e-4)
+    assert alone.agrees and why in str(beside) and beside.agrees == (not why)
+    one = videos.open_video(film(4, 50, 60), fps=2.0) if medium == "video" else sound(0.5)
+    rows = proof._answered(family, (one, "What is it?"), 2)
+    assert family.banned[rows[0].ids[rows[0].prompt.media[0].start]]
+    assert gradient_gap(family, model, rows) < 2e-4
+    family.reader.refuse(beside.kind, str(beside))
+    mixed = family.render(ask(one, " and ", proof.noise(60, 50, 0), "?"))
+    with pytest.raises(DataError, match=f"a row holds .* beside an image; {medium} beside an image: .*leave one"):
+        family.positions(len(mixed), mixed.media)
+    del family.reader.refused[beside.kind]
+    right, asked = greedy_prompts(family, model, stock_of(family), [(one, "Why?")])
+    assert right == asked == 1
+
+
+def stock_of(family):
+    auto = getattr(transformers, family.spec.auto_class)
+    return auto.from_pretrained(family.path, dtype=torch.float32).eval()
+
+
 def test_where_tiles_are_large_a_large_picture_is_looked_at(kind, tmp_path):
     family = told(kind("llama4")[0], tmp_path, {"size": {"height": 336, "width": 336}})
     small, large = proof.probes(family)[0].prompt.media
@@ -140,9 +179,9 @@ def told(family, folder, options):
     return replace(load_family(str(folder), name=family.name), spec=family.spec)
 
 
-def gradient_gap(family, model):
+def gradient_gap(family, model, rows=()):
     """Of all weights, from a forest and from separate rows through transformers: the worst, of the largest entry."""
-    rows = proof.probes(family)
+    rows = rows or proof.probes(family)
     model.eval().requires_grad_(True)
 
     def gradients(logits):
@@ -185,13 +224,13 @@ def assert_turns_go_on(family, model):
     assert np.abs(scores.numpy()[np.arange(6), two.ids] - two.logprobs).max() < 1e-4
 
 
-def greedy_prompts(family, model, stock):
+def greedy_prompts(family, model, stock, questions=()):
     """Prompts whose greedy tokens are those of `generate`, and all."""
     pictures = [proof.noise(90, 64, 5), proof.noise(50, 130, 6)]
-    questions = [("Look ", pictures[0], " and ", pictures[1], " what?"), (pictures[1], "Why?"), ("Hello there.",)]
+    usual = [("Look ", pictures[0], " and ", pictures[1], " what?"), (pictures[1], "Why?"), ("Hello there.",)]
     sampling = Sampling(temperature=0.0, max_tokens=10, ignore_eos=True)
     requests, wanted, stock.generation_config.eos_token_id = [], [], None
-    for number, parts in enumerate(questions):
+    for number, parts in enumerate(questions or usual):
         try:
             inputs = proof.processed(family, parts)
         except ValueError:  # some processors cannot take pictures of different sizes together
@@ -312,9 +351,8 @@ def test_the_gate(kind, why, tmp_path):
 
 def test_what_such_a_model_does_not_take_is_refused_by_name(kind):
     family, _ = kind("smolvlm")
-    film = videos.open_video(np.zeros((4, 56, 56, 3), np.uint8), fps=2.0)
-    with pytest.raises(DataError, match="takes text and image, but a row holds a video"):
-        family.render(ask(film, "x"))
+    with pytest.raises(DataError, match="takes text and image and video, but a row holds a sound"):
+        family.render(ask(sound(0.5), "x"))
     with pytest.raises(ConfigError, match=r"rollout\.engine=vllm"):
         build_engine(Settings(engine="vllm", folder=family.path, dtype="float32"), family)
 

@@ -137,7 +137,7 @@ class Family:
     budget: Callable[[int, int], Mapping[str, Any]] = lambda low, high: {}  # (min_pixels,
     # max_pixels) → settings of the model's processor that show as much of an image
     shown: Mapping[str, Any] = field(default_factory=dict)  # those of the run, for what it saves
-    blocks: str = ""  # the tokens of a picture see each other both ways in "all" layers, in those with
+    blocks: str = ""  # the tokens of a picture or a video see each other both ways in "all" layers, in those with
     # "windows", or in none
     reader: Any = None  # of a folder's own processor, where that is used
     series: SeriesConfig | None = None  # of the encoder that was plugged in, if there is one

@@ -1,6 +1,6 @@
 """Any image-text-to-text model of transformers whose decoder attends to its own tokens alone, without code of its own:
 its processor is listened to (`picture_processor.py`), its forward is stopped at its decoder's door (`door.py`), its
-positions come from its own function. Images only.
+positions come from its own function. Images, and videos and sounds where its processor and its template take them.
 
 Nothing here is believed: what a config tells is looked at before weights are read (`gate`), and with weights
 `proof.py` compares rows with transformers and refuses what differs.
@@ -26,14 +26,23 @@ from saccade.forest.interface import decoder_of
 from saccade.models.families import Family, FamilySpec, max_positions
 from saccade.models.files import described
 from saccade.plugins.families.door import cast, decoder_inputs, picture_features
-from saccade.plugins.families.picture_processor import SIZES_KEPT, PictureReader
+from saccade.plugins.families.picture_processor import ALWAYS, SIZES_KEPT, PictureReader
 from saccade.plugins.families.proof import prove
 from saccade.types import Media, MediaSpan, Message
 
-# Ids that stand for pictures under these names of a config, in it or in its vision part; lists hold several.
-PICTURE_TOKENS = ("image_token_id", "image_token_index", "visual_indicator_token_ids")
-OTHER_TOKENS = ("video_token_id", "video_token_index", "audio_token_id", "audio_token_index")
-BRACKETS = ("vision", "image")  # how the names of ids around a picture begin
+# Ids that stand for media under these names of a config, in it or in one of its parts; lists hold several.
+MEDIA_TOKENS = {
+    "image": ("image_token_id", "image_token_index", "visual_indicator_token_ids"),
+    "video": ("video_token_id", "video_token_index"),
+    "audio": ("audio_token_id", "audio_token_index"),
+}
+# What functions of positions call otherwise than processors: the name, and what is made of it.
+RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "second_per_grids": ("video_second_per_grid", lambda row: row["video_second_per_grid"]),
+    "audio_seqlens": ("feature_attention_mask", lambda row: row["feature_attention_mask"].sum(-1)),
+}
+# How the names of ids around a medium begin.
+BRACKETS = {"image": ("vision", "image"), "video": ("video", "vision"), "audio": ("audio",)}
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 CROSS = ("cross_attention_layers", "cross_layer_interval")
 # Parameters between a tower and the decoder are named so.
@@ -99,23 +108,27 @@ def any_family(family: Family) -> Family:
     """The family of a folder, from its processor and a model without weights."""
     model = gate(family.path)
     settings = model.config
-    parts = (settings, getattr(settings, "vision_config", None))
-    found = [getattr(part, name, None) for name in PICTURE_TOKENS for part in parts]
-    ids = [i for one in found if one is not None for i in (one if isinstance(one, Sequence) else [one])]
-    if not ids:
+    parts = [settings, *(getattr(settings, f"{tower}_config", None) for tower in ("vision", "audio"))]
+    found = {kind: [getattr(part, n, None) for n in names for part in parts] for kind, names in MEDIA_TOKENS.items()}
+    if not any(one is not None for one in found["image"]):
         raise _refused(family.path, settings, "names no token that stands for a picture")
+    named = [one for every in found.values() for one in every if one is not None]
+    ids = [i for one in named for i in (one if isinstance(one, Sequence) else [one])]
     patch = getattr(parts[1], "patch_size", None) or 1
     blocks = BOTH_WAYS.get(settings.model_type, lambda text: "")(settings.get_text_config())
     reader = PictureReader(family.path, ids, patch if isinstance(patch, int) else patch[0])
-    plain = replace(family.chat, reserved=tuple(dict.fromkeys((*family.chat.reserved, reader.marker))))
-    blank = Media(hash="", width=1, height=1, path="")
-    reader.frame(lambda *around: plain.text_of([Message(role="user", parts=(around[0], blank, around[1]))], False))
+    plain = replace(family.chat, reserved=tuple(dict.fromkeys((*family.chat.reserved, *reader.markers.values()))))
+
+    def text_of(kind: str, before: str, after: str) -> str:
+        blank = Media(kind=kind, hash="", width=1, height=1, path="", frames=(0, 0), fps=1.0)
+        return plain.text_of([Message(role="user", parts=(before, blank, after))], False)
+
+    reader.frame(text_of)
     text = settings.get_text_config()
     banned = np.zeros(text.vocab_size, dtype=bool)
     known = min(len(banned), len(family.banned))
     banned[:known], banned[known:] = family.banned[:known], True
-    others = [getattr(settings, name, None) for name in OTHER_TOKENS]
-    banned[[i for i in (*reader.special() - plain.eos_ids, *others) if i is not None and i < len(banned)]] = True
+    banned[[i for i in reader.special() - plain.eos_ids if i < len(banned)]] = True
     positions = text_or_own_positions(model, reader)
     media_ids = torch.from_numpy(reader.media_ids)
 
@@ -129,8 +142,13 @@ def any_family(family: Family) -> Family:
 
     return replace(
         family,
-        spec=replace(family.spec, auto_class=auto_class(settings).__name__, towers=towers_of(model)),
-        chat=replace(plain, expand=reader.expand, ids_of=reader.ids_of, placeholders={"image": ids[0]}),
+        spec=replace(
+            family.spec,
+            auto_class=auto_class(settings).__name__,
+            towers=towers_of(model),
+            media_tokens={kind: MEDIA_TOKENS[kind][0] for kind in reader.frames},
+        ),
+        chat=replace(plain, expand=reader.expand, ids_of=reader.ids_of, placeholders=reader.placeholders),
         vocabulary=len(banned),
         banned=banned,
         max_positions=max_positions(text.to_dict()),
@@ -181,31 +199,46 @@ def text_or_own_positions(model: Any, reader: PictureReader) -> Any:
     """(length, spans) → [axes, length], by the model's own function where it has one."""
     skeleton = next((part for part in (model, model.base_model) if hasattr(part, "get_rope_index")), None)
     if skeleton is None:
-        return lambda length, spans: np.arange(length)[None]
+
+        def counted(length: int, spans: tuple[MediaSpan, ...]) -> np.ndarray:
+            reader.require_known(spans)
+            return np.arange(length)[None]
+
+        return counted
     known = inspect.signature(skeleton.get_rope_index).parameters
-    named = ([getattr(model.config, f"{what}_{end}_token_id", None) for end in ("start", "end")] for what in BRACKETS)
-    around = next((pair for pair in named if None not in pair), None)
+    around = {}
+    for kind, names in BRACKETS.items():
+        named = ([getattr(model.config, f"{what}_{end}_token_id", None) for end in ("start", "end")] for what in names)
+        around[kind] = next((pair for pair in named if None not in pair), None)
 
     @lru_cache(SIZES_KEPT)
-    def until_last(places: tuple[tuple[int, int, Any], ...], inside: tuple[Media, ...]) -> np.ndarray:
-        """Up to the end of the last picture; behind it they count on."""
-        end = max((start + length for start, length, _ in places), default=0)
+    def until_last(places: tuple[tuple[int, int], ...], inside: tuple[Media, ...]) -> np.ndarray:
+        """Up to the end of the last medium; behind it they count on."""
+        end = max((start + length for start, length in places), default=0)
         ids, kinds = np.zeros((2, 1, end + 1), dtype=np.int64)
-        for (start, length, _), media in zip(places, inside, strict=True):
-            if around:  # some look for what stands around it
-                ids[0, [start - 1, start + length]] = np.array(around)
-            ids[0, start : start + length], kinds[0, start : start + length] = reader.ids_of(media), 1
+        told: dict[str, list[Tensor]] = {}  # of each medium
+        for (start, length), media in zip(places, inside, strict=True):
+            if pair := around[media.kind]:  # some look for what stands around it
+                ids[0, [start - 1, start + length]] = np.array(pair)
+            row = reader.blank_row(*reader.size(media))
+            ids[0, start : start + length] = row.ids
+            kinds[0, start : start + length] = row.told.get("mm_token_type_ids", 1)
+            renamed = {new: make(row) for new, (old, make) in RENAMED.items() if old in row}
+            for name, value in (row | renamed).items():
+                if name in known and name not in row.told and name not in ALWAYS:
+                    told.setdefault(name, []).append(torch.from_numpy(value))
         options = {
             "mm_token_type_ids": torch.from_numpy(kinds),
-            "image_grid_thw": torch.tensor([grid for *_, grid in places]) if places else None,
             "attention_mask": torch.ones(ids.shape, dtype=torch.int64),
+            **{name: torch.cat(values) for name, values in told.items()},
         }
         given = {name: value for name, value in options.items() if name in known}
         found, _ = skeleton.get_rope_index(torch.from_numpy(ids), **given)
         return found[:, 0, :end].long().numpy()
 
     def positions(length: int, spans: tuple[MediaSpan, ...]) -> np.ndarray:
-        places = tuple((span.start, span.length, span.grid) for span in spans)
+        reader.require_known(spans)
+        places = tuple((span.start, span.length) for span in spans)
         found = until_last(places, tuple(span.media for span in spans))
         after = np.arange(length - found.shape[1]) + 1 + found.max(initial=-1)
         return np.concatenate([found, np.tile(after, (len(found), 1))], axis=1)[:, :length]
@@ -217,7 +250,7 @@ GENERIC = FamilySpec(
     auto_class="AutoModelForImageTextToText",
     towers={"llm": ()},
     placeholders=(),
-    media_tokens={"image": PICTURE_TOKENS[0]},
+    media_tokens={"image": MEDIA_TOKENS["image"][0]},
     whole=False,
     finish=any_family,
     prove=prove,

@@ -1,10 +1,10 @@
-"""A folder's own processor, listened to: the text that it writes for a picture, how many tokens that has, and the
-tensors that the model reads of it. Its tokenizer is exchanged for one that notes the text which it is given, so nothing
-here knows how tiles, rows, brackets or breaks are written.
+"""A folder's own processor, listened to: the text that it writes for a picture, a video or a sound, how many tokens
+that has, and the tensors that the model reads of it. Its tokenizer is exchanged for one that notes the text which it is
+given, so nothing here knows how tiles, rows, frames, brackets or breaks are written.
 
-Token counts are those of a picture of the same size without pixels, kept by size. What stands between the first and
-the last placeholder of a picture is inserted as ids; the text around it is encoded with that of the prompt. Several
-threads may ask at once. Knows nothing of models.
+Token counts are those of a medium of the same size without content, kept by size. What stands between its first and its
+last placeholder is inserted as ids; the text around it is encoded with that of the prompt. Several threads may ask at
+once. Knows nothing of models.
 
     reader = PictureReader(path, media_ids=[151655], patch=14)
     reader.expand("Look at <image>.", [media])
@@ -12,10 +12,11 @@ threads may ask at once. Knows nothing of models.
 
 import copy
 import math
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,11 +29,37 @@ from saccade.media.pixel_cache import DECODED, ImageCache
 from saccade.models.families.qwen_vl import CACHE_BYTES, resized
 from saccade.types import Media, MediaSpan
 
-# Texts around a picture, to compare what a processor writes between them.
+
+class Sense(NamedTuple):
+    """How processors take a kind of media, and sizes whose text is searched, as `blank_row` takes them."""
+
+    argument: str  # of their call
+    token: str  # attribute of a processor: what a template writes for one
+    parts: tuple[str, ...]  # one of these reads it
+    sizes: tuple[tuple[Any, ...], ...]
+
+
+SENSES = {
+    "image": Sense("images", "image_token", ("image_processor",), ((60, 50), (400, 300), (50, 400))),
+    "video": Sense("videos", "video_token", ("video_processor",), ((60, 50, "video", 4, 2.0),)),
+    "audio": Sense("audio", "audio_token", ("feature_extractor", "audio_processor"), ((8_000, 1, "audio"),)),
+}
+
+
+class Shown(NamedTuple):
+    """A medium as a processor is given it."""
+
+    kind: str
+    value: Any
+    fps: float = 0.0
+
+
+# Texts around a medium, to compare what a processor writes between them.
 AROUND = (("", ""), ("a", "b"), ("a ", " b"), ("\n", "\n"))
 SIZES_KEPT = 16_384
+BESIDE = "beside an image"  # behind a kind of media: in one row
+ALWAYS = ("input_ids", "attention_mask")  # what processors say of tokens; what else they say is said to the model, too
 SMALL = 1 << 16  # bytes of an array that is kept of every size
-TRIED = ((400, 300), (60, 50), (50, 400))  # sizes whose text is searched for special tokens
 
 
 class PictureRow(dict[str, np.ndarray]):
@@ -41,6 +68,7 @@ class PictureRow(dict[str, np.ndarray]):
     """
 
     ids: np.ndarray
+    told: Mapping[str, np.ndarray]  # of these ids, beside what they are: see `kinds`
     grid: tuple[int, int, int]  # patches that the tower sees of it: squares, rows, columns
     before = inside = after = ""
 
@@ -80,57 +108,97 @@ class PictureReader:
         try:
             processor: Any = copy.copy(AutoProcessor.from_pretrained(path))
             self.marker = processor.image_token
+            self.markers = {
+                kind: getattr(processor, sense.token)
+                for kind, sense in SENSES.items()
+                if any(hasattr(processor, part) for part in sense.parts) and getattr(processor, sense.token, None)
+            }
         except (ImportError, OSError, ValueError, AttributeError) as error:
             how = "; run: pip install -c constraints.txt -e '.[vision]'" if "orchvision" in str(error) else ""
             raise EnvironmentProblem(f"{path}: its processor cannot be used here: {error}{how}") from error
         self.path, self.media_ids, self.patch = path, np.unique(media_ids), patch
         self.listening = processor.tokenizer = _Listening(processor.tokenizer)
         self.processor = processor
-        self.placeholder = processor.tokenizer.convert_ids_to_tokens(media_ids[0])
-        self.frames: list[tuple[str, str]] = list(AROUND)
-        self.pixels_read = False  # also of a picture whose size alone is asked for
+        self.placeholders = {"image": media_ids[0]}
+        self.frames: dict[str, Sequence[tuple[str, str]]] = {"image": AROUND}
+        self.refused: dict[str, str] = {}  # kinds that its processor has a word for, and why they are not taken
+        self.pixels_read: set[str] = set()  # kinds of which they are, also where a size alone is asked for
         self.blank_row = lru_cache(SIZES_KEPT)(self._blank_row)
         self.kept = ImageCache(CACHE_BYTES, make=self._row)
 
-    def call(self, text: str, pictures: Sequence[Any], **options: Any) -> Mapping[str, Any]:
-        made = self.processor(text=[text], images=list(pictures) or None, return_tensors="pt", **options)
+    def call(self, text: str, shown: Sequence[Shown], **options: Any) -> Mapping[str, Any]:
+        given = {SENSES[one.kind].argument: list[Any]() for one in shown}
+        for one in shown:
+            given[SENSES[one.kind].argument].append(one.value)
+        if films := [(len(one.value), one.fps) for one in shown if one.kind == "video"]:  # frames are chosen already
+            told = [
+                {"total_num_frames": n, "fps": fps, "duration": n / fps, "frames_indices": [*range(n)]}
+                for n, fps in films
+            ]
+            options |= {"do_sample_frames": False, "video_metadata": told}
+            given["videos"] = [given["videos"]]  # some want those of each text in a list
+        made = self.processor(text=[text], **given, return_tensors="pt", **options)
         return {name: value for name, value in made.items() if hasattr(value, "is_floating_point")}
 
     # -- text --
 
-    def frame(self, text_of: Callable[[str, str], str]) -> None:
-        """Learn how a chat template shows a picture: some processors want it in its brackets."""
-        shown = [text_of(*around).partition(self.marker) for around in AROUND]
-        if all(found for _, found, _ in shown):
-            self.frames = [(before, after) for before, _, after in shown]
+    def frame(self, text_of: Callable[[str, str, str], str]) -> None:
+        """Learn how a chat template shows media: some processors want them in their brackets. Kinds beside pictures
+        that it does not show, or that the processor fails at, are not taken.
+        """
+        for kind, marker in self.markers.items():
+            try:
+                shown = [text_of(kind, *around).partition(marker) for around in AROUND]
+                if all(found for _, found, _ in shown):
+                    self.frames[kind] = [(before, after) for before, _, after in shown]
+                elif kind != "image":
+                    self.refuse(kind, "its chat template does not show one; try prompt.chat_template=FILE")
+                if kind in self.frames and kind != "image":
+                    self.placeholders[kind] = int(self.blank_row(*SENSES[kind].sizes[0]).ids[0])
+            except Exception as error:
+                if kind == "image":
+                    raise
+                self.refuse(kind, f"its processor fails at one ({type(error).__name__}: {error})")
+
+    def refuse(self, kind: str, why: str) -> None:
+        """A kind of media, or one beside pictures."""
+        self.refused[kind] = why
+        self.frames.pop(kind, None)
 
     def expand(self, text: str, media: Sequence[Media]) -> str:
-        """What the processor writes, with one placeholder in the place of those of each picture."""
+        """What the processor writes, with one placeholder in the place of those of each medium."""
         rows = [self.blank_row(*self.size(one)) for one in media]
-        pieces = text.split(self.marker)
-        if len(pieces) != len(media) + 1:
+        pieces = re.split("(" + "|".join(map(re.escape, self.markers.values())) + ")", text)
+        texts, found = pieces[::2], pieces[1::2]
+        if found != [self.markers[one.kind] for one in media]:
+            kinds = " and ".join(sorted({f"{one.kind}s" for one in media}))
             hint = "this model or its template does not take them all: try prompt.chat_template=FILE"
-            raise ConfigError(f"the chat template shows {len(pieces) - 1} of {len(media)} images; {hint}")
+            raise ConfigError(f"the chat template shows {len(found)} of {len(media)} {kinds}; {hint}")
+        tokens = [self.listening.convert_ids_to_tokens(self.placeholders[one.kind]) for one in media]
         if self.apart:
-            shown = [row.before + self.placeholder + row.after for row in rows]
-            return "".join(a + b for a, b in zip(pieces, (*shown, ""), strict=True))
-        self.call(text, [self._blank(one) for one in media])
+            shown = [row.before + token + row.after for row, token in zip(rows, tokens, strict=True)]
+            return "".join(a + b for a, b in zip(texts, (*shown, ""), strict=True))
+        self.call(text, [self._blank(*self.size(one)) for one in media])
         written, rest = "", self.listening.heard.text
-        for row in rows:
-            before, found, rest = rest.partition(row.inside)
-            if not found:
+        for row, token in zip(rows, tokens, strict=True):
+            before, inside, rest = rest.partition(row.inside)
+            if not inside:
                 raise EnvironmentProblem(f"{self.path}: its processor writes a picture in more than one way")
-            written += before + self.placeholder
+            written += before + token
         return written + rest
 
     @cached_property
     def apart(self) -> bool:
-        """What is written for a picture does not depend on what stands around it."""
-        written = {self._written(self._heard(frame), frame) for frame in self.frames}
-        return None not in written and len(written) == 1
+        """What is written for a medium does not depend on what stands around it."""
+        for kind, frames in self.frames.items():
+            written = {self._written(self._heard(frame, *SENSES[kind].sizes[0]), frame) for frame in frames}
+            if None in written or len(written) > 1:
+                return False
+        return True
 
-    def _heard(self, frame: tuple[str, str], width: int = 60, height: int = 50) -> str:
-        self.call(self.marker.join(frame), [Image.new("RGB", (width, height))])
+    def _heard(self, frame: tuple[str, str], *size: Any) -> str:
+        shown = self._blank(*size)
+        self.call(self.markers[shown.kind].join(frame), [shown])
         return self.listening.heard.text
 
     def _written(self, text: str, frame: tuple[str, str]) -> str | None:
@@ -138,42 +206,65 @@ class PictureReader:
         return text[len(before) : len(text) - len(after)] if text.startswith(before) and text.endswith(after) else None
 
     def special(self) -> set[int]:
-        """Tokens that are written for pictures alone: nobody may sample them."""
-        frame, tokenizer = self.frames[0], self.processor.tokenizer
-        known = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, *self.media_ids.tolist()}
-        texts = ["".join(frame), *(self._heard(frame, *size) for size in TRIED)]
-        bare, *shown = (set(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        return (set().union(*shown) & known) - bare | set(self.media_ids.tolist())
+        """Tokens that are written for media alone, or said to be theirs: nobody may sample them."""
+        tokenizer, found = self.processor.tokenizer, set(self.media_ids.tolist())
+        known = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, *found}
+        for kind, (frame, *_) in self.frames.items():
+            texts = ["".join(frame), *(self._heard(frame, *size) for size in SENSES[kind].sizes)]
+            bare, *shown = (set(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+            found |= (set().union(*shown) & known) - bare
+        return found | {token for table in self.kinds.values() for token, _ in table} & known
 
-    # -- pictures --
+    # -- media --
 
-    def size(self, media: Media) -> tuple[int, int]:
-        """(width, height) that the processor is given: within the pixel budget."""
-        if media.kind != "image":
+    def size(self, media: Media) -> tuple[Any, ...]:
+        """What `blank_row` takes: width and height that the processor is given, within the pixel budget, and more of
+        a video or a sound.
+        """
+        if media.kind not in self.frames:
+            taken = " and ".join(("text", *self.frames))
             what = f"{KINDS[media.kind].article} ({media.path or media.hash[:12]})"
-            raise ImageError(f"this model takes text and image, but a row holds {what}")
+            why = f": {self.refused[media.kind]}" if media.kind in self.refused else ""
+            raise ImageError(f"this model takes {taken}, but a row holds {what}{why}")
+        if media.kind == "audio":
+            return media.width, 1, "audio"
         scale = min(1.0, math.sqrt(media.max_pixels / (media.width * media.height)))
-        return max(1, int(media.width * scale)), max(1, int(media.height * scale))
+        size = max(1, int(media.width * scale)), max(1, int(media.height * scale))
+        return (*size, "video", len(media.frames), media.fps) if media.kind == "video" else size
 
     def picture(self, media: Media) -> np.ndarray:
-        return resized(DECODED.get(media), size=self.size(media))
+        """[height, width, 3] bytes; of a video one for each frame, of a sound its samples."""
+        resize = partial(resized, size=self.size(media)[:2])
+        if media.kind == "video":
+            return KINDS["video"].decode(media, resize)
+        return KINDS["audio"].decode(media) if media.kind == "audio" else resize(DECODED.get(media))
 
-    def _blank(self, media: Media) -> Any:
-        return Image.new("RGB", self.size(media))
+    def shown(self, media: Media) -> Shown:
+        found = self.picture(media)
+        if media.kind == "video":
+            return Shown("video", torch.from_numpy(found).permute(0, 3, 1, 2), media.fps)
+        return Shown(media.kind, found if media.kind == "audio" else Image.fromarray(found))
 
-    def _blank_row(self, width: int, height: int) -> PictureRow:
-        """What is known of every picture of a size, from one without pixels, or a black one where they are read: to
+    def _blank(self, width: int, height: int, kind: str = "image", frames: int = 1, fps: float = 0.0) -> Shown:
+        if kind == "audio":
+            return Shown(kind, np.zeros(width, np.float32))
+        film = torch.zeros((frames, 3, height, width), dtype=torch.uint8)
+        return Shown(kind, film, fps) if kind == "video" else Shown(kind, Image.new("RGB", (width, height)))
+
+    def _blank_row(self, width: int, height: int, kind: str = "image", frames: int = 1, fps: float = 0.0) -> PictureRow:
+        """What is known of every medium of a size, from one without pixels, or a black one where they are read: to
         resize and cut them takes ten times as long.
         """
-        frame, tokenizer = self.frames[0], self.processor.tokenizer
-        if not self.pixels_read:
+        frame, tokenizer, whole = self.frames[kind][0], self.processor.tokenizer, None
+        asked = self.markers[kind].join(frame)
+        if kind != "audio" and kind not in self.pixels_read:
+            film = torch.empty((frames, 3, height, width), dtype=torch.uint8, device="meta")
             try:
-                shape = torch.empty((3, height, width), dtype=torch.uint8, device="meta")
-                whole = self.call(self.marker.join(frame), [shape])
+                whole = self.call(asked, [Shown(kind, film if kind == "video" else film[0], fps)])
             except Exception:  # whatever it does with them; what else is wrong is wrong with a black one, too
-                self.pixels_read = True
-        if self.pixels_read:
-            whole = self.call(self.marker.join(frame), [Image.new("RGB", (width, height))])
+                self.pixels_read.add(kind)
+        if whole is None:
+            whole = self.call(asked, [self._blank(width, height, kind, frames, fps)])
         kept = {n: v for n, v in whole.items() if n == "input_ids" or (v.nbytes < SMALL and not v.is_meta)}
         row = self._as_row(kept)
         text = self._written(self.listening.heard.text, frame)
@@ -182,7 +273,9 @@ class PictureReader:
         places = np.flatnonzero(np.isin(ids, self.media_ids))
         if not len(places):
             raise EnvironmentProblem(f"{self.path}: its processor writes no placeholder for a picture")
-        row.ids, row.grid = ids[places[0] : places[-1] + 1], self._grid(whole, len(places))
+        inside = slice(places[0], places[-1] + 1)
+        row.ids, row.grid = ids[inside], self._grid(whole, len(places))
+        row.told = {n: v[0, inside] for n, v in row.items() if v.shape == row["input_ids"].shape and n not in ALWAYS}
         first, last = tokenizer.convert_ids_to_tokens(row.ids[[0, -1]].tolist())
         start, end = text.index(first), text.rindex(last) + len(last)
         row.before, row.inside, row.after = text[:start], text[start:end], text[end:]
@@ -201,19 +294,26 @@ class PictureReader:
         *_, height, width = max(seen, key=math.prod)
         return sum(math.prod(shape[:-3]) for shape in seen), max(1, height // self.patch), max(1, width // self.patch)
 
-    def _made(self, picture: Any) -> PictureRow:
-        return self._as_row(self.call(self.marker.join(self.frames[0]), [picture]))
+    def _made(self, shown: Shown) -> PictureRow:
+        return self._as_row(self.call(self.markers[shown.kind].join(self.frames[shown.kind][0]), [shown]))
 
     def _as_row(self, made: Mapping[str, Any]) -> PictureRow:
         # There are no arrays of bfloat16; nothing is lost.
         return PictureRow({n: (v.float() if v.is_floating_point() else v).numpy() for n, v in made.items()})
 
     def _row(self, media: Media) -> Any:
-        row, blank = self._made(Image.fromarray(self.picture(media))), self.blank_row(*self.size(media))
+        row, blank = self._made(self.shown(media)), self.blank_row(*self.size(media))
         if not np.array_equal(row["input_ids"], blank["input_ids"]):
-            what = "the processor writes other tokens for it than for a blank picture of its size"
+            what = "the processor writes other tokens for it than for a blank one of its size"
             raise DataError(f"{media.path or media.hash[:12]}: {what}; leave it out")
         return row
+
+    def require_known(self, spans: Sequence[MediaSpan]) -> None:
+        """Refuse media that may not stand in one row."""
+        kinds = {span.media.kind for span in spans}
+        for kind in kinds - {"image"} if "image" in kinds else ():
+            if why := self.refused.get(f"{kind} {BESIDE}"):
+                raise DataError(f"a row holds {KINDS[kind].article} {BESIDE}; {why}; leave one of them out")
 
     def ids_of(self, media: Media) -> np.ndarray:
         return self.blank_row(*self.size(media)).ids
@@ -225,8 +325,9 @@ class PictureReader:
     @cached_property
     def unit(self) -> int:
         """The side of a square of bytes that a token costs."""
-        whole = self._made(Image.new("RGB", TRIED[0]))
-        return math.isqrt(whole.nbytes // 3 // len(self.blank_row(*TRIED[0]).ids)) + 1
+        size = SENSES["image"].sizes[1]
+        whole = self._made(self._blank(*size))
+        return math.isqrt(whole.nbytes // 3 // len(self.blank_row(*size).ids)) + 1
 
     # -- tensors --
 
@@ -251,19 +352,24 @@ class PictureReader:
 
     @cached_property
     def kinds(self) -> dict[str, list[tuple[int, int]]]:
-        """What it says of each token beside its id: numbers of some ids, others have 0."""
-        row = self.blank_row(*TRIED[0])
-        ids = row["input_ids"]
-        return {
-            name: sorted({*zip(ids[value != 0].tolist(), value[value != 0].tolist(), strict=True)})
-            for name, value in row.items()
-            if value.shape == ids.shape and name not in ("input_ids", "attention_mask")
-        }
+        """What it says of each token beside its id: numbers of some ids, others have 0. What depends on more than the
+        id is not said.
+        """
+        found: dict[str, set[tuple[int, int]]] = {}
+        for size in (size for kind in self.frames for size in SENSES[kind].sizes):
+            row = self.blank_row(*size)
+            ids = row["input_ids"]
+            for name, value in row.items():
+                if value.shape == ids.shape and name not in ALWAYS:
+                    told = zip(ids[value != 0].tolist(), value[value != 0].tolist(), strict=True)
+                    found.setdefault(name, set()).update(told)
+        return {name: sorted(pairs) for name, pairs in found.items() if len(dict(pairs)) == len(pairs)}
 
     def arguments(self, spans: Sequence[MediaSpan]) -> Mapping[str, Any]:
-        """Of transformers' own forward over one row with these pictures, beside what is said of its tokens."""
+        """Of transformers' own forward over one row with these media, beside what is said of its tokens."""
         if not spans:
             return {}
-        pictures = [Image.fromarray(self.picture(span.media)) for span in spans]
-        made = self.call(self.marker.join(self.frames[0]) * len(spans), pictures)
+        kinds = [span.media.kind for span in spans]
+        texts = [self.markers[kind].join(self.frames[kind][0]) for kind in kinds]
+        made = self.call("".join(texts), [self.shown(span.media) for span in spans])
         return {name: value for name, value in made.items() if value.shape != made["input_ids"].shape}

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 import saccade
@@ -27,11 +26,13 @@ from saccade.errors import EnvironmentProblem
 from saccade.forest import attention, interface
 from saccade.forest.packing import pack
 from saccade.media.images import open_media
+from saccade.media.kinds import KINDS
 from saccade.models.families import Family
 from saccade.models.files import described
 from saccade.models.heads import language_head
 from saccade.models.load import hidden_states, media_inputs
 from saccade.plugins.families.door import cast, door
+from saccade.plugins.families.picture_processor import BESIDE
 from saccade.trainer.forward_inputs import inputs_of
 from saccade.types import Group, Media, Message, Rendered, Sample, Source, Trajectory
 
@@ -52,6 +53,7 @@ class Compared(NamedTuple):
     limit: float = 0
     of: str = "of the largest number"
     where: str = ""
+    kind: str = ""  # of media, alone or beside a picture, that are refused if it does not agree; else the model is
 
     @property
     def agrees(self) -> bool:
@@ -63,14 +65,17 @@ class Compared(NamedTuple):
 
 
 def prove(model: Any, family: Family) -> None:
-    """Refuse a model that does not compute here what it computes in transformers."""
+    """Refuse a model that does not compute here what it computes in transformers, or videos and sounds that it does
+    not see and hear so.
+    """
     file = _verdict_file(model, family)
-    if file.is_file():
-        return
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
     found = []
-    for row in comparisons(model, family):
+    for row in [Compared(**each) for each in kept] or comparisons(model, family):
         found.append(row)
-        if not row.agrees:
+        if not row.agrees and row.kind:
+            family.reader.refuse(row.kind, str(row))
+        elif not row.agrees:
             what = f"{family.path}: a model of type {family.name!r} computes something else here than in transformers"
             raise EnvironmentProblem(f"{what}; {row}; {INSTEAD}")
     with suppress(OSError):  # it is proved again where nothing can be kept
@@ -95,9 +100,42 @@ def comparisons(model: Any, family: Family, *, filler: int = FILLER) -> Iterator
 
 def _comparisons(model: Any, family: Family, filler: int) -> Iterator[Compared]:
     limit = GAPS[model.dtype]
-    rows = probes(family)
+    rows = probes(family) + _longer_than_windows(model, family)
+    yield from _row_comparisons(model, family, rows, limit)
+    with torch.no_grad():
+        gap = _behind(model, family, filler)
+    yield Compared(f"a row behind {filler} tokens of others", gap, limit)
+    for kind in [kind for kind in family.spec.media_tokens if kind != "image"]:
+        yield from _sense_comparisons(model, family, kind, limit)
+
+
+def _sense_comparisons(model: Any, family: Family, kind: str, limit: float) -> Iterator[Compared]:
+    """Of another kind of media than pictures, alone and beside one."""
+    draw = np.random.default_rng(6)
+    if kind == "video":
+        films = (draw.integers(0, 256, size, dtype=np.uint8) for size in ((4, 50, 60, 3), (6, 70, 90, 3)))
+        one, other = (KINDS[kind].open(film, fps=fps) for film, fps in zip(films, (2.0, 1.0), strict=True))
+    else:
+        one, other = (KINDS[kind].open(draw.normal(size=n).astype(np.float32) / 10) for n in (8_000, 20_000))
+    asked: Mapping[str, Any] = {
+        kind: [((one, "What is it?"), 2), ((other, "And this?"), 1)],
+        f"{kind} {BESIDE}": [(("Is ", noise(60, 50, 0), " as ", other, "?"), 1)],
+    }
+    for name, prompts in asked.items():
+        try:
+            rows = [row for parts, answers in prompts for row in _answered(family, parts, answers)]
+            made = list(_row_comparisons(model, family, rows, limit))
+            spans = [span for row in (*rows, *probes(family)) for span in row.prompt.media]
+            widths = {family.features(model, media_inputs(family, [span], model.device)).shape[1] for span in spans}
+            made.append(Compared("width of features", len(widths) - 1, of="others than those of pictures"))
+        except Exception as error:  # also where transformers itself does not take it
+            made = [Compared("run", math.inf, limit, where=f"{type(error).__name__}: {error}")]
+        worst = next((row for row in made if not row.agrees), max(made, key=lambda row: row.gap))
+        yield worst._replace(what=f"{name}: {worst.what}", kind=name)
+
+
+def _row_comparisons(model: Any, family: Family, rows: Sequence["ProofRow"], limit: float) -> Iterator[Compared]:
     yield max((_prompts(family, row) for row in rows), key=lambda found: found.gap)
-    rows += _longer_than_windows(model, family)
     with torch.no_grad():
         wanted, seen = zip(*(theirs(model, row) for row in rows), strict=True)
         masks = [found for row, layers in zip(rows, seen, strict=True) for found in _masks(model, family, row, layers)]
@@ -111,13 +149,10 @@ def _comparisons(model: Any, family: Family, filler: int) -> Iterator[Compared]:
         found = packed_rows(model, family, rows)
     for number, what in enumerate(("last states", "logits of answers")):
         yield Compared(what, max(_gap(a[number], b[number]) for a, b in zip(found, wanted, strict=True)), limit)
-    with torch.no_grad():
-        alone = [n for n, row in enumerate(rows) if not row.prompt.media]
-        texts = packed_rows(model, family, [rows[n] for n in alone])
-    yield Compared("text alone", max(_gap(a[0], wanted[n][0]) for n, a in zip(alone, texts, strict=True)), limit)
-    with torch.no_grad():
-        gap = _behind(model, family, filler)
-    yield Compared(f"a row behind {filler} tokens of others", gap, limit)
+    if alone := [n for n, row in enumerate(rows) if not row.prompt.media]:
+        with torch.no_grad():
+            texts = packed_rows(model, family, [rows[n] for n in alone])
+        yield Compared("text alone", max(_gap(a[0], wanted[n][0]) for n, a in zip(alone, texts, strict=True)), limit)
 
 
 def _gap(found: Tensor, wanted: Tensor) -> float:
@@ -146,17 +181,19 @@ def probes(family: Family) -> list[ProofRow]:
     tiled = next((size for size, (squares, *_), tokens in measured if squares > 1 and tokens < MOST_TOKENS), LARGER[0])
     small, wide, again = noise(60, 50, 0), noise(*tiled, 1), noise(60, 50, 2)
     asked: list[tuple[Any, ...]] = [("What is ", small, " beside ", wide, "?"), (again, "Why so?"), ("Just text.",)]
-    draw, free = np.random.default_rng(3), np.flatnonzero(~family.banned)
     made = []
     for parts, answers in zip(asked, (2, 1, 1), strict=True):
         try:
-            inputs = processed(family, parts)
+            made += _answered(family, parts, answers)
         except ValueError:  # some processors cannot take pictures of different sizes together
-            parts = tuple(wide if part is small else part for part in parts)
-            inputs = processed(family, parts)
-        prompt = family.render([Message(role="user", parts=parts)])
-        made += [ProofRow(prompt, np.concatenate([prompt.ids, draw.choice(free, 7)]), inputs) for _ in range(answers)]
+            made += _answered(family, tuple(wide if part is small else part for part in parts), answers)
     return made
+
+
+def _answered(family: Family, parts: Sequence[Any], answers: int) -> list[ProofRow]:
+    draw, free = np.random.default_rng(3 + len(parts)), np.flatnonzero(~family.banned)
+    inputs, prompt = processed(family, parts), family.render([Message(role="user", parts=tuple(parts))])
+    return [ProofRow(prompt, np.concatenate([prompt.ids, draw.choice(free, 7)]), inputs) for _ in range(answers)]
 
 
 def processed(family: Family, parts: Sequence[Any]) -> dict[str, Tensor]:
@@ -164,12 +201,12 @@ def processed(family: Family, parts: Sequence[Any]) -> dict[str, Tensor]:
     chat, reader = family.chat, family.reader
     messages = [Message(role="user", parts=tuple(parts))]
     text = chat.text_of(messages, generation=True, expanded=False)
-    pictures = [Image.fromarray(reader.picture(part)) for part in parts if isinstance(part, Media)]
+    shown = [reader.shown(part) for part in parts if isinstance(part, Media)]
     options = {} if chat.begin else {"add_special_tokens": False}
     try:
-        return dict(reader.call(text, pictures, **options))
+        return dict(reader.call(text, shown, **options))
     except (TypeError, ValueError):
-        if pictures:
+        if shown:
             raise
         return dict(reader.processor.tokenizer([text], return_tensors="pt", **options))
 
@@ -306,7 +343,8 @@ def _masks(model: Any, family: Family, row: ProofRow, layers: Mapping[Any, Layer
 
     spans = row.prompt.media
     hidden_states(model, family, given.ids, given.positions, spans, note, places=given.places)
-    place, inside = torch.arange(len(row.ids)), [np.arange(span.start, span.end) for span in spans]
+    place, seen = torch.arange(len(row.ids)), [span for span in spans if span.media.kind != "audio"]
+    inside = [np.arange(span.start, span.end) for span in seen]
     blocks = attention.blocks_at(family.blocks, len(place), np.concatenate([*inside, np.zeros(0, np.int64)]))
     for layer, (mask, unknown, keys) in layers.items():
         where = f"in layer {layer}"

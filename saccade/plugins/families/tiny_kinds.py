@@ -23,7 +23,7 @@ TEXT = {
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
-    "{% if c['type'] == 'image' %}MARKER{% elif c['type'] == 'text' %}{{ c['text'] }}{% endif %}"
+    "{% if c['type'] == 'text' %}{{ c['text'] }}MARKERS{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -39,7 +39,9 @@ def build(kind: str, folder: str | Path, *, seed: int = 0, words: Sequence[str] 
     if kind in tiny.CONFIGS:
         return tiny.build(kind, folder, seed=seed, words=words, text=changes)
     row = KINDS[kind]
-    template = TEMPLATE.replace("MARKER", row["marker"])
+    shown = {"image": row["marker"], **row.get("shows", {})}
+    markers = "".join(f"{{% elif c['type'] == '{medium}' %}}{marker}" for medium, marker in shown.items())
+    template = TEMPLATE.replace("MARKERS", markers)
     names: tiny.Names = {token: (token, key) for token, key in {**dict.fromkeys(PLAIN, ""), **row["tokens"]}.items()}
     tokenizer = tiny.make_tokenizer(words, (), tiny.Tiny(names=names, template=template, begin=row.get("begin")))
     values = {token: tokenizer.convert_tokens_to_ids(token) for token in (*tiny.PLAIN, *names)}
