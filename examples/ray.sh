@@ -9,7 +9,7 @@ start="$(command -v ray) start --block --disable-usage-stats"
 $start --head --port="${address##*:}" --include-dashboard=false & started=$!
 trap 'kill $started; wait $started; rm -rf "$RAY_TMPDIR"' EXIT
 export RAY_ADDRESS=$address  # not that of another cluster on this machine
-until ray status >/dev/null 2>&1; do kill -0 "$started" || exit 1; sleep 1; done
+until (: < "/dev/tcp/${address%:*}/${address##*:}") 2>/dev/null; do kill -0 "$started" || exit 1; sleep 1; done
 for node in $NODES; do
   ssh "$node" bash -s <<< "cd '$PWD' && RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$RAY_AUTH_TOKEN exec $start --address=$address" &
   started="$started $!"

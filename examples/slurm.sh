@@ -10,7 +10,8 @@ gpus="run.gpus=$((SLURM_NTASKS - ${REPLICAS:-0})) rollout.replicas=${REPLICAS:-0
 saccade rl "$@" $gpus run.launcher=join run.resume=auto & run=$!
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # which srun does not take from sbatch
 trap 'kill -TERM $run' TERM
-srun saccade rank "$(hostname):$SACCADE_PORT" & ranks=$!
+# A process that dies is started again: for a replica that died, or all of them with run.restarts=3.
+srun bash -c 'until saccade rank "$0"; do sleep 1; done' "$(hostname):$SACCADE_PORT" & ranks=$!
 wait $run
 wait $run  # the first ends with a signal, too
 code=$?

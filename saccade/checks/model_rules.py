@@ -1,5 +1,6 @@
 """Rules about models: folders, endpoints, engines, adapters, critics, teachers."""
 
+import os
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -80,8 +81,8 @@ def several_gpus(config: Config) -> Iterator[str]:
             yield f"rollout.replicas: {config.rollout.engine} needs processes beside run.gpus; try rollout.replicas=1"
         if (config.run.min_gpus or 0) > config.run.gpus:
             yield f"run.min_gpus: more than run.gpus={config.run.gpus}; try run.min_gpus={config.run.gpus}"
-        if config.run.restarts and config.run.launcher == "join":
-            yield "run.restarts: nobody starts `saccade rank` again; try run.restarts=0, or run.launcher=ray"
+        if config.run.restarts and config.run.launcher == "join" and "SACCADE_TOKEN" not in os.environ:
+            yield "run.restarts: who starts `saccade rank` again needs SACCADE_TOKEN; set it, or try run.restarts=0"
         together = config.train.sequence_parallel
         if config.run.gpus % together:
             works = next(n for n in range(together, 0, -1) if config.run.gpus % n == 0)

@@ -4,8 +4,10 @@ of a run that nobody disturbed.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -14,12 +16,17 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from saccade.checks import check
 from saccade.cli import app
 from saccade.config import load
+from saccade.errors import ConfigError
 from saccade.plugins.engines.replicas.replica import Replica
+from saccade.plugins.ranks import launchers
+from saccade.plugins.ranks.rank_trainer import RankTrainer
 from saccade.recipes import rl
 from saccade.rollout.scoring import RewardStream
 from saccade.run.loggers import read_metrics
+from tests.ranks.processes import LIMIT, forked
 from tests.ranks.test_ranks import ROOT, STORED, sampled
 
 # A reward that ends its parent, the run, once, and says what this had started.
@@ -36,7 +43,7 @@ def nothing(sample):
 """
 # What is killed, and what is said of it.
 KILLED = {
-    ("rank-1",): ("rank-1", "run.restarts: 0 left"),
+    ("rank-1",): ("rank-1", "rank-0 was at", "run.restarts: 0 left"),
     ("engine-0", "reward worker"): ("engine-0 died and starts again",),
     ("controller",): (),
 }
@@ -72,6 +79,45 @@ def test_a_run_survives_the_end_of_any_of_its_processes(
     assert done.exit_code == 0 and not left, done.output
     assert {row["reward/error_rate"] for row in read_metrics(tmp_path / "run") if row["step"]} == {0.0}
     assert all(text in done.output for text in KILLED[victims])
+    assert sampled(tmp_path / "run") == undisturbed
+
+
+def test_a_restart_takes_ranks_that_join_again(undisturbed, tmp_path, rl_config, monkeypatch):
+    """As under Slurm: what starts `saccade rank` starts it again until it ends well."""
+    with socket.create_server(("", 0)) as free:
+        monkeypatch.setattr(launchers, "PORT", free.getsockname()[1])
+    options = rl_config(tmp_path, run__max_steps=3, save__every=1, run__gpus=2, run__launcher="join") | STORED
+    config = load(options, ["run.restarts=1"])
+    with pytest.raises(ConfigError, match=r"run\.restarts: .* needs SACCADE_TOKEN; set it"):
+        check(config, "rl")
+    monkeypatch.setenv(launchers.TOKEN, "of this run")
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    train_step, calls, codes = RankTrainer.train_step, list[int](), list[int]()
+
+    def keep_joining() -> None:
+        code = None
+        while code != 0:
+            process = forked(launchers.run_rank, f"127.0.0.1:{launchers.PORT}")
+            process.join(LIMIT)
+            codes.append(code := process.exitcode)
+
+    def killing(self: RankTrainer, *arguments: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            process, *_ = (tmp_path / "run" / "rank-1.log").read_text().removeprefix("process ").split()
+            os.kill(int(process), signal.SIGKILL)
+        return train_step(self, *arguments, **more)
+
+    monkeypatch.setattr(RankTrainer, "train_step", killing)
+    joining = [threading.Thread(target=keep_joining, daemon=True) for _ in range(2)]
+    for thread in joining:
+        thread.start()
+    done = CliRunner().invoke(app, ["rl", str(file)], env={"COLUMNS": "300"})
+    assert done.exit_code == 0 and "rank-1 failed in train_step" in done.output, done.output
+    for thread in joining:
+        thread.join(LIMIT)
+    assert sorted(codes)[:2] == [-signal.SIGKILL, 0] and len(codes) == 4
     assert sampled(tmp_path / "run") == undisturbed
 
 

@@ -9,12 +9,15 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import yaml
@@ -28,7 +31,7 @@ from saccade.plugins.engines.replicas import replica
 from saccade.plugins.engines.replicas.replica_process import Worker
 from saccade.plugins.preferences import dpo
 from saccade.plugins.ranks import launchers, team
-from saccade.plugins.ranks.connections import Link
+from saccade.plugins.ranks.connections import Link, accepting
 from saccade.plugins.ranks.loss_codec import decode_loss, encode_loss
 from saccade.plugins.ranks.rank_trainer import RankTrainer
 from saccade.plugins.reward_models import reward_training
@@ -37,6 +40,7 @@ from saccade.plugins.reward_models.reward_losses import StepsLoss, steps_objecti
 from saccade.recipes import rl, sft
 from saccade.run.loggers import read_metrics
 from saccade.system.process import Channel, Ended, listen
+from tests.ranks import ray_rank
 from tests.ranks.processes import LIMIT, forked
 
 ROOT = Path(__file__).parents[2]
@@ -82,10 +86,19 @@ def alone(recipe, tmp_path_factory):
     return folder / "one"
 
 
-def test_two_ranks_have_the_tokens_the_numbers_and_the_weights_of_one_process(recipe, alone, tmp_path, tensors):
-    rl.run(recipe(tmp_path, run__name="two", run__gpus=2))
+def test_two_ranks_of_torchrun_have_the_tokens_the_numbers_and_the_weights_of_one_process(
+    recipe, alone, tmp_path, tensors, monkeypatch
+):
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr(launchers, "PORT", port)
+    monkeypatch.setenv(launchers.TOKEN, "of this run")
+    started = [*(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"), "-m", "saccade", "rank"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([*started, f"127.0.0.1:{port}"], env=environment) as ranks:
+        rl.run(recipe(tmp_path, run__name="two", run__gpus=2, run__launcher="join"))
     two = tmp_path / "two"
-    assert sampled(two) == sampled(alone)
+    assert ranks.returncode == 0 and sampled(two) == sampled(alone)
     require_alike(two, alone)
     for place in ("", "state/ema"):
         require_same_weights(*(tensors(run / "checkpoints" / "step-4" / place) for run in (two, alone)))
@@ -113,6 +126,7 @@ def test_a_run_goes_from_two_ranks_to_one_and_back_and_starts_again_when_one_is_
             with monkeypatch.context() as patch:
                 patch.setattr(team, "STALL_LEAST", 5.0)
                 patch.setattr(team, "STALL_FACTOR", 0.0)
+                patch.setattr(team, "STACK_LIMIT", 2.0)
                 return train_step(self, *arguments, **more)
         return train_step(self, *arguments, **more)
 
@@ -257,10 +271,16 @@ def test_more_gpus_than_there_are_are_refused(tmp_path, rl_config, monkeypatch):
 COMMANDS = {
     "saccade": f'exec {sys.executable} -m saccade "$@"',
     "hostname": "echo 127.0.0.1",
-    "srun": 'for n in 0 1 2; do SACCADE_HOST=machine-$n SLURM_LOCALID=0 "$@" & done; wait',
-    "ray": f'exec {sys.executable} -c "from ray.scripts.scripts import main; main()" "$@"',
+    "srun": """trap 'kill $(jobs -p)' TERM
+        for n in 0 1 2; do SACCADE_HOST=machine-$n SLURM_LOCALID=0 "$@" & done; wait""",
+    "ray": f'exec {sys.executable} -c "from ray.scripts.scripts import main; main()" "$@" --num-cpus=1',
     "ssh": 'shift; SACCADE_HOST=machine-1 exec "$@"',
 }
+
+
+# No processes that wait for tasks, and machines whose end is noticed within a second.
+QUICK_RAY = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
+QUICK_RAY |= {"RAY_health_check_period_ms": "300", "RAY_health_check_failure_threshold": "2"}
 
 
 def run_script(name: str, folder: Path, options: dict[str, Any], **environment: str) -> None:
@@ -274,11 +294,79 @@ def run_script(name: str, folder: Path, options: dict[str, Any], **environment: 
     subprocess.run(["bash", ROOT / "examples" / name, file], env=os.environ | path | environment, check=True)
 
 
-# Ends the engine that Ray has started on one of its machines.
+def test_processes_that_ray_starts_on_two_machines(tmp_path, recipe, alone):
+    pytest.importorskip("ray")
+    options = recipe(tmp_path, run__name="on", run__max_steps=1, run__gpus=2)
+    run_script("ray.sh", tmp_path, options, NODES="machine-1", RAY_PORT=f"{26_000 + os.getpid() % 1000}", **QUICK_RAY)
+    assert sampled(tmp_path / "on") == sampled(alone)[:16]
+
+
+@pytest.fixture
+def ray_machines(monkeypatch):
+    """A cluster of two, with three cores and two; ranks of its tasks are forked here. And what ends the second."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    def fork(link: socket.socket, address: Any) -> None:
+        with link:
+            process = forked(launchers.run_rank, *link.makefile().readline().split())
+            wait([link, process.sentinel])
+            process.kill()
+
+    for name, value in QUICK_RAY.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launchers, "_rank_of_ray", ray_rank.serve)
+    with accepting(0, fork) as port, ExitStack() as ending:
+        monkeypatch.setenv(ray_rank.FORKS, f"127.0.0.1:{port}")
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+        ending.callback(cluster.shutdown)
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        far = cluster.add_node(num_cpus=2)
+
+        def lose() -> None:
+            raylet = psutil.Process(far.all_processes["raylet"][0].process.pid)
+            for process in raylet.children(recursive=True):
+                process.kill()
+            cluster.remove_node(far, allow_graceful=False)
+
+        yield lose
+
+
+def test_ray_replaces_an_engine_and_a_run_goes_on_without_a_machine_that_is_lost(
+    ray_machines, tmp_path, recipe, alone, monkeypatch
+):
+    """Four ranks and an engine beside them; for two ranks and another engine there is room on one machine."""
+    train_step, calls = RankTrainer.train_step, list[int]()
+
+    def disturbing(self: RankTrainer, *arguments: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            process, *_ = (tmp_path / "on" / "engine-0.log").read_text().removeprefix("process ").split()
+            os.kill(int(process), signal.SIGKILL)
+        if len(calls) == 4:  # the last update of step 2
+            ray_machines()
+        return train_step(self, *arguments, **more)
+
+    monkeypatch.setattr(RankTrainer, "train_step", disturbing)
+    options = recipe(tmp_path, run__name="on", run__max_steps=3, run__gpus=4, rollout__replicas=1)
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(load(options).model_dump(mode="json", exclude_unset=True)))
+    more = ["run.launcher=ray", "run.restarts=1", "run.min_gpus=2"]
+    with monkeypatch.context() as patch, pytest.raises(EnvironmentProblem, match=r"(?s)Ray: .*no such disk"):
+        patch.setattr(launchers, "_rank_of_ray", ray_rank.broken)
+        rl.run(load(options, [more[0], "run.name=broken"]))
+    done = CliRunner().invoke(app, ["rl", str(file), *more], env={"COLUMNS": "300"})
+    assert done.exit_code == 0 and len(calls) == 8, done.output
+    assert "engine-0 died and starts again" in done.output and "run.gpus=2 of 4 go on" in done.output
+    assert (tmp_path / "on" / "engine-0.log").read_text().count("process ") == 3
+    assert sampled(tmp_path / "on") == sampled(alone)[:48]
+
+
+# Ends the engine in the first step.
 ENDING = """
 import os, signal
 def nothing(sample):
-    if sample.step == 2 and not os.path.exists("{folder}/ended"):
+    if sample.step == 1 and not os.path.exists("{folder}/ended"):
         process, *_ = open("{folder}/on/engine-0.log").read().removeprefix("process ").split()
         open("{folder}/ended", "w").close()
         os.kill(int(process), signal.SIGKILL)
@@ -286,28 +374,18 @@ def nothing(sample):
 """
 
 
-def test_processes_that_ray_starts(tmp_path, recipe, alone):
-    """Two ranks and an engine beside them, on two machines; Ray replaces the engine when it is killed."""
-    pytest.importorskip("ray")
-    (tmp_path / "reward.py").write_text(ENDING.format(folder=tmp_path))
-    options = recipe(tmp_path, run__name="on", run__max_steps=3) | {"run.gpus": 2, "rollout.replicas": 1}
-    own = {"verifier": f"{tmp_path}/reward.py:nothing", "weight": 0.0}
-    options |= {"reward.terms": [*options["reward.terms"], own]}
-    run_script("ray.sh", tmp_path, options, NODES="machine-1", RAY_PORT=f"{26_000 + os.getpid() % 1000}")
-    assert (tmp_path / "on" / "engine-0.log").read_text().count("process ") == 2
-    here = sampled(tmp_path / "on")
-    assert len(here) == 48 and here == sampled(alone)[:48]
-
-
 def test_processes_that_slurm_starts(tmp_path, recipe, alone):
-    """Two ranks, each with all weights, and an engine that gets them over the network; a stranger who knocks first is
-    turned away.
+    """Two ranks, each with all weights, and an engine that gets them over the network and is started again when it is
+    killed; a stranger who knocks first is turned away.
     """
+    (tmp_path / "reward.py").write_text(ENDING.format(folder=tmp_path))
     options = recipe(tmp_path, run__name="on", run__max_steps=2) | {"train.layout": "hybrid", "run.gpus": 2}
+    own = {"verifier": f"{tmp_path}/reward.py:nothing", "weight": 0.0}
+    options |= {"reward.terms": [*options["reward.terms"], own], "reward.workers": 1}
     job, refused = os.getpid() % 1000, list[Ended]()
     threading.Thread(target=knock, args=(28_400 + job, refused)).start()
     run_script("slurm.sh", tmp_path, options, SLURM_JOB_ID=f"{job}", SLURM_NTASKS="3", REPLICAS="1")
-    assert len(refused) == 1
+    assert len(refused) == 1 and (tmp_path / "on" / "engine-0.log").read_text().count("process ") == 2
     here = sampled(tmp_path / "on")
     assert len(here) == 32 and here == sampled(alone)[:32]
 

@@ -162,7 +162,9 @@ def _ranks_meet(config: Config) -> Rows:
     from saccade.plugins.ranks.launchers import start_team
 
     model = config.model.path if Path(config.model.path).is_dir() else ""
-    out = None if config.run.launcher == "local" else config.run.out  # which all machines must see
+    place = Path(config.run.out).absolute()
+    shared = next(folder for folder in (place, *place.parents) if folder.is_dir())  # which all machines must see
+    out = None if config.run.launcher == "local" else shared
     with (
         tempfile.TemporaryDirectory(prefix="saccade-doctor-", dir=out) as logs,
         closing(start_team(config, "doctor", model=model, folder=None, logs=Path(logs))) as team,
