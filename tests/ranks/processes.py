@@ -2,15 +2,18 @@
 takes a core seconds, to fork milliseconds.
 """
 
+import json
 import multiprocessing
 import os
 import pickle
 import runpy
 import socket
 import subprocess
+import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,15 @@ import torch
 import torch.distributed as dist
 
 from saccade.plugins.engines.replicas.replica import Replica
+from saccade.plugins.ranks.connections import accepting
 from saccade.system.process import Channel, Child
+from tests.ranks.forked_command import FORKS
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 250  # seconds
 LOCK = threading.Lock()  # runs start and look after their processes in several threads
-FORKS: Any = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
+FORKING: Any = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(
     [
         "saccade.plugins.ranks.rank_process",
         "saccade.plugins.ranks.sharded",
@@ -38,7 +43,7 @@ FORKS.set_forkserver_preload(
 
 def forked(main: Callable[..., None], *arguments: Any) -> Any:
     """A process that runs a function of a module."""
-    process = FORKS.Process(target=_inside, args=(dict(os.environ), main, *arguments), daemon=True)
+    process = FORKING.Process(target=_inside, args=(dict(os.environ), main, *arguments), daemon=True)
     with LOCK, pytest.MonkeyPatch.context() as at_first:
         at_first.setenv("PYTHONPATH", str(ROOT))  # where to find what is imported before the first fork
         process.start()
@@ -48,6 +53,30 @@ def forked(main: Callable[..., None], *arguments: Any) -> Any:
 def _inside(environment: Mapping[str, str], main: Callable[..., None], *arguments: Any) -> None:
     os.environ.update(environment)
     main(*arguments)
+
+
+@contextmanager
+def forked_commands() -> Iterator[dict[str, str]]:
+    """Variables with which `forked_command.py` starts commands."""
+
+    def start(link: socket.socket, address: Any) -> None:
+        with link:
+            process = forked(_command, json.loads(link.makefile().readline()))
+            connection.wait([link, process.sentinel])
+            if process.exitcode is None:  # who asked for it was ended
+                process.kill()
+            else:
+                link.sendall(f"{process.exitcode}\n".encode())
+
+    with accepting(0, start) as port:
+        yield {FORKS: f"127.0.0.1:{port}"}
+
+
+def _command(asked: Mapping[str, Any]) -> None:
+    os.environ.update(asked["environment"])
+    os.chdir(asked["folder"])
+    sys.argv = ["saccade", *asked["arguments"]]
+    import_module("saccade.cli").main()
 
 
 # -- without a run -----------------------------------------------------------------------------------

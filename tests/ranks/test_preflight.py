@@ -118,7 +118,7 @@ def test_a_first_sum_that_never_returns_is_refused(monkeypatch: pytest.MonkeyPat
 def test_a_process_that_will_not_come_is_not_waited_for() -> None:
     with (
         connections.Reception(0, "t", {}) as meeting,
-        pytest.raises(EnvironmentProblem, match="ended before it connected: Ray: no such module"),
+        pytest.raises(EnvironmentProblem, match="ended before all had connected: Ray: no such module"),
     ):
         meeting.arrivals("t", 1, failed=lambda: "Ray: no such module")
 

@@ -11,7 +11,6 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
-from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +25,12 @@ from typer.testing import CliRunner
 from saccade.cli import app
 from saccade.config import load
 from saccade.engines import Settings
-from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.errors import ConfigError, EnvironmentProblem, RankLost
 from saccade.plugins.engines.replicas import replica
 from saccade.plugins.engines.replicas.replica_process import Worker
 from saccade.plugins.preferences import dpo
 from saccade.plugins.ranks import launchers, team
-from saccade.plugins.ranks.connections import Link, accepting
+from saccade.plugins.ranks.connections import Link
 from saccade.plugins.ranks.loss_codec import decode_loss, encode_loss
 from saccade.plugins.ranks.rank_trainer import RankTrainer
 from saccade.plugins.reward_models import reward_training
@@ -40,8 +39,8 @@ from saccade.plugins.reward_models.reward_losses import StepsLoss, steps_objecti
 from saccade.recipes import rl, sft
 from saccade.run.loggers import read_metrics
 from saccade.system.process import Channel, Ended, listen
-from tests.ranks import ray_rank
-from tests.ranks.processes import LIMIT, forked
+from tests.ranks import forked_command
+from tests.ranks.processes import LIMIT, forked, forked_commands
 
 ROOT = Path(__file__).parents[2]
 OF_THE_MACHINE = ("mem/", "time/", "perf/")
@@ -259,7 +258,7 @@ def test_the_steps_of_a_process_travel_as_json():
 
 
 def test_more_gpus_than_there_are_are_refused(tmp_path, rl_config, monkeypatch):
-    monkeypatch.setattr("saccade.plugins.ranks.rank_trainer.pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("saccade.plugins.ranks.launchers.pick_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr("saccade.plugins.ranks.launchers.visible_gpus", lambda trainer: ["0"])
     with pytest.raises(ConfigError, match=r"run\.gpus: 2, and 1 can be seen; try run\.gpus=1"):
         rl.run(rl_config(tmp_path, run__gpus=2))
@@ -269,7 +268,7 @@ def test_more_gpus_than_there_are_are_refused(tmp_path, rl_config, monkeypatch):
 
 # What the scripts find on the machines of a job; here each process of Slurm has a machine of its own.
 COMMANDS = {
-    "saccade": f'exec {sys.executable} -m saccade "$@"',
+    "saccade": f'exec {sys.executable} -S {Path(__file__).with_name("forked_command.py")} "$@"',
     "hostname": "echo 127.0.0.1",
     "srun": """trap 'kill $(jobs -p)' TERM
         for n in 0 1 2; do SACCADE_HOST=machine-$n SLURM_LOCALID=0 "$@" & done; wait""",
@@ -290,8 +289,9 @@ def run_script(name: str, folder: Path, options: dict[str, Any], **environment: 
     for command, line in COMMANDS.items():
         (folder / command).write_text(f"#!/bin/bash\n{line}\n")
         (folder / command).chmod(0o755)
-    path = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    subprocess.run(["bash", ROOT / "examples" / name, file], env=os.environ | path | environment, check=True)
+    environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    with forked_commands() as where:
+        subprocess.run(["bash", ROOT / "examples" / name, file], env=os.environ | environment | where, check=True)
 
 
 def test_processes_that_ray_starts_on_two_machines(tmp_path, recipe, alone):
@@ -307,17 +307,10 @@ def ray_machines(monkeypatch):
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    def fork(link: socket.socket, address: Any) -> None:
-        with link:
-            process = forked(launchers.run_rank, *link.makefile().readline().split())
-            wait([link, process.sentinel])
-            process.kill()
-
-    for name, value in QUICK_RAY.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launchers, "_rank_of_ray", ray_rank.serve)
-    with accepting(0, fork) as port, ExitStack() as ending:
-        monkeypatch.setenv(ray_rank.FORKS, f"127.0.0.1:{port}")
+    monkeypatch.setattr(launchers, "_rank_of_ray", forked_command.rank)
+    with forked_commands() as where, ExitStack() as ending:
+        for name, value in (QUICK_RAY | where).items():
+            monkeypatch.setenv(name, value)
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
         ending.callback(cluster.shutdown)
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
@@ -353,11 +346,15 @@ def test_ray_replaces_an_engine_and_a_run_goes_on_without_a_machine_that_is_lost
     file.write_text(yaml.safe_dump(load(options).model_dump(mode="json", exclude_unset=True)))
     more = ["run.launcher=ray", "run.restarts=1", "run.min_gpus=2"]
     with monkeypatch.context() as patch, pytest.raises(EnvironmentProblem, match=r"(?s)Ray: .*no such disk"):
-        patch.setattr(launchers, "_rank_of_ray", ray_rank.broken)
+        patch.setattr(launchers, "_rank_of_ray", forked_command.broken)
         rl.run(load(options, [more[0], "run.name=broken"]))
     done = CliRunner().invoke(app, ["rl", str(file), *more], env={"COLUMNS": "300"})
     assert done.exit_code == 0 and len(calls) == 8, done.output
     assert "engine-0 died and starts again" in done.output and "run.gpus=2 of 4 go on" in done.output
+    with pytest.raises(
+        RankLost, match=r"run\.min_gpus: the Ray cluster has no room for 4; its machines have .*'CPU': 3"
+    ):
+        launchers.gpus_left(load(options, ["run.min_gpus=4"]), "rl")
     assert (tmp_path / "on" / "engine-0.log").read_text().count("process ") == 3
     assert sampled(tmp_path / "on") == sampled(alone)[:48]
 
@@ -383,7 +380,7 @@ def test_processes_that_slurm_starts(tmp_path, recipe, alone):
     own = {"verifier": f"{tmp_path}/reward.py:nothing", "weight": 0.0}
     options |= {"reward.terms": [*options["reward.terms"], own], "reward.workers": 1}
     job, refused = os.getpid() % 1000, list[Ended]()
-    threading.Thread(target=knock, args=(28_400 + job, refused)).start()
+    threading.Thread(target=knock, args=(28_400 + job, refused), daemon=True).start()
     run_script("slurm.sh", tmp_path, options, SLURM_JOB_ID=f"{job}", SLURM_NTASKS="3", REPLICAS="1")
     assert len(refused) == 1 and (tmp_path / "on" / "engine-0.log").read_text().count("process ") == 2
     here = sampled(tmp_path / "on")

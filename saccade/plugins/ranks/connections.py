@@ -121,7 +121,7 @@ class Reception:
                     raise EnvironmentProblem(f"{other}, this machine {self.versions}; install alike")
                 continue
             if why := failed():
-                raise EnvironmentProblem(f"a process ended before it connected: {why}")
+                raise EnvironmentProblem(f"a process ended before all had connected: {why}")
             if time.monotonic() > end:
                 hosts = ", ".join(one.host for one in came) or "no machine"
                 raise EnvironmentProblem(

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -161,9 +161,15 @@ def _cluster(held: ExitStack) -> Any:
     return cluster
 
 
+@cache
+def _gpus_of_a_rank(cluster: Any, cuda: bool) -> int:
+    """As when the run began, because no GPU may be left; none where neither this machine nor the cluster has any."""
+    return 1 if cuda or cluster.cluster_resources().get("GPU") else 0
+
+
 def _bundles(cluster: Any, ranks: int, beside: Beside, *, cuda: bool) -> list[int]:
-    """GPUs of each process; none where neither this machine nor the cluster has any."""
-    gpu = 1 if cuda or cluster.cluster_resources().get("GPU") else 0
+    """GPUs of each process."""
+    gpu = _gpus_of_a_rank(cluster, cuda)
     return [gpu] * ranks + [gpu * beside.gpus] * beside.replicas
 
 
