@@ -39,6 +39,7 @@ from tests.models.against import noise as sound
 
 pytest.importorskip("torchvision")
 FILLER = 256
+ANY_AUTO = "AutoModelForImageTextToText"
 
 # Chosen for what they differ in: (kind, what is special about it).
 KINDS = {
@@ -55,6 +56,7 @@ KINDS = {
     "gemma4": "the same in layers with windows, layers of two sizes, inputs of each layer",
     "kimi_k25": "keys and values of different size",
     "llama4": "chunks, a nested head",
+    "minicpmv4_6": "recurrent layers, numbered pictures in slices",
 }
 
 
@@ -144,10 +146,10 @@ def test_pictures_in_pieces_are_proved(kind, name, options, squares, tmp_path):
 def test_videos_and_sounds_are_proved_and_trained(kind, name, medium, why):
     """Alone, and beside a picture where transformers does that, or refused there."""
     family, model = kind(name)
-    alone, beside = proof._sense_comparisons(model.eval(), family, medium, 1e-4)
+    alone, beside = proof.sense_comparisons(model.eval(), family, medium, 1e-4)
     assert alone.agrees and why in str(beside) and beside.agrees == (not why)
     one = videos.open_video(film(4, 50, 60), fps=2.0) if medium == "video" else sound(0.5)
-    rows = proof._answered(family, (one, "What is it?"), 2)
+    rows = proof.answered(family, (one, "What is it?"), 2)
     assert family.banned[rows[0].ids[rows[0].prompt.media[0].start]]
     assert gradient_gap(family, model, rows) < 2e-4
     family.reader.refuse(beside.kind, str(beside))
@@ -179,7 +181,7 @@ def told(family, folder, options):
     return replace(load_family(str(folder), name=family.name), spec=family.spec)
 
 
-def gradient_gap(family, model, rows=()):
+def gradient_gap(family, model, rows=(), ours=None):
     """Of all weights, from a forest and from separate rows through transformers: the worst, of the largest entry."""
     rows = rows or proof.probes(family)
     model.eval().requires_grad_(True)
@@ -195,7 +197,7 @@ def gradient_gap(family, model, rows=()):
         return found
 
     wanted = gradients([proof.theirs(model, row)[0][1] for row in rows])
-    found = gradients([logits for _, logits in proof.packed_rows(model, family, rows)])
+    found = gradients([logits for _, logits in proof.packed_rows(model, ours or family, rows)])
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())
     gaps = []
     for name in wanted.keys() | found.keys():
@@ -339,7 +341,7 @@ def test_a_verdict_is_remembered(kind, monkeypatch, tmp_path):
     [
         ("mllama", "looks at pictures from inside its decoder"),
         ("florence2", "has an encoder for text"),
-        ("qwen3_5", "has layers of type linear_attention"),
+        ("glm5_next", "has layers of type indexed_attention, linear_attention"),
         ("blip", "computes its own attention"),
     ],
 )
@@ -347,6 +349,31 @@ def test_the_gate(kind, why, tmp_path):
     transformers.CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
     with pytest.raises(EnvironmentProblem, match=f"a model of type .*{why}.*; use one whose decoder"):
         generic.gate(str(tmp_path))
+
+
+CODE = """
+from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
+class MineConfig(SmolVLMConfig):
+    model_type = "mine"
+class Mine(SmolVLMForConditionalGeneration):
+    config_class = MineConfig
+"""
+
+
+def test_code_of_a_folder_is_run_if_it_is_trusted(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = shutil.copytree(kind("smolvlm")[0].path, tmp_path / "mine")
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.MineConfig", ANY_AUTO: "mine.Mine"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "mine.py").write_text(CODE)
+    with pytest.raises(EnvironmentProblem, match=r"model_type 'mine'.*model.trust_remote_code=true runs"):
+        load_family(str(folder))
+    family = load_family(str(folder), trust_remote_code=True)
+    assert family.spec.auto_class == ANY_AUTO and family.name == "mine"
+    family = replace(family, spec=replace(family.spec, prove=lambda model, family: None))
+    model = load_model(family, dtype=torch.float32, device=CPU, trust_remote_code=True)
+    assert type(model).__name__ == "Mine" and differing(family, model) is None
 
 
 def test_what_such_a_model_does_not_take_is_refused_by_name(kind):

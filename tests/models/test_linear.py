@@ -18,6 +18,7 @@ from saccade.models import lora
 from saccade.models.families import load_family
 from saccade.models.load import hidden_states, load_model
 from saccade.plugins.estimate import shapes
+from saccade.plugins.families.proof import answered, noise
 from saccade.plugins.linear.gated_layers import walk_layers
 from saccade.plugins.ranks.layouts import require_heads
 from saccade.system.contents import write_files
@@ -57,6 +58,18 @@ def test_branches_begin_where_their_parents_end(made):
 def test_a_picture_stands_in_the_trunk_once(family_of, load, image):
     sample = pair(image(84, 56, 1), "and", image(56, 56, 2), "what is it?")
     assert_forests_are_plain_rows(load("qwen3_5"), family_of("qwen3_5"), sample)
+
+
+def test_gradients_through_pictures_are_those_of_transformers(family_of, load):
+    """Of every weight, the tower's too: branches behind two pictures, which need not be resized, and one more row."""
+    pytest.importorskip("torchvision")
+    from tests.models.test_generic import gradient_gap
+
+    known = family_of("qwen3_5")
+    family = load_family(known.path, name="generic")  # which knows what transformers is given
+    first, second = noise(96, 64, 1), noise(64, 128, 2)
+    rows = answered(family, ("See ", first, " and ", second, "?"), 2) + answered(family, (second, "What?"), 1)
+    assert gradient_gap(family, load("qwen3_5"), rows, ours=known) < 1e-4
 
 
 def test_few_slots_and_turns_that_wait_draw_the_same(made):

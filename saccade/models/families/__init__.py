@@ -52,7 +52,8 @@ class FamilySpec:
     whole: bool = True  # an image is seen in one piece at a multiple of the unit; False: in squares
     segments: bool = False  # its towers hand the boundaries of their segments to our attention
     prepare: Callable[[Any], None] = lambda model: None
-    finish: Callable[[Any], Any] = lambda family: family  # → the Family of a folder that has more to say
+    # (Family, whether code of its folder may be run) → the Family of a folder that has more to say
+    finish: Callable[[Any, bool], Any] = lambda family, trusted: family
     prove: Callable[[Any, Any], None] | None = (
         None  # (model, Family): refuses a model that computes something else here
     )
@@ -221,7 +222,7 @@ def load_family(
         measure=measure,
         **bound,
     )
-    return spec.finish(family)
+    return spec.finish(family, trust_remote_code)
 
 
 def max_positions(config: Mapping[str, Any]) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 from saccade.errors import EnvironmentProblem
 from saccade.forest.device_ops import to_device
 from saccade.forest.interface import decoder_of
-from saccade.models.families import Family, FamilySpec, max_positions
+from saccade.models.families import FAMILIES, Family, FamilySpec, max_positions
 from saccade.models.files import described
 from saccade.plugins.families.door import cast, decoder_inputs, picture_features
 from saccade.plugins.families.picture_processor import ALWAYS, SIZES_KEPT, PictureReader
@@ -53,6 +53,7 @@ BOTH_WAYS: Mapping[str, Callable[[Any], str]] = {
     "gemma4": lambda text: "windows" if text.use_bidirectional_attention == "vision" else "",
     "gemma4_unified": lambda text: "all" if text.use_bidirectional_attention == "vision" else "",
 }
+ONE_BY_ONE = ("minicpmv4_6", "minicpmv4_7")  # types that read the tensors of one prompt alone
 SIMILAR = "one whose decoder attends to its own tokens alone, such as qwen2_5_vl, smolvlm or llava_next"
 
 
@@ -65,31 +66,39 @@ def gate(path: str, *, trust_remote_code: bool = False) -> Any:
     except Exception as error:  # of a type that it does not know, or of fields that it checks
         why = f"model_type {described(Path(path)).get('model_type', '')!r}: {(str(error).splitlines() or [''])[0]}"
         other = f"use its conversion, whose name ends in -hf, if it has one, or {SIMILAR}"
+        if "trust_remote_code" in str(error):
+            other = "model.trust_remote_code=true runs the Python code in that folder, if you trust it"
         raise EnvironmentProblem(f"{path}: transformers does not read its config ({why}); {other}") from error
     text = settings.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ()) - LAYERS
+    kinds, walked = set(getattr(text, "layer_types", None) or ()) - LAYERS, walks(text)
     why = ""
     if getattr(settings, "is_encoder_decoder", False):
         why = "has an encoder for text, and a decoder that looks at it"
     elif any(hasattr(text, name) for name in CROSS):
         why = "looks at pictures from inside its decoder (cross-attention)"
-    elif kinds:
+    elif kinds and not walked:
         why = f"has layers of type {', '.join(sorted(kinds))}, in which packed rows run into each other"
     else:
         try:
             auto = auto_class(settings)
             with torch.device("meta"):
-                model = auto.from_config(settings)
+                model = auto.from_config(settings, trust_remote_code=trust_remote_code)
             decoder = decoder_of(model)
         except Exception as error:
             raise _refused(path, settings, f"cannot be built ({type(error).__name__}: {error})") from error
-        if not any(getattr(part, "_supports_attention_backend", False) for part in (model, decoder)):
+        if not walked and not any(getattr(part, "_supports_attention_backend", False) for part in (model, decoder)):
             why = "computes its own attention, through which packed rows would leak into each other"
         elif not model.can_generate() or model.get_output_embeddings() is None:
             why = "does not generate text"
     if why:
         raise _refused(path, settings, why)
     return model
+
+
+def walks(text: Any) -> bool:
+    """Whether a decoder has recurrent layers, in which the family of its text model keeps rows apart."""
+    others = set(getattr(text, "layer_types", None) or ()) - LAYERS
+    return others == {"linear_attention"} and text.model_type in FAMILIES
 
 
 def _refused(path: str, settings: Any, why: str) -> EnvironmentProblem:
@@ -101,12 +110,13 @@ def auto_class(settings: Any) -> Any:
     import transformers
 
     seeing = transformers.AutoModelForImageTextToText
-    return seeing if type(settings) in seeing._model_mapping else transformers.AutoModelForCausalLM
+    known = type(settings) in seeing._model_mapping or seeing.__name__ in (getattr(settings, "auto_map", None) or ())
+    return seeing if known else transformers.AutoModelForCausalLM
 
 
-def any_family(family: Family) -> Family:
+def any_family(family: Family, trust_remote_code: bool) -> Family:
     """The family of a folder, from its processor and a model without weights."""
-    model = gate(family.path)
+    model = gate(family.path, trust_remote_code=trust_remote_code)
     settings = model.config
     parts = [settings, *(getattr(settings, f"{tower}_config", None) for tower in ("vision", "audio"))]
     found = {kind: [getattr(part, n, None) for n in names for part in parts] for kind, names in MEDIA_TOKENS.items()}
@@ -116,7 +126,9 @@ def any_family(family: Family) -> Family:
     ids = [i for one in named for i in (one if isinstance(one, Sequence) else [one])]
     patch = getattr(parts[1], "patch_size", None) or 1
     blocks = BOTH_WAYS.get(settings.model_type, lambda text: "")(settings.get_text_config())
-    reader = PictureReader(family.path, ids, patch if isinstance(patch, int) else patch[0])
+    side = patch if isinstance(patch, int) else patch[0]
+    reader = PictureReader(family.path, ids, side, trust_remote_code=trust_remote_code)
+    reader.one_by_one = settings.model_type in ONE_BY_ONE
     plain = replace(family.chat, reserved=tuple(dict.fromkeys((*family.chat.reserved, *reader.markers.values()))))
 
     def text_of(kind: str, before: str, after: str) -> str:
@@ -147,6 +159,7 @@ def any_family(family: Family) -> Family:
             auto_class=auto_class(settings).__name__,
             towers=towers_of(model),
             media_tokens={kind: MEDIA_TOKENS[kind][0] for kind in reader.frames},
+            prepare=FAMILIES[text.model_type].prepare if walks(text) else family.spec.prepare,
         ),
         chat=replace(plain, expand=reader.expand, ids_of=reader.ids_of, placeholders=reader.placeholders),
         vocabulary=len(banned),

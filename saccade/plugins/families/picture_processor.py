@@ -101,12 +101,12 @@ class _Listening:
 
 
 class PictureReader:
-    def __init__(self, path: str, media_ids: Sequence[int], patch: int) -> None:
+    def __init__(self, path: str, media_ids: Sequence[int], patch: int, *, trust_remote_code: bool = False) -> None:
         """`patch`: the side of what the tower sees as one."""
         from transformers import AutoProcessor
 
         try:
-            processor: Any = copy.copy(AutoProcessor.from_pretrained(path))
+            processor: Any = copy.copy(AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code))
             self.marker = processor.image_token
             self.markers = {
                 kind: getattr(processor, sense.token)
@@ -123,6 +123,7 @@ class PictureReader:
         self.frames: dict[str, Sequence[tuple[str, str]]] = {"image": AROUND}
         self.refused: dict[str, str] = {}  # kinds that its processor has a word for, and why they are not taken
         self.pixels_read: set[str] = set()  # kinds of which they are, also where a size alone is asked for
+        self.one_by_one = False  # prompts are no batch whatever their shapes
         self.blank_row = lru_cache(SIZES_KEPT)(self._blank_row)
         self.kept = ImageCache(CACHE_BYTES, make=self._row)
 
@@ -191,8 +192,12 @@ class PictureReader:
     def apart(self) -> bool:
         """What is written for a medium does not depend on what stands around it."""
         for kind, frames in self.frames.items():
-            written = {self._written(self._heard(frame, *SENSES[kind].sizes[0]), frame) for frame in frames}
-            if None in written or len(written) > 1:
+            size, once = SENSES[kind].sizes[0], frames[0]
+            written = {self._written(self._heard(frame, *size), frame) for frame in frames}
+            self.call(self.markers[kind].join(once) * 2, [self._blank(*size)] * 2)  # some number them
+            if len(written) > 1 or (same := written.pop()) is None:
+                return False
+            if self.listening.heard.text != (once[0] + same + once[1]) * 2:
                 return False
         return True
 
@@ -288,6 +293,9 @@ class PictureReader:
                 return frames, rows, columns
             if name.endswith("position_ids") and value.ndim == 3:  # places of patches
                 return 1, 1, value.shape[1]
+        if "target_sizes" in made:  # of slices, whose patches lie in one row
+            patches = made["target_sizes"].prod(-1)
+            return len(patches), 1, int(patches.sum()) // len(patches)
         seen = [value.shape for value in made.values() if value.ndim > 3 and value.shape[-3] == 3]
         if not seen:
             return 1, 1, tokens
@@ -337,7 +345,7 @@ class PictureReader:
         rows: dict[Any, Any] = dict(zip(named, self.kept.get_all(list(named.values())), strict=True))
         alike: dict[Any, list[Any]] = {}
         for key, row in rows.items():
-            alike.setdefault(row.shapes, []).append(key)
+            alike.setdefault(key if self.one_by_one else row.shapes, []).append(key)
         batches, places, first = {}, {}, 0
         for number, keys in enumerate(alike.values()):
             made = {name: np.concatenate([rows[key][name] for key in keys]) for name in rows[keys[0]]}

@@ -106,10 +106,10 @@ def _comparisons(model: Any, family: Family, filler: int) -> Iterator[Compared]:
         gap = _behind(model, family, filler)
     yield Compared(f"a row behind {filler} tokens of others", gap, limit)
     for kind in [kind for kind in family.spec.media_tokens if kind != "image"]:
-        yield from _sense_comparisons(model, family, kind, limit)
+        yield from sense_comparisons(model, family, kind, limit)
 
 
-def _sense_comparisons(model: Any, family: Family, kind: str, limit: float) -> Iterator[Compared]:
+def sense_comparisons(model: Any, family: Family, kind: str, limit: float) -> Iterator[Compared]:
     """Of another kind of media than pictures, alone and beside one."""
     draw = np.random.default_rng(6)
     if kind == "video":
@@ -123,7 +123,7 @@ def _sense_comparisons(model: Any, family: Family, kind: str, limit: float) -> I
     }
     for name, prompts in asked.items():
         try:
-            rows = [row for parts, answers in prompts for row in _answered(family, parts, answers)]
+            rows = [row for parts, answers in prompts for row in answered(family, parts, answers)]
             made = list(_row_comparisons(model, family, rows, limit))
             spans = [span for row in (*rows, *probes(family)) for span in row.prompt.media]
             widths = {family.features(model, media_inputs(family, [span], model.device)).shape[1] for span in spans}
@@ -184,13 +184,13 @@ def probes(family: Family) -> list[ProofRow]:
     made = []
     for parts, answers in zip(asked, (2, 1, 1), strict=True):
         try:
-            made += _answered(family, parts, answers)
+            made += answered(family, parts, answers)
         except ValueError:  # some processors cannot take pictures of different sizes together
-            made += _answered(family, tuple(wide if part is small else part for part in parts), answers)
+            made += answered(family, tuple(wide if part is small else part for part in parts), answers)
     return made
 
 
-def _answered(family: Family, parts: Sequence[Any], answers: int) -> list[ProofRow]:
+def answered(family: Family, parts: Sequence[Any], answers: int) -> list[ProofRow]:
     draw, free = np.random.default_rng(3 + len(parts)), np.flatnonzero(~family.banned)
     inputs, prompt = processed(family, parts), family.render([Message(role="user", parts=tuple(parts))])
     return [ProofRow(prompt, np.concatenate([prompt.ids, draw.choice(free, 7)]), inputs) for _ in range(answers)]
@@ -262,11 +262,14 @@ def _watched(model: Any, seen: dict[Any, Layer]) -> Iterator[None]:
     AttentionMaskInterface.register(WATCHED, lambda *a, **o: sdpa_mask(*a, **o | {"allow_is_causal_skip": False}))
     decoder = interface.decoder_of(model)
     before = decoder.config._attn_implementation
+    ours = {module: vars(module).pop("forward") for module in decoder.modules() if "forward" in vars(module)}
     interface.attend_by(decoder, WATCHED)
     try:
         yield
     finally:
         interface.attend_by(decoder, before)
+        for module, forward in ours.items():
+            module.forward = forward
 
 
 def theirs(model: Any, row: ProofRow) -> tuple[tuple[Tensor, Tensor], dict[Any, Layer]]:
@@ -335,14 +338,16 @@ def _batch(rows: Sequence[ProofRow]) -> Any:
 def _masks(model: Any, family: Family, row: ProofRow, layers: Mapping[Any, Layer]) -> Iterator[Compared]:
     """What each layer sees against what our plan would show it."""
     given = inputs_of(_batch([row]), family, model.device, model.dtype, pixels=True)
+    own: Any = given.plan
     told: dict[int, Any] = {}
 
     def note(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Any) -> Tensor:
         told[layer] = window
-        return given.plan(layer, q, k, v, scale, window)
+        return own(layer, q, k, v, scale, window)
 
     spans = row.prompt.media
-    hidden_states(model, family, given.ids, given.positions, spans, note, places=given.places)
+    plan = attention.ForwardPlan(note, lambda: own.walk)
+    hidden_states(model, family, given.ids, given.positions, spans, plan, places=given.places)
     place, seen = torch.arange(len(row.ids)), [span for span in spans if span.media.kind != "audio"]
     inside = [np.arange(span.start, span.end) for span in seen]
     blocks = attention.blocks_at(family.blocks, len(place), np.concatenate([*inside, np.zeros(0, np.int64)]))
@@ -410,7 +415,7 @@ def _behind(model: Any, family: Family, filler: int) -> float:
 def _verdict_file(model: Any, family: Family) -> Path:
     """Where the verdict on such a model is: by all that it depends on."""
     package = Path(saccade.__file__).parent
-    code = [package / "models", package / "forest", package / "plugins" / "families"]
+    code = [package / "models", package / "forest", *(package / "plugins" / name for name in ("families", "linear"))]
     sources = sorted(file for folder in code for file in folder.rglob("*.py"))
     described_by = ("config.json", "processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
     known = {
