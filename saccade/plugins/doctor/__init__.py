@@ -9,6 +9,7 @@ say that it is missing.
 """
 
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -160,12 +161,14 @@ def _ranks_meet(config: Config) -> Rows:
     if config.run.gpus == 1:
         return
     from saccade.plugins.ranks.launchers import start_team
+    from saccade.run.messages import shown_by
 
     model = config.model.path if Path(config.model.path).is_dir() else ""
     place = Path(config.run.out).absolute()
     shared = next(folder for folder in (place, *place.parents) if folder.is_dir())  # which all machines must see
     out = None if config.run.launcher == "local" else shared
     with (
+        shown_by(partial(print, file=sys.stderr)),  # what to start elsewhere, and who came
         tempfile.TemporaryDirectory(prefix="saccade-doctor-", dir=out) as logs,
         closing(start_team(config, "doctor", model=model, folder=None, logs=Path(logs))) as team,
     ):

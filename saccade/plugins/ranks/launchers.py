@@ -211,7 +211,6 @@ def start_team(config: Config, command: str, *, model: str, folder: str | None, 
     if shared := meet(store, team.size):
         slow = "they exchange through main memory (gloo), which is slow"
         log.warning(f"ranks {', '.join(map(str, shared))} have a GPU in common: {slow}")
-    log.info(f"{team.size} processes share the run, and log to {logs}/rank-N.log")
     return team
 
 

@@ -196,6 +196,7 @@ def start_policy(config: Config, command: str, family: Family, folder: str | Non
     layout, reason = choose_layout(config, command, family)
     config = load(config, [f"train.layout={layout}"], command)
     team = start_team(config, command, model=family.path, folder=folder, logs=logs)
+    log.info(f"{team.size} processes share the run, and log to {logs}/rank-N.log")
     log.info(f"train.layout={layout}: {reason}")
     return RankTrainer(config, team, family)
 
