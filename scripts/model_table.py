@@ -54,7 +54,7 @@ from its modules. [Recipes](recipes.md#models-of-today) start from some of them,
 shows one learn.
 
 InternVL and LLaVA have families of their own although the generic one serves them, too, because users feel the
-difference. Own family / generic, with processors of published sizes (tiles of 448 pixels, squares of 336) on one CPU core:
+difference. Own family / generic, with processors of published sizes (tiles of 448 pixels, squares of 336) on one core:
 
 | | InternVL | LLaVA 1.5 |
 |---|---|---|
@@ -71,7 +71,8 @@ models that do so, `max_patches` in the folder's image processor config is the l
 This page is written by `python scripts/model_table.py`, which runs a tiny random model of each kind on a CPU in
 float32: *logits* is the largest gap between packed rows and transformers (of the largest logit), *gradients* that of
 any weight (of its largest entry), *greedy* counts prompts whose tokens are those of `generate`. Weights of published
-models were not run. Recurrent layers (MiniCPM-V 4.6) are served where the text model has a family. transformers {version}.
+models were not run. Recurrent layers (MiniCPM-V 4.6) are served where the text model has a family. transformers
+{version}.
 
 """
 

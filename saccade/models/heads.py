@@ -86,15 +86,18 @@ def find_logit_change(model: Any) -> str | None:
 
 
 def attach_score(model: nn.Module, *, seed: int) -> None:
-    """Replace `lm_head` by `score`, linear without a bias, from a normal of std 1 / (E + 1).
+    """Replace the language head by `score`, linear without a bias, from a normal of std 1 / (E + 1).
 
-    An embedding that was tied to `lm_head` stays; otherwise its memory is free.
+    An embedding that was tied to it stays; otherwise its memory is free.
     """
     assert not hasattr(model, "score"), "the model has a score head already"
     score = nn.Linear(_size(model), 1, bias=False, device="meta")
     score.weight = drawn(model, 1, seed)
+    old = model.get_output_embeddings()  # type: ignore[operator]
+    for owner in [*model.modules()]:  # it may be inside of a part
+        for name in [name for name, part in owner.named_children() if part is old]:
+            setattr(owner, name, None)
     model.score = score
-    model.lm_head = None  # type: ignore[assignment]
 
 
 def read_scores(score: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from saccade.forest.packing import pack
 from saccade.media.images import open_media
 from saccade.models import lora
 from saccade.models.families import load_family
+from saccade.models.heads import attach_score
 from saccade.models.load import freeze, load_model, trainable_table
 from saccade.plugins.families import generic, proof, tiny, tiny_kinds
 from saccade.plugins.families.door import cast
@@ -331,6 +332,26 @@ def test_a_verdict_is_remembered(kind, monkeypatch, tmp_path):
     template = family.chat.template + "{# another #}"
     proof.prove(model, replace(family, chat=replace(family.chat, template=template)))
     assert len(calls) == 2
+
+
+def test_blank_lines_around_a_picture_are_text(tmp_path):
+    folder = tiny_kinds.build("gemma3", tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens("\n\n")
+    tokenizer.save_pretrained(folder)
+    family = load_family(folder)
+    assert not family.banned[tokenizer.convert_tokens_to_ids("\n\n")]
+    assert family.banned[tokenizer.convert_tokens_to_ids("<start_of_image>")]
+
+
+def test_a_critic_has_no_language_head(kind):
+    family, model = kind("llama4")
+    attach_score(model, seed=0)
+    assert not [name for name, _ in model.named_parameters() if "lm_head" in name]
+    backend = LocalBackend(model, family, TrainConfig())
+    sample = Sample(id="s", messages=(*ask("What?"), Message(role="assistant", parts=("It.",))))
+    batches = pack([dialogue(sample, family, "assistant")], micro_tokens=4096, ends=True)
+    assert np.isfinite(backend.values(batches)[0][0]).all()
 
 
 # -- what is refused before weights are read -------------------------------------------------------

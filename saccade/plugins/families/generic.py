@@ -64,6 +64,7 @@ def gate(path: str, *, trust_remote_code: bool = False) -> Any:
     try:
         settings = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # of a type that it does not know, or of fields that it checks
+        _require_libraries(path, error)
         why = f"model_type {described(Path(path)).get('model_type', '')!r}: {(str(error).splitlines() or [''])[0]}"
         other = f"use its conversion, whose name ends in -hf, if it has one, or {SIMILAR}"
         if "trust_remote_code" in str(error):
@@ -85,6 +86,7 @@ def gate(path: str, *, trust_remote_code: bool = False) -> Any:
                 model = auto.from_config(settings, trust_remote_code=trust_remote_code)
             decoder = decoder_of(model)
         except Exception as error:
+            _require_libraries(path, error)
             raise _refused(path, settings, f"cannot be built ({type(error).__name__}: {error})") from error
         if not walked and not any(getattr(part, "_supports_attention_backend", False) for part in (model, decoder)):
             why = "computes its own attention, through which packed rows would leak into each other"
@@ -99,6 +101,13 @@ def walks(text: Any) -> bool:
     """Whether a decoder has recurrent layers, in which the family of its text model keeps rows apart."""
     others = set(getattr(text, "layer_types", None) or ()) - LAYERS
     return others == {"linear_attention"} and text.model_type in FAMILIES
+
+
+def _require_libraries(path: str, error: Exception) -> None:
+    """Some towers are those of timm."""
+    if isinstance(error, ImportError):
+        how = "run: pip install -c constraints.txt -e '.[vision]'"
+        raise EnvironmentProblem(f"{path}: {str(error).splitlines()[0]}; {how}") from error
 
 
 def _refused(path: str, settings: Any, why: str) -> EnvironmentProblem:

@@ -211,9 +211,12 @@ class PictureReader:
         return text[len(before) : len(text) - len(after)] if text.startswith(before) and text.endswith(after) else None
 
     def special(self) -> set[int]:
-        """Tokens that are written for media alone, or said to be theirs: nobody may sample them."""
+        """Tokens that are written for media alone, or said to be theirs: nobody may sample them. Not blank lines, which
+        stand around pictures and are tokens of their own, too.
+        """
         tokenizer, found = self.processor.tokenizer, set(self.media_ids.tolist())
-        known = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, *found}
+        added = {token for token, known in tokenizer.added_tokens_decoder.items() if known.content.strip()}
+        known = {*tokenizer.all_special_ids, *added, *found}
         for kind, (frame, *_) in self.frames.items():
             texts = ["".join(frame), *(self._heard(frame, *size) for size in SENSES[kind].sizes)]
             bare, *shown = (set(tokenizer.encode(text, add_special_tokens=False)) for text in texts)

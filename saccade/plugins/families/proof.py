@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -415,15 +416,18 @@ def _behind(model: Any, family: Family, filler: int) -> float:
 def _verdict_file(model: Any, family: Family) -> Path:
     """Where the verdict on such a model is: by all that it depends on."""
     package = Path(saccade.__file__).parent
-    code = [package / "models", package / "forest", *(package / "plugins" / name for name in ("families", "linear"))]
+    code = [package / name for name in ("models", "forest", "trainer", "plugins/families", "plugins/linear")]
     sources = sorted(file for folder in code for file in folder.rglob("*.py"))
-    described_by = ("config.json", "processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+    described_by = ("config.json", "processor_config.json", "preprocessor_config.json")
+    written = sorted(Path(family.path).glob("tokenizer*"))
+    libraries = ("torch", "transformers", "tokenizers", "torchvision", "timm")
     known = {
         "class": type(model).__name__,
         "files": [described(Path(family.path), name) for name in described_by],
         "template": family.chat.template,
-        "where": [str(model.dtype), model.device.type],
-        "versions": [version(name) for name in ("torch", "transformers")],
+        "tokenizer": [hashlib.sha256(file.read_bytes()).hexdigest() for file in written],
+        "where": [str(model.dtype), model.device.type, getattr(model, "is_loaded_in_4bit", False)],
+        "versions": [version(name) for name in libraries if find_spec(name)],
         "code": hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest(),
     }
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
