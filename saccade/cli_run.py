@@ -137,9 +137,9 @@ def run_recipe(
             if saved or config.run.resume == "none":
                 config = load(config, ["run.resume=auto"])
             if wanted.run.min_gpus is not None:
-                gpus = import_module("saccade.plugins.ranks.launchers").gpus_left(wanted, name)
-                show_error(f"run.gpus={gpus} of {wanted.run.gpus} go on", error)
-                config = load(config, [f"run.gpus={gpus}"])
+                room = import_module("saccade.plugins.ranks.launchers").gpus_left(wanted, name)
+                show_error(f"there is room for {room}, of run.gpus={wanted.run.gpus}", error)
+                config = load(config, room.split())
 
 
 def read_config(arguments: Sequence[str] | None, command: str | None = None, *, plain: str = "") -> Config:

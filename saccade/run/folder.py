@@ -44,7 +44,7 @@ RESULTS = "results.json"  # of an evaluation
 # was found, so they cannot contradict it.
 MAY_DIFFER = (
     *("run.max_steps", "run.max_hours", "run.resume", "run.name", "run.out", "run.trace"),
-    *("run.gpus", "run.launcher", "run.restarts", "run.min_gpus"),
+    *("run.gpus", "run.launcher", "run.restarts", "run.min_gpus", "rollout.replicas"),
     *("train.layout", "train.offload", "train.sequence_parallel"),
     *("reward.max_error_rate", "reward.deadline", "reward.workers", "data.max_bad_fraction"),
     "data.val",

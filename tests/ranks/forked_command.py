@@ -5,6 +5,7 @@ SACCADE_FORKS=127.0.0.1:28111 python -S tests/ranks/forked_command.py rank 127.0
 
 import json
 import os
+import signal
 import socket
 import sys
 
@@ -27,6 +28,10 @@ def rank(address: str, token: str) -> None:
 
 def broken(address: str, token: str) -> None:
     raise OSError("no such disk")
+
+
+def lost(address: str, token: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

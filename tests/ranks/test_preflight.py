@@ -4,7 +4,9 @@ import re
 import shutil
 import socket
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from torch.distributed import TCPStore
 
 from saccade.config import load
-from saccade.errors import EnvironmentProblem
+from saccade.errors import EnvironmentProblem, RankLost
 from saccade.models.families import load_family
 from saccade.plugins import doctor
 from saccade.plugins.imitation.imitation_sources import teacher_of
@@ -115,12 +117,45 @@ def test_a_first_sum_that_never_returns_is_refused(monkeypatch: pytest.MonkeyPat
         preflight.require_sum(torch.device("cpu"), limit=0.1)
 
 
-def test_a_process_that_will_not_come_is_not_waited_for() -> None:
-    with (
-        connections.Reception(0, "t", {}) as meeting,
-        pytest.raises(EnvironmentProblem, match="ended before all had connected: Ray: no such module"),
-    ):
-        meeting.arrivals("t", 1, failed=lambda: "Ray: no such module")
+class Machines:
+    """As much of Ray as reserves places: GPUs that are left, and cores enough."""
+
+    def __init__(self, gpus: int) -> None:
+        self.gpus, self.util = gpus, self
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 99.0, "GPU": float(self.gpus)}
+
+    def placement_group(self, bundles: list[dict[str, int]], strategy: str) -> Any:
+        ready = sum(bundle.get("GPU", 0) for bundle in bundles) <= self.gpus
+        return SimpleNamespace(wait=lambda seconds: ready)
+
+    def remove_placement_group(self, group: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("options", "left", "found"),
+    [
+        ("rollout.replicas=8", 8, "run.gpus=4 rollout.replicas=4"),
+        ("rollout.replicas=8 run.min_gpus=8", 9, "run.gpus=8 rollout.replicas=1"),
+        ("rollout.replicas=8", 3, "run.gpus=2 rollout.replicas=1"),
+        ("rollout.replicas=8", 2, "no room for run.gpus=2 rollout.replicas=1; its machines have"),
+        ("train.sequence_parallel=4", 7, "run.gpus=4"),
+        ("", 0, "no room for run.gpus=2; its machines have"),  # and none without a GPU
+        ("run.device=cpu", 0, "run.gpus=8"),
+    ],
+)
+def test_a_restart_takes_the_gpus_that_are_left(
+    options: str, left: int, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Machines(16)
+    monkeypatch.setattr(launchers, "_cluster", lambda held: cluster)
+    given = f"run.out={tmp_path} run.name=r run.gpus=8 run.launcher=ray run.restarts=1 run.min_gpus=2 {options}".split()
+    config = load({"model.path": "m"}, given)
+    launchers._gpus_of_a_rank(cluster, config.run.device, tmp_path / "r")  # as the run begins
+    cluster.gpus = left
+    with pytest.raises(RankLost, match=found) if "no room" in found else nullcontext():
+        assert launchers.gpus_left(config, "rl") == found
 
 
 def test_doctor_lets_ranks_meet(tmp_path: Path, family_of: Any, forked_ranks: None) -> None:

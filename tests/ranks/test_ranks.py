@@ -345,14 +345,22 @@ def test_ray_replaces_an_engine_and_a_run_goes_on_without_a_machine_that_is_lost
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(load(options).model_dump(mode="json", exclude_unset=True)))
     more = ["run.launcher=ray", "run.restarts=1", "run.min_gpus=2"]
-    with monkeypatch.context() as patch, pytest.raises(EnvironmentProblem, match=r"(?s)Ray: .*no such disk"):
-        patch.setattr(launchers, "_rank_of_ray", forked_command.broken)
-        rl.run(load(options, [more[0], "run.name=broken"]))
+    for task, kind, why in (
+        (forked_command.broken, EnvironmentProblem, "no such disk"),
+        (forked_command.lost, RankLost, "died"),  # a restart may help
+    ):
+        with monkeypatch.context() as patch, pytest.raises(kind, match=rf"(?s)Ray: .*{why}") as raised:
+            patch.setattr(launchers, "_rank_of_ray", task)
+            rl.run(load(options, [more[0], f"run.name={task.__name__}"]))
+        assert raised.type is kind
     done = CliRunner().invoke(app, ["rl", str(file), *more], env={"COLUMNS": "300"})
     assert done.exit_code == 0 and len(calls) == 8, done.output
-    assert "engine-0 died and starts again" in done.output and "run.gpus=2 of 4 go on" in done.output
+    assert (
+        "engine-0 died and starts again" in done.output
+        and "room for run.gpus=2 rollout.replicas=1, of run.gpus=4" in done.output
+    )
     with pytest.raises(
-        RankLost, match=r"run\.min_gpus: the Ray cluster has no room for 4; its machines have .*'CPU': 3"
+        RankLost, match=r"run\.min_gpus: .* no room for run\.gpus=4 rollout\.replicas=1; its machines have .*'CPU': 3"
     ):
         launchers.gpus_left(load(options, ["run.min_gpus=4"]), "rl")
     assert (tmp_path / "on" / "engine-0.log").read_text().count("process ") == 3

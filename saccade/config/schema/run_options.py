@@ -36,7 +36,8 @@ class RunConfig(Section):
     )
     min_gpus: int | None = option(
         None,
-        "A restart may go on with so few of run.gpus, if no more are left of the Ray cluster; empty: with all of them.",
+        "A restart may go on with so few of run.gpus, if no more are left of the Ray cluster, and with as much fewer "
+        "replicas; empty: with all of them.",
         ge=2,
         when=When("run.restarts and run.launcher == 'ray'", "run.restarts=3 run.launcher=ray"),
         commands=("rl", "sft", "dpo", "reward-model"),

@@ -110,12 +110,14 @@ def join(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitS
 def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitStack, beside: Beside) -> Places:
     """Tasks of the cluster that `ray status` shows, or of one that is started here."""
     cluster = _cluster(held)
-    gpus = _bundles(cluster, settings.size, beside, cuda=bool(visible))
+    device = settings.options.get("run", {}).get("device", "auto")
+    gpus = _bundles(settings.size, beside, _gpus_of_a_rank(cluster, device, logs.absolute()))
     group = _reserve(cluster, gpus, held)
     if not group.wait(JOIN_LIMIT):
-        wanted = f"run.gpus={settings.size}" + f" rollout.replicas={beside.replicas}" * bool(beside.replicas)
         free = cluster.available_resources()
-        raise EnvironmentProblem(f"{wanted}: the Ray cluster has no room for that, free are {free}")
+        raise EnvironmentProblem(
+            f"{_options(settings.size, beside)}: the Ray cluster has no room for that, free are {free}"
+        )
     token = secrets.token_hex(16)
     reception = held.enter_context(Reception(0, token, versions()))
     address = f"{cluster.util.get_node_ip_address()}:{reception.port}"
@@ -125,22 +127,34 @@ def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitSt
         options: Any = {"num_gpus": gpus[bundle], "num_cpus": 1, "max_retries": 0, "scheduling_strategy": place}
         return cluster.remote(_rank_of_ray).options(**options).remote(address, token)
 
-    def arrived(tasks: Sequence[Any], token: str) -> list[Arrival]:
-        def failed() -> str:
-            """Of a task that is over: no process will come of it."""
+    def arrived(tasks: Sequence[Any], token: str, limit: float = JOIN_LIMIT) -> list[Arrival]:
+        def failed() -> None:
+            """Of a task that is over no process will come. An error of its own will come again, the end of its machine
+            will not.
+            """
             for task in cluster.wait([*tasks], num_returns=1, timeout=0)[0]:
                 try:
                     cluster.get(task)
                 except Exception as error:  # whatever the task raised, and what Ray says of a process that is gone
-                    return f"Ray: {error}"
-            return ""
+                    own = isinstance(error, cluster.exceptions.RayTaskError)
+                    text = f"a process ended before all had connected: Ray: {error}"
+                    raise (EnvironmentProblem if own else RankLost)(text) from None
 
-        return reception.arrivals(token, len(tasks), failed=failed)
+        try:
+            return reception.arrivals(token, len(tasks), limit=limit, failed=failed)
+        except EnvironmentProblem:
+            for task in tasks:  # one that still waits for a machine must not start later, and be refused
+                cluster.cancel(task)
+            raise
+
+    begun = set[int]()
 
     def replica_at(number: int, replica: Replica) -> Link:
+        limit = REPLACE_LIMIT if number in begun else JOIN_LIMIT
+        begun.add(number)
         reception.expected[own := secrets.token_hex(16)] = queue.SimpleQueue()
         try:
-            return _linked(arrived([start(settings.size + number, own)], own)[0], replica)
+            return _linked(arrived([start(settings.size + number, own)], own, limit)[0], replica)
         finally:
             reception.refuse(own)
 
@@ -162,15 +176,22 @@ def _cluster(held: ExitStack) -> Any:
 
 
 @cache
-def _gpus_of_a_rank(cluster: Any, cuda: bool) -> int:
-    """As when the run began, because no GPU may be left; none where neither this machine nor the cluster has any."""
-    return 1 if cuda or cluster.cluster_resources().get("GPU") else 0
+def _gpus_of_a_rank(cluster: Any, device: str, run: Path) -> int:
+    """As when the run in this folder began, because no GPU may be left; none where neither this machine nor the cluster
+    has any, or the config wants none.
+    """
+    if device == "cpu":
+        return 0
+    return 1 if pick_device(device).type == "cuda" or cluster.cluster_resources().get("GPU") else 0
 
 
-def _bundles(cluster: Any, ranks: int, beside: Beside, *, cuda: bool) -> list[int]:
+def _bundles(ranks: int, beside: Beside, gpu: int) -> list[int]:
     """GPUs of each process."""
-    gpu = _gpus_of_a_rank(cluster, cuda)
     return [gpu] * ranks + [gpu * beside.gpus] * beside.replicas
+
+
+def _options(ranks: int, beside: Beside) -> str:
+    return f"run.gpus={ranks}" + f" rollout.replicas={beside.replicas}" * bool(beside.replicas)
 
 
 def _reserve(cluster: Any, gpus: Sequence[int], held: ExitStack) -> Any:
@@ -220,14 +241,21 @@ def _beside(config: Config, command: str) -> Beside:
     return Beside(rollout.replicas * generates, 1 if rollout.engine == "embedded" else rollout.tensor_parallel)
 
 
-def gpus_left(config: Config, command: str) -> int:
-    """For how many ranks the Ray cluster has room where a machine may be gone: as many as the run had, or fewer."""
-    beside, together, limit = _beside(config, command), config.train.sequence_parallel, LEFT_LIMIT
-    cuda, least = pick_device(config.run.device).type == "cuda", config.run.min_gpus or config.run.gpus
+def gpus_left(config: Config, command: str) -> str:
+    """Options for as many ranks, and replicas beside them, as the Ray cluster has room for where a machine may be gone:
+    as the run had, or fewer of both in proportion, then of replicas alone.
+    """
+    beside, limit, run = _beside(config, command), LEFT_LIMIT, Path(config.run.out) / config.run.name
+    most, least = config.run.gpus, config.run.min_gpus or config.run.gpus
+    counts = [*range(most, least - 1, -config.train.sequence_parallel)]
+    sizes = [(ranks, -(-beside.replicas * ranks // most)) for ranks in counts]
+    sizes += [(counts[-1], replicas) for replicas in range(sizes[-1][1] - 1, 0, -1)]
     with ExitStack() as held:
         cluster = _cluster(held)
-        for ranks in range(config.run.gpus, least - 1, -together):
-            gpus = _bundles(cluster, ranks, beside, cuda=cuda)
+        gpu = _gpus_of_a_rank(cluster, config.run.device, run.absolute())
+        for ranks, replicas in sizes:
+            fewer = beside._replace(replicas=replicas)
+            gpus = _bundles(ranks, fewer, gpu)
             with ExitStack() as tried:
                 group, end = _reserve(cluster, gpus, tried), time.monotonic() + limit
                 while not (ready := group.wait(1)) and time.monotonic() < end:
@@ -235,10 +263,10 @@ def gpus_left(config: Config, command: str) -> int:
                     if there.get("CPU", 0) < len(gpus) or there.get("GPU", 0) < sum(gpus):
                         break
             if ready:
-                return ranks
+                return _options(ranks, fewer)
             limit = LEFT_LIMIT / 10
         have = cluster.cluster_resources()
-    raise RankLost(f"run.min_gpus: the Ray cluster has no room for {least}; its machines have {have}")
+    raise RankLost(f"run.min_gpus: the Ray cluster has no room for {_options(ranks, fewer)}; its machines have {have}")
 
 
 def _ranks(came: Sequence[Arrival], settings: RankSettings, logs: Path) -> list[Starter]:
