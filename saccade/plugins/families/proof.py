@@ -79,9 +79,13 @@ def prove(model: Any, family: Family) -> None:
         elif not row.agrees:
             what = f"{family.path}: a model of type {family.name!r} computes something else here than in transformers"
             raise EnvironmentProblem(f"{what}; {row}; {INSTEAD}")
+    if kept:
+        return
     with suppress(OSError):  # it is proved again where nothing can be kept
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps([row._asdict() for row in found], indent=1) + "\n", encoding="utf-8")
+        whole = file.with_suffix(f".{os.getpid()}")  # other processes may read it at this moment
+        whole.write_text(json.dumps([row._asdict() for row in found], indent=1) + "\n", encoding="utf-8")
+        whole.replace(file)
 
 
 def comparisons(model: Any, family: Family, *, filler: int = FILLER) -> Iterator[Compared]:
