@@ -8,6 +8,7 @@ or files other than its own state.
     backend.train_step(batches, PolicyLoss(algorithm, Scoring(temperature=1.0)), lr=1e-6)
 """
 
+import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ from saccade.trainer.losses import routers_of, with_balance
 from saccade.trainer.optimizer import Optimizer
 from saccade.trainer.optimizer_files import load_optimizer, optimizer_file
 from saccade.types import Metrics
+
+log = logging.getLogger(__name__)
 
 WEIGHTS, AVERAGE = "weights.safetensors", "average/"
 RANDOM = "random.safetensors"
@@ -81,6 +84,9 @@ class LocalBackend:
             model.named_parameters(), train, lr_scale=lambda n: scales.get(family.tower_of(n), 1.0)
         )
         self.recompute = Recompute(model, checkpointing)
+        if still := model_state.stands_still(model):
+            why = "so that the policy that learns is the one that answers"
+            log.info("%d dropouts and batch norms (%s, …) stay off in training, %s", len(still), still[0], why)
         self.routers, self.aux_coef = routers_of(model, train.aux_coef), train.aux_coef
         self._towers_stand = not any(
             p.requires_grad for n, p in model.named_parameters() if family.tower_of(n) != "llm"
@@ -198,7 +204,7 @@ class LocalBackend:
         halves, whose gradients add up to the same.
         """
         assert self.optimizer is not None, "this backend only scores"
-        self.model.train()
+        model_state.set_training(self.model)
         if self.optimizer.world > 1 and model_state.draws(self.model):
             # Ranks draw different numbers, and a run that goes on needs nothing stored to draw the same.
             torch.manual_seed(self.optimizer.updates() * self.optimizer.world + self.optimizer.rank)

@@ -53,9 +53,25 @@ def blend_into(
         averages.clear()
 
 
+def set_training(model: nn.Module) -> None:
+    """The mode of a training step. Layers that may compute again ask for it, and adapters for their dropout. All else
+    stays as it answers: dropout and the statistics of a batch would make another policy of it.
+    """
+    model.eval()
+    for name, module in model.named_modules():
+        module.training = name == "" or hasattr(module, "gradient_checkpointing") or ".lora_" in name
+
+
+def stands_still(model: nn.Module) -> list[str]:
+    """Modules that would compute something else in training, if they were not left as they answer."""
+    kinds = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))
+    return [name for name, module in found if getattr(module, "p", 1) > 0 and ".lora_" not in name]
+
+
 def draws(model: nn.Module) -> bool:
     """Whether a training step depends on torch's random numbers."""
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return any(isinstance(m, nn.Dropout) and m.p > 0 and ".lora_" in name for name, m in model.named_modules())
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from saccade.engines.builders import build as build_engine
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, DataError, EnvironmentProblem
 from saccade.forest import attention
+from saccade.forest.interface import decoder_of
 from saccade.forest.packing import pack
 from saccade.media.images import open_media
 from saccade.models import lora
@@ -51,7 +52,7 @@ KINDS = {
     "ovis2": "indicator tokens, embedded too",
     "glm4v": "positions on three axes",
     "ernie4_5_vl_moe": "kinds of tokens choose experts",
-    "granite4_vision": "features by layer, divided logits",
+    "granite4_vision": "features by layer, divided logits, dropout",
     "qwen3_omni_moe_thinker": "features of the first layers",
     "gemma3": "pictures that see themselves both ways, windows",
     "gemma4": "the same in layers with windows, layers of two sizes, inputs of each layer",
@@ -86,7 +87,7 @@ def differing(family, model):
 
 def of_pictures(model, family, filler):
     """Without videos and sounds, which come last."""
-    return islice(proof.comparisons(model, family, filler=filler), 9)
+    return islice(proof.comparisons(model, family, filler=filler), 10)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -94,7 +95,7 @@ def test_a_kind_is_proved_trained_and_exported(kind, name, tmp_path):
     family, model = kind(name, own=True)
     found = {row.what: row for row in of_pictures(model, family, FILLER)}
     assert all(row.agrees for row in found.values()), found
-    assert len(found) == 9 and found["logits of answers"].gap < 1e-5
+    assert len(found) == 10 and found["logits of answers"].gap < 1e-5
     assert gradient_gap(family, model) < 2e-4
     assert_turns_go_on(family, model)
     assert {"vision", "llm"} <= set(trainable_table(model, family)) == set(family.spec.towers)
@@ -110,6 +111,7 @@ def test_a_kind_is_proved_trained_and_exported(kind, name, tmp_path):
         for _ in range(3)
     ]
     assert losses[-1] < losses[0] - 0.05
+    assert not any(module.training for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p)
     write_files(tmp_path, lora.files(model))
     copy_processor(family, tmp_path)
     auto = getattr(transformers, family.spec.auto_class)
@@ -268,6 +270,24 @@ def other_rope(family, model):
     return replace(family, positions=lambda length, spans: 2 * family.positions(length, spans)), model
 
 
+def wrong_rope(family, model):
+    """Other frequencies for packed rows."""
+    own, rope = proof.packed_rows, decoder_of(model).rotary_emb
+
+    def packed(*given):
+        rope.inv_freq *= 2
+        try:
+            return own(*given)
+        finally:
+            rope.inv_freq /= 2
+
+    return family, model, ("saccade.plugins.families.proof.packed_rows", packed)
+
+
+def with_dropout(family, model):
+    return family, model, ("saccade.trainer.model_state.set_training", lambda model: model.train())
+
+
 def other_begin(family, model):
     return replace(family, chat=replace(family.chat, begin=(1,))), model
 
@@ -292,6 +312,7 @@ def wider(family, model):
     ("name", "mistakes"),
     {
         "llava_next": {"prompts": other_begin, "last states": other_rope},
+        "granite4_vision": {"last states": wrong_rope, "training": with_dropout},
         "smolvlm": {"pictures": rolled},
         "gemma3": {"masks": no_blocks, "last states": wider},
         "glm4v": {"pictures": rolled, "positions": flat_positions},

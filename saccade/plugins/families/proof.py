@@ -34,6 +34,7 @@ from saccade.models.heads import language_head
 from saccade.models.load import hidden_states, media_inputs
 from saccade.plugins.families.door import cast, door
 from saccade.plugins.families.picture_processor import BESIDE
+from saccade.trainer import model_state
 from saccade.trainer.forward_inputs import inputs_of
 from saccade.types import Group, Media, Message, Rendered, Sample, Source, Trajectory
 
@@ -43,6 +44,7 @@ FILLER = 16_384  # tokens before a row: as many as a forward may have
 LONGEST_ROW = 8_192  # of a row that is longer than a window
 # Sizes of a picture, up to the usual data.max_pixels: the first that is cut into several squares is looked at.
 LARGER, MOST_TOKENS = ((140, 70), (400, 200), (700, 500), (1200, 800)), 4_096
+NOT_HANDED = "not handed over: its decoder counts them itself, and last states tell whether as here"
 INSTEAD = "use another model, or model.dtype=float32 if it is rounding"
 
 
@@ -149,11 +151,15 @@ def _row_comparisons(model: Any, family: Family, rows: Sequence["ProofRow"], lim
     with torch.no_grad():
         handed = _handed(model, family, [row for row in rows if row.prompt.media])
     yield Compared("pictures", handed[0], max(limit, 16 * torch.finfo(model.dtype).eps))
-    yield Compared("positions", handed[1], of="tokens")
+    yield Compared("positions", handed[1] or 0, of="tokens", where="" if handed[1] is not None else NOT_HANDED)
     with torch.no_grad():
         found = packed_rows(model, family, rows)
+        model_state.set_training(model)
+        trained = packed_rows(model, family, rows[:1])
+        model.eval()
     for number, what in enumerate(("last states", "logits of answers")):
         yield Compared(what, max(_gap(a[number], b[number]) for a, b in zip(found, wanted, strict=True)), limit)
+    yield Compared("training", _gap(trained[0][0], found[0][0]), limit)
     if alone := [n for n, row in enumerate(rows) if not row.prompt.media]:
         with torch.no_grad():
             texts = packed_rows(model, family, [rows[n] for n in alone])
@@ -376,14 +382,14 @@ def _masks(model: Any, family: Family, row: ProofRow, layers: Mapping[Any, Layer
         yield Compared("attention", 1, of="decoder", where="it computes its own")
 
 
-def _handed(model: Any, family: Family, rows: Sequence[ProofRow]) -> tuple[float, int]:
+def _handed(model: Any, family: Family, rows: Sequence[ProofRow]) -> tuple[float, int | None]:
     """How far apart what stands for pictures is at the decoder's door, before any layer blurs it, and how many
-    positions differ there; all may be further on by as much.
+    positions differ there, if they are handed over; all may be further on by as much.
     """
     assert family.embed is not None
     spans = [span for row in rows for span in row.prompt.media]
     features = family.features(model, media_inputs(family, spans, model.device)).split([span.length for span in spans])
-    gap, wrong = 0.0, 0
+    gap, wrong = 0.0, None
     for row in rows:
         mine, features = torch.cat(features[: len(row.prompt.media)]), features[len(row.prompt.media) :]
         places = np.concatenate([np.arange(span.start, span.end) for span in row.prompt.media])
@@ -394,7 +400,7 @@ def _handed(model: Any, family: Family, rows: Sequence[ProofRow]) -> tuple[float
         found, wanted = family.positions(len(row.ids), row.prompt.media), met.get("position_ids")
         if wanted is not None:
             wanted = wanted.reshape(-1, wanted.shape[-1])[-len(found) :].cpu().numpy()
-            wrong = max(wrong, int(np.any(wanted - found != (wanted - found)[0, 0], axis=0).sum()))
+            wrong = max(wrong or 0, int(np.any(wanted - found != (wanted - found)[0, 0], axis=0).sum()))
     return gap, wrong
 
 
