@@ -455,6 +455,24 @@ def test_towers_are_frozen_by_name(kind):
     assert all(p.requires_grad for p in model.get_decoder().parameters())
 
 
+@pytest.mark.parametrize(
+    ("name", "bridge"),
+    [
+        ("lighton_ocr", "vision_projection"),
+        ("ernie4_5_vl_moe", "resampler_model"),
+        ("ovis2", "visual_embeddings_table"),
+        ("janus", "aligner"),
+    ],
+)
+def test_what_lies_between_a_tower_and_the_decoder_is_the_projector(kind, name, bridge):
+    family, model = kind(name)
+    towers = family.spec.towers
+    assert towers["projector"] == (f"model.{bridge}.",)
+    assert len(towers["vision"]) == 1 and towers["vision"][0].startswith("model.vision_")
+    if name == "janus":  # what makes pictures is kept, and not trained
+        assert towers["drawing"][0] == "model.vqmodel." and trainable_table(model, family)["drawing"][0] == 0
+
+
 @pytest.mark.parametrize(("name", "side"), [("qwen2_5_vl", 84), ("qwen3_vl", 96), ("llava", 56), ("internvl", 56)])
 def test_known_families_agree_with_the_generic_one(name, side, family_of, load):
     """A second opinion: ids, positions and features, of a picture that need not be resized, which libraries round

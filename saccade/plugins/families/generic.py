@@ -46,7 +46,11 @@ BRACKETS = {"image": ("vision", "image"), "video": ("video", "vision"), "audio":
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 CROSS = ("cross_attention_layers", "cross_layer_interval")
 # Parameters between a tower and the decoder are named so.
-BRIDGE = re.compile(r"(^|[._])(projector|connector|aligner|merger|adapter|embed_vision|(modality|img)_project)|newline")
+BRIDGE = re.compile(
+    r"(^|[._])(projector|connector|aligner|merger|adapter|resampler|embed_vision|vision_projection|(modality|img)_project"
+    r"|visual_embeddings_table)|newline"
+)
+DRAWING = re.compile(r"\bgeneration_|\bvqmodel")  # of models that make pictures, too: kept and saved, never run here
 # Where the tokens of a picture see each other both ways, as configs of these types say it.
 BOTH_WAYS: Mapping[str, Callable[[Any], str]] = {
     **dict.fromkeys(("gemma3", "shieldgemma2"), lambda text: "all"),
@@ -191,18 +195,20 @@ def any_family(family: Family, trust_remote_code: bool) -> Family:
 
 def towers_of(model: Any) -> dict[str, tuple[str, ...]]:
     """Prefixes of parameters by the tower that they belong to: the decoder and the head are `llm`; of the rest, what is
-    named like a bridge is `projector`, and what hears is `audio`.
+    named like a bridge is `projector`, what hears is `audio`, and what makes pictures is `drawing`.
     """
     decoder = decoder_of(model)
     inside = decoder is model.base_model  # its towers are inside it
     own = {id(p) for n, p in decoder.named_parameters() if not inside or n.startswith(("layers.", "norm."))}
     own |= {id(p) for part in (model.get_input_embeddings(), model.get_output_embeddings()) for p in part.parameters()}
-    senses = (("projector", BRIDGE), ("audio", re.compile("audio")), ("vision", re.compile("")))
+    senses = [("projector", BRIDGE), ("audio", re.compile("audio")), ("vision", re.compile(""))]
+    if hasattr(model.base_model, "generation_head"):
+        senses.insert(0, ("drawing", DRAWING))
     tower = {
         name: "llm" if id(p) in own else next(sense for sense, known in senses if known.search(name))
         for name, p in model.named_parameters()
     }
-    found: dict[str, list[str]] = {sense: [] for sense in ("projector", "audio", "vision", "llm")}
+    found: dict[str, list[str]] = {sense: [] for sense in ("drawing", "projector", "audio", "vision", "llm")}
     waiting = [(f"{name}.", part) for name, part in model.named_children()]
     while waiting:  # the largest parts that belong to one tower
         prefix, part = waiting.pop(0)
@@ -215,6 +221,14 @@ def towers_of(model: Any) -> dict[str, tuple[str, ...]]:
         for name in filter(tower.__contains__, direct):
             found[tower[name]].append(name)
     return {sense: tuple(prefixes) for sense, prefixes in found.items() if prefixes}
+
+
+def leave_drawing(model: Any) -> None:
+    """Nothing reads these weights here, and decay would move them."""
+    drawing = towers_of(model).get("drawing", ())
+    for name, parameter in model.named_parameters():
+        if name.startswith(drawing):
+            parameter.requires_grad_(False)
 
 
 def text_or_own_positions(model: Any, reader: PictureReader) -> Any:
@@ -274,6 +288,7 @@ GENERIC = FamilySpec(
     placeholders=(),
     media_tokens={"image": MEDIA_TOKENS["image"][0]},
     whole=False,
+    prepare=leave_drawing,
     finish=any_family,
     prove=prove,
 )
