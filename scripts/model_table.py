@@ -29,6 +29,8 @@ SPECIAL = {  # of families with code of their own
     "qwen2_5_vl": "images, videos",
     "qwen3_vl": "images",
     "qwen3_vl_moe": "images",
+    "qwen3_5": "images",
+    "qwen3_5_moe": "images",
     "qwen2_5_omni_thinker": "images, videos, sounds",
     "internvl": "images",
     "llava": "images",
@@ -54,7 +56,8 @@ from its modules. [Recipes](recipes.md#models-of-today) start from some of them,
 shows one learn.
 
 InternVL and LLaVA have families of their own although the generic one serves them, too, because users feel the
-difference. Own family / generic, with processors of published sizes (tiles of 448 pixels, squares of 336) on one core:
+difference. Own family / generic, with processors of published sizes (tiles of 448 pixels, squares of 336), single
+readings on a shared CPU:
 
 | | InternVL | LLaVA 1.5 |
 |---|---|---|
@@ -66,13 +69,13 @@ difference. Own family / generic, with processors of published sizes (tiles of 4
 | needs torchvision | no / yes | no / yes |
 
 InternVL's processor cuts a picture by its shape, however small it is; its own family, by the pixel budget. For other
-models that do so, `max_patches` in the folder's image processor config is the limit.
+models that do so, `max_patches` in the folder's image processor config is the limit. `model.family=generic` chooses
+the generic family for a model that has one of its own, for videos of Qwen3-VL, Qwen3.5 and InternVL, say.
 
 This page is written by `python scripts/model_table.py`, which runs a tiny random model of each kind on a CPU in
 float32: *logits* is the largest gap between packed rows and transformers (of the largest logit), *gradients* that of
 any weight (of its largest entry), *greedy* counts prompts whose tokens are those of `generate`. Weights of published
-models were not run. Recurrent layers (MiniCPM-V 4.6) are served where the text model has a family. transformers
-{version}.
+models were not run. transformers {version}.
 
 """
 
