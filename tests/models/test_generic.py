@@ -366,7 +366,7 @@ def test_blank_lines_around_a_picture_are_text(tmp_path):
 
 
 def test_a_critic_has_no_language_head(kind):
-    family, model = kind("llama4")
+    family, model = kind("llama4", own=True)
     attach_score(model, seed=0)
     assert not [name for name, _ in model.named_parameters() if "lm_head" in name]
     backend = LocalBackend(model, family, TrainConfig())
