@@ -2,16 +2,20 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError
-from saccade.plugins.estimate.estimate_command import preflight, short_of_memory
+from saccade.plugins.estimate import estimate
+from saccade.plugins.estimate.estimate_command import preflight, refusal, short_of_memory
 from saccade.plugins.estimate.layout_choice import choose_layout
 from saccade.plugins.ranks.layouts import REACHED, candidates, collective_seconds, exchange_seconds
 from saccade.system import devices
@@ -84,6 +88,31 @@ def test_a_sharded_model_is_divided_but_for_its_towers_and_the_copy_that_generat
     assert hybrid["moments"] == pytest.approx(after["moments"] / 2)
     tight = planned(shaped("7b"), TIGHT, W1, *options, "model.checkpointing=on", "train.layout=whole")
     assert "train.layout=sharded" in tight.advice
+
+
+def test_a_run_makes_only_the_copies_that_the_estimate_counts(shaped, tmp_path):
+    """Replicas have weights of their own, rows need no answers, and a teacher is whole beside a whole student."""
+    shards = ("run.gpus=8", "train.prompts_per_step=128", "train.layout=sharded")
+    alone, beside = (planned(shaped("7b"), H200, W1, *shards, *more) for more in ((), ("rollout.replicas=8",)))
+    assert "copy for generation" in sizes(alone) and "copy for generation" not in sizes(beside)
+    always = [sum(item.gib for item in found.memory.items if item.phase == "always") for found in (alone, beside)]
+    assert always[0] - always[1] == pytest.approx(sizes(alone)["copy for generation"])
+    given = {"model.path": shaped("7b"), "run.gpus": 8, "model.checkpointing": "on", "data.max_prompt_tokens": 400}
+    family, val = loaded(shaped("7b")), f"data.val={tmp_path / 'rows.jsonl'}"
+
+    def items(*options: str, device: devices.Device = TIGHT) -> Any:
+        found = estimate(load(given, [*options], "sft"), device, command="sft", family=family)
+        return found, sizes(found)
+
+    assert not {"copy for generation", "keys and values"} & items("train.layout=sharded")[1].keys()
+    assert {"copy for generation", "keys and values"} <= items("train.layout=sharded", val)[1].keys()
+    assert "copy for generation" not in items("train.layout=sharded", val, "rollout.replicas=1")[1]
+    save_file({"w": torch.zeros(3 * 2**10)}, teacher := tmp_path / "model.safetensors")
+    found, parts = items(f"sft.teacher={teacher.parent}")
+    assert parts["teacher"] == 3 * 2**11 / 2**30 and found.layout == "whole" and not found.memory.fits
+    assert not any("train.layout" in advice or "sequence_parallel" in advice for advice in found.advice)
+    assert refusal(replace(found, advice=("rollout.max_tokens=256",)), "sft").endswith("; try sft.max_tokens=256")
+    assert items()[0].layout == "sharded"
 
 
 def test_gpus_that_share_a_forest_divide_its_activations(large):
@@ -193,6 +222,9 @@ def test_a_dry_run_shows_layout_memory_exchange_and_efficiency(large, scenes, mo
     )
     tight = shown("sft", *given[:2], "run.gpu_memory_gib=30")
     assert re.search(r"train\.layout=sharded: whole, a GPU would need .*\na step of `saccade sft` takes", tight)
+    assert "does not fit" not in tight
+    tight = shown("sft", *given[:2], "run.gpu_memory_gib=12")
+    assert re.search(r"\ndoes not fit: the update needs .* try model\.train=lora\n", tight)
 
 
 def test_the_command_shows_several_gpus(large):

@@ -1,13 +1,16 @@
 """What stops a run on several GPUs before weights are read: other code, other files, ranks that do not come."""
 
+import json
+import logging
 import re
 import shutil
 import socket
+import tempfile
 import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,8 +22,14 @@ from saccade.models.families import load_family
 from saccade.plugins import doctor
 from saccade.plugins.imitation.imitation_sources import teacher_of
 from saccade.plugins.ranks import connections, launchers, preflight
+from saccade.plugins.ranks.rank_process import within_memory
+from saccade.plugins.ranks.rank_rewards import RankReward
+from saccade.plugins.reward_models.reward_model_term import Learned
 from saccade.recipes import model_setup
+from saccade.rewards.reward_sample import RewardSample
+from saccade.run.messages import shown_by
 from saccade.system.process import Channel
+from saccade.types import Message
 
 
 def test_an_edited_file_changes_the_hash_of_the_code(tmp_path: Path) -> None:
@@ -158,13 +167,62 @@ def test_a_restart_takes_the_gpus_that_are_left(
         assert launchers.gpus_left(config, "rl") == found
 
 
-def test_doctor_lets_ranks_meet(tmp_path: Path, family_of: Any, forked_ranks: None) -> None:
+def test_a_full_gpu_is_no_rank_that_died() -> None:
+    """It would be full again: so nothing starts again, whoever finds that out."""
+    with (
+        pytest.raises(EnvironmentProblem, match=r"^rank-1: .* 260 MiB; `saccade estimate` shows") as raised,
+        within_memory("rank-1: "),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 260 MiB. GPU 0 has")
+
+    def full(*call: Any) -> Any:
+        raise raised.value
+
+    said = Message(role="user", parts=("how many",))
+    nothing: Any = None
+    reward = RankReward("folder", nothing, nothing)
+    reward.team = cast("Any", SimpleNamespace(size=1, ask_all=full))
+    learned = Learned(lambda path: reward)
+    learned.models["folder"] = reward
+    learned.submit({"path": "folder"}, RewardSample(id="", response="4", asked=(said,), replied=(said,)))
+    with pytest.raises(EnvironmentProblem, match=r"^rank-1: .* 260 MiB") as scoring:
+        learned.flush()
+    assert raised.type is scoring.type is EnvironmentProblem
+
+
+def test_doctor_lets_ranks_meet(
+    tmp_path: Path, family_of: Any, forked_ranks: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def kept() -> list[Path]:
+        return [*tmp_path.glob("saccade-doctor-*")]
+
     def ranks(gpus: int) -> doctor.Finding:
         given = {"model.path": family_of("qwen2_5_vl").path, "run.out": str(tmp_path), "run.gpus": gpus}
         return next(found for found in doctor.examine(load(given)) if found.name == "ranks")
 
-    found = ranks(2)
-    assert re.fullmatch(r"2 of \S+ meet, see the same files and sum over gloo, \S+ GB/s", found.text), found
-    assert found.status == "ok" and not [*tmp_path.iterdir()]
-    found = ranks(999)
-    assert found.status == "failure" and found.text.endswith("cores; try run.gpus=2")
+    def looking(*given: Any) -> Any:
+        logging.getLogger("saccade").info("looking")
+        return preflight.look(*given)
+
+    monkeypatch.setattr(launchers, "look", looking)
+    with shown_by(print):
+        doctor.run(load({"run.out": str(tmp_path), "run.gpus": 2}), as_json=True)
+    said = capsys.readouterr()
+    (found,) = [row["text"] for row in json.loads(said.out)["findings"] if row["name"] == "ranks"]
+    assert re.fullmatch(r"2 of \S+ meet, see the same files and sum over gloo, \S+ GB/s", found), found
+    assert "looking" in said.err and not kept()
+    row = ranks(999)
+    assert row.status == "failure" and row.text.endswith("cores; try run.gpus=2") and not kept()
+
+    monkeypatch.setattr(launchers, "look", lambda *given: preflight.look(*given) | {"weights": "other"})
+    row, (logs,) = ranks(2), kept()
+    assert re.match(r"(?s)rank .*has other weights than that of the run; .*all logs are in \S+$", row.text), row
+    assert row.text.endswith(str(logs)) and (logs / "rank-1.log").is_file()
+
+    def fails() -> Any:
+        raise RuntimeError("because" * 1000 + " of this")
+
+    (row,) = doctor.look("ranks", fails)
+    assert row.text.startswith("RuntimeError: because") and row.text.endswith(" of this") and len(row.text) < 5000

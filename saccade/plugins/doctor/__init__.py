@@ -2,30 +2,33 @@
 its chat template and whether everyone who computes with it gets the same numbers.
 
 A check is a row `(name, function)`; it yields findings `(status, text, fix)`, without a fix where it
-is ok or a note. Nothing is written or left running, and torch is imported only where a check can
-say that it is missing.
+is ok or a note. Nothing is left running or written, but the logs of processes that failed, and torch
+is imported only where a check can say that it is missing.
 
     run(load(None, ["model.path=my-model"]))
 """
 
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from saccade.config import Config
+from saccade.config import Config, load
 from saccade.errors import EnvironmentProblem, SaccadeError
 from saccade.plugins.doctor import machine, model_files
 from saccade.plugins.doctor.machine import Rows
+from saccade.run.messages import shown_by
 
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "failure": "red"}
 RERUN = "fix this and run doctor again"  # of an error, whose text ends with what helps
+SHOWN, FIRST = 4000, 500  # characters of an error, and how many of them of its beginning
 Check = tuple[str, Callable[[], Rows]]
 
 
@@ -42,13 +45,14 @@ def run(config: Config, *, as_json: bool = False) -> None:
     from rich.text import Text
 
     console, found = Console(soft_wrap=True, emoji=False), []
-    for finding in examine(config):
-        found.append(finding)
-        if not as_json:
-            status = Text(f"{finding.status:<8} ", style=STYLES[finding.status])
-            console.print(status.append(f"{finding.name:<16} {finding.text}", style="default"))
-            if finding.fix:
-                console.print(Text(f"{'':<26}to fix it: {finding.fix}", style="dim"))
+    with shown_by(partial(print, file=sys.stderr)) if as_json else nullcontext():
+        for finding in examine(config):
+            found.append(finding)
+            if not as_json:
+                status = Text(f"{finding.status:<8} ", style=STYLES[finding.status])
+                console.print(status.append(f"{finding.name:<16} {finding.text}", style="default"))
+                if finding.fix:
+                    console.print(Text(f"{'':<26}to fix it: {finding.fix}", style="dim"))
     if as_json:
         print(json.dumps({"findings": [finding._asdict() for finding in found]}, indent=2))
     failed = [finding.name for finding in found if finding.status == "failure"]
@@ -95,8 +99,10 @@ def look(name: str, check: Callable[[], Rows]) -> list[Finding]:
         for row in check():
             found.append(Finding(name, *row))
     except Exception as error:
-        text = str(error) if isinstance(error, SaccadeError) else f"{type(error).__name__}: {error}"
-        found.append(Finding(name, "failure", text.strip()[:500], RERUN))
+        text = (str(error) if isinstance(error, SaccadeError) else f"{type(error).__name__}: {error}").strip()
+        if len(text) > SHOWN:  # what failed, and the end of its log
+            text = f"{text[:FIRST]} ... {text[FIRST - SHOWN :]}"
+        found.append(Finding(name, "failure", text, RERUN))
     return found
 
 
@@ -130,8 +136,21 @@ def model_checks(config: Config) -> list[Check]:
         yield "ok", str(agreement().parity.compare(asked, engine, loaded()[0], samples, version=0))
 
     def layout() -> Rows:
-        chosen, reason = import_module("saccade.plugins.estimate.layout_choice").choose_layout(config, "rl", family())
-        yield "ok", f"train.layout={chosen}: {reason}"
+        """Of `saccade rl`; a run that does not fit it refuses itself, others may need less."""
+        from saccade.plugins.estimate.estimate_command import estimate, refusal
+        from saccade.plugins.estimate.layout_choice import choose_layout
+        from saccade.plugins.ranks.layouts import require_heads
+        from saccade.system import devices
+
+        require_heads(config, family())
+        chosen, reason = choose_layout(config, "rl", family())
+        device, text = devices.present(config.run.device), f"train.layout={chosen}: {reason}"
+        found = estimate(load(config, [f"train.layout={chosen}"]), device, family=family()) if device.is_gpu else None
+        if found is None or found.memory.fits:
+            yield "ok", text
+        else:
+            problem, _, fix = refusal(found).partition("; ")
+            yield "warning", f"{text}; by `saccade estimate` a step of `saccade rl` {problem}", fix
 
     def foreign() -> Rows:
         from saccade.recipes.engines import make_engine
@@ -161,18 +180,22 @@ def _ranks_meet(config: Config) -> Rows:
     if config.run.gpus == 1:
         return
     from saccade.plugins.ranks.launchers import start_team
-    from saccade.run.messages import shown_by
 
     model = config.model.path if Path(config.model.path).is_dir() else ""
     place = Path(config.run.out).absolute()
     shared = next(folder for folder in (place, *place.parents) if folder.is_dir())  # which all machines must see
     out = None if config.run.launcher == "local" else shared
-    with (
-        shown_by(partial(print, file=sys.stderr)),  # what to start elsewhere, and who came
-        tempfile.TemporaryDirectory(prefix="saccade-doctor-", dir=out) as logs,
-        closing(start_team(config, "doctor", model=model, folder=None, logs=Path(logs))) as team,
-    ):
-        found = [one.row["result"] for one in team.ask_all("sum_speed", [{}] * team.size)]
+    logs = Path(tempfile.mkdtemp(prefix="saccade-doctor-", dir=out))
+    try:
+        with closing(start_team(config, "doctor", model=model, folder=None, logs=logs)) as team:
+            found = [one.row["result"] for one in team.ask_all("sum_speed", [{}] * team.size)]
+    except SaccadeError as error:
+        if any(logs.iterdir()):
+            error.args = (f"{error}\nall logs are in {logs}",)
+        else:  # nothing was started
+            logs.rmdir()
+        raise
+    shutil.rmtree(logs)
     hosts = dict.fromkeys(one["host"] for one in found)
     speed, backend = min(one["speed"] for one in found), found[0]["backend"]
     yield "ok", f"{len(found)} of {', '.join(hosts)} meet, see the same files and sum over {backend}, {speed:.3g} GB/s"

@@ -8,11 +8,12 @@ over the peak of the device times a share that was measured on one GPU: an estim
     found.memory.peaks, found.pace.seconds, found.advice
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import gcd
 from pathlib import Path
+from typing import Any
 
 from saccade.checks.steps import algorithm_of
 from saccade.config import ADAPTED, Config, DataConfig, LoraConfig, load
@@ -30,7 +31,16 @@ from saccade.plugins.estimate.batch_plan import (
 )
 from saccade.plugins.estimate.memory_items import Item, Memory, host_items, memory_of, reward_folders, weights_in
 from saccade.plugins.estimate.work import Pace, pace_of
-from saccade.plugins.ranks.layouts import candidates, efficiency, more_gpus, prompts_of_a_rank, require_heads
+from saccade.plugins.ranks.layouts import (
+    candidates,
+    efficiency,
+    generates,
+    more_gpus,
+    numbers_in,
+    only_whole,
+    prompts_of_a_rank,
+    require_heads,
+)
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.recipes import model_setup, questions
 from saccade.system.devices import Device, in_precision, no_limit
@@ -50,7 +60,7 @@ class Estimate:
     prompts: str  # how long they are, and who says so
     memory: Memory
     host: tuple[Item, ...]  # in main memory, beside a GPU
-    pace: Pace | None  # none where it does not fit
+    pace: Pace | None  # none where it does not fit, or generates nothing
     efficiency: dict[str, float]  # of several GPUs against one: with as many prompts for each, or in a step
     advice: tuple[str, ...]  # what lifts the limit, each alone; nothing where it fits
     notes: tuple[str, ...]  # what is not counted, or not as the config says
@@ -60,6 +70,7 @@ def estimate(
     config: Config,
     device: Device,
     *,
+    command: str = "rl",
     prompt_tokens: int | None = None,
     image: tuple[int, int] | None = None,
     family: Family | None = None,
@@ -71,13 +82,15 @@ def estimate(
     family = family or model_setup.family_of(config, model_setup.start_folder(config))
     if config.run.gpus > 1:
         require_heads(config, family)
+    others = {"generates": generates(config, command), "teacher": _teacher(config, command)}
+    config = as_rl(config, command, family)
     device, of_device = as_configured(device, config)
     paths = [parse_address(source.path).path for source in config.data.train]
     missing = [str(path) for path in paths if not Path(path).exists()]
     usable = bool(paths) and not missing
     said = partial(prompts_of_pixels, prompt_tokens=prompt_tokens, image=image)
     prompts: Callable[[int], Prompts] = cache(partial(said, config, family, samples, usable))
-    planned = planner(config, device, family, prompts)
+    planned = planner(config, device, family, prompts, others)
     first, about = prompts(config.data.max_pixels)
     asked = samples is not None or prompt_tokens is not None
     lengths = length_notes(config.data, max(map(len, first)), [] if asked else missing)
@@ -94,9 +107,30 @@ def estimate(
         host=host_items(plan, memory, background=config.save.background),
         pace=pace,
         efficiency=efficiency(pace.seconds, alone.seconds if alone else None, gpus=config.run.gpus) if pace else {},
-        notes=(*not_counted(config), *of_device, *lengths),
+        notes=(*(not_counted(config) if others["generates"] else ()), *of_device, *lengths),
         advice=() if memory.fits else tuple(advice(plan, lambda c: memory_of(planned(*c)).fits)),
     )
+
+
+def as_rl(config: Config, command: str, family: Family) -> Config:
+    """A step of `saccade rl` that takes the memory of one that learns from rows as long as the config allows."""
+    if command == "rl":
+        return config
+    layout = only_whole(config, command).train.layout
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    kept = {part: tree.get(part, {}) for part in ("model", "data", "train", "run")}
+    if generates(config, command):  # answers to the questions of data.val
+        kept["rollout"] = {"replicas": config.rollout.replicas}
+    kept["data"] |= {"train": [], "max_prompt_tokens": min(config.data.max_prompt_tokens, family.max_positions // 2)}
+    beside = command == "dpo" and config.dpo.reference == "compute"
+    changes = [f"rollout.max_tokens={getattr(config, command).max_tokens}", "train.samples_per_prompt=2"]
+    return load(kept, [*changes, f"algorithm.kl.coef={0.04 * beside}", f"train.layout={layout}"], "rl")
+
+
+def _teacher(config: Config, command: str) -> int:
+    """Weights of the teacher; a tiny one weighs nothing."""
+    path = config.sft.teacher if command == "sft" else None
+    return numbers_in(Path(path)) if path and not path.startswith("tiny:") else 0
 
 
 def as_configured(device: Device, config: Config) -> tuple[Device, list[str]]:
@@ -130,7 +164,9 @@ def prompts_of_pixels(
     return typical_prompts(changed.data, family, rows, prompt_tokens=prompt_tokens, image=image)
 
 
-def planner(config: Config, device: Device, family: Family, prompts: Callable[[int], Prompts]) -> Callable[..., Plan]:
+def planner(
+    config: Config, device: Device, family: Family, prompts: Callable[[int], Prompts], others: Mapping[str, Any]
+) -> Callable[..., Plan]:
     """The plan of the config with options changed, each a text; of a layout that is left open the first that fits."""
     model = config.model
     # Bytes of a weight as `model.dtype` loads it there.
@@ -161,6 +197,7 @@ def planner(config: Config, device: Device, family: Family, prompts: Callable[[i
             policy=size(train, lora),
             whole=size("full" if train in ADAPTED else train, lora),
             element=element,
+            **others,
         )
         plans = (replace(plan, layout=layout) for layout in better)
         return next((other for other in plans if memory_of(other).fits), plan)
@@ -170,7 +207,7 @@ def planner(config: Config, device: Device, family: Family, prompts: Callable[[i
 
 def paced(plan: Plan) -> tuple[Memory, Pace | None]:
     memory = memory_of(plan)
-    return memory, pace_of(plan, memory) if memory.fits else None
+    return memory, pace_of(plan, memory) if memory.fits and plan.generates else None
 
 
 def layout_reason(plan: Plan) -> str:
@@ -254,13 +291,14 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
     model, train, data, reward = (getattr(plan.config, part) for part in ("model", "train", "data", "reward"))
     gpus, without = plan.config.run.gpus, " train.ema=0" if train.ema else ""  # adapters are not averaged
     heads = plan.whole.shape.queries_per_key * plan.whole.shape.key_heads
+    divides = not plan.teacher  # beside it students are whole
     adapters = {"lora": ["qlora"], "qlora": []}.get(model.train, ["lora", "qlora"])
     smallest = max(data.min_pixels, SMALLEST_PICTURE) if plan.step.pictures else data.max_pixels
     options = {
         "model.checkpointing": {"off": ["auto", "on"], "auto": ["on"]}.get(model.checkpointing, []),
         "train.micro_tokens": _halves(train.micro_tokens, SMALLEST_BATCH),
         "reward.offload": ["true"] if model_terms(reward) and not reward.offload else [],
-        "rollout.max_sequences": _halves(plan.sequences, 1),
+        "rollout.max_sequences": _halves(plan.sequences, 1) if plan.generates else [],
         "train.offload": ["true"] if plan.device.is_gpu and not train.offload else [],
         "train.optimizer": ["adamw_bf16"] if train.optimizer == "adamw" and plan.element < 4 else [],
         "train.ema": ["0"] if train.ema else [],
@@ -268,9 +306,11 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
         "model.lora.rank": _halves(model.lora.rank, SMALLEST_RANK),
         "rollout.max_tokens": _halves(plan.config.rollout.max_tokens, SHORTEST_RESPONSE),
         "data.max_pixels": _halves(data.max_pixels, smallest),
-        "train.sequence_parallel": [f"{n}" for n in (2, 4, 8) if n > plan.together and gcd(gpus, heads) % n == 0],
-        "train.layout": ["sharded"] if gpus > 1 and plan.layout != "sharded" and model.train != "qlora" else [],
-        "run.gpus": more_gpus(gpus, train.layout, model.train) if plan.device.is_gpu else [],
+        "train.sequence_parallel": [
+            f"{n}" for n in (2, 4, 8) if divides and n > plan.together and gcd(gpus, heads) % n == 0
+        ],
+        "train.layout": ["sharded"] * (divides and gpus > 1 and plan.layout != "sharded" and model.train != "qlora"),
+        "run.gpus": more_gpus(gpus, train.layout if divides else "", model.train) if plan.device.is_gpu else [],
     }
     return {name: [f"{name}={value}" for value in values] for name, values in options.items() if values}
 

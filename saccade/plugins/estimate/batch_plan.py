@@ -147,6 +147,8 @@ class Plan:
     policy: ModelSize
     whole: ModelSize  # without adapters, as reference and critic are
     element: int  # bytes of a weight
+    generates: bool  # in training or validation
+    teacher: int  # weights of one that is whole beside the policy
 
     @property
     def learners(self) -> list[ModelSize]:

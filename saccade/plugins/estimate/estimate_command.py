@@ -12,9 +12,9 @@ from saccade.config import Config, load
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import FAMILIES, Family
 from saccade.plugins.estimate import Estimate, estimate, foreign_rollout
-from saccade.plugins.estimate.layout_choice import as_rl, choose_layout
+from saccade.plugins.estimate.layout_choice import choose_layout
 from saccade.plugins.estimate.memory_items import GIB, OFFLOADED, host_peak, total
-from saccade.recipes.model_setup import family_of, quiet_libraries, start_folder
+from saccade.recipes.model_setup import quiet_libraries
 from saccade.system import devices
 from saccade.system.devices import Device
 from saccade.types import Sample
@@ -59,19 +59,20 @@ def preview(config: Config, command: str) -> None:
         try:
             device = find_device(None, config.run.device)
             config = load(config, [f"run.out={scratch}"], command)
-            if command != "rl":
-                config = as_rl(config, command, family_of(config, start_folder(config)))
-            found = estimate(config, device)
+            found = estimate(config, device, command=command)
         except EnvironmentProblem as problem:
             print(f"no estimate: {problem}")
             return
     short = short_of_memory(config, found)
     lines = [about(found), *found.notes, *filter(None, [short]), in_short(found, command)]
-    if command == "rl":  # others have no rollouts: layout and memory are theirs, seconds are not
+    if command == "rl":  # of others layout and memory are known, seconds are not
         lines += together(found)
         if found.gpus > 1 and not found.device.is_gpu:
             lines.append("`saccade estimate --device H200` shows layout, memory and seconds of GPUs that are not here")
-        lines.append("`saccade estimate` shows it by item" if found.memory.fits else refusal(found))
+        if found.memory.fits:
+            lines.append("`saccade estimate` shows it by item")
+    if not found.memory.fits:
+        lines.append(refusal(found, command))
     print(*lines, sep="\n")
 
 
@@ -171,8 +172,8 @@ def together(found: Estimate) -> Iterator[str]:
         yield f"of these seconds {' and '.join(waits)}; speed of a GPU: {', '.join(speeds)}, of one alone; a prediction"
 
 
-def refusal(found: Estimate) -> str:
-    """The phase that needs most, and what makes it fit."""
+def refusal(found: Estimate, command: str = "rl") -> str:
+    """The phase that needs most, and what makes it fit, in options of the command."""
     memory, device = found.memory, found.device
     phase = max(memory.peaks, key=lambda name: memory.peaks[name])
     parts = [item for item in memory.items if item.phase in ("always", phase)]
@@ -183,7 +184,8 @@ def refusal(found: Estimate) -> str:
         f"{max(0.0, memory.limit):.1f} can be planned with; "
     )
     if found.advice:
-        return text + "try " + ", or ".join(found.advice)
+        own = "rollout" if command == "rl" else command
+        return text + "try " + ", or ".join(found.advice).replace("rollout.max_tokens", f"{own}.max_tokens")
     return text + "no options make it fit, not even together: take a smaller model or another device"
 
 

@@ -4,7 +4,7 @@ estimate of what it needs.
     layout, reason = choose_layout(config, "rl", family)
 """
 
-from saccade.config import Config, load
+from saccade.config import Config
 from saccade.errors import SaccadeError
 from saccade.models.families import Family
 from saccade.plugins.estimate import estimate
@@ -22,19 +22,7 @@ def choose_layout(config: Config, command: str, family: Family, device: Device |
     if not others:
         return best, reason
     try:
-        found = estimate(as_rl(config, command, family), device, family=family)
+        found = estimate(config, device, command=command, family=family)
     except SaccadeError as problem:
         return best, f"what it needs is not known ({problem})"
     return found.layout, found.reason
-
-
-def as_rl(config: Config, command: str, family: Family) -> Config:
-    """A step of `saccade rl` that takes the memory of one that learns from rows as long as the config allows."""
-    if command == "rl":
-        return config
-    tree = config.model_dump(mode="json", exclude_unset=True)
-    kept = {part: tree.get(part, {}) for part in ("model", "data", "train", "run")}
-    kept["data"] |= {"train": [], "max_prompt_tokens": min(config.data.max_prompt_tokens, family.max_positions // 2)}
-    beside = command == "dpo" and config.dpo.reference == "compute"
-    changes = [f"rollout.max_tokens={getattr(config, command).max_tokens}", "train.samples_per_prompt=2"]
-    return load(kept, [*changes, f"algorithm.kl.coef={0.04 * beside}"], "rl")

@@ -91,7 +91,7 @@ def memory_of(plan: Plan) -> Memory:
     always = _always(plan)
     free = plan.limit - total(always, "always")
     update = max((_update(plan, learner, free) for learner in plan.learners), key=total)
-    rollout = _rollout(plan, free - total(always, "rollout"))
+    rollout = _rollout(plan, free - total(always, "rollout")) if plan.generates else []
     return Memory(items=(*always, *rollout, *update), limit=plan.limit)
 
 
@@ -116,6 +116,7 @@ def _always(plan: Plan) -> list[Item]:
             sizes["reference"] = plan.element * plan.policy.trained if update == "copy" else 0.0
         else:
             sizes["reference"] = averaged if update == "ema" else plan.whole.weights * plan.share("weights")
+    sizes["teacher"] = float(plan.element * plan.teacher)
     if plan.step.pictures and towers_frozen(plan.policy.training):
         sizes["features of images"] = FEATURE_BYTES
     items = [
@@ -127,7 +128,8 @@ def _always(plan: Plan) -> list[Item]:
     items.append(
         Item(name="reward models", gib=rewards, phase=scoring, note="while they score" * (scoring != "always"))
     )
-    if plan.share("weights") < 1:
+    # Replicas generate with weights of their own.
+    if plan.share("weights") < 1 and plan.generates and not plan.config.rollout.replicas:
         phases = ("rollout", *["scoring"] * (scoring != "always")) if plan.config.train.offload else ("always",)
         note = "given back in the update" * (phases[0] != "always")
         items += [Item(name=COPY, gib=plan.policy.weights / GIB, phase=phase, note=note) for phase in phases]

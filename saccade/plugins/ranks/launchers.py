@@ -31,6 +31,7 @@ from saccade.models.load import pick_device
 from saccade.plugins.engines.replicas.replica import Replica
 from saccade.plugins.engines.replicas.replica_pool import placements, visible_gpus
 from saccade.plugins.ranks.connections import HELLO_LIMIT, JOIN_LIMIT, Arrival, Link, Reception
+from saccade.plugins.ranks.layouts import generates
 from saccade.plugins.ranks.machines import host_name
 from saccade.plugins.ranks.preflight import MARK, code_hash, look, meet
 from saccade.plugins.ranks.team import Rank, RankSettings, Team
@@ -236,9 +237,8 @@ def start_team(config: Config, command: str, *, model: str, folder: str | None, 
 
 
 def _beside(config: Config, command: str) -> Beside:
-    rollout = config.rollout
-    generates = command == "rl" or (command in ("sft", "dpo") and bool(config.data.val))
-    return Beside(rollout.replicas * generates, 1 if rollout.engine == "embedded" else rollout.tensor_parallel)
+    rollout, used = config.rollout, generates(config, command)
+    return Beside(rollout.replicas * used, 1 if rollout.engine == "embedded" else rollout.tensor_parallel)
 
 
 def gpus_left(config: Config, command: str) -> str:

@@ -6,12 +6,14 @@ estimate for several GPUs. Bandwidths are those of data sheets, and no number he
 """
 
 from collections.abc import Mapping
-from math import gcd, lcm
+from math import gcd, lcm, prod
+from pathlib import Path
 from typing import NamedTuple
 
-from saccade.config import Config
+from saccade.config import Config, load
 from saccade.errors import ConfigError
 from saccade.models.families import Family
+from saccade.models.files import header_of, shards
 
 
 class Layout(NamedTuple):
@@ -38,6 +40,12 @@ def held(layout: str, kind: str, *, gpus: int, whole: float = 0.0) -> float:
         return 1.0
     kept = 0.0 if kind == "state" else whole
     return kept + (1 - kept) / (min(gpus, NODE) if kind in LAYOUTS[layout].inside else gpus)
+
+
+def numbers_in(folder: Path) -> int:
+    """Of all weights of a model."""
+    headers = [found for name in shards(folder) if isinstance(found := header_of(folder / name), dict)]
+    return sum(prod(entry["shape"]) for header in headers for entry in header.values())
 
 
 def prompts_of_a_rank(prompts: int, *, gpus: int) -> int:
@@ -77,6 +85,18 @@ def exchange_seconds(
     between = links[1], links[1]
     far = sum(collective_seconds(size, between, gpus=machines) for size in sizes) if kind.inside else 0.0
     return gathered + (kind.slower - 1) * compute + waiting + updates * far
+
+
+def only_whole(config: Config, command: str) -> Config:
+    """Losses of reward models and those with a teacher read weights that are whole."""
+    if command == "reward-model" or (command == "sft" and config.sft.teacher is not None):
+        return load(config, ["train.layout=whole", "train.sequence_parallel=1"], command)
+    return config
+
+
+def generates(config: Config, command: str) -> bool:
+    """Whether the run generates, in training or validation."""
+    return command == "rl" or (command in ("sft", "dpo") and bool(config.data.val and config.val.every))
 
 
 def candidates(wanted: str, train: str, *, gpus: int, cuda: bool) -> tuple[tuple[str, ...], str]:

@@ -24,7 +24,8 @@ import saccade
 from saccade.config import Config
 from saccade.config.schema.section import Section, about, chosen
 from saccade.errors import EnvironmentProblem
-from saccade.models.files import fingerprint, header_of, shards
+from saccade.models.files import fingerprint
+from saccade.plugins.ranks.layouts import numbers_in
 from saccade.system.devices import free_bytes
 from saccade.system.disk import refusal
 
@@ -104,9 +105,7 @@ def require_room(folder: Path, bytes_each: float, device: torch.device, hint: st
     """Refuse a GPU that has no room for the weights alone."""
     if device.type != "cuda":
         return
-    headers = [found for name in shards(folder) if isinstance(found := header_of(folder / name), dict)]
-    numbers = sum(torch.Size(entry["shape"]).numel() for header in headers for entry in header.values())
-    needed, free = numbers * bytes_each, free_bytes(device)
+    needed, free = numbers_in(folder) * bytes_each, free_bytes(device)
     if needed > free:
         have = f"{free / 2**30:.1f} GiB of the GPU are free, and the weights alone take {needed / 2**30:.1f}"
         raise EnvironmentProblem(f"{folder}: {have}; {hint}")
@@ -157,8 +156,9 @@ def sum_speed(device: torch.device) -> float:
     """GB/s that each rank sends in sums over all ranks, as nccl counts them."""
     numbers, size = torch.ones(SUMMED // 4, device=device), dist.get_world_size()
     dist.all_reduce(numbers)
+    numbers[0].item()  # waits for the GPU, here and below
     began = time.monotonic()
     for _ in range(SUMS):
         dist.all_reduce(numbers)
-    numbers[0].item()  # waits for the GPU
+    numbers[0].item()
     return SUMS * SUMMED * 2 * (size - 1) / size / (time.monotonic() - began) / 1e9

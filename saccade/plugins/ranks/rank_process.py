@@ -12,9 +12,9 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from itertools import islice
@@ -103,7 +103,8 @@ class RankWorker(Worker):
     def perform(self, block: Block) -> Any:
         given = block.row["arguments"]
         if block.row["call"] not in CALLS:
-            return super().perform(block)
+            with within_memory():
+                return super().perform(block)
         if "questions" in given:
             given["questions"] = decode(tuple[Question, ...], given["questions"], block.arrays)
         if "batches" in given:
@@ -111,11 +112,12 @@ class RankWorker(Worker):
             self._forests = {name: self._forests[name] for name in held}
             self._forests |= {name: decode(Forest, row, block.arrays) for name, row in new.items()}
             given |= {"batches": [self._batch(row, block.arrays) for row in given["batches"]]}
-        try:
+        with within_memory():
             return getattr(self, block.row["call"])(**given)
-        except torch.OutOfMemoryError as error:
-            asked = str(error).partition(". GPU")[0]
-            raise EnvironmentProblem(f"{asked}; `saccade estimate` shows which options make room") from error
+
+    def _advance(self) -> None:
+        with within_memory(f"rank-{self.settings.rank}: "):
+            super()._advance()
 
     def _batch(self, row: Mapping[str, Any], arrays: Arrays) -> Batch:
         columns = {name.rpartition("/")[2]: arrays[name] for name in row["columns"]}
@@ -275,6 +277,16 @@ class RankWorker(Worker):
         self.parts[part].load_state(Path(folder))
 
 
+@contextmanager
+def within_memory(who: str = "") -> Iterator[None]:
+    """A GPU that has run out of memory would do so again: the run ends, and is not started again."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        asked = str(error).partition(". GPU")[0]
+        raise EnvironmentProblem(f"{who}{asked}; `saccade estimate` shows which options make room") from error
+
+
 def _pieces(batches: Sequence[Batch]) -> list[Batch]:
     return [piece for batch in batches for piece in batch.pieces()]
 
@@ -329,7 +341,8 @@ def serve(channel: Channel, controller: str | None = None) -> None:
     settings = replace(settings, host=controller or settings.host)
     try:
         join(settings)
-        worker = (Visitor if settings.command == "doctor" else RankWorker)(settings, channel)
+        with within_memory():
+            worker = (Visitor if settings.command == "doctor" else RankWorker)(settings, channel)
     except SaccadeError as error:
         error.args = (f"rank {settings.rank} on {host_name()}: {error}",)
         channel.send({"failed": describe_error(error)})

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from saccade.config import Config
-from saccade.errors import RankLost, SaccadeError
+from saccade.errors import SaccadeError
 from saccade.forest.packing import deal
 from saccade.models.families import Family
 from saccade.plugins.ranks.team import Team
@@ -33,6 +33,8 @@ Found = tuple[tuple[np.ndarray, ...], tuple[str, ...]]  # of each reply its numb
 
 class RankReward(LearnedReward):
     """The model of a folder, on all ranks."""
+
+    fatal = (SaccadeError,)  # the ranks have ended: no score of a response
 
     def __init__(self, path: str, card: Card, family: Family) -> None:
         self.path, self.card, self.family = path, card, family
@@ -57,10 +59,7 @@ class RankReward(LearnedReward):
         sizes = [sum(1 + len(samples[number].response) for number, _ in replies) for _, replies in questions]
         dealt = [[questions[index] for index in mine] for mine in deal(sizes, self.team.size)]
         sent = [tuple((question, tuple(reply for _, reply in replies)) for question, replies in mine) for mine in dealt]
-        try:
-            blocks = self.team.ask_all("rate", [{"path": self.path, "questions": mine} for mine in sent])
-        except SaccadeError as error:  # the ranks have ended: no score of a response
-            raise RankLost(str(error)) from error
+        blocks = self.team.ask_all("rate", [{"path": self.path, "questions": mine} for mine in sent])
         for mine, block in zip(dealt, blocks, strict=True):
             numbers = [number for _, replies in mine for number, _ in replies]
             values, reasons = decode(Found, block.row["result"], block.arrays)

@@ -36,6 +36,8 @@ from saccade.types import Group, Media, Message, Sample, Trajectory
 
 
 class LearnedReward:
+    fatal: tuple[type[Exception], ...] = ()  # errors of `read` that end the run; others are those of a sample
+
     def __init__(
         self, model: nn.Module, family: Family, card: Card, *, micro_tokens: int = 16_384, offload: bool = False
     ) -> None:

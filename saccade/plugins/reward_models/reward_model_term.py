@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from saccade.config import RewardConfig
-from saccade.errors import RankLost
 from saccade.plugins.judges.service_protocol import CHAT_MARK
 from saccade.rewards.resolve import read_terms
 from saccade.rewards.reward_sample import RewardSample
@@ -91,9 +90,9 @@ class Learned:
     def _read(self, path: str, samples: Mapping[int, RewardSample]) -> dict[int, np.ndarray | str]:
         try:
             found = self.models[path].read(list(samples.values()))
-        except RankLost:
-            raise
         except Exception as error:  # others wait for these scores: a service has many clients
+            if isinstance(error, self.models[path].fatal):
+                raise
             return dict.fromkeys(samples, f"raised: {type(error).__name__}: {error}")
         return dict(zip(samples, found, strict=True))
 
