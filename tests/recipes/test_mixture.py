@@ -82,6 +82,13 @@ def test_learning_from_rows_evens_out_the_experts(command, config, tmp_path, num
         ("mistralai/Mixtral-8x7B-Instruct-v0.1", None, "mixtral"),
         ("here", {"model_type": "olmoe", "num_experts": 64}, "qwen3_moe"),
         ("here", {"model_type": "smollm3"}, "llama"),
+        ("models/Llama-4-Scout-17B-16E", None, "llama4"),
+        ("models/Llama-3.1-8B", None, "llama"),
+        ("google/paligemma2-3b-mix-448", None, "paligemma"),
+        ("moonshotai/Kimi-K2.5", None, "kimi_k25"),
+        ("models/gemma-3-270m", None, "llama"),
+        ("here", {"model_type": "glmga", "vision_config": {}}, "qwen2_5_vl"),
+        ("here", {"model_type": "qwen3_omni_moe", "thinker_config": {}}, "qwen3_omni_moe_thinker"),
     ],
 )
 def test_a_smoke_test_takes_a_tiny_model_of_the_same_kind(path, described, tiny, tmp_path, rows):
@@ -89,13 +96,14 @@ def test_a_smoke_test_takes_a_tiny_model_of_the_same_kind(path, described, tiny,
         path = str(tmp_path)
         (tmp_path / "config.json").write_text(json.dumps(described))
     assert model_type(load({"model.path": path, "data.train": rows})) == tiny
-    if tiny != "qwen3_moe":
+    if tiny not in ("qwen3_moe", "qwen2_5_vl"):
         return
     options = [f"model.path={path}", f"data.train={rows}", f"run.out={tmp_path}"]
     result = CliRunner().invoke(app, ["sft", *options, "--smoke", "--dry-run"])
     assert result.exit_code == 0, result.stderr
     line = f"tiny:{tiny} stands in for model.path: {path}"
-    assert line + ("\n" if described else ", guessed by name") in result.stdout
+    said = ", for there is no tiny model of type glmga" if tiny == "qwen2_5_vl" else ""
+    assert line + (f"{said}\n" if described else ", guessed by name") in result.stdout
 
 
 def test_what_is_no_mixture_or_cannot_read_one_is_refused(config, tmp_path):

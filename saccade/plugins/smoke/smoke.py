@@ -18,12 +18,12 @@ from typing import Any
 from saccade.checks import unread
 from saccade.config import Config, load
 from saccade.data.sources import parse_address
-from saccade.models.families import FAMILIES
 from saccade.models.files import described, names_experts
+from saccade.plugins.families import tiny_kinds
 from saccade.plugins.suites.suites import problems
 
 DEFAULT_FAMILY = "qwen2_5_vl"
-NAMES = {  # what a path tells, the first that fits; else the default
+BY_HAND = {  # what a path tells, the first that fits
     "internvl": "internvl",
     r"llava-(1\.5|interleave)": "llava",
     r"llava-(v1\.6|next)": "llava_next",
@@ -46,6 +46,17 @@ NAMES = {  # what a path tells, the first that fits; else the default
     r"qwen3\.5.*-a\d": "qwen3_5_moe",
     r"qwen3\.5": "qwen3_5",
     "qwen3-next": "qwen3_next",
+    "qwen3-omni": "qwen3_omni_moe_thinker",
+    r"minicpm-v-4[._]6": "minicpmv4_6",
+}
+WRITTEN = {  # types as they are, with marks between letters and digits: Llama-4, Kimi-K2.5
+    r"\b" + re.sub(r"_|(?<=[a-z])(?=\d)|(?<=\d)(?=\w)", r"[-_.]?", kind) + r"(?!\d)" * kind[-1].isdigit(): kind
+    for kind in tiny_kinds.KINDS
+    if kind not in BY_HAND.values()
+}
+NAMES = {  # the first that fits, else the default
+    **BY_HAND,
+    **WRITTEN,
     "vl|vision": DEFAULT_FAMILY,
     "omni": "qwen2_5_omni",
     "audio": "qwen2_audio",
@@ -80,6 +91,8 @@ def shrunk(config: Config, command: str, files: Sequence[str], given: Sequence[s
     if path and path != small.model.path:
         known = config.model.family not in (None, "generic") or (Path(path) / "config.json").is_file()
         guess = "" if known else ", guessed by name as the folder is not here; model.family says it"
+        if (kind := str(described(Path(path)).get("model_type", ""))) and small.model.path == f"tiny:{DEFAULT_FAMILY}":
+            guess = f", for there is no tiny model of type {kind}" * (kind != DEFAULT_FAMILY)
         print(f"{small.model.path} stands in for model.path: {path}{guess}")
     return small
 
@@ -205,6 +218,9 @@ def model_type(config: Config) -> str:
         guess = next(guesses, DEFAULT_FAMILY)
         return "qwen3_moe" if config.train.aux_coef and guess != "mixtral" else guess
     kind = found.get("model_type", DEFAULT_FAMILY)
-    if kind in FAMILIES or {"vision_config", "audio_config"} & found.keys():
-        return kind
+    for known in (kind, f"{kind}_thinker"):
+        if known in tiny_kinds.ALL:
+            return known
+    if any(name.startswith(("vision", "audio", "vq", "thinker")) for name in found):
+        return DEFAULT_FAMILY
     return "qwen3_moe" if names_experts(found) else "llama"  # of the generic text family
