@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from saccade.algorithms import select
 from saccade.config import LoraConfig, TrainConfig
@@ -453,6 +454,26 @@ def test_towers_are_frozen_by_name(kind):
     trained = {tower for tower, (some, _) in trainable_table(model, family).items() if some}
     assert trained == {"llm"}
     assert all(p.requires_grad for p in model.get_decoder().parameters())
+
+
+def test_of_a_folder_that_speaks_too_the_thinker_is_loaded(kind, tmp_path):
+    """As Qwen3-Omni is published."""
+    family, model = kind("qwen3_omni_moe_thinker")
+    folder = shutil.copytree(family.path, tmp_path / "whole")
+    thinker = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_omni_moe", "thinker_config": thinker}))
+    stored = {f"thinker.{name}": p for name, p in load_file(folder / "model.safetensors").items()}
+    spoken = {"talker.a.weight": torch.ones(2), "code2wav.b.weight": torch.ones(1)}
+    save_file(stored | spoken, folder / "model.safetensors", metadata={"format": "pt"})
+    whole = load_family(str(folder))
+    assert whole.spec.towers == family.spec.towers and whole.spec.prove is proof.prove
+    loaded = load_model(
+        replace(whole, spec=replace(whole.spec, prove=family.spec.prove)), dtype=torch.float32, device=CPU
+    )
+    assert loaded.config.model_type == "qwen3_omni_moe_thinker"
+    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
+    with pytest.raises(ConfigError, match=r"rollout\.engine=vllm: it needs all models of a qwen3_omni_moe folder"):
+        build_engine(Settings(engine="vllm", folder=whole.path, dtype="float32"), whole)
 
 
 @pytest.mark.parametrize(

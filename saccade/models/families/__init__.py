@@ -248,6 +248,8 @@ def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
     modalities = [key for key in config if key.endswith("_config") and key != "text_config"]
     if any(key.startswith(("vision", "vq", "image")) for key in modalities) or name in SEEING:
         return HOOKS["any_family"]
+    if "thinker_config" in modalities:  # one that speaks, too
+        return replace(HOOKS["any_family"], section="thinker_config")
     if not name or any(key.startswith(("audio", "speech")) for key in modalities):
         other = f"use one of {', '.join(FAMILIES)}"
         raise EnvironmentProblem(f"{path}: model_type {name!r} is multimodal and not supported; {other}")

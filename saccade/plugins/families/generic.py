@@ -74,6 +74,7 @@ def gate(path: str, *, trust_remote_code: bool = False) -> Any:
         if "trust_remote_code" in str(error):
             other = "model.trust_remote_code=true runs the Python code in that folder, if you trust it"
         raise EnvironmentProblem(f"{path}: transformers does not read its config ({why}); {other}") from error
+    settings = getattr(settings, "thinker_config", settings)
     text = settings.get_text_config()
     kinds, walked = set(getattr(text, "layer_types", None) or ()) - LAYERS, walks(text)
     why = ""
@@ -169,7 +170,8 @@ def any_family(family: Family, trust_remote_code: bool) -> Family:
         family,
         spec=replace(
             family.spec,
-            auto_class=auto_class(settings).__name__,
+            # Of a folder with more than one model only the class itself finds its part.
+            auto_class=(type(model) if family.spec.section else auto_class(settings)).__name__,
             towers=towers_of(model),
             media_tokens={kind: MEDIA_TOKENS[kind][0] for kind in reader.frames},
             prepare=FAMILIES[text.model_type].prepare if walks(text) else family.spec.prepare,
@@ -288,6 +290,7 @@ GENERIC = FamilySpec(
     placeholders=(),
     media_tokens={"image": MEDIA_TOKENS["image"][0]},
     whole=False,
+    beside=("talker.", "code2wav."),
     prepare=leave_drawing,
     finish=any_family,
     prove=prove,
