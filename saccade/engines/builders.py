@@ -26,11 +26,6 @@ def build(settings: Settings, family: Family, model: Any = None) -> Engine:
                 f"rollout.engine={name}: it needs all models of a {family.name} folder, but only one of them is "
                 "trained; use rollout.engine=embedded"
             )
-        if not family.spec.whole:
-            raise ConfigError(
-                f"rollout.engine={name}: it cuts images of {family.name} models into other squares than the trainer "
-                "does; use rollout.engine=embedded"
-            )
         return ENGINES[name](settings, family, beside_trainer=model is not None)
     from saccade.engines.embedded import EmbeddedEngine
 

@@ -209,7 +209,7 @@ def negated(model: nn.Module, family: Family, tower: str) -> Iterator[str]:
         (name, p)
         for name, p in model.named_parameters()
         if name.startswith(prefixes) and family.tower_of(name) == tower and not name.startswith(unread)
-        if p.ndim > 1 and p.is_floating_point() and ".lora_" not in name
+        if p.ndim > 1 and len(p) > 1 and p.is_floating_point() and ".lora_" not in name
     ][chosen]
     weight.data.neg_()
     try:

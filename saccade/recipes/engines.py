@@ -28,8 +28,8 @@ def make_engine(config: Config, policy: Trainer, *, first_tokens: bool = False, 
     name = config.rollout.engine
     if policy.engine is not None and not config.rollout.replicas:
         return policy.engine
-    if name != "embedded" and experts.count(policy.model):
-        raise ConfigError(f"rollout.engine={name}: cannot read the trainer's experts; use rollout.engine=embedded")
+    if name == "sglang" and experts.count(policy.model):
+        raise ConfigError("rollout.engine=sglang: was never handed experts; use rollout.engine=embedded or vllm")
     if name == "embedded" and policy.device.type == "cuda" and policy.engine is None:  # its model is here
         if slow := why_no_kernels(cache_shape(policy.model, policy.family)):
             log.info(f"generation waits for the GPU after every token, because {slow}")

@@ -423,8 +423,6 @@ def test_what_such_a_model_does_not_take_is_refused_by_name(kind):
     family, _ = kind("smolvlm")
     with pytest.raises(DataError, match="takes text and image and video, but a row holds a sound"):
         family.render(ask(sound(0.5), "x"))
-    with pytest.raises(ConfigError, match=r"rollout\.engine=vllm"):
-        build_engine(Settings(engine="vllm", folder=family.path, dtype="float32"), family)
 
 
 # -- prompts and pictures --------------------------------------------------------------------------

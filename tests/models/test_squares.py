@@ -14,8 +14,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, InternVLPro
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from saccade.config import load as load_config
-from saccade.engines import Settings
-from saccade.engines.builders import build
 from saccade.errors import ConfigError, DataError, EnvironmentProblem
 from saccade.media.images import open_media
 from saccade.media.kinds import decode
@@ -252,6 +250,3 @@ def test_other_media_and_who_needs_one_size_of_a_picture_are_refused(family_of, 
     config = load_config(None, ["env.name=crop", "env.coordinates=absolute"])
     with pytest.raises(ConfigError, match=r"absolute: .* in squares.*use env.coordinates=milli"):
         environments_of(config, family)
-    for engine in ("vllm", "sglang"):
-        with pytest.raises(ConfigError, match=rf"rollout.engine={engine}: .*use rollout.engine=em"):
-            build(Settings(engine=engine, folder=family.path, dtype="float32"), family)

@@ -109,8 +109,8 @@ def test_a_smoke_test_takes_a_tiny_model_of_the_same_kind(path, described, tiny,
 def test_what_is_no_mixture_or_cannot_read_one_is_refused(config, tmp_path):
     with pytest.raises(ConfigError, match=r"train\.aux_coef=0.01: Llama"):
         sft.run(config(model__path="tiny:llama"))
-    with pytest.raises(ConfigError, match=r"rollout.engine=vllm: .*use rollout.engine=embedded"):
-        rl.run(config(rollout__engine="vllm", run__name="other", **RL))
+    with pytest.raises(ConfigError, match=r"rollout.engine=sglang: .*use rollout.engine=embedded"):
+        rl.run(config(rollout__engine="sglang", run__name="other", **RL))
 
 
 def test_a_smoke_test_drops_what_only_other_engines_read():

@@ -4,15 +4,22 @@ trainer's weights by name, and free their memory between rollouts.
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from saccade.engines import Engine, Settings, WeightSource, require_room
 from saccade.errors import ConfigError, EnvironmentProblem, TrainingError
+from saccade.media.images import open_media
 from saccade.models.families import Family
-from saccade.plugins.engines.weights import HandOver, folder_shapes
-from saccade.types import Completion, Request
+from saccade.plugins.engines.weights import HandOver, Mapped, folder_files, folder_shapes, stored_form
+from saccade.plugins.families.squares import ALLOWED
+from saccade.types import Completion, Message, Request, Sampling
+
+TAKEN = ("image", "video")  # kinds of media
+SIZES = ((60, 50), (140, 70))  # of pictures in a prompt that is read when an engine starts
 
 
 class CopyEngine(Engine):
@@ -25,6 +32,10 @@ class CopyEngine(Engine):
         self.settings, self.family, self.version = settings, family, 0
         self.longest = min(settings.max_length, family.max_positions)
         self._shapes = folder_shapes(settings.folder)  # a folder without weights is refused at once
+        auto, trusted = family.spec.auto_class, settings.trust_remote_code
+        self._stored, constant = stored_form(settings.folder, auto, self._shapes, trust_remote_code=trusted)
+        tensors = Mapped([str(file) for file in folder_files(Path(settings.folder))] if constant else ())
+        self._constant = [(name, tensor) for name, tensor in tensors.weights() if name in constant]
         self._beside = beside_trainer
         self._running: dict[str, tuple[Request, str]] = {}  # with the engine's name of it
         self._source: WeightSource | None = None
@@ -85,7 +96,8 @@ class CopyEngine(Engine):
     def _hand_over(self, source: WeightSource, version: int) -> None:
         self._unusable = f"{self.name}: the hand-over of weights {version} did not end"
         self._handed_over = None
-        hand_over = HandOver(weights=source.weights(), shapes=self._shapes, renamed=self.renamed)
+        weights = chain(self._stored(source.weights()), self._constant)
+        hand_over = HandOver(weights=weights, shapes=self._shapes, renamed=self.renamed)
         problem = self._load(hand_over, version)
         if problem := hand_over.drift() or problem:
             misfit = f"weights {version} do not fit the model that it loaded from {self.settings.folder} ({problem})"
@@ -124,19 +136,56 @@ def require_finite(logprobs: np.ndarray) -> None:
         raise TrainingError(f"log-probs are not finite; {fix} (model.dtype=float32)")
 
 
-def collapsed(request: Request) -> list[int]:
-    """Ids with one placeholder per image, for an engine that expands it again."""
-    keep = np.ones(len(request.ids), dtype=bool)
+def collapsed(request: Request, family: Family) -> list[int]:
+    """Ids with one placeholder per medium, as a chat template shows it, for an engine that expands it again."""
+    keep, around = np.ones(len(request.ids), dtype=bool), int(family.chat.brackets is not None)
     for span in request.media:
-        if span.media.kind != "image":
-            why = f"the prompt has {span.media.kind}, but this engine takes images only"
+        if span.media.kind not in TAKEN:
+            why = f"the prompt has {span.media.kind}, but this engine takes {' and '.join(TAKEN)} only"
             raise ConfigError(f"request {request.key}: {why}; use rollout.engine=embedded")
-        keep[span.start + 1 : span.end] = False
+        keep[span.start - around : span.start] = keep[span.start + 1 : span.end + around] = False
+    if family.reader is not None and request.media:
+        return family.reader.collapsed(request.ids, request.media)
     return request.ids[keep].tolist()
 
 
-def reads_differently(request: Request, engine: str, tokens: int | None) -> EnvironmentProblem:
-    return EnvironmentProblem(
-        f"request {request.key}: {engine} reads {tokens} prompt tokens where we have {len(request.ids)}: it expands "
-        "images or text differently; compare the preprocessor_config.json of the model, or use rollout.engine=embedded"
+def shown_by(request: Request, family: Family) -> dict[str, Any]:
+    """Settings of the model's processor with which it cuts the images of a request as they are cut here. Images that
+    are seen in one piece are sent at that size instead.
+    """
+    budgets = {(span.media.min_pixels, span.media.max_pixels) for span in request.media if not family.spec.whole}
+    found = [{name: v for name, v in family.budget(*one).items() if name != ALLOWED} for one in sorted(budgets)]
+    if any(one != found[0] for one in found):
+        why = f"its images have different pixel budgets, and this engine cuts all of them with {found[0]}"
+        raise ConfigError(f"request {request.key}: {why}; use rollout.engine=embedded")
+    return found[0] if found else {}
+
+
+def two_pictures(family: Family, longest: int, most: int) -> Request | None:
+    """A short prompt with pictures of different sizes, if there is room for it and such a family sees."""
+    pictures = [open_media(np.full((height, width, 3), 127, np.uint8)) for width, height in SIZES[:most]]
+    if family.spec.image_token is None or not pictures:
+        return None
+    parts = [part for picture in pictures for part in ("See ", picture)]
+    prompt = family.render([Message(role="user", parts=(*parts, "?"))])
+    request = Request(key="two pictures", ids=prompt.ids, media=prompt.media, sampling=Sampling(max_tokens=1))
+    return request if len(prompt.ids) < longest else two_pictures(family, longest, most - 1)
+
+
+def require_same_prompt(
+    request: Request, family: Family, engine: str, theirs: Sequence[int] | None, count: int | None
+) -> None:
+    """Refuse a prompt that an engine reads differently, with the first token that differs; where it tells no ids,
+    another number of them.
+    """
+    ours, told = request.ids.tolist(), list(request.ids) if theirs is None else list(theirs)
+    if told == ours and count == len(ours):
+        return
+    first = next((n for n, (a, b) in enumerate(zip(told, ours, strict=False)) if a != b), min(len(told), len(ours)))
+    there, here = (family.chat.decode(ids[max(0, first - 4) : first + 5], special=True) for ids in (told, ours))
+    where = "" if told == ours else f", token {first} is the first to differ: it has {there!r}, here it is {here!r}"
+    raise EnvironmentProblem(
+        f"request {request.key}: {engine} reads {count} prompt tokens of a {family.name} model where we have "
+        f"{len(ours)}{where}: it expands images or text differently; compare the preprocessor_config.json of the "
+        "model, or use rollout.engine=embedded"
     )

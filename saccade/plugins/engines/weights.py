@@ -15,6 +15,7 @@ import json
 import os
 import struct
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -185,21 +186,62 @@ class HandOver:
         return "missing: {}; not expected: {}".format(*listed)
 
 
+def stored_form(
+    folder: str, auto_class: str, names: Iterable[str], *, trust_remote_code: bool = False
+) -> tuple[Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]], set[str]]:
+    """How a folder with tensors of these names holds the weights of a trainer: under other names, and some in parts,
+    as those of all experts of a layer. What transformers did to load them is done backwards. Also the names of its
+    tensors that are no weights.
+    """
+    import transformers
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
+
+    def renamed(steps: Sequence[Any], name: str, *known: Any, reverse: bool = False) -> str:
+        converters = [step for step in steps if isinstance(step, WeightConverter)]
+        renamings: Any = [step for step in steps if not isinstance(step, WeightConverter)]
+        base, tensors = known or (None, None)
+        return rename_source_key(name, renamings, converters, base, tensors, reverse)[0]
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = getattr(transformers, auto_class).from_config(config, trust_remote_code=trust_remote_code)
+    steps, known = get_model_conversion_mapping(model), (model.base_model_prefix, model.state_dict())
+    buffers = {name for name, _ in model.named_buffers()}
+    constant = {name for name in names if renamed(steps, name, *known) in buffers}
+    model._weight_conversions = [step for step in steps if step.was_used()] or None
+    backwards = [step.reverse_transform() for step in (model._weight_conversions or ())[::-1]]
+    together = Counter(renamed(backwards, name, reverse=True) for name, _ in model.named_parameters())
+
+    def stored(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        waiting: dict[str, dict[str, Tensor]] = {}
+        for name, weight in weights:
+            whole = renamed(backwards, name, reverse=True)
+            waiting.setdefault(whole, {})[name] = weight.detach()
+            if len(waiting[whole]) >= together[whole]:
+                yield from revert_weight_conversion(model, waiting.pop(whole)).items()
+        for parts in waiting.values():  # some of them are missing, which who compares names will tell
+            yield from parts.items()
+
+    return stored, constant
+
+
 def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of a model folder, from the headers of its files. A damaged
     checkpoint is refused.
     """
-    path = Path(folder)
-    require_intact(path)
-    # The files that are loaded: adapters or other copies of the weights may lie beside them.
-    if named := described(path, INDEX).get("weight_map"):
-        files = [path / name for name in sorted(set(named.values()))]
-    else:
-        files = [path / SINGLE] if (path / SINGLE).is_file() else sorted(path.glob("*.safetensors"))
+    require_intact(Path(folder))
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
+    for file in folder_files(Path(folder)):
         with safe_open(file, framework="pt") as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     if not shapes:
         raise EnvironmentProblem(f"{folder} holds no *.safetensors to compare names with; save it with save_pretrained")
     return shapes
+
+
+def folder_files(folder: Path) -> list[Path]:
+    """The files that are loaded: adapters or other copies of the weights may lie beside them."""
+    if named := described(folder, INDEX).get("weight_map"):
+        return [folder / name for name in sorted(set(named.values()))]
+    return [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))

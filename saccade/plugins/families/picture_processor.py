@@ -210,6 +210,32 @@ class PictureReader:
         before, after = frame
         return text[len(before) : len(text) - len(after)] if text.startswith(before) and text.endswith(after) else None
 
+    def collapsed(self, ids: np.ndarray, spans: Sequence[MediaSpan]) -> list[int]:
+        """Ids with what a template shows in the place of each medium: its placeholders and the text that is written
+        around them go, for whoever runs the processor again.
+        """
+        rows = [self.blank_row(*self.size(span.media)) for span in spans]
+        pieces = np.split(ids, [place for span in spans for place in (span.start, span.end)])[::2]
+        texts = [piece.tolist() for piece in pieces]
+        for number, (row, span) in enumerate(zip(rows, spans, strict=True)):
+            texts[number] = self._without(texts[number], row.before, end=True)
+            texts[number + 1] = self._without(texts[number + 1], row.after, end=False)
+            texts[number] += self.listening.encode(self.markers[span.media.kind], add_special_tokens=False)
+        return [i for text in texts for i in text]
+
+    def _without(self, ids: list[int], text: str, *, end: bool) -> list[int]:
+        """Without a text at the end or the start. A token that it shares with what stands beside it is written again;
+        ids that do not end or begin so stay as they are.
+        """
+        for count in range(len(text.encode()) + 2):
+            kept, part = (ids[: len(ids) - count], ids[len(ids) - count :]) if end else (ids[count:], ids[:count])
+            shown = self.listening.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            if shown.endswith(text) if end else shown.startswith(text):
+                rest = shown[: len(shown) - len(text)] if end else shown[len(text) :]
+                beside = self.listening.encode(rest, add_special_tokens=False)
+                return kept + beside if end else beside + kept
+        return ids
+
     def special(self) -> set[int]:
         """Tokens that are written for media alone, or said to be theirs: nobody may sample them. Not blank lines, which
         stand around pictures and are tokens of their own, too.

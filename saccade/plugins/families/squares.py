@@ -71,6 +71,7 @@ def bound(
 
     return {
         "measure": measure,
+        "picture": DECODED.get,  # which the processor of another engine cuts
         "cache": lambda media: kept,
         "media": host_media,
         "features": features,
@@ -193,7 +194,8 @@ def bind_llava(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mappi
         left, top = (wide - side) // 2, (high - side) // 2
         return resized(pixels, size=(wide, high))[None, top : top + side, left : left + side]
 
-    return bound(processor, measure=lambda media: measured, cut=cut, unit=patch)
+    found = bound(processor, measure=lambda media: measured, cut=cut, unit=patch)
+    return {**found, "picture": lambda media: cut(media)[0]}
 
 
 def padded(pixels: np.ndarray, colour: Sequence[int]) -> np.ndarray:

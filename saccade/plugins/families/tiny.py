@@ -81,6 +81,7 @@ def build(
     """
     import torch
     import transformers
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
     if words is not None and family in BYTE_LEVEL:
         raise ConfigError(f"tiny:{family} has no closed vocabulary; use qwen3, or no words")
@@ -100,6 +101,8 @@ def build(
         model = kind(config) if row.model else kind.from_config(config)
     ends = [ids["<|im_end|>"], ids["<|endoftext|>"]]
     model.generation_config = transformers.GenerationConfig(eos_token_id=ends, pad_token_id=ends[1])
+    # Named as in published folders.
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False) or None
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for name, content in processor_files(family, settings).items():

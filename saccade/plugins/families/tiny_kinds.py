@@ -33,6 +33,7 @@ def build(kind: str, folder: str | Path, *, seed: int = 0, words: Sequence[str] 
     """Write a model folder, return its path. `changes` replace fields of the text part."""
     import torch
     import transformers
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
     if kind not in ALL:
         raise ConfigError(f"tiny:{kind} is not known; expected one of {', '.join(ALL)}")
@@ -43,7 +44,8 @@ def build(kind: str, folder: str | Path, *, seed: int = 0, words: Sequence[str] 
     markers = "".join(f"{{% elif c['type'] == '{medium}' %}}{marker}" for medium, marker in shown.items())
     template = TEMPLATE.replace("MARKERS", markers)
     names: tiny.Names = {token: (token, key) for token, key in {**dict.fromkeys(PLAIN, ""), **row["tokens"]}.items()}
-    tokenizer = tiny.make_tokenizer(words, (), tiny.Tiny(names=names, template=template, begin=row.get("begin")))
+    kept = tiny.Tiny(names=names, template=template, begin=row.get("begin"))
+    tokenizer = tiny.make_tokenizer(words, row.get("phrases", ()), kept)
     values = {token: tokenizer.convert_tokens_to_ids(token) for token in (*tiny.PLAIN, *names)}
     tied = row.get("tie", False)
     text = {name: value for name, value in TEXT.items() if name not in row.get("without", ())}
@@ -60,6 +62,8 @@ def build(kind: str, folder: str | Path, *, seed: int = 0, words: Sequence[str] 
         _stir(model)
     ends = [values[PLAIN[2]], values[PLAIN[0]]]
     model.generation_config = transformers.GenerationConfig(eos_token_id=ends, pad_token_id=ends[1])
+    # Named as in published folders.
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False) or None
     model.save_pretrained(folder)
     _processor(row["processor"], tokenizer=tokenizer, chat_template=template).save_pretrained(folder)
     return str(folder)

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from saccade.engines import Settings
+from saccade.engines import Settings, generate
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
-from saccade.plugins.engines.copy_engine import CopyEngine, collapsed, reads_differently
+from saccade.plugins.engines.copy_engine import CopyEngine, collapsed, require_same_prompt, two_pictures
 from saccade.plugins.engines.sglang.sglang_transport import InProcess, OverHttp
 from saccade.plugins.engines.weights import HandOver
 from saccade.types import Completion, Media, Request
@@ -33,6 +33,7 @@ BANNED = -1e9  # added to a logit; JSON has no infinity
 
 class SglangEngine(CopyEngine):
     name = "sglang"
+    renamed = staticmethod(str)  # its names are those of the folder
 
     def __init__(self, settings: Settings, family: Family, *, beside_trainer: bool = False) -> None:
         super().__init__(settings, family, beside_trainer=beside_trainer)
@@ -41,6 +42,8 @@ class SglangEngine(CopyEngine):
         self.sleeps = self._sglang.sleeps
         self._encode = lru_cache(maxsize=PICTURES)(self._encoded)
         self._aborted: set[str] = set()
+        if shown := two_pictures(family, self.longest, settings.max_images):
+            generate(self, [shown])
 
     def _start(self, request: Request) -> str:
         # SGLang aborts whatever begins with a name, so no name may begin with another.
@@ -60,7 +63,7 @@ class SglangEngine(CopyEngine):
             key = name.partition("/")[2]
             request, aborted = self._running.pop(key)[0], key in self._aborted
             self._aborted.discard(key)
-            triples = triples_of(request, answer, aborted=aborted)
+            triples = triples_of(request, self.family, answer, aborted=aborted)
             finish = "aborted" if aborted else answer["meta_info"]["finish_reason"]["type"]
             done.append(self._completion(key, [t[1] for t in triples], [t[0] for t in triples], finish))
         return done
@@ -69,13 +72,6 @@ class SglangEngine(CopyEngine):
         if key in self._running:
             self._aborted.add(key)
             self._sglang.abort(self._running[key][1])
-
-    @staticmethod
-    def renamed(name: str) -> str:
-        """Folders of the same model differ in where they put the two towers."""
-        for long, short in (("model.language_model.", "model."), ("model.visual.", "visual.")):
-            name = short + name.removeprefix(long) if name.startswith(long) else name
-        return name
 
     def _load(self, hand_over: HandOver, version: int) -> str:
         self._sglang.load(hand_over, version)
@@ -98,12 +94,15 @@ class SglangEngine(CopyEngine):
 
 def body_of(request: Request, family: Family, encode: Callable[[Media], str], version: int) -> dict[str, Any]:
     """One placeholder per image, which SGLang expands again."""
-    sampling = request.sampling
+    sampling, others = request.sampling, {span.media.kind for span in request.media} - {"image"}
+    if others:
+        why = f"the prompt has {' and '.join(sorted(others))}, but sglang is sent images only"
+        raise ConfigError(f"request {request.key}: {why}; use rollout.engine=embedded")
     if sampling.first is not None:
         fix = "use algorithm.hot_first_token.temperature=0, or rollout.engine=embedded"
         raise ConfigError(f"rollout.engine=sglang draws every token alike; {fix}")
     body: dict[str, Any] = {
-        "input_ids": collapsed(request),
+        "input_ids": collapsed(request, family),
         "return_logprob": True,
         "sampling_params": {
             "max_new_tokens": sampling.max_tokens,
@@ -131,7 +130,7 @@ def body_of(request: Request, family: Family, encode: Callable[[Media], str], ve
     return body
 
 
-def triples_of(request: Request, answer: Mapping[str, Any], *, aborted: bool) -> list[Any]:
+def triples_of(request: Request, family: Family, answer: Mapping[str, Any], *, aborted: bool) -> list[Any]:
     """(log-prob, id, text) of every sampled token; none if the request waited. Refuses another prompt
     than was sent: other ids, where the answer holds them, or another number of them.
     """
@@ -140,7 +139,5 @@ def triples_of(request: Request, answer: Mapping[str, Any], *, aborted: bool) ->
     if reason["type"] == "abort" and not aborted:
         raise EnvironmentProblem(f"sglang gave up request {request.key}: {reason.get('message')}; see its log")
     count = info.get("prompt_tokens", len(request.ids) if aborted else None)
-    ids = answer.get("prompt_token_ids", request.ids)
-    if count != len(request.ids) or not np.array_equal(ids, request.ids):
-        raise reads_differently(request, "sglang", count)
+    require_same_prompt(request, family, "sglang", answer.get("prompt_token_ids"), count)
     return info.get("output_token_logprobs") or []

@@ -73,8 +73,7 @@ class InProcess:
             "enable_deterministic_inference": True,  # else seeds of requests are not read
             "log_level": "error",
         }
-        if family.spec.image_token:
-            size = dict(family.untouched(settings.max_length, settings.max_pixels))
+        if size := dict(family.untouched(settings.max_length, settings.max_pixels)):
             arguments["mm_process_config"] = {"image": {"size": size}}
         self._engine = sglang.Engine(**arguments | dict(settings.args))
         self._tasks: dict[asyncio.Task[Any], str] = {}

@@ -27,7 +27,14 @@ from saccade.models import DECLARED
 from saccade.models.families import Family
 from saccade.models.files import described
 from saccade.plugins.engines import INSTALL
-from saccade.plugins.engines.copy_engine import CopyEngine, collapsed, reads_differently
+from saccade.plugins.engines.copy_engine import (
+    TAKEN,
+    CopyEngine,
+    collapsed,
+    require_same_prompt,
+    shown_by,
+    two_pictures,
+)
 from saccade.plugins.engines.vllm.vllm_probe import Probe, probe
 from saccade.plugins.engines.vllm.vllm_weights import renaming, sample_for
 from saccade.plugins.engines.weights import HandOver, checksum, in_memory
@@ -60,6 +67,13 @@ class VllmEngine(CopyEngine):
         self.renamed = renaming(model)
         known = {self.renamed(name): shape for name, shape in self._shapes.items()}
         self._places = self._ask("saccade_places", {name: shape for name, shape in known.items() if name})
+        if family.blocks and not self._ask("saccade_sees_both_ways"):
+            why = (
+                f"tokens of a picture see each other both ways in a {family.name} model, which its attention here lacks"
+            )
+            raise EnvironmentProblem(f"rollout.engine=vllm: {why}; use rollout.engine=embedded")
+        if shown := two_pictures(family, self.longest, settings.max_images):
+            self._prompt(shown)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """The answer of the first worker; each one answers for its part of the tensors."""
@@ -85,14 +99,14 @@ class VllmEngine(CopyEngine):
         content = content_of(request)
         if self._last is None or self._last[0] != content:
             named = self.version if self._invalidates else None
-            raw = prompt_of(request, self._pictures.get, named)
+            raw = prompt_of(request, self.family, self._pictures.get, named)
             try:
                 (prompt,) = self._engine.renderer.render_cmpl([raw])
             except Exception as error:  # such as too many images, as classes of vLLM
-                raise ConfigError(f"request {request.key}: vllm refuses it: {error}") from error
+                fix = f"or it cannot read a {self.family.name} model: use rollout.engine=embedded"
+                raise ConfigError(f"request {request.key}: vllm refuses it: {error}; {fix}") from error
             theirs = prompt["prompt_token_ids"]
-            if not np.array_equal(theirs, request.ids):
-                raise reads_differently(request, "vllm", len(theirs))
+            require_same_prompt(request, self.family, "vllm", theirs, len(theirs))
             self._last = (content, prompt)
         return self._last[1]
 
@@ -216,10 +230,11 @@ def _build(settings: Settings, family: Family, found: Probe) -> Any:
         "use_tqdm_on_load": False,
     }
     if family.spec.image_token:
+        # Media are shown as we made them; vLLM measures its memory with the largest one.
+        size = family.untouched(longest, settings.max_pixels)
         arguments |= {
-            "limit_mm_per_prompt": {"image": settings.max_images, "video": 0},
-            # Images are shown as we made them; vLLM measures its memory with the largest one.
-            "mm_processor_kwargs": {"size": family.untouched(longest, settings.max_pixels)},
+            "limit_mm_per_prompt": {k: settings.max_images * (k in family.spec.media_tokens) for k in TAKEN},
+            "mm_processor_kwargs": {"size": size} if size else None,
         }
     if settings.first_tokens:  # costs vLLM the overlap of its steps
         arguments["logits_processors"] = ["saccade.plugins.engines.vllm.vllm_worker:First"]
@@ -244,18 +259,31 @@ def _inspect_here(folder: str) -> None:
 # -- requests as vLLM takes them --
 
 
-def prompt_of(request: Request, picture: Callable[[Any], np.ndarray], version: int | None) -> dict[str, Any]:
-    """Ids with one placeholder per image, which vLLM expands again, and the images at the size that
-    the model sees. The name of an image holds the version of the weights, so that nothing computed
+def prompt_of(
+    request: Request, family: Family, picture: Callable[[Any], np.ndarray], version: int | None
+) -> dict[str, Any]:
+    """Ids with one placeholder per medium, which vLLM expands again, and the media at the size that
+    the model sees. The name of a medium holds the version of the weights, so that nothing computed
     under other weights is found under it.
     """
-    prompt: dict[str, Any] = {"prompt_token_ids": collapsed(request)}
+    prompt: dict[str, Any] = {"prompt_token_ids": collapsed(request, family)}
     if request.media:
-        shown = [span.media for span in request.media]
-        names = ["/".join(map(str, (*media.key, version))) for media in shown]
-        prompt["multi_modal_data"] = {"image": [Image.fromarray(picture(m)) for m in shown]}
-        prompt["multi_modal_uuids"] = {"image": names}
+        data: dict[str, list[Any]] = {}
+        names: dict[str, list[str]] = {}
+        for media in (span.media for span in request.media):
+            pixels = picture(media)
+            data.setdefault(media.kind, []).append(_film(media, pixels) if media.frames else Image.fromarray(pixels))
+            names.setdefault(media.kind, []).append("/".join(map(str, (*media.key, media.fps, version))))
+        prompt |= {"multi_modal_data": data, "multi_modal_uuids": names}
+        prompt["mm_processor_kwargs"] = shown_by(request, family)
     return prompt
+
+
+def _film(media: Any, pixels: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    """Frames that are all shown, and when."""
+    count = len(pixels)
+    times = {"fps": media.fps, "duration": count / media.fps, "frames_indices": list(range(count))}
+    return pixels, {**times, "total_num_frames": count, "video_backend": "opencv", "do_sample_frames": False}
 
 
 def params_of(request: Request, eos: list[int]) -> Any:

@@ -72,6 +72,11 @@ class Loader:
 
         model.compute_logits = without
 
+    def saccade_sees_both_ways(self) -> bool:
+        """Whether attention can show tokens of a picture those behind them; where it cannot, vLLM goes on without."""
+        backends = [group.backend for groups in self.model_runner.attn_groups for group in groups]
+        return all(getattr(backend, "supports_mm_prefix", bool)() for backend in backends)
+
     @torch.no_grad()
     def saccade_load(self, weights: Iterable[tuple[str, Tensor]] | tuple[str, ...]) -> tuple[set, set]:
         """Write weights. Returns the names of parameters that were written, and of all. `weights`:
@@ -86,6 +91,8 @@ class Loader:
                 torch.cuda.synchronize()  # the engine may compute on another stream
                 return loaded, names
             # Parameters were packed for the device: load as from a file, layer by layer.
+            if not next(model.parameters()).is_cuda:
+                _pack_experts_again(model)
             initialize_layerwise_reload(model)
             loaded = set(model.load_weights(pairs))
             finalize_layerwise_reload(model, self.vllm_config.model_config)
@@ -107,6 +114,14 @@ def _pack_tied_head(model: nn.Module) -> None:
     for head in model.modules():
         if isinstance(head, ParallelLMHead):
             head.quant_method.process_weights_after_loading(head)
+
+
+def _pack_experts_again(model: nn.Module) -> None:
+    """A CPU packs experts when their kernel is made, and not when they are written again."""
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
+    for method in methods:
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _plain(model: nn.Module) -> bool:
