@@ -2,7 +2,7 @@
 and why the rest is refused. Types with a tiny folder (tiny_kinds.yaml, tiny models of the package) are run: proof,
 gradients of all weights, greedy tokens against `generate`. Others are looked at by the gate, with their type's config.
 
-    python scripts/model_table.py [kinds …]     # a few minutes on two cores; with names: prints these alone
+    python scripts/model_table.py [kinds …]     # some minutes; with names: prints these alone
 """
 
 import sys
@@ -24,17 +24,10 @@ from saccade.recipes.model_setup import quiet_libraries  # noqa: E402
 from tests.models import test_generic  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
-SPECIAL = {  # of families with code of their own
-    "qwen2_vl": "images, videos",
-    "qwen2_5_vl": "images, videos",
-    "qwen3_vl": "images",
-    "qwen3_vl_moe": "images",
-    "qwen3_5": "images",
-    "qwen3_5_moe": "images",
-    "qwen2_5_omni_thinker": "images, videos, sounds",
-    "internvl": "images",
-    "llava": "images",
-}
+MEDIA = {"image": "images", "video": "videos", "audio": "sounds"}
+SERVED = ("smolvlm", "llava_onevision", "internvl", "llava", "qwen2_5_vl", "qwen3_vl")  # tests/vllm
+WORKS = ("type", "own family", "logits", "gradients", "embedded", "vLLM", "adapters", "videos", "sounds")
+OTHERS = ("type", "own family", "verdict", "why")
 INTRO = """# Models
 
 saccade has code of its own for some families. Every other image-text-to-text model of transformers goes through the
@@ -74,35 +67,46 @@ models that do so, `max_patches` in the folder's image processor config is the l
 the generic family for a model that has one of its own, for videos of Qwen3-VL, Qwen3.5 and InternVL, say.
 
 This page is written by `python scripts/model_table.py`, which runs a tiny random model of each kind on a CPU in
-float32: *logits* is the largest gap between packed rows and transformers (of the largest logit), *gradients* that of
-any weight (of its largest entry), *greedy* counts prompts whose tokens are those of `generate`. Weights of published
-models were not run. transformers {version}.
+float32, through the generic family also where a type has its own. Weights of published models were not run.
+transformers {version}.
+
+## What works
+
+| column | what was run | works below |
+|---|---|---|
+| logits | packed rows with pictures against transformers: the largest gap, of the largest logit | {limit:g} |
+| gradients | of a log-likelihood by every weight: the largest gap of any, of its largest entry | 1e-3 |
+| embedded | prompts whose greedy tokens from the embedded engine are those of `generate` | all |
+| vLLM | *tested*: log-probs of the trainer, before and after new weights, by its build for CPUs | 1e-4 |
+| adapters | *tested*: steps with LoRA lower a loss, and transformers loads the merged folder | |
+| videos, sounds | the whole proof with them agrees; *alone*: not beside an image in one row | {limit:g} |
 
 """
 
 
 def row_of(kind, folder):
-    """(what works, how it was proved)."""
+    """Cells of a type that works, behind its family; (verdict, why) of another."""
     import torch
 
     family = load_family(folder, name=kind if kind not in FAMILIES else "generic")
     family = replace(family, spec=replace(family.spec, prove=lambda model, family: None))
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
-    found = {}
-    media = {"image": "images"}
+    found, senses = {}, {}
     for row in proof.comparisons(model, family):
+        sense, _, beside = row.kind.partition(" ")
         if not row.agrees and not row.kind:
             return "refused by the proof", str(row)
-        if row.agrees and row.kind in ("video", "audio"):
-            media[row.kind] = {"video": "videos", "audio": "sounds"}[row.kind]
-        elif row.kind.partition(" ")[0] in media and not row.agrees:
-            media[row.kind.partition(" ")[0]] += " (alone)"
+        if row.kind and (not beside or sense in senses) and (row.agrees or beside):
+            senses[sense] = "yes" if row.agrees else "alone"
         found[row.what] = row.gap
     worst = test_generic.gradient_gap(family, model)
     stock = type(model).from_pretrained(folder, dtype=torch.float32).eval()
     right, asked = test_generic.greedy_prompts(family, model, stock)
-    said = f"logits {found['logits of answers']:.1e}, gradients {worst:.1e}, greedy {right} of {asked}"
-    return (f"works: {', '.join(media.values())}" if right == asked and worst < 1e-3 else "fails"), said
+    figures = f"{found['logits of answers']:.1e}", f"{worst:.1e}", f"{right} of {asked}"
+    if right < asked or worst >= 1e-3:
+        return "fails", ", ".join(figures)
+    tested = ("tested" if kind in kinds else "" for kinds in (SERVED, test_generic.KINDS))
+    return *figures, *tested, senses.get("video", ""), senses.get("audio", "")
 
 
 def looked_at(kind, scratch):
@@ -122,7 +126,6 @@ def looked_at(kind, scratch):
 
 
 def main(names):
-    import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SHIPPED
 
     quiet_libraries()
@@ -141,12 +144,23 @@ def main(names):
                     "refused at load",
                     f"{type(error).__name__}: {lines[0] if lines else ''}".replace(scratch, "it"),
                 )
-        own = f"own family ({SPECIAL[kind]}); generic: " if kind in SPECIAL else ""
-        rows.append((kind, own + verdict[0], verdict[1].replace("|", "\\|")))
+        own = ", ".join(MEDIA[sense] for sense in FAMILIES[kind].media_tokens) if kind in FAMILIES else ""
+        rows.append((kind, own, *(cell.replace("|", "\\|") for cell in verdict)))
         print(" | ".join(rows[-1]), flush=True)
     if not names:
-        table = ["| type | what works | shown by |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
-        PAGE.write_text(INTRO.format(version=transformers.__version__) + "\n".join(table) + "\n", encoding="utf-8")
+        write(rows)
+
+
+def write(rows):
+    import torch
+    import transformers
+
+    page = INTRO.format(version=transformers.__version__, limit=proof.GAPS[torch.float32])
+    for heads, title in ((WORKS, ""), (OTHERS, "\n## What is refused, or was not run\n\n")):
+        chosen = [row for row in rows if len(row) == len(heads)]
+        table = [heads, ["---"] * len(heads), *chosen]
+        page += title + "".join(f"| {' | '.join(row)} |\n" for row in table)
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
