@@ -311,7 +311,14 @@ def load_chat(
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        why = "" if tokenizer.encode("a") else "it has no tokens"
+    except Exception as error:  # whatever a missing or damaged file leads to, by the kind of tokenizer
+        why = str(error).partition("\n")[0]
+    if why:
+        files = "copy or download its tokenizer files again"
+        raise EnvironmentProblem(f"{path}: its tokenizer cannot be used ({why}); {files}")
     template = template or tokenizer.chat_template or PLAIN_TEMPLATE
     added = tokenizer.added_tokens_decoder
     reserved = tuple(token for token, i in tokenizer.get_added_vocab().items() if i in added and added[i].special)

@@ -109,7 +109,13 @@ def _hash(path: Path, start: int) -> bytes:
 def described(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """What a JSON file of a model folder says; nothing where there is none."""
     file = folder / name
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise EnvironmentProblem(f"{file} is damaged ({error}); copy or download it again") from None
+    if not isinstance(found, dict):
+        raise EnvironmentProblem(f"{file} holds no settings but {json.dumps(found)[:40]}; copy or download it again")
+    return found
 
 
 def require_same(

@@ -162,7 +162,8 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """What is missing or does not fit: packages, devices, engines, disk, and a model in full."""
-    folders = [f"model.path={one}" if Path(one, "config.json").is_file() else one for one in arguments or []]
+    models = [one.startswith("tiny:") or Path(one, "config.json").is_file() for one in arguments or []]
+    folders = [f"model.path={one}" if named else one for one, named in zip(arguments or [], models, strict=True)]
     config = read_config([*folders, *([f"model.path={model}"] if model else [])])
     import_module("saccade.plugins.doctor").run(config, as_json=as_json)
 

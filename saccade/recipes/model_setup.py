@@ -16,7 +16,7 @@ from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import ADAPTED, Config
 from saccade.errors import ConfigError
 from saccade.models import lora
-from saccade.models.families import Family, load_family
+from saccade.models.families import FAMILIES, Family, load_family
 from saccade.models.files import require_whole
 from saccade.models.heads import attach_score
 from saccade.models.load import describe_trained, freeze, load_model, pick_device, pick_dtype
@@ -59,7 +59,9 @@ def model_folder(config: Config, path: str) -> str:
 
 def family_of(config: Config, folder: str) -> Family:
     require_whole(Path(folder))
-    template = config.prompt.chat_template
+    template, known = config.prompt.chat_template, (*FAMILIES, "generic")
+    if config.model.family not in (None, *known):
+        raise ConfigError(f"model.family: {config.model.family} is not known; use one of {', '.join(known)}")
     family = load_family(
         folder,
         name=config.model.family,

@@ -50,7 +50,7 @@ def test_prompts_that_a_run_would_leave_out_are_told(large):
 def test_a_gpu_that_is_not_there_is_not_taken_for_a_cpu(large, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(app, ["estimate", f"model.path={large}", "run.device=cuda"])
-    assert result.exit_code == 3 and "name the one to plan for: --device H100" in result.stderr
+    assert result.exit_code == 3 and "name one: saccade estimate --device H100" in result.stderr
 
 
 def test_without_data_prompts_are_as_long_as_allowed(word_model):

@@ -235,3 +235,23 @@ def test_a_template_in_chat_template_json_wins_over_the_tokenizers_own(tmp_path,
     family = load_family(str(folder))
     message = Message(role="user", parts=(image(56, 56, 0), "how many?"))
     assert len(family.render((message,)).media) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "written", "why"),
+    [
+        ("config.json", '{"model_type": "qwen', "config.json is damaged .*; copy or download it again"),
+        ("config.json", "[1]", r"config.json holds no settings but \[1\]"),
+        ("tokenizer.json", '{"version"', "its tokenizer cannot be used .*; copy or download its tokenizer files"),
+        ("tokenizer.json", None, "its tokenizer cannot be used"),
+    ],
+)
+def test_a_damaged_folder_is_named(file, written, why, family_of, tmp_path):
+    shutil.copytree(family_of("qwen2_5_vl").path, tmp_path, dirs_exist_ok=True)
+    if written is None:
+        for one in tmp_path.glob("tokenizer*"):
+            one.unlink()
+    else:
+        (tmp_path / file).write_text(written)
+    with pytest.raises(EnvironmentProblem, match=why):
+        load_family(str(tmp_path))

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from saccade.config import load
+from saccade.errors import ConfigError
 from saccade.plugins.estimate import estimate
 from saccade.plugins.families import tiny_kinds
 from saccade.plugins.quickstart.quickstart import WORDS
@@ -72,3 +73,8 @@ def test_memory_and_seconds_come_from_modules_without_weights(config, tmp_path, 
     assert weights * 2**30 / 2 == sum(tensor.numel() for tensor in tensors(options["model.path"]).values())
     assert whole.memory.fits and whole.pace.seconds["update"] > 0
     assert whole.pace.tflop["update"] > adapted.pace.tflop["update"] > 0
+
+
+def test_a_family_that_is_not_known_is_refused(rl_config, tmp_path):
+    with pytest.raises(ConfigError, match="model.family: nonsense is not known; use one of qwen2_vl, .*, generic"):
+        rl.run(rl_config(tmp_path, model__family="nonsense"))

@@ -123,7 +123,7 @@ def find_device(name: str | None, wanted: str) -> Device:
     if name is None:
         here = devices.present(wanted)
         if wanted == "cuda" and not here.is_gpu:
-            raise EnvironmentProblem("run.device=cuda, but torch sees no GPU; name the one to plan for: --device H100")
+            raise EnvironmentProblem("run.device=cuda, but torch sees no GPU; name one: saccade estimate --device H100")
         return here
     if name.lower() == "cpu":
         return devices.present("cpu")
