@@ -33,8 +33,9 @@ from saccade.checks.steps import algorithm_of
 from saccade.config import load
 from saccade.forest.packing import pack as pack_forests
 from saccade.models.families import load_family
+from saccade.plugins.engines.replicas.replica import Replica
 from saccade.plugins.families import tiny
-from saccade.plugins.ranks.launchers import Arrival, Link
+from saccade.plugins.ranks.connections import Link
 from saccade.plugins.ranks.rank_trainer import RankTrainer
 from saccade.plugins.ranks.team import Rank, RankSettings, Team
 from saccade.recipes.rl import pack_updates, select_members
@@ -135,15 +136,17 @@ class StandIn(threading.Thread):
         return unpack(room)
 
 
+def linked(channel: Channel, replica: Replica) -> Link:
+    return Link(channel, replica.module, replica.log)
+
+
 def start_team(gpus: int, folder: Path) -> tuple[Team, list[StandIn]]:
     settings = RankSettings(options={}, command="rl", folder=None, rank=0, size=gpus, port=0)
     pairs = [socket.socketpair() for _ in range(gpus)]
     others = [StandIn(theirs) for _, theirs in pairs]
     starters = [
-        partial(Rank, settings, place=partial(Link, arrival), log=folder / f"rank-{n}.log")
-        for n, arrival in enumerate(
-            Arrival(channel=Channel(mine), host="", local=0, pid=0, versions={}) for mine, _ in pairs
-        )
+        partial(Rank, settings, place=partial(linked, Channel(mine)), log=folder / f"rank-{n}.log")
+        for n, (mine, _) in enumerate(pairs)
     ]
     return Team(starters, ExitStack()), others
 
