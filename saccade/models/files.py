@@ -112,9 +112,9 @@ def described(folder: Path, name: str = "config.json") -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except ValueError as error:
-        raise EnvironmentProblem(f"{file} is damaged ({error}); copy or download it again") from None
+        raise EnvironmentProblem(f"{file} is damaged ({error}); {AGAIN}") from None
     if not isinstance(found, dict):
-        raise EnvironmentProblem(f"{file} holds no settings but {json.dumps(found)[:40]}; copy or download it again")
+        raise EnvironmentProblem(f"{file} holds no settings but {json.dumps(found)[:40]}; {AGAIN}")
     return found
 
 

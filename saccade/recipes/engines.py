@@ -29,7 +29,7 @@ def make_engine(config: Config, policy: Trainer, *, first_tokens: bool = False, 
     if policy.engine is not None and not config.rollout.replicas:
         return policy.engine
     if name == "sglang" and experts.count(policy.model):
-        raise ConfigError("rollout.engine=sglang: was never handed experts; use rollout.engine=embedded or vllm")
+        raise ConfigError("rollout.engine=sglang: experts cannot be handed over; use rollout.engine=embedded or vllm")
     if name == "embedded" and policy.device.type == "cuda" and policy.engine is None:  # its model is here
         if slow := why_no_kernels(cache_shape(policy.model, policy.family)):
             log.info(f"generation waits for the GPU after every token, because {slow}")

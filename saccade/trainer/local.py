@@ -84,9 +84,9 @@ class LocalBackend:
             model.named_parameters(), train, lr_scale=lambda n: scales.get(family.tower_of(n), 1.0)
         )
         self.recompute = Recompute(model, checkpointing)
-        if still := model_state.stands_still(model):
+        if kept := model_state.kept_in_eval(model):
             why = "so that the policy that learns is the one that answers"
-            log.info("%d dropouts and batch norms (%s, …) stay off in training, %s", len(still), still[0], why)
+            log.info("%d dropouts and batch norms (%s, …) stay off in training, %s", len(kept), kept[0], why)
         self.routers, self.aux_coef = routers_of(model, train.aux_coef), train.aux_coef
         self._towers_stand = not any(
             p.requires_grad for n, p in model.named_parameters() if family.tower_of(n) != "llm"
@@ -155,7 +155,7 @@ class LocalBackend:
         return hidden[to_device(places, self.device)]
 
     def _features(self, batch: Batch, inputs: Inputs) -> Tensor | None:
-        """What stands for the media; of towers that stand still, computed once for all passes."""
+        """What stands for the media; of frozen towers, computed once for all passes."""
         if not batch.media:
             return None
         if inputs.media is not None:

@@ -36,7 +36,7 @@ def blend_into(
     mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], share: float, averages: dict[str, Tensor]
 ) -> None:
     """mine = share * theirs + (1 - share) * mine. `averages` keeps in fp32 what is stored with
-    less: rounded to bf16 at every step, an average would stand still. A copy (1) needs none.
+    less: rounded to bf16 at every step, an average would be frozen. A copy (1) needs none.
     """
     require_same("the weights to follow", mine.items(), theirs.items())
     for name, weight in mine.items():
@@ -55,15 +55,15 @@ def blend_into(
 
 def set_training(model: nn.Module) -> None:
     """The mode of a training step. Layers that may compute again ask for it, and adapters for their dropout. All else
-    stays as it answers: dropout and the statistics of a batch would make another policy of it.
+    stays in eval mode: dropout and the statistics of a batch would make another policy of it.
     """
     model.eval()
     for name, module in model.named_modules():
         module.training = name == "" or hasattr(module, "gradient_checkpointing") or ".lora_" in name
 
 
-def stands_still(model: nn.Module) -> list[str]:
-    """Modules that would compute something else in training, if they were not left as they answer."""
+def kept_in_eval(model: nn.Module) -> list[str]:
+    """Modules that would compute something else in training, if they were not kept in eval mode."""
     kinds = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm
     found = ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))
     return [name for name, module in found if getattr(module, "p", 1) > 0 and ".lora_" not in name]

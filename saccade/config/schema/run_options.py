@@ -36,8 +36,8 @@ class RunConfig(Section):
     )
     min_gpus: int | None = option(
         None,
-        "A restart may go on with so few of run.gpus, if no more are left of the Ray cluster, and with as much fewer "
-        "replicas; empty: with all of them.",
+        "The fewest GPUs that a restart may go on with where the Ray cluster has lost machines; replicas shrink with "
+        "them. Empty: all of run.gpus.",
         ge=2,
         when=When("run.restarts and run.launcher == 'ray'", "run.restarts=3 run.launcher=ray"),
         commands=("rl", "sft", "dpo", "reward-model"),
