@@ -1,9 +1,10 @@
-"""Rollouts of the 3B-shaped model by the embedded engine alone: tokens per second with log-probs.
+"""Rollouts of a model of a published shape by the embedded engine alone: tokens per second with log-probs.
 
     python benchmarks/decode.py                       # W1 with 16 and 64 prompts, 8 rollouts each
     python benchmarks/decode.py W2/16 --profile       # also: which kernels take the time
     python benchmarks/decode.py W1/16 --check         # also: log-probs against the trainer's
     python benchmarks/decode.py W1/16/top_k=50        # truncated sampling that returns what it kept
+    python benchmarks/decode.py W1/16 --size gemma4_e4b
 
 A variant is a work of rl_step.py, a number of prompts, and settings of the sampling. Prints one
 JSON object per line; `step_ms` is the time of one decode step of the whole batch.
@@ -22,17 +23,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from model import SHAPES, SIZES, build
 from rl_step import WORKS
-from update import family_and_model
 
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.forest.packing import pack
 from saccade.media.images import open_media
-from saccade.models.families import Family
+from saccade.models.families import Family, load_family
+from saccade.models.load import load_model
 from saccade.plugins.engines.parity import trajectory
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
-from saccade.types import Completion, Group, MediaSpan, Request, Sample, Sampling
+from saccade.types import Completion, Group, Message, Request, Sample, Sampling
 
 REPEATS = 8
 
@@ -42,15 +44,13 @@ def requests(family: Family, work: dict[str, int], prompts: int, new: int, **set
     asked = []
     for index in range(prompts):
         media = open_media(rng.integers(0, 255, (work["side"], work["side"], 3), dtype=np.uint8))
-        grid, tokens = family.measure(media)
-        text = rng.integers(0, 200, work["prompt"] - tokens)
-        ids = np.concatenate([text[:5], np.full(tokens, family.chat.placeholder), text[5:]])
-        span = MediaSpan(media=media, start=5, length=tokens, grid=grid)
+        shown = family.render([Message(role="user", parts=(media, "x"))])
+        ids = np.concatenate([shown.ids, rng.integers(0, 200, work["prompt"] - len(shown.ids))])
         asked += [
             Request(
                 key=f"{index}/{repeat}",
                 ids=ids,
-                media=(span,),
+                media=shown.media,
                 sampling=Sampling(max_tokens=new, ignore_eos=True, **settings),
                 noise=index * REPEATS + repeat,
             )
@@ -148,13 +148,15 @@ def show(what: str, engine: EmbeddedEngine, top: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("variants", nargs="*", default=["W1/16", "W1/64"])
+    parser.add_argument("--size", default="3b", choices=[*SIZES, *SHAPES])
     parser.add_argument("--rounds", type=int, default=2, help="the last one is reported")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     variants = list(map(parse, args.variants))
     with tempfile.TemporaryDirectory() as scratch:
-        family, model = family_and_model(Path(scratch))
+        family = load_family(build(Path(scratch) / "model", args.size))
+        model = load_model(family, dtype=torch.bfloat16, device=torch.device("cuda"))
         most = max(prompts for _, prompts, _ in variants) * REPEATS
         engine = EmbeddedEngine(model, family, max_sequences=most)
         for name, prompts, settings in variants:
@@ -166,7 +168,7 @@ def main() -> None:
             for _ in range(args.rounds):
                 engine.sleep()
                 result, done = timed(engine, asked)
-            result |= {"work": name, "first_s": round(first, 1), **settings}
+            result |= {"size": args.size, "work": name, "first_s": round(first, 1), **settings}
             print(json.dumps(result), flush=True)
             if args.check:
                 print(json.dumps(gap(model, family, asked, done)), flush=True)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -131,6 +132,8 @@ def sense_comparisons(model: Any, family: Family, kind: str, limit: float) -> It
     for name, prompts in asked.items():
         try:
             rows = [row for parts, answers in prompts for row in answered(family, parts, answers)]
+            if left_out := [name for parts, _ in prompts for name in _left_out(family, parts)]:
+                raise ValueError(f"its processor makes {', '.join(left_out)} of one of them alone")
             made = list(_row_comparisons(model, family, rows, limit))
             spans = [span for row in (*rows, *probes(family)) for span in row.prompt.media]
             widths = {family.features(model, media_inputs(family, [span], model.device)).shape[1] for span in spans}
@@ -220,6 +223,19 @@ def processed(family: Family, parts: Sequence[Any]) -> dict[str, Tensor]:
         if shown:
             raise
         return dict(reader.processor.tokenizer([text], return_tensors="pt", **options))
+
+
+def _left_out(family: Family, parts: Sequence[Any]) -> list[str]:
+    """Arrays that are smaller than those of each medium alone: the model would look for features that are not there,
+    and a GPU does not forgive that.
+    """
+    whole, alone = processed(family, parts), Counter[str]()
+    for part in parts:
+        if isinstance(part, Media):
+            made = processed(family, (part,))
+            shape = made["input_ids"].shape
+            alone.update({name: value.numel() for name, value in made.items() if value.shape != shape})
+    return [name for name, size in alone.items() if whole[name].numel() < size]
 
 
 def _longer_than_windows(model: Any, family: Family) -> list[ProofRow]:
