@@ -15,6 +15,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def build(folder: str | Path, size: str = "3b") -> str:
         spoken = None if shape["kind"] in tiny.BYTE_LEVEL else words(shape["vocabulary"] - 256)
         tiny_kinds.build(shape["kind"], folder, words=spoken)
         reshape(folder, shape)
-        _write_weights(folder)
+        _write_weights(folder, shape.get("scaled", {}))
     else:
         tiny.build("qwen2_5_vl", folder, words=words(SIZES[size]["vocab_size"] - 256))
         enlarge(folder, SIZES[size])
@@ -110,13 +111,18 @@ def build(folder: str | Path, size: str = "3b") -> str:
     return str(final)
 
 
-def _write_weights(folder: Path) -> None:
+def _write_weights(folder: Path, scaled: Mapping[str, float] = MappingProxyType({})) -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(folder)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            for part, factor in scaled.items():
+                if part in name:
+                    parameter.mul_(factor)
     model.save_pretrained(folder)
 
 
