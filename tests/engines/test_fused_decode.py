@@ -79,7 +79,10 @@ def kinds(forwards):
     return {type(module).__name__ for module, _ in forwards}
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llava", "llama", "qwen2_5_omni"])
+BUILT = ["qwen2_5_vl", "qwen3_vl", "llava", "llama", "qwen2_5_omni", "gemma3", "gemma4", "cohere2_vision"]
+
+
+@pytest.mark.parametrize("name", BUILT)
 def test_layers_give_what_they_gave(load, family_of, name):
     model, family = load(name), family_of(name)
     forwards = fused_forwards(model)

@@ -10,18 +10,23 @@ and types run its own. Knows nothing of families.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad, rms_norm
+from torch.nn.functional import gelu, layer_norm, linear, pad, rms_norm, silu
 
 from saccade.forest.attention import HALF
 from saccade.forest.device_ops import has_kernels
+
+
+class Exchange(NamedTuple):
+    width_of: Callable[[Any], int | None]  # of the input of a module that may be of the kind, else None
+    forward: Callable[[Any, Tensor], Tensor]
+    how: Mapping[str, bool]  # options of the kernels that decode
 
 
 def fuse(model: Any) -> list[str]:
@@ -29,26 +34,29 @@ def fuse(model: Any) -> list[str]:
     if not _applies(torch.empty(0, device=model.device, dtype=model.dtype)):
         return []
     rotated = _fuse_rotary(model)
-    proved: dict[type, bool] = {}
+    proved: dict[tuple[type, int, int], bool] = {}
     for module in list(model.modules()):
-        kind = type(module)
-        for width_of, forward in FUSED:
-            width = width_of(module)
-            if width is None or hasattr(kind, "plain"):
+        kind, parameters = type(module), len(list(module.parameters()))
+        for number, row in enumerate(FUSED):
+            width = row.width_of(module)
+            if width is None or hasattr(type(module), "plain"):
                 continue
-            if kind not in proved:
-                proved[kind] = _agrees(module, forward, width, model)
-            if proved[kind]:
-                module.__class__ = _fused_class(kind, forward)  # type: ignore[arg-type]
-    return sorted([*rotated, *(kind.__name__ for kind, same in proved.items() if same)])
+            case = (kind, parameters, number)  # some classes have a weight or none
+            if case not in proved:
+                proved[case] = _agrees(module, row.forward, width, model)
+            if proved[case]:
+                module.__class__ = _fused_class(kind, number)  # type: ignore[assignment]
+    return sorted([*rotated, *{kind.__name__ for (kind, _, _), same in proved.items() if same}])
 
 
 @functools.cache
-def _fused_class(kind: Any, forward: Callable[[Any, Tensor], Tensor]) -> type:
+def _fused_class(kind: Any, number: int) -> type:
+    forward, how = FUSED[number].forward, FUSED[number].how
+
     def choose(self: Any, x: Tensor) -> Tensor:
         return forward(self, x) if _applies(x) else kind.forward(self, x)
 
-    return type(f"Fused{kind.__name__}", (kind,), {"forward": choose, "plain": kind})
+    return type(f"Fused{kind.__name__}", (kind,), {"forward": choose, "plain": kind, "how": how})
 
 
 def _applies(x: Tensor) -> bool:
@@ -57,8 +65,13 @@ def _applies(x: Tensor) -> bool:
 
 @torch.no_grad()
 def _agrees(module: nn.Module, forward: Callable[[Any, Tensor], Tensor], width: int, model: Any) -> bool:
-    x = _random((4, width), model)
-    return _near(forward(module, x), module(x))
+    # Rows with a mean, which a layer norm takes away, and small ones, where an epsilon counts.
+    sizes = torch.tensor([1.0, 3.0, 0.3, 0.001], device=model.device, dtype=model.dtype)[:, None]
+    x = (_random((1, 4, width), model) + 1) * sizes
+    try:
+        return _near(forward(module, x), module(x))
+    except (RuntimeError, TypeError, ValueError):
+        return False  # it is called in another way
 
 
 def _random(shape: tuple[int, ...], model: Any) -> Tensor:
@@ -72,81 +85,119 @@ def _near(found: Tensor, wanted: Tensor) -> bool:
     return bool((found.float() - wanted.float()).norm() <= limit * wanted.float().norm())
 
 
-# -- root mean square norms ------------------------------------------------------------------------
+# -- norms -----------------------------------------------------------------------------------------
+
+
+def epsilon_of(norm: Any) -> float | None:
+    found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return found if isinstance(found, float) else None
 
 
 def _norm_width(module: Any) -> int | None:
-    plain = [name for name, _ in module.named_parameters()] == ["weight"] and hasattr(module, "variance_epsilon")
-    gated = plain and "gate" in inspect.signature(module.forward).parameters
-    return module.weight.shape[-1] if plain and not gated else None
+    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    if names not in (["weight"], []) or epsilon_of(module) is None or len(signature(module.forward).parameters) != 1:
+        return None  # one with a gate takes it as a second argument
+    return module.weight.shape[-1] if names else 64
 
 
 def _norm(self: Any, x: Tensor) -> Tensor:
-    return rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+    return rms_norm(x, x.shape[-1:], getattr(self, "weight", None), epsilon_of(self))
+
+
+def _layer_norm(self: Any, x: Tensor) -> Tensor:
+    return layer_norm(x, x.shape[-1:], getattr(self, "weight", None), None, epsilon_of(self))  # type: ignore[arg-type]
+
+
+def _shifted_norm(self: Any, x: Tensor) -> Tensor:
+    return _ShiftedNorm.apply(x, self.weight, epsilon_of(self))
+
+
+class _ShiftedNorm(torch.autograd.Function):
+    """Times 1 + weight. torch has none whose weight is of another type than its input, and the sum is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        from saccade.plugins.gpu.norm import norm_rows
+
+        ctx.save_for_backward(x, weight)
+        ctx.epsilon = epsilon
+        return norm_rows(x, weight, epsilon)
+
+    @staticmethod
+    def backward(ctx: Any, to_out: Tensor) -> tuple[Tensor | None, ...]:
+        from saccade.plugins.gpu.norm import norm_gradients
+
+        x, weight = ctx.saved_tensors
+        return *norm_gradients(x, weight, ctx.epsilon, to_out), None
 
 
 # -- gated layers ----------------------------------------------------------------------------------
 
 
-def _gated_width(module: Any) -> int | None:
+def _gated_width(function: Callable[[Tensor], Tensor], module: Any) -> int | None:
     children = dict(module.named_children())
-    if children.keys() != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+    if children.keys() != {"gate_proj", "up_proj", "down_proj", "act_fn"} or module.act_fn.state_dict():
         return None
-    silu = "silu" in type(module.act_fn).__name__.lower()
-    return module.gate_proj.in_features if silu else None
+    points = torch.linspace(-6, 6, 49, dtype=torch.float64)
+    if not torch.allclose(module.act_fn(points), function(points)):
+        return None
+    gate = module.gate_proj
+    return gate.in_features if hasattr(gate, "in_features") else next(gate.parameters()).shape[-1]
 
 
-def _gated(self: Any, x: Tensor) -> Tensor:
+def _gated(self: Any, x: Tensor, gelu: bool = False) -> Tensor:
     gate, up, down = self.gate_proj, self.up_proj, self.down_proj
     if not all(type(layer) is nn.Linear for layer in (gate, up, down)):
-        return down(_Gate.apply(gate(x), up(x)))  # adapters or quantised: they have own forwards
+        return down(_Gate.apply(gate(x), up(x), gelu))  # adapters or quantised: they have own forwards
     # Matrices whose rows are no multiple of 16 bytes go through kernels of half the speed.
     missing = -gate.out_features % 8
     if not missing:
-        return _GatedLinear.apply(gate(x), up(x), down.weight, down.bias)
+        return _GatedLinear.apply(gate(x), up(x), down.weight, down.bias, gelu)
     halves = [
         linear(x, pad(h.weight, (0, 0, 0, missing)), None if h.bias is None else pad(h.bias, (0, missing)))
         for h in (gate, up)
     ]
-    return _GatedLinear.apply(*halves, pad(down.weight, (0, missing)), down.bias)
+    return _GatedLinear.apply(*halves, pad(down.weight, (0, missing)), down.bias, gelu)
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
         from saccade.plugins.gpu.gate import multiply
 
         ctx.save_for_backward(gate, up)
-        return multiply(gate, up)
+        ctx.gelu = gelu
+        return multiply(gate, up, gelu=gelu)
 
     @staticmethod
-    def backward(ctx: Any, to_product: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, to_product: Tensor) -> tuple[Tensor | None, ...]:
         from saccade.plugins.gpu.gate import gradients
 
         gate, up = ctx.saved_tensors
-        return gradients(gate, up, to_product)[1:]
+        return *gradients(gate, up, to_product, gelu=ctx.gelu)[1:], None
 
 
 class _GatedLinear(torch.autograd.Function):
     """The product that enters the matrix is made again in backward rather than kept."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
         from saccade.plugins.gpu.gate import multiply
 
         ctx.save_for_backward(gate, up, weight)
-        return linear(multiply(gate, up), weight, bias)
+        ctx.gelu = gelu
+        return linear(multiply(gate, up, gelu=gelu), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, to_out: Tensor) -> tuple[Tensor | None, ...]:
         from saccade.plugins.gpu.gate import gradients
 
         gate, up, weight = ctx.saved_tensors
-        product, to_gate, to_up = gradients(gate, up, to_out @ weight)
+        product, to_gate, to_up = gradients(gate, up, to_out @ weight, gelu=ctx.gelu)
         flat = to_out.flatten(0, -2)
-        _, _, wants_weight, wants_bias = ctx.needs_input_grad
+        _, _, wants_weight, wants_bias, _ = ctx.needs_input_grad
         to_weight = flat.t() @ product.flatten(0, -2) if wants_weight else None
-        return to_gate, to_up, to_weight, flat.sum(0) if wants_bias else None
+        return to_gate, to_up, to_weight, flat.sum(0) if wants_bias else None, None
 
 
 # -- rotary embeddings -----------------------------------------------------------------------------
@@ -157,56 +208,95 @@ def _fuse_rotary(model: Any) -> list[str]:
     files = {sys.modules[type(module).__module__] for module in model.modules()}
     found = []
     for file in files:
-        for name, (fused, shapes) in ROTARY.items():
+        for name, first, fused, shapes in ROTARY:
             plain = getattr(file, name, None)
-            if plain is None or hasattr(plain, "plain") or not {"q", "k"} <= signature(plain).parameters.keys():
+            if plain is None or hasattr(plain, "plain") or first not in signature(plain).parameters:
                 continue
-            arguments = [_random(shape, model) for shape in shapes]
-            if all(map(_near, fused(plain, *arguments), plain(*arguments))):
+            if _turns_alike(plain, functools.partial(fused, plain), [_random(shape, model) for shape in shapes]):
                 setattr(file, name, functools.update_wrapper(functools.partial(fused, plain), plain))
                 getattr(file, name).plain = plain
                 found.append(f"{file.__name__}.{name}")
     return found
 
 
-def _rotary(plain: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
-    """q and k [1, H, T, D], cos and sin [1, T, D]."""
-    usual = not more and not options and q.ndim == 4 and cos.shape == (1, q.shape[2], q.shape[3])
-    if not usual or not _applies(q):
+def _turns_alike(plain: Any, fused: Any, arguments: list[Tensor]) -> bool:
+    cases: list[tuple[list[Tensor], dict[str, int]]] = [(arguments, {})]
+    if "unsqueeze_dim" in signature(plain).parameters:
+        cases.append(([x.transpose(1, 2) if x.ndim == 4 else x for x in arguments], {"unsqueeze_dim": 2}))
+    try:
+        return all(all(map(_near, fused(*given, **how), plain(*given, **how))) for given, how in cases)
+    except (RuntimeError, TypeError, ValueError):
+        return False  # it is called in another way
+
+
+def _rotary(
+    plain: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, pairs: bool = False, **options: Any
+) -> Any:
+    """q and k [1, H, T, D], or [1, T, H, D] if unsqueeze_dim is 2; cos and sin [1, T, D]."""
+    axis = _axis_of_heads(q, cos, more, options)
+    if axis is None:
         return plain(q, k, cos, sin, *more, **options)
-    turned = _Rotate.apply(*(x.squeeze(0).transpose(0, 1) for x in (q, k)), cos[0], sin[0])
-    return tuple(x.transpose(0, 1).unsqueeze(0) for x in turned)
+    turned = _Rotate.apply(*(x[0].transpose(0, 2 - axis) for x in (q, k)), cos[0], sin[0], pairs)
+    return tuple(x.transpose(0, 2 - axis).unsqueeze(0) for x in turned)
+
+
+def _single_rotary(plain: Any, x: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
+    """Of one tensor, as above."""
+    axis = _axis_of_heads(x, cos, more, options)
+    if axis is None:
+        return plain(x, cos, sin, *more, **options)
+    lines = x[0].transpose(0, 2 - axis)  # [T, H, D]
+    turned, _ = _Rotate.apply(lines, lines.new_empty((len(lines), 0, x.shape[-1])), cos[0], sin[0], False)
+    return turned.transpose(0, 2 - axis).unsqueeze(0)
+
+
+def _axis_of_heads(x: Tensor, cos: Tensor, more: Any, options: Mapping[str, Any]) -> int | None:
+    """None: called in a way that is not fused."""
+    axis = options.get("unsqueeze_dim", 1)
+    usual = not more and options.keys() <= {"unsqueeze_dim"} and x.ndim == 4 and axis in (1, 2) and _applies(x)
+    return axis if usual and cos.shape == (1, x.shape[3 - axis], x.shape[3]) else None
 
 
 def _vision_rotary(plain: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     """q and k [T, H, D], cos and sin [T, D]."""
     if q.ndim != 3 or cos.shape != (q.shape[0], q.shape[2]) or not _applies(q):
         return plain(q, k, cos, sin)
-    return _Rotate.apply(q, k, cos, sin)
+    return _Rotate.apply(q, k, cos, sin, False)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> tuple[Tensor, Tensor]:
         from saccade.plugins.gpu.rotary import rotate
 
         ctx.save_for_backward(cos, sin)
-        return rotate(q, k, cos, sin)
+        ctx.pairs = pairs
+        return rotate(q, k, cos, sin, pairs=pairs)
 
     @staticmethod
     def backward(ctx: Any, to_q: Tensor, to_k: Tensor) -> tuple[Tensor | None, ...]:
         from saccade.plugins.gpu.rotary import rotate
 
-        return *rotate(to_q, to_k, *ctx.saved_tensors, back=True), None, None
+        return *rotate(to_q, to_k, *ctx.saved_tensors, back=True, pairs=ctx.pairs), None, None, None
 
 
-# (width of the input of a module of the kind, else None; its fused forward)
-FUSED: tuple[tuple[Callable[[Any], int | None], Callable[[Any, Tensor], Tensor]], ...] = (
-    (_norm_width, _norm),
-    (_gated_width, _gated),
+# The first row wins whose forward gives what a module gives.
+FUSED = (
+    Exchange(_norm_width, _norm, {}),
+    Exchange(_norm_width, _shifted_norm, {"shift": True}),
+    Exchange(_norm_width, _layer_norm, {"center": True}),
+    Exchange(functools.partial(_gated_width, silu), _gated, {}),
+    Exchange(
+        functools.partial(_gated_width, functools.partial(gelu, approximate="tanh")),
+        functools.partial(_gated, gelu=True),
+        {"gelu": True},
+    ),
 )
-# name → (fused function of the plain one and its arguments; shapes of arguments to compare on)
-ROTARY: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
-    "apply_rotary_pos_emb": (_rotary, ((1, 4, 6, 32), (1, 2, 6, 32), (1, 6, 32), (1, 6, 32))),
-    "apply_rotary_pos_emb_vision": (_vision_rotary, ((6, 4, 32), (6, 4, 32), (6, 32), (6, 32))),
-}
+BOTH = ((1, 4, 6, 32), (1, 2, 6, 32), (1, 6, 32), (1, 6, 32))
+# name, its first parameter, fused function of the plain one and its arguments, shapes to compare on
+ROTARY: tuple[tuple[str, str, Callable[..., Any], tuple[tuple[int, ...], ...]], ...] = (
+    ("apply_rotary_pos_emb", "q", _rotary, BOTH),
+    ("apply_rotary_pos_emb", "q", functools.partial(_rotary, pairs=True), BOTH),
+    ("apply_rotary_pos_emb", "x", _single_rotary, (BOTH[0], *BOTH[2:])),
+    ("apply_rotary_pos_emb_vision", "q", _vision_rotary, ((6, 4, 32), (6, 4, 32), (6, 32), (6, 32))),
+)

@@ -5,9 +5,10 @@ takes as long as a large one. `Projections`: queries, keys and values come from 
 of three, and the adapters of layers that read the same input from one narrow product together and
 one wide one each, which also adds to the layer's output. The engine keeps such matrices side by
 side, a twentieth of the weights, and copies them again whenever they may have changed; what is
-quantised stays so. `fused_forwards`: a sum and the norm that follows it are one kernel, also across
-layers: the sum that ends a layer is normed for the next one. For few rows, the two halves of a
-gated layer and their product are one kernel, too. Layers of another build keep their forward.
+quantised stays so. `fused_forwards`: a sum and the norm that follows it are one kernel, with the norm
+before it where there is one, also across layers: the sum that ends a layer is normed for the next one.
+For few rows, the two halves of a gated layer and their product are one kernel, too. Layers of another
+build keep their forward.
 
     projections.refresh()
     with projections.joined(), swapped_forwards(fused_forwards(model)): model(...)
@@ -25,11 +26,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from saccade.plugins.gpu.decode_state import FEW_ROWS
+from saccade.plugins.gpu.fused import epsilon_of
 
 NAMES = ("q_proj", "k_proj", "v_proj")
 READERS = (NAMES, ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))  # of one input each
 Forward = Callable[..., Any]
-PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+PARALLEL = {"self_attn", "mlp", "input_layernorm"}
+PARTS = {*PARALLEL, "post_attention_layernorm"}
+SANDWICH = {*PARTS, "pre_feedforward_layernorm", "post_feedforward_layernorm"}
+OWN_INPUTS = {*SANDWICH, "per_layer_input_gate", "act_fn", "per_layer_projection", "post_per_layer_input_norm"}
 HALVES = ("gate_proj", "up_proj")
 
 
@@ -190,13 +195,14 @@ def fused_forwards(model: nn.Module) -> list[tuple[nn.Module, Forward]]:
 
 
 def _of_stack(layers: Any, norm: Any) -> list[tuple[nn.Module, Forward]]:
-    alike = len({type(layer) for layer in layers}) == 1 and all(map(_usual, layers))
-    if not alike or not _agrees(layers[0]):
+    kinds = {(type(layer), frozenset(name for name, _ in layer.named_children())) for layer in layers}
+    build = next((build for parts, build in BUILDS if {frozenset(parts)} == {names for _, names in kinds}), None)
+    if len(kinds) != 1 or build is None or not all(_usual(layer) and _agrees(layer, build) for layer in layers):
         return []
     following = [PrecomputedNorm(n) for n in (*(layer.input_layernorm for layer in layers[1:]), norm)]
     return [
         *((precomputed.norm, precomputed.take) for precomputed in following),
-        *((layer, _layer(layer, precomputed)) for layer, precomputed in zip(layers, following, strict=True)),
+        *((layer, build(layer, precomputed)) for layer, precomputed in zip(layers, following, strict=True)),
         *((layer.mlp, _gated(layer.mlp)) for layer in layers if _projectable(layer.mlp)),
     ]
 
@@ -213,8 +219,8 @@ class PrecomputedNorm:
         self.norm = norm
         self._made: tuple[Tensor, Tensor] | None = None
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        self._made = _add_norm(x, y, self.norm)
+    def add(self, x: Tensor, y: Tensor, **more: Any) -> Tensor:
+        self._made = _add_norm(x, y, self.norm, **more)
         return self._made[0]
 
     def take(self, x: Tensor) -> Tensor:
@@ -232,39 +238,82 @@ def _layer(layer: Any, following: PrecomputedNorm) -> Forward:
     return forward
 
 
-def _add_norm(x: Tensor, y: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-    if hasattr(type(norm), "plain"):  # known to be a root mean square norm, on a GPU
+def _parallel_layer(layer: Any, following: PrecomputedNorm) -> Forward:
+    """Attention and the gated layer read the same norm (Cohere)."""
+
+    def forward(hidden_states: Tensor, **options: Any) -> Tensor:
+        normed = layer.input_layernorm(hidden_states)
+        attended, _ = layer.self_attn(hidden_states=normed, **options)
+        return following.add(hidden_states, attended, also=layer.mlp(normed))
+
+    return forward
+
+
+def _sandwich_layer(layer: Any, following: PrecomputedNorm) -> Forward:
+    """Norms before and behind each part (Gemma 2 and later), perhaps a factor of the layer and an input
+    that each layer has for itself (Gemma 4).
+    """
+
+    def forward(hidden_states: Tensor, per_layer_input: Tensor | None = None, **options: Any) -> Tensor:
+        normed = layer.input_layernorm(hidden_states)
+        attended, _ = layer.self_attn(hidden_states=normed, **options)
+        hidden, normed = _add_norm(
+            hidden_states, attended, layer.pre_feedforward_layernorm, before=layer.post_attention_layernorm
+        )
+        made, last = layer.mlp(normed), layer.post_feedforward_layernorm
+        if per_layer_input is not None:
+            hidden = hidden + last(made)
+            gate = layer.act_fn(layer.per_layer_input_gate(hidden))
+            made, last = layer.per_layer_projection(gate * per_layer_input), layer.post_per_layer_input_norm
+        return following.add(hidden, made, before=last, factor=getattr(layer, "layer_scalar", None))
+
+    return forward
+
+
+def _add_norm(
+    x: Tensor, y: Tensor, norm: Any, *, also: Tensor | None = None, before: Any = None, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sum, of y normed by `before` and of `also`, times `factor`, and the norm of that."""
+    norms = [norm] if before is None else [norm, before]
+    hows = [getattr(type(n), "how", None) for n in norms]
+    if hows[0] is not None and hows[0] == hows[-1]:  # proved to be norms that the kernel knows, on a GPU
         from saccade.plugins.gpu.norm import add_norm
 
-        return add_norm(x, y, norm.weight, norm.variance_epsilon)
-    total = x + y
+        weights = [(n.weight, epsilon_of(n)) for n in norms]
+        first = None if before is None else weights[-1]
+        return add_norm(x, y, *weights[0], also=also, before=first, factor=factor, **hows[0])
+    total = x + (y if before is None else before(y))
+    total = total if also is None else total + also
+    total = total if factor is None else total * factor.to(total.dtype)
     return total, type(norm).forward(norm, total)
 
 
+BUILDS = ((PARTS, _layer), (PARALLEL, _parallel_layer), (SANDWICH, _sandwich_layer), (OWN_INPUTS, _sandwich_layer))
+
+
 def _usual(layer: Any) -> bool:
-    return (
-        {name for name, _ in layer.named_children()} == PARTS
-        and all(hasattr(layer.mlp, name) for name in (*HALVES, "down_proj"))
-        and hasattr(layer.input_layernorm, "weight")
-    )
+    norms = (part for name, part in layer.named_children() if name.endswith("norm"))
+    return all(hasattr(layer.mlp, name) for name in (*HALVES, "down_proj")) and all(hasattr(n, "weight") for n in norms)
 
 
 @torch.no_grad()
-def _agrees(layer: Any) -> bool:
+def _agrees(layer: Any, build: Callable[[Any, PrecomputedNorm], Forward]) -> bool:
     """Whether its forward adds and norms in this order, found with two stand-ins."""
     weight = layer.input_layernorm.weight
     drawn = torch.randn((1, 4, weight.shape[-1]), generator=torch.Generator().manual_seed(0))
     x = drawn.to(weight.device, weight.dtype)
+    own_input = getattr(layer, "per_layer_projection", None)
+    more = () if own_input is None else (x[..., :1].expand(-1, -1, own_input.weight.shape[-1]),)
     stand_ins = (
         (layer.self_attn, lambda hidden_states, **options: (hidden_states.square(), None)),
         (layer.mlp, torch.sin),
     )
     with swapped_forwards(stand_ins):
         try:
-            own = layer(x, attention_mask=None, position_embeddings=None)
+            own = layer(x, *more, attention_mask=None, position_embeddings=None)
         except (AttributeError, TypeError, ValueError, RuntimeError):
             return False  # it calls its parts in another way
-        ours = _layer(layer, PrecomputedNorm(layer.input_layernorm))(x)
+        ours = build(layer, PrecomputedNorm(layer.input_layernorm))(x, *more)
     return isinstance(own, Tensor) and torch.allclose(ours, own, rtol=0.02, atol=0.02)
 
 
@@ -272,7 +321,7 @@ def _agrees(layer: Any) -> bool:
 
 
 def _projectable(mlp: Any) -> bool:
-    if not hasattr(type(mlp), "plain"):  # known to be gated by silu, on a GPU
+    if not hasattr(type(mlp), "how"):  # proved to be gated by a function that the kernel knows, on a GPU
         return False
     from saccade.plugins.gpu.gate import TILE
 
@@ -293,7 +342,7 @@ def _gated(mlp: Any) -> Forward:
         flat = x.flatten(0, -2)
         if len(flat) > FEW_ROWS:
             return type(mlp).forward(mlp, x)
-        product = project(flat, mlp.gate_proj.weight, mlp.up_proj.weight)
+        product = project(flat, mlp.gate_proj.weight, mlp.up_proj.weight, **type(mlp).how)
         return mlp.down_proj(product.view(*x.shape[:-1], -1))
 
     return forward

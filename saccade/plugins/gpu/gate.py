@@ -1,5 +1,6 @@
 """silu(gate) * up in one pass, and both gradients together with the product in another: a gated
-layer has to keep the gate and the other half for its backward, not what follows from them.
+layer has to keep the gate and the other half for its backward, not what follows from them. `gelu`:
+the gate is open as that function is, in the form with tanh.
 
     product = multiply(gate, up)
 
@@ -17,47 +18,58 @@ BLOCK = 2048
 TILE = 64  # of project
 
 
-def multiply(gate: Tensor, up: Tensor) -> Tensor:
+def multiply(gate: Tensor, up: Tensor, *, gelu: bool = False) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     product = torch.empty_like(gate)
-    _multiply[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, product, gate.numel(), BLOCK=BLOCK)
+    _multiply[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, product, gate.numel(), BLOCK=BLOCK, GELU=gelu)
     return product
 
 
-def gradients(gate: Tensor, up: Tensor, to_product: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(gate: Tensor, up: Tensor, to_product: Tensor, *, gelu: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The product once more, the gradient of the gate and that of the other half."""
     gate, up, to_product = gate.contiguous(), up.contiguous(), to_product.contiguous()
     product, to_gate, to_up = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(up)
     grid = (triton.cdiv(gate.numel(), BLOCK),)
-    _gradients[grid](gate, up, to_product, product, to_gate, to_up, gate.numel(), BLOCK=BLOCK)
+    _gradients[grid](gate, up, to_product, product, to_gate, to_up, gate.numel(), BLOCK=BLOCK, GELU=gelu)
     return product, to_gate, to_up
 
 
 @triton.jit
-def _multiply(gate, up, product, size, BLOCK: tl.constexpr):  # pragma: no cover - runs on the GPU
+def _multiply(gate, up, product, size, BLOCK: tl.constexpr, GELU: tl.constexpr):  # pragma: no cover - runs on the GPU
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
     g = tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + places, mask=inside, other=0.0).to(tl.float32)
-    active = rounded(g * tl.sigmoid(g), product)
+    active = rounded(g * _open(g, GELU), product)
     tl.store(product + places, (active * u).to(product.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _gradients(
-    gate, up, to_product, product, to_gate, to_up, size, BLOCK: tl.constexpr
+    gate, up, to_product, product, to_gate, to_up, size, BLOCK: tl.constexpr, GELU: tl.constexpr
 ):  # pragma: no cover - runs on the GPU
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
     g = tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + places, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(to_product + places, mask=inside, other=0.0).to(tl.float32)
-    open_ = tl.sigmoid(g)
+    open_ = _open(g, GELU)
     active = rounded(g * open_, product)
-    slope = open_ * (1.0 + g * (1.0 - open_))
+    steep = g * (1.0 - open_)
+    if GELU:
+        steep *= 1.5957691216057308 * (1.0 + 0.134145 * g * g)
+    slope = open_ * (1.0 + steep)
     tl.store(product + places, (active * u).to(product.dtype.element_ty), mask=inside)
     tl.store(to_up + places, (d * active).to(to_up.dtype.element_ty), mask=inside)
     tl.store(to_gate + places, (d * u * slope).to(to_gate.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _open(g, GELU: tl.constexpr):  # pragma: no cover - runs on the GPU
+    """How far the gate is: (1 + tanh(z)) / 2 is the sigmoid of 2 z."""
+    if GELU:
+        g = 1.5957691216057308 * (g + 0.044715 * g * g * g)
+    return tl.sigmoid(g)
 
 
 @triton.jit
@@ -69,7 +81,7 @@ def rounded(value, like):  # pragma: no cover - runs on the GPU
 # -- the products that lead to both halves ---------------------------------------------------------
 
 
-def project(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+def project(x: Tensor, gate: Tensor, up: Tensor, *, gelu: bool = False) -> Tensor:
     """silu(x gateᵀ) * (x upᵀ) of few rows, x [M, K], gate and up [N, K]: such a product takes as
     long as its matrices are read, and one kernel reads both. K and N are multiples of TILE.
     """
@@ -77,14 +89,15 @@ def project(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty((rows, gate.shape[0]), dtype=x.dtype, device=x.device)
     _project[(gate.shape[0] // TILE,)](
         x.contiguous(), gate, up, out, rows, gate.shape[0], WIDTH=width,
-        ROWS=max(16, triton.next_power_of_2(rows)), TILE=TILE, num_warps=4, num_stages=4,
+        ROWS=max(16, triton.next_power_of_2(rows)), TILE=TILE, GELU=gelu,
+        num_warps=4, num_stages=4,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _project(
-    x, gate, up, out, rows, columns, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
+    x, gate, up, out, rows, columns, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, GELU: tl.constexpr
 ):  # pragma: no cover - runs on the GPU
     column = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     row, lane = tl.arange(0, ROWS), tl.arange(0, TILE)
@@ -98,6 +111,6 @@ def _project(
         g = tl.dot(tl.load(gate + at_matrix + start), piece, g)
         u = tl.dot(tl.load(up + at_matrix + start), piece, u)
     g, u = rounded(g, out), rounded(u, out)
-    product = rounded(g * tl.sigmoid(g), out) * u
+    product = rounded(g * _open(g, GELU), out) * u
     at_out = out + row[None, :] * columns + column[:, None]
     tl.store(at_out, product.to(out.dtype.element_ty), mask=real)

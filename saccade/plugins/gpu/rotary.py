@@ -15,9 +15,12 @@ from torch import Tensor
 from saccade.plugins.gpu.gate import rounded
 
 
-def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
+def rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False, pairs: bool = False
+) -> tuple[Tensor, Tensor]:
     """q and k [T, H, D], cos and sin [T, D] → x cos + (-right half, left half) sin of both,
-    contiguous. `back`: the transposed product, which is its gradient.
+    contiguous. `back`: the transposed product, which is its gradient. `pairs`: left and right are
+    neighbours, not halves, and rounded is only the sum. k may have no heads.
     """
     tokens, _, size = q.shape
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
@@ -28,7 +31,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), q.shape[1], k.shape[1],
             HALF=size // 2, Q_HEADS=triton.next_power_of_2(q.shape[1]),
             K_HEADS=triton.next_power_of_2(k.shape[1]), COLUMNS=triton.next_power_of_2(size // 2),
-            BACK=back, num_warps=4,
+            BACK=back, PAIRS=pairs, num_warps=4,
             enable_fp_fusion=False,  # a fused multiply-add would skip a rounding
         )  # fmt: skip
     return out_q, out_k
@@ -38,34 +41,40 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False
 def _rotate(
     q, k, cos, sin, out_q, out_k, q_token, q_head, k_token, k_head, q_heads, k_heads,
     HALF: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, COLUMNS: tl.constexpr, BACK: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip  # pragma: no cover - runs on the GPU
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)[None, :]
-    _turn(q + token * q_token, out_q, token, q_head, q_heads, cos, sin, column, HALF, Q_HEADS, BACK)
-    _turn(k + token * k_token, out_k, token, k_head, k_heads, cos, sin, column, HALF, K_HEADS, BACK)
+    _turn(q + token * q_token, out_q, token, q_head, q_heads, cos, sin, column, HALF, Q_HEADS, BACK, PAIRS)
+    if K_HEADS:
+        _turn(k + token * k_token, out_k, token, k_head, k_heads, cos, sin, column, HALF, K_HEADS, BACK, PAIRS)
 
 
 @triton.jit
 def _turn(
-    x, out, token, head_stride, heads, cos, sin, column, HALF: tl.constexpr, HEADS: tl.constexpr, BACK: tl.constexpr
-):  # pragma: no cover - runs on the GPU
+    x, out, token, head_stride, heads, cos, sin, column,
+    HALF: tl.constexpr, HEADS: tl.constexpr, BACK: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip  # pragma: no cover - runs on the GPU
     head = tl.arange(0, HEADS)[:, None]
     narrow = column < HALF
     inside = (head < heads) & narrow
+    APART: tl.constexpr = 1 if PAIRS else HALF
+    if PAIRS:
+        column = 2 * column
     angles = token * 2 * HALF + column
     cos_left = tl.load(cos + angles, mask=narrow, other=0.0).to(tl.float32)
-    cos_right = tl.load(cos + angles + HALF, mask=narrow, other=0.0).to(tl.float32)
+    cos_right = tl.load(cos + angles + APART, mask=narrow, other=0.0).to(tl.float32)
     sin_left = tl.load(sin + angles, mask=narrow, other=0.0).to(tl.float32)
-    sin_right = tl.load(sin + angles + HALF, mask=narrow, other=0.0).to(tl.float32)
+    sin_right = tl.load(sin + angles + APART, mask=narrow, other=0.0).to(tl.float32)
     source = x + head * head_stride + column
     left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    right = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(source + APART, mask=inside, other=0.0).to(tl.float32)
     if BACK:
-        new_left = rounded(left * cos_left, cos) + rounded(right * sin_right, cos)
-        new_right = rounded(right * cos_right, cos) - rounded(left * sin_left, cos)
-    else:
-        new_left = rounded(left * cos_left, cos) - rounded(right * sin_left, cos)
-        new_right = rounded(right * cos_right, cos) + rounded(left * sin_right, cos)
+        sin_left, sin_right = -sin_right, -sin_left
+    own_left, own_right, from_right, from_left = left * cos_left, right * cos_right, right * sin_left, left * sin_right
+    if not PAIRS:
+        own_left, own_right = rounded(own_left, cos), rounded(own_right, cos)
+        from_right, from_left = rounded(from_right, cos), rounded(from_left, cos)
     place = out + (token * heads + head) * 2 * HALF + column
-    tl.store(place, new_left.to(out.dtype.element_ty), mask=inside)
-    tl.store(place + HALF, new_right.to(out.dtype.element_ty), mask=inside)
+    tl.store(place, (own_left - from_right).to(out.dtype.element_ty), mask=inside)
+    tl.store(place + APART, (own_right + from_left).to(out.dtype.element_ty), mask=inside)
