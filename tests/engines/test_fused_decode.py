@@ -10,6 +10,7 @@ from saccade.engines.embedded import EmbeddedEngine, kv_cache
 from saccade.forest.attention import forest_plan
 from saccade.models import lora
 from saccade.models.load import hidden_states
+from saccade.plugins.gpu import fused
 from saccade.plugins.gpu.fused_decode import NAMES, Projections, fused_forwards, swapped_forwards
 from saccade.types import Message, Request, Sampling
 
@@ -120,3 +121,17 @@ def test_layers_of_another_build_keep_their_forward(load, change, monkeypatch):
 
         monkeypatch.setattr(type(layer), "forward", behind)
     assert not fused_forwards(model)
+
+
+def test_wide_norms_are_told_apart():
+    """On numbers of mean zero, a layer norm of 4096 gives nearly what a root mean square norm does."""
+    from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+
+    class Bf16:
+        device, dtype = torch.device("cpu"), torch.bfloat16
+
+    norms = (Cohere2LayerNorm(4096), Gemma4RMSNorm(4096), Gemma4RMSNorm(4096, with_scale=False))
+    for norm, wanted in zip((n.bfloat16() for n in norms), ([False, True], [True, False], [True, False]), strict=True):
+        width = fused._norm_width(norm)
+        assert [fused._agrees(norm, f, width, Bf16) for f in (fused._norm, fused._layer_norm)] == wanted

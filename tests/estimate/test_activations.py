@@ -41,10 +41,10 @@ class Norm(torch.autograd.Function):
 def as_on_a_gpu(monkeypatch):
     """The fused modules in bf16 on the CPU, over stand-ins for what only a GPU has."""
     gate = types.ModuleType("saccade.plugins.gpu.gate")
-    gate.multiply = lambda gate, up: gate * up
+    gate.multiply = lambda gate, up, gelu: gate * up
     monkeypatch.setitem(sys.modules, "saccade.plugins.gpu.gate", gate)
     rotary = types.ModuleType("saccade.plugins.gpu.rotary")
-    rotary.rotate = lambda q, k, cos, sin: (q.clone(), k.clone())
+    rotary.rotate = lambda q, k, cos, sin, pairs: (q.clone(), k.clone())
     monkeypatch.setitem(sys.modules, "saccade.plugins.gpu.rotary", rotary)
     monkeypatch.setattr(fused, "_applies", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr(fused, "_near", lambda *_: True)

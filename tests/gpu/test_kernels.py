@@ -1,5 +1,7 @@
 """Triton kernels against the plain formulas in float64, over random shapes."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 DEVICE = torch.device("cuda")
+GATES = {False: torch.nn.functional.silu, True: partial(torch.nn.functional.gelu, approximate="tanh")}
 
 
 def masks(rng, rows, vocabulary, targets, ban, cut):
@@ -45,19 +48,20 @@ def test_log_probs_entropies_and_their_gradient(dtype, ban, cut):
             assert (got - exact).norm() / exact.norm() < limit
 
 
+@pytest.mark.parametrize("gelu", GATES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gated_products(dtype):
+def test_gated_products(dtype, gelu):
     from saccade.plugins.gpu.gate import gradients, multiply
 
     rng = np.random.default_rng(0)
     for shape in ((1, 1), (3, 7, 5), (2, 33, 3420), (1, 300, 11008)):
         gate, up, to_product = (torch.from_numpy(rng.normal(0, 2, shape)).to(DEVICE, dtype) for _ in range(3))
         exact = [x.double().requires_grad_() for x in (gate, up)]
-        product = torch.nn.functional.silu(exact[0]) * exact[1]
+        product = GATES[gelu](exact[0]) * exact[1]
         wanted = (product, *torch.autograd.grad(product, exact, to_product.double()))
         limit = 2 * torch.finfo(dtype).eps
-        assert (multiply(gate, up) - product).norm() <= limit * product.norm()
-        for got, right in zip(gradients(gate, up, to_product), wanted, strict=True):
+        assert (multiply(gate, up, gelu=gelu) - product).norm() <= limit * product.norm()
+        for got, right in zip(gradients(gate, up, to_product, gelu=gelu), wanted, strict=True):
             assert (got - right).norm() <= limit * right.norm()
 
 
@@ -94,7 +98,25 @@ def test_rotary_embeddings(dtype):
             assert (got - right).norm() <= 2 * limit * right.norm()
 
 
-FUSED = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava", "qwen3"]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rotary_embeddings_of_neighbours(dtype):
+    """One tensor without another, from neighbours 2i and 2i + 1, rounded once."""
+    from saccade.plugins.gpu.rotary import rotate
+
+    torch.manual_seed(0)
+    for tokens, heads, size in ((1, 1, 2), (5, 3, 80), (300, 32, 128)):
+        x, gradient = (torch.randn(tokens, heads, size, device=DEVICE).to(dtype) for _ in "ab")
+        cos, sin = (torch.randn(tokens, size, device=DEVICE).to(dtype) for _ in "ab")
+        exact = x.double().requires_grad_()
+        crossed = torch.stack((-exact[..., 1::2], exact[..., ::2]), -1).flatten(-2)
+        turned = exact * cos[:, None] + crossed * sin[:, None]
+        (wanted,) = torch.autograd.grad(turned, exact, gradient.double())
+        for given, right, back in ((x, turned, False), (gradient, wanted, True)):
+            got, none = rotate(given, given[:, :0], cos, sin, back=back, pairs=True)
+            assert (got - right).norm() <= torch.finfo(dtype).eps * right.norm() and none.shape == (tokens, 0, size)
+
+
+FUSED = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava", "qwen3", "gemma3", "gemma4", "cohere2_vision"]
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -109,8 +131,7 @@ def test_fused_modules_are_the_modules(name, family_of):
     for path, module in fused.named_modules():
         if module not in exchanged:
             continue
-        width = getattr(module, "gate_proj", module)
-        width = width.in_features if hasattr(width, "in_features") else width.weight.shape[0]
+        width = next((p.shape[-1] for p in getattr(module, "gate_proj", module).parameters()), 32)
         x = torch.randn(3, 50, width, device=DEVICE, dtype=torch.bfloat16)
         inputs = [x.clone().requires_grad_(), x.float().requires_grad_()]
         pair = (module, exact.get_submodule(path))
@@ -165,23 +186,60 @@ def test_gathered_rows_sum_their_gradients(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_sum_and_its_norm(dtype):
-    from torch.nn.functional import rms_norm
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("shift", [False, True])
+def test_a_sum_and_its_norm(dtype, center, shift):
+    from torch.nn.functional import layer_norm, rms_norm
 
     from saccade.plugins.gpu.norm import add_norm
 
+    def normed(x, weight):
+        return (layer_norm if center else rms_norm)(x.double(), weight.shape, weight.double() + shift, eps=1e-6)
+
     torch.manual_seed(0)
-    for shape in ((1, 1), (3, 5), (2, 7, 896), (1, 130, 2048), (4, 8192)):
-        x, y = (torch.randn(shape, device=DEVICE, dtype=dtype) for _ in range(2))
-        weight = torch.randn(shape[-1], device=DEVICE, dtype=dtype)
-        total, normed = add_norm(x, y, weight, 1e-6)
+    limit = torch.finfo(dtype).eps
+    for shape in ((1, 2), (3, 5), (2, 7, 896), (1, 130, 2048), (4, 8192)):
+        x, y, also = (1 + torch.randn(shape, device=DEVICE, dtype=dtype) for _ in range(3))
+        weight, before = (torch.randn(shape[-1], device=DEVICE, dtype=dtype) for _ in range(2))
+        factor = torch.full((1,), 0.7, device=DEVICE, dtype=dtype)
+        how = {"shift": shift, "center": center}
+        total, made = add_norm(x, y, weight, 1e-6, **how)
         assert torch.equal(total, x + y)
-        exact = rms_norm(total.double(), weight.shape, weight.double(), 1e-6)
-        assert (normed - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
+        assert (made - normed(total, weight)).norm() <= limit * normed(total, weight).norm()
+        total, made = add_norm(x, y, weight, 1e-6, also=also, **how)
+        assert torch.equal(total, x + y + also)
+        total, made = add_norm(x, y, weight, 1e-6, before=(before, 1e-6), factor=factor, **how)
+        wanted = (x + normed(y, before)) * factor
+        assert (total - wanted).norm() <= 3 * limit * wanted.norm()
+        assert (made - normed(total, weight)).norm() <= limit * normed(total, weight).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_both_halves_of_a_gated_layer_in_one_product(dtype):
+def test_norms_times_one_plus_weight(dtype):
+    from torch.nn.functional import rms_norm
+
+    from saccade.plugins.gpu.norm import norm_gradients, norm_rows
+
+    torch.manual_seed(0)
+    limit = torch.finfo(dtype).eps
+    for shape in ((1, 1), (3, 5), (2, 3, 4, 48), (1, 700, 8, 256), (2, 300, 2560)):
+        x, given = (torch.randn(shape, device=DEVICE).to(dtype) for _ in "ab")
+        if len(shape) == 4:
+            x, given = x.transpose(1, 2), given.transpose(1, 2)  # heads first, as attention has them
+        weight = torch.randn(shape[-1], device=DEVICE).to(dtype)
+        exact = [x.double().requires_grad_(), weight.double().requires_grad_()]
+        wanted = rms_norm(exact[0], weight.shape, 1 + exact[1], 1e-6)
+        made = norm_rows(x, weight, 1e-6)
+        assert (made - wanted).norm() <= limit * wanted.norm()
+        assert made.stride() == x.stride() or shape[0] > 1
+        to_x, to_weight = torch.autograd.grad(wanted, exact, given.double())
+        for got, right in zip(norm_gradients(x, weight, 1e-6, given), (to_x, to_weight), strict=True):
+            assert (got - right).norm() <= max(limit * right.norm(), 1e-4)
+
+
+@pytest.mark.parametrize("gelu", GATES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_both_halves_of_a_gated_layer_in_one_product(dtype, gelu):
     from saccade.plugins.gpu.gate import project
 
     rng = np.random.default_rng(0)
@@ -191,5 +249,5 @@ def test_both_halves_of_a_gated_layer_in_one_product(dtype):
         gate, up = (
             torch.from_numpy(rng.normal(size=(columns, width)) / width**0.5).to(DEVICE, dtype) for _ in range(2)
         )
-        exact = torch.nn.functional.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
-        assert (project(x, gate, up) - exact).norm() <= 3 * torch.finfo(dtype).eps * exact.norm()
+        exact = GATES[gelu](x.double() @ gate.double().T) * (x.double() @ up.double().T)
+        assert (project(x, gate, up, gelu=gelu) - exact).norm() <= 3 * torch.finfo(dtype).eps * exact.norm()
