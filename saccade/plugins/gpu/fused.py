@@ -45,7 +45,7 @@ def fuse(model: Any) -> list[str]:
             if case not in proved:
                 proved[case] = _agrees(module, row.forward, width, model)
             if proved[case]:
-                module.__class__ = _fused_class(kind, number)  # type: ignore[assignment]
+                module.__class__ = _fused_class(kind, number)  # type: ignore[arg-type]
     return sorted([*rotated, *{kind.__name__ for (kind, _, _), same in proved.items() if same}])
 
 
