@@ -52,6 +52,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("kernels", "gpu.kernels", "copy_pages write_pages"),
     ("kernels", "gpu.graphs", "graphs=Graphs"),
     ("kernels", "gpu.fused_decode", "projections=Projections"),
+    ("kernels", "gpu.step_kernels", "convolve_step delta_step gate_step"),
     ("hooks", "averages.ema", "average=follow"),
     ("hooks", "check_data.length_cache", "cached_lengths"),
     ("hooks", "check_data.row_warnings", "warn_of_rewards warn_of_rows"),

@@ -1,5 +1,5 @@
 """The embedded engine with its Triton kernels on a CPU, beside the engine without them: a change of
-a kernel can be tried without a GPU. Needs the package triton; takes about two minutes.
+a kernel can be tried without a GPU. Needs the package triton; takes about three minutes.
 
     python scripts/interpret_kernels.py
 """
@@ -27,14 +27,8 @@ from saccade.plugins.families import tiny
 from saccade.types import Completion, Message, Request, Sampling
 
 FREE = Sampling(temperature=1.0, ignore_eos=True)
-MODELS = {
-    "all tokens": {},
-    "windows": {
-        "use_sliding_window": True,
-        "sliding_window": 20,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS = {"all tokens": ("qwen2", {}), "windows": ("qwen2", WINDOWS), "states": ("qwen3_5_text", {})}
 SETTINGS = {
     "free": FREE,
     "greedy": replace(FREE, temperature=0.0),
@@ -48,7 +42,8 @@ def main() -> None:
     kv_cache.KVCache._budget = lambda self: 1 << 24  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as scratch:
         for seen, (name, sampling) in product(MODELS, SETTINGS.items()):
-            family = load_family(str(tiny.build("qwen2", Path(scratch) / seen, text=MODELS[seen])))
+            kind, changes = MODELS[seen]
+            family = load_family(str(tiny.build(kind, Path(scratch) / seen, text=changes)))
             model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
             prompts = [family.render([Message(role="user", parts=("Why? " * n,))]) for n in (2, 7)]
             asked = [

@@ -28,7 +28,7 @@ LOOKS = 4  # micro-batches with media after which a tower that did not run is wa
 
 @dataclass(kw_only=True)
 class _Kind:
-    """Layers of one class, in the order in which they run."""
+    """Layers of one class and with the same parts, in the order in which they run."""
 
     layers: list[Any]
     tokens: int = 0  # of the micro-batch in which it was measured, all or those of media
@@ -55,10 +55,11 @@ class Recompute:
             # Only reentrant checkpointing wants inputs with a gradient; a frozen tower would get a
             # backward for nobody.
             model.disable_input_require_grads()
-        kinds: dict[type, _Kind] = {}
+        kinds: dict[tuple[Any, ...], _Kind] = {}
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
-                kinds.setdefault(type(layer), _Kind(layers=[])).layers.append(layer)
+                parts = tuple(name for name, _ in layer.named_children())  # with attention, or with a state
+                kinds.setdefault((type(layer), *parts), _Kind(layers=[])).layers.append(layer)
         self.kinds = list(kinds.values())
         self._hooks: list[Any] = []
         self._measured: tuple[int, int, int] | None = None  # bytes before, tokens, media tokens

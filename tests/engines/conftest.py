@@ -12,7 +12,7 @@ from saccade.trainer.local import LocalBackend
 from saccade.types import Message
 from tests.engines.asked import NAME
 
-KERNELS = ("kernels", "sampling_kernels")
+KERNELS = ("kernels", "sampling_kernels", "step_kernels")
 NAMES = (*KERNELS, "graphs")
 
 

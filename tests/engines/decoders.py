@@ -41,8 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma4_text": {**MIXED, **SHARED, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
                     "final_logit_softcapping": 5.0, "num_key_value_heads": 2},
 }  # fmt: skip
-# The kernels read keys and values of one size, and no states.
-IN_KERNELS = [kind for kind, changes in KINDS.items() if kind != "deepseek_v3" and changes is not RECURRENT]
+IN_KERNELS = [kind for kind in KINDS if kind != "deepseek_v3"]  # they read keys and values of one size
 
 
 def build(kind, folder):

@@ -4,12 +4,15 @@ CPU, and against them the kernels are held on a GPU. Memory is read through the 
 
 import ctypes
 
+import numpy as np
 import torch
+from torch.nn.functional import silu, softplus
 
 from saccade.engines.embedded.sampling import kept_ids, sample
 from saccade.forest.attention import first_seen
 from saccade.forest.logprobs import sampling_logits
 from saccade.plugins.gpu import decode_state as fields
+from saccade.plugins.linear.delta_rule import delta_rule
 from saccade.types import Sampling
 
 WORD = 4
@@ -70,6 +73,43 @@ def copy_pages(source, target, *, bases, words):
         for here, there in zip(source.tolist(), target.tolist(), strict=True):
             count = length * WORD
             ctypes.memmove(base + there * count, base + here * count, count)
+
+
+def kept_at(address, row, shape, dtype):
+    """What lies in a row of a layer's states."""
+    count = int(np.prod(shape)) * dtype.itemsize
+    buffer = (ctypes.c_byte * count).from_address(int(address) + int(row) * count)
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+
+def convolve_step(x, weight, bias, *, tails, rows, lengths):
+    out, width = torch.zeros_like(x), weight.shape[-1]
+    for n in (lengths >= 0).nonzero().flatten().tolist():
+        tail = kept_at(tails, rows[n], (width - 1, x.shape[1]), x.dtype)
+        seen = torch.cat([tail, x[n : n + 1]])
+        out[n] = silu((seen.T * weight[:, 0]).sum(1) + (0 if bias is None else bias))
+        tail.copy_(seen[1:])
+    return out
+
+
+def delta_step(mixed, share, decay, A_log, dt_bias, *, heads, states, rows, lengths):
+    key_heads, count, size, wide = heads
+    out = mixed.new_zeros((len(mixed), count, wide))
+    for n in (lengths >= 0).nonzero().flatten().tolist():
+        state = kept_at(states, rows[n], (count, size, wide), torch.float32)
+        q, k, v = mixed[n : n + 1].split([key_heads * size, key_heads * size, count * wide], -1)
+        q, k = (x.view(1, key_heads, size).repeat_interleave(count // key_heads, 1) for x in (q, k))
+        gone = -A_log.float().exp() * softplus(decay[n : n + 1].float() + dt_bias)
+        given = q, k, v.view(1, count, wide), gone, share[n : n + 1].sigmoid()
+        found, after = delta_rule(given, np.ones(1, np.int64), torch.tensor([0, 1], device=mixed.device), state[None])
+        out[n] = found[0]
+        state.copy_(after[0])
+    return out
+
+
+def gate_step(x, gate, weight, epsilon):
+    normed = x.float() * (x.float().square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return (weight * normed.to(x.dtype) * silu(gate.float())).to(x.dtype)
 
 
 def cut(logits, *, temperature, top_p, state, banned):

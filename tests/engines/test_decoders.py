@@ -25,7 +25,7 @@ from tests.engines.decoders import KINDS, asked, build
 from tests.models.against import ask
 
 CPU = torch.device("cpu")
-PAGED = ("cohere2", "llama4_text", "gemma4_text")
+PAGED = ("cohere2", "llama4_text", "gemma4_text", "qwen3_5_text", "qwen3_next")
 
 
 @pytest.fixture(scope="module")

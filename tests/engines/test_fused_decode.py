@@ -11,20 +11,20 @@ from saccade.forest.attention import forest_plan
 from saccade.models import lora
 from saccade.models.load import hidden_states
 from saccade.plugins.gpu import fused
-from saccade.plugins.gpu.fused_decode import NAMES, Projections, fused_forwards, swapped_forwards
+from saccade.plugins.gpu.fused_decode import GATES, NAMES, Projections, fused_forwards, swapped_forwards
 from saccade.types import Message, Request, Sampling
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llama", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llama", "qwen2_moe", "qwen3_5"])
 def test_joined_products_are_the_separate_ones(load, name):
     model = load(name)
     projections = Projections(model)
     projections.refresh()
-    layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "q_proj")]
-    assert len(projections.layers) == len(layers) == 2
-    for layer in layers:
-        x = torch.randn(1, 5, layer.q_proj.in_features)
-        parts = [getattr(layer, part) for part in NAMES]
+    found = [(m, n) for n in (NAMES, GATES) for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, n[0])]
+    assert len(projections.layers) == len(found) == (3 if name == "qwen3_5" else 2)
+    for layer, names in found:
+        parts = [getattr(layer, part) for part in names]
+        x = torch.randn(1, 5, parts[0].in_features)
         with torch.no_grad():
             wanted = [part(x) for part in parts]
             with projections.joined():
@@ -80,7 +80,7 @@ def kinds(forwards):
     return {type(module).__name__ for module, _ in forwards}
 
 
-BUILT = ["qwen2_5_vl", "qwen3_vl", "llava", "llama", "qwen2_5_omni", "gemma3", "gemma4", "cohere2_vision"]
+BUILT = ["qwen2_5_vl", "qwen3_vl", "llava", "llama", "qwen2_5_omni", "gemma3", "gemma4", "cohere2_vision", "qwen3_5"]
 
 
 @pytest.mark.parametrize("name", BUILT)

@@ -16,6 +16,7 @@ from saccade.models.load import load_model  # noqa: E402
 from saccade.plugins.linear import delta_rule as rules  # noqa: E402
 from saccade.trainer import Scoring  # noqa: E402
 from saccade.trainer.local import LocalBackend  # noqa: E402
+from tests.engines import reference  # noqa: E402
 from tests.engines.asked import trajectories  # noqa: E402
 from tests.engines.decoders import asked, build  # noqa: E402
 
@@ -44,6 +45,35 @@ def test_the_fast_rule_is_the_slow_one_with_its_gradients(lengths, training, mon
         found.append([out, after, *(x.grad for x in every if training)])
     for got, wanted in zip(*found, strict=True):
         assert (got.float() - wanted).norm() < 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_token_of_each_row_is_plain_torch(dtype):
+    """Convolution, rule and norm, as they are on a CPU; idle rows change nothing."""
+    from saccade.plugins.gpu import step_kernels
+
+    key_heads, heads, size, wide, width, count = 4, 8, 128, 128, 4, 9
+    channels = 2 * key_heads * size + heads * wide
+    rows, lengths = torch.tensor([3, 0, 0, 8, 5]), torch.tensor([4, -1, 7, 0, 2])
+    shapes = [(5, channels), (channels, 1, width), (5, heads), (5, heads), (5, heads, wide), (wide,)]
+    x, weight, share, decay, gate, gain = (torch.randn(shape).to(dtype) for shape in shapes)
+    tails, states = torch.randn(count, width - 1, channels).to(dtype), torch.randn(count, heads, size, wide)
+    A_log, dt_bias = torch.linspace(-4, 2, heads), torch.randn(heads)
+    found = []
+    for kernels, device in ((step_kernels, DEVICE), (reference, torch.device("cpu"))):
+        tail, state = tails.to(device, copy=True), states.to(device, copy=True)
+        at, there = (torch.tensor([kept.data_ptr()], device=device) for kept in (tail, state))
+        where = {"rows": rows.to(device), "lengths": lengths.to(device)}
+        given = [each.to(device) for each in (share, decay, A_log, dt_bias)]
+        mixed = kernels.convolve_step(x.to(device), weight.to(device), None, tails=at, **where)
+        shape = (key_heads, heads, size, wide)
+        out = kernels.delta_step(mixed, *given, heads=shape, states=there, **where)
+        out = kernels.gate_step(out, gate.to(device), gain.to(device), 1e-6)
+        found.append([each.float().cpu() for each in (mixed, out, tail, state)])
+    untouched = [1, 2, 4, 6, 7]
+    assert torch.equal(found[0][3][untouched], states[untouched]) and not found[0][1][1].any()
+    for got, wanted in zip(*found, strict=True):
+        assert (got - wanted).norm() < (1e-5 if dtype == torch.float32 else 0.02) * wanted.norm()
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])

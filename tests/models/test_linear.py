@@ -1,6 +1,8 @@
 """Decoders with recurrent layers, beside what tests/engines/test_decoders compares with transformers."""
 
+import inspect
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from saccade.models.families import load_family
 from saccade.models.load import hidden_states, load_model
 from saccade.plugins.estimate import shapes
 from saccade.plugins.families.proof import answered, noise
+from saccade.plugins.linear.delta_rule import OPTIONS, delta_rule
 from saccade.plugins.linear.gated_layers import walk_layers
 from saccade.plugins.ranks.layouts import require_heads
 from saccade.system.contents import write_files
@@ -72,6 +75,38 @@ def test_gradients_through_pictures_are_those_of_transformers(family_of, load):
     assert gradient_gap(family, load("qwen3_5"), rows, ours=known) < 1e-4
 
 
+@pytest.mark.parametrize("forgets", [0.0, 0.2, 30.0])
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [5, 1, 200, 64, 63, 65]])
+def test_the_rule_in_chunks_is_that_of_transformers(lengths, forgets):
+    """Forward and every gradient, from states, for keys that are much alike."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as own
+
+    draw = torch.Generator().manual_seed(0)
+    sizes, tokens, heads, wide, high = np.array(lengths), sum(lengths), 3, 16, 24
+    q, k = (torch.randn((tokens, heads, wide), generator=draw) + shift for shift in (0, 1))
+    v, states = (
+        torch.randn((n, heads, *more, high), generator=draw) for n, more in ((tokens, ()), (len(sizes), (wide,)))
+    )
+    decay, share = (torch.rand((tokens, heads), generator=draw) * scale for scale in (-forgets, 1))
+    ends = torch.tensor([0, *sizes.cumsum()])
+    found = []
+    for ours in (True, False):
+        every = [x.clone().requires_grad_() for x in (q, k, v, decay, share, states)]
+        if ours:
+            out, after = delta_rule(every[:5], sizes, ends, every[5])
+        else:
+            rows = []
+            for n, (a, b) in enumerate(pairwise(ends)):
+                *three, gone, part = (x[None, a:b] for x in every[:5])
+                options = {"g": gone, "beta": part, "initial_state": every[5][n : n + 1], **OPTIONS}
+                rows.append(inspect.unwrap(own)(*three, **options))
+            out, after = torch.cat([o[0] for o, _ in rows]), torch.cat([s for _, s in rows])
+        (out.square().sum() + after.square().sum()).backward()
+        found.append([out, after, *(x.grad for x in every)])
+    for n, (mine, theirs) in enumerate(zip(*found, strict=True)):
+        assert (mine - theirs).norm() <= (1e-6 if n < 2 else 1e-5) * theirs.norm(), n
+
+
 def test_few_slots_and_turns_that_wait_draw_the_same(made):
     """Two at a time: prompts are computed again, states lie in pages that others had, turns are kept meanwhile."""
     family, model, _ = made
@@ -90,7 +125,7 @@ def test_few_slots_and_turns_that_wait_draw_the_same(made):
         questions.append(replace(questions[0], key=f"new {len(questions)}", episode=None))
     shape = roomy.cache.shape
     assert shape.state_bytes == 2 * 4 * (4 * 16 * 32 + 3 * (2 * 2 * 16 + 4 * 32))
-    assert roomy.cache.states.bytes == roomy.cache.pages.count * shape.state_bytes
+    assert roomy.cache.states.bytes == roomy.cache.state_rows * shape.state_bytes
     assert [layer.key_heads for layer in shape.layers] == [0, 1]
 
 
@@ -121,6 +156,7 @@ def test_adapters_and_recomputation(made, tmp_path):
     found = []
     for checkpointing in (False, True):
         backend = LocalBackend(model, family, TrainConfig(), checkpointing=checkpointing)
+        assert [len(kind.layers) for kind in backend.recompute.kinds] == [2, 1]  # each keeps as much as it keeps
         model.train().zero_grad()
         scores, _ = backend.read(batch, Scoring())
         scores.sum().backward()
@@ -143,7 +179,7 @@ def test_the_work_and_memory_of_recurrent_layers(made, family_of):
     assert found.kv_bytes(4) == pytest.approx(cache_shape(model, family).bytes_per_token)
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     assert found.text.weights + found.head_weights == pytest.approx(linear)
-    assert why_no_kernels(replace(cache_shape(model, family), dtype=torch.bfloat16)) == "it has recurrent layers"
+    assert "heads" not in why_no_kernels(replace(cache_shape(model, family), dtype=torch.bfloat16))
 
 
 def test_what_is_not_served_is_refused(made, tmp_path):

@@ -215,6 +215,8 @@ class EmbeddedEngine(Engine):
                 drawn = np.flatnonzero(ids[:, row] >= 0).tolist()
                 ready[row].support += [kept(line, row) for line in drawn]
         self._note(ready, ids, logprobs)
+        if self.cache.states is not None:
+            self.scheduler.follow_states(ready, ids >= 0)
 
     def _note(self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray) -> None:
         if self.finite and not np.isfinite(logprobs[ids >= 0]).all():

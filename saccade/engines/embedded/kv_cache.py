@@ -4,7 +4,8 @@ Keys and values lie in pages of one pool per layer. Where the Triton kernels ser
 half precision) a page holds PAGE tokens, a group shares the full pages of its prompt, and kernels
 find the pool through `bases`, so captured graphs outlive it. Elsewhere a page holds a whole
 sequence: torch attends over the pages where they lie, without gathering them first. A finished turn
-keeps its pages without a slot. The pool grows on demand; `clear` frees it.
+keeps its pages without a slot. The pool grows on demand; `clear` frees it. Where a model has recurrent
+layers, a slot also has a row of their states.
 
 Legend: N sequences of a call, T their new tokens, P pages that it reads, L the longest length among
 them, G key heads, D head size.
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from saccade.engines.embedded.pages import POOL_SHARE, Pages
+from saccade.engines.embedded.sequences import IdleTurn
 from saccade.forest.attention import (
     HALF,
     LARGEST_FLASH_HEAD,
@@ -113,10 +115,10 @@ def why_no_kernels(shape: CacheShape) -> str:
     """Why the Triton kernels would not serve a model on any GPU; empty if they do."""
     if shape.dtype not in HALF:  # there greedy tokens are those of transformers, bit by bit
         return f"its weights are {shape.dtype}"
-    if shape.state_bytes:
-        return "it has recurrent layers"
     for layer in shape.layers:
         size = layer.key_size
+        if not layer.key_heads:  # it keeps a state instead
+            continue
         if not (16 <= size <= 512 and size.bit_count() == 1):
             return f"its heads of {size} are no power of two between 16 and 512"
         if layer.value_size != size:
@@ -139,6 +141,8 @@ class KVCache:
         )
         self.words = self._tensor(each * PAGE * shape.dtype.itemsize // 4)
         self.bases = torch.zeros((len(shape.layers), 2), dtype=torch.int64, device=self.device)
+        # Of recurrent layers, if there are such. Graphs know it, so it stays.
+        self.states: Any = HOOKS["recurrent_states"](self.device, 0) if shape.state_bytes else None
         self.clear()
 
     def clear(self) -> None:
@@ -149,46 +153,58 @@ class KVCache:
         self.pages = Pages(page=WHOLE_STEP if whole else PAGE, lowest_first=whole)
         self.pages.reshape(self.slots, 1)
         self.free_slots = list(range(self.slots))  # a heap
-        # What recurrent layers keep of the sequence in each page, if there are such layers.
-        self.states: Any = HOOKS["recurrent_states"](self.device, 0) if self.shape.state_bytes else None
+        self.rows = np.zeros(self.slots, np.int64)  # of the states of each slot
+        if self.states is not None:
+            self.states.clear()
 
     # -- memory --
 
     @property
     def bytes_per_page(self) -> int:
-        return self.pages.page * self.shape.bytes_per_token + self.shape.state_bytes
+        return self.pages.page * self.shape.bytes_per_token
 
     def reserve(self, lengths: Sequence[int], kept: int) -> bool:
         """Allocate pages for sequences that may grow to `lengths` tokens, and for `kept` turns, as
         far as memory allows. Returns whether the longest sequence has room.
         """
-        pages, longest = self.pages, max(lengths, default=0)
+        pages, longest, state = self.pages, max(lengths, default=0), self.shape.state_bytes
         if self.kernels is None:
             page = max(pages.page, -(-longest // WHOLE_STEP) * WHOLE_STEP)
-            affordable = max(1, self._budget() // (page * self.shape.bytes_per_token + self.shape.state_bytes))
+            affordable = max(1, self._budget() // (page * self.shape.bytes_per_token + state))
             if page > pages.page and pages.count > affordable:
                 return False
-            wanted = min(self.slots, len(lengths) + kept, affordable)
-            self._allocate(max(wanted, pages.count), page)
+            wanted = max(min(self.slots, len(lengths) + kept, affordable), pages.count)
+            self._allocate(wanted, page, wanted)
             return True
         pages.reshape(self.slots, longest)
-        wanted = int(pages.pages_for(sum(lengths)))
+        wanted, rows = int(pages.pages_for(sum(lengths))), self.state_rows
+        if state and (few := min(self.slots, len(lengths)) + kept) > rows:
+            # As many as find room with the pages of a sequence each.
+            each = state + wanted * self.bytes_per_page // max(1, len(lengths))
+            rows = max(rows, min(few, max(1, self._budget() // each)))
         if wanted > pages.count:
             wanted = max(wanted, pages.count + POOL_STEP)
-            affordable = self._budget() // self.bytes_per_page
-            self._allocate(max(min(wanted, affordable), pages.count), PAGE)
+            affordable = (self._budget() - rows * state) // self.bytes_per_page
+            wanted = min(wanted, affordable)
+        self._allocate(max(wanted, pages.count), PAGE, rows)
         return longest <= pages.count * PAGE
+
+    @property
+    def state_rows(self) -> int:
+        return 0 if self.states is None else len(self.states.read)
 
     def _budget(self) -> int:
         """Bytes that the whole pool may take."""
         if self.device.type == "cpu":
             return CPU_CACHE_BYTES
-        mine = self.pages.count * self.bytes_per_page
+        mine = self.pages.count * self.bytes_per_page + self.state_rows * self.shape.state_bytes
         share = GPU_CACHE_SHARE if self.kernels is None else POOL_SHARE
         return int(share * (free_bytes(self.device) + mine))
 
-    def _allocate(self, count: int, page: int) -> None:
-        """Give the pool `count` pages of `page` tokens each; it keeps what it holds."""
+    def _allocate(self, count: int, page: int, rows: int) -> None:
+        """Give the pool `count` pages of `page` tokens each, and `rows` for states; it keeps what it holds."""
+        if rows > self.state_rows and self.states is not None:
+            self.states.resize(rows)
         if (count, page) == (self.pages.count, self.pages.page):
             return
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
@@ -212,39 +228,59 @@ class KVCache:
                 tensors[layer] = new
         addresses = [[k.data_ptr(), v.data_ptr()] for k, v in zip(self.keys, self.values, strict=True)]
         self.bases.copy_(self._tensor(np.array(addresses)))
-        if self.states is not None:
-            self.states.resize(count)
         self.pages.grow(count)
         self.pages.page = page
 
     # -- slots --
 
-    def take(self) -> int | None:
-        return heappop(self.free_slots) if self.free_slots else None
+    def take(self, turn: IdleTurn | None) -> int | None:
+        """A free slot, which goes on from what is kept of a turn."""
+        if not self.free_slots or not self.has_row(turn):
+            return None
+        slot = heappop(self.free_slots)
+        if turn is not None:
+            self.pages.attach(slot, turn.pages)
+        if self.states is not None:
+            self.rows[slot] = heappop(self.states.free) if turn is None else turn.row
+        return slot
 
-    def detach(self, slot: int) -> np.ndarray:
-        """Free a slot. Returns its pages, which are kept."""
+    def has_row(self, turn: IdleTurn | None) -> bool:
+        """Whether there is a row for the states of one more sequence."""
+        return self.states is None or turn is not None or bool(self.states.free)
+
+    def read_so_far(self, slot: int) -> int | None:
+        """Tokens that the states of a slot have read; None: there are none."""
+        return None if self.states is None else int(self.states.read[self.rows[slot]])
+
+    def detach(self, slot: int) -> tuple[np.ndarray, int]:
+        """Free a slot. Returns its pages and the row of its states, which are kept."""
         heappush(self.free_slots, slot)
-        return self.pages.detach(slot)
+        return self.pages.detach(slot), int(self.rows[slot])
 
-    def begin_alike(self, groups: Sequence[tuple[np.ndarray, int, Sequence[int]]]) -> None:
-        """(source, tokens, targets): empty slots `targets` begin with the `tokens` that lie in
-        pages `source`.
+    def drop(self, pages: np.ndarray, row: int) -> None:
+        self.pages.drop(pages)
+        if self.states is not None:
+            heappush(self.states.free, row)
+
+    def begin_alike(self, groups: Sequence[tuple[int, np.ndarray, int, Sequence[int]]]) -> None:
+        """(first, source, tokens, targets): empty slots `targets` begin with the `tokens` that lie in
+        pages `source`, and with the states of slot `first`.
         """
-        copies = [self.pages.fork(source, tokens, slot) for source, tokens, targets in groups for slot in targets]
+        copies = [self.pages.fork(source, tokens, slot) for _, source, tokens, targets in groups for slot in targets]
         pairs = [pair for pair in copies if pair is not None]
+        alike = [(first, slot) for first, _, _, targets in groups for slot in targets]
+        if self.states is not None and alike:
+            self.states.copy(*self.rows[np.array(alike).T])
         if not pairs:
             return
         here, there = self._tensor(np.array(pairs).T)
         if self.kernels is not None:
             self.kernels["copy_pages"](here, there, bases=self.bases, words=self.words)
             return
-        length = max(tokens for _, tokens, _ in groups)  # what lies behind a shorter one is not read
+        length = max(tokens for _, _, tokens, _ in groups)  # what lies behind a shorter one is not read
         for tensors in (self.keys, self.values):
             for tensor in {id(each): each for each in tensors}.values():
                 tensor[there, :length] = tensor[here, :length]
-        if self.states is not None:
-            self.states.copy(*np.array(pairs).T)
 
     # -- plans --
 
@@ -273,7 +309,7 @@ class KVCache:
                 self.values[layer][where] = v
             return inner(layer, q, k, v, scale, window)
 
-        return ForwardPlan(attend, lambda: self.states.walk(self.pages.table[slots, 0], cached, new))
+        return ForwardPlan(attend, lambda: self.states.walk(self.rows[slots], cached, new))
 
     def _over_pages(
         self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, blocks: Blocks | None

@@ -68,16 +68,19 @@ class Scheduler:
         """Free the slot of a sequence that has ended; keep the pages of an episode's turn."""
         request = sequence.request
         del self.running[request.key]
-        pages = self.cache.detach(sequence.slot)
-        if request.episode and completion.finish != "aborted":
+        # Behind a stop string, states may have read what was drawn after it.
+        stands = self.cache.read_so_far(sequence.slot) in (None, sequence.cached)
+        pages, row = self.cache.detach(sequence.slot)
+        if request.episode and completion.finish != "aborted" and stands:
             self.prefix_cache.turns[request.episode] = IdleTurn(
                 pages=pages,
+                row=row,
                 ids=np.concatenate([request.ids, completion.ids]),
                 media=tuple(span.media.key for span in request.media),
                 cached=sequence.cached,
             )
         else:
-            self.cache.pages.drop(pages)
+            self.cache.drop(pages, row)
 
     def renew(self, version: int) -> None:
         """The weights have changed: drop what is kept; waiting requests belong to the new ones."""
@@ -135,12 +138,7 @@ class Scheduler:
         turn = self.prefix_cache.turn_before(sequence.request)
         slot: int | None = None
         if self._find_pages(sequence, turn):
-            if sequence.slot >= 0:
-                slot = sequence.slot  # it was evicted
-            else:
-                slot = self.cache.take()
-                if slot is not None and turn is not None:
-                    self.cache.pages.attach(slot, turn.pages)
+            slot = sequence.slot if sequence.slot >= 0 else self.cache.take(turn)  # it was evicted
         if slot is None:
             if turn is not None:
                 self.prefix_cache.turns[sequence.request.episode] = turn  # type: ignore[index]
@@ -166,7 +164,7 @@ class Scheduler:
             else:
                 held = 0 if turn is None else len(turn.pages)
                 needed = int(pages.pages_for(tokens)) - held
-            if needed + spare <= pages.free:
+            if needed + spare <= pages.free and (sequence.slot >= 0 or self.cache.has_row(turn)):
                 return True
             if not self.prefix_cache.drop_one():  # perhaps the very prompt that would be shared
                 return False
@@ -241,12 +239,12 @@ class Scheduler:
             if key in wanted and key not in self.prefix_cache.prefixes and self.cache.states is None:
                 kept = Prefix(pages=self.cache.pages.share(pages), hidden=job.hidden)
                 self.prefix_cache.prefixes[key] = kept
-            groups.append((pages, len(job.ids), others))
+            groups.append((job.members[0].slot, pages, len(job.ids), others))
             started.append((job.hidden, job.members))
             for sequence in job.members:
                 sequence.ahead, sequence.ready = job.ahead, True
         self._evict_without_page(groups)
-        self.cache.begin_alike([(a, n, [s.slot for s in others]) for a, n, others in groups])
+        self.cache.begin_alike([(first, a, n, [s.slot for s in others]) for first, a, n, others in groups])
         for job in done.values():
             if job.prefix is not None:
                 self.cache.pages.drop(job.prefix.pages)
@@ -256,10 +254,10 @@ class Scheduler:
 
     # -- short of pages --
 
-    def _evict_without_page(self, groups: SequenceOf[tuple[Any, int, list[Sequence]]]) -> None:
+    def _evict_without_page(self, groups: SequenceOf[tuple[int, Any, int, list[Sequence]]]) -> None:
         """Re-queue members that get no page for their partial last page."""
         free = self.cache.pages.free
-        for _, length, others in groups:
+        for *_, length, others in groups:
             if length % self.cache.pages.page:
                 while len(others) > free:
                     self._evict(others.pop())
@@ -285,6 +283,17 @@ class Scheduler:
             if not self.prefix_cache.drop_one():
                 self._evict(ready.pop())
         return 0
+
+    def follow_states(self, ready: SequenceOf[Sequence], drawn: np.ndarray) -> None:
+        """Note what states have read in a burst: a token for each that was `drawn` [steps, sequences].
+        A sequence that found no room for what it kept has read one more, and is computed again.
+        """
+        last, counts = self.outputs.last(ready).tolist(), drawn.sum(0).tolist()
+        for sequence, token, count in zip(ready, last, counts, strict=True):
+            self.cache.states.read[self.cache.rows[sequence.slot]] += count
+            stops = token in self.family.chat.eos_ids and not sequence.request.sampling.ignore_eos
+            if count < len(drawn) and sequence.remaining and not stops:
+                self._evict(sequence)
 
     def decodes(self, ready: SequenceOf[Sequence]) -> bool:
         """Whether to decode now: not while many more can start soon, as a larger batch decodes
@@ -318,13 +327,13 @@ class PrefixCache:
         turn = self.turns.pop(request.episode, None) if request.episode else None
         if turn is None or turn.extended_by(request):
             return turn
-        self.cache.pages.drop(turn.pages)
+        self.cache.drop(turn.pages, turn.row)
         return None
 
     def release(self, episode: str) -> None:
         turn = self.turns.pop(episode, None)
         if turn is not None:
-            self.cache.pages.drop(turn.pages)
+            self.cache.drop(turn.pages, turn.row)
 
     def drop_one(self) -> bool:
         """Drop a prompt, or else the turn that has been idle longest. False if nothing is kept."""

@@ -54,9 +54,10 @@ class Sequence:
 
 @dataclass(frozen=True, kw_only=True)
 class IdleTurn:
-    """A finished turn whose pages are kept."""
+    """A finished turn whose pages are kept, and the row of its states."""
 
     pages: np.ndarray
+    row: int
     ids: np.ndarray
     media: tuple[Any, ...]
     cached: int

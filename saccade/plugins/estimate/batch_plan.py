@@ -168,7 +168,7 @@ class Plan:
     @property
     def paged(self) -> bool:
         """Whether the engine has small pages; else a page holds a whole sequence."""
-        return self.device.is_gpu and self.element == 2 and not self.policy.shape.state_bytes
+        return self.device.is_gpu and self.element == 2
 
     @property
     def limit(self) -> float:

@@ -14,9 +14,10 @@ from saccade.engines.embedded.sequences import Sequence
 # token: to be read next; length: tokens before it in the pages; position: its position id; index:
 # of the token that will be drawn, in its noise; key: of the noise; remaining: tokens still to draw;
 # stops: whether an end-of-turn id ends it; top_k: of truncated sampling; support: whether the ids
-# that it keeps are asked for; shared: tokens that its prefix group reads for it.
-FIELDS = 10
-TOKEN, LENGTH, POSITION, INDEX, KEY, REMAINING, STOPS, TOP_K, SUPPORT, SHARED = range(FIELDS)
+# that it keeps are asked for; shared: tokens that its prefix group reads for it; row: where recurrent
+# layers keep its state.
+FIELDS = 11
+TOKEN, LENGTH, POSITION, INDEX, KEY, REMAINING, STOPS, TOP_K, SUPPORT, SHARED, ROW = range(FIELDS)
 # Rows for which one kernel reads both matrices of a gate; for more, two products are as fast.
 FEW_ROWS = 64
 BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -27,13 +28,17 @@ def bucket(rows: int) -> int:
     return next((size for size in BUCKETS if size >= rows), -(-rows // 128) * 128)
 
 
-def rows_of(sequences: SequenceOf[Sequence], tokens: np.ndarray, shared: np.ndarray, padded: int) -> np.ndarray:
-    """[FIELDS, padded], with idle rows behind the sequences; `tokens`: the last one of each."""
+def rows_of(
+    sequences: SequenceOf[Sequence], tokens: np.ndarray, shared: np.ndarray, states: np.ndarray, padded: int
+) -> np.ndarray:
+    """[FIELDS, padded], with idle rows behind the sequences; `tokens`: the last one of each; `states`: the rows of
+    their states.
+    """
     rows = []
-    for s, token, alike in zip(sequences, tokens.tolist(), shared.tolist(), strict=True):
+    for s, token, alike, row in zip(sequences, *(x.tolist() for x in (tokens, shared, states)), strict=True):
         request, how = s.request, s.request.sampling
         place = (token, s.cached, s.cached + s.ahead, request.first_index + s.sampled, request.noise, s.remaining)
-        rows.append((*place, not how.ignore_eos, how.top_k, how.support and cuts(how), alike))
+        rows.append((*place, not how.ignore_eos, how.top_k, how.support and cuts(how), alike, row))
     packed = np.zeros((FIELDS, padded), dtype=np.int64)
     packed[LENGTH] = -1
     packed[:, : len(rows)] = np.array(rows).T

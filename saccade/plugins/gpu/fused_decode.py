@@ -29,7 +29,9 @@ from saccade.plugins.gpu.decode_state import FEW_ROWS
 from saccade.plugins.gpu.fused import epsilon_of
 
 NAMES = ("q_proj", "k_proj", "v_proj")
-READERS = (NAMES, ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))  # of one input each
+GATES = ("in_proj_b", "in_proj_a")  # of a recurrent layer
+RECURRENT = (("in_proj_qkv", "in_proj_z"), GATES, ("out_proj",))
+READERS = (NAMES, ("o_proj",), *RECURRENT, ("gate_proj", "up_proj"), ("down_proj",))  # of one input each
 Forward = Callable[..., Any]
 PARALLEL = {"self_attn", "mlp", "input_layernorm"}
 PARTS = {*PARALLEL, "post_attention_layernorm"}
@@ -52,7 +54,7 @@ class Projections:
                     continue
                 own: tuple[Any, ...] = tuple(getattr(part, "base_layer", part) for part in parts)
                 joined = None
-                if names == NAMES and hasattr(module, "layer_idx") and _joinable(own):
+                if names in (NAMES, GATES) and hasattr(module, "layer_idx") and _joinable(own):
                     joined = _Joined(own)
                     self.layers.append(joined)
                 if all(_adapted(part) for part in parts):
@@ -195,7 +197,7 @@ def fused_forwards(model: nn.Module) -> list[tuple[nn.Module, Forward]]:
 
 
 def _of_stack(layers: Any, norm: Any) -> list[tuple[nn.Module, Forward]]:
-    kinds = {(type(layer), frozenset(name for name, _ in layer.named_children())) for layer in layers}
+    kinds = {(type(layer), _parts(layer)) for layer in layers}
     build = next((build for parts, build in BUILDS if {frozenset(parts)} == {names for _, names in kinds}), None)
     if len(kinds) != 1 or build is None or not all(_usual(layer) and _agrees(layer, build) for layer in layers):
         return []
@@ -205,6 +207,11 @@ def _of_stack(layers: Any, norm: Any) -> list[tuple[nn.Module, Forward]]:
         *((layer, build(layer, precomputed)) for layer, precomputed in zip(layers, following, strict=True)),
         *((layer.mlp, _gated(layer.mlp)) for layer in layers if _projectable(layer.mlp)),
     ]
+
+
+def _parts(layer: Any) -> frozenset[str]:
+    """A recurrent part stands where others have attention."""
+    return frozenset("self_attn" if name == "linear_attn" else name for name, _ in layer.named_children())
 
 
 # -- sums and norms --------------------------------------------------------------------------------
@@ -229,9 +236,14 @@ class PrecomputedNorm:
 
 
 def _layer(layer: Any, following: PrecomputedNorm) -> Forward:
+    recurrent = getattr(layer, "linear_attn", None)
+
     def forward(hidden_states: Tensor, **options: Any) -> Tensor:
         normed = layer.input_layernorm(hidden_states)
-        attended, _ = layer.self_attn(hidden_states=normed, **options)
+        if recurrent is not None:
+            attended = recurrent(hidden_states=normed, **options)
+        else:
+            attended, _ = layer.self_attn(hidden_states=normed, **options)
         hidden, normed = _add_norm(hidden_states, attended, layer.post_attention_layernorm)
         return following.add(hidden, layer.mlp(normed))
 
@@ -279,7 +291,7 @@ def _add_norm(
     if hows[0] is not None and hows[0] == hows[-1]:  # proved to be norms that the kernel knows, on a GPU
         from saccade.plugins.gpu.norm import add_norm
 
-        weights = [(n.weight, epsilon_of(n)) for n in norms]
+        weights: list[tuple[Any, Any]] = [(n.weight, epsilon_of(n)) for n in norms]
         first = None if before is None else weights[-1]
         return add_norm(x, y, *weights[0], also=also, before=first, factor=factor, **hows[0])
     total = x + (y if before is None else before(y))
@@ -304,10 +316,11 @@ def _agrees(layer: Any, build: Callable[[Any, PrecomputedNorm], Forward]) -> boo
     x = drawn.to(weight.device, weight.dtype)
     own_input = getattr(layer, "per_layer_projection", None)
     more = () if own_input is None else (x[..., :1].expand(-1, -1, own_input.weight.shape[-1]),)
-    stand_ins = (
-        (layer.self_attn, lambda hidden_states, **options: (hidden_states.square(), None)),
-        (layer.mlp, torch.sin),
-    )
+    if hasattr(layer, "linear_attn"):
+        mixer = (layer.linear_attn, lambda hidden_states, **options: hidden_states.square())
+    else:
+        mixer = (layer.self_attn, lambda hidden_states, **options: (hidden_states.square(), None))
+    stand_ins = (mixer, (layer.mlp, torch.sin))
     with swapped_forwards(stand_ins):
         try:
             own = layer(x, *more, attention_mask=None, position_embeddings=None)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from saccade.engines.embedded import sequences
 from saccade.engines.embedded.kv_cache import PAGE, KVCache
 from saccade.engines.embedded.sampling import Drawn, cuts
-from saccade.forest.attention import AttentionPlan, Window
+from saccade.forest.attention import ForwardPlan, Window
 from saccade.forest.device_ops import to_device
 from saccade.models.experts import capturable
 from saccade.models.families import FAMILIES, Family
@@ -64,7 +64,8 @@ class Graphs:
         self.prefix_groups = torch.zeros((3, count // 2), dtype=torch.int64, device=self.device)
         text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
         self._vocabulary = text.vocab_size
-        self.members = min(fields.members_of(x.heads // x.key_heads, x.key_size) for x in cache.shape.layers)
+        attending = [x for x in cache.shape.layers if x.key_heads]
+        self.members = min(fields.members_of(x.heads // x.key_heads, x.key_size) for x in attending)
         self.step_index = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.ids = torch.zeros((MAX_BURST, count), dtype=torch.int64, device=self.device)
         self.logprobs = torch.zeros((MAX_BURST, count), dtype=torch.float32, device=self.device)
@@ -99,7 +100,8 @@ class Graphs:
         described = np.zeros((3, padded // 2), dtype=np.int64)
         described[:, : prefix_groups.shape[1]] = prefix_groups
         self.prefix_groups[:, : padded // 2].copy_(to_device(described, self.device))
-        self.state[:, :padded].copy_(to_device(fields.rows_of(ready, tokens, shared, padded), self.device))
+        states = self.cache.rows[[s.slot for s in ready]]
+        self.state[:, :padded].copy_(to_device(fields.rows_of(ready, tokens, shared, states, padded), self.device))
         self.table[:count, : table.shape[1]].copy_(to_device(table, self.device))
         temperature_top_p = np.array([[s.temperature for s in settings], [s.top_p for s in settings]], np.float32)
         self.temperature_top_p[:, :count].copy_(to_device(temperature_top_p, self.device))
@@ -208,7 +210,7 @@ class Graphs:
         self._addresses = _addresses(self.model)
         return graph
 
-    def _attention(self, count: int) -> AttentionPlan:
+    def _attention(self, count: int) -> ForwardPlan:
         """One new token per row: written to its page, attending to the whole row."""
         state = self.state[:, :count]
         groups = -(-count // self.members)
@@ -230,7 +232,7 @@ class Graphs:
                 q, k, v, layer=layer, page=PAGE, scale=scale, splits=splits, window=window, **rows
             )
 
-        return attend
+        return ForwardPlan(attend, lambda: self.cache.states.steps(state[fields.ROW], state[fields.LENGTH]))
 
     def _step(self, count: int, cutting: bool) -> None:
         state = self.state[:, :count]

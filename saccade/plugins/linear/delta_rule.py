@@ -1,14 +1,24 @@
-"""The gated delta rule over segments of any length, each from a state of its own: by flash-linear-attention on a GPU
-in half precision where it is installed, else by transformers' functions on padded batches.
+"""The gated delta rule over segments of any length, each from a state of its own, and with its gradients: in plain
+torch, or by flash-linear-attention on a GPU in half precision where it is installed and runs.
 
     out, states = delta_rule((q, k, v, decay, share), lengths, ends, states)
 
-Legend: T tokens, N segments, H heads, D and V size of a key and of a value.
+With each token t a head's state S [D, V] forgets, corrects what it says of the key, and is asked:
+
+    S = exp(decay_t) S
+    S = S + share_t k_t (v_t - S^T k_t)^T
+    out_t = S^T q_t / sqrt(D), with q and k of length 1
+
+In chunks of up to CHUNK tokens ("Gated Delta Networks", arXiv 2412.06464): the corrections of a chunk are the solution
+of a triangular system, so all that does not need the state before a chunk is computed for all chunks at once, as
+products of matrices. Only differences of decays that are at most 0 are exponentiated: nothing overflows.
+
+Legend: T tokens, N segments, H heads, D and V size of a key and of a value, M chunks, L tokens of a chunk.
 """
 
-import inspect
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -20,6 +30,7 @@ from saccade.forest.attention import HALF
 from saccade.forest.device_ops import to_device
 
 log = logging.getLogger(__name__)
+CHUNK = 64
 OPTIONS = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
 
 
@@ -34,14 +45,22 @@ def fast_rules() -> Any:
 
 
 @cache
-def _learns() -> bool:
-    """Whether its backward runs here: with some versions of Triton it refuses to on some GPUs."""
-    x = torch.ones((1, 16, 1, 16), device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    gate = torch.zeros((1, 16, 1), device="cuda")
+def _learns(device: torch.device) -> bool:
+    """Whether its backward runs there: with some versions of Triton it refuses to on some GPUs. Tried in a thread of
+    its own: what a checkpoint notes of tensors in this one, it does not see.
+    """
+
+    def attempt() -> None:
+        with torch.cuda.device(device):
+            x = torch.ones((1, 16, 1, 16), device=device, dtype=torch.bfloat16, requires_grad=True)
+            gate = torch.zeros((1, 16, 1), device=device)
+            fast_rules().chunk_gated_delta_rule(x, x, x, g=gate, beta=gate, **OPTIONS)[0].sum().backward()
+
     try:
-        fast_rules().chunk_gated_delta_rule(x, x, x, g=gate, beta=gate, **OPTIONS)[0].sum().backward()
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(attempt).result()
     except RuntimeError as error:
-        log.warning(f"recurrent layers learn in plain torch, which is slow: {error}")
+        log.info(f"recurrent layers learn in plain torch: {error}")
         return False
     return True
 
@@ -52,31 +71,89 @@ def delta_rule(given: Sequence[Tensor], lengths: np.ndarray, ends: Tensor, state
     state behind each segment.
     """
     q, k, v, decay, share = given
-    single = len(lengths) == len(q)
     learning = torch.is_grad_enabled()
-    if q.is_cuda and q.dtype in HALF and (fast := fast_rules()) is not None and (not learning or _learns()):
-        one = single and not learning  # that rule has no backward
-        rule = fast.fused_recurrent_gated_delta_rule if one else fast.chunk_gated_delta_rule
+    if q.is_cuda and q.dtype in HALF and (fast := fast_rules()) is not None and (not learning or _learns(q.device)):
         row = (x.unsqueeze(0) for x in (q, k, v))
         gates = {"g": decay.unsqueeze(0), "beta": share.unsqueeze(0)}
-        out, after = rule(*row, **gates, initial_state=states, cu_seqlens=ends, **OPTIONS)
+        out, after = fast.chunk_gated_delta_rule(*row, **gates, initial_state=states, cu_seqlens=ends, **OPTIONS)
         return out.squeeze(0), after
-    from transformers.models.qwen3_next import modeling_qwen3_next as slow
+    # Chunks in the order of their places in segments, the longest first: those that go on are the first ones.
+    size = min(CHUNK, 1 << (int(lengths.max()) - 1).bit_length())
+    order = np.argsort(-lengths, kind="stable")
+    counts = -(-lengths[order] // size)
+    going = [int((counts > step).sum()) for step in range(counts[0])]
+    first = np.concatenate([[0], np.cumsum(going)])
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    segment = np.repeat(np.arange(len(lengths)), lengths)
+    offset = np.arange(len(segment)) - (lengths.cumsum() - lengths)[segment]
+    places = to_device((first[offset // size] + rank[segment]) * size + offset % size, q.device)
+    padded = [_chunks(x, places, int(first[-1]), size) for x in given]
+    rows, back = to_device(order, q.device), to_device(rank, q.device)
+    out, after = _chunked(padded, going, states.index_select(0, rows))
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, places).to(v.dtype), after.index_select(0, back)
 
-    rule = slow.torch_recurrent_gated_delta_rule if single else slow.torch_chunk_gated_delta_rule
-    rule = inspect.unwrap(rule)  # its wrapper prefers flash-linear-attention everywhere
-    out, after = v.new_zeros(v.shape), torch.zeros_like(states)
-    starts = lengths.cumsum() - lengths
-    sizes = np.ceil(np.log2(lengths)).astype(np.int64)
-    for size in np.unique(sizes):
-        rows = np.flatnonzero(sizes == size)
-        places = starts[rows, None] + np.arange(lengths[rows].max())
-        valid = to_device(np.arange(places.shape[1]) < lengths[rows, None], q.device)
-        index, some = to_device(np.minimum(places, len(q) - 1), q.device), to_device(rows, q.device)
-        # Padding has no share, and no decay: it leaves the state as it is.
-        batch = (x[index] for x in (q, k, v))
-        gates = {"g": decay[index] * valid[..., None], "beta": share[index] * valid[..., None]}
-        padded, final = rule(*batch, **gates, initial_state=states[some], **OPTIONS)
-        out = out.index_put((index[valid],), padded[valid].to(out.dtype))
-        after = after.index_put((some,), final)
-    return out, after
+
+def _chunks(x: Tensor, places: Tensor, count: int, size: int) -> Tensor:
+    """[T, H, …] → [M, H, L, …] in float32. Padding has no share and no decay: it leaves the state as it is."""
+    padded = x.new_zeros((count * size, *x.shape[1:])).index_copy(0, places, x)
+    return padded.unflatten(0, (count, size)).transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+
+
+def _chunked(given: Sequence[Tensor], going: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
+    """[M, H, L, …] each, `going` of them in each step → outputs [M, H, L, V], and the states in the end."""
+    q, k, v, decay, share = given
+    q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    total = decay.cumsum(-1)  # up to each token of its chunk
+    ahead = torch.ones((q.shape[2],) * 2, dtype=torch.bool, device=q.device).triu(1)
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(ahead, -torch.inf).exp()
+    share, since = share.unsqueeze(-1), total.exp().unsqueeze(-1)
+    inverse = _Inverse.apply((share * k) @ k.mT * between)
+    wanted, said = inverse @ (share * v), inverse @ (share * since * k)
+    among = (q @ k.mT) * between
+    asked, until = q * since, k * (total[..., -1:] - total).exp().unsqueeze(-1)
+    whole = total[..., -1, None, None].exp()
+    steps = [x.split(list(going)) for x in (wanted, said, asked, until, whole)]
+    corrections, found, done = [], [], []
+    for new, known, query, key, kept in zip(*steps, strict=True):
+        if len(new) < len(states):
+            done.append(states[len(new) :])
+            states = states[: len(new)]
+        change = new - known @ states
+        corrections.append(change)
+        found.append(query @ states)
+        states = states * kept + key.mT @ change
+    return torch.cat(found) + among @ torch.cat(corrections), torch.cat([states, *reversed(done)])
+
+
+class _Inverse(torch.autograd.Function):
+    """(1 + A)^-1 where A [..., L, L], L a power of two, counts below its diagonal only. Blocks of 1, 2, 4, … along the
+    diagonal are inverted from pairs of smaller ones: as exact as solving row by row, in products of all at once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, lower: Tensor) -> Tensor:
+        *batch, size, _ = lower.shape
+        found = lower.new_ones((*batch, size, 1, 1))
+        while (width := found.shape[-1]) < size:
+            pairs = lower.unflatten(-1, (-1, 2, width)).unflatten(-4, (-1, 2, width))
+            below = pairs[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+            upper, low = found[..., 0::2, :, :], found[..., 1::2, :, :]
+            wider = found.new_zeros((*batch, size // width // 2, 2 * width, 2 * width))
+            wider[..., :width, :width], wider[..., width:, width:] = upper, low
+            wider[..., width:, :width] = -_product(_product(low, below), upper)
+            found = wider
+        inverse = found.squeeze(-3)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, to_inverse: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        return -(inverse.mT @ to_inverse @ inverse.mT).tril(-1)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """Of many matrices of one size: small ones by elements, as a GPU takes a block of threads for each product."""
+    return x @ y if x.shape[-1] >= 16 else (x.unsqueeze(-1) * y.unsqueeze(-3)).sum(-2)

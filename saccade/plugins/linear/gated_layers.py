@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.nn.functional import conv1d, silu, softplus
 
 from saccade.errors import EnvironmentProblem
+from saccade.forest.device_ops import KERNELS
 from saccade.models.families import FAMILIES, refuse_noise
 from saccade.models.families.qwen_vl import patch_embedding_as_matrix
 from saccade.plugins.linear.delta_rule import delta_rule
-from saccade.plugins.linear.segments import Walk
+from saccade.plugins.linear.segments import Steps, Walk
 
 PARTS = ("conv1d", "A_log", "dt_bias", "norm", "out_proj")
 PROJECTIONS = (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba"))
@@ -58,17 +59,32 @@ VISION = replace(FAMILIES["qwen3_vl"], towers=FAMILIES["qwen2_vl"].towers, prepa
 
 
 def _forward(layer: Any, hidden_states: Tensor, *, attention_plan: Any, **unused: Any) -> Tensor:
-    walk: Walk = attention_plan.walk
+    walk: Walk | Steps = attention_plan.walk
     x = hidden_states.squeeze(0)
     mixed, gate, share, decay = _projected(layer, x)
+    gate = gate.reshape(len(x), -1, layer.head_v_dim)
+    if isinstance(walk, Steps):
+        out = _step(layer, walk, mixed, gate, share, decay)
+        return layer.out_proj(out.flatten(1)).unsqueeze(0)
     mixed = silu(_convolved(layer, mixed, walk))
     heads, key_heads = layer.num_v_heads, layer.num_k_heads
     q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], dim=-1)
     q, k = (part.unflatten(-1, (key_heads, -1)).repeat_interleave(heads // key_heads, dim=1) for part in (q, k))
     decay = -layer.A_log.float().exp() * softplus(decay.float() + layer.dt_bias)
     out = _recurrent(layer, walk, (q, k, v.unflatten(-1, (heads, -1)), decay, share.sigmoid()))
-    out, gate = (part.reshape(-1, layer.head_v_dim) for part in (out, gate))
-    return layer.out_proj(layer.norm(out, gate).reshape(len(x), -1)).unsqueeze(0)
+    out = layer.norm(*(part.reshape(-1, layer.head_v_dim) for part in (out, gate)))
+    return layer.out_proj(out.reshape(len(x), -1)).unsqueeze(0)
+
+
+def _step(layer: Any, walk: Steps, mixed: Tensor, gate: Tensor, share: Tensor, decay: Tensor) -> Tensor:
+    """[B, H, V] of one token each."""
+    index, where, norm = layer.layer_idx, {"rows": walk.rows, "lengths": walk.lengths}, layer.norm
+    conv, tails, states = layer.conv1d, walk.addresses[index, "tail"], walk.addresses[index, "state"]
+    mixed = KERNELS["convolve_step"](mixed, conv.weight, conv.bias, tails=tails, **where)
+    heads = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    given = mixed, share, decay, layer.A_log, layer.dt_bias
+    out = KERNELS["delta_step"](*given, heads=heads, states=states, **where)
+    return KERNELS["gate_step"](out, gate, norm.weight, norm.variance_epsilon)
 
 
 def _projected(layer: Any, x: Tensor) -> tuple[Tensor, ...]:

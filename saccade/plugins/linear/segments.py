@@ -1,7 +1,8 @@
 """Which tokens a recurrent layer reads one after the other: segments, of which some begin where another ends.
 
 A segment is a node of a forest. Segments of one level do not read each other: they run as one batch, and those of the
-next level begin with their states. The engine's cache has segments of one level, which begin with what it holds.
+next level begin with their states. The engine's cache has segments of one level, which begin with what it holds; while
+it decodes with kernels, they read and write that in place.
 
     walk = Walk(starts, parents, device)
     walk = RecurrentStates(device, 8).walk(rows, cached, new)
@@ -9,6 +10,7 @@ next level begin with their states. The engine's cache has segments of one level
 Legend: T tokens, N segments, C channels, K width of the convolution.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -94,12 +96,28 @@ class Walk:
         pass
 
 
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """One new token of each of many sequences, for kernels that find what is kept of them on the device."""
+
+    addresses: Mapping[tuple[int, str], Tensor]  # by layer and name, [1]: where [rows, …] lies
+    rows: Tensor  # [B]
+    lengths: Tensor  # [B]; negative: an idle one
+
+
 class RecurrentStates:
     """What recurrent layers keep of sequences of any length, a row each: by layer and name, [rows, …]."""
 
     def __init__(self, device: torch.device, rows: int) -> None:
-        self.device, self.kept = device, dict[tuple[int, str], Tensor]()
-        self.read = np.zeros(rows, np.int64)  # tokens that each row has read
+        self.device = device
+        self.addresses: dict[tuple[int, str], Tensor] = {}  # on the device: graphs read them, so they stay
+        self.clear()
+        self.resize(rows)
+
+    def clear(self) -> None:
+        self.kept: dict[tuple[int, str], Tensor] = {}
+        self.read = np.zeros(0, np.int64)  # tokens that each row has read
+        self.free: list[int] = []  # rows, a heap
 
     @property
     def bytes(self) -> int:
@@ -107,10 +125,17 @@ class RecurrentStates:
 
     def resize(self, rows: int) -> None:
         """More rows."""
+        self.free += range(len(self.read), rows)  # higher than all others: it stays a heap
         self.read = np.pad(self.read, (0, rows - len(self.read)))
         for key, old in self.kept.items():
-            self.kept[key] = old.new_zeros((rows, *old.shape[1:]))
-            self.kept[key][: len(old)] = old
+            self._allocate(key, old, rows)[: len(old)] = old
+
+    def _allocate(self, key: tuple[int, str], like: Tensor, rows: int) -> Tensor:
+        new = self.kept[key] = like.new_zeros((rows, *like.shape[1:]))
+        if key not in self.addresses:
+            self.addresses[key] = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.addresses[key].fill_(new.data_ptr())
+        return new
 
     def copy(self, here: np.ndarray, there: np.ndarray) -> None:
         self.read[there] = self.read[here]
@@ -120,15 +145,17 @@ class RecurrentStates:
 
     def put(self, layer: int, name: str, rows: Tensor, values: Tensor) -> None:
         if (layer, name) not in self.kept:
-            self.kept[layer, name] = values.new_zeros((len(self.read), *values.shape[1:]))
+            self._allocate((layer, name), values, len(self.read))
         self.kept[layer, name][rows] = values
 
     def walk(self, rows: np.ndarray, cached: np.ndarray, new: np.ndarray) -> Walk:
         """Sequences in `rows` have read `cached` tokens, and read `new` more."""
-        rows = rows.astype(np.int64)
         assert (self.read[rows] == cached)[cached > 0].all(), "a state stands at another token"
         self.read[rows] = cached + new
         return _CachedWalk(self, rows, cached > 0, new)
+
+    def steps(self, rows: Tensor, lengths: Tensor) -> Steps:
+        return Steps(addresses=self.addresses, rows=rows, lengths=lengths)
 
 
 class _CachedWalk(Walk):
@@ -155,7 +182,7 @@ class _CachedWalk(Walk):
         if (self.place < 0).all():
             return super().states(layer, shape)
         found = self.kept.kept[layer, "state"][self.rows]
-        return found if (self.place >= 0).all() else found * self.begun.view(-1, *[1] * len(shape))
+        return found if (self.place >= 0).all() else found.masked_fill(~self.begun.view(-1, *[1] * len(shape)), 0)
 
     def keep_tails(self, layer: int, rows: Tensor, width: int) -> None:
         ends = (self.new + width - 1).cumsum()
