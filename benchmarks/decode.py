@@ -149,13 +149,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("variants", nargs="*", default=["W1/16", "W1/64"])
     parser.add_argument("--size", default="3b", choices=[*SIZES, *SHAPES])
+    parser.add_argument("--model", type=Path, help="model folder; built when it is not there")
     parser.add_argument("--rounds", type=int, default=2, help="the last one is reported")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     variants = list(map(parse, args.variants))
     with tempfile.TemporaryDirectory() as scratch:
-        family = load_family(build(Path(scratch) / "model", args.size))
+        folder = args.model or Path(scratch) / "model"
+        family = load_family(str(folder) if folder.exists() else build(folder, args.size))
         model = load_model(family, dtype=torch.bfloat16, device=torch.device("cuda"))
         most = max(prompts for _, prompts, _ in variants) * REPEATS
         engine = EmbeddedEngine(model, family, max_sequences=most)
