@@ -87,7 +87,7 @@ def add_advantages(
     packed = [members[index] for index in owners.tolist()]
     sampled = np.concatenate([t.versions[a:b] for t in packed for a, b in t.runs])
     if (sampled < version).any():
-        columns["stale"] = torch.from_numpy(sampled < version)
+        columns["ages"] = torch.from_numpy(version - sampled)
     live, scales = list[Tensor](), list[Tensor]()  # tokens of each member that train, of each update
     parts = [sum(len(batch.keys) for batch in batches) for batches in updates]
     for mine, counts in zip(*(torch.from_numpy(whole).split(parts) for whole in (owners, lengths)), strict=True):
@@ -264,7 +264,8 @@ def _correction(batch: Batch, algorithm: Algorithm, cap: float | None) -> dict[s
         rollout = old.where(first, rollout)  # its gap is by design, and accounted for
         found = {"weights": ratio.where(first, found["weights"]), "rollout_logprobs": rollout}
     if algorithm.at_once:
-        mismatch = corrections.measure(old, rollout, live=live, sequence=sequence)
+        ages = None if batch.ages is None else column([batch], "ages")
+        mismatch = corrections.measure(old, rollout, live=live, sequence=sequence, ages=ages)
         correction = corrections.apply(algorithm.at_once, mismatch)
         if correction.keep is not None:
             found["keep"] = live * correction.keep

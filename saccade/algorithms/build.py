@@ -30,9 +30,15 @@ def resolve(config: AlgorithmConfig, *, max_tokens: int, **train: int | None) ->
     return build(loaded.algorithm, loaded.train, loaded.reward, max_tokens)
 
 
-def build(given: AlgorithmConfig, train: TrainConfig, reward: RewardConfig, max_tokens: int) -> Algorithm:
-    """The algorithm of a whole run; `max_tokens` of an episode."""
+def build(
+    given: AlgorithmConfig, train: TrainConfig, reward: RewardConfig, max_tokens: int, ahead: int = 0
+) -> Algorithm:
+    """The algorithm of a whole run; `max_tokens` of an episode. Tokens of rollouts that run `ahead` are weighed, unless
+    something else is asked for.
+    """
     row = row_of(given.preset)
+    if ahead and "correct" not in given.model_fields_set:
+        given = given.model_copy(update={"correct": (CorrectionConfig(name="tis.token"),)})
     estimator = _choose("advantage", given.advantage, given)
     loss = _choose("policy_loss", given.policy_loss, given)
     aggregation = given.aggregation
@@ -81,6 +87,10 @@ def build(given: AlgorithmConfig, train: TrainConfig, reward: RewardConfig, max_
             f"algorithm.preset={given.preset[0]} takes one optimizer step per batch; use train.updates_per_step=1 "
             f"train.epochs_per_batch=1 instead of {train.updates_per_step} and {train.epochs_per_batch}, or "
             "algorithm.preset=grpo"
+        )
+    if row.get("on_policy") and ahead:
+        raise ConfigError(
+            f"algorithm.preset={given.preset[0]} is strictly on-policy; use rollout.ahead=0, or algorithm.preset=grpo"
         )
     return algorithm.model_copy(update={"old": old_mode(given.old, once=once, forced=why_recompute(algorithm))})
 

@@ -35,6 +35,7 @@ class Mismatch:
     scored: Tensor  # [T] bool
     live: Tensor  # [T] bool
     sequence: Tensor  # [T] index of the sequence of each token
+    ages: Tensor | None = None  # [T] updates since each was sampled; None: none
 
     @property
     def sequences(self) -> int:
@@ -70,10 +71,10 @@ class Correction:
 Statistic: TypeAlias = "Callable[[Mismatch, Tensor], Tensor]"  # [T] -> [T]
 
 
-def measure(old: Tensor, rollout: Tensor, *, live: Tensor, sequence: Tensor) -> Mismatch:
+def measure(old: Tensor, rollout: Tensor, *, live: Tensor, sequence: Tensor, ages: Tensor | None = None) -> Mismatch:
     """`rollout`: NaN where the engine gave no log-prob."""
     scored = live & (rollout.abs() < float("inf"))
-    return Mismatch(delta=only(old - rollout, scored), scored=scored, live=live, sequence=sequence)
+    return Mismatch(delta=only(old - rollout, scored), scored=scored, live=live, sequence=sequence, ages=ages)
 
 
 def apply(chosen: Sequence[Entry], mismatch: Mismatch) -> Correction:
@@ -117,6 +118,12 @@ def icepop(mismatch: Mismatch, *, low: float = 0.5, high: float = 5.0) -> Correc
     """Weights inside the band only; what is outside is neither weighed nor kept."""
     keep = band(token, mismatch, low, high)
     return Correction(weights=mismatch.ratio.where(keep, 0.0), keep=keep)
+
+
+@add(CORRECTIONS, "0 where more than high updates were made since")
+def recent(mismatch: Mismatch, *, high: float = 1.0) -> Correction:
+    """Tokens of rollouts that ran too far ahead are left out."""
+    return Correction(keep=None if mismatch.ages is None else mismatch.ages <= high)
 
 
 def band(statistic: Statistic, mismatch: Mismatch, low: float, high: float) -> Tensor:

@@ -133,7 +133,7 @@ def _sums(
     if inputs.rollout is not None:
         scored = live & inputs.rollout.isfinite()
         values["mismatch/unscored_frac"] = ~scored
-        scored = scored if inputs.stale is None else scored & ~inputs.stale
+        scored = scored if inputs.ages is None else scored & (inputs.ages == 0)
         gaps = (trainer - inputs.rollout).abs()
         mismatch = (trainer - inputs.rollout).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
         found = {"logp_gap_mean": gaps, "mult_prob_error": mismatch.abs().exp(), "kl": mismatch.expm1() - mismatch}

@@ -99,7 +99,7 @@ def resume(config: Config) -> Iterator[str]:
 def algorithm_of(config: Config) -> Algorithm:
     """The algorithm of a run; options of it that contradict each other are refused."""
     max_tokens = config.rollout.max_tokens * config.env.max_turns
-    return build(config.algorithm, config.train, config.reward, max_tokens)
+    return build(config.algorithm, config.train, config.reward, max_tokens, config.rollout.ahead)
 
 
 def total_steps(config: Config, rows: int) -> int:

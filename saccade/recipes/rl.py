@@ -98,6 +98,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
             metrics.merge(counted.result(), selected, *(count.result() for count in measured), learned)
             state = algorithm_state.after_step(state, steered, metrics)
             setup.surplus.groups = rollouts.surplus
+            sampler.ahead.keep()
             progress = replace(
                 progress.with_scores(rollouts.scores),
                 step=step,

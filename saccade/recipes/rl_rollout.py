@@ -24,14 +24,15 @@ from saccade.models.families import Family
 from saccade.recipes import parts
 from saccade.recipes.accuracy import Scores, items_of, score_terms
 from saccade.recipes.failures import check_errors
+from saccade.recipes.rollouts_ahead import RolloutsAhead
 from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
-from saccade.rollout.collect import collect
+from saccade.rollout.collect import NOTHING, Started
 from saccade.rollout.scoring import RewardStream, free_memory_for_rewards, parsed, report_slow_rewards, thinks
 from saccade.run.metrics import group_metrics
 from saccade.run.quarantine import Quarantine
 from saccade.trainer import Trainer
-from saccade.types import ALWAYS_EXCLUDED, Group, Metrics
+from saccade.types import ALWAYS_EXCLUDED, Group, Metrics, Source
 
 # Bytes of pixels, a quarter of what is kept: more would push out those that are trained on.
 LOOK_AHEAD = 512 << 20
@@ -53,6 +54,7 @@ class Sampler:
     """What answers prompts and scores the answers, the same in every step of a run."""
 
     engine: Engine
+    ahead: RolloutsAhead
     family: Family
     scorer: Scorer | None
     stream: Stream
@@ -63,34 +65,45 @@ class Sampler:
     phase: Callable[[str], AbstractContextManager[object]]
 
     def draw(self, step: int, round: int) -> list[Group]:
-        """Scored groups of the next prompts."""
-        config, family = self.config, self.family
-        rewards = RewardStream(self.scorer, family, step=step)
-        samples = self.quarantine.take(self.stream, config.train.prompts_per_step, family)
-        begun = False
+        """Scored groups of the next prompts. Rollouts of steps that may begin by now go on meanwhile."""
+        config, ahead = self.config, self.ahead
+        ahead.pool.go_on()
+        for number in range(step, ahead.last(step) + 1) if round == 1 else ():
+            if number not in ahead.begun:
+                ahead.begun[number] = self._begin(number, 1)
+        started, rewards = ahead.begun.pop(step) if round == 1 else self._begin(step, round)
+        looked = False
 
         def progress(done: int, total: int) -> None:
-            nonlocal begun
-            if not begun:  # after the engine's first look, so most prompts are read
-                begun = True
-                prefetch_prompts(self.stream, config.train.prompts_per_step, family)
+            nonlocal looked
+            if not looked:  # after the engine's first look, so most prompts are read
+                looked = True
+                prefetch_prompts(self.stream, config.train.prompts_per_step, self.family)
             self.watch(done, total)
 
-        groups = collect(
-            self.engine,
-            samples,
-            parts.play_of(config, family, parts.rollout_sampling(config, self.algorithm), f"{step}/{round}"),
-            repeats=self.algorithm.samples_per_prompt,
-            greedy=self.algorithm.estimator.greedy,
-            on_finish=rewards.submit,
-            progress=progress,
-        )
+        groups = ahead.pool.finish(started, progress)
+        ahead.pool.interrupt()
         free_memory_for_rewards(self.engine, self.scorer)
         with self.phase("reward_wait"):
             watch = report_slow_rewards(self.watch, self.scorer, config.reward)
             groups = rewards.attach(groups, watch, tolerated=config.reward.max_error_rate)
         check_errors(groups, config)
         return groups
+
+    def _begin(self, step: int, round: int) -> tuple[Started, RewardStream]:
+        config, family = self.config, self.family
+        rewards = RewardStream(self.scorer, family, step=step)
+        stored = self.ahead.stored.pop(step, None) if round == 1 else None
+        started = self.ahead.pool.start(
+            stored.samples if stored else self.quarantine.take(self.stream, config.train.prompts_per_step, family),
+            parts.play_of(config, family, parts.rollout_sampling(config, self.algorithm), f"{step}/{round}"),
+            repeats=self.algorithm.samples_per_prompt,
+            greedy=self.algorithm.estimator.greedy,
+            name=f"{step}/{round}|" if self.ahead.steps else "",
+            heard=stored.heard if stored else NOTHING,
+            on_finish=rewards.submit,
+        )
+        return started, rewards
 
 
 def prefetch_prompts(stream: Stream, prompts: int, family: Family) -> None:
@@ -163,9 +176,9 @@ def rollout_metrics(rollouts: Rollouts, sampler: Sampler, policy: Trainer, *, st
     for name, value in (found | (scorer.metrics() if scorer else {})).items():
         metrics.add(name, value)
     for trajectory in (t for group in rollouts.groups for t in group.trajectories if t.response_length):
-        age = step - 1 - int(trajectory.versions[trajectory.prompt_length])
-        metrics.add("data/staleness_mean", age)  # updates since its first token, the oldest, was sampled
-        metrics.add_max("data/staleness_max", age)
+        ages = step - 1 - trajectory.versions[trajectory.sources == Source.POLICY]  # updates since each was sampled
+        metrics.add("data/staleness_mean", float(ages.sum()), len(ages))
+        metrics.add_max("data/staleness_max", int(ages.max()))
     trajectories = [t for group in groups for t in group.trajectories]
     everyone = [t for group in groups for t in group.everyone]
     metrics.add("count/samples", len(everyone))

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from saccade.algorithms.describe import resolved_options
 from saccade.algorithms.resolved_algorithm import Algorithm
@@ -18,8 +19,10 @@ from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.engines import make_engine, require_support
 from saccade.recipes.rl_rollout import Sampler
 from saccade.recipes.rl_update import Learners
+from saccade.recipes.rollouts_ahead import RolloutsAhead
 from saccade.recipes.validation import Validation, evaluator_of
 from saccade.registry import HOOKS
+from saccade.rollout.collect import Pool
 from saccade.rollout.stored import group_files, load_groups
 from saccade.run.training_run import Run
 from saccade.system.contents import File
@@ -86,12 +89,19 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     surplus = CarriedGroups(sample_of=data.sample)
     moving = reference if algorithm.reference_moves else None
     carried = surplus if algorithm.filter.keep_surplus else None
-    with_state = {"critic": critic, "reference": moving, "surplus": carried}  # by folder of a checkpoint
-    beside = {name: part for name, part in with_state.items() if part is not None}
+    with_state: dict[str, Any] = {
+        "critic": critic,
+        "reference": moving,
+        "surplus": carried,
+    }  # by folder of a checkpoint
     total = total_steps(config, stream.rows_per_epoch)
+    ahead = RolloutsAhead(pool=Pool(engine), steps=config.rollout.ahead, total=total, sample_of=data.sample)
+    with_state["ahead"] = ahead if ahead.steps else None
+    beside = {name: part for name, part in with_state.items() if part is not None}
     setup = Setup(
         sampler=Sampler(
             engine=engine,
+            ahead=ahead,
             family=family,
             scorer=scorer,
             stream=stream,

@@ -5,21 +5,230 @@ generate; the groups come back in the order of the samples and repeats, whatever
 Nobody waits for an environment in another process: it is asked between two looks at the engine.
 
     groups = collect(engine, samples, Play(environment=SingleTurn, …), repeats=8)
+
+A pool holds the episodes of several steps at once. `interrupt` takes back what is unfinished, with
+its tokens; it goes on from them later, with the weights of then and the same noise.
+
+    pool = Pool(engine)
+    first, second = (pool.start(samples, play, repeats=8, name=f"{step}|") for step in (1, 2))
+    groups = pool.finish(first)
+    pool.interrupt()
 """
 
 import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from saccade.engines import Engine
 from saccade.rollout.env_setup import EnvironmentCall
 from saccade.rollout.episode import GREEDY, Play, episode, episode_key
-from saccade.types import Group, Request, Sample, Trajectory
+from saccade.types import Completion, Group, Request, Sample, Trajectory
 
 OnFinish = Callable[[Sample, Trajectory], None]
+
+
+class Heard(NamedTuple):
+    """What an engine has said to one episode: whole turns, and pieces of the one that is unfinished."""
+
+    turns: tuple[Completion, ...] = ()
+    pieces: tuple[Completion, ...] = ()
+
+
+NOTHING: Mapping[str, Heard] = {}
+
+
+@dataclass(kw_only=True)
+class _Running:
+    """One episode. `replayed` is told again before the engine is asked."""
+
+    episode: Generator[Request | EnvironmentCall, Any, Trajectory]
+    replayed: list[Completion]
+    turns: list[Completion] = field(default_factory=list)
+    pieces: list[Completion] = field(default_factory=list)
+    request: Request | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """Episodes that were started together."""
+
+    samples: Sequence[Sample]
+    uids: Sequence[str]
+    repeats: int
+    play: Play
+    places: Mapping[str, tuple[int, int]]  # by key: number of the sample, repeat
+    running: Mapping[str, _Running]  # also those that are over
+    done: dict[tuple[int, int], Trajectory]
+    on_finish: OnFinish | None
+
+    def heard(self) -> dict[str, Heard]:
+        """As it is now, by key."""
+        return {key: Heard(tuple(one.turns), tuple(one.pieces)) for key, one in self.running.items()}
+
+
+class Pool:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.started: list[Started] = []
+        self.calls: dict[str, EnvironmentCall] = {}
+        self._owners: dict[str, Started] = {}  # of episodes that are not over
+        self._resting: set[str] | None = None  # keys of requests that were taken back; None: nobody rests
+
+    def start(
+        self,
+        samples: Sequence[Sample],
+        play: Play,
+        *,
+        repeats: int,
+        greedy: bool = False,
+        name: str = "",
+        heard: Mapping[str, Heard] = NOTHING,
+        on_finish: OnFinish | None = None,
+        on_mark: OnFinish | None = None,
+    ) -> Started:
+        """One sample that occurs twice gets other noise the second time. With `greedy` each group also
+        gets one rollout at temperature 0, its baseline. `name` begins the keys of requests, which
+        differ between all that is in the pool. Episodes that have `heard` something go on from there.
+        `on_mark` gets episodes as a limit of turns among `limits.marks` would have ended them.
+        """
+        plays = dict.fromkeys(range(repeats), play)
+        if greedy:
+            likeliest = replace(play.sampling, temperature=0.0, top_p=1.0, top_k=-1, first=None, support=False)
+            plays[GREEDY] = replace(play, sampling=likeliest)
+        occurrence: Counter[str] = Counter()
+        places: dict[str, tuple[int, int]] = {}
+        running: dict[str, _Running] = {}
+        uids = []
+        for index, sample in enumerate(samples):
+            occurrence[sample.id] += 1
+            uid = sample.id if occurrence[sample.id] == 1 else f"{sample.id}~{occurrence[sample.id]}"
+            uids.append(uid)
+            for repeat, how in plays.items():
+                key = f"{name}{episode_key(uid, repeat)}"
+                told = heard.get(key, Heard())
+                own = episode(sample, repeat, uid, how, on_mark and partial(on_mark, sample))
+                places[key] = (index, repeat)
+                running[key] = _Running(episode=own, replayed=[*told.turns], pieces=[*told.pieces])
+        started = Started(
+            samples=samples,
+            uids=uids,
+            repeats=repeats,
+            play=play,
+            places=places,
+            running=running,
+            done={},
+            on_finish=on_finish,
+        )
+        self.started.append(started)
+        self._owners |= dict.fromkeys(places, started)
+        for key in places:
+            self._advance(key, None)
+        return started
+
+    def finish(self, started: Started, progress: Callable[[int, int], None] | None = None) -> list[Group]:
+        """Groups in the order of the samples, when they are complete. Others go on meanwhile."""
+        self.go_on()
+        while len(started.done) < len(started.places):
+            self._poll()
+            if progress is not None:
+                progress(len(started.done), len(started.places))
+            if self.calls and not self.engine.pending:
+                time.sleep(0.001)
+        self.started.remove(started)
+        return [
+            Group(
+                sample=sample,
+                uid=started.uids[i],
+                trajectories=tuple(started.done[i, r] for r in range(started.repeats)),
+                greedy=started.done.get((i, GREEDY)),
+            )
+            for i, sample in enumerate(started.samples)
+        ]
+
+    def interrupt(self) -> None:
+        """Take back what is unfinished: then the engine has nothing to do, and weights may change."""
+        self._resting = self._resting or set()
+        for key in self._owners:
+            if key not in self.calls and key not in self._resting:
+                self.engine.abort(key)
+        while self.engine.pending:
+            self._poll()
+
+    def go_on(self) -> None:
+        """What was taken back is asked again, oldest first."""
+        resting, self._resting = self._resting or set(), None
+        for key in [key for started in self.started for key in started.places if key in resting]:
+            self._ask(key)
+
+    def _poll(self) -> None:
+        for key in [key for key, call in self.calls.items() if call.done()]:
+            self._advance(key, self.calls.pop(key).outcome)
+        for completion in self.engine.poll() if self.engine.pending else ():
+            running = self._owners[completion.key].running[completion.key]
+            assert running.request is not None
+            whole, running.pieces = _joined([*running.pieces, completion]), []
+            if completion.finish == "aborted" and self._resting is not None:
+                if len(whole.ids) < running.request.sampling.max_tokens:
+                    running.pieces = [whole] if len(whole.ids) else []
+                    self._resting.add(completion.key)
+                    continue
+                whole = replace(whole, finish="length")
+            elif len(whole.ids) > len(completion.ids):
+                decode = self._owners[completion.key].play.family.decode
+                whole = _until_stop(whole, running.request.sampling.stop, decode)
+            self._advance(completion.key, whole)
+
+    def _advance(self, key: str, value: Any) -> None:
+        started = self._owners[key]
+        running = started.running[key]
+        if isinstance(value, Completion):
+            running.turns.append(value)
+        try:
+            wanted = running.episode.send(value)
+        except StopIteration as end:
+            trajectory: Trajectory = end.value
+        else:
+            if not isinstance(wanted, Request):
+                self.calls[key] = wanted
+                return
+            running.request = wanted
+            if key != wanted.key:
+                running.request = replace(wanted, key=key, episode=wanted.episode and key)
+            if running.replayed:
+                self._advance(key, running.replayed.pop(0))
+            elif self._resting is not None:
+                self._resting.add(key)
+            else:
+                self._ask(key)
+            return
+        index, repeat = started.places[key]
+        started.done[index, repeat] = trajectory
+        del self._owners[key]
+        self.engine.release(key)
+        if started.on_finish is not None:
+            started.on_finish(started.samples[index], trajectory)
+
+    def _ask(self, key: str) -> None:
+        """The request of an episode; tokens that were sampled before an interruption are part of its prompt."""
+        running = self._owners[key].running[key]
+        request = running.request
+        assert request is not None
+        if running.pieces:
+            (before,) = running.pieces
+            left = request.sampling.max_tokens - len(before.ids)
+            request = replace(
+                request,
+                ids=np.concatenate([request.ids, before.ids]),
+                first_index=request.first_index + len(before.ids),
+                sampling=replace(request.sampling, max_tokens=left),
+            )
+        self.engine.submit(request)
 
 
 def collect(
@@ -28,67 +237,34 @@ def collect(
     play: Play,
     *,
     repeats: int,
-    greedy: bool = False,
-    on_finish: OnFinish | None = None,
-    on_mark: OnFinish | None = None,
     progress: Callable[[int, int], None] | None = None,
+    **options: Any,
 ) -> list[Group]:
-    """Groups in the order of the samples; one that occurs twice gets other noise the second time.
-    With `greedy` each group also gets one rollout at temperature 0, its baseline. `on_mark` gets
-    episodes as a limit of turns among `limits.marks` would have ended them.
-    """
-    plays = dict.fromkeys(range(repeats), play)
-    if greedy:
-        likeliest = replace(play.sampling, temperature=0.0, top_p=1.0, top_k=-1, first=None, support=False)
-        plays[GREEDY] = replace(play, sampling=likeliest)
-    occurrence: Counter[str] = Counter()
-    owners: dict[str, tuple[int, int]] = {}
-    episodes: dict[str, Generator[Request | EnvironmentCall, Any, Trajectory]] = {}
-    uids = []
-    for index, sample in enumerate(samples):
-        occurrence[sample.id] += 1
-        uid = sample.id if occurrence[sample.id] == 1 else f"{sample.id}~{occurrence[sample.id]}"
-        uids.append(uid)
-        for repeat, how in plays.items():
-            key = episode_key(uid, repeat)
-            owners[key] = (index, repeat)
-            episodes[key] = episode(sample, repeat, uid, how, on_mark and partial(on_mark, sample))
-    done: dict[tuple[int, int], Trajectory] = {}
-    calls: dict[str, EnvironmentCall] = {}
+    """Groups in the order of the samples; the options are those of `Pool.start`."""
+    pool = Pool(engine)
+    return pool.finish(pool.start(samples, play, repeats=repeats, **options), progress)
 
-    def advance(key: str, value: Any) -> None:
-        try:
-            wanted = episodes[key].send(value)
-        except StopIteration as end:
-            trajectory: Trajectory = end.value
-        else:
-            if isinstance(wanted, Request):
-                engine.submit(wanted)
-            else:
-                calls[key] = wanted
-            return
-        done[owners[key]] = trajectory
-        engine.release(key)
-        if on_finish is not None:
-            on_finish(samples[owners[key][0]], trajectory)
 
-    for key in episodes:
-        advance(key, None)
-    while engine.pending or calls:
-        for key in [key for key, call in calls.items() if call.done()]:
-            advance(key, calls.pop(key).outcome)
-        for completion in engine.poll() if engine.pending else ():
-            advance(completion.key, completion)
-        if progress is not None:
-            progress(len(done), len(owners))
-        if calls and not engine.pending:
-            time.sleep(0.001)
-    return [
-        Group(
-            sample=sample,
-            uid=uids[i],
-            trajectories=tuple(done[i, r] for r in range(repeats)),
-            greedy=done.get((i, GREEDY)),
-        )
-        for i, sample in enumerate(samples)
-    ]
+def _joined(pieces: Sequence[Completion]) -> Completion:
+    """One completion of several that continue each other."""
+    if len(pieces) == 1:
+        return pieces[0]
+    names = ("ids", "logprobs", "versions")
+    columns: dict[str, Any] = {name: np.concatenate([getattr(c, name) for c in pieces]) for name in names}
+    kept = [c.support for c in pieces if len(c.ids)]
+    support = None if None in kept else tuple(ids for each in kept for ids in each or ())
+    return replace(pieces[-1], **columns, support=support)
+
+
+def _until_stop(whole: Completion, stop: Sequence[str], decode: Callable[[np.ndarray], str]) -> Completion:
+    """A stop string that began before an interruption is seen by no engine."""
+
+    def stopped(length: int) -> bool:
+        text = decode(whole.ids[:length])
+        return any(each in text for each in stop)
+
+    if not stop or not stopped(len(whole.ids)):
+        return whole
+    end = bisect_left(range(len(whole.ids)), True, key=lambda index: stopped(index + 1)) + 1
+    columns: dict[str, Any] = {name: getattr(whole, name)[:end] for name in ("ids", "logprobs", "versions")}
+    return replace(whole, **columns, support=whole.support and whole.support[:end], finish="stop")

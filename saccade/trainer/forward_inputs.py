@@ -27,7 +27,7 @@ from saccade.types import MediaSpan
 FEATURE_BYTES = 1 << 30
 COLUMNS = (
     *("old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "scales"),
-    *("keep", "weights", "rewards", "selected", "stale"),
+    *("keep", "weights", "rewards", "selected", "ages"),
 )
 
 
@@ -61,7 +61,8 @@ def loss_inputs(batch: Batch, new: Tensor, *, images: bool) -> LossInputs:
     """
     given = {name: batch.per_read(name) for name in COLUMNS}
     found = {n.removesuffix("_logprobs"): column(v, new) for n, v in given.items() if v is not None}
-    found |= {name: found[name].bool() for name in ("selected", "stale") if name in found}
+    if "selected" in found:
+        found["selected"] = found["selected"].bool()
     if images:
         found["images"] = column(batch.has_media[batch.sequence], new, torch.bool)
     return LossInputs(

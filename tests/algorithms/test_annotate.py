@@ -163,13 +163,13 @@ def test_tokens_of_older_weights_are_marked_and_in_no_mismatch(algorithm, record
     )
     known = algorithm_state.restore(row, None)
     marked = annotate.add_advantages(updates, [group], row, known, version=4)[0]
-    assert records.column(marked, "stale") == {("a", 0): [0, 1, 0], ("a", 1): [0, 0]}
+    assert records.column(marked, "ages") == {("a", 0): [0, 1, 0], ("a", 1): [0, 0]}
     new = {("a", 0): [-1.0] * 3, ("a", 1): [-1.0] * 2}
     _, log = loss_of(row, marked[0], new)
     assert log["mismatch/logp_gap_mean"] == exact(0.75 / 4)
     assert log["mismatch/logp_gap_max"] == 0.5 and log["mismatch/unscored_frac"] == 0
     fresh = annotate.add_advantages(updates, [group], row, known, version=3)[0]
-    assert fresh[0][0].stale is None
+    assert fresh[0][0].ages is None
     assert loss_of(row, fresh[0], new)[1]["mismatch/logp_gap_max"] == 8.0
 
 

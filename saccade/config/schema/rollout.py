@@ -32,6 +32,9 @@ class RolloutConfig(Section):
         "embedded", "What generates: embedded uses the trainer's weights; http only evaluates."
     )
     replicas: int = option(0, "Separate engine processes behind one queue; 0: one engine in this process.", ge=0)
+    ahead: int = option(
+        0, "Updates that rollouts may run ahead; above 0 their tokens are weighed.", ge=0, commands=("rl",)
+    )
     tensor_parallel: int = option(1, "GPUs of one engine (vllm, sglang).", ge=1, when=OTHER_ENGINE)
     memory_share: float = option(0.6, "Share of the GPU's memory for vllm or sglang.", gt=0, le=1, when=OTHER_ENGINE)
     engine_args: dict[str, Any] = option({}, "Further arguments of vllm or sglang, or http fields.", when=OTHER_ENGINE)

@@ -1,0 +1,190 @@
+"""Rollouts that run ahead of training: interrupted and continued, bounded, repeatable, resumed to the bit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.environments import SingleTurn
+from saccade.errors import ConfigError
+from saccade.recipes import rl, rl_rollout
+from saccade.rollout import collect
+from saccade.rollout.collect import Pool
+from saccade.rollout.episode import Limits, Play
+from saccade.run.loggers import read_metrics
+from saccade.types import Completion, Message, Sample, Sampling, Source
+
+LONG = {
+    "rollout__max_tokens": 24,
+    "rollout__max_sequences": 8,
+    "run__max_steps": 5,
+    "train__prompts_per_step": 3,
+    "run__name": "run",
+}
+
+
+class Thrice:
+    """Three turns, of which the last is answered."""
+
+    def __init__(self):
+        self.turns = 0
+
+    def reset(self, sample, seed):
+        return sample.messages
+
+    def step(self, message):
+        self.turns += 1
+        return (Message(role="user", parts=("again",)),), 0.0, self.turns == 3, {}
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def play(family):
+    def make(environment=SingleTurn, **sampling):
+        limits = Limits(max_turns=3, max_total_tokens=400)
+        options = {"max_tokens": 20} | sampling
+        return Play(environment=environment, family=family, sampling=Sampling(**options), limits=limits, seed="1")
+
+    return make
+
+
+def asked(count):
+    return [Sample(id=f"q{n}", messages=(Message(role="user", parts=(f"What is {n}?",)),)) for n in range(count)]
+
+
+def played(model, family, play, looks, **options):
+    """Answers of two calls in one pool that is interrupted after so many looks at the engine, each time."""
+    engine = EmbeddedEngine(model, family)
+    pool = Pool(engine)
+    calls = [pool.start(asked(3), play, repeats=2, name=name, **options) for name in ("1|", "2|")]
+    seen = 0
+
+    def progress(done, total):
+        nonlocal seen
+        seen += 1
+        if looks and seen % looks == 0:
+            pool.interrupt()
+            assert engine.pending == 0
+            engine.sleep()
+            pool.go_on()
+
+    return [t for call in calls for group in pool.finish(call, progress) for t in group.trajectories]
+
+
+@pytest.mark.parametrize("environment", [SingleTurn, Thrice])
+def test_what_is_interrupted_goes_on_as_if_it_had_not_been(environment, model, family, play):
+    sampling = {"top_k": 20, "support": True, "first": (0.5, 5)}
+    whole = played(model, family, play(environment, **sampling), 0)
+    pieces = played(model, family, play(environment, **sampling), 4)
+    assert max(t.response_length for t in whole) > 8
+    for one, other in zip(whole, pieces, strict=True):
+        assert one.key == other.key and np.array_equal(one.ids, other.ids) and one.end_reason == other.end_reason
+        assert np.allclose(one.logprobs, other.logprobs, atol=1e-5, equal_nan=True)
+        assert [list(ids) for ids in one.support] == [list(ids) for ids in other.support]
+
+
+def test_a_stop_string_over_an_interruption_ends_the_turn(model, family, play):
+    whole = played(model, family, play(), 0)
+    text = family.decode(whole[0].response_ids[:9])
+    stop = text[-4:]
+    cut = played(model, family, play(stop=(stop,)), 3)[0]
+    wanted = played(model, family, play(stop=(stop,)), 0)[0]
+    assert np.array_equal(cut.ids, wanted.ids) and cut.response_length < whole[0].response_length
+
+
+def test_a_piece_is_cut_where_its_support_is():
+    numbers = np.arange(4)
+    one = Completion(
+        key="a",
+        ids=numbers,
+        logprobs=np.zeros(4, np.float32),
+        versions=numbers,
+        finish="length",
+        support=(numbers,) * 4,
+    )
+    cut = collect._until_stop(replace(one, finish="length"), ("12",), lambda ids: "".join(map(str, ids)))
+    assert cut.ids.tolist() == [0, 1, 2] and cut.finish == "stop" and len(cut.support) == 3
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(rl_config, tmp_path, monkeypatch):
+    """Runs; what each step was given: (versions of sampled tokens, sample ids)."""
+
+    def run(out, ahead, **changes):
+        found = {}
+        sample_groups = rl_rollout.sample_groups
+
+        def noted(*given, step):
+            rollouts = sample_groups(*given, step=step)
+            members = [t for group in rollouts.groups for t in group.trajectories]
+            versions = np.concatenate([t.versions[t.sources == Source.POLICY] for t in members])
+            found[step] = versions, [g.sample.id for g in rollouts.groups]
+            return rollouts
+
+        monkeypatch.setattr(rl, "sample_groups", noted)
+        rl.run(rl_config(tmp_path / out, **LONG | {"rollout__ahead": ahead} | changes))
+        monkeypatch.setattr(rl, "sample_groups", sample_groups)
+        return tmp_path / out / "run", found
+
+    return run
+
+
+def weights(run, step, tensors):
+    return tensors(run / "checkpoints" / f"step-{step}")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_no_token_is_older_than_allowed_and_runs_repeat(ahead, trained, tensors):
+    first, found = trained("a", ahead)
+    ages = {step: step - 1 - versions for step, (versions, _) in found.items()}
+    assert all(age.min() >= 0 and age.max() <= min(ahead, step - 1) for step, age in ages.items())
+    oldest = max(age.max() for age in ages.values())
+    assert oldest >= min(ahead, 2)
+    assert any(len(set(age)) > 1 for age in ages.values())  # inside one step
+    rows = read_metrics(first)
+    assert max(row["data/staleness_max"] for row in rows if "data/staleness_max" in row) == oldest
+    assert any(row.get("mismatch/ess", 1.0) < 1 for row in rows)  # weighed
+    second, _ = trained("b", ahead)
+    assert same(weights(first, 5, tensors), weights(second, 5, tensors))
+    _, plain = trained("c", 0)
+    assert [ids for _, ids in found.values()] == [ids for _, ids in plain.values()]
+    assert all((versions == step - 1).all() for step, (versions, _) in plain.items())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"algorithm__preset": ["dapo"], "algorithm__filter__keep_surplus": True, "algorithm__filter__max_rounds": 3,
+         "algorithm__filter__on_exhausted": "train_partial"},
+        {"env__name": "calculator", "env__max_turns": 2, "prompt__format": "direct"},
+    ],
+)  # fmt: skip
+def test_a_resumed_run_ends_as_if_it_had_never_stopped(more, trained, tensors):
+    options = {"save__every": 1, "save__keep": 9} | more
+    whole, _ = trained("whole", 2, **options)
+    stored = whole / "checkpoints" / "step-2" / "state" / "ahead"
+    assert (stored / "ahead.json").is_file()
+    resumed, found = trained("resumed", 2, run__resume=str(whole / "checkpoints" / "step-2"), **options)
+    assert min(found) == 3
+    assert same(weights(whole, 5, tensors), weights(resumed, 5, tensors))
+
+
+def test_old_tokens_can_be_left_out_and_on_policy_presets_refuse(trained, rl_config, tmp_path):
+    run, _ = trained("a", 3, algorithm__correct=["tis.token", {"name": "recent", "high": 1}])
+    assert any(row.get("mismatch/masked_frac", 0) > 0 for row in read_metrics(run))
+    with pytest.raises(ConfigError, match=r"gpg is strictly on-policy; use rollout\.ahead=0"):
+        rl.run(rl_config(tmp_path, **LONG, rollout__ahead=1, algorithm__preset=["gpg"]))
+    assert not Path(tmp_path / "run").exists()
