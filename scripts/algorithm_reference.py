@@ -48,6 +48,7 @@ def presets() -> Iterator[str]:
         row = resolve(AlgorithmConfig(preset=name), max_tokens=LONGEST_RESPONSE)
         samples = f"{row.samples_per_prompt}" + (" + greedy" if row.estimator.greedy else "")
         also = [f"{row.updates_per_step} updates per step."] if row.updates_per_step > 1 else []
+        also += ["Refuses rollouts that run ahead (`rollout.ahead`)."] if PRESETS[name].get("on_policy") else []
         also += [in_words(option, *found) for option, found in extras(row).items() if option != "old"]
         yield cells(f"`{name}`", row.about, formula(row), samples, " ".join(also), links(row.paper))
 
