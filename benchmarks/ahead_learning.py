@@ -1,0 +1,96 @@
+"""Does the quickstart's task suffer from rollouts that run ahead? Its GRPO stage with 0, 1 and 4 updates ahead, with
+and without the weights that correct for it, all arms of a seed from one cold start and with the same number of steps.
+
+    python benchmarks/ahead_learning.py runs/ahead --seeds 0 1 2 3 4
+    python benchmarks/ahead_learning.py runs/ahead                     # the table of what is there
+
+Writes SEED-ARM.json into the folder: accuracy on held-out scenes every few steps and at the end, and how old tokens
+were. The table has means over seeds with their 95 % interval, and the difference to 0 updates ahead, paired by seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from search_curves import interval
+
+from saccade.plugins.export.export import checkpoint_of
+from saccade.plugins.families import tiny_kinds
+from saccade.plugins.quickstart import quickstart
+from saccade.recipes import model_setup, rl, sft
+from saccade.run.loggers import read_metrics
+
+ARMS: dict[str, dict[str, Any]] = {
+    "0": {},
+    "1": {"rollout.ahead": 1},
+    "1 unweighed": {"rollout.ahead": 1, "algorithm.correct": []},
+    "4": {"rollout.ahead": 4},
+    "4 unweighed": {"rollout.ahead": 4, "algorithm.correct": []},
+}
+
+
+def run(out: Path, seed: int) -> None:
+    folder, size = out / str(seed), quickstart.SIZES["full"]
+    data = quickstart.draw_data(folder / "data", size, seed)
+    if not (folder / "sft").exists():
+        model = tiny_kinds.build("qwen2_5_vl", folder / "model", words=quickstart.WORDS, seed=seed)
+        sft.run(quickstart.sft_config(folder, data, model, size, seed))
+    start = str(checkpoint_of(folder / "sft"))
+    for arm, changes in ARMS.items():
+        file = out / f"{seed}-{arm.replace(' ', '-')}.json"
+        if file.exists():
+            continue
+        config = quickstart.rl_config(folder, data, start, size, seed)
+        config["run"] |= {"name": arm, "resume": "none"}
+        rl.run({**config, **changes})
+        rows = read_metrics(folder / arm)
+        curve = [(row["step"], row["val/val/accuracy"]) for row in rows if "val/val/accuracy" in row]
+        steps = [row for row in rows if "data/staleness_mean" in row]
+        result = {
+            "curve": curve,
+            "staleness_mean": float(np.mean([row["data/staleness_mean"] for row in steps])),
+            "staleness_max": max(row["data/staleness_max"] for row in steps),
+            "ess_min": min(row["mismatch/ess"] for row in steps),
+            "seconds": sum(row["time/step"] for row in steps),
+        }
+        file.write_text(json.dumps(result) + "\n")
+
+
+def table(out: Path) -> str:
+    found = {arm: {f.name.split("-")[0]: json.loads(f.read_text())
+                   for f in sorted(out.glob(f"*-{arm.replace(' ', '-')}.json"))} for arm in ARMS}  # fmt: skip
+    head = "| updates ahead | seeds | accuracy at the end | difference to 0 | mean age | least ESS |"
+    lines = [head, "|---" * 6 + "|"]
+    for arm, seeds in found.items():
+        if not seeds:
+            continue
+        ends = {seed: result["curve"][-1][1] for seed, result in seeds.items()}
+        mean, low, high = (100 * x for x in interval([*ends.values()]))
+        pairs = [100 * (end - found["0"][seed]["curve"][-1][1]) for seed, end in ends.items() if seed in found["0"]]
+        gap, half = float(np.mean(pairs)), 0.0
+        if len(pairs) > 1:
+            half = 100 * (interval([0.5 + p / 100 for p in pairs])[2] - 0.5) - gap
+        ages = float(np.mean([result["staleness_mean"] for result in seeds.values()]))
+        least = min(result["ess_min"] for result in seeds.values())
+        score = f"{mean:.1f} % [{low:.1f}, {high:.1f}]"
+        lines.append(f"| {arm} | {len(ends)} | {score} | {gap:+.1f} ± {half:.1f} | {ages:.2f} | {least:.3f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[])
+    args = parser.parse_args()
+    model_setup.quiet_libraries()
+    for seed in args.seeds:
+        run(args.out, seed)
+    print(table(args.out))
+
+
+if __name__ == "__main__":
+    main()
