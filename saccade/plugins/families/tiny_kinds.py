@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config.notation import parse
-from saccade.errors import ConfigError
+from saccade.config.schema.presets import unknown
 from saccade.plugins.families import tiny
 
 KINDS: Mapping[str, Any] = parse(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))["kinds"]
@@ -36,7 +36,7 @@ def build(kind: str, folder: str | Path, *, seed: int = 0, words: Sequence[str] 
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     if kind not in ALL:
-        raise ConfigError(f"tiny:{kind} is not known; expected one of {', '.join(ALL)}")
+        raise unknown("tiny model", kind, ALL)
     if kind in tiny.CONFIGS:
         return tiny.build(kind, folder, seed=seed, words=words, text=changes)
     row = KINDS[kind]
