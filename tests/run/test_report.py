@@ -8,7 +8,7 @@ import pytest
 from pytest import approx
 
 from saccade.config import TrackConfig
-from saccade.plugins.reports.report import charts_of, from_run, write_eval_report
+from saccade.plugins.reports.report import charts_of, from_run, side_by_side, write_eval_report
 from saccade.plugins.reports.report_page import Chart, Curve, Report, Table, write_report
 from saccade.run.loggers import Loggers
 from tests.browser import needs_browser, page_data
@@ -84,6 +84,15 @@ def test_a_run_as_data(page):
         *(("train", 1, "wrong"), ("train", 40, "right")),
     ]
     assert len(episodes["pictures"]) == 1  # each picture once
+
+
+@pytest.mark.parametrize(("seconds", "given"), [(30.0, 2), (1.0, 1), (1e6, 7)])
+def test_gpus_are_divided_by_time(seconds, given):
+    phases = {"rollout": seconds, "update": 80.0, "logp_old": 10.0, "save": 500.0}
+    config = {"run": {"gpus": 8}, "rollout": {"replicas": 0}}
+    (line,) = side_by_side(phases, config)
+    assert line.endswith(f"rollout.ahead=1 rollout.replicas={given} run.gpus={8 - given}")
+    assert side_by_side(phases, config | {"run": {"gpus": 1}}) == []
 
 
 @needs_browser

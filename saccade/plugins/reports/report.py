@@ -85,14 +85,15 @@ def from_run(folder: Path) -> Path:
     text = (folder / CONFIG).read_text(encoding="utf-8")
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     began = manifest["starts"][0]["time"] if manifest.get("starts") else ""
+    config, phases = yaml.safe_load(text), phase_seconds(rows)
     report = Report(
         title=folder.resolve().name,
         subtitle=f"saccade {manifest.get('command', '')} · {began.replace('T', ' ')[:16]} UTC",
-        facts=run_facts(rows, yaml.safe_load(text)),
-        notes=list(diagnose(rows).values()),
+        facts=run_facts(rows, config),
+        notes=[*diagnose(rows).values(), *side_by_side(phases, config)],
         tables=before_after(rows),
         charts=charts_of(rows),
-        phases=phase_seconds(rows),
+        phases=phases,
         episodes=stored_episodes(folder),
         texts={"Configuration": text, "Manifest": json.dumps(manifest, indent=2, ensure_ascii=False)},
     )
@@ -120,6 +121,17 @@ def run_facts(rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
         presets = config["algorithm"]["preset"]
         facts["algorithm"] = presets if isinstance(presets, str) else " + ".join(presets or ())
     return facts
+
+
+def side_by_side(phases: Mapping[str, float], config: Mapping[str, Any]) -> list[str]:
+    """How the GPUs of a run would be divided, if rollouts and training ran at the same time."""
+    gpus, rollout = config["run"].get("gpus", 1), phases.get("rollout", 0.0)
+    if gpus < 2 or not rollout or config["rollout"].get("replicas"):
+        return []
+    share = rollout / (rollout + sum(phases.get(name, 0.0) for name in ("update", "logp_old", "logp_ref", "values")))
+    given = min(gpus - 1, max(1, round(gpus * share)))
+    options = f"rollout.ahead=1 rollout.replicas={given} run.gpus={gpus - given}"
+    return [f"rollouts take {share:.0%} of the time of {gpus} GPUs; to run them beside training, use {options}"]
 
 
 def duration(seconds: float) -> str:
