@@ -180,7 +180,8 @@ class Plan:
     def sequences(self) -> int:
         """Sequences in the engine at a time, if its cache has room for them."""
         members = self.algorithm.samples_per_prompt + self.algorithm.estimator.greedy
-        return min(self.config.rollout.max_sequences, self.config.train.prompts_per_step * members)
+        begun = self.config.train.prompts_per_step * (1 + self.config.rollout.ahead)
+        return min(self.config.rollout.max_sequences, begun * members)
 
 
 # -- prompts ---------------------------------------------------------------------------------------
