@@ -24,6 +24,7 @@ class Capabilities:
     logprobs: bool = True  # of the sampling distribution, temperature included
     support: bool = False  # returns the kept ids of truncated sampling
     shares_weights: bool = False  # update_weights moves nothing
+    own_process: bool = False  # in memory that it shares with nobody: it works on while the trainer trains
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,8 +82,9 @@ class Sampler:
             self.watch(done, total)
 
         groups = ahead.pool.finish(started, progress)
-        ahead.pool.interrupt()
-        free_memory_for_rewards(self.engine, self.scorer)
+        if not ahead.side_by_side:
+            ahead.pool.interrupt()
+            free_memory_for_rewards(self.engine, self.scorer)
         with self.phase("reward_wait"):
             watch = report_slow_rewards(self.watch, self.scorer, config.reward)
             groups = rewards.attach(groups, watch, tolerated=config.reward.max_error_rate)
@@ -140,7 +141,8 @@ def sample_groups(sampler: Sampler, carried: Sequence[Group], scores: Sequence[s
             groups, reasons = select.keep_chosen(groups, algorithm)
             dropped += reasons
         kept += groups
-    sampler.engine.sleep()
+    if not sampler.ahead.side_by_side:
+        sampler.engine.sleep()
     found = score_terms(sampler.scorer, items_of(scored), scores)
     metrics = Metrics()
     metrics.add("data/epoch", sampler.stream.epoch)

@@ -3,7 +3,8 @@ next steps are under way.
 
 Steps begin and are trained in the order of the data, so which questions a step has never depends on who is fast. Step
 s may begin when the weights are those after step s - 1 - k, so no token is older than k updates when it is trained.
-Before weights change, what is unfinished is taken back with its tokens; it goes on from them with the new weights.
+Before weights change, what is unfinished is taken back with its tokens; it goes on from them with the new weights. An
+engine beside the trainer samples until then; one in the trainer's memory stops when the groups of a step are complete.
 
     ahead = RolloutsAhead(pool=Pool(engine), steps=1, total=100, sample_of=data.sample)
 """
@@ -46,6 +47,11 @@ class RolloutsAhead:
     begun: dict[int, tuple[Started, Any]] = field(default_factory=dict)  # with the rewards of each
     stored: dict[int, Stored] = field(default_factory=dict)
     _kept: Mapping[int, Stored] = field(default_factory=dict)
+
+    @property
+    def side_by_side(self) -> bool:
+        """Rollouts go on while the trainer trains, until weights change."""
+        return self.steps > 0 and self.pool.engine.capabilities().own_process
 
     def last(self, step: int) -> int:
         """The last step that may have begun while `step` is sampled."""

@@ -134,11 +134,13 @@ class Pool:
     def finish(self, started: Started, progress: Callable[[int, int], None] | None = None) -> list[Group]:
         """Groups in the order of the samples, when they are complete. Others go on meanwhile."""
         self.go_on()
-        while len(started.done) < len(started.places):
-            self._poll()
+        complete = False
+        while not complete:
+            self._poll()  # also if all are done: an engine elsewhere is sent what the others ask
+            complete = len(started.done) == len(started.places)
             if progress is not None:
                 progress(len(started.done), len(started.places))
-            if self.calls and not self.engine.pending:
+            if not complete and self.calls and not self.engine.pending:
                 time.sleep(0.001)
         self.started.remove(started)
         return [

@@ -164,13 +164,14 @@ class Outputs:
 
     def _finish(self, sequence: Sequence, chat: Chat, last: int) -> str | None:
         sampling = sequence.request.sampling
-        if sequence.aborted:
-            return "aborted"
+        # What was aborted may have drawn one more token, behind its prompt, and ended with it.
         if sampling.stop and self._reaches_stop(sequence, chat):
             return "stop"
-        if last in chat.eos_ids and not sampling.ignore_eos:
+        if sequence.sampled and last in chat.eos_ids and not sampling.ignore_eos:
             return "stop"
-        return "length" if not sequence.remaining else None
+        if not sequence.remaining:
+            return "length"
+        return "aborted" if sequence.aborted else None
 
     def _reaches_stop(self, sequence: Sequence, chat: Chat) -> bool:
         """Search each new token for stop strings; what was drawn after one is forgotten."""

@@ -47,7 +47,7 @@ class _Task:
 
 
 class Replicas(Engine):
-    def __init__(self, launchers: Sequence[Callable[..., Replica]]) -> None:
+    def __init__(self, launchers: Sequence[Callable[..., Replica]], *, own_memory: bool = False) -> None:
         self.version = 0
         self._launchers = launchers
         self._events: Events = queue.SimpleQueue()
@@ -67,7 +67,8 @@ class Replicas(Engine):
             while len(self._ready) < len(launchers):
                 self._hear(wait=None)
             # Whatever an engine shares with the model of its process, that is not the trainer's.
-            self._capabilities = Capabilities(**self._ready[0].ask("capabilities") | {"shares_weights": False})
+            placed = {"shares_weights": False, "own_process": own_memory}
+            self._capabilities = Capabilities(**self._ready[0].ask("capabilities") | placed)
             self._most_deaths = DEATHS_IN_A_ROW * len(launchers)
         except BaseException:
             self.close()
@@ -84,7 +85,8 @@ class Replicas(Engine):
         self._tasks[request.key] = _Task(request=request, content=content_of(request))
 
     def poll(self) -> list[Completion]:
-        self._join()
+        if not self.pending or any(not task.aborted for task in self._tasks.values()):
+            self._join()  # not while the last are taken back: then weights may be about to change
         self._hand_out()
         self._hear(wait=0.0 if self._finished else POLL_WAIT)
         finished, self._finished = self._finished, []
@@ -262,8 +264,8 @@ def start_replicas(settings: Settings, count: int, *, logs: Path | None, team: A
     else:
         found = placements(count, settings.tensor_parallel, visible, team.size if team else 1)
         places = [{"environment": environment, "beside_trainer": beside} for environment, beside in found]
-    named = enumerate(places)
-    return Replicas([partial(Replica, settings, log=folder / f"engine-{n}.log", **place) for n, place in named])
+    launchers = [partial(Replica, settings, log=folder / f"engine-{n}.log", **place) for n, place in enumerate(places)]
+    return Replicas(launchers, own_memory=not visible or not any(place["beside_trainer"] for place in places))
 
 
 def placements(

@@ -64,7 +64,8 @@ class SglangEngine(CopyEngine):
             request, aborted = self._running.pop(key)[0], key in self._aborted
             self._aborted.discard(key)
             triples = triples_of(request, self.family, answer, aborted=aborted)
-            finish = "aborted" if aborted else answer["meta_info"]["finish_reason"]["type"]
+            how = answer["meta_info"]["finish_reason"]["type"]
+            finish = "aborted" if how == "abort" else how  # it may have ended before it heard that it should
             done.append(self._completion(key, [t[1] for t in triples], [t[0] for t in triples], finish))
         return done
 

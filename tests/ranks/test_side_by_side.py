@@ -1,0 +1,129 @@
+"""Rollouts ahead of training in other processes: they go on while the trainer trains, no token is older than allowed,
+and no episode is lost or comes twice, also when a process is killed.
+"""
+
+import os
+import re
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+
+from saccade.plugins.engines.replicas.replica_pool import Replicas
+from saccade.recipes import rl, rl_rollout
+from saccade.run.loggers import read_metrics
+from saccade.types import Source
+from tests.ranks.test_ranks import STABLE
+
+AHEAD, STEPS, PROMPTS, REPEATS = 2, 4, 3, 4
+LONG = {"rollout__max_tokens": 60, "rollout__max_sequences": 24, "run__max_steps": STEPS, "rollout__ahead": AHEAD}
+
+
+class Watched:
+    """What the steps of a run were given, and what lived while each was trained."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.groups: dict[int, Any] = {}
+        self.under_way: dict[int, int] = {}
+        self.slept = 0
+        self.before_update = lambda engine, step: None
+        sample_groups, update_models, sleep = rl_rollout.sample_groups, rl.update_models, Replicas.sleep
+
+        def sampled(sampler: Any, *given: Any, step: int) -> Any:
+            rollouts = sample_groups(sampler, *given, step=step)
+            self.groups[step], self.engine = rollouts.groups, sampler.engine
+            return rollouts
+
+        def trained(*given: Any) -> Any:
+            step = given[-1]
+            self.under_way[step] = self.engine.pending
+            self.before_update(self.engine, step)
+            return update_models(*given)
+
+        def slept(engine: Replicas) -> None:
+            self.slept += 1
+            sleep(engine)
+
+        patch.setattr(rl, "sample_groups", sampled)
+        patch.setattr(rl, "update_models", trained)
+        patch.setattr(Replicas, "sleep", slept)
+
+    def require_sound(self) -> int:
+        """Each question and each of its episodes once, no token too old. Returns the age of the oldest."""
+        oldest = 0
+        asked = [group.sample.id for groups in self.groups.values() for group in groups]
+        assert len(asked) == len(set(asked)) == STEPS * PROMPTS
+        for step, groups in self.groups.items():
+            members = [t for group in groups for t in group.trajectories]
+            assert len(members) == len({t.key for t in members}) == PROMPTS * REPEATS
+            assert all(t.status not in ("aborted", "error") for t in members)
+            ages = step - 1 - np.concatenate([t.versions[t.sources == Source.POLICY] for t in members])
+            assert ages.min() >= 0 and ages.max() <= min(AHEAD, step - 1)
+            oldest = max(oldest, int(ages.max()))
+        assert [*self.groups] == [*range(1, STEPS + 1)]
+        return oldest
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> Watched:
+    return Watched(monkeypatch)
+
+
+@pytest.fixture
+def run(rl_config, tmp_path):
+    def go(**more: Any) -> Any:
+        sizes = {"train__prompts_per_step": PROMPTS, "train__samples_per_prompt": REPEATS, "run__name": "run"}
+        rl.run(rl_config(tmp_path, **LONG, **sizes, **more) | STABLE)
+        return tmp_path / "run"
+
+    return go
+
+
+def test_ranks_that_train_take_their_rollouts_back_first(watched, run):
+    """The engines are in the processes that train: they stop and free their memory."""
+    folder = run(run__gpus=2)
+    assert watched.require_sound() == AHEAD
+    assert set(watched.under_way.values()) == {0} and watched.slept >= STEPS
+    assert any(row.get("mismatch/ess", 1.0) < 1 for row in read_metrics(folder))
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_replicas_go_on_while_the_trainer_trains(gpus, watched, run):
+    """On one replica; with two ranks that train beside it."""
+    folder = run(rollout__replicas=1, run__gpus=gpus)
+    assert watched.require_sound() == AHEAD
+    assert watched.under_way[1] > 0 and watched.slept == 0
+    rows = [row for row in read_metrics(folder) if "data/staleness_max" in row]
+    assert max(row["data/staleness_max"] for row in rows) == AHEAD
+
+
+def test_kill_9_of_replicas_amid_rollouts_and_while_the_trainer_trains(watched, run, monkeypatch):
+    """All at once, with the rollouts of several steps. Then one is ready again before weights are handed over: it takes
+    none from a trainer that has changed them.
+    """
+    killed = []
+    hand_out = Replicas._hand_out
+
+    def kill(replicas: list[Any]) -> None:
+        for replica in replicas:
+            os.kill(replica.child.popen.pid, signal.SIGKILL)
+            killed.append(replica)
+
+    def amid_rollouts(engine: Replicas) -> None:
+        hand_out(engine)
+        if engine.version == 1 and engine._tasks and not killed:
+            kill(engine._working)
+
+    def amid_training(engine: Replicas, step: int) -> None:
+        if step == 2:
+            kill([replica for replica in engine._working if replica not in killed][:1])
+            while not engine._ready:
+                engine._hear(wait=1.0)
+
+    monkeypatch.setattr(Replicas, "_hand_out", amid_rollouts)
+    watched.before_update = amid_training
+    folder = run(rollout__replicas=2)
+    assert watched.require_sound() == AHEAD
+    deaths = re.findall(r"died and starts again, (\d+) requests wait", (folder / "log.txt").read_text())
+    assert len(deaths) == len(killed) >= 2 and sum(map(int, deaths)) >= PROMPTS * REPEATS
