@@ -325,6 +325,20 @@ def test_aborted_at_every_stage(model, family, prompts, paged):
     assert empty(engine)
 
 
+def test_what_ends_behind_its_prompt_is_not_aborted(model, family, prompts, paged):
+    """One that is aborted while its prompt is read draws a token: if that is an end, nothing may be asked behind it."""
+    engine = EmbeddedEngine(model, family)
+    end = min(family.chat.eos_ids)
+    engine.banned[:] = torch.arange(len(engine.banned)) != end
+    engine.scheduler.prefill_tokens = 16
+    request = requests(prompts[1:2], replace(FREE, ignore_eos=False))[0]
+    engine.submit(request)
+    assert not engine.poll() and engine.scheduler.jobs
+    engine.abort(request.key)
+    (done,) = drain(engine)
+    assert (done.finish, done.ids.tolist()) == ("stop", [end]) and empty(engine)
+
+
 def test_an_evicted_sequence_can_be_aborted(model, family, prompts, paged):
     engine = EmbeddedEngine(model, family)
     paged.budget = 18 * engine.cache.bytes_per_page

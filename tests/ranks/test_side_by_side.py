@@ -9,15 +9,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from saccade.plugins.engines.replicas.replica_pool import Replicas
 from saccade.recipes import rl, rl_rollout
 from saccade.run.loggers import read_metrics
 from saccade.types import Source
+from tests.ranks.processes import LIMIT, forked
 from tests.ranks.test_ranks import STABLE
 
 AHEAD, STEPS, PROMPTS, REPEATS = 2, 4, 3, 4
-LONG = {"rollout__max_tokens": 60, "rollout__max_sequences": 24, "run__max_steps": STEPS, "rollout__ahead": AHEAD}
+LONG = {
+    "run__name": "run",
+    "run__max_steps": STEPS,
+    "rollout__ahead": AHEAD,
+    "rollout__max_tokens": 60,
+    "rollout__max_sequences": 24,
+    "train__prompts_per_step": PROMPTS,
+    "train__samples_per_prompt": REPEATS,
+}
 
 
 class Watched:
@@ -73,8 +83,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> Watched:
 @pytest.fixture
 def run(rl_config, tmp_path):
     def go(**more: Any) -> Any:
-        sizes = {"train__prompts_per_step": PROMPTS, "train__samples_per_prompt": REPEATS, "run__name": "run"}
-        rl.run(rl_config(tmp_path, **LONG, **sizes, **more) | STABLE)
+        rl.run(rl_config(tmp_path, **LONG, **more) | STABLE)
         return tmp_path / "run"
 
     return go
@@ -127,3 +136,32 @@ def test_kill_9_of_replicas_amid_rollouts_and_while_the_trainer_trains(watched, 
     assert watched.require_sound() == AHEAD
     deaths = re.findall(r"died and starts again, (\d+) requests wait", (folder / "log.txt").read_text())
     assert len(deaths) == len(killed) >= 2 and sum(map(int, deaths)) >= PROMPTS * REPEATS
+
+
+def _killed_in_step_3(options: dict[str, Any]) -> None:
+    update_models = rl.update_models
+
+    def killing(*given: Any) -> Any:
+        if given[-1] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return update_models(*given)
+
+    rl.update_models = killing
+    rl.run(options)
+
+
+def test_kill_9_of_a_run_whose_rollouts_are_carried(rl_config, tmp_path, tensors):
+    """Resumed from its last checkpoint it ends with the weights of one that nobody disturbed."""
+    more = {"rollout__max_tokens": 24, "rollout__max_sequences": 8, "save__every": 1}
+    killed, undisturbed = (rl_config(tmp_path / name, **LONG | more) for name in ("killed", "undisturbed"))
+    process = forked(_killed_in_step_3, killed)
+    rl.run(undisturbed)
+    process.join(LIMIT)
+    assert process.exitcode == -signal.SIGKILL
+    rl.run(killed | {"run.resume": "auto"})
+    rows = [row["step"] for row in read_metrics(tmp_path / "killed" / "run") if "data/staleness_max" in row]
+    assert rows == [*range(1, STEPS + 1)]
+    ours, theirs = (
+        tensors(tmp_path / name / "run" / "checkpoints" / f"step-{STEPS}") for name in ("killed", "undisturbed")
+    )
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

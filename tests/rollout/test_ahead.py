@@ -122,8 +122,12 @@ def trained(rl_config, tmp_path, monkeypatch):
         found = {}
         sample_groups = rl_rollout.sample_groups
 
-        def noted(*given, step):
-            rollouts = sample_groups(*given, step=step)
+        def noted(sampler, *given, step):
+            rollouts = sample_groups(sampler, *given, step=step)
+            now = sampler.ahead
+            found["held"] = held = [now.begun, now.stored, now.pool.started, now.pool._owners, now.pool.calls]
+            assert len(now.begun) + len(now.stored) == len(now.pool.started) == now.last(step) - step
+            assert all(len(some) <= 3 * 4 * ahead for some in held)  # whatever the number of the step
             members = [t for group in rollouts.groups for t in group.trajectories]
             versions = np.concatenate([t.versions[t.sources == Source.POLICY] for t in members])
             found[step] = versions, [g.sample.id for g in rollouts.groups]
@@ -132,6 +136,7 @@ def trained(rl_config, tmp_path, monkeypatch):
         monkeypatch.setattr(rl, "sample_groups", noted)
         rl.run(rl_config(tmp_path / out, **LONG | {"rollout__ahead": ahead} | changes))
         monkeypatch.setattr(rl, "sample_groups", sample_groups)
+        assert not any(found.pop("held"))
         return tmp_path / out / "run", found
 
     return run

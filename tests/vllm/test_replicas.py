@@ -11,7 +11,8 @@ from saccade.engines import generate
 from saccade.plugins.engines.replicas.replica_pool import Replicas
 from saccade.recipes import rl
 from saccade.run.loggers import read_metrics
-from tests.ranks.test_ranks import STORED, sampled
+from tests.ranks.test_ranks import STABLE, STORED, sampled
+from tests.ranks.test_side_by_side import AHEAD, LONG, Watched
 from tests.vllm.test_rl import ENGINE
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
@@ -71,3 +72,14 @@ def test_two_ranks_train_and_hand_their_weights_over(layout, tmp_path, rl_config
     assert all(row["policy/grad_norm"] > 0 for row in rows) and len(sampled(tmp_path / "run")) == 48
     deaths = (tmp_path / "run" / "log.txt").read_text().count("engine-0 died and starts again")
     assert deaths == len(killed) == (layout == "sharded")
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_rollouts_run_ahead_of_training(replicas, tmp_path, rl_config, monkeypatch):
+    """Carried in the trainer's process; in a process of its own vLLM goes on while the trainer trains."""
+    watched = Watched(monkeypatch)
+    rl.run(rl_config(tmp_path, **LONG, rollout__replicas=replicas) | ENGINE | STABLE)
+    assert watched.require_sound() == AHEAD and watched.slept == 0
+    assert any(watched.under_way.values()) == (replicas > 0)
+    rows = [row for row in read_metrics(tmp_path / "run") if "reward/mean" in row]
+    assert max(row["mismatch/logp_gap_max"] for row in rows) < 1e-4  # of tokens that the newest weights sampled

@@ -91,6 +91,12 @@ NOTES = {
         "always",
         (HALF, 1.0),
     ),
+    "mismatch/ess": Cause(
+        "corrections leave {share} of what is sampled (effective sample size), with tokens up to "
+        "{row[data/staleness_max]:.0f} updates old; lower rollout.ahead or train.lr",
+        "always",
+        (0.0, HALF),
+    ),
 }
 
 

@@ -160,6 +160,14 @@ def test_a_request_that_is_aborted_while_it_waits(over_http, core, requests):
     assert [what for what, _ in core.told] == ["abort"]
 
 
+def test_a_request_that_had_ended_before_it_was_aborted(over_http, core, requests):
+    """Nothing may be asked behind its end."""
+    over_http.submit(requests[0])
+    over_http.abort("0")  # the server hears it and has it done nevertheless
+    (done,) = over_http.poll()
+    assert (done.finish, len(done.ids)) == ("length", requests[0].sampling.max_tokens)
+
+
 def test_a_request_that_the_server_gave_up(over_http, core, requests):
     core.waits = {}
     over_http.submit(requests[0])
