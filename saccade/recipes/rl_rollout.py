@@ -100,7 +100,7 @@ class Sampler:
             parts.play_of(config, family, parts.rollout_sampling(config, self.algorithm), f"{step}/{round}"),
             repeats=self.algorithm.samples_per_prompt,
             greedy=self.algorithm.estimator.greedy,
-            name=f"{step}/{round}|" if self.ahead.steps else "",
+            name=f"{step}/{round}|" if stored or self.ahead.steps else "",
             heard=stored.heard if stored else NOTHING,
             on_finish=rewards.submit,
         )

@@ -96,7 +96,8 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     }  # by folder of a checkpoint
     total = total_steps(config, stream.rows_per_epoch)
     ahead = RolloutsAhead(pool=Pool(engine), steps=config.rollout.ahead, total=total, sample_of=data.sample)
-    with_state["ahead"] = ahead if ahead.steps else None
+    begun = run.start is not None and (run.start / "state" / "ahead").is_dir()  # perhaps with more steps ahead
+    with_state["ahead"] = ahead if ahead.steps or begun else None
     beside = {name: part for name, part in with_state.items() if part is not None}
     setup = Setup(
         sampler=Sampler(

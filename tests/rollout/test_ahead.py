@@ -187,6 +187,19 @@ def test_a_resumed_run_ends_as_if_it_had_never_stopped(more, trained, tensors):
     assert same(weights(whole, 5, tensors), weights(resumed, 5, tensors))
 
 
+def test_a_run_can_go_on_with_another_number_of_steps_ahead(trained):
+    """No question is left out, whatever had begun."""
+    options = {"save__every": 1, "save__keep": 9, "algorithm__correct": ["tis.token"]}
+    whole, found = trained("whole", 2, **options)
+    wanted = [ids for _, ids in found.values()]
+    for ahead in (0, 1):
+        _, found = trained(f"to{ahead}", ahead, run__resume=str(whole / "checkpoints" / "step-2"), **options)
+        assert [ids for _, ids in found.values()] == wanted[2:]
+    plain, _ = trained("plain", 0, **options)
+    _, found = trained("on", 2, run__resume=str(plain / "checkpoints" / "step-2"), **options)
+    assert [ids for _, ids in found.values()] == wanted[2:]
+
+
 def test_old_tokens_can_be_left_out_and_on_policy_presets_refuse(trained, rl_config, tmp_path):
     run, _ = trained("a", 3, algorithm__correct=["tis.token", {"name": "recent", "high": 1}])
     assert any(row.get("mismatch/masked_frac", 0) > 0 for row in read_metrics(run))
