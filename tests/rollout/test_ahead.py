@@ -125,8 +125,9 @@ def trained(rl_config, tmp_path, monkeypatch):
         def noted(sampler, *given, step):
             rollouts = sample_groups(sampler, *given, step=step)
             now = sampler.ahead
-            found["held"] = held = [now.begun, now.stored, now.pool.started, now.pool._owners, now.pool.calls]
-            assert len(now.begun) + len(now.stored) == len(now.pool.started) == now.last(step) - step
+            held = [now.begun, now.pool.started, now.pool._owners, now.pool.calls]
+            found["held"] = [*held, now.stored]
+            assert len(now.begun) == len(now.pool.started) == now.last(step) - step
             assert all(len(some) <= 3 * 4 * ahead for some in held)  # whatever the number of the step
             members = [t for group in rollouts.groups for t in group.trajectories]
             versions = np.concatenate([t.versions[t.sources == Source.POLICY] for t in members])
