@@ -15,9 +15,11 @@ import warnings
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from triton.runtime import interpreter
 
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine, kv_cache
@@ -35,10 +37,18 @@ SETTINGS = {
     "top_k": replace(FREE, top_k=5, support=True),
     "top_p": replace(FREE, top_p=0.8, support=True),
 }
+patch_tensor = interpreter._patch_lang_tensor
+
+
+def with_index(tensor: Any, scope: Any) -> None:
+    """Its numbers are arrays of one, which numpy 2.4 no longer takes for an index."""
+    patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
 def main() -> None:
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # logarithms of 0, as on a GPU
+    interpreter._patch_lang_tensor = with_index
     kv_cache.KVCache._budget = lambda self: 1 << 24  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as scratch:
         for seen, (name, sampling) in product(MODELS, SETTINGS.items()):

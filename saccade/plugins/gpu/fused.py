@@ -33,20 +33,17 @@ def fuse(model: Any) -> list[str]:
     """Exchange what can be; the names of the classes and functions that were."""
     if not _applies(torch.empty(0, device=model.device, dtype=model.dtype)):
         return []
-    rotated = _fuse_rotary(model)
-    proved: dict[tuple[type, int, int], bool] = {}
+    exchanged = set(_fuse_rotary(model))
     for module in list(model.modules()):
-        kind, parameters = type(module), len(list(module.parameters()))
+        kind = type(module)
         for number, row in enumerate(FUSED):
-            width = row.width_of(module)
-            if width is None or hasattr(type(module), "plain"):
-                continue
-            case = (kind, parameters, number)  # some classes have a weight or none
-            if case not in proved:
-                proved[case] = _agrees(module, row.forward, width, model)
-            if proved[case]:
+            width = None if hasattr(kind, "plain") else row.width_of(module)
+            # Each of them: modules of one class may differ (Gemma 3n's gates are sparse in some layers).
+            if width is not None and _agrees(module, row.forward, width, model):
                 module.__class__ = _fused_class(kind, number)  # type: ignore[arg-type]
-    return sorted([*rotated, *{kind.__name__ for (kind, _, _), same in proved.items() if same}])
+                exchanged.add(kind.__name__)
+                break
+    return sorted(exchanged)
 
 
 @functools.cache
@@ -121,7 +118,7 @@ class _ShiftedNorm(torch.autograd.Function):
 
         ctx.save_for_backward(x, weight)
         ctx.epsilon = epsilon
-        return norm_rows(x, weight, epsilon)
+        return norm_rows(x, weight, epsilon, shift=True)
 
     @staticmethod
     def backward(ctx: Any, to_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -236,7 +233,7 @@ def _rotary(
     axis = _axis_of_heads(q, cos, more, options)
     if axis is None:
         return plain(q, k, cos, sin, *more, **options)
-    turned = _Rotate.apply(*(x[0].transpose(0, 2 - axis) for x in (q, k)), cos[0], sin[0], pairs)
+    turned = _Rotate.apply(*(x.squeeze(0).transpose(0, 2 - axis) for x in (q, k)), cos[0], sin[0], pairs)
     return tuple(x.transpose(0, 2 - axis).unsqueeze(0) for x in turned)
 
 
@@ -245,7 +242,7 @@ def _single_rotary(plain: Any, x: Tensor, cos: Tensor, sin: Tensor, *more: Any, 
     axis = _axis_of_heads(x, cos, more, options)
     if axis is None:
         return plain(x, cos, sin, *more, **options)
-    lines = x[0].transpose(0, 2 - axis)  # [T, H, D]
+    lines = x.squeeze(0).transpose(0, 2 - axis)  # [T, H, D]
     turned, _ = _Rotate.apply(lines, lines.new_empty((len(lines), 0, x.shape[-1])), cos[0], sin[0], False)
     return turned.transpose(0, 2 - axis).unsqueeze(0)
 
@@ -254,7 +251,7 @@ def _axis_of_heads(x: Tensor, cos: Tensor, more: Any, options: Mapping[str, Any]
     """None: called in a way that is not fused."""
     axis = options.get("unsqueeze_dim", 1)
     usual = not more and options.keys() <= {"unsqueeze_dim"} and x.ndim == 4 and axis in (1, 2) and _applies(x)
-    return axis if usual and cos.shape == (1, x.shape[3 - axis], x.shape[3]) else None
+    return axis if usual and len(x) == 1 and cos.shape == (1, x.shape[3 - axis], x.shape[3]) else None
 
 
 def _vision_rotary(plain: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:

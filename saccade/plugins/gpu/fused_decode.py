@@ -206,6 +206,12 @@ def _of_stack(layers: Any, norm: Any) -> list[tuple[nn.Module, Forward]]:
         *((precomputed.norm, precomputed.take) for precomputed in following),
         *((layer, build(layer, precomputed)) for layer, precomputed in zip(layers, following, strict=True)),
         *((layer.mlp, _gated(layer.mlp)) for layer in layers if _projectable(layer.mlp)),
+        *(
+            (part, _rows_normed(part))
+            for layer in layers
+            for part in (layer.self_attn.children() if build is _sandwich_layer else ())
+            if getattr(type(part), "how", None) == {}  # by torch; others have a kernel
+        ),
     ]
 
 
@@ -274,12 +280,20 @@ def _sandwich_layer(layer: Any, following: PrecomputedNorm) -> Forward:
         )
         made, last = layer.mlp(normed), layer.post_feedforward_layernorm
         if per_layer_input is not None:
-            hidden = hidden + last(made)
+            hidden, _ = _add_norm(hidden, made, last, before=last)  # one kernel, although nobody asks for its norm
             gate = layer.act_fn(layer.per_layer_input_gate(hidden))
             made, last = layer.per_layer_projection(gate * per_layer_input), layer.post_per_layer_input_norm
         return following.add(hidden, made, before=last, factor=getattr(layer, "layer_scalar", None))
 
     return forward
+
+
+def _rows_normed(norm: Any) -> Forward:
+    """Of heads: torch copies those of a joined product before it norms them."""
+    from saccade.plugins.gpu.norm import norm_rows
+
+    epsilon: Any = epsilon_of(norm)
+    return lambda x: norm_rows(x, getattr(norm, "weight", None), epsilon)
 
 
 def _add_norm(

@@ -1,8 +1,8 @@
-"""Norms in one pass: of a sum, as it stands between two parts of a layer, and of the Gemma kind with its
-gradient (root mean square, times 1 + weight, float32 inside).
+"""Norms in one pass: of a sum, as it stands between two parts of a layer, and of rows wherever they lie
+(root mean square, float32 inside), with the gradient of the Gemma kind: times 1 + weight.
 
     hidden, normed = add_norm(hidden, update, weight, epsilon)
-    normed = norm_rows(x, weight, epsilon)
+    normed = norm_rows(x, weight, epsilon, shift=True)
 """
 
 from __future__ import annotations
@@ -83,11 +83,13 @@ def _normed(
     return value * scale * gain
 
 
-# -- norms of the Gemma kind -----------------------------------------------------------------------
+# -- norms of rows ---------------------------------------------------------------------------------
 
 
-def norm_rows(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / rms(x) * (1 + weight) over the last axis, in the order in memory that x has."""
+def norm_rows(x: Tensor, weight: Tensor | None, epsilon: float, *, shift: bool = False) -> Tensor:
+    """x / rms(x) over the last axis, times the weight if there is one (`shift`: 1 + weight), in the order in memory
+    that x has.
+    """
     x = _even(x)
     out = torch.empty_like(x)
     if x.numel():
@@ -97,13 +99,14 @@ def norm_rows(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         _norm_rows[(triton.cdiv(count, max(1, TILE // block)),)](
             lines, weight, made, epsilon, count, lines.shape[1],
             lines.stride(0), lines.stride(1), made.stride(0), made.stride(1),
-            WIDTH=x.shape[-1], BLOCK=block, ROWS=max(1, TILE // block), num_warps=4 if block <= TILE else 8,
+            WIDTH=x.shape[-1], BLOCK=block, ROWS=max(1, TILE // block), SHIFT=shift,
+            num_warps=4 if block <= TILE else 8,
         )  # fmt: skip
     return out
 
 
 def norm_gradients(x: Tensor, weight: Tensor, epsilon: float, to_out: Tensor) -> tuple[Tensor, Tensor]:
-    """Of x and of the weight."""
+    """Of x and of the weight, which is shifted."""
     x, to_out = _even(x), _even(to_out)
     to_x = torch.empty_like(x)
     if not x.numel():
@@ -133,17 +136,21 @@ def _lines(x: Tensor) -> Tensor:
 @triton.jit
 def _norm_rows(
     x, weight, out, epsilon, count, inner, x_outer, x_inner, out_outer, out_inner,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip  # pragma: no cover - runs on the GPU
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < count) & (column < WIDTH)
     at = row // inner * x_outer + row % inner * x_inner + column
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + epsilon)
-    gain = 1.0 + tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 1) / WIDTH + epsilon)[:, None]
+    if weight is not None:
+        gain = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        if SHIFT:
+            gain += 1.0
+        value *= gain
     there = row // inner * out_outer + row % inner * out_inner + column
-    tl.store(out + there, (value * scale[:, None] * gain).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + there, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

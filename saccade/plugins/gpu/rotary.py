@@ -44,37 +44,63 @@ def _rotate(
     PAIRS: tl.constexpr,
 ):  # fmt: skip  # pragma: no cover - runs on the GPU
     token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, COLUMNS)[None, :]
-    _turn(q + token * q_token, out_q, token, q_head, q_heads, cos, sin, column, HALF, Q_HEADS, BACK, PAIRS)
+    turn: tl.constexpr = _turn_pairs if PAIRS else _turn
+    turn(q + token * q_token, out_q, token, q_head, q_heads, cos, sin, HALF, Q_HEADS, COLUMNS, BACK)
     if K_HEADS:
-        _turn(k + token * k_token, out_k, token, k_head, k_heads, cos, sin, column, HALF, K_HEADS, BACK, PAIRS)
+        turn(k + token * k_token, out_k, token, k_head, k_heads, cos, sin, HALF, K_HEADS, COLUMNS, BACK)
 
 
 @triton.jit
 def _turn(
-    x, out, token, head_stride, heads, cos, sin, column,
-    HALF: tl.constexpr, HEADS: tl.constexpr, BACK: tl.constexpr, PAIRS: tl.constexpr,
+    x, out, token, head_stride, heads, cos, sin,
+    HALF: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip  # pragma: no cover - runs on the GPU
+    column = tl.arange(0, COLUMNS)[None, :]
     head = tl.arange(0, HEADS)[:, None]
     narrow = column < HALF
     inside = (head < heads) & narrow
-    APART: tl.constexpr = 1 if PAIRS else HALF
-    if PAIRS:
-        column = 2 * column
     angles = token * 2 * HALF + column
     cos_left = tl.load(cos + angles, mask=narrow, other=0.0).to(tl.float32)
-    cos_right = tl.load(cos + angles + APART, mask=narrow, other=0.0).to(tl.float32)
+    cos_right = tl.load(cos + angles + HALF, mask=narrow, other=0.0).to(tl.float32)
     sin_left = tl.load(sin + angles, mask=narrow, other=0.0).to(tl.float32)
-    sin_right = tl.load(sin + angles + APART, mask=narrow, other=0.0).to(tl.float32)
+    sin_right = tl.load(sin + angles + HALF, mask=narrow, other=0.0).to(tl.float32)
     source = x + head * head_stride + column
     left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    right = tl.load(source + APART, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    if BACK:
+        new_left = rounded(left * cos_left, cos) + rounded(right * sin_right, cos)
+        new_right = rounded(right * cos_right, cos) - rounded(left * sin_left, cos)
+    else:
+        new_left = rounded(left * cos_left, cos) - rounded(right * sin_left, cos)
+        new_right = rounded(right * cos_right, cos) + rounded(left * sin_right, cos)
+    place = out + (token * heads + head) * 2 * HALF + column
+    tl.store(place, new_left.to(out.dtype.element_ty), mask=inside)
+    tl.store(place + HALF, new_right.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _turn_pairs(
+    x, out, token, head_stride, heads, cos, sin,
+    HALF: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip  # pragma: no cover - runs on the GPU
+    """Rows are read and written whole, and split in registers: reading every other number is slow. Angles are read for
+    each head, into the registers where its numbers are.
+    """
+    column = tl.broadcast_to(tl.arange(0, 2 * COLUMNS)[None, :], (HEADS, 2 * COLUMNS))
+    head = tl.arange(0, HEADS)[:, None]
+    inside = (head < heads) & (column < 2 * HALF)
+    angles = token * 2 * HALF + column
+    cos_left, cos_right = _split(cos + angles, inside, HEADS, COLUMNS)
+    sin_left, sin_right = _split(sin + angles, inside, HEADS, COLUMNS)
+    left, right = _split(x + head * head_stride + column, inside, HEADS, COLUMNS)
     if BACK:
         sin_left, sin_right = -sin_right, -sin_left
-    own_left, own_right, from_right, from_left = left * cos_left, right * cos_right, right * sin_left, left * sin_right
-    if not PAIRS:
-        own_left, own_right = rounded(own_left, cos), rounded(own_right, cos)
-        from_right, from_left = rounded(from_right, cos), rounded(from_left, cos)
-    place = out + (token * heads + head) * 2 * HALF + column
-    tl.store(place, (own_left - from_right).to(out.dtype.element_ty), mask=inside)
-    tl.store(place + APART, (own_right + from_left).to(out.dtype.element_ty), mask=inside)
+    turned = tl.join(left * cos_left - right * sin_left, right * cos_right + left * sin_right)
+    turned = tl.reshape(turned.to(out.dtype.element_ty), (HEADS, 2 * COLUMNS))
+    tl.store(out + (token * heads + head) * 2 * HALF + column, turned, mask=inside)
+
+
+@triton.jit
+def _split(places, inside, HEADS: tl.constexpr, COLUMNS: tl.constexpr):  # pragma: no cover - runs on the GPU
+    rows = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    return tl.split(tl.reshape(rows, (HEADS, COLUMNS, 2)))
