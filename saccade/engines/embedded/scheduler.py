@@ -235,7 +235,7 @@ class Scheduler:
             pages, others = self.cache.pages.of(job.members[0].slot), job.members[1:]
             if job.prefix is not None:
                 pages, others = job.prefix.pages, list(job.members)
-            # The states in the pages of the first member go on with it.
+            # The states of the first member go on with it.
             if key in wanted and key not in self.prefix_cache.prefixes and self.cache.states is None:
                 kept = Prefix(pages=self.cache.pages.share(pages), hidden=job.hidden)
                 self.prefix_cache.prefixes[key] = kept

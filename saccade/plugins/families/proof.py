@@ -132,12 +132,14 @@ def sense_comparisons(model: Any, family: Family, kind: str, limit: float) -> It
     for name, prompts in asked.items():
         try:
             rows = [row for parts, answers in prompts for row in answered(family, parts, answers)]
-            if left_out := [name for parts, _ in prompts for name in _left_out(family, parts)]:
+            if left_out := [array for parts, _ in prompts for array in _left_out(family, parts)]:
                 raise ValueError(f"its processor makes {', '.join(left_out)} of one of them alone")
             made = list(_row_comparisons(model, family, rows, limit))
             spans = [span for row in (*rows, *probes(family)) for span in row.prompt.media]
             widths = {family.features(model, media_inputs(family, [span], model.device)).shape[1] for span in spans}
             made.append(Compared("width of features", len(widths) - 1, of="others than those of pictures"))
+        except torch.AcceleratorError:
+            raise  # whatever a GPU runs after that fails, too
         except Exception as error:  # also where transformers itself does not take it
             made = [Compared("run", math.inf, limit, where=f"{type(error).__name__}: {error}")]
         worst = next((row for row in made if not row.agrees), max(made, key=lambda row: row.gap))
@@ -229,13 +231,14 @@ def _left_out(family: Family, parts: Sequence[Any]) -> list[str]:
     """Arrays that are smaller than those of each medium alone: the model would look for features that are not there,
     and a GPU does not forgive that.
     """
-    whole, alone = processed(family, parts), Counter[str]()
+    whole = {name: value.numel() for name, value in processed(family, parts).items()}
+    alone = Counter[str]()
     for part in parts:
         if isinstance(part, Media):
             made = processed(family, (part,))
             shape = made["input_ids"].shape
             alone.update({name: value.numel() for name, value in made.items() if value.shape != shape})
-    return [name for name, size in alone.items() if whole[name].numel() < size]
+    return [name for name, size in alone.items() if whole.get(name, 0) < size]
 
 
 def _longer_than_windows(model: Any, family: Family) -> list[ProofRow]:

@@ -81,7 +81,8 @@ def delta_step(
     [H]; `heads` (G, H, D, V). The states [H, D, V], in float32, lie at `states` in row `rows` [B] → [B, H, V].
     """
     key_heads, count, size, wide = heads
-    assert mixed.is_contiguous() and share.stride(1) == decay.stride(1) == 1
+    assert mixed.is_contiguous()
+    share, decay = (x if x.stride(1) == 1 else x.contiguous() for x in (share, decay))  # Qwen3-Next may have them apart
     out = torch.empty((len(mixed), count, wide), dtype=mixed.dtype, device=mixed.device)
     block = min(COLUMNS, triton.next_power_of_2(wide))
     _delta[(len(mixed), count, triton.cdiv(wide, block))](
