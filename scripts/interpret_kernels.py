@@ -1,5 +1,5 @@
 """The embedded engine with its Triton kernels on a CPU, beside the engine without them: a change of
-a kernel can be tried without a GPU. Needs the package triton; takes about three minutes.
+a kernel can be tried without a GPU. Needs the package triton; takes a few minutes.
 
     python scripts/interpret_kernels.py
 """
