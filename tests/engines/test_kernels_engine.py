@@ -327,9 +327,8 @@ def test_aborted_at_every_stage(model, family, prompts, paged):
 
 def test_what_ends_behind_its_prompt_is_not_aborted(model, family, prompts, paged):
     """One that is aborted while its prompt is read draws a token: if that is an end, nothing may be asked behind it."""
-    engine = EmbeddedEngine(model, family)
     end = min(family.chat.eos_ids)
-    engine.banned[:] = torch.arange(len(engine.banned)) != end
+    engine = EmbeddedEngine(model, replace(family, banned=np.arange(len(family.banned)) != end))
     engine.scheduler.prefill_tokens = 16
     request = requests(prompts[1:2], replace(FREE, ignore_eos=False))[0]
     engine.submit(request)
