@@ -37,7 +37,7 @@ def build(
     something else is asked for.
     """
     row = row_of(given.preset)
-    if ahead and "correct" not in given.model_fields_set:
+    if weighed := bool(ahead) and "correct" not in given.model_fields_set and given.old != "rollout":
         given = given.model_copy(update={"correct": (CorrectionConfig(name="tis.token"),)})
     estimator = _choose("advantage", given.advantage, given)
     loss = _choose("policy_loss", given.policy_loss, given)
@@ -92,7 +92,8 @@ def build(
         raise ConfigError(
             f"algorithm.preset={given.preset[0]} is strictly on-policy; use rollout.ahead=0, or algorithm.preset=grpo"
         )
-    return algorithm.model_copy(update={"old": old_mode(given.old, once=once, forced=why_recompute(algorithm))})
+    why = f"rollout.ahead={ahead} weighs tokens by them" if weighed else why_recompute(algorithm)
+    return algorithm.model_copy(update={"old": old_mode(given.old, once=once, forced=why)})
 
 
 def old_mode(wanted: str, *, once: bool, forced: str | None) -> str:

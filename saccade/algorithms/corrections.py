@@ -35,7 +35,7 @@ class Mismatch:
     scored: Tensor  # [T] bool
     live: Tensor  # [T] bool
     sequence: Tensor  # [T] index of the sequence of each token
-    ages: Tensor | None = None  # [T] updates since each was sampled; None: none
+    ages: Tensor | None = None  # [T] steps since each was sampled; None: all are new
 
     @property
     def sequences(self) -> int:
@@ -120,7 +120,7 @@ def icepop(mismatch: Mismatch, *, low: float = 0.5, high: float = 5.0) -> Correc
     return Correction(weights=mismatch.ratio.where(keep, 0.0), keep=keep)
 
 
-@add(CORRECTIONS, "0 where more than high updates were made since")
+@add(CORRECTIONS, "tokens that were sampled at most high steps ago")
 def recent(mismatch: Mismatch, *, high: float = 1.0) -> Correction:
     """Tokens of rollouts that ran too far ahead are left out."""
     return Correction(keep=None if mismatch.ages is None else mismatch.ages <= high)

@@ -46,7 +46,7 @@ class LossInputs:
     rollout: Tensor | None = None  # [T] NaN where the engine gave no log-prob
     ref: Tensor | None = None  # [T]
     keep: Tensor | None = None  # [T] factor of the loss, 0 where a filter drops it
-    ages: Tensor | None = None  # [T] updates since it was sampled; a gap to older weights is no error
+    ages: Tensor | None = None  # [T] steps since it was sampled; a gap to older weights is no error
     images: Tensor | None = None  # [T] bool: the sequence has an image; None: nobody asks
 
     @cached_property

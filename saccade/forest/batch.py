@@ -261,7 +261,7 @@ class Batch:
     weights: np.ndarray | None = None  # correction weights
     rewards: np.ndarray | None = None  # of the sequence, after shaping
     selected: np.ndarray | None = None  # 0/1: tokens that the policy loss treats differently
-    ages: np.ndarray | None = None  # updates since each was sampled
+    ages: np.ndarray | None = None  # steps since each was sampled
     values: np.ndarray | None = None  # of the critic, before the update
     returns: np.ndarray | None = None  # what the critic learns
     last_values: np.ndarray | None = None  # [sequences] of the critic, after the last token

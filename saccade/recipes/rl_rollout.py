@@ -178,7 +178,7 @@ def rollout_metrics(rollouts: Rollouts, sampler: Sampler, policy: Trainer, *, st
     for name, value in (found | (scorer.metrics() if scorer else {})).items():
         metrics.add(name, value)
     for trajectory in (t for group in rollouts.groups for t in group.trajectories if t.response_length):
-        ages = step - 1 - trajectory.versions[trajectory.sources == Source.POLICY]  # updates since each was sampled
+        ages = step - 1 - trajectory.versions[trajectory.sources == Source.POLICY]  # steps since each was sampled
         metrics.add("data/staleness_mean", float(ages.sum()), len(ages))
         metrics.add_max("data/staleness_max", int(ages.max()))
     trajectories = [t for group in groups for t in group.trajectories]

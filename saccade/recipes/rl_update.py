@@ -88,7 +88,8 @@ def _teaches(batches: Sequence[Batch], algorithm: Algorithm, learners: Learners)
     beside = learners.demonstrations is not None or learners.train.aux_coef > 0
     if beside or algorithm.entropy_coef != 0 or not algorithm.loss.by_advantage:
         return True
-    return any(b.advantages is not None and b.advantages.any() for b in batches)
+    given = [b for b in batches if b.advantages is not None and b.advantages.any()]
+    return any(b.keep is None or (b.per_read("advantages") * b.per_read("keep")).any() for b in given)
 
 
 def _select_tokens(batches: Sequence[Batch], algorithm: Algorithm, learners: Learners, seed: str) -> list[Batch]:

@@ -74,7 +74,7 @@ class OverlongConfig(Section):
 class CorrectionConfig(Section):
     name: str = option(
         ...,
-        "tis.token | tis.sequence | tis.geometric | icepop | seq_mask | seq_mask_tis | opsm | "
+        "tis.token | tis.sequence | tis.geometric | icepop | seq_mask | seq_mask_tis | opsm | recent | "
         "reject.token.k1 … | file.py:name.",
         path=True,
     )

@@ -33,7 +33,7 @@ class RolloutConfig(Section):
     )
     replicas: int = option(0, "Separate engine processes behind one queue; 0: one engine in this process.", ge=0)
     ahead: int = option(
-        0, "Updates that rollouts may run ahead; above 0 their tokens are weighed.", ge=0, commands=("rl",)
+        0, "Steps that rollouts may run ahead of training; above 0 their tokens are weighed.", ge=0, commands=("rl",)
     )
     tensor_parallel: int = option(1, "GPUs of one engine (vllm, sglang).", ge=1, when=OTHER_ENGINE)
     memory_share: float = option(0.6, "Share of the GPU's memory for vllm or sglang.", gt=0, le=1, when=OTHER_ENGINE)

@@ -180,7 +180,8 @@ class Plan:
     def sequences(self) -> int:
         """Sequences in the engine at a time, if its cache has room for them."""
         members = self.algorithm.samples_per_prompt + self.algorithm.estimator.greedy
-        begun = self.config.train.prompts_per_step * (1 + self.config.rollout.ahead)
+        steps = 1 + self.config.rollout.ahead
+        begun = self.config.train.prompts_per_step * min(steps, self.config.run.max_steps or steps)
         return min(self.config.rollout.max_sequences, begun * members)
 
 
