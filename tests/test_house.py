@@ -68,18 +68,18 @@ def lines_of_code(path: Path, tree: ast.Module) -> int:
 
 
 def test_the_house_stays_small() -> None:
-    """The package was brought to 30 thousand lines, to which several GPUs and any model add 4.5; tests to 32,
-    without theirs. Today's sizes are the limits.
+    """The package was brought to 30 thousand lines, to which several GPUs, any model and rollouts ahead add 5.3; tests
+    to 32, without theirs. Today's sizes are the limits.
     """
     sizes = {path.relative_to(PACKAGE): lines_of_code(path, tree) for path, tree in modules()}
     spine = sum(size for path, size in sizes.items() if path.parts[0] != "plugins")
     files = Path(__file__).parent.rglob("*.py")
     tests = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     of_ranks = sum(size for path, size in tests.items() if path.parent.name == "ranks")
-    assert sum(sizes.values()) <= 36_000
-    assert spine <= 14_400
-    assert of_ranks <= 2_400
-    assert sum(tests.values()) - of_ranks <= 34_600
+    assert sum(sizes.values()) <= 35_227
+    assert spine <= 14_245
+    assert of_ranks <= 2_359
+    assert sum(tests.values()) - of_ranks <= 33_988
 
 
 def test_a_file_name_occurs_once() -> None:
