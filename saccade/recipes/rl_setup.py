@@ -89,19 +89,16 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     surplus = CarriedGroups(sample_of=data.sample)
     moving = reference if algorithm.reference_moves else None
     carried = surplus if algorithm.filter.keep_surplus else None
-    with_state: dict[str, Any] = {
-        "critic": critic,
-        "reference": moving,
-        "surplus": carried,
-    }  # by folder of a checkpoint
     total = total_steps(config, stream.rows_per_epoch)
     ahead = RolloutsAhead(pool=Pool(engine), steps=config.rollout.ahead, total=total, sample_of=data.sample)
     if ahead.steps and algorithm.old != "rollout" and not any(c.weighs for c in algorithm.corrections):
         what = f"rollout.ahead={ahead.steps}: tokens of older weights count as if they were new"
         log.warning(f"{what}; to weigh them, use algorithm.correct=[tis.token] or algorithm.old=rollout")
     begun = run.start is not None and (run.start / "state" / "ahead").is_dir()  # perhaps with more steps ahead
-    with_state["ahead"] = ahead if ahead.steps or begun else None
-    beside = {name: part for name, part in with_state.items() if part is not None}
+    going_on = ahead if ahead.steps or begun else None
+    # By folder of a checkpoint.
+    with_state = {"critic": critic, "reference": moving, "surplus": carried, "ahead": going_on}
+    beside: dict[str, Any] = {name: part for name, part in with_state.items() if part is not None}
     setup = Setup(
         sampler=Sampler(
             engine=engine,

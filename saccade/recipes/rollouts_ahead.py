@@ -1,8 +1,8 @@
-"""Rollouts that run ahead of training by some updates: while the last, long answers of a step are written, those of the
+"""Rollouts that run ahead of training by some steps: while the last, long answers of a step are written, those of the
 next steps are under way.
 
 Steps begin and are trained in the order of the data, so which questions a step has never depends on who is fast. Step
-s may begin when the weights are those after step s - 1 - k, so no token is older than k updates when it is trained.
+s may begin when the weights are those after step s - 1 - k, so no token is older than k steps when it is trained.
 Before weights change, what is unfinished is taken back with its tokens; it goes on from them with the new weights. An
 engine beside the trainer samples until then; one in the trainer's memory stops when the groups of a step are complete.
 

@@ -73,7 +73,7 @@ def test_what_a_group_costs_and_what_it_learns_from_are_said_beside_a_cause():
 def test_corrections_that_leave_little_of_what_was_sampled_are_said():
     old = {"mismatch/ess": 0.45, "data/staleness_max": 4.0, "count/samples": ENOUGH}
     (line,) = diagnose([GOOD | old]).values()
-    assert line.startswith("corrections leave 45% of") and "up to 4 updates old; lower rollout.ahead" in line
+    assert line.startswith("corrections leave 45% of") and "up to 4 steps old; lower rollout.ahead" in line
     assert diagnose([GOOD | old | {"mismatch/ess": 0.6}]) == {}
 
 

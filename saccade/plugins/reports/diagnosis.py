@@ -93,7 +93,7 @@ NOTES = {
     ),
     "mismatch/ess": Cause(
         "corrections leave {share} of what is sampled (effective sample size), with tokens up to "
-        "{row[data/staleness_max]:.0f} updates old; lower rollout.ahead or train.lr",
+        "{row[data/staleness_max]:.0f} steps old; lower rollout.ahead or train.lr",
         "always",
         (0.0, HALF),
     ),
