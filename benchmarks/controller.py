@@ -163,7 +163,7 @@ def measure(gpus: int, work: Mapping[str, int], folder: Path) -> dict[str, float
     algorithm = algorithm_of(config)
     team, others = start_team(gpus, folder)
     policy = RankTrainer(config, team, load_family(model))
-    absent: dict[str, Any] = dict.fromkeys(("stream", "quarantine", "watch", "phase"))
+    absent: dict[str, Any] = dict.fromkeys(("ahead", "stream", "quarantine", "watch", "phase"))
     sampler = Sampler(engine=team, family=policy.family, scorer=None, config=config, algorithm=algorithm, **absent)
     groups = make_groups(work["prompts"] * gpus, work)
     state = algorithm_state.restore(algorithm, None)

@@ -77,10 +77,12 @@ def test_steps_of_a_tiny_model_do_what_is_asked(tmp_path, monkeypatch):
     from rl_step import main
     from works import parse
 
+    from saccade.run.checkpointer import Checkpointer
     from saccade.run.training_run import Run
     from saccade.trainer.local import LocalBackend
 
-    for owner, name in ((LocalBackend, "train_step"), (Run, "phase"), (Run, "save")):  # which it replaces
+    replaced = ((LocalBackend, "train_step"), (Run, "phase"), (Run, "save"), (Checkpointer, "due"))
+    for owner, name in replaced:
         monkeypatch.setattr(owner, name, getattr(owner, name))
     options = ["--size", "tiny", "--work", "T1", "--steps", "2", "--result", str(tmp_path / "result.json")]
     monkeypatch.setattr(sys, "argv", ["rl_step.py", *options])

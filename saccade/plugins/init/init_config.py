@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import DataConfig, DataSource, load
+from saccade.config.schema.presets import unknown
 from saccade.data.chats import RowError
 from saccade.data.formats import Format, detect, read_row
 from saccade.data.sources import open_source
@@ -99,7 +100,7 @@ def _type_of(model: Path) -> str:
     kind = str(model).removeprefix("tiny:")
     if kind != str(model):
         if kind not in ALL:
-            raise ConfigError(f"{model} is not known; expected one of {', '.join(ALL)}")
+            raise unknown("tiny model", kind, ALL)
         return kind
     if not (config := described(model)):
         raise ConfigError(f"{model} has no config.json; give a Hugging Face model folder, or tiny:qwen2_5_vl")
