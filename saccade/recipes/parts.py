@@ -63,7 +63,7 @@ def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample
     scorer.metrics()  # those of the test belong to no step
 
 
-def check_algorithm(algorithm: Algorithm, scorer: Scorer | None, samples: Sequence[Sample]) -> None:
+def check_algorithm(algorithm: Algorithm, scorer: Scorer | None, samples: Sequence[Sample], *, ahead: int = 0) -> None:
     """What an algorithm wants to know of rewards and rows must be there before step 1."""
     if algorithm.overlong.buffer and scorer is None:
         raise ConfigError("algorithm.overlong: a term of the reward; set reward.terms, or algorithm.overlong.buffer=0")
@@ -74,6 +74,9 @@ def check_algorithm(algorithm: Algorithm, scorer: Scorer | None, samples: Sequen
             scorer.component_weights(source)
     if algorithm.estimator.weigh and all(sample.extra.get("domain") is None for sample in samples):
         log.info("no row has a `domain`: all of them are one, and only difficulty weighs")
+    if ahead and algorithm.old != "rollout" and not any(c.weighs for c in algorithm.corrections):
+        what = f"rollout.ahead={ahead}: tokens of older weights count as if they were new"
+        log.warning(f"{what}; to weigh them, use algorithm.correct=[tis.token] or algorithm.old=rollout")
 
 
 def rollout_sampling(config: Config, algorithm: Algorithm | None = None) -> Sampling:

@@ -66,7 +66,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     scorer = parts.make_scorer(config, algorithm)
     run.close_at_end(scorer)
     parts.test_rewards(config, scorer, data.samples)
-    parts.check_algorithm(algorithm, scorer, data.samples)
+    parts.check_algorithm(algorithm, scorer, data.samples, ahead=config.rollout.ahead)
     backend = model_setup.start_policy(run, family)
     HOOKS["place_reward_models"](scorer, backend)
     stream = Stream(data, seed=config.run.seed, config=config.data)
@@ -91,9 +91,6 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     carried = surplus if algorithm.filter.keep_surplus else None
     total = total_steps(config, stream.rows_per_epoch)
     ahead = RolloutsAhead(pool=Pool(engine), steps=config.rollout.ahead, total=total, sample_of=data.sample)
-    if ahead.steps and algorithm.old != "rollout" and not any(c.weighs for c in algorithm.corrections):
-        what = f"rollout.ahead={ahead.steps}: tokens of older weights count as if they were new"
-        log.warning(f"{what}; to weigh them, use algorithm.correct=[tis.token] or algorithm.old=rollout")
     begun = run.start is not None and (run.start / "state" / "ahead").is_dir()  # perhaps with more steps ahead
     going_on = ahead if ahead.steps or begun else None
     # By folder of a checkpoint.

@@ -9,22 +9,16 @@ engine beside the trainer samples until then; one in the trainer's memory stops 
     ahead = RolloutsAhead(pool=Pool(engine), steps=1, total=100, sample_of=data.sample)
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-from safetensors.numpy import load_file, save_file
+from typing import Any, NamedTuple, get_type_hints
 
 from saccade.rollout.collect import Heard, Pool, Started
+from saccade.rollout.stored import load_records, record_files
 from saccade.system.codec import Arrays, decode, encode
-from saccade.system.contents import File, text_file
-from saccade.types import Completion, Sample
-
-ROWS, ARRAYS = "ahead.json", "ahead.safetensors"
+from saccade.system.contents import File
+from saccade.types import Sample
 
 
 class Stored(NamedTuple):
@@ -74,17 +68,16 @@ class RolloutsAhead:
                 columns = zip(told._fields, told, strict=True)
                 said[key] = [encode(some, arrays, name=f"{step}/{number}/{name}") for name, some in columns]
             rows.append({"step": step, "samples": [sample.id for sample in samples], "heard": said})
-        dense = {name: np.array(array, order="C") for name, array in arrays.items()}
-        yield ARRAYS, partial(save_file, dense)
-        yield ROWS, text_file(json.dumps(rows))
+        yield from record_files("ahead", rows, arrays)
 
     def load_state(self, folder: Path) -> None:
-        if not (folder / ROWS).is_file():  # of a run without
+        if not folder.is_dir():  # of a run without
             return
-        arrays = load_file(folder / ARRAYS)
-        for row in json.loads((folder / ROWS).read_text(encoding="utf-8")):
+        rows, arrays = load_records(folder, "ahead")
+        kinds = get_type_hints(Heard).values()
+        for row in rows:
             heard = {
-                key: Heard(*(decode(tuple[Completion, ...], some, arrays) for some in told))
+                key: Heard(*(decode(kind, some, arrays) for kind, some in zip(kinds, told, strict=True)))
                 for key, told in row["heard"].items()
             }
             self.stored[row["step"]] = Stored([self.sample_of(name) for name in row["samples"]], heard)

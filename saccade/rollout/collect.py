@@ -34,10 +34,10 @@ OnFinish = Callable[[Sample, Trajectory], None]
 
 
 class Heard(NamedTuple):
-    """What an engine has said to one episode: whole turns, and pieces of the one that is unfinished."""
+    """What an engine has said to one episode: whole turns, and the beginning of one that was interrupted."""
 
     turns: tuple[Completion, ...] = ()
-    pieces: tuple[Completion, ...] = ()
+    beginning: Completion | None = None
 
 
 NOTHING: Mapping[str, Heard] = {}
@@ -50,7 +50,7 @@ class _Running:
     episode: Generator[Request | EnvironmentCall, Any, Trajectory]
     replayed: list[Completion]
     turns: list[Completion] = field(default_factory=list)
-    pieces: list[Completion] = field(default_factory=list)
+    beginning: Completion | None = None
     request: Request | None = None
 
 
@@ -69,7 +69,7 @@ class Started:
 
     def heard(self) -> dict[str, Heard]:
         """As it is now, by key."""
-        return {key: Heard(tuple(one.turns), tuple(one.pieces)) for key, one in self.running.items()}
+        return {key: Heard(tuple(one.turns), one.beginning) for key, one in self.running.items()}
 
 
 class Pool:
@@ -114,7 +114,7 @@ class Pool:
                 told = heard.get(key, Heard())
                 own = episode(sample, repeat, uid, how, on_mark and partial(on_mark, sample))
                 places[key] = (index, repeat)
-                running[key] = _Running(episode=own, replayed=[*told.turns], pieces=[*told.pieces])
+                running[key] = _Running(episode=own, replayed=[*told.turns], beginning=told.beginning)
         started = Started(
             samples=samples,
             uids=uids,
@@ -174,10 +174,10 @@ class Pool:
         for completion in self.engine.poll() if self.engine.pending else ():
             running = self._owners[completion.key].running[completion.key]
             assert running.request is not None
-            whole, running.pieces = _joined([*running.pieces, completion]), []
+            whole, running.beginning = _joined(running.beginning, completion), None
             if completion.finish == "aborted" and self._resting is not None:
                 if len(whole.ids) < running.request.sampling.max_tokens:
-                    running.pieces = [whole] if len(whole.ids) else []
+                    running.beginning = whole if len(whole.ids) else None
                     self._resting.add(completion.key)
                     continue
                 whole = replace(whole, finish="length")
@@ -219,10 +219,9 @@ class Pool:
     def _ask(self, key: str) -> None:
         """The request of an episode; tokens that were sampled before an interruption are part of its prompt."""
         running = self._owners[key].running[key]
-        request = running.request
+        request, before = running.request, running.beginning
         assert request is not None
-        if running.pieces:
-            (before,) = running.pieces
+        if before is not None:
             left = request.sampling.max_tokens - len(before.ids)
             request = replace(
                 request,
@@ -247,15 +246,14 @@ def collect(
     return pool.finish(pool.start(samples, play, repeats=repeats, **options), progress)
 
 
-def _joined(pieces: Sequence[Completion]) -> Completion:
-    """One completion of several that continue each other."""
-    if len(pieces) == 1:
-        return pieces[0]
-    names = ("ids", "logprobs", "versions")
+def _joined(beginning: Completion | None, rest: Completion) -> Completion:
+    if beginning is None:
+        return rest
+    pieces, names = [beginning, rest], ("ids", "logprobs", "versions")
     columns: dict[str, Any] = {name: np.concatenate([getattr(c, name) for c in pieces]) for name in names}
     kept = [c.support for c in pieces if len(c.ids)]
     support = None if None in kept else tuple(ids for each in kept for ids in each or ())
-    return replace(pieces[-1], **columns, support=support)
+    return replace(rest, **columns, support=support)
 
 
 def _until_stop(whole: Completion, stop: Sequence[str], decode: Callable[[np.ndarray], str]) -> Completion:

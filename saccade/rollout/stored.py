@@ -25,8 +25,6 @@ from saccade.system.codec import VERSION, Arrays, MissingFile, decode, encode, f
 from saccade.system.contents import File, text_file
 from saccade.types import Group, Sample, Trajectory
 
-ROWS, ARRAYS = "groups.json", "groups.safetensors"
-
 
 def group_files(groups: Sequence[Group]) -> list[File]:
     arrays: Arrays = {}
@@ -36,19 +34,14 @@ def group_files(groups: Sequence[Group]) -> list[File]:
         known = files_of(group.sample)
         row = {"sample": group.sample.id, "uid": group.uid, "greedy": group.greedy is not None}
         rows.append(row | {"members": encode(stored, arrays, known=known, name=str(index))})
-    # A view is written as the bytes that it looks at, so it has to be made contiguous.
-    dense = {name: np.array(array, order="C") for name, array in arrays.items()}
-    text = json.dumps({"version": VERSION, "groups": rows}, default=plain)
-    return [(ARRAYS, partial(save_file, dense)), (ROWS, text_file(text))]
+    return record_files("groups", rows, arrays)
 
 
 def load_groups(folder: Path, sample_of: Callable[[str], Sample]) -> list[Group]:
     """`sample_of` gives the sample of an id, or says why there is none."""
-    stored = json.loads((folder / ROWS).read_text(encoding="utf-8"))
-    if not isinstance(stored, dict) or stored["version"] != VERSION:
-        raise DataError(f"{folder / ROWS} was written by another version of saccade; resume with that version")
-    arrays, groups = load_file(folder / ARRAYS), []
-    for row in stored["groups"]:
+    rows, arrays = load_records(folder, "groups")
+    groups = []
+    for row in rows:
         sample = sample_of(row["sample"])
         try:
             members = list(decode(tuple[Trajectory, ...], row["members"], arrays, known=files_of(sample)))
@@ -57,6 +50,22 @@ def load_groups(folder: Path, sample_of: Callable[[str], Sample]) -> list[Group]
         greedy = members.pop() if row["greedy"] else None
         groups.append(Group(sample=sample, uid=row["uid"], trajectories=tuple(members), greedy=greedy))
     return groups
+
+
+def record_files(name: str, rows: Sequence[Mapping[str, Any]], arrays: Arrays) -> list[File]:
+    """Encoded records, and the arrays that they name."""
+    # A view is written as the bytes that it looks at, so it has to be made contiguous.
+    dense = {key: np.array(array, order="C") for key, array in arrays.items()}
+    text = json.dumps({"version": VERSION, name: rows}, default=plain)
+    return [(f"{name}.safetensors", partial(save_file, dense)), (f"{name}.json", text_file(text))]
+
+
+def load_records(folder: Path, name: str) -> tuple[list[Any], Mapping[str, np.ndarray]]:
+    file = folder / f"{name}.json"
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(stored, dict) or stored["version"] != VERSION:
+        raise DataError(f"{file} was written by another version of saccade; resume with that version")
+    return stored[name], load_file(folder / f"{name}.safetensors")
 
 
 def _without_objects(info: Mapping[str, Any]) -> dict[str, Any]:

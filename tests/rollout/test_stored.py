@@ -10,7 +10,7 @@ from saccade.environments import Step
 from saccade.errors import DataError
 from saccade.forest.packing import pack
 from saccade.media.images import crop, decode
-from saccade.rollout.stored import ROWS, group_files, load_groups
+from saccade.rollout.stored import group_files, load_groups
 from saccade.system.contents import write_files
 from saccade.types import Message, Sample, Sampling
 from tests.system.test_codec import same
@@ -91,6 +91,6 @@ def test_media_get_their_file_from_the_sample(tmp_path, collected, image):
 def test_other_versions_are_refused(tmp_path):
     write_files(tmp_path, group_files([]))
     assert load_groups(tmp_path, finder([])) == []
-    (tmp_path / ROWS).write_text("[]")
+    (tmp_path / "groups.json").write_text("[]")
     with pytest.raises(DataError, match="another version of saccade; resume with that version"):
         load_groups(tmp_path, finder([]))

@@ -141,7 +141,7 @@ class KVCache:
         )
         self.words = self._tensor(each * PAGE * shape.dtype.itemsize // 4)
         self.bases = torch.zeros((len(shape.layers), 2), dtype=torch.int64, device=self.device)
-        # Of recurrent layers, if there are such. Graphs know it, so it stays.
+        # Of recurrent layers, else None. Graphs hold its addresses, so it outlives `clear`.
         self.states: Any = HOOKS["recurrent_states"](self.device, 0) if shape.state_bytes else None
         self.clear()
 
