@@ -2,6 +2,7 @@
 
     python benchmarks/one_rank.py 7b 8 train.layout=whole
     python benchmarks/one_rank.py 32b 16 train.layout=sharded --rounds 2
+    python benchmarks/one_rank.py 14b 16 train.layout=hybrid                # two machines with 8 GPUs each
     python benchmarks/one_rank.py 7b 8 train.sequence_parallel=4 --new 32000 --prompts 1 --no-rollout
 
 The rank rolls out and trains on W1, unless said: 16 prompts with an image x 8 responses of 512 tokens. Its own part
@@ -36,7 +37,8 @@ from saccade.forest import interface
 from saccade.models.families import load_family
 from saccade.plugins.families import tiny
 from saccade.plugins.gpu.fused import fuse
-from saccade.plugins.ranks import divided, sequence, sharded
+from saccade.plugins.ranks import divided, machines, sequence, sharded
+from saccade.plugins.ranks.layouts import NODE
 from saccade.recipes import model_setup
 from saccade.trainer import Scoring
 from saccade.trainer.losses import PolicyLoss
@@ -51,10 +53,10 @@ def be_alone(gpus: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def scatter(out: Any, given: Any, *rest: Any, **more: Any) -> None:
-        out.copy_(given.view(gpus, -1)[0].view_as(out))
+        out.copy_(given.view(-1, out.numel())[0].view_as(out))
 
     def gather(out: Any, given: Any, *rest: Any, **more: Any) -> None:
-        out.view(gpus, -1).copy_(given.reshape(1, -1).expand(gpus, -1))
+        out.view(-1, given.numel()).copy_(given.reshape(1, -1).expand(out.numel() // given.numel(), -1))
 
     def gather_list(out: Any, given: Any, *rest: Any, **more: Any) -> None:
         for one in out:
@@ -65,13 +67,14 @@ def be_alone(gpus: int) -> None:
         if not isinstance(part, divided.DTensor):
             return part
         local = part.to_local()
-        return local.repeat(gpus, *[1] * (local.ndim - 1))[: len(part)]
+        return local.repeat(part.device_mesh.size(), *[1] * (local.ndim - 1))[: len(part)]
 
     def all_to_all(rows: Any, sent: Any, received: Any, group: Any) -> Any:
         times = -(-sum(received) // max(1, len(rows)))
         return torch.cat([rows] * times)[: sum(received)] if len(rows) else rows.new_zeros(sum(received))
 
     dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
+    machines._hosts = lambda: [float(rank // NODE) for rank in range(gpus)]
     dist.all_gather = gather_list
     divided._reduce_scatter, divided.all_gather = scatter, lambda out, given, **more: None
     sharded.gathered = whole

@@ -222,6 +222,8 @@ def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Co
     hot = fire.temperature > 0 and fire.first_token == "is"
     flat = [batch for batches in updates for batch in batches]
     metrics = Metrics()
+    if updates and algorithm.in_loss:
+        return updates, Metrics
     if not (updates and (algorithm.at_once or top or hot)):
         metrics.add("mismatch/ess", 1.0)
         metrics.add("mismatch/masked_frac", 0.0)

@@ -92,7 +92,9 @@ def build(
         raise ConfigError(
             f"algorithm.preset={given.preset[0]} is strictly on-policy; use rollout.ahead=0, or algorithm.preset=grpo"
         )
-    why = f"rollout.ahead={ahead} weighs tokens by them" if weighed else why_recompute(algorithm)
+    why = why_recompute(algorithm, in_loss=once and given.old != "rollout")
+    if why and weighed:
+        why = f"rollout.ahead={ahead} weighs tokens by them"
     return algorithm.model_copy(update={"old": old_mode(given.old, once=once, forced=why)})
 
 
@@ -109,9 +111,12 @@ def old_mode(wanted: str, *, once: bool, forced: str | None) -> str:
     return wanted
 
 
-def why_recompute(algorithm: Algorithm) -> str | None:
-    """What needs old log-probs of the trainer before the first update, in words."""
-    corrections = ", ".join(c.name for c in algorithm.at_once)
+def why_recompute(algorithm: Algorithm, *, in_loss: bool) -> str | None:
+    """What needs old log-probs of the trainer before the first update, in words. `in_loss`: the loss itself may weigh
+    what it reads, unless the whole step has to be looked at first; with masks, for whether anything is left of it.
+    """
+    whole = algorithm.self_normalise or algorithm.denominator == "kept" or not all(c.weighs for c in algorithm.at_once)
+    corrections = ", ".join(c.name for c in algorithm.at_once if whole or not in_loss)
     fire = algorithm.hot_first_token
     reasons = {
         "kl.place=reward": algorithm.kl_in_reward,

@@ -1,10 +1,10 @@
 """Weights and masks for tokens that engine and trainer give different probabilities.
 
 With delta = old - rollout, the gap of the log-probs that were never meant to differ. A correction
-is `f(mismatch, *, options) -> Correction`, computed once before training on the step; only `opsm`
-looks at the current log-probs, at each update. A token without a rollout log-prob is unscored: its
-weight is 1 and statistics of its sequence do without it. Knows nothing of losses, and changes no
-advantage. Axes: T tokens, S sequences.
+is `f(mismatch, *, options) -> Correction`, computed once: before training on the step, or in the loss
+where old log-probs are those that it reads. Only `opsm` looks at the current ones, at each update. A
+token without a rollout log-prob is unscored: its weight is 1 and statistics of its sequence do
+without it. Knows nothing of losses, and changes no advantage. Axes: T tokens, S sequences.
 
     >>> mismatch = measure(old, rollout, live=live, sequence=sequence)
     >>> apply([CORRECTIONS["tis.token"]], mismatch).weights   # [T]

@@ -17,14 +17,18 @@ nothing of models, ranks or where the log-probs came from. Axis: T tokens.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from saccade.algorithms.corrections import LARGEST_EXPONENT
+from saccade.algorithms.corrections import LARGEST_EXPONENT, apply, measure
 from saccade.algorithms.policy_losses import KINDS, LossInputs, log_ratio
 from saccade.algorithms.resolved_algorithm import Algorithm
+from saccade.algorithms.table import Entry
 from saccade.types import Metrics
+
+SQUARES = "is_weight_square"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,8 @@ def objective(algorithm: Algorithm, new: Tensor, entropy: Tensor | None, inputs:
     if algorithm.old == "rollout":
         assert inputs.rollout is not None, "old=rollout needs rollout log-probs"
         inputs = replace(inputs, old=inputs.rollout.where(~inputs.rollout.isnan(), new.detach()))
+    if algorithm.in_loss:
+        inputs = _corrected(inputs, algorithm.in_loss)
     live, scales, inputs = inputs.live, inputs.scales, inputs.only_live()
     new = new.where(live, 0.0)
     losses, indicators = algorithm.loss.call(new, inputs)
@@ -103,7 +109,40 @@ def objective(algorithm: Algorithm, new: Tensor, entropy: Tensor | None, inputs:
     terms["policy/loss"] = loss
     # Where the engine's log-probs are taken for old ones, the trainer's view is the current one.
     trainer = new.detach() if algorithm.old == "rollout" else inputs.old
-    return loss, _sums(terms, indicators | dropped, inputs, new.detach(), trainer, entropy, distance)
+    sums = _sums(terms, indicators | dropped, inputs, new.detach(), trainer, entropy, distance)
+    return loss, _with_weights(sums, inputs) if algorithm.in_loss else sums
+
+
+@torch.no_grad()
+def _corrected(inputs: LossInputs, chosen: Sequence[Entry]) -> LossInputs:
+    """With weights and masks for the gap between the engine and what the trainer says now."""
+    assert inputs.rollout is not None, "corrections need rollout log-probs"
+    where: dict[str, Any] = {"live": inputs.live, "sequence": inputs.sequence, "ages": inputs.ages}
+    found = apply(chosen, measure(inputs.old.double(), inputs.rollout.double(), **where))
+    ones = torch.ones_like(inputs.old)
+    weights, keep = (ones if each is None else each.to(ones.dtype) for each in (found.weights, found.keep))
+    return replace(inputs, weights=weights, keep=keep)
+
+
+def _with_weights(sums: LossSums, inputs: LossInputs) -> LossSums:
+    assert inputs.weights is not None and inputs.keep is not None, "they were computed here"
+    masks, means, maxima = {"": inputs.live}, dict(sums.means), dict(sums.maxima)
+    if inputs.images is not None:
+        masks |= {"/image": inputs.live & inputs.images, "/text": inputs.live & ~inputs.images}
+    for kind, mask in masks.items():
+        values = {"is_weight_mean": inputs.weights, SQUARES: inputs.weights.square(), "masked_frac": inputs.keep == 0}
+        means |= _means({f"mismatch/{name}{kind}": each for name, each in values.items()}, mask)
+        maxima[f"mismatch/is_weight_max{kind}"] = _largest(inputs.weights, mask)
+    return replace(sums, means=means, maxima=maxima)
+
+
+def add_sample_sizes(metrics: Metrics) -> None:
+    """From means and squares of the weights of all micro-batches."""
+    for name in [name for name in metrics.sums if name.startswith(f"mismatch/{SQUARES}")]:
+        kind = name.removeprefix(f"mismatch/{SQUARES}")
+        (squares, count), (total, _) = metrics.sums.pop(name), metrics.sums[f"mismatch/is_weight_mean{kind}"]
+        if squares:
+            metrics.add(f"mismatch/ess{kind}", total * total / (squares * count))
 
 
 @torch.no_grad()

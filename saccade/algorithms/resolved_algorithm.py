@@ -91,5 +91,10 @@ class Algorithm(AlgorithmConfig):
 
     @property
     def at_once(self) -> tuple[Entry, ...]:
-        """Corrections that are computed before training on the step."""
+        """Corrections that are the same for every update of a step."""
         return tuple(c for c in self.corrections if not c.each_update)
+
+    @property
+    def in_loss(self) -> tuple[Entry, ...]:
+        """Those that the loss computes from log-probs that it reads anyway; else they are columns of a batch."""
+        return self.at_once if self.old == "detach" else ()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.algorithms import annotate
+from saccade.algorithms.objective import add_sample_sizes
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.select import Updates
 from saccade.config import TrainConfig
@@ -62,6 +63,7 @@ def update_models(
             batches += learners.demonstrations.batches()
         loss = PolicyLoss(algorithm, learners.scoring)
         update = policy.train_step(batches, loss, lr=train.lr * share, moves=moves)
+        add_sample_sizes(update.metrics)
         update.metrics.add("policy/kl_coef", algorithm.kl.coef)
         update.metrics.add("policy/entropy_coef", algorithm.entropy_coef)
         if "policy/loss" not in metrics.sums and not update.skipped:  # the first of the step

@@ -10,7 +10,7 @@ import torch
 
 from saccade.algorithms.algorithm_state import restore
 from saccade.algorithms.annotate import add_advantages
-from saccade.algorithms.objective import LossSums, objective, to_metrics
+from saccade.algorithms.objective import LossSums, add_sample_sizes, objective, to_metrics
 from saccade.algorithms.select import Updates
 from saccade.forest.batch import Batch
 from saccade.forest.packing import pack
@@ -108,7 +108,9 @@ def loss_of(row, batches, new):
         current = torch.from_numpy(np.concatenate([new[key] for key in batch.keys]))
         loss, one = objective(row, current, None, loss_inputs(batch, current, images=False))
         total, stats = total + loss.item(), [*stats, one]
-    return total, to_metrics(stats).means()
+    metrics = to_metrics(stats)
+    add_sample_sizes(metrics)
+    return total, metrics.means()
 
 
 def exact(values, rel=1e-6):

@@ -1,5 +1,7 @@
 """Corrections as columns of the forests; a hot first token, which has its own."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -62,8 +64,24 @@ def test_weights_average_to_one_in_each_update(algorithm, written, records, gold
         assert other.tolist() == exact((one / one.mean()).tolist())
 
 
+@pytest.mark.parametrize("correct", ["tis.token", "tis.sequence", "{name: icepop, low: 0.97, high: 1.03}"])
+def test_the_loss_corrects_as_columns_do(algorithm, written, golden, correct):
+    """With one optimizer step per batch no pass is needed for them."""
+    before, inside = (algorithm(*NO_KL, f"correct=[{correct}]", f"old={old}") for old in ("recompute", "detach"))
+    updates = written(before, budget=8)
+    (columns,), count = annotate.add_corrections(updates, before)
+    (plain,), nothing = annotate.add_corrections(updates, inside)
+    assert plain[0].weights is None and not nothing().means()
+    loss, _ = loss_of(before, columns, rows(golden.old))
+    here = [replace(batch, old_logprobs=None) for batch in plain]
+    found, log = loss_of(inside, here, rows(golden.old))
+    assert found == exact(loss) and found != pytest.approx(loss_of(algorithm(*NO_KL), here, rows(golden.old))[0])
+    counted = {name: value for name, value in count().means().items() if "/text" not in name}
+    assert {name: log[name] for name in counted} == exact(counted)
+
+
 def test_the_effective_sample_size_is_that_of_the_weights(algorithm, written, golden):
-    row = algorithm(*NO_KL, "correct=[tis.token]")
+    row = algorithm(*NO_KL, "correct=[tis.token]", "old=recompute")
     metrics = annotate.add_corrections(written(row), row)[1]
     weights = (golden.old - golden.rollout).exp()
     log = metrics().means()

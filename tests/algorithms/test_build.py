@@ -88,18 +88,22 @@ def test_old_log_probs(algorithm, overrides, updates, epochs, mode):
         (["entropy_top=0.2"], "algorithm.entropy_top=0.2"),
         (["preset=kl_cov"], "algorithm.policy_loss=kl_cov"),
         (["correct=[tis.token,seq_mask]"], "algorithm.correct=[tis.token, seq_mask]"),
+        (["correct=[tis.token]", "self_normalise=true"], "algorithm.correct=[tis.token]"),
+        (["correct=[icepop]", "denominator=kept"], "algorithm.correct=[icepop]"),
         (["preset=drpo", "args.drpo_kl_damp=0.75"], "algorithm.args.drpo_kl_damp"),
         (["preset=dapo", "filter.keep_surplus=true"], "algorithm.filter.keep_surplus"),
         (["preset=[grpo,fire]"], "algorithm.hot_first_token.first_token=is"),
         # These need nothing before training.
         (["preset=[grpo,fire]", "hot_first_token.first_token=mask"], None),
         (["correct=[{name: opsm, threshold: 0.1}]"], None),
+        (["correct=[icepop]"], None),
     ],
 )
 def test_what_needs_old_log_probs_before_training(algorithm, refused, overrides, reason):
     assert algorithm(*overrides).old == ("detach" if reason is None else "recompute")
     for old in ("detach", "rollout") if reason else ():
         assert f"{reason} needs old log-probs before training" in refused(*overrides, f"old={old}")
+    assert "algorithm.correct=[tis.token] needs old" in refused("correct=[tis.token]", "old=rollout")
 
 
 # -- functions of your own -------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_a_name_that_is_nearly_right(algorithm, refused, field, wrong, right):
 def test_add_ons_go_with_rows_of_one_update(algorithm, refused):
     for preset in ("gpg", "opo", "r1v"):
         assert algorithm(f"preset={preset}").old == "detach"
-        assert algorithm(f"preset=[{preset},tis]").old == "recompute"
+        assert [c.name for c in algorithm(f"preset=[{preset},tis]").in_loss] == ["tis.token"]
         assert "use train.updates_per_step=1" in refused(f"preset={preset}", updates_per_step=2)
 
 

@@ -209,7 +209,7 @@ def test_old_tokens_can_be_left_out_and_on_policy_presets_refuse(trained, tensor
     assert empty and all(rows[step]["policy/empty_step"] == 1 for step in empty)
     assert all(same(weights(run, step, tensors), weights(run, step - 1, tensors)) for step in empty)
     with pytest.raises(ConfigError, match=r"algorithm\.old=detach: rollout\.ahead=1 weighs tokens"):
-        rl.run(rl_config(tmp_path, **LONG, rollout__ahead=1, algorithm__old="detach"))
+        rl.run(rl_config(tmp_path, **LONG, rollout__ahead=1, algorithm__old="detach", train__updates_per_step=2))
     with pytest.raises(ConfigError, match=r"gpg is strictly on-policy; use rollout\.ahead=0"):
         rl.run(rl_config(tmp_path, **LONG, rollout__ahead=1, algorithm__preset=["gpg"]))
     assert not Path(tmp_path / "run").exists()
