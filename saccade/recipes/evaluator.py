@@ -19,7 +19,7 @@ from saccade.recipes import accuracy, parts
 from saccade.recipes.accuracy import Scores, Table
 from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
-from saccade.rollout.collect import collect
+from saccade.rollout.collect import Pool
 from saccade.rollout.scoring import RewardStream, free_memory_for_rewards, parsed, report_slow_rewards, thinks
 from saccade.run.console import unscored
 from saccade.run.metrics import episode_metrics, without_scores
@@ -51,43 +51,72 @@ class Evaluator:
     quarantine: Quarantine
     progress: Progress
 
-    def answer(
-        self, samples: Sequence[Sample], repeats: int, sampling: Sampling, seed: str, breakdown: Any = None
-    ) -> list[Group]:
+    def answer(self, samples: Sequence[Sample], repeats: int, sampling: Sampling, seed: str) -> list[Group]:
         """The answers to these questions, scored where anything gives rewards."""
+        return self._ask(samples, repeats, sampling, seed)()
+
+    def _ask(
+        self,
+        samples: Sequence[Sample],
+        repeats: int,
+        sampling: Sampling,
+        seed: str,
+        breakdown: Any = None,
+        beside: Pool | None = None,
+        name: str = "",
+    ) -> Callable[[], list[Group]]:
+        """The questions are asked; what is returned waits for the answers."""
         family, scorer, config = self.family, self.scorer, self.config
-        stream = RewardStream(scorer, family)
-        groups = collect(
-            self.engine,
+        stream, pool = RewardStream(scorer, family), beside or Pool(self.engine)
+        started = pool.start(
             samples,
             parts.play_of(config, family, sampling, seed, evaluation=True),
             repeats=repeats,
+            name=name,
             on_finish=stream.submit,
             on_mark=breakdown and breakdown.submit,
-            progress=self.progress,
         )
-        free_memory_for_rewards(self.engine, scorer)
-        if scorer is None and not gives_rewards(config.env):
-            return groups
-        return stream.attach(groups, report_slow_rewards(self.progress, scorer, config.reward))
+
+        def answers() -> list[Group]:
+            groups = pool.finish(started, self.progress)
+            if beside is None:
+                free_memory_for_rewards(self.engine, scorer)
+            if scorer is None and not gives_rewards(config.env):
+                return groups
+            return stream.attach(groups, report_slow_rewards(self.progress, scorer, config.reward))
+
+        return answers
 
     def evaluate(self, name: str, dataset: Dataset, known: Collection[str] = ()) -> Result:
         """`known`: sources whose outcome is a score."""
+        return self.begin(name, dataset, known)()
+
+    def begin(
+        self, name: str, dataset: Dataset, known: Collection[str], beside: Pool | None = None
+    ) -> Callable[[], Result]:
+        """The questions of a set are asked, perhaps in a pool of others that go on `beside`; what is returned waits
+        for the result. What judges and services do for it is then counted with what they do for the others.
+        """
         family, scorer, config = self.family, self.scorer, self.config
         limits = parts.limits_of(config, evaluation=True)
         breakdown = HOOKS["breakdown"](limits, lambda: RewardStream(scorer, family))
-        samples = self.quarantine.whole(dataset, family)
-        groups = self.answer(samples, config.val.n, parts.validation_sampling(config), "val", breakdown)
-        scores = accuracy.score_terms(scorer, accuracy.items_of(groups), known)
-        tables: dict[str, Table] = {}
-        if scorer is not None or gives_rewards(config.env):
-            tables = breakdown.tables(groups, scores)
-        metrics = set_metrics(groups, family, scores) | (scorer.metrics() if scorer else {})
-        metrics["left_out"] = self.quarantine.left_out(dataset)
-        for limit, row in tables.get("by_limit", {}).items():
-            if "accuracy" in row:
-                metrics[f"accuracy_within_{limit}_turns"] = row["accuracy"]
-        return Result(name=name, groups=tuple(groups), metrics=metrics, tables=tables, scores=scores)
+        samples, sampling = self.quarantine.whole(dataset, family), parts.validation_sampling(config)
+        answers = self._ask(samples, config.val.n, sampling, "val", breakdown, beside, f"val/{name}|" if beside else "")
+
+        def result() -> Result:
+            groups = answers()
+            scores = accuracy.score_terms(scorer, accuracy.items_of(groups), known)
+            tables: dict[str, Table] = {}
+            if scorer is not None or gives_rewards(config.env):
+                tables = breakdown.tables(groups, scores)
+            metrics = set_metrics(groups, family, scores) | (scorer.metrics() if scorer and not beside else {})
+            metrics["left_out"] = self.quarantine.left_out(dataset)
+            for limit, row in tables.get("by_limit", {}).items():
+                if "accuracy" in row:
+                    metrics[f"accuracy_within_{limit}_turns"] = row["accuracy"]
+            return Result(name=name, groups=tuple(groups), metrics=metrics, tables=tables, scores=scores)
+
+        return result
 
 
 def set_metrics(

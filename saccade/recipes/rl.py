@@ -89,6 +89,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
             work = beside.submit(HOOKS["rl_work"], policy, learners.critic, updates, config, algorithm, step)
             counted = beside.submit(rollout_metrics, rollouts, sampler, policy, step=step)
             measured = [beside.submit(count) for count in (weighed, corrected)]
+            this.finish_validation()
             with this.phase("update"):
                 progress, learned = update_models(updates, steered, learners, this.progress, step)
                 refresh_reference(reference, policy, algorithm, step)

@@ -128,6 +128,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
             questions=sets,
             every=config.val.every,
             training_follows=False,
+            beside=ahead.pool if ahead.side_by_side else None,
         ),
     )
     streams = {"stream": stream}

@@ -9,9 +9,10 @@ from saccade.engines import Engine
 from saccade.models.families import Family
 from saccade.recipes import parts
 from saccade.recipes.engines import check_parity, make_engine
-from saccade.recipes.evaluator import Evaluator, describe
+from saccade.recipes.evaluator import Evaluator, Result, describe
 from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
+from saccade.rollout.collect import Pool
 from saccade.rollout.scoring import unread
 from saccade.run.training_run import Measured, Run
 from saccade.trainer import Trainer
@@ -34,6 +35,7 @@ class Validation:
     # (set, step, prefix of the names) → metrics
     measure_rows: Callable[[Dataset, int, str], Mapping[str, float]] | None = None
     saves: Callable[[int], bool] = lambda step: False  # also due where this holds
+    beside: Pool | None = None  # of rollouts, where these go on while the trainer trains
 
     @property
     def sets(self) -> dict[str, Dataset]:
@@ -66,12 +68,24 @@ class Validation:
             log.info(f"step {step}  " + "  ".join(f"{n} {v:.3g}" for n, v in shown.items()))
         if self.evaluator is None or not self.questions:
             return Measured(metrics=values)
-        evaluator, engine = self.evaluator, self.evaluator.engine
+        engine = self.evaluator.engine
         engine.update_weights(self.weights, version=step)
-        results = [evaluator.evaluate(name, data, scores) for name, data in self.questions.items()]
+        results = [self.evaluator.evaluate(name, data, scores) for name, data in self.questions.items()]
         if self.training_follows:
             engine.sleep()
-        advice: dict[str, str] = {}
+        return self._found(step, results, values)
+
+    def begin(self, step: int, scores: Sequence[str]) -> Callable[[], Measured]:
+        """The questions are asked `beside` rollouts, of an engine that has these weights; what is returned waits for
+        the answers.
+        """
+        assert self.evaluator is not None and self.evaluator.engine.version == step
+        begun = [self.evaluator.begin(name, data, scores, self.beside) for name, data in self.questions.items()]
+        return lambda: self._found(step, [result() for result in begun], {})
+
+    def _found(self, step: int, results: Sequence[Result], values: Mapping[str, float]) -> Measured:
+        evaluator, advice = self.evaluator, dict[str, str]()
+        assert evaluator is not None
         for result in results:
             log.info(f"step {step}  {describe(result)}")
             shown_answers = unread(result.groups, evaluator.scorer, evaluator.family)
@@ -80,7 +94,7 @@ class Validation:
         kept = evaluator.config.val.log_generations
         found = {f"val/{r.name}/{key}": v for r in results for key, v in r.metrics.items()}
         return Measured(
-            metrics=values | found,
+            metrics={**values, **found},
             scores=[source for result in results for source in result.scores],
             stored={f"val/{result.name}": result.groups[:kept] for result in results},
             advice=advice,

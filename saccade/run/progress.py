@@ -25,6 +25,7 @@ class Progress:
     scores: tuple[str, ...] = ()  # data sources whose outcome is a score, neither right nor wrong
     bad_updates: Mapping[str, int] = field(default_factory=dict)  # in a row, of policy and critic
     validation_sets: Mapping[str, str] | None = None  # name and hash
+    unvalidated: bool = False  # the validation of this step is not over
     best_step: int | None = None
     best_score: float | None = None
     best_metric: str | None = None

@@ -13,9 +13,10 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from traceback import format_exception
 from types import FrameType
 from typing import Any
@@ -49,7 +50,7 @@ class Stopping(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a validation found: `Run` asks it whether it is `due`, then to `measure`."""
+    """What a validation found: `Run` asks it whether it is `due`, then to `measure`, or to `begin` beside rollouts."""
 
     metrics: Mapping[str, float]
     scores: Sequence[str] = ()  # data sources whose outcome is a score
@@ -78,6 +79,7 @@ class Run:
         self._began = time.monotonic()
         self._signal: int | None = None
         self._updating = False  # between the first weight that moves and the end of the step
+        self._awaited: Callable[[], Measured] | None = None  # a validation that has begun
 
     def __enter__(self) -> Run:
         """Take the folder, find the checkpoint to resume from, open the display."""
@@ -205,9 +207,16 @@ class Run:
             self.display.loggers.log(metrics, 0)
 
     def validate_start(self, validation: Any) -> None:
-        """The score of the start, for the comparison."""
-        if validation.sets and self.config.val.before and self.step == 0:
-            self.log_start(self._validate(validation))
+        """The score of the start, for the comparison, or of a step that a run ended without."""
+        again = self.progress.unvalidated
+        if not validation.sets or not (again or (self.config.val.before and self.step == 0)):
+            return
+        found = self._validate(partial(validation.measure, self.step, self.progress.scores))
+        if found:
+            self.display.loggers.log(found, self.step)
+        if again and found:
+            self.checkpointer.saved = None  # as it is now
+            self.save(last=True)
 
     # -- the steps --
 
@@ -233,6 +242,7 @@ class Run:
             if hours is not None and time.monotonic() - self._began > hours * 3600:
                 log.info(f"run.max_hours={hours:g} is reached after step {self.step}")
                 break
+        self.finish_validation()
         self.save(last=True)
         saved = self.folder.checkpoints / f"step-{self.step}"
         log.info(f"checkpoint {saved}; `saccade report {self.folder.path}` writes a page about this run")
@@ -247,31 +257,46 @@ class Run:
     ) -> dict[str, Any]:
         """The step is made: `progress` holds. Validate, log, give advice when little is being
         learned, save when it is time; returns the row that is logged. An error in a validation ends
-        the run, but the step is logged and saved. `unread`: where the verifier looked in vain for
-        an answer.
+        the run, but the step is logged and saved. A validation beside rollouts only begins here.
+        `unread`: where the verifier looked in vain for an answer.
         """
-        self.progress = progress
+        self.progress = replace(progress, unvalidated=validation.due(progress.step, self.total))
         self._updating = False
         measured: Mapping[str, float] = {}
         try:
-            if validation.due(self.step, self.total):
-                measured = self._validate(validation)
+            if self.progress.unvalidated and validation.beside is not None and self.step < self.total:
+                self._awaited = validation.begin(self.step, progress.scores)
+            elif self.progress.unvalidated:
+                measured = self._validate(partial(validation.measure, self.step, progress.scores))
         finally:
             values = {**metrics, **measured, **self.checkpointer.times()}
             row = self.display.finish_step(self.step, values, unread)
-        is_best = self.config.save.every and self.progress.best_step == self.step
-        if self.checkpointer.due(self.step) or is_best:
-            self.save(last=self.step == self.total)
+        if self._awaited is None:
+            self._save_if_due()
         return row
 
-    def _validate(self, validation: Any) -> Mapping[str, float]:
+    def finish_validation(self) -> None:
+        """Wait for a validation that began at the end of the last step, while weights are still those of that step.
+        It is logged in a row of its own, and the checkpoint of that step is written now. A run that ended before
+        validates when it is resumed.
+        """
+        if self._awaited is None:
+            return
+        found = self._validate(self._awaited)
+        if self.progress.unvalidated:
+            self._stop()
+        self._awaited = None
+        self.display.loggers.log(found, self.step)
+        self._save_if_due()
+
+    def _validate(self, measure: Callable[[], Measured]) -> Mapping[str, float]:
         step = self.step
         try:
             with self.phase("validation"):
-                found = validation.measure(step, self.progress.scores)
-        except Stopping:  # the run ends after this step; half a validation says nothing
+                found = measure()
+        except Stopping:  # half a validation says nothing
             return {}
-        self.progress = self.progress.with_scores(found.scores)
+        self.progress = replace(self.progress.with_scores(found.scores), unvalidated=False)
         for kind, groups in found.stored.items():
             self.display.store(groups, step=step, scores=self.progress.scores, kind=kind)
         for about, line in found.advice.items():
@@ -281,6 +306,11 @@ class Run:
         if missed:
             self.display.advise("save.best_metric", missed, step)
         return found.metrics
+
+    def _save_if_due(self) -> None:
+        is_best = self.config.save.every and self.progress.best_step == self.step
+        if self.checkpointer.due(self.step) or is_best:
+            self.save(last=self.step == self.total)
 
     def save(self, *, last: bool = False) -> None:
         with self.display.console.phase("save"):

@@ -5,14 +5,19 @@ and no episode is lost or comes twice, also when a process is killed.
 import os
 import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import saccade
+from saccade.errors import Interrupted
 from saccade.plugins.engines.replicas.replica_pool import Replicas
 from saccade.recipes import rl, rl_rollout
+from saccade.recipes.validation import Validation
+from saccade.run import checkpoint
 from saccade.run.loggers import read_metrics
 from saccade.types import Source
 from tests.ranks.processes import LIMIT, forked
@@ -38,11 +43,27 @@ class Watched:
         self.under_way: dict[int, int] = {}
         self.slept = 0
         self.before_update = lambda engine, step: None
+        self.after_sampling = lambda step: None
+        self.validated: dict[int, list[int]] = {}  # step -> steps that were sampled by its begin and by its end
         sample_groups, update_models, sleep = rl_rollout.sample_groups, rl.update_models, Replicas.sleep
+        begin = Validation.begin
+
+        def begun(validation: Validation, step: int, scores: Any) -> Any:
+            found = begin(validation, step, scores)
+            self.validated[step] = [max(self.groups)]
+
+            def measured() -> Any:
+                measured = found()
+                assert self.engine.version == step
+                self.validated[step].append(max(self.groups))
+                return measured
+
+            return measured
 
         def sampled(sampler: Any, *given: Any, step: int) -> Any:
             rollouts = sample_groups(sampler, *given, step=step)
             self.groups[step], self.engine = rollouts.groups, sampler.engine
+            self.after_sampling(step)
             return rollouts
 
         def trained(*given: Any) -> Any:
@@ -58,6 +79,7 @@ class Watched:
         patch.setattr(rl, "sample_groups", sampled)
         patch.setattr(rl, "update_models", trained)
         patch.setattr(Replicas, "sleep", slept)
+        patch.setattr(Validation, "begin", begun)
 
     def require_sound(self) -> int:
         """Each question and each of its episodes once, no token too old. Returns the age of the oldest."""
@@ -89,6 +111,20 @@ def run(rl_config, tmp_path):
     return go
 
 
+@pytest.fixture
+def validated(scenes):
+    options = {"data__val": str(scenes / "val.jsonl"), "val__every": 1, "val__before": False}
+    return options | {"val__max_tokens": 30, "save__every": 1, "save__keep": STEPS}
+
+
+def scores_of(folder: Path) -> dict[int, dict[str, float]]:
+    """Those of the validation of each step, which is recorded once."""
+    rows = [row for row in read_metrics(folder) if "val/val/accuracy" in row]
+    steps = [row["step"] for row in rows]
+    assert steps == [*range(1, STEPS + 1)]
+    return {row["step"]: {k: v for k, v in row.items() if k.startswith("val/val/")} for row in rows}
+
+
 def test_ranks_that_train_take_their_rollouts_back_first(watched, run):
     """The engines are in the processes that train: they stop and free their memory."""
     folder = run(run__gpus=2)
@@ -97,12 +133,47 @@ def test_ranks_that_train_take_their_rollouts_back_first(watched, run):
     assert any(row.get("mismatch/ess", 1.0) < 1 for row in read_metrics(folder))
 
 
-def test_a_replica_goes_on_while_two_ranks_train(watched, run):
-    folder = run(rollout__replicas=1, run__gpus=2)
+def test_a_replica_goes_on_while_two_ranks_train(watched, run, validated, rl_config, tmp_path):
+    """And answers the questions of a validation while the next step is sampled. It finds what one does that training
+    waits for, and is part of the checkpoint of its step.
+    """
+    folder = run(rollout__replicas=1, run__gpus=2, **validated)
     assert watched.require_sound() == AHEAD
     assert watched.under_way[1] > 0 and watched.slept == 0
     rows = [row for row in read_metrics(folder) if "data/staleness_max" in row]
     assert max(row["data/staleness_max"] for row in rows) == AHEAD
+    assert watched.validated == {step: [step, step + 1] for step in range(1, STEPS)}
+    found = scores_of(folder)
+    best = [max(range(1, step + 1), key=lambda n: found[n]["val/val/accuracy"]) for step in found]
+    for step in found:
+        path = folder / "checkpoints" / f"step-{step}"
+        progress = checkpoint.read_progress(path)
+        assert (progress["best_step"], progress["unvalidated"]) == (best[step - 1], False)
+        if step in (2, 3):
+            asked = rl_config(tmp_path, **LONG, **validated) | {"model.path": str(path)}
+            again = saccade.evaluate(asked, out=tmp_path / f"eval-{step}")["val"]
+            assert found[step] == {f"val/val/{name}": value for name, value in again.items()}
+
+
+@pytest.mark.parametrize("ended", [Interrupted, RuntimeError])
+def test_a_validation_that_a_run_ended_without_is_made_when_it_is_resumed(ended, watched, run, validated):
+    def end(step: int) -> None:
+        if step == 2 and ended is RuntimeError:
+            raise RuntimeError("on purpose")
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    watched.after_sampling = end
+    with pytest.raises(ended):
+        run(rollout__replicas=1, **validated)
+    assert watched.validated == {1: [1]}
+    watched.after_sampling = lambda step: None
+    folder = run(rollout__replicas=1, **validated, run__resume="auto")
+    watched.require_sound()
+    scores = scores_of(folder)
+    stored = [checkpoint.read_progress(folder / "checkpoints" / f"step-{step}") for step in scores]
+    assert stored[0]["best_score"] == scores[1]["val/val/accuracy"] and stored[0]["best_step"] == 1
+    assert not any(progress["unvalidated"] for progress in stored)
 
 
 def test_kill_9_of_replicas_amid_rollouts_and_while_the_trainer_trains(watched, run, monkeypatch):
