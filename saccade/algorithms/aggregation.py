@@ -82,8 +82,8 @@ def sequence_scales(aggregation: Callable[..., Tensor], lengths: Tensor, group: 
 
 
 def only(values: Tensor, mask: Tensor, other: float = 0.0) -> Tensor:
-    """Values [T] where the mask is set, else the `other` one."""
-    return values if mask.numpy().all() else values.where(mask, other)
+    """Values [T] where the mask is set, else the `other` one; they themselves, on a CPU, where all are."""
+    return values if mask.device.type == "cpu" and mask.numpy().all() else values.where(mask, other)
 
 
 def chosen(values: Tensor, mask: Tensor) -> Tensor:
