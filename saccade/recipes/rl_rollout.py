@@ -24,10 +24,9 @@ from saccade.models.families import Family
 from saccade.recipes import parts
 from saccade.recipes.accuracy import Scores, items_of, score_terms
 from saccade.recipes.failures import check_errors
-from saccade.recipes.rollouts_ahead import RolloutsAhead
+from saccade.recipes.rollouts_ahead import Begun, Draw, RolloutsAhead
 from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
-from saccade.rollout.collect import NOTHING, Started
 from saccade.rollout.scoring import RewardStream, free_memory_for_rewards, parsed, report_slow_rewards, thinks
 from saccade.run.metrics import group_metrics
 from saccade.run.quarantine import Quarantine
@@ -64,15 +63,13 @@ class Sampler:
     watch: Callable[[int, int], None]  # hears how many are done, and may raise
     phase: Callable[[str], AbstractContextManager[object]]
 
-    def draw(self, step: int, round: int) -> list[Group]:
+    def draw(self, step: int) -> list[Group]:
         """Scored groups of the next prompts. Rollouts of steps that may begin by now go on meanwhile."""
         config, ahead = self.config, self.ahead
         ahead.pool.go_on()
-        for number in range(step, ahead.last(step) + 1) if round == 1 else ():
-            if number not in ahead.begun:
-                ahead.begun[number] = self._begin(number, 1)
-        started, rewards = ahead.begun.pop(step) if round == 1 else self._begin(step, round)
-        looked = False
+        while len(ahead.begun) <= ahead.last(step) - step:
+            self._begin(step)
+        begun, looked = ahead.begun.pop(0), False
 
         def progress(done: int, total: int) -> None:
             nonlocal looked
@@ -81,30 +78,35 @@ class Sampler:
                 prefetch_prompts(self.stream, config.train.prompts_per_step, self.family)
             self.watch(done, total)
 
-        groups = ahead.pool.finish(started, progress)
+        groups = ahead.pool.finish(begun.started, progress)
         if not ahead.side_by_side:
             ahead.pool.interrupt()
             free_memory_for_rewards(self.engine, self.scorer)
         with self.phase("reward_wait"):
             watch = report_slow_rewards(self.watch, self.scorer, config.reward)
-            groups = rewards.attach(groups, watch, tolerated=config.reward.max_error_rate)
+            groups = begun.rewards.attach(groups, watch, tolerated=config.reward.max_error_rate)
         check_errors(groups, config)
         return groups
 
-    def _begin(self, step: int, round: int) -> tuple[Started, RewardStream]:
-        config, family = self.config, self.family
-        rewards = RewardStream(self.scorer, family, step=step)
-        stored = self.ahead.stored.pop(step, None) if round == 1 else None
-        started = self.ahead.pool.start(
-            stored.samples if stored else self.quarantine.take(self.stream, config.train.prompts_per_step, family),
-            parts.play_of(config, family, parts.rollout_sampling(config, self.algorithm), f"{step}/{round}"),
+    def _begin(self, step: int) -> None:
+        """What a checkpoint had begun, else the next prompts."""
+        config, family, ahead = self.config, self.family, self.ahead
+        if ahead.stored:
+            draw = ahead.stored.pop(0)
+        else:
+            samples = self.quarantine.take(self.stream, config.train.prompts_per_step, family)
+            draw = Draw(name=ahead.name(step), step=step + len(ahead.begun), samples=samples)
+        rewards = RewardStream(self.scorer, family, step=draw.step)
+        started = ahead.pool.start(
+            draw.samples,
+            parts.play_of(config, family, parts.rollout_sampling(config, self.algorithm), draw.name),
             repeats=self.algorithm.samples_per_prompt,
             greedy=self.algorithm.estimator.greedy,
-            name=f"{step}/{round}|" if stored or self.ahead.steps else "",
-            heard=stored.heard if stored else NOTHING,
+            name=f"{draw.name}|" if draw.heard or ahead.steps else "",
+            heard=draw.heard,
             on_finish=rewards.submit,
         )
-        return started, rewards
+        ahead.begun.append(Begun(draw, started, rewards))
 
 
 def prefetch_prompts(stream: Stream, prompts: int, family: Family) -> None:
@@ -132,7 +134,7 @@ def sample_groups(sampler: Sampler, carried: Sequence[Group], scores: Sequence[s
     rounds = 0
     while len(kept) < wanted and rounds < (algorithm.filter.max_rounds if algorithm.filter.dynamic else 1):
         rounds += 1
-        groups = sampler.draw(step, rounds)
+        groups = sampler.draw(step)
         scored += groups
         if algorithm.filter.dynamic:
             groups, reasons = select.keep_informative(groups, algorithm)

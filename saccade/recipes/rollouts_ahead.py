@@ -1,8 +1,9 @@
 """Rollouts that run ahead of training by some steps: while the last, long answers of a step are written, those of the
 next steps are under way.
 
-Steps begin and are trained in the order of the data, so which questions a step has never depends on who is fast. Step
-s may begin when the weights are those after step s - 1 - k, so no token is older than k steps when it is trained.
+Questions are drawn and trained in the order of the data, so which a step has never depends on who is fast. Those of
+step s may begin when the weights are those after step s - 1 - k, so no token is older than k steps when it is trained.
+A step that draws again takes what was meant for the next one.
 Before weights change, what is unfinished is taken back with its tokens; it goes on from them with the new weights. An
 engine beside the trainer samples until then; one in the trainer's memory stops when the groups of a step are complete.
 
@@ -12,25 +13,34 @@ engine beside the trainer samples until then; one in the trainer's memory stops 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import NamedTuple, get_type_hints
 
-from saccade.rollout.collect import Heard, Pool, Started
+from saccade.rollout.collect import NOTHING, Heard, Pool, Started
+from saccade.rollout.scoring import RewardStream
 from saccade.rollout.stored import load_records, record_files
 from saccade.system.codec import Arrays, decode, encode
 from saccade.system.contents import File
 from saccade.types import Sample
 
 
-class Stored(NamedTuple):
-    """A step that had begun, to be begun again."""
+class Draw(NamedTuple):
+    """Questions that are asked together."""
 
+    name: str  # of their noise
+    step: int  # that they were drawn for, as rewards are told
     samples: Sequence[Sample]
-    heard: Mapping[str, Heard]
+    heard: Mapping[str, Heard] = NOTHING  # before a checkpoint
+
+
+class Begun(NamedTuple):
+    draw: Draw
+    started: Started
+    rewards: RewardStream
 
 
 @dataclass(kw_only=True)
 class RolloutsAhead:
-    """Steps that have begun. They are part of a checkpoint, as they were after the last finished step: environments
+    """Draws that have begun. They are part of a checkpoint, as they were after the last finished step: environments
     and rewards are asked again when it is loaded, the engine is not.
     """
 
@@ -38,9 +48,10 @@ class RolloutsAhead:
     steps: int  # how far ahead
     total: int
     sample_of: Callable[[str], Sample]
-    begun: dict[int, tuple[Started, Any]] = field(default_factory=dict)  # with the rewards of each
-    stored: dict[int, Stored] = field(default_factory=dict)
-    _kept: Mapping[int, Stored] = field(default_factory=dict)
+    begun: list[Begun] = field(default_factory=list)
+    stored: list[Draw] = field(default_factory=list)  # to be begun again, before others
+    _kept: Sequence[Draw] = ()
+    _named: tuple[int, int] = (0, 0)  # the last step that drew, and how often by now
 
     @property
     def side_by_side(self) -> bool:
@@ -51,10 +62,14 @@ class RolloutsAhead:
         """The last step that may have begun while `step` is sampled."""
         return min(step + self.steps, self.total)
 
+    def name(self, step: int) -> str:
+        """Of the next draw: the step that it is made in, and its number there."""
+        self._named = (step, self._named[1] + 1 if self._named[0] == step else 1)
+        return "{}/{}".format(*self._named)
+
     def keep(self) -> None:
         """A step is finished: a checkpoint holds what has begun by now."""
-        begun = {step: Stored(started.samples, started.heard()) for step, (started, _) in self.begun.items()}
-        self._kept = {**self.stored, **begun}
+        self._kept = [*(draw._replace(heard=started.heard()) for draw, started, _ in self.begun), *self.stored]
 
     def saved_bytes(self) -> int:
         return 0  # nothing beside a model
@@ -62,12 +77,12 @@ class RolloutsAhead:
     def state_files(self, *, copy: bool = False) -> Iterator[File]:
         arrays: Arrays = {}
         rows = []
-        for step, (samples, heard) in self._kept.items():
+        for draw in self._kept:
             said = {}
-            for number, (key, told) in enumerate(heard.items()):
+            for number, (key, told) in enumerate(draw.heard.items()):
                 columns = zip(told._fields, told, strict=True)
-                said[key] = [encode(some, arrays, name=f"{step}/{number}/{name}") for name, some in columns]
-            rows.append({"step": step, "samples": [sample.id for sample in samples], "heard": said})
+                said[key] = [encode(some, arrays, name=f"{draw.name}/{number}/{name}") for name, some in columns]
+            rows.append(draw._asdict() | {"samples": [sample.id for sample in draw.samples], "heard": said})
         yield from record_files("ahead", rows, arrays)
 
     def load_state(self, folder: Path) -> None:
@@ -80,5 +95,6 @@ class RolloutsAhead:
                 key: Heard(*(decode(kind, some, arrays) for kind, some in zip(kinds, told, strict=True)))
                 for key, told in row["heard"].items()
             }
-            self.stored[row["step"]] = Stored([self.sample_of(name) for name in row["samples"]], heard)
-        self._kept = dict(self.stored)
+            samples = [self.sample_of(name) for name in row["samples"]]
+            self.stored.append(Draw(**row | {"samples": samples, "heard": heard}))
+        self._kept = [*self.stored]

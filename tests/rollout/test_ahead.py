@@ -116,7 +116,7 @@ def test_a_piece_is_cut_where_its_support_is():
 
 @pytest.fixture
 def trained(rl_config, tmp_path, monkeypatch):
-    """Runs; what each step was given: (versions of sampled tokens, sample ids)."""
+    """Runs; what each step was given: (versions of sampled tokens, sample ids, those that were asked for it)."""
 
     def run(out, ahead, **changes):
         found = {}
@@ -131,7 +131,7 @@ def trained(rl_config, tmp_path, monkeypatch):
             assert all(len(some) <= 3 * 4 * ahead for some in held)  # whatever the number of the step
             members = [t for group in rollouts.groups for t in group.trajectories]
             versions = np.concatenate([t.versions[t.sources == Source.POLICY] for t in members])
-            found[step] = versions, [g.sample.id for g in rollouts.groups]
+            found[step] = versions, *([g.sample.id for g in some] for some in (rollouts.groups, rollouts.scored))
             return rollouts
 
         monkeypatch.setattr(rl, "sample_groups", noted)
@@ -153,8 +153,8 @@ def same(a, b):
 
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_no_token_is_older_than_allowed_and_runs_repeat(ahead, trained, tensors):
-    first, found = trained("a", ahead)
-    ages = {step: step - 1 - versions for step, (versions, _) in found.items()}
+    first, found = trained("a", ahead, rollout__max_sequences=20)
+    ages = {step: step - 1 - versions for step, (versions, _, _) in found.items()}
     assert all(age.min() >= 0 and age.max() <= min(ahead, step - 1) for step, age in ages.items())
     oldest = max(age.max() for age in ages.values())
     assert oldest >= min(ahead, 2)
@@ -164,22 +164,37 @@ def test_no_token_is_older_than_allowed_and_runs_repeat(ahead, trained, tensors)
     assert any(row.get("mismatch/ess", 1.0) < 1 for row in rows)  # weighed
     if ahead > 1:
         return
-    second, _ = trained("b", ahead)
+    second, _ = trained("b", ahead, rollout__max_sequences=20)
     assert same(weights(first, 5, tensors), weights(second, 5, tensors))
     _, plain = trained("c", 0)
-    assert [ids for _, ids in found.values()] == [ids for _, ids in plain.values()]
-    assert all((versions == step - 1).all() for step, (versions, _) in plain.items())
+    assert [ids for _, ids, _ in found.values()] == [ids for _, ids, _ in plain.values()]
+    assert all((versions == step - 1).all() for step, (versions, _, _) in plain.items())
+
+
+REFILL = {
+    "algorithm__preset": ["dapo"],
+    "algorithm__filter__keep_surplus": True,
+    "algorithm__filter__max_rounds": 3,
+    "algorithm__filter__on_exhausted": "train_partial",
+}
+
+
+def test_a_step_that_draws_again_takes_what_has_begun(trained):
+    """So questions are asked in the order of the data, as without; none is left out, and tokens do not get older."""
+    _, found = trained("a", 2, **REFILL)
+    _, plain = trained("b", 0, **REFILL)
+    asked, order = ([name for _, _, names in run.values() for name in names] for run in (found, plain))
+    shorter = min(len(asked), len(order))
+    assert asked[:shorter] == order[:shorter] and len(asked) > 5 * 3  # prompts of five steps
+    ages = [step - 1 - versions for step, (versions, _, _) in found.items()]
+    assert all(age.min() >= 0 and age.max() <= 3 for age in ages)  # a surplus is carried for a step
+    began = {step: step - 1 - versions.min() for step, (versions, _, names) in found.items() if len(names) > 3}
+    assert any(began.values())  # what they drew again, too
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"algorithm__preset": ["dapo"], "algorithm__filter__keep_surplus": True, "algorithm__filter__max_rounds": 3,
-         "algorithm__filter__on_exhausted": "train_partial"},
-        {"env__name": "calculator", "env__max_turns": 2, "prompt__format": "direct"},
-    ],
-)  # fmt: skip
+    "more", [{}, REFILL, {"env__name": "calculator", "env__max_turns": 2, "prompt__format": "direct"}]
+)
 def test_a_resumed_run_ends_as_if_it_had_never_stopped(more, trained, tensors):
     options = {"save__every": 1, "save__keep": 9} | more
     whole, _ = trained("whole", 2, **options)
@@ -194,11 +209,11 @@ def test_a_run_can_go_on_with_another_number_of_steps_ahead(trained):
     """No question is left out, whatever had begun."""
     options = {"save__every": 1, "save__keep": 9, "algorithm__correct": ["tis.token"]}
     whole, found = trained("whole", 2, **options)
-    wanted = [ids for _, ids in found.values()]
+    wanted = [ids for _, ids, _ in found.values()]
     fewer, found = trained("fewer", 0, run__resume=str(whole / "checkpoints" / "step-2"), **options)
-    assert [ids for _, ids in found.values()] == wanted[2:]
+    assert [ids for _, ids, _ in found.values()] == wanted[2:]
     _, found = trained("more", 1, run__resume=str(fewer / "checkpoints" / "step-4"), **options)
-    assert [ids for _, ids in found.values()] == wanted[4:]
+    assert [ids for _, ids, _ in found.values()] == wanted[4:]
 
 
 def test_old_tokens_can_be_left_out_and_on_policy_presets_refuse(trained, tensors, rl_config, tmp_path):
