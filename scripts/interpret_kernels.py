@@ -25,12 +25,17 @@ from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine, kv_cache
 from saccade.models.families import load_family
 from saccade.models.load import load_model
-from saccade.plugins.families import tiny
+from saccade.plugins.families import tiny_kinds
 from saccade.types import Completion, Message, Request, Sampling
 
 FREE = Sampling(temperature=1.0, ignore_eos=True)
 WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
-MODELS = {"all tokens": ("qwen2", {}), "windows": ("qwen2", WINDOWS), "states": ("qwen3_5_text", {})}
+MODELS = {
+    "all tokens": ("qwen2", {}),
+    "windows": ("qwen2", WINDOWS),
+    "states": ("qwen3_5_text", {}),
+    "latents": ("kimi_k25", {}),  # keys larger than values
+}
 SETTINGS = {
     "free": FREE,
     "greedy": replace(FREE, temperature=0.0),
@@ -53,7 +58,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for seen, (name, sampling) in product(MODELS, SETTINGS.items()):
             kind, changes = MODELS[seen]
-            family = load_family(str(tiny.build(kind, Path(scratch) / seen, text=changes)))
+            family = load_family(str(tiny_kinds.build(kind, Path(scratch) / seen, **changes)))
             model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
             prompts = [family.render([Message(role="user", parts=("Why? " * n,))]) for n in (2, 7)]
             asked = [

@@ -14,7 +14,7 @@ from saccade.types import Request, Sampling
 
 WINDOW = 8
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW, "num_hidden_layers": 4}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
 SHARED = {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 8}
 NARROW = {"num_key_value_heads": 2, "head_dim": 32}
@@ -41,7 +41,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma4_text": {**MIXED, **SHARED, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
                     "final_logit_softcapping": 5.0, "num_key_value_heads": 2},
 }  # fmt: skip
-IN_KERNELS = [kind for kind in KINDS if kind != "deepseek_v3"]  # they read keys and values of one size
 
 
 def build(kind, folder):

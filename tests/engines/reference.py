@@ -32,7 +32,7 @@ def places_of(table, page, count):
 
 
 def attention(q, k, v, scale):
-    """One query [H, D] over keys and values [n, G, D], in float64."""
+    """One query [H, D] over keys [n, G, D] and values [n, G, V], in float64."""
     groups = q.shape[0] // k.shape[1]
     k, v = (x.double().repeat_interleave(groups, 1) for x in (k, v))
     weights = (torch.einsum("hd,nhd->hn", q.double(), k) * scale).softmax(-1)
@@ -51,9 +51,9 @@ def check_prefix_groups(table, shared, prefix_groups, page):
 
 def decode_attention(q, k, v, *, bases, layer, table, lengths, shared, prefix_groups, page, scale, splits, window=None):
     check_prefix_groups(table, shared, prefix_groups, page)
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    out = q.new_zeros((*q.shape[:2], v.shape[2]))
     tokens = (int(table.max()) + 1) * page
-    keys, values = (pool(bases, layer, which, tokens, k) for which in range(2))
+    keys, values = (pool(bases, layer, which, tokens, like) for which, like in enumerate((k, v)))
     for row, length in enumerate(lengths.tolist()):
         if length >= 0:
             places = places_of(table[row], page, length + 1)

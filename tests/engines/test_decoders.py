@@ -12,7 +12,7 @@ import torch
 from saccade.config import TrainConfig
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine, kv_cache
-from saccade.engines.embedded.kv_cache import cache_shape
+from saccade.engines.embedded.kv_cache import cache_shape, why_no_kernels
 from saccade.errors import EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.models.heads import find_logit_change, language_head
@@ -25,7 +25,7 @@ from tests.engines.decoders import KINDS, asked, build
 from tests.models.against import ask
 
 CPU = torch.device("cpu")
-PAGED = ("cohere2", "llama4_text", "gemma4_text", "qwen3_5_text", "qwen3_next")
+PAGED = ("cohere2", "deepseek_v3", "llama4_text", "gemma4_text", "qwen3_5_text", "qwen3_next")
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +102,13 @@ def test_what_layers_keep_is_found(made):
         family, model, _ = made(kind)
         return cache_shape(model, family).layers
 
-    assert rows("deepseek_v3") == ((2, 2, 24, 12, 0), (2, 2, 24, 12, 1))
+    assert rows("deepseek_v3") == ((2, 2, 24, 16, 0), (2, 2, 24, 16, 1))
     assert rows("gemma4_text") == ((2, 2, 32, 32, 0), (2, 1, 64, 64, 1)) * 2
     assert [layer.source for layer in rows("gemma3n_text")] == [0, 1, 0, 1]
+    shape = replace(cache_shape(*made("deepseek_v3")[1::-1]), dtype=torch.bfloat16)
+    assert "heads" not in why_no_kernels(shape)
+    odd = replace(shape, layers=(shape.layers[0]._replace(value_size=12),))
+    assert why_no_kernels(odd) == "its heads of 12 are no multiple of 8 up to 512"
     family, model, _ = made("gemma4_text")
     engine = EmbeddedEngine(model, family)
     assert engine.cache.shape.bytes_per_token == 4 * 2 * (2 * 32 + 64)  # two of its four layers

@@ -32,15 +32,17 @@ FREE = Sampling(temperature=1.0, max_tokens=24, ignore_eos=True)
 # -- kernels -----------------------------------------------------------------------------------
 
 
-def pools(layers, pages, page, heads, size, dtype):
+def pools(layers, pages, page, heads, sizes, dtype):
     made = [
-        tuple(torch.randn(pages, page, heads, size, device=DEVICE, dtype=dtype) for _ in range(2))
+        tuple(torch.randn(pages, page, heads, size, device=DEVICE, dtype=dtype) for size in sizes)
         for _ in range(layers)
     ]
     addresses = [[k.data_ptr(), v.data_ptr()] for k, v in made]
     return made, torch.tensor(addresses, device=DEVICE)
 
 
+# Of keys and of values, those of latent attention first; in full precision only small ones fit.
+SIZES = [(192, 128), (24, 16), (96, 96), (64, 64), (256, 256), (512, 512), (8, 40)]
 TOLERANCE = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 1e-5}
 
 
@@ -51,7 +53,8 @@ def test_decode_attention_of_any_shape_is_that_of_float64(seed, monkeypatch):
 
     rng = np.random.default_rng(seed)
     dtype = [torch.bfloat16, torch.float16, torch.float32][seed % 3]
-    size = int(rng.choice([16, 32, 64, 128] if dtype == torch.float32 else [16, 64, 256, 512]))
+    sizes = SIZES[1:4] if dtype == torch.float32 else SIZES
+    size, value_size = sizes[seed // 3 % len(sizes)]
     key_heads, group = int(rng.integers(1, 9)), int(rng.integers(1, 21))
     page = int(rng.choice([8, 16, 32, 64]))
     front, back = (int(2 ** rng.integers(0, 6)) for _ in range(2))
@@ -75,8 +78,9 @@ def test_decode_attention_of_any_shape_is_that_of_float64(seed, monkeypatch):
     if members > 1:
         assert prefix_groups.shape[1] >= 2 and shared[6] == shared[7] == 640 and shared[13] == 64
     table = torch.from_numpy(table).to(DEVICE, torch.int32)
-    made, bases = pools(2, table.numel(), page, key_heads, size, dtype)
-    q, k, v = (torch.randn(len(lengths), n, size, device=DEVICE, dtype=dtype) for n in (heads, key_heads, key_heads))
+    made, bases = pools(2, table.numel(), page, key_heads, (size, value_size), dtype)
+    shapes = (heads, size), (key_heads, size), (key_heads, value_size)
+    q, k, v = (torch.randn(len(lengths), *shape, device=DEVICE, dtype=dtype) for shape in shapes)
     keys, values = (x.flatten(0, 1).clone() for x in made[1])
     described = np.zeros((3, len(lengths) // 2), dtype=np.int64)
     described[:, : prefix_groups.shape[1]] = prefix_groups
@@ -112,15 +116,16 @@ def test_decode_attention_of_any_shape_is_that_of_float64(seed, monkeypatch):
 def test_pages_are_written_and_copied():
     from saccade.plugins.gpu import kernels
 
-    made, bases = pools(3, 50, 16, 3, 64, torch.bfloat16)
+    made, bases = pools(3, 50, 16, 3, (96, 64), torch.bfloat16)
     before = [(k.clone(), v.clone()) for k, v in made]
     places = torch.randperm(50 * 16, device=DEVICE)[:70]
-    k, v = (torch.randn(70, 3, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(70, 3, size, device=DEVICE, dtype=torch.bfloat16) for size in (96, 64))
     kernels.write_pages(k, v, bases=bases, layer=2, places=places)
     for old, new in zip(before[2], (k, v), strict=True):
         old.flatten(0, 1)[places] = new
     here, there = torch.randperm(50, device=DEVICE)[:20].view(2, 10)
-    kernels.copy_pages(here, there, bases=bases, words=torch.full((3, 2), 16 * 3 * 64 // 2, device=DEVICE))
+    words = torch.tensor([[16 * 3 * size // 2 for size in (96, 64)]] * 3, device=DEVICE)
+    kernels.copy_pages(here, there, bases=bases, words=words)
     for (old_k, old_v), (new_k, new_v) in zip(before, made, strict=True):
         old_k[there], old_v[there] = old_k[here], old_v[here]
         assert torch.equal(old_k, new_k) and torch.equal(old_v, new_v)
