@@ -25,6 +25,7 @@ class Capabilities:
     support: bool = False  # returns the kept ids of truncated sampling
     shares_weights: bool = False  # update_weights moves nothing
     own_process: bool = False  # in memory that it shares with nobody: it works on while the trainer trains
+    keeps_keys: bool = False  # weights may change under sequences that run: they go on from the keys they have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,9 @@ class Engine(Protocol):
         return
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Sample with these weights from now on; drop whatever was cached under others."""
+        """Sample with these weights from now on; drop whatever was cached under others. Sequences that run keep their
+        keys and values where `keeps_keys` says so: all that they sample then counts as that of their first key.
+        """
         ...
 
     def sleep(self) -> None:

@@ -82,11 +82,16 @@ def _limits(config: Config) -> list[Limits]:
     return [parts.limits_of(config, evaluation=evaluation) for evaluation in (False, True)]
 
 
-def require_support(config: Config, engine: Engine) -> None:
-    """Training replays what truncated sampling kept, so the engine has to say what that was."""
-    rollout = config.rollout
-    if (rollout.top_p < 1 or rollout.top_k > 0) and not engine.capabilities().support:
+def require_capabilities(config: Config, engine: Engine) -> None:
+    """Training replays what truncated sampling kept, so the engine has to say what that was. Keys stay only in memory
+    that the trainer does not take, of an engine that can go on from them.
+    """
+    rollout, can = config.rollout, engine.capabilities()
+    if (rollout.top_p < 1 or rollout.top_k > 0) and not can.support:
         raise ConfigError(f"rollout.truncated_sampling: not with {rollout.engine}; use rollout.engine=embedded")
+    if rollout.keep_keys and not (can.keeps_keys and can.own_process):
+        why = "replicas share a GPU with the trainer" if can.keeps_keys else f"{rollout.engine} computes them again"
+        raise ConfigError(f"rollout.keep_keys: {why}; use rollout.keep_keys=false")
 
 
 def check_parity(

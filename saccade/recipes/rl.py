@@ -94,7 +94,8 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 progress, learned = update_models(updates, steered, learners, this.progress, step)
                 refresh_reference(reference, policy, algorithm, step)
             with this.phase("hand_over"):
-                sampler.ahead.pool.interrupt()
+                if not config.rollout.keep_keys or this.pauses(step, validation):
+                    sampler.ahead.pool.interrupt()
                 engine.update_weights(policy, version=step)
             metrics = rollouts.metrics
             metrics.merge(counted.result(), selected, *(count.result() for count in measured), learned)

@@ -16,7 +16,7 @@ from saccade.config import Config
 from saccade.data.datasets import Dataset, Stream
 from saccade.models.families import Family
 from saccade.recipes import model_setup, parts, questions
-from saccade.recipes.engines import make_engine, require_support
+from saccade.recipes.engines import make_engine, require_capabilities
 from saccade.recipes.rl_rollout import Sampler
 from saccade.recipes.rl_update import Learners
 from saccade.recipes.rollouts_ahead import RolloutsAhead
@@ -73,7 +73,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     hot = algorithm.hot_first_token.temperature > 0
     engine = make_engine(config, backend, first_tokens=hot, logs=run.folder.path)
     run.close_at_end(engine)
-    require_support(config, engine)
+    require_capabilities(config, engine)
     sets = questions.validation_sets(config, family) if config.val.every else {}
     run.compare_sets(sets)
     HOOKS["warn_of_rewards"](scorer, [data, *sets.values()])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from transformers import AutoModelForImageTextToText, DynamicCache
 
 from saccade.engines import generate
 from saccade.plugins.engines import parity
@@ -79,6 +80,23 @@ def trajectories(asked, answers):
         for repeat, pair in enumerate(zip(asked, answers, strict=True))
     )
     return Group(sample=Sample(id="g", messages=()), uid="g", trajectories=members)
+
+
+@torch.no_grad()
+def over_kept_keys(family, models, request, answer, count):
+    """Log-probs of an answer, computed by transformers alone: its first `count` tokens with the weights of the first
+    of two models, the others with those of the second, over the keys and values that the first one made.
+    """
+    plain = AutoModelForImageTextToText.from_pretrained(family.path, dtype=torch.float32).eval()
+    ids = torch.from_numpy(np.concatenate([request.ids, answer.ids]))[None]
+    asked, cache, logits = len(request.ids), DynamicCache(), []
+    cut = asked + count - 1  # the last token is read when the next one is drawn
+    for model, part in zip(models, (slice(0, cut), slice(cut, ids.shape[1] - 1)), strict=True):
+        plain.load_state_dict(model.state_dict())
+        places = torch.arange(ids.shape[1])[part].expand(3, 1, -1)
+        logits += [plain(ids[:, part], position_ids=places, past_key_values=cache, use_cache=True).logits[0]]
+    logits = torch.cat(logits)[asked - 1 :].masked_fill(torch.from_numpy(family.banned), -torch.inf)
+    return logits.log_softmax(-1).gather(1, ids[0, asked:, None])[:, 0].numpy()
 
 
 def support_of(completion):

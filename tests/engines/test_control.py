@@ -2,33 +2,51 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine, kv_cache
-from tests.engines.asked import FREE, NAME, drain, requests, same, too_small_for, turn
+from tests.engines.asked import FREE, NAME, drain, over_kept_keys, requests, same, too_small_for, turn
 
 
-def test_versions_are_recorded_per_token_and_idle_caches_dropped(load, family, prompts, image):
-    model = load(NAME)
-    engine = EmbeddedEngine(model, family)
-    first, second = requests(prompts[:2])
-    (answer,) = generate(engine, [replace(first, episode="e")])
-    assert answer.versions.tolist() == [0] * 8
-    engine.submit(second)
-    for _ in range(3):
+@pytest.mark.parametrize("kernels", [False, True])
+def test_what_runs_keeps_its_keys_and_their_version_when_weights_change(load, family, prompts, kernels, request):
+    if kernels:
+        request.getfixturevalue("paged")
+    before, model = load(NAME), load(NAME)
+    engine = EmbeddedEngine(model, family, max_sequences=1)
+    long, waits, after = requests(prompts[:1], replace(FREE, max_tokens=90), repeats=3)
+    idle, long = replace(*requests(prompts[1:2]), key="idle", episode="idle"), replace(long, episode=long.key)
+    (said,) = generate(engine, [idle])
+    for each in (long, waits):  # a prompt that is kept, and waits for the only slot
+        engine.submit(each)
+    for _ in range(2):
         engine.poll()
+    count, held = len(engine.progress(long.key)), engine.scheduler.prefix_cache
+    assert 0 < count < 80 and (not kernels or (held.prefixes and held.turns))  # there is one page else
     with torch.no_grad():
-        model.model.language_model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        for name, weight in model.named_parameters():
+            if "layers" in name and weight.ndim > 1:
+                weight.mul_(1.3)
     engine.update_weights(None, version=4)
-    assert not engine.scheduler.prefix_cache.turns
-    done = drain(engine)
-    assert done[0].versions.tolist() == [0] * 3 + [4] * 5
-    # The next turn of the idle episode reads nothing that the old weights wrote.
-    request = turn(replace(first, episode="e"), answer, family, ("more",))
-    (again,) = generate(engine, [request])
-    same(again, generate(EmbeddedEngine(model, family), [request])[0])
+    engine.submit(after)
+    done = {answer.key: answer for answer in drain(engine)}
+    kept = done[long.key]
+    assert kept.versions.tolist() == [0] * 90
+    mixed = over_kept_keys(family, (before, model), long, kept, count)
+    assert np.abs(kept.logprobs - mixed).max() < 1e-4
+    recomputed = over_kept_keys(family, (model, model), long, kept, count)
+    assert np.abs(kept.logprobs - recomputed)[count:].max() > 0.05
+    # Nothing that begins now reads what the old weights wrote: no shared prompt, no turn before it.
+    fresh = EmbeddedEngine(model, family)
+    assert not held.turns
+    turns = [turn(one, answer, family, ("more",)) for one, answer in ((idle, said), (long, kept))]
+    wanted = generate(fresh, [waits, after, *turns])
+    for ours, theirs in zip([done[waits.key], done[after.key], *generate(engine, turns)], wanted, strict=True):
+        same(ours, theirs)
+        assert set(ours.versions.tolist()) == {4}
 
 
 def _bytes(cache):

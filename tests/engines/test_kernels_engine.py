@@ -251,7 +251,8 @@ def test_a_request_after_new_weights_shares_nothing_with_those_before(load, fami
     engine.submit(replace(asked, key="after"))
     done = {c.key: c for _ in range(100) for c in engine.poll()}
     after = [done["after"]]
-    assert done["waited"].ids.tolist() == done["after"].ids.tolist()
+    assert done["waited"].ids.tolist() == done["after"].ids.tolist() == done[asked.key].ids.tolist()
+    assert done[asked.key].versions.tolist() == [1] * 12  # its prompt was half computed: it is computed again
     fresh = EmbeddedEngine(model, family)
     fresh.update_weights(None, version=1)
     same(after, generate(fresh, [replace(asked, key="after")]))

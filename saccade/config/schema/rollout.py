@@ -35,6 +35,12 @@ class RolloutConfig(Section):
     ahead: int = option(
         0, "Steps that rollouts may run ahead of training; above 0 their tokens are weighed.", ge=0, commands=("rl",)
     )
+    keep_keys: bool = option(
+        False,
+        "New weights reach running sequences: their keys and values stay, instead of being computed again.",
+        when=(When("rollout.ahead", "rollout.ahead=1"), When("rollout.replicas", "rollout.replicas=1")),
+        commands=("rl",),
+    )
     tensor_parallel: int = option(1, "GPUs of one engine (vllm, sglang).", ge=1, when=OTHER_ENGINE)
     memory_share: float = option(0.6, "Share of the GPU's memory for vllm or sglang.", gt=0, le=1, when=OTHER_ENGINE)
     engine_args: dict[str, Any] = option({}, "Further arguments of vllm or sglang, or http fields.", when=OTHER_ENGINE)

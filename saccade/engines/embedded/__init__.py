@@ -50,7 +50,7 @@ class EmbeddedEngine(Engine):
 
     def submit(self, request: Request) -> None:
         require_room(request, self.family.max_positions)
-        self.scheduler.submit(request, self.version)
+        self.scheduler.submit(request)
 
     def poll(self) -> list[Completion]:
         with torch.inference_mode():
@@ -98,7 +98,7 @@ class EmbeddedEngine(Engine):
         self.outputs.clear()
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(support=True, shares_weights=True)
+        return Capabilities(support=True, shares_weights=True, keeps_keys=True)
 
     # -- a poll --
 
@@ -221,7 +221,7 @@ class EmbeddedEngine(Engine):
     def _note(self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray) -> None:
         if self.finite and not np.isfinite(logprobs[ids >= 0]).all():
             raise not_finite(self.model.named_parameters())
-        self.outputs.note(sequences, ids, logprobs, self.version)
+        self.outputs.note(sequences, ids, logprobs)
 
     def _collect_finished(self) -> list[Completion]:
         done, self.scheduler.aborted = self.scheduler.aborted, []

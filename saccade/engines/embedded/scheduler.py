@@ -1,7 +1,7 @@
 """Which requests wait, whose prompts are computed, and which sequences decode. Gives them slots and
 pages, and takes pages away where they are short. Does not know what is computed or drawn.
 
-    scheduler.submit(request, version=0)
+    scheduler.submit(request)
     scheduler.admit()
     scheduler.next_parts()      # pieces of prompts for one forward
 """
@@ -29,7 +29,7 @@ PATIENCE = 4  # prefill forwards for which sequences that could decode wait at m
 class Scheduler:
     def __init__(self, family: Family, cache: KVCache, outputs: Outputs, max_sequences: int) -> None:
         self.family, self.cache, self.outputs = family, cache, outputs
-        self.max_sequences = max_sequences
+        self.max_sequences, self.version = max_sequences, 0
         self.prefill_tokens = PREFILL_TOKENS  # fewer after running out of memory
         self.waiting: deque[Sequence] = deque()
         self.evicted: deque[Sequence] = deque()  # lost their pages, keep slot and outputs
@@ -43,9 +43,9 @@ class Scheduler:
     def pending(self) -> int:
         return len(self.waiting) + len(self.running) + len(self.aborted)
 
-    def submit(self, request: Request, version: int) -> None:
+    def submit(self, request: Request) -> None:
         # Requests share a prompt only if it may be computed with the same weights.
-        self.waiting.append(Sequence(request=request, content=(version, content_of(request))))
+        self.waiting.append(Sequence(request=request, content=(self.version, content_of(request))))
 
     def _wanted(self) -> set[Any]:
         """What waiting requests begin with."""
@@ -70,8 +70,9 @@ class Scheduler:
         del self.running[request.key]
         # Behind a stop string, states may have read what was drawn after it.
         stands = self.cache.read_so_far(sequence.slot) in (None, sequence.cached)
+        fresh = sequence.content[0] == self.version  # old keys would make the next turn old
         pages, row = self.cache.detach(sequence.slot)
-        if request.episode and completion.finish != "aborted" and stands:
+        if request.episode and completion.finish != "aborted" and stands and fresh:
             self.prefix_cache.turns[request.episode] = IdleTurn(
                 pages=pages,
                 row=row,
@@ -83,9 +84,18 @@ class Scheduler:
             self.cache.drop(pages, row)
 
     def renew(self, version: int) -> None:
-        """The weights have changed: drop what is kept; waiting requests belong to the new ones."""
+        """The weights have changed: drop what is kept, and begin again with prompts that are half computed. What waits
+        belongs to the new weights; what decodes keeps its keys and their version.
+        """
+        self.version = version
         self.prefix_cache.drop_all()
-        for sequence in self.waiting:
+        for job in reversed(self.jobs.values()):
+            if job.prefix is not None:
+                self.cache.pages.drop(job.prefix.pages)
+            for sequence in reversed(job.members):
+                self._evict(sequence)
+        self.jobs.clear()
+        for sequence in (*self.waiting, *self.evicted):
             sequence.content = (version, sequence.content[1])
 
     # -- admission --
@@ -265,7 +275,7 @@ class Scheduler:
 
     def _evict(self, sequence: Sequence) -> None:
         self.cache.pages.drop(self.cache.pages.detach(sequence.slot))
-        sequence.ready = False
+        sequence.ready, sequence.content = False, (self.version, sequence.content[1])
         self.evicted.appendleft(sequence)
 
     def allocate_pages(self, ready: list[Sequence], steps_of: Callable[[SequenceOf[Sequence]], int]) -> int:

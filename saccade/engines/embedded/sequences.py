@@ -20,7 +20,7 @@ class Sequence:
     """
 
     request: Request
-    content: Any  # equal for prompts that are computed once
+    content: tuple[int, Any]  # equal for prompts that are computed once; the version of its first key comes first
     slot: int = -1
     resumed: int = 0  # tokens that a kept turn has of its prompt
     ahead: int = 0  # position id of a new token, minus its index
@@ -137,15 +137,18 @@ class Outputs:
             wider[:rows, :columns] = self.rows
             self.rows = wider
 
-    def note(self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Append ids and log-probs [steps, sequences]; an id is -1 where a sequence had ended."""
+    def note(self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Append ids and log-probs [steps, sequences]; an id is -1 where a sequence had ended. A token is as old as
+        the oldest key that it reads.
+        """
         slots = np.array([s.slot for s in sequences])
         places = np.array([s.sampled for s in sequences])
+        versions = np.array([s.content[0] for s in sequences])
         for line, line_logprobs in zip(ids, logprobs, strict=True):
             drawn = line >= 0
             at = slots[drawn], places[drawn]
             self.rows["token"][at], self.rows["logprob"][at] = line[drawn], line_logprobs[drawn]
-            self.rows["version"][at] = version
+            self.rows["version"][at] = versions[drawn]
             places += drawn
         for sequence, drawn in zip(sequences, (ids >= 0).sum(0).tolist(), strict=True):
             sequence.sampled += drawn

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from saccade.engines import Engine, Settings, WeightSource, require_room
+from saccade.engines import Capabilities, Engine, Settings, WeightSource, require_room
 from saccade.errors import ConfigError, EnvironmentProblem, TrainingError
 from saccade.media.images import open_media
 from saccade.models.families import Family
@@ -25,6 +25,7 @@ SIZES = ((60, 50), (140, 70))  # of pictures in a prompt that is read when an en
 class CopyEngine(Engine):
     name: str
     sleeps: bool  # gives memory back between rollouts
+    keeps_keys = False  # as capabilities say it
     renamed: Callable[[str], str]  # what names of one tensor have in common; empty: it is ignored
 
     def __init__(self, settings: Settings, family: Family, *, beside_trainer: bool = False) -> None:
@@ -37,7 +38,7 @@ class CopyEngine(Engine):
         tensors = Mapped([str(file) for file in folder_files(Path(settings.folder))] if constant else ())
         self._constant = [(name, tensor) for name, tensor in tensors.weights() if name in constant]
         self._beside = beside_trainer
-        self._running: dict[str, tuple[Request, str]] = {}  # with the engine's name of it
+        self._running: dict[str, tuple[Request, str, int]] = {}  # with the engine's name of it, and its version
         self._source: WeightSource | None = None
         self._handed_over: int | None = None  # the version that came last
         self._asleep: set[str] = set()
@@ -70,23 +71,28 @@ class CopyEngine(Engine):
         require_room(request, self.longest)
         assert request.key not in self._running, f"request {request.key} was submitted twice"
         self.wake()
-        self._running[request.key] = (request, self._start(request))
+        self._running[request.key] = (request, self._start(request), self.version)
 
     @property
     def pending(self) -> int:
         return len(self._running)
 
-    def _completion(self, key: str, ids: Sequence[int], logprobs: Sequence[float], finish: Any) -> Completion:
+    def _completion(
+        self, key: str, ids: Sequence[int], logprobs: Sequence[float], finish: Any, version: int
+    ) -> Completion:
+        """When the engine began with a request is not known: each token counts as one of the weights that it was
+        submitted under.
+        """
         found = np.array(logprobs, dtype=np.float32)
         if self.settings.finite:
             require_finite(found)
-        versions = np.full(len(ids), self.version, dtype=np.int32)
+        versions = np.full(len(ids), version, dtype=np.int32)
         return Completion(key=key, ids=np.array(ids, dtype=np.int64), logprobs=found, versions=versions, finish=finish)
 
     # -- weights --
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        assert not self._running, "weights change while sequences are running"
+        assert self.keeps_keys or not self._running, "weights change while sequences are running"
         if version == self._handed_over:
             return
         self._rouse("weights")
@@ -106,6 +112,9 @@ class CopyEngine(Engine):
             raise EnvironmentProblem(self._unusable)
         self.version = self._handed_over = version
         self._unusable = ""
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(keeps_keys=self.keeps_keys)
 
     # -- memory --
 

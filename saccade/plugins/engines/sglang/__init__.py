@@ -61,12 +61,12 @@ class SglangEngine(CopyEngine):
         done = []
         for name, answer in self._sglang.wait() if self._running else ():
             key = name.partition("/")[2]
-            request, aborted = self._running.pop(key)[0], key in self._aborted
+            (request, _, version), aborted = self._running.pop(key), key in self._aborted
             self._aborted.discard(key)
             triples = triples_of(request, self.family, answer, aborted=aborted)
             how = answer["meta_info"]["finish_reason"]["type"]
             finish = "aborted" if how == "abort" else how  # it may have ended before it heard that it should
-            done.append(self._completion(key, [t[1] for t in triples], [t[0] for t in triples], finish))
+            done.append(self._completion(key, [t[1] for t in triples], [t[0] for t in triples], finish, version))
         return done
 
     def abort(self, key: str) -> None:

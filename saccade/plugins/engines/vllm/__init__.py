@@ -2,8 +2,9 @@
 
 Adapters come merged into the weights. Between rollouts vLLM frees its memory, where the platform
 can do that, and takes it again in the order weights, hand-over, cache. After a hand-over nothing
-that vLLM cached of prompts and images is used: its caches are emptied, and images are named after
-the version of the weights. Kept ids of truncated sampling are not returned.
+that vLLM cached of prompts and images is used: its caches are emptied, unless sequences run on from
+theirs, and prompts and images are named after the version of the weights. Kept ids of truncated
+sampling are not returned.
 
     engine = VllmEngine(Settings(engine="vllm", folder="my-model", dtype="bfloat16"), family)
     generate(engine, [Request(key="a", ids=family.render(messages).ids)])
@@ -48,6 +49,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # spreads small numbers over 64 bits
 
 class VllmEngine(CopyEngine):
     name = "vllm"
+    keeps_keys = True
 
     def __init__(self, settings: Settings, family: Family, *, beside_trainer: bool = False) -> None:
         found = probe()
@@ -114,17 +116,17 @@ class VllmEngine(CopyEngine):
         done, self._aborted = self._aborted, []
         for output in self._engine.step() if self._running else ():
             if output.finished:
-                request, _ = self._running.pop(output.request_id)
+                request, _, version = self._running.pop(output.request_id)
                 (answer,) = output.outputs
                 if answer.finish_reason not in ("stop", "length"):
                     why = f"vllm gave up ({answer.finish_reason}); see its log, with VLLM_LOGGING_LEVEL=INFO"
                     raise EnvironmentProblem(f"request {request.key}: {why}")
-                done.append(self._sampled(request.key, answer, answer.finish_reason))
+                done.append(self._sampled(request.key, answer, answer.finish_reason, version))
         return done
 
-    def _sampled(self, key: str, answer: Any, finish: str) -> Completion:
+    def _sampled(self, key: str, answer: Any, finish: str, version: int) -> Completion:
         logprobs = answer.logprobs.logprobs if len(answer.token_ids) else ()
-        return self._completion(key, answer.token_ids, logprobs, finish)
+        return self._completion(key, answer.token_ids, logprobs, finish, version)
 
     @property
     def pending(self) -> int:
@@ -141,8 +143,8 @@ class VllmEngine(CopyEngine):
     def abort(self, key: str) -> None:
         if key in self._running:
             answer = self._state(key)._new_completion_output([], None, None)
-            self._aborted.append(self._sampled(key, answer, "aborted"))
-            _, name = self._running.pop(key)
+            _, name, version = self._running.pop(key)
+            self._aborted.append(self._sampled(key, answer, "aborted", version))
             self._engine.abort_request([name], internal=True)
 
     # -- weights and memory --
@@ -171,14 +173,18 @@ class VllmEngine(CopyEngine):
         return f"other bytes arrived for: {wrong[:5]}" if wrong else ""
 
     def _forget(self) -> None:
-        """Drop whatever vLLM computed from prompts and images."""
+        """Drop whatever vLLM computed from prompts and images. Sequences that run need theirs, which no prompt of the
+        new weights finds by its name.
+        """
+        self._last = None
+        if self._running:
+            return
         if not self._engine.reset_prefix_cache():
             self._engine.step()  # a batch was still under way when the last request ended
             if not self._engine.reset_prefix_cache():
                 raise EnvironmentProblem("vllm: prompts of older weights cannot be forgotten")
         self._engine.reset_encoder_cache()
         self._engine.reset_mm_cache()
-        self._last = None
 
     def _free(self, *, weights: bool) -> set[str]:
         self._engine.sleep(level=2 if weights else 1)
@@ -263,10 +269,10 @@ def prompt_of(
     request: Request, family: Family, picture: Callable[[Any], np.ndarray], version: int | None
 ) -> dict[str, Any]:
     """Ids with one placeholder per medium, which vLLM expands again, and the media at the size that
-    the model sees. The name of a medium holds the version of the weights, so that nothing computed
-    under other weights is found under it.
+    the model sees. The names of prompt and media hold the version of the weights, so that nothing
+    computed under other weights is found under them.
     """
-    prompt: dict[str, Any] = {"prompt_token_ids": collapsed(request, family)}
+    prompt: dict[str, Any] = {"prompt_token_ids": collapsed(request, family), "cache_salt": str(version)}
     if request.media:
         data: dict[str, list[Any]] = {}
         names: dict[str, list[str]] = {}

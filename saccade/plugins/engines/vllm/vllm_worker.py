@@ -87,8 +87,9 @@ class Loader:
         pairs = Mapped(weights).weights() if isinstance(weights, tuple | list) else weights
         with set_current_vllm_config(self.vllm_config):
             if _plain(model):
+                torch.cuda.synchronize()  # the engine may compute on another stream, before and after
                 loaded = set(model.load_weights(pairs))
-                torch.cuda.synchronize()  # the engine may compute on another stream
+                torch.cuda.synchronize()
                 return loaded, names
             # Parameters were packed for the device: load as from a file, layer by layer.
             if not next(model.parameters()).is_cuda:
