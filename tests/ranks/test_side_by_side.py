@@ -36,17 +36,18 @@ LONG = {
 
 
 class Watched:
-    """What the steps of a run were given, and what lived while each was trained."""
+    """What the steps of a run were given, and what lived while each was trained and when weights were handed over."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.groups: dict[int, Any] = {}
         self.under_way: dict[int, int] = {}
         self.slept = 0
+        self.handed_over: dict[int, int] = {}
         self.before_update = lambda engine, step: None
         self.after_sampling = lambda step: None
         self.validated: dict[int, list[int]] = {}  # step -> steps that were sampled by its begin and by its end
         sample_groups, update_models, sleep = rl_rollout.sample_groups, rl.update_models, Replicas.sleep
-        begin = Validation.begin
+        begin, update_weights = Validation.begin, Replicas.update_weights
 
         def begun(validation: Validation, step: int, scores: Any) -> Any:
             found = begin(validation, step, scores)
@@ -76,6 +77,11 @@ class Watched:
             self.slept += 1
             sleep(engine)
 
+        def handed_over(engine: Replicas, source: Any, version: int) -> None:
+            self.handed_over.setdefault(version, len(engine._tasks))
+            update_weights(engine, source, version)
+
+        patch.setattr(Replicas, "update_weights", handed_over)
         patch.setattr(rl, "sample_groups", sampled)
         patch.setattr(rl, "update_models", trained)
         patch.setattr(Replicas, "sleep", slept)
@@ -176,9 +182,11 @@ def test_a_validation_that_a_run_ended_without_is_made_when_it_is_resumed(ended,
     assert not any(progress["unvalidated"] for progress in stored)
 
 
-def test_kill_9_of_replicas_amid_rollouts_and_while_the_trainer_trains(watched, run, monkeypatch):
+@pytest.mark.parametrize("keep", [False, True])
+def test_kill_9_of_replicas_amid_rollouts_and_while_the_trainer_trains(watched, run, monkeypatch, keep, validated):
     """All at once, with the rollouts of several steps. Then one is ready again before weights are handed over: it takes
-    none from a trainer that has changed them.
+    none from a trainer that has changed them. Whether sequences live on or not, what counts as new is what the trainer
+    itself computes.
     """
     killed = []
     hand_out = Replicas._hand_out
@@ -201,8 +209,11 @@ def test_kill_9_of_replicas_amid_rollouts_and_while_the_trainer_trains(watched, 
 
     monkeypatch.setattr(Replicas, "_hand_out", amid_rollouts)
     watched.before_update = amid_training
-    folder = run(rollout__replicas=2)
+    folder = run(rollout__replicas=2, rollout__keep_keys=keep, **validated | {"save__every": 2})
     assert watched.require_sound() == AHEAD and watched.under_way[1] > 0 and watched.slept == 0
+    assert [watched.handed_over[step] > 0 for step in (1, 2)] == [keep, False]  # not before a checkpoint
+    gaps = [row["mismatch/logp_gap_max"] for row in read_metrics(folder) if "mismatch/logp_gap_max" in row]
+    assert gaps and max(gaps) < 1e-4
     deaths = re.findall(r"died and starts again, (\d+) requests wait", (folder / "log.txt").read_text())
     assert len(deaths) == len(killed) >= 2 and sum(map(int, deaths)) >= PROMPTS * REPEATS
 

@@ -23,7 +23,7 @@ from saccade.plugins.engines.replicas.replica import Replica
 from saccade.plugins.engines.replicas.replica_pool import Replicas, placements, start_replicas, visible_gpus
 from saccade.recipes import rl
 from saccade.types import Request, Sampling
-from tests.engines.asked import drain
+from tests.engines.asked import drain, over_kept_keys
 
 PARENT = """
 import json, queue, sys, time
@@ -248,6 +248,30 @@ def test_an_aborted_request_comes_back_and_a_live_episode_goes_on(pool, load, fa
         answers[name] = turn.ids.tolist(), generate(one, [second])[0].ids.tolist()
         one.release("e")
     assert answers["here"] == answers["there"]
+
+
+def test_weights_change_under_a_sequence_which_keeps_its_keys(pool, load, family, ask, changed):
+    before, (asked, *_) = load(), ask(Sampling(max_tokens=4000, ignore_eos=True), repeats=1)
+    pool.update_weights(source_of(before), version=0)
+    asked = replace(asked, key="long", replica=0)
+    pool.submit(asked)
+    pool.poll()
+    time.sleep(0.1)
+    pool.update_weights(changed, version=3)
+    after = [replace(request, replica=n) for n, request in enumerate(ask(LONG, repeats=2)[:2])]  # the same prompt
+    later = generate(pool, after)
+    pool.abort(asked.key)
+    (kept,) = finish(pool, [asked])
+    assert kept.finish == "aborted" and set(kept.versions.tolist()) == {0}
+    old = over_kept_keys(family, (before, before), asked, kept, 1)
+    count = int((np.abs(kept.logprobs - old) > 1e-4).argmax())  # tokens before the update
+    assert 0 < count < len(kept.ids) - 1
+    assert np.abs(kept.logprobs - over_kept_keys(family, (before, changed.model), asked, kept, count)).max() < 1e-4
+    recomputed = over_kept_keys(family, (changed.model, changed.model), asked, kept, 1)
+    assert np.abs(kept.logprobs - recomputed)[count:].max() > 1e-3
+    here = EmbeddedEngine(changed.model, family)
+    here.update_weights(changed, version=3)
+    same(generate(here, after), later)
 
 
 def test_weights_with_another_name_are_refused_and_nothing_is_generated(pool, changed, ask):
