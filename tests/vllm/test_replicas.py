@@ -74,13 +74,16 @@ def test_two_ranks_train_and_hand_their_weights_over(layout, tmp_path, rl_config
     assert deaths == len(killed) == (layout == "sharded")
 
 
-@pytest.mark.parametrize("replicas", [0, 1])
-def test_rollouts_run_ahead_of_training(replicas, tmp_path, rl_config, monkeypatch):
-    """Carried in the trainer's process; in a process of its own vLLM goes on while the trainer trains."""
+@pytest.mark.parametrize(("replicas", "keep"), [(0, False), (1, False), (1, True)])
+def test_rollouts_run_ahead_of_training(replicas, keep, tmp_path, rl_config, monkeypatch):
+    """Carried in the trainer's process; in a process of its own vLLM goes on while the trainer trains, and with its
+    keys when weights change.
+    """
     watched = Watched(monkeypatch)
-    rl.run(rl_config(tmp_path, **LONG, rollout__replicas=replicas) | ENGINE | STABLE)
+    rl.run(rl_config(tmp_path, **LONG, rollout__replicas=replicas, rollout__keep_keys=keep) | ENGINE | STABLE)
     assert watched.require_sound() == AHEAD and watched.slept == 0
     assert any(watched.under_way.values()) == (replicas > 0)
+    assert any(watched.handed_over.values()) == keep
     rows = [row for row in read_metrics(tmp_path / "run") if "reward/mean" in row]
     fresh = [row["mismatch/logp_gap_max"] for row in rows if "mismatch/logp_gap_max" in row]
     assert fresh and max(fresh) < 1e-4  # of tokens that the newest weights sampled

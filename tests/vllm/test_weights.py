@@ -1,14 +1,18 @@
 """Weights that are handed over arrive whole, and nothing of the old ones is left."""
 
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from saccade.engines import generate
 from saccade.errors import EnvironmentProblem
+from tests.engines.asked import drain, over_kept_keys
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 
@@ -71,6 +75,35 @@ def test_after_sleep_weights_wake_then_change_then_the_cache_wakes(engine, backe
         *("sleep 2", "wake weights", "weights", "wake kv_cache"),
         *("sleep 2", "wake weights", "weights", "wake kv_cache"),
     ]
+
+
+def test_what_runs_keeps_its_keys_and_nothing_new_reads_them(engine, backend, ask, gap, family):
+    engine.update_weights(backend, 160)
+    before = deepcopy(backend.model)
+    sampling: dict[str, Any] = {"max_tokens": 90, "ignore_eos": True}
+    begun = [ask("a", noise=1, **sampling), ask("a2", 2, noise=2, **sampling)]
+    for request in begun:
+        engine.submit(request)
+    while len(engine.progress("a2")) < 30:
+        engine.poll()
+    count = len(engine.progress("a"))
+    move(backend, 161)
+    engine.update_weights(backend, 161)
+    after = [replace(request, key=f"{request.key} after") for request in begun]  # prompts that were computed before
+    for request in after:
+        engine.submit(request)
+    done = {answer.key: answer for answer in drain(engine)}
+    assert all(set(done[request.key].versions.tolist()) == {160} for request in begun)
+    assert all(set(done[request.key].versions.tolist()) == {161} for request in after)
+    assert gap(after, [done[request.key] for request in after]) < 1e-4
+    kept = done["a"]
+    ways = [over_kept_keys(family, (old, backend.model), begun[0], kept, count) for old in (before, backend.model)]
+    mixed, recomputed = (np.abs(kept.logprobs - way) for way in ways)
+    assert mixed.max() < 1e-4 and recomputed[count:].max() > 1e-2
+    # Emptied as soon as nobody needs them.
+    move(backend, 162)
+    engine.update_weights(backend, 162)
+    assert gap(begun, generate(engine, begun)) < 1e-4
 
 
 def test_the_same_version_is_handed_over_once(engine, backend):
