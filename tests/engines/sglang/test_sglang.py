@@ -10,11 +10,13 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
+from saccade import config
 from saccade.engines import Settings, generate
 from saccade.engines.builders import build
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.plugins.engines.sglang import sglang_transport
+from saccade.recipes.engines import require_capabilities
 from saccade.types import Message, Request, Sample, Sampling
 from tests.engines import asked
 from tests.engines.sglang.protocol import Core, engine_class, serve
@@ -212,6 +214,10 @@ def test_what_cannot_be_served_is_refused(engine, requests):
     with pytest.raises(ConfigError, match=r"raise data\.max_prompt_tokens"):
         engine.submit(replace(requests[0], sampling=Sampling(max_tokens=40_000)))
     assert engine.pending == 0 and not engine.capabilities().support
+    options = {"engine": "sglang", "ahead": 1, "replicas": 1, "keep_keys": True}
+    chosen = config.load({f"rollout.{name}": value for name, value in options.items()})
+    with pytest.raises(ConfigError, match=r"keep_keys: sglang computes them again; use rollout\.keep_keys=false"):
+        require_capabilities(chosen, engine)
 
 
 def test_absent_or_too_old(family, monkeypatch):

@@ -25,6 +25,7 @@ NEEDED = {
     "vllm.engine.arg_utils:EngineArgs": ("logits_processors", "logprobs_mode", "worker_extension_cls"),
     "vllm.model_executor.model_loader:reload": ("initialize_layerwise_reload", "finalize_layerwise_reload"),
     "vllm.renderers:BaseRenderer": ("render_cmpl",),
+    "vllm.v1.engine:EngineCoreRequest": ("cache_salt",),
     "vllm.v1.engine.llm_engine:LLMEngine": (
         *("collective_rpc", "sleep", "wake_up"),
         *("reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache"),
