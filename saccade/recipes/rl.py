@@ -94,7 +94,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 progress, learned = update_models(updates, steered, learners, this.progress, step)
                 refresh_reference(reference, policy, algorithm, step)
             with this.phase("hand_over"):
-                if not config.rollout.keep_keys or this.pauses(step, validation):
+                if not config.rollout.keep_keys or this.checkpointer.due(step):  # which holds what was sampled
                     sampler.ahead.pool.interrupt()
                 engine.update_weights(policy, version=step)
             metrics = rollouts.metrics

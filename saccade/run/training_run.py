@@ -252,10 +252,6 @@ class Run:
         self._updating |= name == "update"
         return self.display.phase(name)
 
-    def pauses(self, step: int, validation: Any) -> bool:
-        """Whether something follows a step that wants the engine, or what it has sampled so far."""
-        return validation.due(step, self.total) or self.checkpointer.due(step)
-
     def finish_step(
         self, progress: Progress, metrics: Mapping[str, float], validation: Any, unread: str = ""
     ) -> dict[str, Any]:
