@@ -5,8 +5,9 @@
 
 Lengths are drawn for each rollout (log-normal; one in a hundred has --most tokens, the longest), the same for every
 number of steps ahead. The first steps compile kernels and fill the pipe, the last have nothing to run ahead with: means
-are those of the steps between. Prints one JSON object per number: seconds of a step, tokens a second over these steps,
-and the oldest token in updates.
+are those of the steps between, in whole rounds: a longest answer has k + 1 steps to be finished in, and short steps
+follow a long one. Prints one JSON object per number: seconds of a step, tokens a second over these, and the oldest
+token in updates.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main() -> None:
     parser.add_argument("--size", default="3b")
     parser.add_argument("--work", type=parse, default="W1")
     parser.add_argument("--ahead", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=4, help="that are measured")
+    parser.add_argument("--steps", type=int, default=4, help="that are measured, or a few more")
     parser.add_argument("--median", type=int, default=400)
     parser.add_argument("--most", type=int, default=8192)
     parser.add_argument("overrides", nargs="*", help="options such as rollout.max_sequences=256")
@@ -69,13 +70,13 @@ def main() -> None:
             folder = Path(scratch) / str(ahead)
             folder.mkdir()
             first = 1 + ahead  # compiles, and fills the pipe
-            steps = first + args.steps
-            data = write_rows(folder / "data", str(args.model), work, steps + ahead)
+            measured = -(-args.steps // (1 + ahead)) * (1 + ahead)
+            steps = first + measured + ahead  # the last have nothing to run ahead with
+            data = write_rows(folder / "data", str(args.model), work, steps)
             settings = config(folder, str(args.model), data, work, steps) | {"rollout.ahead": ahead}
             saccade.rl(settings, *args.overrides)
-            rows = [row for row in read_metrics(folder / "runs" / "run") if "time/update" in row][first:]
-            if ahead:  # the last steps have nothing to run ahead with
-                rows = rows[: max(1, len(rows) - ahead)]
+            rows = [row for row in read_metrics(folder / "runs" / "run") if "time/update" in row]
+            rows = rows[first : first + measured]
             seconds, tokens = (sum(row[name] for row in rows) for name in ("time/step", "count/rollout_tokens"))
             found = {
                 "ahead": ahead,

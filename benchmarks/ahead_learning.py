@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +34,20 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(out: Path, seed: int) -> None:
+def run(out: Path, seed: int, arms: Sequence[str]) -> None:
     folder, size = out / str(seed), quickstart.SIZES["full"]
     data = quickstart.draw_data(folder / "data", size, seed)
     if not (folder / "sft").exists():
         model = tiny_kinds.build("qwen2_5_vl", folder / "model", words=quickstart.WORDS, seed=seed)
         sft.run(quickstart.sft_config(folder, data, model, size, seed))
     start = str(checkpoint_of(folder / "sft"))
-    for arm, changes in ARMS.items():
+    for arm in arms:
         file = out / f"{seed}-{arm.replace(' ', '-')}.json"
         if file.exists():
             continue
         config = quickstart.rl_config(folder, data, start, size, seed)
         config["run"] |= {"name": arm, "resume": "none"}
-        rl.run({**config, **changes})
+        rl.run({**config, **ARMS[arm]})
         rows = read_metrics(folder / arm)
         curve = [(row["step"], row["val/val/accuracy"]) for row in rows if "val/val/accuracy" in row]
         steps = [row for row in rows if "data/staleness_mean" in row]
@@ -85,10 +86,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, nargs="*", default=[])
+    parser.add_argument("--arms", nargs="*", default=[*ARMS], choices=ARMS)
     args = parser.parse_args()
     model_setup.quiet_libraries()
     for seed in args.seeds:
-        run(args.out, seed)
+        run(args.out, seed, args.arms)
     print(table(args.out))
 
 

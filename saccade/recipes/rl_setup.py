@@ -4,6 +4,7 @@ setup = set_up(config, algorithm, family, data, run)
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,7 +91,10 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     moving = reference if algorithm.reference_moves else None
     carried = surplus if algorithm.filter.keep_surplus else None
     total = total_steps(config, stream.rows_per_epoch)
-    ahead = RolloutsAhead(pool=Pool(engine), steps=config.rollout.ahead, total=total, sample_of=data.sample)
+    members = algorithm.samples_per_prompt + algorithm.estimator.greedy
+    own = engine.capabilities().own_process  # then it samples while the trainer trains
+    pool = Pool(engine, at_once=math.inf if own else config.train.prompts_per_step * members)
+    ahead = RolloutsAhead(pool=pool, steps=config.rollout.ahead, total=total, sample_of=data.sample)
     begun = run.start is not None and (run.start / "state" / "ahead").is_dir()  # perhaps with more steps ahead
     going_on = ahead if ahead.steps or begun else None
     # By folder of a checkpoint.

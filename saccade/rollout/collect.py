@@ -15,9 +15,10 @@ its tokens; it goes on from them later, with the weights of then and the same no
     pool.interrupt()
 """
 
+import math
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -73,8 +74,13 @@ class Started:
 
 
 class Pool:
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, *, at_once: float = math.inf) -> None:
+        """`at_once`: requests of the engine, above which those wait that nobody waits for: none is sampled before it
+        fills a gap, so answers of equal length are not sampled ahead.
+        """
+        self.engine, self.at_once = engine, at_once
+        self.awaited: Started | None = None
+        self._waiting: deque[str] = deque()  # keys of requests, oldest first
         self.started: list[Started] = []
         self.calls: dict[str, EnvironmentCall] = {}
         self._owners: dict[str, Started] = {}  # of episodes that are not over
@@ -134,7 +140,10 @@ class Pool:
     def finish(self, started: Started, progress: Callable[[int, int], None] | None = None) -> list[Group]:
         """Groups in the order of the samples, when they are complete. Others go on meanwhile."""
         self.go_on()
-        complete = False
+        self.awaited, complete = started, False
+        for key in [key for key in self._waiting if key in started.places]:
+            self._waiting.remove(key)
+            self._ask(key)
         while not complete:
             self._poll()  # also if all are done: an engine elsewhere is sent what the others ask
             complete = len(started.done) == len(started.places)
@@ -155,7 +164,8 @@ class Pool:
 
     def interrupt(self) -> None:
         """Take back what is unfinished: then the engine has nothing to do, and weights may change."""
-        self._resting = self._resting or set()
+        self._resting = {*(self._resting or ()), *self._waiting}
+        self._waiting.clear()
         for key in self._owners:
             if key not in self.calls and key not in self._resting:
                 self.engine.abort(key)
@@ -185,6 +195,8 @@ class Pool:
                 decode = self._owners[completion.key].play.family.decode
                 whole = _until_stop(whole, running.request.sampling.stop, decode)
             self._advance(completion.key, whole)
+        while self._waiting and self.engine.pending < self.at_once:
+            self._ask(self._waiting.popleft())
 
     def _advance(self, key: str, value: Any) -> None:
         started = self._owners[key]
@@ -218,6 +230,9 @@ class Pool:
 
     def _ask(self, key: str) -> None:
         """The request of an episode; tokens that were sampled before an interruption are part of its prompt."""
+        if self.engine.pending >= self.at_once and self._owners[key] is not self.awaited:
+            self._waiting.append(key)
+            return
         running = self._owners[key].running[key]
         request, before = running.request, running.beginning
         assert request is not None

@@ -60,7 +60,7 @@ def asked(count):
 def played(model, family, play, looks, **options):
     """Answers of two calls in one pool that is interrupted after so many looks at the engine, each time."""
     engine = EmbeddedEngine(model, family)
-    pool = Pool(engine)
+    pool = Pool(engine, at_once=4)
     calls = [pool.start(asked(3), play, repeats=2, name=name, **options) for name in ("1|", "2|")]
     seen = 0
 
@@ -86,6 +86,20 @@ def test_what_is_interrupted_goes_on_as_if_it_had_not_been(environment, model, f
         assert one.key == other.key and np.array_equal(one.ids, other.ids) and one.end_reason == other.end_reason
         assert np.allclose(one.logprobs, other.logprobs, atol=1e-5, equal_nan=True)
         assert [list(ids) for ids in one.support] == [list(ids) for ids in other.support]
+
+
+def test_later_answers_fill_gaps_alone(model, family, play):
+    """Answers of equal length leave none: nothing is sampled ahead."""
+    for ignore_eos in (True, False):
+        engine = EmbeddedEngine(model, family)
+        pool, pending = Pool(engine, at_once=6), [6]
+        how = play(ignore_eos=ignore_eos)
+        first, second = (pool.start(asked(3), how, repeats=2, name=name) for name in ("1|", "2|"))
+        groups = pool.finish(first, lambda *_: pending.append(engine.pending))  # noqa: B023
+        pool.interrupt()
+        equal = len({t.response_length for group in groups for t in group.trajectories}) == 1
+        assert max(pending) == 6 and equal == ignore_eos
+        assert any(one.turns or one.beginning for one in second.heard().values()) != equal
 
 
 def test_a_stop_string_over_an_interruption_ends_the_turn(model, family, play):
@@ -218,11 +232,12 @@ def test_a_run_can_go_on_with_another_number_of_steps_ahead(trained):
 
 def test_old_tokens_can_be_left_out_and_on_policy_presets_refuse(trained, tensors, rl_config, tmp_path):
     changes = {"algorithm__kl__coef": 0.0, "save__every": 1, "save__keep": 9, "rollout__max_sequences": 64}
-    run, _ = trained("a", 2, algorithm__correct=["tis.token", {"name": "recent", "high": 0}], **changes)
-    rows = {row["step"]: row for row in read_metrics(run) if "mismatch/masked_frac" in row}
-    empty = [step for step, row in rows.items() if row["mismatch/masked_frac"] == 1]
-    assert empty and all(rows[step]["policy/empty_step"] == 1 for step in empty)
-    assert all(same(weights(run, step, tensors), weights(run, step - 1, tensors)) for step in empty)
+    some, all_tokens = {"name": "recent", "high": 0}, {"name": "reject.token.k1", "low": 5, "high": 6}
+    run, _ = trained("a", 2, algorithm__correct=["tis.token", some], **changes)
+    assert any(0 < row.get("mismatch/masked_frac", 0) < 1 for row in read_metrics(run))
+    run, _ = trained("b", 2, algorithm__correct=["tis.token", all_tokens], **changes)
+    assert all(row["policy/empty_step"] == 1 for row in read_metrics(run) if "policy/empty_step" in row)
+    assert all(same(weights(run, step, tensors), weights(run, 1, tensors)) for step in range(2, 6))
     with pytest.raises(ConfigError, match=r"algorithm\.old=detach: rollout\.ahead=1 weighs tokens"):
         rl.run(rl_config(tmp_path, **LONG, rollout__ahead=1, algorithm__old="detach", train__updates_per_step=2))
     with pytest.raises(ConfigError, match=r"gpg is strictly on-policy; use rollout\.ahead=0"):

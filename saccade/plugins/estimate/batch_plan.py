@@ -180,7 +180,7 @@ class Plan:
     def sequences(self) -> int:
         """Sequences in the engine at a time, if its cache has room for them."""
         members = self.algorithm.samples_per_prompt + self.algorithm.estimator.greedy
-        steps = 1 + self.config.rollout.ahead
+        steps = 1 + self.config.rollout.ahead * (self.config.rollout.replicas > 0)  # else they fill gaps
         begun = self.config.train.prompts_per_step * min(steps, self.config.run.max_steps or steps)
         return min(self.config.rollout.max_sequences, begun * members)
 
