@@ -7,6 +7,7 @@ on the cores of a CPU. What is done already is not done again.
 
     python benchmarks/visual_search.py --out runs/search            # one H200
     python benchmarks/visual_search.py --tiny --out runs/search     # two cores
+    python benchmarks/visual_search.py --ahead --seeds 5            # instead: with rollouts that run ahead of training
 
 The policy is never told how many turns it has, and its sampling noise depends on the tokens so far
 alone: under a smaller limit the same episode ends earlier. So one evaluation with 32 turns gives
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from search_curves import picture, summary, table
+from search_curves import LIMITS, interval, picture, summary, table
 from search_stages import TINY, Size, build_model, common_config, draw_data, evaluate, rl_config, sft_config
 
 # What each stage starts from. The first two are shared by all seeds, as a pretrained model is.
@@ -42,6 +43,13 @@ STAGES: Mapping[str, str | None] = {
     "direct": "sft_direct",
 }
 SHARED = ("data", "base")
+# RL with tools and over-turn masking, with rollouts that run ahead, and without weights that correct for it.
+AHEAD: Mapping[str, Mapping[str, Any]] = {
+    "ahead1": {"rollout.ahead": 1},
+    "ahead1_unweighed": {"rollout.ahead": 1, "algorithm.correct": []},
+    "ahead4": {"rollout.ahead": 4},
+    "ahead4_unweighed": {"rollout.ahead": 4, "algorithm.correct": []},
+}
 
 
 # -- one job ---------------------------------------------------------------------------------------
@@ -60,7 +68,7 @@ class Job:
 
     @property
     def needs(self) -> str | None:
-        before = STAGES[self.stage]
+        before = STAGES.get(self.stage, "sft")
         return before and Job(stage=before, seed=self.seed).name
 
 
@@ -100,7 +108,8 @@ def _arm(out: Path, size: Size, job: Job, before: Any, memory: float | None) -> 
     data, common = before["data"], common_config(out, size, job.seed, memory)
     model, curve = before["model"], []
     if job.stage != "cold":
-        rl.run(rl_config(common, job.name, job.stage, model, data, size))
+        arm = "masked" if job.stage in AHEAD else job.stage
+        rl.run({**rl_config(common, job.name, arm, model, data, size), **AHEAD.get(job.stage, {})})
         model, curve = _last_checkpoint(out / job.name), _curve(out / job.name)
     return {"model": model, "curve": curve, "evaluation": evaluate(out, job.name, job.stage, model, data, common, size)}
 
@@ -110,7 +119,7 @@ JOBS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "base": _base,
     "sft": _shown,
     "sft_direct": _shown,
-    **dict.fromkeys(("cold", "masked", "unmasked", "direct"), _arm),
+    **dict.fromkeys(("cold", "masked", "unmasked", "direct", *AHEAD), _arm),
 }
 
 
@@ -142,10 +151,12 @@ def _parameters(folder: Path) -> int:
 # -- all jobs --------------------------------------------------------------------------------------
 
 
-def run_all(out: Path, size: Size, seeds: Sequence[int], most: int, memory: float | None) -> None:
-    """Each job as a process, as soon as what it starts from is there."""
+def run_all(
+    out: Path, size: Size, seeds: Sequence[int], most: int, memory: float | None, stages: Sequence[str]
+) -> dict[str, Any]:
+    """Each job as a process, as soon as what it starts from is there. Returns what they found."""
     out.mkdir(parents=True, exist_ok=True)
-    jobs = {job.name: job for seed in seeds for job in (Job(stage=s, seed=seed) for s in STAGES)}
+    jobs = {job.name: job for seed in seeds for job in (Job(stage=s, seed=seed) for s in stages)}
     running = dict[str, subprocess.Popen[bytes]]()
     while waiting := [j for j in jobs.values() if not (out / f"{j.name}.json").is_file()]:
         for job in waiting:
@@ -159,14 +170,26 @@ def run_all(out: Path, size: Size, seeds: Sequence[int], most: int, memory: floa
                     raise SystemExit(f"{name} failed; see {out / name}.log")
                 print(f"{name} is done", flush=True)
         time.sleep(0.2)
-    found = summary({name: _read(out, name) for name in jobs}, asdict(size), seeds)
+    return {name: json.loads((out / f"{name}.json").read_text()) for name in jobs}
+
+
+def write_results(out: Path, jobs: Mapping[str, Any], size: Size, seeds: Sequence[int]) -> None:
+    found = summary(jobs, asdict(size), seeds)
     (out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
     (out / "visual_search.svg").write_text(picture(found))
     print(table(found))
 
 
-def _read(out: Path, name: str) -> dict[str, Any]:
-    return json.loads((out / f"{name}.json").read_text())
+def ahead_table(jobs: Mapping[str, Any], size: Size, seeds: Sequence[int]) -> str:
+    """Percent right under the limit of training and under the largest, with intervals over seeds; means of both."""
+    lines = [f"| arm | {size.turns} turns | {LIMITS[-1]} turns | reward of the last ten steps |", "|---" * 4 + "|"]
+    for arm in ("masked", *AHEAD):
+        found = [jobs[f"{arm}-{seed}"] for seed in seeds]
+        columns = [[job["evaluation"]["accuracy"][str(limit)] for job in found] for limit in (size.turns, LIMITS[-1])]
+        columns.append([float(np.mean(job["curve"][-10:])) for job in found])
+        cells = ("{:.1f} [{:.1f}, {:.1f}]".format(*(100 * x for x in interval(values))) for values in columns)
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _start(out: Path, size: Size, job: Job, memory: float | None) -> subprocess.Popen[bytes]:
@@ -186,6 +209,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/visual_search"))
     parser.add_argument("--tiny", action="store_true", help="small enough for two cores")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ahead", action="store_true", help="arms with rollouts ahead of training instead")
     parser.add_argument("--most", type=int, default=12, help="processes at once")
     parser.add_argument("--memory", type=float, help="GiB of the GPU for each process")
     parser.add_argument("--job", help=argparse.SUPPRESS)
@@ -204,7 +228,10 @@ def main() -> None:
         (out / f"{job.name}.tmp").write_text(found + "\n")
         (out / f"{job.name}.tmp").replace(out / f"{job.name}.json")
     else:
-        run_all(out, size, range(given["seeds"]), given["most"], memory)
+        seeds = range(given["seeds"])
+        stages = ["data", "base", "sft", "masked", *AHEAD] if given["ahead"] else [*STAGES]
+        found = run_all(out, size, seeds, given["most"], memory, stages)
+        print(ahead_table(found, size, seeds)) if given["ahead"] else write_results(out, found, size, seeds)
 
 
 if __name__ == "__main__":
