@@ -79,6 +79,7 @@ class Sampler:
             self.watch(done, total)
 
         groups = ahead.pool.finish(begun.started, progress)
+        ahead.write(begun)
         if not ahead.side_by_side:
             ahead.pool.interrupt()
             free_memory_for_rewards(self.engine, self.scorer)
@@ -96,13 +97,14 @@ class Sampler:
         else:
             samples = self.quarantine.take(self.stream, config.train.prompts_per_step, family)
             draw = Draw(name=ahead.name(step), step=step + len(ahead.begun), samples=samples)
+        draw = ahead.replayed(draw)
         rewards = RewardStream(self.scorer, family, step=draw.step)
         started = ahead.pool.start(
             draw.samples,
             parts.play_of(config, family, parts.rollout_sampling(config, self.algorithm), draw.name),
             repeats=self.algorithm.samples_per_prompt,
             greedy=self.algorithm.estimator.greedy,
-            name=f"{draw.name}|" if draw.heard or ahead.steps else "",
+            name=f"{draw.name}|",
             heard=draw.heard,
             on_finish=rewards.submit,
         )

@@ -15,6 +15,7 @@ from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.checks.steps import total_steps
 from saccade.config import Config
 from saccade.data.datasets import Dataset, Stream
+from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.engines import make_engine, require_capabilities
@@ -25,6 +26,7 @@ from saccade.recipes.validation import Validation, evaluator_of
 from saccade.registry import HOOKS
 from saccade.rollout.collect import Pool
 from saccade.rollout.stored import group_files, load_groups
+from saccade.run.folder import RECORD, TRAJECTORIES
 from saccade.run.training_run import Run
 from saccade.system.contents import File
 from saccade.trainer import Scoring
@@ -64,6 +66,9 @@ class Setup:
 
 def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, run: Run) -> Setup:
     parts.environments_of(config, family)  # refused here, not in the first rollout
+    record, replay = config.rollout.record, None
+    if record not in (None, "write") and not (replay := Path(record) / TRAJECTORIES / RECORD).is_dir():
+        raise ConfigError(f"rollout.record={record}: no record there; a run with rollout.record=write writes one")
     scorer = parts.make_scorer(config, algorithm)
     run.close_at_end(scorer)
     parts.test_rewards(config, scorer, data.samples)
@@ -94,7 +99,14 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     members = algorithm.samples_per_prompt + algorithm.estimator.greedy
     own = engine.capabilities().own_process  # then it samples while the trainer trains
     pool = Pool(engine, at_once=math.inf if own else config.train.prompts_per_step * members)
-    ahead = RolloutsAhead(pool=pool, steps=config.rollout.ahead, total=total, sample_of=data.sample)
+    ahead = RolloutsAhead(
+        pool=pool,
+        steps=config.rollout.ahead,
+        total=total,
+        sample_of=data.sample,
+        record=run.folder.trajectories / RECORD if record == "write" else None,
+        replay=replay,
+    )
     begun = run.start is not None and (run.start / "state" / "ahead").is_dir()  # perhaps with more steps ahead
     going_on = ahead if ahead.steps or begun else None
     # By folder of a checkpoint.

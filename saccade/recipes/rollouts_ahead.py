@@ -10,17 +10,21 @@ engine beside the trainer samples until then; one in the trainer's memory stops 
     ahead = RolloutsAhead(pool=Pool(engine), steps=1, total=100, sample_of=data.sample)
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
+from saccade.errors import ConfigError
 from saccade.rollout.collect import NOTHING, Heard, Pool, Started
 from saccade.rollout.scoring import RewardStream
 from saccade.rollout.stored import load_records, record_files
 from saccade.system.codec import Arrays, decode, encode
-from saccade.system.contents import File
+from saccade.system.contents import File, write_files
 from saccade.types import Sample
+
+log = logging.getLogger(__name__)
 
 
 class Draw(NamedTuple):
@@ -29,7 +33,7 @@ class Draw(NamedTuple):
     name: str  # of their noise
     step: int  # that they were drawn for, as rewards are told
     samples: Sequence[Sample]
-    heard: Mapping[str, Heard] = NOTHING  # before a checkpoint
+    heard: Mapping[str, Heard] = NOTHING  # before a checkpoint, or in the run that is repeated
 
 
 class Begun(NamedTuple):
@@ -48,6 +52,8 @@ class RolloutsAhead:
     steps: int  # how far ahead
     total: int
     sample_of: Callable[[str], Sample]
+    record: Path | None = None  # folder for what the engine says to each draw
+    replay: Path | None = None  # such a folder of the run that is repeated
     begun: list[Begun] = field(default_factory=list)
     stored: list[Draw] = field(default_factory=list)  # to be begun again, before others
     _kept: Sequence[Draw] = ()
@@ -74,27 +80,57 @@ class RolloutsAhead:
     def saved_bytes(self) -> int:
         return 0  # nothing beside a model
 
-    def state_files(self, *, copy: bool = False) -> Iterator[File]:
-        arrays: Arrays = {}
-        rows = []
-        for draw in self._kept:
-            said = {}
-            for number, (key, told) in enumerate(draw.heard.items()):
-                columns = zip(told._fields, told, strict=True)
-                said[key] = [encode(some, arrays, name=f"{draw.name}/{number}/{name}") for name, some in columns]
-            rows.append(draw._asdict() | {"samples": [sample.id for sample in draw.samples], "heard": said})
-        yield from record_files("ahead", rows, arrays)
+    def state_files(self, *, copy: bool = False) -> list[File]:
+        return _draw_files("ahead", self._kept)
 
     def load_state(self, folder: Path) -> None:
-        if not folder.is_dir():  # of a run without
-            return
-        rows, arrays = load_records(folder, "ahead")
-        kinds = get_type_hints(Heard).values()
+        if folder.is_dir():  # else of a run without
+            self._kept = self._load(folder, "ahead")
+            self.stored = [*self._kept]
+
+    # -- a run that can be repeated --
+
+    def write(self, begun: Begun) -> None:
+        """What the engine has said to a draw that is finished."""
+        if self.record is not None:
+            draw = begun.draw._replace(heard=begun.started.heard())
+            write_files(self.record, _draw_files(draw.name, [draw]))
+
+    def replayed(self, draw: Draw) -> Draw:
+        """With all that an engine said to it in the run that is repeated."""
+        if self.replay is None:
+            return draw
+        if not (self.replay / f"{draw.name}.json").is_file():
+            log.warning(f"rollout.record: {self.replay} ends before draw {draw.name}; the engine is asked from here on")
+            self.replay = None
+            return draw
+        [found] = self._load(self.replay, draw.name)
+        theirs, ours = ([sample.id for sample in one.samples] for one in (found, draw))
+        if theirs != ours:
+            differ = f"draw {draw.name} asked {', '.join(theirs)}, here it asks {', '.join(ours)}"
+            raise ConfigError(f"rollout.record={self.replay}: {differ}; use the config.yaml of that run")
+        return draw._replace(heard=found.heard)
+
+    def _load(self, folder: Path, name: str) -> list[Draw]:
+        rows, arrays = load_records(folder, name)
+        kinds, draws = get_type_hints(Heard).values(), []
         for row in rows:
             heard = {
                 key: Heard(*(decode(kind, some, arrays) for kind, some in zip(kinds, told, strict=True)))
                 for key, told in row["heard"].items()
             }
             samples = [self.sample_of(name) for name in row["samples"]]
-            self.stored.append(Draw(**row | {"samples": samples, "heard": heard}))
-        self._kept = [*self.stored]
+            draws.append(Draw(**row | {"samples": samples, "heard": heard}))
+        return draws
+
+
+def _draw_files(name: str, draws: Sequence[Draw]) -> list[File]:
+    arrays: Arrays = {}
+    rows = []
+    for draw in draws:
+        said = {}
+        for number, (key, told) in enumerate(draw.heard.items()):
+            columns = zip(told._fields, told, strict=True)
+            said[key] = [encode(some, arrays, name=f"{draw.name}/{number}/{column}") for column, some in columns]
+        rows.append(draw._asdict() | {"samples": [sample.id for sample in draw.samples], "heard": said})
+    return record_files(name, rows, arrays)

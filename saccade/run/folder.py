@@ -35,6 +35,7 @@ from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
 CHOSEN = "config.yaml"  # the options that were given; beside it all, with their values
 CONFIG, MANIFEST, METRICS, LOG = "config.resolved.yaml", "manifest.json", "metrics.jsonl", "log.txt"
 TRAJECTORIES, CHECKPOINTS, LOCK = "trajectories", "checkpoints", ".lock"
+RECORD = "record"  # among trajectories: what the engine said
 OF_RANKS = ("rank-*.log", ".seen-by-ranks*")  # the processes of several GPUs
 QUARANTINE = "quarantine.jsonl"  # rows that are left out
 RESULTS = "results.json"  # of an evaluation

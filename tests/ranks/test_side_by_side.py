@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import saccade
-from saccade.errors import Interrupted
+from saccade.errors import ConfigError, Interrupted
 from saccade.plugins.engines.replicas.replica_pool import Replicas
 from saccade.recipes import rl, rl_rollout
 from saccade.recipes.validation import Validation
+from saccade.rollout.collect import Pool
 from saccade.run import checkpoint
 from saccade.run.loggers import read_metrics
 from saccade.types import Source
@@ -216,6 +217,26 @@ def test_kill_9_of_replicas_amid_rollouts_and_while_the_trainer_trains(watched, 
     assert gaps and max(gaps) < 1e-4
     deaths = re.findall(r"died and starts again, (\d+) requests wait", (folder / "log.txt").read_text())
     assert len(deaths) == len(killed) >= 2 and sum(map(int, deaths)) >= PROMPTS * REPEATS
+
+
+def test_a_run_is_repeated_from_its_record(watched, run, rl_config, tmp_path, same_weights, monkeypatch, said):
+    """Whenever its engine was interrupted, and from a checkpoint, too; no engine is asked."""
+    refill = {"algorithm__preset": ["dapo"], "algorithm__filter__max_rounds": 3}
+    more = refill | {"algorithm__filter__on_exhausted": "train_partial", "algorithm__filter__keep_surplus": True}
+    first = run(rollout__replicas=1, rollout__record="write", save__every=2, **more)
+    members = [t for groups in watched.groups.values() for group in groups for t in group.trajectories]
+    assert any(len(set(t.versions[t.sources == Source.POLICY])) > 1 for t in members)
+    asked: list[str] = []
+    monkeypatch.setattr(Pool, "_ask", lambda pool, key: asked.append(key))
+    again = rl_config(tmp_path / "again", **LONG, **more, rollout__record=str(first)) | STABLE
+    rl.run(again)
+    rl.run(again | {"run.name": "half", "run.resume": str(first / "checkpoints" / "step-2")})
+    runs = [first, *(tmp_path / "again" / name for name in ("run", "half"))]
+    one, *others = (folder / "checkpoints" / f"step-{STEPS}" for folder in runs)
+    assert all(same_weights(one, other) for other in others)
+    assert not asked and not any("rollout.record" in text for text in said)
+    with pytest.raises(ConfigError, match=r"draw 1/1 asked counting-24-\d+, .* use the config\.yaml of that run"):
+        rl.run(again | {"run.name": "other", "run.seed": 7})
 
 
 def _killed_in_step_3(options: dict[str, Any]) -> None:

@@ -41,6 +41,12 @@ class RolloutConfig(Section):
         when=(When("rollout.ahead", "rollout.ahead=1"), When("rollout.replicas", "rollout.replicas=1")),
         commands=("rl",),
     )
+    record: str | None = option(
+        None,
+        "write: store all that the engine says; or the folder of a run that did, to train on its rollouts again.",
+        path=True,
+        commands=("rl",),
+    )
     tensor_parallel: int = option(1, "GPUs of one engine (vllm, sglang).", ge=1, when=OTHER_ENGINE)
     memory_share: float = option(0.6, "Share of the GPU's memory for vllm or sglang.", gt=0, le=1, when=OTHER_ENGINE)
     engine_args: dict[str, Any] = option({}, "Further arguments of vllm or sglang, or http fields.", when=OTHER_ENGINE)
