@@ -77,6 +77,13 @@ def small(name, command, out):
     return config
 
 
+@pytest.fixture
+def rewards_here(monkeypatch):
+    """Nothing hangs in these tests, and a process of a verifier takes seconds to start."""
+    for name, verifier in VERIFIERS.items():
+        monkeypatch.setitem(VERIFIERS, name, replace(verifier, isolated=False))
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_recipe_is_short_explained_and_passes_the_checks(name, tmp_path):
     text, config = FILES[name].read_text(encoding="utf-8"), load(FILES[name])
@@ -114,8 +121,10 @@ def kind_of(name):
 
 
 @pytest.mark.parametrize("name", {kind_of(name): name for name in FILES}.values())
-def test_a_recipe_runs(name, tmp_path):
+def test_a_recipe_runs(name, tmp_path, request):
     command = command_of(name)
+    if name != "r1v_geoqa":
+        request.getfixturevalue("rewards_here")
     config = small(name, command, tmp_path)
     last = import_module(f"saccade.{MODULES[command]}").run(config)
     if command == "eval":
@@ -134,7 +143,7 @@ def test_the_docs_list_every_recipe_with_its_command():
 
 
 @pytest.mark.parametrize("name", ["rejection_sampling", "iter_dpo"])
-def test_the_next_round_takes_the_next_prompts(name, tmp_path):
+def test_the_next_round_takes_the_next_prompts(name, tmp_path, rewards_here):
     said = [line.strip("# '") for line in FILES[name].read_text(encoding="utf-8").splitlines()]
     (added,) = (line for line in said if line.startswith("data.train=["))
     first, second = load(FILES[name]), load(FILES[name], [added])
@@ -180,10 +189,7 @@ def golds(row: Sample, scorer: Scorer):
     return str(row.answer).rpartition("####")[2].strip()
 
 
-def test_a_right_answer_in_the_shape_that_is_asked_for_earns_everything(monkeypatch):
-    for name, verifier in VERIFIERS.items():
-        if verifier.isolated:  # nothing hangs here, and a process of its own takes seconds to start
-            monkeypatch.setitem(VERIFIERS, name, replace(verifier, isolated=False))
+def test_a_right_answer_in_the_shape_that_is_asked_for_earns_everything(rewards_here):
     alike = defaultdict[tuple[str, str], list[tuple[str, Config]]](list)
     for name in FILES:
         config = load(with_rows(name), ["reward.workers=1"])

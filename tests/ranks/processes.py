@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 
 from saccade.plugins.engines.replicas.replica import Replica
+from saccade.plugins.ranks import launchers
 from saccade.plugins.ranks.connections import accepting
 from saccade.system.process import Channel, Child
-from tests.ranks.forked_command import FORKS
+from tests.ranks import forked_command
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 250  # seconds
@@ -61,7 +62,7 @@ def forked_commands() -> Iterator[dict[str, str]]:
 
     def start(link: socket.socket, address: Any) -> None:
         with link:
-            process = forked(_command, json.loads(link.makefile().readline()))
+            process = forked(run_command, json.loads(link.makefile().readline()))
             connection.wait([link, process.sentinel])
             if process.exitcode is None:  # who asked for it was ended
                 process.kill()
@@ -69,13 +70,14 @@ def forked_commands() -> Iterator[dict[str, str]]:
                 link.sendall(f"{process.exitcode}\n".encode())
 
     with accepting(0, start) as port:
-        yield {FORKS: f"127.0.0.1:{port}"}
+        yield {forked_command.FORKS: f"127.0.0.1:{port}"}
 
 
-def _command(asked: Mapping[str, Any]) -> None:
+def run_command(asked: Mapping[str, Any]) -> None:
     os.environ.update(asked["environment"])
     os.chdir(asked["folder"])
     sys.argv = ["saccade", *asked["arguments"]]
+    launchers._rank_of_ray = forked_command.near_rank
     import_module("saccade.cli").main()
 
 

@@ -92,9 +92,11 @@ def test_two_ranks_of_torchrun_have_the_tokens_the_numbers_and_the_weights_of_on
         port = free.getsockname()[1]
     monkeypatch.setattr(launchers, "PORT", port)
     monkeypatch.setenv(launchers.TOKEN, "of this run")
-    started = [*(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"), "-m", "saccade", "rank"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([*started, f"127.0.0.1:{port}"], env=environment) as ranks:
+    started = [*(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"), forked_command.__file__]
+    with (
+        forked_commands() as where,
+        subprocess.Popen([*started, "rank", f"127.0.0.1:{port}"], env=os.environ | where) as ranks,
+    ):
         rl.run(recipe(tmp_path, run__name="two", run__gpus=2, run__launcher="join"))
     two = tmp_path / "two"
     assert ranks.returncode == 0 and sampled(two) == sampled(alone)
@@ -123,9 +125,9 @@ def test_a_run_goes_from_two_ranks_to_one_and_back_and_starts_again_when_one_is_
             os.kill(max(self.engine._places, key=self.engine._places.get).child.popen.pid, how)
         if len(calls) == 4:
             with monkeypatch.context() as patch:
-                patch.setattr(team, "STALL_LEAST", 5.0)
+                patch.setattr(team, "STALL_LEAST", 1.0)
                 patch.setattr(team, "STALL_FACTOR", 0.0)
-                patch.setattr(team, "STACK_LIMIT", 2.0)
+                patch.setattr(team, "STACK_LIMIT", 1.0)
                 return train_step(self, *arguments, **more)
         return train_step(self, *arguments, **more)
 
@@ -134,7 +136,7 @@ def test_a_run_goes_from_two_ranks_to_one_and_back_and_starts_again_when_one_is_
     file.write_text(yaml.safe_dump(load(options()).model_dump(mode="json", exclude_unset=True)))
     done = CliRunner().invoke(app, ["rl", str(file), "run.gpus=2", "run.restarts=2"], env={"COLUMNS": "300"})
     assert done.exit_code == 0 and len(calls) == 8, done.output
-    stalled = ("rank-0, rank-1: no answer to train_step for 5 s", "rank-0 was at", "rank-1 does not say where it is")
+    stalled = ("rank-0, rank-1: no answer to train_step for 1 s", "rank-0 was at", "rank-1 does not say where it is")
     for text in ("rank-1 failed in train_step", "step 2 is saved in", *stalled, "run.restarts: 0 left"):
         assert text in done.output
     assert sampled(tmp_path / "on") == sampled(alone)
@@ -272,11 +274,13 @@ COMMANDS = {
     "hostname": "echo 127.0.0.1",
     "srun": """trap 'kill $(jobs -p)' TERM
         for n in 0 1 2; do SACCADE_HOST=machine-$n SLURM_LOCALID=0 "$@" & done; wait""",
-    "ray": f'exec {sys.executable} -c "from ray.scripts.scripts import main; main()" "$@" --num-cpus=1',
+    "ray": f"""exec {sys.executable} -c "from ray.scripts.scripts import main; main()" "$@" \\
+        --num-cpus=1 --no-monitor --include-log-monitor=false""",
     "ssh": 'shift; SACCADE_HOST=machine-1 exec "$@"',
 }
 
 
+FEWER = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # processes of Ray
 # No processes that wait for tasks, and machines whose end is noticed within a second.
 QUICK_RAY = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
 QUICK_RAY |= {"RAY_health_check_period_ms": "300", "RAY_health_check_failure_threshold": "2"}
@@ -311,7 +315,7 @@ def ray_machines(monkeypatch):
     with forked_commands() as where, ExitStack() as ending:
         for name, value in (QUICK_RAY | where).items():
             monkeypatch.setenv(name, value)
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3} | FEWER)
         ending.callback(cluster.shutdown)
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         far = cluster.add_node(num_cpus=2)

@@ -153,7 +153,7 @@ def results(tmp_path_factory: Any, families: dict[str, Family], forests: dict[st
 
 @pytest.mark.parametrize("name", CASES)
 def test_groups_of_ranks_train_as_one_process_does(results: Any, name: str) -> None:
-    require_same_training(name, results[0][name], [found[name] for found in results[1]])
+    require_same_training(name, results[0][divided.plain(name)], [found[name] for found in results[1]])
 
 
 def test_every_rank_of_a_group_reads_the_whole_forest(results: Any, families: Any, forests: Any) -> None:
