@@ -18,12 +18,12 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from saccade.plugins.engines.replicas.replica import Replica
-from saccade.plugins.ranks import launchers
 from saccade.plugins.ranks.connections import accepting
 from saccade.system.process import Channel, Child
 from tests.ranks import forked_command
@@ -77,8 +77,16 @@ def run_command(asked: Mapping[str, Any]) -> None:
     os.environ.update(asked["environment"])
     os.chdir(asked["folder"])
     sys.argv = ["saccade", *asked["arguments"]]
+    launchers: Any = import_module("saccade.plugins.ranks.launchers")  # which reads the environment
     launchers._rank_of_ray = forked_command.near_rank
     import_module("saccade.cli").main()
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 # -- without a run -----------------------------------------------------------------------------------

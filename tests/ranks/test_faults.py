@@ -24,7 +24,7 @@ from saccade.plugins.ranks.rank_trainer import RankTrainer
 from saccade.recipes import rl
 from saccade.rollout.scoring import RewardStream
 from saccade.run.loggers import read_metrics
-from tests.ranks.processes import LIMIT, forked, run_command
+from tests.ranks.processes import LIMIT, forked, lives, run_command
 from tests.ranks.test_ranks import STORED, sampled
 
 # A reward that ends its parent, the run, once, and says what this had started.
@@ -152,10 +152,3 @@ def require_gone(left: set[int], limit: float = 30.0) -> None:
         left = {pid for pid in left if lives(pid)}
         time.sleep(0.05)
     assert not left
-
-
-def lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -5,8 +5,7 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
+import time
 import urllib.request
 
 import pytest
@@ -18,6 +17,7 @@ from saccade.plugins.serving import chat_command as chatting
 from saccade.types import Media, Sampling
 from tests.browser import CHROMIUM, Browser
 from tests.endpoints import Says, chat_answer, scripted
+from tests.ranks.processes import LIMIT, forked, run_command
 
 
 @pytest.fixture(scope="module")
@@ -149,23 +149,27 @@ def test_a_server_that_others_can_reach_has_a_token(folder):
 # -- the server as a process -----------------------------------------------------------------------
 
 
+def serve(said, command):
+    with said.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+    run_command({"environment": {}, "folder": ".", "arguments": command})
+
+
 @pytest.fixture(scope="module")
-def server(folder):
+def server(folder, tmp_path_factory):
     """Its address, and its page with the token in it."""
-    command = [sys.executable, "-m", "saccade", "chat", folder, "rollout.max_tokens=64"]
-    process = subprocess.Popen(
-        [*command, "--greedy", "--serve", "--port", "0"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": "."},
-    )
-    assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(3)]
+    said, end = tmp_path_factory.mktemp("server") / "said", time.monotonic() + LIMIT
+    command = ["chat", folder, "rollout.max_tokens=64", "--greedy", "--serve", "--port", "0"]
+    process = forked(serve, said, command)
+    while not said.is_file() or said.read_text().count("\n") < 3:
+        assert process.exitcode is None and time.monotonic() < end
+        time.sleep(0.05)
+    lines = said.read_text().splitlines()
     address = re.search(r"http://\S+/v1", lines[0])
     assert address is not None, lines
     yield address[0], lines[1].split()[1]
     process.terminate()
-    process.wait()
+    process.join()
 
 
 def test_terminal_and_endpoint_say_the_same(server, folder):

@@ -1,10 +1,6 @@
 """`eval` and `generate` over an endpoint: the same answers, and nothing is asked twice."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ from saccade.models.families import load_family
 from saccade.plugins.evaluation import evaluate
 from saccade.plugins.generate import generate
 from tests.endpoints import TOKEN, Says, chat_answer, scripted, serving
+from tests.ranks.processes import forked
 
 
 def rows(path):
@@ -103,13 +100,12 @@ def test_a_killed_run_asks_only_for_what_is_missing(tmp_path, over_http):
 
     with scripted(script) as endpoint:
         config = over_http(tmp_path, url=endpoint.url, rollout__http__concurrency=2)
-        code = f"from saccade.plugins.evaluation import evaluate; evaluate.run({config!r})"
-        run = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "."})
+        run = forked(evaluate.run, config)
         answers = tmp_path / "answers"
-        while len(list(answers.rglob("*.json"))) < 3 and run.poll() is None:
+        while len(list(answers.rglob("*.json"))) < 3 and run.exitcode is None:
             time.sleep(0.05)
-        run.send_signal(signal.SIGKILL)
-        run.wait()
+        run.kill()
+        run.join()
     kept = len(list(answers.rglob("*.json")))
     assert kept == 3
     port = int(endpoint.url.split(":")[2].split("/")[0])

@@ -92,7 +92,8 @@ def test_a_hybrid_asks_only_where_the_rule_is_unsure(fair):
 
 
 def test_the_same_answer_is_judged_once():
-    with scripted(lambda body: replace(fair_judge(body), after=1.5)) as endpoint, scorer(endpoint.url) as scoring:
+    slow = besides(lambda body: replace(fair_judge(body), after=0.5))
+    with scripted(slow) as endpoint, scorer(endpoint.url) as scoring:
         scoring.metrics()
         assert values(scoring.score(said(*["blue"] * 8))) == [0] * 8
         metrics = scoring.metrics()
@@ -128,7 +129,7 @@ CUT = Says(body={"choices": [{"message": {"content": "Score: 1"}, "finish_reason
 )
 def test_what_has_no_verdict_is_an_error_of_its_own(trouble, reason):
     script = besides(lambda body: trouble if "bad" in str(body) else fair_judge(body))
-    options = {"timeout": 2.0, "deadline": 30.0}
+    options = {"timeout": 1.0, "deadline": 30.0}
     with scripted(script) as endpoint, scorer(endpoint.url, **options) as scoring:
         good = scoring.score(said("red"))
         scored = scoring.score(said("bad"))
@@ -199,7 +200,7 @@ def test_many_at_once_and_never_more_than_allowed():
 
 def test_a_judge_that_hangs_costs_its_deadline_once():
     script = besides(lambda body: Says(body=chat_answer("Score: 1").body, after=60))
-    options = {"concurrency": 2, "timeout": 60, "deadline": 2.0}
+    options = {"concurrency": 2, "timeout": 60, "deadline": 1.0}
     with scripted(script) as endpoint, scorer(endpoint.url, **options) as scoring:
         scored = scoring.score(said(*(f"colour {n}" for n in range(40))))
     assert {score.status for score in scored} == {"error"}  # 20 rounds of a minute otherwise

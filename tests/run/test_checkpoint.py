@@ -1,12 +1,9 @@
 """Checkpoints: N + M steps are N, stop, resume, M; a kill at any moment leaves a good one."""
 
 import hashlib
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,8 +17,7 @@ from saccade.plugins.export.export import export
 from saccade.plugins.generate import generate
 from saccade.recipes import rl, sft
 from saccade.run import checkpoint
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.ranks.processes import forked
 
 
 def steps_of(run):
@@ -203,26 +199,21 @@ def test_best_names_the_checkpoint_of_the_best_validation(tmp_path, rl_config, s
 # -- kills -----------------------------------------------------------------------------------------
 
 
+def hang_in_a_save(config):
+    checkpoint._verify = lambda folder, _: time.sleep(600 * folder.name.startswith(".step-2"))
+    rl.run(config)
+
+
 def test_killed_in_a_save_and_resumed(begun, copied, tmp_path, same_weights, numbers):
     """Another process makes the run of `begun` once more, and hangs in its second save."""
     config = copied | {"run.name": "killed"}
-    code = (
-        "import json, sys, time\n"
-        "from saccade.recipes import rl\n"
-        "from saccade.run import checkpoint\n"
-        "checkpoint._verify = lambda folder, _: time.sleep(600 * folder.name.startswith('.step-2'))\n"
-        "rl.run(json.loads(sys.argv[1]))\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, json.dumps(config)],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.DEVNULL,
-    )
+    process = forked(hang_in_a_save, config)
     run, folder = tmp_path / "killed", tmp_path / "killed" / "checkpoints"
-    while process.poll() is None and not any(folder.glob(".step-2.*/state/progress.json")):
+    while process.exitcode is None and not any(folder.glob(".step-2.*/state/progress.json")):
         time.sleep(0.01)
     process.kill()
-    assert process.wait() == -signal.SIGKILL and steps_of(run) == [1]
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and steps_of(run) == [1]
     rl.run(config | {"run.resume": "auto"})
     whole = Path(begun["run.out"]) / "run"
     one, other = (path / "checkpoints" / "step-2" for path in (whole, run))

@@ -203,7 +203,7 @@ def test_a_full_disk_costs_the_log_and_no_score(caplog):
 
 def test_code_that_dies_hangs_or_raises_costs_its_own_sample(own):
     words = ["ok", "die", "fine", "hang", "raise", "good"]
-    with serving(f"{own}:hurt", reward={"deadline": 1.5}) as running:
+    with serving(f"{own}:hurt", reward={"deadline": 1.0}) as running:
         body = {"protocol": 2, "query": words, "responses": words}
         status, reply = running.call("POST", "/get_reward", body)
         assert running.score("still here")[1]["rewards"] == [10.0]

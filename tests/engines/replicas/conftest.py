@@ -1,7 +1,6 @@
 """Real processes that hold the embedded engine over a copy of a tiny model."""
 
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -57,22 +56,3 @@ def ask(family, image, tmp_path_factory):
         return requests(prompts, sampling, repeats)
 
     return asked
-
-
-@pytest.fixture(scope="session")
-def servers():
-    """Ids of the engine processes that a process has started."""
-
-    def children(parent):
-        found = set()
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                command = (folder / "cmdline").read_bytes()
-                state, owner = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:  # it ended meanwhile
-                continue
-            if b"saccade.plugins.engines.replicas.replica_process" in command and state != "Z":
-                found |= {int(folder.name)} if parent in (int(owner), 0) else set()
-        return found
-
-    return children

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +25,7 @@ from saccade.plugins.engines.replicas.replica_pool import Replicas, placements, 
 from saccade.recipes import rl
 from saccade.types import Request, Sampling
 from tests.engines.asked import drain, over_kept_keys
+from tests.ranks.processes import Forked, lives
 
 PARENT = """
 import json, queue, sys, time
@@ -41,13 +43,22 @@ LONG = Sampling(max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def pool(settings, tmp_path_factory, servers):
-    before = servers(os.getpid())
-    pool = start_replicas(settings, 2, logs=tmp_path_factory.mktemp("pool"))
-    assert len(servers(os.getpid()) - before) == 2
-    yield pool
-    pool.close()
-    assert servers(os.getpid()) == before
+def pool(settings, tmp_path_factory):
+    """The first process, and those that cannot start, are started as in a run; others are forked."""
+    start, number = Replica.start, count()
+
+    def starting(one):
+        return start(one) if next(number) == 0 or "PYTHONHOME" in (one.environment or {}) else Forked(one)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replica, "start", starting)
+        pool = start_replicas(settings, 2, logs=tmp_path_factory.mktemp("pool"))
+        processes = {engine.child.popen.pid for engine in pool._places}
+        assert len(processes) == 2 and all(map(lives, processes))
+        yield pool
+        processes |= {engine.child.popen.pid for engine in pool._places}
+        pool.close()
+        assert not any(map(lives, processes))
 
 
 def first_of(pool):
@@ -162,7 +173,7 @@ def finish(pool, requests, early=()):
     return [found[request.key] for request in requests]
 
 
-def test_kill_9_amid_a_rollout_loses_and_doubles_nothing(pool, load, family, ask, changed, said, servers):
+def test_kill_9_amid_a_rollout_loses_and_doubles_nothing(pool, load, family, ask, changed, said):
     pool.update_weights(changed, version=7)
     engine = EmbeddedEngine(changed.model, family)
     engine.update_weights(changed, version=7)
@@ -181,7 +192,7 @@ def test_kill_9_amid_a_rollout_loses_and_doubles_nothing(pool, load, family, ask
     while len(pool._working) < 2:  # the new one gets the current weights, not those of its folder
         time.sleep(0.05)
         pool.poll()
-    assert victim not in pool._working and victim.child.popen.pid not in servers(os.getpid())
+    assert victim not in pool._working and not lives(victim.child.popen.pid)
     again = generate(pool, requests)
     same(undisturbed, again)
     assert {v for done in again for v in done.versions.tolist()} == {7}
@@ -297,7 +308,7 @@ def test_what_a_user_can_fix_is_raised_here(pool, ask, family):
     pool._tasks.clear()
 
 
-def test_one_that_no_longer_answers_is_ended_and_endless_deaths_stop_the_run(pool, said, ask, servers, monkeypatch):
+def test_one_that_no_longer_answers_is_ended_and_endless_deaths_stop_the_run(pool, said, ask, monkeypatch):
     """The last test of this pool: one process is halted, all are killed, and no other can start."""
     broken = partial(pool._launchers[0], environment={"PYTHONHOME": "/nowhere"})
     del said[:]
@@ -307,7 +318,7 @@ def test_one_that_no_longer_answers_is_ended_and_endless_deaths_stop_the_run(poo
     with monkeypatch.context() as patch:
         patch.setattr(pool, "_launch", lambda place: None)
         assert len(generate(pool, [replace(request, replica=0) for request in ask()])) == 12
-    assert halted.child.popen.pid not in servers(0)
+    assert not lives(halted.child.popen.pid)
     assert len(said) == 1 and "timed out" in said[0]
     monkeypatch.setattr(pool, "_launchers", [broken, broken])
     for engine in pool._places:
@@ -317,7 +328,7 @@ def test_one_that_no_longer_answers_is_ended_and_endless_deaths_stop_the_run(poo
     assert len(said) == 7
 
 
-def test_it_ends_when_its_parent_is_killed(settings, tmp_path, servers):
+def test_it_ends_when_its_parent_is_killed(settings, tmp_path):
     """While it is still starting, too."""
     command = [sys.executable, "-c", PARENT, json.dumps(vars(settings)), str(tmp_path / "engine.log")]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -325,7 +336,7 @@ def test_it_ends_when_its_parent_is_killed(settings, tmp_path, servers):
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 60
-    while child in servers(0) and time.monotonic() < deadline:
+    while lives(child) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert child not in servers(0)
+    assert not lives(child)
     parent.stdout.close()
