@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from importlib import import_module
 
 FORKS = "SACCADE_FORKS"  # the variable that says where the test listens
 
@@ -22,17 +23,11 @@ def run(*arguments: str, **environment: str) -> int:
 
 
 def rank(address: str, token: str) -> None:
-    """As a task of Ray."""
-    run("rank", address, SACCADE_TOKEN=token)
-
-
-def near_rank(address: str, token: str) -> None:
-    """On the second machine as it is without forks."""
+    """As a task of Ray, and on the second machine of a script such a task itself."""
     if os.environ.get("SACCADE_HOST") != "machine-1":
-        return rank(address, token)
-    from saccade.plugins.ranks.launchers import run_rank
-
-    run_rank(address, token)
+        run("rank", address, SACCADE_TOKEN=token)
+    else:
+        import_module("saccade.plugins.ranks.launchers").run_rank(address, token)
 
 
 def broken(address: str, token: str) -> None:

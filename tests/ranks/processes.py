@@ -78,7 +78,7 @@ def run_command(asked: Mapping[str, Any]) -> None:
     os.chdir(asked["folder"])
     sys.argv = ["saccade", *asked["arguments"]]
     launchers: Any = import_module("saccade.plugins.ranks.launchers")  # which reads the environment
-    launchers._rank_of_ray = forked_command.near_rank
+    launchers._rank_of_ray = forked_command.rank
     import_module("saccade.cli").main()
 
 

@@ -241,11 +241,6 @@ def test_the_command_shows_several_gpus(large):
         json.loads(invoked(*two, *more).stdout)["pace"]["seconds"]["exchange"] for more in ([], ["--network", "400"])
     ]
     assert exchange[1] == pytest.approx(8 * exchange[0])
-    for text in (
-        "each of 8 H200, prompts",
-        "exchange",
-        "controller",
-        "as many prompts per GPU; a prediction",
-        "train.layout=whole: a GPU",
-    ):
+    assert "exchange" in result.output and "controller" in result.output
+    for text in ("each of 8 H200, prompts", "as many prompts per GPU; a prediction", "train.layout=whole: a GPU"):
         assert text in result.output

@@ -222,16 +222,10 @@ def test_two_ranks_that_share_forests_run_as_one_process(
 
 def test_what_cannot_be_divided_is_refused(tmp_path: Path, rl_config: Any, results: Any) -> None:
     assert all("4 GPUs are on several machines" in found["two machines"] for found in results[1])
-    for options, message in (
-        (
-            {"run.gpus": 4, "train.sequence_parallel": 3},
-            r"3 does not divide run\.gpus=4; try train.sequence_parallel=2",
-        ),
-        ({"run.gpus": 4, "train.sequence_parallel": 4}, r"4 does not divide 2 heads of attention; try 1 or 2"),
-        (
-            {"run.gpus": 2, "train.sequence_parallel": 2, "train.aux_coef": 0.1},
-            r"train\.aux_coef: .* try train.aux_coef=0",
-        ),
+    for gpus, size, aux, message in (
+        (4, 3, 0.0, r"3 does not divide run\.gpus=4; try train.sequence_parallel=2"),
+        (4, 4, 0.0, r"4 does not divide 2 heads of attention; try 1 or 2"),
+        (2, 2, 0.1, r"train\.aux_coef: .* try train.aux_coef=0"),
     ):
         with pytest.raises(ConfigError, match=message):
-            rl.run(rl_config(tmp_path) | options)
+            rl.run(rl_config(tmp_path, run__gpus=gpus, train__sequence_parallel=size, train__aux_coef=aux))
