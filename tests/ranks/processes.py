@@ -52,6 +52,7 @@ def forked(main: Callable[..., None], *arguments: Any) -> Any:
 
 
 def _inside(environment: Mapping[str, str], main: Callable[..., None], *arguments: Any) -> None:
+    os.environ.clear()  # what the test before the first fork had set
     os.environ.update(environment)
     main(*arguments)
 

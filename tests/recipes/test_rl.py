@@ -80,6 +80,7 @@ def test_validation_before_every_and_last_and_the_best_checkpoint_beside_the_new
     progress = checkpoint.read_progress(finished / "checkpoints" / "step-5")
     assert (progress["best_step"], progress["best_score"]) == (best, scores[best])
     assert checkpoint.complete_steps(finished / "checkpoints") == sorted({best, 5})
+    assert checkpoint.find(finished / "checkpoints", "best") == finished / "checkpoints" / f"step-{best}"
 
 
 def test_the_command_and_the_function_do_the_same(tmp_path, rl_config, same_weights, numbers):

@@ -183,17 +183,9 @@ def test_a_start_from_a_checkpoint_that_is_not_whole(copied, tmp_path, capsys):
     assert "step 2/2" in said and "step 1/2" not in said
 
 
-def test_best_names_the_checkpoint_of_the_best_validation(tmp_path, rl_config, scenes):
-    config = rl_config(tmp_path, run__max_steps=3, val__every=1, save__every=1, save__keep=1)
-    config |= {"data.val": str(scenes / "val.jsonl"), "algorithm.kl.coef": 0.0}
+def test_without_a_validation_no_checkpoint_is_the_best(copied):
     with pytest.raises(ConfigError, match="no validation has named a best checkpoint"):
-        rl.run(config | {"val.every": 0, "run.name": "blind", "run.max_steps": 1})
-        rl.run(config | {"run.name": "blind", "run.resume": "best", "val.every": 0})
-    rl.run(config)
-    folder = tmp_path / "run" / "checkpoints"
-    best = checkpoint.read_progress(folder / "step-3")["best_step"]
-    assert checkpoint.find(folder, "best") == folder / f"step-{best}"
-    assert checkpoint.complete_steps(folder) == sorted({best, 3})
+        rl.run(copied | {"run.resume": "best"})
 
 
 # -- kills -----------------------------------------------------------------------------------------
