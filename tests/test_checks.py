@@ -59,11 +59,14 @@ def test_the_model_around_an_adapter_or_in_a_run_is_named(rows, tmp_path):
 @pytest.mark.parametrize(
     ("override", "field", "remedy"),
     [
+        ("model.path=no/such/model", "model.path", "model folder"),
         ("model.train=vision", "model.train", "freeze:vision"),
+        ("data.train=no.jsonl", "data.train", "give a file"),
         ("data.train=[]", "data.train", "data.train=train.jsonl"),
         ("data.val=missing.jsonl", "data.val", "data.allow_network=true"),
         ("data.min_pixels=2000000", "data.min_pixels", "data.min_pixels=3136"),
         ("prompt.template=missing.jinja", "prompt.template", "remove it"),
+        ("rollout.top_p=0.9", "rollout.top_p", "rollout.truncated_sampling=replay"),
         ("rollout.top_k=50", "rollout.top_k", "use top_k=-1"),
         ("env.max_total_tokens=2048", "env.max_total_tokens", "try 6144"),
         ("env.max_turns=3", "env.max_turns", "env.name=tools"),

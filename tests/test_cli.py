@@ -72,6 +72,7 @@ def test_every_command_has_help_with_an_example(command):
     [
         (["rl", "missing.yaml"], "config file missing.yaml does not exist"),
         (["rl", "a.yaml", "b.yaml"], "one config file, not 2"),
+        (["rl", "model.path=no/such/model", "reward.terms=[count]"], "model.path: "),
         (["eval", "model.path=tiny:qwen2_5_vl"], "data.val: nothing to evaluate"),
         (["algorithms", "gropo"], "grpo"),
         (["report", "no/such/run"], "not a run folder"),

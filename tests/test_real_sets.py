@@ -23,7 +23,7 @@ def options(out, shared, name):
     return {
         **{"run.out": str(out), "run.max_steps": 2, "model.path": "tiny:qwen2_5_vl", "track.tensorboard": False},
         **{f"data.{key}": value for key, value in data.items()},
-        **{"prompt.format": style, "rollout.max_tokens": 8, "reward.terms": [reward]},
+        **{"prompt.format": style, "rollout.max_tokens": 8, "reward.terms": [reward], "reward.workers": 1},
         **{"train.prompts_per_step": 2, "train.samples_per_prompt": 2},
     }
 

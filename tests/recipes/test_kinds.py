@@ -37,7 +37,9 @@ def test_a_critic_learns_beside_a_policy_with_a_frozen_tower(config, tmp_path, t
         assert row["critic/loss"] > 0 and row["mismatch/logp_gap_max"] < 1e-5 and row["flops/values"] > 0
 
 
-@pytest.mark.parametrize("train", ["lora", "qlora"])
+@pytest.mark.parametrize(
+    ("config", "train"), [("smolvlm", "lora"), ("smolvlm", "qlora"), ("gemma3", "lora")], indirect=["config"]
+)
 def test_adapters_in_the_decoder_learn_and_are_merged(train, config, tmp_path, tensors, numbers):
     pytest.importorskip("bitsandbytes" if train == "qlora" else "peft")
     options = config(tmp_path, model__train=train, algorithm__kl={"coef": 0.05}, train__samples_per_prompt=8)

@@ -62,7 +62,6 @@ def test_a_tower_of_its_own_and_its_learning_rate(tmp_path, sft_config, tensors)
 # -- going on --------------------------------------------------------------------------------------
 
 RESUMED = {
-    "rl with a KL": ("rl", WITH_KL),
     "rl whose reference follows": ("rl", WITH_KL | {"algorithm.kl.update": "copy", "algorithm.kl.update_every": 1}),
     "sft with dropout in bf16 with fp32 masters": ("sft", {"model.lora.dropout": 0.2, "model.dtype": "bfloat16"}),
 }

@@ -283,7 +283,7 @@ def test_unread_answers_are_said_after_the_first_validation(tmp_path, rl_config,
 
 
 def test_the_third_step_is_traced_with_its_phases(tmp_path, rl_config):
-    rl.run(rl_config(tmp_path, run__trace=True))
+    rl.run(rl_config(tmp_path, run__max_steps=3, run__trace=True))
     (path,) = (tmp_path / "run").glob("trace-*")
     assert path.name == "trace-step-3.json.gz"
     with gzip.open(path, "rt") as file:
