@@ -11,16 +11,17 @@ from saccade.forest.attention import forest_plan
 from saccade.models import lora
 from saccade.models.load import hidden_states
 from saccade.plugins.gpu import fused
-from saccade.plugins.gpu.fused_decode import GATES, NAMES, Projections, fused_forwards, swapped_forwards
+from saccade.plugins.gpu.fused_decode import JOINED, Projections, fused_forwards, swapped_forwards
 from saccade.types import Message, Request, Sampling
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llama", "qwen2_moe", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llama", "qwen2_moe", "qwen3_5", "kimi_k25"])
 def test_joined_products_are_the_separate_ones(load, name):
     model = load(name)
     projections = Projections(model)
     projections.refresh()
-    found = [(m, n) for n in (NAMES, GATES) for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, n[0])]
+    mixers = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    found = [(m, n) for n in JOINED for m in mixers if all(getattr(m, part, None) is not None for part in n)]
     assert len(projections.layers) == len(found) == (3 if name == "qwen3_5" else 2)
     for layer, names in found:
         parts = [getattr(layer, part) for part in names]

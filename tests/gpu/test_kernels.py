@@ -1,5 +1,6 @@
 """Triton kernels against the plain formulas in float64, over random shapes."""
 
+import sys
 from functools import partial
 
 import numpy as np
@@ -115,6 +116,43 @@ def test_rotary_embeddings_of_neighbours(dtype):
             got, fewer = rotate(given, given[:, : heads // 2], cos, sin, back=back, pairs=True)
             assert (got - right).norm() <= torch.finfo(dtype).eps * right.norm()
             assert torch.equal(fewer, got[:, : heads // 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rotary_embeddings_of_a_part_and_of_woven_heads(dtype):
+    from saccade.plugins.gpu.rotary import rotate
+
+    torch.manual_seed(0)
+    for tokens, heads, size, turned in ((1, 1, 4, 2), (5, 3, 80, 24), (300, 16, 256, 64), (77, 32, 64, 64)):
+        x, gradient = (torch.randn(tokens, heads, size, device=DEVICE).to(dtype) for _ in "ab")
+        cos, sin = (torch.randn(tokens, turned, device=DEVICE).to(dtype) for _ in "ab")
+        for how in ({}, {"pairs": True}, {"woven": True}):
+            exact = x.double().requires_grad_()
+            at = torch.arange(turned).view(2, -1) if not how else torch.arange(turned).view(-1, 2).T
+            near, far = at if "woven" not in how else torch.arange(turned // 2).expand(2, -1)
+            left, right = (exact[..., each] for each in at)
+            both = [left * cos[:, None, near] - right * sin[:, None, near]]
+            both.append(right * cos[:, None, far] + left * sin[:, None, far])
+            made = torch.stack(both, -1) if "pairs" in how else torch.cat(both, -1)
+            wanted = torch.cat([made.flatten(2) if "pairs" in how else made, exact[..., turned:]], -1)
+            (back,) = torch.autograd.grad(wanted, exact, gradient.double())
+            for given, right, turns in ((x, wanted, False), (gradient, back, True)):
+                got, fewer = rotate(given, given[:, : heads // 2], cos, sin, back=turns, **how)
+                assert (got - right).norm() <= 4 * torch.finfo(dtype).eps * right.norm()
+                assert torch.equal(fewer, got[:, : heads // 2]) and torch.equal(got[..., turned:], given[..., turned:])
+
+
+def test_rotary_functions_that_are_exchanged(family_of):
+    """Of a part of a head (Qwen3.5), of woven heads (DeepSeek)."""
+    from saccade.models.load import load_model
+
+    for name, kind, function in (
+        ("qwen3_5", "qwen3_5", "apply_rotary_pos_emb"),
+        ("kimi_k25", "deepseek_v3", "apply_rotary_pos_emb_interleave"),
+    ):
+        load_model(family_of(name), dtype=torch.bfloat16, device=DEVICE)
+        found = getattr(sys.modules[f"transformers.models.{kind}.modeling_{kind}"], function)
+        assert hasattr(found, "plain") and found.keywords["how"].part == (kind == "qwen3_5")
 
 
 FUSED = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava", "qwen3", "gemma3", "gemma4", "cohere2_vision"]

@@ -29,6 +29,17 @@ class Exchange(NamedTuple):
     how: Mapping[str, bool]  # options of the kernels that decode
 
 
+class Turn(NamedTuple):
+    """What a rotary function does, as `rotate` is told; `part`: also where only a part of a head turns."""
+
+    part: bool = False
+    pairs: bool = False
+    woven: bool = False
+
+
+HALVES = Turn()
+
+
 def fuse(model: Any) -> list[str]:
     """Exchange what can be; the names of the classes and functions that were."""
     if not _applies(torch.empty(0, device=model.device, dtype=model.dtype)):
@@ -205,11 +216,12 @@ def _fuse_rotary(model: Any) -> list[str]:
     files = {sys.modules[type(module).__module__] for module in model.modules()}
     found = []
     for file in files:
-        for name, first, fused, shapes in ROTARY:
+        for name, first, fused, shown in ROTARY:
             plain = getattr(file, name, None)
             if plain is None or hasattr(plain, "plain") or first not in signature(plain).parameters:
                 continue
-            if _turns_alike(plain, functools.partial(fused, plain), [_random(shape, model) for shape in shapes]):
+            cases = [[_random(shape, model) for shape in shapes] for shapes in shown]
+            if all(_turns_alike(plain, functools.partial(fused, plain), case) for case in cases):
                 setattr(file, name, functools.update_wrapper(functools.partial(fused, plain), plain))
                 getattr(file, name).plain = plain
                 found.append(f"{file.__name__}.{name}")
@@ -227,13 +239,15 @@ def _turns_alike(plain: Any, fused: Any, arguments: list[Tensor]) -> bool:
 
 
 def _rotary(
-    plain: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, pairs: bool = False, **options: Any
+    plain: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, how: Turn = HALVES, **options: Any
 ) -> Any:
-    """q and k [1, H, T, D], or [1, T, H, D] if unsqueeze_dim is 2; cos and sin [1, T, D]."""
-    axis = _axis_of_heads(q, cos, more, options)
+    """q and k [1, H, T, D], or [1, T, H, D] if unsqueeze_dim is 2; cos and sin [1, T, D], or narrower where a part of
+    each head turns.
+    """
+    axis = _axis_of_heads(q, cos, more, options, how.part)
     if axis is None:
         return plain(q, k, cos, sin, *more, **options)
-    turned = _Rotate.apply(*(x.squeeze(0).transpose(0, 2 - axis) for x in (q, k)), cos[0], sin[0], pairs)
+    turned = _Rotate.apply(*(x.squeeze(0).transpose(0, 2 - axis) for x in (q, k)), cos[0], sin[0], how)
     return tuple(x.transpose(0, 2 - axis).unsqueeze(0) for x in turned)
 
 
@@ -243,38 +257,41 @@ def _single_rotary(plain: Any, x: Tensor, cos: Tensor, sin: Tensor, *more: Any, 
     if axis is None:
         return plain(x, cos, sin, *more, **options)
     lines = x.squeeze(0).transpose(0, 2 - axis)  # [T, H, D]
-    turned, _ = _Rotate.apply(lines, lines.new_empty((len(lines), 0, x.shape[-1])), cos[0], sin[0], False)
+    turned, _ = _Rotate.apply(lines, lines.new_empty((len(lines), 0, x.shape[-1])), cos[0], sin[0], HALVES)
     return turned.transpose(0, 2 - axis).unsqueeze(0)
 
 
-def _axis_of_heads(x: Tensor, cos: Tensor, more: Any, options: Mapping[str, Any]) -> int | None:
+def _axis_of_heads(x: Tensor, cos: Tensor, more: Any, options: Mapping[str, Any], part: bool = False) -> int | None:
     """None: called in a way that is not fused."""
     axis = options.get("unsqueeze_dim", 1)
     usual = not more and options.keys() <= {"unsqueeze_dim"} and x.ndim == 4 and axis in (1, 2) and _applies(x)
-    return axis if usual and len(x) == 1 and cos.shape == (1, x.shape[3 - axis], x.shape[3]) else None
+    if not usual or len(x) != 1 or cos.shape[:-1] != (1, x.shape[3 - axis]):
+        return None
+    return axis if cos.shape[-1] == x.shape[3] or (part and cos.shape[-1] < x.shape[3]) else None
 
 
 def _vision_rotary(plain: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     """q and k [T, H, D], cos and sin [T, D]."""
     if q.ndim != 3 or cos.shape != (q.shape[0], q.shape[2]) or not _applies(q):
         return plain(q, k, cos, sin)
-    return _Rotate.apply(q, k, cos, sin, False)
+    return _Rotate.apply(q, k, cos, sin, HALVES)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, how: Turn) -> tuple[Tensor, Tensor]:
         from saccade.plugins.gpu.rotary import rotate
 
         ctx.save_for_backward(cos, sin)
-        ctx.pairs = pairs
-        return rotate(q, k, cos, sin, pairs=pairs)
+        ctx.how = how
+        return rotate(q, k, cos, sin, pairs=how.pairs, woven=how.woven)
 
     @staticmethod
     def backward(ctx: Any, to_q: Tensor, to_k: Tensor) -> tuple[Tensor | None, ...]:
         from saccade.plugins.gpu.rotary import rotate
 
-        return *rotate(to_q, to_k, *ctx.saved_tensors, back=True, pairs=ctx.pairs), None, None, None
+        turned = rotate(to_q, to_k, *ctx.saved_tensors, back=True, pairs=ctx.how.pairs, woven=ctx.how.woven)
+        return *turned, None, None, None
 
 
 # The first row wins whose forward gives what a module gives.
@@ -290,10 +307,15 @@ FUSED = (
     ),
 )
 BOTH = ((1, 4, 6, 32), (1, 2, 6, 32), (1, 6, 32), (1, 6, 32))
-# name, its first parameter, fused function of the plain one and its arguments, shapes to compare on
-ROTARY: tuple[tuple[str, str, Callable[..., Any], tuple[tuple[int, ...], ...]], ...] = (
-    ("apply_rotary_pos_emb", "q", _rotary, BOTH),
-    ("apply_rotary_pos_emb", "q", functools.partial(_rotary, pairs=True), BOTH),
-    ("apply_rotary_pos_emb", "x", _single_rotary, (BOTH[0], *BOTH[2:])),
-    ("apply_rotary_pos_emb_vision", "q", _vision_rotary, ((6, 4, 32), (6, 4, 32), (6, 32), (6, 32))),
+PART = (*BOTH[:2], (1, 6, 12), (1, 6, 12))
+TURNS = (Turn(part=True), Turn(part=True, pairs=True), HALVES, Turn(pairs=True))
+# name, its first parameter, fused function of the plain one and its arguments, cases of shapes to compare on
+ROTARY: tuple[tuple[str, str, Callable[..., Any], tuple[tuple[tuple[int, ...], ...], ...]], ...] = (
+    *(
+        ("apply_rotary_pos_emb", "q", functools.partial(_rotary, how=how), (BOTH, PART) if how.part else (BOTH,))
+        for how in TURNS
+    ),
+    ("apply_rotary_pos_emb_interleave", "q", functools.partial(_rotary, how=Turn(woven=True)), (BOTH,)),
+    ("apply_rotary_pos_emb", "x", _single_rotary, ((BOTH[0], *BOTH[2:]),)),
+    ("apply_rotary_pos_emb_vision", "q", _vision_rotary, (((6, 4, 32), (6, 4, 32), (6, 32), (6, 32)),)),
 )

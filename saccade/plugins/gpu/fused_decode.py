@@ -31,7 +31,12 @@ from saccade.plugins.gpu.fused import epsilon_of
 NAMES = ("q_proj", "k_proj", "v_proj")
 GATES = ("in_proj_b", "in_proj_a")  # of a recurrent layer
 RECURRENT = (("in_proj_qkv", "in_proj_z"), GATES, ("out_proj",))
-READERS = (NAMES, ("o_proj",), *RECURRENT, ("gate_proj", "up_proj"), ("down_proj",))  # of one input each
+LATENTS = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "kv_a_proj_with_mqa"))  # of latent attention: one of them
+JOINED = (NAMES, GATES, *LATENTS)
+READERS = (  # of one input each
+    *(NAMES, *LATENTS, ("q_b_proj",), ("kv_b_proj",), ("o_proj",), *RECURRENT),
+    *(("gate_proj", "up_proj"), ("down_proj",)),
+)
 Forward = Callable[..., Any]
 PARALLEL = {"self_attn", "mlp", "input_layernorm"}
 PARTS = {*PARALLEL, "post_attention_layernorm"}
@@ -54,7 +59,7 @@ class Projections:
                     continue
                 own: tuple[Any, ...] = tuple(getattr(part, "base_layer", part) for part in parts)
                 joined = None
-                if names in (NAMES, GATES) and hasattr(module, "layer_idx") and _joinable(own):
+                if names in JOINED and hasattr(module, "layer_idx") and _joinable(own):
                     joined = _Joined(own)
                     self.layers.append(joined)
                 if all(_adapted(part) for part in parts):
@@ -209,7 +214,7 @@ def _of_stack(layers: Any, norm: Any) -> list[tuple[nn.Module, Forward]]:
         *(
             (part, _rows_normed(part))
             for layer in layers
-            for part in (layer.self_attn.children() if build is _sandwich_layer else ())
+            for part in (layer.self_attn.children() if hasattr(layer, "self_attn") else ())
             if getattr(type(part), "how", None) == {}  # by torch; others have a kernel
         ),
     ]
