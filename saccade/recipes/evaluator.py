@@ -76,6 +76,8 @@ class Evaluator:
             on_finish=stream.submit,
             on_mark=breakdown and breakdown.submit,
         )
+        if beside is not None:
+            beside.prefer(started)
 
         def answers() -> list[Group]:
             groups = pool.finish(started, self.progress)

@@ -172,6 +172,11 @@ class Pool:
         while self.engine.pending:
             self._poll()
 
+    def prefer(self, started: Started) -> None:
+        """After an interruption, these are asked before all but the oldest."""
+        self.started.remove(started)
+        self.started.insert(1, started)
+
     def go_on(self) -> None:
         """What was taken back is asked again, oldest first."""
         resting, self._resting = self._resting or set(), None

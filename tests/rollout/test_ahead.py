@@ -111,6 +111,20 @@ def test_a_stop_string_over_an_interruption_ends_the_turn(model, family, play):
     assert np.array_equal(cut.ids, wanted.ids) and cut.response_length < whole[0].response_length
 
 
+def test_what_is_preferred_is_asked_after_the_oldest(model, family, play):
+    """With a sequence at a time."""
+    pool, ended = Pool(EmbeddedEngine(model, family, max_sequences=1)), []
+    options = {"repeats": 1, "on_finish": lambda sample, trajectory: ended.append(sample.id)}
+    first, *others = asked(3)
+    pool.interrupt()
+    oldest = pool.start([first], play(), name="1|", **options)
+    started = [pool.start([one], play(), name=f"{one.id}|", **options) for one in others]
+    pool.prefer(started[1])
+    for each in (started[0], started[1], oldest):
+        pool.finish(each)
+    assert ended == ["q0", "q2", "q1"]
+
+
 def test_a_piece_is_cut_where_its_support_is():
     numbers = np.arange(4)
     one = Completion(
