@@ -18,9 +18,10 @@ install: $(VENV)/.installed  ## make .venv with saccade in it
 quickstart: $(VENV)/.installed  ## a tiny vision-language model learns to count, on a CPU, in minutes
 	env -u OMP_NUM_THREADS $(RUN) -m saccade quickstart
 
-# Tests with real processes, servers and deadlines can miss one on a busy machine: what failed runs once more, alone.
+# Three at a time for two cores: tests with real processes wait a lot. One can miss a deadline on a busy machine: what failed
+# runs once more, alone.
 test: $(VENV)/.installed-test  ## run the test suite
-	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20 \
+	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 20 \
 	|| $(RUN) -m pytest --last-failed --last-failed-no-failures none --maxfail 3
 
 test-gpu: $(VENV)/.installed-test  ## run the tests that need a CUDA GPU: kernels against float64, the engine, the update

@@ -72,13 +72,6 @@ def same_kernels() -> Iterator[None]:
         torch.backends.mkldnn.set_flags(True)
 
 
-@pytest.fixture(autouse=True)
-def quick_disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run waits for a disk some fifteen times, 3 ms each, in case of a loss of power: only tests/run do."""
-    if "tests/run/" not in request.node.nodeid:
-        monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 @pytest.fixture
 def said() -> Iterator[list[str]]:
     """Messages of the package, as a terminal would show them."""

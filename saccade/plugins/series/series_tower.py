@@ -261,5 +261,5 @@ def without_series(model: Any) -> Iterator[Encoder | None]:
 
 def file(encoder: Encoder, *, copy: bool = False) -> File:
     tensors = {name: on_host(t, copy=copy) for name, t in encoder.state_dict().items()}
-    settings = {"format": "pt", KIND: encoder.settings.model_dump_json()}
+    settings = {KIND: encoder.settings.model_dump_json()}  # of two entries, either may be written first
     return SERIES_FILE, tensor_file(tensors, settings)
