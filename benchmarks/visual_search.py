@@ -231,7 +231,10 @@ def main() -> None:
         seeds = range(given["seeds"])
         stages = ["data", "base", "sft", "masked", *AHEAD] if given["ahead"] else [*STAGES]
         found = run_all(out, size, seeds, given["most"], memory, stages)
-        print(ahead_table(found, size, seeds)) if given["ahead"] else write_results(out, found, size, seeds)
+        if given["ahead"]:
+            print(ahead_table(found, size, seeds))
+        else:
+            write_results(out, found, size, seeds)
 
 
 if __name__ == "__main__":

@@ -218,12 +218,12 @@ def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Co
 
     They never change advantages. Each optimizer step divides by what is its own.
     """
+    if updates and algorithm.in_loss:
+        return updates, Metrics
     fire, top = algorithm.hot_first_token, algorithm.entropy_top
     hot = fire.temperature > 0 and fire.first_token == "is"
     flat = [batch for batches in updates for batch in batches]
     metrics = Metrics()
-    if updates and algorithm.in_loss:
-        return updates, Metrics
     if not (updates and (algorithm.at_once or top or hot)):
         metrics.add("mismatch/ess", 1.0)
         metrics.add("mismatch/masked_frac", 0.0)
@@ -267,7 +267,7 @@ def _correction(batch: Batch, algorithm: Algorithm, cap: float | None) -> dict[s
         found = {"weights": ratio.where(first, found["weights"]), "rollout_logprobs": rollout}
     if algorithm.at_once:
         ages = None if batch.ages is None else column([batch], "ages")
-        mismatch = corrections.measure(old, rollout, live=live, sequence=sequence, ages=ages)
+        mismatch = corrections.measure(old, rollout, live=live, sequence=sequence, sequences=len(batch.keys), ages=ages)
         correction = corrections.apply(algorithm.at_once, mismatch)
         if correction.keep is not None:
             found["keep"] = live * correction.keep

@@ -93,7 +93,7 @@ def build(
             f"algorithm.preset={given.preset[0]} is strictly on-policy; use rollout.ahead=0, or algorithm.preset=grpo"
         )
     why = why_recompute(algorithm, in_loss=once and given.old != "rollout")
-    if why and weighed:
+    if why and weighed and not once:
         why = f"rollout.ahead={ahead} weighs tokens by them"
     return algorithm.model_copy(update={"old": old_mode(given.old, once=once, forced=why)})
 
@@ -115,7 +115,8 @@ def why_recompute(algorithm: Algorithm, *, in_loss: bool) -> str | None:
     """What needs old log-probs of the trainer before the first update, in words. `in_loss`: the loss itself may weigh
     what it reads, unless the whole step has to be looked at first; with masks, for whether anything is left of it.
     """
-    whole = algorithm.self_normalise or algorithm.denominator == "kept" or not all(c.weighs for c in algorithm.at_once)
+    masked = any(c.masks or not c.weighs for c in algorithm.at_once)
+    whole = algorithm.self_normalise or algorithm.denominator == "kept" or masked
     corrections = ", ".join(c.name for c in algorithm.at_once if whole or not in_loss)
     fire = algorithm.hot_first_token
     reasons = {

@@ -6,7 +6,7 @@ where old log-probs are those that it reads. Only `opsm` looks at the current on
 token without a rollout log-prob is unscored: its weight is 1 and statistics of its sequence do
 without it. Knows nothing of losses, and changes no advantage. Axes: T tokens, S sequences.
 
-    >>> mismatch = measure(old, rollout, live=live, sequence=sequence)
+    >>> mismatch = measure(old, rollout, live=live, sequence=sequence, sequences=2)
     >>> apply([CORRECTIONS["tis.token"]], mismatch).weights   # [T]
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from saccade.algorithms.aggregation import only
 from saccade.algorithms.table import Entry, add, table_of
@@ -35,11 +35,8 @@ class Mismatch:
     scored: Tensor  # [T] bool
     live: Tensor  # [T] bool
     sequence: Tensor  # [T] index of the sequence of each token
+    sequences: int
     ages: Tensor | None = None  # [T] steps since each was sampled; None: all are new
-
-    @property
-    def sequences(self) -> int:
-        return int(self.sequence.max()) + 1 if len(self.sequence) else 0
 
     @property
     def ratio(self) -> Tensor:
@@ -71,10 +68,10 @@ class Correction:
 Statistic: TypeAlias = "Callable[[Mismatch, Tensor], Tensor]"  # [T] -> [T]
 
 
-def measure(old: Tensor, rollout: Tensor, *, live: Tensor, sequence: Tensor, ages: Tensor | None = None) -> Mismatch:
-    """`rollout`: NaN where the engine gave no log-prob."""
+def measure(old: Tensor, rollout: Tensor, *, live: Tensor, **where: Any) -> Mismatch:
+    """`rollout`: NaN where the engine gave no log-prob. `where`: as a Mismatch has it."""
     scored = live & (rollout.abs() < float("inf"))
-    return Mismatch(delta=only(old - rollout, scored), scored=scored, live=live, sequence=sequence, ages=ages)
+    return Mismatch(delta=only(old - rollout, scored), scored=scored, live=live, **where)
 
 
 def apply(chosen: Sequence[Entry], mismatch: Mismatch) -> Correction:
@@ -113,7 +110,7 @@ for _name, _text, _statistic in (
     add(CORRECTIONS, _formula, name=_name, weighs=True, by_sequence=_name != "tis.token")(_truncated(_statistic))
 
 
-@add(CORRECTIONS, "w = exp(delta), 0 outside of [low, high]", weighs=True)
+@add(CORRECTIONS, "w = exp(delta), 0 outside of [low, high]", weighs=True, masks=True)
 def icepop(mismatch: Mismatch, *, low: float = 0.5, high: float = 5.0) -> Correction:
     """Weights inside the band only; what is outside is neither weighed nor kept."""
     keep = band(token, mismatch, low, high)

@@ -117,7 +117,8 @@ def objective(algorithm: Algorithm, new: Tensor, entropy: Tensor | None, inputs:
 def _corrected(inputs: LossInputs, chosen: Sequence[Entry]) -> LossInputs:
     """With weights and masks for the gap between the engine and what the trainer says now."""
     assert inputs.rollout is not None, "corrections need rollout log-probs"
-    where: dict[str, Any] = {"live": inputs.live, "sequence": inputs.sequence, "ages": inputs.ages}
+    names = ("live", "sequence", "sequences", "ages")
+    where: dict[str, Any] = {name: getattr(inputs, name) for name in names}
     found = apply(chosen, measure(inputs.old.double(), inputs.rollout.double(), **where))
     ones = torch.ones_like(inputs.old)
     weights, keep = (ones if each is None else each.to(ones.dtype) for each in (found.weights, found.keep))

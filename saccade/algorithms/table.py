@@ -71,6 +71,7 @@ class Entry:
     in_loss: bool = True  # its gradient is that of a distance
     # correction
     weighs: bool = False  # gives weights, not only a mask
+    masks: bool = False  # gives a mask beside its weights
     by_sequence: bool = False  # the weight is that of the whole sequence, at each of its tokens
     each_update: bool = False  # looks at the current log-probs, so it is no column of the batch
 

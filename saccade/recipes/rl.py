@@ -68,6 +68,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
         sampler, learners, validation = setup.sampler, setup.learners, setup.validation
         engine, policy, reference = sampler.engine, learners.policy, setup.reference
         imitated = learners.demonstrations
+        sampler.ahead.forget_later(this.step)
         state = algorithm_state.restore(algorithm, this.progress.algorithm_state)
         weights = sampler.scorer.component_weights if sampler.scorer else None
         every, last = config.track.trajectories_every, dict[str, Any]()

@@ -17,7 +17,7 @@ from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import Config
 from saccade.data.stream import Stream
 from saccade.engines import Engine
-from saccade.errors import TrainingError
+from saccade.errors import ConfigError, TrainingError
 from saccade.media.kinds import PAIR
 from saccade.media.pixel_cache import in_background
 from saccade.models.families import Family
@@ -108,6 +108,10 @@ class Sampler:
             heard=draw.heard,
             on_finish=rewards.submit,
         )
+        if ahead.replay is not None and draw.heard.keys() != started.places.keys():
+            theirs, ours = len(draw.heard), len(started.places)
+            differ = f"draw {draw.name} has {theirs} answers, here it asks for {ours}"
+            raise ConfigError(f"rollout.record={ahead.replay}: {differ}; use train.samples_per_prompt of that run")
         ahead.begun.append(Begun(draw, started, rewards))
 
 

@@ -11,6 +11,7 @@ engine beside the trainer samples until then; one in the trainer's memory stops 
 """
 
 import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +90,13 @@ class RolloutsAhead:
             self.stored = [*self._kept]
 
     # -- a run that can be repeated --
+
+    def forget_later(self, step: int) -> None:
+        """What a run recorded after the checkpoint of this step, before it went back to it."""
+        if self.record is not None:
+            later = [folder for folder in self.record.glob("*") if int(folder.name) > step]
+            for path in (*later, *(file for draw in self.stored for file in self.record.glob(f"{draw.name}.*"))):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def write(self, begun: Begun) -> None:
         """What the engine has said to a draw that is finished."""

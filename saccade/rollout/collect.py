@@ -152,6 +152,7 @@ class Pool:
             if not complete and self.calls and not self.engine.pending:
                 time.sleep(0.001)
         self.started.remove(started)
+        self.awaited = None
         return [
             Group(
                 sample=sample,

@@ -62,10 +62,12 @@ def write(
         if (reason := disk.refusal(error)) is not None:
             raise EnvironmentProblem(f"{final}: {reason}") from error
         raise
-    if final.exists():
-        shutil.rmtree(final)
+    before = folder / f".step-{step}.before"
+    if final.exists():  # first aside: to remove it takes longer
+        final.rename(before)
     temporary.rename(final)
     _sync(folder)
+    shutil.rmtree(before, ignore_errors=True)
     there = complete_steps(folder)
     later = [n for n in there if n > step]  # of a run that went back to an earlier step
     old = [n for n in there if n <= step][:-keep]
@@ -77,6 +79,9 @@ def find(folder: Path, resume: str) -> Path | None:
     """What `run.resume` names: the latest or best complete checkpoint, a path, or nothing. Its
     files are read once and compared with what was written.
     """
+    for aside in folder.glob(".step-*.before"):  # of a kill between two names
+        if not (final := folder / aside.stem[1:]).exists():
+            aside.rename(final)
     steps = complete_steps(folder)
     if resume == "none" or (resume == "auto" and not steps):
         return None

@@ -41,7 +41,7 @@ class Golden:
 
     @property
     def mismatch(self) -> Mismatch:
-        return measure(self.old, self.rollout, live=self.live, sequence=self.sequence)
+        return measure(self.old, self.rollout, live=self.live, sequence=self.sequence, sequences=4)
 
     def inputs(self, **changes: Any) -> LossInputs:
         inputs = LossInputs(

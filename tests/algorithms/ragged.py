@@ -150,7 +150,7 @@ def columns_of(algorithm: Algorithm, step: Step) -> LossInputs:
 
     scales = scales_over(None)
     live = scales > 0
-    mismatch = measure(step.old, step.rollout, live=live, sequence=sequence)
+    mismatch = measure(step.old, step.rollout, live=live, sequence=sequence, sequences=len(result.live))
     found = apply(algorithm.at_once, mismatch)
     keep = live if found.keep is None else live & found.keep
     if algorithm.entropy_top:

@@ -89,14 +89,14 @@ def test_old_log_probs(algorithm, overrides, updates, epochs, mode):
         (["preset=kl_cov"], "algorithm.policy_loss=kl_cov"),
         (["correct=[tis.token,seq_mask]"], "algorithm.correct=[tis.token, seq_mask]"),
         (["correct=[tis.token]", "self_normalise=true"], "algorithm.correct=[tis.token]"),
-        (["correct=[icepop]", "denominator=kept"], "algorithm.correct=[icepop]"),
+        (["correct=[icepop]"], "algorithm.correct=[icepop]"),
         (["preset=drpo", "args.drpo_kl_damp=0.75"], "algorithm.args.drpo_kl_damp"),
         (["preset=dapo", "filter.keep_surplus=true"], "algorithm.filter.keep_surplus"),
         (["preset=[grpo,fire]"], "algorithm.hot_first_token.first_token=is"),
         # These need nothing before training.
         (["preset=[grpo,fire]", "hot_first_token.first_token=mask"], None),
         (["correct=[{name: opsm, threshold: 0.1}]"], None),
-        (["correct=[icepop]"], None),
+        (["correct=[tis.sequence]"], None),
     ],
 )
 def test_what_needs_old_log_probs_before_training(algorithm, refused, overrides, reason):

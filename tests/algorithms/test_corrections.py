@@ -16,7 +16,7 @@ def gaps(rows: list[list[float]]):
     rollout = torch.tensor([-x for row in rows for x in row], dtype=torch.float64)
     sequence = torch.tensor([i for i, row in enumerate(rows) for _ in row])
     live = torch.ones(len(rollout), dtype=torch.bool)
-    return measure(torch.zeros_like(rollout), rollout, live=live, sequence=sequence)
+    return measure(torch.zeros_like(rollout), rollout, live=live, sequence=sequence, sequences=len(rows))
 
 
 def test_truncated_weights_of_the_fixture(golden):

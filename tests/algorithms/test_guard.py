@@ -103,7 +103,7 @@ def test_corrections_of_a_gap_of_80(name: str, gap: str) -> None:
     if not CORRECTIONS[name].each_update:
         live = torch.ones(TOKENS, dtype=torch.bool)
         assert flat.old is not None and flat.rollout is not None
-        mismatch = corrections.measure(flat.old, flat.rollout, live=live, sequence=SEQUENCE)
+        mismatch = corrections.measure(flat.old, flat.rollout, live=live, sequence=SEQUENCE, sequences=4)
         found = corrections.apply([correct], mismatch)
         weights = found.weights
         if weights is not None:

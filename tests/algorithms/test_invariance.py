@@ -208,7 +208,7 @@ def test_a_group_shrunk_to_one_member_is_as_if_absent(step, name):
 def test_no_correction_acts_where_engine_and_trainer_agree(step, unscored):
     rollout = step.old.where(torch.tensor(not unscored), float("nan"))
     live = torch.ones(len(step.old), dtype=torch.bool)
-    mismatch = measure(step.old, rollout, live=live, sequence=step.members.sequence)
+    mismatch = measure(step.old, rollout, live=live, sequence=step.members.sequence, sequences=len(step.members.groups))
     for name, entry in CORRECTIONS.items():
         if not entry.each_update:  # that one reads the current log-probs
             bounds = {"low": 0.99, "high": 1.01} if entry.reads("low") else {"high": 0.0}

@@ -237,6 +237,8 @@ def test_a_run_is_repeated_from_its_record(watched, run, rl_config, tmp_path, sa
     assert not asked and not any("rollout.record" in text for text in said)
     with pytest.raises(ConfigError, match=r"draw 1/1 asked counting-24-\d+, .* use the config\.yaml of that run"):
         rl.run(again | {"run.name": "other", "run.seed": 7})
+    with pytest.raises(ConfigError, match=r"draw 1/1 has \d+ answers, here it asks for \d+; use train\.samples_per_p"):
+        rl.run(again | {"run.name": "more", "train.samples_per_prompt": 5})
 
 
 def _killed_in_step_3(options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import SingleTurn
 from saccade.errors import ConfigError
 from saccade.recipes import rl, rl_rollout
+from saccade.recipes.rollouts_ahead import Draw, RolloutsAhead
 from saccade.rollout import collect
 from saccade.rollout.collect import Pool
 from saccade.rollout.episode import Limits, Play
@@ -259,3 +260,12 @@ def test_old_tokens_can_be_left_out_and_on_policy_presets_refuse(trained, tensor
     with pytest.raises(ConfigError, match=r"rollout\.keep_keys: has no effect without .*use rollout\.replicas=1"):
         rl.run(rl_config(tmp_path, **LONG, rollout__ahead=1, rollout__keep_keys=True))
     assert not Path(tmp_path / "run").exists()
+
+
+def test_what_was_recorded_after_a_checkpoint_is_forgotten(tmp_path):
+    for name in ("1/1", "2/1", "2/2", "3/1"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.json").touch()
+    begun = [Draw(name="2/2", step=3, samples=[])]
+    RolloutsAhead(pool=None, steps=1, total=9, sample_of=None, record=tmp_path, stored=begun).forget_later(2)
+    assert {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.json")} == {"1/1.json", "2/1.json"}

@@ -92,6 +92,8 @@ def test_a_flipped_byte_is_found_before_going_on(copied, name, resume):
     assert str(newest / name) in str(caught.value)
     assert f"run.resume={older}" in str(caught.value)
     assert checkpoint.find(folder, str(older)) == older
+    older.rename(aside := folder / f".{older.name}.before")  # as a kill amid the exchange of one leaves it
+    assert checkpoint.find(folder, str(older)) == older and not aside.exists()
     flip_one_byte(older / name)
     with pytest.raises(EnvironmentProblem, match=r"start again under another run\.name"):
         checkpoint.find(folder, asked)

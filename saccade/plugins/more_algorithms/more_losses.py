@@ -270,7 +270,7 @@ def seq_mask(mismatch: Mismatch, *, low: float = 0.99, high: float = 1.01) -> Co
     return Correction(keep=band(Mismatch.mean, mismatch, low, high))
 
 
-@add(ROWS, "w = exp(delta), sequences with low <= exp(mean of delta) <= high", weighs=True)
+@add(ROWS, "w = exp(delta), sequences with low <= exp(mean of delta) <= high", weighs=True, masks=True)
 def seq_mask_tis(mismatch: Mismatch, *, low: float = 0.99, high: float = 1.01) -> Correction:
     return Correction(weights=mismatch.ratio, keep=band(Mismatch.mean, mismatch, low, high))
 
