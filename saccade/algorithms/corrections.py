@@ -35,7 +35,7 @@ class Mismatch:
     scored: Tensor  # [T] bool
     live: Tensor  # [T] bool
     sequence: Tensor  # [T] index of the sequence of each token
-    sequences: int
+    sequences: int  # how many
     ages: Tensor | None = None  # [T] steps since each was sampled; None: all are new
 
     @property
