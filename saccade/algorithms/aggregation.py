@@ -82,7 +82,7 @@ def sequence_scales(aggregation: Callable[..., Tensor], lengths: Tensor, group: 
 
 
 def only(values: Tensor, mask: Tensor, other: float = 0.0) -> Tensor:
-    """Values [T] where the mask is set, else the `other` one; they themselves, on a CPU, where all are."""
+    """Values [T] where the mask is set, else the `other` one. On a CPU nothing is copied where all are set."""
     return values if mask.device.type == "cpu" and mask.numpy().all() else values.where(mask, other)
 
 

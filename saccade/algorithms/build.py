@@ -112,8 +112,9 @@ def old_mode(wanted: str, *, once: bool, forced: str | None) -> str:
 
 
 def why_recompute(algorithm: Algorithm, *, in_loss: bool) -> str | None:
-    """What needs old log-probs of the trainer before the first update, in words. `in_loss`: the loss itself may weigh
-    what it reads, unless the whole step has to be looked at first; with masks, for whether anything is left of it.
+    """What needs old log-probs of the trainer before the first update, in words. `in_loss`: the loss can compute
+    weights itself. Masks and sums over the step must be known before: whether anything is left to train on depends
+    on them.
     """
     masked = any(c.masks or not c.weighs for c in algorithm.at_once)
     whole = algorithm.self_normalise or algorithm.denominator == "kept" or masked

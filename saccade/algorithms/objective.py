@@ -127,11 +127,9 @@ def _corrected(inputs: LossInputs, chosen: Sequence[Entry]) -> LossInputs:
 
 def _with_weights(sums: LossSums, inputs: LossInputs) -> LossSums:
     assert inputs.weights is not None and inputs.keep is not None, "they were computed here"
-    masks, means, maxima = {"": inputs.live}, dict(sums.means), dict(sums.maxima)
-    if inputs.images is not None:
-        masks |= {"/image": inputs.live & inputs.images, "/text": inputs.live & ~inputs.images}
-    for kind, mask in masks.items():
-        values = {"is_weight_mean": inputs.weights, SQUARES: inputs.weights.square(), "masked_frac": inputs.keep == 0}
+    means, maxima = dict(sums.means), dict(sums.maxima)
+    values = {"is_weight_mean": inputs.weights, SQUARES: inputs.weights.square(), "masked_frac": inputs.keep == 0}
+    for kind, mask in _by_kind(inputs.live, inputs).items():
         means |= _means({f"mismatch/{name}{kind}": each for name, each in values.items()}, mask)
         maxima[f"mismatch/is_weight_max{kind}"] = _largest(inputs.weights, mask)
     return replace(sums, means=means, maxima=maxima)
@@ -177,10 +175,7 @@ def _sums(
         gaps = (trainer - inputs.rollout).abs()
         mismatch = (trainer - inputs.rollout).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
         found = {"logp_gap_mean": gaps, "mult_prob_error": mismatch.abs().exp(), "kl": mismatch.expm1() - mismatch}
-        masks = {"": scored}
-        if inputs.images is not None:
-            masks |= {"/image": scored & inputs.images, "/text": scored & ~inputs.images}
-        for kind, mask in masks.items():
+        for kind, mask in _by_kind(scored, inputs).items():
             means |= _means({f"mismatch/{name}{kind}": each for name, each in found.items()}, mask)
             maxima[f"mismatch/logp_gap_max{kind}"] = _largest(gaps, mask)
     return LossSums(
@@ -189,6 +184,13 @@ def _sums(
         means=_means(values, live) | means,
         maxima=maxima,
     )
+
+
+def _by_kind(mask: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
+    """A mask [T], and what it has of sequences with and without an image, by what ends the names of metrics."""
+    if inputs.images is None:
+        return {"": mask}
+    return {"": mask, "/image": mask & inputs.images, "/text": mask & ~inputs.images}
 
 
 def _means(values: Mapping[str, Tensor], mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:

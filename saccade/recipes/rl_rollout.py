@@ -79,7 +79,7 @@ class Sampler:
             self.watch(done, total)
 
         groups = ahead.pool.finish(begun.started, progress)
-        ahead.write(begun)
+        ahead.write_record(begun)
         if not ahead.side_by_side:
             ahead.pool.interrupt()
             free_memory_for_rewards(self.engine, self.scorer)
@@ -96,8 +96,8 @@ class Sampler:
             draw = ahead.stored.pop(0)
         else:
             samples = self.quarantine.take(self.stream, config.train.prompts_per_step, family)
-            draw = Draw(name=ahead.name(step), step=step + len(ahead.begun), samples=samples)
-        draw = ahead.replayed(draw)
+            draw = Draw(name=ahead.next_name(step), step=step + len(ahead.begun), samples=samples)
+        draw = ahead.from_record(draw)
         rewards = RewardStream(self.scorer, family, step=draw.step)
         started = ahead.pool.start(
             draw.samples,

@@ -15,6 +15,7 @@ from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.checks.steps import total_steps
 from saccade.config import Config
 from saccade.data.datasets import Dataset, Stream
+from saccade.engines import Engine
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.recipes import model_setup, parts, questions
@@ -66,9 +67,7 @@ class Setup:
 
 def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, run: Run) -> Setup:
     parts.environments_of(config, family)  # refused here, not in the first rollout
-    record, replay = config.rollout.record, None
-    if record not in (None, "write") and not (replay := Path(record) / TRAJECTORIES / RECORD).is_dir():
-        raise ConfigError(f"rollout.record={record}: no record there; a run with rollout.record=write writes one")
+    record, replay = _record_folders(config, run)
     scorer = parts.make_scorer(config, algorithm)
     run.close_at_end(scorer)
     parts.test_rewards(config, scorer, data.samples)
@@ -90,23 +89,13 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     if algorithm.needs_critic:
         critic = model_setup.load_beside("critic", config, family, algorithm, backend)
     if config.train.sft_coef:
-        updates = algorithm.updates_per_step
-        demonstrations = HOOKS["demonstrations"](config, family, run.quarantine, updates=updates)
+        demonstrations = HOOKS["demonstrations"](config, family, run.quarantine, updates=algorithm.updates_per_step)
     surplus = CarriedGroups(sample_of=data.sample)
     moving = reference if algorithm.reference_moves else None
     carried = surplus if algorithm.filter.keep_surplus else None
     total = total_steps(config, stream.rows_per_epoch)
-    members = algorithm.samples_per_prompt + algorithm.estimator.greedy
-    own = engine.capabilities().own_process  # then it samples while the trainer trains
-    pool = Pool(engine, at_once=math.inf if own else config.train.prompts_per_step * members)
-    ahead = RolloutsAhead(
-        pool=pool,
-        steps=config.rollout.ahead,
-        total=total,
-        sample_of=data.sample,
-        record=run.folder.trajectories / RECORD if record == "write" else None,
-        replay=replay,
-    )
+    pool, steps = _pool_of(config, algorithm, engine), config.rollout.ahead
+    ahead = RolloutsAhead(pool=pool, steps=steps, total=total, sample_of=data.sample, record=record, replay=replay)
     begun = run.start is not None and (run.start / "state" / "ahead").is_dir()  # perhaps with more steps ahead
     going_on = ahead if ahead.steps or begun else None
     # By folder of a checkpoint.
@@ -156,3 +145,21 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     beside |= HOOKS["average"](config, family, backend, run.start)
     run.begin(total, backend, (data, *sets.values()), beside)
     return setup
+
+
+def _pool_of(config: Config, algorithm: Algorithm, engine: Engine) -> Pool:
+    """An engine with memory of its own samples while the trainer trains; others get as much as a step asks for."""
+    members = algorithm.samples_per_prompt + algorithm.estimator.greedy
+    own = engine.capabilities().own_process
+    return Pool(engine, at_once=math.inf if own else config.train.prompts_per_step * members)
+
+
+def _record_folders(config: Config, run: Run) -> tuple[Path | None, Path | None]:
+    """Where `rollout.record` has this run store what its engine says, and where it reads that of another."""
+    record = config.rollout.record
+    if record is None or record == "write":
+        return (run.folder.trajectories / RECORD if record else None), None
+    replay = Path(record) / TRAJECTORIES / RECORD
+    if not replay.is_dir():
+        raise ConfigError(f"rollout.record={record}: no record there; a run with rollout.record=write writes one")
+    return None, replay

@@ -69,7 +69,7 @@ class RolloutsAhead:
         """The last step that may have begun while `step` is sampled."""
         return min(step + self.steps, self.total)
 
-    def name(self, step: int) -> str:
+    def next_name(self, step: int) -> str:
         """Of the next draw: the step that it is made in, and its number there."""
         self._named = (step, self._named[1] + 1 if self._named[0] == step else 1)
         return "{}/{}".format(*self._named)
@@ -95,16 +95,18 @@ class RolloutsAhead:
         """What a run recorded after the checkpoint of this step, before it went back to it."""
         if self.record is not None:
             later = [folder for folder in self.record.glob("*") if int(folder.name) > step]
-            for path in (*later, *(file for draw in self.stored for file in self.record.glob(f"{draw.name}.*"))):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            for folder in later:
+                shutil.rmtree(folder)
+            for file in [file for draw in self.stored for file in self.record.glob(f"{draw.name}.*")]:
+                file.unlink()
 
-    def write(self, begun: Begun) -> None:
+    def write_record(self, begun: Begun) -> None:
         """What the engine has said to a draw that is finished."""
         if self.record is not None:
             draw = begun.draw._replace(heard=begun.started.heard())
             write_files(self.record, _draw_files(draw.name, [draw]))
 
-    def replayed(self, draw: Draw) -> Draw:
+    def from_record(self, draw: Draw) -> Draw:
         """With all that an engine said to it in the run that is repeated."""
         if self.replay is None:
             return draw

@@ -75,8 +75,8 @@ class Started:
 
 class Pool:
     def __init__(self, engine: Engine, *, at_once: float = math.inf) -> None:
-        """`at_once`: requests of the engine, above which those wait that nobody waits for: none is sampled before it
-        fills a gap, so answers of equal length are not sampled ahead.
+        """`at_once`: the engine has at most so many requests of those that are not awaited yet: they fill gaps, so
+        answers of equal length are never sampled ahead.
         """
         self.engine, self.at_once = engine, at_once
         self.awaited: Started | None = None
