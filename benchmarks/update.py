@@ -177,7 +177,7 @@ def measure(family: Family, model: Any, variant: str, args: Any) -> None:
             f"splits {backend.oom_splits}",
             flush=True,
         )
-    once = partial(backend.train_step, batches, algorithm, Scoring(), lr=1e-6)
+    once = partial(backend.train_step, batches, PolicyLoss(algorithm, Scoring()), lr=1e-6)
     if args.waits:
         waits(once)
     if variant in args.profile:
