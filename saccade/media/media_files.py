@@ -110,16 +110,19 @@ def _from_file_uri(source: str, base: Path | None, limits: DataConfig) -> Encode
 def _from_http(source: str, base: Path | None, limits: DataConfig) -> Encoded:
     if not limits.allow_network:
         raise ImageError(f"{source}: needs the network; data.allow_network=true allows it")
-    from urllib.request import urlopen
+    import httpx2  # slow to import, too
 
+    data = bytearray()
     try:
-        with urlopen(source, timeout=30) as answer:
-            data = answer.read(MAX_DOWNLOAD + 1)
-    except (OSError, ValueError) as error:
+        with httpx2.stream("GET", source, timeout=30, follow_redirects=True) as answer:
+            answer.raise_for_status()
+            for piece in answer.iter_bytes():
+                data += piece
+                if len(data) > MAX_DOWNLOAD:
+                    raise ImageError(f"{source}: larger than {MAX_DOWNLOAD >> 20} MiB")
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
         raise ImageError(f"{source}: cannot be fetched: {error}") from None
-    if len(data) > MAX_DOWNLOAD:
-        raise ImageError(f"{source}: larger than {MAX_DOWNLOAD >> 20} MiB")
-    return Encoded(source, data)
+    return Encoded(source, bytes(data))
 
 
 def _from_data_uri(source: str, base: Path | None, limits: DataConfig) -> Encoded:

@@ -1,6 +1,10 @@
 import base64
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +12,7 @@ import pytest
 from PIL import Image
 
 from saccade.config import DataConfig
+from saccade.media import media_files
 from saccade.media.images import ImageError, crop, decode, open_media, resized_size
 from saccade.media.media_files import source_kind
 from saccade.media.pixel_cache import ImageCache
@@ -56,6 +61,26 @@ def test_every_kind_of_source_gives_the_same_pixels(picture, tmp_path):
         assert open_media(source, base=tmp_path).path == str(path)
     one = open_media(np.array([[[255, 0, 0]]], dtype=np.uint8))
     assert decode(one).tolist() == [[[255, 0, 0]]]
+
+
+@contextmanager
+def serving_files(folder: Path) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_picture_is_fetched_where_that_is_allowed(picture, tmp_path, monkeypatch):
+    picture("a.png", colour=(10, 200, 30))
+    allowed = DataConfig(allow_network=True)
+    monkeypatch.setattr(media_files, "MAX_DOWNLOAD", (tmp_path / "a.png").stat().st_size)
+    (tmp_path / "large.png").write_bytes(b"a" * 10_000)
+    with serving_files(tmp_path) as address:
+        assert decode(open_media(f"{address}/a.png", limits=allowed))[0, 0].tolist() == [10, 200, 30]
+        for name, reason in {"gone.png": "cannot be fetched: .*404", "large.png": "larger than"}.items():
+            with pytest.raises(ImageError, match=f"{address}/{name}: {reason}"):
+                open_media(f"{address}/{name}", limits=allowed)
 
 
 @pytest.mark.parametrize(

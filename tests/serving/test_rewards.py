@@ -137,7 +137,12 @@ def test_our_own_client_gets_back_what_the_rules_said_in_order(rules):
 def test_who_may_ask(rules):
     assert rules.call("GET", "/info", Authorization="")[0] == 401
     assert rules.call("POST", "/other", {})[0] == 404
-    assert rules.call("POST", "/get_reward", {"query": ["a"]}, Authorization="Bearer x")[0] == 401
+    for headers, status in (
+        ({"Authorization": "Bearer x"}, 401),
+        ({"Content_Type": "text/plain"}, 415),
+        ({"Content_Length": "x"}, 400),
+    ):
+        assert rules.whole("POST", "/get_reward", {"query": ["a"]}, **headers)[0] == status, headers
     status, health = rules.call("GET", "/health", Authorization="")
     assert (status, health["status"]) == (200, "ok")
     by_source = {"by_source": {"a": "count", "b": "exact"}}
@@ -172,6 +177,7 @@ def test_information_and_metrics(rules):
     ("body", "status", "words"),
     [
         (b"{", 400, "not JSON"),
+        (b"[" * 100_000, 400, "not JSON"),
         ([], 400, "must be a record"),
         ({}, 400, "query: missing"),
         ({"query": ["a", "b"], "labels": ["1"]}, 400, "labels: 1 entries for 2 samples"),
