@@ -20,6 +20,7 @@ from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.plugins.engines.replicas.replica import Replica
 from saccade.plugins.ranks import launchers
+from saccade.plugins.ranks.machines import HOST, host_name
 from saccade.plugins.ranks.rank_trainer import RankTrainer
 from saccade.recipes import rl
 from saccade.rollout.scoring import RewardStream
@@ -41,7 +42,7 @@ def nothing(sample):
 """
 # What is killed, and what is said of it.
 KILLED = {
-    ("rank-1",): ("rank-1", "rank-0 was at", "run.restarts: 0 left"),
+    ("rank-1",): (f"rank 1 on {host_name()}", f"rank 0 on {host_name()} was at", "run.restarts: 0 left"),
     ("engine-0", "reward worker"): ("engine-0 died and starts again",),
     ("controller",): (),
 }
@@ -94,10 +95,11 @@ def test_a_restart_takes_ranks_that_join_again(undisturbed, tmp_path, rl_config,
     file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
     train_step, calls, codes = RankTrainer.train_step, list[int](), list[int]()
 
-    def keep_joining() -> None:
+    def keep_joining(machine: str) -> None:
         code = None
         while code != 0:
-            process = forked(launchers.run_rank, f"127.0.0.1:{launchers.PORT}")
+            command = {"folder": ".", "arguments": ["rank", f"127.0.0.1:{launchers.PORT}"]}
+            process = forked(run_command, command | {"environment": {HOST: machine}})
             process.join(LIMIT)
             codes.append(code := process.exitcode)
 
@@ -109,13 +111,14 @@ def test_a_restart_takes_ranks_that_join_again(undisturbed, tmp_path, rl_config,
         return train_step(self, *arguments, **more)
 
     monkeypatch.setattr(RankTrainer, "train_step", killing)
-    joining = [threading.Thread(target=keep_joining, daemon=True) for _ in range(2)]
+    joining = [threading.Thread(target=keep_joining, args=(f"machine-{n}",), daemon=True) for n in range(2)]
     for thread in joining:
         thread.start()
     done = CliRunner().invoke(app, ["rl", str(file)], env={"COLUMNS": "300"})
-    assert done.exit_code == 0 and "rank-1 failed in train_step" in done.output, done.output
+    assert done.exit_code == 0 and "rank 1 on machine-1 failed in train_step" in done.output, done.output
     for thread in joining:
         thread.join(LIMIT)
+    assert "rank 0 on machine-0 was at" in done.output
     assert sorted(codes)[:2] == [-signal.SIGKILL, 0] and len(codes) == 4
     assert sampled(tmp_path / "run") == undisturbed
 

@@ -61,17 +61,17 @@ def test_a_machine_with_other_code_is_refused_by_name() -> None:
 def test_ranks_that_do_not_come_or_have_the_gpu_of_another_one_are_named() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set("gpu-1", "")
-    with pytest.raises(EnvironmentProblem, match=r"rank 0, 2 did not come within 0\.2 s"):
-        preflight.meet(store, 3, limit=0.2)
+    with pytest.raises(EnvironmentProblem, match=r"^rank 0 on a, rank 2 on c did not come within 0\.2 s"):
+        preflight.meet(store, "abc", limit=0.2)
     others = TCPStore("127.0.0.1", store.port, is_master=False)
     threading.Timer(0.2, lambda: [others.set(f"gpu-{rank}", "") for rank in (0, 2)]).start()
-    assert preflight.meet(store, 3, limit=30) == []
+    assert preflight.meet(store, "abc", limit=30) == []
     for rank, gpu in enumerate(("node-1 a", "node-1 b", "node-1 a", "node-2 a")):
         store.set(f"gpu-{rank}", gpu)
-    assert preflight.meet(store, 4) == [0, 2]
+    assert preflight.meet(store, "abcd") == [0, 2]
     store.set("gpu-3", "")
-    with pytest.raises(EnvironmentProblem, match="rank 3 sees no GPU, others do"):
-        preflight.meet(store, 4)
+    with pytest.raises(EnvironmentProblem, match=r"^rank 3 on d sees no GPU, others do"):
+        preflight.meet(store, "abcd")
 
 
 def test_a_machine_with_other_files_is_refused(tmp_path: Path, family_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from saccade.plugins.preferences import dpo
 from saccade.plugins.ranks import launchers, team
 from saccade.plugins.ranks.connections import Link
 from saccade.plugins.ranks.loss_codec import decode_loss, encode_loss
+from saccade.plugins.ranks.machines import host_name
 from saccade.plugins.ranks.rank_trainer import RankTrainer
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.reward_card import read_card
@@ -136,8 +137,9 @@ def test_a_run_goes_from_two_ranks_to_one_and_back_and_starts_again_when_one_is_
     file.write_text(yaml.safe_dump(load(options()).model_dump(mode="json", exclude_unset=True)))
     done = CliRunner().invoke(app, ["rl", str(file), "run.gpus=2", "run.restarts=2"], env={"COLUMNS": "300"})
     assert done.exit_code == 0 and len(calls) == 8, done.output
-    stalled = ("rank-0, rank-1: no answer to train_step for 1 s", "rank-0 was at", "rank-1 does not say where it is")
-    for text in ("rank-1 failed in train_step", "step 2 is saved in", *stalled, "run.restarts: 0 left"):
+    first, second = (f"rank {rank} on {host_name()}" for rank in range(2))
+    stalled = (f"{first}, {second}: no answer to train_step for 1 s", f"{first} was at", f"{second} does not say where")
+    for text in (f"{second} failed in train_step", "step 2 is saved in", *stalled, "run.restarts: 0 left"):
         assert text in done.output
     assert sampled(tmp_path / "on") == sampled(alone)
     require_alike(tmp_path / "on", alone)

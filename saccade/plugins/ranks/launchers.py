@@ -69,6 +69,7 @@ def local(settings: RankSettings, visible: Sequence[str], logs: Path, held: Exit
         raise ConfigError(f"run.gpus: {settings.size} processes on {os.cpu_count()} cores; try run.gpus=2")
     # `placements` gives the first GPU away last.
     places = placements(settings.size, 1, [*visible[-1:], *visible[:-1]])
+    settings = replace(settings, hosts=[host_name()] * settings.size)
     threads = max(1, (os.cpu_count() or 1) // settings.size)
     inside = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
     inside |= {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
@@ -230,7 +231,7 @@ def start_team(config: Config, command: str, *, model: str, folder: str | None, 
         starters, place = LAUNCHERS[config.run.launcher](settings, visible, logs, held, _beside(config, command))
         team = Team(starters, held.pop_all(), place)
     team.store = store  # it lasts as long as the ranks
-    if shared := meet(store, team.size):
+    if shared := meet(store, team.hosts):
         slow = "they exchange through main memory (gloo), which is slow"
         log.warning(f"ranks {', '.join(map(str, shared))} have a GPU in common: {slow}")
     return team
@@ -270,6 +271,7 @@ def gpus_left(config: Config, command: str) -> str:
 
 
 def _ranks(came: Sequence[Arrival], settings: RankSettings, logs: Path) -> list[Starter]:
+    settings = replace(settings, hosts=[one.host for one in came])
     return [
         partial(Rank, replace(settings, rank=rank), log=logs / f"rank-{rank}.log", place=partial(_linked, arrival))
         for rank, arrival in enumerate(came)

@@ -7,7 +7,7 @@
 import os
 import socket
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,11 @@ HOST = "SACCADE_HOST"  # how this machine is called instead, where several have 
 
 def host_name() -> str:
     return os.environ.get(HOST) or socket.gethostname()
+
+
+def named(hosts: Sequence[str], ranks: Iterable[int]) -> str:
+    """For messages: `hosts` has the machine of each rank."""
+    return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
 
 
 def agreed(numbers: Iterable[float], how: Any, group: Any = None) -> Tensor:

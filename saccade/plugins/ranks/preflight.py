@@ -12,7 +12,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from saccade.config.schema.section import Section, about, chosen
 from saccade.errors import EnvironmentProblem
 from saccade.models.files import fingerprint
 from saccade.plugins.ranks.layouts import numbers_in
+from saccade.plugins.ranks.machines import named
 from saccade.system.devices import free_bytes
 from saccade.system.disk import refusal
 
@@ -111,20 +112,20 @@ def require_room(folder: Path, bytes_each: float, device: torch.device, hint: st
         raise EnvironmentProblem(f"{folder}: {have}; {hint}")
 
 
-def meet(store: Any, size: int, limit: float = MEET_LIMIT) -> list[int]:
-    """Wait for all ranks, each of which has written the name of its GPU. Returns those that have the GPU of another
-    one, which nccl refuses and gloo does not.
+def meet(store: Any, hosts: Sequence[str], limit: float = MEET_LIMIT) -> list[int]:
+    """Wait for the ranks on `hosts`, each of which has written the name of its GPU. Returns those that have the GPU of
+    another one, which nccl refuses and gloo does not.
     """
-    keys = [f"gpu-{rank}" for rank in range(size)]
+    keys = [f"gpu-{rank}" for rank in range(len(hosts))]
     try:
         store.wait(keys, timedelta(seconds=limit))
     except RuntimeError:
-        absent = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
-        raise EnvironmentProblem(f"rank {absent} did not come within {limit:g} s; its log says why") from None
+        absent = named(hosts, (rank for rank, key in enumerate(keys) if not store.check([key])))
+        raise EnvironmentProblem(f"{absent} did not come within {limit:g} s; its log says why") from None
     gpus = [store.get(key) for key in keys]
     if not all(gpus) and any(gpus):
-        blind = ", ".join(str(rank) for rank, gpu in enumerate(gpus) if not gpu)
-        raise EnvironmentProblem(f"rank {blind} sees no GPU, others do; `nvidia-smi` shows why")
+        blind = named(hosts, (rank for rank, gpu in enumerate(gpus) if not gpu))
+        raise EnvironmentProblem(f"{blind} sees no GPU, others do; `nvidia-smi` shows why")
     return [rank for rank, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]
 
 

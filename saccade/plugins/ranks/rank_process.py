@@ -116,7 +116,7 @@ class RankWorker(Worker):
             return getattr(self, block.row["call"])(**given)
 
     def _advance(self) -> None:
-        with within_memory(f"rank-{self.settings.rank}: "):
+        with within_memory(f"{self.settings.who}: "):
             super()._advance()
 
     def _batch(self, row: Mapping[str, Any], arrays: Arrays) -> Batch:
@@ -326,7 +326,7 @@ def join(settings: RankSettings) -> None:
     cuda = pick_device(settings.options.get("run", {}).get("device", "auto")).type == "cuda"
     gpu = cuda and f"{host_name()} {torch.cuda.get_device_properties(0).uuid}"
     store.set(f"gpu-{settings.rank}", gpu or "")
-    shared = preflight.meet(store, settings.size)
+    shared = preflight.meet(store, settings.hosts)
     backend = "gloo" if not gpu or shared else "cpu:gloo,cuda:nccl"
     limit = timedelta(seconds=WAIT_LIMIT)
     distributed.init_process_group(backend, store=store, rank=settings.rank, world_size=settings.size, timeout=limit)
@@ -344,7 +344,7 @@ def serve(channel: Channel, controller: str | None = None) -> None:
         with within_memory():
             worker = (Visitor if settings.command == "doctor" else RankWorker)(settings, channel)
     except SaccadeError as error:
-        error.args = (f"rank {settings.rank} on {host_name()}: {error}",)
+        error.args = (f"{settings.who}: {error}",)
         channel.send({"failed": describe_error(error)})
         sys.stderr.flush()
         os._exit(error.exit_code)  # a thread may be stuck in nccl

@@ -24,6 +24,7 @@ from saccade.errors import RankLost, SaccadeError
 from saccade.forest.batch import Batch, Forest
 from saccade.plugins.engines.replicas.replica import Died, Replica, tail
 from saccade.plugins.engines.replicas.replica_pool import Replicas
+from saccade.plugins.ranks.machines import named
 from saccade.system.codec import Arrays, encode
 from saccade.system.process import Block
 from saccade.types import Completion
@@ -47,6 +48,11 @@ class RankSettings:
     port: int  # where they find each other, on the host of the controller
     seen: Mapping[str, Any] = field(default_factory=dict)  # of files, by the controller
     host: str = "127.0.0.1"
+    hosts: Sequence[str] = ()  # the machine of each rank
+
+    @property
+    def who(self) -> str:
+        return named(self.hosts, [self.rank])
 
 
 class Rank(Replica):
@@ -97,6 +103,7 @@ class Team(Replicas):
         self._end: Exception | None = None  # why the ranks are gone
         self._slowest: dict[tuple[str, ...], float] = {}  # seconds for a token, or for a call without any
         super().__init__(starters)
+        self.hosts: Sequence[str] = self._ready[0].settings.hosts
         self._capabilities = replace(self._capabilities, shares_weights=True)
         self._working, self._ready = self._ready, []
 
@@ -132,7 +139,7 @@ class Team(Replicas):
             try:
                 answer.result(timeout=0)
             except (Died, LateAnswer) as death:
-                raise RankLost(f"{rank.log.stem} failed to write: {death}") from None
+                raise RankLost(f"{rank.settings.who} failed to write: {death}") from None
 
     def first_address(self) -> str:
         """Of the machine of the first rank; empty: that of this process."""
@@ -156,19 +163,19 @@ class Team(Replicas):
         late = [rank for one, rank in asked.items() if not one.done()]
         where = _stacks(late)
         if failed is None:
-            names = ", ".join(rank.log.stem for rank in late)
+            names = ", ".join(rank.settings.who for rank in late)
             raise self._kill_all(RankLost(f"{names}: no answer to {call} for {limit:.0f} s\n{where}"))
         rank, error = failed
         if isinstance(error, SaccadeError):
-            error.args = (f"{rank.log.stem}: {error}",)
+            error.args = (f"{rank.settings.who}: {error}",)
             raise self._kill_all(error)
-        text = f"{rank.log.stem} failed in {call}: {error}\n{tail(rank.log)}\n{where}"
+        text = f"{rank.settings.who} failed in {call}: {error}\n{tail(rank.log)}\n{where}"
         raise self._kill_all(RankLost(text.rstrip()))
 
     def _lose(self, engine: Replica, death: Exception) -> None:
         """No rank can go on without the others, which say where they are if they have begun."""
         others = [rank for rank in self._working if rank is not engine]
-        text = f"{engine.log.stem} died: {death}\n{tail(engine.log)}\n{_stacks(others)}"
+        text = f"{engine.settings.who} died: {death}\n{tail(engine.log)}\n{_stacks(others)}"
         raise self._kill_all(RankLost(text.rstrip()))
 
     def close(self) -> None:
@@ -197,6 +204,6 @@ def _stacks(ranks: Sequence[Replica]) -> str:
 def _stack(rank: Replica) -> str:
     """Where its main thread is."""
     try:
-        return f"-- {rank.log.stem} was at:\n{rank.ask('stack', limit=STACK_LIMIT)}"
+        return f"-- {rank.settings.who} was at:\n{rank.ask('stack', limit=STACK_LIMIT)}"
     except (Died, SaccadeError) as error:
-        return f"-- {rank.log.stem} does not say where it is ({error})"
+        return f"-- {rank.settings.who} does not say where it is ({error})"
