@@ -51,7 +51,7 @@ class Mismatch:
         return self.total(values) / self.total(values.new_ones(len(values))).clamp(min=1)
 
     def largest(self, values: Tensor) -> Tensor:
-        """Of values that are never negative."""
+        """The largest of each sequence; values are never negative."""
         inside = values.where(self.scored, 0.0)
         zeros = values.new_zeros(self.sequences)
         return zeros.scatter_reduce(0, self.sequence, inside, "amax")[self.sequence]

@@ -116,7 +116,7 @@ def _parts(text: str, message: Message, template: str | None) -> tuple[str | Med
 
 
 def text_or_file(value: str) -> str:
-    """Of `prompt.system`."""
+    """The text of `prompt.system`."""
     is_file_name = "\n" not in value and Path(value).suffix in (".txt", ".md")
     return _file(os.path.expanduser(value), "prompt.system") if is_file_name else value
 

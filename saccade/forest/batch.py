@@ -67,7 +67,7 @@ class Forest:
 
     @cached_property
     def trees(self) -> list[Tree]:
-        """Of each group one, or several where it is over the budget; in the order of the sequences."""
+        """One of each group, or several where it is over the budget; in the order of the sequences."""
         rows = [
             Row(self.rows[start:end], self.shown[album], end - start - (not self.with_ends))
             for (start, end), album in zip(pairwise(self.row_starts.tolist()), self.albums, strict=True)

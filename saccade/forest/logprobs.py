@@ -74,7 +74,7 @@ def sampling_logits(logits: Tensor, temperature: float | Tensor, banned: Tensor 
 
 
 class _Read(torch.autograd.Function):
-    """Of logits only the logits themselves are kept, and their gradient takes their place where a
+    """Only the logits themselves are kept, and their gradient takes their place where a
     kernel writes it: nothing else reads what a head has made.
     """
 

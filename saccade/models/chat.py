@@ -66,7 +66,7 @@ class Chat:
 
     @property
     def placeholder(self) -> int | None:
-        """Of images; None: it sees none."""
+        """The token that stands for an image; None: it sees none."""
         return self.placeholders.get("image")
 
     @cached_property
@@ -254,7 +254,7 @@ class Chat:
         return np.array(ids, dtype=np.int64)
 
     def _encode_after(self, text: str) -> np.ndarray:
-        """Of a text that goes on: some tokenizers put a blank before whatever they are given."""
+        """The ids of a text that continues another: some tokenizers put a blank before whatever they are given."""
         if not self._adds_blanks:
             return self._encode(text)
         return self._encode("\n" + text)[len(self._encode("\n")) :]

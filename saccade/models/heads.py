@@ -137,7 +137,7 @@ def head_file(head: SavedHead, *, copy: bool = False) -> File:
 
 
 def blocks_of(model: Any) -> nn.ModuleList:
-    """Of the language model."""
+    """The layers of the language model."""
     return getattr(decoder_of(model), "layers", None) or nn.ModuleList()
 
 

@@ -51,7 +51,7 @@ def score_terms(scorer: Scorer | None, items: Sequence[Item], known: Collection[
 
 
 def accuracy(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
-    """Of the items that were judged at all; nothing is claimed when there are none."""
+    """Accuracy over the items that were judged at all; nothing is claimed when there are none."""
     metrics = {"items": float(len(outcomes))}
     if outcomes:
         low, high = statistics.mean_interval(outcomes)

@@ -70,7 +70,7 @@ class RolloutsAhead:
         return min(step + self.steps, self.total)
 
     def next_name(self, step: int) -> str:
-        """Of the next draw: the step that it is made in, and its number there."""
+        """The name of the next draw: the step that it is made in, and its number there."""
         self._named = (step, self._named[1] + 1 if self._named[0] == step else 1)
         return "{}/{}".format(*self._named)
 

@@ -107,7 +107,7 @@ Pairs = Sequence[tuple[Term, Score]]
 
 
 def _reward(recipe: RewardRecipe, pairs: Pairs) -> float | None:
-    """Of the terms that have a value, weighing as much as all; None where none is left, or no gate."""
+    """The reward by the terms that have a value, weighing as much as all; None where none is left, or no gate."""
     judging = [(term.weight, score) for term, score in pairs if term.kind != "shaping"]
     values = [(score.value, weight) for weight, score in judging if score.kind == "value"]
     if len(values) < len(judging):

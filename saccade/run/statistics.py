@@ -78,7 +78,7 @@ def item_means(values_per_item: Values) -> np.ndarray:
 
 
 def around_a_constant(values: np.ndarray, least: float) -> Interval:
-    """Of equal values that could lie in least..1: a bootstrap would call them certain. As many
+    """The interval of equal values that could lie in least..1: a bootstrap would call them certain. As many
     items may differ, and as far as they can, as Wilson allows where none of these does.
     """
     value, differing = float(values[0]), wilson(0, len(values)).high

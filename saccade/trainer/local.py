@@ -165,7 +165,7 @@ class LocalBackend:
         )
 
     def forget_features(self) -> None:
-        """Of media; whoever changes the weights of a tower, or wants the memory, says so."""
+        """Drop the features of media; whoever changes the weights of a tower, or wants the memory, calls it."""
         self._seen.clear()
 
     def prefetch(self, batches: Sequence[Batch]) -> None:

@@ -29,7 +29,7 @@ COUNTS = ("step", "steps")  # of updates, in `state`
 
 
 class Optimizer:
-    """Of one process. Where several hold the same weights, each steps a part of them
+    """The optimizer of one process. Where several hold the same weights, each steps a part of them
     (`plugins/ranks/divided.py`).
     """
 

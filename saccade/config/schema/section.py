@@ -38,7 +38,7 @@ class Section(BaseModel):
 
 
 def _entries(value: Any, kind: Any) -> Any:
-    """Of an option that lists records: one entry is a list of one, a text the first field of a record."""
+    """The value of an option that lists records: one entry is a list of one, a text the first field of a record."""
     entry = next(iter(get_args(kind)), None)
     if not (isinstance(entry, type) and issubclass(entry, Section)):
         return value

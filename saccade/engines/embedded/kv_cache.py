@@ -50,7 +50,7 @@ GPU_CACHE_SHARE = 0.6  # of the free memory of a GPU, for pages of whole sequenc
 
 
 class LayerShape(NamedTuple):
-    """Of what a layer keeps of a token."""
+    """What a layer keeps of a token."""
 
     heads: int  # of queries
     key_heads: int
@@ -61,7 +61,7 @@ class LayerShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
-    """Of what a model keeps of a token."""
+    """What a model keeps of a token."""
 
     layers: tuple[LayerShape, ...]
     device: torch.device

@@ -37,7 +37,7 @@ class Sequence:
 
     @property
     def sampling(self) -> Sampling:
-        """Of the next token. The first token of an episode may have its own temperature and top_k:
+        """How the next token is drawn. The first of an episode may have its own temperature and top_k:
         top_p does not apply to it then, and its support stays empty, because the trainer scores it
         at the ordinary temperature, where nothing is cut away.
         """

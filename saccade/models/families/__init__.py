@@ -172,7 +172,7 @@ class Family:
         return self.unit if self.spec.whole else None
 
     def tower_of(self, parameter: str) -> str:
-        """Of a parameter, or a module."""
+        """The tower of a parameter or a module, by its name."""
         return next((name for name, given in self.spec.towers.items() if f"{parameter}.".startswith(given)), "llm")
 
 
@@ -262,7 +262,7 @@ def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
 
 
 def _processor_settings(folder: Path) -> dict[str, Any]:
-    """Of what reads images and sounds: a file, in newer folders parts of that of the whole processor."""
+    """The settings for images and sounds: a file, in newer folders parts of that of the whole processor."""
     settings, whole = (described(folder, f"{name}_config.json") for name in ("preprocessor", "processor"))
     return settings | (whole.get("feature_extractor") or {}) | (whole.get("image_processor") or {})
 

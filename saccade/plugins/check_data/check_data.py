@@ -213,7 +213,7 @@ def _read(command: str, split: str, sources: Sequence[DataSource], config: Confi
 
 
 def _places(data: Dataset) -> Iterator[tuple[int, int]]:
-    """Of each sample: which source, and which row there."""
+    """The source of each sample, and its row there."""
     for number, part in enumerate(data.parts):
         for index in range(part.start, part.stop):
             yield number, data.row_numbers[index]

@@ -70,7 +70,7 @@ def _held(value: Any) -> Any:
 
 
 def _role_of(value: Any) -> str | None:
-    """Of what `value` holds, if it is a medium."""
+    """The kind of medium that `value` holds, if it is one."""
     if isinstance(value, Mapping):
         return _role_of(value.get("bytes")) or _role_of(value.get("path"))
     if isinstance(value, Image.Image) or (isinstance(value, str) and value.startswith(ENCODED)):

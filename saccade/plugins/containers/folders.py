@@ -85,7 +85,7 @@ def hub_rows(address: Address) -> tuple[Iterator[Row], None]:
 
 
 def _set_rows(address: Address, folder: Path | None) -> Iterator[Row]:
-    """Of a folder that `save_to_disk` wrote, or of a set on the hub."""
+    """The rows of a folder that `save_to_disk` wrote, or of a set on the hub."""
     if importlib.util.find_spec("datasets") is None:
         raise EnvironmentProblem("this data set needs the package datasets: pip install datasets")
     import datasets

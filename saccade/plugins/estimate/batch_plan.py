@@ -156,7 +156,7 @@ class Plan:
         return [self.policy, *([replace(self.whole, head=False)] if self.algorithm.needs_critic else [])]
 
     def share(self, kind: str) -> float:
-        """Of weights, sums or state, what this GPU holds."""
+        """The share of weights, sums or state that this GPU holds."""
         whole = 1.0 if kind == "sums" and self.config.model.train in ADAPTED else self.whole.towers
         return held(self.layout, kind, gpus=self.config.run.gpus, whole=whole)
 

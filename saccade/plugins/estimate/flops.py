@@ -133,7 +133,7 @@ def _pairs(before: np.ndarray, sizes: np.ndarray, window: int | None) -> float:
 
 
 def shares(shape: Shape, training: Training) -> dict[str, tuple[float, float]]:
-    """Of the FLOPs of each part of a forward: how many times that its backward takes, and what
+    """How many times the FLOPs of each part of a forward its backward takes, and what
     activation checkpointing repeats, which is no useful work. A backward is twice the forward, less
     gradients of frozen matrices, of pixels and mel frames, and everything below the first tower that
     is trained; repeated are the layers that a gradient passes.
@@ -206,7 +206,7 @@ class Meter:
         return work
 
     def forward(self, batches: Sequence[Batch], *, media: bool = True) -> list[Work]:
-        """Of each batch, and then of images that a frozen tower encodes once for all of them."""
+        """The work of each batch, and then of images that a frozen tower encodes once for all of them."""
         frozen = towers_frozen(self.training)
         shown = media and not frozen
         works = [

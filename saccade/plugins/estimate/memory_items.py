@@ -326,7 +326,7 @@ def _moments(plan: Plan, learner: ModelSize, batch: Batch, retained: Retained) -
 
 
 def tokens_of_a_rank(plan: Plan, batch: Batch) -> int:
-    """Of a forest; all of its media may lie in one stretch."""
+    """The tokens of a forest that one rank has; all of its media may lie in one stretch."""
     return -(-batch.tokens // plan.together)
 
 

@@ -52,12 +52,12 @@ class Breakdown:
 
 
 def by_category(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
-    """Of sets whose rows say what they are about; a column with many values is no category."""
+    """A table for sets whose rows say what they are about; a column with many values is no category."""
     return _by(lambda group: str(group.sample.extra.get("category") or ""), groups, scores)
 
 
 def by_source(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
-    """Of sets whose rows come from several."""
+    """A table for sets whose rows come from several sources."""
     several = len({group.sample.data_source for group in groups}) > 1
     return _by(lambda group: group.sample.data_source, groups, scores) if several else {}
 
@@ -83,7 +83,7 @@ def by_limit(groups_under: Mapping[int, Sequence[Group]], scores: Scores = NO_SC
 
 
 def by_turns(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
-    """Of the episodes that used so many turns: how many there are, and how many were right."""
+    """By the turns that episodes used: how many episodes there are, and how many were right."""
     judged = [
         (t.turns, t.outcome)
         for group in groups

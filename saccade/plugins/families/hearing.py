@@ -64,7 +64,7 @@ def bind_audio(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mappi
 
 
 def mel_cache(settings: Mapping[str, Any], *, padded: bool) -> ImageCache:
-    """Of mel frames [B, F] float32. `padded`: F is that of the longest sound that the model hears."""
+    """A cache of mel frames [B, F] float32. `padded`: F is that of the longest sound that the model hears."""
 
     def make(media: Media) -> np.ndarray:
         from transformers import WhisperFeatureExtractor
@@ -154,7 +154,7 @@ def bind_omni(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mappin
         }
 
     def arguments(spans: Sequence[MediaSpan], device: torch.device, dtype: torch.dtype) -> Mapping[str, Any]:
-        """Of transformers' own forward: those of both towers, seconds under another name."""
+        """What transformers' own forward takes: inputs of both towers, seconds under another name."""
         seen, heard = apart(spans, "audio")
         made = {**seeing["vision"](seen, device, dtype), **audio_arguments(heard, device, dtype, cache=mels)}
         if "second_per_grid_ts" in made:

@@ -403,7 +403,7 @@ class PictureReader:
         return {name: sorted(pairs) for name, pairs in found.items() if len(dict(pairs)) == len(pairs)}
 
     def arguments(self, spans: Sequence[MediaSpan]) -> Mapping[str, Any]:
-        """Of transformers' own forward over one row with these media, beside what is said of its tokens."""
+        """What transformers' own forward takes for one row with these media, beside its tokens."""
         if not spans:
             return {}
         kinds = [span.media.kind for span in spans]

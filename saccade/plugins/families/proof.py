@@ -118,7 +118,7 @@ def _comparisons(model: Any, family: Family, filler: int) -> Iterator[Compared]:
 
 
 def sense_comparisons(model: Any, family: Family, kind: str, limit: float) -> Iterator[Compared]:
-    """Of another kind of media than pictures, alone and beside one."""
+    """Comparisons for another kind of media than pictures, alone and beside one."""
     draw = np.random.default_rng(6)
     if kind == "video":
         films = (draw.integers(0, 256, size, dtype=np.uint8) for size in ((4, 50, 60, 3), (6, 70, 90, 3)))
@@ -316,7 +316,7 @@ def theirs(model: Any, row: ProofRow) -> tuple[tuple[Tensor, Tensor], dict[Any, 
 
 
 def whole_inputs(model: Any, row: ProofRow) -> dict[str, Any]:
-    """Of transformers' own forward over the prompt and the answer."""
+    """The inputs of transformers' own forward over the prompt and the answer."""
     answer, shape = len(row.ids) - len(row.prompt.ids), row.inputs["input_ids"].shape
     inputs = dict(row.inputs)
     for name, value in row.inputs.items():

@@ -161,7 +161,7 @@ def _made_of(config: Config, folder: str) -> dict[str, Any]:
 
 
 def _stamped(text: str) -> str | None:
-    """Of a folder of weights, or of a file of rewards or templates; else None."""
+    """The digest of a folder of weights, or of a file of rewards or templates; else None."""
     if text and os.path.isfile(os.path.join(text, "config.json")):
         return _digest(repr(stamp(Path(text))).encode())
     path = text.partition(":")[0]

@@ -252,7 +252,7 @@ def _rotary(
 
 
 def _single_rotary(plain: Any, x: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
-    """Of one tensor, as above."""
+    """The same for one tensor."""
     axis = _axis_of_heads(x, cos, more, options)
     if axis is None:
         return plain(x, cos, sin, *more, **options)

@@ -294,7 +294,7 @@ def _sandwich_layer(layer: Any, following: PrecomputedNorm) -> Forward:
 
 
 def _rows_normed(norm: Any) -> Forward:
-    """Of heads: torch copies those of a joined product before it norms them."""
+    """The norm of heads: torch copies those of a joined product before it norms them."""
     from saccade.plugins.gpu.norm import norm_rows
 
     epsilon: Any = epsilon_of(norm)

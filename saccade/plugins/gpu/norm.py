@@ -106,7 +106,7 @@ def norm_rows(x: Tensor, weight: Tensor | None, epsilon: float, *, shift: bool =
 
 
 def norm_gradients(x: Tensor, weight: Tensor, epsilon: float, to_out: Tensor) -> tuple[Tensor, Tensor]:
-    """Of x and of the weight, which is shifted."""
+    """The gradients of x and of the weight, which is shifted."""
     x, to_out = _even(x), _even(to_out)
     to_x = torch.empty_like(x)
     if not x.numel():

@@ -192,7 +192,7 @@ def _is_letter(gold: str) -> bool:
 
 
 def _is_level(value: Any) -> bool:
-    """Of Sokoban; others call a level of difficulty so."""
+    """Whether it is a level of Sokoban; others call a difficulty so."""
     try:
         return isinstance(value, str | list) and bool(sokoban.start(value))
     except ValueError:

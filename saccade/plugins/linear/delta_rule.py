@@ -155,5 +155,5 @@ class _Inverse(torch.autograd.Function):
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """Of many matrices of one size: small ones by elements, as a GPU takes a block of threads for each product."""
+    """Products of many matrices of one size: small ones by elements, as a GPU takes a block of threads for each."""
     return x @ y if x.shape[-1] >= 16 else (x.unsqueeze(-1) * y.unsqueeze(-3)).sum(-2)

@@ -51,7 +51,7 @@ def observe(domains: Domains, groups: Sequence[Group], algorithm: Algorithm) -> 
 
 
 def weigh(domains: Domains, group: Group, algorithm: Algorithm) -> float:
-    """Of a group that was observed; 1 where no member counts."""
+    """The weight of a group that was observed; 1 where no member counts."""
     y = success_of(group, algorithm)
     return 1.0 if y is None else weight(domains, domain_of(group), y)
 
@@ -95,7 +95,7 @@ def noted(domains: Domains, seen: Sequence[tuple[str, float]]) -> Domains:
 
 
 def weight(domains: Domains, domain: str, y: float) -> float:
-    """Of a group with success `y` that was noted: larger where the domain is rare and hard."""
+    """The weight of a group with success `y` that was noted: larger where the domain is rare and hard."""
     counts, sums = domains[domain]["counts"], domains[domain]["sums"]
     used = [(n, total / n) for n, total in zip(counts, sums, strict=True) if n > 0]
     count, mean = counts[_bin(y)], sums[_bin(y)]

@@ -188,7 +188,7 @@ Record = Mapping[str, Any]
 
 
 def _pair(kind: str, row: Record, a: str, b: str, labels: Mapping[str, str | None]) -> Pair:
-    """Of a row with a column `prompt`, and one for each candidate."""
+    """The pair in a row with a column `prompt`, and one for each candidate."""
     return Pair(kind=kind, prompt=row.get("prompt"), a=row.get(a), b=row.get(b), labels=labels)
 
 
@@ -247,7 +247,7 @@ omnireward_t2a = _omnireward("audio", "_path")
 
 
 def _rated(kind: str, prompt: Any, group: Any, ratings: Any, media: Callable[[str], Any]) -> list[Rated]:
-    """Of several models, as far as they are rated; `media` says where that of a model is."""
+    """Answers of several models, as far as they are rated; `media` says where that of a model is."""
     return [
         Rated(kind=kind, prompt=prompt, media=media(n), group=group, ratings={MAIN: v}, name=n)
         for n, v in (ratings or {}).items()

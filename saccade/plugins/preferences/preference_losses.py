@@ -239,8 +239,8 @@ def _is_chosen(batch: Batch) -> np.ndarray:
 def objective(
     row: PreferenceLoss, new: Tensor, sequence: Tensor, chosen: Tensor, lengths: Tensor, ref: Tensor | None
 ) -> tuple[Tensor, LossSums]:
-    """Of the log-probs `new` [R] of `sequence` [R]. Of sequences [S]: whether it is chosen, its
-    length, its total under the reference.
+    """The loss for log-probs `new` [R] of `sequence` [R]. For each sequence [S]: whether it is `chosen`, how many
+    tokens it has (`lengths`), its total under the reference (`ref`).
     """
     # In float64: a log-ratio is the small difference of two sums over many tokens.
     totals = new.new_zeros(len(chosen), dtype=torch.float64).index_add(0, sequence, new.double())

@@ -174,7 +174,7 @@ class DividedOptimizer(Optimizer):
         return not bad
 
     def _stretch(self, flat: _Flat, name: str, mine: Tensor) -> Tensor:
-        """Of the numbers that this rank steps, those of a parameter."""
+        """The numbers of a parameter, among those that this rank steps."""
         begins = max(flat.starts[name] - flat.low, 0)
         return mine[begins:][: self._owned[name].numel()]
 

@@ -131,7 +131,7 @@ def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitSt
 
     def arrived(tasks: Sequence[Any], token: str, limit: float = JOIN_LIMIT) -> list[Arrival]:
         def failed() -> None:
-            """Of a task that is over no process will come. An error of its own will come again, the end of its machine
+            """No process will come of a task that is over. An error of its own will come again, the end of its machine
             will not.
             """
             for task in cluster.wait([*tasks], num_returns=1, timeout=0)[0]:

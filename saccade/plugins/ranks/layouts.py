@@ -43,7 +43,7 @@ def held(layout: str, kind: str, *, gpus: int, whole: float = 0.0) -> float:
 
 
 def numbers_in(folder: Path) -> int:
-    """Of all weights of a model."""
+    """How many numbers the weights of a model have."""
     headers = [found for name in shards(folder) if isinstance(found := header_of(folder / name), dict)]
     return sum(prod(entry["shape"]) for header in headers for entry in header.values())
 
@@ -71,10 +71,10 @@ def exchange_seconds(
     forests: float,
     compute: float,
 ) -> float:
-    """Of a step. `sizes`: bytes of all gradient sums, which are reduced, and of all weights, which are gathered.
-    `whole`: both, once for each update. `sharded`: each forest gathers twice and reduces, of which counts what takes
-    longer than to `compute` all forests, which takes longer itself; the engine's copy is gathered once. `hybrid`: so
-    inside a machine, and between machines as `whole`.
+    """Seconds of the collectives of a step. `sizes`: bytes of all gradient sums, which are reduced, and of all weights,
+    which are gathered. `whole`: both, once for each update. `sharded`: each forest gathers twice and reduces, of which
+    counts what takes longer than to `compute` all forests, which takes longer itself; the engine's copy is gathered
+    once. `hybrid`: so inside a machine, and between machines as `whole`.
     """
     kind, machines = LAYOUTS[layout], -(-gpus // NODE)
     near = min(gpus, NODE) if kind.inside else gpus
@@ -145,7 +145,7 @@ def require_heads(config: Config, family: Family) -> None:
 
 
 def efficiency(seconds: Mapping[str, float], alone: Mapping[str, float] | None, *, gpus: int) -> dict[str, float]:
-    """Of a step on several GPUs: the share of its seconds that one GPU would need for the prompts of a rank, and for
+    """For a step on several GPUs: the share of its seconds that one GPU would need for the prompts of a rank, and for
     the prompts of the step divided by the number of GPUs, if that is known (`alone`).
     """
     if gpus == 1 or not seconds:

@@ -39,7 +39,7 @@ ELSE = "end what else runs there, `nvidia-smi` shows it"
 
 
 def code_hash(root: Path = Path(saccade.__file__).parent) -> str:
-    """Of the files of a package; an installed version may have been edited."""
+    """A hash of the files of a package; an installed version may have been edited."""
     found = hashlib.sha256()
     for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".yaml")):
         found.update(str(path.relative_to(root)).encode() + b"\n" + path.read_bytes())

@@ -243,7 +243,7 @@ class RankWorker(Worker):
         return kept_bytes()
 
     def saved_bytes(self, part: str) -> int:
-        """Of what this rank writes."""
+        """The bytes that this rank writes."""
         if self.settings.rank == 0:
             return self.parts[part].saved_bytes()
         optimizer = self._optimizer(part)

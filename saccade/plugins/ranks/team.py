@@ -142,7 +142,7 @@ class Team(Replicas):
                 raise RankLost(f"{rank.settings.who} failed to write: {death}") from None
 
     def first_address(self) -> str:
-        """Of the machine of the first rank; empty: that of this process."""
+        """The address of the first rank's machine; empty: that of this process."""
         link = self._alive()[0].child.channel.link
         address = link.getpeername()[0] if link.family in (socket.AF_INET, socket.AF_INET6) else ""
         return "" if address in ("127.0.0.1", "::1") else address

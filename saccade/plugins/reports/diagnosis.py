@@ -149,7 +149,7 @@ def _percent(share: float) -> str:
 
 
 def _dead_share(row: Row) -> float:
-    """Of the groups, those whose rewards are all the same; where an algorithm compares no groups,
+    """The share of groups whose rewards are all the same; where an algorithm compares no groups,
     whether all rewards of the step are.
     """
     if "group/dead_frac" in row:

@@ -128,7 +128,7 @@ def _settings(folder: Path, given: SeriesConfig) -> SeriesConfig | None:
 
 
 def fingerprint(settings: SeriesConfig) -> bytes:
-    """Of all that decides how many tokens a series has."""
+    """All that decides how many tokens a series has."""
     file = Path(str(settings.encoder).rpartition(":")[0])
     return settings.model_dump_json().encode() + (file.read_bytes() if file.is_file() else b"")
 

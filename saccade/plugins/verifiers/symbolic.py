@@ -109,7 +109,7 @@ def formula(text: str) -> Any:
 
 
 def _rounded(exact: Any, rounded: Any) -> Any:
-    """Of a value and what it is rounded to, the value; the parser drops what it is rounded to."""
+    """The value itself where another is its rounding, which the parser drops."""
     gap = abs(exact - rounded).evalf() - abs(exact).evalf() * ROUNDING
     if gap.is_nonpositive is not True:
         raise Unparseable("two values that are not nearly equal")

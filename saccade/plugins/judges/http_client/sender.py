@@ -300,7 +300,7 @@ class RequestQueue:
 
 
 def seconds_of(hold: str) -> float:
-    """Of Retry-After: a number of seconds, or a date."""
+    """The seconds that a Retry-After asks for: a number, or a date."""
     with suppress(ValueError):
         return max(0.0, float(hold))
     with suppress(ValueError):
