@@ -1,6 +1,7 @@
 """The whole: what is printed, what is left out, which exit code it returns."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,9 +15,10 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError
-from saccade.plugins.doctor import Finding, examine, machine
+from saccade.plugins.doctor import examine, machine, model_checks
 from saccade.plugins.doctor.agreement import rows_agree
 from saccade.plugins.families.tiny import build
+from saccade.system import devices
 from saccade.trainer.local import LocalBackend
 from tests.endpoints import Says, scripted
 
@@ -43,9 +45,20 @@ def test_every_gpu_has_a_line(monkeypatch):
     answers["mem_get_info"] = lambda index: ((130 << 30, 10 << 30)[index], 140 << 30)
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    _, first, second = machine.devices("auto")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    _, first, second, sums = machine.devices("auto")
     assert first == ("ok", "GPU 0: NVIDIA H200, 130.0 of 140.0 GiB free")
     assert second[0] == "warning" and second[1].startswith("GPU 1: NVIDIA H200, 10.0 of")
+    assert sums[:2] == ("warning", "collectives: gloo") and "nccl" in sums[2]
+
+
+def test_several_gpus_are_told_what_a_dry_run_tells(tmp_path, monkeypatch):
+    config = load(None, [f"model.path={build('qwen2_5_vl', tmp_path)}", "run.gpus=8", "data.max_prompt_tokens=512"])
+    layout = dict(model_checks(config))["layout"]
+    assert "this machine has no GPU" in (said := str([*layout()])) and "saccade estimate --device H200" in said
+    monkeypatch.setattr(devices, "present", lambda wanted: devices.named("H200"))
+    wanted = r"whole: a GPU needs .* GiB in the update, .* seconds'.* in the exchange .* speed of a GPU: \d+%"
+    assert re.search(wanted, str([*layout()]))
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl", "qwen3"])
@@ -82,15 +95,8 @@ def test_torch_that_is_missing_is_said_and_nothing_breaks():
     assert "torch does not load" in answer.stdout and "checks failed: devices" in answer.stderr
 
 
-# -- the machine ---------------------------------------------------------------------------------
-
-
-def found_by(name: str, *overrides: str) -> list[Finding]:
-    return [found for found in examine(load(None, list(overrides))) if found.name == name]
-
-
 def findings(name: str, *overrides: str) -> list[tuple[str, str]]:
-    return [(f.status, f.text) for f in found_by(name, *overrides)]
+    return [(f.status, f.text) for f in examine(load(None, list(overrides))) if f.name == name]
 
 
 def test_packages_against_their_ranges(monkeypatch):
@@ -113,7 +119,6 @@ def test_an_engine_that_is_asked_for_must_be_there(monkeypatch):
 
 def test_an_endpoint_is_asked_for_its_models(monkeypatch):
     models = Says(body={"data": [{"id": "a"}, {"id": "b"}]})
-    refused = Says(status=401, body={"error": {"message": "who are you?"}})
     monkeypatch.setenv("SACCADE_TEST_KEY", "sesame")
     options = ["rollout.engine=http", "rollout.http.key=SACCADE_TEST_KEY"]
     for says, model, status, text in (
@@ -121,7 +126,7 @@ def test_an_endpoint_is_asked_for_its_models(monkeypatch):
         (models, "c", "failure", "has no c, but a, b"),
         (models, "", "failure", "has a, b"),
         (Says(body={"data": [{"id": "a"}]}), "", "ok", "has a"),
-        (refused, "a", "failure", "status 401: who are you?"),
+        (Says(status=401, body={"error": {"message": "who are you?"}}), "a", "failure", "status 401: who are you?"),
     ):
         with scripted([says]) as endpoint:
             at = [f"rollout.http.url={endpoint.url}", f"rollout.http.model={model}"]
@@ -135,10 +140,10 @@ def test_an_endpoint_is_asked_for_its_models(monkeypatch):
 def test_an_endpoint_that_is_not_there_fails():
     result = run("rollout.engine=http", "rollout.http.url=http://127.0.0.1:1/v1")
     assert result.exit_code == 3 and "gave no answer in 1 attempts" in result.stdout
-    (said,) = found_by("endpoint", "rollout.engine=http")  # all that the error says
+    (said,) = findings("endpoint", "rollout.engine=http")  # all that the error says
     with pytest.raises(ConfigError) as caught:
         check(load(None, ["rollout.engine=http"]), "chat")
-    assert (said.status, said.text) == ("failure", str(caught.value)) and "rollout.http.url" in said.text
+    assert said == ("failure", str(caught.value)) and "rollout.http.url" in said[1]
 
 
 def test_loopback_keeps_only_those_from_working_who_need_it(monkeypatch):
@@ -150,9 +155,6 @@ def test_loopback_keeps_only_those_from_working_who_need_it(monkeypatch):
     assert status == "warning" and "cannot assign" in text and "rewards" not in text
     for needs in ("rollout.replicas=1", "rollout.engine=vllm"):
         assert findings("loopback", needs)[0][0] == "failure"
-
-
-# -- agreement -----------------------------------------------------------------------------------
 
 
 def test_positions_that_are_not_the_models_own(family_of, load):

@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from saccade.config import Config, load
+from saccade.config import Config
 from saccade.errors import EnvironmentProblem, SaccadeError
 from saccade.plugins.doctor import machine, model_files
 from saccade.plugins.doctor.machine import Rows
@@ -136,25 +136,22 @@ def model_checks(config: Config) -> list[Check]:
         yield "ok", str(agreement().parity.compare(asked, engine, loaded()[0], samples, version=0))
 
     def layout() -> Rows:
-        """Of `saccade rl`; a run that does not fit it refuses itself, others may need less."""
-        from saccade.plugins.estimate.estimate_command import estimate, refusal
+        """What a dry run of `saccade rl` says; a run that does not fit it refuses itself, others may need less."""
+        from saccade.plugins.estimate.estimate_command import estimate, refusal, told
         from saccade.plugins.estimate.layout_choice import choose_layout
         from saccade.plugins.ranks.layouts import require_heads
         from saccade.system import devices
 
         require_heads(config, family())
-        chosen, reason = choose_layout(config, "rl", family())
-        device, text = devices.present(config.run.device), f"train.layout={chosen}: {reason}"
         try:
-            found = estimate(load(config, [f"train.layout={chosen}"]), device, family=family())
+            found = estimate(config, devices.present(config.run.device), family=family())
         except SaccadeError as error:
-            yield "ok", f"{text}; no estimate: {error}"
+            yield "ok", "train.layout={}: {}; no estimate: {}".format(*choose_layout(config, "rl", family()), error)
             return
-        if found.memory.fits or not device.is_gpu:
-            yield "ok", text
-        else:
+        yield from (("ok", line) for line in told(config, found))
+        if found.device.is_gpu and not found.memory.fits:
             problem, _, fix = refusal(found).partition("; ")
-            yield "warning", f"{text}; by `saccade estimate` a step of `saccade rl` {problem}", fix
+            yield "warning", f"by `saccade estimate` a step of `saccade rl` {problem}", fix
 
     def foreign() -> Rows:
         from saccade.recipes.engines import make_engine

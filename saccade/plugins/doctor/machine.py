@@ -55,6 +55,7 @@ def version_of(name: str) -> str | None:
 def devices(wanted: str) -> Rows:
     try:
         import torch
+        from torch import distributed
     except (ImportError, OSError, RuntimeError) as error:  # it may be there and still not load
         yield "failure", f"torch does not load: {error}", TORCH
         return
@@ -73,6 +74,9 @@ def devices(wanted: str) -> Rows:
             yield "warning", text, "something else uses it; nvidia-smi names the process"
         else:
             yield "ok", text
+    there = [name for name in ("gloo", "nccl") if getattr(distributed, f"is_{name}_available", bool)()]
+    text, fix = f"collectives: {', '.join(there) or 'none'}", "install a torch built with nccl, over which GPUs sum"
+    yield ("warning", text, fix) if gpus > 1 and "nccl" not in there else ("ok", text)
 
 
 def kernels() -> Rows:

@@ -63,14 +63,9 @@ def preview(config: Config, command: str) -> None:
         except EnvironmentProblem as problem:
             print(f"no estimate: {problem}")
             return
-    short = short_of_memory(config, found)
-    lines = [about(found), *found.notes, *filter(None, [short]), in_short(found, command)]
-    if command == "rl":  # of others layout and memory are known, seconds are not
-        lines += together(found)
-        if found.gpus > 1 and not found.device.is_gpu:
-            lines.append("`saccade estimate --device H200` shows layout, memory and seconds of GPUs that are not here")
-        if found.memory.fits:
-            lines.append("`saccade estimate` shows it by item")
+    lines = told(config, found, command)
+    if command == "rl" and found.memory.fits:
+        lines.append("`saccade estimate` shows it by item")
     if not found.memory.fits:
         lines.append(refusal(found, command))
     print(*lines, sep="\n")
@@ -164,12 +159,16 @@ def in_short(found: Estimate, command: str = "rl") -> str:
     )
 
 
-def together(found: Estimate) -> Iterator[str]:
-    """What several GPUs take beside one alone, where seconds are known."""
-    if found.efficiency and found.pace:
-        waits = [f"{found.pace.seconds[name]:.2f} in the {name}" for name in ("exchange", "controller")]
-        speeds = [f"{share:.0%} with as many {same}" for same, share in found.efficiency.items()]
-        yield f"of these seconds {' and '.join(waits)}; speed of a GPU: {', '.join(speeds)}, of one alone; a prediction"
+def told(config: Config, found: Estimate, command: str = "rl") -> list[str]:
+    """In few lines, with what several GPUs take beside one alone where seconds are known, which only `rl` has."""
+    lines = [*about(found).splitlines(), *found.notes, short_of_memory(config, found), in_short(found, command)]
+    if command == "rl" and found.efficiency and found.pace:
+        waits = " and ".join(f"{found.pace.seconds[name]:.2f} in the {name}" for name in ("exchange", "controller"))
+        speeds = ", ".join(f"{share:.0%} with as many {same}" for same, share in found.efficiency.items())
+        lines.append(f"of these seconds {waits}; speed of a GPU: {speeds}, of one alone; a prediction")
+    if command == "rl" and found.gpus > 1 and not found.device.is_gpu:
+        lines.append("`saccade estimate --device H200` shows layout, memory and seconds of GPUs that are not here")
+    return [line for line in lines if line]
 
 
 def refusal(found: Estimate, command: str = "rl") -> str:
