@@ -271,17 +271,6 @@ def test_a_critic_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, 
 # -- what a run says of itself ---------------------------------------------------------------------
 
 
-def test_unread_answers_are_said_after_the_first_validation(tmp_path, rl_config, scenes):
-    terms = [{"verifier": "count", "args": {"order": ["answer_tag", "boxed"]}}]
-    many = {"train.prompts_per_step": 16, "train.samples_per_prompt": 8, "run.max_steps": 1}
-    config = rl_config(tmp_path, reward__terms=terms, prompt__format="think_answer") | many
-    rl.run(config | {"data.val": str(scenes / "val.jsonl")})
-    log = (tmp_path / "run" / "log.txt").read_text()
-    line = "all of the responses have no answer that can be read (count looks in answer_tag, boxed;"
-    assert log.count(line) == 1 and log.index(line) < log.index("step 1/1")
-    assert "; one of them ends with '" in log and "check prompt.format" in log
-
-
 def test_the_third_step_is_traced_with_its_phases(tmp_path, rl_config):
     rl.run(rl_config(tmp_path, run__max_steps=3, run__trace=True))
     (path,) = (tmp_path / "run").glob("trace-*")

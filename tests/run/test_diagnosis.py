@@ -1,22 +1,87 @@
-"""Each way to learn little has its line, as soon as enough responses show it."""
+"""Each way to learn little has its line, as soon as enough responses show it: in real runs of a step, in metrics."""
+
+import functools
+import itertools
+import json
+import re
 
 import pytest
 
+from saccade.plugins.families.tiny import build
+from saccade.plugins.quickstart.quickstart import WORDS
 from saccade.plugins.reports.diagnosis import ENOUGH, WINDOW, diagnose, unread_answers
+from saccade.recipes import rl
+
+NUMBER, BOXED = ({"verifier": "count", "args": {"order": [order]}} for order in ("last_number", "boxed"))
+PAIRS = {"train.prompts_per_step": ENOUGH // 2, "train.samples_per_prompt": 2}
+RUNS = {  # what differs from the first, which learns
+    "eights": {"train.prompts_per_step": ENOUGH // 8, "train.samples_per_prompt": 8, "reward.terms": [NUMBER]},
+    "boxed": {"reward.terms": [BOXED]},
+    "pairs": PAIRS,
+    "format": PAIRS | {"reward.terms": [NUMBER, "format:boxed"]},
+    "length": PAIRS | {"reward.terms": [NUMBER, {"verifier": "length", "args": {"target": 6}}]},
+    "short": PAIRS | {"rollout.max_tokens": 1},
+}
+SIDE = "in {side} of the groups that teach anything all answers are equally right or wrong: format, length or another "
+SIDE += "side term decides there; lower its weight in reward.terms"
+SAID = {
+    **{"format": SIDE, "length": SIDE},
+    "boxed": "{unread} of the responses have no answer that can be read (count looks in boxed; one of them ends with '",
+    "pairs": "{live} of the sampled groups teach anything: each costs {cost} rollouts; use data of medium difficulty, "
+    "raise train.samples_per_prompt",
+    "short": "little is learned: {cut} of the responses are cut off; raise rollout.max_tokens",
+}
+
+
+@pytest.fixture(scope="module")
+def ran(rl_config, tmp_path_factory):
+    """By name of a run: what it said, and what its stored rollouts show. The model boxes some of its numbers."""
+    words = [*WORDS, *(rf"\boxed{{{n}}}" for n in range(1, 6))]
+    model = build("qwen2_5_vl", tmp_path_factory.mktemp("boxes"), words=words)
+    always = {"model.path": model, "prompt.format": "boxed", "run.max_steps": 1, "track.trajectories_groups": ENOUGH}
+
+    @functools.cache
+    def run(name, **more):
+        out = tmp_path_factory.mktemp(name)
+        rl.run(rl_config(out) | always | RUNS["eights"] | RUNS[name] | more)
+        found = [json.loads(line) for line in (out / "run" / "trajectories" / "step-1.jsonl").open()]
+        groups = [list(members) for _, members in itertools.groupby(found, lambda one: one["group"])]
+        differ = {of: [len({one[of] for one in each}) > 1 for each in groups] for of in ("reward", "outcome")}
+        live = sum(differ["reward"])
+        counted = {
+            "unread": sum(one["extracted"] is None for one in found) / len(found),
+            "cut": sum(one["end_reason"] == "turn_length" for one in found) / len(found),
+            "live": live / len(groups),
+            "side": sum(a and not b for a, b in zip(*differ.values(), strict=True)) / live,
+        }
+        shown = {of: f"{share:.1%}".replace(".0%", "%") for of, share in counted.items()}
+        return (out / "run" / "log.txt").read_text(), shown | {"cost": f"{len(found) / live:,.0f}"}
+
+    return run
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_run_says_a_share_and_what_changes_it(ran, name):
+    log, shown = ran(name)
+    assert log.count(SAID[name].format(**shown)) == 1
+
+
+def test_runs_without_a_cause_are_silent_about_it(ran):
+    assert re.search(r"step 1/1 .*\n\S+ \S+ checkpoint /", ran("eights")[0])  # with nothing in between
+    assert "equally right" not in ran("pairs")[0] and "cut off" not in ran("pairs")[0]
+
+
+def test_a_validation_before_training_says_that_answers_are_unread(ran, scenes):
+    log, _ = ran("boxed", **{"data.val": str(scenes / "val.jsonl")})
+    line = SAID["boxed"].removeprefix("{unread}")
+    assert log.count(line) == 1 and log.index(line) < log.index("step 1/1")
+    assert "; check prompt.format, the verifier's `order` and rollout.max_tokens" in log
+
 
 GOOD = {
-    "reward/accuracy": 0.4,
-    "reward/format": 0.9,
-    "reward/error_rate": 0.0,
-    "group/dead_frac": 0.5,
-    "group/all_wrong_frac": 0.3,
-    "group/all_right_frac": 0.2,
-    "group/live_frac": 0.5,
-    "group/side_signal_frac": 0.1,
-    "length/truncated_frac": 0.1,
-    "length/parse_rate": 0.9,
-    "policy/lr": 1e-6,
-    "policy/grad_norm": 0.7,
+    **{"reward/accuracy": 0.4, "reward/format": 0.9, "reward/error_rate": 0.0, "group/dead_frac": 0.5},
+    **{"group/all_wrong_frac": 0.3, "group/all_right_frac": 0.2, "group/live_frac": 0.5, "group/side_signal_frac": 0.1},
+    **{"length/truncated_frac": 0.1, "length/parse_rate": 0.9, "policy/lr": 1e-6, "policy/grad_norm": 0.7},
     "policy/update_skipped": 0.0,
 }
 DEAD = {"group/dead_frac": 1.0}
@@ -28,9 +93,7 @@ DEAD = {"group/dead_frac": 1.0}
         (DEAD | {"group/all_wrong_frac": 1.0}, "in all of the groups every response is wrong"),
         (DEAD | {"group/all_right_frac": 1.0}, "in all of the groups every response is right"),
         (DEAD, "in all of the groups all members have the same reward"),
-        (DEAD | {"length/truncated_frac": 1.0, "reward/format": 0.0}, "rollout.max_tokens"),
         (DEAD | {"reward/format": 0.0, "group/all_wrong_frac": 1.0}, "miss the format"),
-        (DEAD | {"length/parse_rate": 0.0, "group/all_wrong_frac": 1.0}, "no answer that can be read"),
         (DEAD | {"reward/error_rate": 1.0}, "all of the rewards failed"),
         (DEAD | {"reward/abstain_rate": 1.0}, "judges none of the responses"),
         (DEAD | {"turns/overturn_frac": 1.0}, "env.max_turns"),
@@ -48,26 +111,10 @@ def test_every_cause_is_named_with_what_to_do(changes, words):
     assert words in line and "\n" not in line and ";" in line
 
 
-def test_nearly_all_is_enough():
-    wrong = {"group/dead_frac": 0.996, "group/all_wrong_frac": 0.996, "count/samples": ENOUGH}
-    [line] = diagnose([GOOD | wrong]).values()
-    assert line.startswith("little is learned: ") and "in 99.6% of the groups every response is wrong" in line
-
-
-def test_what_is_read_in_half_of_the_responses_is_said_while_others_teach():
+def test_half_of_the_answers_is_the_limit():
     row = GOOD | {"length/parse_rate": 0.5, "count/samples": ENOUGH}
-    [line] = diagnose([row], " (math looks in boxed)").values()
-    assert line.startswith("50% of the responses have no answer that can be read (math looks in")
-    assert unread_answers(0.5, " (here)") in line.replace(" (math looks in boxed)", " (here)")
+    assert list(diagnose([row], " (here)").values()) == [unread_answers(0.5, " (here)")]
     assert unread_answers(0.51, "") is None and diagnose([row | {"length/parse_rate": 0.51}]) == {}
-
-
-def test_what_a_group_costs_and_what_it_learns_from_are_said_beside_a_cause():
-    costly = {"group/live_frac": 0.004, "group/rollouts_per_live": 2048.0}
-    lines = diagnose([GOOD | costly | {"group/side_signal_frac": 0.75, "count/samples": ENOUGH}])
-    assert "0.4% of the sampled groups" in lines["group/live_frac"]
-    assert "costs 2,048 rollouts; use data of medium difficulty" in lines["group/live_frac"]
-    assert "in 75% of the groups that teach anything" in lines["group/side_signal_frac"]
 
 
 def test_corrections_that_leave_little_of_what_was_sampled_are_said():
