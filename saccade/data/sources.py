@@ -82,7 +82,7 @@ def set_names(sources: Sequence[DataSource]) -> list[str]:
 
 def stem_of(path: Path) -> str:
     name, suffix = path.name or path.resolve().name, suffix_of(path)
-    return name.removesuffix(suffix) if suffix in FILES else name
+    return name.removesuffix(suffix) if suffix in (*FILES, ".py") else name
 
 
 def suffix_of(path: Path) -> str:

@@ -8,6 +8,7 @@ caller gives.
     chat.render(messages, media_tokens=lambda media: 4, generation=True).ids
 """
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ import numpy as np
 
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.types import Media, MediaSpan, Message, Rendered, Source
+
+log = logging.getLogger(__name__)
 
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -319,7 +322,10 @@ def load_chat(
     if why:
         files = "copy or download its tokenizer files again"
         raise EnvironmentProblem(f"{path}: its tokenizer cannot be used ({why}); {files}")
-    template = template or tokenizer.chat_template or PLAIN_TEMPLATE
+    template = template or tokenizer.chat_template
+    if template is None:
+        log.warning("%s has no chat template: prompts read `user: …`; prompt.chat_template=FILE gives one", path)
+        template = PLAIN_TEMPLATE
     added = tokenizer.added_tokens_decoder
     reserved = tuple(token for token, i in tokenizer.get_added_vocab().items() if i in added and added[i].special)
     probe = Chat(tokenizer=tokenizer, template=template, placeholders=placeholders, reserved=reserved)

@@ -7,7 +7,7 @@ import pytest
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.datasets import load
-from saccade.data.sources import Address, open_source, parse_address, set_names
+from saccade.data.sources import Address, open_source, parse_address, set_names, stem_of
 from saccade.errors import DataError
 
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}]
@@ -83,7 +83,7 @@ def test_tables_keep_image_bytes_and_are_read_in_parts(tmp_path, monkeypatch, na
 def test_a_python_file_gets_the_split(tmp_path):
     (tmp_path / "a.py").write_text("def load(split):\n    return [{'question': split}]\n")
     assert rows(f"{tmp_path}/a.py@test") == [{"question": "test"}]
-    assert rows(tmp_path / "a.py") == [{"question": "train"}]
+    assert rows(tmp_path / "a.py") == [{"question": "train"}] and stem_of(tmp_path / "a.py") == "a"
     (tmp_path / "b.py").write_text("")
     with pytest.raises(DataError, match="needs a function load"):
         rows(tmp_path / "b.py")

@@ -58,6 +58,8 @@ def test_options_together_are_no_stronger_than_they_have_to_be(large):
     chosen = dict(lever.split("=") for lever in together.split())
     names = ["train.micro_tokens", "train.offload", "train.optimizer", "model.train"]
     assert list(chosen) == names
+    # Responses are not shortened below what the algorithm allows.
+    assert planned(large, small, W1, "algorithm.overlong.buffer=300").advice == (together,)
 
     def fits(changed):
         return planned(large, small, W1, *map("=".join, changed.items())).memory.fits

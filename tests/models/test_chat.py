@@ -249,11 +249,12 @@ def test_ends_of_a_turn_and_prefilled_thoughts_are_noticed(family):
     assert load_family(family.path, chat_template=THINKING).chat.think_prefilled
 
 
-def test_a_tokenizer_without_a_template_gets_a_plain_one(tmp_path):
+def test_a_tokenizer_without_a_template_gets_a_plain_one(tmp_path, caplog):
     tokenizer = make_tokenizer(None)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     plain = load_chat(str(tmp_path), placeholders={})
+    assert "has no chat template: prompts read `user: …`" in caplog.text
     rendered = plain.render([user("Hi")], lambda media: ((1, 1, 1), 1), generation=True)
     assert plain.decode(rendered.ids) == "user: Hi\nassistant:"
     assert plain.end_of_turn == tokenizer.eos_token_id

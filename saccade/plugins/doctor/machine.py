@@ -14,7 +14,7 @@ from saccade.system.disk import free_bytes, size, unwritable
 
 LEAST_DISK, LEAST_SHARE = 10**10, 0.5  # free bytes; free share of a GPU's memory
 SHOWN_MODELS = 8  # of an endpoint that has many
-TORCH = 'pip install "torch>=2.11,<3"'
+TORCH = 'pip install "torch>=2.10,<3"'
 
 Rows = Iterator[tuple[str, ...]]
 

@@ -293,6 +293,7 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
     heads = plan.whole.shape.queries_per_key * plan.whole.shape.key_heads
     divides = not plan.teacher  # beside it students are whole
     adapters = {"lora": ["qlora"], "qlora": []}.get(model.train, ["lora", "qlora"])
+    shortest = max(SHORTEST_RESPONSE, 2 * (plan.config.algorithm.overlong.buffer or 0))
     smallest = max(data.min_pixels, SMALLEST_PICTURE) if plan.step.pictures else data.max_pixels
     options = {
         "model.checkpointing": {"off": ["auto", "on"], "auto": ["on"]}.get(model.checkpointing, []),
@@ -304,7 +305,7 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
         "train.ema": ["0"] if train.ema else [],
         "model.train": [f"{kind}{without}" for kind in adapters],
         "model.lora.rank": _halves(model.lora.rank, SMALLEST_RANK),
-        "rollout.max_tokens": _halves(plan.config.rollout.max_tokens, SHORTEST_RESPONSE),
+        "rollout.max_tokens": _halves(plan.config.rollout.max_tokens, shortest),
         "data.max_pixels": _halves(data.max_pixels, smallest),
         "train.sequence_parallel": [
             f"{n}" for n in (2, 4, 8) if divides and n > plan.together and gcd(gpus, heads) % n == 0
