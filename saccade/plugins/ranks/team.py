@@ -57,6 +57,7 @@ class RankSettings:
 
 class Rank(Replica):
     module = "saccade.plugins.ranks.rank_process"
+    silence_limit = 20.0
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

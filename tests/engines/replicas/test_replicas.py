@@ -313,7 +313,7 @@ def test_one_that_no_longer_answers_is_ended_and_endless_deaths_stop_the_run(poo
     broken = partial(pool._launchers[0], environment={"PYTHONHOME": "/nowhere"})
     del said[:]
     halted = first_of(pool)
-    halted.answer_limit = 1.0
+    halted.silence_limit = 1.0
     os.kill(halted.child.popen.pid, signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(pool, "_launch", lambda place: None)

@@ -13,7 +13,6 @@ import itertools
 import queue
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateAnswer
@@ -30,7 +29,7 @@ from saccade.types import Completion, Request
 
 START_LIMIT = 1800.0  # seconds: a large model is read and its kernels are compiled
 REPORT_EVERY = 1.0  # seconds between two signs of life
-ANSWER_LIMIT = 60.0  # seconds beyond that without one, then the process counts as dead
+ANSWER_LIMIT = 60.0  # seconds to read what it is sent
 STEP_LIMIT = 1800.0  # seconds of one step of the engine, a first one with kernels to compile too
 GRACE = 10.0  # seconds to end in good order
 LARGEST_BATCH = 256  # requests that are sent together
@@ -51,6 +50,7 @@ class Replica:
     """
 
     module = "saccade.plugins.engines.replicas.replica_process"
+    silence_limit = 60.0  # seconds beyond a report without the next one, then the process counts as dead
 
     def __init__(
         self,
@@ -65,7 +65,6 @@ class Replica:
         """`place` starts the process elsewhere, and returns the link to it."""
         self.settings, self.log, self.events = settings, log, events
         self.environment, self.beside_trainer, self.place = environment, beside_trainer, place
-        self.answer_limit = ANSWER_LIMIT
         self.child: Any = None  # a Child, or the link to a process that was started elsewhere
         self.unsent: list[tuple[str, Any]] = []  # submit, abort or release with its argument, in order
         self._files: dict[str, int] = {}  # hash → bytes of what the process has, oldest first
@@ -101,15 +100,16 @@ class Replica:
             self.child.close()
 
     def _hear(self, child: Child) -> None:
-        heard = time.monotonic()
+        silent = 0.0  # seconds of looks: none pass while this process itself is halted, or busy in one call
         while True:
             block = child.receive(LOOK_EVERY)
             if block is None:
-                limit = REPORT_EVERY + self.answer_limit if self._ready else START_LIMIT
-                if time.monotonic() - heard > limit:
+                silent += LOOK_EVERY
+                limit = REPORT_EVERY + self.silence_limit if self._ready else START_LIMIT
+                if silent > limit:
                     raise Died(f"timed out: it said nothing for {limit:g} s")
                 continue
-            heard, row = time.monotonic(), block.row
+            silent, row = 0.0, block.row
             if "id" in row:
                 answer = self._answers.pop(row["id"])
                 if "failed" in row:
@@ -139,7 +139,7 @@ class Replica:
                 forget.append(FILES + (oldest := next(iter(self._files))))
                 del self._files[oldest]
         try:
-            self.child.channel.send({**row, "forget": forget}, arrays, seconds=self.answer_limit)
+            self.child.channel.send({**row, "forget": forget}, arrays, seconds=ANSWER_LIMIT)
         except (OSError, ValueError) as error:  # it does not read, it ended, it was closed
             raise Died(f"{type(error).__name__}: {error}") from error
 
