@@ -74,10 +74,10 @@ class Browser:
     @property
     def troubles(self) -> list[Any]:
         """What the console of the page complained of, and what it asked the network for."""
-        named = {"Runtime.exceptionThrown", "Log.entryAdded"}
-        asked = [e["params"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
-        urls = [one["request"]["url"] for one in asked]
-        errors = [event["params"] for event in self.events if event["method"] in named]
+        found = [(event["method"], event["params"]) for event in self.events]
+        urls = [of["request"]["url"] for method, of in found if method == "Network.requestWillBeSent"]
+        bad = {("Runtime.exceptionThrown", None), ("Log.entryAdded", None), ("Runtime.consoleAPICalled", "error")}
+        errors = [of for method, of in found if (method, of.get("type")) in bad]
         return errors + [url for url in urls if not url.startswith(("file:", "data:", "about:"))]
 
     def press(self, *keys: str) -> None:

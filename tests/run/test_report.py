@@ -206,12 +206,18 @@ def test_a_big_run_can_be_searched(browser, tmp_path):
     assert browser.troubles == []
 
 
-def test_an_evaluation_as_data(tmp_path):
+@pytest.fixture
+def evaluated(tmp_path, build):
     whole = {"accuracy": 0.5, "ci_low": 0.4, "ci_high": 0.6, "pass@4": 0.75, "items": 8.0}
     rated = {"score": 3.5, "score_ci_low": 3.0, "score_ci_high": 4.0, "items": 2.0}
     tables = {"by_category": {"near": whole, "far": {"items": 1.0}}, "by_turns": {}}
     (tmp_path / "results.json").write_text(json.dumps({"a": whole | tables, "b": rated}))
-    summary, by_category = page_data(write_eval_report(tmp_path))["tables"]
+    build.store(tmp_path, build.group(build.trajectory(pictures=[build.media()])), kind="val/a")
+    return write_eval_report(tmp_path)
+
+
+def test_an_evaluation_as_data(evaluated):
+    summary, by_category = page_data(evaluated)["tables"]
     assert summary["columns"] == ["set", "accuracy", "pass@4", "score", "items"]
     assert summary["rows"][0][1] | {"low": 0.4, "high": 0.6, "percent": True} == summary["rows"][0][1]
     assert summary["rows"][1][1] is None and summary["rows"][1][3]["high"] == 4.0
@@ -219,3 +225,15 @@ def test_an_evaluation_as_data(tmp_path):
     assert by_category["title"] == "a: accuracy by category"
     assert by_category["columns"] == ["category", "accuracy", "pass@4", "items"]
     assert by_category["rows"][1][:2] == ["far", None]
+
+
+@needs_browser
+def test_an_evaluation_in_a_browser(evaluated, browser):
+    browser.visit(evaluated.as_uri())
+    cells = browser.run("[...document.querySelectorAll('td')].map(e => e.innerText).join('|')").replace("\u00a0", " ")
+    assert cells.startswith("a|50.0 %[40.0, 60.0]|75.0 %||8|b|||3.5[3, 4]|2|near|50.0 %") and cells.endswith("|far|||1")
+    assert "How many objects?" in browser.run("document.querySelector('.episode').innerText")
+    browser.until("document.querySelector('.episode img')?.naturalWidth === 56")
+    assert browser.troubles == []
+    browser.run("console.log('fine'); console.error('wrong')")
+    assert [trouble["args"][0]["value"] for trouble in browser.troubles] == ["wrong"]
