@@ -61,6 +61,7 @@ class Case:
     loss: Loss = POLICY
     change: Callable[[Any, Family], None] = lambda model, family: None
     checkpointing: bool = False
+    packed: bool = False  # weights of 4 bits
 
 
 def adapt(model: Any, family: Family, dropout: float = 0.0) -> None:
@@ -85,6 +86,8 @@ CASES = {
     "generic": Case(((0, 1), (2,)), family=GENERIC),  # of which one has text alone
     "experts": Case(((0,), (1, 2)), train=TrainConfig(aux_coef=0.1, eps=1e-3), family=EXPERTS),
 } | ({"lora": Case(change=adapt)} if find_spec("peft") else {})
+if find_spec("peft") and find_spec("bitsandbytes"):
+    CASES["qlora"] = Case(change=adapt, packed=True)
 
 
 def offloaded(case: Case) -> Case:
@@ -99,20 +102,24 @@ def made(
     case: Case, family: Family, optimizer: type[Optimizer] = Optimizer, backend: type[LocalBackend] = LocalBackend
 ) -> LocalBackend:
     torch.backends.mkldnn.set_flags(True)  # a case in bf16 may have turned it off, see `same_kernels`
-    model = fresh(family, case.dtype)
+    model = fresh(family, case.dtype, case.packed)
     case.change(model, family)
     return backend(model, family, case.train, optimizer=optimizer, checkpointing=case.checkpointing)
 
 
-def fresh(family: Family, dtype: torch.dtype) -> Any:
+def fresh(family: Family, dtype: torch.dtype, packed: bool = False) -> Any:
     """A copy: to read the files takes ten times as long."""
-    if (family.path, dtype) not in LOADED:
-        LOADED[family.path, dtype] = load_model(family, dtype=dtype, device=torch.device("cpu"))
-    return deepcopy(LOADED[family.path, dtype])
+    key, cpu = (family.path, dtype, packed), torch.device("cpu")
+    if key not in LOADED:
+        options = lora.four_bit(family, dtype, cpu) if packed else None
+        LOADED[key] = load_model(family, dtype=dtype, device=cpu, options=options)
+    return deepcopy(LOADED[key])
 
 
 def train(backend: LocalBackend, case: Case, batches: list[Batch], steps: int = 2) -> Any:
-    """Gradients of the first step, the metrics of each, whether it was skipped, and the weights after all."""
+    """Gradients of the first step, the metrics of each, whether it was skipped, and the weights after all that are not
+    packed.
+    """
     optimizer, gradients = backend.optimizer, dict[str, Any]()
     assert optimizer is not None
     step = optimizer.step
@@ -124,7 +131,7 @@ def train(backend: LocalBackend, case: Case, batches: list[Batch], steps: int = 
 
     optimizer.step = seen  # type: ignore[method-assign]
     updates = [backend.train_step(batches, case.loss, lr=1e-3) for _ in range(steps)]
-    found = {name: p.detach() for name, p in backend.model.named_parameters()}
+    found = {name: p.detach() for name, p in backend.model.named_parameters() if p.is_floating_point()}
     weights = {name: getattr(p, "full_tensor", p.clone)() for name, p in found.items()}  # gathered if sharded
     return gradients, [u.metrics for u in updates], [u.skipped for u in updates], weights
 

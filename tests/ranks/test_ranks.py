@@ -50,13 +50,13 @@ STABLE = {"train.eps": 1e-3}
 STORED = STABLE | {"track.trajectories_every": 1, "track.trajectories_groups": 4}
 
 
-def require_alike(ours: Path, theirs: Path, *, noise: tuple[int, str] | None = None) -> None:
+def require_alike(ours: Path, theirs: Path, *, noise: tuple[int, str] | None = None, near: float = 1e-5) -> None:
     """The same metrics in every step, up to the order of sums. `noise`: a step and a metric that sums decide."""
     for mine, other in zip(*(read_metrics(run / "metrics.jsonl") for run in (ours, theirs)), strict=True):
         names = {name for name in mine if not name.startswith(OF_THE_MACHINE)}
         assert names == {name for name in other if not name.startswith(OF_THE_MACHINE)}
         for name in names - {name for step, name in filter(None, [noise]) if step == mine["step"]}:
-            assert mine[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5, nan_ok=True), (mine["step"], name)
+            assert mine[name] == pytest.approx(other[name], rel=near, abs=near / 10, nan_ok=True), (mine["step"], name)
 
 
 def sampled(run: Path) -> list[Any]:
@@ -75,7 +75,7 @@ def require_same_weights(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def recipe(rl_config):
     """Forests with and without pictures, a reference, an average, two updates a step."""
-    more = {"algorithm.kl.coef": 0.05, "train.updates_per_step": 2, "train.ema": 0.5, "save.every": 1}
+    more = {"algorithm.kl.coef": 0.05, "train.updates_per_step": 2, "train.ema": 0.5, "save.every": 1, "save.keep": 4}
     return lambda folder, **options: rl_config(folder, **options) | more | STORED
 
 
@@ -86,33 +86,41 @@ def alone(recipe, tmp_path_factory):
     return folder / "one"
 
 
-def test_two_ranks_of_torchrun_have_the_tokens_the_numbers_and_the_weights_of_one_process(
-    recipe, alone, tmp_path, tensors, monkeypatch
-):
+@pytest.fixture(scope="module")
+def two(recipe, tmp_path_factory):
+    """Ranks of torchrun."""
+    folder = tmp_path_factory.mktemp("ranks")
     with socket.create_server(("", 0)) as free:
-        port = free.getsockname()[1]
-    monkeypatch.setattr(launchers, "PORT", port)
-    monkeypatch.setenv(launchers.TOKEN, "of this run")
+        port, token = free.getsockname()[1], {launchers.TOKEN: "of this run"}
     started = [*(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"), forked_command.__file__]
     with (
+        pytest.MonkeyPatch.context() as patch,
         forked_commands() as where,
-        subprocess.Popen([*started, "rank", f"127.0.0.1:{port}"], env=os.environ | where) as ranks,
+        subprocess.Popen([*started, "rank", f"127.0.0.1:{port}"], env=os.environ | token | where) as ranks,
     ):
-        rl.run(recipe(tmp_path, run__name="two", run__gpus=2, run__launcher="join"))
-    two = tmp_path / "two"
-    assert ranks.returncode == 0 and sampled(two) == sampled(alone)
+        patch.setattr(launchers, "PORT", port)
+        patch.setenv(*token.popitem())
+        rl.run(recipe(folder, run__name="two", run__gpus=2, run__launcher="join"))
+    assert ranks.returncode == 0
+    return folder / "two"
+
+
+def test_two_ranks_have_the_tokens_the_numbers_and_the_weights_of_one_process(two, alone, tensors):
+    assert sampled(two) == sampled(alone)
     require_alike(two, alone)
     for place in ("", "state/ema"):
         require_same_weights(*(tensors(run / "checkpoints" / "step-4" / place) for run in (two, alone)))
 
 
 def test_a_run_goes_from_two_ranks_to_one_and_back_and_starts_again_when_one_is_halted(
-    recipe, alone, tmp_path, tensors, monkeypatch, forked_ranks
+    recipe, alone, two, tmp_path, tensors, monkeypatch, forked_ranks
 ):
     def options(**more: Any) -> dict[str, Any]:
         return recipe(tmp_path, run__name="on", run__resume="auto", **more)
 
     rl.run(options(run__max_steps=1, run__gpus=2))
+    files = [run / "checkpoints" / "step-1" / "model.safetensors" for run in (tmp_path / "on", two)]
+    assert files[0].read_bytes() == files[1].read_bytes()  # the same ranks give the same bits
     rl.run(options(run__max_steps=2))
     train_step, calls = RankTrainer.train_step, []
     # Each time in step 3. In the first call of its kind, which may take an hour, a process that says nothing is seen,
@@ -254,7 +262,7 @@ def test_training_on_rows_on_two_ranks(tmp_path, sft_config, scenes, word_model,
     if kind == "reward model":
         cards = [asdict(read_card(folder)) for folder in last]
         found, wanted = (card.pop("statistics")["preference"] for card in cards)
-        assert found == pytest.approx(wanted, rel=1e-4)
+        assert found == pytest.approx(wanted, rel=1e-5)
         assert cards[0] == cards[1] and cards[0]["statistics_step"] == 2
 
 
