@@ -152,13 +152,19 @@ def main() -> None:
     found["weights_gib"] = sum(t.nbytes for _, t in backend.held_weights()) / 2**30
     found["state_gib"] = sum(t.nbytes for t in state) / 2**30
     found["forests"] = len(batches)
+    given_back: list[tuple[Any, Any]] = []  # as a rank does with its copy, until it generates again
     for turn in range(args.rounds):
         if engine is not None:
             if divides:
+                for weight, shape in given_back:
+                    weight.data = weight.new_empty(shape)
                 found["fill"], _ = clocked(lambda: backend.fill(copy))  # type: ignore[attr-defined]
             engine.update_weights(backend, version=turn + 1)
             found["rollout"].append(clocked(lambda: generate(engine, asked)))
             engine.sleep()
+            given_back = [(weight, weight.shape) for weight in copy.parameters() if divides and config.train.offload]
+            for weight, _ in given_back:
+                weight.data = weight.new_empty(0)
         found["update"].append(clocked(lambda: backend.train_step(batches, loss, lr=1e-6)))
         found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30 if CUDA else 0.0
         found["keeping"] = getattr(backend.recompute, "keeping", None)

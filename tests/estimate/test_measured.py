@@ -35,6 +35,7 @@ SMALL = ("train.prompts_per_step=8", "run.gpu_memory_gib=24")
         ("0.5b", BASE, ("train.prompts_per_step=4", "model.train=lora"), None, None, 19.5),
         ("3b", BASE, ("train.prompts_per_step=4", "model.train=lora"), None, 0.79, 56.7),
         ("7b", BASE, ("train.prompts_per_step=4", "model.train=lora"), None, 1.20, 81.2),
+        ("32b", W1, ("run.gpus=16", "train.prompts_per_step=256", "train.layout=sharded"), 12.9, 32.0, 129),
         ("3b", LIMITED, (*SMALL, "model.train=lora"), 6.39, 3.78, 21.0),
         ("3b", (896, 1120, 256), (*SMALL, "model.train=qlora"), 2.92, 1.32, 19.8),
     ],

@@ -162,6 +162,7 @@ class Meter:
     shape: Shape
     training: Training = field(default_factory=lambda: FULL)
     head: bool = True  # logits are read, not values
+    attention: float = 1.0  # what a FLOP of the decoder's attention counts
     repeats: Callable[[Batch], float] = lambda batch: 0.0  # share of the layers that compute their activations again
 
     def count(self, before: np.ndarray, sizes: np.ndarray, reads: int, media: Iterable[MediaSpan] = ()) -> Work:
@@ -173,7 +174,7 @@ class Meter:
         work = Work(
             {
                 "llm/layers": 2.0 * tokens * text.weights,
-                "llm/attention": text.pair_flops * sum(pairs[window] for window in windows),
+                "llm/attention": self.attention * text.pair_flops * sum(pairs[window] for window in windows),
                 "head": 2.0 * reads * self.shape.head_weights,
                 "adapters": 2.0 * tokens * self.training["llm"].adapters,
             }

@@ -254,7 +254,7 @@ class Tower(NamedTuple):
     backward: float  # that its backward needs beside what it keeps
 
 
-def _towers(plan: Plan, learner: ModelSize, batch: Batch) -> list[Tower]:
+def passed_towers(plan: Plan, learner: ModelSize, batch: Batch) -> list[Tower]:
     """The decoder, and the vision tower unless it is frozen or sees nothing."""
     shape, element, seen = learner.shape, plan.element, patches(batch.media)
     keys = gathered_keys(batch) * key_repeats(shape.key_heads, plan.together) / plan.together
@@ -282,7 +282,7 @@ def layers_that_keep(plan: Plan, learner: ModelSize, batch: Batch, free: float) 
     """As many as fit, when the config leaves it open, beside what the first micro-batch of a run
     needs where every layer recomputes (trainer/checkpointing.py measures that).
     """
-    wanted, towers = plan.config.model.checkpointing, _towers(plan, learner, batch)
+    wanted, towers = plan.config.model.checkpointing, passed_towers(plan, learner, batch)
     if wanted == "on":
         return Retained()
     if wanted == "off" or not plan.device.is_gpu:
@@ -313,7 +313,7 @@ def _moments(plan: Plan, learner: ModelSize, batch: Batch, retained: Retained) -
     # The gradient of a head that is also the embedding waits for the end of backward.
     activations, waiting = dict[str, float](), {"gradient of the head": gradient * learner.head_tied}
     moments = []
-    towers = list(zip(_towers(plan, learner, batch), retained.layers, strict=False))
+    towers = list(zip(passed_towers(plan, learner, batch), retained.layers, strict=False))
     for tower, keeping in reversed(towers):  # backward has freed those behind a tower
         own = {f"{tower.name} activations": keeping * tower.kept + (tower.layers - keeping) * tower.least}
         activations = own | activations

@@ -9,6 +9,7 @@ to read; MFU and the share of the bandwidth are these against the peak of the de
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, product
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,10 +17,10 @@ from weakref import WeakKeyDictionary
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import Config
 from saccade.forest.batch import Batch
-from saccade.plugins.estimate import flops
+from saccade.plugins.estimate import flops, memory_items
 from saccade.plugins.estimate.batch_plan import ModelSize, Plan
 from saccade.plugins.estimate.flops import FROZEN, Meter
-from saccade.plugins.estimate.memory_items import GIB, Memory, beside_activations, layers_that_keep, state_sizes, total
+from saccade.plugins.estimate.memory_items import GIB, Memory, state_sizes, total
 from saccade.plugins.estimate.shapes import shape_of
 from saccade.plugins.gpu.decode_state import FEW_ROWS
 from saccade.plugins.ranks.layouts import collective_seconds, controller_seconds, exchange_seconds, key_repeats
@@ -36,7 +37,12 @@ SPEEDS = {  # amount, seconds
 }
 # Calibrated on one H200 and taken for every GPU: how much of the peak of a data sheet is reached,
 # of bytes (reading, the optimizer) or of FLOPs.
-REACHED = {"reading": 0.8, "decode": 0.5, "prefill": 0.35, "score": 0.47, "update": 0.46, "optimizer": 0.7}
+REACHED = {"reading": 0.8, "decode": 0.5, "prefill": 0.35, "score": 0.47, "optimizer": 0.7}
+# Of an update: the products of matrices, and the attention of the decoder, whose rows are short and gather their keys.
+REACHED |= {"update": 0.64, "attention": 0.28}
+# What norms, gates, rotations and sums read and write there, as a multiple of what layers keep; it grows with the width
+# of a model, products with its square, so that a wide one reaches more of the peak.
+MOVED = 13
 REACHED["main memory"] = 0.87  # 55 GB/s in each direction, of pinned memory
 # Seconds of a layer that no peak shortens, kernel after kernel: in a step of decoding few rows or
 # many, beside what it reads, and at least in forward and backward of a micro-batch.
@@ -170,9 +176,8 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     made = flops.generation(policy, step.groups, element=plan.element, four_bit=plan.config.model.train == "qlora")
     epochs, times = train.epochs_per_batch, step.times
     work: dict[str, float] = {"rollout": made.prefill.total() + made.decode.total()}
-    counted, repeated = passes(
-        policy, next(iter(critic), None), step.batches, step.batches, plan.algorithm, epochs=epochs
-    )
+    made_by = partial(passes, scored=step.batches, trained=step.batches, algorithm=plan.algorithm, epochs=epochs)
+    counted, repeated = made_by(policy, next(iter(critic), None))
     work = {phase: count * times for phase, count in (work | counted).items()}
     again = times * sum(repeated.values())
     pace = Pace(tflop={phase: count / TERA for phase, count in work.items()}, recomputed=again / TERA, seconds={})
@@ -193,46 +198,39 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     seconds["rollout"] = decode + made.prefill.total() * times / (peak * REACHED["prefill"])
     # Training: backward is two thirds of what a layer takes that recomputes nothing.
     runs = times * plan.together  # of each forest: GPUs that share one run through its layers at once
-    layers, passed = 0.0, float(len(work.keys() - {"rollout", "update"}) * sum(batch.tokens for batch in step.batches))
-    for meter in meters:
-        towers = [tower for name, tower in meter.shape.senses.items() if meter.training[name].passed]
-        count = sum(tower.layers for tower in (meter.shape.text, *towers))
-        layers += epochs * runs * sum(count * (1 + meter.repeats(batch) / 3) for batch in step.batches)
-        passed += epochs * sum(batch.tokens * (2 + meter.repeats(batch)) for batch in step.batches)
+    layers, kept = 0.0, 0.0
+    passed = float(len(work.keys() - {"rollout", "update"}) * sum(batch.tokens for batch in step.batches))
+    for meter, batch in product(meters, step.batches):
+        senses = [tower for name, tower in meter.shape.senses.items() if meter.training[name].passed]
+        held = sum(tower.layers * tower.kept for tower in memory_items.passed_towers(plan, meter, batch))
+        run = epochs * runs * (1 + meter.repeats(batch) / 3)
+        layers, kept = layers + run * sum(one.layers for one in (meter.shape.text, *senses)), kept + run * held
+        passed += epochs * batch.tokens * (2 + meter.repeats(batch))
     updates = epochs * plan.algorithm.updates_per_step
     weights, gpus = sum(learner.trained for learner in plan.learners), plan.config.run.gpus
-    moved = updates * OPTIMIZER_BYTES * weights * plan.share("state")
-    trained = (work["update"] + again) / (peak * REACHED["update"])
+    moved = updates * OPTIMIZER_BYTES * weights * plan.share("state") + MOVED * kept
+    slow = [replace(meter, attention=REACHED["update"] / REACHED["attention"]) for meter in meters]
+    weighed, repeated = made_by(slow[0], next(iter(slow[1:]), None))
+    trained = times * (weighed["update"] + sum(repeated.values())) / (peak * REACHED["update"])
     seconds["update"] = max(trained + moved / (bandwidth * REACHED["optimizer"]), layers * least["update"])
     if train.offload and device.host is not None:  # both directions at once
         kept = sum(state_sizes(plan).values()) * weights * plan.share("state")
         seconds["offload"] = updates * kept / (device.host * GIGA * REACHED["main memory"])
     if gpus > 1:
         links = device.link, device.network
-        seconds["exchange"] = exchange_seconds(
-            plan.layout,
-            (4 * weights, plan.element * weights),
-            links,
-            gpus=gpus,
-            updates=updates,
-            forests=epochs * runs * len(step.batches),
-            compute=seconds["update"],
-        )
-        seconds["exchange"] += attention_seconds(plan, times * passed, links)
+        sizes, forests = (4 * weights, plan.element * weights), epochs * runs * len(step.batches)
+        sent: Any = {"updates": updates, "forests": forests, "layers": shape.text.layers, "compute": seconds["update"]}
+        seconds["exchange"] = exchange_seconds(plan.layout, sizes, links, gpus=gpus, **sent)
+        # Where GPUs share a forest: queries, keys, values and results of attention.
+        heads = shape.text.queries + shape.text.keys * key_repeats(shape.key_heads, plan.together)
+        size = 2 * plan.element * shape.text.layers * heads * times * passed
+        seconds["exchange"] += collective_seconds(size, links, gpus=plan.together)
         seconds["controller"] = controller_seconds(made.sampled * times, gpus=gpus)
     return replace(pace, seconds=seconds)
 
 
-def attention_seconds(plan: Plan, tokens: float, links: tuple[float, float]) -> float:
-    """To exchange queries, keys, values and results of attention for so many tokens, where GPUs share a forest."""
-    shape = plan.whole.shape
-    numbers = (
-        2 * shape.text.layers * (shape.text.queries + shape.text.keys * key_repeats(shape.key_heads, plan.together))
-    )
-    return collective_seconds(plan.element * numbers * tokens, links, gpus=plan.together)
-
-
-def _meter(plan: Plan, learner: ModelSize, free: float) -> Meter:
+def _meter(plan: Plan, learner: ModelSize, free: float) -> ModelSize:
     """The learner, which knows how much of a batch it computes again with so many GiB free."""
-    left, layers = free - total(beside_activations(plan, learner)), learner.shape.text.layers
-    return replace(learner, repeats=lambda batch: 1 - layers_that_keep(plan, learner, batch, left).layers[0] / layers)
+    left = free - total(memory_items.beside_activations(plan, learner))
+    keeping, layers = partial(memory_items.layers_that_keep, plan, learner, free=left), learner.shape.text.layers
+    return replace(learner, repeats=lambda batch: 1 - keeping(batch).layers[0] / layers)

@@ -19,15 +19,16 @@ from saccade.models.files import header_of, shards
 class Layout(NamedTuple):
     divided: tuple[str, ...]  # among the ranks; the rest is whole on each
     inside: tuple[str, ...] = ()  # of these, what is divided among the ranks of a machine only
-    slower: float = 1.0  # factor of the seconds of an update, however fast the exchange is
+    beside: float = 0.0  # seconds of a layer and forest, however fast the exchange is
 
 
 LAYOUTS: Mapping[str, Layout] = {  # by `train.layout`
     "whole": Layout(("state",)),
-    "sharded": Layout(("state", "sums", "weights"), slower=1.13),  # one rank of 8 with a 3B; with a 7B 1.04
-    "hybrid": Layout(("state", "sums", "weights"), inside=("sums", "weights"), slower=1.13),
+    "sharded": Layout(("state", "sums", "weights"), beside=2.5e-3),  # one rank of 8 with a 3B; with a 7B 1.4e-3
+    "hybrid": Layout(("state", "sums", "weights"), inside=("sums", "weights"), beside=2.5e-3),
 }
 NODE = 8  # GPUs of a machine
+Pair = tuple[float, float]
 REACHED = 0.73  # of a bandwidth, in a collective: 330 of 450 GB/s are assumed for an H200
 CONTROLLER = 0.1e-6  # seconds for each sampled token of a step, by `benchmarks/controller.py`
 
@@ -53,7 +54,7 @@ def prompts_of_a_rank(prompts: int, *, gpus: int) -> int:
     return -(-prompts // gpus)
 
 
-def collective_seconds(size: float, links: tuple[float, float], *, gpus: int) -> float:
+def collective_seconds(size: float, links: Pair, *, gpus: int) -> float:
     """A reduce-scatter or all-gather of so many bytes: each rank sends all but its part of them, at the speed of the
     slowest link, because the ring runs through every machine. `links`: GB/s inside of one, and from one to others.
     """
@@ -62,29 +63,22 @@ def collective_seconds(size: float, links: tuple[float, float], *, gpus: int) ->
 
 
 def exchange_seconds(
-    layout: str,
-    sizes: tuple[float, float],
-    links: tuple[float, float],
-    *,
-    gpus: int,
-    updates: float,
-    forests: float,
-    compute: float,
+    layout: str, sizes: Pair, links: Pair, *, gpus: int, updates: float, forests: float, layers: int, compute: float
 ) -> float:
     """Seconds of the collectives of a step. `sizes`: bytes of all gradient sums, which are reduced, and of all weights,
     which are gathered. `whole`: both, once for each update. `sharded`: each forest gathers twice and reduces, of which
-    counts what takes longer than to `compute` all forests, which takes longer itself; the engine's copy is gathered
-    once. `hybrid`: so inside a machine, and between machines as `whole`.
+    counts what takes longer than to `compute` all forests, and at least what FSDP does beside it for each of their
+    `layers`; the engine's copy is gathered once. `hybrid`: so inside a machine, and between machines as `whole`.
     """
     kind, machines = LAYOUTS[layout], -(-gpus // NODE)
     near = min(gpus, NODE) if kind.inside else gpus
     reduced, gathered = (collective_seconds(size, links, gpus=near) for size in sizes)
     if "weights" not in kind.divided:
         return updates * (reduced + gathered)
-    waiting = max(0.0, forests * (reduced + 2 * gathered) - kind.slower * compute)
+    waiting = max(kind.beside * layers * forests, forests * (reduced + 2 * gathered) - compute)
     between = links[1], links[1]
     far = sum(collective_seconds(size, between, gpus=machines) for size in sizes) if kind.inside else 0.0
-    return gathered + (kind.slower - 1) * compute + waiting + updates * far
+    return gathered + waiting + updates * far
 
 
 def only_whole(config: Config, command: str) -> Config:
