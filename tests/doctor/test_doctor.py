@@ -79,8 +79,7 @@ def test_a_broken_model_exits_with_3_and_says_what_was_left_out(tmp_path):
     assert result.exit_code == 3 and [f["name"] for f in failures(result)] == ["tokenizer"]
     (folder / "tokenizer.json").unlink()
     result = run("--model", str(folder))
-    assert result.exit_code == 3
-    assert "failure  model            no tokenizer" in result.stdout
+    assert result.exit_code == 3 and "failure  model            no tokenizer" in result.stdout
     assert "to fix it: copy or download it again" in result.stdout
     assert "note     rows             not looked at: see above" in result.stdout
     assert "checks failed: model" in result.stderr
