@@ -10,10 +10,10 @@ another shape than those below, or that are for several GPUs, say it in words of
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from model import SIZES, enlarge
@@ -25,31 +25,32 @@ from saccade.plugins.families import tiny
 from saccade.system import devices
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-CARDS = {80: "H100", 141: "H200"}
+CARDS = {24: "RTX 4090", 48: "L40S", 80: "H100", 141: "H200"}
+MARK = "(`saccade estimate`)."
 
 
-def _text(hidden: int, inner: int, layers: int, heads: int, keys: int, words: int, **more: int) -> dict[str, Any]:
+def _text(hidden: int, inner: int, layers: int, heads: int, keys: int, words: int, **more: Any) -> dict[str, Any]:
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
-    return SIZES["7b"] | sizes | {"num_attention_heads": heads, "num_key_value_heads": keys, "vocab_size": words} | more
+    return sizes | {"num_attention_heads": heads, "num_key_value_heads": keys, "vocab_size": words} | more
 
 
-LLAMA_8B = _text(4096, 14336, 32, 32, 8, 128_256)
-QWEN_7B = SIZES["7b"]
+TIED = {"tie_word_embeddings": True}
+VL_3B, VL_7B = ("qwen2_5_vl", SIZES["3b"]), ("qwen2_5_vl", SIZES["7b"])
+HALF_B = ("qwen2", _text(896, 4864, 24, 14, 2, 151_936, **TIED))
+LLAMA_8B = ("llama", _text(4096, 14336, 32, 32, 8, 128_256))
 SHAPES = {
-    "Qwen2.5-VL-3B-Instruct": SIZES["3b"],
-    "Qwen2.5-VL-7B-Instruct": QWEN_7B,
-    "Mini-o3-7B-v1": QWEN_7B,
-    "Qwen2.5-7B-Instruct": QWEN_7B,
-    "Qwen2-VL-2B-Instruct": _text(1536, 8960, 28, 12, 2, 151_936),
-    "Qwen2.5-1.5B-Instruct": _text(1536, 8960, 28, 12, 2, 151_936),
-    "Qwen2.5-0.5B-Instruct": SIZES["0.5b"],
-    "Qwen2.5-0.5B": SIZES["0.5b"],
-    "Qwen3-4B": _text(2560, 9728, 36, 32, 8, 151_936),
-    "Qwen3-14B-Base": SIZES["14b"],
+    "Qwen2.5-VL-3B-Instruct": VL_3B,
+    "Qwen2.5-VL-7B-Instruct": VL_7B,
+    "Mini-o3-7B-v1": VL_7B,
+    "Qwen2-VL-2B-Instruct": ("qwen2_5_vl", SIZES["3b"] | _text(1536, 8960, 28, 12, 2, 151_936, **TIED)),
+    "Qwen2.5-7B-Instruct": ("qwen2", _text(3584, 18944, 28, 28, 4, 152_064)),
+    "Qwen2.5-0.5B-Instruct": HALF_B,
+    "Qwen2.5-0.5B": HALF_B,
+    "Qwen3-4B": ("qwen3", _text(2560, 9728, 36, 32, 8, 151_936, head_dim=128, **TIED)),
+    "Qwen3-14B-Base": ("qwen3", _text(5120, 17408, 40, 40, 8, 151_936, head_dim=128)),
     "Llama-3-8b-sft": LLAMA_8B,
     "Llama-3-8b-rm": LLAMA_8B,
 }
-
 LEARNED = {  # recipes that go on with what another has trained
     "lmmr1_mgt_geo": "Qwen2.5-VL-3B-Instruct",
     "lmmr1_mgt_percereas": "Qwen2.5-VL-3B-Instruct",
@@ -67,22 +68,25 @@ def needs(file: Path, scratch: Path) -> str:
         return ""
     folder = scratch / name
     if not folder.exists():
-        tiny.build("qwen2_5_vl", folder)
-        enlarge(folder, SHAPES[name])
+        kind, sizes = SHAPES[name]
+        tiny.build(kind, folder)
+        (enlarge if kind == "qwen2_5_vl" else widen)(folder, sizes)
     config = load(file, [f"model.path={folder}"], command)
-    found = {}
-    for size, card in CARDS.items():
-        device = devices.named(card)
-        assert device is not None
-        found[size] = estimate(config, device, command=command)
+    found = {size: estimate(config, devices.named(card), command=command) for size, card in CARDS.items()}
     least = next((size for size, one in found.items() if one.memory.fits), None)
-    peak = f" ({max(found[least].memory.peaks.values()):.0f} GiB)" if least else ""
-    text = f"Needs one GPU of {least} GB{peak}" if least else "Needs more memory than one GPU has"
-    for size, one in found.items():
-        mildest = next((way for way in one.advice if not way.startswith(("data.", "rollout.max_tokens"))), "")
-        if mildest and mildest not in text:
-            text += f"; with {mildest} one of {size} GB is enough"
-    return f"{text} (`saccade estimate`)."
+    text = f"Fits one GPU of {least} GB" if least else f"Does not fit one GPU of {max(CARDS)} GB as it is"
+    if least is None or least > 80:
+        ways = [way for way in found[80].advice if not way.startswith(("data.", "rollout.max_tokens", "run."))]
+        text += f"; with {ways[0]} one of 80 GB is enough" if ways else "; use run.gpus=8"
+    return f"{text} {MARK}"
+
+
+def widen(folder: Path, sizes: dict[str, Any]) -> None:
+    """The config of a tiny text model becomes that of a large one; its weights go."""
+    described = json.loads((folder / "config.json").read_text()) | sizes | {"dtype": "bfloat16"}
+    described["layer_types"] = ["full_attention"] * sizes["num_hidden_layers"]
+    (folder / "config.json").write_text(json.dumps(described))
+    (folder / "model.safetensors").unlink()
 
 
 def recipes() -> Iterator[tuple[Path, str]]:
@@ -101,10 +105,8 @@ def main() -> None:
     for file, text in recipes():
         print(f"{file.name}: {text or '-'}", flush=True)
         if args.write and text and not text.startswith("?"):
-            lines = file.read_text(encoding="utf-8").splitlines()
-            end = next(n for n, line in enumerate(lines) if not line.startswith("#"))
-            start = next((n for n, line in enumerate(lines[:end]) if line.startswith("# Needs ")), end)
-            lines[start:end] = [f"# {line}" for line in wrap(text, 116)]
+            lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.endswith(MARK)]
+            lines.insert(next(n for n, line in enumerate(lines) if not line.startswith("#")), f"# {text}")
             file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -34,10 +34,6 @@ MODULES = {
     "eval": "plugins.evaluation.evaluate",
     "generate": "plugins.generate.generate",
 }
-# Sections of a config that a command has no use for. A file may have them, for other commands.
-LEARNING = ("train", "algorithm", "sft", "dpo", "reward_model", "save")
-UNREAD = {"eval": LEARNING, "generate": LEARNING, "chat": (*LEARNING, "eval", "generate")}
-
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
@@ -161,10 +157,6 @@ def read_config(arguments: Sequence[str] | None, command: str | None = None, *, 
         chosen = path.with_name("config.yaml")
         if path.name == "config.resolved.yaml" and chosen.is_file():
             raise ConfigError(f"{path} lists all options; give {chosen}, with run.resume=auto or another run.name=…")
-    for option in overrides:
-        section = option.partition(".")[0]
-        if section in UNREAD.get(command or "", ()):
-            raise ConfigError(f"{option}: `saccade {command}` reads no option of {section}; leave it out")
     return load(files[0] if files else None, overrides, command)
 
 

@@ -68,7 +68,7 @@ def lines_of_code(path: Path, tree: ast.Module) -> int:
 
 
 def test_the_house_stays_small() -> None:
-    """The package was brought to 30 thousand lines, to which several GPUs, any model and rollouts ahead add 5.3; tests
+    """The package was brought to 30 thousand lines, to which several GPUs, any model and rollouts ahead add 5.6; tests
     to 32, without theirs. Today's sizes are the limits.
     """
     sizes = {path.relative_to(PACKAGE): lines_of_code(path, tree) for path, tree in modules()}
@@ -76,8 +76,8 @@ def test_the_house_stays_small() -> None:
     files = Path(__file__).parent.rglob("*.py")
     tests = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     of_ranks = sum(size for path, size in tests.items() if path.parent.name == "ranks")
-    assert sum(sizes.values()) <= 35_516
-    assert spine <= 14_465
+    assert sum(sizes.values()) <= 35_527
+    assert spine <= 14_470
     assert of_ranks <= 2_489
     assert sum(tests.values()) - of_ranks <= 34_273
 

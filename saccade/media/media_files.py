@@ -9,8 +9,10 @@ import hashlib
 import io
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
@@ -24,6 +26,7 @@ from saccade.media.image_files import ORIENTATION, ImageError, upright_rgb
 from saccade.types import Media
 
 MAX_DOWNLOAD = 256 * 2**20
+DOWNLOAD_SECONDS = 600
 DEFAULT_LIMITS = DataConfig()
 
 
@@ -107,20 +110,31 @@ def _from_file_uri(source: str, base: Path | None, limits: DataConfig) -> Encode
     return _from_path(url2pathname(found[1]), base, limits, source)
 
 
+@cache
+def _client() -> Any:
+    """One for the process, shared by threads. Servers shall not compress: a small reply could become a huge one."""
+    import httpx2
+
+    return httpx2.Client(follow_redirects=True, timeout=30, headers={"Accept-Encoding": "identity"})
+
+
 def _from_http(source: str, base: Path | None, limits: DataConfig) -> Encoded:
     if not limits.allow_network:
         raise ImageError(f"{source}: needs the network; data.allow_network=true allows it")
     import httpx2  # slow to import, too
 
-    data = bytearray()
+    data, began = bytearray(), time.monotonic()
     try:
-        with httpx2.stream("GET", source, timeout=30, follow_redirects=True) as answer:
-            answer.raise_for_status()
-            for piece in answer.iter_bytes():
+        with _client().stream("GET", source) as answer:
+            if answer.status_code != 200:
+                raise ImageError(f"{source}: cannot be fetched: status {answer.status_code}")
+            for piece in answer.iter_raw():
                 data += piece
                 if len(data) > MAX_DOWNLOAD:
                     raise ImageError(f"{source}: larger than {MAX_DOWNLOAD >> 20} MiB")
-    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+                if time.monotonic() - began > DOWNLOAD_SECONDS:
+                    raise ImageError(f"{source}: not complete after {DOWNLOAD_SECONDS} s")
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:
         raise ImageError(f"{source}: cannot be fetched: {error}") from None
     return Encoded(source, bytes(data))
 

@@ -323,7 +323,7 @@ def load_chat(
         files = "copy or download its tokenizer files again"
         raise EnvironmentProblem(f"{path}: its tokenizer cannot be used ({why}); {files}")
     template = template or tokenizer.chat_template
-    if template is None:
+    if not template:
         log.warning("%s has no chat template: prompts read `user: …`; prompt.chat_template=FILE gives one", path)
         template = PLAIN_TEMPLATE
     added = tokenizer.added_tokens_decoder

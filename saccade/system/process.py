@@ -64,7 +64,7 @@ class Channel:
         self.link, self.largest = link, largest
         self._sending = threading.Lock()
         self._room, self._filled = bytearray(SIZE.size), 0  # of the size of the next block, then of the block
-        self._sized = False
+        self._sized, self.received = False, 0  # bytes in all
 
     def send(
         self, row: Mapping[str, Any], arrays: Mapping[str, np.ndarray] = NO_ARRAYS, *, seconds: float | None = None
@@ -104,6 +104,7 @@ class Channel:
             if not count:
                 raise Ended("its process ended")
             self._filled += count
+            self.received += count
         block = self._room
         self._room, self._filled, self._sized = bytearray(SIZE.size), 0, False
         return Block(*unpack(block))

@@ -251,7 +251,7 @@ def test_ends_of_a_turn_and_prefilled_thoughts_are_noticed(family):
 
 def test_a_tokenizer_without_a_template_gets_a_plain_one(tmp_path, caplog):
     tokenizer = make_tokenizer(None)
-    tokenizer.chat_template = None
+    tokenizer.chat_template = ""
     tokenizer.save_pretrained(tmp_path)
     plain = load_chat(str(tmp_path), placeholders={})
     assert "has no chat template: prompts read `user: …`" in caplog.text

@@ -125,7 +125,7 @@ def test_a_run_goes_from_two_ranks_to_one_and_back_and_starts_again_when_one_is_
     train_step, calls = RankTrainer.train_step, []
     # Each time in step 3. In the first call of its kind, which may take an hour, a process that says nothing is seen,
     # in the second one that takes too long.
-    limits = {1: {"Rank.silence_limit": 2.0}, 3: {"STALL_LEAST": 1.0, "STALL_FACTOR": 0.0}}
+    limits = {1: {"Rank.silence_limit": 4.0}, 3: {"STALL_LEAST": 1.0, "STALL_FACTOR": 0.0}}
 
     def halting(self: RankTrainer, *arguments: Any, **more: Any) -> Any:
         calls.append(1)
@@ -135,7 +135,7 @@ def test_a_run_goes_from_two_ranks_to_one_and_back_and_starts_again_when_one_is_
         with monkeypatch.context() as patch:
             for name, seconds in limits.get(len(calls), {}).items():
                 patch.setattr(f"{team.__name__}.{name}", seconds)
-                patch.setattr(team, "STACK_LIMIT", 1.0)
+                patch.setattr(team, "STACK_LIMIT", 3.0)
                 os.kill(max(self.engine._places, key=self.engine._places.get).child.popen.pid, signal.SIGSTOP)
             return train_step(self, *arguments, **more)
 
@@ -146,7 +146,7 @@ def test_a_run_goes_from_two_ranks_to_one_and_back_and_starts_again_when_one_is_
     assert done.exit_code == 0 and len(calls) == 7, done.output
     first, second = (f"rank {rank} on {host_name()}" for rank in range(2))
     stalled = (f"{first}, {second}: no answer to train_step for 1 s", f"{second} does not say where")
-    silent = f"{second} failed in train_step: timed out: it said nothing for 3 s"
+    silent = f"{second} failed in train_step: timed out: it said nothing for 5 s"
     assert done.output.count(f"-- {first} was at") == 2
     for text in (silent, "step 2 is saved in", *stalled, "run.restarts: 0 left"):
         assert text in done.output

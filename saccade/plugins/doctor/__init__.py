@@ -146,9 +146,14 @@ def model_checks(config: Config) -> list[Check]:
         try:
             found = estimate(config, devices.present(config.run.device), family=family())
         except SaccadeError as error:
-            yield "ok", "train.layout={}: {}; no estimate: {}".format(*choose_layout(config, "rl", family()), error)
+            chosen, why = choose_layout(config, "rl", family())
+            yield "ok", f"train.layout={chosen}: {why}" + f"; no estimate: {error}" * (str(error) not in why)
             return
-        yield from (("ok", line) for line in told(config, found))
+        for line in told(config, found):
+            if line.startswith("train.offload: "):  # too little main memory
+                yield "warning", *line.rsplit("; ", 1)
+            else:
+                yield "note" if line in found.notes else "ok", line
         if found.device.is_gpu and not found.memory.fits:
             problem, _, fix = refusal(found).partition("; ")
             yield "warning", f"by `saccade estimate` a step of `saccade rl` {problem}", fix

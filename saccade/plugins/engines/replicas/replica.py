@@ -102,9 +102,10 @@ class Replica:
     def _hear(self, child: Child) -> None:
         silent = 0.0  # seconds of looks: none pass while this process itself is halted, or busy in one call
         while True:
+            before = child.channel.received
             block = child.receive(LOOK_EVERY)
             if block is None:
-                silent += LOOK_EVERY
+                silent = silent + LOOK_EVERY if child.channel.received == before else 0.0
                 limit = REPORT_EVERY + self.silence_limit if self._ready else START_LIMIT
                 if silent > limit:
                     raise Died(f"timed out: it said nothing for {limit:g} s")
