@@ -34,6 +34,7 @@ MODULES = {
     "eval": "plugins.evaluation.evaluate",
     "generate": "plugins.generate.generate",
 }
+
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
