@@ -137,7 +137,7 @@ def main() -> None:
         copy = random_model(folder, family) if divides and not args.no_rollout else model
     engine = None if args.no_rollout else EmbeddedEngine(copy, family, max_sequences=512)
     asked = requests(family, WORK, args.prompts, args.new)
-    groups = groups_of(family, WORK | {"new": args.new})[: args.prompts]
+    groups = groups_of(family, WORK | {"new": args.new, "prompts": args.prompts})
     batches = forests(family, groups, config.train.micro_tokens)
     loss = PolicyLoss(resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0}), max_tokens=512), Scoring())
     assert backend.optimizer is not None

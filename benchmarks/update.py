@@ -1,18 +1,18 @@
-"""One optimizer step of the 3B-shaped model on forests with random responses, without an engine.
+"""One optimizer step of a model with random weights on forests with random responses, without an engine.
 
     python benchmarks/update.py W1/auto W1/on W2/auto
     python benchmarks/update.py W1/auto --profile W1/auto   # also: which kernels take the time
+    python benchmarks/update.py --size 0.5b --lora 64 W1,prompts=4,side=224,prompt=512/auto@24
 
-A variant is a work of rl_step.py and a setting of model.checkpointing; with :TOKENS behind it
-another micro_tokens and with @GIB a limit of memory. Prints seconds of the whole step and of its
-parts, FLOPs that the forests need over the peak of the GPU, and memory.
+A variant is a work of works.py and a setting of model.checkpointing; with :TOKENS behind it
+another micro_tokens and with @GIB a limit of memory as run.gpu_memory_gib. Prints seconds of the whole
+step and of its parts, FLOPs that the forests need over the peak of the GPU, and memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import re
 import tempfile
 import time
@@ -26,17 +26,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from model import TEXT, VISION
-from rl_step import WORKS
+from model import SIZES, enlarge
+from works import Work, parse
 
 from saccade.algorithms.build import resolve
-from saccade.config import AlgorithmConfig, TrainConfig
+from saccade.config import AlgorithmConfig, LoraConfig, TrainConfig
 from saccade.forest import interface
 from saccade.forest.batch import Batch
 from saccade.forest.packing import pack
 from saccade.media.images import open_media
+from saccade.models import lora
 from saccade.models.families import Family, load_family
-from saccade.plugins.estimate import flops, shapes
+from saccade.plugins.estimate.work import meter
 from saccade.plugins.families import tiny
 from saccade.plugins.gpu.fused import fuse
 from saccade.system import devices
@@ -45,21 +46,15 @@ from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Group, MediaSpan, Message, Sample, Source, Trajectory
 
-PROMPTS, REPEATS = 16, 8
 CLOCKED = {"hidden_at": "forward", "read": "forward + head", "sum_gradients": "gradients"}
 
 
-def family_and_model(folder: Path) -> tuple[Family, Any]:
+def family_and_model(folder: Path, size: str, rank: int) -> tuple[Family, Any]:
     """Random weights in memory only: to write them would take longer than to train on them."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     tiny.build("qwen2_5_vl", folder)
-    described = json.loads((folder / "config.json").read_text())
-    described["text_config"] |= TEXT
-    described["text_config"]["rope_parameters"] |= {"mrope_section": [16, 24, 24], "rope_theta": 1e6}
-    described["text_config"]["layer_types"] = ["full_attention"] * TEXT["num_hidden_layers"]
-    described["vision_config"] |= VISION
-    (folder / "config.json").write_text(json.dumps(described))
+    enlarge(folder, SIZES[size])
     family = load_family(str(folder))
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -67,13 +62,15 @@ def family_and_model(folder: Path) -> tuple[Family, Any]:
     interface.use_in(model, segments=family.spec.segments)
     family.spec.prepare(model)
     fuse(model)
+    if rank:
+        lora.add(model, family, LoraConfig(rank=rank), seed=0)
     return family, model
 
 
-def groups_of(family: Family, work: dict[str, int]) -> list[Group]:
+def groups_of(family: Family, work: Work) -> list[Group]:
     rng = np.random.default_rng(0)
     made = []
-    for index in range(PROMPTS):
+    for index in range(work["prompts"]):
         side = work["side"]
         media = open_media(rng.integers(0, 255, (side, side, 3), dtype=np.uint8))
         grid, tokens = family.measure(media)
@@ -85,7 +82,7 @@ def groups_of(family: Family, work: dict[str, int]) -> list[Group]:
                 sample=Sample(id=f"{index}", messages=(Message(role="user", parts=("x",)),)),
                 uid=f"{index}",
                 trajectories=tuple(
-                    trajectory(rng, f"{index}", repeat, prompt, span, work["new"]) for repeat in range(REPEATS)
+                    trajectory(rng, f"{index}", repeat, prompt, span, work["new"]) for repeat in range(work["samples"])
                 ),
             )
         )
@@ -141,12 +138,11 @@ class Clock:
 
 
 def measure(family: Family, model: Any, variant: str, args: Any) -> None:
-    match = re.fullmatch(r"(W\d)/(auto|on|off)(?::(\d+))?(?:@([\d.]+))?", variant)
+    match = re.fullmatch(r"(.*)/(auto|on|off)(?::(\d+))?(?:@([\d.]+))?", variant)
     assert match, f"{variant}: write W1/auto, on or off, then :TOKENS, then @GIB"
-    work_name, mode, tokens, limit = match.groups()
-    groups = groups_of(family, WORKS[work_name])
-    total = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction(float(limit) * 2**30 / total if limit else 1.0)
+    work, mode, tokens, limit = match.groups()
+    groups = groups_of(family, parse(work))
+    devices.limit_memory("cuda", float(limit or 1000))
     batches = forests(family, groups, int(tokens or 16_384))
     algorithm = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0}), max_tokens=512)
     backend = LocalBackend(model, family, TrainConfig(), checkpointing="auto" if mode == "auto" else mode == "on")
@@ -154,8 +150,7 @@ def measure(family: Family, model: Any, variant: str, args: Any) -> None:
     for method, name in CLOCKED.items():
         clock.wrap(backend, method, name)
     clock.wrap(backend.optimizer, "step", "optimizer")
-    shape = shapes.shape_of(model, family.tower_of)
-    needed, _ = flops.Meter(shape=shape).train_step(batches)
+    needed, _ = meter(backend, 0.0).train_step(batches)
     peak = devices.named(torch.cuda.get_device_name())
     print(f"\n{variant}: {sum(b.tokens for b in batches)} tokens in {len(batches)} forests, {needed / 1e12:.0f} TFLOP")
     for step in range(args.steps):
@@ -210,7 +205,7 @@ def profile(step: Callable[[], Any]) -> None:
         torch.cuda.synchronize()
     rows = [(e.key, e.self_device_time_total / 1e3, e.count) for e in found.key_averages()]
     rows.sort(key=lambda row: -row[1])
-    print(f"  kernels: {sum(ms for _, ms, _ in rows):.0f} ms")
+    print(f"  kernels: {sum(ms for _, ms, _ in rows):.0f} ms, {sum(count for *_, count in rows)} of them")
     for name, ms, count in rows[:45]:
         print(f"  {ms:9.1f} ms {count:7d}  {name[:150]}")
 
@@ -218,12 +213,14 @@ def profile(step: Callable[[], Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("variants", nargs="*", default=["W1/auto"], help="WORK/MODE:TOKENS@GIB")
+    parser.add_argument("--size", choices=list(SIZES), default="3b")
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters, which are all that is trained then")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--profile", nargs="*", default=[], help="variants of which to list the kernels")
     parser.add_argument("--waits", action="store_true", help="where the host waits for the GPU")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        family, model = family_and_model(Path(scratch))
+        family, model = family_and_model(Path(scratch), args.size, args.lora)
         for variant in args.variants:
             measure(family, model, variant, args)
 

@@ -103,7 +103,7 @@ def work(way: str, rank: int, folder: Path, text_only: bool) -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     family = load_family(str(folder / "model"))
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
-    groups = groups_of(family, dict(WORKS["T2"]))[:6]
+    groups = groups_of(family, WORKS["T2"] | {"prompts": 6, "samples": 8})
     pictures, others = forests(family, groups[:4], 1)[:4], forests(family, without_pictures(groups[4:]), 1)[:2]
     # Scales are those of all forests together.
     dealt = [pictures, others] if text_only else [[*pictures[:2], others[0]], [*pictures[2:], others[1]]]
