@@ -101,22 +101,23 @@ ARGS = {
 ROW = {"level": "#####\n#@$.#\n#####", "bbox": [0, 0, 10, 10]}
 
 
-@pytest.mark.parametrize("name", sorted({*VERIFIERS} - {"geo3k", "labels_recall", "token_recall", "format:counting"}))
-def test_every_response_is_scored_within_a_second(name, tmp_path, monkeypatch):
+def test_no_response_hangs_a_verifier(tmp_path, monkeypatch):
+    """Each takes 0.2 s at most; 20 s are the wall time that only a regex which explodes needs."""
     monkeypatch.chdir(tmp_path)
-    symbolic.load()
-    for body in BODIES.values():
-        sample = RewardSample(
-            id="a",
-            response=f"<think>a</think>\\boxed{{{body}}}<answer>{body}</answer>",
-            answer=GOLDS.get(name, "5"),
-            extra=ROW,
-            choices=("a", "b"),
-        )
-        start = time.process_time()
-        score = VERIFIERS[name].function(sample, **ARGS.get(name, {}))
-        assert time.process_time() - start < 1
-        assert score.kind in ("value", "abstain")
+    names = sorted({*VERIFIERS} - {"geo3k", "labels_recall", "token_recall", "format:counting"})
+    with WorkerPool(workers=1, deadline=20) as pool:
+        scores = {}
+        for name, (kind, body) in itertools.product(names, BODIES.items()):
+            sample = RewardSample(
+                id="a",
+                response=f"<think>a</think>\\boxed{{{body}}}<answer>{body}</answer>",
+                answer=GOLDS.get(name, "5"),
+                extra=ROW,
+                choices=("a", "b"),
+            )
+            scores[name, kind] = pool.submit(name, sample, ARGS.get(name))
+        found = {key: score.result() for key, score in scores.items()}
+    assert {key: score.reason for key, score in found.items() if score.kind not in ("value", "abstain")} == {}
     assert not list(tmp_path.iterdir())
 
 

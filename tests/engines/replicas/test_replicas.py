@@ -156,6 +156,7 @@ def test_a_request_may_be_for_one_replica(pool, ask):
 
 
 def test_only_those_beside_the_trainer_sleep(pool, monkeypatch):
+    pool._join()
     slept = []
     monkeypatch.setattr(Replica, "ask", lambda engine, call: slept.append(engine))
     first, second = pool._working
