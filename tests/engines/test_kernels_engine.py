@@ -133,7 +133,7 @@ def test_a_step_at_rest_touches_no_page(model, family, prompts, paged):
     assert engine.graphs.prefix_groups.any()  # rows up to the last share a prompt
     pools = [tensor.clone() for tensor in (*engine.cache.keys, *engine.cache.values)]
     engine.graphs._rest()
-    engine.graphs._step(8, False)
+    engine.graphs._step((8, False, 1))
     assert not engine.graphs.prefix_groups.any() and not engine.graphs.state[decode_state.SHARED].any()
     for before, now in zip(pools, (*engine.cache.keys, *engine.cache.values), strict=True):
         assert torch.equal(before.view(torch.int32), now.view(torch.int32))  # NaN, too

@@ -98,7 +98,7 @@ def test_idle_rows_change_no_state_and_graphs_outlive_it(made, paged):
     first, states = generate(engine, questions), engine.cache.states
     before, addresses = {key: kept.clone() for key, kept in states.kept.items()}, dict(states.addresses)
     engine.graphs._rest()
-    engine.graphs._step(8, False)
+    engine.graphs._step((8, False, 1))
     assert len(before) == 4 and all(torch.equal(kept, before[key]) for key, kept in states.kept.items())
     engine.sleep()
     assert engine.cache.states is states and not states.bytes

@@ -15,9 +15,10 @@ Legend: B rows, E hidden size.
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,9 +46,19 @@ MAX_BURST = 64  # where no row can end before
 # multiprocessor of a large GPU busy.
 ROW_PROGRAMS, PREFIX_PROGRAMS = 256, 256
 MOST_ROW_SPLITS, MOST_PREFIX_SPLITS = 32, 4
+# Tokens of the longest row, and parts of it at least: one program would read them alone while others wait.
+LONG_ROWS = ((2048, 1), (16384, 8), (math.inf, MOST_ROW_SPLITS))
 COLUMNS = 256  # pages of a sequence; longer ones have graphs captured again
 # Ids that truncated sampling keeps in a burst. A sequence that finds no room waits for the next.
 KEPT = 16 << 20
+
+
+class Shape(NamedTuple):
+    """What is captured once."""
+
+    rows: int
+    cutting: bool  # with truncated sampling
+    parts: int  # of a row, at least
 
 
 class Graphs:
@@ -65,12 +76,13 @@ class Graphs:
         text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
         self._vocabulary = text.vocab_size
         attending = [x for x in cache.shape.layers if x.key_heads]
+        self._key_heads = max(x.key_heads for x in attending)
         self.members = min(fields.members_of(x.heads // x.key_heads, x.key_size) for x in attending)
         self.step_index = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.ids = torch.zeros((MAX_BURST, count), dtype=torch.int64, device=self.device)
         self.logprobs = torch.zeros((MAX_BURST, count), dtype=torch.float32, device=self.device)
         self._support: sampling_kernels.Support | None = None  # made when ids are cut away
-        self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._captured: dict[Shape, torch.cuda.CUDAGraph] = {}
         if self.device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()  # shared by all that are captured
             self._aside = torch.cuda.Stream()  # one for all: libraries keep memory per stream
@@ -94,9 +106,12 @@ class Graphs:
         cutting, count = any(map(cuts, settings)), len(ready)
         padded = fields.bucket(count)
         self._widen(table.shape[1])
-        step = self._step_of(padded, cutting)
         lengths = np.array([s.cached for s in ready])
         prefix_groups, shared = fields.find_prefix_groups(table, lengths, page=PAGE, most=self.members)
+        longest = (lengths - shared).max() + steps
+        parts = next(parts for tokens, parts in LONG_ROWS if longest <= tokens)
+        anyway = _row_splits(padded, self._key_heads)  # few rows are divided more
+        step = self._step_of(Shape(padded, cutting, parts if parts > anyway else 1))
         described = np.zeros((3, padded // 2), dtype=np.int64)
         described[:, : prefix_groups.shape[1]] = prefix_groups
         self.prefix_groups[:, : padded // 2].copy_(to_device(described, self.device))
@@ -158,30 +173,27 @@ class Graphs:
             )
         return self._support
 
-    def _step_of(self, count: int, cutting: bool) -> Callable[[], None]:
-        if not self._captures:
-            return lambda: self._step(count, cutting)
-        key = (count, cutting)
-        if key not in self._captured:
-            if not self._captured and self.family.name not in FAMILIES and self._waits(count, cutting):
+    def _step_of(self, shape: Shape) -> Callable[[], None]:
+        if self._captures and shape not in self._captured:
+            if not self._captured and self.family.name not in FAMILIES and self._waits(shape):
                 self._captures = False
                 log.info("generation runs without CUDA graphs: the model waits for the GPU inside of a step")
-                return lambda: self._step(count, cutting)
-            self._captured[key] = self._capture(count, cutting)
-        return self._captured[key].replay
+            else:
+                self._captured[shape] = self._capture(shape)
+        return self._captured[shape].replay if self._captures else lambda: self._step(shape)
 
-    def _waits(self, count: int, cutting: bool) -> bool:
+    def _waits(self, shape: Shape) -> bool:
         """Whether a step of a model that nobody has looked at waits for the device, which a graph
         cannot hold. Transformers' look at positions, for its masks, is left out of what is captured.
         """
         self._rest()
-        self._step(count, cutting)  # compiles kernels, lets libraries choose theirs
+        self._step(shape)  # compiles kernels, lets libraries choose theirs
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                self._step(count, cutting)
+                self._step(shape)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
         waits = [each.filename for each in told if "called a synchronizing" in str(each.message)]
@@ -196,21 +208,21 @@ class Graphs:
         self.prefix_groups.zero_()
         self.step_index.zero_()
 
-    def _capture(self, count: int, cutting: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, shape: Shape) -> torch.cuda.CUDAGraph:
         self._rest()
         graph = torch.cuda.CUDAGraph()
         self._aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._aside):
             for _ in range(2):  # compiles kernels, lets libraries choose theirs
-                self._step(count, cutting)
+                self._step(shape)
         torch.cuda.current_stream().wait_stream(self._aside)
         # Other threads may go on talking to the GPU meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"):
-            self._step(count, cutting)
+            self._step(shape)
         self._addresses = _addresses(self.model)
         return graph
 
-    def _attention(self, count: int) -> ForwardPlan:
+    def _attention(self, count: int, parts: int) -> ForwardPlan:
         """One new token per row: written to its page, attending to the whole row."""
         state = self.state[:, :count]
         groups = -(-count // self.members)
@@ -226,7 +238,7 @@ class Graphs:
             heads = k.shape[1]
             splits = (
                 _splits(PREFIX_PROGRAMS // (groups * heads), MOST_PREFIX_SPLITS),
-                _splits(ROW_PROGRAMS // (count * heads), MOST_ROW_SPLITS),
+                max(parts, _row_splits(count, heads)),
             )
             return kernels.decode_attention(
                 q, k, v, layer=layer, page=PAGE, scale=scale, splits=splits, window=window, **rows
@@ -234,12 +246,14 @@ class Graphs:
 
         return ForwardPlan(attend, lambda: self.cache.states.steps(state[fields.ROW], state[fields.LENGTH]))
 
-    def _step(self, count: int, cutting: bool) -> None:
+    def _step(self, shape: Shape) -> None:
+        count, cutting, parts = shape
         state = self.state[:, :count]
         temperature, top_p = self.temperature_top_p[:, :count]
         positions = state[fields.POSITION].expand(self.family.axes, -1)
         with swapped_forwards(self._fused):
-            hidden = hidden_states(self.model, self.family, state[fields.TOKEN], positions, (), self._attention(count))
+            plan = self._attention(count, parts)
+            hidden = hidden_states(self.model, self.family, state[fields.TOKEN], positions, (), plan)
         logits = language_head(self.model)(hidden)
         floors, noise = None, {"keys": state[fields.KEY], "index": state[fields.INDEX]}
         rows: dict[str, Any] = {"state": state, "banned": self.banned}
@@ -257,6 +271,10 @@ class Graphs:
 
 def _addresses(model: nn.Module) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in model.parameters())
+
+
+def _row_splits(rows: int, key_heads: int) -> int:
+    return _splits(ROW_PROGRAMS // (rows * key_heads), MOST_ROW_SPLITS)
 
 
 def _splits(wanted: int, most: int) -> int:

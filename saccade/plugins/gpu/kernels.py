@@ -26,6 +26,7 @@ from saccade.plugins.gpu import decode_state as fields
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e30)  # of scores
 TOGETHER = 256  # programs of rows, at most, that run beside those of prefix groups
+LEAST_PART = 512  # tokens of a row that are not divided, where rows are many
 
 
 # -- attention -------------------------------------------------------------------------------------
@@ -54,7 +55,7 @@ def decode_attention(
     Rows next to each other that begin with the same pages are a prefix group: what they share is
     read once for all, then each row goes on from there. `prefix_groups` [3, F]: first row, rows,
     shared tokens (0: no group); `shared` [B]: what a group reads of each row. `splits`: parts of
-    what is shared, and of the rest.
+    what is shared, and of the rest. Where rows are many, only the long ones are divided.
     """
     rows, heads, size = q.shape
     key_heads, group, value_size = k.shape[1], heads // k.shape[1], v.shape[2]
@@ -80,6 +81,7 @@ def decode_attention(
             KEY_HEADS=key_heads, GROUP=group, KEY_SIZE=size, VALUE_SIZE=value_size,
             KEY_COLUMNS=columns[0], VALUE_COLUMNS=columns[1], PAGE=page, FRONT=front, BACK=back,
             QUERIES=_padded(queries), LANES=_padded(group), BLOCK=min(64, 8192 // max(columns)),
+            LEAST=LEAST_PART if of_rows > back * TOGETHER else 1,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", WINDOW=window or 0,
             num_stages=2 if together else 3,  # as measured
         )  # fmt: skip
@@ -167,7 +169,7 @@ def _attend(
     PREFIX_GROUPS: tl.constexpr, ROWS: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr,
     KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEY_COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
     PAGE: tl.constexpr, FRONT: tl.constexpr, BACK: tl.constexpr, QUERIES: tl.constexpr, LANES: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The first `of_groups` programs: each a part of a prefix group, for one key head. The others:
     each a part of a row, for one key head.
@@ -193,7 +195,7 @@ def _attend(
                 q, k, v, out, keys, values, parts, sums, table, lengths, shared, scale,
                 q_row, q_head, k_row, k_head, v_row, v_head, table_row, not PREFIX_GROUPS,
                 KEY_HEADS, GROUP, KEY_SIZE, VALUE_SIZE, KEY_COLUMNS, VALUE_COLUMNS,
-                PAGE, FRONT, BACK, LANES, BLOCK, PRECISION, WINDOW,
+                PAGE, FRONT, BACK, LANES, BLOCK, LEAST, PRECISION, WINDOW,
             )  # fmt: skip
 
 
@@ -236,7 +238,7 @@ def _attend_row(
     q_row, q_head, k_row, k_head, v_row, v_head, table_row, WHOLE: tl.constexpr, KEY_HEADS: tl.constexpr,
     GROUP: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEY_COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr, PAGE: tl.constexpr, FRONT: tl.constexpr, BACK: tl.constexpr, LANES: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """`WHOLE`: the row is one part, and ends here with what its prefix group found."""
     length = tl.load(lengths + row).to(tl.int32)
@@ -270,7 +272,7 @@ def _attend_row(
                     found = line * FRONT + i
                     mass = tl.load(sums + found, mask=real, other=float("-inf"))
                     at_part = parts + found[:, None] * VALUE_SIZE + value_column[None, :]
-                    each = tl.load(at_part, mask=inside, other=0.0)
+                    each = tl.load(at_part, mask=inside & (mass > float("-inf"))[:, None], other=0.0)
                     higher = tl.maximum(highest, mass)
                     shrink, weight = tl.exp2(highest - higher), tl.exp2(mass - higher)
                     mixed = mixed * shrink[:, None] + each * weight[:, None]
@@ -279,7 +281,7 @@ def _attend_row(
 
     if WINDOW != 0:
         begin = tl.maximum(begin, _seen_from(length, WINDOW))
-    per_part = tl.cdiv(tl.cdiv(tl.maximum(length - begin, 0), BACK), BLOCK) * BLOCK
+    per_part = tl.cdiv(tl.maximum(tl.cdiv(tl.maximum(length - begin, 0), BACK), LEAST), BLOCK) * BLOCK
     first = begin + part * per_part
     highest, total, mixed = _scan(
         query, keys, values, pages, first, tl.minimum(first + per_part, length), scale, highest,
@@ -297,11 +299,11 @@ def _attend_row(
 
 @triton.jit
 def _store(parts, sums, target, highest, total, mixed, real, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """What a part of a context gave, and the logarithm of its mass."""
-    some = tl.where(total > 0, total, 1.0)
+    """What a part of a context gave, and the logarithm of its mass; of an empty part, that it has none."""
+    some = total > 0
     at = parts + target[:, None] * SIZE + tl.arange(0, COLUMNS)[None, :]
-    tl.store(at, mixed / some[:, None], mask=_real(real, SIZE, COLUMNS))
-    tl.store(sums + target, highest + tl.log2(some), mask=real)
+    tl.store(at, mixed / tl.where(some, total, 1.0)[:, None], mask=_real(real & some, SIZE, COLUMNS))
+    tl.store(sums + target, tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=real)
 
 
 @triton.jit
@@ -320,7 +322,7 @@ def _merge(
         mass = tl.load(sums + target * PARTS + part, mask=made, other=float("-inf"))
         weight = tl.exp2(mass - tl.max(mass, 0))
         at = parts + (target * PARTS + part[:, None]) * SIZE + column[None, :]
-        each = tl.load(at, mask=_real(made, SIZE, COLUMNS), other=0.0)
+        each = tl.load(at, mask=_real(mass > float("-inf"), SIZE, COLUMNS), other=0.0)
         mixed = tl.sum(each * weight[:, None], 0) / tl.sum(weight, 0)
     _store_head(out + target * SIZE, mixed.to(out.dtype.element_ty), SIZE, COLUMNS)
 
