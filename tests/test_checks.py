@@ -71,6 +71,7 @@ def test_the_model_around_an_adapter_or_in_a_run_is_named(rows, tmp_path):
         ("env.max_total_tokens=2048", "env.max_total_tokens", "try 6144"),
         ("env.max_turns=3", "env.max_turns", "env.name=tools"),
         ("train.updates_per_step=129", "train.updates_per_step", "train.updates_per_step=128"),
+        ("train.sequence_parallel=3", "train.sequence_parallel", "use run.gpus=3"),
         ("train.min_lr=0.1", "train.min_lr", "train.schedule=linear"),
         ("train.lr_scale.vision=0", "train.lr_scale", "vision: expects factors above 0"),
         ("reward.terms=[]", "reward.terms", "reward.terms=[math]"),

@@ -192,6 +192,7 @@ def test_an_unknown_key_is_answered_in_other_ways() -> None:
     [
         ("rollout.top_p=1.5", ["rollout.top_p", "less than or equal to 1"]),
         ("train.prompts_per_step=many", ["train.prompts_per_step", "whole number", "'many'"]),
+        ("rollout.ahead=true", ["rollout.ahead: expects a whole number, got 'true'"]),
         ("train.schedule=cosinus", ["train.schedule", "'cosine'", "'cosinus'"]),
         ("train.lr", ["write section.key=value"]),
         ("beta=0.1", ["several sections", "dpo.beta", "algorithm.kl.coef"]),

@@ -17,7 +17,7 @@ from saccade.config import ADAPTED, Config
 from saccade.errors import ConfigError
 from saccade.models import lora
 from saccade.models.families import FAMILIES, Family, load_family
-from saccade.models.files import require_whole
+from saccade.models.files import described, require_whole
 from saccade.models.heads import attach_score
 from saccade.models.load import describe_trained, freeze, load_model, pick_device, pick_dtype
 from saccade.registry import HOOKS
@@ -29,6 +29,8 @@ from saccade.trainer.optimizer import Optimizer
 from saccade.trainer.reference import AdapterReference, Reference
 
 log = logging.getLogger(__name__)
+
+SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")  # of a decoder, which tell models of one type apart
 
 
 def quiet_libraries() -> None:
@@ -127,6 +129,8 @@ def start_policy(run: Run, family: Family, *, attach: Callable[[Any], None] = la
     each GPU. `attach` adds heads.
     """
     config, folder = run.config, str(run.start) if run.start else None
+    if folder is not None:
+        _refuse_another_model(folder, family)
     if config.run.gpus > 1:
         policy = HOOKS["start_several"](config, run.command, family, folder, logs=run.folder.path)
     else:
@@ -136,6 +140,23 @@ def start_policy(run: Run, family: Family, *, attach: Callable[[Any], None] = la
     run.close_at_end(policy)
     log.info(describe_trained(policy.model, family))
     return policy
+
+
+def _refuse_another_model(folder: str, family: Family) -> None:
+    """Refuse a checkpoint of another model: its weights would run as if they were those of model.path."""
+    whole = described(Path(folder)), described(Path(family.path))
+    kinds = [config.get("model_type", "").removesuffix("_thinker") for config in whole]
+    inner = [config.get(family.spec.section, config) for config in whole]
+    there, here = (config.get("text_config", config) for config in inner)
+    sizes = [name for name in SIZES if there.get(name) != here.get(name) and name in there and name in here]
+    if kinds[0] != kinds[1] or sizes:
+        models = (
+            f"{kind or 'unknown'}{''.join(f', {name} {text[name]}' for name in sizes)}"
+            for kind, text in zip(kinds, (there, here), strict=True)
+        )
+        what = f"holds another model ({next(models)}) than model.path={family.path} ({next(models)})"
+        other = f"to start from its weights, use run.resume=none model.path={folder}"
+        raise ConfigError(f"run.resume={folder}: {what}; name the model that the checkpoint began with, or, {other}")
 
 
 def load_beside(part: str, config: Config, family: Family, algorithm: Algorithm | None, policy: Any) -> Any:

@@ -85,6 +85,14 @@ def test_a_file_of_conversations_gets_the_answers_of_the_terminal(folder, pictur
     assert answers[0]["messages"][1]["content"] in typed.stdout
     assert "nothing is overwritten" in chat(folder, *options).output
 
+    out.unlink()
+    (tmp_path / "in.json").write_text(json.dumps(["hello", {"messages": []}, "hello", "hello " * 5000]))
+    result = chat(folder, *options)
+    assert result.exit_code == 2 and "2 of 4 conversations were not answered" in result.output
+    again = json.loads(out.read_text())
+    assert again[0]["messages"] == again[2]["messages"] == answers[1]["messages"]
+    assert "in.json[1]: " in again[1]["error"] and "tokens where prompt and answer have" in again[3]["error"]
+
 
 @pytest.mark.parametrize(
     ("content", "problem"),

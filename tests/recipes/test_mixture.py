@@ -80,8 +80,8 @@ def test_learning_from_rows_evens_out_the_experts(command, config, tmp_path, num
     [
         ("models/Qwen3-30B-A3B", None, "qwen3_moe"),
         ("mistralai/Mixtral-8x7B-Instruct-v0.1", None, "mixtral"),
-        ("here", {"model_type": "olmoe", "num_experts": 64}, "qwen3_moe"),
-        ("here", {"model_type": "smollm3"}, "llama"),
+        ("here", {"model_type": "olmoe", "num_attention_heads": 8, "num_experts": 64}, "qwen3_moe"),
+        ("here", {"model_type": "smollm3", "num_attention_heads": 8}, "llama"),
         ("models/Llama-4-Scout-17B-16E", None, "llama4"),
         ("models/Llama-3.1-8B", None, "llama"),
         ("google/paligemma2-3b-mix-448", None, "paligemma"),
@@ -104,6 +104,10 @@ def test_a_smoke_test_takes_a_tiny_model_of_the_same_kind(path, described, tiny,
     line = f"tiny:{tiny} stands in for model.path: {path}"
     said = ", for there is no tiny model of type glmga" if tiny == "qwen2_5_vl" else ""
     assert line + (f"{said}\n" if described else ", guessed by name") in result.stdout
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "num_heads": 8}))
+    result = CliRunner().invoke(app, ["sft", f"model.path={tmp_path}", *options[1:], "--smoke", "--dry-run"])
+    assert result.exit_code == 3 and "'t5' has no attention heads" in result.stderr.replace("\n", " ")
 
 
 def test_what_is_no_mixture_or_cannot_read_one_is_refused(config, tmp_path):

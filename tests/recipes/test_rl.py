@@ -256,6 +256,10 @@ def test_a_checkpoint_goes_on_with_its_own_algorithm(tmp_path, rl_config):
     other = rl_config(tmp_path, run__max_steps=2, run__name="other", run__resume=str(start))
     with pytest.raises(ConfigError, match=rf"another algorithm .*model.path={start}"):
         rl.run(other | {"algorithm.preset": "ppo"})
+    with pytest.raises(
+        ConfigError, match=r"holds another model \(qwen2_5_vl, vocab_size 40\) than model.path=.* \(qwen2_vl,"
+    ):
+        rl.run(other | {"algorithm.preset": "gspo", "model.path": "tiny:qwen2_vl"})
     assert not (tmp_path / "other").exists()
     assert rl.run(other | {"algorithm.preset": "gspo"})["policy/grad_norm"] > 0
 

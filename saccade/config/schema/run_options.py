@@ -55,7 +55,7 @@ class RunConfig(Section):
 
 
 ADAPTED = ("lora", "qlora")  # values of model.train that leave the weights alone
-ADAPTERS = When(f"model.train in {ADAPTED}", "model.train=lora (model.lora={} takes all of them out)")
+ADAPTERS = When(f"model.train in {ADAPTED}", "model.train=lora (model.lora={{}} takes all of them out)")
 ALL_LINEAR = When("model.lora.targets == 'all-linear'", "model.lora.targets=all-linear")
 
 

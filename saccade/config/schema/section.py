@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 # Commands by what they read: nothing is sampled while a reward model is trained.
 ANSWERING = ("rl", "sft", "dpo", "eval", "generate", "chat", "serve-reward", "check-data")
 WORDS = (tuple[str, ...], tuple[str, ...] | None)  # types of lists of words
+NUMBERS = (int, float, int | None, float | None)
 
 
 class Section(BaseModel):
@@ -25,11 +26,14 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_given(cls, values: Any) -> Any:
-        """Nothing stands for the default, one word or record for a list of one, ~/ for the home folder."""
+        """Nothing stands for the default, one word or record for a list of one, ~/ for the home folder;
+        true is no number.
+        """
         if not isinstance(values, dict):
             return values
         kinds = {name: field.annotation for name, field in cls.model_fields.items()}
         values = {k: v for k, v in values.items() if v is not None or k not in kinds}
+        values |= {k: str(v).lower() for k, v in values.items() if isinstance(v, bool) and kinds.get(k) in NUMBERS}
         words = {k: v for k, v in values.items() if isinstance(v, str) and kinds.get(k) in WORDS}
         values |= {key: (word,) for key, word in words.items()}
         values = {key: _entries(value, kinds.get(key)) for key, value in values.items()}
@@ -55,7 +59,8 @@ def _at_home(value: Any) -> Any:
 
 class When(NamedTuple):
     """A condition under which an option counts: an expression over the sections of a config, what
-    makes it true, and how it is called where the expression would not be understood.
+    makes it true (where {section.option} is a value), and how it is called where the expression
+    would not be understood.
     """
 
     test: str
@@ -117,7 +122,7 @@ def without_effect(part: Section, prefix: str, scope: Mapping[str, Any]) -> Iter
             off = value is False and field.default is False
             if value is not None and not off and not condition.holds(scope):
                 needed = condition.words or condition.test
-                yield f"{name}: has no effect without {needed}; remove it, or use {condition.remedy}"
+                yield f"{name}: has no effect without {needed}; remove it, or use {condition.remedy.format(**scope)}"
                 break
 
 

@@ -37,7 +37,7 @@ class TrainConfig(Section):
         1,
         "GPUs that compute a forest together, for long contexts; a divisor of run.gpus and of the attention heads.",
         ge=1,
-        when=When("run.gpus > 1", "run.gpus=2"),
+        when=When("run.gpus > 1", "run.gpus={train.sequence_parallel}"),
         commands=("rl", "sft", "dpo"),
     )
     prompts_per_step: int = option(128, "Prompts (rl) or rows (sft, dpo, reward-model) of one step.", ge=1)

@@ -184,7 +184,7 @@ def load_family(
     if not config:
         raise EnvironmentProblem(f"{path} is no model folder: it has no config.json")
     name = name or config.get("model_type", "")
-    spec = FAMILIES.get(name) or _generic(name, config, path)
+    spec = FAMILIES.get(name) or generic_spec(name, config, path)
     config = config.get(spec.section, config)
     text_config = config.get("text_config", config)
     eos = described(Path(path), "generation_config.json").get("eos_token_id", [])
@@ -241,7 +241,7 @@ def max_positions(config: Mapping[str, Any]) -> int:
     return min(longest)
 
 
-def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
+def generic_spec(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
     """Any text decoder runs through the generic text family, any that sees through that of a plugin, which proves it;
     one that is neither would lose its media.
     """

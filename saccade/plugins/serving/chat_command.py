@@ -205,19 +205,39 @@ COMMANDS: Mapping[str, Callable[[Talk, str], str]] = {
 
 
 def answer_file(config: Config, path: Path, out: Path | None = None, *, greedy: bool = False) -> None:
-    """Write answers to all conversations of a JSON list; images are data URLs, or paths relative to its folder."""
-    folder = path.absolute().parent
-    conversations = [_conversation(item, f"{path}[{i}]", folder, config) for i, item in enumerate(_read(path))]
+    """Write answers to the conversations of a JSON list; images are data URLs, or paths relative to its folder. A
+    conversation that cannot be answered gets an error in its place; after all others, this raises.
+    """
+    items, rows, asked = _read(path), dict[int, dict[str, Any]](), dict[int, tuple[Message, ...]]()
+    for index, item in enumerate(items):
+        with _reported(rows, index):
+            asked[index] = _conversation(item, f"{path}[{index}]", path.absolute().parent, config)
     if out is not None:
         _require_new(out, "--out")
-    with _opened(config, greedy=greedy) as state:
-        requests = [state.request(f"{path}[{i}]", messages, i) for i, messages in enumerate(conversations)]
-        answered = []
-        for messages, done in zip(conversations, generate(state.engine, requests), strict=True):
-            said = Message(role="assistant", parts=(state.family.decode(done.ids),))
-            row = {"messages": _transcript([*messages, said]), "finish": done.finish, "tokens": len(done.ids)}
-            answered.append(row)
-    _write(answered, out)
+    if asked:
+        with _opened(config, greedy=greedy) as state:
+            requests: dict[int, Request] = {}
+            for index, messages in asked.items():
+                with _reported(rows, index):
+                    requests[index] = state.request(f"{path}[{index}]", messages, index)
+            done = generate(state.engine, list(requests.values())) if requests else []
+            for index, answer in zip(requests, done, strict=True):
+                said = Message(role="assistant", parts=(state.family.decode(answer.ids),))
+                text = _transcript([*asked[index], said])
+                rows[index] = {"messages": text, "finish": answer.finish, "tokens": len(answer.ids)}
+    failed = [rows[index]["error"] for index in sorted(rows) if "error" in rows[index]]
+    if len(failed) < len(items):
+        _write([rows[index] for index in sorted(rows)], out)
+    if failed:
+        raise ConfigError("\n".join([*failed, f"{len(failed)} of {len(items)} conversations were not answered"]))
+
+
+@contextmanager
+def _reported(rows: dict[int, dict[str, Any]], index: int) -> Iterator[None]:
+    try:
+        yield
+    except SaccadeError as error:
+        rows[index] = {"error": str(error)}
 
 
 def _read(path: Path) -> list[Any]:
@@ -268,7 +288,7 @@ def _write(answered: Sequence[Any], out: Path | None) -> None:
     else:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
-        print(f"wrote {len(answered)} answers to {out}")
+        print(f"wrote {sum('error' not in row for row in answered)} answers to {out}")
 
 
 # -- an endpoint -----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any
 from saccade.checks import unread
 from saccade.config import Config, load
 from saccade.data.sources import parse_address
+from saccade.models.families import FAMILIES, generic_spec
 from saccade.models.files import described, names_experts
 from saccade.plugins.families import tiny_kinds
 from saccade.plugins.suites.suites import problems
@@ -221,6 +222,8 @@ def model_type(config: Config) -> str:
     for known in (kind, f"{kind}_thinker"):
         if known in tiny_kinds.ALL:
             return known
+    if config.model.family is None and kind not in FAMILIES:
+        generic_spec(kind, found, path)  # refuses what the run refuses
     if any(name.startswith(("vision", "audio", "vq", "thinker")) for name in found):
         return DEFAULT_FAMILY
     return "qwen3_moe" if names_experts(found) else "llama"  # of the generic text family
