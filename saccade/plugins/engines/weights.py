@@ -3,9 +3,8 @@ a model folder.
 
 For other processes they are written once, as safetensors in pieces of about PIECE bytes, so that
 nothing else of the size of the model is allocated. The copy lies in memory without a file name and
-is freed with the last process that has it open. Engines on the trainer's GPU read it from there,
-too: CUDA handles for the memory of another process are not used, because a process that dies with
-one open would hold the trainer's memory.
+is freed with the last process that has it open. Embedded engines that see the trainer's GPU read its
+own tensors instead.
 
     with shared(backend, turn=version) as (offer, checksums): ...     # here
     load_by_name(model, Mapped(offer["paths"]))                       # there
@@ -18,7 +17,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from saccade.engines import WeightSource
 from saccade.errors import EnvironmentProblem
 from saccade.models.files import INDEX, SINGLE, described, require_intact, require_same
+from saccade.plugins.engines.gpu_handles import describe
 
 PIECE = 256 << 20
 SAMPLED = 16  # every 16th tensor is compared, others at the next turn
@@ -38,20 +38,28 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @contextmanager
-def shared(source: WeightSource, *, turn: int) -> Iterator[tuple[dict[str, Any], Mapping[str, int]]]:
+def shared(
+    source: WeightSource, *, turn: int, direct: bool = False
+) -> Iterator[tuple[dict[str, Any], Mapping[str, int]]]:
     """Yield where a copy is, as long as the block, for processes of this machine, and checksums of some
-    of the trainer's tensors; another `turn` compares others.
+    of the trainer's tensors; another `turn` compares others. `direct`: parameters on a GPU are not copied.
     """
     checksums: dict[str, int] = {}
+    handles: dict[str, str] = {}
 
     def noted() -> Iterator[tuple[str, Tensor]]:
         for index, (name, tensor) in enumerate(source.weights()):
             if index % SAMPLED == turn % SAMPLED:
                 checksums[name] = checksum(tensor)
-            yield name, tensor
+            if direct and tensor.is_cuda and isinstance(tensor, nn.Parameter):  # others are made for this
+                handles[name] = describe(tensor)
+            else:
+                yield name, tensor
 
     with in_memory(noted()) as paths:
-        yield {"paths": paths}, checksums
+        if handles:
+            torch.cuda.synchronize()
+        yield {"paths": paths, "handles": handles}, checksums
 
 
 @contextmanager
@@ -126,11 +134,13 @@ def checksum(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Mapped:
-    """The shared copy as a source of weights. Tensors are read when they are asked for."""
+    """The shared copy as a source of weights, and tensors of the trainer. Files are read when they are asked for."""
 
     paths: Sequence[str]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.tensors.items()
         for path in self.paths:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (it is no mapping)

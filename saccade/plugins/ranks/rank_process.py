@@ -215,14 +215,14 @@ class RankWorker(Worker):
 
     # -- weights and files --
 
-    def share(self, turn: int) -> tuple[Any, ...]:
+    def share(self, turn: int, direct: bool) -> tuple[Any, ...]:
         """Where a copy of the policy's weights is, until `unshare`, and checksums of some; of the first rank."""
         if self.settings.rank:
             if self.sharded:
                 self.policy.help_gather()  # type: ignore[attr-defined]
             return ()
-        offer, checksums = self._shared.enter_context(shared(self.policy, turn=turn))
-        return self._shared.enter_context(served(offer["paths"])), checksums
+        offer, checksums = self._shared.enter_context(shared(self.policy, turn=turn, direct=direct))
+        return offer | self._shared.enter_context(served(offer["paths"])), checksums
 
     def unshare(self) -> None:
         self._shared.close()

@@ -105,9 +105,10 @@ class RankTrainer:
             yield from Mapped(paths).weights()
 
     @contextmanager
-    def shared(self, *, turn: int) -> Iterator[tuple[dict[str, Any], Mapping[str, int]]]:
+    def shared(self, *, turn: int, direct: bool = False) -> Iterator[tuple[dict[str, Any], Mapping[str, int]]]:
         """As `weights.shared`: a copy in the memory of the first rank, which other machines read from there."""
-        offer, checksums = self.engine.ask_all("share", [{"turn": turn}] * self.engine.size)[0].row["result"]
+        how = {"turn": turn, "direct": direct}
+        offer, checksums = self.engine.ask_all("share", [how] * self.engine.size)[0].row["result"]
         try:
             yield offer | {"address": self.engine.first_address()}, checksums
         finally:

@@ -205,14 +205,26 @@ def test_a_process_that_cannot_start_says_why(settings, tmp_path):
         Replicas([partial(launch, environment={"PYTHONHOME": "/nowhere"})])
 
 
+def test_tensors_of_a_gpu_that_is_not_seen_come_as_files(pool):
+    engine, unseen = (
+        first_of(pool),
+        json.dumps(["GPU-of-another-machine", [2], [1], 0, "torch.float32", [8, 0], 0, False, []]),
+    )
+    assert engine.direct
+    engine.load({"paths": [], "handles": {"w": unseen}}, {}, 1)
+    assert not engine.direct
+    engine.direct = True
+
+
 def test_replicas_get_gpus_of_their_own_and_the_trainers_last(monkeypatch):
-    def seen(*args):
-        return [row["CUDA_VISIBLE_DEVICES"] for row, _ in placements(*args)]
+    def seen(*args, **options):
+        return [row["CUDA_VISIBLE_DEVICES"] for row, _ in placements(*args, **options)]
 
     assert seen(2, 1, ["0"]) == ["0", "0"]
     assert seen(2, 1, ["0", "1", "2"]) == ["1", "2"]
     assert seen(3, 1, ["4", "5", "6"]) == ["5", "6", "4"]
     assert seen(2, 2, list("01234")) == ["1,2", "3,4"]
+    assert seen(3, 1, list("012"), also=["0"]) == ["1,0", "2,0", "0"]
     with pytest.raises(ConfigError, match=r"tensor_parallel: 3 GPUs .* 2 can be seen; .*=2"):
         placements(1, 3, ["0", "1"])
     assert [beside for _, beside in placements(3, 1, list("012"))] == [False, False, True]

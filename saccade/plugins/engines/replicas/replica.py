@@ -65,6 +65,7 @@ class Replica:
         """`place` starts the process elsewhere, and returns the link to it."""
         self.settings, self.log, self.events = settings, log, events
         self.environment, self.beside_trainer, self.place = environment, beside_trainer, place
+        self.direct = getattr(settings, "engine", None) == "embedded"  # reads tensors of the trainer, on a GPU
         self.child: Any = None  # a Child, or the link to a process that was started elsewhere
         self.unsent: list[tuple[str, Any]] = []  # submit, abort or release with its argument, in order
         self._files: dict[str, int] = {}  # hash → bytes of what the process has, oldest first
@@ -150,6 +151,10 @@ class Replica:
             return self.begin(call, arguments).result(timeout=limit).row["result"]
         except LateAnswer:
             raise Died(f"{call}: timed out after {limit:g} s") from None
+
+    def load(self, offer: Mapping[str, Any], checksums: Mapping[str, int], version: int) -> None:
+        """Weights; tensors of the trainer that cannot be opened there are not offered again."""
+        self.direct = self.ask("load", offer, checksums, version) and self.direct
 
     def begin(self, call: str, arguments: Any, arrays: Arrays | None = None) -> Future[Block]:
         """The answer that will come, with arrays in both directions, as ranks need them."""

@@ -129,14 +129,20 @@ class Replicas(Engine):
     # -- weights --
 
     def _share(self, engines: Sequence[Replica]) -> Mapping[str, int]:
-        """One copy of the weights for all of them; those that were ready work from then on."""
+        """One copy of the weights for all of them, or the trainer's tensors for those that can open them; those that
+        were ready work from then on.
+        """
         from saccade.plugins.engines.weights import shared
 
         checksums: Mapping[str, int] = {}
         if self._source is not None:
             share = getattr(self._source, "shared", partial(shared, self._source))  # by the ranks themselves
-            with share(turn=self.version) as (offer, checksums):
-                self._all(engines, lambda engine: engine.ask("load", offer, checksums, self.version))
+            for direct in (True, False):
+                those = [engine for engine in engines if engine.direct == direct and engine in self._places]
+                if those or not (direct or checksums):  # which are those of this version, whoever lives
+                    with share(turn=self.version, direct=direct) as (offer, checksums):
+                        ask = partial(Replica.load, offer=offer, checksums=checksums, version=self.version)
+                        self._all(those, ask)
         self._working += self._ready
         self._ready.clear()
         return checksums
@@ -262,18 +268,19 @@ def start_replicas(settings: Settings, count: int, *, logs: Path | None, team: A
     if team is not None and team.place is not None:
         places = [{"place": partial(team.place, index), "beside_trainer": False} for index in range(count)]
     else:
-        found = placements(count, settings.tensor_parallel, visible, team.size if team else 1)
+        also = visible[:1] if settings.engine == "embedded" else []  # whose weights they read where they are
+        found = placements(count, settings.tensor_parallel, visible, team.size if team else 1, also=also)
         places = [{"environment": environment, "beside_trainer": beside} for environment, beside in found]
     launchers = [partial(Replica, settings, log=folder / f"engine-{n}.log", **place) for n, place in enumerate(places)]
     return Replicas(launchers, own_memory=not visible or not any(place["beside_trainer"] for place in places))
 
 
 def placements(
-    replicas: int, each: int, visible: Sequence[str], training: int = 1
+    replicas: int, each: int, visible: Sequence[str], training: int = 1, *, also: Sequence[str] = ()
 ) -> list[tuple[dict[str, str], bool]]:
     """What every replica sees of the machine, and whether it shares memory with the trainer: `each`
     separate GPUs where there are enough. Those that are training, the first ones, are the last to be
-    given away. Without GPUs they share the cores.
+    given away. Without GPUs they share the cores. Behind its GPUs each sees those that all see `also`.
     """
     if not visible:
         threads = max(1, (os.cpu_count() or 1) // replicas)
@@ -284,7 +291,9 @@ def placements(
     busy = visible[:training]
     endless = itertools.cycle([*visible[training:], *busy])
     given = [list(itertools.islice(endless, each)) for _ in range(replicas)]
-    return [({"CUDA_VISIBLE_DEVICES": ",".join(gpus)}, not set(busy).isdisjoint(gpus)) for gpus in given]
+    seen = [",".join(dict.fromkeys([*gpus, *also])) for gpus in given]
+    beside = [not set(busy).isdisjoint(gpus) for gpus in given]
+    return [({"CUDA_VISIBLE_DEVICES": names}, shared) for names, shared in zip(seen, beside, strict=True)]
 
 
 def visible_gpus(trainer: str) -> list[str]:

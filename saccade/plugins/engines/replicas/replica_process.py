@@ -100,20 +100,26 @@ class Worker:
         call = block.row["call"]
         return getattr(self if call in ("load", "shutdown") else self.engine, call)(*block.row["arguments"])
 
-    def load(self, offer: Mapping[str, Any], checksums: Mapping[str, int], version: int) -> None:
+    def load(self, offer: Mapping[str, Any], checksums: Mapping[str, int], version: int) -> bool:
+        """False: tensors of the trainer cannot be opened here."""
+        from saccade.plugins.engines.gpu_handles import opened_tensor
         from saccade.plugins.engines.weight_transfer import opened
         from saccade.plugins.engines.weights import Mapped, load_by_name, require_checksums
 
-        engine = self.engine
+        engine, handles = self.engine, offer["handles"]
+        tensors = {name: tensor for name, handle in handles.items() if (tensor := opened_tensor(handle)) is not None}
+        if len(tensors) < len(handles):
+            return False
         self._unusable = "the last update of weights failed: there are none to use"
         with opened(offer, self.controller) as paths:
-            source = Mapped(paths)
+            source = Mapped(paths, tensors)
             require_checksums(source.weights(), checksums)
             if engine.capabilities().shares_weights:  # with a model that nobody else writes to
                 load_by_name(engine.model, source)  # type: ignore[attr-defined]
                 require_checksums(engine.model.named_parameters(), checksums)  # type: ignore[attr-defined]
             engine.update_weights(source, version)
         self._unusable = ""
+        return True
 
     def shutdown(self) -> None:
         self._ended = True
