@@ -73,9 +73,9 @@ def to_json(sample: RewardSample, *, brief: bool = False) -> str:
     return json.dumps({name: value for name, value in vars(sample).items() if name not in left_out}, default=plain)
 
 
-def reward_sample(sample: Sample, response: str, **known: Any) -> RewardSample:
-    """A response to a row of data; `known` adds what the rollout knows (length, truncated, …)."""
-    messages = [{"role": m.role, "content": _content(m)} for m in sample.messages]
+def reward_sample(sample: Sample, response: str, **fields: Any) -> RewardSample:
+    """A response to a row of data, with further `fields` of its rollout (length, truncated, …)."""
+    messages = [{"role": m.role, "content": shown_text(m)} for m in sample.messages]
     row = {name: getattr(sample, name) for name in ("id", "data_source", "media", "answer", "choices", "extra")} | {
         "response": response,
         "prompt": "\n".join(message["content"] for message in messages),
@@ -84,7 +84,7 @@ def reward_sample(sample: Sample, response: str, **known: Any) -> RewardSample:
         "images": image_records(sample.media),
         "asked": sample.messages,
     }
-    return RewardSample(**(row | known))
+    return RewardSample(**(row | fields))
 
 
 def image_records(media: Sequence[Media]) -> list[dict[str, Any]]:
@@ -99,5 +99,6 @@ def image_records(media: Sequence[Media]) -> list[dict[str, Any]]:
     ]
 
 
-def _content(message: Message) -> str:
+def shown_text(message: Message) -> str:
+    """The text of a message, with marks where its media are."""
     return "".join(part if isinstance(part, str) else f"<{part.kind}>" for part in message.parts)

@@ -16,9 +16,9 @@ from saccade.config import RewardConfig
 from saccade.engines import Engine
 from saccade.models.families import Family
 from saccade.rewards.combine import DROPPED, Scored, drops_group
-from saccade.rewards.reward_sample import RewardSample, reward_sample
+from saccade.rewards.reward_sample import RewardSample, reward_sample, shown_text
 from saccade.rewards.scorer import Scorer
-from saccade.types import ALWAYS_EXCLUDED, Group, Message, Sample, Trajectory
+from saccade.types import ALWAYS_EXCLUDED, Group, Sample, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def seen_by_reward(question: RewardSample, trajectory: Trajectory, family: Famil
         response=turns[0] if len(turns) == 1 else family.decode(trajectory.response_ids),
         turns=turns,
         replied=added,
-        observations=tuple(_shown(m) for m in added if m.role != "assistant"),
+        observations=tuple(shown_text(m) for m in added if m.role != "assistant"),
         roles=tuple(m.role for m in added),
         token_ids=trajectory.response_ids.tolist(),
         length=trajectory.response_length,
@@ -184,7 +184,3 @@ def seen_by_reward(question: RewardSample, trajectory: Trajectory, family: Famil
         tool_calls=tuple(trajectory.info.get("tool_calls") or ()),
         think_prefilled=family.chat.think_prefilled,
     )
-
-
-def _shown(message: Message) -> str:
-    return "".join(part if isinstance(part, str) else f"<{part.kind}>" for part in message.parts)

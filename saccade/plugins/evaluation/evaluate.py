@@ -19,8 +19,9 @@ from saccade.config import Config, load, on_one_gpu
 from saccade.errors import ConfigError
 from saccade.plugins.check_data.row_warnings import unused_rewards, warn_of_rewards
 from saccade.plugins.evaluation.answering import answering_family, evaluator_of
-from saccade.plugins.evaluation.results import kept_if_filled, places, read_lines, verdict, write_files, write_results
+from saccade.plugins.evaluation.results import VERDICT, places, read_lines, remove_if_empty, write_files, write_results
 from saccade.plugins.reports.report import table_lines, write_eval_report
+from saccade.plugins.reports.rollout_record import rollout_row
 from saccade.plugins.reports.trajectories import TrajectoryWriter
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.reward_card import read_card
@@ -55,7 +56,7 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
     config = on_one_gpu(config).model_copy(update={"reward": with_rewards(config.reward, config.eval)})
     model_setup.quiet_libraries()
     folder, answers = places(config, out)
-    with kept_if_filled(folder):
+    with remove_if_empty(folder):
         if rescore is not None:
             return _rescore(config, folder, Path(rescore))
         if config.model.path and read_card(config.model.path):
@@ -142,9 +143,10 @@ def _rescored(name: str, rows: Sequence[dict[str, Any]], scorer: Scorer) -> Resu
     for (source, id), members in answers.items():
         episodes = [with_score(_episode(row, n), pending) for n, (row, pending) in enumerate(members)]
         sample = Sample(id=id, messages=(), data_source=source, extra=members[0][0]["extra"])
-        groups.append(dropped_together(Group(sample=sample, trajectories=tuple(episodes))))
-        for (row, _), episode in zip(members, groups[-1].trajectories, strict=True):
-            row |= verdict(episode)
+        group = dropped_together(Group(sample=sample, trajectories=tuple(episodes)))
+        for (row, _), episode in zip(members, group.trajectories, strict=True):
+            row |= rollout_row(VERDICT, group, episode)
+        groups.append(group)
     metrics = verdict_metrics(groups, score_terms(scorer, items_of(groups))) | scorer.metrics()
     return Result(name=name, groups=tuple(groups), metrics=metrics)
 

@@ -1,7 +1,7 @@
 """What an evaluation found, and the folder that it is written to.
 
 folder, answers = places(config, None)
-with kept_if_filled(folder):
+with remove_if_empty(folder):
     write_results(folder, results, family)
 """
 
@@ -15,15 +15,20 @@ from typing import Any
 from saccade.config import Config
 from saccade.errors import ConfigError
 from saccade.models.families import Family
+from saccade.plugins.reports.rollout_record import rollout_row, same
 from saccade.recipes.evaluator import Result
-from saccade.rewards.reward_sample import image_records
 from saccade.run.folder import METRICS, RESULTS
-from saccade.system.codec import encode
 from saccade.system.disk import require_writable
-from saccade.types import Group, Trajectory
 
 ANSWERS = "answers"
-JUDGED = ("extracted", "reward", "end_reason", "status", "reason")  # of a trajectory
+# What a row says of the reward, which a reward that is given again changes.
+VERDICT = {**same("extracted", "reward", "end_reason", "status", "reason", "parts"), "score": "outcome"}
+SAMPLES = {
+    **VERDICT,
+    **same("id", "data_source", "prompt", "response", "think_prefilled", "gold", "choices", "repeat", "turns"),
+    "tokens": "response_tokens",
+    **same("said", "tool_calls", "media", "extra"),
+}
 
 
 def places(config: Config, out: Path | None) -> tuple[Path, Path]:
@@ -49,8 +54,8 @@ def places(config: Config, out: Path | None) -> tuple[Path, Path]:
 
 
 @contextmanager
-def kept_if_filled(folder: Path) -> Iterator[None]:
-    """What is refused leaves no empty folder behind."""
+def remove_if_empty(folder: Path) -> Iterator[None]:
+    """The folder for what follows; a command that is refused leaves no empty one behind."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
@@ -61,7 +66,12 @@ def kept_if_filled(folder: Path) -> Iterator[None]:
 
 def write_results(folder: Path, results: Sequence[Result], family: Family) -> dict[str, Any]:
     summary = {result.name: {**result.metrics, **result.tables} for result in results}
-    rows = [_row(result.name, g, t, family) for result in results for g in result.groups for t in g.trajectories]
+    rows = [
+        {"set": result.name, **rollout_row(SAMPLES, group, trajectory, family)}
+        for result in results
+        for group in result.groups
+        for trajectory in group.trajectories
+    ]
     write_files(folder, summary, rows)
     return summary
 
@@ -85,32 +95,3 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             raise ConfigError(f"{path} line {number} is no JSON: {error}") from None
     return rows
-
-
-def verdict(trajectory: Trajectory) -> dict[str, Any]:
-    """What a row says of the reward, and a reward that is given again changes."""
-    copied = {name: getattr(trajectory, name) for name in JUDGED}
-    return copied | {"score": trajectory.outcome, "parts": dict(trajectory.parts)}
-
-
-def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dict[str, Any]:
-    sample, added = group.sample, trajectory.messages[trajectory.context :]
-    return verdict(trajectory) | {
-        "set": name,
-        "id": sample.id,
-        "data_source": sample.data_source,
-        "prompt": "\n".join(message.text for message in sample.messages),
-        "response": family.decode(trajectory.response_ids),
-        "think_prefilled": family.chat.think_prefilled,
-        "gold": sample.answer,
-        "choices": list(sample.choices),
-        "repeat": trajectory.repeat,
-        "turns": trajectory.turns,
-        "tokens": trajectory.response_length,
-        "said": [m.text for m in added if m.role == "assistant"],
-        "tool_calls": trajectory.info.get("tool_calls") or [],
-        "media": [
-            facts | encode(media) for media, facts in zip(sample.media, image_records(sample.media), strict=True)
-        ],
-        "extra": dict(sample.extra),
-    }

@@ -29,6 +29,7 @@ from saccade.plugins.check_data.canonical_rows import dialogue_row
 from saccade.plugins.evaluation.answering import answering_family, evaluator_of
 from saccade.plugins.evaluation.results import read_lines, to_lines
 from saccade.plugins.generate.selection import SELECT, write_selected
+from saccade.plugins.reports.rollout_record import rollout_row, same
 from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.accuracy import measured, measures, score_terms
 from saccade.rewards.scorer import Scorer
@@ -47,6 +48,11 @@ PACE = re.compile(
     r"|reward\.(serve\..*|((judge|remote)\.)?(concurrency|retries|timeout|deadline|max_error_rate|self_test|workers"
     r"|batch|key|token|per_minute|cache|price|offload))"
 )
+ANSWERED = {**same("id", "data_source", "prompt"), "answer": "gold"}  # of a row, and of each of its responses
+RESPONSES = {
+    **{"text": "response", "tokens": "response_tokens", "score": "outcome"},
+    **same("end_reason", "reward", "extracted"),
+}
 
 NONE_SELECTED = (
     "no prompt has responses that are complete, reach generate.threshold and, as best and worst, differ in reward"
@@ -86,7 +92,13 @@ def run(config: Any) -> dict[str, Any]:
                 groups = evaluator.answer(samples, config.generate.n, sampling, "generate")
             if config.generate.select == "correct":
                 _teach(taught, groups, done)
-            rows = [_row(group, family) | {"row": contents[group.sample.id]} | made_by for group in groups]
+            rows = [
+                rollout_row(ANSWERED, group)
+                | {"responses": [rollout_row(RESPONSES, group, each, family) for each in group.trajectories]}
+                | {"row": contents[group.sample.id]}
+                | made_by
+                for group in groups
+            ]
             file.write(to_lines(rows))
             file.flush()
             done |= {group.sample.id for group in groups}
@@ -128,21 +140,6 @@ def _teach(path: Path, groups: Sequence[Group], done: Set[str]) -> None:
             taught = replace(sample, id=f"{sample.id}/{t.repeat}", messages=t.messages, extra=extra)
             rows.append(dialogue_row(taught, path.parent))
     write_whole(path, to_lines(rows))
-
-
-def _row(group: Group, family: Any) -> dict[str, Any]:
-    sample = group.sample
-    return {
-        "id": sample.id,
-        "data_source": sample.data_source,
-        "prompt": "\n".join(message.text for message in sample.messages),
-        "answer": sample.answer,
-        "responses": [
-            {"text": family.decode(t.response_ids), "tokens": t.response_length, "score": t.outcome}
-            | {name: getattr(t, name) for name in ("end_reason", "reward", "extracted")}
-            for t in group.trajectories
-        ],
-    }
 
 
 def _made_of(config: Config, folder: str) -> dict[str, Any]:
@@ -187,7 +184,7 @@ def _done(
     rows = read_lines(path)
     if any(row.get(name) != value for row in rows for name, value in made_by.items()):
         before = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else made_of
-        changes = "; ".join(_told(*change) for change in differences(before, made_of).items())
+        changes = "; ".join(_described(*change) for change in differences(before, made_of).items())
         holds = f"{path} holds responses of {rows[0].get('model')} with other settings, rewards or weights"
         raise ConfigError(f"{holds} ({changes or 'not recorded'}); give another run.name or generate.output")
     if not rows:
@@ -199,6 +196,6 @@ def _done(
     return {row["id"] for row in kept}, again
 
 
-def _told(name: str, values: tuple[Any, Any]) -> str:
+def _described(name: str, values: tuple[Any, Any]) -> str:
     file = name.removeprefix(f"{FILES}.")
     return f"{name}: {values[0]!r} there, {values[1]!r} now" if file == name else f"{file} changed"

@@ -7,14 +7,11 @@ records, not the run.
     writer.write(10, groups, family, version=10)
 """
 
-import hashlib
 import json
 import logging
 import math
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +21,20 @@ from PIL import Image
 from saccade.media.images import resized_size
 from saccade.media.pixel_cache import DECODED
 from saccade.models.families import Family
+from saccade.plugins.reports.rollout_record import picture_name, rollout_row, safe_name, same
 from saccade.run.folder import TRAJECTORIES, write_whole
-from saccade.types import ALWAYS_EXCLUDED, Group, Media, MediaSpan, Message, Source, Trajectory
+from saccade.types import Group, Media, MediaSpan, Trajectory
 
 log = logging.getLogger(__name__)
 
-# Of a trajectory, under the same names in its record.
-COPIED = ("extracted", "reward", "outcome", "parts", "turn_rewards", "end_reason", "status", "reason", "turns", "info")
+STORED = {
+    **same(
+        "extracted", "reward", "outcome", "parts", "turn_rewards", "end_reason", "status", "reason", "turns", "info"
+    ),
+    **same("id", "data_source", "group", "messages", "prompt_ids_hash", "segments", "gold"),
+    **same("advantage", "overturn", "void", "masked", "tokens"),
+    "sample": "repeat",
+}
 IMAGES = "images"
 LARGEST_SIDE = 512
 LARGEST_SEEN = 1024  # as the model saw it
@@ -59,21 +63,21 @@ class TrajectoryWriter:
         """Queue the groups of a step; `kind` is train or val/SET. The same step and kind replaces
         its file. `scores`: sources whose outcome is a score, neither right nor wrong.
         """
-        known = {"run": self._run, "step": step, "version": version, "kind": kind}
-        self._thread.submit(self._write, known, tuple(groups), family, frozenset(scores))
+        about = {"run": self._run, "step": step, "version": version, "kind": kind}
+        self._thread.submit(self._write, about, tuple(groups), family, frozenset(scores))
 
-    def _write(self, known: dict[str, Any], groups: Sequence[Group], family: Family, scores: Collection[str]) -> None:
+    def _write(self, about: dict[str, Any], groups: Sequence[Group], family: Family, scores: Collection[str]) -> None:
         try:
             lines = []
             for group, trajectory in ((g, t) for g in groups for t in g.trajectories):
-                record = known | record_of(group, trajectory, family.decode)
+                record = about | rollout_row(STORED, group, trajectory, family)
                 record["outcome_is_score"] = record["data_source"] in scores
                 record["images"] = [
                     self._picture(span, family.size_unit, trajectory.turns > 1) | view
                     for span, view in zip(trajectory.media, _views(trajectory), strict=True)
                 ]
                 lines.append(json.dumps(_plain(record), ensure_ascii=False) + "\n")
-            write_whole(_file_of(self._root, known["kind"], known["step"]), "".join(lines))
+            write_whole(_file_of(self._root, about["kind"], about["step"]), "".join(lines))
         except Exception as error:
             self._report(f"rollouts could not be stored: {type(error).__name__}: {error}")
 
@@ -96,7 +100,7 @@ class TrajectoryWriter:
             log.warning(text)
 
     def _picture(self, span: MediaSpan, unit: int | None, several: bool) -> dict[str, Any]:
-        """What is known of an image. `unit`: the side of what the model sees as one token, which says
+        """The record of an image. `unit`: the side of what the model sees as one token, which says
         at which size it saw images; those of `several` turns are stored like that, too.
         """
         media = span.media
@@ -161,73 +165,6 @@ def _step_of(file: Path) -> int:
     return int(file.stem.removeprefix("step-"))
 
 
-# -- records ---------------------------------------------------------------------------------------
-
-
-def record_of(group: Group, trajectory: Trajectory, decode_text: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """All of a trajectory that is known without its images."""
-    sample, status = group.sample, trajectory.status
-    prompt = trajectory.ids[: trajectory.prompt_length]
-    return {name: getattr(trajectory, name) for name in COPIED} | {
-        "id": sample.id,
-        "data_source": sample.data_source,
-        "group": group.uid or sample.id,
-        "sample": trajectory.repeat,
-        "messages": [_message(message) for message in trajectory.messages or sample.messages],
-        "prompt_ids_hash": hashlib.sha256(prompt.astype("<i8").tobytes()).hexdigest()[:16],
-        "segments": list(_segments(trajectory, decode_text)),
-        "gold": sample.answer,
-        "advantage": _advantage(trajectory),
-        "overturn": status == "overturn",
-        "void": status == "void",
-        "masked": status in ALWAYS_EXCLUDED or not trajectory.trained,
-        "tokens": {
-            "prompt": trajectory.prompt_length,
-            "response": trajectory.response_length,
-            "vision": sum(span.length for span in trajectory.media),
-            "total": len(trajectory.ids),
-        },
-    }
-
-
-def _segments(trajectory: Trajectory, decode_text: Callable[[Sequence[int]], str]) -> Iterator[dict[str, Any]]:
-    """Runs of one source, cut around images; the placeholders of an image are one entry."""
-    spans = {span.start: span for span in trajectory.media}
-    inside = np.zeros(len(trajectory.ids), bool)
-    for span in trajectory.media:
-        inside[span.start : span.end] = True
-    changes = np.flatnonzero((np.diff(trajectory.sources) != 0) | np.diff(inside)) + 1
-    # Two images can touch: each start is a cut of its own.
-    cuts = sorted({0, *changes.tolist(), *spans, len(trajectory.ids)})
-    for start, end in pairwise(cuts):
-        ids = trajectory.ids[start:end].tolist()
-        source = Source(int(trajectory.sources[start])).name.lower()
-        if start in spans:
-            name = picture_name(spans[start].media)
-            yield {"source": source, "image": name, "id": ids[0], "tokens": end - start}
-            continue
-        segment = {"source": source, "text": decode_text(ids), "ids": ids}
-        if source == "policy":
-            segment["logp"] = trajectory.logprobs[start:end]
-        yield segment
-
-
-def _message(message: Message) -> dict[str, Any]:
-    content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind, part.kind: picture_name(part)}
-        for part in message.parts
-    ]
-    return {"role": message.role, "content": content}
-
-
-def _advantage(trajectory: Trajectory) -> Any:
-    """One number when it is the same on every token, as outcome estimators give it."""
-    values = trajectory.advantages
-    if values is None or len(values) == 0:
-        return None
-    return values[0] if (values == values[0]).all() else values
-
-
 def _plain(value: Any) -> Any:
     """As JSON can hold it, also what a reward or an environment noted."""
     if value is None or isinstance(value, int | str):  # first: most of it are ids of tokens
@@ -242,17 +179,6 @@ def _plain(value: Any) -> Any:
 
 
 # -- images ---------------------------------------------------------------------------------------
-
-
-def picture_name(media: Media) -> str:
-    """Equal names mean equal pixels; a crop may carry the hash of the image it was cut from."""
-    box = "" if media.box is None else "-" + "-".join(str(edge) for edge in media.box)
-    return safe_name(media.hash) + box
-
-
-def safe_name(name: str) -> str:
-    """A name of data as a file name that cannot leave its folder."""
-    return re.sub(r"[^\w.=+-]|^\.+", "_", name) or "_"
 
 
 def _views(trajectory: Trajectory) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from saccade.errors import ConfigError, DataError, SaccadeError, TrainingError
 from saccade.media.kinds import KINDS, open_any
 from saccade.models.families import Family
 from saccade.plugins.evaluation.answering import answering_engine, answering_family, model_name, room
+from saccade.plugins.reports.rollout_record import message_record
 from saccade.plugins.serving.text_stream import TextStream
 from saccade.recipes import model_setup, parts
 from saccade.rollout.episode import noise_key
@@ -267,12 +268,8 @@ def _conversation(item: Any, where: str, folder: Path, config: Config) -> tuple[
 
 
 def _transcript(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    def part(item: str | Media) -> dict[str, str]:
-        if isinstance(item, str):
-            return {"type": "text", "text": item}
-        return {"type": item.kind, item.kind: item.path or f"sha256:{item.hash}"}
-
-    return [{"role": m.role, "content": [part(p) for p in m.parts] if m.media else m.text} for m in messages]
+    name = lambda media: media.path or f"sha256:{media.hash}"  # noqa: E731
+    return [message_record(m, name) if m.media else {"role": m.role, "content": m.text} for m in messages]
 
 
 def _require_new(path: Path, option: str) -> None:

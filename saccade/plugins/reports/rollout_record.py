@@ -1,0 +1,145 @@
+"""A rollout as JSON with named fields: the one form of which each file that users read shows columns.
+
+What programs read back bit by bit (checkpoints, messages between processes) goes through `system.codec`,
+and a reward is given a `RewardSample`. A file lists its columns: under which name it shows which field.
+
+    >>> rollout_row({"answer": "gold", **same("reward", "response")}, group, trajectory, family)
+    {'answer': '7', 'reward': 1.0, 'response': 'It is 7.'}
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from saccade.models.families import Family
+from saccade.rewards.reward_sample import image_records
+from saccade.system.codec import encode
+from saccade.types import ALWAYS_EXCLUDED, Group, Media, Message, Source, Trajectory
+
+
+class _Rollout(NamedTuple):
+    group: Group
+    trajectory: Any  # a Trajectory
+    family: Any  # a Family
+
+
+def rollout_row(
+    columns: Mapping[str, str], group: Group, trajectory: Trajectory | None = None, family: Family | None = None
+) -> dict[str, Any]:
+    """The fields of a rollout under the names that `columns` gives them. Those of its sample need no
+    trajectory, and those that hold no text of a model no family.
+    """
+    rollout = _Rollout(group, trajectory, family)
+    return {column: FIELDS[name](rollout) for column, name in columns.items()}
+
+
+def same(*names: str) -> dict[str, str]:
+    """Columns that are called as their fields are."""
+    return {name: name for name in names}
+
+
+def message_record(message: Message, name: Callable[[Media], str]) -> dict[str, Any]:
+    """A message with its parts in order; a medium is shown as its `name`."""
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind, part.kind: name(part)}
+        for part in message.parts
+    ]
+    return {"role": message.role, "content": content}
+
+
+def picture_name(media: Media) -> str:
+    """Equal names mean equal pixels; a crop may carry the hash of the image it was cut from."""
+    box = "" if media.box is None else "-" + "-".join(str(edge) for edge in media.box)
+    return safe_name(media.hash) + box
+
+
+def safe_name(name: str) -> str:
+    """A name of data as a file name that cannot leave its folder."""
+    return re.sub(r"[^\w.=+-]|^\.+", "_", name) or "_"
+
+
+# -- fields ----------------------------------------------------------------------------------------
+
+
+def _media(rollout: _Rollout) -> list[dict[str, Any]]:
+    media = rollout.group.sample.media
+    return [facts | encode(each) for each, facts in zip(media, image_records(media), strict=True)]
+
+
+def _segments(rollout: _Rollout) -> Iterator[dict[str, Any]]:
+    """Runs of one source, cut around images; the placeholders of an image are one entry."""
+    trajectory = rollout.trajectory
+    spans = {span.start: span for span in trajectory.media}
+    inside = np.zeros(len(trajectory.ids), bool)
+    for span in trajectory.media:
+        inside[span.start : span.end] = True
+    changes = np.flatnonzero((np.diff(trajectory.sources) != 0) | np.diff(inside)) + 1
+    # Two images can touch: each start is a cut of its own.
+    cuts = sorted({0, *changes.tolist(), *spans, len(trajectory.ids)})
+    for start, end in pairwise(cuts):
+        ids = trajectory.ids[start:end].tolist()
+        source = Source(int(trajectory.sources[start])).name.lower()
+        if start in spans:
+            name = picture_name(spans[start].media)
+            yield {"source": source, "image": name, "id": ids[0], "tokens": end - start}
+            continue
+        segment = {"source": source, "text": rollout.family.decode(ids), "ids": ids}
+        if source == "policy":
+            segment["logp"] = trajectory.logprobs[start:end]
+        yield segment
+
+
+def _advantage(rollout: _Rollout) -> Any:
+    """One number when it is the same on every token, as outcome estimators give it."""
+    values = rollout.trajectory.advantages
+    if values is None or len(values) == 0:
+        return None
+    return values[0] if (values == values[0]).all() else values
+
+
+def _tokens(rollout: _Rollout) -> dict[str, int]:
+    trajectory = rollout.trajectory
+    return {
+        "prompt": trajectory.prompt_length,
+        "response": trajectory.response_length,
+        "vision": sum(span.length for span in trajectory.media),
+        "total": len(trajectory.ids),
+    }
+
+
+FIELDS: Mapping[str, Callable[[_Rollout], Any]] = {
+    **{name: attrgetter(f"group.sample.{name}") for name in ("id", "data_source")},
+    "gold": attrgetter("group.sample.answer"),
+    "choices": lambda r: list(r.group.sample.choices),
+    "extra": lambda r: dict(r.group.sample.extra),
+    "prompt": lambda r: "\n".join(message.text for message in r.group.sample.messages),
+    "media": _media,
+    "group": lambda r: r.group.uid or r.group.sample.id,
+    # the episode
+    **{name: attrgetter(f"trajectory.{name}") for name in ("repeat", "turns", "end_reason", "status", "info")},
+    "response": lambda r: r.family.decode(r.trajectory.response_ids),
+    "response_tokens": attrgetter("trajectory.response_length"),
+    "tokens": _tokens,
+    "think_prefilled": attrgetter("family.chat.think_prefilled"),
+    "said": lambda r: [m.text for m in r.trajectory.messages[r.trajectory.context :] if m.role == "assistant"],
+    "tool_calls": lambda r: r.trajectory.info.get("tool_calls") or [],
+    "messages": lambda r: [
+        message_record(message, picture_name) for message in r.trajectory.messages or r.group.sample.messages
+    ],
+    "segments": lambda r: list(_segments(r)),
+    "prompt_ids_hash": lambda r: hashlib.sha256(
+        r.trajectory.ids[: r.trajectory.prompt_length].astype("<i8").tobytes()
+    ).hexdigest()[:16],
+    # its score
+    **{name: attrgetter(f"trajectory.{name}") for name in ("extracted", "reward", "outcome", "turn_rewards", "reason")},
+    "parts": lambda r: dict(r.trajectory.parts),
+    "advantage": _advantage,
+    "overturn": lambda r: r.trajectory.status == "overturn",
+    "void": lambda r: r.trajectory.status == "void",
+    "masked": lambda r: r.trajectory.status in ALWAYS_EXCLUDED or not r.trajectory.trained,
+}
