@@ -21,7 +21,7 @@ from saccade.models.families import FAMILIES, load_family  # noqa: E402
 from saccade.models.load import load_model  # noqa: E402
 from saccade.plugins.families import generic, proof, tiny_kinds  # noqa: E402
 from saccade.recipes.model_setup import quiet_libraries  # noqa: E402
-from tests.models import test_generic  # noqa: E402
+from tests.models import against, test_generic  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 MEDIA = {"image": "images", "video": "videos", "audio": "sounds"}
@@ -99,9 +99,9 @@ def row_of(kind, folder):
         if row.kind and (not beside or sense in senses) and (row.agrees or beside):
             senses[sense] = "yes" if row.agrees else "alone"
         found[row.what] = row.gap
-    worst = test_generic.gradient_gap(family, model)
+    worst = against.gradient_gap(family, model)
     stock = type(model).from_pretrained(folder, dtype=torch.float32).eval()
-    right, asked = test_generic.greedy_prompts(family, model, stock)
+    right, asked = against.greedy_prompts(family, model, stock)
     figures = f"{found['logits of answers']:.1e}", f"{worst:.1e}", f"{right} of {asked}"
     if right < asked or worst >= 1e-3:
         return "fails", ", ".join(figures)

@@ -8,6 +8,8 @@ import torch
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.forest.packing import pack
+from saccade.plugins.families import proof
+from saccade.plugins.families.door import cast
 from saccade.plugins.media import sounds
 from saccade.plugins.preferences.pairs import compared
 from saccade.recipes.to_trajectory import dialogue
@@ -97,3 +99,76 @@ def assert_forests_are_plain_rows(model, family, sample):
     ((together, _),) = backend.logprobs([forest], OWN)
     apart = [backend.logprobs([row], OWN)[0][0] for row in rows_of(sample, family)]
     assert np.abs(together - np.concatenate(apart)).max() < 1e-5
+
+
+# -- against the model's own code ------------------------------------------------------------------
+
+
+def gradient_gap(family, model, rows=(), packed_by=None):
+    """Of all weights, from a forest and from separate rows through transformers: the worst, of the largest entry."""
+    rows = rows or proof.probes(family)
+    model.eval().requires_grad_(True)
+
+    def gradients(logits):
+        total = torch.zeros(())
+        for row, found in zip(rows, logits, strict=True):
+            answer = torch.from_numpy(row.ids[len(row.prompt.ids) :])
+            total = total + found[:-1].log_softmax(-1).gather(1, answer[:, None]).sum()
+        total.backward()
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+        model.zero_grad(set_to_none=True)
+        return found
+
+    wanted = gradients([proof.theirs(model, row)[0][1] for row in rows])
+    found = gradients([logits for _, logits in proof.packed_rows(model, packed_by or family, rows)])
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    gaps = []
+    for name in wanted.keys() | found.keys():
+        one, other = (each.get(name, torch.zeros(())) for each in (wanted, found))
+        gaps.append(float((one - other).abs().max()) / max(float(one.abs().max()), 1e-3 * largest))
+    return max(gaps)
+
+
+def assert_turns_go_on(family, model):
+    """A second turn with a new picture on a live cache: its log-probs are those of the trainer."""
+    engine, sampling = EmbeddedEngine(model, family), Sampling(max_tokens=6, ignore_eos=True)
+    first = family.render(ask(proof.noise(60, 50, 0), "First?"))
+    (one,) = generate(engine, [Request(key="a", ids=first.ids, media=first.media, sampling=sampling, episode="e")])
+    messages = [Message(role="user", parts=("And ", proof.noise(100, 60, 9), "?"))]
+    more = family.render_continuation(messages, last_id=int(one.ids[-1]))
+    ids = np.concatenate([first.ids, one.ids, more.ids])
+    media = (*first.media, *(span.moved(len(first) + len(one.ids)) for span in more.media))
+    asked = Request(key="b", ids=ids, media=media, sampling=sampling, episode="e", first_index=6)
+    (two,) = generate(engine, [asked])
+    whole = proof.ProofRow(
+        replace(first, ids=ids, sources=np.zeros(len(ids), np.int8), media=media), np.concatenate([ids, two.ids]), {}
+    )
+    with torch.no_grad():
+        ((_, logits),) = proof.packed_rows(model.eval(), family, [whole])
+    scores = logits[:-1, : family.vocabulary].masked_fill(torch.from_numpy(family.banned), -torch.inf).log_softmax(-1)
+    assert np.abs(scores.numpy()[np.arange(6), two.ids] - two.logprobs).max() < 1e-4
+
+
+def greedy_prompts(family, model, stock, questions=()):
+    """Prompts whose greedy tokens are those of `generate`, and all."""
+    pictures = [proof.noise(90, 64, 5), proof.noise(50, 130, 6)]
+    usual = [("Look ", pictures[0], " and ", pictures[1], " what?"), (pictures[1], "Why?"), ("Hello there.",)]
+    sampling = Sampling(temperature=0.0, max_tokens=10, ignore_eos=True)
+    requests, wanted, stock.generation_config.eos_token_id = [], [], None
+    for number, parts in enumerate(questions or usual):
+        try:
+            inputs = proof.processed(family, parts)
+        except ValueError:  # some processors cannot take pictures of different sizes together
+            parts = tuple(pictures[0] if part is pictures[1] else part for part in parts)
+            inputs = proof.processed(family, parts)
+        prompt = family.render(ask(*parts))
+        requests.append(Request(key=str(number), ids=prompt.ids, media=prompt.media, sampling=sampling))
+        made = stock.generate(
+            **cast(inputs, CPU, torch.float32),
+            do_sample=False,
+            max_new_tokens=10,
+            suppress_tokens=np.flatnonzero(family.banned).tolist(),
+        )
+        wanted.append(made[0, inputs["input_ids"].shape[1] :].tolist())
+    found = {done.key: done.ids.tolist() for done in generate(EmbeddedEngine(model, family), requests)}
+    return sum(found[str(number)] == ids for number, ids in enumerate(wanted)), len(wanted)

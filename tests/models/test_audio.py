@@ -78,16 +78,13 @@ def test_half_a_minute_is_kept_or_longer_sound_is_refused(family):
         sounds.open_sound(tone(0.01))
 
 
-def test_a_wav_that_was_cut_is_as_long_as_what_is_left():
+def test_a_wav_that_was_cut_is_as_long_as_what_is_left_or_damaged():
     whole = wav(tone(0.5)[:, None], RATE, 3)
     media = sounds.open_sound(whole[:-1])  # its last sample lacks a byte
     assert media.width == 7999 and decode(media).shape == (7999,)
-
-
-@pytest.mark.parametrize("kept", [4, 20])
-def test_a_wav_without_a_whole_header_is_damaged(kept):
-    with pytest.raises(ImageError, match="damaged header"):
-        sounds.open_sound(wav(tone(0.5)[:, None], RATE, 2)[:kept])
+    for kept in (4, 20):
+        with pytest.raises(ImageError, match="damaged header"):
+            sounds.open_sound(whole[:kept])
 
 
 def test_other_files_need_soundfile():

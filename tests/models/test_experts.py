@@ -6,8 +6,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from saccade.config import LoraConfig, TrainConfig
-from saccade.engines import generate
-from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.models import experts, lora
@@ -17,7 +15,6 @@ from saccade.plugins.families.tiny import build
 from saccade.system.contents import write_files
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
-from saccade.types import Message, Request, Sampling
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
@@ -31,24 +28,6 @@ def test_the_balance_loss_is_that_of_transformers(name, load, stock):
     assert [tuple(layer.shape) for layer in logits] == [(40, 4)] * 2
     assert experts.balance_loss(logits, chosen=2).item() == pytest.approx(wanted, rel=1e-5)
     assert wanted > 2.0
-
-
-def asked(family, count):
-    prompts = [family.render([Message(role="user", parts=("why " * n,))]) for n in range(1, 5)]
-    sampling = Sampling(temperature=1.0, max_tokens=8, ignore_eos=True)
-    return [Request(key=f"{i}", ids=prompts[i % 4].ids, sampling=sampling, noise=i) for i in range(count)]
-
-
-def test_samples_do_not_depend_on_what_shares_their_batch(load, family_of, name="qwen2_moe"):
-    family, model = family_of(name), load(name)
-    together = generate(EmbeddedEngine(model, family), asked(family, 6))
-    for limit, order in ((1, 1), (3, -1)):
-        engine = EmbeddedEngine(model, family, max_sequences=limit)
-        found = {c.key: c for c in generate(engine, asked(family, 6)[::order])}
-        for completion in together:
-            other = found[completion.key]
-            assert other.ids.tolist() == completion.ids.tolist()
-            assert np.abs(other.logprobs - completion.logprobs).max() < 1e-5
 
 
 def test_random_routes_are_refused(tmp_path):

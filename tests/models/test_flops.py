@@ -61,12 +61,6 @@ def shape_for(family_of, load):
     return lambda name: shapes.shape_of(load(name), family_of(name).tower_of)
 
 
-def dialogue_about(family, *media):
-    batch = forest_of(pair(*media, "what?"), family)
-    reads = len(batch.reads)
-    return replace(batch, scales=np.full(reads, 0.01, np.float32), advantages=np.ones(reads, np.float32))
-
-
 @pytest.fixture
 def forest(family_of, grow, image):
     """Rows of a family in one forest, with what it sees and hears."""
@@ -74,7 +68,10 @@ def forest(family_of, grow, image):
     def packed(name, *, groups=1, seed=1):
         family = family_of(name)
         if name in HEARING:
-            return dialogue_about(family, noise(HEARING[name]), *([image(84, 56)] if "omni" in name else []))
+            media = noise(HEARING[name]), *([image(84, 56)] if "omni" in name else [])
+            batch = forest_of(pair(*media, "what?"), family)
+            ones = np.ones(len(batch.reads), np.float32)
+            return replace(batch, scales=0.01 * ones, advantages=ones)
         rng, images = np.random.default_rng(seed), int(family.spec.image_token is not None)
         grown = [grow(rng, family, uid=f"g{i}", images=images * groups) for i in range(groups)]
         (batch,) = pack(grown, micro_tokens=100_000)

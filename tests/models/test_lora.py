@@ -11,19 +11,14 @@ import torch
 from torch import nn
 
 from saccade.config import LoraConfig, TrainConfig
-from saccade.engines import generate
-from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.models import lora
-from saccade.models.load import load_model, trainable_table
-from saccade.plugins.engines import parity
+from saccade.models.load import load_model
 from saccade.system.contents import write_files
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
-from saccade.trainer.optimizer import Optimizer
 from saccade.trainer.reference import AdapterReference
-from saccade.types import Request, Sampling
 from tests.models.against import CPU, ask, ours, theirs
 
 peft = pytest.importorskip("peft")
@@ -118,20 +113,6 @@ def test_a_missing_package_comes_with_its_install_line(monkeypatch, adapted, pac
         lora.require(package, extra)
 
 
-def test_only_adapters_are_trained_and_only_they_have_a_state(adapted, family_of):
-    """bf16 weights: fp32 masters and moments exist for the adapters, and for nothing else."""
-    model = adapted(VISION, dtype="bfloat16", rank=8)
-    table = trainable_table(model, family_of(VISION))
-    count = sum(parameter.numel() for parameter in lora.adapters(model).values())
-    assert table["llm"][0] == count and table["vision"][0] == table["projector"][0] == 0
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    optimizer = Optimizer(model.named_parameters(), TrainConfig(), lr_scale=lambda name: 1.0)
-    state = optimizer.state()
-    assert all(".lora_" in name for name in state)
-    assert {t.dtype for t in state.values()} == {torch.float32}
-    assert sum(t.numel() for n, t in state.items() if n.startswith("master/")) == count
-
-
 # -- what they compute -----------------------------------------------------------------------------
 
 
@@ -171,33 +152,6 @@ def test_a_reference_is_the_policy_without_adapters_or_with_older_ones(adapted, 
     resumed = AdapterReference(policy)
     resumed.load_state(tmp_path)
     assert (read(resumed) == now).all()
-
-
-def test_merged_weights_are_those_of_a_plain_model(adapted, load, family_of, forests, name=VISION):
-    model, plain = adapted(name, moved=True), load(name)
-    assert all(w is p for (_, w), p in zip(lora.merged(plain), plain.parameters(), strict=True))
-    weights = dict(lora.merged(model))
-    assert weights.keys() == dict(plain.named_parameters()).keys()
-    changed = {n for n, p in plain.named_parameters() if not torch.equal(p, weights[n])}
-    assert changed == {f"{target}.weight" for target in targets(model)}
-    plain.load_state_dict(weights, strict=False)
-    family, batches = family_of(name), forests(name)
-    gap = scores(model, family, batches) - scores(plain, family, batches)
-    assert np.abs(gap).max() < ROUNDING
-
-
-def test_the_engine_generates_with_the_adapter(adapted, load, family_of, grow):
-    """Its log-probs are the trainer's, and not those of the base model."""
-    family, model = family_of(VISION), adapted(VISION, moved=True, vision=True)
-    (prompt,) = grow(np.random.default_rng(3), family, size=1, depth=0).trajectories
-    sampling = Sampling(temperature=1.0, max_tokens=12, ignore_eos=True)
-    request = Request(key="a", ids=prompt.ids, media=prompt.media, sampling=sampling)
-    (completion,) = generate(EmbeddedEngine(model, family), [request])
-    episode = parity.trajectory(request, completion)
-    group = replace(grow(np.random.default_rng(3), family, size=1), trajectories=(episode,))
-    batches = pack([group], micro_tokens=9999)
-    assert np.abs(scores(model, family, batches) - completion.logprobs).max() < 1e-5
-    assert np.abs(scores(load(VISION), family, batches) - completion.logprobs).max() > 0.01
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -14,9 +14,7 @@ from transformers import Qwen2_5OmniThinkerForConditionalGeneration
 
 from saccade.algorithms import select
 from saccade.config import TrainConfig
-from saccade.engines import Settings
-from saccade.engines.builders import build
-from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.errors import EnvironmentProblem
 from saccade.forest.attention import forest_plan
 from saccade.media.images import open_media
 from saccade.media.kinds import decode
@@ -191,9 +189,3 @@ def test_of_a_whole_checkpoint_the_thinker_is_loaded_and_saved(family, tmp_path)
     save_file(stored | {"thinker.more.weight": torch.ones(2)}, whole / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(EnvironmentProblem, match=r"more\.weight"):
         load_model(load_family(str(whole)), dtype=torch.float32, device=CPU)
-
-
-def test_other_engines_are_refused(family):
-    settings = Settings(engine="vllm", folder=family.path, dtype="float32")
-    with pytest.raises(ConfigError, match=r"rollout\.engine=embedded"):
-        build(settings, family)

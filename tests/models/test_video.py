@@ -17,8 +17,7 @@ from saccade.media.blob_file import named
 from saccade.media.images import ImageError, open_media
 from saccade.media.kinds import decode
 from saccade.plugins.media import videos
-from saccade.system import codec
-from saccade.types import Media, Request
+from saccade.types import Media
 from tests.models.against import CPU, ask, assert_forests_are_plain_rows, film, kinds_of, ours, pair, theirs
 
 NAMES = ("qwen2_vl", "qwen2_5_vl")
@@ -186,17 +185,3 @@ def test_greedy_answers_are_those_of_transformers(name, family_of, load, stock):
 def test_rows_with_videos_train_in_forests(family_of, load):
     sample = pair(videos.open_video(film(4, 56, 84)), "what?")
     assert_forests_are_plain_rows(load("qwen2_5_vl"), family_of("qwen2_5_vl"), sample)
-
-
-# -- across processes ------------------------------------------------------------------------------
-
-
-def test_a_video_travels_to_engines(family_of):
-    family = family_of("qwen2_vl")
-    for media in (videos.open_video(film(4)), videos.open_video(animation(film(4)))):
-        prompt = family.render(ask(media, "x"))
-        arrays: codec.Arrays = {}
-        row = codec.encode(Request(key="a", ids=prompt.ids, media=prompt.media), arrays)
-        back = codec.decode(Request, *codec.unpack(b"".join(codec.pack(row, arrays))))
-        assert back.media == prompt.media
-        assert np.array_equal(decode(back.media[0].media), decode(media))

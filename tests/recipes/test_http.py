@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from saccade.checks import check
-from saccade.config import load as load_config
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
 from saccade.plugins.evaluation import evaluate
@@ -184,27 +182,3 @@ def test_an_environment_of_several_turns(tmp_path, over_http):
     last = max((asked["body"]["messages"] for asked in endpoint.asked), key=len)
     assert [m["role"] for m in last] == ["user", "assistant", "user"]
     assert [part["type"] for part in last[2]["content"]] == ["image_url", "text"]
-
-
-def problems(command, **options):
-    base = {"rollout.engine": "http", "rollout.http.url": "http://127.0.0.1:8000/v1"}
-    base |= {"data.val": __file__, "data.train": __file__, "prompt.format": "direct"}
-    base |= {"reward.terms": ["math"]}
-    try:
-        check(load_config(base | {k.replace("__", "."): v for k, v in options.items()}), command)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_what_a_config_can_say_of_endpoints():
-    assert problems("eval") == problems("generate") == problems("chat") == ""
-    for command in ("rl", "sft"):
-        said = problems(command, model__path="tiny:qwen2_5_vl")
-        assert "rollout.engine: http" in said and "rollout.engine=embedded" in said
-    assert "rollout.http.url=http://127.0.0.1" in problems("eval", rollout__http__url="")
-    assert "would be logged" in problems("eval", rollout__http__url="http://me:pw@host/v1")
-    said = problems("eval", rollout__http__key="sk-123-456")
-    assert "rollout.http.key=OPENAI_API_KEY" in said and "sk-123" not in said
-    assert "its own template" in problems("eval", prompt__chat_template=__file__)
-    assert "rollout.replicas=0" in problems("eval", rollout__replicas=2)

@@ -70,8 +70,6 @@ def test_the_loss_beside_a_teacher(tmp_path, sft_config, teacher, word_model, mo
 def test_a_teacher_with_other_tokens_is_refused(tmp_path, sft_config, family_of):
     with pytest.raises(ConfigError, match=r"sft.teacher=.*same family and tokenizer"):
         sft.run(sft_config(tmp_path, sft__teacher=family_of("qwen2_5_vl").path))
-    with pytest.raises(ConfigError, match=r"sft.kd_coef: has no effect without sft.teacher"):
-        sft.run(sft_config(tmp_path, sft__kd_coef=0.2))
 
 
 # -- documents -------------------------------------------------------------------------------------
@@ -119,8 +117,6 @@ def test_the_reward_stands_after_the_question(tmp_path, sft_config, word_model):
     data = questions.load_dialogues(config, config.data.train, family)
     (asked,) = asking_for_the_best(config.sft.reward_tag, data, {"val": data})["val"].samples
     assert asked.messages[0].text.endswith("reward 0.0 reward 0.0")
-    with pytest.raises(ConfigError, match=r"sft.reward_tag: .* shows no reward"):
-        sft.run(sft_config(tmp_path, sft__reward_tag="{score}"))
 
 
 def test_one_model_learns_good_and_bad_answers_apart(tmp_path, sft_config, numbers, scenes):
@@ -159,8 +155,6 @@ def test_demonstrations_are_part_of_the_same_update(tmp_path, rl_config, scenes,
     assert both[0]["policy/grad_norm"] != without[0]["policy/grad_norm"]
     assert both[-1]["policy/ptx_loss"] < 0.8 * both[0]["policy/ptx_loss"]
     assert "policy/ptx_loss" not in without[0]
-    with pytest.raises(ConfigError, match=r"data.demonstrations: train.sft_coef needs some"):
-        rl.run(rl_config(tmp_path, train__sft_coef=0.1))
 
 
 def test_the_gradients_of_both_terms_add_up(word_model, scenes):
@@ -196,5 +190,3 @@ def test_an_average_follows_the_weights_and_resumes(tmp_path, sft_config, word_m
     kept = tensors(folders[-1] / "state" / "ema")
     assert max(float((kept[name] - average[name]).abs().max()) for name in average) < 1e-6
     load_family(str(folders[-1] / "state" / "ema"))  # a model folder of its own
-    with pytest.raises(ConfigError, match=r"train.ema: averages whole weights"):
-        sft.run(config | {"model.train": "lora"})

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from saccade.checks import check
-from saccade.config import load as load_config
 from saccade.errors import ConfigError, EnvironmentProblem, RewardError, SelfTestError
 from saccade.models.families import load_family
 from saccade.plugins.evaluation import evaluate
@@ -148,20 +146,6 @@ def test_evaluation_and_rescoring(tmp_path, judged, fair, scenes, capsys):
 
 
 def test_what_is_refused_before_a_run(tmp_path, judged, rl_config):
-    def problems(**options: Any) -> str:
-        named = {f"reward.judge.{name}": value for name, value in options.items()}
-        try:
-            check(load_config(judged(tmp_path, "http://127.0.0.1:9/v1") | named), "rl")
-        except ConfigError as error:
-            return str(error)
-        return ""
-
-    assert problems() == ""
-    assert "would be logged" in problems(url="http://me:pw@host/v1")
-    said = problems(key="sk-123-456")
-    assert "reward.judge.key=OPENAI_API_KEY" in said and "sk-123" not in said
-    assert "does not exist" in problems(template="nowhere.jinja")
-    assert "reward.judge.api=chat" in problems(api="completions", send_images=True)
     with pytest.raises(EnvironmentProblem, match="Connection refused"):
         rl.run(judged(tmp_path, "http://127.0.0.1:9/v1"))
     for name, told in (("judge", "judge or hybrid"), ("remote", "remote")):

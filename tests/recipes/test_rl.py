@@ -264,14 +264,6 @@ def test_a_checkpoint_goes_on_with_its_own_algorithm(tmp_path, rl_config):
     assert rl.run(other | {"algorithm.preset": "gspo"})["policy/grad_norm"] > 0
 
 
-def test_a_critic_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, rl_config):
-    config = rl_config(tmp_path, run__max_steps=3) | {"algorithm.preset": "ppo"}
-    for name, value in (("path", "/nowhere"), ("warmup_steps", 3)):
-        with pytest.raises(ConfigError, match=rf"algorithm.critic.{name}: "):
-            rl.run(config | {f"algorithm.critic.{name}": value})
-    assert not (tmp_path / "run").exists()
-
-
 # -- what a run says of itself ---------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from saccade.config import load
-from saccade.errors import ConfigError
 from saccade.models.families import load_family
 from saccade.plugins.generate import generate
 from saccade.plugins.generate.selection import write_selected
@@ -97,17 +96,3 @@ def test_a_round_of_iterative_dpo_and_of_rejection_sampling(tmp_path, rl_config,
     assert trained["dpo/loss"] > 0
     tuned = sft.run(options | {"run.name": "sft", "data.train": again["selected"]})
     assert tuned["sft/loss"] > 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"generate.select": "best", "reward.terms": []}, "nothing scores"),
-        ({"generate.select": "threshold"}, "generate.threshold=1"),
-        ({"generate.threshold": 1.0}, "no effect without generate.select"),
-    ],
-)
-def test_what_cannot_be_selected(tmp_path, rl_config, changes, words):
-    with pytest.raises(ConfigError) as caught:
-        generate.run(rl_config(tmp_path, generate__n=2) | changes)
-    assert words in str(caught.value)
