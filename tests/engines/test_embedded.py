@@ -111,11 +111,8 @@ def test_a_stop_string_ends_the_response_and_stays_in_it(model, family, prompts)
     ids = family.chat.tokenizer.encode(text, add_special_tokens=False)
     ids, end = [*ids, family.chat.end_of_turn, *ids[:2]], len(ids)
     for stop, length in (
-        (("終わりました",), end),
-        (("nothing", "o:"), 3),
-        (("<|im_end|>",), end + 1),
-        (("z",), end + 3),
-    ):
+        (("終わりました",), end), (("nothing", "o:"), 3), (("<|im_end|>",), end + 1), (("z",), end + 3),
+    ):  # fmt: skip
         how = Sampling(temperature=0.0, max_tokens=len(ids), stop=stop, ignore_eos=True)
         with scripted(model, ids):
             (answer,) = generate(EmbeddedEngine(model, family), requests(prompts[:1], how))

@@ -66,14 +66,10 @@ def empty(engine):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"temperature": 0.0},
-        {"top_p": 0.8, "support": True},
-        {"first": (5.0, 20), "top_k": 9, "support": True},
-        {"ignore_eos": False},
-        {"stop": ("e", "zz", "ab")},
+        {}, {"temperature": 0.0}, {"top_p": 0.8, "support": True}, {"first": (5.0, 20), "top_k": 9, "support": True},
+        {"ignore_eos": False}, {"stop": ("e", "zz", "ab")},
     ],
-)
+)  # fmt: skip
 def test_answers_are_those_without_kernels(model, family, prompts, paged, plain, changes):
     asked = requests(prompts, replace(FREE, **changes))
     wanted = plain(asked)

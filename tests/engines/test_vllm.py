@@ -38,24 +38,17 @@ PARAMETERS = {
     "a.down_proj.weight": torch.empty(0),  # packed elsewhere
 }
 SHAPES = {
-    "norm.weight": (4,),
-    "a.q_proj.weight": (4, 3),
-    "a.k_proj.weight": (2, 3),
-    "a.v_proj.weight": (2, 3),
-    "a.down_proj.weight": (3, 3),
-    "other.weight": (1,),
-}
+    "norm.weight": (4,), "a.q_proj.weight": (4, 3), "a.k_proj.weight": (2, 3), "a.v_proj.weight": (2, 3),
+    "a.down_proj.weight": (3, 3), "other.weight": (1,),
+}  # fmt: skip
 
 
 def test_places_of_tensors_that_keep_their_bytes():
     assert {name: place_of(name, SHAPES, PARAMETERS) for name in SHAPES} == {
-        "norm.weight": ("norm.weight", 0, 4),
-        "a.q_proj.weight": ("a.qkv_proj.weight", 0, 4),
-        "a.k_proj.weight": ("a.qkv_proj.weight", 4, 2),
-        "a.v_proj.weight": ("a.qkv_proj.weight", 6, 2),
-        "a.down_proj.weight": None,
-        "other.weight": None,
-    }
+        "norm.weight": ("norm.weight", 0, 4), "a.q_proj.weight": ("a.qkv_proj.weight", 0, 4),
+        "a.k_proj.weight": ("a.qkv_proj.weight", 4, 2), "a.v_proj.weight": ("a.qkv_proj.weight", 6, 2),
+        "a.down_proj.weight": None, "other.weight": None,
+    }  # fmt: skip
 
 
 def test_every_place_comes_round():

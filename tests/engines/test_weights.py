@@ -25,13 +25,9 @@ def changed(load):
 def test_pieces_hold_every_tensor_bit_by_bit_and_leave_nothing(monkeypatch):
     monkeypatch.setattr(weights, "PIECE", 64)
     tensors = {
-        "odd": torch.randn(3).bfloat16(),
-        "wide": torch.randn(5, 2),
-        "none": torch.zeros(0, 4),
-        "one": torch.tensor(2.5),
-        "turned": torch.randn(4, 6).T,
-        "large": torch.randn(100, dtype=torch.float64),
-    }
+        "odd": torch.randn(3).bfloat16(), "wide": torch.randn(5, 2), "none": torch.zeros(0, 4),
+        "one": torch.tensor(2.5), "turned": torch.randn(4, 6).T, "large": torch.randn(100, dtype=torch.float64),
+    }  # fmt: skip
     source = SimpleNamespace(weights=lambda: iter(tensors.items()))
     before = len(os.listdir("/proc/self/fd"))
     with weights.shared(source, turn=1) as (offer, checksums):

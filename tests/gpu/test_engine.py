@@ -85,20 +85,10 @@ def test_decode_attention_of_any_shape_is_that_of_float64(seed, monkeypatch):
     described = np.zeros((3, len(lengths) // 2), dtype=np.int64)
     described[:, : prefix_groups.shape[1]] = prefix_groups
     got = kernels.decode_attention(
-        q,
-        k,
-        v,
-        bases=bases,
-        layer=1,
-        table=table,
-        lengths=torch.from_numpy(lengths).to(DEVICE),
-        shared=torch.from_numpy(shared).to(DEVICE),
-        prefix_groups=torch.from_numpy(described).to(DEVICE),
-        page=page,
-        scale=size**-0.5,
-        splits=splits,
-        window=window,
-    )
+        q, k, v, bases=bases, layer=1, table=table, lengths=torch.from_numpy(lengths).to(DEVICE),
+        shared=torch.from_numpy(shared).to(DEVICE), prefix_groups=torch.from_numpy(described).to(DEVICE), page=page,
+        scale=size**-0.5, splits=splits, window=window,
+    )  # fmt: skip
     for row, length in enumerate(lengths.tolist()):
         if length < 0:
             assert not got[row].any()
@@ -296,15 +286,10 @@ def alike(got, wanted, limit: float = 0.06) -> float:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"temperature": 0.0},
-        {"top_k": 5, "support": True},
-        {"top_p": 0.8, "support": True},
-        {"first": (5.0, 20)},
-        {"ignore_eos": False},
-        {"stop": ("e", "zz")},
+        {}, {"temperature": 0.0}, {"top_k": 5, "support": True}, {"top_p": 0.8, "support": True}, {"first": (5.0, 20)},
+        {"ignore_eos": False}, {"stop": ("e", "zz")},
     ],
-)
+)  # fmt: skip
 def test_tokens_are_those_without_kernels(model, family, asked, changes, monkeypatch):
     requests = [replace(r, sampling=replace(FREE, **changes)) for r in asked]
     engine = EmbeddedEngine(model, family)

@@ -24,13 +24,9 @@ from saccade.types import Message  # noqa: E402
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 STEPS, RATE = 2, 1e-3
 DEEP = {
-    "reward_model.loss": "hps",
-    "reward_model.pooling": "attention",
-    "reward_model.pooling_heads": 4,
-    "reward_model.head": "mlp",
-    "reward_model.bounded": True,
-    "reward_model.probe_layer": 0,
-}
+    "reward_model.loss": "hps", "reward_model.pooling": "attention", "reward_model.pooling_heads": 4,
+    "reward_model.head": "mlp", "reward_model.bounded": True, "reward_model.probe_layer": 0,
+}  # fmt: skip
 
 
 def pictures(scenes: Path) -> list[str]:
@@ -86,23 +82,13 @@ def test_a_deep_head_learns_and_its_folder_scores_alike(
         patch.setattr(LocalBackend, "take_step", counted)
         last = reward_training.run(
             {
-                "run.out": str(tmp_path),
-                "run.device": DEVICE.type,
-                "run.max_steps": STEPS,
-                "model.path": word_model,
-                "model.dtype": "bfloat16",
-                "data.train": str(tmp_path / "pairs.jsonl"),
-                "prompt.format": "direct",
-                "prompt.instruction": "",
-                "train.optimizer": optimizer,
-                "train.prompts_per_step": 8,
-                "train.lr": RATE,
-                "train.schedule": "constant",
-                "train.warmup": 0,
-                "track.tensorboard": False,
+                "run.out": str(tmp_path), "run.device": DEVICE.type, "run.max_steps": STEPS, "model.path": word_model,
+                "model.dtype": "bfloat16", "data.train": str(tmp_path / "pairs.jsonl"), "prompt.format": "direct",
+                "prompt.instruction": "", "train.optimizer": optimizer, "train.prompts_per_step": 8, "train.lr": RATE,
+                "train.schedule": "constant", "train.warmup": 0, "track.tensorboard": False,
             }
             | DEEP
-        )
+        )  # fmt: skip
     assert isfinite(last["rm/loss"]) and last["policy/grad_norm"] > 0
     assert last["guard/nonfinite"] == 0 and len(heads) == STEPS
     folder = tmp_path / "run" / "checkpoints" / f"step-{STEPS}"

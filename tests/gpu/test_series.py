@@ -37,30 +37,14 @@ def options(folder: Path, **changes: Any) -> dict[str, Any]:
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "own.py").write_text("def score(s): return float(sum(map(ord, s.response)) % 2)")
     always = {
-        "run.out": str(folder),
-        "run.device": "cuda",
-        "run.max_steps": STEPS,
-        "model.dtype": "bfloat16",
-        "model.series.encoder": "patches",
-        "model.series.channels": LEADS,
-        "model.series.patch": 20,
-        "model.series.width": 32,
-        "model.series.layers": 1,
-        "data.train": str(folder / "rows.jsonl"),
-        "prompt.format": "direct",
-        "prompt.instruction": "",
-        "rollout.max_tokens": 8,
-        "reward.terms": [f"{folder}/own.py:score"],
-        "reward.self_test": "off",
-        "algorithm.preset": "grpo",
-        "train.prompts_per_step": 4,
-        "train.samples_per_prompt": 8,
-        "train.lr": RATE,
-        "train.schedule": "constant",
-        "train.warmup": 0,
-        "save.every": STEPS,
-        "track.tensorboard": False,
-    }
+        "run.out": str(folder), "run.device": "cuda", "run.max_steps": STEPS, "model.dtype": "bfloat16",
+        "model.series.encoder": "patches", "model.series.channels": LEADS, "model.series.patch": 20,
+        "model.series.width": 32, "model.series.layers": 1, "data.train": str(folder / "rows.jsonl"),
+        "prompt.format": "direct", "prompt.instruction": "", "rollout.max_tokens": 8,
+        "reward.terms": [f"{folder}/own.py:score"], "reward.self_test": "off", "algorithm.preset": "grpo",
+        "train.prompts_per_step": 4, "train.samples_per_prompt": 8, "train.lr": RATE, "train.schedule": "constant",
+        "train.warmup": 0, "save.every": STEPS, "track.tensorboard": False,
+    }  # fmt: skip
     return always | {name.replace("__", "."): value for name, value in changes.items()}
 
 

@@ -50,15 +50,9 @@ def theirs(model, family, prompts, tokens=8):
         if vision and family.axes > 1 and "omni" not in family.name:
             vision["mm_token_type_ids"] = kinds_of(prompt)
         made = model.eval().generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            eos_token_id=None,
-            suppress_tokens=np.flatnonzero(family.banned).tolist(),
-            **vision,
-        )
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens,
+            min_new_tokens=tokens, eos_token_id=None, suppress_tokens=np.flatnonzero(family.banned).tolist(), **vision,
+        )  # fmt: skip
         found.append(made[0, len(prompt) :].tolist())
     return found
 

@@ -75,14 +75,9 @@ def test_a_prompt_is_what_the_template_renders(family):
 
 def test_policy_tokens_are_what_the_assistant_wrote_and_its_end_of_turn(family, image):
     messages = [
-        user(image(56, 56, 1), "What?"),
-        assistant("A dog."),
-        user("Sure? <|im_end|>"),
-        assistant("Yes,\n\n sure "),
-        Message(role="tool", parts=(image(84, 56, 1),)),
-        assistant(""),
-        user("never answered"),
-    ]
+        user(image(56, 56, 1), "What?"), assistant("A dog."), user("Sure? <|im_end|>"), assistant("Yes,\n\n sure "),
+        Message(role="tool", parts=(image(84, 56, 1),)), assistant(""), user("never answered"),
+    ]  # fmt: skip
     rendered = family.render_dialogue(messages)
     policy = rendered.sources == Source.POLICY
     starts = np.flatnonzero(np.diff(np.concatenate([[0], policy.astype(int)])) == 1)
@@ -162,16 +157,10 @@ def as_an_episode(chat, family, messages):
 @pytest.mark.parametrize("template", [COUNTING, QWEN3])
 def test_a_template_may_rewrite_its_history(family, template):
     turns = [
-        Message(role="system", parts=("s",)),
-        user("q"),
-        assistant("<think>\na\n</think>\n\nb"),
-        user("r"),
-        assistant("<think>\nc\n</think>\n\nd"),
-        assistant("plain"),
-        Message(role="tool", parts=("t",)),
-        user("u"),
+        Message(role="system", parts=("s",)), user("q"), assistant("<think>\na\n</think>\n\nb"), user("r"),
+        assistant("<think>\nc\n</think>\n\nd"), assistant("plain"), Message(role="tool", parts=("t",)), user("u"),
         assistant("e"),
-    ]
+    ]  # fmt: skip
     rewriting = chat(family, template)
     whole = rewriting.text_of(turns, generation=False)
     assert not whole.startswith(rewriting.text_of(turns[:3], generation=False))
@@ -187,17 +176,10 @@ def test_a_template_may_rewrite_its_history(family, template):
 def test_a_dialogue_is_what_a_template_that_appends_renders(family, image, template):
     shown = (image(56, 56, 1), image(84, 56, 2)) if template == TEMPLATE else ("", "")
     turns = [
-        Message(role="system", parts=("Be short.",)),
-        user(shown[0], "What? qzxj"),
-        assistant("A dog."),
-        user("Sure? <|im_end|>"),
-        assistant(" \n Yes, sure\n"),
-        assistant("Very."),
-        user(shown[1], "And here?"),
-        assistant(""),
-        user("<think>"),
-        assistant(" x <|im_end|>"),
-    ]
+        Message(role="system", parts=("Be short.",)), user(shown[0], "What? qzxj"), assistant("A dog."),
+        user("Sure? <|im_end|>"), assistant(" \n Yes, sure\n"), assistant("Very."), user(shown[1], "And here?"),
+        assistant(""), user("<think>"), assistant(" x <|im_end|>"),
+    ]  # fmt: skip
     appending = chat(family, template)
     whole = appending.render(turns, family.measure, generation=False)
     last = int(np.flatnonzero(whole.ids == appending.end_of_turn)[-1]) + 1

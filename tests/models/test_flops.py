@@ -160,16 +160,11 @@ def test_the_forward_of_a_forest(name, shape_for, load, forest, counted):
 @pytest.mark.parametrize(
     ("name", "train"),
     [
-        ("mixtral", "full"),
-        ("qwen2_5_vl", "full"),
-        ("qwen2_5_vl", "freeze:vision,projector"),
-        ("qwen2_5_vl", "freeze:llm"),
-        ("llava", "full"),
-        ("glm4v", "freeze:vision"),
-        ("qwen3", r"freeze:re:embed_tokens|layers\.0\."),
-        ("qwen2_5_omni", "freeze:audio,llm"),
+        ("mixtral", "full"), ("qwen2_5_vl", "full"), ("qwen2_5_vl", "freeze:vision,projector"),
+        ("qwen2_5_vl", "freeze:llm"), ("llava", "full"), ("glm4v", "freeze:vision"),
+        ("qwen3", r"freeze:re:embed_tokens|layers\.0\."), ("qwen2_5_omni", "freeze:audio,llm"),
     ],
-)
+)  # fmt: skip
 def test_a_training_step(name, train, family_of, load, forest, counted):
     family, model, batch = family_of(name), load(name), forest(name)
     freeze(model, family, train)

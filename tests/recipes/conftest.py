@@ -61,19 +61,11 @@ def rows(tmp_path_factory):
 def config(rows, word_model):
     def make(out: Path, kind: str = "pairs", **changes: Any) -> dict[str, Any]:
         options = {
-            "run.out": str(out),
-            "run.max_steps": 4,
-            "run.device": "cpu",
-            "model.path": word_model,
-            "data.train": str(rows / f"train-{kind}.jsonl"),
-            "prompt.format": "direct",
-            "prompt.instruction": "",
-            "train.prompts_per_step": 8,
-            "train.lr": 3e-3,
-            "train.schedule": "constant",
-            "train.warmup": 0,
+            "run.out": str(out), "run.max_steps": 4, "run.device": "cpu", "model.path": word_model,
+            "data.train": str(rows / f"train-{kind}.jsonl"), "prompt.format": "direct", "prompt.instruction": "",
+            "train.prompts_per_step": 8, "train.lr": 3e-3, "train.schedule": "constant", "train.warmup": 0,
             "track.tensorboard": False,
-        }
+        }  # fmt: skip
         return options | {name.replace("__", "."): value for name, value in changes.items()}
 
     return make

@@ -18,19 +18,13 @@ def group(id: str, outcomes: Sequence[float | None], turns: int = 1, source: str
     sample = Sample(id=id, messages=asked, extra=extra, data_source=source or "default")
     members = tuple(
         Trajectory(
-            sample_id=id,
-            repeat=n,
-            ids=np.zeros(1, np.int64),
-            sources=np.full(1, Source.POLICY, np.int8),
-            logprobs=np.zeros(1, np.float32),
-            versions=np.zeros(1, np.int32),
-            outcome=outcome,
-            status="ok" if outcome is not None else "error",
-            turns=turns,
+            sample_id=id, repeat=n, ids=np.zeros(1, np.int64), sources=np.full(1, Source.POLICY, np.int8),
+            logprobs=np.zeros(1, np.float32), versions=np.zeros(1, np.int32), outcome=outcome,
+            status="ok" if outcome is not None else "error", turns=turns,
             end_reason="max_turns" if turns == 4 else "answered",
         )
         for n, outcome in enumerate(outcomes)
-    )
+    )  # fmt: skip
     return Group(sample=sample, trajectories=members, uid=id)
 
 

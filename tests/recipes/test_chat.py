@@ -42,20 +42,10 @@ def test_a_conversation(folder, picture, tmp_path):
     result = chat(
         folder,
         typed=[
-            "/greedy",
-            "/system be brief",
-            f"/image {picture}",
-            "how many?",
-            "sure?",
-            f"/save {saved}",
-            f"/save {saved}",
-            "/image nowhere.png",
-            "/dance",
-            "/clear",
-            "exit",
-            "never read",
+            "/greedy", "/system be brief", f"/image {picture}", "how many?", "sure?", f"/save {saved}",
+            f"/save {saved}", "/image nowhere.png", "/dance", "/clear", "exit", "never read",
         ],
-    )
+    )  # fmt: skip
     assert result.exit_code == 0, result.output
     said = result.stdout.splitlines()
     assert said[1:4] == ["greedy", "system message set", "84x56, goes with the next message"]

@@ -127,13 +127,10 @@ def test_what_must_not_be_taught_is_set_aside(scenes, tmp_path):
     answer = "<think>Now.</think><answer>{}</answer>"
     wrong = f"<think>Small.</think>{call((0, 0, 0.5, 0.5), 'observation_9')}"
     turns = {
-        "written": [wrong, look, answer],
-        "failed_call": [look, wrong, answer],
-        "wrong": [look, answer.format("none")],
-        "no_answer": [look, "<think>Now.</think>"],
-        "answer_before_the_end": [answer, look],
+        "written": [wrong, look, answer], "failed_call": [look, wrong, answer], "wrong": [look, answer.format("none")],
+        "no_answer": [look, "<think>Now.</think>"], "answer_before_the_end": [answer, look],
         "too_many_turns": [look] * 6 + [answer],
-    }
+    }  # fmt: skip
     rows = []
     for question, texts in zip(written(scenes["easy"]), turns.values(), strict=False):
         said = [{"from": "human", "value": question.pop("problem")}]

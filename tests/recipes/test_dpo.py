@@ -97,13 +97,9 @@ def test_a_stranger_is_the_answer_to_another_question(rows, config):
 def test_ties_are_left_out_and_other_rows_are_set_aside(tmp_path, config):
     good = {"prompt": "how many ?", "chosen": "red", "rejected": "blue"}
     rows = [
-        good,
-        good | {"rejected": "red"},
-        good | {"tie": True},
-        good | {"rejected": "red " * 600},
-        good | {"chosen": ""},
-        good | {"labels": {"size": "A"}},
-    ]
+        good, good | {"rejected": "red"}, good | {"tie": True}, good | {"rejected": "red " * 600},
+        good | {"chosen": ""}, good | {"labels": {"size": "A"}},
+    ]  # fmt: skip
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row | {"id": n}) + "\n" for n, row in enumerate(rows)))
     options = config(tmp_path, data__train=str(path), train__prompts_per_step=1, run__max_steps=1)

@@ -38,13 +38,9 @@ def over_http(endpoint, rl_config, scenes, monkeypatch):
     def config(out, url=endpoint.url, **changes):
         options = rl_config(out, data__val=str(scenes / "val.jsonl"), **changes)
         options |= {
-            "model.path": "",
-            "rollout.engine": "http",
-            "rollout.http.url": url,
-            "rollout.http.model": "tiny",
-            "rollout.http.key": "SACCADE_TEST_KEY",
-            "rollout.http.cache": str(out / "answers"),
-        }
+            "model.path": "", "rollout.engine": "http", "rollout.http.url": url, "rollout.http.model": "tiny",
+            "rollout.http.key": "SACCADE_TEST_KEY", "rollout.http.cache": str(out / "answers"),
+        }  # fmt: skip
         return options
 
     return config

@@ -127,16 +127,10 @@ def test_one_model_learns_good_and_bad_answers_apart(tmp_path, sft_config, numbe
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "val.jsonl").write_text(json.dumps({"prompt": "how many ?", "reference": "red"}) + "\n")
     options = {
-        "data.val": str(tmp_path / "val.jsonl"),
-        "sft.reward_tag": " {reward:.0f}",
-        "train.prompts_per_step": 2,
-        "train.lr": 1e-2,
-        "reward.terms": ["exact"],
-        "reward.self_test": "off",
-        "prompt.format": "direct",
-        "rollout.max_tokens": 3,
-        "val.every": 15,
-    }
+        "data.val": str(tmp_path / "val.jsonl"), "sft.reward_tag": " {reward:.0f}", "train.prompts_per_step": 2,
+        "train.lr": 1e-2, "reward.terms": ["exact"], "reward.self_test": "off", "prompt.format": "direct",
+        "rollout.max_tokens": 3, "val.every": 15,
+    }  # fmt: skip
     config = sft_config(tmp_path, data__train=str(tmp_path / "rows.jsonl"), run__max_steps=15)
     row = sft.run(config | options)
     assert row["sft/loss"] < 0.2 and row["val/val/accuracy"] == 1

@@ -50,12 +50,8 @@ def config_of(rows: Path, model: str, out: Path, **changes: Any) -> Any:
         "run": {"name": "judge", "out": str(out), "max_steps": 2, "device": "cpu"},
         "model": {"path": model},
         "data": {
-            "train": str(rows / "train.json"),
-            "val": {"path": str(rows / "held.json"), "name": "held"},
-            "mapping": "hpdv3",
-            "pair_view": "verdict",
-            "min_pixels": 784,
-            "max_pixels": 784,
+            "train": str(rows / "train.json"), "val": {"path": str(rows / "held.json"), "name": "held"},
+            "mapping": "hpdv3", "pair_view": "verdict", "min_pixels": 784, "max_pixels": 784,
         },
         "prompt": {"instruction": ""},
         "reward": {"terms": ["verdict"], "self_test": "off"},
@@ -64,7 +60,7 @@ def config_of(rows: Path, model: str, out: Path, **changes: Any) -> Any:
         "val": {"every": 2, "before": False},
         "save": {"every": 0},
         "track": {"tensorboard": False},
-    }
+    }  # fmt: skip
     for section, values in changes.items():
         options[section] = {**options[section], **values}
     return load(options)

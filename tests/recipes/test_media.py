@@ -68,14 +68,10 @@ def rows(folder, kind, command):
 def trained(folder, kind, command, **changes):
     name, out = f"{kind}-{command}", str(folder / "runs")
     options = {
-        "run": {"name": name, "out": out, "max_steps": 1, "device": "cpu"},
-        "model": {"path": TINY[kind]},
+        "run": {"name": name, "out": out, "max_steps": 1, "device": "cpu"}, "model": {"path": TINY[kind]},
         "data": {"train": rows(folder, kind, command), "max_frame_pixels": 3136},
-        "train": {"prompts_per_step": 2, "lr": 1e-3},
-        "save": {"every": 0},
-        **changes,
-        "track": {"tensorboard": False},
-    }
+        "train": {"prompts_per_step": 2, "lr": 1e-3}, "save": {"every": 0}, **changes, "track": {"tensorboard": False},
+    }  # fmt: skip
     if command == "rl":
         options = {"rollout": {"max_tokens": 6}, "reward": {"terms": ["exact"]}, **options}
         options["train"]["samples_per_prompt"] = 2

@@ -36,18 +36,10 @@ def rows(tmp_path_factory):
 def config(model, rows, tmp_path):
     def make(**changes):
         options = {
-            "run.out": str(tmp_path),
-            "run.max_steps": 2,
-            "run.device": "cpu",
-            "model.path": model,
-            "data.train": rows,
-            "prompt.format": "none",
-            "train.prompts_per_step": 4,
-            "train.lr": 5e-3,
-            "train.warmup": 0,
-            "train.aux_coef": 0.01,
-            "track.tensorboard": False,
-        }
+            "run.out": str(tmp_path), "run.max_steps": 2, "run.device": "cpu", "model.path": model, "data.train": rows,
+            "prompt.format": "none", "train.prompts_per_step": 4, "train.lr": 5e-3, "train.warmup": 0,
+            "train.aux_coef": 0.01, "track.tensorboard": False,
+        }  # fmt: skip
         return options | {name.replace("__", "."): value for name, value in changes.items()}
 
     return make

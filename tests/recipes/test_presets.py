@@ -16,11 +16,8 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "my_algorithm.py"
 # What makes state: it must come back from a checkpoint.
 WITH_STATE = {
     "adaptive KL and entropy": {
-        "algorithm.preset": "grpo",
-        "algorithm.kl.controller": "adaptive",
-        "algorithm.kl.target": 1e-4,
-        "algorithm.kl.horizon": 100,
-        "algorithm.entropy_target": 5.0,
+        "algorithm.preset": "grpo", "algorithm.kl.controller": "adaptive", "algorithm.kl.target": 1e-4,
+        "algorithm.kl.horizon": 100, "algorithm.entropy_target": 5.0,
     },
     "a reference that follows": {
         "algorithm.preset": "grpo",
@@ -41,7 +38,7 @@ WITH_STATE = {
         "algorithm.critic.bootstrap_truncated": True,
         "train.epochs_per_batch": 2,
     },
-}
+}  # fmt: skip
 CASES = {
     "fire that is not trained": {
         "algorithm.preset": ["gspo", "fire"],
@@ -55,20 +52,16 @@ CASES = {
         "algorithm.self_normalise": True,
     },
     "functions of your own": {
-        "algorithm.preset": "grpo",
-        "algorithm.advantage": f"{EXAMPLE}:best_of_rest",
-        "algorithm.policy_loss": f"{EXAMPLE}:soft_clip",
-        "algorithm.args": {"width": 0.3},
-        "algorithm.aggregation": f"{EXAMPLE}:root_length",
-        "algorithm.kl.kind": f"{EXAMPLE}:huber",
-        "algorithm.correct": f"{EXAMPLE}:drop_outliers",
-        "algorithm.filter.function": f"{EXAMPLE}:only_pictures",
+        "algorithm.preset": "grpo", "algorithm.advantage": f"{EXAMPLE}:best_of_rest",
+        "algorithm.policy_loss": f"{EXAMPLE}:soft_clip", "algorithm.args": {"width": 0.3},
+        "algorithm.aggregation": f"{EXAMPLE}:root_length", "algorithm.kl.kind": f"{EXAMPLE}:huber",
+        "algorithm.correct": f"{EXAMPLE}:drop_outliers", "algorithm.filter.function": f"{EXAMPLE}:only_pictures",
     },
     "drpo damped": {"algorithm.preset": "drpo", "algorithm.args.drpo_kl_damp": 0.75},
     **{name: {"algorithm.preset": name} for name in PRESETS},
     **{f"grpo+{name}": {"algorithm.preset": ["grpo", name]} for name in ADD_ONS},
     **WITH_STATE,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,9 @@ START = Progress()
 
 def test_progress_survives_a_checkpoint():
     progress = Progress(
-        step=3,
-        updates=6,
-        stream={"epoch": 0, "cursor": 12},
-        algorithm=("grpo", "clip"),
-        algorithm_state={"kl_coef": 0.04},
-        scores=("a",),
-        bad_updates={"policy": 1},
-        validation_sets={"val": "hash"},
-    )
+        step=3, updates=6, stream={"epoch": 0, "cursor": 12}, algorithm=("grpo", "clip"),
+        algorithm_state={"kl_coef": 0.04}, scores=("a",), bad_updates={"policy": 1}, validation_sets={"val": "hash"},
+    )  # fmt: skip
     assert from_json(json.loads(json.dumps(asdict(progress)))) == progress
     assert progress.with_scores(["c", "a", "b"]).scores == ("a", "b", "c")
 

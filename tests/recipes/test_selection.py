@@ -68,12 +68,9 @@ def test_the_best_and_all_good_ones(written):
 def test_a_round_of_iterative_dpo_and_of_rejection_sampling(tmp_path, rl_config, scenes):
     """Prompts with pictures are trained on exactly as they were asked."""
     asked = {
-        "prompt.format": "think_answer",
-        "prompt.instruction": None,
-        "prompt.system": "how many",
-        "rollout.ignore_eos": False,
-        "rollout.max_tokens": 40,
-    }
+        "prompt.format": "think_answer", "prompt.instruction": None, "prompt.system": "how many",
+        "rollout.ignore_eos": False, "rollout.max_tokens": 40,
+    }  # fmt: skip
     config = rl_config(tmp_path, generate__n=8, run__name="made", data__max_samples=12) | asked
     made = generate.run(config | {"generate.select": "best_worst"})
     assert made["selected_rows"] >= 3

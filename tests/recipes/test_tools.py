@@ -22,14 +22,10 @@ def call(box, source):
 
 
 WORDS = [
-    call([0, 0, 0.5, 0.5], "original_image"),
-    call([0.25, 0.25, 1, 1], "original_image"),
-    call([0, 0, 1, 0.5], "observation_1"),
-    call([0, 0, 1, 1], "observation_3"),
-    call([0, 0, 7, 7], "original_image"),
-    *(f"<answer>{n}</answer>" for n in (1, 2, 3)),
-    "hm",
-]
+    call([0, 0, 0.5, 0.5], "original_image"), call([0.25, 0.25, 1, 1], "original_image"),
+    call([0, 0, 1, 0.5], "observation_1"), call([0, 0, 1, 1], "observation_3"), call([0, 0, 7, 7], "original_image"),
+    *(f"<answer>{n}</answer>" for n in (1, 2, 3)), "hm",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +38,12 @@ def caller(tmp_path_factory):
 @pytest.fixture
 def config(tmp_path, rl_config, caller):
     own = {
-        "run.max_steps": 2,
-        "model.path": caller,
-        "prompt.format": "think_answer",
-        "rollout.max_tokens": 5,
-        "env.name": "crop",
-        "env.max_turns": 3,
-        "env.min_pixels": 3136,
-        "env.max_pixels": 12544,
-        "env.eval.max_turns": 5,
-        "reward.terms": [{"verifier": "count", "args": {"tolerance": 1}}],
-        "algorithm.exclude_status": ["overturn"],
-        "train.prompts_per_step": 4,
-        "train.samples_per_prompt": 8,
-        "track.trajectories_every": 1,
-        "track.trajectories_groups": 4,
-    }
+        "run.max_steps": 2, "model.path": caller, "prompt.format": "think_answer", "rollout.max_tokens": 5,
+        "env.name": "crop", "env.max_turns": 3, "env.min_pixels": 3136, "env.max_pixels": 12544,
+        "env.eval.max_turns": 5, "reward.terms": [{"verifier": "count", "args": {"tolerance": 1}}],
+        "algorithm.exclude_status": ["overturn"], "train.prompts_per_step": 4, "train.samples_per_prompt": 8,
+        "track.trajectories_every": 1, "track.trajectories_groups": 4,
+    }  # fmt: skip
     return rl_config(tmp_path) | own
 
 

@@ -43,17 +43,11 @@ def trajectory(repeat=0, reward=1.0, *, response=(5, 6, 7, 12, 8), pictures=(), 
     sources = [PROMPT] * len(prompt) + [POLICY] * len(response)
     policy = np.array(sources) == POLICY
     fields = {
-        "sample_id": "s",
-        "repeat": repeat,
-        "ids": np.array([*prompt, *response], np.int64),
-        "sources": np.array(sources, np.int8),
-        "logprobs": np.where(policy, -0.5, np.nan).astype(np.float32),
-        "versions": np.where(policy, 3, -1).astype(np.int32),
-        "media": spans,
-        "reward": reward,
-        "outcome": reward,
+        "sample_id": "s", "repeat": repeat, "ids": np.array([*prompt, *response], np.int64),
+        "sources": np.array(sources, np.int8), "logprobs": np.where(policy, -0.5, np.nan).astype(np.float32),
+        "versions": np.where(policy, 3, -1).astype(np.int32), "media": spans, "reward": reward, "outcome": reward,
         "extracted": WORDS[response[-2]] if len(response) > 1 else None,
-    }
+    }  # fmt: skip
     return Trajectory(**fields | changes)
 
 

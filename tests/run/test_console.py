@@ -8,17 +8,10 @@ import pytest
 from saccade.run.console import Console, PhaseClock, step_line
 
 STEP = {
-    "policy/grad_norm": 0.8312,
-    "reward/mean": 0.4123,
-    "reward/accuracy": 0.38,
-    "group/dead_frac": 0.25,
-    "length/response_mean": 11.23,
-    "time/step": 0.214,
-    "time/share/rollout": 0.61,
-    "time/share/update": 0.3,
-    "time/bottleneck": "rollout",
-    "val/six/accuracy": 0.7,
-}
+    "policy/grad_norm": 0.8312, "reward/mean": 0.4123, "reward/accuracy": 0.38, "group/dead_frac": 0.25,
+    "length/response_mean": 11.23, "time/step": 0.214, "time/share/rollout": 0.61, "time/share/update": 0.3,
+    "time/bottleneck": "rollout", "val/six/accuracy": 0.7,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,9 @@ def call(box, source):
 
 
 TURNS = [
-    f"{EVIL} \0look closer" + call([0.5, 0, 1, 0.5], "original_image"),
-    call([0, 0, 1, 1], "observation_9"),
-    call([0.5, 0.5, 1, 1], "observation_1"),
-    call([0, 0.5, 0.5, 1], "original_image"),
-    "<answer>7</answer>",
-]
+    f"{EVIL} \0look closer" + call([0.5, 0, 1, 0.5], "original_image"), call([0, 0, 1, 1], "observation_9"),
+    call([0.5, 0.5, 1, 1], "observation_1"), call([0, 0.5, 0.5, 1], "original_image"), "<answer>7</answer>",
+]  # fmt: skip
 
 
 def episode(id, turns, **env):
@@ -59,22 +56,12 @@ def episode(id, turns, **env):
         sources.append(said)
     count, answered = len(sources), step.done
     trajectory = Trajectory(
-        sample_id=id,
-        repeat=0,
-        ids=np.ones(count, np.int64),
-        sources=np.array(sources, np.int8),
-        logprobs=np.zeros(count, np.float32),
-        versions=np.zeros(count, np.int32),
-        media=tuple(spans),
-        messages=tuple(messages),
-        context=1,
-        end_reason="answered" if answered else "max_turns",
-        status="ok" if answered else "overturn",
-        turns=len(turns),
-        outcome=float(answered),
-        extracted="7" if answered else None,
-        info=step.info,
-    )
+        sample_id=id, repeat=0, ids=np.ones(count, np.int64), sources=np.array(sources, np.int8),
+        logprobs=np.zeros(count, np.float32), versions=np.zeros(count, np.int32), media=tuple(spans),
+        messages=tuple(messages), context=1, end_reason="answered" if answered else "max_turns",
+        status="ok" if answered else "overturn", turns=len(turns), outcome=float(answered),
+        extracted="7" if answered else None, info=step.info,
+    )  # fmt: skip
     return Group(sample=sample, trajectories=(trajectory,), uid=id)
 
 

@@ -111,11 +111,8 @@ def test_an_older_client_is_served_as_it_is(rules):
     query = f"{prompt}{GOOD.format('1/2')}<|im_end|>"
     status, reply = rules.score(query, "no", prompts=[prompt, "?"], labels=["0.5", "1"])
     assert status == 200 and reply == {
-        "rewards": [1.5, 0.0],
-        "scores": [1.0, 0.0],
-        "math_rewards": [1.0, 0.0],
-        "format_rewards": [1.0, 0.0],
-    }
+        "rewards": [1.5, 0.0], "scores": [1.0, 0.0], "math_rewards": [1.0, 0.0], "format_rewards": [1.0, 0.0],
+    }  # fmt: skip
     odd = "<|user|>say \\boxed{4}<|assistant|>no"  # which nobody can split
     assert rules.score(odd, GOOD.format(4), labels=["4", "4"])[1]["rewards"] == [None, 1.5]
 

@@ -187,12 +187,8 @@ BAD = {
     "messages[0].content[0].image_url.url": [
         shown([{"type": "image_url", "image_url": url}])
         for url in (
-            {"url": "https://example.org/a.png"},
-            {"url": "file:///etc/passwd"},
-            "/etc/passwd",
-            {"url": "data:image/png;base64,AAAA"},
-            {"url": "data:image/png;base64,%%"},
-            {},
+            {"url": "https://example.org/a.png"}, {"url": "file:///etc/passwd"}, "/etc/passwd",
+            {"url": "data:image/png;base64,AAAA"}, {"url": "data:image/png;base64,%%"}, {},
         )
     ],
     "temperature": [{"temperature": -1}, {"temperature": "hot"}, {"temperature": True}],
@@ -202,7 +198,7 @@ BAD = {
     "logprobs": [{"logprobs": True, "stream": True}],
     "top_logprobs": [{"top_logprobs": 5}],
     "tools": [{"tools": [{}]}],
-}
+}  # fmt: skip
 
 
 def test_a_bad_field_is_named(endpoint):

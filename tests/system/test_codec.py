@@ -35,13 +35,8 @@ def records(image, on_disk, tmp_path) -> dict[str, Any]:
     return {
         "message": message,
         "sample": Sample(
-            id="s",
-            messages=(message,),
-            answer=("a", "b"),
-            choices=("a", "b"),
-            extra={"n": [3]},
-            candidates=((message,), ()),
-            desirable=False,
+            id="s", messages=(message,), answer=("a", "b"), choices=("a", "b"), extra={"n": [3]},
+            candidates=((message,), ()), desirable=False,
         ),
         "plain": Sample(id="s", messages=(), answer="a"),
         "request": Request(key="r", ids=IDS, media=(span,), sampling=sampling, noise=2**62 + 1),
@@ -49,19 +44,11 @@ def records(image, on_disk, tmp_path) -> dict[str, Any]:
         "aborted": Completion(key="c", finish="aborted", support=(), **{name: a[:0] for name, a in columns.items()}),
         "score": Score(kind="value", value=0.5, parts={"a": 1.0}, info={"x": None}),
         "trajectory": Trajectory(
-            sample_id="s",
-            repeat=-1,
-            sources=np.int8([0, 1, 2]),
-            media=(span,),
-            messages=(message,),
-            reward=float("inf"),
-            turn_rewards=(0.5, 1),
-            support=(np.array([7]),),
-            trained=False,
-            info={"calls": [{"ok": True}]},
-            **columns,
+            sample_id="s", repeat=-1, sources=np.int8([0, 1, 2]), media=(span,), messages=(message,),
+            reward=float("inf"), turn_rewards=(0.5, 1), support=(np.array([7]),), trained=False,
+            info={"calls": [{"ok": True}]}, **columns,
         ),
-    }
+    }  # fmt: skip
 
 
 def same(a: Any, b: Any) -> None:
@@ -126,12 +113,9 @@ def test_other_data_is_refused_by_the_name_of_the_field(kind, row, said):
 def test_bytes_that_are_no_block_are_refused(change):
     good = b"".join(pack([1], {"a": IDS}))
     blocks = {
-        "": b"",
-        "cut": good[:-3],
-        "longer": good + b"12345678",
-        "pickle": b"\x08\0\0\0\x80\x04N.    ",
+        "": b"", "cut": good[:-3], "longer": good + b"12345678", "pickle": b"\x08\0\0\0\x80\x04N.    ",
         "objects": good.replace(b"<i8", b"|O8"),
-    }
+    }  # fmt: skip
     assert unpack(good)[1]["a"].tolist() == IDS.tolist()
     with pytest.raises((ValueError, struct.error)):
         unpack(blocks[change])

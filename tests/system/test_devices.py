@@ -10,17 +10,11 @@ from saccade.system import devices
 @pytest.mark.parametrize(
     ("name", "tflops", "bandwidth"),
     [
-        ("NVIDIA H200", 989, 4.8),
-        ("NVIDIA GH200 480GB", 989, 4.0),
-        ("NVIDIA H100 PCIe", 756, 2.0),
-        ("NVIDIA A100-SXM4-40GB", 312, 1.555),
-        ("NVIDIA L40S", 362, 0.864),
-        ("NVIDIA L40", 181, 0.864),
-        ("NVIDIA GeForce RTX 4090", 165, 1.008),
-        ("rtx 4090", 165, 1.008),
-        ("AMD Instinct MI300X", 1307, 5.3),
+        ("NVIDIA H200", 989, 4.8), ("NVIDIA GH200 480GB", 989, 4.0), ("NVIDIA H100 PCIe", 756, 2.0),
+        ("NVIDIA A100-SXM4-40GB", 312, 1.555), ("NVIDIA L40S", 362, 0.864), ("NVIDIA L40", 181, 0.864),
+        ("NVIDIA GeForce RTX 4090", 165, 1.008), ("rtx 4090", 165, 1.008), ("AMD Instinct MI300X", 1307, 5.3),
     ],
-)
+)  # fmt: skip
 def test_known_devices(name, tflops, bandwidth):
     found = devices.named(name)
     assert (found.tflops, found.bandwidth) == (tflops, bandwidth)

@@ -63,19 +63,11 @@ def run(*arguments: str | Path) -> Result:
 @pytest.mark.parametrize(
     "command",
     [
-        "rl C run.out=P",
-        "sft S run.out=P",
-        "reward-model S run.out=P",
-        "eval C data.val=D --out P/x",
-        "generate C run.out=P",
-        "export M --out P",
-        "init M D --out P/run.yaml",
-        "check-data D --fix P/fixed.jsonl",
-        "quickstart --out P/x",
-        "data visual-search P --rows 2",
-        "data coldstart D P",
+        "rl C run.out=P", "sft S run.out=P", "reward-model S run.out=P", "eval C data.val=D --out P/x",
+        "generate C run.out=P", "export M --out P", "init M D --out P/run.yaml", "check-data D --fix P/fixed.jsonl",
+        "quickstart --out P/x", "data visual-search P --rows 2", "data coldstart D P",
     ],
-)
+)  # fmt: skip
 def test_every_command_looks_at_its_place_first(
     command: str, rl_config: Make, sft_config: Make, word_model: str, tmp_path: Path
 ) -> None:

@@ -32,12 +32,9 @@ def runs(tmp_path_factory, rl_config):
     for engine in ("embedded", "vllm"):
         out = tmp_path_factory.mktemp(engine)
         config = rl_config(out) | {
-            "run.max_steps": 20,
-            "train.prompts_per_step": 24,
-            "train.samples_per_prompt": 4,
-            "train.lr": 1e-2,
+            "run.max_steps": 20, "train.prompts_per_step": 24, "train.samples_per_prompt": 4, "train.lr": 1e-2,
             "reward.terms": [near],
-        }
+        }  # fmt: skip
         rl.run(config | ENGINE | {"rollout.engine": engine})
         found[engine] = [row for row in read_metrics(out / "run") if "reward/mean" in row]
         found[f"{engine} before"] = [row for row in read_metrics(out / "run") if row["step"] == 0]

@@ -213,13 +213,9 @@ def engine_class(core):
             rid=None,
         ):
             body = {
-                "rid": rid,
-                "input_ids": input_ids,
-                "image_data": image_data,
-                "mm_hashes": mm_hashes or [],
-                "sampling_params": sampling_params,
-                "return_logprob": return_logprob,
-            }
+                "rid": rid, "input_ids": input_ids, "image_data": image_data, "mm_hashes": mm_hashes or [],
+                "sampling_params": sampling_params, "return_logprob": return_logprob,
+            }  # fmt: skip
             return await self.loop.run_in_executor(self.threads, core.generate, body)
 
         def begin_weight_update(self, selector="all"):

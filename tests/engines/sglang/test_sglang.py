@@ -142,12 +142,9 @@ def test_sleep_and_wake_in_the_order_weights_hand_over_cache(engine, core, train
     generate(engine, requests[:1])
     kinds = [(what, told if what != "load" else None) for what, told in core.told]
     assert kinds == [
-        ("release", ["kv_cache", "weights"]),
-        ("resume", ["weights"]),
-        ("load", None),
-        ("flush", None),
+        ("release", ["kv_cache", "weights"]), ("resume", ["weights"]), ("load", None), ("flush", None),
         ("resume", ["kv_cache"]),
-    ]
+    ]  # fmt: skip
 
 
 def test_a_request_that_is_aborted_while_it_waits(over_http, core, requests):

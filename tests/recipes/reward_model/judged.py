@@ -17,12 +17,9 @@ OTHER = {"red": "blue", "blue": "red"}
 MARK = "black"  # a word of the tiny model that no scene of these shows
 
 DEEP = {
-    "reward_model.loss": "hps",
-    "reward_model.pooling": "attention",
-    "reward_model.head": "mlp",
-    "reward_model.bounded": True,
-    "reward_model.probe_layer": 0,
-}
+    "reward_model.loss": "hps", "reward_model.pooling": "attention", "reward_model.head": "mlp",
+    "reward_model.bounded": True, "reward_model.probe_layer": 0,
+}  # fmt: skip
 PROCESS = {"reward_model.kind": "process", "reward_model.placeholder": MARK, "reward_model.tokens": ["1", "2"]}
 
 

@@ -69,16 +69,9 @@ def test_a_deep_head_learns_and_its_folder_is_a_whole_model(deep, config, tmp_pa
     mean, std = card.statistics["preference"]  # of the last step's rows, a quarter of all
     assert (mean, std) == (pytest.approx(scores.mean(), abs=0.05), pytest.approx(scores.std(), rel=0.1))
     assert card == Card(
-        kind="scalar",
-        heads=("preference",),
-        pooling="attention",
-        pooling_heads=4,
-        probe_layer=0,
-        head="mlp",
-        bounded=True,
-        statistics=card.statistics,
-        statistics_step=12,
-    )
+        kind="scalar", heads=("preference",), pooling="attention", pooling_heads=4, probe_layer=0, head="mlp",
+        bounded=True, statistics=card.statistics, statistics_step=12,
+    )  # fmt: skip
     from transformers import AutoModelForImageTextToText
 
     models = [AutoModelForImageTextToText.from_pretrained(path) for path in (word_model, deep)]
