@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from saccade.types import Message
 from tests.engines.asked import requests, trajectories, turn
 from tests.engines.decoders import KINDS, asked, build
 from tests.models.against import ask
+from tests.models.against import theirs as stocks
 
 CPU = torch.device("cpu")
 PAGED = ("cohere2", "deepseek_v3", "llama4_text", "gemma4_text", "qwen3_5_text", "qwen3_next")
@@ -78,18 +78,10 @@ def test_a_forest_is_rows_of_transformers(kind, made):
 def test_greedy_tokens_are_those_of_generate(kind, kernels, made, paged, monkeypatch):
     monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: kernels)
     family, model, stock = made(kind)
-    requests = asked(family, repeats=1, temperature=0.0)
-    banned = np.flatnonzero(family.banned).tolist()
-    engine = EmbeddedEngine(model, family)
+    requests, engine = asked(family, repeats=1, temperature=0.0), EmbeddedEngine(model, family)
     for _ in range(2):  # a second turn goes on from the cache of the first
         answers = generate(engine, requests)
-        for request, answer in zip(requests, answers, strict=True):
-            ids = torch.from_numpy(request.ids)[None]
-            options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "eos_token_id": None}
-            theirs = stock.generate(
-                input_ids=ids, do_sample=False, max_new_tokens=14, suppress_tokens=banned, **options
-            )
-            assert answer.ids.tolist() == theirs[0, len(request.ids) :].tolist()
+        assert [answer.ids.tolist() for answer in answers] == stocks(stock, family, requests, 14)
         added = np.random.default_rng(1).choice(np.flatnonzero(~family.banned), 11)
         requests = [
             replace(r, ids=np.concatenate([r.ids, a.ids, added]), first_index=14)

@@ -13,6 +13,7 @@ from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.types import Message, Sampling
 from tests.engines.asked import FREE, counted, head, requests, same, scripted, support_of, trajectories
+from tests.models.against import ask, ours, theirs
 
 # -- against others ------------------------------------------------------------------------------
 
@@ -22,27 +23,11 @@ SEEING = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "i
 
 @pytest.mark.parametrize("name", [*SEEING, "qwen3", "llama", "mixtral"])
 def test_greedy_tokens_are_those_of_transformers_generate(name, family_of, load, stock, image):
-    family, reference = family_of(name), stock(name)
+    family = family_of(name)
     pictures = [image(56, 56, 1), image(140, 84, 2), image(84, 56, 3)]
     counts = (0, 1, 3) if family.spec.image_token else (0,)
-    asked = [[Message(role="user", parts=(*pictures[:n], text))] for n in counts for text in ("a", "why")]
-    rendered = [family.render(messages) for messages in asked]
-    ours = generate(EmbeddedEngine(load(name), family), requests(rendered, Sampling(temperature=0.0, max_tokens=12)))
-    banned = np.flatnonzero(family.banned).tolist()
-    for prompt, completion in zip(rendered, ours, strict=True):
-        ids = torch.from_numpy(prompt.ids)[None]
-        vision = dict(family.vision(prompt.media, torch.device("cpu"), torch.float32))
-        if vision and family.axes > 1:
-            vision["mm_token_type_ids"] = (ids == family.chat.placeholder).long()
-        theirs = reference.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=12,
-            suppress_tokens=banned,
-            **vision,
-        )
-        assert completion.ids.tolist() == theirs[0, len(prompt) :].tolist()
+    prompts = [family.render(ask(*pictures[:n], text)) for n in counts for text in ("a", "why")]
+    assert ours(load(name), family, prompts, 12) == theirs(stock(name), family, prompts, 12)
 
 
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}])

@@ -53,7 +53,7 @@ def theirs(model, family, prompts, tokens=8):
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens,
             min_new_tokens=tokens, eos_token_id=None, suppress_tokens=np.flatnonzero(family.banned).tolist(), **vision,
         )  # fmt: skip
-        found.append(made[0, len(prompt) :].tolist())
+        found.append(made[0, ids.shape[1] :].tolist())
     return found
 
 

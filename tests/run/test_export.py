@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -68,6 +67,7 @@ def test_greedy_outputs_are_those_of_the_engine(saved, tmp_path):
     import torch
 
     from saccade.recipes import questions
+    from tests.models.against import theirs
 
     config, folder = saved
     config = config | {"model.path": str(folder), "rollout.max_tokens": 8}
@@ -75,25 +75,10 @@ def test_greedy_outputs_are_those_of_the_engine(saved, tmp_path):
     rows = [json.loads(x) for x in (tmp_path / "eval" / "samples.jsonl").read_bytes().split(b"\n") if x]
     family = load_family(str(folder))
     model, _ = loaded(folder, dtype=torch.float32)
-    model.eval()
-    resolved = load(config)
-    (data,) = questions.validation_sets(resolved, family).values()
-    banned = np.flatnonzero(family.banned).tolist()
-    for sample, row in zip(data.samples, rows, strict=True):
-        prompt = family.render(sample.messages)
-        ids = torch.from_numpy(prompt.ids)[None]
-        vision = dict(family.vision(prompt.media, torch.device("cpu"), torch.float32))
-        if prompt.media and family.axes > 1:
-            vision["mm_token_type_ids"] = (ids == family.chat.placeholder).long()
-        made = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=8,
-            suppress_tokens=banned,
-            **vision,
-        )
-        assert family.decode(made[0, ids.shape[1] :].numpy()) == row["response"]
+    (data,) = questions.validation_sets(load(config), family).values()
+    made = theirs(model, family, [family.render(sample.messages) for sample in data.samples])
+    ends = [next((n for n, token in enumerate(ids) if token in family.chat.eos_ids), 8) for ids in made]
+    assert [family.decode(ids[:end]) for ids, end in zip(made, ends, strict=True)] == [row["response"] for row in rows]
 
 
 @pytest.mark.parametrize("saved", ["qwen2_5_vl"], indirect=True)

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +23,8 @@ from saccade.plugins.serving.http_server import running as running_server
 from saccade.plugins.serving.reward_service import RewardService, reward_app
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
-from saccade.rewards.verifiers import SERVICES
-from saccade.types import Score
 from tests.endpoints import TOKEN, call
 
-COMMAND = (sys.executable, "-m", "saccade", "serve-reward")
 OWN = """
 import os, time
 
@@ -51,7 +47,7 @@ def sized(sample):
 
 @dataclass(frozen=True)
 class Running:
-    service: RewardService
+    service: Any
     port: int
 
     @property
@@ -94,12 +90,6 @@ def own(tmp_path_factory):
 @pytest.fixture(scope="module")
 def hurt(own):
     with serving(f"{own}:hurt", queue=2, unscored=-1.0, log=f"{own}.jsonl") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def sized(own):
-    with serving(f"{own}:sized") as running:
         yield running
 
 
@@ -256,37 +246,21 @@ def test_when_too_many_wait_clients_are_told_when_to_come_back(hurt, tmp_path):
         remote.close()
 
 
-def test_pictures_are_files_while_they_are_scored_and_that_of_a_group_crosses_once(sized, image):
+def test_pictures_are_files_while_they_are_scored_and_that_of_a_group_crosses_once(own, image, monkeypatch):
+    monkeypatch.setenv("SACCADE_TEST_TOKEN", TOKEN)
     picture = base64.b64encode(image(28, 28).data or b"").decode()
     images = [[picture, f"data:image/png;base64,{picture}"], []]
-    assert sized.score("a", "b", images=images)[1]["rewards"] == [56.0, 0.0]
-    assert sized.score("a", raw_images=[[picture]])[1]["rewards"] == [28.0]
-    os.environ["SACCADE_TEST_TOKEN"] = TOKEN
     shown = [RewardSample(id=str(n), response="a", media=(image(28, 28), image(56, 28, n % 2))) for n in range(4)]
-    remote = Remote(RemoteConfig(url=(sized.url,), token="SACCADE_TEST_TOKEN", send_images=True, batch=4))
-    remote.check()
-    kinds = [[type(entry) for entry in row] for row in remote._images(shown)]
-    scores = [future.result(timeout=30) for future in [*map(remote.submit, shown)]]
-    remote.close()
+    with serving(f"{own}:sized") as sized:
+        assert sized.score("a", "b", images=images)[1]["rewards"] == [56.0, 0.0]
+        assert sized.score("a", raw_images=[[picture]])[1]["rewards"] == [28.0]
+        remote = Remote(RemoteConfig(url=(sized.url,), token="SACCADE_TEST_TOKEN", send_images=True, batch=4))
+        remote.check()
+        kinds = [[type(entry) for entry in row] for row in remote._images(shown)]
+        scores = [future.result(timeout=30) for future in [*map(remote.submit, shown)]]
+        remote.close()
     assert kinds == [[str, str], [dict, str], [dict, dict], [dict, dict]]
     assert [score.value for score in scores] == [84.0] * 4
-
-
-def test_a_learned_model_is_a_scorer_with_a_name(monkeypatch):
-    """Whatever has the five methods; here one that counts letters."""
-    closed = []
-    letters = SimpleNamespace(
-        check=lambda: None,
-        check_media=lambda kinds: None,
-        submit=lambda sample: Score(kind="value", value=2.0 * len(sample.response)),
-        metrics=lambda: {"samples": 1.0},
-        close=lambda: closed.append(True),
-    )
-    monkeypatch.setitem(SERVICES, "letters", lambda reward, args: letters)
-    with serving({"verifier": "letters", "args": {"scale": 2}}, "format:boxed") as running:
-        assert running.score("abc")[1]["letters_rewards"] == [6.0]
-        assert running.service.scorer.metrics() == {"service/letters/samples": 1.0}
-    assert closed
 
 
 def test_old_clients_get_the_number_that_was_chosen_for_them(hurt, own):
@@ -296,34 +270,23 @@ def test_old_clients_get_the_number_that_was_chosen_for_them(hurt, own):
     assert [row["status"] for row in rows] == ["error", "ok", "ok"] and "boom" in rows[0]["reason"]
 
 
-@pytest.fixture
-def command(own):
-    process = subprocess.Popen(
-        [*COMMAND, f"reward.terms=[{own}:hurt]", "reward.workers=1", "--port", "0"],
-        env={**os.environ, "SACCADE_TOKEN": TOKEN},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    port = int(process.stdout.readline().rpartition(":")[2].partition("/")[0])
-    yield process, Running(None, port)  # type: ignore[arg-type]
-    process.kill()
-    process.wait()
-    process.stdout.close()
-
-
-def test_sigterm_answers_who_waits_then_ends(command, tmp_path):
-    process, running = command
-    go = tmp_path / "go"
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(running.score, f"wait {go}")
-        while running.call("GET", "/health")[1]["pending"] != 1:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        while running.call("GET", "/health")[0] != 503:
-            time.sleep(0.01)
-        status, headers, _ = running.whole("POST", "/get_reward", {"query": ["a"]})
-        assert status == 503 and int(headers["Retry-After"]) >= 1
-        go.touch()
-        assert waiting.result()[1]["rewards"] == [float(len(f"wait {go}"))]
-    assert process.wait(timeout=30) == 0
+def test_sigterm_answers_who_waits_then_ends(own, tmp_path):
+    command = [sys.executable, "-m", "saccade", "serve-reward", f"reward.terms=[{own}:hurt]", "reward.workers=1"]
+    environment, go = {**os.environ, "SACCADE_TOKEN": TOKEN}, tmp_path / "go"
+    options = {"stdout": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen([*command, "--port", "0"], **options) as process, ThreadPoolExecutor(1) as threads:
+        running = Running(None, int(process.stdout.readline().rpartition(":")[2].partition("/")[0]))
+        try:
+            waiting = threads.submit(running.score, f"wait {go}")
+            while running.call("GET", "/health")[1]["pending"] != 1:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            while running.call("GET", "/health")[0] != 503:
+                time.sleep(0.01)
+            status, headers, _ = running.whole("POST", "/get_reward", {"query": ["a"]})
+            assert status == 503 and int(headers["Retry-After"]) >= 1
+            go.touch()
+            assert waiting.result()[1]["rewards"] == [float(len(f"wait {go}"))]
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
