@@ -62,6 +62,7 @@ JUDGE = "reward.terms=[judge]; reward.judge.model=m; reward.judge.url=http://127
         ("reward-model", "reward_model.bounded=true; reward_model.center_coef=0.1", "where a sigmoid cannot go"),
         ("reward-model", "reward_model.heads={preference: 0}", "weights above 0"),
         ("reward-model", "reward_model.kind=generative", r"sft with data\.pair_view=verdict"),
+        ("dpo", "dpo.args.gamma=0.5", "dpo.args.gamma: has no effect with dpo.loss=dpo; remove it"),
         ("sft", "sft.kd_coef=0.2", "sft.kd_coef: has no effect without sft.teacher"),
         ("sft", "sft.reward_tag='{score}'", "sft.reward_tag: .* shows no reward"),
         ("sft", f"train.ema=0.75; {LORA}", "train.ema: averages whole weights"),

@@ -116,18 +116,6 @@ def test_what_was_aborted_comes_back_empty_and_once(endpoint, connect, talks):
     assert ends["1"] == ends["3"] and ends["1"][1] > 0
 
 
-def test_a_wrong_key_stops_the_run_and_says_so(endpoint, connect, monkeypatch, talks):
-    monkeypatch.setenv("WRONG", "open")
-    http = HttpConfig(url=endpoint.url, model="tiny", key="WRONG")
-    engine = HttpEngine(ChatClient(http), endpoint_family(endpoint.url))
-    with pytest.raises(ConfigError, match=r"row/0: rollout\.http\.key.*401.*wrong or missing"):
-        generate(engine, [asked(talks[0], GREEDY, "row/0")])
-    assert engine.pending == 0
-    engine.close()
-    with pytest.raises(RuntimeError, match="shutdown"):
-        engine.submit(asked(talks[0], GREEDY, "row/1"))
-
-
 def test_a_refusal_costs_its_request_only(connect, talks):
     """What was answered beside it, and what is asked after it, comes back."""
     refused = Says(status=400, body={"error": {"message": "no"}}, after=0.2)

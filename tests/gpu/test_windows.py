@@ -13,16 +13,30 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 from saccade.engines import generate  # noqa: E402
 from saccade.engines.embedded import EmbeddedEngine, kv_cache  # noqa: E402
 from saccade.forest.attention import _dense_plan, blocks_at, forest_plan  # noqa: E402
+from saccade.forest.interface import segment_attention  # noqa: E402
 from saccade.forest.packing import pack  # noqa: E402
 from saccade.models.load import load_model  # noqa: E402
 from saccade.trainer import Scoring  # noqa: E402
 from saccade.trainer.local import LocalBackend  # noqa: E402
 from tests.engines.asked import trajectories  # noqa: E402
 from tests.engines.decoders import KINDS, asked, build  # noqa: E402
-from tests.gpu.test_cuda import random_tree  # noqa: E402
 from tests.gpu.test_engine import alike  # noqa: E402
 
 DEVICE = torch.device("cuda")
+
+
+def random_tree(rng, nodes=7):
+    sizes = rng.integers(1, 40, nodes)
+    parents = np.array([-1] + [int(rng.integers(0, i)) for i in range(1, nodes)])
+    return np.concatenate([[0], sizes.cumsum()]), parents
+
+
+def test_vision_segments_agree_with_a_loop():
+    boundaries = torch.tensor([0, 5, 21, 22, 64], device=DEVICE)
+    q, k, v = (torch.randn(64, 2, 80, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    fast = segment_attention(q, k, v, boundaries, 80**-0.5)
+    exact = segment_attention(q.float(), k.float(), v.float(), boundaries, 80**-0.5)
+    assert (fast.float() - exact).norm() / exact.norm() < 0.01
 
 
 @pytest.mark.parametrize("sizes", [(64, 64), (192, 128), (24, 16), (512, 512)])

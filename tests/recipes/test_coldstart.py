@@ -4,9 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from saccade.cli import app
 from saccade.config import load
 from saccade.models.families import load_family
 from saccade.plugins.families import tiny
@@ -86,19 +84,6 @@ def run_episode(sample, texts, family, config, *, stops):
     with pytest.raises(StopIteration) as end:
         steps.send(reply)
     return end.value.value
-
-
-def test_rows_of_a_cold_start_are_asked_without_their_turns(scenes, family, tmp_path):
-    coldstart.run(load(None, ENV), scenes["easy"], tmp_path / "cold")
-    rows = tmp_path / "cold" / "train.jsonl"
-    options = [f"model.path={family.path}", "reward.terms=exact", "rollout.max_tokens=8"]
-    options += [f"run.out={tmp_path}", "env.eval.max_turns=1"]
-    result = CliRunner().invoke(app, ["eval", *ENV, *options, f"data.val={rows}", "--out", str(tmp_path / "eval")])
-    assert result.exit_code == 0, result.stderr
-    scene = written(scenes["easy"])
-    for row, drawn in zip(written(tmp_path / "eval" / "samples.jsonl"), scene, strict=True):
-        assert "<grounding>" not in row["prompt"].replace(questions.instruction_of(load(None, ENV)), "")
-        assert row["gold"] == str(drawn["answer"]) and len(row["media"]) == 1
 
 
 def test_where_a_question_ends_depends_on_what_follows_it():

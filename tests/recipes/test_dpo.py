@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 import saccade
-from saccade.checks import check
-from saccade.config import given, load
+from saccade.config import load
 from saccade.errors import ConfigError, DataError
 from saccade.models.families import load_family
 from saccade.plugins.preferences import dpo, pairs
@@ -126,19 +125,6 @@ def test_ties_are_left_out_and_other_rows_are_set_aside(tmp_path, config):
     with pytest.raises(ConfigError, match=r"data\.val: asked .*reward\.terms=\[exact\]"):
         dpo.run(options | {"run.name": "other", "data.val": str(tmp_path / "asked.jsonl"), "val.every": 2})
     assert not (tmp_path / "other").exists()
-
-
-def test_defaults_and_what_is_refused(config, tmp_path):
-    plain = load(None, command="dpo")
-    assert (plain.train.lr, plain.dpo.max_tokens, plain.dpo.nll_coef) == (1e-5, 512, 0.0)
-    kto = load({"dpo.loss": "kto"}, command="dpo").dpo
-    assert (kto.beta, kto.max_tokens) == (0.01, 2048)
-    for override, words in (
-        ("dpo.args.gamma=0.5", "dpo.args.gamma: has no effect with dpo.loss=dpo; remove it"),
-        ("sft.loss_on=all", "has no effect in `saccade dpo`"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            check(load(config(tmp_path), [override]), "dpo", given([override]))
 
 
 def test_a_damaged_picture_costs_its_row(tmp_path, config, rows):

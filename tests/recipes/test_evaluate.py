@@ -4,14 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import saccade
-from saccade.cli import app
-from saccade.config import load
 from saccade.errors import ConfigError, DataError, RewardError, SelfTestError
 from saccade.plugins.evaluation import evaluate
-from saccade.plugins.evaluation.results import places
 from saccade.recipes import rl, sft
 from saccade.recipes.evaluator import Result, describe
 from saccade.run.statistics import mean_interval, pass_at_k
@@ -178,20 +174,6 @@ def test_what_abstains_is_said_and_scored_again_alike(four, again, capsys):
     assert metrics["parse_rate"] == np.mean(found)  # what abstains says nothing of the answer
 
 
-def test_the_command(tmp_path, judged, four):
-    import yaml
-
-    file = tmp_path / "run.yaml"
-    config = load(judged(tmp_path, val__n=4))
-    file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
-    done = CliRunner().invoke(app, ["eval", str(file), "--out", str(tmp_path / "cli")])
-    assert done.exit_code == 0, done.output
-    assert json.loads((tmp_path / "cli" / "results.json").read_text()) == {"val": four[0]}
-    again = ["eval", str(file), "--out", str(tmp_path / "x"), "--rescore", str(tmp_path / "none.jsonl")]
-    refused = CliRunner().invoke(app, again)
-    assert refused.exit_code == 2 and "no such file" in refused.output
-
-
 def test_without_a_reward_no_accuracy_is_claimed(tmp_path, judged):
     config = judged(tmp_path, reward__terms=[])
     metrics = evaluate.run(config, out=tmp_path / "eval")["val"]
@@ -207,16 +189,3 @@ def test_what_does_not_fit_is_refused(tmp_path, judged):
         evaluate.run(judged(tmp_path, reward__terms=["choice"]), out=tmp_path / "eval")
     with pytest.raises(DataError, match=r"data\.val: .*val\.jsonl has no usable row"):
         evaluate.run(judged(tmp_path, data__max_prompt_tokens=3), out=tmp_path / "eval")
-
-
-def test_a_second_evaluation_gets_a_folder_of_its_own(tmp_path):
-    """But what was broken off since the last that ended goes on."""
-    config = load(None, [f"run.out={tmp_path}", "run.name=a"])
-    assert places(config, None) == (tmp_path / "a-eval", tmp_path / "a-eval/answers")
-    for made in ("a-eval/answers", "a-eval-2/answers", "a-eval-3"):
-        (tmp_path / made).mkdir(parents=True)
-    broken, later = tmp_path / "a-eval-2", tmp_path / "a-eval-4"
-    assert places(config, None) == (broken, broken / "answers")
-    (tmp_path / "a-eval-2/results.json").write_text("{}")
-    assert places(config, None) == (later, later / "answers")
-    assert places(config, tmp_path / "b") == (tmp_path / "b", tmp_path / "b/answers")

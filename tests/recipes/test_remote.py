@@ -10,14 +10,13 @@ import pytest
 
 from saccade.config import DataConfig, load
 from saccade.config.schema import ServeConfig
-from saccade.errors import ConfigError, RewardError
+from saccade.errors import ConfigError
 from saccade.plugins.reward_models.learned_reward import load_learned
 from saccade.plugins.serving.http_server import running
 from saccade.plugins.serving.reward_service import RewardService, reward_app
 from saccade.recipes import rl
 from saccade.rewards.scorer import Scorer
 from saccade.run.loggers import read_metrics
-from tests.endpoints import Says, scripted
 
 MODEL = {"verifier": "model", "args": {"path": "tiny:qwen2_vl"}}
 
@@ -66,10 +65,3 @@ def test_a_model_scores_behind_the_service_as_at_home(tmp_path, rl_config):
     assert home["reward/std"] > 1e-3
     assert other["reward/mean"] == pytest.approx(home["reward/mean"], abs=1e-5)
     assert other["reward/std"] == pytest.approx(home["reward/std"], abs=1e-5)
-
-
-def test_a_service_that_fails_stops_the_run(tmp_path, rl_config):
-    with scripted(lambda body: Says(status=422, body={"error": "no"})) as service:
-        config = rl_config(tmp_path) | {"reward.terms": ["remote"]}
-        with pytest.raises(RewardError, match="remote"):
-            rl.run(config | {"reward.remote.url": service.url})

@@ -169,15 +169,6 @@ def test_bfloat16(tmp_path, rl_config, optimizer):
         assert row["guard/nonfinite"] == 0 and row["mismatch/mult_prob_error"] < 1.01
 
 
-def test_a_frozen_tower_stays_as_it_was(tmp_path, rl_config, word_model, tensors):
-    rl.run(rl_config(tmp_path, run__max_steps=1, model__train="freeze:vision"))
-    before, after = tensors(word_model), tensors(tmp_path / "run" / "checkpoints" / "step-1")
-    changed = {name for name in before if not (before[name] == after[name]).all()}
-    vision = {n for n in before if "visual" in n and "merger" not in n}
-    assert vision and not changed & vision
-    assert changed >= {name for name in before if "language_model.layers" in name or "model.layers" in name}
-
-
 # -- sampling --------------------------------------------------------------------------------------
 
 
@@ -240,14 +231,6 @@ def test_max_hours_ends_a_run_with_a_checkpoint(tmp_path, rl_config):
     rl.run(rl_config(tmp_path, run__max_steps=100, run__max_hours=1e-9))
     assert checkpoint.complete_steps(tmp_path / "run" / "checkpoints") == [1]
     assert "run.max_hours=1e-09 is reached after step 1" in (tmp_path / "run" / "log.txt").read_text()
-
-
-def test_a_filter_of_ones_own_chooses_the_groups(rl_config, tmp_path):
-    own = tmp_path / "own.py"
-    own.write_text("def first_two(groups):\n    return groups[:2]\n")
-    row = rl.run(rl_config(tmp_path, run__max_steps=1, algorithm__filter__function=f"{own}:first_two"))
-    assert row["group/kept_frac"] == 0.5 and row["group/dropped/own"] == 2
-    assert row["policy/live_sequences"] == 8
 
 
 def test_a_checkpoint_goes_on_with_its_own_algorithm(tmp_path, rl_config):

@@ -52,7 +52,7 @@ def agree(family, *pictures):
     assert min(found.by_weight, found.by_picture or 1) > 0.01
 
 
-@pytest.mark.parametrize("name", ["smolvlm", "llava_onevision", "internvl", "llava"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm", "llava_onevision", "internvl", "llava"])
 def test_it_agrees(folder, name):
     family = load_family(folder(name), name="generic" if name == "internvl" else None)
     agree(family, noise(60, 50, 0), noise(140, 70, 1))

@@ -120,10 +120,3 @@ def test_a_block_that_the_model_does_not_have_is_refused(config, tmp_path):
     with pytest.raises(ConfigError, match="is none of the 2 blocks of this model; give -2 to 1"):
         reward_training.run(config(tmp_path, reward_model__probe_layer=-3))
     assert not (tmp_path / "run").exists()
-
-
-def test_defaults():
-    plain = load(None, command="reward-model")
-    assert (plain.train.lr, plain.reward_model.max_tokens) == (9e-6, 512)
-    process = load({"reward_model.kind": "process"}, command="reward-model")
-    assert (process.train.lr, process.reward_model.max_tokens) == (1e-6, 2048)
