@@ -228,13 +228,9 @@ def rollout(repeat, prompt, new):
     ids = np.arange(prompt + new)
     ids[prompt:] += 100 * (repeat + 1)
     return Trajectory(
-        sample_id="g",
-        repeat=repeat,
-        ids=ids,
-        sources=sources,
-        logprobs=np.zeros(prompt + new, np.float32),
+        sample_id="g", repeat=repeat, ids=ids, sources=sources, logprobs=np.zeros(prompt + new, np.float32),
         versions=np.zeros(prompt + new, np.int32),
-    )
+    )  # fmt: skip
 
 
 def group(*members):

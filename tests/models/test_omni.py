@@ -116,13 +116,9 @@ def test_positions_and_logits_are_those_of_transformers(family, load, stock, nam
     mask = torch.ones_like(ids)
     heard = given.get("feature_attention_mask")
     wanted, _ = reference.get_rope_index(
-        ids,
-        given.get("image_grid_thw"),
-        given.get("video_grid_thw"),
-        mask,
-        audio_seqlens=None if heard is None else heard.sum(1),
-        second_per_grids=given.get("video_second_per_grid"),
-    )
+        ids, given.get("image_grid_thw"), given.get("video_grid_thw"), mask,
+        audio_seqlens=None if heard is None else heard.sum(1), second_per_grids=given.get("video_second_per_grid"),
+    )  # fmt: skip
     positions = family.positions(len(rendered), rendered.media)
     assert np.array_equal(positions, wanted[:, 0].numpy())
     with torch.no_grad():

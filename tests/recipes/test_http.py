@@ -164,13 +164,9 @@ def test_an_environment_of_several_turns(tmp_path, over_http):
     )
     with scripted(lambda body: chat_answer(f"turn {len(body['messages'])}")) as endpoint:
         config = over_http(
-            tmp_path,
-            url=endpoint.url,
-            data__max_samples=2,
-            env__name=f"{file}:Twice",
-            env__max_turns=3,
+            tmp_path, url=endpoint.url, data__max_samples=2, env__name=f"{file}:Twice", env__max_turns=3,
             reward__terms=[],
-        )
+        )  # fmt: skip
         result = evaluate.run(config, out=tmp_path / "eval")
     found = rows(tmp_path / "eval" / "samples.jsonl")
     assert [row["response"] for row in found] == ["turn 1turn 3"] * 2

@@ -40,13 +40,9 @@ def test_a_step_counts_its_phases_and_recomputed_layers_apart(tmp_path, rl_confi
 )
 def test_an_estimate_counts_what_a_run_counts(tmp_path, rl_config, changes):
     config = rl_config(
-        tmp_path,
-        run__max_steps=1,
-        rollout__ignore_eos=True,
-        train__epochs_per_batch=2,
-        model__checkpointing="on",
+        tmp_path, run__max_steps=1, rollout__ignore_eos=True, train__epochs_per_batch=2, model__checkpointing="on",
         **changes,
-    )
+    )  # fmt: skip
     last = rl.run(config)
     pace = estimate(load(config, command="rl"), devices.present("cpu")).pace
     foretold = pace.tflop | {"recomputed": pace.recomputed}

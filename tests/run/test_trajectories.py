@@ -12,14 +12,10 @@ from saccade.plugins.reports.trajectories import TrajectoryWriter, read_trajecto
 
 def test_a_record_holds_what_happened(folder, build):
     member = build.trajectory(
-        2,
-        1.2,
-        outcome=1.0,
-        pictures=[build.media("aa11")],
-        parts={"count": 1.0, "format": 0.2},
+        2, 1.2, outcome=1.0, pictures=[build.media("aa11")], parts={"count": 1.0, "format": 0.2},
         advantages=np.full(5, 0.7, np.float32),
         info={"boxes": np.array([[1, 2]]), "when": object, "score": float("nan")},
-    )
+    )  # fmt: skip
     build.store(folder, build.group(member), steps=[10], version=9)
     (record,) = read_trajectories(folder.path, "train", 10)
     assert (record["run"], record["step"], record["version"]) == ("first", 10, 9)

@@ -63,13 +63,9 @@ def ask(family, image):
         shown = [image(*size, seed=images) for size in ((56, 84), (200, 130), (300, 77))[:images]]
         rendered = family.render((Message(role="user", parts=(*shown, f"{key[:1]} how many?")),))
         return Request(
-            key=key,
-            ids=rendered.ids,
-            media=rendered.media,
-            sampling=Sampling(**{"max_tokens": 12} | sampling),
-            noise=noise,
-            first_index=index,
-        )
+            key=key, ids=rendered.ids, media=rendered.media, sampling=Sampling(**{"max_tokens": 12} | sampling),
+            noise=noise, first_index=index,
+        )  # fmt: skip
 
     return made
 

@@ -89,15 +89,11 @@ def requests(family, image):
         talks = [(Message(role="user", parts=(*shown[:n], f"What are these {n}?")),) for n in range(4)]
         return [
             Request(
-                key=str(n),
-                ids=family.render(talk).ids,
-                media=family.render(talk).media,
-                messages=talk,
-                sampling=sampling,
-                noise=n,
+                key=str(n), ids=family.render(talk).ids, media=family.render(talk).media, messages=talk,
+                sampling=sampling, noise=n,
             )
             for n, talk in enumerate(talks)
-        ]
+        ]  # fmt: skip
 
     return made
 
