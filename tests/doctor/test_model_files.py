@@ -100,8 +100,6 @@ def test_what_can_be_done_without_is_a_warning(folder):
     assert "failure" not in said
 
 
-# -- templates -------------------------------------------------------------------------------------
-
 TEXT_ONLY = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}"
     "{{ m['content'] }}{% else %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}{% endif %}"

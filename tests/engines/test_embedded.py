@@ -15,9 +15,6 @@ from saccade.types import Message, Sampling
 from tests.engines.asked import FREE, counted, head, requests, same, scripted, support_of, trajectories
 from tests.models.against import ask, ours, theirs
 
-# -- against others ------------------------------------------------------------------------------
-
-
 SEEING = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "internvl", "llava"]
 
 
@@ -61,9 +58,6 @@ def test_sampling_does_not_depend_on_batching(model, family, prompts, changes, m
             assert support_of(got[completion.key]) == support_of(completion)
 
 
-# -- work ------------------------------------------------------------------------------------------
-
-
 def test_a_group_is_prefilled_once_and_its_images_encoded_once(model, family, prompts):
     engine = EmbeddedEngine(model, family)
     asked = requests(prompts, repeats=4)
@@ -86,9 +80,6 @@ def test_equal_ids_with_another_picture_are_another_prompt(model, family, image)
         first, second = generate(engine, asked)
     assert calls[0] == (2 * len(asked[0].ids), 2)
     assert np.abs(first.logprobs[0] - second.logprobs[0]) > 1e-4
-
-
-# -- ends ------------------------------------------------------------------------------------------
 
 
 def test_a_stop_string_ends_the_response_and_stays_in_it(model, family, prompts):

@@ -80,9 +80,6 @@ def test_a_frozen_tower_is_probed_as_well(load, copy, family, samples):
     assert found.by_weight > 0.01
 
 
-# -- engines that are wrong ----------------------------------------------------------------------
-
-
 class Half(CopyEngine):
     """Takes a part of the weights."""
 

@@ -30,8 +30,6 @@ def test_log_probs_that_are_no_numbers_are_refused():
             require_finite(np.array([-1.0, value], np.float32))
 
 
-# -- weights ---------------------------------------------------------------------------------------
-
 PARAMETERS = {
     "norm.weight": torch.ones(4),
     "a.qkv_proj.weight": torch.arange(8.0)[:, None].expand(8, 3),

@@ -33,9 +33,6 @@ def film(frames, height=84, width=112, seed=0):
     return np.random.default_rng(seed).integers(0, 255, (frames, height, width, 3), np.uint8)
 
 
-# -- greedy answers --------------------------------------------------------------------------------
-
-
 def ours(model, family, prompts, tokens=8):
     sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     asked = [Request(key=str(n), ids=p.ids, media=p.media, sampling=sampling) for n, p in enumerate(prompts)]
@@ -65,9 +62,6 @@ def kinds_of(prompt):
     return kinds
 
 
-# -- two replies to one question -------------------------------------------------------------------
-
-
 def pair(*parts):
     replies = [(Message(role="assistant", parts=(text,)),) for text in ("rain", "a bell")]
     return Sample(id="s", messages=ask(*parts), candidates=tuple(replies))
@@ -93,9 +87,6 @@ def assert_forests_are_plain_rows(model, family, sample):
     ((together, _),) = backend.logprobs([forest], OWN)
     apart = [backend.logprobs([row], OWN)[0][0] for row in rows_of(sample, family)]
     assert np.abs(together - np.concatenate(apart)).max() < 1e-5
-
-
-# -- against the model's own code ------------------------------------------------------------------
 
 
 def gradient_gap(family, model, rows=(), packed_by=None):

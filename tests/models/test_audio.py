@@ -45,9 +45,6 @@ def family(family_of):
     return family_of("qwen2_audio")
 
 
-# -- files -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 def test_wav_files_of_every_width_are_heard_in_one_channel(width):
     left = tone(0.5)
@@ -101,9 +98,6 @@ def test_other_files_need_soundfile():
         sounds.open_sound({"array": ["loud"]})
     with pytest.raises(ImageError, match="'fast'; a sound is a list of numbers, its sampling_rate a number"):
         sounds.open_sound({"array": [0.1] * 400, "sampling_rate": "fast"})
-
-
-# -- the family ------------------------------------------------------------------------------------
 
 
 def test_features_and_tokens_are_those_of_transformers(family):

@@ -247,9 +247,6 @@ def test_a_tokenizer_without_a_template_gets_a_plain_one(tmp_path, caplog):
     assert plain.decode(added.ids) == "\nuser: Bye\nassistant:"
 
 
-# -- tools -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("template", "known"), [(TEMPLATE, False), (TOOLS, True), (TEXT_TOOLS, False)])
 def test_a_template_that_has_a_place_for_tools(family, template, known):
     """Printing the role is not enough, and a picture must not get lost."""

@@ -175,9 +175,6 @@ def test_weights_that_do_not_fit_are_refused(edited):
         load_model(load_family(folder), dtype=torch.float32, device=CPU)
 
 
-# -- freezing --------------------------------------------------------------------------------------
-
-
 def frozen(model):
     return {n for n, p in model.named_parameters() if not p.requires_grad}
 

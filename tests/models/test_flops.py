@@ -101,9 +101,6 @@ def training_of(model, family):
     return flops.training_of(model, trained, family.tower_of)
 
 
-# -- against the counter ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [*FAMILIES, *HEARING])
 def test_every_matrix_is_counted_in_its_tower(name, shape_for, load):
     model, shape = load(name), shape_for(name)
@@ -196,9 +193,6 @@ def test_recomputation_is_counted_apart(shape_for, load, forest, counted):
     assert again == pytest.approx(twice - once, rel=0.01)
 
 
-# -- forests and windows ---------------------------------------------------------------------------
-
-
 def test_a_trunk_is_counted_once_and_pairs_by_ancestors():
     # A trunk of 3 tokens, two leaves of 2: 3 + 2·2 tokens; 1+2+3 and twice 4+5 pairs.
     shape = tiny_shape()
@@ -218,9 +212,6 @@ def tiny_shape():
 
 def metered():
     return flops.Meter(shape=tiny_shape())
-
-
-# -- generation ------------------------------------------------------------------------------------
 
 
 def rollout(repeat, prompt, new):

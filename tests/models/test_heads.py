@@ -43,8 +43,6 @@ def test_an_untied_language_head_is_freed(tmp_path, tied):
     assert (head() is model.model.embed_tokens.weight) if tied else (head() is None)
 
 
-# -- of a reward model -----------------------------------------------------------------------------
-
 CARD = Card(kind="scalar", heads=("a", "b"))
 
 

@@ -71,9 +71,6 @@ def targets(model):
     return {name.split(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
 
 
-# -- where they sit --------------------------------------------------------------------------------
-
-
 def test_targets_are_named_by_tower_prefix_or_pattern(load, adapted):
     linear = {n for n, m in load(VISION).named_modules() if isinstance(m, nn.Linear)}
     llm = {name for name in linear if name.startswith(LLM)}
@@ -111,9 +108,6 @@ def test_a_missing_package_comes_with_its_install_line(monkeypatch, adapted, pac
     monkeypatch.setattr(lora, "find_spec", lambda name: None if name == package else find(name))
     with pytest.raises(EnvironmentProblem, match=rf"{package}.*pip install .*\[{extra}\]"):
         lora.require(package, extra)
-
-
-# -- what they compute -----------------------------------------------------------------------------
 
 
 def test_a_fresh_or_silent_adapter_is_the_base_model(adapted, load, family_of, forests, name=VISION):
@@ -154,9 +148,6 @@ def test_a_reference_is_the_policy_without_adapters_or_with_older_ones(adapted, 
     assert (read(resumed) == now).all()
 
 
-# -- files -----------------------------------------------------------------------------------------
-
-
 def test_stock_transformers_and_peft_load_what_is_written(adapted, family_of, stock, tensors, tmp_path, image):
     """Greedy tokens of the merged folder, of base + adapter through peft, and of the model."""
     import transformers
@@ -192,9 +183,6 @@ def test_a_stored_adapter_comes_back_and_must_fit(adapted, load, family_of, tmp_
         lora.add(load(TEXT), family_of(TEXT), LoraConfig(rank=2), **settings)
     with pytest.raises(ConfigError, match="holds no adapter to continue from"):
         lora.add(load(TEXT), family_of(TEXT), LoraConfig(), seed=0, stored=tmp_path / "state")
-
-
-# -- 4 bits ----------------------------------------------------------------------------------------
 
 
 def test_over_four_bit_weights(family_of, forests, stock, tmp_path, name=VISION):

@@ -59,9 +59,6 @@ def family(family_of):
     return family_of(NAME)
 
 
-# -- against transformers --------------------------------------------------------------------------
-
-
 def processed(family, messages):
     """What transformers' own processor makes of it. Its video processor needs torchvision: layers
     and sizes of a video are given, the expansion is its own.
@@ -133,9 +130,6 @@ def test_greedy_answers_are_those_of_transformers(family, load, stock):
     assert ours(load(NAME), family, prompts) == theirs(stock(NAME), family, prompts)
 
 
-# -- training --------------------------------------------------------------------------------------
-
-
 PAIR = pair(PICTURES[0], SOUNDS[1], FILMS[1], "what?")
 
 
@@ -160,9 +154,6 @@ def test_gradients_of_a_forest_are_those_of_transformers_on_rows(family, load, m
     assert seen.keys() == wanted.keys() and len(wanted) == 102
     whole = torch.stack([g.norm() for g in wanted.values()]).norm()
     assert max((seen[n] - g).norm() for n, g in wanted.items()) < 1e-5 * whole
-
-
-# -- folders ---------------------------------------------------------------------------------------
 
 
 def test_of_a_whole_checkpoint_the_thinker_is_loaded_and_saved(family, tmp_path):

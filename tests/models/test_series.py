@@ -65,9 +65,6 @@ def loaded(family, seed: int = 0):
     return load_model(family, dtype=torch.float32, device=CPU, seed=seed)
 
 
-# -- prompts ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_vl", "internvl", "qwen2_5_omni"])
 def test_any_family_shows_a_series_where_it_stands(plugged, family_of, name):
     family, plain = plugged(name), family_of(name)
@@ -127,9 +124,6 @@ def test_a_vocabulary_without_a_spare_row_lends_a_reserved_token(family_of):
         series_tower.plugged(full, SETTINGS.model_copy(update={"token": "<|im_end|>"}))
 
 
-# -- numbers ---------------------------------------------------------------------------------------
-
-
 def test_leads_are_compared_by_their_shape(plugged):
     wavy = torch.sin(torch.arange(40.0))[None]
     scaled = series_tower.normalised(torch.cat([wavy, 1000 * wavy + 5, torch.zeros(1, 40)]))
@@ -183,9 +177,6 @@ def test_a_group_shares_its_series_and_gradients_reach_the_encoder(plugged):
     freeze(still, family, "freeze:series")
     assert not any(p.requires_grad for p in still.series.parameters())
     assert trainable_table(still, family)["llm"][1] == 0
-
-
-# -- files -----------------------------------------------------------------------------------------
 
 
 def test_the_encoder_lies_beside_a_model_that_anybody_loads(plugged, family_of, tmp_path):

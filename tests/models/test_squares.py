@@ -73,9 +73,6 @@ def assert_same(family, processor, *parts):
     assert family.positions(len(rendered), rendered.media).tolist() == [[*range(len(rendered))]]
 
 
-# -- InternVL --------------------------------------------------------------------------------------
-
-
 def test_several_pictures_stand_between_their_own_brackets(family_of, image):
     family = family_of("internvl")
     parts = ("first ", image(140, 84, 1), image(56, 56, 2), " and ", image(84, 56, 3), "?")
@@ -129,9 +126,6 @@ def test_decoders_of_other_sizes_of_internvl(tmp_path, image, decoder):
     stock = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     assert ours(model, family, prompts) == stocks(stock, family, prompts)
     assert shape_of(model, family.tower_of).text.head_norms == (decoder == "qwen3")
-
-
-# -- LLaVA -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -225,9 +219,6 @@ def test_features_are_those_of_the_layers_that_the_config_names(changed, image, 
 def test_a_llava_that_is_not_known_is_refused(changed, changes, message):
     with pytest.raises(EnvironmentProblem, match=message):
         load_family(changed(**changes))
-
-
-# -- all of them -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PROCESSORS)

@@ -30,9 +30,6 @@ def animation(pixels, duration=250):
     return file.getvalue()
 
 
-# -- references ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("total", "rate", "fps", "least", "most", "frames"),
     [(300, 30.0, 2.0, 4, 8, 8), (7, 30.0, 30.0, 4, 768, 6), (1, 10.0, 2.0, 4, 768, 2), (90, 30.0, 2.4, 4, 768, 6)],
@@ -121,9 +118,6 @@ def test_a_film_is_compared_with_its_hash_and_not_taken_into_memory(tmp_path, mo
         decode(media)
 
 
-# -- tokens, positions, pixels ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_and_positions_are_those_of_transformers(name, family_of, load):
     family = family_of(name)
@@ -165,9 +159,6 @@ def test_a_frame_has_a_budget_of_its_own(family_of):
     media = videos.open_video(film(4, 224, 224), limits=DataConfig(max_frame_pixels=56 * 56))
     assert family_of("qwen2_vl").measure(media) == ((2, 4, 4), 8)
     assert family_of("qwen2_vl").measure(replace(media, max_pixels=112 * 112)) == ((2, 8, 8), 32)
-
-
-# -- forward and generation ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)

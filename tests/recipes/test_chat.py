@@ -144,9 +144,6 @@ def test_a_server_that_others_can_reach_has_a_token(folder):
     assert result.exit_code == 2 and "--batch: has no effect with --serve" in result.output
 
 
-# -- the server as a process -----------------------------------------------------------------------
-
-
 def serve(said, command):
     with said.open("wb") as file:
         os.dup2(file.fileno(), 1)

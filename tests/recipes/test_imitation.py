@@ -34,9 +34,6 @@ def teacher(tmp_path_factory):
     return build("qwen2_5_vl", tmp_path_factory.mktemp("teacher"), words=WORDS, seed=7)
 
 
-# -- a teacher -------------------------------------------------------------------------------------
-
-
 def test_the_loss_beside_a_teacher(tmp_path, sft_config, teacher, word_model, monkeypatch):
     """Against stock transformers, row by row, where logits come in chunks of three."""
     family = load_family(word_model)
@@ -72,9 +69,6 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path, sft_config, family_of)
         sft.run(sft_config(tmp_path, sft__teacher=family_of("qwen2_5_vl").path))
 
 
-# -- documents -------------------------------------------------------------------------------------
-
-
 def test_every_token_of_a_document_is_trained_in_pieces(word_model):
     family = load_family(word_model)
     sample = Sample(id="d", messages=(Message(role="user", parts=("red blue 3 how many",)),))
@@ -95,9 +89,6 @@ def test_pretraining_learns_a_text_by_heart(tmp_path, sft_config, numbers):
     found = numbers(tmp_path / "run")
     assert found[0]["sft/tokens"] == 7 + 6
     assert found[-1]["sft/loss"] < 0.4 * found[0]["sft/loss"]
-
-
-# -- answers with their reward ---------------------------------------------------------------------
 
 
 def test_the_reward_stands_after_the_question(tmp_path, sft_config, word_model):
@@ -136,9 +127,6 @@ def test_one_model_learns_good_and_bad_answers_apart(tmp_path, sft_config, numbe
     assert row["sft/loss"] < 0.2 and row["val/val/accuracy"] == 1
 
 
-# -- demonstrations beside reinforcement learning --------------------------------------------------
-
-
 def test_demonstrations_are_part_of_the_same_update(tmp_path, rl_config, scenes, numbers, resumed):
     rl.run(rl_config(tmp_path, run__max_steps=1))
     more = {"train.sft_coef": 1.0, "data.demonstrations": str(scenes / "shown.jsonl")}
@@ -168,9 +156,6 @@ def test_the_gradients_of_both_terms_add_up(word_model, scenes):
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
     assert norms[2] == pytest.approx(2 * norms[0], rel=1e-5)
     assert metrics[2]["policy/ptx_loss"] == pytest.approx(metrics[0]["policy/loss"], rel=1e-5)
-
-
-# -- an average of the weights ---------------------------------------------------------------------
 
 
 def test_an_average_follows_the_weights_and_resumes(tmp_path, sft_config, word_model, tensors, resumed):

@@ -59,8 +59,6 @@ def test_a_tower_of_its_own_and_its_learning_rate(tmp_path, sft_config, tensors)
     assert len(moved(config, tensors, name="scaled", step=2)) == 14
 
 
-# -- going on --------------------------------------------------------------------------------------
-
 RESUMED = {
     "rl whose reference follows": ("rl", WITH_KL | {"algorithm.kl.update": "copy", "algorithm.kl.update_every": 1}),
     "sft with dropout in bf16 with fp32 masters": ("sft", {"model.lora.dropout": 0.2, "model.dtype": "bfloat16"}),
@@ -90,9 +88,6 @@ def test_a_critic_has_no_adapters(tmp_path, rl_config, tensors):
     assert not any(".lora_" in name for name in critic)
     assert any(name.startswith("exp_avg/model.visual.") for name in critic)
     assert len(moved(config, tensors, step=2)) == 14
-
-
-# -- using it --------------------------------------------------------------------------------------
 
 
 def test_export_gives_both(trained, tmp_path, same_weights):

@@ -45,9 +45,6 @@ def finished(tmp_path_factory, rl_config):
     return out / "run"
 
 
-# -- what a run leaves -----------------------------------------------------------------------------
-
-
 def test_stored_rollouts_say_what_they_taught(finished):
     members = [json.loads(line) for line in (finished / "trajectories" / "step-4.jsonl").open()]
     assert {member["version"] for member in members} == {3}  # sampled before the fourth update
@@ -95,8 +92,6 @@ def test_the_command_and_the_function_do_the_same(tmp_path, rl_config, same_weig
     assert numbers(tmp_path / "command") == numbers(tmp_path / "function")
     assert last["reward/mean"] == numbers(tmp_path / "function")[-1]["reward/mean"]
 
-
-# -- updates ---------------------------------------------------------------------------------------
 
 LOSS = '''
 from pathlib import Path
@@ -169,9 +164,6 @@ def test_bfloat16(tmp_path, rl_config, optimizer):
         assert row["guard/nonfinite"] == 0 and row["mismatch/mult_prob_error"] < 1.01
 
 
-# -- sampling --------------------------------------------------------------------------------------
-
-
 def test_dynamic_sampling_fills_the_step(tmp_path, rl_config, numbers):
     more = {"algorithm.preset": "dapo", "algorithm.overlong.buffer": 0}
     rl.run(rl_config(tmp_path, run__max_steps=3) | more)
@@ -224,9 +216,6 @@ def test_an_entropy_bonus_teaches_without_advantages(tmp_path, rl_config, word_m
     assert not same_weights(word_model, tmp_path / "run" / "checkpoints" / "step-1")
 
 
-# -- limits ----------------------------------------------------------------------------------------
-
-
 def test_max_hours_ends_a_run_with_a_checkpoint(tmp_path, rl_config):
     rl.run(rl_config(tmp_path, run__max_steps=100, run__max_hours=1e-9))
     assert checkpoint.complete_steps(tmp_path / "run" / "checkpoints") == [1]
@@ -245,9 +234,6 @@ def test_a_checkpoint_goes_on_with_its_own_algorithm(tmp_path, rl_config):
         rl.run(other | {"algorithm.preset": "gspo", "model.path": "tiny:qwen2_vl"})
     assert not (tmp_path / "other").exists()
     assert rl.run(other | {"algorithm.preset": "gspo"})["policy/grad_norm"] > 0
-
-
-# -- what a run says of itself ---------------------------------------------------------------------
 
 
 def test_the_third_step_is_traced_with_its_phases(tmp_path, rl_config):

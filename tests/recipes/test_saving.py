@@ -54,8 +54,6 @@ def rows_of(run):
     return [row["step"] for row in read_metrics(run)]
 
 
-# -- what is written -------------------------------------------------------------------------------
-
 SFT = {"train.prompts_per_step": 2}
 LORA = {"model.train": "lora", "model.lora.rank": 4}
 DEEP = {"loss": "hps", "pooling": "attention", "head": "mlp", "bounded": True, "probe_layer": 0}
@@ -126,9 +124,6 @@ def test_the_folder_is_that_of_a_save_that_waits(name, tmp_path, config_of, befo
     first, second = (content(tmp_path / "goes_on" / "checkpoints" / f"step-{n}") for n in (1, 2))
     weights = {path for path in expected if path.endswith(".safetensors")}
     assert all(first[path] != second[path] for path in weights)
-
-
-# -- what goes wrong -------------------------------------------------------------------------------
 
 
 def full_disk():
@@ -213,9 +208,6 @@ def test_a_request_to_stop_waits_for_what_is_being_written(number, then, raised,
     finally:
         signal.signal(number, heard)
     assert steps_of(tmp_path / "run") == [1] and rows_of(tmp_path / "run") == [1]
-
-
-# -- when it waits ---------------------------------------------------------------------------------
 
 
 def test_one_is_written_at_a_time(tmp_path, sft_config, before_writing):

@@ -31,8 +31,6 @@ def equal_states(one, other):
     return a.keys() == b.keys() and all(bool((a[name] == b[name]).all()) for name in a)
 
 
-# -- resume ----------------------------------------------------------------------------------------
-
 RECIPES = {
     # Step 2 ends with the last row of an epoch; step 3 begins the next one.
     "grpo with a KL over the end of an epoch": (
@@ -188,9 +186,6 @@ def test_a_start_from_a_checkpoint_that_is_not_whole(copied, tmp_path, capsys):
 def test_without_a_validation_no_checkpoint_is_the_best(copied):
     with pytest.raises(ConfigError, match="no validation has named a best checkpoint"):
         rl.run(copied | {"run.resume": "best"})
-
-
-# -- kills -----------------------------------------------------------------------------------------
 
 
 def hang_in_a_save(config):

@@ -81,9 +81,6 @@ def test_a_terminal_gets_a_live_display():
         assert text in shown, text
 
 
-# -- the clock ------------------------------------------------------------------------------------
-
-
 def test_a_nested_phase_pauses_the_outer_one():
     seconds = [0.0]
     clock = PhaseClock(lambda: seconds[0])

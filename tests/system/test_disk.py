@@ -53,9 +53,6 @@ def test_what_a_file_system_refuses_is_said_and_nothing_else() -> None:
     assert disk.refusal(ValueError("28")) is None
 
 
-# -- the commands ----------------------------------------------------------------------------------
-
-
 def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, [str(item) for item in arguments], env={"NO_COLOR": "1"})
 

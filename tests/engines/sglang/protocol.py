@@ -145,9 +145,6 @@ class Core:
         self.engine.update_weights(None, self.engine.version + 1)
 
 
-# -- the HTTP server -------------------------------------------------------------------------------
-
-
 @contextmanager
 def serve(core, key=""):
     """Yields the address."""
@@ -187,9 +184,6 @@ ROUTES = {
     "/release_memory_occupation": _memory("release"),
     "/resume_memory_occupation": _memory("resume"),
 }
-
-
-# -- the Python engine -----------------------------------------------------------------------------
 
 
 def engine_class(core):

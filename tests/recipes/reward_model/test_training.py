@@ -198,9 +198,6 @@ def test_stock_transformers_loads_the_folder_and_export_takes_the_head_along(tra
     assert torch.equal(kept[0]["score.weight"], kept[1]["score.weight"])
 
 
-# -- how sure an evaluation is -----------------------------------------------------------------------
-
-
 def batch_of(*ids: str, sides: int = 1) -> Any:
     return SimpleNamespace(keys=[(uid, side) for uid in ids for side in range(sides)])
 
