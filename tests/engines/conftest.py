@@ -1,6 +1,4 @@
-"""A tiny model with prompts for it; the engine as it runs on a GPU, with its kernels in plain
-torch.
-"""
+"""A tiny model with prompts for it; the engine as it runs on a GPU, with its kernels in plain torch."""
 
 import sys
 from types import SimpleNamespace

@@ -1,6 +1,4 @@
-"""An engine with weights of its own, as a foreign one has them, and ways in which such engines go
-wrong.
-"""
+"""An engine with weights of its own, as a foreign one has them, and ways in which such engines go wrong."""
 
 from dataclasses import replace
 from typing import Any

@@ -111,9 +111,7 @@ def test_a_sequence_without_room_for_what_it_keeps_goes_on_later(model, family, 
 
 
 def test_a_step_at_rest_touches_no_page(model, family, prompts, paged):
-    """Steps run before a graph is captured: for fewer rows than the last burst had, and after the
-    pool was given back.
-    """
+    """For fewer rows than the last burst had, as before a graph is captured, and after the pool was given back."""
     engine = EmbeddedEngine(model, family)
     generate(engine, requests(prompts[:1], replace(FREE, max_tokens=4), repeats=24))
     assert engine.graphs.prefix_groups.any()  # rows up to the last share a prompt

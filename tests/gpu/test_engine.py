@@ -272,9 +272,7 @@ def plain(model, family, requests, monkeypatch):
 
 
 def alike(got, wanted, limit: float = 0.06) -> float:
-    """The share of equal completions; where tokens are equal, log-probs are close. In bf16 a draw
-    can be a tie, after which everything differs.
-    """
+    """The share of equal completions; equal tokens have close log-probs. After a tie in bf16 everything differs."""
     for a, b in zip(got, wanted, strict=True):
         n = min(len(a.ids), len(b.ids))
         differ = np.flatnonzero(a.ids[:n] != b.ids[:n])
@@ -345,9 +343,7 @@ def test_adapters_decode_over_pages(name, dtype, family_of, monkeypatch):
 
 @pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
 def test_in_half_precision_up_to_ties(name, family_of, monkeypatch):
-    """Where two experts of a mixture are nearly equal, rounding decides between them: such a token's
-    log-prob is another, and those of nearly all others are not.
-    """
+    """Where two experts are nearly equal, rounding decides between them: such a log-prob is another."""
     got, wanted = with_and_without_kernels(family_of(name), torch.bfloat16, monkeypatch)
     if name in DENSE:
         assert alike(got, wanted) > 0.5
@@ -420,9 +416,7 @@ def test_graphs_are_captured_again_for_longer_sequences(model, family, asked, mo
 
 
 def test_a_batch_shrinks_through_all_sizes(family, image, monkeypatch):
-    """Each size is captured when it first comes up, after larger ones, and after the pool has been
-    given back; in full precision all of it gives the tokens without kernels.
-    """
+    """Each size is captured when it first comes up, after larger ones, and after the pool has been given back."""
     monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: True)
     model = load_model(family, dtype=torch.float32, device=DEVICE)
     text = "What is this? " * 20

@@ -1,6 +1,4 @@
-"""Decoders of other kinds on a GPU: flash calls against dense masks, kernels against plain torch, the engine against
-the trainer.
-"""
+"""Decoders of other kinds on a GPU: flash calls against dense masks, kernels against torch, engine against trainer."""
 
 from itertools import pairwise
 

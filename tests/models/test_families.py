@@ -249,9 +249,7 @@ def test_a_damaged_folder_is_named(file, written, why, family_of, tmp_path):
 
 @pytest.mark.parametrize(("name", "side"), [("qwen2_5_vl", 84), ("qwen3_vl", 96), ("llava", 56), ("internvl", 56)])
 def test_known_families_agree_with_the_generic_one(name, side, family_of, load):
-    """A second opinion: ids, positions and features, of a picture that need not be resized, which libraries round
-    differently.
-    """
+    """A second opinion: ids, positions, features of a picture that is not resized, which libraries round apart."""
     pytest.importorskip("torchvision")
     known = family_of(name)
     other = load_family(known.path, name="generic")

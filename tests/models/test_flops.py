@@ -29,9 +29,7 @@ SCORING = Scoring()
 
 @dataclass
 class TokenByToken:
-    """Attention of each token to exactly the keys it sees: no padding, no masked product, so a
-    counter of real products counts what is needed.
-    """
+    """Attention of each token to exactly the keys it sees, so that a counter of real products counts what is needed."""
 
     starts: np.ndarray
     parents: np.ndarray

@@ -1,6 +1,4 @@
-"""The head of a critic: where it sits, what it starts from, what it frees. That of a reward model:
-the numbers of plain torch, and a model that is whole again when it is saved.
-"""
+"""Heads of a critic and of a reward model: where they sit, what they free, the numbers of plain torch."""
 
 import json
 import weakref

@@ -186,9 +186,7 @@ def test_a_stored_adapter_comes_back_and_must_fit(adapted, load, family_of, tmp_
 
 
 def test_over_four_bit_weights(family_of, forests, stock, tmp_path, name=VISION):
-    """The language model is packed, the rest is not; what is written are whole weights, with the
-    outputs of the packed model and its adapter.
-    """
+    """Only the language model is packed; what is written are whole weights, with the outputs of the packed ones."""
     pytest.importorskip("bitsandbytes")
     family, batches = family_of(name), forests(name)
     options = lora.four_bit(family, torch.float32, CPU)

@@ -1,6 +1,4 @@
-"""Qwen2.5-Omni's thinker: what it reads and says of pictures, films and sounds is what transformers
-makes of them.
-"""
+"""Qwen2.5-Omni's thinker: what it reads and says of pictures, films and sounds is what transformers makes of them."""
 
 import json
 import shutil
@@ -60,9 +58,7 @@ def family(family_of):
 
 
 def processed(family, messages):
-    """What transformers' own processor makes of it. Its video processor needs torchvision: layers
-    and sizes of a video are given, the expansion is its own.
-    """
+    """What transformers' own processor makes of it; layers and sizes of a video are given."""
     from transformers import Qwen2_5OmniProcessor, WhisperFeatureExtractor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

@@ -1,6 +1,4 @@
-"""Families whose towers see squares, against transformers' own processors: tiles, ids, pixels, and
-what a pixel budget means to them.
-"""
+"""Families whose towers see squares, against transformers: tiles, ids, pixels, and what a pixel budget is to them."""
 
 import json
 import shutil

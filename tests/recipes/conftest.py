@@ -12,9 +12,7 @@ from tests.recipes.reward_model.judged import MARK, OTHER
 
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory):
-    """One big shape each: the right colour is preferred. Replies, pictures and steps are judged, alone or in
-    pairs; some heads have few labels; questions alone.
-    """
+    """One big shape each: the right colour is preferred. Replies, pictures and steps are judged."""
     folder = tmp_path_factory.mktemp("judged")
     for split, n in {"train": 32, "held": 12}.items():
         scenes = counting.counting_split(n, seed=n, colours=tuple(OTHER), counts=(1, 1), radius=(16, 20))

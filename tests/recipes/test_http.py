@@ -110,9 +110,7 @@ def test_a_killed_run_asks_only_for_what_is_missing(tmp_path, over_http):
 
 
 def broken_off(config, fails):
-    """Runs against an endpoint that refuses everything from request number `fails` on; returns how
-    many it has answered.
-    """
+    """Runs against an endpoint that refuses from request number `fails` on; returns how many it answered."""
     seen: list[Any] = []
 
     def script(body):

@@ -1,6 +1,4 @@
-"""Learning from what others wrote: a teacher, whole documents, answers with their reward,
-demonstrations beside reinforcement learning, and an average of the weights.
-"""
+"""Learning from what others wrote: a teacher, documents, answers with rewards, demonstrations; averaged weights."""
 
 import json
 

@@ -95,9 +95,7 @@ def test_a_judge_that_dies_in_the_middle(tmp_path, judged):
 
 
 def test_a_tiny_model_is_a_bad_judge(tmp_path, judged, word_model, monkeypatch):
-    """Behind `saccade chat --serve`: it is reached, it says no verdict, the test before step 1
-    fails; all answers abstain where that is only a warning.
-    """
+    """It is reached and says no verdict: the test before step 1 fails; without it all answers abstain."""
     import torch
 
     from saccade.models.load import load_model

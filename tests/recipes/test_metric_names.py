@@ -14,9 +14,7 @@ NO_METRICS = {"step", "time"}
 
 
 def documented():
-    """Of the first cells of the table. A name without a folder is in that of the first one, {a,b}
-    is either, <name> is anything.
-    """
+    """A name without a folder is in that of the first one, {a,b} is either, <name> is anything."""
     table = PAGE.read_text(encoding="utf-8").partition("## Metrics")[2].partition("\n## ")[0]
     for cell in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE):
         names = re.findall(r"`([^`]+)`", cell)

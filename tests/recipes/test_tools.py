@@ -1,6 +1,4 @@
-"""Two steps of reinforcement learning with the crop tool, everything real: a random model whose
-tokens are whole calls and answers plays episodes of every kind.
-"""
+"""Reinforcement learning with the crop tool: a random model whose tokens are whole calls and answers plays."""
 
 import json
 

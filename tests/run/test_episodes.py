@@ -33,9 +33,7 @@ TURNS = [
 
 
 def episode(id, turns, **env):
-    """The environment is real; tokens are stand-ins, four for each picture and one for each turn.
-    Without an answer at the end a limit has struck, and the last observation is not shown.
-    """
+    """The environment is real: four tokens for a picture, one for a turn. No answer at the end: a limit has struck."""
     pixels = np.random.default_rng(len(id)).integers(0, 255, (400, 800, 3), dtype=np.uint8)
     picture = open_media(pixels, min_pixels=3136, max_pixels=50_176)
     question = Message(role="user", parts=(picture, f"Which number? {EVIL}"))

@@ -61,9 +61,7 @@ def _healthy(address):
 
 @pytest.fixture(scope="module")
 def legible(family):
-    """The family, restricted to tokens that are text: vLLM samples placeholders like any other id,
-    and shows broken characters in its own way.
-    """
+    """Restricted to tokens that are text: vLLM samples placeholders too, and shows broken characters in its own way."""
     ids = range(family.vocabulary)
     text = np.array([family.chat.decode([i], special=True).isascii() for i in ids])
     return replace(family, banned=family.banned | ~text)

@@ -76,9 +76,7 @@ def test_two_ranks_train_and_hand_their_weights_over(layout, tmp_path, rl_config
 
 @pytest.mark.parametrize(("replicas", "keep"), [(0, False), (1, False), (1, True)])
 def test_rollouts_run_ahead_of_training(replicas, keep, tmp_path, rl_config, monkeypatch):
-    """Carried in the trainer's process; in a process of its own vLLM goes on while the trainer trains, and with its
-    keys when weights change.
-    """
+    """In a process of its own vLLM goes on while the trainer trains, and with its keys when weights change."""
     watched = Watched(monkeypatch)
     rl.run(rl_config(tmp_path, **LONG, rollout__replicas=replicas, rollout__keep_keys=keep) | ENGINE | STABLE)
     assert watched.require_sound() == AHEAD and watched.slept == 0

@@ -24,9 +24,7 @@ ENGINE = {"rollout.engine": "vllm", "data.max_prompt_tokens": 256, "rollout.max_
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, rl_config):
-    """Twenty steps over all scenes at once, each engine with its own noise. A count that is wrong
-    by two is right, so that all runs come to the same.
-    """
+    """Twenty steps over all scenes at once; counts that are wrong by two are right: all runs come to the same."""
     near = {"verifier": "count", "args": {"order": ["last_number"], "tolerance": 2}}
     found = {}
     for engine in ("embedded", "vllm"):

@@ -1,6 +1,4 @@
-"""Real vLLM over models without a family of their own, seen in squares, or with a video: it reads every prompt as the
-trainer does, and agrees with it before and after weights went over.
-"""
+"""Real vLLM over models without a family of their own, seen in squares, or with a video agrees with the trainer."""
 
 from contextlib import closing, contextmanager
 from dataclasses import replace

@@ -23,9 +23,7 @@ from saccade.rewards.reward_sample import reward_sample
 
 
 def test_models_of_two_families_and_a_rule_by_source_in_one_run(tmp_path, config, rl_config, deep, trained, scenes):
-    """Each response has the score that each folder gives it alone, weighed, and the weights are kept. A
-    critic draws its own head where it cannot take one.
-    """
+    """Each response has the weighed scores of each folder alone; a critic that cannot take a head draws its own."""
     start = build("qwen2_vl", tmp_path / "model", words=WORDS, seed=7)
     reward_training.run(config(tmp_path, run__max_steps=2) | {"run.name": "other", "model.path": start})
     folders = {"taste": trained, "other": tmp_path / "other" / "checkpoints" / "step-2", "scaled": trained}
