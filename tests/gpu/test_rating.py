@@ -1,5 +1,6 @@
-"""A reward model on the GPU: a float32 head beside a bfloat16 model learns, rests, and is saved."""
+"""A reward model on the GPU: a float32 head beside a bfloat16 model learns, is saved, and rests between scorings."""
 
+import gc
 import json
 from math import isfinite
 from pathlib import Path
@@ -13,6 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 from safetensors.torch import load_file  # noqa: E402
 
 from saccade.media.images import open_media  # noqa: E402
+from saccade.plugins.families.tiny import build  # noqa: E402
 from saccade.plugins.reward_models import reward_training  # noqa: E402
 from saccade.plugins.reward_models.learned_reward import LearnedReward  # noqa: E402
 from saccade.plugins.reward_models.reward_card import REWARD_FILE, read_card  # noqa: E402
@@ -103,3 +105,41 @@ def test_a_deep_head_learns_and_its_folder_scores_alike(
         model = LearnedReward.load(folder, device=DEVICE, dtype=DTYPE, offload=offload)
         for _ in range(2):  # its weights come and go
             assert model.score(asked(scenes)) == pytest.approx(found[-1], abs=0.01)
+
+
+WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build("qwen2", tmp_path_factory.mktemp("wide"), text=WIDE)
+
+
+def scorer(folder, *, offload):
+    return LearnedReward.load(folder, device=DEVICE, dtype=torch.bfloat16, offload=offload, untrained=True)
+
+
+def test_memory_is_given_back_between_scorings_and_scores_stay(folder):
+    samples = [
+        RewardSample(id=str(n), response=f"It is {n}.", messages=[{"role": "user", "content": "7 - 4?"}])
+        for n in range(8)
+    ]
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    kept = scorer(folder, offload=False)
+    expected = kept.score(samples)
+    size = sum(p.numel() * p.element_size() for p in kept.backend.model.parameters())
+    assert torch.cuda.memory_allocated() - before >= size > 2**23
+    del kept
+    gc.collect()
+    torch.cuda.empty_cache()
+    start = torch.cuda.memory_allocated()
+
+    resting = scorer(folder, offload=True)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):  # a model that was woken once rests again
+        assert torch.cuda.memory_allocated() - start < size / 4
+        assert resting.score(samples) == expected
+    assert torch.cuda.memory_allocated() - start < size / 4
+    assert torch.cuda.max_memory_allocated() - start >= size  # it was there to score
+    assert len(set(expected)) > 1
