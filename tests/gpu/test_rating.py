@@ -2,6 +2,7 @@
 
 import gc
 import json
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -107,26 +108,16 @@ def test_a_deep_head_learns_and_its_folder_scores_alike(
             assert model.score(asked(scenes)) == pytest.approx(found[-1], abs=0.01)
 
 
-WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 16}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return build("qwen2", tmp_path_factory.mktemp("wide"), text=WIDE)
-
-
-def scorer(folder, *, offload):
-    return LearnedReward.load(folder, device=DEVICE, dtype=torch.bfloat16, offload=offload, untrained=True)
-
-
-def test_memory_is_given_back_between_scorings_and_scores_stay(folder):
+def test_memory_is_given_back_between_scorings_and_scores_stay(tmp_path: Path) -> None:
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 16}
+    scorer = partial(LearnedReward.load, build("qwen2", tmp_path, text=wide), device=DEVICE, dtype=DTYPE)
     samples = [
         RewardSample(id=str(n), response=f"It is {n}.", messages=[{"role": "user", "content": "7 - 4?"}])
         for n in range(8)
     ]
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    kept = scorer(folder, offload=False)
+    kept = scorer(offload=False, untrained=True)
     expected = kept.score(samples)
     size = sum(p.numel() * p.element_size() for p in kept.backend.model.parameters())
     assert torch.cuda.memory_allocated() - before >= size > 2**23
@@ -135,7 +126,7 @@ def test_memory_is_given_back_between_scorings_and_scores_stay(folder):
     torch.cuda.empty_cache()
     start = torch.cuda.memory_allocated()
 
-    resting = scorer(folder, offload=True)
+    resting = scorer(offload=True, untrained=True)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):  # a model that was woken once rests again
         assert torch.cuda.memory_allocated() - start < size / 4

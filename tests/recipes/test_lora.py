@@ -11,6 +11,7 @@ from saccade.errors import ConfigError
 from saccade.plugins.evaluation import evaluate
 from saccade.plugins.export.export import export
 from saccade.recipes import rl, sft
+from tests.recipes.documented import unnamed
 
 pytest.importorskip("peft")
 
@@ -41,6 +42,7 @@ def test_only_what_is_adapted_moves(trained, tensors, numbers):
     names = moved(trained, tensors)
     assert len(names) == 14 and all("layers." in n and n.endswith("proj.weight") for n in names)
     rows = numbers(last(trained).parent.parent)
+    assert unnamed(rows) == []
     assert rows[0]["policy/kl_ref"] == 0.0  # the reference is the model at the start
     assert rows[-1]["policy/kl_ref"] > 1e-3
     for row in rows:  # the engine samples with the adapter

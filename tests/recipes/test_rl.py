@@ -15,6 +15,7 @@ from saccade.errors import ConfigError, TrainingError
 from saccade.recipes import rl
 from saccade.run import checkpoint
 from saccade.run.loggers import read_metrics
+from tests.recipes.documented import unnamed
 
 # Of the names of docs/runs.md, those that every run of GRPO with a KL has.
 NAMES = {
@@ -63,6 +64,7 @@ def test_the_numbers_of_its_steps(finished):
     rows = read_metrics(finished)
     wanted = {f"{group}/{name}" for group, names in NAMES.items() for name in names.split()}
     assert wanted - rows[-1].keys() == set() and [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert unnamed(rows) == [] and unnamed([{"policy/unheard_of": 1.0}]) == ["policy/unheard_of"]
     for row in rows[1:]:  # on policy
         assert row["policy/ratio_mean"] == row["policy/ratio_max"] == 1.0 and row["mismatch/logp_gap_max"] < 1e-5
     distances = [row["policy/kl_ref"] for row in rows[1:]]  # to a reference that stays where it was

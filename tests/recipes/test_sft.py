@@ -12,6 +12,7 @@ from saccade.models.families import load_family
 from saccade.recipes import questions, sft
 from saccade.run import checkpoint
 from saccade.types import Source
+from tests.recipes.documented import unnamed
 
 PICTURE = "picture-{}.png"
 
@@ -99,6 +100,7 @@ def test_the_loss_falls_and_validation_generates_with_the_weights_of_the_step(tm
     config |= {"train.lr": 5e-3, "train.schedule": "cosine"}
     sft.run(config | {"reward.terms": ["count"], "rollout.max_tokens": 12})
     before, *rows = numbers(tmp_path / "run")
+    assert unnamed([before, *rows]) == []
     assert rows[-1]["sft/loss"] < 0.6 * rows[0]["sft/loss"]
     assert rows[0]["policy/lr"] == 5e-3 and rows[-1]["policy/lr"] < 2e-4
     assert {"policy/grad_norm", "policy/grad_norm_vision", "guard/nonfinite", "data/epoch"} <= rows[0].keys()

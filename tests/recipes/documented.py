@@ -4,11 +4,6 @@ import re
 from itertools import product
 from pathlib import Path
 
-import pytest
-
-from saccade.recipes import rl, sft
-from saccade.run.loggers import read_metrics
-
 PAGE = Path(__file__).parents[2] / "docs" / "runs.md"
 NO_METRICS = {"step", "time"}
 
@@ -34,19 +29,3 @@ def unnamed(rows):
     known = list(documented())
     found = {name for row in rows for name in row} - NO_METRICS
     return sorted(n for n in found if not any(pattern.fullmatch(n) for pattern in known))
-
-
-def test_the_metrics_of_grpo_with_adapters_are_documented(tmp_path, rl_config, scenes):
-    pytest.importorskip("peft")
-    adapters = {"model.train": "lora", "model.lora.rank": 4, "model.lora.vision": True}
-    validation = {"data.val": str(scenes / "val.jsonl"), "val.every": 1, "val.n": 2}
-    more = adapters | validation | {"algorithm.kl.coef": 0.01, "run.max_steps": 2}
-    rl.run(rl_config(tmp_path) | more)
-    rows = read_metrics(tmp_path / "run")
-    assert len(rows[-1]) > 100 and unnamed(rows) == []
-    assert unnamed([{"policy/unheard_of": 1.0}]) == ["policy/unheard_of"]
-
-
-def test_the_metrics_of_sft_are_documented(tmp_path, sft_config):
-    sft.run(sft_config(tmp_path, run__max_steps=2))
-    assert unnamed(read_metrics(tmp_path / "run")) == []
