@@ -97,19 +97,10 @@ def test_whatever_happens_every_page_is_counted_and_has_one_writer(steps):
 
 
 def test_neighbours_with_the_same_first_pages_are_a_family():
-    table = np.array(
-        [
-            [1, 2, 3, 9],
-            [1, 2, 4, 9],
-            [1, 2, 5, 9],
-            [7, 8, 6, 9],  # alone
-            [1, 2, 10, 0],  # not next to the others
-            [11, 12, 0, 0],
-            [11, 13, 0, 0],
-        ]
-    )
+    table = [[1, 2, 3, 9], [1, 2, 4, 9], [1, 2, 5, 9], [7, 8, 6, 9]]  # three alike, one alone
+    table += [[1, 2, 10, 0], [11, 12, 0, 0], [11, 13, 0, 0]]  # one that is not next to the others, two alike
     lengths = np.array([13, 14, 12, 12, 12, 7, 4])
-    prefix_groups, shared = decode_state.find_prefix_groups(table, lengths, page=4, most=8)
+    prefix_groups, shared = decode_state.find_prefix_groups(np.array(table), lengths, page=4, most=8)
     assert prefix_groups.T.tolist() == [[0, 3, 8], [5, 2, 4]]
     assert shared.tolist() == [8, 8, 8, 0, 0, 4, 4]
 

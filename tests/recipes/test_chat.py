@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-import urllib.request
 
 import pytest
 from typer.testing import CliRunner
@@ -16,7 +15,7 @@ from saccade.config import load
 from saccade.plugins.serving import chat_command as chatting
 from saccade.types import Media, Sampling
 from tests.browser import CHROMIUM, Browser
-from tests.endpoints import Says, chat_answer, scripted
+from tests.endpoints import Says, call, chat_answer, scripted
 from tests.ranks.processes import LIMIT, forked, run_command
 
 
@@ -169,12 +168,10 @@ def server(folder, tmp_path_factory):
 
 def test_terminal_and_endpoint_say_the_same(server, folder):
     url, page = server
-    token = page.partition("#token=")[2]
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 12}
-    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        text = json.loads(reply.read())["choices"][0]["message"]["content"]
+    bearer = f"Bearer {page.partition('#token=')[2]}"
+    _, _, reply = call(url, "POST", "/v1/chat/completions", body, Authorization=bearer)
+    text = json.loads(reply)["choices"][0]["message"]["content"]
     assert text and text in chat(folder, "--greedy", typed=["hello", "exit"]).stdout
 
 

@@ -12,9 +12,9 @@ from saccade.errors import ConfigError
 from saccade.models.families import load_family
 from saccade.plugins.generate import generate
 from saccade.plugins.generate.selection import write_selected
-from saccade.plugins.preferences import dpo, pairs
+from saccade.plugins.preferences import pairs
 from saccade.plugins.preferences.pairs import compared
-from saccade.recipes import model_setup, questions, sft
+from saccade.recipes import model_setup, questions
 from saccade.types import Message, Sample
 
 
@@ -220,8 +220,8 @@ def test_the_best_and_all_good_ones(scored):
     assert ids == [("clear/0", "a"), ("clear/1", "b"), ("tie/0", "x"), ("tie/1", "y")]
 
 
-def test_a_round_of_iterative_dpo_and_of_rejection_sampling(tmp_path, rl_config, scenes):
-    """Prompts with pictures are trained on exactly as they were asked."""
+def test_chosen_responses_stand_behind_the_prompts_that_were_asked(tmp_path, rl_config, scenes):
+    """With pictures, token by token; tests/test_configs trains on such rows."""
     asked = {
         "prompt.format": "think_answer", "prompt.instruction": None, "prompt.system": "how many",
         "rollout.ignore_eos": False, "rollout.max_tokens": 40,
@@ -241,10 +241,3 @@ def test_a_round_of_iterative_dpo_and_of_rejection_sampling(tmp_path, rl_config,
         for member in compared(sample, family).trajectories:
             start = member.prompt_length
             assert member.ids[:start].tolist() == known[sample.id] and member.media
-
-    steps = {"run.max_steps": 2, "train.prompts_per_step": 2}
-    options = {k: v for k, v in config.items() if not k.startswith("train.samples")} | steps
-    trained = dpo.run(options | {"run.name": "dpo", "data.train": made["selected"]})
-    assert trained["dpo/loss"] > 0
-    tuned = sft.run(options | {"run.name": "sft", "data.train": again["selected"]})
-    assert tuned["sft/loss"] > 0

@@ -61,13 +61,9 @@ DEEP = {"loss": "hps", "pooling": "attention", "head": "mlp", "bounded": True, "
 KINDS = {
     "a critic and a surplus": (
         "rl",
-        {
-            "algorithm.preset": "ppo",
-            "algorithm.filter.dynamic": True,
-            "algorithm.filter.keep_surplus": True,
-            "train.prompts_per_step": 6,
-        },
-        {"state/critic/weights.safetensors", "state/critic/optimizer.safetensors"} | {"state/surplus/groups.json"},
+        {"algorithm.preset": "ppo", "train.prompts_per_step": 6}
+        | {"algorithm.filter.dynamic": True, "algorithm.filter.keep_surplus": True},
+        {"state/critic/weights.safetensors", "state/critic/optimizer.safetensors", "state/surplus/groups.json"},
     ),
     "adapters that are held": (
         "rl",

@@ -14,33 +14,22 @@ from saccade.run import checkpoint
 from saccade.types import Source
 from tests.recipes.documented import unnamed
 
-PICTURE = "picture-{}.png"
-
 
 @pytest.fixture(scope="module")
 def talks(tmp_path_factory, scenes):
     """Three conversations of two turns: two pictures, one picture, none."""
     folder = tmp_path_factory.mktemp("talks")
-    pictures = sorted((scenes / "images").iterdir())[:3]
-    for number, picture in enumerate(pictures):
-        (folder / PICTURE.format(number)).write_bytes(picture.read_bytes())
-
-    def turns(*texts: str) -> list[dict[str, str]]:
-        return [{"from": who, "value": text} for who, text in zip(("human", "gpt") * 2, texts, strict=True)]
-
-    rows = [
-        {
-            "id": "two",
-            "images": [PICTURE.format(0), PICTURE.format(1)],
-            "conversations": turns("<image>how many ?", "3 objects", "<image>how many red ?", "red 2"),
-        },
-        {
-            "id": "one",
-            "images": [PICTURE.format(2)],
-            "conversations": turns("<image>how many objects ?", "blue blue 2", "many ?", "2"),
-        },
-        {"id": "none", "images": [], "conversations": turns("how many red ?", "1 2 3 red", "how ?", "assistant 4 5 6")},
-    ]
+    for number, picture in enumerate(sorted((scenes / "images").iterdir())[:3]):
+        (folder / f"{number}.png").write_bytes(picture.read_bytes())
+    said = {
+        "two": (["0.png", "1.png"], "<image>how many ?", "3 objects", "<image>how many red ?", "red 2"),
+        "one": (["2.png"], "<image>how many objects ?", "blue blue 2", "many ?", "2"),
+        "none": ([], "how many red ?", "1 2 3 red", "how ?", "assistant 4 5 6"),
+    }
+    rows = []
+    for name, (images, *texts) in said.items():
+        turns = [{"from": who, "value": text} for who, text in zip(("human", "gpt") * 2, texts, strict=True)]
+        rows.append({"id": name, "images": images, "conversations": turns})
     path = folder / "talks.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -17,22 +17,15 @@ STEP = {
 @pytest.mark.parametrize(
     ("step", "total", "metrics", "line"),
     [
-        (
-            *(12, 350, STEP),
-            "step 12/350  reward 0.412  acc 0.380  dead 25%  len 11.2  grad 0.831  time 0.21s  "
-            "bottleneck rollout 61%  val/six 0.700",
-        ),
+        (12, 350, STEP, "step 12/350  reward 0.412  acc 0.380  dead 25%  len 11.2  grad 0.831  time 0.21s  "
+                        "bottleneck rollout 61%  val/six 0.700"),
         (3, None, {"sft/loss": 1.25, "time/step": 12.4}, "step 3  loss 1.2500  time 12s"),
-        (
-            *(1, 2, {"reward/mean": 0.5, "reward/abstain_rate": 0.32, "reward/error_rate": 0.004}),
-            "step 1/2  abstain 32%  error <1%  reward 0.500",
-        ),
-        (
-            *(1, 2, {"reward/abstain_rate": 0.7, "reward/error_rate": 0.3, "group/dead_frac": 1.0}),
-            "step 1/2  nothing could be scored  abstain 70%  error 30%  dead 100%",
-        ),
+        (1, 2, {"reward/mean": 0.5, "reward/abstain_rate": 0.32, "reward/error_rate": 0.004},
+         "step 1/2  abstain 32%  error <1%  reward 0.500"),
+        (1, 2, {"reward/abstain_rate": 0.7, "reward/error_rate": 0.3, "group/dead_frac": 1.0},
+         "step 1/2  nothing could be scored  abstain 70%  error 30%  dead 100%"),
     ],
-)
+)  # fmt: skip
 def test_the_line_of_a_step(step, total, metrics, line):
     assert step_line(step, total, metrics) == line
 

@@ -141,20 +141,6 @@ def test_equal_prompts_stay_together_until_others_would_idle(pool, ask):
     finish(pool, many)
 
 
-def test_a_request_may_be_for_one_replica(pool, ask):
-    """As the parity probe asks, which no replica may miss."""
-    requests = [replace(r, replica=n % 2) for n, r in enumerate(ask(LONG, repeats=2))]
-    for request in requests:
-        pool.submit(request)
-    pool._hand_out()
-    for prompt in range(4):
-        pair = [pool._tasks[f"{prompt}/{r}"].engine for r in range(2)]
-        assert [pool._places[engine] for engine in pair] == [0, 1]
-    for request in requests:
-        pool.abort(request.key)
-    finish(pool, requests)
-
-
 def test_only_those_beside_the_trainer_sleep(pool, monkeypatch):
     pool._join()
     slept = []
