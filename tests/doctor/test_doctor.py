@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from saccade.checks import check
@@ -39,8 +40,6 @@ def test_without_a_model_the_machine_alone_is_looked_at():
 
 
 def test_every_gpu_has_a_line(monkeypatch):
-    import torch
-
     answers = {"is_available": lambda: True, "device_count": lambda: 2, "get_device_name": lambda index: "NVIDIA H200"}
     answers["mem_get_info"] = lambda index: ((130 << 30, 10 << 30)[index], 140 << 30)
     for name, answer in answers.items():

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 
 from saccade.config import LoraConfig
 from saccade.engines import generate
@@ -126,8 +128,6 @@ def test_layers_of_another_build_keep_their_forward(load, change, monkeypatch):
 
 def test_wide_norms_are_told_apart():
     """On numbers of mean zero, a layer norm of 4096 gives nearly what a root mean square norm does."""
-    from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
-    from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 
     class Bf16:
         device, dtype = torch.device("cpu"), torch.bfloat16

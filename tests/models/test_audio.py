@@ -6,6 +6,7 @@ import wave
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
 
 from saccade.algorithms import select
 from saccade.config import DataConfig, TrainConfig
@@ -101,8 +102,6 @@ def test_other_files_need_soundfile():
 
 
 def test_features_and_tokens_are_those_of_transformers(family):
-    from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
-
     heard = [noise(1.5), noise(0.73, seed=1), noise(29.99, seed=2)]
     extractor = WhisperFeatureExtractor.from_pretrained(family.path)
     template = family.chat.template

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from saccade.errors import ConfigError
 from saccade.models.chat import load_chat
@@ -256,9 +258,6 @@ def test_a_template_that_has_a_place_for_tools(family, template, known):
 
 def test_what_goes_on_is_encoded_as_if_it_stood_there(tmp_path):
     """A tokenizer in the way of SentencePiece puts a blank before every text it is given."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-    from transformers import PreTrainedTokenizerFast
-
     letters = sorted(set("▁USERASSISTANT:whyso?\n"))
     merges = [("▁", "s"), ("▁s", "o"), ("s", "o"), ("▁", "U"), ("▁", "▁")]
     vocabulary = {token: i for i, token in enumerate([*letters, *map("".join, merges)])}

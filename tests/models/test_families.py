@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.images import open_media
@@ -54,8 +55,6 @@ def test_positions_are_those_of_transformers(name, family_of, stock, image):
 )
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_pixels_are_those_of_transformers_pil_processor(family_of, image, name, size, limits):
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
     family = family_of(name)
     media = open_media(decode(image(*size, 4)), **limits)
     grid, tokens = family.measure(media)

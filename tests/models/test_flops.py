@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from saccade.algorithms.build import resolve
-from saccade.config import AlgorithmConfig, TrainConfig
+from saccade.config import AlgorithmConfig, LoraConfig, TrainConfig
 from saccade.forest.attention import paths
 from saccade.forest.packing import pack
+from saccade.models import lora
 from saccade.models.load import freeze
 from saccade.plugins.estimate import flops, shapes
 from saccade.trainer import Scoring
@@ -124,8 +126,6 @@ def test_every_expert_is_stored_and_the_chosen_ones_are_counted(name, shape_for,
 
 
 def test_any_decoder_that_transformers_builds_has_a_shape():
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 100, "pad_token_id": 0, "head_dim": 16}
     experts = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -169,9 +169,6 @@ def test_a_training_step(name, train, family_of, load, forest, counted):
 
 def test_adapters_are_counted_and_frozen_matrices_want_no_gradient(family_of, load, forest, counted):
     pytest.importorskip("peft")
-    from saccade.config import LoraConfig
-    from saccade.models import lora
-
     name = "qwen2_5_vl"
     family, model, batch = family_of(name), load(name), forest(name, seed=0)
     shape = shapes.shape_of(model, family.tower_of)

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as own
 
 from saccade.config import LoraConfig, TrainConfig
 from saccade.config import load as load_config
@@ -77,8 +78,6 @@ def test_gradients_through_pictures_are_those_of_transformers(family_of, load):
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [5, 1, 200, 64, 63, 65]])
 def test_the_rule_in_chunks_is_that_of_transformers(lengths, forgets):
     """Forward and every gradient, from states, for keys that are much alike."""
-    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as own
-
     draw = torch.Generator().manual_seed(0)
     sizes, tokens, heads, wide, high = np.array(lengths), sum(lengths), 3, 16, 24
     q, k = (torch.randn((tokens, heads, wide), generator=draw) + shift for shift in (0, 1))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from saccade.config import LoraConfig, TrainConfig
@@ -150,8 +151,6 @@ def test_a_reference_is_the_policy_without_adapters_or_with_older_ones(adapted, 
 
 def test_stock_transformers_and_peft_load_what_is_written(adapted, family_of, stock, tensors, tmp_path, image):
     """Greedy tokens of the merged folder, of base + adapter through peft, and of the model."""
-    import transformers
-
     family = family_of(VISION)
     model = adapted(VISION, moved=True, vision=True)
     write_files(tmp_path, lora.files(model))

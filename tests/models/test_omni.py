@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import Qwen2_5OmniThinkerForConditionalGeneration
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForImageTextToText,
+    Qwen2_5OmniProcessor,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+    WhisperFeatureExtractor,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from saccade.algorithms import select
 from saccade.config import TrainConfig
@@ -59,9 +66,6 @@ def family(family_of):
 
 def processed(family, messages):
     """What transformers' own processor makes of it; layers and sizes of a video are given."""
-    from transformers import Qwen2_5OmniProcessor, WhisperFeatureExtractor
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
     processor = Qwen2_5OmniProcessor.__new__(Qwen2_5OmniProcessor)
     processor.tokenizer = family.chat.tokenizer
     processor.feature_extractor = WhisperFeatureExtractor.from_pretrained(family.path)
@@ -153,9 +157,6 @@ def test_gradients_of_a_forest_are_those_of_transformers_on_rows(family, load, m
 
 
 def test_of_a_whole_checkpoint_the_thinker_is_loaded_and_saved(family, tmp_path):
-    from safetensors.torch import load_file, save_file
-    from transformers import AutoModelForImageTextToText
-
     whole = Path(shutil.copytree(family.path, tmp_path / "whole"))
     assert json.loads((whole / "config.json").read_text())["model_type"] == NAME
     stored = load_file(whole / "model.safetensors")

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from saccade.algorithms import select
 from saccade.config import LoraConfig, SeriesConfig, TrainConfig
@@ -180,8 +181,6 @@ def test_a_group_shares_its_series_and_gradients_reach_the_encoder(plugged):
 
 
 def test_the_encoder_lies_beside_a_model_that_anybody_loads(plugged, family_of, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     family = plugged("qwen2")
     model = loaded(family, seed=3)
     assert not torch.equal(model.series.inner.first.weight, loaded(family).series.inner.first.weight)

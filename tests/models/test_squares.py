@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, InternVLProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, InternVLProcessor, LlavaForConditionalGeneration
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from saccade.config import load as load_config
@@ -184,8 +184,6 @@ def test_only_the_first_turn_begins_as_the_tokenizer_begins_a_text(family_of):
 )
 def test_features_are_those_of_the_layers_that_the_config_names(changed, image, tower, strategy, layer, tokens):
     """Layers behind them are not run, and their weights are kept."""
-    from transformers import LlavaForConditionalGeneration
-
     settings = {"vision_feature_select_strategy": strategy, "vision_feature_layer": layer}
     family = load_family(changed(config=settings, vision={"model_type": tower}))
     stock = LlavaForConditionalGeneration.from_pretrained(family.path, ignore_mismatched_sizes=True)

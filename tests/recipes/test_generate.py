@@ -1,10 +1,12 @@
 """Batch inference: n responses per row, an exact resume after a kill, and rows to train on chosen from them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import saccade
 from saccade.config import load
@@ -79,8 +81,6 @@ def test_without_rewards_nothing_is_scored(tmp_path, config):
 
 
 def test_rows_that_changed_are_answered_again(config, tmp_path, capsys):
-    from PIL import Image
-
     def write(gold=1, colour="red"):
         Image.new("RGB", (56, 56), colour).save(tmp_path / "0.png")
         lines = [
@@ -111,8 +111,6 @@ def test_rows_that_changed_are_answered_again(config, tmp_path, capsys):
 
 
 def test_scores_of_other_rewards_or_weights_are_not_taken_for_done(config, tmp_path):
-    import shutil
-
     model = tmp_path / "model"
     shutil.copytree(config(tmp_path)["model.path"], model)
     own = tmp_path / "own.py"

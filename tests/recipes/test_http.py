@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
+from saccade.models.load import load_model
 from saccade.plugins.evaluation import evaluate
 from saccade.plugins.generate import generate
 from tests.endpoints import TOKEN, Says, chat_answer, scripted, serving
@@ -21,10 +23,6 @@ def rows(path):
 
 @pytest.fixture(scope="module")
 def endpoint(word_model):
-    import torch
-
-    from saccade.models.load import load_model
-
     family = load_family(word_model)
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
     with serving(model, family) as served:

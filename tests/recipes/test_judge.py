@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from saccade.errors import ConfigError, EnvironmentProblem, RewardError, SelfTestError
 from saccade.models.families import load_family
+from saccade.models.load import load_model
 from saccade.plugins.evaluation import evaluate
 from saccade.plugins.judges.http_client import sender as endpoint_client
 from saccade.recipes import rl
@@ -96,10 +98,6 @@ def test_a_judge_that_dies_in_the_middle(tmp_path, judged):
 
 def test_a_tiny_model_is_a_bad_judge(tmp_path, judged, word_model, monkeypatch):
     """It is reached and says no verdict: the test before step 1 fails; without it all answers abstain."""
-    import torch
-
-    from saccade.models.load import load_model
-
     monkeypatch.setenv("SACCADE_TEST_KEY", TOKEN)
     family = load_family(word_model)
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))

@@ -7,6 +7,7 @@ import wave
 import numpy as np
 import pytest
 from PIL import Image
+from transformers import AutoModelForImageTextToText
 
 from saccade.config import DataConfig, DataSource, load
 from saccade.data.datasets import load as load_data
@@ -84,8 +85,6 @@ def test_a_command_trains_on_it(folder, kind, command):
 
 
 def test_a_reward_model_of_sounds_pictures_and_videos_scores_answers_about_them(folder):
-    from transformers import AutoModelForImageTextToText
-
     assert math.isfinite(trained(folder, "every", "rm"))
     (judge,) = (folder / "runs" / "every-rm" / "checkpoints").glob("step-*")
     term = {"verifier": "model", "args": {"path": str(judge)}}

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from transformers import modeling_utils
 
 from saccade.errors import EnvironmentProblem, Interrupted
 from saccade.plugins.reward_models import reward_training
@@ -168,8 +169,6 @@ def test_a_disk_that_is_full_is_refused_before_the_first_step_or_names_the_check
 
 
 def test_a_tensor_that_is_lost_on_the_way_is_found(tmp_path, sft_config, monkeypatch):
-    from transformers import modeling_utils
-
     write = modeling_utils.safe_save_file
 
     def lossy(tensors, *args, **kwargs):

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from saccade.config import load
 from saccade.errors import DataError
@@ -37,9 +39,6 @@ def talks(tmp_path_factory, scenes):
 
 def stock_loss(config: dict[str, Any], model_path: str, loss_on: str) -> tuple[float, int]:
     """Mean of transformers' own cross-entropy over the trained tokens of all rows, one by one."""
-    import torch
-    import transformers
-
     resolved = load(config)
     family = load_family(model_path)
     data = questions.load_dialogues(resolved, resolved.data.train, family)

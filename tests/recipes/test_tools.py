@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.plugins.evaluation import evaluate
+from saccade.plugins.families.tiny import build
 from saccade.plugins.reports.trajectories import read_trajectories
 from saccade.recipes import rl
 from saccade.run.loggers import read_metrics
@@ -28,8 +29,6 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory):
-    from saccade.plugins.families.tiny import build
-
     return build("qwen2_5_vl", tmp_path_factory.mktemp("caller"), words=WORDS)
 
 

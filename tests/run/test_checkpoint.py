@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from saccade.errors import ConfigError, EnvironmentProblem, Interrupted
 from saccade.models import files
@@ -28,8 +29,6 @@ def steps_of(run):
 
 
 def equal_states(one, other):
-    from safetensors.torch import load_file
-
     a, b = (load_file(run / "state" / "optimizer.safetensors") for run in (one, other))
     return a.keys() == b.keys() and all(bool((a[name] == b[name]).all()) for name in a)
 

@@ -1,8 +1,14 @@
 """Every save is a folder that stock transformers loads, with the outputs that the engine had."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoImageProcessor
 from typer.testing import CliRunner
 
 from saccade.cli import app
@@ -11,11 +17,13 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.images import open_media
 from saccade.models.families import load_family
 from saccade.plugins.evaluation import evaluate
-from saccade.plugins.export.export import export, pictures
+from saccade.plugins.export.export import _compare, export, pictures
 from saccade.plugins.families.tiny import build
-from saccade.recipes import rl
+from saccade.plugins.quickstart.quickstart import WORDS
+from saccade.recipes import questions, rl
 from saccade.recipes.model_setup import family_of
 from saccade.run.checkpoint import copy_processor
+from tests.models.against import theirs
 
 FAMILIES = {"qwen2_5_vl": {}, "internvl": {}, "llava": {}, "mixtral": {}, "untied": {"tie_word_embeddings": False}}
 
@@ -23,8 +31,6 @@ FAMILIES = {"qwen2_5_vl": {}, "internvl": {}, "llava": {}, "mixtral": {}, "untie
 @pytest.fixture(scope="module", params=FAMILIES)
 def saved(request, tmp_path_factory, rl_config):
     """(config, checkpoint after one step) of a family; text models count without a picture."""
-    from saccade.plugins.quickstart.quickstart import WORDS
-
     out = tmp_path_factory.mktemp(request.param)
     family = "qwen2_5_vl" if request.param == "untied" else request.param
     model = build(family, out / "model", words=WORDS, text=FAMILIES[request.param])
@@ -40,10 +46,6 @@ def saved(request, tmp_path_factory, rl_config):
 
 
 def loaded(folder, **options):
-    import json
-
-    import transformers
-
     multimodal = "vision_config" in json.loads((folder / "config.json").read_text())
     kind = "AutoModelForImageTextToText" if multimodal else "AutoModelForCausalLM"
     return getattr(transformers, kind).from_pretrained(folder, output_loading_info=True, **options)
@@ -62,13 +64,6 @@ def test_transformers_finds_every_tensor_once(saved, tensors):
 
 
 def test_greedy_outputs_are_those_of_the_engine(saved, tmp_path):
-    import json
-
-    import torch
-
-    from saccade.recipes import questions
-    from tests.models.against import theirs
-
     config, folder = saved
     config = config | {"model.path": str(folder), "rollout.max_tokens": 8}
     evaluate.run(config, out=tmp_path / "eval")
@@ -93,8 +88,6 @@ def test_export_copies_and_verifies(saved, tmp_path, same_weights):
 
 @pytest.mark.parametrize("saved", ["qwen2_5_vl", "mixtral"], indirect=True)
 def test_export_casts(saved, tmp_path, tensors):
-    import torch
-
     _, folder = saved
     out = tmp_path / "half"
     done = CliRunner().invoke(app, ["export", str(folder), "--out", str(out), "--dtype", "bfloat16"])
@@ -107,10 +100,6 @@ def test_export_casts(saved, tmp_path, tensors):
 
 
 def test_a_folder_that_differs_is_seen(tmp_path, word_model):
-    from safetensors.torch import load_file, save_file
-
-    from saccade.plugins.export.export import _compare
-
     out = export(Path(word_model), tmp_path / "out")
     weights = load_file(out / "model.safetensors")
     name = next(n for n in weights if n.endswith("o_proj.weight"))
@@ -132,9 +121,6 @@ def test_what_cannot_be_exported(tmp_path, word_model, source, dtype, words):
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "internvl"])
 def test_whoever_serves_a_folder_shows_pictures_as_the_run_did(name, tmp_path):
-    from PIL import Image
-    from transformers import AutoImageProcessor
-
     folder, again = Path(build(name, tmp_path / "model")), tmp_path / "saved"
     again.mkdir()
     (again / "config.json").write_bytes((folder / "config.json").read_bytes())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
 import saccade
 from saccade.config import load
@@ -72,8 +73,6 @@ def test_a_deep_head_learns_and_its_folder_is_a_whole_model(deep, config, tmp_pa
         kind="scalar", heads=("preference",), pooling="attention", pooling_heads=4, probe_layer=0, head="mlp",
         bounded=True, statistics=card.statistics, statistics_step=12,
     )  # fmt: skip
-    from transformers import AutoModelForImageTextToText
-
     models = [AutoModelForImageTextToText.from_pretrained(path) for path in (word_model, deep)]
     moved = {
         name
@@ -188,8 +187,6 @@ def test_the_average_is_a_reward_model_of_its_own_and_cards_say_whose_scores_the
 
 
 def test_stock_transformers_loads_the_folder_and_export_takes_the_head_along(trained, tmp_path):
-    from transformers import AutoModelForImageTextToText
-
     _, info = AutoModelForImageTextToText.from_pretrained(trained, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     out = saccade.export(trained, tmp_path / "out", "bfloat16", verify=False)
