@@ -109,7 +109,6 @@ def test_a_continuation_is_the_rest_of_the_whole_conversation(family, image, tex
     assert np.concatenate([done, added.ids]).tolist() == whole.ids.tolist()
     assert set(added.sources.tolist()) == {Source.OBSERVATION}
     assert [s.moved(len(done)) for s in added.media] == list(whole.media[1:])
-
     cut = family.render_continuation(then, last_id=int(sampled[-1]))
     assert cut.ids.tolist() == [family.chat.end_of_turn, *added.ids]
     assert cut.sources.tolist() == [Source.TEMPLATE, *added.sources]

@@ -163,7 +163,6 @@ def test_of_a_whole_checkpoint_the_thinker_is_loaded_and_saved(family, tmp_path)
     assert all(name.startswith("thinker.") for name in stored)
     stored |= {"talker.a.weight": torch.ones(2), "token2wav.b.weight": torch.ones(1)}
     save_file(stored, whole / "model.safetensors", metadata={"format": "pt"})
-
     model = load_model(load_family(str(whole)), dtype=torch.float32, device=CPU)
     model.save_pretrained(tmp_path / "saved")
     stock, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", output_loading_info=True)

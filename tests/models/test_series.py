@@ -173,7 +173,6 @@ def test_a_group_shares_its_series_and_gradients_reach_the_encoder(plugged):
     after = dict(learning.series.named_parameters())
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert torch.equal(words, learning.get_input_embeddings().weight)
-
     still = loaded(family)
     freeze(still, family, "freeze:series")
     assert not any(p.requires_grad for p in still.series.parameters())
@@ -197,7 +196,6 @@ def test_the_encoder_lies_beside_a_model_that_anybody_loads(plugged, family_of, 
     assert all(torch.equal(mine[name], theirs[name]) for name in mine | theirs)
     with pytest.raises(ConfigError, match=r"model\.series\.patch=25: the encoder in .* has 10"):
         series_tower.plugged(plain, SeriesConfig(encoder="patches", patch=25))
-
     adapted = loaded(again)
     lora.add(adapted, again, LoraConfig(rank=2), seed=0)
     assert not any(p.requires_grad for p in adapted.series.parameters())

@@ -183,7 +183,6 @@ def test_environments_and_tools_of_the_user_are_played(tmp_path, capsys):
     assert (tmp_path / "closed").read_text() == "xx"
     (row,) = written(tmp_path / "a" / "train.jsonl")
     assert row["conversations"][2]["value"] == "heard"
-
     config = load({"env": {"name": "tools", "tools": [f"{own}:weigh"]}})
     assert coldstart.run(config, rows, tmp_path / "b") == {"written": 2}
     for row in written(tmp_path / "b" / "train.jsonl"):

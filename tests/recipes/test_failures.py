@@ -48,7 +48,6 @@ def test_a_damaged_image_is_set_aside_by_id_and_the_run_goes_on(rl_config, scene
     assert [(row["id"], row["row"]) for row in aside] == [(bad, 1)]
     assert "decoded" in aside[0]["reason"]
     assert read_metrics(tmp_path / "run")[-1]["data/bad_rows"] == 1
-
     with pytest.raises(DataError, match=f"(?s){bad}.*check-data"):
         rl.run(rl_config(tmp_path / "strict") | changes | {"data.max_bad_fraction": 0.001})
 
@@ -61,7 +60,6 @@ def test_eval_and_generate_set_a_damaged_image_aside_as_training_does(rl_config,
         with pytest.raises(DataError, match=strict):
             command.run(config)
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
-
     config |= {"data.max_bad_fraction": 0.5}
     [found] = evaluate.run(config, out=tmp_path / "eval").values()
     assert (found["items"], found["left_out"]) == (7, 1)
@@ -81,7 +79,6 @@ def test_a_damaged_image_in_validation_costs_its_row_or_no_finished_step(rl_conf
         rl.run(config)
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
     assert complete_steps(tmp_path / "run" / "checkpoints") == [2]
-
     # With a whole set in its place the run goes on, and says so.
     repaired = {"data.val": [{"path": str(scenes / "val.jsonl")}], "run.resume": "auto"}
     row = rl.run(config | repaired)

@@ -229,7 +229,6 @@ def test_chosen_responses_stand_behind_the_prompts_that_were_asked(tmp_path, rl_
     assert made["selected_rows"] >= 3
     again = generate.run(config | {"generate.select": "best"})  # from the responses that are there
     assert again["rows"] == 0 and again["selected_rows"] >= made["selected_rows"]
-
     resolved = load(config | {"data.train": made["selected"]}, command="dpo")
     family = load_family(resolved.model.path)
     prompts = questions.load_prompts(load(config), load(config).data.train, family).samples

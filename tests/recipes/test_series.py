@@ -72,7 +72,6 @@ def test_a_model_learns_to_read_series_and_cannot_guess_them(tmp_path):
         last = sft.run(run | {"reward.terms": ["exact"], "val.before": False})
         found[shown] = last[f"val/{name}-val/accuracy"]
     assert found[True] > 0.6 and found[False] < 0.45  # chance is a quarter
-
     # The checkpoint alone says how its series are read.
     val = str(tmp_path / "shown-True-val.jsonl")
     run = options(tmp_path, val, model__path=str(tmp_path / "shown-True" / "checkpoints/step-70"))
@@ -93,14 +92,12 @@ def test_rl_trains_the_encoder_and_goes_on_exactly(tmp_path, resumed, numbers):
     assert 0 < numbers(last.parents[1])[-1]["reward/mean"] < 1
     early, late = encoder_of(last.with_name("step-1")), encoder_of(last)
     assert all(not torch.equal(early[tensor], late[tensor]) for tensor in early)
-
     config = load(run)
     family = model_setup.family_of(config, model_setup.start_folder(config))
     drawn = model_setup.load_policy(config, family).series.state_dict()
     empty = empty_model(family)
     assert sum(p.numel() for p in empty.series.parameters()) == sum(map(torch.numel, drawn.values()))
     assert drawn.keys() == early.keys() and not torch.equal(drawn["inner.first.weight"], early["inner.first.weight"])
-
     exported = export(last, tmp_path / "out", dtype="bfloat16")
     assert all(torch.equal(t, late[n]) for n, t in encoder_of(exported).items())
     opened = model_setup.family_of(load({"model.path": str(exported)}), str(exported))

@@ -49,7 +49,6 @@ def test_groups(build):
     assert metrics["group/dead_frac"] == 0.75
     assert (metrics["group/all_right_frac"], metrics["group/all_wrong_frac"]) == (0.5, 0.25)
     assert metrics["group/std_mean"] == approx(np.std([0, 1], ddof=1) / 3)
-
     close = build.group(build.trajectory(0, 0.1 + 0.2), build.trajectory(1, 0.3))
     assert group_metrics([close])["group/dead_frac"] == 1.0  # a rounding residue is no signal
     alone = group_metrics([build.group(build.trajectory(0, 1.0))], compares=False)

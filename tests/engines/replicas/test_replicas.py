@@ -129,7 +129,6 @@ def test_equal_prompts_stay_together_until_others_would_idle(pool, ask):
         pool.abort(request.key)
     finish(pool, requests)
     assert not pool._tasks
-
     many = ask(LONG, repeats=60)[:60]  # one prompt
     for request in many:
         pool.submit(request)
@@ -165,7 +164,6 @@ def test_kill_9_amid_a_rollout_loses_and_doubles_nothing(pool, load, family, ask
     engine = EmbeddedEngine(changed.model, family)
     engine.update_weights(changed, version=7)
     undisturbed = generate(engine, ask(LONG, repeats=6))
-
     victim = pool._working[1]
     requests = ask(LONG, repeats=6)
     for request in requests:
@@ -175,7 +173,6 @@ def test_kill_9_amid_a_rollout_loses_and_doubles_nothing(pool, load, family, ask
     same(undisturbed, finish(pool, requests, early))
     assert len(said) == 1 and f"{victim.log.stem} died and starts again" in said[0]
     assert " 0 requests wait" not in said[0]
-
     while len(pool._working) < 2:  # the new one gets the current weights, not those of its folder
         time.sleep(0.05)
         pool.poll()
@@ -246,7 +243,6 @@ def test_an_aborted_request_comes_back_and_a_live_episode_goes_on(pool, load, fa
     pool.abort(asked.key)
     (done,) = finish(pool, [asked])
     assert done.finish == "aborted" and len(done.ids) < 4000
-
     short = Sampling(max_tokens=5, ignore_eos=True)
     first = Request(key="e", ids=asked.ids, media=asked.media, sampling=short, episode="e")
     answers, model = {}, load()
