@@ -19,8 +19,9 @@ def test_what_runs_keeps_its_keys_and_their_version_when_weights_change(load, fa
         request.getfixturevalue("paged")
     before, model = load(NAME), load(NAME)
     engine = EmbeddedEngine(model, family, max_sequences=1)
-    long, waits, after = requests(prompts[:1], replace(FREE, max_tokens=90), repeats=3)
-    idle, long = replace(*requests(prompts[1:2]), key="idle", episode="idle"), replace(long, episode=long.key)
+    long, waits, after = requests(prompts[:1], repeats=3)
+    idle = replace(*requests(prompts[1:2]), key="idle", episode="idle")
+    long = replace(long, episode=long.key, sampling=replace(FREE, max_tokens=90))
     (said,) = generate(engine, [idle])
     for each in (long, waits):  # a prompt that is kept, and waits for the only slot
         engine.submit(each)

@@ -3,9 +3,7 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.plugins.families.tiny import build
@@ -88,14 +86,6 @@ def test_a_smoke_test_takes_a_tiny_model_of_the_same_kind(path, described, tiny,
         path = str(tmp_path)
         (tmp_path / "config.json").write_text(json.dumps(described))
     assert model_type(load({"model.path": path, "data.train": rows})) == tiny
-    if tiny not in ("qwen3_moe", "qwen2_5_vl"):
-        return
-    options = [f"model.path={path}", f"data.train={rows}", f"run.out={tmp_path}"]
-    result = CliRunner().invoke(app, ["sft", *options, "--smoke", "--dry-run"])
-    assert result.exit_code == 0, result.stderr
-    line = f"tiny:{tiny} stands in for model.path: {path}"
-    said = ", for there is no tiny model of type glmga" if tiny == "qwen2_5_vl" else ""
-    assert line + (f"{said}\n" if described else ", guessed by name") in result.stdout
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "num_heads": 8}))
     result = CliRunner().invoke(app, ["sft", f"model.path={tmp_path}", *options[1:], "--smoke", "--dry-run"])
