@@ -32,22 +32,17 @@ from tests.models.against import CPU, ask, assert_forests_are_plain_rows, pair, 
 SETTINGS = SeriesConfig(encoder="patches", channels=2, patch=10, width=16, layers=1)
 OWN_MODULE = """
 import torch
-
 class Means(torch.nn.Module):
     def __init__(self, channels, hidden):
         super().__init__()
         self.out = torch.nn.Linear(channels, hidden)
         self.register_buffer("seen", torch.zeros(1))
-
     def tokens(self, channels, samples):
         return samples // 5
-
     def forward(self, values):
         return self.out(values[:, : values.shape[1] // 5 * 5].unflatten(1, (-1, 5)).mean(2).T)
-
 def make(channels, hidden):
     return Means(channels, hidden)
-
 def wrong(channels, hidden):
     return torch.nn.Linear(channels, hidden)
 """

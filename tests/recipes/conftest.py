@@ -1,6 +1,7 @@
 """Rows of which one candidate is better, for preference training and reward models."""
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ def rows(tmp_path_factory):
         drawn = counting.write_jsonl(scenes, folder, name="drawn").read_text().splitlines()
         listed = [json.loads(line) for line in drawn]
         by = {colour: [r for r in listed if r["colours"] == [colour]] for colour in OTHER}
-        kinds = ("asked", "pairs", "labels", "media", "heads", "steps")
-        found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+        found = defaultdict(list)
         for number, scene in enumerate(listed):
             [right] = scene["colours"]
             wrong = OTHER[right]
@@ -31,24 +31,16 @@ def rows(tmp_path_factory):
             labelled = {"output": right if number % 2 else wrong, "label": number % 2}
             found["labels"].append(row | {"input": f"<image>how many {number % 5} ?"} | labelled)
             other = by[wrong][number % len(by[wrong])]
-            found["media"].append(
-                {"id": scene["id"], "prompt": right, "images": [*scene["images"], *other["images"]]}
-                | {"chosen": "<image>", "rejected": "<image>"}
-            )
+            shown = {"id": scene["id"], "prompt": right, "images": [*scene["images"], *other["images"]]}
+            found["media"].append(shown | {"chosen": "<image>", "rejected": "<image>"})
             said = {"preference": "AB"[number % 2]} | ({"size": "C"} if number % 3 else {"size": "A"})
             sides = [right, wrong] if number % 2 == 0 else [wrong, right]
             found["heads"].append(asked | {"chosen": sides[0], "rejected": sides[1], "labels": said})
             steps = [right, wrong] if number % 2 else [wrong, right]
             labels = ["1" if step == right else "2" for step in steps]
-            found["steps"].append(
-                {"id": scene["id"], "images": scene["images"], "label": labels}
-                | {
-                    "input": [
-                        {"role": "user", "content": "<image>how many objects ?"},
-                        {"role": "assistant", "content": "\n".join(f"{s} {MARK}" for s in steps)},
-                    ]
-                }
-            )
+            said = {"user": "<image>how many objects ?", "assistant": "\n".join(f"{s} {MARK}" for s in steps)}
+            turns = [{"role": role, "content": text} for role, text in said.items()]
+            found["steps"].append({"id": scene["id"], "images": scene["images"], "label": labels, "input": turns})
         for kind, lines in found.items():
             text = "".join(json.dumps(row) + "\n" for row in lines)
             (folder / f"{split}-{kind}.jsonl").write_text(text)

@@ -144,23 +144,19 @@ def test_the_searcher_writes_calls_as_the_environment_reads_them(scenes, tmp_pat
 OWN = """
 from pathlib import Path
 from saccade.types import Message
-
 class Echo:
     def reset(self, sample, seed):
         self.sample = sample
         return sample.messages
-
     def step(self, message):
         if "crash" in message.text:
             raise RuntimeError("no more")
         if "<answer>" in message.text:
             return [], None, True, {}
         return [Message(role="user", parts=("heard",))], None, False, {}
-
     def close(self):
         with Path(__file__).with_name("closed").open("a") as file:
             file.write("x")
-
 def weigh(thing):
     return f"{thing} weighs 3"
 """

@@ -98,7 +98,6 @@ def test_the_command_and_the_function_do_the_same(tmp_path, rl_config, same_weig
 LOSS = '''
 from pathlib import Path
 import numpy as np
-
 def recorded(new, inputs):
     """the policy gradient, with a record of what it was given"""
     file = Path(__file__).with_suffix(".npz")

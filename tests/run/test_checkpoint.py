@@ -241,18 +241,15 @@ STOPPER = """
 import os
 import signal
 from pathlib import Path
-
 class Stopper:
     def reset(self, sample, seed):
         return sample.messages
-
     def step(self, message):
         asked = Path(__file__).with_suffix(".asked")
         if not asked.exists():
             asked.touch()
             os.kill(RUN, signal.SIGTERM)
         return [], float("2" in message.text.split()), True, {}
-
     def close(self):
         pass
 """

@@ -27,7 +27,6 @@ from tests.endpoints import TOKEN, call
 
 OWN = """
 import os, time
-
 def hurt(sample):
     word = sample.response
     if word == "die": os._exit(9)
@@ -38,7 +37,6 @@ def hurt(sample):
     if sample.extra.get("calls"):
         with open(sample.extra["calls"], "a") as file: file.write(word + "\\n")
     return float(len(word))
-
 def sized(sample):
     from PIL import Image
     return float(sum(Image.open(image["path"]).width for image in sample.images))

@@ -197,15 +197,9 @@ def engine_class(core):
             core.told.append(("start", arguments))
 
         async def async_generate(
-            self,
-            prompt=None,
-            sampling_params=None,
-            input_ids=None,
-            image_data=None,
-            mm_hashes=None,
-            return_logprob=False,
-            rid=None,
-        ):
+            self, prompt=None, sampling_params=None, input_ids=None, image_data=None, mm_hashes=None,
+            return_logprob=False, rid=None,
+        ):  # fmt: skip
             body = {
                 "rid": rid, "input_ids": input_ids, "image_data": image_data, "mm_hashes": mm_hashes or [],
                 "sampling_params": sampling_params, "return_logprob": return_logprob,
