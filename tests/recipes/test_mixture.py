@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from typer.testing import CliRunner
 
+from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.plugins.families.tiny import build
@@ -87,8 +89,14 @@ def test_a_smoke_test_takes_a_tiny_model_of_the_same_kind(path, described, tiny,
         (tmp_path / "config.json").write_text(json.dumps(described))
     assert model_type(load({"model.path": path, "data.train": rows})) == tiny
 
+
+def test_a_smoke_test_says_what_stands_in_and_refuses_what_a_run_refuses(tmp_path, rows):
+    options = ["sft", f"model.path={tmp_path}", f"data.train={rows}", f"run.out={tmp_path}", "--smoke", "--dry-run"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "glmga", "vision_config": {}}))
+    said = CliRunner().invoke(app, options).stdout
+    assert f"tiny:qwen2_5_vl stands in for model.path: {tmp_path}, for there is no tiny model of type glmga\n" in said
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "num_heads": 8}))
-    result = CliRunner().invoke(app, ["sft", f"model.path={tmp_path}", *options[1:], "--smoke", "--dry-run"])
+    result = CliRunner().invoke(app, options)
     assert result.exit_code == 3 and "'t5' has no attention heads" in result.stderr.replace("\n", " ")
 
 
