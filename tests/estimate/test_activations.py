@@ -10,10 +10,11 @@ import torch
 from saccade.forest.packing import pack
 from saccade.models.families import load_family
 from saccade.models.load import hidden_states, load_model
-from saccade.plugins.estimate import memory_items, shapes
+from saccade.plugins.estimate import flops, memory_items, shapes
 from saccade.plugins.families import tiny
 from saccade.plugins.gpu import fused
 from saccade.types import MediaSpan, Message
+from tests.models.against import noise
 
 TOKENS, KEYS = 64, 100
 
@@ -108,7 +109,8 @@ def test_a_block_of_a_vision_tower(tmp_path, as_on_a_gpu, image):
     saved = kept_by(
         model.model.visual.blocks[1], lambda: hidden_states(model, family, ids, positions, (span,), over_gathered_keys)
     )
-    count, stack = (memory_items.patches([span]), shapes.shape_of(model, family.tower_of).senses["vision"])
+    shape = shapes.shape_of(model, family.tower_of)
+    count, stack = flops.sensed(shape, [span])["vision"], shape.senses["vision"]
     assert count == 16 * 12
     shared = 2 * count * 32 * 4  # rotations
     assert saved == memory_items.layer_bytes(stack, count, count, element=2) + shared
@@ -121,11 +123,29 @@ def test_a_block_of_a_tower_of_squares(tmp_path, as_on_a_gpu, monkeypatch, image
     (span,) = family.render([Message(role="user", parts=(image(448, 336),))]).media
     media = family.media([span])
     saved = kept_by(model.model.vision_tower.encoder.layer[1], lambda: family.features(model, media))
-    vision = shapes.shape_of(model, family.tower_of).senses["vision"]
-    count = memory_items.patches([span]) + span.grid[0] * vision.extra
+    shape = shapes.shape_of(model, family.tower_of)
+    vision, count = shape.senses["vision"], flops.sensed(shape, [span])["vision"]
     assert vision.extra == 1 and count == span.grid[0] * 17
     wanted = memory_items.layer_bytes(vision, count, count, element=2)
     assert saved == pytest.approx(wanted, rel=0.03)  # means and spreads of norms are not counted
+
+
+@pytest.mark.parametrize(("name", "heard"), [("qwen2_audio", 1500), ("qwen2_5_omni", 100)])
+def test_a_layer_of_a_tower_that_hears(name, heard, tmp_path, as_on_a_gpu, monkeypatch):
+    """Two seconds: Qwen2-Audio fills them up to half a minute."""
+    family, model = model_of(name, tmp_path)
+
+    def attend(q, k, v, **_):
+        return Kernel.apply(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)))  # as kernels lay it
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", attend)
+    (span,) = family.render([Message(role="user", parts=(noise(2.0),))]).media
+    media, shape = family.media([span]), shapes.shape_of(model, family.tower_of)
+    tower = next(module for n, module in model.named_modules() if n.endswith("audio_tower"))
+    saved = kept_by(tower.layers[1], lambda: family.features(model, media))
+    assert flops.sensed(shape, [span]) == {"audio": heard}
+    wanted = memory_items.layer_bytes(shape.senses["audio"], heard, heard, element=2)
+    assert saved == pytest.approx(wanted, rel=0.05)  # means and spreads of norms are not counted
 
 
 def test_keys_are_gathered_once_per_path(family_of, grow):

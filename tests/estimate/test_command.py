@@ -9,12 +9,13 @@ from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.config import load
-from saccade.errors import EnvironmentProblem
 from saccade.plugins.estimate import estimate
 from saccade.plugins.estimate.estimate_command import refusal
 from saccade.plugins.families import tiny
 from saccade.system import devices
+from saccade.types import Message, Sample
 from tests.estimate.works import H200, W1, planned, sizes
+from tests.models.against import noise
 
 
 def test_the_command_prints_items_and_seconds_with_as_many_decimals(word_model):
@@ -74,11 +75,31 @@ def test_an_architecture_without_a_family_is_estimated(tmp_path):
     assert weights * 2**30 / 2 == pytest.approx(gate, rel=0.2)
 
 
-def test_a_tower_that_hears_is_refused(tmp_path):
-    name = "qwen2_audio"
-    config = load({"model.path": tiny.build(name, tmp_path / "model")})
-    with pytest.raises(EnvironmentProblem, match=f"memory of a {name} is not known.* hears"):
-        estimate(config, H200, prompt_tokens=10)
+@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni", "gemma3n"])
+def test_a_tower_that_hears_takes_memory_and_work(name, family_of):
+    """Tokens of a sound are those of the run: of its family, or of the processor of any other model."""
+    family = family_of(name)
+    config, found = load({"model.path": family.path}, ["train.prompts_per_step=2", "algorithm.kl.coef=0"]), {}
+    for seconds in (2.0, 8.0):
+        rows = [Sample(id="0", messages=(Message(role="user", parts=(noise(seconds), "what?")),))]
+        found[seconds] = estimate(config, H200, family=family, samples=rows)
+        tokens = len(family.render(rows[0].messages))
+        assert found[seconds].prompts == f"{tokens} tokens (mean of 1 rows of data.train, the longest {tokens})"
+    short, long = (sizes(each)["audio activations"] for each in found.values())
+    # Qwen2-Audio always hears half a minute, of which no silence is counted as work.
+    assert long == pytest.approx(short * (1 if name == "qwen2_audio" else 4), rel=0.05)
+    short, long = (each.pace.tflop["update"] for each in found.values())
+    assert long > short
+
+
+def test_without_data_a_model_that_only_hears_hears_half_a_minute(family_of):
+    family = family_of("qwen2_audio")
+    told = {
+        most: estimate(load({"model.path": family.path, "data.max_prompt_tokens": most}), H200, family=family).prompts
+        for most in (2048, 300)
+    }
+    assert told[2048] == "2048 tokens, a sound of 30 s (data.max_prompt_tokens)"
+    assert told[300] == "300 tokens, a sound of 8 s (data.max_prompt_tokens)"
 
 
 def test_what_is_not_counted_is_said(large):

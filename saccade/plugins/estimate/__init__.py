@@ -186,14 +186,13 @@ def planner(
             changed.train.model_copy(update={"prompts_per_step": prompts_of(gpus=max(1, changed.run.gpus // together))})
             for together in (1, changed.train.sequence_parallel)
         )
-        step = make_step(shared, changed.rollout.max_tokens, algorithm, family, typical)
         (*better, last), _ = candidates(changed.train.layout, train, gpus=changed.run.gpus, cuda=device.is_gpu)
         plan = Plan(
             config=changed.model_copy(update={"train": alone}),
             algorithm=algorithm,
             device=device,
             layout=last,
-            step=replace(step, times=step.times * (alone.prompts_per_step / shared.prompts_per_step)),
+            step=make_step(shared, changed.rollout.max_tokens, algorithm, family, typical),
             policy=size(train, lora),
             whole=size("full" if train in ADAPTED else train, lora),
             element=element,

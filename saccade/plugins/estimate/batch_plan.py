@@ -24,6 +24,7 @@ from saccade.models.families import Family
 from saccade.models.load import freeze
 from saccade.plugins.estimate.flops import NF4, Meter, training_of
 from saccade.plugins.estimate.shapes import shape_of
+from saccade.plugins.media.sounds import RATE
 from saccade.plugins.overlong.shorten import SHRINK_STEP
 from saccade.plugins.ranks.layouts import held
 from saccade.plugins.series.series_tower import Encoder
@@ -32,6 +33,7 @@ from saccade.trainer.checkpointing import MARGIN
 from saccade.types import Group, Media, MediaSpan, Message, Rendered, Sample, Source, Trajectory
 
 ROWS = 64  # of the data that are looked at
+SOUND_SECONDS = (30, 15, 8, 4, 2, 1)
 GOLDEN = 0.6180339887  # multiples of it, without their whole part, spread evenly
 MICRO_BATCHES = 4  # of which the rest of a step is a multiple
 
@@ -56,13 +58,14 @@ def empty_model(family: Family, *, trust_remote_code: bool = False) -> Any:
     import torch
     import transformers
 
-    if "audio" in family.spec.media_tokens and family.reader is None:
-        raise EnvironmentProblem(f"{family.path}: the memory of a {family.name} is not known, because it hears")
-    remote = {"trust_remote_code": trust_remote_code}
+    remote, kind = {"trust_remote_code": trust_remote_code}, getattr(transformers, family.spec.auto_class)
     settings = transformers.AutoConfig.from_pretrained(family.path, **remote)
     try:
         with torch.device("meta"):
-            model = getattr(transformers, family.spec.auto_class).from_config(settings, **remote)
+            if hasattr(kind, "from_config"):
+                model = kind.from_config(settings, **remote)
+            else:  # not one of the auto classes
+                model = kind(getattr(settings, family.spec.section, settings))
             if family.series is not None:
                 model.series = Encoder(family.series, settings.get_text_config())
     except Exception as error:
@@ -109,13 +112,11 @@ def size_of(model: Any, family: Family, settings: LoraConfig, *, element: int, t
 # -- the plan ---------------------------------------------------------------------------------------
 
 
-def patches(media: Sequence[MediaSpan]) -> int:
-    return sum(int(np.prod(span.grid)) for span in media)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The groups of a step and their forests, or a share of them that stands for all."""
+    """The groups of a step and their forests, or a share of them that stands for all; of those GPUs that compute
+    forests together.
+    """
 
     groups: list[Group]
     batches: list[Batch]
@@ -197,7 +198,7 @@ def typical_prompts(
     image: tuple[int, int] | None,
 ) -> Prompts:
     """As long as `prompt_tokens` says, else those of the rows, else as long as allowed."""
-    tokens, source = prompt_tokens or data.max_prompt_tokens, "data.max_prompt_tokens"
+    tokens, source, heard = prompt_tokens or data.max_prompt_tokens, "data.max_prompt_tokens", tuple[MediaSpan, ...]()
     if prompt_tokens is not None:
         source = "as said"
     elif rows is not None:
@@ -209,7 +210,9 @@ def typical_prompts(
         source = f"the text is that of {len(found[0])} rows of data.train"
     elif image is None and family.spec.image_token:
         image = _largest_picture(data, family)
-    spans = (_picture(image, data, family),) if image else ()
+    elif "audio" in family.spec.media_tokens:
+        heard = _longest_sound(data, family)
+    spans = (_picture(image, data, family),) if image else heard
     if spans and tokens <= spans[0].length:
         source = f"the image alone takes {spans[0].length}"
         tokens = spans[0].length + 1
@@ -217,6 +220,7 @@ def typical_prompts(
         has = f"{family.path} has {most}; try --prompt-tokens {most // 2}"
         raise ConfigError(f"a prompt of {tokens} tokens leaves no position for a response: {has}")
     shown = f", an image of {image[0]}x{image[1]}" if image else ""
+    shown += "".join(f", a sound of {span.media.width / RATE:g} s" for span in heard)
     nothing = np.zeros(tokens, np.int64)
     prompt = Rendered(ids=nothing, sources=nothing.astype(np.int8), media=spans)
     return [prompt], f"{tokens} tokens{shown} ({source})"
@@ -230,9 +234,6 @@ def prompts_of(samples: Sequence[Sample], family: Family) -> Prompts:
     if not samples:
         raise ConfigError("data.train: no usable row; give --prompt-tokens N instead")
     ordered = sorted((family.render(sample.messages) for sample in samples[:ROWS]), key=len)
-    if any(span.media.kind == "audio" for prompt in ordered for span in prompt.media):
-        said = "the memory that sounds take is not known; give --prompt-tokens N to leave them out"
-        raise EnvironmentProblem(f"{family.path}: {said}")
     mean, longest = fmean(map(len, ordered)), ordered.pop()
     about = f"{mean:.0f} tokens (mean of {len(ordered) + 1} rows of data.train, the longest {len(longest)})"
     places = sorted(range(len(ordered)), key=lambda place: place * GOLDEN % 1)
@@ -247,6 +248,16 @@ def _largest_picture(data: DataConfig, family: Family) -> tuple[int, int] | None
             return None
         budget = max(data.min_pixels, int(budget * SHRINK_STEP))
     return side, side
+
+
+def _longest_sound(data: DataConfig, family: Family) -> tuple[MediaSpan, ...]:
+    """Half a minute, or as much of it as leaves a prompt room for a word."""
+    for seconds in SOUND_SECONDS:
+        media = Media(kind="audio", hash="planned", width=seconds * RATE, height=1, path="planned")
+        grid, length = family.measure(media)
+        if length < data.max_prompt_tokens:
+            return (MediaSpan(media=media, start=0, length=length, grid=grid),)
+    return ()
 
 
 def _picture(size: tuple[int, int], data: DataConfig, family: Family) -> MediaSpan:

@@ -107,14 +107,28 @@ def _patches(vision: Stack, grid: tuple[int, int, int]) -> tuple[float, float, f
 
 
 def _frames(audio: Stack, grid: tuple[int, int, int]) -> tuple[float, float, float, float]:
-    """Frames that are heard (silence that fills up half a minute is padding), those behind the
-    second convolution, which halves them, and pairs of these in all layers.
+    """Frames that are heard (silence that fills up half a minute is padding), the tokens that the
+    convolutions leave of them, which halve them at least once, and pairs of these in all layers.
     """
     frames = grid[2]
     windows = np.diff([*range(0, frames, audio.window or frames), frames])
-    halves = (windows + 1) // 2
-    heard = float(halves.sum())
-    return frames, heard, heard, audio.layers * float((halves**2).sum())
+    left = -(-windows // audio.stride)
+    heard = float(left.sum())
+    return frames, heard, heard, audio.layers * float((left**2).sum())
+
+
+SENSE_OF = {"audio": "audio", "image": "vision", "video": "vision"}  # by the kind of media
+READ = {"audio": _frames, "vision": _patches}
+
+
+def sensed(shape: Shape, media: Iterable[MediaSpan]) -> Counter[str]:
+    """Tokens that media are in the layers of each tower, the silence included that fills up a sound."""
+    found = Counter[str]()
+    for span in media:
+        sense = SENSE_OF.get(span.media.kind, "")
+        if tower := shape.senses.get(sense):
+            found[sense] += int(max(READ[sense](tower, span.grid)[2], tower.filled))
+    return found
 
 
 def _squares(side: int, window: int | None) -> float:
@@ -162,7 +176,6 @@ class Meter:
     shape: Shape
     training: Training = field(default_factory=lambda: FULL)
     head: bool = True  # logits are read, not values
-    attention: float = 1.0  # what a FLOP of the decoder's attention counts
     repeats: Callable[[Batch], float] = lambda batch: 0.0  # share of the layers that compute their activations again
 
     def count(self, before: np.ndarray, sizes: np.ndarray, reads: int, media: Iterable[MediaSpan] = ()) -> Work:
@@ -174,7 +187,7 @@ class Meter:
         work = Work(
             {
                 "llm/layers": 2.0 * tokens * text.weights,
-                "llm/attention": self.attention * text.pair_flops * sum(pairs[window] for window in windows),
+                "llm/attention": text.pair_flops * sum(pairs[window] for window in windows),
                 "head": 2.0 * reads * self.shape.head_weights,
                 "adapters": 2.0 * tokens * self.training["llm"].adapters,
             }
@@ -186,12 +199,11 @@ class Meter:
         work = Work()
         alike = Counter((span.media.kind, span.grid, span.length) for span in media)
         for (kind, grid, length), count in alike.items():
-            sense = {"audio": "audio", "image": "vision", "video": "vision"}.get(kind, "")
+            sense = SENSE_OF.get(kind, "")
             tower = self.shape.senses.get(sense)
             if tower is None:
                 continue
-            read = _frames if sense == "audio" else _patches
-            inputs, stemmed, tokens, pairs = (count * number for number in read(tower, grid))
+            inputs, stemmed, tokens, pairs = (count * number for number in READ[sense](tower, grid))
             length *= count
             adapters, projected = (self.training[part].adapters for part in (sense, "projector"))
             work += Work(
@@ -221,15 +233,21 @@ class Meter:
     def score(self, batches: Sequence[Batch], *, media: bool = True) -> float:
         return sum(work.total() for work in self.forward(batches, media=media))
 
+    def learn(self, batches: Sequence[Batch], *, media: bool = True) -> list[tuple[Work, Work]]:
+        """As `forward`, with backward: what is useful, and what is only repeated."""
+        of, repeats = shares(self.shape, self.training), [*map(self.repeats, batches), 0.0]
+        return [
+            (
+                Work({part: flops * (1 + of[part][0]) for part, flops in work.items()}),
+                Work({part: again * flops * of[part][1] for part, flops in work.items()}),
+            )
+            for work, again in zip(self.forward(batches, media=media), repeats, strict=False)
+        ]
+
     def train_step(self, batches: Sequence[Batch], *, media: bool = True) -> tuple[float, float]:
         """Useful FLOPs, and those that are only repeated."""
-        works, of = self.forward(batches, media=media), shares(self.shape, self.training)
-        useful = sum(flops * (1 + of[part][0]) for work in works for part, flops in work.items())
-        again = sum(
-            self.repeats(batch) * sum(flops * of[part][1] for part, flops in work.items())
-            for batch, work in zip(batches, works, strict=False)
-        )
-        return useful, again
+        useful, again = zip(*self.learn(batches, media=media), strict=True) if batches else ((), ())
+        return sum(work.total() for work in useful), sum(work.total() for work in again)
 
 
 # -- generation ------------------------------------------------------------------------------------

@@ -20,14 +20,15 @@ from saccade.forest.batch import Batch
 from saccade.forest.logprobs import CHUNK_ELEMENTS, KERNEL_CHUNK
 from saccade.media.pixel_cache import DECODED
 from saccade.models.families.qwen_vl import CACHE_BYTES
-from saccade.plugins.estimate.batch_plan import ModelSize, Plan, patches
-from saccade.plugins.estimate.flops import towers_frozen
+from saccade.plugins.estimate.batch_plan import ModelSize, Plan
+from saccade.plugins.estimate.flops import sensed, towers_frozen
 from saccade.plugins.estimate.shapes import Stack
 from saccade.plugins.offload.host_state import CHUNK, SLOTS
 from saccade.plugins.ranks.layouts import NODE, key_repeats
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.trainer.checkpointing import MARGIN
 from saccade.trainer.forward_inputs import FEATURE_BYTES
+from saccade.types import MediaSpan
 
 GIB = 2**30
 POOL = "keys and values"
@@ -189,22 +190,27 @@ def _rollout(plan: Plan, free: float) -> list[Item]:
 
 def _prefill(plan: Plan) -> tuple[float, float]:
     """Bytes of one forward over prompts, and of the smallest that the engine halves it to where
-    memory is short: an image is never cut, without pages no prompt is.
+    memory is short: an image or a sound is never cut, without pages no prompt is.
     """
-    members = plan.step.members
-    units = [(one.prompt_length, patches(one.media)) for one in members]
-    mean, mean_patches = (fmean(numbers) for numbers in zip(*units, strict=True))
+    members, shape = plan.step.members, plan.policy.shape
+
+    def passing(media: Sequence[MediaSpan]) -> float:
+        """Numbers that live in the tower that takes most; media run before the prompts around them."""
+        return max((_forward(shape.senses[n], count) for n, count in sensed(shape, media).items()), default=0.0)
+
+    units = [(one.prompt_length, passing(one.media)) for one in members]
+    mean, mean_passing = (fmean(numbers) for numbers in zip(*units, strict=True))
     if plan.paged:
-        units = [(span.length, patches([span])) for one in members for span in one.media]
-    tokens, seen = max(units, default=(0, 0))
+        units = [(span.length, passing([span])) for one in members for span in one.media]
+    tokens, largest = max(units, default=(0, 0.0))
     most = max(PREFILL_TOKENS, tokens) if plan.paged else PREFILL_TOKENS + tokens
     together = min(plan.config.train.prompts_per_step * mean, most)
-    images = max(seen, together / mean * mean_patches)
-    sizes = ((together, images), (min(together, max(tokens, SMALLEST_PREFILL)), seen))
-    text, vision = plan.policy.shape.text, plan.policy.shape.senses.get("vision")
-    # Images run before the prompts around them.
-    whole, least = (max(_forward(text, n), _forward(vision, m) if vision else 0.0) for n, m in sizes)
-    return plan.element * whole, plan.element * least
+    sizes = (
+        (together, max(largest, together / mean * mean_passing)),
+        (min(together, max(tokens, SMALLEST_PREFILL)), largest),
+    )
+    whole, least = (plan.element * max(_forward(shape.text, n), towers) for n, towers in sizes)
+    return whole, least
 
 
 def _forward(stack: Stack, tokens: float) -> float:
@@ -255,12 +261,15 @@ class Tower(NamedTuple):
 
 
 def passed_towers(plan: Plan, learner: ModelSize, batch: Batch) -> list[Tower]:
-    """The decoder, and the vision tower unless it is frozen or sees nothing."""
-    shape, element, seen = learner.shape, plan.element, patches(batch.media)
+    """The decoder, and towers unless they are frozen or sense nothing."""
+    shape, element = learner.shape, plan.element
     keys = gathered_keys(batch) * key_repeats(shape.key_heads, plan.together) / plan.together
-    passed = [("decoder", shape.text, tokens_of_a_rank(plan, batch), keys, learner.training["llm"])]
-    if seen and (vision := learner.training["vision"]).passed:
-        passed.append(("vision", shape.senses["vision"], seen, seen, vision))
+    passed = [("llm", shape.text, tokens_of_a_rank(plan, batch), keys, learner.training["llm"])]
+    passed += [
+        (sense, shape.senses[sense], count, count, learner.training[sense])
+        for sense, count in sensed(shape, batch.media).items()
+        if learner.training[sense].passed
+    ]
     found = []
     for name, stack, tokens, keys, trained in passed:
         kept = layer_bytes(stack, tokens, keys, element=element, adapted=trained.adapters > 0)
@@ -272,9 +281,9 @@ def passed_towers(plan: Plan, learner: ModelSize, batch: Batch) -> list[Tower]:
 
 
 class Retained(NamedTuple):
-    """Layers of decoder and vision tower that compute nothing again, and bytes that are left then."""
+    """Layers of decoder and towers that compute nothing again, and bytes that are left then."""
 
-    layers: Sequence[int] = (0, 0)
+    layers: Sequence[int] = (0, 0, 0)
     spare: float = 0.0
 
 
@@ -289,7 +298,7 @@ def layers_that_keep(plan: Plan, learner: ModelSize, batch: Batch, free: float) 
         return Retained([tower.layers for tower in towers])
     first = plan.step.batches[0]
     bare = max(sum(m.values()) for m in _moments(plan, learner, first, Retained()))
-    seen, seen_first = (patches(each.media) for each in (batch, first))
+    seen, seen_first = (sensed(learner.shape, each.media).total() for each in (batch, first))
     room = free * GIB - bare * max(1.0, batch.tokens / first.tokens, seen / (seen_first or seen or 1))
     keeping = []
     for tower in towers:
@@ -301,7 +310,7 @@ def layers_that_keep(plan: Plan, learner: ModelSize, batch: Batch, free: float) 
 
 def _moments(plan: Plan, learner: ModelSize, batch: Batch, retained: Retained) -> list[dict[str, float]]:
     """What lives beside weights and gradient sums when backward enters the head, the decoder and
-    the vision tower: item → bytes.
+    each tower: item → bytes.
     """
     shape, element, kernel = learner.shape, plan.element, plan.device.is_gpu
     logits = min(batch.read_count, tokens_of_a_rank(plan, batch)) * shape.vocabulary
@@ -315,7 +324,8 @@ def _moments(plan: Plan, learner: ModelSize, batch: Batch, retained: Retained) -
     moments = []
     towers = list(zip(passed_towers(plan, learner, batch), retained.layers, strict=False))
     for tower, keeping in reversed(towers):  # backward has freed those behind a tower
-        own = {f"{tower.name} activations": keeping * tower.kept + (tower.layers - keeping) * tower.least}
+        name = "decoder" if tower.name == "llm" else tower.name
+        own = {f"{name} activations": keeping * tower.kept + (tower.layers - keeping) * tower.least}
         activations = own | activations
         layer = {"a layer in backward": tower.backward + (0.0 if keeping else tower.kept)}
         moments.append(activations | layer | waiting)

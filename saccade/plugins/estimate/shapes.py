@@ -7,6 +7,7 @@ on the meta device. Every architecture that transformers can build has a shape.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from statistics import fmean
 from typing import Any
 
@@ -43,6 +44,8 @@ class Stack:
     window: int | None = None  # what attends together: side in merged patches, or frames
     full_layers: int = 0  # layers that attend to everything
     extra: int = 0  # tokens of a frame in the tower that stand for no patch
+    stride: int = 1  # frames of a sound that become one token
+    filled: int = 0  # tokens that a short sound is filled up to
 
     @property
     def weights(self) -> float:
@@ -101,14 +104,16 @@ def shape_of(model: Any, tower_of: Callable[[str], str]) -> Shape:
     wide = text.linear_value_head_dim if recurrent else 0
     reach = {"sliding_attention": window, "linear_attention": 64 + 2 * wide}
     state = text.linear_num_value_heads * text.linear_key_head_dim * wide if recurrent else 0
+    stack = _stack(
+        layers["llm"],
+        text.hidden_size,
+        queries=heads * size,
+        keys=key_heads * size * (1 - recurrent / len(kinds)),
+        chosen=next(filter(None, (getattr(text, name, None) for name in CHOSEN)), 1),
+    )
+    beside = _beside("llm", layers["llm"], model, tower_of)  # what Gemma gives to each layer
     return Shape(
-        text=_stack(
-            layers["llm"],
-            text.hidden_size,
-            queries=heads * size,
-            keys=key_heads * size * (1 - recurrent / len(kinds)),
-            chosen=next(filter(None, (getattr(text, name, None) for name in CHOSEN)), 1),
-        ),
+        text=replace(stack, matrices=stack.matrices + sum(m * n for m, n in beside) / stack.layers),
         vocabulary=text.vocab_size,
         windows=tuple(reach.get(kind) for kind in kinds[: len(layers["llm"])]),
         queries_per_key=heads // key_heads,
@@ -184,15 +189,30 @@ def _matrices(part: Any) -> Iterator[tuple[str, int, int]]:
                     yield name, parameter.shape[1], parameter.shape[0]
 
 
+def _beside(tower: str, layers: list[Any], model: Any, tower_of: Callable[[str], str]) -> list[tuple[int, int]]:
+    """Sizes of the matrices of a tower outside of its layers, but for the head."""
+    from torch.nn import Linear
+
+    known = {id(module) for layer in layers for module in layer.modules()} | {id(model.get_output_embeddings())}
+    return [
+        (module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and ".lora_" not in name and tower_of(f"{name}.") == tower
+        if id(module) not in known and not hasattr(module, "unread")
+    ]
+
+
 def _sense(sense: str, layers: list[Any], model: Any, tower_of: Callable[[str], str]) -> Stack:
     from torch.nn import Conv1d, Conv2d, Conv3d
 
     settings: Any = getattr(model.config, f"{sense}_config", None)
-    convolved = [
-        module.weight
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    convolutions = [
+        module
         for name, module in model.named_modules()
-        if isinstance(module, Conv1d | Conv2d | Conv3d) and tower_of(f"{name}.") == sense
+        if isinstance(module, Conv1d | Conv2d | Conv3d) and tower_of(f"{name}.") == sense and id(module) not in inside
     ]
+    convolved = [module.weight for module in convolutions]
     alone = len([name for name in SENSES if hasattr(model.config, f"{name}_config")]) == 1
     projected = [
         m * n
@@ -204,15 +224,23 @@ def _sense(sense: str, layers: list[Any], model: Any, tower_of: Callable[[str], 
     if hasattr(settings, "fullatt_block_indexes"):
         window = settings.window_size // merge // settings.patch_size
         full &= set(settings.fullatt_block_indexes)
+    elif hasattr(settings, "global_attn_indexes"):
+        window, full = settings.window_size, full & set(settings.global_attn_indexes)
     tokens = ("cls_token", "class_embedding")
-    hidden = convolved[0].shape[0] if convolved else settings.hidden_size  # some cut patches before a linear layer
+    hidden, first = settings.hidden_size if not convolved else convolved[0].shape[0], 0
+    if convolved:
+        first = convolved[0].numel()
+    elif beside := _beside(sense, layers, model, tower_of):  # patches are cut before a linear layer
+        first = beside[0][0] * beside[0][1]
     return replace(
         _stack(layers, hidden),
-        inputs=convolved[0].numel() if convolved else 0,
+        inputs=first,
         stem=sum(weight.numel() for weight in convolved[1:]),
         projector=sum(projected),
         merge=merge,
         window=window,
         full_layers=len(full),
         extra=any(n.endswith(tokens) and tower_of(n) == sense for n, _ in model.named_parameters()),
+        stride=prod(module.stride[0] for module in convolutions),
+        filled=getattr(settings, "max_source_positions", 0) if window is None else 0,
     )

@@ -7,6 +7,7 @@ to read; MFU and the share of the bandwidth are these against the peak of the de
     values |= rl_work(policy, critic, updates, config, algorithm, step)()
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,17 +40,17 @@ SPEEDS = {  # amount, seconds
 # of bytes (reading, the optimizer) or of FLOPs.
 REACHED = {"reading": 0.8, "decode": 0.5, "prefill": 0.35, "score": 0.47, "optimizer": 0.7}
 # Of an update: the products of matrices, and the attention of the decoder, whose rows are short and gather their keys.
-REACHED |= {"update": 0.64, "attention": 0.28}
+REACHED |= {"update": 0.66, "attention": 0.29}
 # What norms, gates, rotations and sums read and write there, as a multiple of what layers keep; it grows with the width
 # of a model, products with its square, so that a wide one reaches more of the peak.
-MOVED = 13
+MOVED = 12
 REACHED["main memory"] = 0.87  # 55 GB/s in each direction, of pinned memory
 # Seconds of a layer that no peak shortens, kernel after kernel: in a step of decoding few rows or
-# many, beside what it reads, and at least in forward and backward of a micro-batch.
+# many, beside what it reads, and at least in forward and backward of a micro-batch, which the host hands to the GPU.
 LAYER = {
-    "full": {"few": 43e-6, "many": 55e-6, "update": 4.6e-3},
-    "lora": {"few": 107e-6, "many": 107e-6, "update": 10e-3},
-    "qlora": {"few": 268e-6, "many": 268e-6, "update": 16e-3},
+    "full": {"few": 43e-6, "many": 55e-6, "update": 1.9e-3},
+    "lora": {"few": 107e-6, "many": 107e-6, "update": 3.5e-3},
+    "qlora": {"few": 268e-6, "many": 268e-6, "update": 13e-3},
 }
 # By model. To look at all parameters of one takes 40 ms, during which no other thread hands kernels to a GPU.
 METERS = WeakKeyDictionary[Any, Meter]()
@@ -65,9 +66,11 @@ def passes(
     *,
     epochs: int,
     warming: bool = False,
+    train_step: Callable[..., tuple[float, float]] = Meter.train_step,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """FLOPs of scoring and training by phase, and those that policy and critic only repeat. A frozen tower
-    encodes an image in the first pass that shows it. `warming`: the critic learns alone.
+    encodes an image in the first pass that shows it. `warming`: the critic learns alone. `train_step` may
+    count something else of an update.
     """
     known, frozen, work = False, flops.towers_frozen(policy.training), dict[str, float]()
     if algorithm.old == "recompute":
@@ -86,7 +89,8 @@ def passes(
         if learner is None:
             continue
         looked = epoch > 0 or known or learner is critic  # for the values
-        useful, repeated = learner.train_step(trained, media=not (flops.towers_frozen(learner.training) and looked))
+        shown = not (flops.towers_frozen(learner.training) and looked)
+        useful, repeated = train_step(learner, trained, media=shown)
         work["update"] += useful
         again[name] += repeated
     return work, again
@@ -174,12 +178,13 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     device, step, train = plan.device, plan.step, plan.config.train
     policy, *critic = meters = [_meter(plan, learner, memory.free) for learner in plan.learners]
     made = flops.generation(policy, step.groups, element=plan.element, four_bit=plan.config.model.train == "qlora")
-    epochs, times = train.epochs_per_batch, step.times
-    work: dict[str, float] = {"rollout": made.prefill.total() + made.decode.total()}
-    made_by = partial(passes, scored=step.batches, trained=step.batches, algorithm=plan.algorithm, epochs=epochs)
-    counted, repeated = made_by(policy, next(iter(critic), None))
-    work = {phase: count * times for phase, count in (work | counted).items()}
-    again = times * sum(repeated.values())
+    # How often the groups are sampled by this GPU, and their forests computed by those that share them.
+    epochs, sampled, times = train.epochs_per_batch, train.prompts_per_step / len(step.groups), step.times
+    made_by = partial(passes, *(policy, next(iter(critic), None), step.batches, step.batches), plan.algorithm)
+    counted, repeated = made_by(epochs=epochs)
+    work = {phase: count * times / plan.together for phase, count in counted.items()}
+    work = {"rollout": sampled * (made.prefill.total() + made.decode.total())} | work
+    again = times / plan.together * sum(repeated.values())
     pace = Pace(tflop={phase: count / TERA for phase, count in work.items()}, recomputed=again / TERA, seconds={})
     if device.tflops is None or device.bandwidth is None or device.link is None:
         return pace
@@ -189,44 +194,65 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     # Sampling: as many sequences at once as the pool of keys and values holds.
     per_sequence = shape.kv_bytes(plan.element) * step.mean_length + shape.state_bytes
     at_once = max(1, min(plan.sequences, int(memory.pool * GIB / per_sequence)))
-    steps = max(made.longest, made.sampled * times / at_once)
-    rows = made.sampled * times / steps
-    read = steps * made.weight_bytes(rows) + made.cache_bytes * times
+    steps = max(made.longest, made.sampled * sampled / at_once)
+    rows = made.sampled * sampled / steps
+    read = steps * made.weight_bytes(rows) + made.cache_bytes * sampled
     decode = steps * shape.text.layers * least["few" if rows <= FEW_ROWS else "many"] + max(
-        read / (bandwidth * REACHED["reading"]), made.decode.total() * times / (peak * REACHED["decode"])
+        read / (bandwidth * REACHED["reading"]), made.decode.total() * sampled / (peak * REACHED["decode"])
     )
-    seconds["rollout"] = decode + made.prefill.total() * times / (peak * REACHED["prefill"])
-    # Training: backward is two thirds of what a layer takes that recomputes nothing.
-    runs = times * plan.together  # of each forest: GPUs that share one run through its layers at once
-    layers, kept = 0.0, 0.0
-    passed = float(len(work.keys() - {"rollout", "update"}) * sum(batch.tokens for batch in step.batches))
-    for meter, batch in product(meters, step.batches):
-        senses = [tower for name, tower in meter.shape.senses.items() if meter.training[name].passed]
-        held = sum(tower.layers * tower.kept for tower in memory_items.passed_towers(plan, meter, batch))
-        run = epochs * runs * (1 + meter.repeats(batch) / 3)
-        layers, kept = layers + run * sum(one.layers for one in (meter.shape.text, *senses)), kept + run * held
-        passed += epochs * batch.tokens * (2 + meter.repeats(batch))
+    seconds["rollout"] = decode + made.prefill.total() * sampled / (peak * REACHED["prefill"])
     updates = epochs * plan.algorithm.updates_per_step
     weights, gpus = sum(learner.trained for learner in plan.learners), plan.config.run.gpus
-    moved = updates * OPTIMIZER_BYTES * weights * plan.share("state") + MOVED * kept
-    slow = [replace(meter, attention=REACHED["update"] / REACHED["attention"]) for meter in meters]
-    weighed, repeated = made_by(slow[0], next(iter(slow[1:]), None))
-    trained = times * (weighed["update"] + sum(repeated.values())) / (peak * REACHED["update"])
-    seconds["update"] = max(trained + moved / (bandwidth * REACHED["optimizer"]), layers * least["update"])
+    stepped = updates * OPTIMIZER_BYTES * weights * plan.share("state") / (bandwidth * REACHED["optimizer"])
+    timed, _ = made_by(epochs=epochs, train_step=partial(_forests_seconds, plan, peak, bandwidth))
+    seconds["update"] = stepped + times * timed["update"]
     if train.offload and device.host is not None:  # both directions at once
         kept = sum(state_sizes(plan).values()) * weights * plan.share("state")
         seconds["offload"] = updates * kept / (device.host * GIGA * REACHED["main memory"])
     if gpus > 1:
         links = device.link, device.network
-        sizes, forests = (4 * weights, plan.element * weights), epochs * runs * len(step.batches)
+        sizes, forests = (4 * weights, plan.element * weights), epochs * times * len(step.batches)
         sent: Any = {"updates": updates, "forests": forests, "layers": shape.text.layers, "compute": seconds["update"]}
         seconds["exchange"] = exchange_seconds(plan.layout, sizes, links, gpus=gpus, **sent)
         # Where GPUs share a forest: queries, keys, values and results of attention.
+        scored = len(work.keys() - {"rollout", "update"})
+        passed = sum(
+            batch.tokens * (scored + sum(epochs * (2 + meter.repeats(batch)) for meter in meters))
+            for batch in step.batches
+        )
         heads = shape.text.queries + shape.text.keys * key_repeats(shape.key_heads, plan.together)
-        size = 2 * plan.element * shape.text.layers * heads * times * passed
+        size = 2 * plan.element * shape.text.layers * heads * times / plan.together * passed
         seconds["exchange"] += collective_seconds(size, links, gpus=plan.together)
-        seconds["controller"] = controller_seconds(made.sampled * times, gpus=gpus)
+        seconds["controller"] = controller_seconds(made.sampled * sampled, gpus=gpus)
     return replace(pace, seconds=seconds)
+
+
+def _forests_seconds(
+    plan: Plan, peak: float, bandwidth: float, learner: ModelSize, batches: Sequence[Batch], *, media: bool
+) -> tuple[float, float]:
+    """Forward and backward, forest by forest and tower by tower: what the GPU computes and moves, or, if that takes
+    longer, what the host takes to hand it the kernels. It gets little ahead of the GPU, so a small tower waits for it
+    whatever a large decoder does. Backward is two thirds of what a layer takes that recomputes nothing.
+    """
+    least, found = LAYER.get(plan.config.model.train, LAYER["full"]), 0.0
+    works = learner.learn(batches, media=media)
+    frozen = works[len(batches) :]  # what their towers encode once is as much in each forest
+    for batch, (useful, again) in zip(batches, works, strict=False):
+        run = 1 + learner.repeats(batch) / 3
+        passed = {tower.name: tower for tower in memory_items.passed_towers(plan, learner, batch)}
+        spent = Counter[str]()
+        for work, share in ((useful, 1.0), (again, 1.0), *((once, 1 / len(batches)) for once, _ in frozen)):
+            for part, count in work.items():
+                reached = REACHED["attention" if part == "llm/attention" else "update"]
+                tower = part.partition("/")[0]
+                spent[tower if tower in learner.shape.senses else "llm"] += share * count / (peak * reached)
+        for name, computed in spent.items():
+            stack = learner.shape.senses.get(name, learner.shape.text)
+            moved = MOVED * run * passed[name].layers * passed[name].kept if name in passed else 0.0
+            each = (least if name == "llm" else LAYER["full"])["update"]  # adapters are in the decoder
+            handed = stack.layers * each * (run if name in passed else 1 / 3)
+            found += max(computed / plan.together + moved / (bandwidth * REACHED["optimizer"]), handed)
+    return found, 0.0
 
 
 def _meter(plan: Plan, learner: ModelSize, free: float) -> ModelSize:

@@ -138,7 +138,8 @@ def any_family(family: Family, trust_remote_code: bool) -> Family:
         raise _refused(family.path, settings, "names no token that stands for a picture")
     named = [one for every in found.values() for one in every if one is not None]
     ids = [i for one in named for i in (one if isinstance(one, Sequence) else [one])]
-    patch = getattr(parts[1], "patch_size", None) or 1
+    cut = (module.kernel_size for module in model.modules() if isinstance(module, torch.nn.Conv2d))
+    patch = getattr(parts[1], "patch_size", None) or next(cut, 1)  # configs of timm do not tell it
     blocks = BOTH_WAYS.get(settings.model_type, lambda text: "")(settings.get_text_config())
     side = patch if isinstance(patch, int) else patch[0]
     reader = PictureReader(family.path, ids, side, trust_remote_code=trust_remote_code)

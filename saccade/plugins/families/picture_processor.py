@@ -320,6 +320,10 @@ class PictureReader:
             if name.endswith("grid_thw"):
                 frames, rows, columns = value[0].tolist()
                 return frames, rows, columns
+            if name.endswith(("features_mask", "feature_attention_mask")):  # of a sound
+                return 1, 1, int(value.sum())
+            if name == "audio_input_features":
+                return 1, 1, value.shape[1]
             if name.endswith("position_ids") and value.ndim == 3:  # places of patches
                 return 1, 1, value.shape[1]
         if "target_sizes" in made:  # of slices, whose patches lie in one row
