@@ -94,8 +94,8 @@ def shown(row: Row | None) -> str:
 def table(rows: list[Row], whole: list[Row], given: list[Row]) -> str:
     """`whole`, `given`: rows that math-verify gets wrong from the whole response, and from the answer in it."""
     lines = [
-        f"What math-verify {version('math-verify')} alone misses and accepts of the golden file, "
-        "given whole responses, and given the answer that our verifier found in each (`python scripts/math_verify_alone.py`):",
+        f"What math-verify {version('math-verify')} alone misses and accepts of the golden file, given whole "
+        "responses, and given the answer that our verifier found in each (`python scripts/math_verify_alone.py`):",
         "",
         "| verifier | pairs | whole: right ones missed | wrong ones accepted | answer: right ones missed | "
         "wrong ones accepted |",

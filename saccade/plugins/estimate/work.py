@@ -7,7 +7,6 @@ to read; MFU and the share of the bandwidth are these against the peak of the de
     values |= rl_work(policy, critic, updates, config, algorithm, step)()
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -240,13 +239,15 @@ def _forests_seconds(
     for batch, (useful, again) in zip(batches, works, strict=False):
         run = 1 + learner.repeats(batch) / 3
         passed = {tower.name: tower for tower in memory_items.passed_towers(plan, learner, batch)}
-        spent = Counter[str]()
+        spent = dict.fromkeys(("llm", *learner.shape.senses), 0.0)
         for work, share in ((useful, 1.0), (again, 1.0), *((once, 1 / len(batches)) for once, _ in frozen)):
             for part, count in work.items():
                 reached = REACHED["attention" if part == "llm/attention" else "update"]
                 tower = part.partition("/")[0]
                 spent[tower if tower in learner.shape.senses else "llm"] += share * count / (peak * reached)
         for name, computed in spent.items():
+            if not computed:  # it sees or hears nothing
+                continue
             stack = learner.shape.senses.get(name, learner.shape.text)
             moved = MOVED * run * passed[name].layers * passed[name].kept if name in passed else 0.0
             each = (least if name == "llm" else LAYER["full"])["update"]  # adapters are in the decoder
