@@ -16,6 +16,7 @@ from saccade.forest.packing import pack
 from saccade.models import lora
 from saccade.models.load import freeze
 from saccade.plugins.estimate import flops, shapes
+from saccade.plugins.estimate.batch_plan import empty_model
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
@@ -123,6 +124,24 @@ def test_every_expert_is_stored_and_the_chosen_ones_are_counted(name, shape_for,
     assert text.layers * text.expert_weights == own and (text.experts, text.chosen) == (4, 2)
     assert text.weights == others + own // 2 == text.read_by(1)
     assert text.read_by(2) == others + own * 3 / 4 and text.read_by(99) > others + 0.999 * own
+
+
+def test_what_stands_before_the_layers_of_a_tower_and_beside_those_of_a_decoder(family_of, image):
+    """Read from modules without weights."""
+    of = {}
+    for name in ("llama4", "got_ocr2", "perception_lm", "gemma4"):
+        family = family_of(name)
+        of[name] = shapes.shape_of(empty_model(family), family.tower_of)
+    assert of["llama4"].senses["vision"].inputs == 3 * 14 * 14 * 64  # a linear layer over patches that are cut before
+    sam = of["got_ocr2"].senses["vision"]
+    assert (sam.layers, sam.full_layers, sam.window) == (2, 1, 8)
+    grid, _ = family_of("perception_lm").measure(image(56, 56))
+    assert grid[1:] == (4, 4)  # patches of 14 pixels, of which its config tells nothing
+    model = empty_model(family_of("gemma4"))
+    decoder = model.get_decoder()
+    inside = sum(p.numel() for p in decoder.layers.parameters() if p.ndim > 1)
+    given = decoder.per_layer_model_projection.weight.numel()  # to each layer, beside what it computes
+    assert of["gemma4"].text.weights == inside + given
 
 
 def test_any_decoder_that_transformers_builds_has_a_shape():
