@@ -69,8 +69,11 @@ def formula(row: Algorithm) -> str:
     return ", ".join(parts)
 
 
+USUAL = {"std_eps": 1e-6, "whiten": True, "whiten_std": True, "reward_range": (0.0, 1.0)}
+
+
 def in_brackets(entry: Entry) -> str:
-    shown = numbers({k: v for k, v in entry.options.items() if k != "std_eps" or v != 1e-6})
+    shown = numbers({k: v for k, v in entry.options.items() if k not in USUAL or v != USUAL[k]})
     return f" ({shown})" if shown else ""
 
 

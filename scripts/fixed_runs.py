@@ -146,8 +146,7 @@ def record() -> dict[str, Any]:
 # Cells of an algorithm that are compared, and where older records have them.
 CELLS = {
     **{name: name for name in ("about", "paper", "samples_per_prompt", "updates_per_step")},
-    **{name: name for name in ("sequences", "whiten", "whiten_std", "adv_clip", "reward_clip")},
-    **{name: name for name in ("reward_normalise", "reward_range", "denominator", "old")},
+    **{name: name for name in ("sequences", "adv_clip", "reward_clip", "reward_normalise", "denominator", "old")},
     **{name: name for name in ("advantage", "policy_loss", "aggregation", "corrections")},
     **{f"{name}_options": f"{name}_options" for name in ("advantage", "loss", "aggregation")},
     **{name: name for name in ("self_normalise", "drop_constant", "exclude_status", "warnings")},
@@ -160,6 +159,8 @@ CELLS = {
     "max_tokens": "overlong.max_tokens",
     "hot_first_token": "fire",
 }
+# Options of some estimators, which older records have beside them.
+OF_ESTIMATORS = {"whiten": False, "whiten_std": True, "reward_range": [0.0, 1.0]}
 
 
 def cell(algorithm: Any, name: str) -> Any:
@@ -173,6 +174,10 @@ def by_value(found: Any) -> Any:
     for name, algorithm in found.get("algorithms", {}).items():
         older = "entropy" in algorithm
         cells = {new: cell(algorithm, old if older else new) for new, old in CELLS.items()}
+        of_estimator, clamp = cells["advantage_options"], cells["kl_options"].pop("clamp", None)
+        for option, usual in OF_ESTIMATORS.items():
+            cells[option] = algorithm[option] if option in algorithm else of_estimator.pop(option, usual)
+        cells["kl_options"] |= {"kl_clamp": clamp} if clamp else {}
         options = cells["loss_options"]
         if options.pop("weight_bound", None) == "cap":
             options |= {"weight_floor": 0.0}

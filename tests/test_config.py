@@ -50,10 +50,10 @@ def test_file_then_overrides(tmp_path: Path) -> None:
 
 def test_an_override_replaces_what_it_contradicts_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("reward: {terms: [exact]}\nalgorithm: {clip_low: 0.1, clip_high: 0.3}\n")
-    chosen = load(path, ["reward.preset=lmmr1_sokoban", "algorithm.clip=0.2"])
+    path.write_text("reward: {terms: [exact]}\nalgorithm: {args: {clip_low: 0.1, clip_high: 0.3}}\n")
+    chosen = load(path, ["reward.preset=lmmr1_sokoban", "algorithm.args.clip=0.2"])
     assert (chosen.reward.preset, chosen.reward.terms) == ("lmmr1_sokoban", ())
-    assert (chosen.algorithm.clip_low, chosen.algorithm.clip_high) == (0.2, 0.2)
+    assert chosen.algorithm.args == {"clip_low": 0.2, "clip_high": 0.2}
     again = load(chosen, ["reward.terms=[math]"]).reward
     assert again.preset is None and [term.verifier for term in again.terms] == ["math"]
     assert [term.verifier for term in load(path, ["reward.preset="]).reward.terms] == ["exact"]
@@ -290,10 +290,32 @@ def test_defaults_are_filled_in_once_and_are_valid(command: str) -> None:
 def test_a_preset_fills_in_what_was_not_given() -> None:
     config = load({"algorithm": {"preset": "easyr1", "kl": {"coef": 0.1}}, "train.lr": 1})
     assert (config.train.samples_per_prompt, config.train.updates_per_step) == (5, 4)
-    assert (config.algorithm.clip_high, config.algorithm.kl.coef) == (0.3, 0.1)
+    assert (config.algorithm.args["clip_high"], config.algorithm.kl.coef) == (0.3, 0.1)
     assert config.train.model_fields_set == {"lr"}
     assert config.algorithm.model_fields_set == {"preset", "kl"}
     assert load(config, ["algorithm.preset=dapo"]).train.samples_per_prompt == 16
+
+
+def test_arguments_of_a_preset_stay_with_it() -> None:
+    chosen = load({"algorithm.preset": "easyr1", "algorithm.args": {"clip_low": 0.1, "gamma": None}})
+    assert chosen.algorithm.args == {"clip_high": 0.3, "dual_clip": 3.0, "clip_low": 0.1}
+    assert yaml.safe_load(to_yaml(chosen, full=False))["algorithm"]["args"] == {"clip_low": 0.1}
+    assert load(chosen, ["algorithm.preset=dapo"]).algorithm.args == {"clip_high": 0.28, "clip_low": 0.1}
+    assert load(chosen, ["algorithm.args.clip_low="]).algorithm.args == {"clip_high": 0.3, "dual_clip": 3.0}
+    assert (load(None).algorithm.kl.kind, load({"algorithm.kl.place": "reward"}).algorithm.kl.kind) == ("k3", "k1")
+
+
+MOVED = {
+    **{f"algorithm.{name}": f"algorithm.args.{name}" for name in ("std_eps", "gamma", "whiten", "whiten_std")},
+    **{f"algorithm.{name}": f"algorithm.args.{name}" for name in ("clip", "clip_low", "clip_high", "dual_clip")},
+    **{f"algorithm.{name}": f"algorithm.args.{name}" for name in ("delta", "reward_range")},
+    "algorithm.kl.clamp": "algorithm.args.kl_clamp",
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_an_option_that_moved_is_answered_with_its_place(name: str) -> None:
+    assert refusal({name: 1}) == f"unknown key '{name}'; did you mean '{MOVED[name]}'?"
 
 
 def test_yaml_round_trip() -> None:
@@ -336,4 +358,4 @@ def test_the_list_of_options_is_frozen() -> None:
     """
     listed = (Path(__file__).parent / "options.txt").read_text(encoding="utf-8").split()
     assert [name for name, _ in options(keys=False)] == listed
-    assert len(listed) <= 250 and len(list(options())) <= 292  # ten for several GPUs
+    assert len(listed) <= 240 and len(list(options())) <= 282

@@ -21,7 +21,7 @@ GRPO_WIDE = {
     "paper": "",
     "advantage": "grpo",
     "aggregation": "seq_mean",
-    "clip_high": 0.4,
+    "loss_args": {"clip_high": 0.4},
 }
 
 

@@ -19,7 +19,7 @@ from operator import and_
 from typing import TYPE_CHECKING
 
 from saccade.algorithms.filters import CONSTANT_TOLERANCE, is_constant
-from saccade.algorithms.table import Entry, Share, add, table_of
+from saccade.algorithms.table import Entry, NotNegative, PositiveShare, Share, add, table_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,16 +142,27 @@ class AdvantageInputs:
         return values.new_zeros(count).index_add(0, index, values)
 
 
+def whitened(values: Tensor, live: Tensor, *, whiten: bool = True, whiten_std: bool = True) -> Tensor:
+    """[T] -> [T]: zero mean and, with `whiten_std`, unit variance over live tokens; 0 elsewhere."""
+    if not whiten:
+        return values
+    inside = values[live]
+    if not len(inside) or is_constant([float(inside.min()), float(inside.max())]):
+        return values.new_zeros(len(values))  # not the rounding of the mean, scaled up
+    scale = (inside.var() + 1e-8).sqrt() if whiten_std and len(inside) > 1 else 1.0
+    return ((values - inside.mean()) / scale).where(live, 0.0)
+
+
 # -- one number per member -------------------------------------------------------------------------
 
 
 @add(ADVANTAGES, "(R - mean_g) / (std_g + std_eps)", group=True, by_member=True)
-def grpo(inputs: AdvantageInputs, *, std_eps: float = 1e-6) -> Tensor:
+def grpo(inputs: AdvantageInputs, *, std_eps: NotNegative = 1e-6) -> Tensor:
     """arXiv 2402.03300"""
     return inputs.per_token(standardised(inputs, std_eps))
 
 
-@add(ADVANTAGES, "R - mean_g, whitened over the tokens", name="reinforce_pp_baseline", group=True, whiten=True)
+@add(ADVANTAGES, "R - mean_g, whitened over the tokens", name="reinforce_pp_baseline", group=True, whiten=whitened)
 @add(ADVANTAGES, "R - mean_g", group=True, by_member=True)
 def no_std(inputs: AdvantageInputs) -> Tensor:
     """Dr. GRPO, arXiv 2503.20783: without a divisor easy and hard prompts weigh as their spread."""
@@ -169,9 +180,9 @@ def rloo(inputs: AdvantageInputs) -> Tensor:
 # -- one number per token --------------------------------------------------------------------------
 
 
-@add(ADVANTAGES, "discounted return from t on, whitened over the tokens of the step", name="reinforce_pp", whiten=True)
-@add(ADVANTAGES, "discounted return from t on", name="reinforce", whiten=False)
-def returns(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
+@add(ADVANTAGES, "discounted return from t on, whitened over the step", name="reinforce_pp", whiten=whitened)
+@add(ADVANTAGES, "discounted return from t on", name="reinforce", whiten=whitened, given={"whiten": False})
+def returns(inputs: AdvantageInputs, *, gamma: PositiveShare = 1.0) -> Tensor:
     return inputs.sum_from(inputs.token_rewards, gamma)
 
 
@@ -182,8 +193,8 @@ def remax(inputs: AdvantageInputs) -> Tensor:
     return returns(inputs) - inputs.per_token(inputs.greedy)
 
 
-@add(ADVANTAGES, "A_t = r_t + gamma V_t+1 - V_t + gamma lam A_t+1, whitened over the step", whiten=True, critic=True)
-def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: Share = 0.95) -> Tensor:
+@add(ADVANTAGES, "A_t = r_t + gamma V_t+1 - V_t + gamma lam A_t+1, whitened", critic=True, whiten=whitened)
+def gae(inputs: AdvantageInputs, *, gamma: PositiveShare = 1.0, lam: Share = 0.95) -> Tensor:
     """arXiv 1506.02438"""
     assert inputs.values is not None
     final = inputs.final_values
@@ -208,17 +219,9 @@ class Advantages:
 
 
 def compute(
-    estimator: Entry,
-    inputs: AdvantageInputs,
-    *,
-    whiten: bool | None = None,
-    whiten_std: bool = True,
-    adv_clip: float = 0.0,
-    drop_constant: bool = False,
+    estimator: Entry, inputs: AdvantageInputs, *, adv_clip: float = 0.0, drop_constant: bool = False
 ) -> Advantages:
-    """`whiten` None: as the estimator has it; `adv_clip` 0: off."""
-    whiten = estimator.whiten if whiten is None else whiten
-    assert not (whiten and estimator.whiten is None), "an estimator that is never whitened"
+    """`adv_clip` 0: off."""
     nobody, present = inputs.live & ~inputs.live, inputs.lengths > 0
     known = present if inputs.greedy is None or not estimator.greedy else inputs.greedy.isfinite()
     no_baseline, present = inputs.live & present & ~known, present & known
@@ -231,7 +234,7 @@ def compute(
     inputs = replace(inputs, live=live & ~constant if drop_constant else live)
 
     raw = inputs.only(estimator(inputs), inputs.live)
-    values = whitened(raw, inputs.per_token(inputs.live), std=whiten_std) if whiten else raw
+    values = estimator.bound("whiten")(raw, inputs.per_token(inputs.live)) if estimator.whiten else raw
     # Also after whitening: its shift would push a group that says nothing.
     values = inputs.only(values, ~constant)
     clip_frac = 0.0
@@ -249,15 +252,6 @@ def compute(
         clip_frac=clip_frac,
         counts={name: count_groups(inputs.groups[mask]) for name, mask in noted.items()},
     )
-
-
-def whitened(values: Tensor, live: Tensor, *, std: bool = True) -> Tensor:
-    """[T] -> [T]: zero mean and, with `std`, unit variance over live tokens; 0 elsewhere."""
-    inside = values[live]
-    if not len(inside) or is_constant([float(inside.min()), float(inside.max())]):
-        return values.new_zeros(len(values))  # not the rounding of the mean, scaled up
-    scale = (inside.var() + 1e-8).sqrt() if std and len(inside) > 1 else 1.0
-    return ((values - inside.mean()) / scale).where(live, 0.0)
 
 
 def standardised(inputs: AdvantageInputs, std_eps: float) -> Tensor:

@@ -77,8 +77,9 @@ def to_json(state: AlgorithmState) -> dict[str, Any]:
 
 def observe(state: AlgorithmState, groups: Sequence[Group], algorithm: Algorithm) -> AlgorithmState:
     """After every group of a step was scored, those included that will not be trained on."""
-    note = algorithm.estimator.observe
-    return state if note is None else replace(state, domains=note(state.domains, groups, algorithm))
+    if algorithm.estimator.observe is None:
+        return state
+    return replace(state, domains=algorithm.estimator.bound("observe")(state.domains, groups, algorithm))
 
 
 def outcomes_of(group: Group, algorithm: Algorithm) -> list[float]:

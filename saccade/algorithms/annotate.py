@@ -61,19 +61,12 @@ def add_advantages(
     if hot.temperature > 0 and hot.first_token == "mask":
         first = _first(_sequences(flat))
     # Where all tokens of a sequence have the same advantage, it is computed once.
-    by_token = first is not None or algorithm.whiten or algorithm.adv_clip > 0 or algorithm.kl_in_reward
+    by_token = first is not None or algorithm.estimator.whiten or algorithm.adv_clip > 0 or algorithm.kl_in_reward
     once = algorithm.estimator.by_member and not by_token
     sequence = torch.from_numpy(owners if once else np.repeat(owners, lengths))
     counted = torch.ones_like(sequence, dtype=torch.bool) if first is None else ~first
     inputs = _estimator_inputs(groups, flat, sequence, counted, algorithm, state, component_weights)
-    result = compute(
-        algorithm.estimator,
-        inputs,
-        whiten=algorithm.whiten,
-        whiten_std=algorithm.whiten_std,
-        adv_clip=algorithm.adv_clip,
-        drop_constant=algorithm.drop_constant,
-    )
+    result = compute(algorithm.estimator, inputs, adv_clip=algorithm.adv_clip, drop_constant=algorithm.drop_constant)
     values = {"advantages": result.values, "returns": result.returns}
     if not _finite(flat):
         # A model that computes no numbers gets none back: the guard skips each of its updates.
@@ -142,7 +135,8 @@ def _estimator_inputs(
     if estimator.greedy:
         read["greedy"] = _numbers(_reward(group.greedy) for group in owners)
     if estimator.weigh:
-        weights = [estimator.weigh(state.domains, group, algorithm) for group in groups]
+        weigh = estimator.bound("weigh")
+        weights = [weigh(state.domains, group, algorithm) for group in groups]
         read["domain_weights"] = _numbers(weights)[place]
     if estimator.components:
         assert component_weights is not None, "the terms of the reward have weights"
@@ -324,7 +318,7 @@ def write_selection(
         new=new[live], old=old[live], advantages=column(batches, "advantages")[live], noise=noise[live]
     )
     selected = torch.zeros(len(live), dtype=torch.float64)
-    selected[live] = algorithm.loss.selection(inputs).double()
+    selected[live] = algorithm.loss.bound("select")(inputs).double()
     return _with(batches, selected=selected)
 
 

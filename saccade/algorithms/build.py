@@ -15,7 +15,7 @@ from saccade.algorithms.resolved_algorithm import AXES, Algorithm
 from saccade.algorithms.table import Entry, find, parsed
 from saccade.config import AlgorithmConfig, RewardConfig, TrainConfig, load
 from saccade.config.schema import CorrectionConfig
-from saccade.config.schema.presets import ADD_ONS, OF_FUNCTIONS, row_of, unknown
+from saccade.config.schema.presets import ADD_ONS, args_beside, row_of, unknown
 from saccade.config.schema.section import without_effect
 from saccade.errors import ConfigError
 
@@ -46,21 +46,20 @@ def build(
         aggregation = loss.own_aggregation or aggregation
     longest = {"fixed_length": max_tokens} if "fixed_length" not in given.args else {}
     aggregate = _choose("aggregation", aggregation, given, **longest)
-    kind = given.kl.kind or {"loss": "k3", "reward": "k1"}[given.kl.place]
-    divergence = _choose("kl.kind", kind, given, **{"clamp": given.kl.clamp} if given.kl.clamp else {})
+    divergence = _choose("kl.kind", given.kl.kind, given)
     corrections = tuple(_correction(cells, given) for cells in given.correct)
-    used = {**estimator.options, **loss.options, **aggregate.options}
+    used = estimator.options | loss.options | aggregate.options | (divergence.options if given.kl.coef > 0 else {})
+    used |= {name: value for name, value in given.args.items() if any(c.reads(name) for c in corrections)}
     names = {"advantage": estimator.name, "policy_loss": loss.name, "aggregation": aggregate.name}
-    chosen = dict(given) | {name: used.get(name) for name in OF_FUNCTIONS} | names
+    chosen = dict(given) | names
     if given.filter.function is not None:
         function = find("filter.function", {}, given.filter.function).name
         chosen["filter"] = given.filter.model_copy(update={"function": function})
     algorithm = Algorithm.model_construct(
         **chosen
         | {
-            "args": given.args | {n: value for n, value in used.items() if n not in FIELDS},
-            "whiten": bool(estimator.whiten if given.whiten is None else given.whiten),
-            "kl": given.kl.model_copy(update={"kind": divergence.name, "clamp": divergence.options.get("clamp")}),
+            "args": used,
+            "kl": given.kl.model_copy(update={"kind": divergence.name}),
             "correct": tuple(CorrectionConfig.model_construct(name=c.name) for c in corrections),
         },
         about=row["about"],
@@ -137,10 +136,8 @@ def why_recompute(algorithm: Algorithm, *, in_loss: bool) -> str | None:
 
 
 def _choose(axis: str, name: str, given: AlgorithmConfig, **options: Any) -> Entry:
-    """The entry called `name` with what was given for its options, in `args` or in fields."""
+    """The entry called `name` with what was given for its options."""
     entry = find(axis, AXES[axis], name)
-    if axis not in ("kl.kind", "correct"):  # these have cells of their own
-        options = {n: value for n, value in given if value is not None} | options
     entry = entry.having(parsed(entry, given.args) | options)
     if missing := [n for n, p in entry.parameters.items() if p.default is p.empty and n not in entry.given]:
         args = ", ".join(f"{n}: {EXAMPLES.get(n, 1)}" for n in missing)
@@ -161,12 +158,13 @@ def _correction(cells: CorrectionConfig, given: AlgorithmConfig) -> Entry:
 
 def _refuse_unread(given: AlgorithmConfig, algorithm: Algorithm) -> None:
     """Options and add-ons that no chosen function reads would do nothing."""
-    read = {name for entries in algorithm.chosen.values() for entry in entries for name in entry.options}
-    asked = {name: f"{name}: has no effect" for name in given.model_fields_set}
-    asked |= {name: f"args.{name}: has no effect" for name in given.args}
+    axes = {axis: {name for entry in entries for name in entry.options} for axis, entries in algorithm.chosen.items()}
+    read = {name for names in axes.values() for name in names}
+    own = args_beside(given.model_dump(exclude_unset=True) | {"preset": given.preset})
+    asked = {name: f"args.{name}: has no effect" for name in own}
     for add_on in given.preset[1:]:
         about = f"preset: {add_on} has no effect, as {{name}} is not read"
-        asked |= {name: about.format(name=name) for name in ADD_ONS[add_on] if name in FIELDS}
+        asked |= {name: about.format(name=name) for name in ADD_ONS[add_on].get("args", ())}
     for name, says in asked.items():
         for axis, entries in algorithm.chosen.items() if name not in read else ():
             if readers := [other for other, entry in AXES[axis].items() if entry.reads(name)]:
@@ -175,10 +173,14 @@ def _refuse_unread(given: AlgorithmConfig, algorithm: Algorithm) -> None:
                     f"algorithm.{says} with {axis}={now}; remove it, or use algorithm.{axis}={readers[0]}"
                 )
     for name in given.args:
-        if name in FIELDS:
+        if len(readers := [axis for axis, names in axes.items() if name in names]) > 1:
+            both = " and ".join(f"{axis}={algorithm.chosen[axis][0].name}" for axis in readers)
+            raise ConfigError(f"algorithm.args.{name}: {both} read it; give the parameter of your own another name")
+    for name in own:
+        if name in FIELDS and name not in read:
             raise ConfigError(f"algorithm.args: {name} is an option: write algorithm.{name}=…")
         if name not in read:
-            raise unknown("algorithm.args", name, sorted(read - FIELDS.keys()))
+            raise unknown("algorithm.args", name, sorted(read))
 
 
 # -- contradictions --------------------------------------------------------------------------------
@@ -203,8 +205,9 @@ def _bounds(algorithm: Algorithm) -> list[tuple[str, float, float, str]]:
     found = [
         ("filter.low", limits.low, limits.high, "filter.low=0.01 algorithm.filter.high=0.99"),
         ("entropy_range", *algorithm.entropy_range, "entropy_range=[0,0.05]"),
-        ("reward_range", *algorithm.reward_range, "reward_range=[0,1]"),
     ]
+    if "reward_range" in algorithm.estimator.options:
+        found.append(("args.reward_range", *algorithm.estimator.options["reward_range"], "args.reward_range=[0,1]"))
     if options.get("weight_floor"):
         found.append(("args.weight_floor", options["weight_floor"], options["weight_cap"], "args.weight_floor=0"))
     for one in algorithm.corrections:
@@ -228,10 +231,17 @@ def _contradictions(a: Algorithm) -> dict[str, bool]:
         "train.samples_per_prompt=8, or algorithm.filter.dynamic=false": few and a.filter.dynamic,
         f"algorithm.kl.kind={kl.kind}: in the loss its gradient does not lead to the reference; use "
         "algorithm.kl.kind=k1+ or k3, or algorithm.kl.place=reward": a.kl_in_loss and not a.divergence.in_loss,
-        f"algorithm.dual_clip={dual_clip:g} must be above 1, or 0; use algorithm.dual_clip=3": 0 < dual_clip <= 1,
-        f"algorithm.delta={delta:g} must be above 1, or 0; use algorithm.delta=3": 0 < delta <= 1,
-        f"algorithm.delta={delta:g} bounds the same loss as algorithm.dual_clip={dual_clip:g}; use "
-        "algorithm.dual_clip=3 algorithm.delta=0": bool(dual_clip and delta),
+        **{
+            f"algorithm.args.{name}={value:g} must be above 1, or 0; use algorithm.args.{name}=3": 0 < value <= 1
+            for name, value in (("dual_clip", dual_clip), ("delta", delta))
+        },
+        f"algorithm.args.delta={delta:g} bounds the same loss as algorithm.args.dual_clip={dual_clip:g}; use "
+        "algorithm.args.dual_clip=3 algorithm.args.delta=0": bool(dual_clip and delta),
+        "algorithm.args.whiten_std: has no effect without whitening; remove it, or use algorithm.args.whiten=true": (
+            a.estimator.options.get("whiten_std") is False and not a.estimator.options["whiten"]
+        ),
+        "algorithm.args.kl_clamp: has no effect without a KL in the loss; remove it, or use algorithm.kl.coef=0.01 "
+        "algorithm.kl.place=loss": a.divergence.options.get("kl_clamp") == "zero" and not a.kl_in_loss,
         f"algorithm.kl.horizon={kl.horizon:g} is so short that the {sequences} sequences of a step could turn the "
         f"coefficient to 0; use algorithm.kl.horizon={10 * sequences}": adaptive
         and LARGEST_ERROR * sequences >= kl.horizon,

@@ -11,10 +11,10 @@ from saccade.algorithms.build import resolve
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import AlgorithmConfig, RolloutConfig, options
 from saccade.config.notation import write
-from saccade.config.schema.presets import ADD_ONS, OF_FUNCTIONS, PRESETS
+from saccade.config.schema.presets import ADD_ONS, PRESETS
 from saccade.config.schema.section import about
 
-IN_OTHER_LINES = ("advantage", "policy_loss", "aggregation", "args", "kl.coef", "kl.kind", "kl.place", "kl.clamp")
+IN_OTHER_LINES = ("advantage", "policy_loss", "aggregation", "args", "kl.coef", "kl.kind", "kl.place")
 
 
 def explain(preset: str | None = None) -> str:
@@ -51,7 +51,7 @@ def extras(algorithm: Algorithm) -> dict[str, tuple[str, str]]:
     found = {
         name: (write(value, flow=True).splitlines()[0], field.description)
         for name, field, value in _in_effect(algorithm)
-        if value != field.default and (value or field.default) and name not in (*IN_OTHER_LINES, *OF_FUNCTIONS)
+        if value != field.default and (value or field.default) and name not in IN_OTHER_LINES
     }
     if algorithm.reward_clip:
         found["reward.clip"] = f"{[*algorithm.reward_clip]}", "Limits of the reward."
@@ -65,7 +65,7 @@ def _in_effect(algorithm: Algorithm) -> Iterator[tuple[str, Any, Any]]:
     for name, field in options(AlgorithmConfig):
         value = reduce(getattr, name.split("."), algorithm)
         counts = all(when.holds({"algorithm": algorithm}) for when in about(field)["when"])
-        if value is not None and counts and name not in ("preset", "clip", "correct"):
+        if value is not None and counts and name not in ("preset", "correct"):
             yield name, field, value
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from saccade.algorithms.table import NotNegative, Positive, add, table_of
+from saccade.algorithms.table import NotNegative, Positive, Width, add, table_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,10 +90,10 @@ def clip(
     new: Tensor,
     inputs: LossInputs,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float = 0.0,
-    delta: float = 0.0,
+    clip_low: Width = 0.2,
+    clip_high: Width = 0.2,
+    dual_clip: NotNegative = 0.0,
+    delta: NotNegative = 0.0,
 ) -> Losses:
     """PPO (arXiv 1707.06347), with dual clip (1912.09729) or delta (2505.07291)."""
     ratio = log_ratio(new, inputs.old).exp()
@@ -107,7 +107,7 @@ def pg(new: Tensor, inputs: LossInputs) -> Losses:
 
 @add(LOSSES, "clip loss with the r of gspo, summed by sequence", name="luspo", own_aggregation="seq_sum")
 @add(LOSSES, "clip loss with r = exp(mean over the sequence of new - old)", own_aggregation="seq_mean")
-def gspo(new: Tensor, inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Losses:
+def gspo(new: Tensor, inputs: LossInputs, *, clip_low: Width = 3e-4, clip_high: Width = 4e-4) -> Losses:
     """One ratio per sequence (arXiv 2507.18071)."""
     return clipped(sequence_ratio(new, inputs), inputs.advantages, clip_low, clip_high)
 
@@ -169,10 +169,10 @@ def k2(new: Tensor, ref: Tensor) -> Tensor:
 
 
 @add(KINDS, "exp(-u) - 1 + u")
-def k3(new: Tensor, ref: Tensor, *, clamp: Literal["bounded", "zero"] = "bounded") -> Tensor:
+def k3(new: Tensor, ref: Tensor, *, kl_clamp: Literal["bounded", "zero"] = "bounded") -> Tensor:
     gap = (new - ref).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     value = ((-gap).expm1() + gap).clamp(0, LARGEST_KL)
-    if clamp == "zero":
+    if kl_clamp == "zero":
         return value
     # A clamped value has no gradient exactly where the policy is furthest away: keep a bounded one.
     slope = (-(-gap).expm1()).clamp(-LARGEST_KL, 1).detach()

@@ -84,8 +84,8 @@ class Algorithm(AlgorithmConfig):
         found = {
             f"algorithm.aggregation={now}: policy loss {loss} is made for {own}; long sequences weigh more now": own
             not in (None, now),
-            f"algorithm.delta={delta:g} is not above 1 + clip_high = {1 + high:g} and cuts ratios inside the clip; "
-            "algorithm.delta=4 is usual": 0 < delta <= 1 + high,
+            f"algorithm.args.delta={delta:g} is not above 1 + clip_high = {1 + high:g} and cuts ratios inside it; "
+            "algorithm.args.delta=4 is usual": 0 < delta <= 1 + high,
         }
         return tuple(text for text, so in found.items() if so)
 

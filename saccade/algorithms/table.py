@@ -30,6 +30,7 @@ from saccade.user_code import own_symbol
 # Types of options: what `algorithm.args` may hold.
 Positive: TypeAlias = Annotated[float, Gt(0)]
 NotNegative: TypeAlias = Annotated[float, Ge(0)]
+Width: TypeAlias = NotNegative  # of a clip
 Share: TypeAlias = Annotated[float, Ge(0), Le(1)]
 PositiveShare: TypeAlias = Annotated[float, Gt(0), Le(1)]
 Smoothing: TypeAlias = Annotated[float, Ge(0), Lt(0.5)]
@@ -43,8 +44,8 @@ OPTIONS = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True, arbitrary_
 class Entry:
     """A function of an axis, its options, and what the builder must know of it.
 
-    Its options are its keyword-only parameters, and those of its selection; `given` holds the ones
-    that do not have their defaults.
+    Its options are the keyword-only parameters of its functions; `given` holds the ones that do not
+    have their defaults.
     """
 
     function: Callable[..., Any]
@@ -54,7 +55,7 @@ class Entry:
     # advantage
     group: bool = False  # compares the members of a group, so the group rules hold
     by_member: bool = False  # one number for each member, at all of its tokens
-    whiten: bool | None = None  # over the live tokens of the step; None: never
+    whiten: Callable[..., Any] | None = None  # over the live tokens of the step, with an option to leave it out
     components: bool = False  # compares the terms of the reward one by one
     critic: bool = False  # reads values
     greedy: bool = False  # reads the reward of a greedy rollout
@@ -81,15 +82,18 @@ class Entry:
     @cached_property
     def call(self) -> Callable[..., Any]:
         """The function with its options."""
-        return self._bound(self.function)
+        return self.bound("function")
 
-    @cached_property
-    def selection(self) -> Callable[..., Any]:
-        assert self.select is not None, f"{self.name} treats no tokens apart"
-        return self._bound(self.select)
-
-    def _bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def bound(self, name: str) -> Callable[..., Any]:
+        """One of its other functions, with its options."""
+        function = getattr(self, name)
+        assert function is not None, f"{self.name} has no {name}"
         return partial(function, **{n: v for n, v in self.given.items() if n in _keywords(function)})
+
+    @property
+    def functions(self) -> list[Callable[..., Any]]:
+        found = (self.function, self.select, self.whiten, self.observe, self.weigh)
+        return [function for function in found if function is not None]
 
     def having(self, options: Mapping[str, Any]) -> Entry:
         """The entry with those of the options that it reads."""
@@ -97,7 +101,7 @@ class Entry:
 
     @cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        return _keywords(self.function) | (_keywords(self.select) if self.select else {})
+        return {name: found for function in self.functions for name, found in _keywords(function).items()}
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -112,9 +116,9 @@ class Entry:
         """What the value must be, as far as its parameter says so."""
         annotation: Any = self.parameters[option].annotation
         if isinstance(annotation, str):  # names of a file with `from __future__ import annotations`
-            function = self.function if option in _keywords(self.function) else self.select
+            function = next(function for function in self.functions if option in _keywords(function))
             try:
-                annotation = eval(annotation, inspect.unwrap(function).__globals__)  # type: ignore[arg-type]
+                annotation = eval(annotation, inspect.unwrap(function).__globals__)
             except NameError:
                 annotation = Any
         return Any if annotation is inspect.Parameter.empty else annotation

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from saccade.config.notation import other_names, parse, write
 from saccade.config.schema import *  # noqa: F403 (sections can be imported from here, too)
 from saccade.config.schema import Config, DataSource, RewardTerm, Section, options
-from saccade.config.schema.presets import cells_of, row_of
+from saccade.config.schema.presets import args_beside, cells_of, row_of
 from saccade.config.schema.section import WORDS
 from saccade.errors import ConfigError
 
@@ -54,7 +54,7 @@ EMPTY_IS_A_VALUE = {"prompt.instruction", "env.instruction"}
 REPLACES = {
     "reward.preset": ("reward.terms", "reward.by_source.default"),
     "reward.terms": ("reward.preset", "reward.by_source.default"),
-    "algorithm.clip": ("algorithm.clip_low", "algorithm.clip_high"),
+    "algorithm.args.clip": ("algorithm.args.clip_low", "algorithm.args.clip_high"),
 }
 
 
@@ -126,12 +126,20 @@ def _keep_given(section: Section, given: Section) -> None:
             _keep_given(inside, getattr(given, name))
 
 
+def _chosen(config: Config, **how: Any) -> dict[str, Any]:
+    """What was given; of `algorithm.args` not what a preset sets."""
+    tree = config.model_dump(exclude_unset=True, **how)
+    if "args" in tree.get("algorithm", {}):
+        tree["algorithm"]["args"] = args_beside(tree["algorithm"] | {"preset": config.algorithm.preset})
+    return tree
+
+
 def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:
     """The source as a new tree."""
     if source is None:
         return {}
     if isinstance(source, Config):
-        return source.model_dump(exclude_unset=True)
+        return _chosen(source)
     if isinstance(source, Mapping):
         tree: dict[str, Any] = {}
         for key in sorted(source, key=lambda key: "." in str(key)):  # sections before their parts
@@ -312,4 +320,4 @@ def meant_by(key: str) -> str:
 
 
 def to_yaml(config: Config, *, full: bool = True) -> str:
-    return write(config.model_dump(mode="json", exclude_unset=not full))
+    return write(config.model_dump(mode="json") if full else _chosen(config, mode="json"))

@@ -61,7 +61,8 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
     HOOKS["require_reward_models"](config)
     data = questions.load_prompts(config, config.data.train, family)
     doubts = preflight(config, family, data.samples) if preflight else []
-    with Run(config, "rl", parts.manifest(family, data, config)) as this, ThreadPoolExecutor(1, "count") as beside:
+    about = parts.manifest(family, data, config)
+    with Run(config, "rl", about, algorithm) as this, ThreadPoolExecutor(1, "count") as beside:
         for text in (data.summary, describe(algorithm), *doubts):
             log.info(text)
         setup = set_up(config, algorithm, family, data, this)

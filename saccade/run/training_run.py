@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.checks import not_counted
 from saccade.config import Config, load, to_yaml
 from saccade.data.datasets import Dataset, Stream
@@ -41,6 +42,7 @@ from saccade.types import Group
 
 log = logging.getLogger(__name__)
 
+PLAIN = (int, float, str, tuple, list, dict)  # what a file can hold of an option of the user's function
 TRACED_STEP = 3  # the first ones load kernels and lay out memory
 
 
@@ -58,21 +60,27 @@ class Measured:
     advice: Mapping[str, str] = field(default_factory=dict)  # what it is about → a line
 
 
-def open_folder(config: Config, *, command: str, manifest: Mapping[str, Any]) -> AbstractContextManager[RunFolder]:
+def open_folder(
+    config: Config, command: str, manifest: Mapping[str, Any], args: Mapping[str, Any]
+) -> AbstractContextManager[RunFolder]:
     """The folder of a run. From the options that were chosen, which one file holds, the run is
-    repeated, not resumed.
+    repeated, not resumed. The other file holds all of them, and `args` of the algorithm, defaults included.
     """
+    plain = {n: v if isinstance(v, PLAIN) else str(v) for n, v in args.items()}
+    whole = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"args": plain})})
     again = config if config.run.resume == "none" else load(config, ["run.resume=none"])
-    texts = {CONFIG: to_yaml(config), CHOSEN: to_yaml(again, full=False)}
-    options = config.model_dump(mode="json")
-    return RunFolder.open(options, texts, command=command, manifest=manifest)
+    texts = {CONFIG: to_yaml(whole), CHOSEN: to_yaml(again, full=False)}
+    return RunFolder.open(whole.model_dump(mode="json"), texts, command=command, manifest=manifest)
 
 
 class Run:
     """The only writer of a run's progress."""
 
-    def __init__(self, config: Config, command: str, manifest: Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: Config, command: str, manifest: Mapping[str, Any], algorithm: Algorithm | None = None
+    ) -> None:
         self.config, self.command, self.manifest = config, command, manifest
+        self.args = (algorithm or config.algorithm).args
         self.progress = Progress()
         self.total = 0
         self._services = ExitStack()
@@ -85,7 +93,7 @@ class Run:
         """Take the folder, find the checkpoint to resume from, open the display."""
         config = self.config
         with ExitStack() as stack:
-            self.folder = stack.enter_context(open_folder(config, command=self.command, manifest=self.manifest))
+            self.folder = stack.enter_context(open_folder(config, self.command, self.manifest, self.args))
             saved = self.folder.checkpoints
             self.start = checkpoint.find(saved, config.run.resume)
             if self.start is not None:

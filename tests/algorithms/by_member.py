@@ -20,7 +20,7 @@ from saccade.types import Group, Message, Sample, Source, Trajectory
 LENGTHS = (6, 4, 5, 3)
 KEYS = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
 FIRST = [0, 6, 10, 15]  # tokens with which members begin
-NO_KL = ("kl.coef=0", "clip_high=0.28", "advantage=no_std", "aggregation=token_mean")
+NO_KL = ("kl.coef=0", "args.clip_high=0.28", "advantage=no_std", "aggregation=token_mean")
 
 
 Rows = Mapping[tuple[str, int], Sequence[float]]  # of tokens, by member

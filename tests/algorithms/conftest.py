@@ -65,7 +65,7 @@ class Golden:
         inputs = SelectionInputs(
             new=new.detach(), old=self.old, advantages=self.advantages, noise=(torch.arange(len(new)) * 7919) % 101
         )
-        return entry.selection(inputs)
+        return entry.bound("select")(inputs)
 
     def losses(self, name: str, new: Tensor, *, weights: Tensor | None = None, **options: Any) -> Tensor:
         """[T] with its correction weights; options that the loss does not have are ignored."""

@@ -135,14 +135,7 @@ def columns_of(algorithm: Algorithm, step: Step) -> LossInputs:
     if algorithm.kl_in_reward:
         distance = algorithm.divergence(step.old, step.ref)
         members = replace(members, token_penalties=algorithm.kl.coef * distance)
-    result = compute(
-        algorithm.estimator,
-        members,
-        whiten=algorithm.whiten,
-        whiten_std=algorithm.whiten_std,
-        adv_clip=algorithm.adv_clip,
-        drop_constant=algorithm.drop_constant,
-    )
+    result = compute(algorithm.estimator, members, adv_clip=algorithm.adv_clip, drop_constant=algorithm.drop_constant)
 
     def scales_over(counted: Tensor | None) -> Tensor:
         sides = {"live": result.live, "group": members.groups}
@@ -167,7 +160,7 @@ def columns_of(algorithm: Algorithm, step: Step) -> LossInputs:
         inputs = SelectionInputs(
             new=step.new[live], old=step.old[live], advantages=result.values[live], noise=step.noise[live]
         )
-        picked = algorithm.loss.selection(inputs)
+        picked = algorithm.loss.bound("select")(inputs)
         selected = torch.zeros_like(live).masked_scatter(live, picked)
     elif algorithm.loss.select is not None:
         selected = live

@@ -122,7 +122,7 @@ def test_kl_in_the_reward_enters_outcomes_before_the_baseline(golden):
 
 def test_gae(golden):
     inputs, options = with_everything(golden), {"gamma": 0.99, "lam": 0.95}
-    raw = compute(ADVANTAGES["gae"].having(options), inputs, whiten=False)
+    raw = compute(ADVANTAGES["gae"].having({**options, "whiten": False}), inputs)
     assert raw.values[golden.sequence == 0].tolist() == pytest.approx(
         (0.630667, 0.720019, 0.866823, 0.981625, 1.007268, 0.971634), abs=PRINTED
     )
@@ -207,7 +207,7 @@ def test_whitening(golden):
     live = torch.ones(18, dtype=torch.bool)
     white = whitened(golden.advantages, live)[golden.position == 0]
     assert white.tolist() == pytest.approx((1.053208, -1.113391, -0.842566, 0.782383), abs=PRINTED)
-    shifted = whitened(golden.advantages, live, std=False)
+    shifted = whitened(golden.advantages, live, whiten_std=False)
     assert torch.allclose(shifted, golden.advantages - golden.advantages.mean(), atol=1e-12)
     equal, some = torch.full((8,), 0.1, dtype=torch.float64), torch.arange(8) < 7
     assert not whitened(equal, some).any()  # their mean is off by 1e-17, which the scale would make 1e-13
@@ -215,9 +215,9 @@ def test_whitening(golden):
 
 def test_whitening_is_an_option_where_the_estimator_allows_it(golden):
     inputs = golden.members()
-    turned_on = compute(ADVANTAGES["reinforce"], inputs, whiten=True)
+    turned_on = compute(ADVANTAGES["reinforce"].having({"whiten": True}), inputs)
     assert torch.equal(turned_on.values, compute(ADVANTAGES["reinforce_pp"], inputs).values)
-    turned_off = compute(ADVANTAGES["reinforce_pp"], inputs, whiten=False)
+    turned_off = compute(ADVANTAGES["reinforce_pp"].having({"whiten": False}), inputs)
     assert torch.equal(turned_off.values, compute(ADVANTAGES["reinforce"], inputs).values)
 
 

@@ -76,7 +76,7 @@ def test_a_measurement_that_is_not_finite_moves_nothing(algorithm, value):
 
 
 def test_every_scored_group_is_observed_in_the_order_of_uids(algorithm, records):
-    row = algorithm("preset=drpo", "reward_range=[0,2]", "exclude_status=[overturn]")
+    row = algorithm("preset=drpo", "args.reward_range=[0,2]", "exclude_status=[overturn]")
     rare = records.group("b", [0.1, 0.2], extra={"domain": "ct"})
     cut = records.changed(records.group("c", [2.0, 0.3], extra={"domain": "ct"}), status=["overturn", "ok"])
     groups = [

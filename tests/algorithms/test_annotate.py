@@ -62,7 +62,7 @@ def test_a_failed_greedy_rollout_excludes_its_group(algorithm, records):
 @pytest.mark.parametrize("bootstrap", ["false", "true"])
 def test_only_a_truncated_response_is_worth_what_the_critic_says(algorithm, records, bootstrap):
     row = algorithm(
-        *("preset=ppo", "kl.coef=0", "args.lam=1", "whiten=false"), f"critic.bootstrap_truncated={bootstrap}"
+        *("preset=ppo", "kl.coef=0", "args.lam=1", "args.whiten=false"), f"critic.bootstrap_truncated={bootstrap}"
     )
     groups = [records.changed(records.group("a", [1.0, 1.0, 1.0]), status=["ok", "truncated", "void"])]
     updates = records.packed([groups], micro_tokens=6, ends=True)
@@ -78,7 +78,7 @@ def test_only_a_truncated_response_is_worth_what_the_critic_says(algorithm, reco
 
 
 def test_domains_weigh_the_groups(algorithm, records):
-    row = algorithm("preset=drpo", "reward_range=[0,2]", "kl.coef=0")
+    row = algorithm("preset=drpo", "args.reward_range=[0,2]", "kl.coef=0")
     groups = [
         records.group("a", [1.0, 0.0], LENGTHS[:2], extra={"domain": "xray"}),
         records.group("b", [0.5, 2.0], LENGTHS[2:], extra={"domain": "ct"}),
@@ -93,7 +93,7 @@ def test_domains_weigh_the_groups(algorithm, records):
 def test_members_far_from_the_reference_are_damped(algorithm, written, records, golden):
     before, after = (
         records.column(
-            written(algorithm("preset=drpo", "reward_range=[0,2]", f"args.drpo_kl_damp={quantile}")), "advantages"
+            written(algorithm("preset=drpo", "args.reward_range=[0,2]", f"args.drpo_kl_damp={quantile}")), "advantages"
         )
         for quantile in (0, 0.75)
     )

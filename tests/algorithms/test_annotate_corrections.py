@@ -21,8 +21,8 @@ from tests.algorithms.by_member import FIRST, KEYS, NO_KL, exact, loss_of, rows
         (["entropy_top=0.2", "denominator=kept"], 0.52309886),
         (["correct=[{name: tis.token, low: 0.97, high: 1.03}]"], -0.01514937),
         (["correct=[seq_mask_tis]"], -0.34281679),
-        (["correct=[tis.token]", "dual_clip=3"], -0.01421687),
-        (["correct=[tis.sequence]", "dual_clip=3"], -0.01688046),
+        (["correct=[tis.token]", "args.dual_clip=3"], -0.01421687),
+        (["correct=[tis.sequence]", "args.dual_clip=3"], -0.01688046),
         (["correct=[{name: opsm, threshold: 0.01}]"], -0.22400677),
     ],
 )

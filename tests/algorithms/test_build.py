@@ -20,17 +20,17 @@ def test_a_row_s_cells_hold_only_for_its_own_entry(algorithm):
     assert algorithm("preset=dapo", "policy_loss=gspo").aggregation == "seq_mean"
     assert algorithm("preset=rloo", "kl.place=loss").kl.kind == "k3"
     assert algorithm("kl.place=reward").kl.kind == "k1"
-    assert algorithm("preset=dapo", "clip_low=0.1").loss.options["clip_high"] == 0.28
+    assert algorithm("preset=dapo", "args.clip_low=0.1").loss.options["clip_high"] == 0.28
     assert algorithm("preset=r1v", "advantage=cpgd").estimator.options["std_eps"] == 1e-6
 
 
 @pytest.mark.parametrize(
     ("overrides", "options"),
     [
-        (["clip=0.1"], {"clip_low": 0.1, "clip_high": 0.1}),  # one width sets both
-        (["preset=dapo", "clip=0.1"], {"clip_low": 0.1, "clip_high": 0.1}),
-        (["clip=0.1", "clip_high=0.3"], {"clip_low": 0.1, "clip_high": 0.3}),  # and each can be set beside it
-        (["preset=drpo", "dual_clip=0"], {"dual_clip": 0}),  # a zero switches a cell off
+        (["args.clip=0.1"], {"clip_low": 0.1, "clip_high": 0.1}),  # one width sets both
+        (["preset=dapo", "args.clip=0.1"], {"clip_low": 0.1, "clip_high": 0.1}),
+        (["args.clip=0.1", "args.clip_high=0.3"], {"clip_low": 0.1, "clip_high": 0.3}),  # and each can be set beside it
+        (["preset=drpo", "args.dual_clip=0"], {"dual_clip": 0}),  # a zero switches a cell off
         (["preset=dr_grpo"], {"fixed_length": 2048}),  # the longest response
         (["preset=dr_grpo", "args.fixed_length=100"], {"fixed_length": 100}),
     ],
@@ -164,7 +164,9 @@ def test_an_advantage_of_your_own(algorithm, refused, golden):
 
 def test_a_bare_function_has_its_own_keyword_parameters_as_options(algorithm, mine, monkeypatch):
     monkeypatch.chdir(mine.parent)
-    row = algorithm("policy_loss=mine.py:squared", "aggregation=mine.py:halves", "clip_low=0.3", "args.fixed_length=2")
+    row = algorithm(
+        "policy_loss=mine.py:squared", "aggregation=mine.py:halves", "args.clip_low=0.3", "args.fixed_length=2"
+    )
     monkeypatch.chdir(mine.parent.parent)  # found again from any folder
     assert row.loss.options == {"clip_low": 0.3, "sharpness": 2.0}
     assert row.loss.formula == "|new - old|^sharpness"
@@ -181,10 +183,10 @@ def test_options_of_your_own_are_given_by_args(algorithm, refused, mine):
     message = refused(f"policy_loss={mine}:squared", "args={sharpnes: 3}")
     assert "algorithm.args=sharpnes" in message and "'sharpness'" in message
     # An option of the built-in losses that this one does not have.
-    message = refused(f"policy_loss={mine}:squared", "clip_high=0.3")
-    assert "algorithm.clip_high: has no effect" in message
+    message = refused(f"policy_loss={mine}:squared", "args.clip_high=0.3")
+    assert "algorithm.args.clip_high: has no effect" in message
     # One that only estimators have, but this loss reads.
-    assert algorithm(f"policy_loss={mine}:tall", "gamma=0.9").loss.options == {"gamma": 0.9}
+    assert algorithm(f"policy_loss={mine}:tall", "args.gamma=0.9").loss.options == {"gamma": 0.9}
 
 
 def test_a_kl_of_your_own(algorithm, refused, mine):
@@ -194,7 +196,7 @@ def test_a_kl_of_your_own(algorithm, refused, mine):
     found = row.divergence(gap, 0 * gap)
     assert found.tolist() == [0.5, 2.0]
     assert "steepness u^2" in describe(row)
-    assert "algorithm.kl.clamp" in refused(f"kl.kind={mine}:distance", "kl.clamp=zero")
+    assert "algorithm.args.kl_clamp" in refused(f"kl.kind={mine}:distance", "args.kl_clamp=zero")
     message = refused(f"kl.kind={mine}:unfit")
     assert "its gradient does not lead to the reference" in message
     assert algorithm(f"kl.kind={mine}:unfit", "kl.place=reward").kl_in_reward

@@ -44,7 +44,8 @@ IN_LOSS = [name for name, entry in KINDS.items() if entry.in_loss]
 
 @cache
 def algorithm_of(loss: str, **kl: Any) -> Algorithm:
-    config = {"policy_loss": loss, "old": "recompute", "kl": {"coef": 0.1, **kl}}
+    args = {"kl_clamp": kl.pop("clamp")} if "clamp" in kl else {}
+    config = {"policy_loss": loss, "old": "recompute", "kl": {"coef": 0.1, **kl}, "args": args}
     return resolve(AlgorithmConfig.model_validate(config), max_tokens=8)
 
 

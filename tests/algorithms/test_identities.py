@@ -28,7 +28,7 @@ from tests.algorithms.ragged import (
 @FAST
 @given(steps(), st.sampled_from(["token_mean", "seq_mean"]))
 def test_dapo_with_equal_clip_widths_is_grpo(step, aggregation):
-    equal = {"clip_low": 0.2, "clip_high": 0.2}
+    equal = {"args": {"clip": 0.2}}
     dapo, grpo = (
         resolve(AlgorithmConfig(preset=preset, aggregation=aggregation, **changes), max_tokens=9)
         for preset, changes in (("dapo", equal), ("grpo", {"kl": KLConfig(coef=0)}))
@@ -158,7 +158,7 @@ def test_gdpo_of_one_term_is_whitened_grpo(step):
 @given(steps(), st.floats(0.5, 1), st.floats(0, 1))
 def test_gae_is_its_recursion(step, gamma, lam):
     members = replace(step.members, token_penalties=0.1 * (step.old - step.ref))
-    result = compute(ADVANTAGES["gae"].having({"gamma": gamma, "lam": lam}), members, whiten=False)
+    result = compute(ADVANTAGES["gae"].having({"gamma": gamma, "lam": lam, "whiten": False}), members)
     expected = torch.zeros_like(step.old)
     for member, reward in enumerate(members.rewards):
         value, advantage = members.final_values[member], 0.0
@@ -174,7 +174,7 @@ def test_gae_is_its_recursion(step, gamma, lam):
 def test_gae_without_values_or_discount_is_the_return(step):
     members = replace(step.members, token_penalties=0.1 * (step.old - step.ref))
     zero = {"values": torch.zeros_like(step.old), "final_values": None}
-    gae = compute(ADVANTAGES["gae"].having({"gamma": 1.0, "lam": 1.0}), replace(members, **zero), whiten=False)
+    gae = compute(ADVANTAGES["gae"].having({"gamma": 1.0, "lam": 1.0, "whiten": False}), replace(members, **zero))
     assert same(gae.values, advantages("reinforce", members))
     assert gae.returns is not None and same(gae.returns, gae.values)
 

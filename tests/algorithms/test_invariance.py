@@ -60,9 +60,11 @@ def algorithms(draw: st.DrawFn, loss: str) -> Algorithm:
     filters = top is not None or any(name != "opsm" for name in correct)
     places: list[dict[str, object]] = [{"coef": 0}]
     places += [{"coef": 0.1, "kind": kind} for kind in ("k2", "k3", "k1+", "k3+")]
-    places += [{"coef": 0.1, "ratio_correct": True}, {"coef": 0.1, "clamp": "zero"}]
+    places += [{"coef": 0.1, "ratio_correct": True}]
     if not entry.components and advantage != "max_rl":  # it takes no rewards below 0
         places += [{"coef": 0.1, "place": "reward"}]
+    kl = draw(st.sampled_from(places))
+    clamp = {"kl_clamp": draw(st.sampled_from(["bounded", "zero"]))} if kl.get("kind") == "k3" else {}
     config = AlgorithmConfig.model_validate(
         {
             "advantage": advantage,
@@ -76,8 +78,8 @@ def algorithms(draw: st.DrawFn, loss: str) -> Algorithm:
             "entropy_scope": draw(st.sampled_from(["step", "sequence"])) if top else None,
             "denominator": draw(st.sampled_from(["original", "kept"])) if filters else None,
             "entropy_coef": draw(st.sampled_from([0.0, 0.01])),
-            "kl": draw(st.sampled_from(places)),
-            **LOSS_OPTIONS.get(loss, {}),
+            "kl": kl,
+            "args": clamp | LOSS_OPTIONS.get(loss, {}),
         }
     )
     return resolve(config, max_tokens=7)
@@ -85,10 +87,10 @@ def algorithms(draw: st.DrawFn, loss: str) -> Algorithm:
 
 # Such that the options act on a random step.
 LOSS_OPTIONS: dict[str, dict[str, object]] = {
-    "kl_cov": {"args": {"cov_fraction": 0.2}},
-    "clip_cov": {"args": {"cov_fraction": 0.2, "cov_low": -10.0, "cov_high": 10.0}},
-    "kimi": {"args": {"kimi_level": "sequence"}},
-    "cispo": {"args": {"weight_cap": 1.1}},
+    "kl_cov": {"cov_fraction": 0.2},
+    "clip_cov": {"cov_fraction": 0.2, "cov_low": -10.0, "cov_high": 10.0},
+    "kimi": {"kimi_level": "sequence"},
+    "cispo": {"weight_cap": 1.1},
     "gspo": {"clip": 0.1},
     "gspo_token": {"clip": 0.1},
     "luspo": {"clip": 0.1},

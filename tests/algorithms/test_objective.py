@@ -10,8 +10,9 @@ from saccade.algorithms.objective import explained_variance, objective, to_metri
 from saccade.algorithms.policy_losses import LossInputs
 from saccade.config import AlgorithmConfig, KLConfig
 
-GRPO = resolve(AlgorithmConfig(clip_high=0.28, dual_clip=3.0, kl=KLConfig(coef=0.1)), max_tokens=8)
-NO_KL = resolve(AlgorithmConfig(clip_high=0.28, dual_clip=3.0, kl=KLConfig(coef=0)), max_tokens=8)
+WIDE = {"clip_high": 0.28, "dual_clip": 3.0}
+GRPO = resolve(AlgorithmConfig(args=WIDE, kl=KLConfig(coef=0.1)), max_tokens=8)
+NO_KL = resolve(AlgorithmConfig(args=WIDE, kl=KLConfig(coef=0)), max_tokens=8)
 
 
 def with_bonus(coef):
@@ -167,7 +168,7 @@ def test_what_is_not_live_reaches_nothing(clip):
 def test_the_reference_value_of_a_critic_also_in_micro_batches(golden):
     old = 0.1 * (golden.sequence + golden.position).double().cos()
     gae = ADVANTAGES["gae"].having({"gamma": 0.99, "lam": 0.95})
-    returns = compute(gae, golden.members(values=old), whiten=False).returns
+    returns = compute(gae, golden.members(values=old)).returns
     rows = (old + 0.3 * golden.position.double().sin(), old, returns, torch.full_like(old, 1 / 18))
     whole = to_metrics([value_objective(*rows, clip=0.2)[1]]).means()
     parts = [value_objective(*(c[part] for c in rows), clip=0.2)[1] for part in (slice(5), slice(5, 6), slice(6, 18))]

@@ -79,7 +79,9 @@ def test_a_file_that_cannot_be_imported(tmp_path):
         find("policy_loss", {}, f"{tmp_path}/broken.py:loss")
 
 
-def test_a_divergence_does_not_read_options_of_the_loss(tmp_path, algorithm):
+def test_an_argument_is_that_of_one_function(tmp_path, algorithm, refused):
     file = tmp_path / "kl.py"
     file.write_text("def far(new, ref, *, delta=0.5): return (new - ref) * delta\n")
-    assert algorithm("delta=4", f"kl.kind={file}:far", "kl.coef=0.01").divergence.options == {"delta": 0.5}
+    own = (f"kl.kind={file}:far", "kl.coef=0.01")
+    assert algorithm(*own).divergence.options == {"delta": 0.5}
+    assert f"algorithm.args.delta: policy_loss=clip and kl.kind={file}:far read it" in refused("args.delta=4", *own)

@@ -183,7 +183,7 @@ def at(kind: str, gap: float, **options: str) -> tuple[float, float]:
 )
 def test_k3_value_and_gradient(gap, value, bounded, zero):
     assert at("k3", gap) == pytest.approx((value, bounded), abs=1e-7)
-    assert at("k3", gap, clamp="zero") == pytest.approx((value, zero), abs=1e-7)
+    assert at("k3", gap, kl_clamp="zero") == pytest.approx((value, zero), abs=1e-7)
 
 
 @pytest.mark.parametrize(

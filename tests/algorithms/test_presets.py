@@ -19,12 +19,13 @@ COV = {"cov_fraction": 2e-4}
 BAND = {"clip_low": 0.2, "clip_high": 0.2, "cov_low": 1.0, "cov_high": 5.0}
 WEIGHED = {"weight_floor": 0.0, "weight_cap": 5.0}
 DRIFT = {"clip_low": 0.2, "clip_high": 0.2, "drift_coef": 1e-3, "drift_cap": 2.0}
-DRPO = {"std_eps": 1e-6, "drpo_renorm": "std", "drpo_kl_damp": 0.0}
+WHITE = {"whiten": True, "whiten_std": True}
+DRPO = {"reward_range": (0.0, 1.0), "std_eps": 1e-6, "drpo_renorm": "std", "drpo_kl_damp": 0.0}
 GPG = {"gpg_alpha": "nonconstant", "gpg_alpha_max": float("inf"), "gpg_divisor": "one", "std_eps": 1e-6}
 
 # preset, n, updates, advantage, policy loss, aggregation, KL (coefficient, kind, place)
 ROWS = [
-    ("ppo", 1, 1, ("gae", {"gamma": 1, "lam": 0.95}), clip(), "token_mean", (0.01, "k1", "reward")),
+    ("ppo", 1, 1, ("gae", {"gamma": 1, "lam": 0.95, **WHITE}), clip(), "token_mean", (0.01, "k1", "reward")),
     ("grpo", 8, 1, GRPO, clip(), "seq_mean", (0.04, "k3", "loss")),
     ("dr_grpo", 8, 1, ("no_std", {}), clip(), "fixed", NONE),
     ("dapo", 16, 1, GRPO, clip(high=0.28), "token_mean", NONE),
@@ -35,9 +36,12 @@ ROWS = [
     (*("cpgd", 8, 1, ("cpgd", {"cpgd_weight": "std", "std_eps": 1e-6})), *(("cpgd", DRIFT), "token_mean", NONE)),
     ("rloo", 4, 1, ("rloo", {}), clip(), "token_mean", (0.01, "k1", "reward")),
     ("remax", 1, 1, ("remax", {}), ("pg", {}), "seq_sum", (0.01, "k1", "reward")),
-    ("reinforce", 1, 1, ("reinforce", {"gamma": 1.0}), ("pg", {}), "token_mean", NONE),
-    (*("reinforce_pp", 1, 1, ("reinforce_pp", {"gamma": 1.0})), *(clip(), "token_mean", (1e-3, "k1", "reward"))),
-    (*("reinforce_pp_baseline", 8, 1, ("reinforce_pp_baseline", {})), *(clip(), "token_mean", (1e-3, "k2", "loss"))),
+    ("reinforce", 1, 1, ("reinforce", {"gamma": 1.0, **WHITE, "whiten": False}), ("pg", {}), "token_mean", NONE),
+    (
+        *("reinforce_pp", 1, 1, ("reinforce_pp", {"gamma": 1.0, **WHITE})),
+        *(clip(), "token_mean", (1e-3, "k1", "reward")),
+    ),
+    (*("reinforce_pp_baseline", 8, 1, ("reinforce_pp_baseline", WHITE)), *(clip(), "token_mean", (1e-3, "k2", "loss"))),
     (*("grpo_passk", 8, 1, ("grpo_passk", {"std_eps": 1e-6, "divide_by_std": True})), *(clip(), "token_mean", NONE)),
     ("gpg", 8, 1, ("gpg", GPG), ("pg", {}), "token_mean", NONE),
     ("opo", 8, 1, ("opo", {}), ("pg", {}), "token_mean", NONE),
@@ -56,7 +60,7 @@ ROWS = [
     ),
     # other systems
     ("easyr1", 5, 4, GRPO, clip(0.2, 0.3, 3), "token_mean", (1e-2, "k3", "loss")),
-    (*("lmm_r1", 16, 1, ("gae", {"gamma": 1.0, "lam": 1.0})), *(clip(), "token_mean", (0.01, "k1", "reward"))),
+    (*("lmm_r1", 16, 1, ("gae", {"gamma": 1.0, "lam": 1.0, **WHITE})), *(clip(), "token_mean", (0.01, "k1", "reward"))),
     ("r1v", 8, 1, ("grpo", {"std_eps": 1e-4}), clip(), "seq_mean", (0.04, "k3", "loss")),
     ("mini_o3", 16, 8, GRPO, clip(0.2, 0.3), "seq_mean", NONE),
     ("lightrft", 8, 1, ("grpo", {"std_eps": 1e-9}), clip(), "seq_mean", (0.01, "k3", "loss")),
@@ -78,7 +82,6 @@ def test_rows(algorithm, cells):
     assert (row.kl.coef, row.kl.kind, row.kl.place) == kl
     assert row.needs_reference == (kl[0] > 0)
     # What few rows have.
-    assert row.whiten == (preset in ("ppo", "lmm_r1", "reinforce_pp", "reinforce_pp_baseline"))
     assert row.entropy_top == (0.2 if preset == "dapo_forking" else 0)
     assert row.filter.dynamic == (preset in ("dapo", "dapo_forking", "mini_o3"))
     assert (row.overlong.buffer > 0) == (preset in ("dapo", "dapo_forking"))
@@ -92,9 +95,9 @@ def test_rows(algorithm, cells):
 def test_lmm_r1_keeps_its_eps_for_the_estimators_that_divide(algorithm):
     for advantage, options in (("grpo", {"std_eps": 1e-9}), ("rloo", {}), ("no_std", {})):
         row = algorithm("preset=lmm_r1", f"advantage={advantage}")
-        assert row.estimator.options == options and not row.whiten
+        assert row.estimator.options == options
         assert row.kl_in_reward and row.reward_clip == (-10, 10)
-    assert algorithm("preset=lmm_r1", "advantage=reinforce_pp").whiten
+    assert algorithm("preset=lmm_r1", "advantage=reinforce_pp").estimator.options["whiten"]
 
 
 def test_dapo_has_the_pieces_of_its_paper(algorithm):

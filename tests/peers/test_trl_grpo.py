@@ -63,7 +63,7 @@ def ours(path, groups, old):
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
     backend = LocalBackend(model, family, TrainConfig())
     row = AlgorithmConfig(
-        preset="grpo", std_eps=1e-4, kl=KLConfig(coef=0.0), old="recompute" if old is not None else "detach"
+        preset="grpo", args={"std_eps": 1e-4}, kl=KLConfig(coef=0.0), old="recompute" if old is not None else "detach"
     )
     algorithm = resolve(row, max_tokens=LIMIT, samples_per_prompt=SIZE)
     groups = select.mark_members(groups, algorithm)[0]

@@ -48,12 +48,13 @@ PLAIN = {  # whatever the defaults of this version
     "sapo_temperature_pos": 1.0,
     "sapo_temperature_neg": 1.05,
 }
-HIGHER = {"clip_low": 0.2, "clip_high": 0.28}
+WIDTHS = {"clip_low": 0.2, "clip_high": 0.28}
+HIGHER = {"args": WIDTHS}
 K3 = {"coef": 0.1, "kind": "k3"}
 TRL = {  # their options, ours
     "grpo": ({}, {"aggregation": "seq_mean", **HIGHER}),
     "dapo": ({}, {"aggregation": "token_mean", **HIGHER}),
-    "dr_grpo": ({}, {"aggregation": "fixed", "args": {"fixed_length": FIXED}, **HIGHER}),
+    "dr_grpo": ({}, {"aggregation": "fixed", "args": {"fixed_length": FIXED, **WIDTHS}}),
     "cispo": (
         {"epsilon_high": 2.0},
         {"policy_loss": "cispo", "args": {"weight_cap": 2.0}, "aggregation": "token_mean"},
@@ -62,9 +63,9 @@ TRL = {  # their options, ours
     "grpo gspo": ({"importance_sampling_level": "sequence"}, {"policy_loss": "gspo", **HIGHER}),
     "luspo": ({"importance_sampling_level": "sequence"}, {"policy_loss": "luspo", **HIGHER}),
     "vespo": ({}, {"policy_loss": "vespo", "aggregation": "token_mean"}),
-    "dapo delta": ({"delta": 1.5}, {"delta": 1.5, "aggregation": "token_mean", **HIGHER}),
+    "dapo delta": ({"delta": 1.5}, {"aggregation": "token_mean", "args": {"delta": 1.5, **WIDTHS}}),
     "grpo k3": ({"beta": 0.1}, {"kl": K3, **HIGHER}),
-    "dr_grpo k3": ({"beta": 0.1}, {"kl": K3, "aggregation": "fixed", "args": {"fixed_length": FIXED}, **HIGHER}),
+    "dr_grpo k3": ({"beta": 0.1}, {"kl": K3, "aggregation": "fixed", "args": {"fixed_length": FIXED, **WIDTHS}}),
     # Where TRL has one ratio per sequence it multiplies the KL by that, we always by the token's.
     "grpo corrected k3": (
         {"beta": 0.1, "use_bias_correction_kl": True},

@@ -54,6 +54,9 @@ def test_stored_rollouts_say_what_they_taught(finished):
     manifest = json.loads((finished / "manifest.json").read_text())
     assert {"data", "template", "prompt_texts", "pixels", "family", "packages", "seed"} <= manifest.keys()
     assert "step 5/5" in (finished / "log.txt").read_text()
+    files = [yaml.safe_load((finished / name).read_text()) for name in ("config.resolved.yaml", "config.yaml")]
+    usual = {"std_eps": 1e-6, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0, "delta": 0, "kl_clamp": "bounded"}
+    assert files[0]["algorithm"]["args"] == usual and "args" not in files[1].get("algorithm", {})
     for start in range(0, len(members), 4):
         rewards = [member["reward"] for member in members[start : start + 4]]
         wanted = [(r - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-6) for r in rewards]

@@ -80,7 +80,7 @@ def config(tmp_path):
 @pytest.fixture
 def open_folder(config):
     def open_(*overrides, **manifest):
-        return start(load(config, overrides), command="rl", manifest=manifest)
+        return start(load(config, overrides), "rl", manifest, {})
 
     return open_
 

@@ -1,16 +1,15 @@
 """How rewards become an update: what a preset sets, and what may be set beside it."""
 
+from __future__ import annotations
+
 from typing import Any, Literal
 
-from saccade.config.schema.section import Section, When, option, section
+from pydantic import field_validator, model_validator
+
+from saccade.config.schema.section import Arguments, Section, When, option, section
 
 REFERENCE = When("algorithm.kl.coef > 0", "algorithm.kl.coef=0.01")
 KL_IN_LOSS = When("algorithm.kl_in_loss", "algorithm.kl.coef=0.01 algorithm.kl.place=loss", "a KL in the loss")
-CLAMPED = When(
-    "algorithm.kl_in_loss and algorithm.divergence.reads('clamp')",
-    "algorithm.kl.kind=k3 algorithm.kl.place=loss",
-    "a KL in the loss whose gradient may be clamped",
-)
 ADAPTIVE = When("algorithm.kl.controller == 'adaptive'", "algorithm.kl.controller=adaptive")
 MOVING = When("algorithm.kl.update != 'none'", "algorithm.kl.update=copy")
 BLENDED = When("algorithm.kl.update == 'ema'", "algorithm.kl.update=ema")
@@ -21,10 +20,6 @@ TRAINED = When("algorithm.hot_first_token.first_token == 'is'", "algorithm.hot_f
 CRITIC = When("algorithm.needs_critic", "algorithm.advantage=gae", "an advantage with a critic")
 GROUPS = When("algorithm.estimator.group", "algorithm.advantage=grpo train.samples_per_prompt=8", "group advantages")
 EXCLUDING = When("algorithm.exclude_status", "algorithm.exclude_status=[overturn]")
-WHITENABLE = When("algorithm.estimator.whiten is not None", "algorithm.advantage=reinforce_pp", "advantages to whiten")
-WHITENED = When("algorithm.whiten", "algorithm.advantage=reinforce_pp algorithm.whiten=true", "whitened advantages")
-CLIPPING = When("algorithm.loss.reads('clip_low')", "algorithm.policy_loss=clip", "a policy loss that clips")
-DOMAINS = When("algorithm.estimator.observe", "algorithm.advantage=drpo", "an advantage that weighs domains")
 STEERED = When("algorithm.entropy_target > 0", "algorithm.entropy_target=0.2")
 TOP_ONLY = When("algorithm.entropy_top > 0", "algorithm.entropy_top=0.2")
 WEIGHING = When("any(c.weighs for c in algorithm.corrections)", "algorithm.correct=[tis.token]", "correction weights")
@@ -33,16 +28,10 @@ DROPPING = When("algorithm.entropy_top > 0 or algorithm.at_once", "algorithm.ent
 
 class KLConfig(Section):
     coef: float = option(0.0, "Weight of the KL to the reference; 0 loads no reference.", ge=0)
-    kind: str | None = option(
-        None,
-        "k1 | abs | k2 | k3 | k1+ | k3+ | file.py:name; empty: k3 in the loss, else k1.",
-        path=True,
-        when=REFERENCE,
+    kind: str = option(
+        "k3", "k1 | abs | k2 | k3 | k1+ | k3+ | file.py:name; in the reward k1 unless set.", path=True, when=REFERENCE
     )
     place: Literal["loss", "reward"] = option("loss", "Where it enters.", when=REFERENCE)
-    clamp: Literal["bounded", "zero"] | None = option(
-        None, "Gradient of k3 where its value is clamped; empty: bounded.", when=(REFERENCE, CLAMPED)
-    )
     ratio_correct: bool = option(False, "In the loss: times the ratio, for the old policy's gradient.", when=KL_IN_LOSS)
     controller: Literal["fixed", "adaptive"] = option("fixed", "adaptive: coef moves the KL to target.", when=REFERENCE)
     target: float = option(0.1, "KL per token that the adaptive coef aims at.", gt=0, when=(REFERENCE, ADAPTIVE))
@@ -52,6 +41,12 @@ class KLConfig(Section):
     )
     update_every: int = option(512, "Steps between two updates of the reference.", ge=1, when=(REFERENCE, MOVING))
     ema: float = option(0.6, "Share of the policy in each blend.", gt=0, le=1, when=(REFERENCE, BLENDED))
+
+    @model_validator(mode="after")
+    def _usual_kind(self) -> KLConfig:
+        if "kind" not in self.model_fields_set:
+            self.__dict__["kind"] = {"loss": "k3", "reward": "k1"}[self.place]
+        return self
 
 
 class FilterConfig(Section):
@@ -105,22 +100,12 @@ class AlgorithmConfig(Section):
     advantage: str = option("grpo", "Estimator, or file.py:name.", path=True)
     policy_loss: str = option("clip", "Surrogate, or file.py:name.", path=True)
     aggregation: str = option("token_mean", "How token losses become one number, or file.py:name.", path=True)
-    args: dict[str, Any] = option(
-        {}, "Options of the chosen functions by parameter name, such as {lam: 1}; docs/algorithms.md lists them."
+    args: Arguments = option(
+        {},
+        "Options of the chosen functions by parameter name, such as {clip_high: 0.28, gamma: 0.99}; docs/algorithms.md "
+        "lists them. `clip` is clip_low and clip_high.",
     )
-    # advantages; empty where the function has the default
-    std_eps: float | None = option(None, "Added to a standard deviation that divides; empty: the advantage's.", ge=0)
-    gamma: float | None = option(None, "Discount per sampled token; empty: the advantage's.", gt=0, le=1)
-    whiten: bool | None = option(None, "Whiten over the step's tokens; empty: as the advantage does.", when=WHITENABLE)
-    whiten_std: bool = option(True, "Whitening divides by the deviation, too.", when=WHITENED)
     adv_clip: float = option(0.0, "Symmetric limit of advantages; 0: none.", ge=0)
-    reward_range: tuple[float, float] = option((0.0, 1.0), "drpo: lowest and highest possible outcome.", when=DOMAINS)
-    # policy losses; empty where the function has the default
-    clip: float | None = option(None, "Both clip widths of the ratio, clip_low and clip_high.", ge=0, when=CLIPPING)
-    clip_low: float | None = option(None, "Lower clip width of the ratio; empty: the policy loss's.", ge=0)
-    clip_high: float | None = option(None, "Upper clip width of the ratio; empty: the policy loss's.", ge=0)
-    dual_clip: float | None = option(None, "Bound (above 1) for negative advantages; 0: none; empty: the loss's.", ge=0)
-    delta: float | None = option(None, "Upper bound (above 1) of the free ratio; 0: none; empty: the loss's.", ge=0)
     # entropy
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", ge=0)
     entropy_target: float = option(0.0, "Entropy that the bonus is steered to; 0: a fixed bonus.", ge=0)
@@ -146,3 +131,9 @@ class AlgorithmConfig(Section):
     overlong: OverlongConfig = section(OverlongConfig, "Soft penalty before the length limit.")
     hot_first_token: HotFirstTokenConfig = section(HotFirstTokenConfig, "A hot first token, for variety.")
     critic: CriticConfig = section(CriticConfig, "The value model of gae.")
+
+    @field_validator("args")
+    @classmethod
+    def _both_widths(cls, args: dict[str, Any]) -> dict[str, Any]:
+        both = dict.fromkeys(("clip_low", "clip_high"), args["clip"]) if "clip" in args else {}
+        return both | {name: value for name, value in args.items() if name != "clip"}

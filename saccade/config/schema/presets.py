@@ -3,8 +3,8 @@
 What the user gives wins over any of them. An add-on is a row that is laid over another one:
 `algorithm.preset=[grpo, tis]`.
 
-    >>> cells_of({"preset": "dapo", "clip_low": 0.1})["algorithm"]["clip_high"]
-    0.28
+    >>> cells_of({"preset": ["dapo"]})["algorithm"]["args"]
+    {'clip_high': 0.28}
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,19 +23,14 @@ _TABLES = yaml.load(  # the fast reader, where there is one
 )
 PRESETS: Table[Row] = Table("presets", _TABLES["presets"])
 ADD_ONS: dict[str, Row] = _TABLES["add_ons"]
-# Fields that are options of several functions; empty where the chosen one has its default.
-OF_FUNCTIONS = ("std_eps", "gamma", "clip_low", "clip_high", "dual_clip", "delta")
-# Which function of the row a cell was chosen for.
-AXIS_OF = {
-    **dict.fromkeys(("clip_low", "clip_high", "dual_clip", "delta"), "policy_loss"),
-    **dict.fromkeys(("std_eps", "args"), "advantage"),
-}
+# Arguments that hold only while the row's own function is in place.
+ARGS_OF = {"advantage_args": "advantage", "loss_args": "policy_loss"}
 ELSEWHERE = {
     "samples_per_prompt": ("train", "samples_per_prompt"),
     "updates_per_step": ("train", "updates_per_step"),
     "reward_clip": ("reward", "clip"),
 }
-NOT_OPTIONS = ("about", "paper", "on_policy", "always", "longest_share")
+NOT_OPTIONS = ("about", "paper", "on_policy", "longest_share", *ARGS_OF)
 
 
 def row_of(preset: Iterable[str]) -> Row:
@@ -48,7 +43,6 @@ def row_of(preset: Iterable[str]) -> Row:
     if name not in PRESETS:
         raise unknown("algorithm.preset", name, PRESETS)
     row = dict(PRESETS[name])
-    always = dict(row.get("always", {}))
     for add_on in add_ons:
         if add_on not in ADD_ONS:
             raise unknown("algorithm.preset", add_on, ADD_ONS)
@@ -57,30 +51,32 @@ def row_of(preset: Iterable[str]) -> Row:
                 row["paper"] = ", ".join(filter(None, [row["paper"], value]))
             elif key in ("correct", "exclude_status"):
                 row[key] = (*row.get(key, ()), *(v for v in value if v not in row.get(key, ())))
+            elif key == "args":
+                row[key] = row.get(key, {}) | value
             elif key != "about":
-                always[key] = value
-    return row | {"always": always}
+                row[key] = value
+    return row
 
 
 def cells_of(given: Row) -> dict[str, dict[str, Any]]:
     """What a preset sets, by section, where the `algorithm` section holds what is `given`."""
     row = row_of(given["preset"])
-    cells: dict[str, Any] = {}
-    for name, value in row.items():
-        axis = AXIS_OF.get(name)
-        in_place = axis is None or given.get(axis) in (None, row.get(axis, "clip"))
-        if name not in NOT_OPTIONS and in_place:
-            cells[name] = value
-    cells |= row["always"]
+    cells: dict[str, Any] = {name: value for name, value in row.items() if name not in NOT_OPTIONS}
+    of_functions = [row.get(a, {}) for a, axis in ARGS_OF.items() if given.get(axis) in (None, row.get(axis, "clip"))]
+    cells["args"] = {n: v for args in (*of_functions, row.get("args", {})) for n, v in args.items()}
     if isinstance(kl := cells.get("kl"), Mapping) and given.get("kl", {}).get("place") not in (None, kl.get("place")):
         cells["kl"] = {name: value for name, value in kl.items() if name != "kind"}
-    if given.get("clip") is not None:
-        cells |= dict.fromkeys(("clip_low", "clip_high"), given["clip"])
     found: dict[str, dict[str, Any]] = {"algorithm": {}}
     for name, value in cells.items():
         section, leaf = ELSEWHERE.get(name, ("algorithm", name))
         found.setdefault(section, {})[leaf] = value
     return found
+
+
+def args_beside(given: Row) -> dict[str, Any]:
+    """Those of the section's `args` that its preset does not set."""
+    preset = cells_of(given)["algorithm"]["args"]
+    return {name: value for name, value in given.get("args", {}).items() if preset.get(name) != value}
 
 
 def unknown(field: str, name: str, known: Iterable[str]) -> ConfigError:

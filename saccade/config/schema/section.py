@@ -3,9 +3,9 @@
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple, TypeAlias, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 # Commands by what they read: nothing is sampled while a reward model is trained.
 ANSWERING = ("rl", "sft", "dpo", "eval", "generate", "chat", "serve-reward", "check-data")
@@ -39,6 +39,14 @@ class Section(BaseModel):
         values = {key: _entries(value, kinds.get(key)) for key, value in values.items()}
         paths = [k for k in values.keys() & kinds if about(cls.model_fields[k]).get("path")]
         return values | {key: _at_home(values[key]) for key in paths}
+
+
+def _without_nothing(args: Any) -> Any:
+    return {name: value for name, value in args.items() if value is not None} if isinstance(args, Mapping) else args
+
+
+# Options of a function by parameter name; nothing stands for its default.
+Arguments: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_without_nothing)]
 
 
 def _entries(value: Any, kind: Any) -> Any:

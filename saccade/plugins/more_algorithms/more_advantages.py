@@ -24,7 +24,7 @@ from saccade.algorithms.advantages import INFINITY, AdvantageInputs, count_group
 from saccade.algorithms.algorithm_state import outcomes_of
 from saccade.algorithms.filters import is_constant
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.algorithms.table import Entry, Positive, ShareBelowOne, add
+from saccade.algorithms.table import Entry, NotNegative, Positive, ShareBelowOne, add
 from saccade.errors import ConfigError
 from saccade.types import Group
 
@@ -41,18 +41,20 @@ HALF_LIFE = 5000  # groups of the domain
 LEAST_SUCCESS = 0.05  # a domain that always fails must not weigh infinitely
 FADED = 1e-12  # of a group; smaller counts are empty, for their inverse would overflow in the end
 
+Range = tuple[float, float]  # lowest and highest possible outcome
+UNIT = (0.0, 1.0)
 Domains = Mapping[str, Mapping[str, Sequence[float]]]  # faded groups and sums of their success, by bin
 
 
-def observe(domains: Domains, groups: Sequence[Group], algorithm: Algorithm) -> Domains:
+def observe(domains: Domains, groups: Sequence[Group], algorithm: Algorithm, *, reward_range: Range = UNIT) -> Domains:
     """After a step: every scored group is noted, in the order of the uids."""
-    ordered = sorted(groups, key=lambda group: group.uid)
-    return noted(domains, [(domain_of(g), y) for g in ordered if (y := success_of(g, algorithm)) is not None])
+    seen = [(domain_of(g), success_of(g, algorithm, reward_range)) for g in sorted(groups, key=lambda group: group.uid)]
+    return noted(domains, [(domain, y) for domain, y in seen if y is not None])
 
 
-def weigh(domains: Domains, group: Group, algorithm: Algorithm) -> float:
+def weigh(domains: Domains, group: Group, algorithm: Algorithm, *, reward_range: Range = UNIT) -> float:
     """The weight of a group that was observed; 1 where no member counts."""
-    y = success_of(group, algorithm)
+    y = success_of(group, algorithm, reward_range)
     return 1.0 if y is None else weight(domains, domain_of(group), y)
 
 
@@ -61,20 +63,20 @@ def domain_of(group: Group) -> str:
     return "default" if domain in (None, "") else str(domain)
 
 
-def success_of(group: Group, algorithm: Algorithm) -> float | None:
+def success_of(group: Group, algorithm: Algorithm, reward_range: Range) -> float | None:
     """Mean raw outcome as a share of what is possible; None when no member counts."""
     outcomes = outcomes_of(group, algorithm)
-    return success(outcomes, algorithm.reward_range) if outcomes else None
+    return success(outcomes, reward_range) if outcomes else None
 
 
-def success(outcomes: Sequence[float], reward_range: tuple[float, float]) -> float:
+def success(outcomes: Sequence[float], reward_range: Range) -> float:
     """Mean raw outcome of a group as a share of the declared range."""
     low, high = reward_range
     rounding = 1e-6 * (high - low)
     for outcome in outcomes:
         if not low - rounding <= outcome <= high + rounding:
-            wider = f"algorithm.reward_range=[{min(low, outcome)}, {max(high, outcome)}]"
-            raise ConfigError(f"an outcome of {outcome} is outside algorithm.reward_range=[{low}, {high}]; try {wider}")
+            wider = f"algorithm.args.reward_range=[{min(low, outcome)}, {max(high, outcome)}]"
+            raise ConfigError(f"an outcome of {outcome} is outside reward_range=[{low}, {high}]; try {wider}")
     mean = sum(outcomes) / len(outcomes)
     return min(1.0, max(0.0, (mean - low) / (high - low)))
 
@@ -115,7 +117,7 @@ def _bin(y: float) -> int:
 
 
 @add(ROWS, "(R - mean_g) / (std of the step + std_eps)", group=True)
-def batch_std(inputs: AdvantageInputs, *, std_eps: float = 1e-6) -> Tensor:
+def batch_std(inputs: AdvantageInputs, *, std_eps: NotNegative = 1e-6) -> Tensor:
     return inputs.per_token(inputs.centred / _divisor(inputs.scores[inputs.live], std_eps))
 
 
@@ -134,7 +136,7 @@ def gpg(
     gpg_alpha: Literal["nonconstant", "nonzero_rewards"] = "nonconstant",
     gpg_alpha_max: Positive = INFINITY,
     gpg_divisor: Literal["one", "std"] = "one",
-    std_eps: float = 1e-6,
+    std_eps: NotNegative = 1e-6,
 ) -> Tensor:
     """Scaled up for members that carry no signal (arXiv 2504.02546)."""
     carries = {"nonconstant": ~inputs.constant, "nonzero_rewards": inputs.rewards != 0}[gpg_alpha]
@@ -154,7 +156,7 @@ def max_rl(inputs: AdvantageInputs) -> Tensor:
 
 
 @add(ROWS, "best member: (R_1 - R_2) / (std_g + std_eps); others 0", group=True)
-def grpo_passk(inputs: AdvantageInputs, *, std_eps: float = 1e-6, divide_by_std: bool = True) -> Tensor:
+def grpo_passk(inputs: AdvantageInputs, *, std_eps: NotNegative = 1e-6, divide_by_std: bool = True) -> Tensor:
     """Only the best member of a group, by its lead over the second (arXiv 2503.19595)."""
     scores, order = inputs.scores, inputs.scores.new_ones(len(inputs.scores)).cumsum(0)
     leads = scores == inputs.group_max(scores)
@@ -166,7 +168,7 @@ def grpo_passk(inputs: AdvantageInputs, *, std_eps: float = 1e-6, divide_by_std:
 
 @add(ROWS, "(R - mean_g) / (std_g + std_eps), or times groups / groups that differ", group=True)
 def cpgd(
-    inputs: AdvantageInputs, *, cpgd_weight: Literal["std", "clip_filter", "none"] = "std", std_eps: float = 1e-6
+    inputs: AdvantageInputs, *, cpgd_weight: Literal["std", "clip_filter", "none"] = "std", std_eps: NotNegative = 1e-6
 ) -> Tensor:
     """arXiv 2505.12504; `clip_filter` makes up for groups without a signal, at most threefold."""
     if cpgd_weight == "std":
@@ -179,7 +181,9 @@ def cpgd(
 
 
 @add(ROWS, "sum over terms of v (r - mean_g) / (std_g + std_eps), whitened over the step", group=True, components=True)
-def gdpo(inputs: AdvantageInputs, *, std_eps: float = 1e-6, gdpo_whiten: Literal["seq", "token"] = "seq") -> Tensor:
+def gdpo(
+    inputs: AdvantageInputs, *, std_eps: NotNegative = 1e-6, gdpo_whiten: Literal["seq", "token"] = "seq"
+) -> Tensor:
     """Each term of the reward on a separate scale (arXiv 2601.05242); a KL belongs in the loss."""
     assert inputs.components is not None and inputs.component_weights is not None
     total = inputs.scores.new_zeros(len(inputs.scores))
@@ -197,7 +201,7 @@ def gdpo(inputs: AdvantageInputs, *, std_eps: float = 1e-6, gdpo_whiten: Literal
 def drpo(
     inputs: AdvantageInputs,
     *,
-    std_eps: float = 1e-6,
+    std_eps: NotNegative = 1e-6,
     drpo_renorm: Literal["std", "rms"] = "std",
     drpo_kl_damp: ShareBelowOne = 0.0,
 ) -> Tensor:

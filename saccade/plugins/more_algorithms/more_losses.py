@@ -19,7 +19,7 @@ from saccade.algorithms.aggregation import inverse
 from saccade.algorithms.corrections import LARGEST_EXPONENT, Correction, Mismatch, Statistic, band, token, unjudged
 from saccade.algorithms.filters import share
 from saccade.algorithms.policy_losses import Losses, LossInputs, SelectionInputs, either, log_ratio
-from saccade.algorithms.table import Entry, NotNegative, Positive, PositiveShare, add
+from saccade.algorithms.table import Entry, NotNegative, Positive, PositiveShare, Width, add
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ SMALLEST_SEQUENCE_WEIGHT = 1e-8  # vespo
 
 
 @add(ROWS, "-A exp(mean over the sequence of new - old, clipped to [-clip_low, clip_high])", own_aggregation="seq_mean")
-def gmpo(new: Tensor, inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Losses:
+def gmpo(new: Tensor, inputs: LossInputs, *, clip_low: Width = 0.4, clip_high: Width = 0.4) -> Losses:
     """Geometric mean of token ratios, each clipped in log space (arXiv 2507.20673)."""
     gap, positive = log_ratio(new, inputs.old), inputs.advantages > 0
     inside = gap.clamp(-clip_low, clip_high)
@@ -52,8 +52,8 @@ def cpgd(
     new: Tensor,
     inputs: LossInputs,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_low: Width = 0.2,
+    clip_high: Width = 0.2,
     drift_coef: NotNegative = 1e-3,
     drift_cap: Positive = 2.0,
 ) -> Losses:
@@ -102,7 +102,7 @@ def _dppo(inside: Callable[..., Tensor]) -> Callable[..., Losses]:
     """A trust region on probabilities instead of ratios (arXiv 2602.04879)."""
 
     def loss(
-        new: Tensor, inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, weight_cap: Positive = 20.0
+        new: Tensor, inputs: LossInputs, *, clip_low: Width = 0.2, clip_high: Width = 0.2, weight_cap: Positive = 20.0
     ) -> Losses:
         advantages = inputs.advantages
         trusted = inside(new.detach(), inputs.old, advantages, clip_low, clip_high)
@@ -154,7 +154,7 @@ def vespo(
 
 
 @add(ROWS, "clip loss with r = sg[exp(mean of new - old)] exp(new - sg[new])", own_aggregation="seq_mean")
-def gspo_token(new: Tensor, inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Losses:
+def gspo_token(new: Tensor, inputs: LossInputs, *, clip_low: Width = 3e-4, clip_high: Width = 4e-4) -> Losses:
     """The value of gspo with the gradient of each token, for advantages that differ by token."""
     ratio = usual.sequence_ratio(new, inputs).detach() * (new - new.detach()).exp()
     return usual.clipped(ratio, inputs.advantages, clip_low, clip_high)
@@ -206,8 +206,8 @@ def most_covariant(inputs: SelectionInputs, *, cov_fraction: PositiveShare = 2e-
 def some_covariant(
     inputs: SelectionInputs,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_low: Width = 0.2,
+    clip_high: Width = 0.2,
     cov_fraction: PositiveShare = 2e-4,
     cov_low: float = 1.0,
     cov_high: float = 5.0,
@@ -230,7 +230,7 @@ def kl_cov(new: Tensor, inputs: LossInputs, *, cov_coef: NotNegative = 1.0) -> L
 
 
 @add(ROWS, "clip loss, 0 on some tokens of large covariance", select=some_covariant)
-def clip_cov(new: Tensor, inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Losses:
+def clip_cov(new: Tensor, inputs: LossInputs, *, clip_low: Width = 0.2, clip_high: Width = 0.2) -> Losses:
     """The clip loss without some of those tokens (arXiv 2505.22617)."""
     assert inputs.selected is not None, "clip_cov needs its selection"
     loss, indicators = usual.clip(new, inputs, clip_low=clip_low, clip_high=clip_high)
