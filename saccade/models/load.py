@@ -5,7 +5,8 @@ model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,18 +52,20 @@ def load_model(
     trust_remote_code: bool = False,
     options: Mapping[str, Any] | None = None,
     seed: int = 0,
+    parted: Any = None,
 ) -> nn.Module:
     """Refuses a folder whose tensors do not match the architecture, name by name. `options` are
-    more of `from_pretrained`; `seed` draws what no folder holds yet.
+    more of `from_pretrained`; `seed` draws what no folder holds yet; `parted` reads what is divided
+    among processes, so that this one has its rows.
     """
     import transformers
 
     require_some(Path(family.path))
     require_intact(Path(family.path))
     auto = getattr(transformers, family.spec.auto_class)
-    model, info = auto.from_pretrained(
-        family.path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **(options or {})
-    )
+    settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, "output_loading_info": True, **(options or {})}
+    load = partial(auto.from_pretrained, family.path, **settings)
+    model, info = load() if parted is None else parted.read(load, family, device)
     wrong = {kind: sorted(map(str, info.get(f"{kind}_keys", ()))) for kind in ("missing", "unexpected", "mismatched")}
     wrong["unexpected"] = [name for name in wrong["unexpected"] if not name.startswith(family.spec.beside)]
     if listed := "; ".join(f"{kind}: {', '.join(names[:5])}" for kind, names in wrong.items() if names):
@@ -71,10 +74,12 @@ def load_model(
     use_in(model, segments=family.spec.segments)
     model = model.to(device).train()
     if family.name not in FAMILIES:
-        model.logit_change = find_logit_change(model)
-        prove = family.spec.prove or _require_same_logits
-        prove(model, family)
-    KERNELS["fuse"](model)
+        with nullcontext() if parted is None else parted.running(model):
+            model.logit_change = find_logit_change(model)
+            prove = family.spec.prove or _require_same_logits
+            prove(model, family)
+    for part in [model] if parted is None else parted.pieces(model):
+        KERNELS["fuse"](model, part)
     if family.series is not None:
         HOOKS["attach_series"](model, family, seed=seed)
     return model

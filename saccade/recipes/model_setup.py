@@ -83,9 +83,12 @@ def device_of(config: Config) -> torch.device:
     return device
 
 
-def load_policy(config: Config, family: Family, *, folder: str | None = None, train: str | None = None) -> Any:
+def load_policy(
+    config: Config, family: Family, *, folder: str | None = None, train: str | None = None, divided: bool = False
+) -> Any:
     """Weights from `folder` (a checkpoint) or from the family's own; `train` instead of
     `model.train`. Adapters always lie over the family's own: a checkpoint has them merged in.
+    `divided`: for `backend_of`; where processes hold a part each, this one reads its own.
     """
     if strange := sorted(set(config.train.lr_scale) - set(family.spec.towers)):
         raise ConfigError(f"train.lr_scale: no tower {strange[0]!r}; expected one of {', '.join(family.spec.towers)}")
@@ -100,6 +103,7 @@ def load_policy(config: Config, family: Family, *, folder: str | None = None, tr
         trust_remote_code=config.model.trust_remote_code,
         options=lora.four_bit(family, dtype, device) if train == "qlora" else None,
         seed=config.run.seed,
+        parted=HOOKS["parted"](config.train, device) if divided and config.run.gpus > 1 else None,
     )
     vars(model.config).pop("reward_model", None)  # whoever trains it as one writes its own
     if adapted:
@@ -168,7 +172,7 @@ def load_beside(part: str, config: Config, family: Family, algorithm: Algorithm 
 def load_reference(config: Config, family: Family, algorithm: Algorithm | None, policy: LocalBackend) -> Reference:
     """The model that the policy started from: another copy, or the policy without its adapters."""
     if config.model.train not in ADAPTED:
-        return backend_of(config)(load_policy(config, family), family)
+        return backend_of(config)(load_policy(config, family, divided=True), family)
     if algorithm is not None and algorithm.kl.update == "ema":
         raise ConfigError("algorithm.kl.update=ema: a blend of weights is no adapter; use algorithm.kl.update=copy")
     return AdapterReference(policy)
@@ -180,7 +184,7 @@ def load_critic(config: Config, family: Family, algorithm: Algorithm, policy: Lo
     """
     train = "full" if config.model.train in ADAPTED else None
     path = algorithm.critic.path
-    model = load_policy(config, family, folder=path, train=train)
+    model = load_policy(config, family, folder=path, train=train, divided=True)
     attach_score(model, seed=config.run.seed)
     if path is not None and not HOOKS["start_critic"](model, Path(path)):
         log.info(f"algorithm.critic.path={path}: its score is not linear; the critic draws a head of its own")

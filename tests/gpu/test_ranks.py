@@ -33,6 +33,7 @@ def test_a_rank_alone_trains_as_one_process_does(family_of, batches, nccl, layou
     from saccade.config import TrainConfig
     from saccade.models.load import load_model
     from saccade.plugins.ranks.divided import DividedOptimizer
+    from saccade.plugins.ranks.parted import Parted
     from saccade.plugins.ranks.sequence import SequenceBackend
     from saccade.plugins.ranks.sharded import ShardedBackend
     from saccade.trainer import Scoring
@@ -42,8 +43,10 @@ def test_a_rank_alone_trains_as_one_process_does(family_of, batches, nccl, layou
 
     family, found = family_of(NAME), []
     kinds = {"whole": LocalBackend, "sharded": ShardedBackend, "sequence": partial(SequenceBackend, size=1)}
-    for kind, optimizer in ((LocalBackend, Optimizer), (kinds[layout], DividedOptimizer)):
-        model = load_model(family, dtype=dtype, device=DEVICE)
+    by_rows, fused = Parted(torch.distributed.group.WORLD) if layout == "sharded" else None, []
+    for kind, optimizer, parted in ((LocalBackend, Optimizer, None), (kinds[layout], DividedOptimizer, by_rows)):
+        model = load_model(family, dtype=dtype, device=DEVICE, parted=parted)
+        fused.append([name for name, module in model.named_modules() if hasattr(type(module), "plain")])
         backend = kind(model, family, TrainConfig(eps=1e-3), optimizer=optimizer, checkpointing="auto")
         for _ in range(3):
             update = backend.train_step(batches, PolicyLoss(algorithm(), Scoring()), lr=1e-3)
@@ -51,6 +54,7 @@ def test_a_rank_alone_trains_as_one_process_does(family_of, batches, nccl, layou
         found.append({n: getattr(p, "full_tensor", lambda p=p: p)().float() for n, p in model.named_parameters()})
     alone, ours = found
     assert alone.keys() == ours.keys()
+    assert fused[0] == fused[1] and bool(fused[0]) == (dtype == torch.bfloat16)
     error = 1e-5 if dtype == torch.float32 else 4e-3
     for name, weight in alone.items():
         torch.testing.assert_close(ours[name], weight, atol=error, rtol=error, msg=name)

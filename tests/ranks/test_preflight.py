@@ -106,7 +106,7 @@ def test_a_gpu_without_room_for_weights_is_refused(
 ) -> None:
     monkeypatch.setattr(preflight, "free_bytes", lambda device: 2**20)
     with pytest.raises(EnvironmentProblem, match=r"0\.0 GiB of the GPU are free, .* `nvidia-smi` shows it"):
-        preflight.require_room(Path(word_model), 4, torch.device("cuda"))
+        preflight.require_room(Path(word_model), 2**21, torch.device("cuda"))
     monkeypatch.setattr(model_setup, "device_of", lambda config: torch.device("cuda"))
     config = load(sft_config(tmp_path) | {"sft.teacher": word_model, "model.dtype": "float32"}, command="sft")
     with pytest.raises(EnvironmentProblem, match=r"sft\.teacher is whole .* a smaller one, or train\.offload=true"):

@@ -45,7 +45,7 @@ def follow(
         return {}
     if policy.engine is not None:  # it is on ranks, and so is its average
         return {"ema": policy.beside("ema")}
-    model = model_setup.load_policy(config, family)
+    model = model_setup.load_policy(config, family, divided=True)
     attach(model)
     average = model_setup.backend_of(config)(model, family)
     if start is not None:

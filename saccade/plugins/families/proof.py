@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 import saccade
 from saccade.errors import EnvironmentProblem
@@ -35,6 +36,7 @@ from saccade.models.heads import language_head
 from saccade.models.load import hidden_states, media_inputs
 from saccade.plugins.families.door import cast, door
 from saccade.plugins.families.picture_processor import BESIDE
+from saccade.plugins.ranks.machines import agreed
 from saccade.trainer import model_state
 from saccade.trainer.forward_inputs import inputs_of
 from saccade.types import Group, Media, Message, Rendered, Sample, Source, Trajectory
@@ -74,6 +76,8 @@ def prove(model: Any, family: Family) -> None:
     """
     file = _verdict_file(model, family)
     kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    if any(hasattr(weight, "rows") for weight in model.parameters()) and agreed([not kept], ReduceOp.MAX)[0]:
+        kept = []  # ranks that hold a part each prove it together, or none does
     found = []
     for row in [Compared(**each) for each in kept] or comparisons(model, family):
         found.append(row)

@@ -40,12 +40,12 @@ class Turn(NamedTuple):
 HALVES = Turn()
 
 
-def fuse(model: Any) -> list[str]:
-    """Exchange what can be; the names of the classes and functions that were."""
+def fuse(model: Any, part: nn.Module | None = None) -> list[str]:
+    """Exchange what can be, of all modules or those of a part; the names of the classes and functions that were."""
     if not _applies(torch.empty(0, device=model.device, dtype=model.dtype)):
         return []
     exchanged = set(_fuse_rotary(model))
-    for module in list(model.modules()):
+    for module in list((model if part is None else part).modules()):
         kind = type(module)
         for number, row in enumerate(FUSED):
             width = None if hasattr(kind, "plain") else row.width_of(module)

@@ -37,6 +37,7 @@ from saccade.models.families import Family, load_family
 from saccade.models.files import SERIES_FILE
 from saccade.models.heads import language_head
 from saccade.models.load import pick_dtype
+from saccade.plugins.ranks.layouts import numbers_in
 from saccade.plugins.ranks.preflight import require_room
 from saccade.recipes import model_setup, questions
 from saccade.recipes.to_trajectory import dialogue
@@ -114,7 +115,8 @@ def teacher_of(config: Config, family: Family) -> LocalBackend:
     device = model_setup.device_of(config)
     less = ", or train.offload=true" * (not config.train.offload)
     hint = f"sft.teacher is whole on every GPU, beside the student: take a smaller one{less}"
-    require_room(Path(folder), pick_dtype(config.model.dtype, device).itemsize, device, hint)
+    needed = numbers_in(Path(folder)) * pick_dtype(config.model.dtype, device).itemsize
+    require_room(Path(folder), needed, device, hint)
     return LocalBackend(model_setup.load_policy(config, theirs, train="full"), theirs)
 
 

@@ -5,7 +5,9 @@ estimate for several GPUs. Bandwidths are those of data sheets, and no number he
     0.125
 """
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
 from math import gcd, lcm, prod
 from pathlib import Path
 from typing import NamedTuple
@@ -43,10 +45,20 @@ def held(layout: str, kind: str, *, gpus: int, whole: float = 0.0) -> float:
     return kept + (1 - kept) / (min(gpus, NODE) if kind in LAYOUTS[layout].inside else gpus)
 
 
-def numbers_in(folder: Path) -> int:
-    """How many numbers the weights of a model have."""
+def numbers_in(folder: Path, *, ranks: int = 1, tower_of: Callable[[str], str] = lambda name: "llm") -> int:
+    """How many numbers the weights of a model have. With several `ranks`: the most that one of them has at once while
+    they divide it: towers, its rows, and a layer that is whole, or what is beside all layers.
+    """
     headers = [found for name in shards(folder) if isinstance(found := header_of(folder / name), dict)]
-    return sum(prod(entry["shape"]) for header in headers for entry in header.values())
+    sizes = {name: prod(entry["shape"]) for header in headers for name, entry in header.items()}
+    if ranks == 1:
+        return sum(sizes.values())
+    divided, layers = {name: size for name, size in sizes.items() if tower_of(name) == "llm"}, Counter[str]()
+    for name, size in divided.items():
+        numbered = re.match(r".*?\.\d+\.", name)
+        layers[numbered[0] if numbered else ""] += size
+    rest = sum(sizes.values()) - sum(divided.values())
+    return rest + sum(divided.values()) // ranks + max(layers.values(), default=0)
 
 
 def prompts_of_a_rank(prompts: int, *, gpus: int) -> int:

@@ -25,7 +25,6 @@ from saccade.config import Config
 from saccade.config.schema.section import Section, about, chosen
 from saccade.errors import EnvironmentProblem
 from saccade.models.files import fingerprint
-from saccade.plugins.ranks.layouts import numbers_in
 from saccade.plugins.ranks.machines import named
 from saccade.system.devices import free_bytes
 from saccade.system.disk import refusal
@@ -102,12 +101,11 @@ def _is_marked(logs: Path, mark: str) -> bool:
     return file.is_file() and file.read_text(encoding="utf-8") == mark
 
 
-def require_room(folder: Path, bytes_each: float, device: torch.device, hint: str = ELSE) -> None:
-    """Refuse a GPU that has no room for the weights alone."""
+def require_room(folder: Path, needed: float, device: torch.device, hint: str = ELSE) -> None:
+    """Refuse a GPU that has no room for so many bytes, which the weights alone take."""
     if device.type != "cuda":
         return
-    needed, free = numbers_in(folder) * bytes_each, free_bytes(device)
-    if needed > free:
+    if needed > (free := free_bytes(device)):
         have = f"{free / 2**30:.1f} GiB of the GPU are free, and the weights alone take {needed / 2**30:.1f}"
         raise EnvironmentProblem(f"{folder}: {have}; {hint}")
 

@@ -36,8 +36,10 @@ from saccade.plugins.engines.replicas.replica_process import Worker, describe_er
 from saccade.plugins.engines.weight_transfer import served
 from saccade.plugins.engines.weights import shared
 from saccade.plugins.ranks import preflight
+from saccade.plugins.ranks.layouts import numbers_in
 from saccade.plugins.ranks.loss_codec import decode_loss
 from saccade.plugins.ranks.machines import host_name
+from saccade.plugins.ranks.parted import parted_by
 from saccade.plugins.ranks.rank_rewards import Question, rate
 from saccade.plugins.ranks.team import RankSettings
 from saccade.plugins.reward_models.learned_reward import LearnedReward, load_learned
@@ -81,8 +83,10 @@ class RankWorker(Worker):
         self.config, device = _looked(settings)
         family = model_setup.family_of(self.config, model_setup.start_folder(self.config))
         each = 0.5 if self.config.model.train == "qlora" else pick_dtype(self.config.model.dtype, device).itemsize
-        preflight.require_room(Path(family.path), each, device)
-        model = model_setup.load_policy(self.config, family, folder=settings.folder)
+        parted = parted_by(self.config.train, device)
+        needed = numbers_in(Path(family.path), ranks=parted.group.size() if parted else 1, tower_of=family.tower_of)
+        preflight.require_room(Path(family.path), each * needed, device)
+        model = model_setup.load_policy(self.config, family, folder=settings.folder, divided=True)
         self.family = family
         self._attach(model)
         self.policy = model_setup.learner(self.config, model, family)

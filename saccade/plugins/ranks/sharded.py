@@ -33,8 +33,8 @@ from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.files import require_same
 from saccade.models.heads import blocks_of
-from saccade.plugins.ranks.divided import all_gather
 from saccade.plugins.ranks.machines import agreed, grid
+from saccade.plugins.ranks.parted import fill, joined_rows, undivided
 from saccade.system.contents import File, on_host, tensor_file
 from saccade.trainer import OWN, Loss, Objective, Reader, Scoring, model_state
 from saccade.trainer.local import AVERAGE, WEIGHTS, LocalBackend
@@ -59,18 +59,16 @@ class _Root(nn.Module):
 
 def shard(model: Any, family: Family, mesh: DeviceMesh) -> Any:
     """The root of the model, whose layers and other weights of the language model are sharded in place."""
-    embedding = model.get_input_embeddings()
-    kind = embedding.weight.dtype
-    towers = [p for name, p in model.named_parameters() if family.tower_of(name) != "llm"]
-    others = [p for p in model.parameters() if p.dtype != kind]  # a group of FSDP has one dtype
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
-        "ignored_params": {*towers, *others, *lora.adapters(model).values()},
+        "ignored_params": {*undivided(model, family), *lora.adapters(model).values()},
     }
     reach_towers(model, family)
     for layer in blocks_of(model):
+        fill(layer.parameters())
         fully_shard(layer, **options)
+    fill(model.parameters())
     root: Any = fully_shard(_Root(model), **options)
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -283,14 +281,8 @@ def gathered(part: Tensor) -> Tensor:
     part = part.detach()
     if not isinstance(part, DTensor):
         return part
-    mesh, local = part.device_mesh, part.to_local()
-    group = mesh.get_group(mesh.ndim - 1)
-    rows = -(-len(part) // group.size())
-    mine = local.new_zeros(rows, *part.shape[1:])
-    mine[: len(local)] = local
-    everything = local.new_empty(rows * group.size(), *part.shape[1:])
-    all_gather(everything, mine, group=group)
-    return everything[: len(part)]
+    mesh = part.device_mesh
+    return joined_rows(part.to_local(), part.shape, mesh.get_group(mesh.ndim - 1))
 
 
 def _like(local: Tensor, parameter: Tensor) -> Tensor:

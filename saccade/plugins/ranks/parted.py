@@ -1,0 +1,135 @@
+"""A model of which no rank ever holds all weights: while it is read a rank keeps its rows of each weight, on its
+device, and whole is only what runs at the moment.
+
+A weight that is not there has its shape, dtype and device, and one number, NaN, in memory; its rows are `rows`. All
+ranks of a group call `fill` for the same weights in the same order.
+
+    model = load_model(family, dtype=dtype, device=device, parted=Parted(group))
+    for layer in blocks_of(model): fill(layer.parameters())      # whole, and no longer rows
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from saccade.config import TrainConfig
+from saccade.models.families import Family
+from saccade.models.heads import blocks_of
+from saccade.plugins.ranks.divided import all_gather
+from saccade.plugins.ranks.machines import grid
+
+AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"  # else transformers converts weights ahead, and all of them may be in memory
+
+
+@dataclass(frozen=True)
+class Parted:
+    """How `load_model` reads a model that is divided among the ranks of a group."""
+
+    group: Any
+
+    def read(self, load: Callable[[], tuple[Any, Any]], family: Family, device: torch.device) -> tuple[Any, Any]:
+        """What `from_pretrained` gives, whose towers are whole."""
+        shapes: set[torch.Size] = set()  # of embeddings: transformers compares one with the head to see if both are one
+
+        def keep(module: nn.Module, name: str, weight: nn.Parameter | None) -> None:
+            if weight is None:
+                return
+            if weight.is_meta and isinstance(module, nn.Embedding):
+                shapes.add(weight.shape)
+            if getattr(weight, "_is_hf_initialized", False) and weight.shape not in shapes:
+                self._cut(weight, device)
+
+        before, os.environ[AHEAD] = os.environ.get(AHEAD, ""), "1"
+        watching = register_module_parameter_registration_hook(keep)
+        try:
+            model, info = load()
+        finally:
+            watching.remove()
+            os.environ[AHEAD] = before
+        whole = {id(weight) for weight in undivided(model, family)}
+        for weight in model.parameters():
+            if id(weight) in whole:
+                fill([weight])
+            elif not weight.is_meta:
+                self._cut(weight, device)
+        return model, info
+
+    def _cut(self, weight: Any, device: torch.device) -> None:
+        if hasattr(weight, "rows") or not weight.ndim:
+            return
+        count = -(-len(weight) // self.group.size())
+        mine = weight.detach()[self.group.rank() * count :][:count]
+        weight.rows, weight.group = mine.to(device, copy=True), self.group
+        drop([weight])
+
+    @contextmanager
+    def running(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the model runs: a layer is whole for its forward, and what is no layer all the time."""
+        others, hooks = _beside_layers(model), list[Any]()
+        for layer in blocks_of(model):
+            hooks.append(layer.register_forward_pre_hook(lambda one, _: fill(one.parameters(), keep=True)))
+            hooks.append(layer.register_forward_hook(lambda one, *_: drop(one.parameters()), always_call=True))
+        fill(others, keep=True)
+        try:
+            yield
+        finally:
+            drop(others)
+            for hook in hooks:
+                hook.remove()
+
+    def pieces(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Layer by layer, and then the model, of which all but layers is whole: each while it is looked at."""
+        for piece in (*blocks_of(model), model):
+            weights = _beside_layers(model) if piece is model else list(piece.parameters())
+            fill(weights, keep=True)
+            yield piece
+            drop(weights)
+
+
+def parted_by(train: TrainConfig, device: torch.device) -> Parted | None:
+    """None: each rank holds all weights."""
+    if train.layout == "whole":
+        return None
+    return Parted(grid(device.type)["gpus"].get_group() if train.layout == "hybrid" else dist.group.WORLD)
+
+
+def undivided(model: Any, family: Family) -> list[nn.Parameter]:
+    """What every rank has whole: towers, and weights of another dtype, because a group of FSDP has one."""
+    kind = model.get_input_embeddings().weight.dtype
+    return [p for name, p in model.named_parameters() if family.tower_of(name) != "llm" or p.dtype != kind]
+
+
+def _beside_layers(model: nn.Module) -> list[nn.Parameter]:
+    inside = {id(weight) for layer in blocks_of(model) for weight in layer.parameters()}
+    return [weight for weight in model.parameters() if id(weight) not in inside]
+
+
+def fill(weights: Iterable[Any], *, keep: bool = False) -> None:
+    """Make them whole, for good unless their rows are to be kept."""
+    for weight in [weight for weight in weights if hasattr(weight, "rows")]:
+        weight.data = joined_rows(weight.rows, weight.shape, weight.group)
+        if not keep:
+            del weight.rows, weight.group
+
+
+def drop(weights: Iterable[Any]) -> None:
+    """All but the rows that were kept."""
+    for weight in [weight for weight in weights if hasattr(weight, "rows")]:
+        weight.data = weight.rows.new_full((1,), torch.nan).expand(weight.shape)
+
+
+def joined_rows(mine: Tensor, shape: torch.Size, group: Any) -> Tensor:
+    """The rows of all ranks of a group, each of which has equally many but for the last that has some."""
+    rows = -(-shape[0] // group.size())
+    padded = mine.new_zeros(rows, *shape[1:])
+    padded[: len(mine)] = mine
+    everything = mine.new_empty(rows * group.size(), *shape[1:])
+    all_gather(everything, padded, group=group)
+    return everything[: shape[0]]
