@@ -24,7 +24,7 @@ def test_weights_and_optimizer_follow_from_the_parameters(large):
     assert found["moments"] == pytest.approx(8 * billion / 2**30, rel=1e-3)
     assert found["gradient sums"] == found["fp32 masters"]
     assert "reference" not in found and "weights of the critic" not in found
-    assert found["keys and values"] == 128 * 886 * (2 * 36 * 2 * 128 * 2) / 2**30
+    assert found["keys and values"] == 128 * 880 * (2 * 36 * 2 * 128 * 2) / 2**30
 
 
 def test_other_models_and_optimizers_take_their_share(large):
