@@ -52,10 +52,6 @@ def test_what_runs_keeps_its_keys_and_their_version_when_weights_change(load, fa
         assert set(ours.versions.tolist()) == {4}
 
 
-def _bytes(cache):
-    return sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
-
-
 def test_longer_requests_find_fewer_pages_when_those_before_have_ended(model, family, prompts, monkeypatch):
     monkeypatch.setattr(kv_cache, "WHOLE_STEP", 16)
     engine = EmbeddedEngine(model, family)
@@ -72,7 +68,7 @@ def test_longer_requests_find_fewer_pages_when_those_before_have_ended(model, fa
         engine.submit(request)
     while engine.pending:
         done += engine.poll()
-        assert _bytes(engine.cache) <= budget
+        assert sum(tensor.nbytes for tensor in (*engine.cache.keys, *engine.cache.values)) <= budget
     assert engine.cache.pages.count == 2
     wanted = generate(EmbeddedEngine(model, family), [*short, *long])
     for a, b in zip(sorted(done, key=lambda c: c.key), wanted, strict=True):

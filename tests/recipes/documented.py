@@ -16,13 +16,8 @@ def documented():
         parts = names[0].split("/")
         folders = {"", f"{parts[0]}/", "/".join(parts[:-1]) + "/"}
         for name, folder in product(names, folders):
-            yield _pattern(folder + name)
-
-
-def _pattern(name):
-    text = re.sub(r"<\w+>", "[^/]+", re.escape(name))
-    either = re.sub(r"\\{(.+?)\\}", lambda m: f"(?:{m[1].replace(',', '|')})", text)
-    return re.compile(either)
+            text = re.sub(r"<\w+>", "[^/]+", re.escape(folder + name))
+            yield re.compile(re.sub(r"\\{(.+?)\\}", lambda m: f"(?:{m[1].replace(',', '|')})", text))
 
 
 def unnamed(rows):

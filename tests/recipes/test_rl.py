@@ -38,11 +38,11 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, rl_config):
-    """Five steps with a KL, validated every other step, each saved, one kept."""
+    """Five steps with a KL, validated every other step, each saved, one kept, the third one traced."""
     out = tmp_path_factory.mktemp("rl")
     changes = {"run.max_steps": 5, "val.every": 2, "save.every": 1, "save.keep": 1}
     config = rl_config(out) | changes | {"data.val": rl_config(out)["data.train"].replace("train", "val")}
-    rl.run(config | {"track.trajectories_every": 2})
+    rl.run(config | {"track.trajectories_every": 2, "run.trace": True})
     return out / "run"
 
 
@@ -113,19 +113,15 @@ def recorded(new, inputs):
 '''
 
 
-def recorded_calls(file):
-    calls = np.load(file.with_suffix(".npz"))
-    names = ("new", "old", "advantages")
-    return [{key: calls[f"{n}/{key}"] for key in names} for n in range(len(calls.files) // 3)]
-
-
 def test_later_updates_of_a_step_leave_the_old_policy_behind(tmp_path, rl_config):
     file = tmp_path / "loss.py"
     file.write_text(LOSS)
     more = {"algorithm.policy_loss": f"{file}:recorded", "train.epochs_per_batch": 2}
     more["train.prompts_per_step"] = 8
     row = rl.run(rl_config(tmp_path, run__max_steps=1, train__updates_per_step=2) | more)
-    first, second, again, last = recorded_calls(file)
+    calls = np.load(file.with_suffix(".npz"))
+    first, second, again, last = ({k: calls[f"{n}/{k}"] for k in ("new", "old", "advantages")} for n in range(4))
+    assert len(calls.files) == 12
     assert abs(first["new"] - first["old"]).max() < 1e-5  # nothing has moved yet
     assert abs(second["new"] - second["old"]).max() > 1e-3
     assert (again["old"] == first["old"]).all() and (last["old"] == second["old"]).all()
@@ -240,12 +236,11 @@ def test_a_checkpoint_goes_on_with_its_own_algorithm(tmp_path, rl_config):
     assert rl.run(other | {"algorithm.preset": "gspo"})["policy/grad_norm"] > 0
 
 
-def test_the_third_step_is_traced_with_its_phases(tmp_path, rl_config):
-    rl.run(rl_config(tmp_path, run__max_steps=3, run__trace=True))
-    (path,) = (tmp_path / "run").glob("trace-*")
+def test_the_third_step_is_traced_with_its_phases(finished):
+    (path,) = finished.glob("trace-*")
     assert path.name == "trace-step-3.json.gz"
     with gzip.open(path, "rt") as file:
         mine = [e for e in json.load(file)["traceEvents"] if e.get("cat") == "user_annotation"]
     phases = ["rollout", "pack", "logp_ref", "advantage", "update"]
     assert [e["name"] for e in sorted(mine, key=lambda e: e["ts"]) if e["name"] in phases] == phases
-    assert f"trace {path}" in (tmp_path / "run" / "log.txt").read_text()
+    assert f"trace {path}" in (finished / "log.txt").read_text()

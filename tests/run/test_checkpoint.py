@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from saccade.errors import ConfigError, EnvironmentProblem, Interrupted
 from saccade.models import files
@@ -26,11 +25,6 @@ from tests.ranks.processes import forked
 
 def steps_of(run):
     return checkpoint.complete_steps(run / "checkpoints")
-
-
-def equal_states(one, other):
-    a, b = (load_file(run / "state" / "optimizer.safetensors") for run in (one, other))
-    return a.keys() == b.keys() and all(bool((a[name] == b[name]).all()) for name in a)
 
 
 RECIPES = {
@@ -208,7 +202,7 @@ def test_killed_in_a_save_and_resumed(begun, copied, tmp_path, same_weights, num
     rl.run(config | {"run.resume": "auto"})
     whole = Path(begun["run.out"]) / "run"
     one, other = (path / "checkpoints" / "step-2" for path in (whole, run))
-    assert same_weights(one, other) and equal_states(one, other)
+    assert same_weights(one, other) and same_weights(one / "state", other / "state")
     assert numbers(whole) == numbers(run)
     assert not list(folder.glob(".step-*"))
 

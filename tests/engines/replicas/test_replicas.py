@@ -89,7 +89,7 @@ def test_a_run_over_two_replicas_is_the_run_over_the_embedded_engine(pool, rl_co
     for name, replicas in {"here": 0, "there": 2}.items():
         rl.run(rl_config(tmp_path / name, run__max_steps=2, rollout__replicas=replicas))
     folder = tmp_path / "there" / "run"
-    assert asked == [(pool_folder(pool), "float32", 2, folder)] and closed == [True]
+    assert asked == [(pool._working[0].settings.folder, "float32", 2, folder)] and closed == [True]
     here, there = ([row for row in numbers(tmp_path / name / "run") if row["step"] > 0] for name in ("here", "there"))
     assert len(here) == len(there) == 2
     for one, other in zip(here, there, strict=True):
@@ -98,10 +98,6 @@ def test_a_run_over_two_replicas_is_the_run_over_the_embedded_engine(pool, rl_co
             assert other[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
         assert other["mismatch/mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
     assert any(row["policy/grad_norm"] > 0 for row in there) and pool.version == 2
-
-
-def pool_folder(pool):
-    return pool._working[0].settings.folder
 
 
 def test_two_processes_say_what_one_engine_says_here(pool, load, family, ask):
