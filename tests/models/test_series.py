@@ -231,18 +231,14 @@ def test_a_module_of_the_user_is_run_where_a_config_names_it(family_of, tmp_path
 
 BROKEN = """
 import torch
-
 class Base(torch.nn.Module):
     def __init__(self, channels, hidden):
         super().__init__()
         self.out = torch.nn.Linear(channels, hidden)
-
     def tokens(self, channels, samples):
         return 1
-
     def forward(self, values):
         return {forward}
-
 def make(channels, hidden):
     {first}
     return Base(channels, hidden){end}
@@ -253,8 +249,8 @@ READ = "self.out(values.mean(1))[None]"
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"end": ")"}, r"own\.py:make: .*own\.py raised SyntaxError: .*\(own\.py:17\)"),
-        ({"first": "raise ValueError('boom')"}, r"\(2, 64\) raises ValueError: boom \(own\.py:16"),
+        ({"end": ")"}, r"own\.py:make: .*own\.py raised SyntaxError: .*\(own\.py:13\)"),
+        ({"first": "raise ValueError('boom')"}, r"\(2, 64\) raises ValueError: boom \(own\.py:12"),
         ({"forward": f"{READ} / 0 * 0"}, "forward gives numbers that are not finite"),
         ({"forward": f"{READ} + torch.randn(1)"}, "remove dropout and noise"),
     ],

@@ -149,3 +149,10 @@ def test_a_folder_without_weights_is_refused_before_vllm_starts(settings, family
     with pytest.raises(EnvironmentProblem, match="safetensors"):
         VllmEngine(replace(settings, folder=str(tmp_path)), family)
     assert not built
+
+
+def test_caches_that_outlive_the_weights_are_named(engine, probe, monkeypatch):
+    """The parity probe passes in test_served_kinds; with the caches left alone it says so."""
+    monkeypatch.setattr(engine, "_invalidates", False)
+    with pytest.raises(EnvironmentProblem, match="encoder or prefix cache is stale"):
+        probe()
