@@ -20,11 +20,6 @@ from saccade.types import Message, Request
 pytest.importorskip("torchvision")
 
 
-@pytest.fixture(scope="module")
-def kind(tmp_path_factory):
-    return lambda name: load_family(tiny_kinds.build(name, tmp_path_factory.mktemp(name)))
-
-
 def asked(family, *parts):
     messages = (Message(role="user", parts=parts),)
     prompt = family.render(messages)
@@ -39,9 +34,9 @@ def shown(family, request):
 
 
 @pytest.mark.parametrize("name", ["smolvlm", "gemma3", "mistral3", "llava_onevision"])
-def test_what_a_processor_wrote_for_a_picture_is_taken_out(kind, name):
+def test_what_a_processor_wrote_for_a_picture_is_taken_out(family_of, name):
     """Tiles with markers, newlines that merge with those of the prompt, rows with breaks, a plain run."""
-    family = kind(name)
+    family = family_of(name)
     request = asked(family, "See\n", noise(60, 50, 0), noise(140, 70, 1), "\nand ", noise(60, 50, 2), ".")
     assert collapsed(request, family) == shown(family, request)
     assert len(request.ids) > 1.5 * len(shown(family, request))

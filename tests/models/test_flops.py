@@ -51,13 +51,6 @@ class TokenByToken:
 
 
 @pytest.fixture
-def exact_attention(monkeypatch):
-    monkeypatch.setattr(
-        "saccade.forest.attention._dense_plan", lambda starts, parents, *_: TokenByToken(starts, parents)
-    )
-
-
-@pytest.fixture
 def shape_for(family_of, load):
     return lambda name: shapes.shape_of(load(name), family_of(name).tower_of)
 
@@ -82,8 +75,9 @@ def forest(family_of, grow, image):
 
 
 @pytest.fixture
-def counted(family_of, exact_attention):
+def counted(family_of, monkeypatch):
     """FLOPs of a training step, or of scoring, by torch's counter."""
+    monkeypatch.setattr("saccade.forest.attention._dense_plan", lambda *given: TokenByToken(*given[:2]))
 
     def run(model, name, batch, *, train=True, checkpointing=False):
         model.set_experts_implementation("eager")  # the counter does not know grouped products

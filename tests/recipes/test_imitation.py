@@ -27,14 +27,9 @@ from saccade.trainer.losses import PolicyLoss
 from saccade.types import Message, Sample, replace
 
 
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    return build("qwen2_5_vl", tmp_path_factory.mktemp("teacher"), words=WORDS, seed=7)
-
-
-def test_the_loss_beside_a_teacher(tmp_path, sft_config, teacher, word_model, monkeypatch):
+def test_the_loss_beside_a_teacher(tmp_path, sft_config, word_model, monkeypatch):
     """Against stock transformers, row by row, where logits come in chunks of three."""
-    family = load_family(word_model)
+    family, teacher = load_family(word_model), build("qwen2_5_vl", tmp_path / "teacher", words=WORDS, seed=7)
     monkeypatch.setattr(imitation_sources, "CHUNK_ELEMENTS", 3 * family.vocabulary)
     config = sft_config(tmp_path, run__max_steps=1, sft__teacher=teacher, sft__kd_coef=0.3)
     row = sft.run(config)

@@ -80,31 +80,18 @@ KINDS = {
 RECIPES = {"rl": rl.run, "rm": reward_training.run}
 
 
-@pytest.fixture
-def config_of(tmp_path, rl_config, sft_config):
-    """Two steps; the first is saved while the second trains."""
-
-    def config(kind, changes):
-        made = (rl_config if kind == "rl" else sft_config)(tmp_path, run__max_steps=2)
-        rows = tmp_path / "rows.jsonl"
-        if kind == "rm":
-            rows.write_text('{"prompt": "how many ?", "chosen": "1", "rejected": "red"}\n' * 8)
-            made |= {"data.train": str(rows)}
-        return made | {"save.every": 1} | changes
-
-    return config
-
-
 def content(folder):
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_folder_is_that_of_a_save_that_waits(name, tmp_path, config_of, before_writing):
+def test_the_folder_is_that_of_a_save_that_waits(name, tmp_path, rl_config, sft_config, before_writing):
     """Nothing of step 1 is written before step 2 has moved every weight."""
     kind, changes, expected = KINDS[name]
-    config, seen = config_of(kind, changes), list[list[int]]()
+    (rows := tmp_path / "rows.jsonl").write_text('{"prompt": "?", "chosen": "1", "rejected": "red"}\n' * 8)
+    config = rl_config(tmp_path) if kind == "rl" else sft_config(tmp_path, data__train=str(rows))
+    config, seen = config | {"run.max_steps": 2, "save.every": 1} | changes, list[list[int]]()
     RECIPES[kind](config | {"run.name": "waits", "save.background": False})
 
     def late():
