@@ -85,7 +85,7 @@ class Half(CopyEngine):
 
     def update_weights(self, source, version):
         super().update_weights(source, version)
-        self.inner.model.model.visual.blocks[1].mlp.down_proj.weight.data[::2].neg_()
+        self.model.model.visual.blocks[1].mlp.down_proj.weight.data[::2].neg_()
 
 
 class Mute(CopyEngine):
@@ -125,7 +125,7 @@ def plain(request):
 
 def unbanned(copy, family):
     engine = CopyEngine(copy, family)
-    engine.inner.banned = None
+    engine.banned = None
     return engine
 
 
