@@ -1,28 +1,16 @@
 """Files are collected first and written later, as they were when they were collected."""
 
 from collections import defaultdict
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from saccade.system import contents
-from saccade.system.contents import (
-    LEAST_KEPT,
-    held,
-    kept_bytes,
-    on_host,
-    pretrained,
-    tensor_file,
-    text_file,
-    write_files,
-)
+from saccade.system.contents import held, kept_bytes, on_host, pretrained, tensor_file, text_file, write_files
 
 
-def test_copies_stand_still_and_tied_ones_stay_one() -> None:
+def test_copies_stand_still_and_tied_ones_stay_one():
     weight = torch.arange(6.0).reshape(2, 3)
     tensors = {"a": weight, "tied": weight, "part": weight[:1], "turned": weight.T}
     copies = held(tensors, copy=True)
@@ -36,9 +24,9 @@ def test_copies_stand_still_and_tied_ones_stay_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.uint8])
-def test_the_memory_of_a_copy_is_used_again(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_copy_is_used_again(dtype, monkeypatch):
     monkeypatch.setattr(contents, "_KEPT", defaultdict(list))
-    large = (torch.arange(LEAST_KEPT + 4096).reshape(2, -1).T % 7).to(dtype)
+    large = (torch.arange(contents.LEAST_KEPT + 4096).reshape(2, -1).T % 7).to(dtype)
     first, second = on_host(large, copy=True), on_host(large, copy=True)
     places = {first.data_ptr(), second.data_ptr()}
     assert len(places) == 2 and torch.equal(first, large) and torch.equal(second, large)
@@ -52,7 +40,7 @@ def test_the_memory_of_a_copy_is_used_again(dtype: torch.dtype, monkeypatch: pyt
     assert torch.equal(second, large) and not torch.equal(third, large)
 
 
-def test_files_go_where_their_path_says(tmp_path: Path) -> None:
+def test_files_go_where_their_path_says(tmp_path):
     turned = torch.arange(6.0).reshape(2, 3).T
     files = [("a/b/t.safetensors", tensor_file({"t": turned})), ("note.json", text_file("{}"))]
     write_files(tmp_path / "new", files)
@@ -60,9 +48,7 @@ def test_files_go_where_their_path_says(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "note.json").read_text() == "{}"
 
 
-def test_a_model_is_written_as_it_was(
-    load: Callable[..., Any], tmp_path: Path, tensors: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_model_is_written_as_it_was(load, tmp_path, tensors):
     model = load("qwen2")
     later = pretrained(model, held(model.state_dict(), copy=True))
     model.save_pretrained(tmp_path / "now")

@@ -2,9 +2,7 @@
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -14,16 +12,14 @@ from saccade.config import load, to_yaml
 from saccade.errors import EnvironmentProblem
 from saccade.system import disk
 
-Make = Callable[..., dict[str, Any]]
 
-
-def test_bytes_as_people_read_them() -> None:
+def test_bytes_as_people_read_them():
     sizes = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 99_949: "99.9 kB", 102_400: "102 kB", 999_600: "1.0 MB"}
     for count, text in (sizes | {3_210_000_000: "3.2 GB", 15e12: "15000 GB"}).items():
         assert disk.size(count) == text
 
 
-def test_a_place_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_place_is_tried_and_left_as_it_was(tmp_path):
     (tmp_path / "file").write_text("kept")
     disk.require_writable(tmp_path / "new" / "folder", "run.out")
     disk.require_writable(tmp_path / "new" / "file", "--out", file=True)
@@ -38,7 +34,7 @@ def test_a_place_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
         disk.require_writable("/proc/no/such", "run.out")
 
 
-def test_what_a_file_system_refuses_is_said_and_nothing_else() -> None:
+def test_what_a_file_system_refuses_is_said_and_nothing_else():
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert disk.refusal(full) == f"No space left on device; {disk.FULL}"
     barred = OSError(errno.EROFS, os.strerror(errno.EROFS), "runs/a")
@@ -65,9 +61,7 @@ def run(*arguments: str | Path) -> Result:
         "quickstart --out P/x", "data visual-search P --rows 2", "data coldstart D P",
     ],
 )  # fmt: skip
-def test_every_command_looks_at_its_place_first(
-    command: str, rl_config: Make, sft_config: Make, word_model: str, tmp_path: Path
-) -> None:
+def test_every_command_looks_at_its_place_first(command, rl_config, sft_config, word_model, tmp_path):
     place = tmp_path / "file"
     place.write_text("no folder")
     (tmp_path / "rl.yaml").write_text(to_yaml(load(rl_config(tmp_path)), full=False))
@@ -82,7 +76,7 @@ def test_every_command_looks_at_its_place_first(
     assert place.read_text() == "no folder"
 
 
-def test_a_chat_looks_before_it_answers(word_model: str, tmp_path: Path) -> None:
+def test_a_chat_looks_before_it_answers(word_model, tmp_path):
     (tmp_path / "in.json").write_text('["x"]')
     batch = ("--batch", tmp_path / "in.json")
     result = run("chat", word_model, *batch, "--out", "/proc/answers.json")
@@ -90,13 +84,13 @@ def test_a_chat_looks_before_it_answers(word_model: str, tmp_path: Path) -> None
     assert "--out /proc/answers.json cannot be written" in " ".join(result.output.split())
 
 
-def test_a_set_of_scenes_stays_inside_of_its_folder(tmp_path: Path) -> None:
+def test_a_set_of_scenes_stays_inside_of_its_folder(tmp_path):
     result = run("data", "visual-search", tmp_path / "scenes", "--rows", "2", "--name", "../train")
     assert result.exit_code == 2 and "--name ../train: wants one file name" in result.output
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_command_meets_later_is_no_traceback(word_model: str, tmp_path: Path) -> None:
+def test_what_a_command_meets_later_is_no_traceback(word_model, tmp_path):
     """A report goes into the folder that it is about."""
     (tmp_path / "results.json").write_text("{}")
     (tmp_path / "report.html").mkdir()
