@@ -27,11 +27,11 @@ from saccade.trainer.local import LocalBackend
 from tests.endpoints import Says, scripted
 
 
-def run(*arguments: str):
+def run(*arguments):
     return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
 
 
-def failures(result) -> list[dict[str, str]]:
+def failures(result):
     return [f for f in json.loads(result.stdout)["findings"] if f["status"] == "failure"]
 
 
@@ -96,7 +96,7 @@ def test_torch_that_is_missing_is_said_and_nothing_breaks():
     assert "torch does not load" in answer.stdout and "checks failed: devices" in answer.stderr
 
 
-def findings(name: str, *overrides: str) -> list[tuple[str, str]]:
+def findings(name, *overrides):
     return [(f.status, f.text) for f in examine(load(None, list(overrides))) if f.name == name]
 
 
@@ -176,29 +176,29 @@ def test_weights_that_are_no_numbers(tmp_path, damage):
 
 
 @pytest.fixture(scope="session")
-def healthy(tmp_path_factory) -> Path:
+def healthy(tmp_path_factory):
     return Path(build("qwen2_5_vl", tmp_path_factory.mktemp("healthy") / "model"))
 
 
 @pytest.fixture
-def folder(healthy: Path, tmp_path: Path) -> Path:
+def folder(healthy, tmp_path):
     return shutil.copytree(healthy, tmp_path / "model")
 
 
-def found(name: str, path: str | Path, *overrides: str) -> dict[str, list[str]]:
+def found(name, path, *overrides):
     """What a check of a model says, by status."""
     checks = dict(model_checks(load(None, [f"model.path={path}", *overrides])))
-    by_status: dict[str, list[str]] = {}
+    by_status = {}
     for finding in look(name, checks[name]):
         by_status.setdefault(finding.status, []).append(finding.text)
     return by_status
 
 
-def change(path: Path, **values) -> None:
+def change(path, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def shards(folder: Path) -> None:
+def shards(folder):
     """The weights in two files with an index."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()

@@ -27,7 +27,7 @@ def requests(prompts, sampling=FREE, repeats=1):
 @contextmanager
 def counted(model):
     """(tokens, images) of every forward. Images are encoded before the forward that reads them."""
-    calls: list[tuple[int, int]] = []
+    calls = []
     encoded = [0]
 
     def note_images(module, args, kwargs):

@@ -1,7 +1,6 @@
 """An engine with weights of its own, as a foreign one has them, and ways in which such engines go wrong."""
 
 from dataclasses import replace
-from typing import Any
 
 from saccade.engines.embedded import EmbeddedEngine
 
@@ -30,7 +29,7 @@ class CopyEngine(EmbeddedEngine):
 
 def remembering(features, key):
     """The features of media, kept for good under a key of what they are made from."""
-    kept: dict[Any, Any] = {}
+    kept = {}
 
     def read(model, media):
         name = key(media)

@@ -2,8 +2,6 @@
 that share them, logits that are scaled or capped.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,7 +18,7 @@ SHARED = {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 512, "hidden_
 NARROW = {"num_key_value_heads": 2, "head_dim": 32}
 RECURRENT = tiny.CONFIGS["qwen3_next"].text  # of a mixture
 # model type → what its config says beside the sizes of every tiny model
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "qwen3_5_text": RECURRENT,
     "qwen3_5_moe_text": RECURRENT,
     "qwen3_next": RECURRENT,

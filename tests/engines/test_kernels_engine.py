@@ -10,7 +10,7 @@ from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine, kv_cache, scheduler
 from saccade.errors import ConfigError, TrainingError
 from saccade.plugins.gpu import decode_state
-from saccade.types import Completion, Message, Sampling
+from saccade.types import Message, Sampling
 from tests.engines.asked import count_evictions, counted, drain, support_of, too_small_for
 from tests.engines.asked import requests as requests_for
 from tests.engines.asked import same as same_completion
@@ -31,7 +31,7 @@ def requests(prompts, sampling=FREE, repeats=3):
 @pytest.fixture(scope="module")
 def plain(model, family):
     """What an engine without kernels answers."""
-    known: dict[tuple, Completion] = {}
+    known = {}
 
     def answer(asked):
         with pytest.MonkeyPatch.context() as patch:

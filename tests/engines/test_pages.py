@@ -51,9 +51,9 @@ STEPS = st.lists(
 @settings(max_examples=60, deadline=None)
 def test_whatever_happens_every_page_is_counted_and_has_one_writer(steps):
     pages = fresh()
-    lengths: dict[int, int] = {}  # tokens of each busy slot
-    parked: list[tuple[np.ndarray, int]] = []
-    kept: list[tuple[np.ndarray, int]] = []  # readers: they write no more
+    lengths = {}  # tokens of each busy slot
+    parked = []
+    kept = []  # readers: they write no more
     for action, slot, tokens in steps:
         slots, counts = np.array([slot]), np.array([tokens])
         if action == "extend" and pages.lacking(slots, counts) <= pages.free:

@@ -67,7 +67,7 @@ def test_another_machine_reads_the_pieces_over_the_network(changed, monkeypatch)
 
 
 def test_all_tensors_are_compared_in_turn(changed):
-    compared: list[str] = []
+    compared = []
     for turn in range(weights.SAMPLED):
         with weights.shared(changed, turn=turn) as (_, checksums):
             compared += checksums

@@ -271,7 +271,7 @@ def plain(model, family, requests, monkeypatch):
         return generate(EmbeddedEngine(model, family), requests)
 
 
-def alike(got, wanted, limit: float = 0.06) -> float:
+def alike(got, wanted, limit=0.06):
     """The share of equal completions; equal tokens have close log-probs. After a tie in bf16 everything differs."""
     for a, b in zip(got, wanted, strict=True):
         n = min(len(a.ids), len(b.ids))

@@ -1,9 +1,6 @@
 """Every preset and add-on takes two steps on the GPU, in bfloat16 and in float32."""
 
-from collections.abc import Callable
 from math import isfinite
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ ROWS = [*PRESETS, *(("grpo", name) for name in ADD_ONS)]
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("preset", ROWS)
-def test_two_steps(preset: str, dtype: str, tmp_path: Path, rl_config: Callable[..., dict[str, Any]]) -> None:
+def test_two_steps(preset, dtype, tmp_path, rl_config):
     row = resolve(AlgorithmConfig(preset=preset), max_tokens=6)
     config = rl_config(tmp_path, run__max_steps=2, run__device="cuda", model__dtype=dtype)
     config["algorithm.preset"] = preset
@@ -32,7 +29,7 @@ def test_two_steps(preset: str, dtype: str, tmp_path: Path, rl_config: Callable[
     assert last["mismatch/mult_prob_error"] < (1.05 if dtype == "bfloat16" else 1.0001)
 
 
-def test_the_memory_of_a_step_is_logged(tmp_path: Path, rl_config: Callable[..., dict[str, Any]]) -> None:
+def test_the_memory_of_a_step_is_logged(tmp_path, rl_config):
     last = rl.run(rl_config(tmp_path, run__max_steps=2, run__device="cuda"))
     peaks = {name: value for name, value in last.items() if name.startswith("mem/gpu_peak_gb/")}
     assert {"mem/gpu_peak_gb/rollout", "mem/gpu_peak_gb/update"} <= peaks.keys()

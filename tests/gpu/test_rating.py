@@ -4,8 +4,6 @@ import gc
 import json
 from functools import partial
 from math import isfinite
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,6 @@ from saccade.plugins.reward_models import reward_training  # noqa: E402
 from saccade.plugins.reward_models.learned_reward import LearnedReward  # noqa: E402
 from saccade.plugins.reward_models.reward_card import REWARD_FILE, read_card  # noqa: E402
 from saccade.rewards.reward_sample import RewardSample  # noqa: E402
-from saccade.system.contents import File  # noqa: E402
 from saccade.trainer.local import LocalBackend  # noqa: E402
 from saccade.types import Message  # noqa: E402
 
@@ -32,12 +29,12 @@ DEEP = {
 }  # fmt: skip
 
 
-def pictures(scenes: Path) -> list[str]:
+def pictures(scenes):
     lines = (scenes / "train.jsonl").read_text().splitlines()
     return [str(scenes / json.loads(line)["images"][0]) for line in lines]
 
 
-def asked(scenes: Path) -> list[RewardSample]:
+def asked(scenes):
     """Replies of several lengths, two to each picture."""
     return [
         RewardSample(
@@ -51,7 +48,7 @@ def asked(scenes: Path) -> list[RewardSample]:
     ]
 
 
-def scores(model: Any, family: Any, scenes: Path) -> list[float]:
+def scores(model, family, scenes):
     """Of a model that goes on training afterwards."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     found = LearnedReward(model, family, model.score.card).score(asked(scenes))
@@ -61,9 +58,7 @@ def scores(model: Any, family: Any, scenes: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16"])
-def test_a_deep_head_learns_and_its_folder_scores_alike(
-    optimizer: str, tmp_path: Path, scenes: Path, word_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deep_head_learns_and_its_folder_scores_alike(optimizer, tmp_path, scenes, word_model, monkeypatch):
     rows = [
         {"id": f"{n}", "prompt": "<image>how many objects ?", "images": [path]} | {"chosen": "red", "rejected": "blue"}
         for n, path in enumerate(pictures(scenes))
@@ -71,11 +66,11 @@ def test_a_deep_head_learns_and_its_folder_scores_alike(
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found, heads, collect = [], [], LocalBackend.model_files
 
-    def noted(self: LocalBackend, *, copy: bool = False) -> list[File]:
+    def noted(self, *, copy=False):
         found.append(scores(self.model, self.family, scenes))
         return collect(self, copy=copy)
 
-    def counted(self: LocalBackend, *args: Any, **options: Any) -> Any:
+    def counted(self, *args, **options):
         heads.append({n: p.detach().cpu().clone() for n, p in self.model.score.named_parameters()})
         return update(self, *args, **options)
 
@@ -108,7 +103,7 @@ def test_a_deep_head_learns_and_its_folder_scores_alike(
             assert model.score(asked(scenes)) == pytest.approx(found[-1], abs=0.01)
 
 
-def test_memory_is_given_back_between_scorings_and_scores_stay(tmp_path: Path) -> None:
+def test_memory_is_given_back_between_scorings_and_scores_stay(tmp_path):
     wide = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 16}
     scorer = partial(LearnedReward.load, build("qwen2", tmp_path, text=wide), device=DEVICE, dtype=DTYPE)
     samples = [

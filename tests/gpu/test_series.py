@@ -1,8 +1,6 @@
 """Time series on the GPU: a float32 encoder beside a bfloat16 model, sampled from and trained."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ from saccade.models.files import SERIES_FILE  # noqa: E402
 from saccade.plugins.series.series_files import open_series  # noqa: E402
 from saccade.recipes import model_setup, rl  # noqa: E402
 from saccade.run.loggers import read_metrics  # noqa: E402
-from saccade.system.contents import File  # noqa: E402
 from saccade.trainer.local import LocalBackend  # noqa: E402
 from saccade.types import Message, Request, Sampling  # noqa: E402
 
@@ -25,11 +22,11 @@ LEADS, STEPS, RATE = 4, 2, 1e-3
 GREEDY = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
-def series(number: int, samples: int = 40) -> list[list[float]]:
+def series(number, samples=40):
     return np.random.default_rng(number).normal(size=(LEADS, samples)).round(2).tolist()
 
 
-def options(folder: Path, **changes: Any) -> dict[str, Any]:
+def options(folder, **changes):
     """Two steps; about half of all answers are right, whatever they say."""
     rows = [
         {"id": f"{n}", "question": "<series>lead?", "answer": "0", "series": series(n, 30 + 10 * n)} for n in range(8)
@@ -48,7 +45,7 @@ def options(folder: Path, **changes: Any) -> dict[str, Any]:
     return always | {name.replace("__", "."): value for name, value in changes.items()}
 
 
-def answers(model: Any, family: Any) -> list[list[int]]:
+def answers(model, family):
     """Greedy ones, over pages, to prompts of several lengths."""
     engine = EmbeddedEngine(model, family)
     assert engine.cache.kernels
@@ -63,13 +60,11 @@ def answers(model: Any, family: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen2_5_vl"])
-def test_two_steps_train_the_encoder_and_its_folder_answers_alike(
-    name: str, optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_steps_train_the_encoder_and_its_folder_answers_alike(name, optimizer, tmp_path, monkeypatch):
     run = options(tmp_path, model__path=f"tiny:{name}", train__optimizer=optimizer)
     said, collect = [], LocalBackend.model_files
 
-    def noted(self: LocalBackend, *, copy: bool = False) -> list[File]:
+    def noted(self, *, copy=False):
         said.append(answers(self.model, self.family))
         return collect(self, copy=copy)
 

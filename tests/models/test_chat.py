@@ -142,7 +142,7 @@ def as_an_episode(chat, family, messages):
     """The ids when every reply of the assistant was sampled."""
     first = next(i for i, m in enumerate(messages) if m.role == "assistant")
     ids = chat.render(messages[:first], family.measure, generation=True).ids.tolist()
-    heard: list[Message] = []
+    heard = []
     for turn, message in enumerate(messages[first:]):
         if message.role != "assistant":
             heard.append(message)

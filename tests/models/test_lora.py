@@ -3,7 +3,6 @@
 import importlib.util
 import json
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +77,7 @@ def test_targets_are_named_by_tower_prefix_or_pattern(load, adapted):
     tower = {name for name in linear if name.startswith(TOWER)}
     projector = {name for name in tower if name.startswith(PROJECTOR)}
     assert linear == llm | tower | {"lm_head"} and len(llm) == 14
-    cases: list[tuple[dict[str, Any], set[str]]] = [
+    cases = [
         ({}, llm),
         ({"targets": f"{LLM}layers.0."}, {name for name in llm if ".layers.0." in name}),
         ({"targets": r"re:\.self_attn\."}, {name for name in llm if ".self_attn." in name}),

@@ -136,7 +136,7 @@ PAIR = pair(PICTURES[0], SOUNDS[1], FILMS[1], "what?")
 def test_gradients_of_a_forest_are_those_of_transformers_on_rows(family, load, monkeypatch):
     assert_forests_are_plain_rows(load(NAME), family, PAIR)
     backend = LocalBackend(load(NAME), family, TrainConfig())
-    seen: dict[str, torch.Tensor] = {}
+    seen = {}
     monkeypatch.setattr(backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients))
     forest = select.write_supervision([forest_of(PAIR, family)])
     update = backend.train_step(forest, PolicyLoss(SUPERVISED, OWN), lr=0.0)

@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ PRETRAINED = 64
 FACTORS = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
 ORIGINAL = {"original_max_position_embeddings": PRETRAINED}
 # rope type → the model, its rope parameters, what else its config says
-TYPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+TYPES = {
     "default": ("llama", {}, {}),
     "linear": ("llama", {"factor": 4.0}, {}),
     "yarn": ("llama", {"factor": 4.0, **ORIGINAL}, {}),

@@ -26,7 +26,7 @@ from saccade.system.contents import write_files
 from saccade.trainer import OWN, Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
-from saccade.types import Group, Media, Request, Sample, Sampling
+from saccade.types import Group, Request, Sample, Sampling
 from tests.models.against import CPU, ask, assert_forests_are_plain_rows, pair, rows_of
 
 SETTINGS = SeriesConfig(encoder="patches", channels=2, patch=10, width=16, layers=1)
@@ -48,7 +48,7 @@ def wrong(channels, hidden):
 """
 
 
-def wave(samples: int, seed: int = 0) -> Media:
+def wave(samples, seed=0):
     return open_series(np.random.default_rng(seed).normal(size=(2, samples)).astype("f4"))
 
 
@@ -57,7 +57,7 @@ def plugged(family_of):
     return lambda name, settings=SETTINGS: series_tower.plugged(family_of(name), settings)
 
 
-def loaded(family, seed: int = 0):
+def loaded(family, seed=0):
     return load_model(family, dtype=torch.float32, device=CPU, seed=seed)
 
 

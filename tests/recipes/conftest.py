@@ -2,8 +2,6 @@
 
 import json
 from collections import defaultdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -49,7 +47,7 @@ def rows(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def config(rows, word_model):
-    def make(out: Path, kind: str = "pairs", **changes: Any) -> dict[str, Any]:
+    def make(out, kind="pairs", **changes):
         options = {
             "run.out": str(out), "run.max_steps": 4, "run.device": "cpu", "model.path": word_model,
             "data.train": str(rows / f"train-{kind}.jsonl"), "prompt.format": "direct", "prompt.instruction": "",

@@ -1,8 +1,5 @@
 """Numbers of scored groups that can be worked out by hand."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -13,7 +10,7 @@ from saccade.rewards.scorer import Scorer
 from saccade.types import Group, Message, Sample, Source, Trajectory
 
 
-def group(id: str, outcomes: Sequence[float | None], turns: int = 1, source: str = "", **extra: Any) -> Group:
+def group(id, outcomes, turns=1, source="", **extra):
     asked = (Message(role="user", parts=("?",)),)
     sample = Sample(id=id, messages=asked, extra=extra, data_source=source or "default")
     members = tuple(

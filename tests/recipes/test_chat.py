@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from saccade.cli import app
 from saccade.config import load
 from saccade.plugins.serving import chat_command as chatting
-from saccade.types import Media, Sampling
+from saccade.types import Sampling
 from tests.browser import CHROMIUM, Browser
 from tests.endpoints import Says, call, chat_answer, scripted
 from tests.ranks.processes import LIMIT, forked, run_command
@@ -26,7 +26,7 @@ def folder(family_of):
 
 @pytest.fixture
 def picture(tmp_path, image):
-    media: Media = image(84, 56, 5)
+    media = image(84, 56, 5)
     (tmp_path / "a.png").write_bytes(media.data or b"")
     return tmp_path / "a.png"
 

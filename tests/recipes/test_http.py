@@ -3,7 +3,6 @@
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def over_http(endpoint, rl_config, scenes, monkeypatch):
 
 def test_an_endpoint_answers_as_the_model_behind_it(tmp_path, rl_config, over_http, scenes):
     """Greedy, with images, without and with a stop string: every field of every row."""
-    stop: list[str] = []
+    stop = []
     for name in ("plain", "stopped"):
         same = {"rollout__stop": stop, "data__val": str(scenes / "val.jsonl")}
         here = evaluate.run(rl_config(tmp_path, **same), out=tmp_path / name / "here")
@@ -84,7 +83,7 @@ def test_generate_counts_tokens_and_costs(tmp_path, over_http, capsys):
 
 
 def test_a_killed_run_asks_only_for_what_is_missing(tmp_path, over_http):
-    released: list[dict[str, Any]] = []
+    released = []
 
     def script(body):
         released.append(body)
@@ -109,7 +108,7 @@ def test_a_killed_run_asks_only_for_what_is_missing(tmp_path, over_http):
 
 def broken_off(config, fails):
     """Runs against an endpoint that refuses from request number `fails` on; returns how many it answered."""
-    seen: list[Any] = []
+    seen = []
 
     def script(body):
         seen.append(body)

@@ -3,7 +3,6 @@
 import json
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ def fair():
 def judged(rl_config):
     """Two steps in which `judge` or `hybrid` looks at the last number of an answer."""
 
-    def config(out: Path, url: str, verifier: str = "judge", **changes: Any) -> dict[str, Any]:
+    def config(out, url, verifier="judge", **changes):
         term = {"verifier": verifier, "args": {"order": ["last_number", "whole"]}}
         judge = {"url": url, "model": "m", "retries": 1, "price": [1.0, 2.0]}
         named = {f"reward.judge.{name}": value for name, value in judge.items()}
@@ -70,11 +69,11 @@ def test_a_second_run_sends_nothing_and_learns_the_same(tmp_path, judged, fair, 
     assert len(read_metrics(tmp_path / "b")) == 2
 
 
-def dying(questions: int) -> Callable[[dict[str, Any]], Says]:
+def dying(questions):
     """Fair for so many questions, then out of order."""
     left, lock = [None] * questions, threading.Lock()
 
-    def script(body: dict[str, Any]) -> Says:
+    def script(body):
         with lock:
             alive = bool(left) and left.pop() is None
         return fair_judge(body) if alive else Says(status=503, body="out of order")

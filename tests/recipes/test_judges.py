@@ -2,8 +2,6 @@
 
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,11 +39,11 @@ def taught(rows, start, tmp_path_factory):
     return out / "judge"
 
 
-def checkpoint(run: Path) -> str:
+def checkpoint(run):
     return str(run / "checkpoints" / f"step-{STEPS}")
 
 
-def config_of(rows: Path, model: str, out: Path, **changes: Any) -> Any:
+def config_of(rows, model, out, **changes):
     options = {
         "run": {"name": "judge", "out": str(out), "max_steps": 2, "device": "cpu"},
         "model": {"path": model},

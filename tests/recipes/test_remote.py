@@ -1,10 +1,7 @@
 """A run whose rewards come from a service learns what it would learn at home."""
 
-from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +19,7 @@ MODEL = {"verifier": "model", "args": {"path": "tiny:qwen2_vl"}}
 
 
 @contextmanager
-def serving(*terms: Any, folder: Path | None = None) -> Iterator[str]:
+def serving(*terms, folder=None):
     config = load({"reward.terms": terms, "reward.workers": 1, "run.out": str(folder)})
     scorer = Scorer(
         config.reward,

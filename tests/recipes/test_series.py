@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +30,7 @@ def write(path, count, *, seed, shown=True, pairs=False):
         lead, start = int(rng.integers(LEADS)), int(rng.integers(30))
         values = rng.normal(size=(LEADS, 40))
         values[lead, start : start + 10] += 4
-        row: dict[str, Any] = {"id": f"{seed}-{number}", "answer": str(lead)}
+        row = {"id": f"{seed}-{number}", "answer": str(lead)}
         asked = "<series>lead?" if shown else "lead?"
         row |= {"series": values.round(2).tolist()} if shown else {}
         if pairs:

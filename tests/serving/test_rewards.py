@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -49,22 +48,22 @@ class Running:
     port: int
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.port}"
 
-    def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    def call(self, method, path, body=None, **headers):
         status, _, text = self.whole(method, path, body, **headers)
         return status, json.loads(text)
 
-    def whole(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
+    def whole(self, method, path, body=None, **headers):
         return call(self.url, method, path, body, **headers)
 
-    def score(self, *responses: str, **columns: Any) -> tuple[int, Any]:
+    def score(self, *responses, **columns):
         return self.call("POST", "/get_reward", {"query": list(responses), **columns})
 
 
 @contextmanager
-def serving(*terms: Any, token: str = TOKEN, reward: Any = None, **options: Any) -> Iterator[Running]:
+def serving(*terms, token=TOKEN, reward=None, **options):
     config = RewardConfig(**{"terms": list(terms), "workers": 2, "deadline": 10} | (reward or {}))
     scorer = Scorer(config, prompt_format="think_answer", max_tokens=64, isolate=True)
     service = RewardService(scorer, ServeConfig(**options), DataConfig(max_images=2))

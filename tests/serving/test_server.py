@@ -5,7 +5,6 @@ import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.plugins.serving import http_server
 from saccade.types import Message, Request, Sampling
-from tests.endpoints import TOKEN, Endpoint, serving
+from tests.endpoints import TOKEN, serving
 from tests.endpoints import call as raw
 
 NAME = "qwen2_5_vl"
@@ -37,20 +36,20 @@ def endpoint(model, family):
         yield served
 
 
-def call(endpoint: Endpoint, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, Any]]:
+def call(endpoint, path, body=None, **headers):
     method = "GET" if body is None else "POST"
     status, _, text = raw(endpoint.url, method, f"/v1{path}", body, **headers)
     return status, json.loads(text)
 
 
-def chat(endpoint: Endpoint, **body: Any) -> dict[str, Any]:
+def chat(endpoint, **body):
     body = {"messages": HELLO, "temperature": 0, "max_tokens": 8} | body
     status, reply = call(endpoint, "/chat/completions", body)
     assert status == 200, reply
     return reply
 
 
-def events(endpoint: Endpoint, path: str = "/chat/completions", *, ended: bool = True, **body: Any) -> list[Any]:
+def events(endpoint, path="/chat/completions", *, ended=True, **body):
     body = {"temperature": 0, "max_tokens": 8, "stream": True} | body
     _, headers, text = raw(endpoint.url, "POST", f"/v1{path}", body)
     assert headers.get_content_type() == "text/event-stream"
@@ -59,11 +58,11 @@ def events(endpoint: Endpoint, path: str = "/chat/completions", *, ended: bool =
     return [json.loads(line.removeprefix("data: ")) for line in lines[: -1 if ended else None]]
 
 
-def shown(content: Any) -> dict[str, Any]:
+def shown(content):
     return {"messages": [{"role": "user", "content": content}]}
 
 
-def connected(endpoint: Endpoint) -> socket.socket:
+def connected(endpoint):
     host, port = endpoint.url.split("/")[2].split(":")
     return socket.create_connection((host, int(port)), timeout=20)
 
@@ -79,7 +78,6 @@ def test_models(endpoint):
 
 def test_an_answer_is_the_engines(endpoint, model, family, image):
     media = image(84, 56, 4)
-    assert media.data is not None
     url = "data:image/png;base64," + base64.b64encode(media.data).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
     reply = chat(endpoint, messages=[{"role": "user", "content": content}], logprobs=True)
@@ -146,8 +144,7 @@ def test_clients_share_the_engine(endpoint, monkeypatch):
     """Those who ask at once get what each would get alone."""
     bodies = [shown(f"say {i}") | {"max_tokens": 32, "ignore_eos": True} for i in range(6)]
     alone = [chat(endpoint, **body)["choices"] for body in bodies]
-    widest: list[int] = []
-    assert endpoint.hub is not None
+    widest = []
     engine, poll = endpoint.hub.engine, endpoint.hub.engine.poll
     monkeypatch.setattr(engine, "poll", lambda: (widest.append(engine.pending), poll())[1])
     with ThreadPoolExecutor(6) as threads:
@@ -156,7 +153,6 @@ def test_clients_share_the_engine(endpoint, monkeypatch):
 
 
 def test_a_client_that_leaves_frees_the_engine_and_is_no_news(endpoint, capfd, monkeypatch):
-    assert endpoint.hub is not None
     engine, aborted = endpoint.hub.engine, []
     poll, abort = engine.poll, engine.abort
     monkeypatch.setattr(engine, "poll", lambda: (time.sleep(0.01), poll())[1])  # so that it is not done before
@@ -221,13 +217,13 @@ def test_a_bad_image_costs_its_request_only(endpoint, image):
 class Picky:
     """An engine that refuses some requests when they come, others when they are served."""
 
-    def __init__(self, engine: EmbeddedEngine) -> None:
+    def __init__(self, engine):
         self.engine, self.errors = engine, []
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.engine, name)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request):
         if "early" in request.messages[0].text:
             raise ConfigError(f"{request.key}: not this one")
         if "late" in request.messages[0].text:
@@ -237,17 +233,16 @@ class Picky:
             self.engine.submit(request)
 
     @property
-    def pending(self) -> int:
+    def pending(self):
         return self.engine.pending + len(self.errors)
 
-    def poll(self) -> Any:
+    def poll(self):
         if self.errors:
             raise self.errors.pop()
         return self.engine.poll()
 
 
 def test_what_an_engine_refuses_costs_its_client_only(endpoint):
-    assert endpoint.hub is not None
     engine, endpoint.hub.engine = endpoint.hub.engine, Picky(endpoint.hub.engine)  # type: ignore
     for text, status in (("early", 400), ("late", 502)):
         asked = shown(text)

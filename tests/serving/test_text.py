@@ -1,7 +1,6 @@
 """Text as it comes: characters over several tokens, strings that end it."""
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +10,11 @@ from saccade.plugins.serving.text_stream import TextStream
 WORDS = "naïve 東京 🦉🦉 a\ufffdb end. ẞ 𐍈"
 
 
-def bytes_decode(ids: np.ndarray) -> str:
+def bytes_decode(ids):
     return bytes(ids.tolist()).decode("utf-8", "replace")
 
 
-def shown(ids: np.ndarray, stop: tuple[str, ...] = (), steps: int = 1) -> tuple[list[str], Any]:
+def shown(ids, stop=(), steps=1):
     stream = TextStream(bytes_decode, stop)
     pieces = [stream.add(ids[:end]) for end in range(0, len(ids), steps)]
     return [*pieces, stream.finish(ids)], stream

@@ -1,10 +1,7 @@
 """Every record comes back as it was, from bytes too, and anything else is refused by name."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +19,7 @@ KEPT = (np.array([1, 5]), np.array([], np.int64), np.array([2]))
 
 
 @pytest.fixture
-def records(image, on_disk, tmp_path) -> dict[str, Any]:
+def records(image, on_disk, tmp_path):
     whole, place = image(140, 84, 2), tmp_path / "a.png"
     place.write_bytes(whole.data)
     part = crop(crop(whole, (0, 0, 84, 84)), (0, 0, 56, 56))
@@ -51,7 +48,7 @@ def records(image, on_disk, tmp_path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def same(a: Any, b: Any) -> None:
+def same(a, b):
     """All fields, arrays bit by bit; what is in a file here may be in memory there."""
     assert type(a) is type(b)
     if isinstance(a, np.ndarray):

@@ -2,10 +2,9 @@
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.config import load, to_yaml
@@ -49,7 +48,7 @@ def test_what_a_file_system_refuses_is_said_and_nothing_else():
     assert disk.refusal(ValueError("28")) is None
 
 
-def run(*arguments: str | Path) -> Result:
+def run(*arguments):
     return CliRunner().invoke(app, [str(item) for item in arguments], env={"NO_COLOR": "1"})
 
 

@@ -31,12 +31,12 @@ def sleeps(sample): time.sleep(600)
 """
 
 
-def pair(**options: int) -> tuple[Channel, Channel]:
+def pair(**options):
     here, there = socket.socketpair()
     return Channel(here, **options), Channel(there)
 
 
-def test_blocks_arrive_whole_and_in_order() -> None:
+def test_blocks_arrive_whole_and_in_order():
     here, there = pair()
     large = np.arange(1 << 20)
     with ThreadPoolExecutor() as threads:
@@ -54,7 +54,7 @@ def test_blocks_arrive_whole_and_in_order() -> None:
             call()
 
 
-def test_one_that_does_not_read_or_says_too_much_is_noticed() -> None:
+def test_one_that_does_not_read_or_says_too_much_is_noticed():
     here, there = pair(largest=1 << 20)
     with pytest.raises(TimeoutError, match=r"it read nothing for 0\.1 s"):
         here.send({"x": "x" * (8 << 20)}, seconds=0.1)
@@ -65,7 +65,7 @@ def test_one_that_does_not_read_or_says_too_much_is_noticed() -> None:
         here.link.close()
 
 
-def test_an_answer_has_a_deadline_and_an_end_a_code() -> None:
+def test_an_answer_has_a_deadline_and_an_end_a_code():
     child = Child("saccade.plugins.reward_workers.worker")
     assert child.receive(0.01) is None and child.exit_code() is None
     os.kill(child.popen.pid, signal.SIGSTOP)
@@ -79,7 +79,7 @@ def test_an_answer_has_a_deadline_and_an_end_a_code() -> None:
 
 
 @pytest.mark.parametrize("name", ["holds_the_lock", "sleeps"])
-def test_a_child_that_hangs_ends_with_its_killed_parent(tmp_path: Path, name: str) -> None:
+def test_a_child_that_hangs_ends_with_its_killed_parent(tmp_path, name):
     (tmp_path / "mine.py").write_text(HANGS)
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, f"{tmp_path}/mine.py:{name}"],
@@ -98,7 +98,7 @@ def test_a_child_that_hangs_ends_with_its_killed_parent(tmp_path: Path, name: st
     assert not runs(pid)
 
 
-def runs(pid: int) -> bool:
+def runs(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import pytest
@@ -144,7 +143,7 @@ def test_what_the_engine_was_not_built_for_is_refused(engine, ask, image):
 
 
 def test_a_folder_without_weights_is_refused_before_vllm_starts(settings, family, tmp_path, monkeypatch):
-    built: list[Any] = []
+    built = []
     monkeypatch.setattr("saccade.plugins.engines.vllm._build", lambda *a: built.append(a))
     with pytest.raises(EnvironmentProblem, match="safetensors"):
         VllmEngine(replace(settings, folder=str(tmp_path)), family)

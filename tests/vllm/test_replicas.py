@@ -3,7 +3,6 @@
 import os
 import signal
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 
@@ -55,10 +54,10 @@ def test_kill_9_of_a_process_amid_a_rollout_loses_nothing(settings, backend, ask
 @pytest.mark.parametrize("layout", ["whole", "sharded"])
 def test_two_ranks_train_and_hand_their_weights_over(layout, tmp_path, rl_config, monkeypatch):
     """The sharded run with kill -9 of vLLM amid the second rollout."""
-    killed: list[int] = []
+    killed = []
     hand_out = Replicas._hand_out
 
-    def killing(pool: Any) -> None:
+    def killing(pool):
         hand_out(pool)
         if layout == "sharded" and type(pool) is Replicas and pool.version == 1 and pool._tasks and not killed:
             killed.append(pool._working[0].child.popen.pid)

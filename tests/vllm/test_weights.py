@@ -1,10 +1,8 @@
 """Weights that are handed over arrive whole, and nothing of the old ones is left."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import pytest
@@ -80,7 +78,7 @@ def test_after_sleep_weights_wake_then_change_then_the_cache_wakes(engine, backe
 def test_what_runs_keeps_its_keys_and_nothing_new_reads_them(engine, backend, ask, gap, family):
     engine.update_weights(backend, 160)
     before = deepcopy(backend.model)
-    sampling: dict[str, Any] = {"max_tokens": 90, "ignore_eos": True}
+    sampling = {"max_tokens": 90, "ignore_eos": True}
     begun = [ask("a", noise=1, **sampling), ask("a2", 2, noise=2, **sampling)]
     begun[0] = replace(begun[0], ids=np.resize(begun[0].ids, 300))  # more than the pages that vLLM shares
     assert engine._engine.vllm_config.cache_config.block_size < 300
@@ -115,7 +113,7 @@ def test_the_same_version_is_handed_over_once(engine, backend):
     assert not passed
 
 
-DRIFTS: dict[str, tuple[Callable[[str, Any], Any], str]] = {
+DRIFTS = {
     "renamed": (
         lambda n, w: (n.replace("visual.merger.ln_q", "visual.merger.norm"), w),
         r"missing: .*merger\.ln_q\.weight \[64\]; not expected: .*merger\.norm\.weight \[64\]\)",

@@ -1,8 +1,5 @@
 """What the tests of reward models have in common: rows that are judged, and their scores."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -23,7 +20,7 @@ DEEP = {
 PROCESS = {"reward_model.kind": "process", "reward_model.placeholder": MARK, "reward_model.tokens": ["1", "2"]}
 
 
-def scores_of(folder: Path, config: dict[str, Any], **options: Any) -> np.ndarray:
+def scores_of(folder, config, **options):
     """[pairs, sides] of the training rows."""
     resolved = load(config, command="reward-model")
     task = rows_of(resolved, model_setup.family_of(resolved, resolved.model.path))

@@ -1,7 +1,6 @@
 """Process reward models: steps are judged one by one."""
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ def test_steps_are_judged_and_a_response_by_its_steps(tmp_path, config, rows):
 
 
 def test_rows_of_steps_that_are_set_aside(tmp_path, config):
-    bad: list[tuple[str, Any, str]] = [
+    bad = [
         (f"red {MARK}", ["1", "2"], "1 placeholders 'black' but 2 labels"),
         (f"red {MARK}", ["3"], "write one of 1, 2, or a probability"),
         ("red", "1", "no list of labels"),

@@ -3,7 +3,6 @@
 import json
 from math import nan
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -195,7 +194,7 @@ def test_stock_transformers_loads_the_folder_and_export_takes_the_head_along(tra
     assert torch.equal(kept[0]["score.weight"], kept[1]["score.weight"])
 
 
-def batch_of(*ids: str, sides: int = 1) -> Any:
+def batch_of(*ids, sides=1):
     return SimpleNamespace(keys=[(uid, side) for uid in ids for side in range(sides)])
 
 

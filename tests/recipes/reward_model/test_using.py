@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ def test_models_of_two_families_and_a_rule_by_source_in_one_run(tmp_path, config
     reward_training.run(config(tmp_path, run__max_steps=2) | {"run.name": "other", "model.path": start})
     folders = {"taste": trained, "other": tmp_path / "other" / "checkpoints" / "step-2", "scaled": trained}
     weights = {"taste": 0.25, "other": -2.0, "scaled": 1.0}
-    terms: list[dict[str, Any]] = [
+    terms = [
         {"verifier": "model", "name": name, "weight": weights[name], "args": {"path": str(folder)}}
         for name, folder in folders.items()
     ]
@@ -52,7 +51,7 @@ def test_models_of_two_families_and_a_rule_by_source_in_one_run(tmp_path, config
     stored = [row for row in stored if row["data_source"] == "learned"]
     row_of = {sample.id: sample for sample in datasets.load(load(options).data.train, load(options).data).samples}
 
-    def said(row: dict[str, Any]) -> str:
+    def said(row):
         texts = [part["text"] for part in row["segments"] if part["source"] == "policy"]
         return "".join(texts).removesuffix("<|im_end|>").strip()
 
