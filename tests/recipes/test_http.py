@@ -125,9 +125,7 @@ def broken_off(config, fails):
 
 
 def test_without_a_cache_of_its_own_a_run_keeps_one(tmp_path, over_http):
-    """What was broken off goes on, twice over; what has ended is not taken for the answers of
-    another day.
-    """
+    """What was broken off goes on, twice over; what has ended is not taken for the answers of another day."""
     with scripted([]) as endpoint:
         url = endpoint.url
     config = over_http(tmp_path, url=url, rollout__http__concurrency=1, data__max_samples=8)
