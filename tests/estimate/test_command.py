@@ -90,6 +90,8 @@ def test_a_tower_that_hears_takes_memory_and_work(name, family_of):
     assert long == pytest.approx(short * (1 if name == "qwen2_audio" else 4), rel=0.05)
     short, long = (each.pace.tflop["update"] for each in found.values())
     assert long > short
+    told = ("the vision tower is not counted, only its weights: it has no layers that repeat",)
+    assert found[2.0].notes == (told if name == "gemma3n" else ())
 
 
 def test_without_data_a_model_that_only_hears_hears_half_a_minute(family_of):

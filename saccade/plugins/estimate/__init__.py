@@ -29,6 +29,7 @@ from saccade.plugins.estimate.batch_plan import (
     size_of,
     typical_prompts,
 )
+from saccade.plugins.estimate.flops import SENSE_OF
 from saccade.plugins.estimate.memory_items import Item, Memory, host_items, memory_of, reward_folders, weights_in
 from saccade.plugins.estimate.work import Pace, pace_of
 from saccade.plugins.ranks.layouts import (
@@ -107,7 +108,12 @@ def estimate(
         host=host_items(plan, memory, background=config.save.background),
         pace=pace,
         efficiency=efficiency(pace.seconds, alone.seconds if alone else None, gpus=config.run.gpus) if pace else {},
-        notes=(*(not_counted(config) if others["generates"] else ()), *of_device, *lengths),
+        notes=(
+            *unknown_towers(plan, family),
+            *(not_counted(config) if others["generates"] else ()),
+            *of_device,
+            *lengths,
+        ),
         advice=() if memory.fits else tuple(advice(plan, lambda c: memory_of(planned(*c)).fits)),
     )
 
@@ -240,6 +246,12 @@ def not_counted(config: Config) -> Iterator[str]:
     if config.env.max_turns > 1:
         what = "one response is counted, and nothing that the environment says"
         yield f"of an episode of env.name={config.env.name} {what}"
+
+
+def unknown_towers(plan: Plan, family: Family) -> Iterator[str]:
+    """Those that are no list of layers, such as convolutions alone."""
+    for sense in set(SENSE_OF.values()) & set(family.spec.towers) - set(plan.policy.shape.senses):
+        yield f"the {sense} tower is not counted, only its weights: it has no layers that repeat"
 
 
 def foreign_rollout(config: Config) -> str:
