@@ -149,7 +149,7 @@ def main() -> None:
         "rollout": [],
         "update": [],
     }
-    found["weights_gib"] = sum(t.nbytes for _, t in backend.held_weights()) / 2**30
+    found["weights_gib"] = sum(t.nbytes for _, t in backend.local_weights()) / 2**30
     found["state_gib"] = sum(t.nbytes for t in state) / 2**30
     found["forests"] = len(batches)
     given_back: list[tuple[Any, Any]] = []  # as a rank does with its copy, until it generates again

@@ -123,7 +123,7 @@ def work(way: str, rank: int, folder: Path, text_only: bool) -> None:
     else:
         parts = dict(model.named_parameters())
         weights = {n: getattr(p, "full_tensor", lambda p=p: p)().detach().numpy() for n, p in parts.items()}
-        held = sum(t.nbytes for _, t in backend.held_weights())
+        held = sum(t.nbytes for _, t in backend.local_weights())
         held += sum(t.nbytes for t in backend.optimizer.state().values())
     if rank == 0:
         np.savez(folder / f"{way}.npz", **weights)

@@ -38,7 +38,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("engines", "engines.http", "http=from_settings"),
     ("engines", "engines.parity", "parity=compare"),
     ("engines", "engines.replicas.replica_pool", "replicas=start_replicas"),
-    ("environments", "tools.tool_environment", "crop=CROP calculator=CALCULATOR tools=OWN_TOOLS"),
+    ("environments", "tools.tool_environment", "crop=CROP calculator=CALCULATOR tools=USER_TOOLS"),
     ("environments", "sokoban.sokoban_environment", "sokoban_step=KIND"),
     ("families", "families.squares", "internvl=INTERNVL llava=LLAVA"),
     ("families", "linear.gated_layers", "qwen3_5=VISION qwen3_5_moe=VISION qwen3_5_text=TEXT qwen3_5_moe_text=TEXT"),

@@ -1,6 +1,6 @@
 """Python files of the user: reward functions, environments, rows, algorithms, encoders.
 
-own_symbol("my_loss.py:clipped", "algorithm.policy_loss")
+user_symbol("my_loss.py:clipped", "algorithm.policy_loss")
 """
 
 import sys
@@ -13,7 +13,7 @@ from typing import Any
 from saccade.errors import ConfigError, SaccadeError
 
 
-def own_module(path: str | Path) -> ModuleType:
+def user_module(path: str | Path) -> ModuleType:
     """Runs the file, and raises what it raises. Its neighbours can be imported."""
     path = Path(path).resolve()
     # No other file of that name is meant, nor a module of a library.
@@ -26,14 +26,14 @@ def own_module(path: str | Path) -> ModuleType:
     return module
 
 
-def own_symbol(name: str, option: str) -> Any:
+def user_symbol(name: str, option: str) -> Any:
     """What the user names as file.py:symbol, a function or a class; errors begin with `option`."""
     path, _, symbol = name.rpartition(":")
     if not (path.endswith(".py") and Path(path).is_file()):
         helps = f"write file.py:name (looked in {Path.cwd()})"
         raise ConfigError(f"{option}: {path or name} does not exist or is no .py file; {helps}")
     try:
-        module = own_module(path)
+        module = user_module(path)
     except SaccadeError:
         raise
     except Exception as error:

@@ -25,7 +25,7 @@ from saccade.config import explain
 from saccade.config.schema.presets import unknown
 from saccade.errors import ConfigError, SaccadeError
 from saccade.registry import Table
-from saccade.user_code import own_symbol
+from saccade.user_code import user_symbol
 
 # Types of options: what `algorithm.args` may hold.
 Positive: TypeAlias = Annotated[float, Gt(0)]
@@ -178,7 +178,7 @@ def find(axis: str, table: Mapping[str, Entry], name: str) -> Entry:
 @cache
 def _users_entry(axis: str, path: Path, symbol: str) -> Entry:
     field, name = f"algorithm.{axis}", f"{path}:{symbol}"
-    found = own_symbol(name, field)
+    found = user_symbol(name, field)
     if not isinstance(found, Entry):
         found = Entry(function=found, formula=(found.__doc__ or name).strip().splitlines()[0])
     return replace(found, name=name, function=checked(axis, name, found.function), by_advantage=False)

@@ -84,7 +84,7 @@ def not_counted(config: Config, command: str) -> str | None:
     return f"`saccade {command}` does not read {', '.join(others)}" if others else None
 
 
-MODEL = (model_rules.model, model_rules.own_weights, "series")
+MODEL = (model_rules.model, model_rules.local_weights_needed, "series")
 SAMPLING = (model_rules.lora_dropout, steps.sampling, steps.response_length, steps.batch)
 LOOKING = (rows.pixels, rows.prompt_files, model_rules.judge)
 READING = (rows.data_files, *LOOKING)

@@ -69,7 +69,7 @@ def judge(config: Config) -> Iterator[str]:
         yield f"reward.judge.template: {judge.template} does not exist; give a Jinja file"
 
 
-def own_weights(config: Config) -> Iterator[str]:
+def local_weights_needed(config: Config) -> Iterator[str]:
     if config.rollout.engine == "http":
         yield "rollout.engine: http answers in eval, generate and chat only; try rollout.engine=embedded"
 

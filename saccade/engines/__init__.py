@@ -24,7 +24,7 @@ class Capabilities:
     logprobs: bool = True  # of the sampling distribution, temperature included
     support: bool = False  # returns the kept ids of truncated sampling
     shares_weights: bool = False  # update_weights moves nothing
-    own_process: bool = False  # in memory that it shares with nobody: it works on while the trainer trains
+    separate_memory: bool = False  # in memory that it shares with nobody: it works on while the trainer trains
     keeps_keys: bool = False  # weights may change under sequences that run: they go on from the keys they have
 
 

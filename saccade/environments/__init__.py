@@ -2,7 +2,7 @@
 
 An environment speaks messages; tokens never leak in. Knows nothing of processes:
 `rollout/env_setup.py` decides where an environment lives. Code of the user is imported by
-`load_own` alone, which the training process never calls.
+`load_user_code` alone, which the training process never calls.
 
     class Guess:
         def reset(self, sample, seed): return sample.messages
@@ -19,7 +19,7 @@ from saccade.config import EnvConfig
 from saccade.errors import ConfigError
 from saccade.registry import Table
 from saccade.types import Message, Sample
-from saccade.user_code import own_symbol
+from saccade.user_code import user_symbol
 
 
 class Step(NamedTuple):
@@ -64,8 +64,8 @@ class SingleTurn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Own:
-    """What the files of the user hold."""
+class UserCode:
+    """The environment or the tools that files of the user define."""
 
     environment: Callable[..., Environment] | None = None
     tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -87,9 +87,9 @@ class Kind:
 
     calls: tuple[str, ...] = ()  # syntaxes, the usual one first
     tools: tuple[str, ...] = ()
-    explain: Callable[[EnvConfig, Mapping[str, str]], str] = lambda env, own: ""  # `own`: tools of the user
+    explain: Callable[[EnvConfig, Mapping[str, str]], str] = lambda env, user_tools: ""
     rewards: bool = False  # gives rewards
-    make: Callable[[EnvConfig, Setting, Own], Environment] | None = None
+    make: Callable[[EnvConfig, Setting, UserCode], Environment] | None = None
     installed: Callable[..., Environment] | None = None  # a class of an installed package
     check_row: Callable[[Sample], None] | None = None  # raises ValueError for a row of no use
 
@@ -107,7 +107,7 @@ def _kind(env: EnvConfig) -> Kind:
     return KINDS[env.name] if env.name in KINDS else Kind(rewards=True)
 
 
-def is_own(env: EnvConfig) -> bool:
+def runs_user_code(env: EnvConfig) -> bool:
     """Whether code of the user or of an installed package takes part."""
     return _kind(env).make is None or bool(env.tools)
 
@@ -131,11 +131,11 @@ def stop_strings(env: EnvConfig) -> tuple[str, ...]:
     return (f"</{call}>",) if call in ("grounding", "tool_call") and env.parallel_calls == 1 else ()
 
 
-def instruction(env: EnvConfig, own: Mapping[str, str]) -> str:
-    """What the prompt says about the environment; `own` describes tools of the user."""
+def instruction(env: EnvConfig, user_tools: Mapping[str, str]) -> str:
+    """What the prompt says about the environment; `user_tools` describes those of the user."""
     if env.instruction is not None:
         return env.instruction
-    return _kind(env).explain(_resolved(env), own)
+    return _kind(env).explain(_resolved(env), user_tools)
 
 
 def problems(env: EnvConfig) -> Iterator[str]:
@@ -172,26 +172,26 @@ def sweep_problems(env: EnvConfig, turns: Sequence[int]) -> Iterator[str]:
         )
 
 
-def load_own(env: EnvConfig) -> Own:
+def load_user_code(env: EnvConfig) -> UserCode:
     """Imports the user's files; a ConfigError says what they raise, or lack."""
     kind = _kind(env)
     if kind.make is None:
-        found = kind.installed or own_symbol(env.name, f"env.name={env.name!r}")
+        found = kind.installed or user_symbol(env.name, f"env.name={env.name!r}")
         if not all(hasattr(found, method) for method in ("reset", "step", "close")):
             raise ConfigError(f"env.name={env.name!r}: it needs reset, step and close")
-        return Own(environment=found)
-    functions = {name.rpartition(":")[2]: own_symbol(name, f"env.tools={name!r}") for name in env.tools}
+        return UserCode(environment=found)
+    functions = {name.rpartition(":")[2]: user_symbol(name, f"env.tools={name!r}") for name in env.tools}
     taken = sorted(functions.keys() & set(kind.tools))
     if taken or len(functions) < len(env.tools):
         raise ConfigError(f"env.tools: two tools are called {', '.join(taken) or 'alike'}")
-    return Own(tools=functions)
+    return UserCode(tools=functions)
 
 
-def build(env: EnvConfig, setting: Setting, own: Own | None = None) -> Environment:
+def build(env: EnvConfig, setting: Setting, user: UserCode | None = None) -> Environment:
     """An environment for one episode."""
-    own = own or Own()
-    if own.environment is not None:
-        return own.environment(**env.args)
+    user = user or UserCode()
+    if user.environment is not None:
+        return user.environment(**env.args)
     make = KINDS[env.name].make
     assert make is not None, env.name
-    return make(_resolved(env), setting, own)
+    return make(_resolved(env), setting, user)

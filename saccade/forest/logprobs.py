@@ -52,7 +52,7 @@ def read_logprobs(
 
     for start in range(0, max(1, len(targets)), rows):
         part = slice(start, start + rows)
-        kept = None if support is None else _kept_mask(support[part], head.out_features, hidden.device)
+        kept = None if support is None else _support_mask(support[part], head.out_features, hidden.device)
         how = (targets[part], temperature, banned, kept)
         if torch.is_grad_enabled() and len(targets) > rows and not keep_logits:
             results.append(checkpoint(chunk, hidden[part], *how, use_reentrant=False))
@@ -138,7 +138,7 @@ def _gradient(
     return gradient.masked_fill_(gone, 0.0).div_(temperature).to(logits.dtype)
 
 
-def _kept_mask(support: Sequence[np.ndarray], vocabulary: int, device: torch.device) -> Tensor:
+def _support_mask(support: Sequence[np.ndarray], vocabulary: int, device: torch.device) -> Tensor:
     """[R, V]; an empty entry means that nothing was cut away."""
     lengths = np.array([len(ids) for ids in support])
     mask = to_device(lengths == 0, device)[:, None].repeat(1, vocabulary)

@@ -190,10 +190,10 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def exchanged(model: nn.Module, held: Mapping[str, Tensor]) -> Iterator[None]:
+def swapped_adapters(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """The model computes with other weights in its adapters."""
     mine = copied(model)
-    _write(model, held)
+    _write(model, tensors)
     try:
         yield
     finally:

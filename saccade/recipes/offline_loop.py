@@ -29,7 +29,7 @@ from saccade.types import Sample
 
 log = logging.getLogger(__name__)
 
-Found = Mapping[str, float]
+Means = Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,11 @@ class Task:
 
     prepare: Callable[[Sequence[Sample]], tuple[Sequence[Batch], Any]]  # forests and their loss
     train: Callable[..., Update]  # (forests, loss, lr=): one optimizer step
-    metrics: Callable[[Found, Sequence[Batch], Any], dict[str, float]]  # means of the update → log
+    metrics: Callable[[Means, Sequence[Batch], Any], dict[str, float]]  # means of the update → log
     # (set, step, prefix) → metrics of held-out rows
-    measure: Callable[[Dataset, int, str], Found] = lambda dataset, step, prefix: {}
+    measure: Callable[[Dataset, int, str], Means] = lambda dataset, step, prefix: {}
     # (rows, means of the update, step), after a step without validation
-    unmeasured: Callable[[Sequence[Sample], Found, int], None] = lambda samples, found, step: None
+    unmeasured: Callable[[Sequence[Sample], Means, int], None] = lambda samples, found, step: None
     preparing: str = "data"  # the phase of `prepare`
     measure_saved: bool = False  # also measure the held-out rows before a save
 

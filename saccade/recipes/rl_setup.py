@@ -150,7 +150,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
 def _pool_of(config: Config, algorithm: Algorithm, engine: Engine) -> Pool:
     """An engine with memory of its own samples while the trainer trains; others get as much as a step asks for."""
     members = algorithm.samples_per_prompt + algorithm.estimator.greedy
-    own = engine.capabilities().own_process
+    own = engine.capabilities().separate_memory
     return Pool(engine, at_once=math.inf if own else config.train.prompts_per_step * members)
 
 

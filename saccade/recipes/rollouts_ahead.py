@@ -63,7 +63,7 @@ class RolloutsAhead:
     @property
     def side_by_side(self) -> bool:
         """Rollouts go on while the trainer trains, until weights change."""
-        return self.steps > 0 and self.pool.engine.capabilities().own_process
+        return self.steps > 0 and self.pool.engine.capabilities().separate_memory
 
     def last(self, step: int) -> int:
         """The last step that may have begun while `step` is sampled."""

@@ -19,7 +19,7 @@ from saccade.recipes import model_setup, offline_loop, parts, questions
 from saccade.recipes.to_trajectory import dialogue, document
 from saccade.registry import HOOKS
 from saccade.run.training_run import Run
-from saccade.trainer import OWN, Loss
+from saccade.trainer import MODEL_SCORING, Loss
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Sample
 
@@ -53,7 +53,7 @@ def run(config: Any) -> dict[str, Any]:
         if sft.reward_tag is not None and sets:
             sets = HOOKS["asking_for_the_best"](sft.reward_tag, data, sets)
         job = offline_loop.set_up(this, family, data, questions=sets)
-        loss: Loss = PolicyLoss(SUPERVISED, OWN)
+        loss: Loss = PolicyLoss(SUPERVISED, MODEL_SCORING)
         if sft.teacher is not None:
             teacher = model_setup.load_beside("teacher", config, family, None, job.backend)
             loss = HOOKS["distillation"](teacher, sft.kd_coef)

@@ -84,8 +84,8 @@ def has_gold(verifier: Verifier, sample: RewardSample, args: Mapping[str, Any]) 
     return mode == "mask" or any(gold.strip() not in empty for gold in sample.golds)
 
 
-def _own(name: str, found: Any) -> Any:
-    """A row, where a plugin gives all of its rows."""
+def _row_of(name: str, found: Any) -> Any:
+    """The row of this name, where a plugin gives all of its rows."""
     return found[name.removeprefix("format:")] if isinstance(found, Mapping) else found
 
 
@@ -93,16 +93,16 @@ def _row(name: str, found: Any) -> Verifier:
     """What a plugin gives, as a row. A plain function of an installed package may hang, so it is killable; it may
     return a number. Where there is no gold, nothing is compared, whatever the response and the arguments.
     """
-    found = _own(name, found)
+    found = _row_of(name, found)
     if isinstance(found, ResponseFormat):
         check = found.check
         assert check is not None, name
 
         @wraps(check)
-        def kept(sample: RewardSample, **options: Any) -> Score:
+        def follows_format(sample: RewardSample, **options: Any) -> Score:
             return KEPT if check(sample, **options) else BROKEN
 
-        return Verifier(function=kept, kind="format", needs_answer=False)
+        return Verifier(function=follows_format, kind="format", needs_answer=False)
     verifier = found if isinstance(found, Verifier) else Verifier(function=found, isolated=True)
     if not verifier.needs_answer:
         return verifier
@@ -118,5 +118,5 @@ def _row(name: str, found: Any) -> Verifier:
 
 
 VERIFIERS: Table[Verifier] = Table("verifiers", {}, _row)
-FORMATS: Table[ResponseFormat] = Table("formats", {}, _own)
+FORMATS: Table[ResponseFormat] = Table("formats", {}, _row_of)
 SERVICES: Table[Callable[..., Service]] = Table("services", {})  # called with reward: and a term's arguments

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from saccade.config import EnvConfig
-from saccade.environments import Environment, Setting, build, instruction, is_own, problems
+from saccade.environments import Environment, Setting, build, instruction, problems, runs_user_code
 from saccade.errors import ConfigError
 from saccade.registry import HOOKS
 
@@ -38,7 +38,7 @@ def environments(
     """
     require(env)
     plain = {"order": tuple(order), "think_prefilled": think_prefilled, "role": role, "unit": unit}
-    if is_own(env):
+    if runs_user_code(env):
         host = HOOKS["environment_host"](env)
         return lambda: host.environment(plain)
     setting = setting_of(plain)

@@ -65,8 +65,8 @@ class Play:
 
 
 @dataclass(kw_only=True)
-class _World:
-    """An environment with what it has given, and the time that it has left."""
+class _Session:
+    """The environment of an episode, what it has returned, and the time that it has left."""
 
     environment: Environment
     limits: Limits
@@ -107,8 +107,8 @@ class _World:
 
 
 @dataclass(kw_only=True)
-class _Tape:
-    """What was said in an episode so far, and its tokens: append only."""
+class _History:
+    """The messages of an episode so far, and their tokens: append only."""
 
     messages: list[Message]
     pieces: list[tuple[np.ndarray, ...]] = field(default_factory=list)  # as COLUMNS says
@@ -132,8 +132,8 @@ class _Tape:
         self.messages.append(Message(role="assistant", parts=(text,)))
         self.turns, self.length, self.sampled = self.turns + 1, self.length + n, self.sampled + n
 
-    def so_far(self) -> _Tape:
-        """As it is now: what is on it never changes."""
+    def so_far(self) -> _History:
+        """A copy that later turns do not change."""
         said, pieces, media, support = [*self.messages], [*self.pieces], [*self.media], [*self.support]
         return replace(self, messages=said, pieces=pieces, media=media, support=support)
 
@@ -165,84 +165,84 @@ def episode(
     family, sampling, limits = play.family, play.sampling, play.limits
     key = episode_key(uid, repeat)
     noise = noise_key(play.seed, key)
-    world = _World(environment=play.environment(), limits=limits)
-    messages, reason = yield from world.begin(sample, noise)
-    tape, pending, context = _Tape(messages=messages), False, len(messages)
-    tape.read(family.render(messages))
+    session = _Session(environment=play.environment(), limits=limits)
+    messages, reason = yield from session.begin(sample, noise)
+    history, pending, context = _History(messages=messages), False, len(messages)
+    history.read(family.render(messages))
 
-    def ended(tape: _Tape, reason: str, *, pending: bool) -> Trajectory:
+    def ended(history: _History, reason: str, *, pending: bool) -> Trajectory:
         waiting = reason == "token_budget" and pending
         return Trajectory(
             sample_id=uid,
             repeat=repeat,
-            messages=tuple(tape.messages),
+            messages=tuple(history.messages),
             context=context,
             end_reason=reason,
             status=STATUS_OF_END[f"{reason}_pending" if waiting else reason],
-            turns=tape.turns,
+            turns=history.turns,
             trained=repeat != GREEDY,
-            turn_rewards=tuple(world.rewards),
-            info=dict(world.info),
-            **tape.columns(),
+            turn_rewards=tuple(session.rewards),
+            info=dict(session.info),
+            **history.columns(),
         )
 
     longest = limits.max_turn_tokens or sampling.max_tokens
     while not reason:
-        allowed = min(longest, limits.tokens(family) - tape.length)
+        allowed = min(longest, limits.tokens(family) - history.length)
         if allowed < 1:
-            reason, pending = "token_budget", tape.turns > 0
+            reason, pending = "token_budget", history.turns > 0
             break
         completion: Completion = yield Request(
             key=key,
-            ids=np.concatenate([piece[0] for piece in tape.pieces]) if tape.turns else tape.pieces[0][0],
-            media=tuple(tape.media),
-            messages=tuple(tape.messages),
+            ids=np.concatenate([piece[0] for piece in history.pieces]) if history.turns else history.pieces[0][0],
+            media=tuple(history.media),
+            messages=tuple(history.messages),
             sampling=sampling if allowed == sampling.max_tokens else replace(sampling, max_tokens=allowed),
             noise=noise,
-            first_index=tape.sampled,
+            first_index=history.sampled,
             episode=key if limits.max_turns > 1 else None,
         )
-        tape.write(completion, family.decode(completion.ids))
+        history.write(completion, family.decode(completion.ids))
         if completion.finish == "aborted":
             reason = "aborted"
         elif completion.finish == "length":
             reason = "turn_length" if allowed == longest else "token_budget"
         else:
-            mark = on_mark if tape.turns in limits.marks else None
-            written = tape.so_far() if mark else tape
-            reason, pending = yield from _answer(world, tape, family)
+            mark = on_mark if history.turns in limits.marks else None
+            written = history.so_far() if mark else history
+            reason, pending = yield from _answer(session, history, family)
             if mark is not None and (pending or not reason):
                 mark(ended(written, "max_turns", pending=True))
-    closed = yield from world.ask(world.environment.close)
-    world.failure(closed)  # noted, but the episode is over
-    return ended(tape, reason, pending=pending)
+    closed = yield from session.ask(session.environment.close)
+    session.failure(closed)  # noted, but the episode is over
+    return ended(history, reason, pending=pending)
 
 
-def _answer(world: _World, tape: _Tape, family: Family) -> Generator[EnvironmentCall, Any, tuple[str, bool]]:
+def _answer(session: _Session, history: _History, family: Family) -> Generator[EnvironmentCall, Any, tuple[str, bool]]:
     """Let the environment speak. An observation and its images are added together or not at all."""
-    limits, environment = world.limits, world.environment
-    outcome = yield from world.ask(lambda: environment.step(tape.messages[-1]))
-    if failure := world.failure(outcome):
+    limits, environment = session.limits, session.environment
+    outcome = yield from session.ask(lambda: environment.step(history.messages[-1]))
+    if failure := session.failure(outcome):
         return failure, False
     step = Step(*outcome)
     if flaw := step_flaw(step, longest=CHARACTERS * limits.max_total_tokens):
-        return world.failure(Failed(flaw)), False
-    world.info.update(step.info)
+        return session.failure(Failed(flaw)), False
+    session.info.update(step.info)
     if step.reward is not None:
-        world.rewards.append(float(step.reward))
+        session.rewards.append(float(step.reward))
     if step.done:
         return step.info.get("end_reason", "env_done"), False
-    errors = world.info.get("tool_counts", {}).get("failed", 0)
+    errors = session.info.get("tool_counts", {}).get("failed", 0)
     if limits.max_tool_errors is not None and errors > limits.max_tool_errors:
         return "tool_errors", False
-    if tape.turns >= limits.max_turns:
+    if history.turns >= limits.max_turns:
         return "max_turns", True
-    if len(tape.media) + sum(len(m.media) for m in step.messages) > limits.max_images:
+    if len(history.media) + sum(len(m.media) for m in step.messages) > limits.max_images:
         return "max_images", True
-    added = family.render_continuation(step.messages, last_id=int(tape.pieces[-1][0][-1]))
-    if limits.tokens(family) - tape.length - len(added) < limits.min_turn_tokens:
+    added = family.render_continuation(step.messages, last_id=int(history.pieces[-1][0][-1]))
+    if limits.tokens(family) - history.length - len(added) < limits.min_turn_tokens:
         return "token_budget", True
     family.prefetch(span.media for span in added.media)  # made while others generate
-    tape.read(added)
-    tape.messages += step.messages
+    history.read(added)
+    history.messages += step.messages
     return "", False

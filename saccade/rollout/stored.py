@@ -31,9 +31,9 @@ def group_files(groups: Sequence[Group]) -> list[File]:
     rows = []
     for index, group in enumerate(groups):
         stored = tuple(replace(m, info=_without_objects(m.info)) for m in group.everyone)
-        known = files_of(group.sample)
+        shared = files_of(group.sample)
         row = {"sample": group.sample.id, "uid": group.uid, "greedy": group.greedy is not None}
-        rows.append(row | {"members": encode(stored, arrays, known=known, name=str(index))})
+        rows.append(row | {"members": encode(stored, arrays, shared=shared, name=str(index))})
     return record_files("groups", rows, arrays)
 
 
@@ -44,7 +44,7 @@ def load_groups(folder: Path, sample_of: Callable[[str], Sample]) -> list[Group]
     for row in rows:
         sample = sample_of(row["sample"])
         try:
-            members = list(decode(tuple[Trajectory, ...], row["members"], arrays, known=files_of(sample)))
+            members = list(decode(tuple[Trajectory, ...], row["members"], arrays, shared=files_of(sample)))
         except MissingFile as missing:
             raise DataError(f"sample {sample.id}: its image {missing.args[0][:12]} is gone from data.train") from None
         greedy = members.pop() if row["greedy"] else None

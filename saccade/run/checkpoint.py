@@ -25,7 +25,7 @@ from saccade.system import disk
 from saccade.system.contents import File, write_files
 
 # Files of a model folder that a checkpoint makes anew.
-OWN_FILES = re.compile(r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|(adapter_)?config\.json)$")
+REWRITTEN = re.compile(r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|(adapter_)?config\.json)$")
 # Settings of the image processor: a separate file, or a part of that of the whole processor.
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 NamedShape = tuple[str, tuple[int, ...]]  # name and shape of a parameter
@@ -151,7 +151,7 @@ def copy_processor(family: Family, folder: Path) -> None:
     stored as used, and so is its budget of pixels.
     """
     for path in Path(family.path).iterdir():
-        if path.is_file() and not OWN_FILES.match(path.name) and not (folder / path.name).exists():
+        if path.is_file() and not REWRITTEN.match(path.name) and not (folder / path.name).exists():
             shutil.copy2(path, folder / path.name)
     if family.chat.template != family.chat.tokenizer.chat_template:
         (folder / "chat_template.jinja").write_text(family.chat.template, encoding="utf-8")

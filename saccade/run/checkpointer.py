@@ -124,7 +124,7 @@ class Checkpointer:
 
     def _fits(self) -> bool:
         needed = self._bytes()
-        free = devices.free_host_bytes() + self._backend.kept_bytes()
+        free = devices.free_host_bytes() + self._backend.spare_bytes()
         fits = needed <= LARGEST_SHARE * free
         if not fits and not self._told:
             self._told = True

@@ -34,7 +34,7 @@ NO_MEDIA: Mapping[str, Media] = MappingProxyType({})
 
 
 class MissingFile(LookupError):
-    """A medium whose file is neither in the arrays, nor known, nor at a path: its hash."""
+    """A medium whose file is neither in the arrays, nor shared, nor at a path: its hash."""
 
 
 def plain(value: Any) -> Any:
@@ -47,9 +47,9 @@ def plain(value: Any) -> Any:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def encode(value: Any, arrays: Arrays | None = None, *, known: Container[str] = (), name: str = "0") -> Any:
+def encode(value: Any, arrays: Arrays | None = None, *, shared: Container[str] = (), name: str = "0") -> Any:
     """A record, or a tuple of them, as JSON data; `name` begins the names of its arrays. The reader
-    has the files of the hashes in `known`, so they are not added; without `arrays` none is.
+    has the files of the hashes in `shared`, so they are not added; without `arrays` none is.
     """
     if value is None or isinstance(value, str | int | float):
         return value
@@ -62,28 +62,28 @@ def encode(value: Any, arrays: Arrays | None = None, *, known: Container[str] = 
             assert arrays is not None, f"{name}: no place for arrays"
             arrays |= {name: np.concatenate(value), f"{name}/lengths": np.array(list(map(len, value)), np.int64)}
             return name
-        return [encode(item, arrays, known=known, name=f"{name}/{n}") for n, item in enumerate(value)]
+        return [encode(item, arrays, shared=shared, name=f"{name}/{n}") for n, item in enumerate(value)]
     if isinstance(value, Mapping):
         return dict(value)
     if not is_dataclass(value):
         return value
-    left_out = _add_file(value, arrays, known) if isinstance(value, Media) else ()
+    left_out = _add_file(value, arrays, shared) if isinstance(value, Media) else ()
     row: dict[str, Any] = {}
     for field, default in _defaults(value.__class__):
         item = getattr(value, field)
         if field not in left_out and not (type(item) is type(default) and item == default):
-            row[field] = encode(item, arrays, known=known, name=f"{name}/{field}")
+            row[field] = encode(item, arrays, shared=shared, name=f"{name}/{field}")
     if "path" in row:
         row["path"] = os.path.abspath(row["path"])
     return row
 
 
-def _add_file(media: Media, arrays: Arrays | None, known: Container[str]) -> tuple[str, ...]:
+def _add_file(media: Media, arrays: Arrays | None, shared: Container[str]) -> tuple[str, ...]:
     """Fields that the row does not hold."""
     from saccade.media.blob_file import encoded, root_hash  # brings libraries that few need
 
     root = root_hash(media)
-    if root in known:
+    if root in shared:
         return ("data", "path", "pictures")
     if arrays is not None and media.data is not None and FILES + root not in arrays:
         arrays[FILES + root] = np.frombuffer(encoded(media), np.uint8)
@@ -96,7 +96,7 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 def files_of(sample: Sample) -> dict[str, Media]:
-    """The media of a question by the hash of their file, to be `known` on both sides."""
+    """The media of a question by the hash of their file, to be `shared` on both sides."""
     from saccade.media.blob_file import root_hash
 
     return {root_hash(media): media for media in sample.media}
@@ -106,7 +106,7 @@ def files_of(sample: Sample) -> dict[str, Media]:
 
 
 def decode(
-    kind: Any, row: Any, arrays: Mapping[str, np.ndarray] = NO_ARRAYS, *, known: Mapping[str, Media] = NO_MEDIA
+    kind: Any, row: Any, arrays: Mapping[str, np.ndarray] = NO_ARRAYS, *, shared: Mapping[str, Media] = NO_MEDIA
 ) -> Any:
     """The record of this type, or tuple of records. Raises ValueError where the data is not one,
     and `MissingFile`.
@@ -115,16 +115,16 @@ def decode(
         raise ValueError(f"expected {kind.__name__ if isinstance(kind, type) else kind}, got {row!r:.80}")
     origin, options = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return decode(next(option for option in options if _fits(option, row)), row, arrays, known=known)
+        return decode(next(option for option in options if _fits(option, row)), row, arrays, shared=shared)
     if is_dataclass(kind):
-        return _record(kind, row, arrays, known)
+        return _record(kind, row, arrays, shared)
     if kind is np.ndarray:
         return arrays[row]
     if options == (np.ndarray, ...):
         return tuple(np.split(arrays[row], arrays[f"{row}/lengths"].cumsum()[:-1])) if row else ()
     if origin is tuple:
         kinds = repeat(options[0], len(row)) if options[-1] is ... else options
-        return tuple(decode(option, item, arrays, known=known) for option, item in zip(kinds, row, strict=True))
+        return tuple(decode(option, item, arrays, shared=shared) for option, item in zip(kinds, row, strict=True))
     return row
 
 
@@ -146,7 +146,7 @@ def _fits(kind: Any, value: Any) -> bool:
     return kind is Any or isinstance(value, NoneType if kind is None else kind)
 
 
-def _record(kind: Any, row: Mapping[str, Any], arrays: Mapping[str, np.ndarray], known: Mapping[str, Media]) -> Any:
+def _record(kind: Any, row: Mapping[str, Any], arrays: Mapping[str, np.ndarray], shared: Mapping[str, Media]) -> Any:
     hints, required = _hints(kind)
     strange, missing = row.keys() - hints.keys(), required - row.keys()
     if strange or missing:
@@ -155,10 +155,10 @@ def _record(kind: Any, row: Mapping[str, Any], arrays: Mapping[str, np.ndarray],
     values = {}
     for name, value in row.items():
         try:
-            values[name] = decode(hints[name], value, arrays, known=known)
+            values[name] = decode(hints[name], value, arrays, shared=shared)
         except ValueError as error:
             raise ValueError(f"{kind.__name__}.{name}: {error}") from None
-    return kind(**(values | _file(values, arrays, known) if kind is Media else values))
+    return kind(**(values | _file(values, arrays, shared) if kind is Media else values))
 
 
 @cache
@@ -168,11 +168,11 @@ def _hints(kind: Any) -> tuple[dict[str, Any], set[str]]:
     return get_type_hints(kind), required
 
 
-def _file(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray], known: Mapping[str, Media]) -> dict[str, Any]:
+def _file(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray], shared: Mapping[str, Media]) -> dict[str, Any]:
     """Where the medium of these fields has its content."""
     root = values["hash"].rpartition("-")[0] if values.get("box") else values["hash"]
-    if root in known:
-        return {name: getattr(known[root], name) for name in ("path", "data", "pictures")}
+    if root in shared:
+        return {name: getattr(shared[root], name) for name in ("path", "data", "pictures")}
     if values.get("path") or values.get("pictures"):
         return {}
     if FILES + root not in arrays:

@@ -4,7 +4,7 @@ function that writes it.
 Collected between two steps. With `copy` a file holds its tensors as they are now, in main memory,
 and may be written while training changes them; without, it has to be written before that.
 
-    files = [("optimizer.safetensors", tensor_file(held(optimizer.state(), copy=True)))]
+    files = [("optimizer.safetensors", tensor_file(host_copies(optimizer.state(), copy=True)))]
     write_files(folder, files)
 
 The memory of a copy is kept for the next one: pages that are new to a process cost many times what
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 Writer = Callable[[Path], object]
 File = tuple[str, Writer]  # a path of "" is the folder itself, for what writes several
 
-LEAST_KEPT = 1 << 20  # bytes of a copy; less is not worth a mapping of its own
-_KEPT: defaultdict[int, list[mmap.mmap]] = defaultdict(list)  # bytes → blocks that nothing uses
+LEAST_SPARE = 1 << 20  # bytes of a copy; less is not worth a mapping of its own
+_SPARE: defaultdict[int, list[mmap.mmap]] = defaultdict(list)  # bytes → blocks that nothing uses
 
 
 def write_files(folder: Path, files: Iterable[File]) -> None:
@@ -80,11 +80,11 @@ def _outline(module: Any) -> Any:
 
 
 def on_host(tensor: Tensor, *, copy: bool) -> Tensor:
-    if not copy or tensor.nbytes < LEAST_KEPT:
+    if not copy or tensor.nbytes < LEAST_SPARE:
         return tensor.detach().to("cpu", copy=copy)
     import torch
 
-    blocks = _KEPT[tensor.nbytes]
+    blocks = _SPARE[tensor.nbytes]
     block = blocks.pop() if blocks else new_block(tensor.nbytes)
     view = memoryview(block)  # which the tensor refers to, and all that are made of it
     weakref.finalize(view, blocks.append, block).atexit = False
@@ -102,22 +102,22 @@ def new_block(size: int) -> mmap.mmap:
     return block
 
 
-def kept_bytes() -> int:
+def spare_bytes() -> int:
     """Main memory that waits for the next copy."""
-    return sum(size * len(blocks) for size, blocks in _KEPT.items())
+    return sum(size * len(blocks) for size, blocks in _SPARE.items())
 
 
-def held(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
-    """With `copy` in main memory, tied weights as one tensor, which is written once. Without, where
-    they are: whoever writes a file moves no more than that file at a time.
+def host_copies(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
+    """Copies in main memory, tied weights as one tensor, which is written once. Without `copy` the
+    tensors themselves: whoever writes a file moves no more than that file at a time.
     """
-    known: dict[Any, Tensor] = {}
+    copies: dict[Any, Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:
         start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
         place = (*start, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        if place not in known:
-            known[place] = on_host(tensor, copy=True)
-        return known[place]
+        if place not in copies:
+            copies[place] = on_host(tensor, copy=True)
+        return copies[place]
 
     return {name: once(t) if copy else t.detach() for name, t in tensors.items()}

@@ -30,7 +30,7 @@ class Scoring:
     ban: bool = True  # remove the ids that are never sampled
 
 
-OWN = Scoring(ban=False)  # of the model itself, for what it did not sample
+MODEL_SCORING = Scoring(ban=False)  # the distribution of the model itself, for what it did not sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Trainer(Protocol):
 
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...], int]]: ...
 
-    def kept_bytes(self) -> int: ...
+    def spare_bytes(self) -> int: ...
 
     def saved_bytes(self) -> int: ...
 

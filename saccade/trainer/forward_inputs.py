@@ -1,7 +1,7 @@
 """What a forward and a loss read, on the device. The former is made one forest ahead, in a thread,
 while the device works.
 
-inputs = Ahead(lambda batch: inputs_of(batch, family, device, dtype, pixels=True))
+inputs = InputPrefetcher(lambda batch: inputs_of(batch, family, device, dtype, pixels=True))
 inputs.begin(following)
 ...                                                    # backward of this one
 inputs.get(following)
@@ -75,8 +75,8 @@ def column(values: np.ndarray | None, like: Tensor, dtype: torch.dtype | None = 
     return to_device(values, like.device).to(dtype or like.dtype)
 
 
-class Ahead:
-    """Inputs of one forest that were begun earlier; others are made when they are asked for."""
+class InputPrefetcher:
+    """Makes the inputs of the next forest in a thread; those of any other when they are asked for."""
 
     def __init__(self, make: Callable[[Batch], Inputs]) -> None:
         self.make = make

@@ -30,10 +30,10 @@ from saccade.models.families import Family
 from saccade.models.files import require_same
 from saccade.models.heads import SavedHead, language_head, read_scores, without_head
 from saccade.models.load import banned_mask, hidden_states, media_inputs, negated
-from saccade.system.contents import File, held, kept_bytes, tensor_file
+from saccade.system.contents import File, host_copies, spare_bytes, tensor_file
 from saccade.trainer import Loss, Scoring, Update, model_state
 from saccade.trainer.checkpointing import Recompute
-from saccade.trainer.forward_inputs import Ahead, FeatureCache, Inputs, inputs_of
+from saccade.trainer.forward_inputs import FeatureCache, InputPrefetcher, Inputs, inputs_of
 from saccade.trainer.losses import routers_of, with_balance
 from saccade.trainer.optimizer import Optimizer
 from saccade.trainer.optimizer_files import load_optimizer, optimizer_file
@@ -69,9 +69,9 @@ class LocalBackend:
         self.banned = banned_mask(family, self.device)
         self.oom_splits = 0
         # Who only scores sees a picture once a step: nothing is kept for it.
-        self._seen, self._towers_stand = FeatureCache(), False
-        self._inputs = Ahead(
-            lambda batch: inputs_of(batch, family, self.device, self.dtype, pixels=not self._towers_stand)
+        self._seen, self._towers_frozen = FeatureCache(), False
+        self._inputs = InputPrefetcher(
+            lambda batch: inputs_of(batch, family, self.device, self.dtype, pixels=not self._towers_frozen)
         )
         self.optimizer: Optimizer | None = None
         self.averages: dict[str, Tensor] = {}  # of `blend`, fp32
@@ -84,11 +84,11 @@ class LocalBackend:
             model.named_parameters(), train, lr_scale=lambda n: scales.get(family.tower_of(n), 1.0)
         )
         self.recompute = Recompute(model, checkpointing)
-        if kept := model_state.kept_in_eval(model):
+        if kept := model_state.modules_in_eval(model):
             why = "so that the policy that learns is the one that answers"
             log.info("%d dropouts and batch norms (%s, …) stay off in training, %s", len(kept), kept[0], why)
         self.routers, self.aux_coef = routers_of(model, train.aux_coef), train.aux_coef
-        self._towers_stand = not any(
+        self._towers_frozen = not any(
             p.requires_grad for n, p in model.named_parameters() if family.tower_of(n) != "llm"
         )
 
@@ -278,7 +278,7 @@ class LocalBackend:
             self.optimizer.step(lr, norm=norm)
             if self.follower is not None:
                 average, share = self.follower
-                average.blend(self.held_weights(), share)
+                average.blend(self.local_weights(), share)
         else:
             self.optimizer.clear()
         return Update(metrics=metrics, skipped=not finite)
@@ -292,7 +292,7 @@ class LocalBackend:
         """As a checkpoint holds them: adapters are merged in."""
         yield from lora.merged(self.model)
 
-    def held_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def local_weights(self) -> Iterator[tuple[str, Tensor]]:
         """What this process holds of them, to be written to."""
         return self.weights()
 
@@ -306,21 +306,21 @@ class LocalBackend:
 
     @torch.no_grad()
     def blend(self, source: Iterable[tuple[str, Tensor]], share: float) -> None:
-        """Follow the `held_weights` of another model, as a reference does: mine = share * source +
+        """Follow the `local_weights` of another model, as a reference does: mine = share * source +
         (1 - share) * mine, in fp32. A share of 1 is a copy.
         """
         assert self.optimizer is None, "a model that trains follows its optimizer"
         assert 0 < share <= 1, share
-        model_state.blend_into(dict(self.held_weights()), dict(source), share, self.averages)
+        model_state.blend_into(dict(self.local_weights()), dict(source), share, self.averages)
         self.forget_features()
 
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...], int]]:
         """Name, shape and bytes of each weight."""
         return list(lora.merged_shapes(self.model))
 
-    def kept_bytes(self) -> int:
+    def spare_bytes(self) -> int:
         """Main memory that waits for the next copy of a checkpoint."""
-        return kept_bytes()
+        return spare_bytes()
 
     def saved_bytes(self) -> int:
         """The size of `model_files` and `state_files` together."""
@@ -340,7 +340,7 @@ class LocalBackend:
     def weight_file(self, *, copy: bool = False) -> File:
         """Weights alone, for a model that no folder could give back."""
         averages = {f"{AVERAGE}{name}": average for name, average in self.averages.items()}
-        return WEIGHTS, tensor_file(held(dict(self.weights()) | averages, copy=copy))
+        return WEIGHTS, tensor_file(host_copies(dict(self.weights()) | averages, copy=copy))
 
     @torch.no_grad()
     def load_weights(self, folder: Path) -> None:

@@ -15,7 +15,7 @@ from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.errors import ConfigError
 from saccade.forest.batch import Batch
 from saccade.models import experts
-from saccade.trainer import OWN, Objective, Reader, Scoring
+from saccade.trainer import MODEL_SCORING, Objective, Reader, Scoring
 from saccade.trainer.forward_inputs import column, loss_inputs
 
 AUX_METRICS = {"policy": "moe/aux_loss", "critic": "moe/aux_loss_critic"}
@@ -32,7 +32,7 @@ class PolicyLoss:
 
     def read(self, trainer: Reader, batch: Batch) -> Objective:
         if batch.advantages is None:  # a demonstration, beside what was sampled
-            new, _ = trainer.read(batch, OWN)
+            new, _ = trainer.read(batch, MODEL_SCORING)
             shown, scales = {"policy/ptx_loss": -new}, column(batch.per_read("scales"), new)
             return partial(imitation_objective, -new, shown, scales)
         asked = self.algorithm.entropy_coef != 0

@@ -12,7 +12,7 @@ from saccade.models import lora
 from saccade.models.files import require_same
 from saccade.models.heads import head_file, without_head
 from saccade.registry import HOOKS
-from saccade.system.contents import File, held, pretrained
+from saccade.system.contents import File, host_copies, pretrained
 
 
 def model_files(model: nn.Module, *, copy: bool, sharded: bool = False) -> list[File]:
@@ -23,7 +23,7 @@ def model_files(model: nn.Module, *, copy: bool, sharded: bool = False) -> list[
         if lora.is_adapted(model):
             files = lora.files(model, copy=copy)
         else:
-            state = lora.whole_state(model, copy=copy) if sharded else held(model.state_dict(), copy=copy)
+            state = lora.whole_state(model, copy=copy) if sharded else host_copies(model.state_dict(), copy=copy)
             files = [("", pretrained(model, state))]
     if head is not None:
         files.append(head_file(head, copy=copy))
@@ -62,7 +62,7 @@ def set_training(model: nn.Module) -> None:
         module.training = name == "" or hasattr(module, "gradient_checkpointing") or ".lora_" in name
 
 
-def kept_in_eval(model: nn.Module) -> list[str]:
+def modules_in_eval(model: nn.Module) -> list[str]:
     """Modules that would compute something else in training, if they were not kept in eval mode."""
     kinds = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm
     found = ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))

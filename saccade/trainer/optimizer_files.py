@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from saccade.errors import EnvironmentProblem
-from saccade.system.contents import File, held, tensor_file
+from saccade.system.contents import File, host_copies, tensor_file
 from saccade.trainer.optimizer import COUNTS, Optimizer
 
 
 def optimizer_file(optimizer: Optimizer, *, copy: bool) -> File:
     """The part of this process."""
     ranges = {"ranges": json.dumps(optimizer.ranges())} if optimizer.world > 1 else None
-    return _name(optimizer.rank, optimizer.world), tensor_file(held(optimizer.state(), copy=copy), ranges)
+    return _name(optimizer.rank, optimizer.world), tensor_file(host_copies(optimizer.state(), copy=copy), ranges)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from saccade.forest.batch import Batch
 from saccade.models import lora
-from saccade.system.contents import File, held, tensor_file
+from saccade.system.contents import File, host_copies, tensor_file
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 
@@ -23,28 +23,28 @@ STATE = "adapters.safetensors"
 class AdapterReference:
     def __init__(self, policy: LocalBackend) -> None:
         self.policy = policy
-        self.held: dict[str, Tensor] = {}  # adapters of an earlier step; empty: none
+        self.adapters: dict[str, Tensor] = {}  # adapters of an earlier step; empty: none
 
     def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]:
         model = self.policy.model
-        with lora.exchanged(model, self.held) if self.held else lora.switched_off(model):
+        with lora.swapped_adapters(model, self.adapters) if self.adapters else lora.switched_off(model):
             return self.policy.logprobs(batches, scoring)
 
     def blend(self, source: Iterable[tuple[str, Tensor]], share: float) -> None:
         """`source` is the policy, whose adapters are at hand."""
         assert share == 1, "a blend of weights is no adapter"
-        self.held = lora.copied(self.policy.model)
+        self.adapters = lora.copied(self.policy.model)
 
     def saved_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.held.values())
+        return sum(tensor.nbytes for tensor in self.adapters.values())
 
     def state_files(self, *, copy: bool = False) -> Iterator[File]:
-        yield STATE, tensor_file(held(self.held, copy=copy))
+        yield STATE, tensor_file(host_copies(self.adapters, copy=copy))
 
     def load_state(self, folder: Path) -> None:
         from safetensors.torch import load_file
 
-        self.held = {n: t.to(self.policy.device) for n, t in load_file(folder / STATE).items()}
+        self.adapters = {n: t.to(self.policy.device) for n, t in load_file(folder / STATE).items()}
 
 
 # What a KL term compares with: frozen, unless it follows the policy.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn.functional import silu, softplus
 
-from saccade.engines.embedded.sampling import kept_ids, sample
+from saccade.engines.embedded.sampling import allowed_ids, sample
 from saccade.forest.attention import first_seen
 from saccade.forest.logprobs import sampling_logits
 from saccade.plugins.gpu import decode_state as fields
@@ -118,7 +118,7 @@ def cut(logits, *, temperature, top_p, state, banned):
     rows = (temperature, state[fields.TOP_K], top_p, state[fields.LENGTH])
     for row, (heat, k, p, length) in enumerate(zip(*(x.tolist() for x in rows), strict=True)):
         if heat > 0 and length >= 0 and (k > 0 or p < 1):
-            kept = kept_ids(sampling_logits(logits[row : row + 1], heat, banned), k, p)[0]
+            kept = allowed_ids(sampling_logits(logits[row : row + 1], heat, banned), k, p)[0]
             levels = levels_of(logits[row])
             floors[0, row] = levels[kept].min()
             floors[1, row] = (kept & (levels == floors[0, row])).nonzero().max()

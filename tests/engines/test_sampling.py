@@ -5,7 +5,7 @@ import pytest
 import torch
 from pytest import approx
 
-from saccade.engines.embedded.sampling import kept_ids, keyed_gumbel, sample
+from saccade.engines.embedded.sampling import allowed_ids, keyed_gumbel, sample
 from saccade.types import Sampling
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.5, -torch.inf]])
@@ -100,7 +100,7 @@ def test_kept_ids():
     scores = torch.log(torch.tensor([[0.4, 0.1, 0.3, 0.2], [0.25, 0.25, 0.25, 0.25]]))
 
     def kept(top_k=-1, top_p=1.0):
-        return [np.flatnonzero(row).tolist() for row in kept_ids(scores, top_k, top_p).numpy()]
+        return [np.flatnonzero(row).tolist() for row in allowed_ids(scores, top_k, top_p).numpy()]
 
     assert kept(top_k=2)[0] == [0, 2] and len(kept(top_k=2)[1]) == 2
     assert kept(top_p=0.39)[0] == [0]  # the first that reaches p is kept
@@ -111,4 +111,4 @@ def test_kept_ids():
     assert kept(top_k=2, top_p=0.5)[0] == [0]
     assert kept(top_k=99)[0] == [0, 1, 2, 3]
     banned = torch.tensor([[1.0, -torch.inf, 0.0]])
-    assert kept_ids(banned, 3, 1.0).tolist() == [[True, False, True]]
+    assert allowed_ids(banned, 3, 1.0).tolist() == [[True, False, True]]

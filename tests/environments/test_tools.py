@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from saccade.config import EnvConfig
-from saccade.environments import Own, Setting, build, instruction, problems, stop_strings, sweep_problems
+from saccade.environments import Setting, UserCode, build, instruction, problems, stop_strings, sweep_problems
 from saccade.media.images import decode
 from saccade.plugins.verifiers.extract import extract
 from saccade.types import Message, Sample
@@ -30,8 +30,8 @@ def named(name: str, **arguments) -> str:
 
 @pytest.fixture
 def begin(image):
-    def begun(setting=SETTING, own=None, pictures=1, **options):
-        environment = build(EnvConfig(**{"name": "crop"} | options), setting, own)
+    def begun(setting=SETTING, user=None, pictures=1, **options):
+        environment = build(EnvConfig(**{"name": "crop"} | options), setting, user)
         shown = [image(200, 100, seed) for seed in range(pictures)]
         sample = Sample(id="s", messages=(Message(role="user", parts=(*shown, "Where?")),))
         assert environment.reset(sample, 0) == sample.messages
@@ -168,7 +168,7 @@ def test_arguments_of_the_wrong_type_are_told_to_the_policy(begin):
     ) -> str:
         return words.upper()
 
-    play = begin(own=Own(tools={"search": search}), call="tool_call", tools=["m.py:search"])
+    play = begin(user=UserCode(tools={"search": search}), call="tool_call", tools=["m.py:search"])
 
     def heard(name, **arguments):
         step = play.step(said(named(name, **arguments)))
@@ -200,8 +200,8 @@ def test_functions_of_ones_own(begin, image):
     def crash() -> str:
         raise OSError("the disk is full")
 
-    own = Own(tools={f.__name__: f for f in (search, mirror, seal, crash)})
-    environment = begin(own=own, call="tool_call", tools=["m.py:search"])
+    user = UserCode(tools={f.__name__: f for f in (search, mirror, seal, crash)})
+    environment = begin(user=user, call="tool_call", tools=["m.py:search"])
     texts = {
         named("search", words="cats"): "Result of request 1: cats x3",
         named("search", words=""): "Request 2 failed: nothing to look for.",
@@ -217,7 +217,7 @@ def test_functions_of_ones_own(begin, image):
     assert environment.step(said(named("seal"))).info["tool_calls"][-1]["observation"] == 3
     with pytest.raises(OSError, match="disk"):
         environment.step(said(named("crash")))
-    told = instruction(EnvConfig(name="tools", tools=["m.py:search"]), own.descriptions)
+    told = instruction(EnvConfig(name="tools", tools=["m.py:search"]), user.descriptions)
     assert "- search: Finds things. Slowly; arguments words: str, limit: int = 3." in told
     assert "- mirror: Shows a picture from behind; arguments source: str." in told
 

@@ -13,7 +13,7 @@ from saccade.plugins.families.door import cast
 from saccade.plugins.media import sounds
 from saccade.plugins.preferences.pairs import compared
 from saccade.recipes.to_trajectory import dialogue
-from saccade.trainer import OWN
+from saccade.trainer import MODEL_SCORING
 from saccade.trainer.local import LocalBackend
 from saccade.types import Message, Request, Sample, Sampling
 
@@ -84,8 +84,8 @@ def assert_forests_are_plain_rows(model, family, sample):
     """The media stand in the trunk once, the scores are those of single rows."""
     forest, backend = forest_of(sample, family), LocalBackend(model, family)
     assert len(forest.media) == len(sample.messages[0].media) and len(forest.keys) == 2
-    ((together, _),) = backend.logprobs([forest], OWN)
-    apart = [backend.logprobs([row], OWN)[0][0] for row in rows_of(sample, family)]
+    ((together, _),) = backend.logprobs([forest], MODEL_SCORING)
+    apart = [backend.logprobs([row], MODEL_SCORING)[0][0] for row in rows_of(sample, family)]
     assert np.abs(together - np.concatenate(apart)).max() < 1e-5
 
 

@@ -15,7 +15,7 @@ from saccade.media.images import ImageError, open_media
 from saccade.media.kinds import decode
 from saccade.plugins.media import sounds
 from saccade.recipes.sft import SUPERVISED
-from saccade.trainer import OWN
+from saccade.trainer import MODEL_SCORING
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
 from tests.models.against import CPU, ask, assert_forests_are_plain_rows, noise, ours, pair, rows_of, theirs
@@ -130,7 +130,7 @@ def test_rows_with_sound_train_in_forests_and_reach_the_tower(family, load):
     backend, row = LocalBackend(learning, family, TrainConfig(lr=1e-3)), rows_of(sample, family)[1:]
     losses = []
     for _ in range(4):
-        update = backend.train_step(select.write_supervision(row), PolicyLoss(SUPERVISED, OWN), lr=1e-2)
+        update = backend.train_step(select.write_supervision(row), PolicyLoss(SUPERVISED, MODEL_SCORING), lr=1e-2)
         losses.append(update.metrics.means()["policy/loss"])
     assert losses[-1] < losses[0] - 0.3
     assert not torch.equal(before, learning.base_model.audio_tower.conv1.weight)

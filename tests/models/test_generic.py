@@ -31,7 +31,7 @@ from saccade.recipes.sft import SUPERVISED
 from saccade.recipes.to_trajectory import dialogue
 from saccade.run.checkpoint import copy_processor
 from saccade.system.contents import write_files
-from saccade.trainer import OWN
+from saccade.trainer import MODEL_SCORING
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Message, Sample
@@ -106,7 +106,7 @@ def test_a_kind_is_proved_trained_and_exported(kind, name, tmp_path):
     batches = select.write_supervision(pack([dialogue(sample, family, "assistant")], micro_tokens=4096))
     backend = LocalBackend(model, family, TrainConfig())
     losses = [
-        backend.train_step(batches, PolicyLoss(SUPERVISED, OWN), lr=1e-2).metrics.means()["policy/loss"]
+        backend.train_step(batches, PolicyLoss(SUPERVISED, MODEL_SCORING), lr=1e-2).metrics.means()["policy/loss"]
         for _ in range(3)
     ]
     assert losses[-1] < losses[0] - 0.05

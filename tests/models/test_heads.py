@@ -13,7 +13,7 @@ from saccade.models.families import load_family
 from saccade.models.heads import attach_score, head_file, without_head
 from saccade.models.load import load_model
 from saccade.plugins.families.tiny import build
-from saccade.plugins.reward_models.reward_card import Card
+from saccade.plugins.reward_models.reward_card import RewardCard
 from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward, start_critic
 from saccade.system.contents import write_files
 
@@ -41,7 +41,7 @@ def test_an_untied_language_head_is_freed(tmp_path, tied):
     assert (head() is model.model.embed_tokens.weight) if tied else (head() is None)
 
 
-CARD = Card(kind="scalar", heads=("a", "b"))
+CARD = RewardCard(kind="scalar", heads=("a", "b"))
 
 
 def made(model, card):

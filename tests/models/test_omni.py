@@ -27,7 +27,7 @@ from saccade.models.families import load_family
 from saccade.models.load import hidden_states, load_model
 from saccade.plugins.media import videos
 from saccade.recipes.sft import SUPERVISED
-from saccade.trainer import OWN
+from saccade.trainer import MODEL_SCORING
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
 from tests.models.against import (
@@ -139,7 +139,7 @@ def test_gradients_of_a_forest_are_those_of_transformers_on_rows(family, load, m
     seen = {}
     monkeypatch.setattr(backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients))
     forest = select.write_supervision([forest_of(PAIR, family)])
-    update = backend.train_step(forest, PolicyLoss(SUPERVISED, OWN), lr=0.0)
+    update = backend.train_step(forest, PolicyLoss(SUPERVISED, MODEL_SCORING), lr=0.0)
     theirs = Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(family.path)
     losses = []
     for row in rows_of(PAIR, family):

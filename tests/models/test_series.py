@@ -23,7 +23,7 @@ from saccade.plugins.series import series_tower
 from saccade.plugins.series.series_files import open_series
 from saccade.recipes.sft import SUPERVISED
 from saccade.system.contents import write_files
-from saccade.trainer import OWN, Scoring
+from saccade.trainer import MODEL_SCORING, Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Group, Request, Sample, Sampling
@@ -162,7 +162,7 @@ def test_a_group_shares_its_series_and_gradients_reach_the_encoder(plugged):
     freeze(learning, family, "freeze:llm")
     backend = LocalBackend(learning, family, TrainConfig())
     words = learning.get_input_embeddings().weight.detach().clone()
-    rows, loss = select.write_supervision(apart), PolicyLoss(SUPERVISED, OWN)
+    rows, loss = select.write_supervision(apart), PolicyLoss(SUPERVISED, MODEL_SCORING)
     losses = [backend.train_step(rows, loss, lr=1e-2).metrics.means()["policy/loss"] for _ in range(6)]
     assert losses[-1] < losses[0] - 0.01
     after = dict(learning.series.named_parameters())

@@ -70,7 +70,7 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
     optimizers: Any = first.optimizer, second.optimizer
     after = [divided.train(one, CASES["critic"], batches, steps=1)[-1] for one in (first, second)]
     found["resumed"] = equal(*(one.state() for one in optimizers)) and equal(*after)
-    for name, weight in second.held_weights():
+    for name, weight in second.local_weights():
         if rank == 3 and "layers.0" in name:
             weight += 1
     found["differ"] = optimizers[1].same_everywhere()

@@ -56,7 +56,7 @@ def averaged(family: Family, backend: type[LocalBackend]) -> LocalBackend:
     policy = made(case, family, DividedOptimizer if backend is ShardedBackend else Optimizer, backend)
     average = backend(divided.fresh(family, torch.bfloat16), family)
     for _ in range(2):
-        average.blend(policy.held_weights(), 0.25)
+        average.blend(policy.local_weights(), 0.25)
     return average
 
 
@@ -83,7 +83,7 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
     dist.barrier()
     again.load_state(folder / "average-0")
     found["average"] = [
-        equal(*(dict(one.held_weights()) for one in (average, again))),
+        equal(*(dict(one.local_weights()) for one in (average, again))),
         equal(average.averages, again.averages),
         average.saved_bytes(),
     ]

@@ -79,10 +79,10 @@ def test_records_come_back_as_they_were(records, name):
 
 def test_files_that_the_reader_has_are_only_named(records):
     sample, arrays = records["sample"], {}
-    known = files_of(sample)
-    row = encode(sample, arrays, known=known)
+    shared = files_of(sample)
+    row = encode(sample, arrays, shared=shared)
     assert not arrays and "path" not in str(row)
-    assert decode(Sample, row, known=known) == sample
+    assert decode(Sample, row, shared=shared) == sample
     with pytest.raises(MissingFile) as missing:
         decode(Sample, row)
     assert missing.value.args[0] == sample.media[0].hash

@@ -14,7 +14,7 @@ from saccade.plugins.judges.service_protocol import read_samples, request_for
 from saccade.plugins.preferences.pairs import compared
 from saccade.plugins.reward_models import learned_reward
 from saccade.plugins.reward_models.learned_reward import LearnedReward
-from saccade.plugins.reward_models.reward_card import Card, judged
+from saccade.plugins.reward_models.reward_card import RewardCard, judged
 from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward
 from saccade.plugins.reward_models.reward_losses import RatingLoss, of_pairs, ratings, train_ratings
 from saccade.plugins.reward_models.reward_model_term import Learned, conversation_of
@@ -47,7 +47,7 @@ def samples(image) -> list[Sample]:
     return [Sample(id=f"s{n}", messages=q, candidates=(a, b)) for n, (q, a, b) in enumerate(rows)]
 
 
-CARD = Card(kind="scalar", heads=("a", "b"))
+CARD = RewardCard(kind="scalar", heads=("a", "b"))
 
 
 def model_of(family, pooling: str = "last", heads: int = 2, dtype=torch.float32, **changes):
@@ -195,7 +195,7 @@ def test_one_bad_sample_costs_its_own_score_and_terms_share_a_forward_pass(famil
         return ratings(backend, batches)
 
     monkeypatch.setattr(learned_reward, "ratings", counted)
-    card = Card(kind="scalar", heads=("a", "b"), statistics={"a": (0.5, 2.0)})
+    card = RewardCard(kind="scalar", heads=("a", "b"), statistics={"a": (0.5, 2.0)})
     model = LearnedReward(model_of(family), family, card)
     waiting = Learned(lambda path: model)
     terms = [{"path": "p", "head": "a"}, {"path": "p", "head": "a", "normalise": True}]

@@ -91,7 +91,7 @@ def sample(logits: Tensor, sampling: Sampling, *, banned: Tensor | None, keys: T
     scores = sampling_logits(logits, 1.0 if greedy else sampling.temperature, banned)
     kept = None
     if sampling.truncated and not greedy:
-        kept = kept_ids(scores, sampling.top_k, sampling.top_p)
+        kept = allowed_ids(scores, sampling.top_k, sampling.top_p)
         scores = scores.masked_fill(~kept, -torch.inf)
     # argmax(z + Gumbel noise) is a draw from softmax(z).
     ids = (scores if greedy else scores + keyed_gumbel(keys, index, scores.shape[-1])).argmax(-1)
@@ -99,7 +99,7 @@ def sample(logits: Tensor, sampling: Sampling, *, banned: Tensor | None, keys: T
     return Drawn(ids=ids, logprobs=chosen - scores.logsumexp(-1), kept=kept)
 
 
-def kept_ids(scores: Tensor, top_k: int, top_p: float) -> Tensor:
+def allowed_ids(scores: Tensor, top_k: int, top_p: float) -> Tensor:
     """[B, V] bool: the k likeliest, then the fewest whose mass reaches p. One at least is kept; of
     ids that are equally likely the lower ones.
     """

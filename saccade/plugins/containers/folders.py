@@ -15,7 +15,7 @@ from saccade.data.chats import RowError
 from saccade.data.sources import FILES, Address, Row, record, stem_of, suffix_of
 from saccade.errors import DataError, EnvironmentProblem, SaccadeError
 from saccade.plugins.containers.table_files import BATCH, in_parts
-from saccade.user_code import own_module, raised_at
+from saccade.user_code import raised_at, user_module
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 SAVED = ("dataset_dict.json", "state.json")  # one of them is in a folder of `save_to_disk`
@@ -29,7 +29,7 @@ def python_rows(address: Address) -> tuple[Iterator[Row], Path]:
 
 def _loaded(path: Path, split: str) -> Iterator[Row]:
     try:
-        load = getattr(own_module(path), "load", None)
+        load = getattr(user_module(path), "load", None)
         if not callable(load):
             raise DataError(f"{path}: needs a function load(split) that returns rows")
         yield from map(record, load(split))

@@ -156,7 +156,7 @@ def any_family(family: Family, trust_remote_code: bool) -> Family:
     known = min(len(banned), len(family.banned))
     banned[:known], banned[known:] = family.banned[:known], True
     banned[[i for i in reader.special() - plain.eos_ids if i < len(banned)]] = True
-    positions = text_or_own_positions(model, reader)
+    positions = text_or_model_positions(model, reader)
     media_ids = torch.from_numpy(reader.media_ids)
 
     def embed(model: Any, ids: Tensor, places: Tensor, features: Tensor) -> dict[str, Any]:
@@ -234,13 +234,13 @@ def leave_drawing(model: Any) -> None:
             parameter.requires_grad_(False)
 
 
-def text_or_own_positions(model: Any, reader: PictureReader) -> Any:
+def text_or_model_positions(model: Any, reader: PictureReader) -> Any:
     """(length, spans) → [axes, length], by the model's own function where it has one."""
     skeleton = next((part for part in (model, model.base_model) if hasattr(part, "get_rope_index")), None)
     if skeleton is None:
 
         def counted(length: int, spans: tuple[MediaSpan, ...]) -> np.ndarray:
-            reader.require_known(spans)
+            reader.require_compatible(spans)
             return np.arange(length)[None]
 
         return counted
@@ -276,7 +276,7 @@ def text_or_own_positions(model: Any, reader: PictureReader) -> Any:
         return found[:, 0, :end].long().numpy()
 
     def positions(length: int, spans: tuple[MediaSpan, ...]) -> np.ndarray:
-        reader.require_known(spans)
+        reader.require_compatible(spans)
         places = tuple((span.start, span.length) for span in spans)
         found = until_last(places, tuple(span.media for span in spans))
         after = np.arange(length - found.shape[1]) + 1 + found.max(initial=-1)

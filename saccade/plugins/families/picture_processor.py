@@ -349,7 +349,7 @@ class PictureReader:
             raise DataError(f"{media.path or media.hash[:12]}: {what}; leave it out")
         return row
 
-    def require_known(self, spans: Sequence[MediaSpan]) -> None:
+    def require_compatible(self, spans: Sequence[MediaSpan]) -> None:
         """Refuse media that may not stand in one row."""
         kinds = {span.media.kind for span in spans}
         for kind in kinds - {"image"} if "image" in kinds else ():

@@ -41,7 +41,7 @@ Forward = Callable[..., Any]
 PARALLEL = {"self_attn", "mlp", "input_layernorm"}
 PARTS = {*PARALLEL, "post_attention_layernorm"}
 SANDWICH = {*PARTS, "pre_feedforward_layernorm", "post_feedforward_layernorm"}
-OWN_INPUTS = {*SANDWICH, "per_layer_input_gate", "act_fn", "per_layer_projection", "post_per_layer_input_norm"}
+PER_LAYER_INPUTS = {*SANDWICH, "per_layer_input_gate", "act_fn", "per_layer_projection", "post_per_layer_input_norm"}
 HALVES = ("gate_proj", "up_proj")
 
 
@@ -319,7 +319,10 @@ def _add_norm(
     return total, type(norm).forward(norm, total)
 
 
-BUILDS = ((PARTS, _layer), (PARALLEL, _parallel_layer), (SANDWICH, _sandwich_layer), (OWN_INPUTS, _sandwich_layer))
+BUILDS = (
+    *((PARTS, _layer), (PARALLEL, _parallel_layer)),
+    *((SANDWICH, _sandwich_layer), (PER_LAYER_INPUTS, _sandwich_layer)),
+)
 
 
 def _usual(layer: Any) -> bool:

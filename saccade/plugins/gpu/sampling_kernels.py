@@ -36,7 +36,7 @@ Support = tuple[Tensor, Tensor, Tensor]
 
 def cut(logits: Tensor, *, temperature: Tensor, top_p: Tensor, state: Tensor, banned: Mask) -> Tensor:
     """[2, B] int32: the lowest level that is kept of each row of logits [B, V], and the last id at
-    that level, as `sampling.kept_ids` keeps them. All for rows that are idle, greedy, or have
+    that level, as `sampling.allowed_ids` keeps them. All for rows that are idle, greedy, or have
     neither top_k (> 0) nor top_p [B] (< 1). `state` as in decode_state.py.
     """
     count, vocabulary = len(temperature), logits.shape[1]

@@ -33,7 +33,7 @@ from saccade.recipes import model_setup, offline_loop, parts, questions
 from saccade.run.folder import write_whole
 from saccade.run.quarantine import decode_error
 from saccade.run.training_run import Run
-from saccade.trainer import OWN, Trainer
+from saccade.trainer import MODEL_SCORING, Trainer
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.reference import Reference
 from saccade.types import Group, Sample
@@ -133,7 +133,7 @@ def _validation_sets(config: Config, family: Family, options: PreferenceLoss) ->
 
 def scored(model: Reference | Trainer, batches: Sequence[Batch]) -> list[np.ndarray]:
     """Log-probs of whole responses."""
-    found = model.logprobs(batches, OWN)
+    found = model.logprobs(batches, MODEL_SCORING)
     return [
         np.bincount(batch.sequence, weights=new.astype(np.float64), minlength=len(batch.keys))
         for batch, (new, _) in zip(batches, found, strict=True)

@@ -27,7 +27,7 @@ from saccade.data.sources import Row
 from saccade.errors import ConfigError, DataError, SaccadeError
 from saccade.plugins.preferences.preference_rows import OTHER
 from saccade.registry import Table
-from saccade.user_code import own_symbol, raised_at
+from saccade.user_code import raised_at, user_symbol
 
 MAIN = "preference"  # the head that every row labels
 
@@ -72,7 +72,7 @@ def load_mapping(name: str) -> Callable[..., Any]:
     if not name.rpartition(":")[0].endswith(".py"):
         helps = "write `def NAME(row): return Pair(…)` in file.py (docs/data.md has an example), then file.py:NAME"
         raise ConfigError(f"data.mapping={name}: expected one of {', '.join(MAPPINGS)}, or file.py:function; {helps}")
-    return own_symbol(name, f"data.mapping={name}")
+    return user_symbol(name, f"data.mapping={name}")
 
 
 def mapped(

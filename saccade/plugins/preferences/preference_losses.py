@@ -30,7 +30,7 @@ from saccade.algorithms.objective import LossSums, mean_of
 from saccade.algorithms.table import Entry, NotNegative, Smoothing, add, parsed
 from saccade.config import Config, DpoConfig
 from saccade.forest.batch import Batch
-from saccade.trainer import OWN, Objective, Reader
+from saccade.trainer import MODEL_SCORING, Objective, Reader
 
 Losses = tuple[Tensor, dict[str, Tensor]]
 Sides = tuple[Tensor, Tensor]  # chosen and rejected, [P] each
@@ -209,7 +209,7 @@ class PreferenceLoss:
         return self.loss not in WITHOUT_REFERENCE
 
     def read(self, trainer: Reader, batch: Batch) -> Objective:
-        new, _ = trainer.read(batch, OWN)
+        new, _ = trainer.read(batch, MODEL_SCORING)
         sequence, chosen, lengths, ref = (
             None if array is None else torch.from_numpy(array).to(new.device)
             for array in (batch.sequence, _is_chosen(batch), batch.lengths, batch.ref_totals)

@@ -43,14 +43,14 @@ from saccade.plugins.ranks.parted import parted_by
 from saccade.plugins.ranks.rank_rewards import Question, rate
 from saccade.plugins.ranks.team import RankSettings
 from saccade.plugins.reward_models.learned_reward import LearnedReward, load_learned
-from saccade.plugins.reward_models.reward_card import Card, write_card
+from saccade.plugins.reward_models.reward_card import RewardCard, write_card
 from saccade.plugins.reward_models.reward_losses import bound_scale
 from saccade.plugins.reward_models.reward_rows import rows_of
 from saccade.recipes import model_setup
 from saccade.recipes.engines import settings_of
 from saccade.registry import HOOKS
 from saccade.system.codec import Arrays, decode
-from saccade.system.contents import File, kept_bytes, write_files
+from saccade.system.contents import File, spare_bytes, write_files
 from saccade.system.disk import refusal
 from saccade.system.process import Block, Channel, connect, listen
 from saccade.trainer import Loss, Scoring
@@ -60,7 +60,7 @@ CALLS = (
     *("add_part", "drop_part", "add_reward", "rate", "update_weights", "blend", "repeats"),
     *("logprobs", "values", "train_step", "measure"),
     *("share", "unshare", "change", "change_back", "weight_shapes"),
-    *("write_card", "kept_bytes", "saved_bytes", "collect", "write", "load_state"),
+    *("write_card", "spare_bytes", "saved_bytes", "collect", "write", "load_state"),
 )
 Outputs = Sequence[Any]  # of each batch, two arrays
 WAIT_LIMIT = 3600.0  # seconds that a rank waits for another one
@@ -212,7 +212,7 @@ class RankWorker(Worker):
         return decode_loss(row, self.algorithm, self.parts.get("teacher"))
 
     def blend(self, part: str, share: float) -> None:
-        self.parts[part].blend(self.policy.held_weights(), share)
+        self.parts[part].blend(self.policy.local_weights(), share)
 
     def repeats(self, part: str) -> Any:
         return self.parts[part].repeats()
@@ -238,13 +238,13 @@ class RankWorker(Worker):
         self._changed.close()
 
     def write_card(self, part: str, card: Mapping[str, Any]) -> None:
-        write_card(self.policy.model, Card(**card))
+        write_card(self.policy.model, RewardCard(**card))
 
     def weight_shapes(self, part: str) -> list[Any]:
         return self.parts[part].weight_shapes()
 
-    def kept_bytes(self, part: str) -> int:
-        return kept_bytes()
+    def spare_bytes(self, part: str) -> int:
+        return spare_bytes()
 
     def saved_bytes(self, part: str) -> int:
         """The bytes that this rank writes."""

@@ -17,7 +17,7 @@ from saccade.forest.packing import deal
 from saccade.models.families import Family
 from saccade.plugins.ranks.team import Team
 from saccade.plugins.reward_models.learned_reward import LearnedReward, describe_folder, load_learned
-from saccade.plugins.reward_models.reward_card import Card
+from saccade.plugins.reward_models.reward_card import RewardCard
 from saccade.plugins.reward_models.reward_model_term import NOT_LOADED, conversation_of
 from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import RewardSample
@@ -28,7 +28,7 @@ from saccade.types import Message
 
 Conversation = tuple[Message, ...]
 Question = tuple[Conversation, tuple[Conversation, ...]]  # and the replies to it
-Found = tuple[tuple[np.ndarray, ...], tuple[str, ...]]  # of each reply its numbers, or why it has none
+ReplyScores = tuple[tuple[np.ndarray, ...], tuple[str, ...]]  # of each reply its numbers, or why it has none
 
 
 class RankReward(LearnedReward):
@@ -36,7 +36,7 @@ class RankReward(LearnedReward):
 
     fatal = (SaccadeError,)  # the ranks have ended: no score of a response
 
-    def __init__(self, path: str, card: Card, family: Family) -> None:
+    def __init__(self, path: str, card: RewardCard, family: Family) -> None:
         self.path, self.card, self.family = path, card, family
         self.team: Team | None = None  # before the ranks have started nothing is scored
 
@@ -62,7 +62,7 @@ class RankReward(LearnedReward):
         blocks = self.team.ask_all("rate", [{"path": self.path, "questions": mine} for mine in sent])
         for mine, block in zip(dealt, blocks, strict=True):
             numbers = [number for _, replies in mine for number, _ in replies]
-            values, reasons = decode(Found, block.row["result"], block.arrays)
+            values, reasons = decode(ReplyScores, block.row["result"], block.arrays)
             found |= zip(numbers, (reason or value for value, reason in zip(values, reasons, strict=True)), strict=True)
         return [found[number] for number in range(len(samples))]
 

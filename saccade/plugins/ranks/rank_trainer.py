@@ -32,7 +32,7 @@ from saccade.plugins.ranks.launchers import start_team
 from saccade.plugins.ranks.layouts import only_whole, require_heads
 from saccade.plugins.ranks.loss_codec import encode_loss
 from saccade.plugins.ranks.team import Team
-from saccade.plugins.reward_models.reward_card import Card
+from saccade.plugins.reward_models.reward_card import RewardCard
 from saccade.registry import HOOKS
 from saccade.system.codec import decode
 from saccade.system.contents import File
@@ -123,7 +123,7 @@ class RankTrainer:
         finally:
             self._ask("change_back", [{}] * self.parts)
 
-    def write_card(self, card: Card) -> None:
+    def write_card(self, card: RewardCard) -> None:
         """What a folder of the policy says of it as a reward model."""
         self._ask("write_card", [{"card": asdict(card)}] * self.parts)
 
@@ -135,8 +135,8 @@ class RankTrainer:
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...], int]]:
         return self._shapes
 
-    def kept_bytes(self) -> int:
-        return sum(reply.row["result"] for reply in self._ask("kept_bytes", [{}] * self.parts))
+    def spare_bytes(self) -> int:
+        return sum(reply.row["result"] for reply in self._ask("spare_bytes", [{}] * self.parts))
 
     def saved_bytes(self) -> int:
         return sum(reply.row["result"] for reply in self._ask("saved_bytes", [{}] * self.parts))

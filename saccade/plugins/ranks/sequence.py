@@ -35,7 +35,7 @@ from saccade.plugins.ranks.layouts import key_repeats
 from saccade.plugins.ranks.machines import agreed
 from saccade.plugins.ranks.sharded import HybridBackend, ShardedBackend, reach_towers
 from saccade.trainer import Scoring
-from saccade.trainer.forward_inputs import Ahead, Inputs
+from saccade.trainer.forward_inputs import InputPrefetcher, Inputs
 from saccade.trainer.local import LocalBackend
 from saccade.types import MediaSpan, Metrics
 
@@ -167,7 +167,7 @@ def divided_plan(plan: AttentionPlan, lengths: Sequence[int], place: int, group:
 # -- the trainer ------------------------------------------------------------------------------------
 
 
-class _OfForests(Ahead):
+class _OfForests(InputPrefetcher):
     """Inputs of stretches, begun by their forest."""
 
     def get(self, batch: Any) -> Inputs:

@@ -36,7 +36,7 @@ from saccade.models.heads import blocks_of
 from saccade.plugins.ranks.machines import agreed, grid
 from saccade.plugins.ranks.parted import fill, joined_rows, undivided
 from saccade.system.contents import File, on_host, tensor_file
-from saccade.trainer import OWN, Loss, Objective, Reader, Scoring, model_state
+from saccade.trainer import MODEL_SCORING, Loss, Objective, Reader, Scoring, model_state
 from saccade.trainer.local import AVERAGE, WEIGHTS, LocalBackend
 from saccade.trainer.optimizer_files import optimizer_file
 from saccade.types import Metrics
@@ -131,7 +131,8 @@ class _OrNothing:
         if not isinstance(batch, _Empty):
             return self.loss.read(trainer, batch)
         valued = hasattr(trainer.model, "score")
-        return partial(_zero, trainer.read_values(batch, batch.reads) if valued else trainer.read(batch, OWN)[0])
+        read = trainer.read_values(batch, batch.reads) if valued else trainer.read(batch, MODEL_SCORING)[0]
+        return partial(_zero, read)
 
 
 def _zero(outputs: Tensor) -> tuple[Tensor, LossSums]:
@@ -198,7 +199,7 @@ class ShardedBackend(LocalBackend):
 
     # -- weights and files --
 
-    def held_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def local_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
             weight = parameter.detach()
             yield name, weight.to_local() if isinstance(weight, DTensor) else weight
@@ -245,7 +246,7 @@ class ShardedBackend(LocalBackend):
         averages = {name: stored.pop(name) for name in list(stored) if name.startswith(AVERAGE)}
         require_same(str(folder / WEIGHTS), self.model.named_parameters(), stored.items())
         mine = self._cut(stored)
-        for name, weight in self.held_weights():
+        for name, weight in self.local_weights():
             weight.copy_(mine[name])
         self.forget_features()
         cut = self._cut({name.removeprefix(AVERAGE): average for name, average in averages.items()})

@@ -70,7 +70,7 @@ class Rank(Replica):
         arrays: Arrays = {}
         sent = self._sent(arguments["batches"], arrays) if "batches" in arguments else {}
         if "questions" in arguments:
-            sent = {"questions": encode(arguments["questions"], arrays, known=self._files)}
+            sent = {"questions": encode(arguments["questions"], arrays, shared=self._files)}
         try:
             return self.begin(name, {**arguments, **sent}, arrays)
         except Died as death:
@@ -84,7 +84,7 @@ class Rank(Replica):
             forest = batch.forest
             if forest not in self._forests:
                 name = f"forest-{next(self._numbers)}"
-                row = encode(replace(forest, keys=()), arrays, known=self._files, name=name)
+                row = encode(replace(forest, keys=()), arrays, shared=self._files, name=name)
                 self._forests[forest] = name
                 forests[name] = {**row, "keys": forest.keys}  # plain already
             columns = {f"{number}/{column}": array for column, array in batch.columns.items()}

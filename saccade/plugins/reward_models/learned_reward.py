@@ -24,7 +24,7 @@ from saccade.forest.packing import pack
 from saccade.models.families import Family, load_family
 from saccade.models.load import load_model, pick_dtype
 from saccade.plugins.reward_models import reward_card
-from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, flaw, read_card
+from saccade.plugins.reward_models.reward_card import REWARD_FILE, RewardCard, flaw, read_card
 from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward
 from saccade.plugins.reward_models.reward_losses import judgements, ratings
 from saccade.plugins.reward_models.reward_model_term import SUMMARIES, conversation_of, model_terms
@@ -39,7 +39,7 @@ class LearnedReward:
     fatal: tuple[type[Exception], ...] = ()  # errors of `read` that end the run; others are those of a sample
 
     def __init__(
-        self, model: nn.Module, family: Family, card: Card, *, micro_tokens: int = 16_384, offload: bool = False
+        self, model: nn.Module, family: Family, card: RewardCard, *, micro_tokens: int = 16_384, offload: bool = False
     ) -> None:
         self.card, self.family, self.micro_tokens = card, family, micro_tokens
         self.backend = LocalBackend(model, family)
@@ -158,11 +158,11 @@ class LearnedReward:
             torch.cuda.empty_cache()
 
 
-def describe_folder(folder: str | Path, trust_remote_code: bool, *, untrained: bool) -> tuple[Card, Family]:
+def describe_folder(folder: str | Path, trust_remote_code: bool, *, untrained: bool) -> tuple[RewardCard, Family]:
     """What is known of a reward model without its weights; refuses a folder that is none."""
     if not untrained and (wrong := flaw(Path(folder))):
         raise ConfigError(f"reward.terms: {wrong}")
-    card = read_card(folder) or Card(kind="scalar", heads=("preference",))
+    card = read_card(folder) or RewardCard(kind="scalar", heads=("preference",))
     family = load_family(str(folder), trust_remote_code=trust_remote_code)
     return card, HOOKS["plug_series"](family, SeriesConfig())
 

@@ -28,7 +28,7 @@ REWARD_FILE = "reward_head.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Card:
+class RewardCard:
     """What config.json says of a reward model."""
 
     kind: str  # scalar or process
@@ -45,19 +45,19 @@ class Card:
     chat: bool = True  # question and steps are turns of a chat; else one text
 
 
-def write_card(model: Any, card: Card) -> None:
+def write_card(model: Any, card: RewardCard) -> None:
     """Into the model's config, which is saved with it."""
     setattr(model.config, SECTION, asdict(card))
 
 
-def read_card(folder: str | Path) -> Card | None:
+def read_card(folder: str | Path) -> RewardCard | None:
     path = Path(folder) / "config.json"
     found = json.loads(path.read_text(encoding="utf-8")).get(SECTION) if path.is_file() else None
     if found is None:
         return None
     lists = {name: tuple(found.get(name, ())) for name in ("heads", "tokens")}
     statistics = {head: tuple(pair) for head, pair in found.get("statistics", {}).items()}
-    return Card(**(found | lists | {"statistics": statistics}))
+    return RewardCard(**(found | lists | {"statistics": statistics}))
 
 
 def flaw(folder: Path) -> str:
@@ -139,7 +139,7 @@ def verdict_ids(family: Family, tokens: Sequence[str]) -> tuple[int, ...]:
     return tuple(found[token][0] for token in tokens)
 
 
-def with_marks(asked: Sequence[Message], response: str, card: Card) -> tuple[Message, ...]:
+def with_marks(asked: Sequence[Message], response: str, card: RewardCard) -> tuple[Message, ...]:
     """A response with a mark behind every line, as the model learned to read it. Marks in what it
     is given go: a policy could write some to be read more often.
     """
@@ -153,7 +153,7 @@ def with_marks(asked: Sequence[Message], response: str, card: Card) -> tuple[Mes
     return (Message(role="user", parts=(*parts, f"\n{text}")),)
 
 
-def _unmarked(text: str, card: Card) -> str:
+def _unmarked(text: str, card: RewardCard) -> str:
     while card.placeholder in text:  # what is left around one may be another
         text = text.replace(card.placeholder, "")
     return text

@@ -1,7 +1,7 @@
 """The head of a reward model: some numbers per sequence. The model keeps its language head, at rest,
 so that its folder stays a whole model.
 
-    attach_reward(model, RewardHead(like=model, card=Card(kind="scalar", heads=("taste",)), seed=0))
+    attach_reward(model, RewardHead(like=model, card=RewardCard(kind="scalar", heads=("taste",)), seed=0))
     scores = model.score(hidden, sequence, count)  # [sequences, heads]
 
 Legend: R reads, E hidden size, S sequences, H heads, P heads of the pooling.
@@ -16,14 +16,14 @@ from torch.nn.functional import rms_norm, silu
 
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.heads import SavedHead, blocks_of, drawn
-from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, read_card
+from saccade.plugins.reward_models.reward_card import REWARD_FILE, RewardCard, read_card
 
 
 class RewardHead(SavedHead):
     """Pools the hidden states of each sequence and gives it a number per head."""
 
     def __init__(
-        self, *, like: nn.Module, card: Card, seed: int, first_log_scale: float = 0.0, stored: Path | None = None
+        self, *, like: nn.Module, card: RewardCard, seed: int, first_log_scale: float = 0.0, stored: Path | None = None
     ) -> None:
         """`first_log_scale` starts a scale that some losses learn beside the scores. `stored` is a folder with a
         trained head; where that learned no scale, the first one stays.

@@ -25,7 +25,14 @@ from saccade.models.families import Family
 from saccade.plugins.preferences import pairs
 from saccade.plugins.preferences.mappings import MAIN, number_of
 from saccade.plugins.reward_models import reward_losses
-from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, read_card, stepped, verdict_ids, write_card
+from saccade.plugins.reward_models.reward_card import (
+    REWARD_FILE,
+    RewardCard,
+    read_card,
+    stepped,
+    verdict_ids,
+    write_card,
+)
 from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward
 from saccade.plugins.reward_models.reward_losses import FIRST_LOG_KAPPA, RatingLoss, StepsLoss
 from saccade.recipes import questions
@@ -59,12 +66,12 @@ class Pairs:
                 has = f"{(said == 0).sum()} rows call it a tie, rows label {', '.join(found)}; add rows, or remove it"
                 raise ConfigError(f"reward_model.heads: no row says which side is better by {name}: {has}")
 
-    def card(self, stored: Path | None, samples: Sequence[Sample]) -> Card:
+    def card(self, stored: Path | None, samples: Sequence[Sample]) -> RewardCard:
         """That of a checkpoint, else the wanted one; without statistics, which are measured."""
         found = (read_card(stored) if stored else None) or self._card
         return replace(found, statistics={}, statistics_step=None)
 
-    def attach(self, model: Any, *, card: Card, stored: Path | None) -> None:
+    def attach(self, model: Any, *, card: RewardCard, stored: Path | None) -> None:
         """Add the head, from a checkpoint or drawn."""
         scale = FIRST_LOG_KAPPA if self.row.loss == "hps" else 0.0
         start, seed = stored or _trained(self.family.path, card), self.config.run.seed
@@ -96,15 +103,15 @@ class Pairs:
         return f"it labels {', '.join(said) or 'nothing'}, and reward_model.heads are {heads}"
 
     @property
-    def _card(self) -> Card:
+    def _card(self) -> RewardCard:
         own = self.config.reward_model
         shared = {name: getattr(own, name) for name in ("pooling", "probe_layer", "head")}
         pooling_heads = (own.pooling_heads or 4) if own.pooling == "attention" else 1
         heads, bounded = tuple(own.heads), bool(own.bounded)
-        return Card(kind="scalar", heads=heads, pooling_heads=pooling_heads, bounded=bounded, **shared)
+        return RewardCard(kind="scalar", heads=heads, pooling_heads=pooling_heads, bounded=bounded, **shared)
 
 
-def _trained(folder: str, wanted: Card) -> Path | None:
+def _trained(folder: str, wanted: RewardCard) -> Path | None:
     """The folder that the model starts from, if it holds a head, which must be the wanted one."""
     if not (Path(folder) / REWARD_FILE).is_file():
         return None
@@ -153,15 +160,15 @@ class Process:
         return questions.load_worded(config, sources, family, word, limit="reward_model.max_tokens", read=read)
 
     def check(self, samples: Sequence[Sample]) -> None:
-        _trained(self.family.path, Card(kind="process"))
+        _trained(self.family.path, RewardCard(kind="process"))
         if len({is_chat(sample) for sample in samples}) > 1:
             raise DataError("some rows are chats and some are single texts; train on one kind")
 
-    def card(self, stored: Path | None, samples: Sequence[Sample]) -> Card:
+    def card(self, stored: Path | None, samples: Sequence[Sample]) -> RewardCard:
         own, chat = self.config.reward_model, is_chat(samples[0])
-        return Card(kind="process", placeholder=own.placeholder, tokens=own.tokens, chat=chat)
+        return RewardCard(kind="process", placeholder=own.placeholder, tokens=own.tokens, chat=chat)
 
-    def attach(self, model: Any, *, card: Card, stored: Path | None) -> None:
+    def attach(self, model: Any, *, card: RewardCard, stored: Path | None) -> None:
         """A process is judged by the language head."""
         write_card(model, card)
 
@@ -246,7 +253,7 @@ def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
     return values
 
 
-def with_statistics(card: Card, found: Mapping[str, float], step: int) -> Card:
+def with_statistics(card: RewardCard, found: Mapping[str, float], step: int) -> RewardCard:
     """With mean and deviation of all scores, for terms that normalise, and the step whose weights
     gave them: a later checkpoint may keep them.
     """

@@ -18,7 +18,7 @@ from saccade.data.datasets import Dataset
 from saccade.errors import ConfigError
 from saccade.forest.batch import Batch
 from saccade.plugins.evaluation.results import write_files
-from saccade.plugins.reward_models.reward_card import Card, read_card, write_card
+from saccade.plugins.reward_models.reward_card import RewardCard, read_card, write_card
 from saccade.plugins.reward_models.reward_losses import RewardLoss, StepsLoss, measured, train_ratings
 from saccade.plugins.reward_models.reward_rows import held_out, named, rows_of, with_statistics
 from saccade.recipes import model_setup, offline_loop, parts, questions
@@ -159,7 +159,7 @@ def _ends(prefix: str, values: np.ndarray) -> dict[str, float]:
     return {f"{prefix}ci_low": low, f"{prefix}ci_high": high}
 
 
-def _as_trained(config: Config, card: Card) -> Config:
+def _as_trained(config: Config, card: RewardCard) -> Config:
     """With the options that the folder was trained with."""
     own: dict[str, Any] = {"kind": card.kind}
     if card.kind == "process":

@@ -18,7 +18,7 @@ from typing import Any
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import DEFAULT_NAME, LATE, split_name
 from saccade.types import Score
-from saccade.user_code import own_module
+from saccade.user_code import user_module
 
 TOTALS = ("overall", "value", "score")  # what a dict may call the reward
 
@@ -33,7 +33,7 @@ class Form:
     first: bool = False  # known by its first parameter; others are args of the term
 
 
-_loaded = cache(own_module)
+_loaded = cache(user_module)
 
 
 def load(verifier: str) -> Callable[..., Any]:

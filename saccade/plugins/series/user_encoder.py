@@ -17,13 +17,13 @@ from saccade.errors import ConfigError, SaccadeError
 from saccade.media.image_files import ImageError
 from saccade.media.pixel_cache import DECODED
 from saccade.types import Media
-from saccade.user_code import own_symbol, raised_at
+from saccade.user_code import raised_at, user_symbol
 
 CLOSE = 1e-4  # of the largest number: two forwards may differ by rounding
 
 
 def load(encoder: str, *, channels: int, hidden: int) -> nn.Module:
-    make = own_symbol(encoder, f"model.series.encoder={encoder}")
+    make = user_symbol(encoder, f"model.series.encoder={encoder}")
     with blamed(encoder, f"{encoder.rpartition(':')[2]}({channels}, {hidden})"):
         made = make(channels, hidden)
     if not isinstance(made, nn.Module) or not callable(getattr(made, "tokens", None)):

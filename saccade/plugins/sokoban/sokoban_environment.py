@@ -77,8 +77,8 @@ class SokobanStep:
 
 KIND = Kind(
     calls=("action",),
-    explain=lambda env, own: words("sokoban"),
+    explain=lambda env, user_tools: words("sokoban"),
     rewards=True,
-    make=lambda env, setting, own: SokobanStep(env, setting),
+    make=lambda env, setting, user: SokobanStep(env, setting),
     check_row=sokoban.require_level,
 )

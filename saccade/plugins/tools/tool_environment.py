@@ -20,7 +20,7 @@ from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
 from saccade.config import EnvConfig
-from saccade.environments import Kind, Own, Setting, Step
+from saccade.environments import Kind, Setting, Step, UserCode
 from saccade.environments.texts import said, words
 from saccade.media.images import open_media
 from saccade.plugins.tools import calls
@@ -34,7 +34,7 @@ Shown = tuple[str | Media, Mapping[str, Any]]
 Tool = Callable[[Mapping[str, Any], Views, EnvConfig, int], Shown]
 
 
-def own_tool(function: Callable[..., Any]) -> Tool:
+def function_tool(function: Callable[..., Any]) -> Tool:
     """A function of the user: arguments by name, text or an image back. A ValueError is told to
     the policy; any other exception ends the episode. A parameter `images` gets the images so far
     by name.
@@ -161,27 +161,27 @@ class ToolEnvironment:
         return {"tool_calls": [dict(call) for call in self.calls], "tool_counts": counts}
 
 
-TOOLS: Mapping[str, Tool] = {"zoom": zoom, "calculate": own_tool(calculate)}
+TOOLS: Mapping[str, Tool] = {"zoom": zoom, "calculate": function_tool(calculate)}
 
 
 def kind(call: tuple[str, ...], tools: tuple[str, ...] = ()) -> Kind:
     """An environment with these tools and those of the user."""
 
-    def explain(env: EnvConfig, own: Mapping[str, str]) -> str:
+    def explain(env: EnvConfig, user_tools: Mapping[str, str]) -> str:
         coordinates = words(env.coordinates)
         if env.call == "grounding":
             return words("crop_grounding", coordinates=coordinates)
         turn = words("several_calls", k=env.parallel_calls) if env.parallel_calls > 1 else words("one_call")
-        known = [*(words(name, coordinates=coordinates) for name in tools), *own.values()]
-        return "\n".join([words("tools", turn=turn), *(f"- {line}" for line in known)])
+        described = [*(words(name, coordinates=coordinates) for name in tools), *user_tools.values()]
+        return "\n".join([words("tools", turn=turn), *(f"- {line}" for line in described)])
 
-    def make(env: EnvConfig, setting: Setting, own: Own) -> ToolEnvironment:
+    def make(env: EnvConfig, setting: Setting, user: UserCode) -> ToolEnvironment:
         ours = {name: TOOLS[name] for name in tools}
-        return ToolEnvironment(env, setting, ours | {name: own_tool(f) for name, f in own.tools.items()})
+        return ToolEnvironment(env, setting, ours | {name: function_tool(f) for name, f in user.tools.items()})
 
     return Kind(calls=call, tools=tools, explain=explain, make=make)
 
 
 CROP = kind(("grounding", "tool_call"), ("zoom",))
 CALCULATOR = kind(("tool_call",), ("calculate",))
-OWN_TOOLS = kind(("tool_call",))
+USER_TOOLS = kind(("tool_call",))

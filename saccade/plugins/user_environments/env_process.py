@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import EnvConfig
-from saccade.environments import Environment, Own, Step, build, load_own
+from saccade.environments import Environment, Step, UserCode, build, load_user_code
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.blob_file import encoded, root_hash
 from saccade.media.images import decode as pixels
@@ -101,10 +101,10 @@ class Hosted:
         self.channel: Channel | None = None
         self.pid = 0
         self.over = False
-        self.known: Mapping[str, Media] = {}
+        self.files: Mapping[str, Media] = {}
 
     def reset(self, sample: Sample, seed: int) -> EnvironmentCall:
-        self.known = files_of(sample)
+        self.files = files_of(sample)
         return ProcessCall(self, "reset", sample, seed=seed, setting=self.setting)
 
     def step(self, message: Message) -> EnvironmentCall:
@@ -116,7 +116,7 @@ class Hosted:
     def read(self, reply: Block) -> Any:
         """What the method returned: messages of a reset, a step, nothing of a close."""
         row = reply.row
-        messages = decode(tuple[Message, ...], row.get("messages", []), reply.arrays, known=self.known)
+        messages = decode(tuple[Message, ...], row.get("messages", []), reply.arrays, shared=self.files)
         return Step(messages, row["reward"], row["done"], row["info"]) if "done" in row else messages
 
     def start(self) -> bool:
@@ -193,8 +193,8 @@ def main() -> None:
     assert first is not None
     env = EnvConfig.model_validate(first.row["env"])
     try:
-        own = load_own(env)
-        channel.send({"tools": own.descriptions, "id": first.row["id"]})
+        user = load_user_code(env)
+        channel.send({"tools": user.descriptions, "id": first.row["id"]})
     except BaseException as error:  # whatever the file raises, also SystemExit
         told = str(error) if isinstance(error, ConfigError) else raised_at(error)
         channel.send({"failed": told, "id": first.row["id"]})
@@ -214,13 +214,13 @@ def main() -> None:
                 end_with_parent()
                 channel.link.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _live(Channel(socket.socket(fileno=sockets[0])), env, own)
+                _live(Channel(socket.socket(fileno=sockets[0])), env, user)
             finally:
                 end()
         os.close(sockets[0])
 
 
-def _live(channel: Channel, env: EnvConfig, own: Own) -> None:
+def _live(channel: Channel, env: EnvConfig, user: UserCode) -> None:
     """One episode; never returns."""
     channel.send({"pid": os.getpid()})
     inbox = listen(channel)
@@ -230,7 +230,7 @@ def _live(channel: Channel, env: EnvConfig, own: Own) -> None:
         began = time.monotonic()
         try:
             if request.row["method"] == "reset":
-                environment = build(env, setting_of(request.row["setting"]), own)
+                environment = build(env, setting_of(request.row["setting"]), user)
             assert environment is not None
             reply = _answered(environment, request)
             channel.send(reply.row | {"took": time.monotonic() - began}, reply.arrays)
@@ -261,7 +261,7 @@ def _said(messages: Any) -> Block:
     if not all(isinstance(message, Message) for message in messages):
         raise TypeError("an environment speaks in saccade.types.Message")
     whole = tuple(replace(m, parts=tuple(p if isinstance(p, str) else _whole(p) for p in m.parts)) for m in messages)
-    return Block({"messages": encode(whole, arrays, known=KNOWN)}, arrays)
+    return Block({"messages": encode(whole, arrays, shared=KNOWN)}, arrays)
 
 
 def _whole(media: Media) -> Media:

@@ -43,7 +43,7 @@ Size = tuple[float, float]  # width, height
 Frame = tuple[str, str]  # name, layout
 
 
-class Found(NamedTuple):
+class Detection(NamedTuple):
     box: Any  # a Box, or the two numbers of a point
     label: str | None = None
     score: float | None = None
@@ -58,8 +58,8 @@ class View(NamedTuple):
     resized: Size | None
 
     @property
-    def known(self) -> bool:
-        """Whether the sizes are there that the frames take."""
+    def has_sizes(self) -> bool:
+        """Whether it has the sizes that its frames need."""
         return all(map(self.scale, (self.asked, self.gold)))
 
     def scale(self, frame: Frame) -> Size | None:
@@ -71,7 +71,7 @@ class View(NamedTuple):
             return None
         return self.original[0] / size[0], self.original[1] / size[1]
 
-    def read(self, text: str | None, frame: Frame) -> list[Found] | None:
+    def read(self, text: str | None, frame: Frame) -> list[Detection] | None:
         """Boxes in original pixels, corners sorted, clipped to the image."""
         found, scale = None if text is None else read_boxes(text), self.scale(frame)
         if found is None or scale is None:
@@ -135,7 +135,7 @@ def _sizes(images: Sequence[Mapping[str, Any]], index: int, unit: int | None) ->
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def read_boxes(text: str) -> list[Found] | None:
+def read_boxes(text: str) -> list[Detection] | None:
     """Every box, in its order; an empty list where the text says that there is none, None where
     it says neither.
     """
@@ -145,14 +145,14 @@ def read_boxes(text: str) -> list[Found] | None:
     if _in_doubt(text):
         return None
     value = read_json(text)
-    found = list(_groups(value, 4, KEYS, Found(()))) or (_bare(text, 4) if value is None else [])
+    found = list(_groups(value, 4, KEYS, Detection(()))) or (_bare(text, 4) if value is None else [])
     return found if 0 < len(found) <= MOST_BOXES or value == [] else None
 
 
-def _bare(text: str, count: int) -> list[Found]:
+def _bare(text: str, count: int) -> list[Detection]:
     """The only numbers of a text, where they are so many."""
     numbers = [float(n.replace(",", "").replace("\u2212", "-")) for n in NUMBER.findall(text)[: count + 1]]
-    return [Found(tuple(numbers))] if _numbers(numbers, count) else []
+    return [Detection(tuple(numbers))] if _numbers(numbers, count) else []
 
 
 def read_json(text: str) -> Any:
@@ -184,21 +184,21 @@ def _body(text: str) -> str:
     return (text if inside is None else inside).strip()[:LONGEST]
 
 
-def _groups(value: Any, count: int, keys: Sequence[str], known: Found, levels: int = 4) -> Iterator[Found]:
+def _groups(value: Any, count: int, keys: Sequence[str], like: Detection, levels: int = 4) -> Iterator[Detection]:
     """Every group of `count` numbers: alone, in a list, or under one of the keys of a record."""
     if _numbers(value, count):
-        yield known._replace(box=tuple(map(float, value)))
+        yield like._replace(box=tuple(map(float, value)))
     elif isinstance(value, list):
         for item in value if levels else ():
             if isinstance(item, dict) or _numbers(item, count):  # deeper lists are none
-                yield from _groups(item, count, keys, known, levels - 1)
+                yield from _groups(item, count, keys, like, levels - 1)
     elif isinstance(value, dict):
-        label = next((str(value[key]) for key in LABELS if key in value), known.label)
-        score = next((float(value[key]) for key in SCORES if _is_number(value.get(key))), known.score)
+        label = next((str(value[key]) for key in LABELS if key in value), like.label)
+        score = next((float(value[key]) for key in SCORES if _is_number(value.get(key))), like.score)
         pair = [value.get("x"), value.get("y")] if count == 2 else None
         for inner in (pair, *map(value.get, keys)):
             if isinstance(inner, list):
-                yield from _groups(inner, count, keys, Found((), label, score), levels - 1)
+                yield from _groups(inner, count, keys, Detection((), label, score), levels - 1)
 
 
 def _numbers(value: Any, count: int) -> bool:
@@ -212,10 +212,10 @@ def _is_number(value: Any) -> bool:
 
 THRESHOLDS = [0.5 + 0.05 * step for step in range(10)]  # of mean average precision
 
-Compare = Callable[[Sequence[Found], Sequence[Found]], float]
+Compare = Callable[[Sequence[Detection], Sequence[Detection]], float]
 
 
-def overlap(found: Sequence[Found], gold: Sequence[Found], compare: Compare) -> float:
+def overlap(found: Sequence[Detection], gold: Sequence[Detection], compare: Compare) -> float:
     """1 where both are empty and 0 where one is."""
     return compare(found, gold) if found and gold else float(not found and not gold)
 
@@ -232,11 +232,11 @@ def pair(a: Box, b: Box) -> tuple[float, float]:
     return shared / union, shared / union - (hull - union) / hull
 
 
-def _table(found: Sequence[Found], gold: Sequence[Found]) -> np.ndarray:
+def _table(found: Sequence[Detection], gold: Sequence[Detection]) -> np.ndarray:
     return np.array([[pair(f.box, g.box)[0] for g in gold] for f in found])
 
 
-def matched(found: Sequence[Found], gold: Sequence[Found]) -> float:
+def matched(found: Sequence[Detection], gold: Sequence[Detection]) -> float:
     """The best one-to-one matching: sum of IoU over the larger number of boxes."""
     gains = _table(*sorted((found, gold), key=len))
     owner = np.full(gains.shape[1], -1)  # the row of each column; -1: none
@@ -258,13 +258,13 @@ def matched(found: Sequence[Found], gold: Sequence[Found]) -> float:
     return float(gains[owner[taken], taken].sum()) / max(len(found), len(gold))
 
 
-def mean_precision(found: Sequence[Found], gold: Sequence[Found]) -> float:
+def mean_precision(found: Sequence[Detection], gold: Sequence[Detection]) -> float:
     """Average precision over thresholds 0.5, 0.55 … 0.95, the mean over the labels of the gold.
     Boxes rank by score, else as they were written; without labels all are of one kind.
     """
     labelled = all(item.label for item in gold)
 
-    def kind(item: Found) -> str:
+    def kind(item: Detection) -> str:
         return (item.label or "").strip().casefold() if labelled else ""
 
     ranked = sorted(found, key=lambda item: -(item.score or 0.0))
@@ -272,7 +272,7 @@ def mean_precision(found: Sequence[Found], gold: Sequence[Found]) -> float:
     return float(np.mean([_precision(these, those, at) for these, those in sides for at in THRESHOLDS]))
 
 
-def _precision(ranked: Sequence[Found], gold: Sequence[Found], threshold: float) -> float:
+def _precision(ranked: Sequence[Detection], gold: Sequence[Detection], threshold: float) -> float:
     hits, free = np.zeros(len(ranked)), np.ones(len(gold), bool)
     for index, row in enumerate(_table(ranked, gold)):
         best = int(np.argmax(np.where(free, row, -1.0)))
@@ -291,7 +291,7 @@ MODES: dict[str, Compare] = {
 }
 
 
-def covered(found: Sequence[Found], mask: np.ndarray, size: Size | None) -> float:
+def covered(found: Sequence[Detection], mask: np.ndarray, size: Size | None) -> float:
     """IoU of the union of boxes and a mask, whose image may be of another `size`."""
     rows, columns = mask.shape
     width, height = size or (columns, rows)
@@ -317,7 +317,7 @@ def iou(sample: RewardSample, text: str | None, view: View, *, mode: str = "iou"
     """
     compare, single = _mode(mode)
     mask = mask_of(sample.extra) if mode == "mask" else None
-    if not view.known:
+    if not view.has_sizes:
         return NO_SIZE
     found = view.read(text, view.asked)
     golds = [] if mode == "mask" else [view.read(gold, view.gold) for gold in sample.golds]
@@ -334,13 +334,13 @@ def iou(sample: RewardSample, text: str | None, view: View, *, mode: str = "iou"
 @answering("answer_tag", blank=True)
 def point(sample: RewardSample, text: str | None, view: View) -> Score:
     """1 when the one point of the answer lies in a gold box, its edge included."""
-    if not view.known:
+    if not view.has_sizes:
         return NO_SIZE
     boxes = [found.box for gold in sample.golds for found in view.read(gold, view.gold) or ()]
     if not boxes:
         return no_gold(sample)
     said = _body(text or "")
-    points = list(_groups(read_json(said), 2, POINT_KEYS, Found(()))) or _bare(said, 2)
+    points = list(_groups(read_json(said), 2, POINT_KEYS, Detection(()))) or _bare(said, 2)
     if len(points) != 1 or _in_doubt(said):
         return graded(text, False, "not_one_point")
     across, down = view.scale(view.asked) or (1.0, 1.0)
@@ -412,7 +412,7 @@ def medical(sample: RewardSample, labels: Score, view: View, *, weights: Mapping
         raise ValueError(f"weights are those of {', '.join(WEIGHTS)}, labels above 0; not {weigh}")
     if labels.kind != "value":
         return labels
-    if not view.known:
+    if not view.has_sizes:
         return NO_SIZE
     mask, gold = mask_of(sample.extra), view.read(_row_boxes(sample.extra.get("bbox")), view.gold)
     if gold is None:

@@ -9,7 +9,7 @@ import saccade
 from saccade.config import load
 from saccade.models.families import load_family
 from saccade.plugins.reward_models.learned_reward import LearnedReward
-from saccade.plugins.reward_models.reward_card import Card, stepped, with_marks
+from saccade.plugins.reward_models.reward_card import RewardCard, stepped, with_marks
 from saccade.plugins.reward_models.reward_rows import rows_of
 from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import reward_sample
@@ -67,7 +67,7 @@ def test_rows_of_steps_that_are_set_aside(tmp_path, config):
 
 
 def test_marks_of_a_policy_are_not_read(word_model):
-    card = Card(kind="process", placeholder=MARK, tokens=("1", "2"))
+    card = RewardCard(kind="process", placeholder=MARK, tokens=("1", "2"))
     asked = (Message(role="user", parts=(f"how many {MARK} objects ?",)),)
     for said in ("red\nblue", f"red {MARK} {MARK}\n{MARK}\nblue bla{MARK}ck"):
         for chat in (True, False):

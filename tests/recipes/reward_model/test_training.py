@@ -15,7 +15,7 @@ from saccade.config import load
 from saccade.errors import ConfigError, DataError
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.learned_reward import LearnedReward
-from saccade.plugins.reward_models.reward_card import Card, read_card
+from saccade.plugins.reward_models.reward_card import RewardCard, read_card
 from saccade.plugins.reward_models.reward_losses import RatingLoss, StepsLoss
 from saccade.plugins.reward_models.reward_rows import rows_of
 from saccade.recipes import model_setup
@@ -68,7 +68,7 @@ def test_a_deep_head_learns_and_its_folder_is_a_whole_model(deep, config, tmp_pa
     card = read_card(deep)
     mean, std = card.statistics["preference"]  # of the last step's rows, a quarter of all
     assert (mean, std) == (pytest.approx(scores.mean(), abs=0.05), pytest.approx(scores.std(), rel=0.1))
-    assert card == Card(
+    assert card == RewardCard(
         kind="scalar", heads=("preference",), pooling="attention", pooling_heads=4, probe_layer=0, head="mlp",
         bounded=True, statistics=card.statistics, statistics_step=12,
     )  # fmt: skip

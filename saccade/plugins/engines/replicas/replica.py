@@ -171,7 +171,7 @@ class Replica:
         for start in range(0, len(unsent), LARGEST_BATCH):
             arrays: Arrays = {}
             orders = [
-                (call, encode(replace(item, messages=()), arrays, known=self._files, name=str(n)))
+                (call, encode(replace(item, messages=()), arrays, shared=self._files, name=str(n)))
                 if isinstance(item, Request)
                 else (call, item)
                 for n, (call, item) in enumerate(unsent[start : start + LARGEST_BATCH])

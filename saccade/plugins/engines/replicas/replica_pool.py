@@ -47,7 +47,7 @@ class _Task:
 
 
 class Replicas(Engine):
-    def __init__(self, launchers: Sequence[Callable[..., Replica]], *, own_memory: bool = False) -> None:
+    def __init__(self, launchers: Sequence[Callable[..., Replica]], *, separate_memory: bool = False) -> None:
         self.version = 0
         self._launchers = launchers
         self._events: Events = queue.SimpleQueue()
@@ -67,7 +67,7 @@ class Replicas(Engine):
             while len(self._ready) < len(launchers):
                 self._hear(wait=None)
             # Whatever an engine shares with the model of its process, that is not the trainer's.
-            placed = {"shares_weights": False, "own_process": own_memory}
+            placed = {"shares_weights": False, "separate_memory": separate_memory}
             self._capabilities = Capabilities(**self._ready[0].ask("capabilities") | placed)
             self._most_deaths = DEATHS_IN_A_ROW * len(launchers)
         except BaseException:
@@ -272,7 +272,7 @@ def start_replicas(settings: Settings, count: int, *, logs: Path | None, team: A
         found = placements(count, settings.tensor_parallel, visible, team.size if team else 1, also=also)
         places = [{"environment": environment, "beside_trainer": beside} for environment, beside in found]
     launchers = [partial(Replica, settings, log=folder / f"engine-{n}.log", **place) for n, place in enumerate(places)]
-    return Replicas(launchers, own_memory=not visible or not any(place["beside_trainer"] for place in places))
+    return Replicas(launchers, separate_memory=not visible or not any(place["beside_trainer"] for place in places))
 
 
 def placements(
