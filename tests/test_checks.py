@@ -126,6 +126,7 @@ def test_what_rl_refuses(rows, override, field, remedy):
 
 
 ANSWERS = "(only commands that sample answers read it); remove it"
+TRAINERS = "(only commands that train read it); remove it"
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,10 @@ ANSWERS = "(only commands that sample answers read it); remove it"
         ("sft dpo reward-model", "rollout.http.url=http://127.0.0.1/v1", ""),
         *(("reward-model", name, ANSWERS) for name in ("reward.terms=[math]", "val.n=4")),
         ("reward-model", "generate.n=4", "(only `saccade generate` reads it); remove it"),
+        *(("eval generate chat", name, TRAINERS) for name in ("train.lr=0.1", "save.keep=1", "run.resume=auto")),
+        ("generate chat", "val.n=4", ANSWERS),
+        ("eval chat", "data.train=rows.jsonl", ""),
+        ("chat", "train.micro_tokens=512", TRAINERS),
     ],
 )
 def test_a_command_refuses_what_it_does_not_read(rows, commands, override, reason):
@@ -147,6 +152,12 @@ def test_a_command_refuses_what_it_does_not_read(rows, commands, override, reaso
         check(config(rows, override, reward=False), command)  # in the file it is there for another command
     if reason == ANSWERS:
         check(config(rows, override, reward=False), "sft", given([override]))
+
+
+def test_what_those_that_answer_read_of_training(rows):
+    read = ["train.micro_tokens=512", "algorithm.preset=dapo", "reward_model.max_tokens=64", "val.n=2"]
+    check(config(rows, *read), "eval", given(read))
+    check(config(rows, *read), "generate", given([*read[:2], "data.train=rows.jsonl"]))
 
 
 def test_what_a_command_does_not_read_is_told_in_a_line(rows):

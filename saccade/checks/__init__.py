@@ -12,18 +12,26 @@ function from a config to problems, or the name of a plugin's; RULES says which 
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from saccade.checks import model_rules, rows, steps
-from saccade.config import Config, Section
-from saccade.config.schema.section import ANSWERING, about, chosen, without_effect
+from saccade.config import Config
+from saccade.config.schema.section import ANSWERING, SCORING, TRAINING, VALIDATING, about, chosen, without_effect
 from saccade.errors import ConfigError
 from saccade.registry import Table
 
 Rule = Callable[[Config], Iterator[str]]
 PLUGIN_RULES: Table[Rule] = Table("rules", {})
 
-# Commands that refuse options of other commands, and as which of them they read.
-READERS = {**{command: command for command in ("rl", "sft", "dpo", "reward-model")}, "estimate": "rl"}
+# Commands that refuse options of other commands, and as which of them they read. Those that answer refuse what
+# is given beside the file only: the file is that of a training run.
+TRAINERS = {**{command: command for command in TRAINING}, "estimate": "rl"}
+READERS = {**TRAINERS, **{command: command for command in ("eval", "generate", "chat")}}
+# Who reads an option, where a list of commands would be long.
+WHO = {
+    **dict.fromkeys((ANSWERING, SCORING, VALIDATING), "commands that sample answers"),
+    TRAINING: "commands that train",
+}
 
 
 def check(config: Config, command: str, given: Sequence[str] = ()) -> None:
@@ -35,14 +43,14 @@ def check(config: Config, command: str, given: Sequence[str] = ()) -> None:
     problems += [
         problem
         for name, part in config
-        if name != "algorithm" and (command in READERS or name == command)
+        if name != "algorithm" and (command in TRAINERS or name == command)
         for problem in without_effect(part, f"{name}.", dict(config))
         if not unread(problem.partition(":")[0], command)
     ]
     problems += [
         f"{name}: has no effect in `saccade {command}` ({reason}); remove it"
         for name in given
-        if (reason := unread(name, command))
+        if (reason := unread(name, command)) and not (name == "run.gpus" and command in ("eval", "generate"))
     ]
     if command in ("eval", "generate") and "run.gpus" in given:
         problems.append(f"run.gpus: GPUs that answer are counted otherwise; try rollout.replicas={config.run.gpus}")
@@ -57,24 +65,22 @@ def unread(name: str, command: str) -> str | None:
 
 
 def _unread_part(name: str, command: str) -> tuple[str, str] | None:
-    """The option, or the section around it, that a command does not read, and why."""
+    """The option, or the section around it, that a command does not read, and why. An option may have
+    readers that its section has not.
+    """
     reader, parts = READERS.get(command), name.split(".")
-    kind: type[Section] = Config
+    kind: Any = Config
+    found = None
     for end, part in enumerate(parts, 1):
-        field = kind.model_fields.get(part) if reader else None
+        field = kind.model_fields.get(part) if reader and hasattr(kind, "model_fields") else None
         if field is None:
-            return None
-        readers = about(field).get("commands", ())
-        if readers and reader not in readers:
-            who = f"`saccade {', '.join(readers)}`"
-            who = "commands that sample answers" if readers == ANSWERING else who
-            reads = "reads" if len(readers) == 1 else "read"
-            return ".".join(parts[:end]), f"only {who} {reads} it"
-        inside = field.annotation
-        if not (isinstance(inside, type) and issubclass(inside, Section)):
-            return None
-        kind = inside
-    return None
+            break
+        if readers := about(field).get("commands", ()):
+            who = WHO.get(readers) or f"`saccade {', '.join(readers)}`"
+            why = f"only {who} {'reads' if len(readers) == 1 else 'read'} it"
+            found = None if reader in readers else found or (".".join(parts[:end]), why)
+        kind = field.annotation
+    return found
 
 
 def not_counted(config: Config, command: str) -> str | None:
@@ -88,16 +94,16 @@ MODEL = (model_rules.model, model_rules.local_weights_needed, "series")
 SAMPLING = (model_rules.lora_dropout, steps.sampling, steps.response_length, steps.batch)
 LOOKING = (rows.pixels, rows.prompt_files, model_rules.judge)
 READING = (rows.data_files, *LOOKING)
-TRAINING = (
+TRAINING_RULES = (
     *(*MODEL, model_rules.several_gpus, rows.train_data, *READING),
     *(steps.optimizer, steps.validation, steps.best, steps.resume),
 )
 ANSWERS = (model_rules.answering_model, "series", "trained_series")
 RULES: dict[str, tuple[Rule | str, ...]] = {
-    "rl": (*TRAINING, *(model_rules.critic, rows.demonstrations, *SAMPLING, steps.reward, steps.environment)),
-    "sft": (*TRAINING, model_rules.imitation),
-    "dpo": (*TRAINING, "preferences"),
-    "reward-model": (*TRAINING, "rating"),
+    "rl": (*TRAINING_RULES, *(model_rules.critic, rows.demonstrations, *SAMPLING, steps.reward, steps.environment)),
+    "sft": (*TRAINING_RULES, model_rules.imitation),
+    "dpo": (*TRAINING_RULES, "preferences"),
+    "reward-model": (*TRAINING_RULES, "rating"),
     "eval": (
         *ANSWERS,
         *(rows.val_data, partial(rows.data_files, names=["val"]), *LOOKING),

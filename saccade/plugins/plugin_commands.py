@@ -65,16 +65,17 @@ def chat(
     which it prints; the environment variable SACCADE_TOKEN sets one.
     """
     from saccade.checks import check
+    from saccade.config import given
 
     serving = {"--host": host != "127.0.0.1", "--port": port != 8000, "--no-token": no_token}
-    for option in [name for name, given in serving.items() if given and not serve]:
+    for option in [name for name, changed in serving.items() if changed and not serve]:
         raise ConfigError(f"{option}: has no effect without --serve; add it, or leave this out")
     if serve and (batch or out):
         raise ConfigError("--batch: has no effect with --serve; leave one of them out")
     if out and not batch:
         raise ConfigError("--out: has no effect without --batch; /save FILE keeps a conversation")
     config = read_config(arguments, "chat", plain="model.path")
-    check(config, "chat")
+    check(config, "chat", given(split(arguments or ())[1]))
     recipe = import_module("saccade.plugins.serving.chat_command")
     if serve:
         recipe.serve(config, host=host, port=port, token=not no_token, greedy=greedy)

@@ -20,7 +20,7 @@ from saccade.config.schema.data import *
 from saccade.config.schema.reward import *
 from saccade.config.schema.rollout import *
 from saccade.config.schema.run_options import *
-from saccade.config.schema.section import ANSWERING, Section, about, section
+from saccade.config.schema.section import ANSWERING, SCORING, TRAINING, Section, about, section
 from saccade.config.schema.train import *
 
 
@@ -31,17 +31,19 @@ class Config(Section):
     prompt: PromptConfig = section(PromptConfig, "How a row becomes a conversation.")
     rollout: RolloutConfig = section(RolloutConfig, "Engine and sampling.", commands=ANSWERING)
     env: EnvConfig = section(EnvConfig, "What the policy talks to.")
-    reward: RewardConfig = section(RewardConfig, "What a response is worth.", commands=ANSWERING)
+    reward: RewardConfig = section(RewardConfig, "What a response is worth.", commands=SCORING)
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "How rewards become an update.", commands=("rl",))
-    train: TrainConfig = section(TrainConfig, "Batch arithmetic and optimizer.")
+    train: TrainConfig = section(TrainConfig, "Batch arithmetic and optimizer.", commands=TRAINING)
     sft: SftConfig = section(SftConfig, "Supervised fine-tuning only.", commands=("sft",))
     dpo: DpoConfig = section(DpoConfig, "Preference training only.", commands=("dpo",))
-    reward_model: RewardModelConfig = section(RewardModelConfig, "Reward models only.", commands=("reward-model",))
+    reward_model: RewardModelConfig = section(
+        RewardModelConfig, "Reward models only.", commands=("reward-model", "eval")
+    )
     val: ValConfig = section(ValConfig, "Validation during training, and eval.")
     eval: EvalConfig = section(EvalConfig, "What eval measures on besides data.val.", commands=("eval",))
     generate: GenerateConfig = section(GenerateConfig, "Batch inference only.", commands=("generate",))
-    save: SaveConfig = section(SaveConfig, "Checkpoints.")
-    track: TrackConfig = section(TrackConfig, "Loggers and stored rollouts.")
+    save: SaveConfig = section(SaveConfig, "Checkpoints.", commands=TRAINING)
+    track: TrackConfig = section(TrackConfig, "Loggers and stored rollouts.", commands=TRAINING)
 
     @model_validator(mode="after")
     def _derived(self) -> Config:

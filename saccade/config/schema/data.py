@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from saccade.config.schema.section import ANSWERING, Section, When, option
+from saccade.config.schema.section import ANSWERING, TRAINING, Section, When, option
 
 IMITATING = When("train.sft_coef > 0", "train.sft_coef=0.05")
 WEIGHTED = When("any(source.weight is not None for source in data.train)", "data.train[].weight", "weights of the sets")
@@ -21,7 +21,9 @@ class DataSource(Section):
 
 
 class DataConfig(Section):
-    train: tuple[DataSource, ...] = option((), "Training sets; a plain path also works.")
+    train: tuple[DataSource, ...] = option(
+        (), "Training sets; a plain path also works.", commands=(*TRAINING, "generate", "check-data")
+    )
     val: tuple[DataSource, ...] = option((), "Validation sets, each reported under its name.")
     demonstrations: tuple[DataSource, ...] = option(
         (), "Conversations that rl also learns from, by train.sft_coef.", commands=("rl",), when=IMITATING

@@ -4,35 +4,36 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from saccade.config.schema.section import Section, When, is_name, mapping, option, section
+from saccade.config.schema.section import TRAINING, Section, When, is_name, mapping, option, section
 
 
 class RunConfig(Section):
     name: str = option("run", "Name of the run; its folder is OUT/NAME.")
     out: str = option("runs", "Folder that holds the run folders.", path=True)
     seed: int = option(42, "Seed of data order, sampling noise, order of choices and tiny models.")
-    resume: str = option("none", "none | auto (latest checkpoint, or start) | best | path of a checkpoint.", path=True)
-    max_steps: int | None = option(None, "Stop after this many steps; empty: when the epochs are over.", ge=1)
-    max_hours: float | None = option(None, "Stop cleanly, with a checkpoint, after this many hours.", gt=0)
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "Where the model lives; auto: a GPU if there is one.")
-    gpus: int = option(
-        1,
-        "GPUs that share the run, a process for each; on a CPU: processes.",
-        ge=1,
-        commands=("rl", "sft", "dpo", "reward-model"),
+    resume: str = option(
+        "none", "none | auto (latest checkpoint, or start) | best | path of a checkpoint.", path=True, commands=TRAINING
     )
+    max_steps: int | None = option(
+        None, "Stop after this many steps; empty: when the epochs are over.", ge=1, commands=TRAINING
+    )
+    max_hours: float | None = option(
+        None, "Stop cleanly, with a checkpoint, after this many hours.", gt=0, commands=TRAINING
+    )
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "Where the model lives; auto: a GPU if there is one.")
+    gpus: int = option(1, "GPUs that share the run, a process for each; on a CPU: processes.", ge=1, commands=TRAINING)
     launcher: Literal["local", "ray", "join"] = option(
         "local",
         "Who starts a process for each GPU: this machine; a Ray cluster; `saccade rank`, under Slurm or torchrun.",
         when=When("run.gpus > 1", "run.gpus=2"),
-        commands=("rl", "sft", "dpo", "reward-model"),
+        commands=TRAINING,
     )
     restarts: int = option(
         0,
         "How often a run that lost one of its processes starts again from the last checkpoint.",
         ge=0,
         when=When("run.gpus > 1", "run.gpus=2"),
-        commands=("rl", "sft", "dpo", "reward-model"),
+        commands=TRAINING,
     )
     min_gpus: int | None = option(
         None,
@@ -40,11 +41,13 @@ class RunConfig(Section):
         "them. Empty: all of run.gpus.",
         ge=2,
         when=When("run.restarts and run.launcher == 'ray'", "run.restarts=3 run.launcher=ray"),
-        commands=("rl", "sft", "dpo", "reward-model"),
+        commands=TRAINING,
     )
     gpu_memory_gib: float | None = option(None, "GiB of the GPU for this process; empty: all that is free.", gt=0)
     overcommit: bool = option(False, "Start although the estimate exceeds free GPU memory by far.", commands=("rl",))
-    trace: bool = option(False, "Write a profiler trace of the third step (or the last, if there are fewer).")
+    trace: bool = option(
+        False, "Write a profiler trace of the third step (or the last, if there are fewer).", commands=TRAINING
+    )
 
     @field_validator("name")
     @classmethod

@@ -9,6 +9,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 # Commands by what they read: nothing is sampled while a reward model is trained.
 ANSWERING = ("rl", "sft", "dpo", "eval", "generate", "chat", "serve-reward", "check-data")
+TRAINING = ("rl", "sft", "dpo", "reward-model")
+VALIDATING = ("rl", "sft", "dpo", "eval")
+SCORING = tuple(command for command in ANSWERING if command != "chat")
 WORDS = (tuple[str, ...], tuple[str, ...] | None)  # types of lists of words
 NUMBERS = (int, float, int | None, float | None)
 
@@ -90,7 +93,7 @@ def option(
     **limits: Any,
 ) -> Any:
     """`path`: it may name a file or folder, then ~/ at its beginning is the home folder.
-    `commands`: those that read it; empty: all.
+    `commands`: those that read it; empty: those of its section, or all.
     """
     conditions = (when,) if isinstance(when, When) else when
     extra: dict[str, Any] = {"path": path, "when": conditions, "commands": commands}

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from saccade.config.schema.section import ANSWERING, Section, When, is_name, option
+from saccade.config.schema.section import TRAINING, VALIDATING, Section, When, is_name, option
 
 DECAYING = When("train.schedule != 'constant'", "train.schedule=linear")
 TOWERS = ("vision", "projector", "llm", "audio", "series")
@@ -21,7 +21,7 @@ SCALAR = When("reward_model.kind == 'scalar'", "reward_model.kind=scalar")
 PROCESS = When("reward_model.kind == 'process'", "reward_model.kind=process")
 BRADLEY_TERRY = When("reward_model.loss == 'bt'", "reward_model.loss=bt")
 ATTENTION = When("reward_model.pooling == 'attention'", "reward_model.pooling=attention")
-VALIDATING = When("val.every > 0 or not (val.before and data.val)", "val.every=50", "val.every > 0")
+VALIDATES = When("val.every > 0 or not (val.before and data.val)", "val.every=50", "val.every > 0")
 SELECTING = When("generate.select not in ('all', 'correct')", "generate.select=threshold", "generate.select")
 
 
@@ -45,7 +45,12 @@ class TrainConfig(Section):
     updates_per_step: int = option(1, "Optimizer steps per step, of whole groups; see presets.", ge=1, commands=("rl",))
     epochs_per_batch: int = option(1, "Passes over the samples of a step.", ge=1, commands=("rl",))
     epochs: float = option(1.0, "Passes over the data when run.max_steps is empty; sft: 2 unless set.", gt=0)
-    micro_tokens: int = option(16_384, "Tokens of one forward and backward, media tokens included.", ge=1)
+    micro_tokens: int = option(
+        16_384,
+        "Tokens of one forward and backward, media tokens included.",
+        ge=1,
+        commands=(*TRAINING, "eval", "generate"),  # which may score with a reward model
+    )
     lr: float = option(1e-6, "Peak learning rate; sft 5e-6, dpo 1e-5, reward-model 9e-6 (process 1e-6).", gt=0)
     lr_scale: dict[str, float] = option({}, "lr factors: vision, projector, llm, audio, series.", when=TRAINED_TOWERS)
     schedule: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = option(
@@ -123,16 +128,16 @@ class RewardModelConfig(Section):
 
 
 class ValConfig(Section):
-    every: int = option(20, "Validate every N steps; 0 never.", ge=0)
-    before: bool = option(True, "Validate before the first step.", when=VALIDATING)
-    n: int = option(1, "Samples per prompt; 1 is greedy unless temperature is set.", ge=1, commands=ANSWERING)
-    temperature: float = option(0.0, "Unless set 0, and 1 when n is above 1.", ge=0, commands=ANSWERING)
-    top_p: float = option(1.0, "Nucleus of validation sampling.", gt=0, le=1, commands=ANSWERING)
-    max_tokens: int = option(2048, "Longest response; rollout.max_tokens unless set.", ge=1, commands=ANSWERING)
+    every: int = option(20, "Validate every N steps; 0 never.", ge=0, commands=TRAINING)
+    before: bool = option(True, "Validate before the first step.", when=VALIDATES, commands=TRAINING)
+    n: int = option(1, "Samples per prompt; 1 is greedy unless temperature is set.", ge=1, commands=VALIDATING)
+    temperature: float = option(0.0, "Unless set 0, and 1 when n is above 1.", ge=0, commands=VALIDATING)
+    top_p: float = option(1.0, "Nucleus of validation sampling.", gt=0, le=1, commands=VALIDATING)
+    max_tokens: int = option(2048, "Longest response; rollout.max_tokens unless set.", ge=1, commands=VALIDATING)
     turns: tuple[int, ...] = option(
-        (), "Limits to report accuracy under, [1,2,4]; the largest replaces env.eval.max_turns.", commands=ANSWERING
+        (), "Limits to report accuracy under, [1,2,4]; the largest replaces env.eval.max_turns.", commands=VALIDATING
     )
-    log_generations: int = option(16, "Stored responses of each set, with images.", ge=0, commands=ANSWERING)
+    log_generations: int = option(16, "Stored responses of each set, with images.", ge=0, commands=VALIDATING)
 
     @model_validator(mode="after")
     def _derived(self) -> ValConfig:
