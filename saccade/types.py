@@ -343,10 +343,10 @@ def find_sampled(trajectories: Sequence[Trajectory]) -> None:
     lasts, some = np.append(firsts[1:], len(runs)) - 1, owners[firsts]
     found = (some, counts[some], edges[runs[firsts]] - starts[some], edges[runs[lasts] + 1] - starts[some])
     for index, count, first, end in zip(*(column.tolist() for column in found), strict=True):
-        known = vars(trajectories[index])
-        known["response_length"], known["prompt_length"], known["end"] = count, first, end
+        fields = vars(trajectories[index])
+        fields["response_length"], fields["prompt_length"], fields["end"] = count, first, end
         if count == end - first:
-            known["runs"] = [(first, end)]
+            fields["runs"] = [(first, end)]
 
 
 @dataclass(frozen=True, kw_only=True)

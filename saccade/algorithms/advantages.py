@@ -223,8 +223,8 @@ def compute(
 ) -> Advantages:
     """`adv_clip` 0: off."""
     nobody, present = inputs.live & ~inputs.live, inputs.lengths > 0
-    known = present if inputs.greedy is None or not estimator.greedy else inputs.greedy.isfinite()
-    no_baseline, present = inputs.live & present & ~known, present & known
+    has_baseline = present if inputs.greedy is None or not estimator.greedy else inputs.greedy.isfinite()
+    no_baseline, present = inputs.live & present & ~has_baseline, present & has_baseline
     inputs = replace(inputs, live=inputs.live & present, baseline=inputs.baseline & present)
     singleton = inputs.live & (inputs.group_sum(inputs.live.double()) < 2) if estimator.group else nobody
     live = inputs.live & ~singleton

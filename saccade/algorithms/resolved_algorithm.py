@@ -70,8 +70,8 @@ class Algorithm(AlgorithmConfig):
     @property
     def drops_early(self) -> bool:
         """Whether rewards alone say that a group is constant, so that it need not be computed."""
-        known = not (self.kl_in_reward or (self.exclude_status and self.excluded_in_baseline))
-        return self.drop_constant and self.estimator.group and known
+        decided = not (self.kl_in_reward or (self.exclude_status and self.excluded_in_baseline))
+        return self.drop_constant and self.estimator.group and decided
 
     @property
     def reference_moves(self) -> bool:

@@ -203,10 +203,10 @@ def _is_plain(kind: Any, text: str) -> bool:
 
 def _kind(key: str) -> Any:
     """Type of an option, or of an entry of one that is a table."""
-    known = dict(options())
-    if key in known:
-        return known[key].annotation
-    table = known.get(key.rpartition(".")[0])
+    fields = dict(options())
+    if key in fields:
+        return fields[key].annotation
+    table = fields.get(key.rpartition(".")[0])
     return None if table is None else get_args(table.annotation)[1]
 
 
@@ -231,8 +231,8 @@ def _full_key(key: str) -> str:
     """`train.lr` as it is; a bare leaf such as `resume` becomes `run.resume` when only one section
     has it.
     """
-    known = dict(options())
-    for name, field in known.items():
+    fields = dict(options())
+    for name, field in fields.items():
         if key.startswith(f"{name}.") and getattr(field.annotation, "__origin__", None) is not dict:
             raise ConfigError(f"{key}: {name} is set as a whole; write {name}=VALUE")
     if "." in key or key in Config.model_fields:
@@ -263,11 +263,11 @@ def explain(error: Mapping[str, Any]) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return "\n".join(map(unknown_key, _leaves(key, error.get("input"))))
-    known, given = dict(options()).get(key), error.get("input")
+    field, given = dict(options()).get(key), error.get("input")
     inside = [name for name, _ in options() if name.startswith(f"{key}.")]
     if error["type"] == "model_type" and inside:
         return f"{key}: a section, got {given!r}; set one of its options: {', '.join(inside)}"
-    hint = f" ({known.description})" if known is not None else ""
+    hint = f" ({field.description})" if field is not None else ""
     wanted = WANTED.get(error["type"], error["msg"].removeprefix("Value error, "))
     return f"{key}: {wanted}, got {given!r}{hint}"
 

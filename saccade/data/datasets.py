@@ -188,18 +188,18 @@ class _Reader:
 
     def _opener(self, folder: Path | None) -> OpenImage:
         """Opens media of one source, each file once."""
-        known: dict[Any, Media] = {}
+        opened: dict[Any, Media] = {}
 
         def open_image(source: Any, *, kind: str = "image", **options: Any) -> Media:
             self.kinds[source_kind(source, folder) if kind == "image" else kind] += 1
             named = isinstance(source, str) and len(source) < LONGEST_NAME
             key: Any = (source, kind, repr(options)) if named else None
-            if key not in known:
+            if key not in opened:
                 media = open_any(kind, source, options, base=folder, limits=self.config)
                 key = key or media.key  # equal bytes once
-                if key not in known:
-                    known[key] = self.spill(media)
-            return known[key]
+                if key not in opened:
+                    opened[key] = self.spill(media)
+            return opened[key]
 
         return open_image
 

@@ -113,8 +113,8 @@ def _sort_keys(dataset: Dataset, order: str) -> list[Any] | None:
         raise ConfigError(f"data.order={order}: write shuffle, sequential, length or column:NAME")
     missing = next((sample for sample in dataset.samples if sample.extra.get(column) is None), None)
     if missing is not None:
-        known = ", ".join(sorted(missing.extra)) or "none"
-        raise ConfigError(f"data.order={order}: row {missing.id} has no such column; it has {known}")
+        columns = ", ".join(sorted(missing.extra)) or "none"
+        raise ConfigError(f"data.order={order}: row {missing.id} has no such column; it has {columns}")
     values = [sample.extra[column] for sample in dataset.samples]
     try:
         return [float(value) for value in values]  # also numbers that are written as text

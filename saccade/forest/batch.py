@@ -303,5 +303,5 @@ class Batch:
     def cut(self, mine: slice, forest: Forest | None = None) -> Batch:
         """Some of its sequences, with their reads. `forest`: theirs, if it is known."""
         reads = slice(*self.forest.read_starts[[mine.start, mine.stop]])
-        known: dict[str, Any] = {n: c[mine if len(c) == len(self.keys) else reads] for n, c in self.columns.items()}
-        return Batch(forest=forest or self.forest.cut(mine), **known)
+        taken: dict[str, Any] = {n: c[mine if len(c) == len(self.keys) else reads] for n, c in self.columns.items()}
+        return Batch(forest=forest or self.forest.cut(mine), **taken)

@@ -189,8 +189,8 @@ class Chat:
         lead, tail, opened = frame
         text = self._guard(message.text)
         shown = self.text_of((_QUESTION, message), generation=False)
-        kept = (text, text.rstrip(), text.lstrip(), text.strip())
-        text = lead + next((t for t in kept if shown.endswith(lead + t + tail)), text)
+        forms = (text, text.rstrip(), text.lstrip(), text.strip())
+        text = lead + next((t for t in forms if shown.endswith(lead + t + tail)), text)
         if opened and text.lstrip().startswith(THINK):
             return text.lstrip().removeprefix(THINK).removeprefix(opened.removeprefix(THINK))
         return text
@@ -334,12 +334,12 @@ def load_chat(
     special = {tokenizer.convert_tokens_to_ids(token) for token in reserved}
     tail = [i for i in probe._encode(after).tolist() if i in special]
     end_of_turn = tail[0] if tail else tokenizer.eos_token_id
-    known = {*eos_ids, end_of_turn, tokenizer.eos_token_id} - {None}
+    ends = {*eos_ids, end_of_turn, tokenizer.eos_token_id} - {None}
     prompt = probe.text_of((_QUESTION,), generation=True)
     return replace(
         probe,
         end_of_turn=end_of_turn,
-        eos_ids=frozenset(int(i) for i in known),
+        eos_ids=frozenset(int(i) for i in ends),
         think_prefilled=prompt.rstrip().endswith(THINK),
         brackets=_ids_of(tokenizer, brackets, path),
         begin=_begin(tokenizer, prompt) if begins else (),

@@ -79,8 +79,8 @@ def find_logit_change(model: Any) -> str | None:
     gaps = [float((each - theirs).norm()) for each in made]
     best = gaps.index(min(gaps))
     if not gaps[best] <= 8 * torch.finfo(theirs.dtype).eps * float(theirs.float().norm()):
-        known = ", ".join(LOGIT_CHANGES)
-        why = f"changes its logits behind the head in a way of its own (known: {known})"
+        supported = ", ".join(LOGIT_CHANGES)
+        why = f"changes its logits behind the head in an unsupported way (supported: {supported})"
         raise EnvironmentProblem(f"{type(model).__name__} {why}; use another model")
     return keys[best]
 

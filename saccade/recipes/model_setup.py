@@ -61,9 +61,9 @@ def model_folder(config: Config, path: str) -> str:
 
 def family_of(config: Config, folder: str) -> Family:
     require_whole(Path(folder))
-    template, known = config.prompt.chat_template, (*FAMILIES, "generic")
-    if config.model.family not in (None, *known):
-        raise ConfigError(f"model.family: {config.model.family} is not known; use one of {', '.join(known)}")
+    template, families = config.prompt.chat_template, (*FAMILIES, "generic")
+    if config.model.family not in (None, *families):
+        raise ConfigError(f"model.family: there is no family {config.model.family}; use one of {', '.join(families)}")
     family = load_family(
         folder,
         name=config.model.family,

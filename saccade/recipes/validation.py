@@ -91,12 +91,12 @@ class Validation:
             shown_answers = unread(result.groups, evaluator.scorer, evaluator.family)
             if line := HOOKS["unread_answers"](result.metrics.get("parse_rate", 1.0), shown_answers):
                 advice.setdefault("length/parse_rate", f"{result.name}: {line}")
-        kept = evaluator.config.val.log_generations
+        most = evaluator.config.val.log_generations
         found = {f"val/{r.name}/{key}": v for r in results for key, v in r.metrics.items()}
         return Measured(
             metrics={**values, **found},
             scores=[source for result in results for source in result.scores],
-            stored={f"val/{result.name}": result.groups[:kept] for result in results},
+            stored={f"val/{result.name}": result.groups[:most] for result in results},
             advice=advice,
         )
 

@@ -123,14 +123,14 @@ def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> T
 
 def _arguments(where: str, row: RewardTerm, verifier: Verifier, prompt_format: str, max_tokens: int) -> dict[str, Any]:
     """With the places to look at: those that the prompt asked for, then the verifier's, the whole text last."""
-    known = dict(list(inspect.signature(verifier.function).parameters.items())[1:])
+    parameters = dict(list(inspect.signature(verifier.function).parameters.items())[1:])
     for name in row.args:
-        if name not in known:
+        if name not in parameters:
             none = ConfigError(f"{where}: {row.verifier} takes no arguments, remove {name!r}")
-            raise unknown(f"{where}: argument of {row.verifier}", name, known) if known else none
+            raise unknown(f"{where}: argument of {row.verifier}", name, parameters) if parameters else none
     args = dict(row.args)
-    if "order" in known and "order" not in args:
-        own = known["order"].default
+    if "order" in parameters and "order" not in args:
+        own = parameters["order"].default
         places = (*(place for place in FORMATS[prompt_format].order if place not in own), *own)
         args["order"] = tuple(sorted(places, key=lambda place: place == "whole"))
     for response in ("", "<think>a</think><answer>1</answer>"):  # bad values of arguments show on any

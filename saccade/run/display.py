@@ -127,5 +127,5 @@ class Display:
         peaks, self._peaks = self._peaks, {}
         if not peaks:
             return {}
-        kept = torch.cuda.memory_reserved() / 2**30
-        return peaks | {"mem/gpu_peak_gb": max(peaks.values()), "mem/gpu_reserved_gb": kept}
+        reserved = torch.cuda.memory_reserved() / 2**30
+        return peaks | {"mem/gpu_peak_gb": max(peaks.values()), "mem/gpu_reserved_gb": reserved}

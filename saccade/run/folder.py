@@ -113,8 +113,8 @@ class RunFolder:
         for file in (self.metrics, self.log):
             file.touch()
         before = _read_manifest(self.path) if self.resumed else {}
-        functions, known = _function_files(options), before.get("functions", {})
-        self.changed = [f for f, digest in functions.items() if known.get(f, digest) != digest]
+        functions, hashes = _function_files(options), before.get("functions", {})
+        self.changed = [f for f, digest in functions.items() if hashes.get(f, digest) != digest]
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         start = {"time": now, "command": manifest["command"], "argv": sys.argv, "pid": os.getpid()}
         facts = {
@@ -154,8 +154,8 @@ def _take_up(path: Path, options: Mapping[str, Any], manifest: Mapping[str, Any]
         raise ConfigError(f"{path} exists: use run.resume=auto to continue it, or another run.name=… or --out DIR")
     stored = path / CONFIG
     if not stored.exists():
-        known = (LOCK, TRAJECTORIES, CHECKPOINTS, METRICS, LOG, f"{CONFIG}.*", *OF_RANKS)
-        if all(any(fnmatch(entry.name, pattern) for pattern in known) for entry in path.iterdir()):
+        made_here = (LOCK, TRAJECTORIES, CHECKPOINTS, METRICS, LOG, f"{CONFIG}.*", *OF_RANKS)
+        if all(any(fnmatch(entry.name, pattern) for pattern in made_here) for entry in path.iterdir()):
             return False  # killed before its first file was complete, or while it was removed
         raise ConfigError(f"{path} holds other files and no run; choose another run.name=… or --out DIR")
     before = configs.load(stored).model_dump(mode="json")

@@ -73,9 +73,9 @@ class Quarantine:
 
     def record(self, rows: Iterable[BadRow]) -> None:
         """Append rows to the file, each once, also in a resumed run; no rows, no file."""
-        known = self.file.read_text(encoding="utf-8").splitlines() if self.file.is_file() else []
+        earlier = self.file.read_text(encoding="utf-8").splitlines() if self.file.is_file() else []
         lines = [json.dumps(asdict(row), ensure_ascii=False) for row in rows]
-        if new := [line for line in lines if line not in known]:
+        if new := [line for line in lines if line not in earlier]:
             with self.file.open("a", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in new)
 

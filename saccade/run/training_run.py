@@ -128,9 +128,9 @@ class Run:
             log.warning(f"skipping {path}, which is incomplete: {lacking}")
         recorded = [row["step"] for row in read_metrics(folder.metrics) if row["step"]]
         if folder.resumed and self.start is None and recorded:
-            kept = " and ".join(folder.set_aside_records())
+            aside = " and ".join(folder.set_aside_records())
             begun = f"{folder.path} records steps up to {recorded[-1]} and has no complete checkpoint"
-            log.warning(f"{begun}: starting again with step 1; the records so far are saved as {kept}")
+            log.warning(f"{begun}: starting again with step 1; the records so far are saved as {aside}")
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:

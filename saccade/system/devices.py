@@ -47,8 +47,8 @@ def table() -> dict[str, list[float]]:
 def named(name: str) -> Device | None:
     """The row of a device, by what a driver or a person calls it."""
     words = _words(name)
-    for known, (memory, *peaks) in table().items():
-        if _words(known) <= words and not words & OTHER_CHIPS:
+    for gpu, (memory, *peaks) in table().items():
+        if _words(gpu) <= words and not words & OTHER_CHIPS:
             tflops, bandwidth, link, host = map(float, peaks)
             return Device(name=name, memory=memory, tflops=tflops, bandwidth=bandwidth, link=link, host=host)
     return None
@@ -56,7 +56,7 @@ def named(name: str) -> Device | None:
 
 def only(part: str) -> Device | None:
     """The row that alone has all these words: a 4090 is an RTX 4090."""
-    rows = [known for known in table() if _words(part) <= _words(known)]
+    rows = [name for name in table() if _words(part) <= _words(name)]
     return named(rows[0]) if len(rows) == 1 else None
 
 

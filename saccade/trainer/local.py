@@ -84,9 +84,9 @@ class LocalBackend:
             model.named_parameters(), train, lr_scale=lambda n: scales.get(family.tower_of(n), 1.0)
         )
         self.recompute = Recompute(model, checkpointing)
-        if kept := model_state.modules_in_eval(model):
+        if in_eval := model_state.modules_in_eval(model):
             why = "so that the policy that learns is the one that answers"
-            log.info("%d dropouts and batch norms (%s, …) stay off in training, %s", len(kept), kept[0], why)
+            log.info("%d dropouts and batch norms (%s, …) stay off in training, %s", len(in_eval), in_eval[0], why)
         self.routers, self.aux_coef = routers_of(model, train.aux_coef), train.aux_coef
         self._towers_frozen = not any(
             p.requires_grad for n, p in model.named_parameters() if family.tower_of(n) != "llm"
@@ -266,12 +266,12 @@ class LocalBackend:
         norm = self.optimizer.norm()
         finite = finite and bool(np.isfinite(norm.item()))
         vision = [n for n in self.optimizer.parameters if self.family.tower_of(n) == "vision"]
-        known = {f"{role}/grad_norm": norm.item()}
+        facts = {f"{role}/grad_norm": norm.item()}
         if vision:
-            known[f"{role}/grad_norm_vision"] = self.optimizer.norm(vision).item()
-        known |= {f"{role}/lr": lr, "guard/nonfinite": not finite, f"{role}/update_skipped": not finite}
+            facts[f"{role}/grad_norm_vision"] = self.optimizer.norm(vision).item()
+        facts |= {f"{role}/lr": lr, "guard/nonfinite": not finite, f"{role}/update_skipped": not finite}
         each = 1 / self.optimizer.world  # every process adds its share of what all know
-        for name, value in known.items():
+        for name, value in facts.items():
             metrics.add(name, value * each, each)
         metrics.add("mem/oom_splits", self.oom_splits, each)
         if finite and moves:

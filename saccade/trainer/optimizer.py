@@ -114,10 +114,10 @@ class Optimizer:
     def end_micro_batch(self) -> None:
         """Its backward is complete: add what is left, in one call where there is a sum already."""
         waiting = {n: g for n, p in self.parameters.items() if (g := self.gradient(p)) is not None}
-        known = [n for n in waiting if n in self.gradients and n not in self._added]
-        if known:
-            torch._foreach_add_([self.gradients[n] for n in known], [waiting[n] for n in known])
-            self._added |= set(known)
+        ready = [n for n in waiting if n in self.gradients and n not in self._added]
+        if ready:
+            torch._foreach_add_([self.gradients[n] for n in ready], [waiting[n] for n in ready])
+            self._added |= set(ready)
         for name in waiting:
             self._add(name, self.parameters[name])
 
@@ -184,8 +184,8 @@ class _MasterAdamW:
 
     def __init__(self, optimizer: Optimizer, place: Callable[..., StateBeside]) -> None:
         parameters, moments = optimizer.owned(), ("exp_avg", "exp_avg_sq")
-        kept = {n: moments if p.dtype == torch.float32 else ("master", *moments) for n, p in parameters.items()}
-        self.held = place(parameters, kept, torch.float32)
+        keys = {n: moments if p.dtype == torch.float32 else ("master", *moments) for n, p in parameters.items()}
+        self.held = place(parameters, keys, torch.float32)
         for name, state in self.held.tensors.items():
             if "master" in state:  # non-blocking: the GPU converts to float32, not the CPU
                 state["master"].copy_(parameters[name].detach(), non_blocking=True)

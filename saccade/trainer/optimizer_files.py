@@ -28,9 +28,9 @@ def load_optimizer(optimizer: Optimizer, folder: Path) -> None:
     """Refuses files that do not hold every number of these parameters exactly once."""
     mine, ranges, stored = optimizer.state(), optimizer.ranges(), _stored(folder)
     names = {key: key.partition("/")[2] for key in stored}
-    known = {key for key, name in names.items() if name in ranges or name not in optimizer.parameters}
-    if known != mine.keys():
-        listed = ", ".join(sorted(known ^ mine.keys())[:3])
+    complete = {key for key, name in names.items() if name in ranges or name not in optimizer.parameters}
+    if complete != mine.keys():
+        listed = ", ".join(sorted(complete ^ mine.keys())[:3])
         text = "the optimizer's state is of other parameters or of another optimizer"
         raise EnvironmentProblem(f"{folder}: {text} ({listed}); resume with the options of the run that saved it")
     for key, tensor in mine.items():

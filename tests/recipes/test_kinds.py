@@ -78,5 +78,5 @@ def test_memory_and_seconds_come_from_modules_without_weights(config, tmp_path, 
 
 
 def test_a_family_that_is_not_known_is_refused(rl_config, tmp_path):
-    with pytest.raises(ConfigError, match=r"model.family: nonsense is not known; use one of qwen2_vl, .*, generic"):
+    with pytest.raises(ConfigError, match=r"there is no family nonsense; use one of qwen2_vl, .*, generic"):
         rl.run(rl_config(tmp_path, model__family="nonsense"))

@@ -102,8 +102,8 @@ def cache_shape(model: torch.nn.Module, family: Family) -> CacheShape:
     for layer, (q, k, v) in seen.items():
         source = first[k.untyped_storage().data_ptr()]
         shapes[layer] = LayerShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], source)
-    kept = sum(each.bytes for each in states)
-    return CacheShape(layers=tuple(shapes), device=parameter.device, dtype=parameter.dtype, state_bytes=kept)
+    state_bytes = sum(each.bytes for each in states)
+    return CacheShape(layers=tuple(shapes), device=parameter.device, dtype=parameter.dtype, state_bytes=state_bytes)
 
 
 def use_kernels(shape: CacheShape) -> bool:

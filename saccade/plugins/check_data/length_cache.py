@@ -33,22 +33,22 @@ def cached_lengths(
 ) -> Iterator[Length]:
     """`ask` words a row as the model reads it, `render` (named by `kind`) makes its tokens."""
     path = Path(config.run.out) / ".cache" / f"{kind}-lengths-{renderer(family)}.json"
-    known: dict[str, int] = json.loads(path.read_text()) if path.is_file() else {}
-    before = len(known)
+    lengths: dict[str, int] = json.loads(path.read_text()) if path.is_file() else {}
+    before = len(lengths)
     untried = family.series is not None  # the first row with media tries the encoder out
 
     def length(sample: Sample) -> int:
         nonlocal untried
         messages = ask(sample).messages
         key = _content(messages)
-        if key not in known or (untried and sample.media):
-            known[key] = len(render(messages))
+        if key not in lengths or (untried and sample.media):
+            lengths[key] = len(render(messages))
             untried = untried and not sample.media
-        return known[key]
+        return lengths[key]
 
     yield length
-    if len(known) > before:
-        write_whole(path, json.dumps(known))
+    if len(lengths) > before:
+        write_whole(path, json.dumps(lengths))
 
 
 def renderer(family: Family) -> str:

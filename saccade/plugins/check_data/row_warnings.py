@@ -29,11 +29,11 @@ def unused_rewards(scorer: Scorer, there: set[str], *, shared: bool = True) -> l
     evaluation of other sets may well not need.
     """
     named = set(scorer.recipes)
-    idle, known = ", ".join(sorted(named - there)), ", ".join(sorted(there))
-    found = [f"reward.by_source: no row has the data_source {idle}; there is {known}"] if idle else []
+    idle, sources = ", ".join(sorted(named - there)), ", ".join(sorted(there))
+    found = [f"reward.by_source: no row has the data_source {idle}; there is {sources}"] if idle else []
     others = next((name for name in ("terms", "preset") if getattr(scorer.config, name)), None)
     if shared and others and there and there <= named:
-        all_named = f"as reward.by_source names the data_source of all ({known})"
+        all_named = f"as reward.by_source names the data_source of all ({sources})"
         found.append(f"reward.{others}: scores no row, {all_named}; remove it, or those")
     return found
 

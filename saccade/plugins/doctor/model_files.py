@@ -98,13 +98,13 @@ def tokenizer(family: Family, data: DataConfig) -> Rows:
     from saccade.data.sources import parse_address
     from saccade.plugins.check_data.row_warnings import READ, unknown_words
 
-    known, rows = len(family.chat.tokenizer), family.vocabulary
-    if known > rows:
-        yield "failure", f"it has {known} ids, the model {rows}", "take tokenizer and weights from the same model"
+    tokens, rows = len(family.chat.tokenizer), family.vocabulary
+    if tokens > rows:
+        yield "failure", f"it has {tokens} ids, the model {rows}", "take tokenizer and weights from the same model"
     else:
         ends = [family.chat.decode([i], special=True) for i in sorted(family.chat.eos_ids)]
         banned = int(family.banned.sum())
-        yield "ok", f"{known} of {rows} ids, {banned} never sampled, ends with {', '.join(ends)}"
+        yield "ok", f"{tokens} of {rows} ids, {banned} never sampled, ends with {', '.join(ends)}"
     paths = [Path(parse_address(source.path).path) for source in data.train]
     if paths and all(path.exists() for path in paths):
         some = {"max_samples": READ, "max_bad_fraction": 1.0, "on_bad_row": "quarantine"}

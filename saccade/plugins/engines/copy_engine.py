@@ -187,12 +187,12 @@ def require_same_prompt(
     """Refuse a prompt that an engine reads differently, with the first token that differs; where it tells no ids,
     another number of them.
     """
-    ours, told = request.ids.tolist(), list(request.ids) if theirs is None else list(theirs)
-    if told == ours and count == len(ours):
+    ours, read = request.ids.tolist(), list(request.ids) if theirs is None else list(theirs)
+    if read == ours and count == len(ours):
         return
-    first = next((n for n, (a, b) in enumerate(zip(told, ours, strict=False)) if a != b), min(len(told), len(ours)))
-    there, here = (family.chat.decode(ids[max(0, first - 4) : first + 5], special=True) for ids in (told, ours))
-    where = "" if told == ours else f", token {first} is the first to differ: it has {there!r}, here it is {here!r}"
+    first = next((n for n, (a, b) in enumerate(zip(read, ours, strict=False)) if a != b), min(len(read), len(ours)))
+    there, here = (family.chat.decode(ids[max(0, first - 4) : first + 5], special=True) for ids in (read, ours))
+    where = "" if read == ours else f", token {first} is the first to differ: it has {there!r}, here it is {here!r}"
     raise EnvironmentProblem(
         f"request {request.key}: {engine} reads {count} prompt tokens of a {family.name} model where we have "
         f"{len(ours)}{where}: it expands images or text differently; compare the preprocessor_config.json of the "

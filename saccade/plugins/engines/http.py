@@ -60,9 +60,9 @@ class HttpEngine(Engine):
             try:
                 answer = self._open.pop(key).result()
             except SaccadeError as error:
-                told = type(error)(f"{key}: {error}")
-                told.request = key
-                raise told from error
+                wrapped = type(error)(f"{key}: {error}")
+                wrapped.request = key
+                raise wrapped from error
             ids = self._texts.record(answer.text, tokens=answer.usage["response"])
             unknown, zeros = np.full(len(ids), np.nan, np.float32), np.zeros(len(ids), np.int32)
             self._done.append(Completion(key=key, ids=ids, logprobs=unknown, versions=zeros, finish=answer.finish))

@@ -96,8 +96,8 @@ def decoder_inputs(
     options["inputs_embeds"] = embedded.index_copy(0, places, rows)[None]
     if deeper:
         mask = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device).index_fill(0, places, True)
-        known = inspect.signature(type(decoder_of(model)).forward).parameters
-        where, what = next(names for names in DEEPER if names[1] in known)
+        parameters = inspect.signature(type(decoder_of(model)).forward).parameters
+        where, what = next(names for names in DEEPER if names[1] in parameters)
         layers = getattr(model, "deeper_layers", None)  # where they are named
         options[where] = mask[None] if layers is None else mask[None, :, None]
         options[what] = deeper if layers is None else dict(zip(layers, deeper, strict=True))

@@ -244,7 +244,7 @@ def text_or_model_positions(model: Any, reader: PictureReader) -> Any:
             return np.arange(length)[None]
 
         return counted
-    known = inspect.signature(skeleton.get_rope_index).parameters
+    parameters = inspect.signature(skeleton.get_rope_index).parameters
     around = {}
     for kind, names in BRACKETS.items():
         named = ([getattr(model.config, f"{what}_{end}_token_id", None) for end in ("start", "end")] for what in names)
@@ -264,14 +264,14 @@ def text_or_model_positions(model: Any, reader: PictureReader) -> Any:
             kinds[0, start : start + length] = row.told.get("mm_token_type_ids", 1)
             renamed = {new: make(row) for new, (old, make) in RENAMED.items() if old in row}
             for name, value in (row | renamed).items():
-                if name in known and name not in row.told and name not in ALWAYS:
+                if name in parameters and name not in row.told and name not in ALWAYS:
                     told.setdefault(name, []).append(torch.from_numpy(value))
         options = {
             "mm_token_type_ids": torch.from_numpy(kinds),
             "attention_mask": torch.ones(ids.shape, dtype=torch.int64),
             **{name: torch.cat(values) for name, values in told.items()},
         }
-        given = {name: value for name, value in options.items() if name in known}
+        given = {name: value for name, value in options.items() if name in parameters}
         found, _ = skeleton.get_rope_index(torch.from_numpy(ids), **given)
         return found[:, 0, :end].long().numpy()
 

@@ -75,18 +75,18 @@ def prove(model: Any, family: Family) -> None:
     not see and hear so.
     """
     file = _verdict_file(model, family)
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-    if any(hasattr(weight, "rows") for weight in model.parameters()) and agreed([not kept], ReduceOp.MAX)[0]:
-        kept = []  # ranks that hold a part each prove it together, or none does
+    proved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    if any(hasattr(weight, "rows") for weight in model.parameters()) and agreed([not proved], ReduceOp.MAX)[0]:
+        proved = []  # ranks that hold a part each prove it together, or none does
     found = []
-    for row in [Compared(**each) for each in kept] or comparisons(model, family):
+    for row in [Compared(**each) for each in proved] or comparisons(model, family):
         found.append(row)
         if not row.agrees and row.kind:
             family.reader.refuse(row.kind, str(row))
         elif not row.agrees:
             what = f"{family.path}: a model of type {family.name!r} computes something else here than in transformers"
             raise EnvironmentProblem(f"{what}; {row}; {INSTEAD}")
-    if kept:
+    if proved:
         return
     with suppress(OSError):  # it is proved again where nothing can be kept
         file.parent.mkdir(parents=True, exist_ok=True)

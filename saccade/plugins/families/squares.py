@@ -46,13 +46,13 @@ def bound(
         why = f"resample is {resample}, and images are resized with {BICUBIC} (bicubic) here"
         raise EnvironmentProblem(f"preprocessor_config.json: {why}; set it to that if the model may be used so")
     mean, std = tuple(processor.get("image_mean", CLIP_MEAN)), tuple(processor.get("image_std", CLIP_STD))
-    kept = ImageCache(CACHE_BYTES, make=lambda media: np.ascontiguousarray(cut(media).transpose(0, 3, 1, 2)))
+    tiles = ImageCache(CACHE_BYTES, make=lambda media: np.ascontiguousarray(cut(media).transpose(0, 3, 1, 2)))
 
     def host_media(spans: Sequence[MediaSpan]) -> Mapping[str, Tensor]:
         """[N, 3, S, S] bytes."""
         import torch
 
-        return {"squares": torch.from_numpy(np.concatenate(kept.get_all([s.media for s in spans])))}
+        return {"squares": torch.from_numpy(np.concatenate(tiles.get_all([s.media for s in spans])))}
 
     def features(model: Any, media: Mapping[str, Tensor]) -> Tensor:
         """[media tokens, hidden size] of what `host_media` made, once it is on the model's device."""
@@ -72,7 +72,7 @@ def bound(
     return {
         "measure": measure,
         "picture": DECODED.get,  # which the processor of another engine cuts
-        "cache": lambda media: kept,
+        "cache": lambda media: tiles,
         "media": host_media,
         "features": features,
         "vision": arguments,

@@ -91,8 +91,8 @@ def _processor(part: Mapping[str, Any], **more: Any) -> Any:
         one = kind(**options)
         one.image_seq_length = length
         return one
-    known = inspect.signature(kind.__init__).parameters
-    return kind(**options, **{name: value for name, value in more.items() if name in known})
+    parameters = inspect.signature(kind.__init__).parameters
+    return kind(**options, **{name: value for name, value in more.items() if name in parameters})
 
 
 def _stir(model: Any) -> None:

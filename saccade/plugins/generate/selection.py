@@ -39,14 +39,14 @@ def write_selected(
 ) -> tuple[Path, int]:
     """Beside the responses, as NAME.SELECT.jsonl; returns the file and its number of rows."""
     path = responses.with_suffix(f".{select}.jsonl")
-    known = {sample.id: sample for sample in samples}
+    by_id = {sample.id: sample for sample in samples}
     chosen: list[Sample] = []
     for row in read_lines(responses):
-        if row["id"] in known:
+        if row["id"] in by_id:
             whole = sorted(filter(_is_whole, row["responses"]), key=lambda r: r["reward"], reverse=True)
             good = [r for r in whole if threshold is None or r["reward"] >= threshold]
             if good:
-                chosen += SELECT[select](known[row["id"]], good, whole)
+                chosen += SELECT[select](by_id[row["id"]], good, whole)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     convert(chosen, temporary)
     temporary.replace(path)

@@ -189,14 +189,14 @@ class Graphs:
         self._rest()
         self._step(shape)  # compiles kernels, lets libraries choose theirs
         before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 self._step(shape)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        waits = [each.filename for each in told if "called a synchronizing" in str(each.message)]
+        waits = [each.filename for each in warned if "called a synchronizing" in str(each.message)]
         return any(not file.endswith("masking_utils.py") for file in waits)
 
     def _rest(self) -> None:

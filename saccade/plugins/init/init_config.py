@@ -159,8 +159,8 @@ def guess_reward(samples: Sequence[Sample]) -> Guess:
         if reward != "relaxed" or any(re.fullmatch(r"\D*\d+\.\d+\D*", gold) for gold in golds)
     )
     if 1 < (letters := sum(map(_is_letter, golds))) < len(golds):
-        told = "give those rows another data_source, and it `choice` in reward.by_source"
-        because += f"; {letters} of {len(golds)} are letters: {told}"
+        advice = "give those rows another data_source, and it `choice` in reward.by_source"
+        because += f"; {letters} of {len(golds)} are letters: {advice}"
     return reward, args, because
 
 

@@ -107,15 +107,15 @@ def read_samples(body: Mapping[str, Any], *, response_after: str = "") -> list[R
     """The samples of a request, without its images; ours carries more than that of others."""
     body = {ALIASES.get(name, name): value for name, value in body.items()}
     ours = body.get("protocol") == PROTOCOL
-    known = ("query", "responses") if not ours else ("responses",)
-    given = next((name for name in known if body.get(name) is not None), None)
+    columns_read = ("query", "responses") if not ours else ("responses",)
+    given = next((name for name in columns_read if body.get(name) is not None), None)
     if given is None:
-        raise ValueError(f"{known[0]}: missing; give a list of texts")
+        raise ValueError(f"{columns_read[0]}: missing; give a list of texts")
     count = len(_column(body, given, TEXT, None))
     queries = _column(body, "query", TEXT, count) or [""] * count
     prompts = _column(body, "prompts", ANYTHING, count) or [None] * count
-    told = _column(body, "responses", TEXT, count)
-    found = [(text, "") for text in told] or [
+    responses = _column(body, "responses", TEXT, count)
+    found = [(text, "") for text in responses] or [
         split_query(query, prompt, response_after) for query, prompt in zip(queries, prompts, strict=True)
     ]
     gold = "labels" if body.get("labels") is not None else "references"

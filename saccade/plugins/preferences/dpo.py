@@ -145,9 +145,9 @@ def precomputed(
 ) -> Totals:
     """Every sample is scored once and for all; the reference is loaded only if one is missing."""
     path = Path(config.run.out) / ".cache" / f"reference-{_reference_id(config, family)}.json"
-    known: dict[str, list[float]] = json.loads(path.read_text()) if path.is_file() else {}
+    scores: dict[str, list[float]] = json.loads(path.read_text()) if path.is_file() else {}
     # A row with a damaged image is skipped when its turn comes.
-    missing = {k: s for s in samples if (k := content_hash(s)) not in known and not decode_error(s)}
+    missing = {k: s for s in samples if (k := content_hash(s)) not in scores and not decode_error(s)}
     if missing:
         reference, keys = load(), list(missing)
         with run.phase("logp_ref"):
@@ -159,8 +159,8 @@ def precomputed(
                 keyed = (key for batch in batches for key in batch.keys)
                 found = dict(zip(keyed, np.concatenate(scored(reference, batches)).tolist(), strict=True))
                 for key, group in zip(block, groups, strict=True):
-                    known[key] = [found[member.key] for member in group.trajectories]
-                write_whole(path, json.dumps(known))
+                    scores[key] = [found[member.key] for member in group.trajectories]
+                write_whole(path, json.dumps(scores))
                 run.display.console.progress(min(start + BLOCK, len(keys)), len(keys))
         reference.close()
         del reference
@@ -171,7 +171,7 @@ def precomputed(
         found = {
             member.key: total
             for group in groups
-            for member, total in zip(group.trajectories, known[content_hash(group.sample)], strict=True)
+            for member, total in zip(group.trajectories, scores[content_hash(group.sample)], strict=True)
         }
         return [np.array([found[key] for key in batch.keys]) for batch in batches]
 

@@ -121,8 +121,8 @@ def from_config(config: RewardModelConfig) -> RatingLoss:
 
 def of_pairs(row: RatingLoss, ids: Sequence[str], labels: Labels, margins: Mapping[str, float]) -> RatingLoss:
     """With what is known of the samples of an optimizer step, in which one may occur twice."""
-    known = ~np.isnan(np.array([labels[id] for id in ids]).reshape(len(ids), len(row.heads)))
-    return replace(row, labels=labels, margins=margins, counts=tuple(known.sum(0).tolist()))
+    labelled = ~np.isnan(np.array([labels[id] for id in ids]).reshape(len(ids), len(row.heads)))
+    return replace(row, labels=labels, margins=margins, counts=tuple(labelled.sum(0).tolist()))
 
 
 def rating_objective(row: RatingLoss, scores: Tensor, kappa: Tensor, keys: Keys) -> tuple[Tensor, LossSums]:

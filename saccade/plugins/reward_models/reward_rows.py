@@ -258,8 +258,8 @@ def with_statistics(card: RewardCard, found: Mapping[str, float], step: int) -> 
     gave them: a later checkpoint may keep them.
     """
     scored = [head for head in card.heads if isfinite(found.get(f"{head}/square", nan))]
-    known = {head: (found[f"{head}/mean"], _deviation(found, head)) for head in scored}
-    return replace(card, statistics=known, statistics_step=step) if known else card
+    statistics = {head: (found[f"{head}/mean"], _deviation(found, head)) for head in scored}
+    return replace(card, statistics=statistics, statistics_step=step) if statistics else card
 
 
 def _deviation(found: Mapping[str, float], head: str) -> float:

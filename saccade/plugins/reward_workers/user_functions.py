@@ -41,8 +41,8 @@ def load(verifier: str) -> Callable[..., Any]:
     path, name = split_name(verifier) or (verifier, DEFAULT_NAME)
     module = _loaded(Path(path).resolve())
     if not callable(function := getattr(module, name, None)):
-        known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        raise ValueError(f"{path} has no function {name!r}; it has {', '.join(known)}")
+        functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        raise ValueError(f"{path} has no function {name!r}; it has {', '.join(functions)}")
     return function
 
 

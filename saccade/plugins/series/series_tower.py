@@ -135,10 +135,10 @@ def fingerprint(settings: SeriesConfig) -> bytes:
 
 def _token(family: Family, settings: SeriesConfig) -> int:
     chat, last = family.chat, family.vocabulary - 1
-    known = chat.tokenizer.get_vocab()
+    vocabulary = chat.tokenizer.get_vocab()
     taken = {*chat.placeholders.values(), *chat.eos_ids}
-    free = [t for t in chat.reserved if known[t] not in taken and t not in chat.template]
-    if settings.token is None and last > max(known.values()):
+    free = [t for t in chat.reserved if vocabulary[t] not in taken and t not in chat.template]
+    if settings.token is None and last > max(vocabulary.values()):
         return last
     fitting: Iterable[str] = filter(SPARE.search, free) if settings.token is None else {settings.token} & set(free)
     if (name := next(iter(fitting), None)) is None:
@@ -146,7 +146,7 @@ def _token(family: Family, settings: SeriesConfig) -> int:
         other = free[0] if free else "TOKEN, a special one that you add to the tokenizer"
         what = f"{why} stand for a series in {family.path}"
         raise ConfigError(f"model.series.token: {what}; try model.series.token={other}")
-    return known[name]
+    return vocabulary[name]
 
 
 # -- the module ------------------------------------------------------------------------------------

@@ -215,8 +215,8 @@ def _with_images(samples: Sequence[RewardSample], images: Any, limits: DataConfi
                 raise BadRequest(f"images[{index}][{number}]", str(error)) from None
             earlier[str([index, number])] = media[-1]
         # Records know the size before it was shrunk for the way, which answers refer to.
-        known = sample.images if len(sample.images) == len(media) else image_records(media)
-        records = [{**record, "path": m.path} for record, m in zip(known, media, strict=True)]
+        facts = sample.images if len(sample.images) == len(media) else image_records(media)
+        records = [{**record, "path": m.path} for record, m in zip(facts, media, strict=True)]
         shown.append(replace(sample, media=tuple(media), images=records))
     return shown
 

@@ -90,8 +90,8 @@ def shrunk(config: Config, command: str, files: Sequence[str], given: Sequence[s
             print(line)
     small, path = smoke(config, command), config.model.path
     if path and path != small.model.path:
-        known = config.model.family not in (None, "generic") or (Path(path) / "config.json").is_file()
-        guess = "" if known else ", guessed by name as the folder is not here; model.family says it"
+        certain = config.model.family not in (None, "generic") or (Path(path) / "config.json").is_file()
+        guess = "" if certain else ", guessed by name as the folder is not here; model.family says it"
         if (kind := str(described(Path(path)).get("model_type", ""))) and small.model.path == f"tiny:{DEFAULT_FAMILY}":
             guess = f", for there is no tiny model of type {kind}" * (kind != DEFAULT_FAMILY)
         print(f"{small.model.path} stands in for model.path: {path}{guess}")
@@ -219,9 +219,9 @@ def model_type(config: Config) -> str:
         guess = next(guesses, DEFAULT_FAMILY)
         return "qwen3_moe" if config.train.aux_coef and guess != "mixtral" else guess
     kind = found.get("model_type", DEFAULT_FAMILY)
-    for known in (kind, f"{kind}_thinker"):
-        if known in tiny_kinds.ALL:
-            return known
+    for tiny in (kind, f"{kind}_thinker"):
+        if tiny in tiny_kinds.ALL:
+            return tiny
     if config.model.family is None and kind not in FAMILIES:
         generic_spec(kind, found, path)  # refuses what the run refuses
     if any(name.startswith(("vision", "audio", "vq", "thinker")) for name in found):

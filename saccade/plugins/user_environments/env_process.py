@@ -196,8 +196,8 @@ def main() -> None:
         user = load_user_code(env)
         channel.send({"tools": user.descriptions, "id": first.row["id"]})
     except BaseException as error:  # whatever the file raises, also SystemExit
-        told = str(error) if isinstance(error, ConfigError) else raised_at(error)
-        channel.send({"failed": told, "id": first.row["id"]})
+        reason = str(error) if isinstance(error, ConfigError) else raised_at(error)
+        channel.send({"failed": reason, "id": first.row["id"]})
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended episodes leave nothing behind
     gc.collect()

@@ -134,8 +134,8 @@ def _turns(
     if env.name in KINDS and "zoom" not in KINDS[env.name].tools:
         raise ConfigError(f"env.name={env.name}: the scripted searcher zooms; try env.name=crop")
     if env.coordinates not in NUMBERS:
-        known = " or ".join(NUMBERS)
-        raise ConfigError(f"env.coordinates={env.coordinates}: the scripted searcher writes {known}; use one of them")
+        forms = " or ".join(NUMBERS)
+        raise ConfigError(f"env.coordinates={env.coordinates}: the scripted searcher writes {forms}; use one of them")
     named = env.call == "tool_call" or (env.name in KINDS and "</grounding>" not in stop_strings(env))
     write = partial(call, coordinates=env.coordinates, named=named)
     texts = demonstration(sample, rng, turns=turns, mistakes=mistakes, write=write)

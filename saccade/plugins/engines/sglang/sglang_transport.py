@@ -42,10 +42,10 @@ def problem() -> str:
     try:
         import sglang
 
-        known = inspect.signature(sglang.Engine.async_generate).parameters
+        parameters = inspect.signature(sglang.Engine.async_generate).parameters
     except Exception as error:  # whatever a library raises that does not fit the machine
         return f"sglang cannot be imported ({error}); install it again: {INSTALL['sglang']}"
-    lacks = [name for name in NEEDED if name not in known]
+    lacks = [name for name in NEEDED if name not in parameters]
     return f"sglang has no {', '.join(lacks)}; install a newer one: {INSTALL['sglang']}" if lacks else ""
 
 
@@ -134,8 +134,8 @@ class OverHttp:
         shared = Path("/dev/shm")
         with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
             in_folder(weights, Path(folder))
-            told = {"model_path": folder, "flush_cache": True, "weight_version": str(version)}
-            self._ask("/update_weights_from_disk", told)
+            request = {"model_path": folder, "flush_cache": True, "weight_version": str(version)}
+            self._ask("/update_weights_from_disk", request)
 
     def memory(self, what: str, tags: Sequence[str]) -> None:
         self._ask(f"/{what}_memory_occupation", {"tags": list(tags)})
