@@ -128,7 +128,7 @@ def algorithms(
     print(explain(name))
 
 
-app.registered_commands.sort(key=lambda known: PANELS.index(str(known.rich_help_panel)))
+app.registered_commands.sort(key=lambda command: PANELS.index(str(command.rich_help_panel)))
 app.add_typer(data_commands.group, name="data", rich_help_panel="Start")
 
 
@@ -168,7 +168,7 @@ class Outlasting:
 
 def main() -> None:
     sys.stdout, sys.stderr = (stream and Outlasting(stream) for stream in (sys.stdout, sys.stderr))
-    if sys.argv[1:2] not in [[known.name] for known in app.registered_commands]:
+    if sys.argv[1:2] not in [[command.name] for command in app.registered_commands]:
         add_installed_commands()
     with shown_by(print):
         app(prog_name="saccade")

@@ -32,9 +32,9 @@ def items_of(groups: Sequence[Group]) -> list[Item]:
     return [(group.sample.data_source, values) for group, values in zip(groups, outcomes, strict=True)]
 
 
-def score_terms(scorer: Scorer | None, items: Sequence[Item], known: Collection[str] = ()) -> dict[str, str]:
-    """Sources whose outcome is no accuracy: it comes from a reward model, a value lies beyond 0..1,
-    or that is `known` from values before these.
+def score_terms(scorer: Scorer | None, items: Sequence[Item], score_sources: Collection[str] = ()) -> dict[str, str]:
+    """Sources whose outcome is no accuracy, because it comes from a reward model, a value lies beyond
+    0..1, or one did before (`score_sources`).
     """
     beyond = {source: False for source, _ in items}
     for source, values in items:
@@ -45,7 +45,7 @@ def score_terms(scorer: Scorer | None, items: Sequence[Item], known: Collection[
         if scorer is not None:
             recipe = scorer.recipe(source)
             term = recipe.terms[recipe.outcome]
-        if beyond[source] or source in known or (term is not None and term.learned):
+        if beyond[source] or source in score_sources or (term is not None and term.learned):
             found[source] = str(term and (term.verifier, sorted(term.args.items())))
     return found
 

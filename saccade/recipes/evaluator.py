@@ -89,12 +89,12 @@ class Evaluator:
 
         return answers
 
-    def evaluate(self, name: str, dataset: Dataset, known: Collection[str] = ()) -> Result:
-        """`known`: sources whose outcome is a score."""
-        return self.begin(name, dataset, known)()
+    def evaluate(self, name: str, dataset: Dataset, score_sources: Collection[str] = ()) -> Result:
+        """`score_sources`: sources whose outcome is a score."""
+        return self.begin(name, dataset, score_sources)()
 
     def begin(
-        self, name: str, dataset: Dataset, known: Collection[str], beside: Pool | None = None
+        self, name: str, dataset: Dataset, score_sources: Collection[str], beside: Pool | None = None
     ) -> Callable[[], Result]:
         """The questions of a set are asked, perhaps in a pool of others that go on `beside`; what is returned waits
         for the result. What judges and services do for it is then counted with what they do for the others.
@@ -107,7 +107,7 @@ class Evaluator:
 
         def result() -> Result:
             groups = answers()
-            scores = accuracy.score_terms(scorer, accuracy.items_of(groups), known)
+            scores = accuracy.score_terms(scorer, accuracy.items_of(groups), score_sources)
             tables: dict[str, Table] = {}
             if scorer is not None or gives_rewards(config.env):
                 tables = breakdown.tables(groups, scores)

@@ -57,7 +57,7 @@ class RolloutsAhead:
     replay: Path | None = None  # such a folder of the run that is repeated
     begun: list[Begun] = field(default_factory=list)
     stored: list[Draw] = field(default_factory=list)  # to be begun again, before others
-    _kept: Sequence[Draw] = ()
+    _saved: Sequence[Draw] = ()
     _named: tuple[int, int] = (0, 0)  # the last step that drew, and how often by now
 
     @property
@@ -76,18 +76,18 @@ class RolloutsAhead:
 
     def keep(self) -> None:
         """A step is finished: a checkpoint holds what has begun by now."""
-        self._kept = [*(draw._replace(heard=started.heard()) for draw, started, _ in self.begun), *self.stored]
+        self._saved = [*(draw._replace(heard=started.heard()) for draw, started, _ in self.begun), *self.stored]
 
     def saved_bytes(self) -> int:
         return 0  # nothing beside a model
 
     def state_files(self, *, copy: bool = False) -> list[File]:
-        return _draw_files("ahead", self._kept)
+        return _draw_files("ahead", self._saved)
 
     def load_state(self, folder: Path) -> None:
         if folder.is_dir():  # else of a run without
-            self._kept = self._load(folder, "ahead")
-            self.stored = [*self._kept]
+            self._saved = self._load(folder, "ahead")
+            self.stored = [*self._saved]
 
     # -- a run that can be repeated --
 

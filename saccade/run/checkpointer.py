@@ -37,7 +37,7 @@ class Checkpointer:
         self.folder, self.options = folder, options
         self.saved = saved  # the last step that is on disk
         self._total = 0
-        self._told = False
+        self._warned = False
         self._writing: tuple[int, Future[float]] | None = None
         self._took = 0.0  # seconds for those that were finished since the last call of `times`
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -126,8 +126,8 @@ class Checkpointer:
         needed = self._bytes()
         free = devices.free_host_bytes() + self._backend.spare_bytes()
         fits = needed <= LARGEST_SHARE * free
-        if not fits and not self._told:
-            self._told = True
+        if not fits and not self._warned:
+            self._warned = True
             log.info(
                 f"training waits while checkpoints are written: a copy takes {size(needed)} of main memory, "
                 f"{size(free)} are free, and half of that may be used"

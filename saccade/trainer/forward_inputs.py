@@ -99,25 +99,25 @@ class FeatureCache:
 
     def __init__(self, max_bytes: int = FEATURE_BYTES) -> None:
         self.max_bytes = max_bytes
-        self._kept: dict[Any, Tensor] = {}  # least recently used first
+        self._features: dict[Any, Tensor] = {}  # least recently used first
 
     def read(self, media: Sequence[MediaSpan], compute: Callable[[Sequence[MediaSpan]], Tensor]) -> Tensor:
-        """[media tokens, hidden] in the order of the spans; what is not known is computed in one
+        """[media tokens, hidden] in the order of the spans; what is missing is computed in one
         call.
         """
         wanted = {span.media.key: span for span in media}
-        found = {key: self._kept.pop(key) for key in wanted if key in self._kept}
+        found = {key: self._features.pop(key) for key in wanted if key in self._features}
         missing = [span for key, span in wanted.items() if key not in found]
         if missing:
             with torch.no_grad():
                 rows = compute(missing).split([span.length for span in missing])
             # A copy of its own: a view would hold the features of all of them.
             found |= {s.media.key: r.clone() for s, r in zip(missing, rows, strict=True)}
-        self._kept |= {key: found[key] for key in wanted}
-        size = sum(rows.nbytes for rows in self._kept.values())
+        self._features |= {key: found[key] for key in wanted}
+        size = sum(rows.nbytes for rows in self._features.values())
         while size > self.max_bytes:
-            size -= self._kept.pop(next(iter(self._kept))).nbytes
+            size -= self._features.pop(next(iter(self._features))).nbytes
         return torch.cat([found[span.media.key] for span in media])
 
     def clear(self) -> None:
-        self._kept.clear()
+        self._features.clear()

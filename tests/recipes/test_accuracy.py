@@ -63,7 +63,7 @@ def test_which_outcomes_are_scores(tmp_path):
     found = score_terms(scorer, [("a", [0.0]), ("a", [1.0]), ("b", [0.5]), ("c", [0.2])])
     assert list(found) == ["b"]
     assert list(score_terms(scorer, [("a", [1.0]), ("c", [1.5])])) == ["c"]
-    assert list(score_terms(scorer, [("a", [1.0]), ("c", [1.0])], known=["c"])) == ["c"]
+    assert list(score_terms(scorer, [("a", [1.0]), ("c", [1.0])], score_sources=["c"])) == ["c"]
     assert list(score_terms(None, [("a", [-0.1]), ("b", [1 + 1e-9])])) == ["a"]
 
 

@@ -79,9 +79,9 @@ def args_beside(given: Row) -> dict[str, Any]:
     return {name: value for name, value in given.get("args", {}).items() if preset.get(name) != value}
 
 
-def unknown(field: str, name: str, known: Iterable[str]) -> ConfigError:
+def unknown(field: str, name: str, expected: Iterable[str]) -> ConfigError:
     """The error about a name that a table does not have, with the nearest that it has."""
-    names = list(known)
+    names = list(expected)
     if not names:
         return ConfigError(f"{field}={name}: no such function; write file.py:name")
     near = get_close_matches(name.lower().replace(" ", ""), names, n=1, cutoff=0.5)
