@@ -68,7 +68,7 @@ def measured(folder: Path, gpus: int, dtype: str, parts: bool) -> dict[str, Any]
     loaded = max(seen) - before, torch.cuda.max_memory_allocated() / 2**30 if CUDA else None
     backend = model_setup.learner(config, model, family)
     ended.set()
-    weights = sum(t.nbytes for _, t in backend.held_weights()) / 2**30
+    weights = sum(t.nbytes for _, t in backend.local_weights()) / 2**30
     state = sum(t.nbytes for t in backend.optimizer.state().values()) / 2**30  # type: ignore[union-attr]
     return {
         "read": "rows" if parts else "whole",

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from saccade.system import contents
-from saccade.system.contents import host_copies, spare_bytes, on_host, pretrained, tensor_file, text_file, write_files
+from saccade.system.contents import host_copies, on_host, pretrained, spare_bytes, tensor_file, text_file, write_files
 
 
 def test_copies_stand_still_and_tied_ones_stay_one():
