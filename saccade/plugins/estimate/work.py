@@ -39,7 +39,7 @@ SPEEDS = {  # amount, seconds
 # of bytes (reading, the optimizer) or of FLOPs.
 REACHED = {"reading": 0.8, "decode": 0.5, "prefill": 0.35, "score": 0.47, "optimizer": 0.7}
 # Of an update: the products of matrices, and the attention of the decoder, whose rows are short and gather their keys.
-REACHED |= {"update": 0.66, "attention": 0.29}
+REACHED |= {"update": 0.68, "attention": 0.3}
 # What norms, gates, rotations and sums read and write there, as a multiple of what layers keep; it grows with the width
 # of a model, products with its square, so that a wide one reaches more of the peak.
 MOVED = 12
@@ -47,8 +47,8 @@ REACHED["main memory"] = 0.87  # 55 GB/s in each direction, of pinned memory
 # Seconds of a layer that no peak shortens, kernel after kernel: in a step of decoding few rows or
 # many, beside what it reads, and at least in forward and backward of a micro-batch, which the host hands to the GPU.
 LAYER = {
-    "full": {"few": 43e-6, "many": 55e-6, "update": 1.9e-3},
-    "lora": {"few": 107e-6, "many": 107e-6, "update": 3.5e-3},
+    "full": {"few": 43e-6, "many": 55e-6, "update": 2.5e-3},
+    "lora": {"few": 107e-6, "many": 107e-6, "update": 3.4e-3},
     "qlora": {"few": 268e-6, "many": 268e-6, "update": 13e-3},
 }
 # By model. To look at all parameters of one takes 40 ms, during which no other thread hands kernels to a GPU.
