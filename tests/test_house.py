@@ -76,9 +76,9 @@ def test_the_house_stays_small() -> None:
     files = Path(__file__).parent.rglob("*.py")
     tests = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     of_ranks = sum(size for path, size in tests.items() if path.parent.name == "ranks")
-    assert sum(sizes.values()) <= 35_897
+    assert sum(sizes.values()) <= 36_056
     assert spine <= 14_516
-    assert of_ranks <= 2_609
+    assert of_ranks <= 2_717
     assert sum(tests.values()) - of_ranks <= 33_180
 
 

@@ -145,7 +145,7 @@ def test_a_run_goes_from_two_ranks_to_one_and_back_and_starts_again_when_one_is_
     done = CliRunner().invoke(app, ["rl", str(file), "run.gpus=2", "run.restarts=2"], env={"COLUMNS": "300"})
     assert done.exit_code == 0 and len(calls) == 7, done.output
     first, second = (f"rank {rank} on {host_name()}" for rank in range(2))
-    stalled = (f"{first}, {second}: no answer to train_step for 1 s", f"{second} does not say where")
+    stalled = (f"{first}, {second}: no answer for 1 s", f"{second} does not say where")
     silent = f"{second} failed in train_step: timed out: it said nothing for 5 s"
     assert done.output.count(f"-- {first} was at") == 2
     for text in (silent, "step 2 is saved in", *stalled, "run.restarts: 0 left"):

@@ -11,7 +11,6 @@ import os
 import queue
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -41,6 +40,7 @@ from saccade.plugins.ranks.loss_codec import decode_loss
 from saccade.plugins.ranks.machines import host_name
 from saccade.plugins.ranks.parted import parted_by
 from saccade.plugins.ranks.rank_rewards import Question, rate
+from saccade.plugins.ranks.stalls import note_collectives, whereabouts
 from saccade.plugins.ranks.team import RankSettings
 from saccade.plugins.reward_models.learned_reward import LearnedReward, load_learned
 from saccade.plugins.reward_models.reward_card import RewardCard, write_card
@@ -132,10 +132,8 @@ class RankWorker(Worker):
         while True:
             block = inbox.get()
             call = block.row.get("call")
-            if call == "stack":
-                frame = sys._current_frames()[threading.main_thread().ident or 0]
-                text = "".join(traceback.format_stack(frame)[-8:])
-                self.channel.send({"result": text, "id": block.row["id"]})
+            if call == "where":
+                self.channel.send({"result": whereabouts(), "id": block.row["id"]})
             elif call == "write":
                 self._writer.submit(self._answer, block)
             else:
@@ -301,16 +299,16 @@ def _each(batches: Sequence[Batch], read: Callable[[list[Batch]], Sequence[Any]]
     return [[np.concatenate(c) for c in zip(*islice(found, len(b.forest.pieces)), strict=True)] for b in batches]
 
 
-class Visitor(Worker):
+class Visitor(RankWorker):
     """What `saccade doctor` starts: a rank that meets the others and holds no model."""
 
     def __init__(self, settings: RankSettings, channel: Channel) -> None:
         _, self.device = _looked(settings)
-        super().__init__(NoEngine(), channel)  # type: ignore[arg-type]
+        Worker.__init__(self, NoEngine(), channel)  # type: ignore[arg-type]
 
     def perform(self, block: Block) -> Any:
         if block.row["call"] != "sum_speed":
-            return super().perform(block)
+            return Worker.perform(self, block)
         kinds = dict(kind.split(":") for kind in distributed.get_backend_config().split(","))
         return {"host": host_name(), "backend": kinds[self.device.type], "speed": preflight.sum_speed(self.device)}
 
@@ -333,6 +331,7 @@ def join(settings: RankSettings) -> None:
     shared = preflight.meet(store, settings.hosts)
     backend = "gloo" if not gpu or shared else "cpu:gloo,cuda:nccl"
     limit = timedelta(seconds=WAIT_LIMIT)
+    note_collectives()
     distributed.init_process_group(backend, store=store, rank=settings.rank, world_size=settings.size, timeout=limit)
 
 
@@ -354,11 +353,9 @@ def serve(channel: Channel, controller: str | None = None) -> None:
         os._exit(error.exit_code)  # a thread may be stuck in nccl
     channel.send({"ready": True})
     orders: queue.SimpleQueue[Block] = queue.SimpleQueue()
-    sort_out = getattr(worker, "sort_out", None)
-    if sort_out is not None:
-        threading.Thread(target=sort_out, args=(inbox, orders), name="orders", daemon=True).start()
+    threading.Thread(target=worker.sort_out, args=(inbox, orders), name="orders", daemon=True).start()
     threading.Thread(target=worker.report, name="report", daemon=True).start()
-    worker.run(inbox if sort_out is None else orders)
+    worker.run(orders)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from saccade.forest.batch import Batch, Forest
 from saccade.plugins.engines.replicas.replica import Died, Replica, tail
 from saccade.plugins.engines.replicas.replica_pool import Replicas
 from saccade.plugins.ranks.machines import named
+from saccade.plugins.ranks.stalls import LOOK_EVERY, Watch
 from saccade.system.codec import Arrays, encode
 from saccade.system.process import Block
 from saccade.types import Completion
@@ -125,10 +126,13 @@ class Team(Replicas):
         began, kind = time.monotonic(), (call, *(str(arguments[0].get(name)) for name in ("part", "kind")))
         tokens = max(1, *map(_work, arguments))
         slowest = self._slowest.get(kind)
-        limit = STALL_FIRST if slowest is None else max(STALL_LEAST, STALL_FACTOR * slowest * tokens)
+        known = None if slowest is None else STALL_FACTOR * slowest * tokens
+        limit = STALL_FIRST if known is None else max(STALL_LEAST, known)
         asked = {rank.call(call, given): rank for rank, given in zip(ranks, arguments, strict=True)}
-        if wait(asked, limit, return_when=FIRST_EXCEPTION).not_done or any(one.exception() for one in asked):
-            self._end_all(call, asked, limit)
+        watch = Watch(asked, known)
+        self._wait(call, asked, watch, limit)
+        if any(one.exception() for one in asked if one.done()):
+            self._end_all(call, asked, watch)
         self._slowest[kind] = max(slowest or 0.0, (time.monotonic() - began) / tokens)
         return [answer.result() for answer in asked]
 
@@ -158,15 +162,25 @@ class Team(Replicas):
             raise RankLost(f"the processes of this run have ended: {self._end}")
         return sorted(self._working, key=self._places.__getitem__)
 
-    def _end_all(self, call: str, asked: Mapping[Future[Block], Rank], limit: float) -> None:
-        """Raises the first error, or that there is no answer within the limit, with where the other ranks are."""
-        failed = next(((rank, error) for one, rank in asked.items() if one.done() and (error := one.exception())), None)
-        late = [rank for one, rank in asked.items() if not one.done()]
-        where = _stacks(late)
-        if failed is None:
-            names = ", ".join(rank.settings.who for rank in late)
-            raise self._kill_all(RankLost(f"{names}: no answer to {call} for {limit:.0f} s\n{where}"))
-        rank, error = failed
+    def _wait(self, call: str, asked: Mapping[Future[Block], Rank], watch: Watch, limit: float) -> None:
+        """Until all have answered, or one has failed; RankLost where that will not happen."""
+        why = None
+        while (found := wait(asked, LOOK_EVERY, return_when=FIRST_EXCEPTION)).not_done:
+            if any(one.exception() for one in found.done):
+                return
+            late = [rank for one, rank in asked.items() if one in found.not_done]
+            if why is not None:
+                raise self._kill_all(RankLost(f"{call} will not end: {why}\n{watch.table()}\n{_stacks(late)}"))
+            why = watch.look()
+            if watch.now > limit:
+                why = f"{', '.join(rank.settings.who for rank in late)}: no answer for {limit:.0f} s"
+
+    def _end_all(self, call: str, asked: Mapping[Future[Block], Rank], watch: Watch) -> None:
+        """Raises the first error, with where the other ranks are."""
+        one = min((one for one in asked if one.done() and one.exception()), key=watch.answered.__getitem__)
+        rank, error = asked[one], one.exception()
+        assert error is not None
+        where = _stacks([rank for one, rank in asked.items() if not one.done()])
         if isinstance(error, SaccadeError):
             error.args = (f"{rank.settings.who}: {error}",)
             raise self._kill_all(error)
@@ -205,6 +219,6 @@ def _stacks(ranks: Sequence[Replica]) -> str:
 def _stack(rank: Replica) -> str:
     """Where its main thread is."""
     try:
-        return f"-- {rank.settings.who} was at:\n{rank.ask('stack', limit=STACK_LIMIT)}"
+        return f"-- {rank.settings.who} was at:\n{rank.ask('where', limit=STACK_LIMIT)['stack']}"
     except (Died, SaccadeError) as error:
         return f"-- {rank.settings.who} does not say where it is ({error})"

@@ -1,0 +1,210 @@
+"""Whether a call that all ranks were given will ever end: from what each does, asked every second, and not from a
+clock alone.
+
+A rank says which collectives it has begun (torch's flight recorder notes those of gloo and nccl, ours and FSDP's) and
+whether it computes. Certain, and found at once: a rank has answered and another waits for it in a collective, or two
+are in different ones. Else one that the others wait for may take its time as long as it does something; one that
+stands still has seconds.
+
+    watch = Watch({rank.call("train_step", given): rank for rank in ranks})
+    watch.look()        # why the call will not end, if it will not
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from saccade.plugins.engines.replicas.replica import Died, Replica
+from saccade.system.process import Block
+
+LOOK_EVERY = 1.0  # seconds
+# Seconds that all others wait, beside a multiple of those they needed themselves: for one that stands still, for one
+# that does something, and for that in the first call of a kind, in which it may compile kernels.
+STILL, STILL_FACTOR = 8.0, 2.0
+LATE, LATE_FIRST, LATE_FACTOR = 30.0, 600.0, 10.0
+MOVES = 0.03  # of a core, on average: more than threads need that only report
+RECORDED, KEPT = 64, 8  # collectives that torch notes, and those of a group that are compared
+FRAMES = 8
+DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo, and of nccl where torch has it
+
+
+# -- in a rank ---------------------------------------------------------------------------------------
+
+
+def note_collectives() -> None:
+    """Before the first of them."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
+
+
+def whereabouts() -> dict[str, Any]:
+    """What this process does, seen from a thread beside the main one."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    marks = [(one.f_code.co_name, one.f_lasti) for one, _ in traceback.walk_stack(frame)]
+    return {
+        "stack": "".join(traceback.format_stack(frame)[-FRAMES:]),
+        "mark": zlib.crc32(repr(marks).encode()),
+        "cpu": time.process_time() + sum(map(_cpu, psutil.Process().children(recursive=True))),  # compilers
+        "disk": _disk(),
+        "groups": _collectives(),
+    }
+
+
+def _cpu(process: psutil.Process) -> float:
+    with suppress(psutil.Error):
+        return sum(process.cpu_times()[:2])
+    return 0.0
+
+
+def _disk() -> list[str]:
+    """What it has read and written, and its threads that wait for a disk at this moment."""
+    own = Path("/proc/self")
+    if not own.is_dir():
+        return []
+    counted = [line for line in (own / "io").read_text().splitlines() if line.startswith(("read_b", "write_b"))]
+    for task in (own / "task").iterdir():
+        with suppress(OSError):  # it may have ended
+            if (task / "stat").read_text().rpartition(")")[2].split()[0] == "D":
+                counted.append(f"{task.name} at {time.monotonic()}")
+    return counted
+
+
+def _collectives() -> dict[str, Any]:
+    """By group: its ranks, and its last collectives as number, name, sizes, whether it is over, and seconds since."""
+    found: dict[str, Any] = {}
+    members = {
+        group.group_name: [*ranks]
+        for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items()
+        if not isinstance(group, int)  # a group that this rank is not in
+    }
+    now = time.time()
+    for dump in filter(None, (getattr(_distributed_c10d, name, None) for name in DUMPS)):
+        for entry in json.loads(dump()).get("entries", ()):
+            name, (group, *_) = entry["profiling_name"], entry["process_group"]
+            if entry["is_p2p"] or group not in members:
+                continue
+            sizes = "" if "to_all" in name else str(entry["input_sizes"])  # what others must have, too
+            row = [entry["collective_seq_id"], name, sizes, entry["retired"], now - entry["time_created_ns"] / 1e9]
+            kind = name.partition(":")[0]
+            found.setdefault(f"{kind} {group}", {"ranks": members[group], "last": []})["last"].append(row)
+    return {name: group | {"last": group["last"][-KEPT:]} for name, group in found.items()}
+
+
+# -- in the controller -------------------------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """A rank at the last look. Times are seconds after the call began."""
+
+    where: Mapping[str, Any]
+    at: float
+    moved: float  # when it last did something
+    answered: float | None = None
+
+
+class Watch:
+    """Ranks with the answers that they will give to a call, made just now. `known`: seconds that such a call may take;
+    None: it is the first of its kind.
+    """
+
+    def __init__(self, asked: Mapping[Future[Block], Replica], known: float | None = None) -> None:
+        self.known, self.began = known, time.monotonic()
+        self.seen: dict[int, Seen] = {}
+        self.answered: dict[Future[Block], float] = {}  # seconds after the call began
+        self.asked = asked
+        for answer in asked:
+            answer.add_done_callback(lambda answer: self.answered.setdefault(answer, self.now))
+        self._looks: dict[int, tuple[Future[Block], float, float | None]] = {}
+
+    @property
+    def now(self) -> float:
+        """Seconds since the call began."""
+        return time.monotonic() - self.began
+
+    def look(self) -> str | None:
+        """Asks all ranks, and judges by what they have said to earlier looks; none is waited for."""
+        for number, (answer, rank) in enumerate(self.asked.items()):
+            if number in self._looks:
+                said, at, answered = self._looks[number]
+                if not said.done():
+                    continue
+                if not said.exception():
+                    self.seen[number] = _moved(self.seen.get(number), said.result().row["result"], at, answered)
+            with suppress(Died):  # the call itself says so
+                answered = self.answered.get(answer)  # before it is asked: then what it says is its last word
+                self._looks[number] = rank.begin("where", {}), self.now, answered
+        return verdict(self.seen, len(self.asked), self.now, self.known)
+
+    def table(self) -> str:
+        """What each does."""
+        return "\n".join(
+            f"-- {rank.settings.who} {_doing(self.seen.get(n))}" for n, rank in enumerate(self.asked.values())
+        )
+
+
+def _moved(before: Seen | None, where: Mapping[str, Any], at: float, answered: float | None) -> Seen:
+    last = before.where if before else {}
+    still = before is not None and all(last[name] == where[name] for name in ("mark", "disk"))
+    if before is None or not still or where["cpu"] - last["cpu"] > MOVES * (at - before.moved):
+        return Seen(where, at, at, answered)
+    return Seen({**where, "cpu": last["cpu"]}, at, before.moved, answered)  # since it moved: a little adds up
+
+
+def verdict(seen: Mapping[int, Seen], size: int, now: float, known: float | None) -> str | None:
+    """Why the call will not end; None where it may."""
+    waiting = {rank: one.answered for rank, one in seen.items() if one.answered is not None}  # since when
+    first: dict[tuple[Any, ...], tuple[int, Any]] = {}  # who was seen first in a collective, and what it is there
+    for rank, one in seen.items():
+        for name, group in one.where["groups"].items():
+            for number, *what, _, _ in group["last"]:
+                other, theirs = first.setdefault((name, *group["ranks"], number), (rank, what))
+                if theirs != what:
+                    return (
+                        f"rank {other} is in {' '.join(theirs)}, rank {rank} in {' '.join(what)}, both number {number}"
+                    )
+            number, *what, over, since = group["last"][-1]
+            for other in group["ranks"] if one.answered is None and not over else ():
+                last = seen[other].where["groups"].get(name) if other in seen else None
+                if last is None or last["last"][-1][0] >= number:
+                    continue
+                if seen[other].answered is not None:
+                    return f"rank {other} has answered without {' '.join(what)}, in which rank {rank} waits"
+                waiting[rank] = one.at - since
+    left = [rank for rank in range(size) if rank not in waiting] or [r for r in seen if seen[r].answered is None]
+    if not waiting or any(rank not in seen for rank in left):
+        return None
+    needed = max(0.0, *waiting.values())
+    waited = now - needed
+    for rank in left:
+        still = min(waited, now - seen[rank].moved)
+        if still > STILL + STILL_FACTOR * needed:
+            return f"rank {rank} stands still for {still:.0f} s, and others wait for it; they needed {needed:.0f} s"
+    limit = LATE_FACTOR * needed + (LATE if known is not None else LATE_FIRST)
+    if 2 * len(waiting) >= size and waited > max(limit, known or 0.0):
+        names = ", ".join(f"rank {rank}" for rank in left)
+        return f"{names} is late by {waited:.0f} s; the others needed {needed:.0f} s"
+    return None
+
+
+def _doing(seen: Seen | None) -> str:
+    if seen is None:
+        return "has not said what it does"
+    if seen.answered is not None:
+        return f"has answered after {seen.answered:.1f} s"
+    last: Iterable[Any] = (group["last"][-1] for group in seen.where["groups"].values())
+    return "; ".join(
+        f"{'did' if over else 'waits in'} {name} {sizes}, number {number}, since {since:.1f} s"
+        for number, name, sizes, over, since in sorted(last, key=lambda row: row[-1])
+    )

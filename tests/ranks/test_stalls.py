@@ -1,0 +1,48 @@
+"""Two processes over gloo, of which one does not come to where the other waits."""
+
+import time
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from saccade.config import load
+from saccade.errors import RankLost
+from saccade.plugins.ranks import launchers, stalls, team
+from saccade.plugins.ranks.machines import host_name
+
+# What is said of a call, and after how many seconds at most with the limits below.
+STALLS = {
+    "sleeps": (r"rank 1 stands still for \d+ s.*rank 0 on {host} waits in gloo:all_reduce.*in sleeps\n", 6),
+    "sleeps_alone": (r"rank 1 stands still .*rank 0 on {host} has answered after .*in sleeps_alone\n", 6),
+    "skips_the_last": (r"rank 1 has answered without gloo:all_reduce \[\[1\]\], in which rank 0 waits", 3),
+    "skips_one": (r"rank 0 is in gloo:all_reduce \[\[2\]\], rank 1 in gloo:all_reduce \[\[1\]\]", 3),
+    "raises": (r"rank 1 on {host} failed in raises: .*ValueError: in one rank\n", 3),
+    "loops": (r"rank 1 is late by \d+ s; the others needed 0 s.*in loops\n", 8),
+}
+
+
+@pytest.fixture
+def two(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> Any:
+    monkeypatch.setattr(team.Rank, "module", "tests.ranks.stalling_rank")
+    for name, seconds in {"STILL": 1.5, "LATE": 4.0, "LATE_FIRST": 60.0}.items():
+        monkeypatch.setattr(stalls, name, seconds)
+    monkeypatch.setattr(team, "LOOK_EVERY", 0.25)
+    config = load({"run.gpus": 2, "run.device": "cpu", "run.out": str(tmp_path)})
+    with closing(launchers.start_team(config, "doctor", model="", folder=None, logs=tmp_path)) as found:
+        yield found
+
+
+@pytest.mark.parametrize("fault", STALLS)
+def test_a_rank_that_does_not_come_is_found_in_seconds(two: Any, fault: str) -> None:
+    if fault == "loops":
+        two._slowest[fault, "None", "None"] = 0.01  # a call that has been made before
+    began, (said, limit) = time.monotonic(), STALLS[fault]
+    with pytest.raises(RankLost, match="(?s)" + said.format(host=host_name())):
+        two.ask_all(fault, [{}] * 2)
+    assert time.monotonic() - began < limit
+
+
+def test_a_rank_that_is_five_times_slower_is_waited_for(two: Any) -> None:
+    for _ in range(2):
+        assert [one.row["result"] for one in two.ask_all("is_slow", [{}] * 2)] == [2.0, 2.0]
