@@ -104,7 +104,10 @@ class RolloutsAhead:
         """What the engine has said to a draw that is finished."""
         if self.record is not None:
             draw = begun.draw._replace(heard=begun.started.heard())
-            write_files(self.record, _draw_files(draw.name, [draw]))
+            files = _draw_files(draw.name, [draw])
+            write_files(self.record, [(f"{path}.unfinished", writer) for path, writer in files])
+            for path, _ in files:  # the file that is looked for is the last
+                (self.record / f"{path}.unfinished").replace(self.record / path)
 
     def from_record(self, draw: Draw) -> Draw:
         """With all that an engine said to it in the run that is repeated."""

@@ -2,17 +2,21 @@
 
 import json
 import logging
+import os
 import re
 import shutil
+import signal
 import socket
 import tempfile
 import threading
-from contextlib import nullcontext
+import time
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
 import torch
 from torch.distributed import TCPStore
@@ -29,8 +33,9 @@ from saccade.plugins.reward_models.reward_model_term import Learned
 from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import RewardSample
 from saccade.run.messages import shown_by
-from saccade.system.process import Channel
+from saccade.system.process import Channel, Ended
 from saccade.types import Message
+from tests.ranks.processes import LIMIT, forked
 
 
 def test_an_edited_file_changes_the_hash_of_the_code(tmp_path: Path) -> None:
@@ -42,20 +47,56 @@ def test_an_edited_file_changes_the_hash_of_the_code(tmp_path: Path) -> None:
     assert preflight.code_hash(tmp_path / "ranks") != preflight.code_hash(source)
 
 
-def test_a_machine_with_other_code_is_refused_by_name() -> None:
-    def knock(port: int, code: dict[str, str]) -> Channel:
-        channel = Channel(socket.create_connection(("127.0.0.1", port)))
-        versions = launchers.versions() | code
-        channel.send({"token": "t", "host": "far" if code else "near", "pid": 1, "local": 0, "versions": versions})
-        return channel
+def come(port: int, token: str = "t", host: str = "near", code: str = "") -> None:
+    """A process that belongs to a run, until it is told something; one of them then halts."""
+    versions = launchers.versions() | ({"code": code} if code else {})
+    about = {"host": host, "pid": os.getpid(), "local": 0, "versions": versions}
+    channel = Channel(socket.create_connection(("127.0.0.1", port)))
+    connections.introduce(channel, token, about | {"machine": connections.same_processes()})
+    os.kill(os.getpid(), signal.SIGSTOP)
 
+
+def test_a_machine_with_other_code_is_refused_by_name() -> None:
     with connections.Reception(0, "t", launchers.versions()) as meeting:
-        links = [knock(meeting.port, code) for code in ({}, {"code": "0123456789ab"})]
+        for options in ({}, {"host": "far", "code": "0123456789ab"}):
+            threading.Thread(target=suppressed, args=(meeting.port,), kwargs=options, daemon=True).start()
         with pytest.raises(
             EnvironmentProblem, match=r"far has .*'code': '0123456789ab'.*, this machine .*; install alike"
         ):
             meeting.arrivals("t", 2)
-    assert len(links) == 2
+
+
+def suppressed(*given: Any, **options: Any) -> None:
+    with suppress(Ended):
+        come(*given, **options)
+
+
+def test_a_run_and_its_processes_prove_themselves_and_one_that_is_halted_ends_with_its_link(tmp_path: Path) -> None:
+    """No side sends the token."""
+    with connections.Reception(0, "t", launchers.versions()) as meeting:
+        with pytest.raises(Ended, match="its process ended"):
+            come(meeting.port, "of another run")
+        process = forked(come, meeting.port)
+        (came,) = meeting.arrivals("t", 1)
+        link = connections.Link(came, "a module", tmp_path / "log")
+        while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        link.close()
+        process.join(LIMIT)
+        assert process.exitcode == -signal.SIGKILL
+
+    def pretend(link: socket.socket, address: Any) -> None:
+        """To be the run."""
+        channel = Channel(link)
+        channel.receive()
+        channel.send({"nonce": "0"})
+        said.append(channel.receive())
+        channel.send({"module": "os", "cwd": "/", "log": "/", "proof": ""})
+
+    said: list[Any] = []
+    with connections.accepting(0, pretend) as port, pytest.raises(Ended, match="does not know the token"):
+        come(port, "a secret")
+    assert "a secret" not in str(said)
 
 
 def test_ranks_that_do_not_come_or_have_the_gpu_of_another_one_are_named() -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ from saccade.errors import ConfigError, EnvironmentProblem, RankLost
 from saccade.plugins.engines.replicas import replica, replica_process
 from saccade.plugins.preferences import dpo
 from saccade.plugins.ranks import launchers, team
-from saccade.plugins.ranks.connections import Link
+from saccade.plugins.ranks.connections import Arrival, Link, introduce
 from saccade.plugins.ranks.loss_codec import decode_loss, encode_loss
 from saccade.plugins.ranks.machines import host_name
 from saccade.plugins.ranks.rank_trainer import RankTrainer
@@ -188,7 +188,8 @@ def test_an_engine_that_hangs_is_ended_while_a_call_is_open_and_a_long_call_is_n
     monkeypatch.setattr(replica, "STEP_LIMIT", 0.5)
     monkeypatch.setattr(replica.Replica, "silence_limit", 2.0)
     here, there = socket.socketpair()
-    monkeypatch.setattr(replica.Replica, "start", lambda self: Link(Channel(here), self.module, self.log))
+    came = Arrival(channel=Channel(here), host="", local=0, pid=0, versions={}, machine="")
+    monkeypatch.setattr(replica.Replica, "start", lambda self: Link(came, self.module, self.log))
     with there:
         process = forked(serve_slowly, there, hangs)
     events: replica.Events = queue.SimpleQueue()
@@ -309,8 +310,16 @@ def run_script(name: str, folder: Path, options: dict[str, Any], **environment: 
         (folder / command).write_text(f"#!/bin/bash\n{line}\n")
         (folder / command).chmod(0o755)
     environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    with forked_commands() as where:
-        subprocess.run(["bash", ROOT / "examples" / name, file], env=os.environ | environment | where, check=True)
+    started = ["bash", ROOT / "examples" / name, file]
+    with (
+        forked_commands() as where,
+        subprocess.Popen(started, env=os.environ | environment | where, start_new_session=True) as script,
+    ):
+        try:
+            assert script.wait() == 0
+        finally:  # else its loops outlive a test that is ended
+            with suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGKILL)
 
 
 def test_processes_that_ray_starts_on_two_machines(tmp_path, recipe, alone):
@@ -416,8 +425,7 @@ def test_processes_that_slurm_starts(tmp_path, recipe, alone):
 
 def knock(port: int, refused: list[Ended]) -> None:
     stranger = Channel(launchers._connected("127.0.0.1", port))
-    stranger.send({"token": "of another run"})
     try:
-        stranger.receive(30)
+        introduce(stranger, "of another run", {})
     except Ended as error:
         refused.append(error)

@@ -4,10 +4,12 @@ with Reception(28400, token, versions()) as reception:
     came = reception.arrivals(token, 8)
 """
 
+import hashlib
 import hmac
 import logging
 import os
 import queue
+import secrets
 import socket
 import threading
 import time
@@ -17,14 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from saccade.errors import EnvironmentProblem
-from saccade.system.process import LOOK_EVERY, Channel
+from saccade.system.process import LOOK_EVERY, Block, Channel, Ended
 
 log = logging.getLogger(__name__)
 
 JOIN_LIMIT = 900.0  # seconds until the last process is there: a cluster may have to start machines
 HELLO_LIMIT = 10.0  # seconds for a process to say who it is
 HELLO_BYTES = 1 << 16
+END_LIMIT = 10.0  # seconds for a process to end by itself when its link is gone
 
 
 @contextmanager
@@ -56,16 +61,55 @@ class Arrival:
     local: int  # which of the processes of its machine
     pid: int
     versions: Mapping[str, str]
+    machine: str  # as `same_processes`
+    proof: str = ""  # for the process, that it has come to its run
+
+
+def same_processes() -> str:
+    """Equal where numbers of processes mean the same ones: names of machines may agree, and containers count anew."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}" if boot.is_file() else ""
+
+
+def prove(token: str, *said: str) -> str:
+    """That who says this knows the token, which does not travel itself."""
+    return hmac.new(token.encode(), "\n".join(said).encode(), hashlib.sha256).hexdigest()
+
+
+def introduce(channel: Channel, token: str, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Prove to a run that this process belongs to it; what the run wants of it, which has proved that it is the one."""
+    mine = secrets.token_hex(16)
+    channel.send({"nonce": mine})
+    answer = channel.receive(HELLO_LIMIT)
+    theirs = str(answer.row["nonce"]) if answer else ""
+    channel.send({**about, "proof": prove(token, "process", mine, theirs)})
+    told = channel.receive()
+    assert told is not None
+    if not hmac.compare_digest(str(told.row.pop("proof", "")), prove(token, "run", mine, theirs)):
+        raise Ended("what answers there does not know the token")
+    return told.row
 
 
 class Link:
     """To a process that was started elsewhere, which ends when this does."""
 
-    def __init__(self, channel: Channel, module: str, log: Path) -> None:
+    def __init__(self, arrival: Arrival, module: str, log: Path) -> None:
         """It becomes this module."""
-        self.channel, self.receive = channel, channel.receive
-        self._ended = threading.Event()
-        channel.send({"module": module, "log": str(log.absolute()), "cwd": os.getcwd()})
+        self.channel, self._ended = arrival.channel, threading.Event()
+        self._gone = False  # it has closed its side
+        self._process: psutil.Process | None = None  # if it is on this machine
+        if arrival.machine and arrival.machine == same_processes():
+            with suppress(psutil.Error):
+                self._process = psutil.Process(arrival.pid)
+        told = {"module": module, "log": str(log.absolute()), "cwd": os.getcwd(), "proof": arrival.proof}
+        self.channel.send(told)
+
+    def receive(self, seconds: float) -> Block | None:
+        try:
+            return self.channel.receive(seconds)
+        except Ended:
+            self._gone = True
+            raise
 
     def exit_code(self) -> None:
         return None
@@ -75,12 +119,27 @@ class Link:
         self._ended.wait(seconds)
 
     def kill(self) -> None:
+        """It ends when its link does; one that is halted or hangs is killed if it is on this machine."""
         with suppress(OSError):
             self.channel.link.shutdown(socket.SHUT_RDWR)
+        process, self._process = self._process, None
+        with suppress(psutil.Error):
+            if process is not None and process.status() == psutil.STATUS_STOPPED:
+                process.kill()
+            elif process is not None and not self._gone:
+                threading.Thread(target=_end, args=(process,), name="end").start()
 
     def close(self) -> None:
         self._ended.set()
         self.kill()
+
+
+def _end(process: psutil.Process) -> None:
+    with suppress(psutil.Error):
+        try:
+            process.wait(END_LIMIT)
+        except psutil.TimeoutExpired:
+            process.kill()
 
 
 class Reception:
@@ -134,13 +193,16 @@ class Reception:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel = Channel(link, largest=HELLO_BYTES)
         try:
+            block, mine = channel.receive(HELLO_LIMIT), secrets.token_hex(16)
+            theirs = str(block.row["nonce"]) if block else ""
+            channel.send({"nonce": mine})
             block = channel.receive(HELLO_LIMIT)
             hello = dict(block.row) if block else {}
-            given = str(hello.pop("token")).encode()
-            queues = [one for token, one in [*self.expected.items()] if hmac.compare_digest(given, token.encode())]
-            arrival = Arrival(channel=channel, **hello)
+            given, said = str(hello.pop("proof")), ("process", theirs, mine)
+            [token] = [one for one in [*self.expected] if hmac.compare_digest(given, prove(one, *said))]
+            arrival = Arrival(channel=channel, proof=prove(token, "run", theirs, mine), **hello)
             channel.largest = None
-            queues[0].put(arrival)
+            self.expected[token].put(arrival)
             log.info(f"connected: process {arrival.pid} of {arrival.host}")
         except Exception:
             log.warning(f"a process on {address[0]} that does not belong to this run was refused")

@@ -1,8 +1,8 @@
 """How ranks are started: as processes of this machine, as tasks of a Ray cluster, or by whoever runs
 `saccade rank` under Slurm, torchrun or by hand.
 
-A rank that is started elsewhere connects to the controller and proves with a token that it belongs
-to the run. From then on it is talked to as a local one is. Only Ray's own call is pickled.
+A rank that is started elsewhere connects to the controller, and each proves to the other that it knows the token of the
+run. From then on it is talked to as a local one is. Only Ray's own call is pickled.
 
     SACCADE_TOKEN=... saccade rank node-1:28400
 """
@@ -30,7 +30,15 @@ from saccade.errors import ConfigError, EnvironmentProblem, RankLost
 from saccade.models.load import pick_device
 from saccade.plugins.engines.replicas.replica import Replica
 from saccade.plugins.engines.replicas.replica_pool import placements, visible_gpus
-from saccade.plugins.ranks.connections import HELLO_LIMIT, JOIN_LIMIT, Arrival, Link, Reception
+from saccade.plugins.ranks.connections import (
+    HELLO_LIMIT,
+    JOIN_LIMIT,
+    Arrival,
+    Link,
+    Reception,
+    introduce,
+    same_processes,
+)
 from saccade.plugins.ranks.layouts import generates
 from saccade.plugins.ranks.machines import host_name
 from saccade.plugins.ranks.preflight import MARK, code_hash, look, meet
@@ -279,7 +287,7 @@ def _ranks(came: Sequence[Arrival], settings: RankSettings, logs: Path) -> list[
 
 
 def _linked(arrival: Arrival, replica: Replica) -> Link:
-    return Link(arrival.channel, replica.module, replica.log)
+    return Link(arrival, replica.module, replica.log)
 
 
 # -- in a process that was started elsewhere ---------------------------------------------------------
@@ -306,24 +314,24 @@ def run_rank(address: str, token: str | None = None) -> None:
         if len(seen) > 1:  # torchrun and Slurm may show all to every task
             os.environ["CUDA_VISIBLE_DEVICES"] = seen[int(place) % len(seen)]
     channel = Channel(_connected(host, int(port)))
-    channel.send({"token": token, "host": host_name(), "pid": os.getpid(), "local": int(place), "versions": versions()})
+    about = {"host": host_name(), "pid": os.getpid(), "local": int(place), "versions": versions()}
     try:
-        told = channel.receive()
-    except Ended:
+        told = introduce(channel, token, about | {"machine": same_processes()})
+    except Ended as error:
         raise EnvironmentProblem(
-            f"{address}: the run refused this process: another {TOKEN}, or it has all it needs"
+            f"{address}: the run refused this process: another {TOKEN}, or it has all it needs ({error})"
         ) from None
     for number in (signal.SIGINT, signal.SIGTERM):  # the run saves first, and its end is this one's
         signal.signal(number, signal.SIG_IGN)
-    assert told is not None and told.row["module"] in SERVED, f"{address} asks for what no run asks for"
-    if Path(told.row["cwd"]).is_dir():
-        os.chdir(told.row["cwd"])
-    if Path(told.row["log"]).parent.is_dir():
-        with open(told.row["log"], "ab") as file:
+    assert told["module"] in SERVED, f"{address} asks for what no run asks for"
+    if Path(told["cwd"]).is_dir():
+        os.chdir(told["cwd"])
+    if Path(told["log"]).parent.is_dir():
+        with open(told["log"], "ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
     print(f"process {os.getpid()} of {host_name()}", file=sys.stderr, flush=True)
-    import_module(told.row["module"]).serve(channel, host)
+    import_module(told["module"]).serve(channel, host)
 
 
 def _connected(host: str, port: int) -> socket.socket:

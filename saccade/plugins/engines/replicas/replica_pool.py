@@ -106,7 +106,10 @@ class Replicas(Engine):
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         self._hear(wait=0.0)
-        self._source, self.version = source, version
+        if source is self._source and version == self.version and self._checksums:
+            self._join()  # all others have these
+            return
+        self._source, self.version, self._checksums = source, version, {}
         self._checksums = self._share([*self._working, *self._ready])
 
     def sleep(self) -> None:
