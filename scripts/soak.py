@@ -2,7 +2,7 @@
 or damaged, no process may be left behind, and metrics, weights and state must be those of an undisturbed run, to the
 bit.
 
-    python scripts/soak.py --kills 1000 --gpus 1 2 2 --folder /tmp/soak  # three runs side by side, two of two ranks
+    python scripts/soak.py --kills 1000 --lanes alone ranks sharded --folder /tmp/soak  # three runs side by side
 
 Processes are forked from this one, which has imported all they need; `--launcher local` starts ranks as users do, which
 takes longer. Half of the kills hit while a checkpoint is being written.
@@ -41,9 +41,17 @@ from saccade.run.checkpoint import complete_steps
 STEPS = 4
 LEFT_ALONE = 0.15  # of the starts: some run has to come to its end
 MACHINE = ("time", "perf/", "mem/")
+# What the runs of a lane have beside their options: nothing, two ranks, two with sharded weights, an engine beside two.
+LANES: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "ranks": {"run.gpus": 2},
+    "sharded": {"run.gpus": 2, "train.layout": "sharded"},
+    "replica": {"run.gpus": 2, "rollout.replicas": 1},
+}
+ENGINE = "an engine"
 
 
-def options(folder: Path, name: str, gpus: int, launcher: str) -> dict[str, Any]:
+def options(folder: Path, name: str, lane: str, launcher: str) -> dict[str, Any]:
     """Of a run of a few short steps, of whose first answers about one in five counts as right."""
     return {
         "run.name": name,
@@ -51,7 +59,8 @@ def options(folder: Path, name: str, gpus: int, launcher: str) -> dict[str, Any]
         "run.device": "cpu",
         "run.max_steps": STEPS,
         "run.resume": "auto",
-        **({"run.gpus": gpus, "run.launcher": launcher} if gpus > 1 else {}),
+        **LANES[lane],
+        **({"run.launcher": launcher} if "run.gpus" in LANES[lane] else {}),
         "model.path": str(folder.parent / "model"),
         "data.train": str(folder.parent / "train.jsonl"),
         "prompt.instruction": "",
@@ -83,14 +92,15 @@ def forked(call: Callable[..., Any], *arguments: Any, log: Path) -> psutil.Proce
         os._exit(1)
 
 
-def start(folder: Path, name: str, gpus: int, launcher: str) -> list[psutil.Process]:
-    """The run, and the ranks that join it."""
-    found = [forked(rl.run, options(folder, name, gpus, launcher), log=folder / f"{name}.out")]
-    if gpus > 1 and launcher == "join":
-        address = f"127.0.0.1:{launchers.PORT}"
-        for rank in range(gpus):
-            found.append(forked(launchers.run_rank, address, log=folder / f"{name}-rank-{rank}.out"))
-    return found
+def start(folder: Path, name: str, lane: str, launcher: str) -> list[psutil.Process]:
+    """The run, and the processes that join it: ranks, and engines beside them."""
+    given = options(folder, name, lane, launcher)
+    count = given["run.gpus"] + given.get("rollout.replicas", 0) if given.get("run.launcher") == "join" else 0
+    return [forked(rl.run, given, log=folder / f"{name}.out"), *(joining(folder, name) for _ in range(count))]
+
+
+def joining(folder: Path, name: str) -> psutil.Process:
+    return forked(launchers.run_rank, f"127.0.0.1:{launchers.PORT}", log=folder / f"{name}-joined.out")
 
 
 def outcome(run: Path) -> dict[str, Any]:
@@ -108,15 +118,17 @@ def outcome(run: Path) -> dict[str, Any]:
 
 
 def disturb(
-    running: list[psutil.Process], checkpoints: Path, saved: list[int], chance: random.Random, seconds: float
+    running: list[psutil.Process], run: Path, saved: list[int], chance: random.Random, seconds: float
 ) -> str | None:
-    """Kill one of its processes within so many seconds; what was killed, if it had not ended."""
+    """Kill one of its processes within so many seconds; what was killed, if it had not ended. All end with it, but for
+    an engine, which is removed from those that run.
+    """
     if chance.random() < 0.5:
         time.sleep(chance.uniform(0, seconds))
         moment = "at any moment"
     else:  # a few milliseconds after one of the next checkpoints is begun
-        step = chance.randint(len(saved) + 1, STEPS)
-        while not (checkpoints / f".step-{step}.{running[0].pid}").exists() and ended(running[0]) is None:
+        step = chance.randint(min(len(saved) + 1, STEPS), STEPS)
+        while not (run / "checkpoints" / f".step-{step}.{running[0].pid}").exists() and ended(running[0]) is None:
             time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.05))
         moment = "while it saved"
@@ -124,21 +136,43 @@ def disturb(
     victim = chance.choice(family)
     if ended(running[0]) is not None:
         return None
+    engine = joined(running) and victim in running[1:] and victim.pid not in ranks_of(run)
     for one in [victim] if joined(running) else family:
         with suppress(psutil.NoSuchProcess):
+            one.send_signal(signal.SIGKILL)
+    if engine:
+        victim.wait()
+        running.remove(victim)
+        return f"{ENGINE} {moment}"
+    running[0].wait(timeout=120)
+    for one in running[1:]:  # an engine in the place of another one may have found no run
+        if not connections(one):
             one.send_signal(signal.SIGKILL)
     _, left = psutil.wait_procs(family, timeout=120)
     assert not left, f"left behind: {left}"
     return f"{'the run' if victim is running[0] else 'a rank'} {moment}"
 
 
+def ranks_of(run: Path) -> set[int]:
+    """The processes of the ranks."""
+    found = set()
+    for log in run.glob("rank-*.log"):
+        begun = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("process ")]
+        found |= {*map(int, begun[-1:])}
+    return found
+
+
 def joined(running: list[psutil.Process]) -> bool:
     """Whether the run has all its ranks. Before, it waits for others in the place of one that is gone, for minutes."""
+    ranks = sum(connections(process) > 1 for process in running[1:])  # to the run, and then to where all ranks meet
+    return len(running) == 1 or ranks >= 2
+
+
+def connections(process: psutil.Process) -> int:
     try:
-        links = [process.net_connections() for process in running]
-    except psutil.NoSuchProcess:
-        return False
-    return all(len(of_rank) > 1 for of_rank in links[1:])  # to the run, and then to where all ranks meet
+        return len(process.net_connections())
+    except psutil.Error:
+        return 0
 
 
 def ended(process: psutil.Process) -> int | None:
@@ -157,31 +191,39 @@ def require_kept(checkpoints: Path, saved: list[int]) -> list[int]:
     return now
 
 
-def soak(folder: Path, gpus: int, launcher: str, kills: Any, most: int, seed: int) -> None:
+def soak(folder: Path, lane: str, launcher: str, kills: Any, most: int, seed: int) -> None:
     """Runs one after the other, until there were so many kills, which several processes count together."""
     folder.mkdir(exist_ok=True)
     with socket.create_server(("", 0)) as door:
         launchers.PORT = door.getsockname()[1]
     chance, began, runs = random.Random(seed), time.monotonic(), 0
-    calm = start(folder, "calm", gpus, launcher)
+    calm = start(folder, "calm", lane, launcher)
     assert [process.wait() for process in calm] == [0] * len(calm), f"see {folder}/calm.out"
     usual, wanted = time.monotonic() - began, outcome(folder / "calm")
     while kills.value < most:
         name, saved = f"run-{runs}", list[int]()
-        checkpoints = folder / name / "checkpoints"
-        while True:
-            running = start(folder, name, gpus, launcher)
-            more = kills.value < most and len(saved) < STEPS and chance.random() > LEFT_ALONE
-            what = disturb(running, checkpoints, saved, chance, usual) if more else None
+        what: str | None = ""
+        while what is not None:
+            running = start(folder, name, lane, launcher)
+            first = [*running]
+            while True:
+                more = kills.value < most and len(saved) < STEPS and chance.random() > LEFT_ALONE
+                what = disturb(running, folder / name, saved, chance, usual) if more else None
+                if what is not None:
+                    with kills.get_lock():
+                        kills.value += 1
+                    print(f"{kills.value}: killed {what} of {folder.name}/{name}; saved before: {saved}", flush=True)
+                if what is None or not what.startswith(ENGINE):
+                    break
+                running.append(joining(folder, name))
             if what is None:
-                assert [process.wait() for process in running] == [0] * len(running), f"see {folder}/{name}.out"
-            saved = require_kept(checkpoints, saved)
-            if what is None:
-                break
-            with kills.get_lock():
-                kills.value += 1
-            done = ", ".join(map(str, saved)) or "nothing"
-            print(f"{kills.value}: killed {what} of {folder.name}/{name}; saved: {done}", flush=True)
+                codes = [process.wait() for process in first if process in running]
+                assert codes == [0] * len(codes), f"see {folder}/{name}.out"
+                for process in set(running) - set(first):  # one that came too late waits for a run
+                    with suppress(psutil.NoSuchProcess):
+                        process.send_signal(signal.SIGKILL)
+                        process.wait()
+            saved = require_kept(folder / name / "checkpoints", saved)
         found = outcome(folder / name)
         differing = [key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key)]
         assert not differing, f"{folder / name}: not as undisturbed are {sorted(differing)}"
@@ -195,7 +237,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1], help="of each of some runs side by side")
+    parser.add_argument("--lanes", nargs="+", choices=LANES, default=["alone"], help="runs side by side")
     parser.add_argument("--launcher", choices=["local", "join"], default="join")
     given = parser.parse_args()
     folder: Path = given.folder
@@ -205,14 +247,14 @@ def main() -> None:
     counting.write_jsonl(counting.counting_split(24, seed=1, colours=("red", "blue")), folder, name="train")
     torch.set_num_threads(1)  # a pool of threads would not survive a fork
     os.environ["SACCADE_TOKEN"] = "soak"
-    rl.run(options(folder / "warm", "run", 1, ""))  # imports and caches
+    rl.run(options(folder / "warm", "run", "alone", ""))  # imports and caches
     pixel_cache._workers().shutdown()
     pixel_cache._workers.cache_clear()
     assert threading.active_count() == 1, threading.enumerate()
     kills, began = multiprocessing.Value("i"), time.monotonic()
     lanes = {
-        folder / f"{number}-of-{gpus}": (gpus, given.launcher, kills, given.kills, given.seed + number)
-        for number, gpus in enumerate(given.gpus)
+        folder / f"{number}-{lane}": (lane, given.launcher, kills, given.kills, given.seed + number)
+        for number, lane in enumerate(given.lanes)
     }
     going = [forked(soak, lane, *rest, log=folder / "soak.out") for lane, rest in lanes.items()]
     codes = [process.wait() for process in going]
