@@ -329,9 +329,20 @@ def test_processes_that_ray_starts_on_two_machines(tmp_path, recipe, alone):
     assert sampled(tmp_path / "on") == sampled(alone)[:16]
 
 
+# Ends the worker in the first step, once.
+ENDS_ITSELF = """
+import os, signal
+def nothing(sample):
+    if sample.step == 1 and not os.path.exists("{folder}/ended"):
+        open("{folder}/ended", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0.0
+"""
+
+
 @pytest.fixture
 def ray_machines(monkeypatch):
-    """A cluster of two, with three cores and two; ranks of its tasks are forked here. And what ends the second."""
+    """A cluster of two, with three cores each; ranks of its tasks are forked here. And what ends the second."""
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -342,7 +353,7 @@ def ray_machines(monkeypatch):
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3} | FEWER)
         ending.callback(cluster.shutdown)
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-        far = cluster.add_node(num_cpus=2)
+        far = cluster.add_node(num_cpus=3)
 
         def lose() -> None:
             raylet = psutil.Process(far.all_processes["raylet"][0].process.pid)
@@ -356,7 +367,9 @@ def ray_machines(monkeypatch):
 def test_ray_replaces_an_engine_and_a_run_goes_on_without_a_machine_that_is_lost(
     ray_machines, tmp_path, recipe, alone, monkeypatch
 ):
-    """Four ranks and an engine beside them; for two ranks and another engine there is room on one machine."""
+    """Four ranks, an engine and a reward worker beside them; for two ranks and another engine there is room on one
+    machine. The worker kills itself and is replaced; then it has no room, and stays with the run.
+    """
     train_step, calls = RankTrainer.train_step, list[int]()
 
     def disturbing(self: RankTrainer, *arguments: Any, **more: Any) -> Any:
@@ -369,7 +382,11 @@ def test_ray_replaces_an_engine_and_a_run_goes_on_without_a_machine_that_is_lost
         return train_step(self, *arguments, **more)
 
     monkeypatch.setattr(RankTrainer, "train_step", disturbing)
+    monkeypatch.setattr(launchers, "WORKERS_LIMIT", 1.0)
     options = recipe(tmp_path, run__name="on", run__max_steps=3, run__gpus=4, rollout__replicas=1)
+    (tmp_path / "reward.py").write_text(ENDS_ITSELF.format(folder=tmp_path))
+    own = {"verifier": f"{tmp_path}/reward.py:nothing", "weight": 0.0}
+    options |= {"reward.terms": [*options["reward.terms"], own], "reward.workers": 1}
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(load(options).model_dump(mode="json", exclude_unset=True)))
     more = ["run.launcher=ray", "run.restarts=1", "run.min_gpus=2"]
@@ -392,6 +409,9 @@ def test_ray_replaces_an_engine_and_a_run_goes_on_without_a_machine_that_is_lost
     ):
         launchers.gpus_left(load(options, ["run.min_gpus=4"]), "rl")
     assert (tmp_path / "on" / "engine-0.log").read_text().count("process ") == 3
+    assert (tmp_path / "on" / "rewards-0.log").read_text().count("process ") == 2
+    assert "reward.workers=1: the Ray cluster has no room for 1 cores beside those of the run" in done.output
+    assert {row["reward/error_rate"] for row in read_metrics(tmp_path / "on") if row["step"]} == {0.0}
     assert sampled(tmp_path / "on") == sampled(alone)[:48]
 
 

@@ -7,6 +7,7 @@ run. From then on it is talked to as a local one is. Only Ray's own call is pick
     SACCADE_TOKEN=... saccade rank node-1:28400
 """
 
+import itertools
 import logging
 import os
 import queue
@@ -30,6 +31,7 @@ from saccade.errors import ConfigError, EnvironmentProblem, RankLost
 from saccade.models.load import pick_device
 from saccade.plugins.engines.replicas.replica import Replica
 from saccade.plugins.engines.replicas.replica_pool import placements, visible_gpus
+from saccade.plugins.ranks import placed_workers
 from saccade.plugins.ranks.connections import (
     HELLO_LIMIT,
     JOIN_LIMIT,
@@ -41,8 +43,10 @@ from saccade.plugins.ranks.connections import (
 )
 from saccade.plugins.ranks.layouts import generates
 from saccade.plugins.ranks.machines import host_name
+from saccade.plugins.ranks.placed_workers import move_workers
 from saccade.plugins.ranks.preflight import MARK, code_hash, look, meet
 from saccade.plugins.ranks.team import Rank, RankSettings, Team
+from saccade.plugins.reward_workers.pool import WorkerPool
 from saccade.system.process import Channel, Ended
 
 log = logging.getLogger(__name__)
@@ -50,7 +54,8 @@ log = logging.getLogger(__name__)
 PORT = int(os.environ.get("SACCADE_PORT", "28400"))  # where `saccade rank` connects to
 REPLACE_LIMIT = 60.0  # seconds for whoever takes the place of a replica, then it is said once more that one is missing
 LEFT_LIMIT = 60.0  # seconds until Ray has noticed that a machine is gone
-SERVED = (Replica.module, Rank.module)  # what a process that connects may become
+WORKERS_LIMIT = 30.0  # seconds until Ray has cores for reward workers
+SERVED = (Replica.module, Rank.module, placed_workers.__name__)  # what a process that connects may become
 COMPARED = ("torch", "transformers")
 TOKEN = "SACCADE_TOKEN"
 
@@ -64,7 +69,12 @@ class Beside(NamedTuple):
 
 Starter = Callable[..., Replica]
 Place = Callable[[int, Replica], Any]  # starts the process of a replica with this number, and returns the link to it
-Places = tuple[list[Starter], Place | None]  # of the ranks, and of replicas beside them; None: processes of this one
+
+
+class Places(NamedTuple):
+    ranks: list[Starter]
+    replicas: Place | None = None  # beside them; None: processes of this one
+    workers: Callable[..., None] | None = None  # has those of a pool of rewards started elsewhere; None: as they are
 
 
 def local(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitStack, beside: Beside) -> Places:
@@ -81,10 +91,12 @@ def local(settings: RankSettings, visible: Sequence[str], logs: Path, held: Exit
     threads = max(1, (os.cpu_count() or 1) // settings.size)
     inside = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
     inside |= {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-    return [
-        partial(Rank, replace(settings, rank=rank), log=logs / f"rank-{rank}.log", environment=seen | inside)
-        for rank, (seen, _) in enumerate(places)
-    ], None
+    return Places(
+        [
+            partial(Rank, replace(settings, rank=rank), log=logs / f"rank-{rank}.log", environment=seen | inside)
+            for rank, (seen, _) in enumerate(places)
+        ]
+    )
 
 
 def join(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitStack, beside: Beside) -> Places:
@@ -114,7 +126,7 @@ def join(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitS
             log.info(f"{replica.log.stem} waits for a process: run `{command}` once more")
         return _linked(reception.arrivals(token, 1, limit=REPLACE_LIMIT)[0], replica)
 
-    return _ranks(came[: settings.size], settings, logs), replica_at
+    return Places(_ranks(came[: settings.size], settings, logs), replica_at)
 
 
 def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitStack, beside: Beside) -> Places:
@@ -132,9 +144,9 @@ def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitSt
     reception = held.enter_context(Reception(0, token, versions()))
     address = f"{cluster.util.get_node_ip_address()}:{reception.port}"
 
-    def start(bundle: int, token: str) -> Any:
+    def start(group: Any, bundle: int, token: str, gpu: int = 0) -> Any:
         place = cluster.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
-        options: Any = {"num_gpus": gpus[bundle], "num_cpus": 1, "max_retries": 0, "scheduling_strategy": place}
+        options: Any = {"num_gpus": gpu, "num_cpus": 1, "max_retries": 0, "scheduling_strategy": place}
         return cluster.remote(_rank_of_ray).options(**options).remote(address, token)
 
     def arrived(tasks: Sequence[Any], token: str, limit: float = JOIN_LIMIT) -> list[Arrival]:
@@ -157,19 +169,33 @@ def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitSt
                 cluster.cancel(task)
             raise
 
-    begun = set[int]()
-
-    def replica_at(number: int, replica: Replica) -> Link:
-        limit = REPLACE_LIMIT if number in begun else JOIN_LIMIT
-        begun.add(number)
+    def one(limit: float, group: Any, bundle: int, gpu: int = 0) -> Arrival:
         reception.expected[own := secrets.token_hex(16)] = queue.SimpleQueue()
         try:
-            return _linked(arrived([start(settings.size + number, own)], own, limit)[0], replica)
+            return arrived([start(group, bundle, own, gpu)], own, limit)[0]
         finally:
             reception.refuse(own)
 
-    came = arrived([start(rank, token) for rank in range(settings.size)], token)
-    return _ranks(came, settings, logs), replica_at
+    begun = set[int]()
+
+    def replica_at(number: int, replica: Replica) -> Link:
+        limit, bundle = REPLACE_LIMIT if number in begun else JOIN_LIMIT, settings.size + number
+        begun.add(number)
+        return _linked(one(limit, group, bundle, gpus[bundle]), replica)
+
+    def workers(held: ExitStack, pool: WorkerPool, count: int) -> None:
+        """A core for each, on as many machines as there are. Where the cluster has no room they stay."""
+        own = _reserve(cluster, [0] * count, held, "SPREAD")
+        if not own.wait(WORKERS_LIMIT):
+            there = f"the Ray cluster has no room for {count} cores beside those of the run"
+            log.warning(f"reward.workers={count}: {there}; they stay on the machine of the run")
+            return
+        numbers = itertools.cycle(range(count))
+        module = placed_workers.__name__
+        move_workers(pool, lambda: Link(one(REPLACE_LIMIT, own, -1), module, logs / f"rewards-{next(numbers)}.log"))
+
+    came = arrived([start(group, rank, token, gpus[rank]) for rank in range(settings.size)], token)
+    return Places(_ranks(came, settings, logs), replica_at, workers)
 
 
 def _cluster(held: ExitStack) -> Any:
@@ -204,9 +230,9 @@ def _options(ranks: int, beside: Beside) -> str:
     return f"run.gpus={ranks}" + f" rollout.replicas={beside.replicas}" * bool(beside.replicas)
 
 
-def _reserve(cluster: Any, gpus: Sequence[int], held: ExitStack) -> Any:
+def _reserve(cluster: Any, gpus: Sequence[int], held: ExitStack, strategy: str = "PACK") -> Any:
     """A core and so many GPUs for each process, full machines first."""
-    group = cluster.util.placement_group([{"CPU": 1} | ({"GPU": n} if n else {}) for n in gpus], strategy="PACK")
+    group = cluster.util.placement_group([{"CPU": 1} | ({"GPU": n} if n else {}) for n in gpus], strategy=strategy)
     held.callback(cluster.util.remove_placement_group, group)
     return group
 
@@ -236,8 +262,8 @@ def start_team(config: Config, command: str, *, model: str, folder: str | None, 
     visible = visible_gpus("cuda") if device.type == "cuda" else []
     with ExitStack() as held:
         held.callback((logs / MARK).unlink, missing_ok=True)
-        starters, place = LAUNCHERS[config.run.launcher](settings, visible, logs, held, _beside(config, command))
-        team = Team(starters, held.pop_all(), place)
+        places = LAUNCHERS[config.run.launcher](settings, visible, logs, held, _beside(config, command))
+        team = Team(places.ranks, held.pop_all(), places.replicas, places.workers)
     team.store = store  # it lasts as long as the ranks
     if shared := meet(store, team.hosts):
         slow = "they exchange through main memory (gloo), which is slow"

@@ -76,10 +76,14 @@ def open_reward(config: Config, path: str) -> LearnedReward:
 
 
 def place_rewards(scorer: Scorer | None, policy: Trainer) -> None:
-    """Load the models of the scorer where the policy is."""
-    if scorer is not None and scorer.learned is not None and policy.engine is not None:
-        for model in scorer.learned.models.values():
-            model.place(policy.engine)
+    """Load the models of the scorer where the policy is, and start its workers where the launcher has places."""
+    team = policy.engine
+    if scorer is None or team is None:
+        return
+    for model in scorer.learned.models.values() if scorer.learned is not None else ():
+        model.place(team)
+    if scorer.pool is not None and team.place_workers is not None:
+        team.place_workers(scorer.pool, scorer.config.workers)
 
 
 def rate(model: LearnedReward, questions: Sequence[Question]) -> Any:

@@ -16,6 +16,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as LateAnswer
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -99,9 +100,18 @@ class Team(Replicas):
 
     store: Any = None  # where they find each other
 
-    def __init__(self, starters: Sequence[Callable[..., Replica]], held: ExitStack, place: Any = None) -> None:
-        """`held` is closed at the end: what the ranks need beside themselves. `place` starts replicas beside them."""
+    def __init__(
+        self,
+        starters: Sequence[Callable[..., Replica]],
+        held: ExitStack,
+        place: Any = None,
+        place_workers: Callable[..., None] | None = None,
+    ) -> None:
+        """`held` is closed at the end: what the ranks need beside themselves. `place` starts replicas beside them,
+        `place_workers` has reward workers started elsewhere.
+        """
         self.size, self._held, self.place = len(starters), held, place
+        self.place_workers = place_workers and partial(place_workers, held)
         self._end: Exception | None = None  # why the ranks are gone
         self._slowest: dict[tuple[str, ...], float] = {}  # seconds for a token, or for a call without any
         super().__init__(starters)

@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from saccade.rewards.verifiers import VERIFIERS
 from saccade.system.process import Child, Ended
 from saccade.types import Score
 
+WORKER = "saccade.plugins.reward_workers.worker"
 START_LIMIT = 120.0  # seconds for a process to start and to import the function
 GRACE = 1.0  # beyond the deadline, where the worker keeps it itself
 LARGEST_CHUNK = 32
@@ -60,6 +61,7 @@ class WorkerPool:
         self._changed = threading.Condition()
         self._closed, self._workers = False, workers
         self._children: set[Child] = set()
+        self._begin = start_worker
         self._apart: set[_Call] = set()  # take lists and fail on them, but not on one sample
         self.replaced = 0  # processes that hung or died
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(workers)]
@@ -133,10 +135,19 @@ class WorkerPool:
                 self._queues[call] = jobs  # at the end: calls take turns
             return chunk
 
+    def move(self, begin: Callable[[], Child]) -> None:
+        """From now on processes are started so; one that runs ends before its next chunk."""
+        self._begin = begin
+
     def _serve(self) -> None:
         child: Child | None = None
+        begun: Any = None
         while chunk := self._take():
             try:
+                if child is not None and begun is not self._begin:
+                    self._end(child, moved=True)
+                    child = None
+                begun = self._begin
                 child = child or self._start()
                 usable = self._run(child, chunk)
             except Exception as error:  # whatever happens here, nobody may wait for ever
@@ -149,7 +160,7 @@ class WorkerPool:
             self._end(child)
 
     def _start(self) -> Child:
-        child = Child("saccade.plugins.reward_workers.worker", who="a reward")
+        child = self._begin()
         with self._changed:
             self._children.add(child)
             closed = self._closed
@@ -157,10 +168,10 @@ class WorkerPool:
             child.kill()
         return child
 
-    def _end(self, child: Child) -> None:
+    def _end(self, child: Child, *, moved: bool = False) -> None:
         with self._changed:
             self._children.discard(child)
-            self.replaced += not self._closed
+            self.replaced += not self._closed and not moved
         child.close()
 
     def _run(self, child: Child, chunk: list[_Job]) -> bool:
@@ -220,6 +231,10 @@ class WorkerPool:
                 _fail([job], reason)
             job.alone, job.survived = True, job.survived or died
         self._put([job for job in waiting if not job.future.done()])
+
+
+def start_worker() -> Child:
+    return Child(WORKER, who="a reward")
 
 
 def _fail(jobs: Iterable[_Job], reason: str) -> None:
