@@ -52,11 +52,13 @@ def note_collectives() -> None:
 def whereabouts() -> dict[str, Any]:
     """What this process does, seen from a thread beside the main one."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
+    compilers = psutil.Process().children(recursive=True)
+    cpu = time.process_time() - time.thread_time() + sum(map(_cpu, compilers))  # without this thread, which only looks
     marks = [(one.f_code.co_name, one.f_lasti) for one, _ in traceback.walk_stack(frame)]
     return {
         "stack": "".join(traceback.format_stack(frame)[-FRAMES:]),
         "mark": zlib.crc32(repr(marks).encode()),
-        "cpu": time.process_time() + sum(map(_cpu, psutil.Process().children(recursive=True))),  # compilers
+        "cpu": cpu,
         "disk": _disk(),
         "groups": _collectives(),
     }
