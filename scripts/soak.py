@@ -37,6 +37,7 @@ from saccade.plugins.quickstart.quickstart import WORDS
 from saccade.plugins.ranks import launchers, rank_process, rank_trainer  # noqa: F401  (imported before the first fork)
 from saccade.recipes import model_setup, rl
 from saccade.run.checkpoint import complete_steps
+from saccade.system.process import end_with_parent
 
 STEPS = 4
 LEFT_ALONE = 0.15  # of the starts: some run has to come to its end
@@ -193,6 +194,7 @@ def require_kept(checkpoints: Path, saved: list[int]) -> list[int]:
 
 def soak(folder: Path, lane: str, launcher: str, kills: Any, most: int, seed: int) -> None:
     """Runs one after the other, until there were so many kills, which several processes count together."""
+    end_with_parent()
     folder.mkdir(exist_ok=True)
     with socket.create_server(("", 0)) as door:
         launchers.PORT = door.getsockname()[1]
