@@ -64,8 +64,9 @@ def serve(channel: Channel, controller: str | None = None) -> None:
 
     def pass_on() -> None:
         try:
-            while block := channel.receive():
-                child.channel.send(*block)
+            with suppress(Ended):
+                while block := channel.receive():
+                    child.channel.send(*block)
         finally:
             child.kill()
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -182,6 +183,20 @@ def test_a_process_that_cannot_start_says_why(settings, tmp_path):
     launch = partial(Replica, settings, log=tmp_path / "engine-0.log")
     with pytest.raises(EnvironmentProblem, match="Fatal Python error"):
         Replicas([partial(launch, environment={"PYTHONHOME": "/nowhere"})])
+
+
+def test_one_that_is_killed_while_it_starts_is_started_again(settings, tmp_path, monkeypatch):
+    children, launch = [], partial(Replica, settings, log=tmp_path / "engine-0.log")
+
+    def starting(replica):
+        children.append(Forked(replica))
+        if len(children) == 1:
+            children[0].kill()
+        return children[-1]
+
+    monkeypatch.setattr(Replica, "start", starting)
+    with closing(Replicas([launch])) as pool:
+        assert len(children) == 2 and len(pool._ready) == 1
 
 
 def test_tensors_of_a_gpu_that_is_not_seen_come_as_files(pool):

@@ -60,7 +60,7 @@ class Replicas(Engine):
         self._source: WeightSource | None = None
         self._checksums: Mapping[str, int] = {}
         self._deaths = 0  # since something was finished
-        self._most_deaths = 0  # a process that cannot start will not start at the next attempt either
+        self._most_deaths = 1  # one may have been killed; a process that cannot start will not start the second time
         try:
             for place in range(len(launchers)):
                 self._launch(place)
