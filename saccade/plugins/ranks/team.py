@@ -231,4 +231,4 @@ def _stack(rank: Replica) -> str:
     try:
         return f"-- {rank.settings.who} was at:\n{rank.ask('where', limit=STACK_LIMIT)['stack']}"
     except (Died, SaccadeError) as error:
-        return f"-- {rank.settings.who} does not say where it is ({error})"
+        return f"-- {rank.settings.who} does not say where it is ({error})\n{tail(rank.log)}".rstrip()
