@@ -120,7 +120,7 @@ def test_a_restart_takes_ranks_that_join_again(undisturbed, tmp_path, rl_config,
     for thread in joining:
         thread.join(LIMIT)
     # Where it was, or, if the end of the other has ended it, its last words.
-    assert re.search(r"(?s)-- rank 0 on machine-0 (was at|does not say where).*File .*, in train_step", done.output)
+    assert re.search(r'(?s)-- rank 0 on machine-0 (was at|does not say where).*File "', done.output)
     assert sorted(codes)[:2] == [-signal.SIGKILL, 0] and len(codes) == 4
     assert sampled(tmp_path / "run") == undisturbed
 
