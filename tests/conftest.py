@@ -82,9 +82,6 @@ def said() -> Iterator[list[str]]:
         yield texts
 
 
-# -- small runs ----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="session")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with train.jsonl (24 scenes to count), val.jsonl (8), shown.jsonl (24 answered)."""
@@ -101,6 +98,22 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def counting(tmp_path: Path) -> Path:
+    """A file of 24 questions about pictures."""
+    from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split, write_jsonl
+
+    return write_jsonl(counting_split(24, seed=0, colours=TEACHING_COLOURS), tmp_path / "counting")
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> Path:
+    """A model folder in which only a config lies."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2_vl"}')
+    return tmp_path / "model"
+
+
 @pytest.fixture(scope="session")
 def word_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random vision model whose vocabulary is the words of the scenes: answers are short."""
@@ -113,14 +126,9 @@ def word_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _options(model: str, rows: Path, **more: Any) -> Callable[..., dict[str, Any]]:
     """Makes configs of four small steps: (folder, other options with __ for a dot)."""
     always: dict[str, Any] = {
-        "run.max_steps": 4,
-        "run.device": "cpu",
-        "model.path": model,
-        "data.train": str(rows),
-        "prompt.instruction": "",
-        "train.prompts_per_step": 4,
-        "track.tensorboard": False,
-    }
+        "run.max_steps": 4, "run.device": "cpu", "model.path": model, "data.train": str(rows), "prompt.instruction": "",
+        "train.prompts_per_step": 4, "track.tensorboard": False,
+    }  # fmt: skip
 
     def config(out: Path, **changes: Any) -> dict[str, Any]:
         given = {name.replace("__", "."): value for name, value in (more | changes).items()}
@@ -204,9 +212,7 @@ def numbers() -> Callable[[Path], list[dict[str, Any]]]:
 def resumed(
     tmp_path: Path, same_weights: Callable[..., bool], numbers: Callable[[Path], list[dict[str, Any]]]
 ) -> Callable[..., tuple[Path, Path]]:
-    """Runs a config, then its last step again from the checkpoint before: weights, state and metrics are the same, bit
-    by bit. Returns the last checkpoint of both.
-    """
+    """Runs a config, and its last step again from the checkpoint before, with the same bits; both last checkpoints."""
 
     def run(recipe: Callable[..., Any], config: dict[str, Any]) -> tuple[Path, Path]:
         whole, again = (tmp_path / name for name in ("whole", "again"))
@@ -233,9 +239,6 @@ LONGEST = ("tests/ranks", "tests/peers", "tests/engines/replicas", "tests/test_"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Workers take whole files (groups of xdist 3.8 are lost with pytest 9.2); none waits at the end for a long one."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
-
-
-# -- tiny models ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -311,16 +314,7 @@ def on_disk(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 def grow(image: Callable[..., Media]) -> Callable[..., Group]:
     """A random group whose members share prefixes at several depths."""
 
-    def grown(
-        rng: np.random.Generator,
-        family: Family,
-        *,
-        uid: str = "g",
-        size: int = 4,
-        images: int = 1,
-        depth: int = 3,
-        leaf_images: bool = True,
-    ) -> Group:
+    def grown(rng: np.random.Generator, family: Family, *, uid="g", size=4, images=1, depth=3) -> Group:
         def piece(source: int, pictures: Sequence[Media]) -> Pieces:
             return text(family, rng, int(rng.integers(1, 9)), source, pictures)
 
@@ -331,7 +325,7 @@ def grow(image: Callable[..., Media]) -> Callable[..., Group]:
         trunk = piece(Source.PROMPT, pictures(images))
         members = [trunk] * size
         for _ in range(depth):
-            shown = pictures(1) if images and leaf_images and rng.random() < 0.5 else []
+            shown = pictures(1) if images and rng.random() < 0.5 else []
             pool = [
                 [*piece(Source.POLICY, ()), *piece(Source.OBSERVATION, shown)] for _ in range(int(rng.integers(1, 3)))
             ]
@@ -374,12 +368,7 @@ def to_trajectory(family: Family, pieces: Pieces, uid: str, repeat: int, rng: np
             grid, tokens = family.measure(picture)
             spans.append(MediaSpan(media=picture, start=start, length=tokens, grid=grid))
     return Trajectory(
-        sample_id=uid,
-        repeat=repeat,
-        ids=np.array([i for i, _, _ in pieces], np.int64),
-        sources=sources,
-        logprobs=np.where(policy, -1.0, np.nan).astype(np.float32),
-        versions=np.where(policy, 0, -1).astype(np.int32),
-        media=tuple(spans),
-        advantages=rng.standard_normal(int(policy.sum())).astype(np.float32),
-    )
+        sample_id=uid, repeat=repeat, ids=np.array([i for i, _, _ in pieces], np.int64), sources=sources,
+        logprobs=np.where(policy, -1.0, np.nan).astype(np.float32), versions=np.where(policy, 0, -1).astype(np.int32),
+        media=tuple(spans), advantages=rng.standard_normal(int(policy.sum())).astype(np.float32),
+    )  # fmt: skip

@@ -57,8 +57,7 @@ def serving(model: Any, family: Family, *, token: str = TOKEN) -> Iterator[Endpo
 
 
 def call(address: str, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Message, bytes]:
-    """Status, headers and body of a reply. Headers are written with _ for -; an empty one is left
-    out."""
+    """Status, headers and body of a reply. Headers are written with _ for -; empty ones are left out."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     head = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     head |= {name.replace("_", "-"): value for name, value in headers.items()}
@@ -123,9 +122,6 @@ def scripted(script: Sequence[Says] | Callable[[dict[str, Any]], Says], *, port:
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-# -- judges ----------------------------------------------------------------------------------------
 
 
 def shown_to_judge(body: dict[str, Any]) -> tuple[str, str]:

@@ -45,12 +45,10 @@ def write_probe(root: Path, image: Any) -> None:
         (home / "images").mkdir(parents=True)
         (home / "images" / "1.jpg").write_bytes(image(150, 90, 7).data)
         row = {
-            "images": [f"VisualProbe_{level}/images/1.jpg"],
-            "doc_id": f"{level}-1",
-            "problem": "<image>\nWhat number is on the bus?",
-            "solution": "<answer>42</answer>",
+            "images": [f"VisualProbe_{level}/images/1.jpg"], "doc_id": f"{level}-1",
+            "problem": "<image>\nWhat number is on the bus?", "solution": "<answer>42</answer>",
             "data_source": "visual_probe",
-        }
+        }  # fmt: skip
         (home / "val.json").write_text(json.dumps([row]))
 
 
@@ -61,17 +59,9 @@ def write_hr_bench(root: Path, image: Any) -> None:
         data = base64.b64encode(image(300, 200, number).data).decode()
         for turn in range(4):
             shifted = options[turn:] + options[:turn]
-            rows.append(
-                {
-                    "index": len(rows),
-                    "question": "What colour is the hat?",
-                    "answer": "ABCD"[shifted.index("red")],
-                    "category": category,
-                    **dict(zip("ABCD", shifted, strict=True)),
-                    "cycle_category": str(turn),
-                    "image": data,
-                }
-            )
+            row = {"index": len(rows), "question": "What colour is the hat?", "answer": "ABCD"[shifted.index("red")]}
+            row |= {"category": category, "cycle_category": str(turn), "image": data}
+            rows.append(row | dict(zip("ABCD", shifted, strict=True)))
     (root / "HR-Bench").mkdir()
     for size in ("4k", "8k"):
         file = root / "HR-Bench" / f"hr_bench_{size}.parquet"

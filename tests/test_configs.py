@@ -30,28 +30,17 @@ CONFIGS = ROOT / "configs"
 FILES = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
 # Families that --smoke takes, guessed by the name of a model that is not here; else qwen2_5_vl.
 FAMILIES = {
-    name: family
-    for family, names in {
-        "qwen2": "continue_pretrain easyr1_math ecg_grpo gsm8k_grpo lightrft_gsm8k",
-        "qwen3": "easyr1_dapo17k easyr1_math_qwen3 easyr1_math_qwen3_lora",
-        "qwen2_audio": "lightrft_aqa lightrft_srm_al",
-        "mixtral": "mixtral_lora",
-        "qwen3_vl": "qwen3vl_grpo qwen3vl_lora_grpo",
-        "qwen3_vl_moe": "easyr1_geo3k_30b_a3b_8gpu qwen3vl_30b_a3b_grpo",
-        "qwen3_5": "qwen35_grpo",
-        "llama": "ppo_70b text_grpo text_ppo text_rpp text_rpp_baseline",
-        "qwen2_vl": "r1v_clevr r1v_clevr_vllm r1v_sft",
-        "gemma3": "gemma3_grpo easyr1_geo3k_gemma3_27b_8gpu",
-        "gemma4": "gemma4_grpo",
-        "smolvlm": "smolvlm_grpo",
-        "internvl": "internvl_grpo",
-        "phi4_multimodal": "phi4mm_grpo",
-        "glm4v": "glm46v_grpo",
-        "aria": "r1v_aria",
-        "janus": "r1v_janus",
-    }.items()
-    for name in names.split()
-}
+    "qwen2": "continue_pretrain easyr1_math ecg_grpo gsm8k_grpo lightrft_gsm8k",
+    "qwen3": "easyr1_dapo17k easyr1_math_qwen3 easyr1_math_qwen3_lora",
+    "llama": "ppo_70b text_grpo text_ppo text_rpp text_rpp_baseline",
+    "qwen3_vl_moe": "easyr1_geo3k_30b_a3b_8gpu qwen3vl_30b_a3b_grpo",
+    "gemma3": "gemma3_grpo easyr1_geo3k_gemma3_27b_8gpu", "gemma4": "gemma4_grpo", "smolvlm": "smolvlm_grpo",
+    "qwen2_vl": "r1v_clevr r1v_clevr_vllm r1v_sft", "qwen2_audio": "lightrft_aqa lightrft_srm_al",
+    "qwen3_vl": "qwen3vl_grpo qwen3vl_lora_grpo", "qwen3_5": "qwen35_grpo", "phi4_multimodal": "phi4mm_grpo",
+    "mixtral": "mixtral_lora", "internvl": "internvl_grpo", "glm4v": "glm46v_grpo", "aria": "r1v_aria",
+    "janus": "r1v_janus",
+}  # fmt: skip
+FAMILY_OF = {name: family for family, names in FAMILIES.items() for name in names.split()}
 SHOWN = {"rl": "reward/mean", "sft": "sft/loss", "dpo": "dpo/loss", "reward-model": "rm/loss"}
 
 
@@ -93,7 +82,7 @@ def test_a_recipe_is_short_explained_and_passes_the_checks(name, tmp_path):
         r"^#.*(GPU|CPU|GiB)", text, re.MULTILINE
     )  # it needs
     assert all(not Path(source.path).is_absolute() for source in config.data.train)
-    assert model_type(config) == FAMILIES.get(name, "qwen2_5_vl")
+    assert model_type(config) == FAMILY_OF.get(name, "qwen2_5_vl")
     config, tiny = with_rows(name), f"tiny:{model_type(config)}"
     changes = [f"model.path={tiny}", f"run.out={tmp_path}"]
     changes += [f"sft.teacher={tiny}"] if config.sft.teacher else []
@@ -114,9 +103,7 @@ def test_every_kind_that_a_name_suggests_has_a_tiny_model():
 
 
 def kind_of(name):
-    """Recipes of one kind run the same parts; their algorithms run in tests/recipes/test_presets, their
-    rewards and rows below.
-    """
+    """What recipes of one kind run; their algorithms run in tests/recipes/test_presets, rewards and rows below."""
     config, command = load(FILES[name]), command_of(name)
     learned = any(term.verifier == "model" for term in config.reward.terms)
     parts = (config.env.name, config.rollout.engine, config.model.train, learned)

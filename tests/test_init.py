@@ -11,22 +11,8 @@ from saccade.checks import check
 from saccade.cli import app
 from saccade.config import load
 from saccade.plugins.init.init_config import guess_reward, letters_apart
-from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.types import Media, Message, Sample
 from tests.test_cli import REPOSITORY, run
-
-
-@pytest.fixture
-def counting(tmp_path):
-    return write_jsonl(counting_split(24, seed=0, colours=TEACHING_COLOURS), tmp_path / "counting")
-
-
-@pytest.fixture
-def model(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2_vl"}')
-    return tmp_path / "model"
-
 
 EXAMPLES = {
     command.name: shlex.split(str(command.epilog).split("[bold]")[1].removesuffix("[/bold]"))[1:]
@@ -50,9 +36,9 @@ def test_the_file_of_init_serves_the_example_of_each_command(command, tmp_path, 
     assert result.exit_code == 0, result.stderr
 
 
-def test_init_writes_a_config_that_loads(tmp_path, model, counting):
+def test_init_writes_a_config_that_loads(tmp_path, described, counting):
     out = tmp_path / "run.yaml"
-    result = run("init", str(model), str(counting), "--out", str(out))
+    result = run("init", str(described), str(counting), "--out", str(out))
     assert result.exit_code == 0, result.stderr
     steps = [f"check-data {out}", f"rl {out} --dry-run", f"rl {out}"]
     advice = ", then ".join(f"saccade {step}" for step in steps)
@@ -64,7 +50,7 @@ def test_init_writes_a_config_that_loads(tmp_path, model, counting):
     assert "# format: easyr1" in out.read_text() and config.data.format == "auto"
     for line in out.read_text().splitlines():
         assert "#" in line or line.endswith(":")
-    again = run("init", str(model), str(counting), "--out", str(out))
+    again = run("init", str(described), str(counting), "--out", str(out))
     assert again.exit_code == 2 and "exists" in again.stderr
     built = run("init", "tiny:qwen2_5_vl", str(counting), "--out", str(tmp_path / "tiny.yaml"))
     assert built.exit_code == 0, built.stderr
@@ -80,20 +66,17 @@ def test_init_knows_what_a_family_makes_of_pixels(tmp_path, counting):
     assert result.exit_code == 0 and "max_pixels" not in (tmp_path / "other.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("golds", "reward"),
-    [
-        (["3", "12", "-1"], "count"),
-        (["A", "(C)", "B"], "choice"),
-        (["x", "2y", r"\frac{1}{2}", r"\sqrt{12}", "3 m"], "math"),
-        (["red", "dark blue", "New York", "North-west", "是"], "exact"),
-        (["[0, 1.5, 20, 30]", "[3,4,5,6]"], "math"),  # there is no picture
-        (["red", "12"], "math {gold_unparseable: string}"),
-        (["Gray", "12.5", "2019", "1,200", "40%", "Q3 2019"], "relaxed"),
-        (["Aldi", "12.50", "25/05/2018"], "math {gold_unparseable: string}"),  # a receipt's
-        (["Route 66", r"\text{red}"], "math {gold_unparseable: string}"),
-    ],
-)
+@pytest.mark.parametrize(("golds", "reward"), [
+    (["3", "12", "-1"], "count"),
+    (["A", "(C)", "B"], "choice"),
+    (["x", "2y", r"\frac{1}{2}", r"\sqrt{12}", "3 m"], "math"),
+    (["red", "dark blue", "New York", "North-west", "是"], "exact"),
+    (["[0, 1.5, 20, 30]", "[3,4,5,6]"], "math"),  # there is no picture
+    (["red", "12"], "math {gold_unparseable: string}"),
+    (["Gray", "12.5", "2019", "1,200", "40%", "Q3 2019"], "relaxed"),
+    (["Aldi", "12.50", "25/05/2018"], "math {gold_unparseable: string}"),  # a receipt's
+    (["Route 66", r"\text{red}"], "math {gold_unparseable: string}"),
+])  # fmt: skip
 def test_the_reward_follows_from_the_golds(golds, reward):
     samples = [Sample(id=str(i), messages=(), answer=gold) for i, gold in enumerate(golds)]
     assert " ".join(guess_reward(samples)[:2]).strip() == reward
@@ -141,11 +124,11 @@ def test_levels_of_a_game_are_answers(tmp_path):
     assert guess_reward([Sample(id="a", messages=asked, answer="[0, 1.5, 3, 4]")])[0] == "iou"
 
 
-def test_init_finds_pictures_in_a_column_of_another_name_and_names_arguments(tmp_path, model):
+def test_init_finds_pictures_in_a_column_of_another_name_and_names_arguments(tmp_path, described):
     rows = [{"question": "How?", "answer": gold, "photo": f"{gold}.png"} for gold in ("red", "12")]
     data, out = tmp_path / "rows.jsonl", tmp_path / "r.yaml"
     data.write_text("\n".join(map(json.dumps, rows)))
-    result = run("init", str(model), str(data), "--out", str(out))
+    result = run("init", str(described), str(data), "--out", str(out))
     assert result.exit_code == 0, result.stderr
     assert load(out).data.keys == {"images": "photo"}
     term = load(out).reward.terms[0]
@@ -153,7 +136,7 @@ def test_init_finds_pictures_in_a_column_of_another_name_and_names_arguments(tmp
     assert "qa rows, each with an image" in out.read_text()
 
 
-def test_init_sends_pairs_and_labels_to_their_commands(tmp_path, model):
+def test_init_sends_pairs_and_labels_to_their_commands(tmp_path, described):
     """With command lines whose options are in order."""
     pair = {"prompt": "?", "chosen": "a", "rejected": "b"}
     label = {"input": "?", "output": "a", "label": 1}
@@ -163,7 +146,7 @@ def test_init_sends_pairs_and_labels_to_their_commands(tmp_path, model):
     ):
         data = tmp_path / "some rows.jsonl"
         data.write_text(json.dumps(row) + "\n")
-        result = run("init", str(model), str(data), "--out", str(tmp_path / "run.yaml"))
+        result = run("init", str(described), str(data), "--out", str(tmp_path / "run.yaml"))
         assert result.exit_code == 2 and what in result.stderr
         named = [shlex.split(line) for line in result.stderr.split("\n") if "  saccade " in line]
         assert [words[1] for words in named] == commands

@@ -27,13 +27,9 @@ def installed(tmp_path_factory):
 def saccade(*arguments, installed, folder):
     paths = [str(installed), *filter(None, [os.environ.get("PYTHONPATH")])]
     root = str(EXAMPLE.parents[1])
-    return subprocess.run(
-        [sys.executable, "-m", "saccade", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([*paths, root]), "COLUMNS": "100"},
-    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, root]), "COLUMNS": "100"}
+    command = [sys.executable, "-m", "saccade", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
 
 
 def test_an_installed_package_adds_a_command_a_verifier_a_preset_and_an_environment(installed, tmp_path):

@@ -33,43 +33,22 @@ def command(name, config, folder):
     return CliRunner().invoke(app, [name, str(file)], env={"COLUMNS": "300"})
 
 
-# -- overlong --------------------------------------------------------------------------------------
-
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 LIMIT = 260  # tokens: sixteen pictures of 16 would be cut at full size, 64 of 1 fit
 
 
-@pytest.fixture(scope="module")
-def albums(tmp_path_factory):
+@pytest.fixture
+def album_config(rl_config, tmp_path, image):
     """Rows with 1 to 64 pictures of 112 x 112."""
-    from saccade.plugins.quickstart.counting import encode_png
-
-    folder = tmp_path_factory.mktemp("albums")
-    pixels = np.random.default_rng(0).integers(0, 255, (112, 112, 3), dtype=np.uint8)
-    (folder / "a.png").write_bytes(encode_png(pixels))
+    (tmp_path / "a.png").write_bytes(image(112, 112).data)
     rows = [
         {"id": f"n{n}", "images": ["a.png"] * n, "problem": "<image>" * n + "how many ?", "answer": str(n % 9)}
         for n in COUNTS
     ]
-    path = folder / "albums.jsonl"
+    path = tmp_path / "albums.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture
-def album_config(albums, rl_config, tmp_path):
     limits = {"data.max_prompt_tokens": LIMIT, "data.min_pixels": 28 * 28}
-    return rl_config(tmp_path, data__train=str(albums), run__max_steps=2, train__samples_per_prompt=2) | limits
-
-
-def test_overlong_rows_are_listed_by_id_and_reason(album_config, tmp_path):
-    rl.run(album_config)
-    listed = rows_of(tmp_path / "run" / "quarantine.jsonl")
-    assert [row["id"] for row in listed] == ["n16", "n32", "n64"]
-    assert all(f"data.max_prompt_tokens is {LIMIT}" in row["reason"] for row in listed)
-    assert [row["row"] for row in listed] == [5, 6, 7]
-    report = check_data.run(album_config, headers_only=True, workers=1)
-    assert len(report.overlong) == 3 and "n64" in str(report.overlong)
+    return rl_config(tmp_path, data__train=str(path), run__max_steps=2, train__samples_per_prompt=2) | limits
 
 
 def test_shrunk_rows_fit_and_train(album_config, tmp_path):
@@ -88,8 +67,6 @@ def test_shrunk_rows_fit_and_train(album_config, tmp_path):
     assert row["mismatch/logp_gap_max"] < 1e-5 and not (tmp_path / "run" / "quarantine.jsonl").exists()
 
 
-# -- bad rewards -----------------------------------------------------------------------------------
-
 REWARD = '''
 import time
 import zlib
@@ -107,9 +84,6 @@ def moody(sample):
     if luck < 3:
         raise ValueError("no mood for this")
     return None if luck < 5 else float("nan")
-
-def generous(sample):
-    return 1.0 if not sample.response.strip() else right(sample)
 '''
 
 
@@ -144,16 +118,6 @@ def test_too_many_failures_end_the_run_with_4(tmp_path, rl_config, reward_file):
     assert done.exit_code == 4
     assert "of 24 samples could not be scored" in done.stderr
     assert "raise reward.max_error_rate above 0.05" in done.stderr
-
-
-def test_a_reward_that_likes_silence_is_refused_before_step_1(tmp_path, rl_config, reward_file):
-    done = command("rl", rl_config(tmp_path) | {"reward.terms": [f"{reward_file}:generous"]}, tmp_path)
-    assert done.exit_code == 2
-    assert "empty response '' scored 1, expected 0" in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
-# -- not finite ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -225,22 +189,14 @@ def test_stop_means_at_once(tmp_path, sft_config, poisoned):
     assert done.exit_code == 5 and "1 updates in a row were not finite" in done.stderr
 
 
-# -- awkward data ----------------------------------------------------------------------------------
-
-
 def test_awkward_rows_are_set_aside_and_the_rest_trains(tmp_path, shared):
     path = shared / "nasty" / "nasty.jsonl"
     expected = {row["id"]: row["expect"] for row in rows_of(path)}
-    sizes = {
-        "data.max_bad_fraction": 1,
-        "data.max_megapixels": 100,
-        "data.max_pixels": 56 * 56,
-        "rollout.max_tokens": 6,
-    }
+    sizes = {"data.max_bad_fraction": 1, "data.max_megapixels": 100, "data.max_pixels": 56 * 56}
     sizes |= {"train.prompts_per_step": 16, "train.samples_per_prompt": 2, "track.trajectories_groups": 16}
     config = {"run.out": str(tmp_path), "run.max_steps": 1, "data.train": str(path)}
     config |= {"model.path": "tiny:qwen2_5_vl", "reward.terms": ["exact"], "track.tensorboard": False}
-    row = rl.run(config | sizes | {"algorithm.kl.coef": 0.0})
+    row = rl.run(config | sizes | {"algorithm.kl.coef": 0.0, "rollout.max_tokens": 6})
     assert row["guard/nonfinite"] == 0 and row["mismatch/logp_gap_max"] < 1e-5
     set_aside = {r["id"]: r["reason"] for r in rows_of(tmp_path / "run" / "quarantine.jsonl")}
     trained = {member["id"] for member in rollouts(tmp_path / "run", 1)}
@@ -250,13 +206,8 @@ def test_awkward_rows_are_set_aside_and_the_rest_trains(tmp_path, shared):
     assert all(len(reason) > 10 for reason in set_aside.values())
 
 
-# -- a policy that loves placeholders --------------------------------------------------------------
-
-
 def biased_model(folder):
-    """Logits of every id that must never be sampled are far above all others: one dimension of the
-    residual stream is the same everywhere, and only those rows of the head read it.
-    """
+    """Ids that must never be sampled have the highest logits: their rows of the head read one fixed dimension."""
     from safetensors.torch import load_file, save_file
 
     from saccade.models.families import load_family
@@ -301,12 +252,36 @@ def test_a_policy_that_loves_placeholders_never_writes_one(tmp_path, rl_config, 
     rows = numbers(tmp_path / "run")
     assert len(rows) == 2 and max(row["mismatch/logp_gap_max"] for row in rows) < 1e-5
     assert all(row["mismatch/unscored_frac"] == 0 for row in rows)
-    written = {
-        id
-        for step in (1, 2)
-        for member in rollouts(tmp_path / "run", step)
-        for segment in member["segments"]
-        if segment["source"] == "policy"
-        for id in segment["ids"]
-    }
+    members = [member for step in (1, 2) for member in rollouts(tmp_path / "run", step)]
+    own = [part["ids"] for member in members for part in member["segments"] if part["source"] == "policy"]
+    written = {id for ids in own for id in ids}
     assert len(written) > 10 and written.isdisjoint(banned.tolist())
+
+
+# file, reward, prompt format, images per row
+SETS = {
+    "puzzlevqa": ("puzzlevqa/puzzlevqa.train.parquet", "exact", "think_answer", 1),
+    "nlvr": ("nlvr/nlvr.train.json", "exact", "think_answer", 1),
+    "mathv": ("mathv/mathv.train.jsonl", "math", "think_boxed", 1),
+    "gsm8k": ("gsm8k/gsm8k.train.jsonl.gz", "gsm8k", "hash", 0),
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_two_steps_on_a_real_set_with_rewards_that_know_right_from_wrong(tmp_path, shared, name, numbers):
+    path, reward, style, images = SETS[name]
+    config = {
+        **{"run.out": str(tmp_path), "run.max_steps": 2, "model.path": "tiny:qwen2_5_vl", "track.tensorboard": False},
+        **{"data.train": str(shared / path), "data.max_samples": 6, "data.max_pixels": 56 * 56},
+        **{"data.max_bad_fraction": 0, "prompt.format": style, "rollout.max_tokens": 8, "reward.terms": [reward]},
+        **{"reward.workers": 1, "train.prompts_per_step": 2, "train.samples_per_prompt": 2},
+    }
+    row = rl.run(config)
+    assert [r["step"] for r in numbers(tmp_path / "run")] == [1, 2]
+    assert row["guard/nonfinite"] == row["reward/error_rate"] == 0
+    assert row["turns/images_per_sample"] == images
+    assert row["mismatch/logp_gap_max"] < 1e-5
+    report = check_data.run(config, headers_only=True, workers=1)
+    assert report.acceptable and report.self_test is not None
+    assert report.self_test["passed"] and report.self_test["rows"] == 6
+    assert report.good == 6 and report.lengths
