@@ -26,26 +26,24 @@ NO_KL = ("kl.coef=0", "args.clip_high=0.28", "advantage=no_std", "aggregation=to
 Rows = Mapping[tuple[str, int], Sequence[float]]  # of tokens, by member
 
 
+def sampled(uid: str, repeat: int, prompt: Sequence[int], response: Sequence[int], **fields: Any) -> Trajectory:
+    """An episode of one turn."""
+    sources = np.repeat(np.array([Source.PROMPT, Source.POLICY], np.int8), [len(prompt), len(response)])
+    policy = sources == Source.POLICY
+    trajectory = Trajectory(
+        sample_id=uid, repeat=repeat, ids=np.array([*prompt, *response], np.int64), sources=sources,
+        logprobs=np.where(policy, -1.0, np.nan).astype(np.float32), versions=np.where(policy, 0, -1).astype(np.int32),
+    )  # fmt: skip
+    return replace(trajectory, **fields)
+
+
 class Records:
     """Small groups, the forests of them, and their columns by member."""
 
     @staticmethod
-    def member(uid: str, repeat: int, reward: float | None, tokens: int, **fields: Any):
-        sources = np.array([Source.PROMPT] * 3 + [Source.POLICY] * tokens, np.int8)
-        sampled = sources == Source.POLICY
-        status = "ok" if reward is not None else "error"
-        trajectory = Trajectory(
-            sample_id=uid,
-            repeat=repeat,
-            ids=np.array([1, 2, 3, *range(10 + repeat, 10 + repeat + tokens)]),
-            sources=sources,
-            logprobs=np.where(sampled, -1.0, np.nan).astype(np.float32),
-            versions=np.where(sampled, 0, -1).astype(np.int32),
-            reward=reward,
-            outcome=reward,
-            status=status,  # type: ignore[arg-type]
-        )
-        return replace(trajectory, **fields)
+    def member(uid: str, repeat: int, reward: float | None, tokens: int, **fields: Any) -> Trajectory:
+        known = {"reward": reward, "outcome": reward, "status": "ok" if reward is not None else "error"}
+        return sampled(uid, repeat, [1, 2, 3], range(10 + repeat, 10 + repeat + tokens), **known | fields)
 
     @classmethod
     def group(cls, uid: str, rewards: Sequence[float | None], tokens: Sequence[int] = (), **sample: Any) -> Group:

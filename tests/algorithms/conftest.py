@@ -1,6 +1,4 @@
-"""The reference fixture: four ragged rows of at most six tokens, in float64; and what builds
-algorithms and small records.
-"""
+"""The reference fixture: four ragged rows of at most six tokens, in float64; algorithms and small records."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,13 +43,9 @@ class Golden:
 
     def inputs(self, **changes: Any) -> LossInputs:
         inputs = LossInputs(
-            old=self.old,
-            advantages=self.advantages,
-            sequence=self.sequence,
-            sequences=4,
-            scales=torch.ones_like(self.old),
-            rewards=torch.tensor(REWARDS, dtype=torch.float64)[self.sequence],
-        )
+            old=self.old, advantages=self.advantages, sequence=self.sequence, sequences=4,
+            scales=torch.ones_like(self.old), rewards=torch.tensor(REWARDS, dtype=torch.float64)[self.sequence],
+        )  # fmt: skip
         return replace(inputs, **changes)
 
     def scales(self, aggregation: str, *, fixed_length: int = 6) -> Tensor:
@@ -88,14 +82,11 @@ class Golden:
     def members(self, rewards: tuple[float, ...] = REWARDS, **changes: object):
         """The rows as two groups of two."""
         fields = {
-            "rewards": torch.tensor(rewards, dtype=torch.float64),
-            "groups": torch.tensor([0, 0, 1, 1]),
-            "live": torch.ones(4, dtype=torch.bool),
-            "baseline": torch.ones(4, dtype=torch.bool),
-            "lengths": torch.tensor([6, 4, 5, 3]),
-            "sequence": self.sequence,
+            "rewards": torch.tensor(rewards, dtype=torch.float64), "groups": torch.tensor([0, 0, 1, 1]),
+            "live": torch.ones(4, dtype=torch.bool), "baseline": torch.ones(4, dtype=torch.bool),
+            "lengths": torch.tensor([6, 4, 5, 3]), "sequence": self.sequence,
             "token_penalties": torch.zeros(18, dtype=torch.float64),
-        }
+        }  # fmt: skip
         return AdvantageInputs(**(fields | changes))  # type: ignore[arg-type]
 
 
@@ -116,9 +107,6 @@ def golden() -> Golden:
         sequence=i[mask].long(),
         position=t[mask].long(),
     )
-
-
-# -- algorithms ------------------------------------------------------------------------------------
 
 
 def resolved(*overrides: str, max_tokens: int = 2048, **train: Any):
@@ -147,9 +135,6 @@ def refused():
     return message
 
 
-# -- records ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def records() -> type[Records]:
     return Records
@@ -157,9 +142,7 @@ def records() -> type[Records]:
 
 @pytest.fixture
 def written(records, golden):
-    """The reference fixture as two groups, with their advantages written; by token, rows are in
-    the order of the fixture while nothing is packed otherwise.
-    """
+    """The reference fixture as two groups with their advantages; in its order while nothing is packed otherwise."""
 
     def write(row, *, budget=1000, flip=False, updates=1, measured=False):
         groups = [records.group("a", [2.0, 0.0], LENGTHS[:2]), records.group("b", [0.5, 2.0], LENGTHS[2:])]

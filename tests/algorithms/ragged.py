@@ -62,30 +62,18 @@ def steps(draw: st.DrawFn, rewards: Sequence[float] = ROUNDED) -> Step:
         return scale * torch.randn(count, generator=noise, dtype=torch.float64)
 
     old = -spread(1).abs()
+    every, zeros = torch.ones(members, dtype=torch.bool), torch.zeros(tokens, dtype=torch.float64)
+    inputs = AdvantageInputs(
+        rewards=scores, groups=groups, live=every, baseline=every, lengths=lengths, token_penalties=zeros,
+        sequence=torch.arange(members).repeat_interleave(lengths), values=spread(0.3),
+        final_values=spread(0.3, members), greedy=spread(1, len(sizes))[groups],
+        components=torch.stack([scores, other], 1), component_weights=torch.tensor([1, 0.5], dtype=torch.float64),
+        domain_weights=spread(1, len(sizes)).exp()[groups], drift=spread(1, members).abs(),
+    )  # fmt: skip
     return Step(
-        members=AdvantageInputs(
-            rewards=scores,
-            groups=groups,
-            live=torch.ones(members, dtype=torch.bool),
-            baseline=torch.ones(members, dtype=torch.bool),
-            lengths=lengths,
-            sequence=torch.arange(members).repeat_interleave(lengths),
-            token_penalties=torch.zeros(tokens, dtype=torch.float64),
-            values=spread(0.3),
-            final_values=spread(0.3, members),
-            greedy=spread(1, len(sizes))[groups],
-            components=torch.stack([scores, other], 1),
-            component_weights=torch.tensor([1, 0.5], dtype=torch.float64),
-            domain_weights=spread(1, len(sizes)).exp()[groups],
-            drift=spread(1, members).abs(),
-        ),
-        old=old,
-        new=old + spread(0.4),
-        ref=old + spread(0.4),
-        rollout=old + spread(0.05),
-        entropy=spread(1).abs(),
-        noise=torch.randperm(tokens, generator=noise),
-    )
+        members=inputs, old=old, new=old + spread(0.4), ref=old + spread(0.4), rollout=old + spread(0.05),
+        entropy=spread(1).abs(), noise=torch.randperm(tokens, generator=noise),
+    )  # fmt: skip
 
 
 def advantages(name: str, members: AdvantageInputs, options=None, **changes) -> Tensor:
@@ -107,13 +95,9 @@ def loss_and_gradient(
     """Options that the loss does not have are ignored."""
     sequence, count = step.members.sequence, len(step.members.rewards)
     inputs = LossInputs(
-        old=old,
-        advantages=advantages,
-        sequence=sequence,
-        sequences=count,
-        scales=torch.ones_like(old),
+        old=old, advantages=advantages, sequence=sequence, sequences=count, scales=torch.ones_like(old),
         rewards=step.members.rewards[sequence],
-    )
+    )  # fmt: skip
     new = step.new.clone().requires_grad_()
     losses, _ = LOSSES[name].having(options)(new, inputs)
     total = (losses * scales).sum()
@@ -165,18 +149,10 @@ def columns_of(algorithm: Algorithm, step: Step) -> LossInputs:
     elif algorithm.loss.select is not None:
         selected = live
     return LossInputs(
-        advantages=result.values,
-        scales=scales,
-        sequence=sequence,
-        sequences=len(members.rewards),
-        old=step.old,
-        rollout=step.rollout,
-        ref=step.ref,
-        keep=factor,
-        weights=weights,
-        rewards=members.rewards[sequence],
+        advantages=result.values, scales=scales, sequence=sequence, sequences=len(members.rewards), old=step.old,
+        rollout=step.rollout, ref=step.ref, keep=factor, weights=weights, rewards=members.rewards[sequence],
         selected=selected,
-    )
+    )  # fmt: skip
 
 
 def train(algorithm: Algorithm, step: Step, parts: Sequence[Tensor] | None = None):

@@ -12,18 +12,15 @@ def entry_of(name):
     return AGGREGATIONS[name].having({"fixed_length": 10})
 
 
-@pytest.mark.parametrize(
-    ("name", "per_sequence"),
-    [
-        ("token_mean", (1 / 6, 1 / 6, 1 / 6)),
-        ("seq_mean", (1 / 9, 1 / 3, 1 / 6)),
-        ("seq_sum", (1 / 3, 1 / 3, 1 / 3)),
-        ("fixed", (1 / 30, 1 / 30, 1 / 30)),
-        ("sample_mean", (1 / 9, 1 / 3, 1 / 6)),  # a sample is one sequence
-        ("group_mean", (1 / 6, 1 / 6, 1 / 6)),
-        ("token_sum", (1, 1, 1)),
-    ],
-)
+@pytest.mark.parametrize(("name", "per_sequence"), [
+    ("token_mean", (1 / 6, 1 / 6, 1 / 6)),
+    ("seq_mean", (1 / 9, 1 / 3, 1 / 6)),
+    ("seq_sum", (1 / 3, 1 / 3, 1 / 3)),
+    ("fixed", (1 / 30, 1 / 30, 1 / 30)),
+    ("sample_mean", (1 / 9, 1 / 3, 1 / 6)),  # a sample is one sequence
+    ("group_mean", (1 / 6, 1 / 6, 1 / 6)),
+    ("token_sum", (1, 1, 1)),
+])  # fmt: skip
 def test_scale_of_each_sequence(name, per_sequence):
     scales, lengths = token_scales(entry_of(name), SEQUENCE, live=LIVE, group=GROUP)
     expected = [(*per_sequence, 0.0)[i] for i in SEQUENCE.tolist()]

@@ -25,11 +25,10 @@ def measured(**values: float) -> Metrics:
 def test_json_round_trip_is_exact(algorithm):
     third = 1 / 3
     memory = AlgorithmState(
-        kl_coef=0.1 + 0.2,
-        entropy_coef=third,
+        kl_coef=0.1 + 0.2, entropy_coef=third,
         moments={"": Moments(count=3, mean=third, squares=0.1), "acc": Moments()},
         domains={"ct": {"counts": [third] * 10, "sums": [0.1 + 0.2] * 10}},
-    )
+    )  # fmt: skip
     text = json.dumps(to_json(memory))
     row = algorithm("kl.controller=adaptive", "entropy_target=0.2")
     assert restore(row, json.loads(text)) == memory
@@ -99,9 +98,6 @@ def test_every_scored_group_is_observed_in_the_order_of_uids(algorithm, records)
     assert all(observe(start, order, row) == memory for order in orders)
 
 
-# -- coefficients ----------------------------------------------------------------------------------
-
-
 # -- moments of rewards ----------------------------------------------------------------------------
 
 
@@ -123,9 +119,6 @@ def test_what_has_not_differed_divides_by_one(seen):
     moments = merge(Moments(), seen)
     assert moments.divisor == 1
     assert moments.scaled(2.0, "std") == 2 and moments.scaled(2.0, "mean_std") == 2 - moments.mean
-
-
-# -- domains ---------------------------------------------------------------------------------------
 
 
 def test_the_mean_of_a_domain_favours_rare_bins():

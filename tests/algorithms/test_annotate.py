@@ -13,8 +13,6 @@ from saccade.config import AlgorithmConfig
 from saccade.types import Group, Trajectory
 from tests.algorithms.by_member import KEYS, LENGTHS, Records, advantaged, exact, loss_of, rows
 
-# -- advantages ------------------------------------------------------------------------------------
-
 
 def test_who_is_excluded_by_status_may_stay_in_the_baseline(algorithm, records):
     group = records.changed(records.group("a", [1.0, 0.0, 0.0]), status=["ok", "ok", "overturn"])
@@ -91,12 +89,10 @@ def test_domains_weigh_the_groups(algorithm, records):
 
 
 def test_members_far_from_the_reference_are_damped(algorithm, written, records, golden):
-    before, after = (
-        records.column(
-            written(algorithm("preset=drpo", "args.reward_range=[0,2]", f"args.drpo_kl_damp={quantile}")), "advantages"
-        )
-        for quantile in (0, 0.75)
-    )
+    damped = [
+        algorithm("preset=drpo", "args.reward_range=[0,2]", f"args.drpo_kl_damp={quantile}") for quantile in (0, 0.75)
+    ]
+    before, after = (records.column(written(row), "advantages") for row in damped)
     gap = golden.old - golden.ref
     drift = [sum(k3) for k3 in rows((-gap).exp() - 1 + gap).values()]
     plain = np.array([before[key][0] for key in KEYS])
@@ -104,9 +100,6 @@ def test_members_far_from_the_reference_are_damped(algorithm, written, records, 
     limit = np.quantile(strain, 0.75)
     expected = plain * limit / (strain + limit)
     assert [after[key][0] for key in KEYS] == exact(expected.tolist(), 1e-5)
-
-
-# -- terms of the reward ---------------------------------------------------------------------------
 
 
 def standard(values):
@@ -122,16 +115,10 @@ def of_terms(algorithm, records, groups, weights):
 
 def test_each_source_has_its_own_weights_and_lacks_terms_without_harm(algorithm, records):
     accuracy, form, speed = [1.0, 0.0, 0.5], [0.3, 0.2, 0.7], [2.0, 5.0, 9.0]
-    groups = [
-        records.changed(
-            records.group("a", [0.0] * 3, data_source="x"),
-            parts=[{"acc": a, "fmt": f} for a, f in zip(accuracy, form, strict=True)],
-        ),
-        records.changed(
-            records.group("b", [0.0] * 3, data_source="y"),
-            parts=[{"acc": a, "speed": s} for a, s in zip(accuracy, speed, strict=True)],
-        ),
-    ]
+    groups = []
+    for uid, source, name, other in (("a", "x", "fmt", form), ("b", "y", "speed", speed)):
+        parts = [{"acc": a, name: value} for a, value in zip(accuracy, other, strict=True)]
+        groups.append(records.changed(records.group(uid, [0.0] * 3, data_source=source), parts=parts))
     weights = {"x": {"acc": 1.0, "fmt": 0.5}, "y": {"acc": 2.0, "speed": -1.0}}
     found = of_terms(algorithm, records, groups, weights.__getitem__)
     total = np.concatenate([standard(accuracy) + 0.5 * standard(form), 2 * standard(accuracy) - standard(speed)])
@@ -140,17 +127,11 @@ def test_each_source_has_its_own_weights_and_lacks_terms_without_harm(algorithm,
 
 
 def test_what_an_environment_gave_is_a_term_too(algorithm, records):
-    groups = [
-        records.changed(
-            records.group("a", [0.0] * 3), parts=[{"acc": 1.0}] * 3, turn_rewards=[(0.5, 0.5), (), (0.1, 0.2)]
-        )
-    ]
+    given = {"parts": [{"acc": 1.0}] * 3, "turn_rewards": [(0.5, 0.5), (), (0.1, 0.2)]}
+    groups = [records.changed(records.group("a", [0.0] * 3), **given)]
     found = of_terms(algorithm, records, groups, lambda source: {"acc": 1.0})
     total = standard([1.0, 0.0, 0.3])
     assert list(found.values()) == exact((total / (total.std(ddof=1) + 1e-4)).tolist(), 1e-5)
-
-
-# -- staleness -------------------------------------------------------------------------------------
 
 
 def test_tokens_of_older_weights_are_marked_and_in_no_mismatch(algorithm, records):
@@ -173,9 +154,6 @@ def test_tokens_of_older_weights_are_marked_and_in_no_mismatch(algorithm, record
     assert loss_of(row, fresh[0], new)[1]["mismatch/logp_gap_max"] == 8.0
 
 
-# -- selection -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("loss", ["kl_cov", "clip_cov"])
 def test_neither_batching_nor_order_changes_the_selection(algorithm, written, records, golden, loss):
     band = ["args.cov_low=-10", "args.cov_high=10"] if loss == "clip_cov" else []
@@ -191,9 +169,6 @@ def test_neither_batching_nor_order_changes_the_selection(algorithm, written, re
     other = annotate.write_selection(batches, current, row, seed="1/3")
     differs = records.column([other], "selected") != found[0]
     assert differs == (loss == "clip_cov")  # the largest are the largest, whatever the seed
-
-
-# -- the critic's view, and back -------------------------------------------------------------------
 
 
 def test_the_critic_has_a_mean_over_live_tokens(algorithm, written, records):

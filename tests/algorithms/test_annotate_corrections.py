@@ -9,23 +9,18 @@ from saccade.algorithms import annotate
 from saccade.algorithms.corrections import effective_sample_size
 from tests.algorithms.by_member import FIRST, KEYS, NO_KL, exact, loss_of, rows
 
-# -- corrections -----------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("overrides", "value"),
-    [
-        (["correct=[{name: icepop, low: 0.97, high: 1.03}]"], 0.06566720),
-        (["correct=[{name: icepop, low: 0.97, high: 1.03}]", "denominator=kept"], 0.16885852),
-        (["entropy_top=0.2"], 0.11624419),
-        (["entropy_top=0.2", "denominator=kept"], 0.52309886),
-        (["correct=[{name: tis.token, low: 0.97, high: 1.03}]"], -0.01514937),
-        (["correct=[seq_mask_tis]"], -0.34281679),
-        (["correct=[tis.token]", "args.dual_clip=3"], -0.01421687),
-        (["correct=[tis.sequence]", "args.dual_clip=3"], -0.01688046),
-        (["correct=[{name: opsm, threshold: 0.01}]"], -0.22400677),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "value"), [
+    (["correct=[{name: icepop, low: 0.97, high: 1.03}]"], 0.06566720),
+    (["correct=[{name: icepop, low: 0.97, high: 1.03}]", "denominator=kept"], 0.16885852),
+    (["entropy_top=0.2"], 0.11624419),
+    (["entropy_top=0.2", "denominator=kept"], 0.52309886),
+    (["correct=[{name: tis.token, low: 0.97, high: 1.03}]"], -0.01514937),
+    (["correct=[seq_mask_tis]"], -0.34281679),
+    (["correct=[tis.token]", "args.dual_clip=3"], -0.01421687),
+    (["correct=[tis.sequence]", "args.dual_clip=3"], -0.01688046),
+    (["correct=[{name: opsm, threshold: 0.01}]"], -0.22400677),
+])  # fmt: skip
 def test_reference_values_over_forests(algorithm, written, golden, overrides, value):
     row = algorithm(*NO_KL, *overrides, "old=recompute")
     for packing in ({}, {"budget": 8}, {"flip": True}, {"budget": 8, "flip": True}):
@@ -38,12 +33,8 @@ def test_reference_values_over_forests(algorithm, written, golden, overrides, va
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean", "seq_sum", "group_mean"])
 def test_over_what_was_kept_the_factors_make_up_for_the_rest(algorithm, written, records, aggregation):
     """With a mean the factors of the kept tokens add up to 1; the KL keeps its denominator."""
-    row = algorithm(
-        *NO_KL[1:3],
-        f"aggregation={aggregation}",
-        "correct=[{name: reject.token.k1, low: 0.97, high: 1.03}]",
-        "denominator=kept",
-    )
+    correct = "correct=[{name: reject.token.k1, low: 0.97, high: 1.03}]"
+    row = algorithm(*NO_KL[1:3], f"aggregation={aggregation}", correct, "denominator=kept")
     before = written(row)
     updates = annotate.add_corrections(before, row)[0]
     assert records.column(updates, "scales") == records.column(before, "scales")
@@ -89,9 +80,6 @@ def test_the_effective_sample_size_is_that_of_the_weights(algorithm, written, go
     assert log["mismatch/ess"] == exact((weights.sum() ** 2 / (18 * (weights**2).sum())).item())
     assert log["mismatch/is_weight_mean"] == exact(0.99365108)
     assert log["mismatch/is_weight_max"] == exact(weights.max().item())
-
-
-# -- a hot first token -----------------------------------------------------------------------------
 
 
 def test_a_hot_first_token_is_weighed_by_its_own_gap(algorithm, written, records, golden):

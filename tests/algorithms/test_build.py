@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -8,44 +6,40 @@ import torch
 from saccade.algorithms.advantages import compute
 from saccade.algorithms.corrections import apply
 from saccade.algorithms.describe import describe, explain
+from saccade.algorithms.table import find
 from saccade.config.schema.presets import ADD_ONS, PRESETS
+from saccade.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# -- options ---------------------------------------------------------------------------------------
 
-
-def test_a_row_s_cells_hold_only_for_its_own_entry(algorithm):
+def test_cells_of_a_row_hold_for_its_own_entry_and_until_they_are_replaced(algorithm):
     assert algorithm("policy_loss=gspo").loss.options["clip_high"] == 4e-4
     assert algorithm("preset=dapo", "policy_loss=gspo").aggregation == "seq_mean"
     assert algorithm("preset=rloo", "kl.place=loss").kl.kind == "k3"
     assert algorithm("kl.place=reward").kl.kind == "k1"
     assert algorithm("preset=dapo", "args.clip_low=0.1").loss.options["clip_high"] == 0.28
     assert algorithm("preset=r1v", "advantage=cpgd").estimator.options["std_eps"] == 1e-6
-
-
-@pytest.mark.parametrize(
-    ("overrides", "options"),
-    [
-        (["args.clip=0.1"], {"clip_low": 0.1, "clip_high": 0.1}),  # one width sets both
-        (["preset=dapo", "args.clip=0.1"], {"clip_low": 0.1, "clip_high": 0.1}),
-        (["args.clip=0.1", "args.clip_high=0.3"], {"clip_low": 0.1, "clip_high": 0.3}),  # and each can be set beside it
-        (["preset=drpo", "args.dual_clip=0"], {"dual_clip": 0}),  # a zero switches a cell off
-        (["preset=dr_grpo"], {"fixed_length": 2048}),  # the longest response
-        (["preset=dr_grpo", "args.fixed_length=100"], {"fixed_length": 100}),
-    ],
-)
-def test_options_of_functions(algorithm, overrides, options):
-    row = algorithm(*overrides)
-    assert options.items() <= (row.loss.options | row.aggregate.options).items()
-
-
-def test_what_is_given_replaces_the_cells_of_a_row(algorithm):
+    other = algorithm("preset=lmm_r1", "advantage=grpo")  # its eps is for all estimators that divide
+    assert other.estimator.options == {"std_eps": 1e-9} and other.reward_clip == (-10, 10)
     assert algorithm("preset=dapo_forking", "entropy_top=0").entropy_top == 0
     assert algorithm("preset=dapo", "overlong.buffer=0").overlong.buffer == 0
     assert not algorithm("preset=dapo", "filter.dynamic=false").filter.dynamic
     assert algorithm("preset=mini_o3", prompts_per_step=3).updates_per_step == 3  # one for each prompt at most
     assert algorithm("preset=mini_o3", updates_per_step=2).updates_per_step == 2
+
+
+@pytest.mark.parametrize(("overrides", "options"), [
+    (["args.clip=0.1"], {"clip_low": 0.1, "clip_high": 0.1}),  # one width sets both
+    (["preset=dapo", "args.clip=0.1"], {"clip_low": 0.1, "clip_high": 0.1}),
+    (["args.clip=0.1", "args.clip_high=0.3"], {"clip_low": 0.1, "clip_high": 0.3}),  # and each can be set beside it
+    (["preset=drpo", "args.dual_clip=0"], {"dual_clip": 0}),  # a zero switches a cell off
+    (["preset=dr_grpo"], {"fixed_length": 2048}),  # the longest response
+    (["preset=dr_grpo", "args.fixed_length=100"], {"fixed_length": 100}),
+])  # fmt: skip
+def test_options_of_functions(algorithm, overrides, options):
+    row = algorithm(*overrides)
+    assert options.items() <= (row.loss.options | row.aggregate.options).items()
 
 
 def test_values_in_args_are_held_against_the_function(algorithm, refused):
@@ -63,42 +57,22 @@ def test_values_in_args_are_held_against_the_function(algorithm, refused):
     )
 
 
-# -- old log-probs ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("overrides", "updates", "epochs", "mode"),
-    [
-        ([], 4, 1, "recompute"),
-        (["old=rollout"], 4, 1, "rollout"),
-        (["preset=rloo", "kl.coef=0"], 1, 1, "detach"),
-        (["preset=easyr1"], None, 1, "recompute"),
-    ],
-)
-def test_old_log_probs(algorithm, overrides, updates, epochs, mode):
-    row = algorithm(*overrides, updates_per_step=updates, epochs_per_batch=epochs)
-    assert row.old == mode
-
-
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        ([], None),
-        (["preset=rloo"], "algorithm.kl.place=reward"),
-        (["entropy_top=0.2"], "algorithm.entropy_top=0.2"),
-        (["preset=kl_cov"], "algorithm.policy_loss=kl_cov"),
-        (["correct=[tis.token,seq_mask]"], "algorithm.correct=[tis.token, seq_mask]"),
-        (["correct=[tis.token]", "self_normalise=true"], "algorithm.correct=[tis.token]"),
-        (["correct=[icepop]"], "algorithm.correct=[icepop]"),
-        (["preset=drpo", "args.drpo_kl_damp=0.75"], "algorithm.args.drpo_kl_damp"),
-        (["preset=dapo", "filter.keep_surplus=true"], "algorithm.filter.keep_surplus"),
-        (["preset=[grpo,fire]"], "algorithm.hot_first_token.first_token=is"),
-        # These need nothing before training.
-        (["preset=[grpo,fire]", "hot_first_token.first_token=mask"], None),
-        (["correct=[{name: opsm, threshold: 0.1}]"], None),
-        (["correct=[tis.sequence]"], None),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "reason"), [
+    ([], None),
+    (["preset=rloo"], "algorithm.kl.place=reward"),
+    (["entropy_top=0.2"], "algorithm.entropy_top=0.2"),
+    (["preset=kl_cov"], "algorithm.policy_loss=kl_cov"),
+    (["correct=[tis.token,seq_mask]"], "algorithm.correct=[tis.token, seq_mask]"),
+    (["correct=[tis.token]", "self_normalise=true"], "algorithm.correct=[tis.token]"),
+    (["correct=[icepop]"], "algorithm.correct=[icepop]"),
+    (["preset=drpo", "args.drpo_kl_damp=0.75"], "algorithm.args.drpo_kl_damp"),
+    (["preset=dapo", "filter.keep_surplus=true"], "algorithm.filter.keep_surplus"),
+    (["preset=[grpo,fire]"], "algorithm.hot_first_token.first_token=is"),
+    # These need nothing before training.
+    (["preset=[grpo,fire]", "hot_first_token.first_token=mask"], None),
+    (["correct=[{name: opsm, threshold: 0.1}]"], None),
+    (["correct=[tis.sequence]"], None),
+])  # fmt: skip
 def test_what_needs_old_log_probs_before_training(algorithm, refused, overrides, reason):
     assert algorithm(*overrides).old == ("detach" if reason is None else "recompute")
     for old in ("detach", "rollout") if reason else ():
@@ -106,7 +80,11 @@ def test_what_needs_old_log_probs_before_training(algorithm, refused, overrides,
     assert "algorithm.correct=[tis.token] needs old" in refused("correct=[tis.token]", "old=rollout")
 
 
-# -- functions of your own -------------------------------------------------------------------------
+def test_old_log_probs_of_several_updates(algorithm):
+    assert algorithm(updates_per_step=4).old == algorithm("preset=easyr1").old == "recompute"
+    assert algorithm("old=rollout", updates_per_step=4).old == "rollout"
+    assert algorithm("preset=rloo", "kl.coef=0", updates_per_step=1).old == "detach"
+
 
 MINE = '''
 from saccade.algorithms.corrections import Correction
@@ -130,6 +108,9 @@ def linear(new, ref):
     return new - ref
 
 unfit = Entry(function=linear, formula="u", in_loss=False)
+
+def far(new, ref, *, delta=0.5):
+    return (new - ref) * delta
 
 def near(mismatch, *, high, margin=0.0):
     return Correction(keep=mismatch.delta.abs() <= high + margin)
@@ -201,6 +182,9 @@ def test_a_kl_of_your_own(algorithm, refused, mine):
     assert "its gradient does not lead to the reference" in message
     assert algorithm(f"kl.kind={mine}:unfit", "kl.place=reward").kl_in_reward
     assert "no function 'number' in" in refused(f"kl.kind={mine}:number")
+    own = (f"kl.kind={mine}:far", "kl.coef=0.01")  # an argument is that of one function
+    assert algorithm(*own).divergence.options == {"delta": 0.5}
+    assert f"algorithm.args.delta: policy_loss=clip and kl.kind={mine}:far read it" in refused("args.delta=4", *own)
 
 
 def test_a_correction_of_your_own(algorithm, refused, mine, golden):
@@ -217,17 +201,53 @@ def test_a_correction_of_your_own(algorithm, refused, mine, golden):
     assert algorithm(f"correct=[{mine}:weighing]", "self_normalise=true").self_normalise
 
 
-# -- in words --------------------------------------------------------------------------------------
-
-
 def test_the_listing_names_every_row_and_add_on():
     rows, _, extras = explain().partition("\n\n")
     assert [line.split()[0] for line in rows.splitlines()] == list(PRESETS)
     assert [line.split()[0] for line in extras.splitlines()[1:]] == [*ADD_ONS]
 
 
-def test_resolving_and_describing_import_no_torch():
-    code = (
-        "import sys; from saccade.algorithms.describe import explain; explain('dapo');sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+MISTAKES = """
+import torch
+from saccade.algorithms.corrections import Correction
+
+def members(inputs): return inputs.scores
+def number(inputs): return 1.0
+def nan(inputs): return inputs.per_token(inputs.scores) * float("nan")
+def fails(inputs): raise KeyError("gone")
+
+def mean(new, inputs): return (-inputs.advantages * new).mean(), {}
+def bare(new, inputs): return -inputs.advantages * new
+def detached(new, inputs): return (-inputs.advantages * new).detach(), {}
+def flag(new, inputs): return -inputs.advantages * new, {"half": 0.5}
+
+def one(lengths, trajectory, group): return torch.ones(())
+def scalar(new, ref): return (new - ref).mean()
+def mask(mismatch): return mismatch.live
+def short(mismatch): return Correction(keep=mismatch.live[:2])
+"""
+
+
+@pytest.mark.parametrize(("axis", "name", "reason"), [
+    ("advantage", "members", r"returned a tensor of \[4\], not \[18\].*f\(inputs\)"),
+    ("advantage", "number", "returned a float instead of a tensor"),
+    ("advantage", "nan", "returned numbers that are not finite"),
+    ("advantage", "fails", "raised KeyError: 'gone'"),
+    ("policy_loss", "mean", r"returned a tensor of \[\], not \[18\]"),
+    ("policy_loss", "bare", "returned a Tensor instead of a pair"),
+    ("policy_loss", "detached", "returned losses without a gradient"),
+    ("policy_loss", "flag", "returned a float instead of a tensor as half"),
+    ("kl.kind", "scalar", r"returned a tensor of \[\]"),
+    ("aggregation", "one", r"returned a tensor of \[\]"),
+    ("correct", "mask", "returned a Tensor instead of a Correction"),
+    ("correct", "short", r"returned a tensor of \[2\], not \[18\] as keep"),
+])  # fmt: skip
+def test_a_mistake_names_the_function_the_reason_and_the_form_that_works(golden, tmp_path, axis, name, reason):
+    (tmp_path / "mine.py").write_text(MISTAKES)
+    new = golden.new.clone().requires_grad_()
+    arguments = {
+        "advantage": (golden.members(),), "policy_loss": (new, golden.inputs()), "kl.kind": (new, golden.ref),
+        "aggregation": (torch.tensor([6, 4, 5, 3]), None, None), "correct": (golden.mismatch,),
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=rf"algorithm.{axis}=\S+:{name} {reason}"):
+        find(axis, {}, f"{tmp_path}/mine.py:{name}")(*arguments[axis])

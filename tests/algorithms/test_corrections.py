@@ -32,33 +32,27 @@ def test_truncated_weights_of_the_fixture(golden):
     assert weights[first].tolist() == pytest.approx(roots, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "band", "kept"),
-    [
-        ("reject.token.k1", {"low": 0.97, "high": 1.03}, 7),
-        ("reject.seq_mean.k1", {"low": 0.99, "high": 1.01}, 6),
-        ("seq_mask", {}, 6),
-        ("reject.seq_sum.k1", {"low": 0.9, "high": 1.1}, 18),
-        ("reject.token.k3", {"high": 0.001}, 13),
-        ("reject.seq_max.k3", {"high": 0.0012}, 12),
-        ("icepop", {"low": 0.97, "high": 1.03}, 7),
-    ],
-)
+@pytest.mark.parametrize(("name", "band", "kept"), [
+    ("reject.token.k1", {"low": 0.97, "high": 1.03}, 7),
+    ("reject.seq_mean.k1", {"low": 0.99, "high": 1.01}, 6),
+    ("seq_mask", {}, 6),
+    ("reject.seq_sum.k1", {"low": 0.9, "high": 1.1}, 18),
+    ("reject.token.k3", {"high": 0.001}, 13),
+    ("reject.seq_max.k3", {"high": 0.0012}, 12),
+    ("icepop", {"low": 0.97, "high": 1.03}, 7),
+])  # fmt: skip
 def test_kept_tokens_of_the_fixture(golden, name, band, kept):
     assert CORRECTIONS[name].function(golden.mismatch, **band).keep.sum() == kept
 
 
-@pytest.mark.parametrize(
-    ("name", "band", "kept"),
-    [
-        ("reject.token.k2", {"high": 0.5}, [True, True, False, True]),
-        ("reject.seq_sum.k2", {"high": 0.5}, [True, True, False, False]),
-        ("reject.seq_mean.k2", {"high": 0.9}, [True, True, False, False]),
-        ("reject.seq_max.k2", {"high": 1.9}, [True, True, False, False]),
-        ("reject.seq_sum.k3", {"high": 0.8}, [True, True, False, False]),
-        ("reject.seq_sum.k1", {"low": 0.0, "high": math.e**1.9}, [True, True, False, False]),
-    ],
-)
+@pytest.mark.parametrize(("name", "band", "kept"), [
+    ("reject.token.k2", {"high": 0.5}, [True, True, False, True]),
+    ("reject.seq_sum.k2", {"high": 0.5}, [True, True, False, False]),
+    ("reject.seq_mean.k2", {"high": 0.9}, [True, True, False, False]),
+    ("reject.seq_max.k2", {"high": 1.9}, [True, True, False, False]),
+    ("reject.seq_sum.k3", {"high": 0.8}, [True, True, False, False]),
+    ("reject.seq_sum.k1", {"low": 0.0, "high": math.e**1.9}, [True, True, False, False]),
+])  # fmt: skip
 def test_rejection_by_sums_means_and_maxima(name, band, kept):
     mismatch = gaps([[0.5, -0.5], [2.0, 0.0]])
     assert CORRECTIONS[name].function(mismatch, **band).keep.tolist() == kept
@@ -79,7 +73,7 @@ def test_an_unscored_token_weighs_one_and_says_nothing(name):
         assert found.keep[3:].all()
 
 
-def test_masks_multiply(golden):
+def test_masks_multiply_and_only_one_may_give_weights(golden):
     first = CORRECTIONS["reject.token.k1"].having({"low": 0.97, "high": 1.03})
     second = CORRECTIONS["reject.seq_max.k3"].having({"high": 0.0012})
     third = CORRECTIONS["tis.token"].having({"high": 1.01})
@@ -90,6 +84,8 @@ def test_masks_multiply(golden):
     assert found.weights.max() == 1.01
     nothing = apply([], golden.mismatch)
     assert nothing.weights is None and nothing.keep is None
+    with pytest.raises(ConfigError, match="two corrections weigh tokens"):
+        apply([CORRECTIONS["tis.token"], CORRECTIONS["tis.sequence"]], golden.mismatch)
 
 
 def test_opsm_drops_bad_sequences_that_the_policy_left_behind(golden):
@@ -102,8 +98,3 @@ def test_opsm_drops_bad_sequences_that_the_policy_left_behind(golden):
     assert torch.equal(opsm(behind, holes, golden.advantages, mean, threshold=0.9), keep)
     unknown = torch.full_like(holes, NAN)
     assert opsm(behind, unknown, golden.advantages, mean, threshold=0.0).all()
-
-
-def test_two_that_give_weights_are_refused(golden):
-    with pytest.raises(ConfigError, match="two corrections weigh tokens"):
-        apply([CORRECTIONS["tis.token"], CORRECTIONS["tis.sequence"]], golden.mismatch)

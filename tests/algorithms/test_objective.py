@@ -15,10 +15,6 @@ GRPO = resolve(AlgorithmConfig(args=WIDE, kl=KLConfig(coef=0.1)), max_tokens=8)
 NO_KL = resolve(AlgorithmConfig(args=WIDE, kl=KLConfig(coef=0)), max_tokens=8)
 
 
-def with_bonus(coef):
-    return NO_KL.model_copy(update={"entropy_coef": coef})
-
-
 def columns(golden, aggregation="token_mean", **changes) -> LossInputs:
     known = {"scales": golden.scales(aggregation), "rollout": golden.rollout, "ref": golden.ref}
     return golden.inputs(**known | changes)
@@ -29,13 +25,10 @@ def means(algorithm, new, columns, entropy=None):
     return to_metrics([stats]).means()
 
 
-def test_clip_with_kl_in_the_loss(golden):
+def test_clip_with_a_kl_in_the_loss_which_the_ratio_may_correct(golden):
     for aggregation, value in (("seq_mean", 0.02083331), ("token_mean", -0.01204484)):
         loss, _ = objective(GRPO, golden.new, None, columns(golden, aggregation))
         assert loss.item() == pytest.approx(value, abs=1e-7)
-
-
-def test_a_kl_that_is_corrected_by_the_ratio(golden):
     corrected = GRPO.model_copy(update={"kl": GRPO.kl.model_copy(update={"ratio_correct": True})})
     new = golden.new.clone().requires_grad_()
     loss, _ = objective(corrected, new, None, columns(golden, "seq_mean"))
@@ -64,7 +57,7 @@ def test_entropy_bonus(golden):
     entropy = torch.rand(18, dtype=torch.float64)
     keep = (golden.position == 0).double()  # a filter is about the policy term alone
     flat = columns(golden, keep=keep)
-    bonus, _ = objective(with_bonus(0.01), golden.new, entropy, flat)
+    bonus, _ = objective(NO_KL.model_copy(update={"entropy_coef": 0.01}), golden.new, entropy, flat)
     without, _ = objective(NO_KL, golden.new, entropy, flat)
     assert (without - bonus).item() == pytest.approx(0.01 * entropy.mean().item(), abs=1e-12)
 
@@ -74,18 +67,12 @@ def test_metrics_are_means_over_live_tokens(golden):
     log = means(GRPO, golden.new, columns(golden), entropy)
     gap = golden.old - golden.rollout
     expected = {
-        "policy/loss": -0.01204484,
-        "policy/pg_loss": -0.01597721,
-        "policy/kl_loss": 0.03932377,
-        "policy/kl_ref": 0.03932377,
-        "policy/kl_ref_k1": 0.02017231,
-        "policy/entropy": 0.7,
+        "policy/loss": -0.01204484, "policy/pg_loss": -0.01597721, "policy/kl_loss": 0.03932377,
+        "policy/kl_ref": 0.03932377, "policy/kl_ref_k1": 0.02017231, "policy/entropy": 0.7,
         "policy/ratio_mean": (golden.new - golden.old).exp().mean().item(),
-        "mismatch/logp_gap_mean": gap.abs().mean().item(),
-        "mismatch/logp_gap_max": gap.abs().max().item(),
-        "mismatch/mult_prob_error": gap.abs().exp().mean().item(),
-        "mismatch/unscored_frac": 0.0,
-    }
+        "mismatch/logp_gap_mean": gap.abs().mean().item(), "mismatch/logp_gap_max": gap.abs().max().item(),
+        "mismatch/mult_prob_error": gap.abs().exp().mean().item(), "mismatch/unscored_frac": 0.0,
+    }  # fmt: skip
     assert {name: log[name] for name in expected} == pytest.approx(expected, abs=1e-7)
 
 

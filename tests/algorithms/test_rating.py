@@ -1,6 +1,4 @@
-"""What pairs and steps ask of the scores of a reward model, in numbers: formulas, then the loss of a step
-with its denominators, missing labels, ties, margins and sides.
-"""
+"""What pairs and steps ask of the scores of a reward model, in numbers."""
 
 from math import exp, log, nan
 
@@ -37,9 +35,6 @@ def tensor(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-# -- formulas --------------------------------------------------------------------------------------
-
-
 @FAST
 @given(chosen=numbers, rejected=numbers, kappa=st.floats(0.01, 100))
 def test_identities_of_the_formulas(chosen, rejected, kappa):
@@ -65,8 +60,6 @@ def test_a_gap_of_80_is_finite_and_exact(name, dtype):
     assert gradient.tolist() == approx([-1.0, -1.8048513878454153e-35], rel=1e-5)
 
 
-# -- pairs of a step -------------------------------------------------------------------------------
-
 IDS = ("a", "b", "c")
 KEYS = tuple((id, side) for id in IDS for side in (0, 1))
 # The golden pairs: chosen 1.2, -0.3, 0.5; rejected 0.7, 0.4, 0.5.
@@ -84,17 +77,14 @@ def row(loss: str = "bt", **changes) -> RatingLoss:
     return RatingLoss(loss=loss, heads={"preference": 1.0}, **changes)
 
 
-@pytest.mark.parametrize(
-    ("what", "kappa", "value"),
-    [
-        (row(), 1.0, 0.75680340),
-        (row("logexp"), 1.0, 0.75680340),
-        (row(margin=0.1), 1.0, 0.80950419),
-        (row("hps"), 1 / 0.07, 1.15375923),
-        (row("hps"), 1.0, 0.70694604),
-        (row(center_coef=0.01), 1.0, 0.75680340 + 0.01 * (1.9**2 + 0.1**2 + 1.0) / 3),
-    ],
-)
+@pytest.mark.parametrize(("what", "kappa", "value"), [
+    (row(), 1.0, 0.75680340),
+    (row("logexp"), 1.0, 0.75680340),
+    (row(margin=0.1), 1.0, 0.80950419),
+    (row("hps"), 1 / 0.07, 1.15375923),
+    (row("hps"), 1.0, 0.70694604),
+    (row(center_coef=0.01), 1.0, 0.75680340 + 0.01 * (1.9**2 + 0.1**2 + 1.0) / 3),
+])  # fmt: skip
 def test_golden_values(what, kappa, value):
     scores = SCORES.sigmoid() if what.loss == "hps" else SCORES  # as a bounded head gives them
     assert rated(what, scores=scores, kappa=kappa)[0] == approx(value, abs=1e-7)
@@ -147,22 +137,14 @@ def test_micro_batches_add_up_and_the_scale_of_hps_learns():
     assert exp(FIRST_LOG_KAPPA) == approx(1 / 0.07)
 
 
-# -- steps -----------------------------------------------------------------------------------------
-
-
 def test_steps_are_a_cross_entropy_with_hard_and_soft_labels():
     labels = {"a": np.array([[1.0, 0.0], [0.3, 0.7]]), "b": np.array([[0.0, 1.0]])}
     logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [1.0, 0.5]], dtype=torch.float64)
     forest = Forest(
-        rows=np.zeros(5, np.int64),
-        row_lengths=np.array([3, 2]),
-        drawn=np.array([[1, 3], [4, 5]]),
-        lengths=np.array([2, 1]),
-        keys=(("a", 0), ("b", 0)),
-        groups=np.array([0, 1]),
-        shown=((),),
+        rows=np.zeros(5, np.int64), row_lengths=np.array([3, 2]), drawn=np.array([[1, 3], [4, 5]]),
+        lengths=np.array([2, 1]), keys=(("a", 0), ("b", 0)), groups=np.array([0, 1]), shown=((),),
         albums=np.array([0, 0]),
-    )
+    )  # fmt: skip
     loss, stats = steps_objective(StepsLoss(labels=labels, count=3), logits, Batch(forest=forest))
     logp = logits.log_softmax(-1).numpy()
     wanted = -(logp[0, 0] + 0.3 * logp[1, 0] + 0.7 * logp[1, 1] + logp[2, 1]) / 3

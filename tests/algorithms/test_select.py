@@ -7,8 +7,6 @@ from saccade.algorithms import select
 from saccade.algorithms.filters import entropy_threshold, high_entropy
 from saccade.errors import ConfigError
 
-# -- members ---------------------------------------------------------------------------------------
-
 
 def test_constant_groups_are_dropped_only_when_asked_and_when_rewards_decide(algorithm, records):
     group = records.group
@@ -17,13 +15,9 @@ def test_constant_groups_are_dropped_only_when_asked_and_when_rewards_decide(alg
     chosen, metrics = select.mark_members(groups, early)
     assert [g.trajectories[0].trained for g in chosen] == [False, False, True]
     assert metrics.means()["group/constant_low"] == metrics.means()["group/constant_high"] == 1
-    later = (
-        algorithm("drop_constant=false"),
-        algorithm("drop_constant=true", "kl.place=reward"),
-        algorithm("drop_constant=true", "exclude_status=[void]", "excluded_in_baseline=true"),
-    )
-    for row in later:  # the estimator decides, and counts
-        chosen, metrics = select.mark_members(groups, row)
+    kept_in_baseline = ["drop_constant=true", "exclude_status=[void]", "excluded_in_baseline=true"]
+    for later in (["drop_constant=false"], ["drop_constant=true", "kl.place=reward"], kept_in_baseline):
+        chosen, metrics = select.mark_members(groups, algorithm(*later))  # the estimator decides, and counts
         assert all(g.trajectories[0].trained for g in chosen) and metrics.means() == {}
 
 
@@ -51,16 +45,10 @@ def test_who_does_not_train(algorithm, records):
 
 
 def test_informative_groups_by_their_raw_outcome(algorithm, records):
-    group = records.group
-    groups = [
-        group("mixed", [0.0, 1.0]),
-        group("wrong", [0.0, 0.0]),
-        group("right", [1.0, 1.0]),
-        group("lost", [None, None]),
-        group("half lost", [None, 1.0]),
-        group("rare", [0.0] * 199 + [1.0]),
-        records.changed(group("shaped", [0.0, 0.0]), reward=[0.1, -0.3]),
-    ]
+    outcomes = {"mixed": [0.0, 1.0], "wrong": [0.0, 0.0], "right": [1.0, 1.0], "lost": [None, None]}
+    outcomes |= {"half lost": [None, 1.0], "rare": [0.0] * 199 + [1.0]}
+    groups = [records.group(uid, rewards) for uid, rewards in outcomes.items()]
+    groups.append(records.changed(records.group("shaped", [0.0, 0.0]), reward=[0.1, -0.3]))
     kept, reasons = select.keep_informative(groups, algorithm("preset=dapo"))
     assert [g.uid for g in kept] == ["mixed"]
     assert reasons == {"constant": 4, "empty": 1, "low": 1}
@@ -82,9 +70,6 @@ def test_a_filter_of_your_own(algorithm, records, tmp_path):
     row = algorithm(f"filter.function={path}:other")
     with pytest.raises(ConfigError, match=r"filter\.function=.*return some of its argument"):
         select.keep_chosen(groups, row)
-
-
-# -- updates ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("groups", "updates"), [(8, 1), (8, 3), (2, 4), (0, 2)])
@@ -109,15 +94,12 @@ def test_supervision_weighs_every_token_alike(records):
         assert batch.scales is not None and batch.scales.tolist() == pytest.approx([1 / 8] * len(batch.reads))
 
 
-def test_tokens_of_high_entropy_in_the_fixture(golden):
+def test_tokens_of_high_entropy_in_a_step_and_in_a_sequence(golden):
     entropies = 1 + (2 * golden.sequence + 3 * golden.position).double().sin()
     assert entropy_threshold(entropies, 0.2).item() == pytest.approx(1.5582395, abs=1e-7)
     keep = high_entropy(entropies, golden.live, golden.sequence, fraction=0.2)
     kept = zip(golden.sequence[keep].tolist(), golden.position[keep].tolist(), strict=True)
     assert list(kept) == [(0, 5), (1, 0), (1, 2), (2, 1)]
-
-
-def test_high_entropy_by_sequence():
     entropies = torch.tensor([3.0, 1, 2, 5, 4, 9, 0.1, 0.2, 0.2, 7])
     sequence = torch.tensor([0, 0, 0, 0, 0, 2, 2, 1, 1, 1])
     live = torch.tensor([True] * 9 + [False])

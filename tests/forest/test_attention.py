@@ -111,9 +111,6 @@ def test_pictures_see_themselves_both_ways(monkeypatch, plans, window, kind):
         assert_same(got, wanted, inputs, gradient=1e-5 if plans == "flash" else 1e-12)
 
 
-# -- what models pass ------------------------------------------------------------------------------
-
-
 def tiny_model(name: str, **changes) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 

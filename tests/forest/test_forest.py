@@ -10,7 +10,8 @@ from saccade.forest.batch import Batch, Forest
 from saccade.forest.packing import pack
 from saccade.forest.trees import MIN_BRANCH
 from saccade.system.codec import decode, encode
-from saccade.types import Group, MediaSpan, Sample, Source, Trajectory, find_sampled
+from saccade.types import Group, MediaSpan, Sample, Trajectory, find_sampled
+from tests.algorithms.by_member import sampled
 
 
 def path_tokens(batch: Batch, sequence: int) -> np.ndarray:
@@ -33,9 +34,7 @@ def member(groups: list[Group], batch: Batch, sequence: int) -> Trajectory:
 
 
 def check(groups: list[Group], batches: list[Batch], family) -> list[tuple[str, int]]:
-    """Ids, positions, reads, targets and media of every packed sequence are those of its member;
-    the keys of all of them.
-    """
+    """Ids, positions, reads, targets and media of every packed sequence are those of its member; their keys."""
     seen = []
     for batch in batches:
         assert (batch.parents < np.arange(len(batch.parents))).all()
@@ -76,17 +75,11 @@ def family(family_of):
 
 def random_groups(grow, family, seed: int) -> list[Group]:
     rng = np.random.default_rng(seed)
-    return [
-        grow(
-            rng,
-            family,
-            uid=f"g{i}",
-            size=int(rng.integers(1, 7)),
-            images=int(rng.choice([0, 1, 3])),
-            depth=int(rng.integers(0, 4)),
-        )
-        for i in range(3)
-    ]
+
+    def sizes():
+        return {"size": int(rng.integers(1, 7)), "images": int(rng.choice([0, 1, 3])), "depth": int(rng.integers(0, 4))}
+
+    return [grow(rng, family, uid=f"g{i}", **sizes()) for i in range(3)]
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -157,55 +150,34 @@ def test_any_stretch_of_sequences_keeps_its_reads(grow, family, seed, ends):
         assert [int(kept[0]) for kept in part.support] == part.targets.tolist()
 
 
-def plain(uid: str, repeat: int, prompt: list[int], response: list[int], **changes) -> Trajectory:
-    n, m = len(prompt), len(response)
-    return Trajectory(
-        **{
-            "sample_id": uid,
-            "repeat": repeat,
-            "ids": np.array([*prompt, *response], np.int64),
-            "sources": np.array([Source.PROMPT] * n + [Source.POLICY] * m, np.int8),
-            "logprobs": np.array([np.nan] * n + [-1.0] * m, np.float32),
-            "versions": np.array([-1] * n + [0] * m, np.int32),
-            **changes,
-        }
-    )
-
-
 def group(*members: Trajectory) -> Group:
     return Group(sample=Sample(id="g", messages=()), uid="g", trajectories=members)
-
-
-def counting(length: int, media: tuple[MediaSpan, ...]) -> np.ndarray:
-    return np.arange(length)[None]
 
 
 PROMPT = list(range(10))
 SHORT, LONG = [30] * (MIN_BRANCH - 1), [31] * MIN_BRANCH
 
 
-@pytest.mark.parametrize(
-    ("sides", "lengths", "parents"),
-    [
-        # A trunk and its leaves; the last target is not read.
-        ([(PROMPT, [20 + r, 1, 2, 3]) for r in range(3)], [10, 3, 3, 3], [-1, 0, 0, 0]),
-        # A branch below the trunk that is too short is not shared.
-        (
-            [(PROMPT, [*branch, i, i]) for branch in (SHORT, LONG) for i in (1, 2)],
-            [10, 4, 4, MIN_BRANCH, 1, 1],
-            [-1, 0, 0, 0, 3, 3],
-        ),
-        # Members without a common token are trees of their own.
-        ([([1, 2], [3]), ([4, 5], [3])], [2, 2], [-1, -1]),
-    ],
-)
+@pytest.mark.parametrize(("sides", "lengths", "parents"), [
+    # A trunk and its leaves; the last target is not read.
+    ([(PROMPT, [20 + r, 1, 2, 3]) for r in range(3)], [10, 3, 3, 3], [-1, 0, 0, 0]),
+    # A branch below the trunk that is too short is not shared.
+    (
+        [(PROMPT, [*branch, i, i]) for branch in (SHORT, LONG) for i in (1, 2)],
+        [10, 4, 4, MIN_BRANCH, 1, 1],
+        [-1, 0, 0, 0, 3, 3],
+    ),
+    # Members without a common token are trees of their own.
+    ([([1, 2], [3]), ([4, 5], [3])], [2, 2], [-1, -1]),
+])  # fmt: skip
 def test_the_nodes_of_a_group(sides, lengths, parents):
-    members = [plain("g", r, prompt, answer) for r, (prompt, answer) in enumerate(sides)]
+    members = [sampled("g", r, prompt, answer) for r, (prompt, answer) in enumerate(sides)]
     (batch,) = pack([group(*members)], micro_tokens=100)
     assert np.diff(batch.node_starts).tolist() == lengths and batch.parents.tolist() == parents
     if len(parents) == 4:
         assert batch.reads.tolist() == [9, 10, 11, 12, 9, 13, 14, 15, 9, 16, 17, 18]
-        assert batch.positions(counting).tolist() == [[*range(10), *[10, 11, 12] * 3]]
+        positions = batch.positions(lambda length, media: np.arange(length)[None])
+        assert positions.tolist() == [[*range(10), *[10, 11, 12] * 3]]
 
 
 def test_other_pictures_at_the_very_first_token_are_trees_of_their_own(family, image):
@@ -213,14 +185,14 @@ def test_other_pictures_at_the_very_first_token_are_trees_of_their_own(family, i
     for repeat, seed in enumerate((0, 1, 0)):
         grid, tokens = family.measure(image(56, 56, seed))
         span = MediaSpan(media=image(56, 56, seed), start=0, length=tokens, grid=grid)
-        members.append(plain("g", repeat, [family.chat.placeholder] * tokens, [3, 4], media=(span,)))
+        members.append(sampled("g", repeat, [family.chat.placeholder] * tokens, [3, 4], media=(span,)))
     (batch,) = pack([group(*members)], micro_tokens=100)
     assert batch.parents.tolist() == [-1, -1] and len(batch.media) == 2
     assert [batch.keys[s][1] for s in batch.sequence[::2]] == [0, 1, 2]
 
 
 def test_a_group_over_the_budget_repeats_its_trunk_and_a_long_sequence_is_alone():
-    members = [plain("g", r, PROMPT, [20 + r, 1, 2, 3]) for r in range(4)]
+    members = [sampled("g", r, PROMPT, [20 + r, 1, 2, 3]) for r in range(4)]
     batches = pack([group(*members)], micro_tokens=17)
     assert [batch.tokens for batch in batches] == [16, 16]
     assert [batch.keys for batch in batches] == [(("g", 0), ("g", 1)), (("g", 2), ("g", 3))]
@@ -228,13 +200,13 @@ def test_a_group_over_the_budget_repeats_its_trunk_and_a_long_sequence_is_alone(
     assert [batch.tokens for batch in batches] == [13] * 4
     # Cut where the next member does not fit: 2 for the trunk and n - 1 for each answer, up to 17.
     lengths = [5, 9, 2, 14, 3, 3, 3, 20, 1, 1, 1, 30, 6]
-    members = [plain("g", r, [1, 2], [20 + r] * n) for r, n in enumerate(lengths)]
+    members = [sampled("g", r, [1, 2], [20 + r] * n) for r, n in enumerate(lengths)]
     batches = pack([group(*members)], micro_tokens=17)
     assert [len(batch.keys) for batch in batches] == [3, 2, 2, 1, 3, 1, 1]
 
 
 def test_members_that_do_not_train_or_said_nothing_are_left_out():
-    members = [plain("g", 0, [1, 2], [3]), plain("g", 1, [1, 2], [4], trained=False), plain("g", 2, [1, 2], [])]
+    members = [sampled("g", 0, [1, 2], [3]), sampled("g", 1, [1, 2], [4], trained=False), sampled("g", 2, [1, 2], [])]
     (batch,) = pack([group(*members)], micro_tokens=100)
     assert batch.keys == (("g", 0),) and batch.advantages is None
     assert pack([group(*members[1:])], micro_tokens=100) == []
@@ -242,7 +214,7 @@ def test_members_that_do_not_train_or_said_nothing_are_left_out():
 
 def test_support_of_some_members_is_empty_for_the_others():
     kept = (np.array([3, 5]), np.array([4]))
-    members = [plain("g", 0, [1, 2], [3, 4], support=kept), plain("g", 1, [1, 2], [6])]
+    members = [sampled("g", 0, [1, 2], [3, 4], support=kept), sampled("g", 1, [1, 2], [6])]
     (batch,) = pack([group(*members)], micro_tokens=100)
     assert [ids.tolist() for ids in batch.support] == [[3, 5], [4], []]
 

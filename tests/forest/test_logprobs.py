@@ -116,3 +116,9 @@ def test_nothing_is_nan_where_a_target_itself_is_banned():
     assert entropy.abs().max() < 1e-12
     (new.sum() + entropy.sum()).backward()
     assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_logit_that_is_not_finite_is_seen_in_its_log_prob(value):
+    new, _ = read(LOGITS.index_put((torch.arange(6), TARGETS), torch.tensor(value, dtype=torch.float64)))
+    assert not new.isfinite().any()

@@ -47,12 +47,10 @@ def theirs_of(family, groups):
         trained[row, : len(t.ids)] = torch.from_numpy(t.policy_mask.astype(np.int64))
     spans = [span for t in members for span in t.media]
     return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "completion_mask": trained,
+        "input_ids": ids, "attention_mask": mask, "completion_mask": trained,
         "mm_token_type_ids": (ids == family.chat.placeholder).long(),
         **family.vision(spans, torch.device("cpu"), torch.float32),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,7 +19,8 @@ from saccade.models.load import load_model
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
-from saccade.types import Group, Message, Sample, Source, Trajectory
+from saccade.types import Group, Message, Sample
+from tests.algorithms.by_member import sampled
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -32,25 +33,10 @@ def groups_of(inputs, rewards, media):
     groups = []
     for start in range(0, len(rewards), SIZE):
         members = []
-        for repeat in range(SIZE):
-            row = start + repeat
-            prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].numpy()
-            answer = inputs["completion_ids"][row][inputs["completion_mask"][row].bool()].numpy()
-            sources = np.repeat(np.array([Source.PROMPT, Source.POLICY], np.int8), [len(prompt), len(answer)])
-            policy = sources == Source.POLICY
-            members.append(
-                Trajectory(
-                    sample_id=str(start),
-                    repeat=repeat,
-                    ids=np.concatenate([prompt, answer]),
-                    sources=sources,
-                    logprobs=np.where(policy, -1.0, np.nan).astype(np.float32),
-                    versions=np.where(policy, 0, -1).astype(np.int32),
-                    media=media[start // SIZE],
-                    reward=rewards[row],
-                    outcome=rewards[row],
-                )
-            )
+        for row in range(start, start + SIZE):
+            answer = inputs["completion_ids"][row][inputs["completion_mask"][row].bool()].tolist()
+            known = {"media": media[start // SIZE], "reward": rewards[row], "outcome": rewards[row]}
+            members.append(sampled(str(start), row - start, inputs["prompt_ids"][row].tolist(), answer, **known))
         sample = Sample(id=str(start), messages=(Message(role="user", parts=("x",)),))
         groups.append(Group(sample=sample, uid=str(start), trajectories=tuple(members)))
     return groups
@@ -127,15 +113,11 @@ def test_loss_and_gradient(scenes, word_model, trainer, spread):
     grouped = torch.from_numpy(rewards).view(-1, SIZE)
     advantages = (grouped - grouped.mean(1, True)) / (grouped.std(1, keepdim=True) + 1e-4)
     inputs = {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": torch.ones_like(prompt_ids),
-        "completion_ids": completion_ids,
-        "completion_mask": completion_mask,
-        "advantages": advantages.flatten().float(),
-        "num_items_in_batch": completion_mask.sum(),
-        "num_images": [1] * len(lengths),
+        "prompt_ids": prompt_ids, "prompt_mask": torch.ones_like(prompt_ids), "completion_ids": completion_ids,
+        "completion_mask": completion_mask, "advantages": advantages.flatten().float(),
+        "num_items_in_batch": completion_mask.sum(), "num_images": [1] * len(lengths),
         "mm_token_type_ids": (ids == family.chat.placeholder).long(),
         **family.vision(spans, torch.device("cpu"), torch.float32),
-    }
+    }  # fmt: skip
     groups = groups_of(inputs, rewards.tolist(), tuple(p.media for p in prompts))
     compare(trainer, inputs, word_model, groups, spread)
