@@ -9,7 +9,6 @@ from saccade.data.datasets import load
 from saccade.errors import DataError
 from saccade.plugins.check_data.canonical_rows import convert
 from saccade.plugins.check_data.check_data import check_data, write_fixed
-from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split, write_jsonl
 from tests.test_cli import run
 
 
@@ -48,6 +47,13 @@ def test_a_report_lists_what_is_wrong(mixed):
     assert report.gold_rate == pytest.approx(2 / 3)
     assert report.lengths["max"] == 40 and report.lengths["min"] == 1
     assert report.histogram == ((1, 2), (64, 1))
+    report = check_data(load_config(mixed, ["data.max_bad_fraction=0.5"]), headers_only=True)
+    assert [row.id for row in report.bad] == ["gone"] and report.acceptable  # below the limit
+    assert not report.decoded and report.lengths == {}
+    tree = json.loads(report.to_json())
+    assert tree["bad"][0]["id"] == "gone" and tree["rows"] == 6 and "samples" not in tree
+    with pytest.raises(DataError, match=r"set data.train or data.val"):
+        check_data(load_config({}))
 
 
 def test_questions_without_words_are_good_rows_that_are_noted(jsonl, picture):
@@ -57,16 +63,6 @@ def test_questions_without_words_are_good_rows_that_are_noted(jsonl, picture):
     report = check_data(load_config({"data": {"train": jsonl(rows)}}))
     assert report.good == 3 and not report.bad
     assert report.notes == ("2 good rows ask nothing in words, first 1: the question is empty or only <image>",)
-
-
-def test_what_a_report_depends_on(mixed):
-    report = check_data(load_config(mixed, ["data.max_bad_fraction=0.5"]), headers_only=True)
-    assert [row.id for row in report.bad] == ["gone"] and report.acceptable  # below the limit
-    assert not report.decoded and report.lengths == {}
-    tree = json.loads(report.to_json())
-    assert tree["bad"][0]["id"] == "gone" and tree["rows"] == 6 and "samples" not in tree
-    with pytest.raises(DataError, match=r"set data.train or data.val"):
-        check_data(load_config({}))
 
 
 def test_a_fixed_copy_holds_the_good_rows(mixed, tmp_path):
@@ -88,22 +84,13 @@ def test_a_column_that_is_no_json_leaves_the_file_as_it_was(tmp_path, ask):
     assert (tmp_path / "clean.jsonl").read_text() == "before"
 
 
-# -- the command ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def counting(tmp_path):
-    return write_jsonl(counting_split(24, seed=0, colours=TEACHING_COLOURS), tmp_path / "counting")
-
-
-def test_check_data_knows_what_a_command_refuses(counting, tmp_path):
+def test_check_data_knows_what_a_command_refuses(counting, tmp_path, jsonl):
     picture = str(next(counting.parent.rglob("*.png")))
     shown = [{"role": "assistant", "content": [{"type": "image", "image": picture}]}]
     pair = {"prompt": "which?", "chosen": "this", "rejected": "that"}
     rows = [pair, pair | {"margin": -1}, pair | {"chosen": shown}]
-    path, fixed = tmp_path / "rows.jsonl", tmp_path / "fixed.jsonl"
-    path.write_text("".join(json.dumps({"id": f"n{n}"} | row) + "\n" for n, row in enumerate(rows)))
-    check = ["check-data", str(path), "data.max_bad_fraction=1", "data.allow_outside=true"]
+    path, fixed = jsonl({"id": f"n{n}"} | row for n, row in enumerate(rows)), tmp_path / "fixed.jsonl"
+    check = ["check-data", path, "data.max_bad_fraction=1", "data.allow_outside=true"]
     assert "3, 3 good" in run(*check).stdout
     check += [f"run.out={tmp_path}", "model.path=tiny:qwen2_5_vl"]
     for command, bad in {"dpo": "n2", "reward-model": "n1", "sft": "n2"}.items():
@@ -112,15 +99,13 @@ def test_check_data_knows_what_a_command_refuses(counting, tmp_path):
     assert run(*check, "--for", "dpo", "--fix", str(fixed)).exit_code == 0
     assert [json.loads(line)["id"] for line in fixed.open()] == ["n0", "n1"]
     for command, reason in {"kto": "expected one of rl, sft, dpo", "dpo": "model.path=tiny"}.items():
-        result = run("check-data", str(path), "--for", command)
+        result = run("check-data", path, "--for", command)
         assert result.exit_code == 2 and reason in result.stderr
 
 
-def test_check_data_counts_what_a_command_leaves_out(tmp_path):
+def test_check_data_counts_what_a_command_leaves_out(tmp_path, jsonl):
     def written(name, rows):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps({"id": f"n{n}"} | r) + "\n" for n, r in enumerate(rows)))
-        return str(path)
+        return jsonl(({"id": f"n{n}"} | r for n, r in enumerate(rows)), name)
 
     pair = {"prompt": "which?", "chosen": "this", "rejected": "that"}
     tie, long, bad = {"rejected": "this"}, {"chosen": "this " * 400}, {"chosen": ""}
@@ -147,31 +132,25 @@ def test_check_data_counts_what_a_command_leaves_out(tmp_path):
     assert "1, 1 good" in run(*check, "sft", texts, "sft.mode=pretrain").stdout
 
 
-@pytest.mark.parametrize(
-    ("body", "ends"),
-    [
-        ("1 / 0", "the reward fails on known answers; see the rows above\n"),
-        ("return 0.5", "the reward misjudges known answers; see the rows above\n"),
-    ],
-)
-def test_check_data_says_how_a_reward_fails(body, ends, tmp_path):
-    rows, mine = tmp_path / "rows.jsonl", tmp_path / "mine.py"
-    rows.write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
-    mine.write_text(f"def score(sample):\n    {body}\n")
-    result = run("check-data", str(rows), f"reward.terms=[{mine}:score]")
+@pytest.mark.parametrize(("body", "ends"), [
+    ("1 / 0", "the reward fails on known answers; see the rows above\n"),
+    ("return 0.5", "the reward misjudges known answers; see the rows above\n"),
+])  # fmt: skip
+def test_check_data_says_how_a_reward_fails(body, ends, tmp_path, jsonl):
+    (tmp_path / "mine.py").write_text(f"def score(sample):\n    {body}\n")
+    rows = jsonl([{"question": "1+1?", "answer": "2"}])
+    result = run("check-data", rows, f"reward.terms=[{tmp_path}/mine.py:score]")
     assert result.exit_code == 2 and result.stderr == ends
 
 
-def test_check_data_counts_rows_that_repeat_or_lack_an_answer(tmp_path):
+def test_check_data_counts_rows_that_repeat_or_lack_an_answer(jsonl):
     rows = [{"id": "a", "question": "1+1?", "answer": "2"}] * 3 + [{"question": "why?"}] * 2
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = run("check-data", str(path), f"data.val={path}", "reward.terms=[exact]")
+    path = jsonl(rows)
+    result = run("check-data", path, f"data.val={path}", "reward.terms=[exact]")
     assert "duplicate ids  4, and 6 rows got a suffix" in result.stdout
     assert "2 different rows of data.val are in data.train" in result.stdout
     assert "4 of 10 rows have no answer, and exact abstains" in result.stdout
-    path.write_text("".join(json.dumps(row) + "\n" for row in [rows[0], rows[-1] | {"answer": []}]))
-    result = run("check-data", str(path), "reward.terms=[exact]")
+    result = run("check-data", jsonl([rows[0], rows[-1] | {"answer": []}]), "reward.terms=[exact]")
     assert "1 of 2 rows have no answer, and exact abstains" in result.stdout
 
 

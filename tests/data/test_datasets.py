@@ -4,6 +4,7 @@ from saccade.config import DataConfig, DataSource
 from saccade.data.datasets import keep, load
 from saccade.data.formats import FORMATS
 from saccade.errors import ConfigError, DataError
+from saccade.media.images import decode
 from saccade.plugins.check_data.unused_media import unread_media
 from saccade.plugins.dry_run.plan import total_rows
 
@@ -52,18 +53,15 @@ def test_an_offset_leaves_out_the_first_rows_and_limits_count_from_there(jsonl):
 PNG = b"\x89PNG\r\n"
 
 
-@pytest.mark.parametrize(
-    ("columns", "role"),
-    [
-        ({"photo": "a/b.JPG"}, "images"),
-        ({"photo": '["a.png", "b.png"]'}, "images"),  # in CSV files
-        ({"photo": "data:image/png;base64,iVBO"}, "images"),
-        ({"clip": "a film.mp4"}, "videos"),
-        ({"mask": "a.png"}, None),  # for a reward
-        ({"note": "It is a.png"}, "images"),
-        ({"note": "see a.png!", "level": "a.png", "size": 3, "photo": None, "photos": []}, None),
-    ],
-)
+@pytest.mark.parametrize(("columns", "role"), [
+    ({"photo": "a/b.JPG"}, "images"),
+    ({"photo": '["a.png", "b.png"]'}, "images"),  # in CSV files
+    ({"photo": "data:image/png;base64,iVBO"}, "images"),
+    ({"clip": "a film.mp4"}, "videos"),
+    ({"mask": "a.png"}, None),  # for a reward
+    ({"note": "It is a.png"}, "images"),
+    ({"note": "see a.png!", "level": "a.png", "size": 3, "photo": None, "photos": []}, None),
+])  # fmt: skip
 def test_media_that_nobody_would_see_are_refused(jsonl, columns, role):
     """A model would be trained blind."""
     path = jsonl(qa(3, **columns))
@@ -123,13 +121,10 @@ def test_bad_rows_are_set_aside_with_id_row_and_reason(jsonl):
 HALF = "\ud800"
 
 
-@pytest.mark.parametrize(
-    "column",
-    [
-        *({"question": [{"role": "user", "content": HALF}]}, {"answer": HALF}, {"choices": ["1", HALF]}),
-        *({"id": f"a{HALF}"}, {"images": [f"{HALF}.png"]}, {"note": [1, 2.5, None, [HALF]]}),
-    ],
-)
+@pytest.mark.parametrize("column", [
+    *({"question": [{"role": "user", "content": HALF}]}, {"answer": HALF}, {"choices": ["1", HALF]}),
+    *({"id": f"a{HALF}"}, {"images": [f"{HALF}.png"]}, {"note": [1, 2.5, None, [HALF]]}),
+])  # fmt: skip
 def test_half_a_surrogate_pair_is_a_bad_row_that_can_be_listed(jsonl, column):
     fine = {"id": "fine", "question": "A 😀, NUL \0 and \uffff?", "answer": "1"}
     rows = [fine, {"id": "lone", "question": "2+2?", "answer": "1"} | column]
@@ -195,3 +190,46 @@ def test_the_hash_follows_the_content_and_files_are_opened_once(jsonl, picture):
     data = load([source(jsonl(rows))], DataConfig())
     assert data.media_kinds == {"path": 6}
     assert data.samples[0].media[0] is data.samples[2].media[0]
+
+
+@pytest.mark.parametrize(("path", "rows", "format", "name", "media"), [
+    ("gsm8k/gsm8k.test.jsonl.gz", 1319, "qa", "gsm8k.test", 0),
+    ("math500/math500.jsonl.gz", 500, "easyr1", "math500", 0),
+    ("puzzlevqa/puzzlevqa.train.parquet", 400, "easyr1", "puzzlevqa", 1),
+    ("nlvr/nlvr.train.json", 240, "minio3", "nlvr", 1),
+    ("mathv/mathv.train.jsonl", 120, "messages", "mathv", 1),
+    ("receipts/receipts.json", 24, "minio3", "receipts", 1),
+])  # fmt: skip
+def test_every_real_set_loads_whole(shared, path, rows, format, name, media):
+    data = load([source(str(shared / path))], DataConfig(max_bad_fraction=0))
+    assert len(data) == rows and list(data.formats.values()) == [format]
+    assert all(sample.data_source == name and sample.answer for sample in data.samples)
+    assert all(len(sample.media) == media for sample in data.samples)
+    assert data.duplicate_ids == ()
+
+
+def test_every_awkward_row_gets_its_verdict(shared):
+    data = load([source(str(shared / "nasty/nasty.jsonl"))], DataConfig(max_bad_fraction=1))
+    rejected = {row.id: row.reason for row in data.quarantined}
+    kept = {sample.id: sample for sample in data.samples}
+    assert len(kept) == 17 and len(rejected) == 9
+    for sample in kept.values():
+        assert sample.extra["expect"] in ("ok", "either")
+        if sample.extra["expect"] == "ok" and sample.extra["size"]:
+            sizes = sample.extra["size"]
+            wanted = sizes if isinstance(sizes[0], list) else [sizes]
+            assert [[media.width, media.height] for media in sample.media] == wanted
+            for media in sample.media:
+                assert decode(media).shape == (media.height, media.width, 3)
+    for name, words in {
+        "truncated_jpg": "truncated.jpg: cannot be decoded",
+        "truncated_png": "truncated.png: cannot be decoded",
+        "zero_byte_png": "zero_byte.png: empty file",
+        "not_an_image_png": "not_an_image.png: not an image",
+        "bomb_20000x20000_png": "400 megapixels",
+        "missing_file": "no_such_file.png: file does not exist",
+        "outside_folder": "leaves the folder",
+        "too_many_placeholders": "2 <image> placeholder(s) but 1 image",
+        "too_few_placeholders": "1 <image> placeholder(s) but 2 images",
+    }.items():
+        assert words in rejected[f"nasty/{name}"]

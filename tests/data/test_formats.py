@@ -40,58 +40,46 @@ def shape(sample):
     return [(m.role, "|".join("*" if isinstance(p, Media) else p for p in m.parts)) for m in sample.messages]
 
 
-ROWS = {
-    "messages": {
-        "message": '[{"role": "user", "content": [{"type": "image", "image": "file:///DATA/tri.png"}, '
-        '{"type": "text", "text": "Find x."}]}]',
-        "answer": "$42$",
-    },
-    "r1v": {"image": {"bytes": b"x"}, "problem": "How many?", "solution": "<answer> 4 </answer>"},
-    "easyr1": {"problem": "<image><image>Which?", "answer": "2", "images": ["a.jpg", b"x"]},
-    "minio3": {"images": ["probe/7.jpg"], "problem": "<image>\nWhat number?", "solution": "B"}
-    | {"doc_id": "vp-7", "data_source": "probe"},
-    "lightrft": {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": "2+2?"}],
-        "reward_model": {"ground_truth": "4"},
-        "extra_info": {"label": "gsm8k_rule", "index": 0},
-    },
-    "qa": {"question": "2+2?", "answer": "2 and 2 is 4. #### 4"},
-    "sharegpt": {
-        "conversations": [
-            {"from": "human", "value": "<image>Number?"},
-            {"from": "gpt", "value": "<think>Small.</think>"},
-            {"from": "human", "value": "Observation 1: <image>"},
-            {"from": "gpt", "value": "<answer>12</answer>"},
-        ],
-        "images": ["bus.jpg", "crop.jpg"],
-    },
-    "pairs": {"prompt": "<image>Describe.", "images": ["a.png"], "chosen": "A red cube.", "rejected": "A dog."},
-    "sides": {"prompt": "2+2?", "a": "5", "b": "4", "labels": {"preference": "B"}},
-    "labels": {"input": "2+2?", "output": "4", "label": 1},
-    "steps": {"input": "2+2? 5 !", "label": ["-"]},
-}
-SAID = [("user", "*|Number?"), ("assistant", "<think>Small.</think>"), ("user", "Observation 1: |*")]
-SAID.append(("assistant", "<answer>12</answer>"))
-READ = {
-    "messages": ([("user", "*|Find x.")], "$42$", "file"),
-    "r1v": ([("user", "*|How many?")], "4", "file"),
-    "easyr1": ([("user", "*|*|Which?")], "2", "file"),
-    "minio3": ([("user", "*|\nWhat number?")], "B", "probe"),
-    "lightrft": ([("user", "2+2?")], "4", "gsm8k_rule"),
-    "qa": ([("user", "2+2?")], "4", "file"),
-    "sharegpt": (SAID, None, "file"),
-    "pairs": ([("user", "*|Describe.")], None, "file"),
-    **dict.fromkeys(("sides", "labels"), ([("user", "2+2?")], None, "file")),
-    "steps": ([("user", "2+2? 5 !")], None, "file"),
+TURNS = [("user", "<image>Number?"), ("assistant", "<think>Small.</think>"), ("user", "Observation 1: <image>")]
+TURNS.append(("assistant", "<answer>12</answer>"))
+SPOKEN = [{"from": "human" if role == "user" else "gpt", "value": text} for role, text in TURNS]
+SHOWN = '[{"role": "user", "content": [{"type": "image", "image": "file:///a"}, {"type": "text", "text": "Find x."}]}]'
+ASKED = [("user", "2+2?")]
+VERL = {"prompt": [{"role": "user", "content": "2+2?"}], "reward_model": {"ground_truth": "4"}}
+PROBE = {"images": ["probe/7.jpg"], "problem": "<image>\nWhat number?", "doc_id": "vp-7", "data_source": "probe"}
+ROWS = {  # the row; messages, answer and source of its sample
+    "messages": ({"message": SHOWN, "answer": "$42$"}, [("user", "*|Find x.")], "$42$", "file"),
+    "r1v": (
+        {"image": {"bytes": b"x"}, "problem": "How many?", "solution": "<answer> 4 </answer>"},
+        *([("user", "*|How many?")], "4", "file"),
+    ),
+    "easyr1": (
+        {"problem": "<image><image>Which?", "answer": "2", "images": ["a.jpg", b"x"]},
+        *([("user", "*|*|Which?")], "2", "file"),
+    ),
+    "minio3": (PROBE | {"solution": "B"}, [("user", "*|\nWhat number?")], "B", "probe"),
+    "lightrft": (VERL | {"extra_info": {"label": "gsm8k_rule", "index": 0}}, ASKED, "4", "gsm8k_rule"),
+    "qa": ({"question": "2+2?", "answer": "2 and 2 is 4. #### 4"}, ASKED, "4", "file"),
+    "sharegpt": (
+        {"conversations": SPOKEN, "images": ["bus.jpg", "crop.jpg"]},
+        *([("user", "*|Number?"), TURNS[1], ("user", "Observation 1: |*"), TURNS[3]], None, "file"),
+    ),
+    "pairs": (
+        {"prompt": "<image>Describe.", "images": ["a.png"], "chosen": "A red cube.", "rejected": "A dog."},
+        *([("user", "*|Describe.")], None, "file"),
+    ),
+    "sides": ({"prompt": "2+2?", "a": "5", "b": "4", "labels": {"preference": "B"}}, ASKED, None, "file"),
+    "labels": ({"input": "2+2?", "output": "4", "label": 1}, ASKED, None, "file"),
+    "steps": ({"input": "2+2? 5 !", "label": ["-"]}, [("user", "2+2? 5 !")], None, "file"),
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_format_is_detected_and_read(name, read):
-    assert detect(set(ROWS[name]), DataConfig()).name == name
-    sample = read(ROWS[name])
-    assert (shape(sample), sample.answer, sample.data_source) == READ[name]
+    row, *wanted = ROWS[name]
+    sample = read(row)
+    assert detect(set(row), DataConfig()).name == name
+    assert [shape(sample), sample.answer, sample.data_source] == wanted
 
 
 def test_the_rows_in_the_docs_are_of_the_format_they_stand_under(read):
@@ -102,9 +90,6 @@ def test_the_rows_in_the_docs_are_of_the_format_they_stand_under(read):
         row = json.loads(row)
         assert detect(set(row), DataConfig()).name == name
         assert read(row).messages
-
-
-# -- detection --------------------------------------------------------------------------------
 
 
 def test_ambiguous_and_unknown_columns_formats_and_roles_are_refused():
@@ -134,9 +119,6 @@ def test_columns_can_be_renamed(read):
     assert nested.answer == "4" and nested.extra == {"meta": {"gold": "4"}}
 
 
-# -- placeholders -----------------------------------------------------------------------------
-
-
 def row(text, *images):
     return {"problem": text, "answer": "1", "images": list(images)}
 
@@ -164,22 +146,15 @@ def test_numbered_placeholders_choose_images_and_wrong_ones_are_refused(read):
         read(row("?", "1", "2", "3"), max_images=2)
 
 
-# -- chats ------------------------------------------------------------------------------------
-
-
 def chat(*content, **columns):
     return {"messages": [{"role": "user", "content": list(content)}], **columns}
 
 
 def test_image_items_of_every_style(read):
     uri = "data:image/png;base64," + base64.b64encode(b"png").decode()
-    for item in (
-        {"type": "image", "image": "a.png"},
-        {"type": "image_url", "image_url": {"url": uri}},
-        {"type": "image_url", "image_url": uri},
-        {"type": "image", "path": "a.png"},
-        {"type": "image", "image": "a.png", "text": None},
-    ):
+    files = {"image": "a.png"}, {"path": "a.png"}, {"image": "a.png", "text": None}
+    urls = ({"type": "image_url", "image_url": url} for url in (uri, {"url": uri}))
+    for item in (*({"type": "image"} | file for file in files), *urls):
         assert shape(read(chat(item, {"type": "text", "text": "?"}))) == [("user", "*|?")]
     # One without a source takes the next image of the row.
     sample = read(chat({"type": "image"}, {"type": "text", "text": "?"}, images=["a.png"]))
@@ -195,31 +170,24 @@ def test_image_items_of_every_style(read):
 
 
 def test_all_turns_and_the_system_message_are_kept(read):
-    prompt = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "One?"},
-        {"role": "assistant", "content": "1"},
-        {"role": "user", "content": "Two?"},
-    ]
+    said = [("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?")]
+    prompt = [{"role": role, "content": text} for role, text in said]
     sample = read({"prompt": prompt, "reference": "2"})
-    assert [role for role, _ in shape(sample)] == ["system", "user", "assistant", "user"]
-    assert shape(read(ROWS["qa"] | {"system": "Be brief."}))[0] == ("system", "Be brief.")
+    assert shape(sample) == said
+    assert shape(read(ROWS["qa"][0] | {"system": "Be brief."}))[0] == ("system", "Be brief.")
     with pytest.raises(RowError, match="keep one of them"):
         read({"prompt": prompt, "system": "Be long."})
 
 
-@pytest.mark.parametrize(
-    ("prompt", "reason"),
-    [
-        ('[{"role": "user", "content": ', "not valid JSON"),
-        ([{"role": "king", "content": "x"}], "unknown role 'king'"),
-        ([{"role": "assistant", "content": "x"}], "no user message"),
-        ([{"role": "user", "content": [{"type": "smell", "smell": "a.sm"}]}], "'smell'"),
-        ([{"role": "user", "content": [{"type": "video", "video": "a", "fps": 0}]}], "fps of a v"),
-        ([{"role": "user", "content": [{"video": "a.mp4", "use_audio_in_video": True}]}], "add it as an audio item"),
-        ([{"role": "user", "content": ""}], "empty"),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "reason"), [
+    ('[{"role": "user", "content": ', "not valid JSON"),
+    ([{"role": "king", "content": "x"}], "unknown role 'king'"),
+    ([{"role": "assistant", "content": "x"}], "no user message"),
+    ([{"role": "user", "content": [{"type": "smell", "smell": "a.sm"}]}], "'smell'"),
+    ([{"role": "user", "content": [{"type": "video", "video": "a", "fps": 0}]}], "fps of a v"),
+    ([{"role": "user", "content": [{"video": "a.mp4", "use_audio_in_video": True}]}], "add it as an audio item"),
+    ([{"role": "user", "content": ""}], "empty"),
+])  # fmt: skip
 def test_chats_that_cannot_be_read(read, prompt, reason):
     with pytest.raises(RowError, match=reason):
         read({"messages": prompt, "answer": "1"})
@@ -232,16 +200,11 @@ def test_media_that_cannot_be_read_are_not_dropped(read):
         read(row("?", "1") | {"image": "2"})
 
 
+NAMES = st.sampled_from(["role", "from", "content", "value", "type", "text", "image", "user"])
+WORDS = st.sampled_from(["user", "text", "image"])
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 99) | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["role", "from", "content", "value", "type", "text", "image", "user"]),
-            inner | st.sampled_from(["user", "text", "image"]),
-            max_size=4,
-        )
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner | WORDS, max_size=4),
     max_leaves=12,
 )
 
@@ -256,9 +219,6 @@ def test_any_row_is_a_sample_or_a_reason(format, values):
         assert read_row(row, format, DataConfig(), open_image=open_media).id
     except (RowError, ImageError) as reason:
         assert str(reason)
-
-
-# -- golds, choices, ids ----------------------------------------------------------------------
 
 
 def test_golds(read):
@@ -292,7 +252,7 @@ def test_choices(read):
 
 
 def test_an_id_is_given_or_follows_from_the_content(read):
-    assert read(ROWS["minio3"]).id == "vp-7"
+    assert read(ROWS["minio3"][0]).id == "vp-7"
     assert read({"question": "?", "id": 0}).id == "0"
     one, same, other = (read(row("?", name)) for name in ("a", "a", "b"))
     assert one.id == same.id != other.id and len(one.id) == 16

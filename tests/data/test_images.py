@@ -18,22 +18,16 @@ from saccade.media.media_files import source_kind
 from saccade.media.pixel_cache import ImageCache
 
 
-@pytest.mark.parametrize(
-    ("width", "height", "unit", "low", "high", "expected", "tokens"),
-    [
-        (640, 480, 28, 3136, 1_003_520, (476, 644), 391),
-        (1920, 1080, 28, 3136, 1_003_520, (728, 1316), 1222),
-        (30, 20, 28, 3136, 1_003_520, (56, 84), 6),
-        (640, 480, 32, 3136, 1_003_520, (480, 640), 300),
-        (6000, 4000, 28, 40_000, 2_000_000, (1148, 1708), 2501),
-    ],
-)
+@pytest.mark.parametrize(("width", "height", "unit", "low", "high", "expected", "tokens"), [
+    (640, 480, 28, 3136, 1_003_520, (476, 644), 391),
+    (1920, 1080, 28, 3136, 1_003_520, (728, 1316), 1222),
+    (30, 20, 28, 3136, 1_003_520, (56, 84), 6),
+    (640, 480, 32, 3136, 1_003_520, (480, 640), 300),
+    (6000, 4000, 28, 40_000, 2_000_000, (1148, 1708), 2501),
+])  # fmt: skip
 def test_resized_size(width, height, unit, low, high, expected, tokens):
     assert resized_size(width, height, unit=unit, min_pixels=low, max_pixels=high) == expected
     assert expected[0] * expected[1] // unit**2 == tokens
-
-
-# -- sources ----------------------------------------------------------------------------------
 
 
 def test_every_kind_of_source_gives_the_same_pixels(picture, tmp_path):
@@ -41,15 +35,10 @@ def test_every_kind_of_source_gives_the_same_pixels(picture, tmp_path):
     data = path.read_bytes()
     text = base64.b64encode(data).decode()
     sources = {
-        "path": "a b.png",
-        "file_uri": path.as_uri(),
-        "data_uri": f"data:image/png;base64,{text}",
-        "base64": text,
-        "bytes": data,
-        "mapping": {"bytes": data, "path": "whatever.png"},
-        "pil": Image.open(path),
+        "path": "a b.png", "file_uri": path.as_uri(), "data_uri": f"data:image/png;base64,{text}", "base64": text,
+        "bytes": data, "mapping": {"bytes": data, "path": "whatever.png"}, "pil": Image.open(path),
         "array": np.array(Image.open(path)),
-    }
+    }  # fmt: skip
     for kind, source in sources.items():
         assert source_kind(source, tmp_path) == kind
         media = open_media(source, base=tmp_path)
@@ -85,25 +74,22 @@ def test_a_picture_is_fetched_where_that_is_allowed(picture, tmp_path, monkeypat
         open_media(f"http://{'a' * 70}.com/a.png", limits=allowed)
 
 
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("gone.png", "gone.png: file does not exist"),
-        ("../up.png", "../up.png: leaves the folder"),
-        ("https://example.org/a.png", "data.allow_network=true"),
-        (".", r"\.: is a folder; give the path of a file"),
-        ("/dev/null", "/dev/null: is not a regular file"),
-        (b"", "empty file"),
-        (b"plain text", "not an image; expected one of PNG"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n", "not an image"),  # would start a program
-        (b"RIFF\x24\x00\x00\x00WAVEfmt ", "not an image but audio, .* in audios"),
-        (b"\x00\x00\x00\x20ftypisom", "not an image but video, .* in videos"),
-        ("", "its path is empty"),
-        ({"bytes": None, "path": None}, "needs a value"),
-        (3.5, "cannot be made from float"),
-        (np.zeros((4, 4, 3)), "give uint8"),
-    ],
-)
+@pytest.mark.parametrize(("source", "reason"), [
+    ("gone.png", "gone.png: file does not exist"),
+    ("../up.png", "../up.png: leaves the folder"),
+    ("https://example.org/a.png", "data.allow_network=true"),
+    (".", r"\.: is a folder; give the path of a file"),
+    ("/dev/null", "/dev/null: is not a regular file"),
+    (b"", "empty file"),
+    (b"plain text", "not an image; expected one of PNG"),
+    (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n", "not an image"),  # would start a program
+    (b"RIFF\x24\x00\x00\x00WAVEfmt ", "not an image but audio, .* in audios"),
+    (b"\x00\x00\x00\x20ftypisom", "not an image but video, .* in videos"),
+    ("", "its path is empty"),
+    ({"bytes": None, "path": None}, "needs a value"),
+    (3.5, "cannot be made from float"),
+    (np.zeros((4, 4, 3)), "give uint8"),
+])  # fmt: skip
 def test_refused_sources_say_why(source, reason, tmp_path):
     with pytest.raises(ImageError, match=reason.replace("(", r"\(")):
         open_media(source, base=tmp_path)
@@ -143,9 +129,6 @@ def test_budgets_and_limits_are_held(picture):
     assert pixels[500].tolist() == [[0, 0, 255]] + [[255, 255, 255]] * 4
     with pytest.raises(ImageError, match="200:1"):
         open_media(path, limits=DataConfig(aspect="reject"))
-
-
-# -- hygiene ----------------------------------------------------------------------------------
 
 
 def test_exif_orientation_turns_size_and_pixels(tmp_path):
@@ -232,9 +215,6 @@ def test_a_file_that_changed_is_noticed(picture):
         decode(media)
 
 
-# -- crops ------------------------------------------------------------------------------------
-
-
 def test_a_crop_of_a_crop_is_exact(noise, picture):
     media = open_media(str(noise()))
     whole = decode(media)
@@ -249,9 +229,6 @@ def test_a_crop_of_a_crop_is_exact(noise, picture):
     media = open_media(str(picture(size=(900, 30))))
     with pytest.raises(ImageError, match="aspect ratio"):
         crop(media, (0, 0, 900, 2))
-
-
-# -- cache ------------------------------------------------------------------------------------
 
 
 def test_cache_makes_each_array_once_for_many_threads(noise):

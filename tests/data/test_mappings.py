@@ -21,8 +21,6 @@ from saccade.plugins.preferences.mappings import MAPPINGS, load_mapping, mapped
 from saccade.plugins.preferences.preference_rows import chosen_first, label_of
 from saccade.types import Sample
 
-# -- media of known brightness ---------------------------------------------------------------------
-
 
 def png(path: Path, shade: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,9 +52,6 @@ def write_json(path: Path, rows: Any) -> Path:
     return path
 
 
-# -- the sets --------------------------------------------------------------------------------------
-
-
 def votes(**shares: tuple[float, float]) -> dict[str, float]:
     return {f"weighted_results{n + 1}_{head}": pair[n] for head, pair in shares.items() for n in (0, 1)}
 
@@ -70,29 +65,26 @@ GENAI = {"Prompt": "two dogs", "HumanRatings": {"s": 0, "m": [5, 4], "n": None, 
 VIDEOGEN = {"path_A": "x", "path_B": "y", "prompt": "a bird", "VQ": "A", "MQ": "same", "TA": "B"}
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "row", "preferred"),
-    [
-        ("hpdv3", "image", {"prompt": "a cat", "path1": "x", "path2": "y", "confidence": 0.99}, "x"),
-        ("hpdv3", "image", {"prompt": "a cat", "path1": "x", "path2": "y", "confidence": 0.9}, "left out"),
-        ("hpdv3", "image", {"prompt": "a cat", "path1": "x", "confidence": 1}, "has no b where mapping hpdv3 looks"),
-        ("imagegen_cot", "image", f"{COT}<answer>Image 2 is better</answer>", "y"),
-        ("imagegen_cot", "image", f"{COT}<answer>Both images are equally good</answer>", None),
-        ("imagegen_cot", "image", f"{COT}I cannot say.", "has no label"),
-        ("rapidata-t2v", "video", RAPIDATA, RAPID_HEADS),
-        ("rapidata-i2v", "video", RAPIDATA, RAPID_HEADS),
-        ("rapidata-i2v", "video", RAPIDATA | {"prompt_asset": None}, "no prompt_asset"),
-        ("omnireward-t2a", "audio", OMNI | {"response1_path": "x", "response2_path": "y"}, "y"),
-        ("videogen_rewardbench", "video", VIDEOGEN, "left out"),
-        (
-            "videogen_rewardbench",
-            "video",
-            VIDEOGEN | {"Overall": "B"},
-            {"preference": "y", "visual_quality": "x", "motion_quality": None, "alignment": "y"},
-        ),
-        ("audio_alpaca", "audio", {"prompt": "a bell", "chosen": "x", "rejected": "y"}, "x"),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind", "row", "preferred"), [
+    ("hpdv3", "image", {"prompt": "a cat", "path1": "x", "path2": "y", "confidence": 0.99}, "x"),
+    ("hpdv3", "image", {"prompt": "a cat", "path1": "x", "path2": "y", "confidence": 0.9}, "left out"),
+    ("hpdv3", "image", {"prompt": "a cat", "path1": "x", "confidence": 1}, "has no b where mapping hpdv3 looks"),
+    ("imagegen_cot", "image", f"{COT}<answer>Image 2 is better</answer>", "y"),
+    ("imagegen_cot", "image", f"{COT}<answer>Both images are equally good</answer>", None),
+    ("imagegen_cot", "image", f"{COT}I cannot say.", "has no label"),
+    ("rapidata-t2v", "video", RAPIDATA, RAPID_HEADS),
+    ("rapidata-i2v", "video", RAPIDATA, RAPID_HEADS),
+    ("rapidata-i2v", "video", RAPIDATA | {"prompt_asset": None}, "no prompt_asset"),
+    ("omnireward-t2a", "audio", OMNI | {"response1_path": "x", "response2_path": "y"}, "y"),
+    ("videogen_rewardbench", "video", VIDEOGEN, "left out"),
+    (
+        "videogen_rewardbench",
+        "video",
+        VIDEOGEN | {"Overall": "B"},
+        {"preference": "y", "visual_quality": "x", "motion_quality": None, "alignment": "y"},
+    ),
+    ("audio_alpaca", "audio", {"prompt": "a bell", "chosen": "x", "rejected": "y"}, "x"),
+])  # fmt: skip
 def test_which_candidate_a_set_prefers(name, kind, row, preferred):
     critique = row if isinstance(row, str) else None
     if critique:
@@ -180,9 +172,6 @@ def test_videodpo_looks_clips_up_in_the_table_beside_it(tmp_path):
         read(path, "videodpo")
 
 
-# -- records ---------------------------------------------------------------------------------------
-
-
 def test_a_comparison_is_written_and_read_back(tmp_path):
     png(tmp_path / "g.png", 1), png(tmp_path / "b.png", 2)
     rows = [{"prompt": "use <image>", "path1": "g.png", "path2": "b.png", "confidence": 1}]
@@ -239,17 +228,11 @@ def test_a_mapping_of_the_user_may_compare_texts_or_rate_them(own):
         assert sample.extra["models"]["AB".index(label_of(sample) or "")] == "right"
 
 
-# -- what is refused -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("first", "labels must say A, B or C for each head, not {'preference': 'first'}"),
-        ("headless", "row 1: {'quality': 4} lacks the head preference"),
-        ("nowhere", "no function 'nowhere' in "),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("first", "labels must say A, B or C for each head, not {'preference': 'first'}"),
+    ("headless", "row 1: {'quality': 4} lacks the head preference"),
+    ("nowhere", "no function 'nowhere' in "),
+])  # fmt: skip
 def test_a_wrong_function_is_refused(own, name, message):
     with pytest.raises((ConfigError, DataError), match=re.escape(message)):
         read(own[0], f"{own[1]}:{name}")

@@ -1,6 +1,4 @@
-"""Rows with candidates: what is the prompt, what are the sides, where do images stand; and two candidates
-in one prompt: what a judge reads, and what it should say.
-"""
+"""Rows with candidates: prompt, sides, places of images; two candidates in one prompt, as a judge reads them."""
 
 import json
 
@@ -41,18 +39,15 @@ def shape(messages):
     return [(m.role, "|".join("*" if isinstance(p, Media) else p for p in m.parts)) for m in messages]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "chosen", "rejected"),
-    [
-        ("how many?", "three", "a dog"),
-        ([ASKED], [ANSWER], [said("assistant", "a dog")]),
-        (None, [ASKED, ANSWER], [ASKED, said("assistant", "a dog")]),
-        ("how many?", [ASKED, ANSWER], [ASKED, said("assistant", "a dog")]),
-        ("how many?", json.dumps([ASKED, ANSWER]), [ASKED, said("assistant", "a dog")]),
-        (None, "\n\nHuman: how many?\n\nAssistant: three", "\n\nHuman: how many?\n\nAssistant: a dog"),
-        ([{"from": "human", "value": "how many?"}], {"from": "gpt", "value": "three"}, ["a dog"]),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "chosen", "rejected"), [
+    ("how many?", "three", "a dog"),
+    ([ASKED], [ANSWER], [said("assistant", "a dog")]),
+    (None, [ASKED, ANSWER], [ASKED, said("assistant", "a dog")]),
+    ("how many?", [ASKED, ANSWER], [ASKED, said("assistant", "a dog")]),
+    ("how many?", json.dumps([ASKED, ANSWER]), [ASKED, said("assistant", "a dog")]),
+    (None, "\n\nHuman: how many?\n\nAssistant: three", "\n\nHuman: how many?\n\nAssistant: a dog"),
+    ([{"from": "human", "value": "how many?"}], {"from": "gpt", "value": "three"}, ["a dog"]),
+])  # fmt: skip
 def test_the_ways_to_write_a_pair(prompt, chosen, rejected):
     asked, sides = read_candidates(prompt, [chosen, rejected])
     assert asked == [("user", ["how many?"])]
@@ -73,30 +68,23 @@ def test_what_conversations_share_is_the_prompt():
     assert len(same) == 1 and ties[0] == ties[1]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "replies", "reason"),
-    [
-        (None, ["three", "a dog"], "no prompt"),
-        ("where?", [[ASKED, ANSWER], [ASKED, ANSWER]], "not of this prompt"),
-        ("how many?", [[ASKED, ANSWER], "a dog"], "one candidate repeats the prompt"),
-        ("how many?", ["", "a dog"], "a candidate is empty"),
-        ("how many?", [[ANSWER, LOOK], "a dog"], "ends with a user message"),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "replies", "reason"), [
+    (None, ["three", "a dog"], "no prompt"),
+    ("where?", [[ASKED, ANSWER], [ASKED, ANSWER]], "not of this prompt"),
+    ("how many?", [[ASKED, ANSWER], "a dog"], "one candidate repeats the prompt"),
+    ("how many?", ["", "a dog"], "a candidate is empty"),
+    ("how many?", [[ANSWER, LOOK], "a dog"], "ends with a user message"),
+])  # fmt: skip
 def test_what_cannot_be_compared(prompt, replies, reason):
     with pytest.raises(RowError, match=reason):
         read_candidates(prompt, replies)
 
 
 def test_images_are_placed_over_prompt_chosen_and_rejected():
-    sample = read(
-        {
-            "prompt": "<image>how many?",
-            "chosen": [ANSWER, said("user", "<image>look"), said("assistant", "four")],
-            "rejected": [ANSWER, said("user", "<image>there"), said("assistant", "a dog")],
-            "images": ["a", "bb", "ccc"],
-        }
-    )
+    chosen = [ANSWER, said("user", "<image>look"), said("assistant", "four")]
+    rejected = [ANSWER, said("user", "<image>there"), said("assistant", "a dog")]
+    shown = {"prompt": "<image>how many?", "images": ["a", "bb", "ccc"]}
+    sample = read(shown | {"chosen": chosen, "rejected": rejected})
     assert shape(sample.messages) == [("user", "*|how many?")]
     assert [shape(side)[1] for side in sample.candidates] == [("user", "*|look"), ("user", "*|there")]
     assert [m.width for m in sample.every_media] == [101, 102, 103] and len(sample.media) == 1
@@ -137,33 +125,22 @@ def test_a_canonical_row_is_the_same_sample_and_the_hash_sees_the_candidates():
     assert content_hash(read(pair)) != content_hash(read(pair | {"chosen": "y", "rejected": "x"}))
 
 
-# -- a judge's view --------------------------------------------------------------------------------
-
-
 def compared(first, second, label: str | None = "B", id: str = "s", **extra) -> Sample:
     labels = {} if label is None else {"labels": {"preference": label}, "sides": {"seed": 0, "swapped": False}}
-    return Sample(
-        id=id,
-        messages=(Message(role="system", parts=("Be fair.",)), Message(role="user", parts=("a red cat",))),
-        candidates=tuple((Message(role="assistant", parts=(side,)),) for side in (first, second)),
-        extra={**labels, **extra},
-    )
+    asked = (Message(role="system", parts=("Be fair.",)), Message(role="user", parts=("a red cat",)))
+    sides = tuple((Message(role="assistant", parts=(side,)),) for side in (first, second))
+    return Sample(id=id, messages=asked, candidates=sides, extra={**labels, **extra})
 
 
 def test_both_candidates_stand_in_one_prompt_under_their_numbers():
     one, two = (open_media(np.full((56, 56, 3), shade, np.uint8)) for shade in (1, 2))
     sample = verdict_view(compared(one, two), seed=0)
     assert sample.answer == "B" and sample.candidates == () and sample.media == (one, two)
-    assert shape(sample.messages) == [
-        ("system", "Be fair."),
-        (
-            "user",
-            "Two images answer the same request. Compare them and say which one fits it better.\n\n"
-            "a red cat\n\nImage 1:\n|*|\n\nImage 2:\n|*|\n\n"
-            "The answer is one of: Image 1 is better, Image 2 is better, Both images are equally good.",
-        ),
-        ("assistant", "<answer>Image 2 is better</answer>"),
-    ]
+    asked = "Two images answer the same request. Compare them and say which one fits it better.\n\n"
+    asked += "a red cat\n\nImage 1:\n|*|\n\nImage 2:\n|*|\n\n"
+    asked += "The answer is one of: Image 1 is better, Image 2 is better, Both images are equally good."
+    verdict = ("assistant", "<answer>Image 2 is better</answer>")
+    assert shape(sample.messages) == [("system", "Be fair."), ("user", asked), verdict]
     said = "<think>Sharper.</think><answer>Image 2 is better</answer>"  # with the instruction that it answers
     sample = verdict_view(compared(one, two, critique=said), seed=0)
     assert sample.messages[2].text == said

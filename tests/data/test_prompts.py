@@ -62,9 +62,6 @@ def test_system_and_template_from_a_file(ask, tmp_path):
         apply(ask("?"), PromptConfig(template="gone.jinja"), instruction="")
 
 
-# -- templates --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def templated(tmp_path):
     def write(text):
@@ -84,22 +81,16 @@ def test_a_template_surrounds_the_question_and_may_place_the_rest(ask, media, te
     assert done.messages[0].text == "Go. Which? (A) x; (B) y"
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("no content", "lost, doubled or moved"),
-        ("{{ content }}{{ content }}", "lost, doubled or moved"),
-        ("{{ content }}{{ contnt }}", "'contnt' is undefined"),
-        ("{{ content.__class__.__mro__ }}", "unsafe"),
-        ("{% if %}", "line 1"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    ("no content", "lost, doubled or moved"),
+    ("{{ content }}{{ content }}", "lost, doubled or moved"),
+    ("{{ content }}{{ contnt }}", "'contnt' is undefined"),
+    ("{{ content.__class__.__mro__ }}", "unsafe"),
+    ("{% if %}", "line 1"),
+])  # fmt: skip
 def test_templates_that_do_harm_are_refused(ask, media, templated, text, reason):
     with pytest.raises(ConfigError, match=f"prompt.template.*{reason}"):
         apply(ask(media, "?"), templated(text), instruction="")
-
-
-# -- choices ----------------------------------------------------------------------------------
 
 
 def test_the_gold_letter_follows_its_option(ask):

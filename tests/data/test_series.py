@@ -55,26 +55,23 @@ def test_every_source_is_the_same_series(tmp_path: Path) -> None:
         decode(media)
 
 
-@pytest.mark.parametrize(
-    ("source", "why"),
-    [
-        ([[1.0, float("nan")]], "lead 0 is nan at sample 1"),
-        ([[1e300]], "lead 0 is inf"),
-        ([[1, 2], [3]], "leads of different lengths"),
-        ([[]], "empty"),
-        (b"I,II\n", "empty"),
-        (b"1,2\n3\n", "number of columns changed from 2 to 1 at row 2"),
-        (b"1,2\n3,x\n", "could not convert string 'x' to float64 at row 1, column 2"),
-        ([["1", "2"], ["3", "4"]], "series: text instead of numbers"),
-        (5, "a time series cannot be made from int"),
-        (b"\xff\xfe", "neither NPY nor CSV, which is text"),
-        (npy(np.zeros((1, 2, 3))), r"an array \[1, 2, 3\]"),
-        (npy(np.array([{"a": 1}]), allow_pickle=True), "Object arrays cannot be loaded"),
-        (npy(VALUES)[:-4], "EOF|Failed to read all data"),
-        ("../other.npy", "leaves the folder"),
-        ("gone.npy", "does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("source", "why"), [
+    ([[1.0, float("nan")]], "lead 0 is nan at sample 1"),
+    ([[1e300]], "lead 0 is inf"),
+    ([[1, 2], [3]], "leads of different lengths"),
+    ([[]], "empty"),
+    (b"I,II\n", "empty"),
+    (b"1,2\n3\n", "number of columns changed from 2 to 1 at row 2"),
+    (b"1,2\n3,x\n", "could not convert string 'x' to float64 at row 1, column 2"),
+    ([["1", "2"], ["3", "4"]], "series: text instead of numbers"),
+    (5, "a time series cannot be made from int"),
+    (b"\xff\xfe", "neither NPY nor CSV, which is text"),
+    (npy(np.zeros((1, 2, 3))), r"an array \[1, 2, 3\]"),
+    (npy(np.array([{"a": 1}]), allow_pickle=True), "Object arrays cannot be loaded"),
+    (npy(VALUES)[:-4], "EOF|Failed to read all data"),
+    ("../other.npy", "leaves the folder"),
+    ("gone.npy", "does not exist"),
+])  # fmt: skip
 def test_what_is_no_series_is_refused(source: object, why: str, tmp_path: Path) -> None:
     with pytest.raises(ImageError, match=why):
         open_series(source, base=tmp_path)

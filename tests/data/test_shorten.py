@@ -43,14 +43,9 @@ def test_shrink_lowers_the_budget_until_the_row_fits_from_the_largest_image_on(a
 
 def test_drop_turns_removes_the_oldest_whole_turns(ask, picture):
     media = open_media(str(picture()))
-    turns = (
-        Message(role="system", parts=("S",)),
-        Message(role="user", parts=(media, "a" * 50)),
-        Message(role="assistant", parts=("b" * 10,)),
-        Message(role="user", parts=("c" * 10,)),
-        Message(role="assistant", parts=("d" * 10,)),
-        Message(role="user", parts=(media, "e" * 10)),
-    )
+    said = [("system", "S"), ("user", media, "a" * 50), ("assistant", "b" * 10), ("user", "c" * 10)]
+    said += [("assistant", "d" * 10), ("user", media, "e" * 10)]
+    turns = tuple(Message(role=role, parts=tuple(parts)) for role, *parts in said)
     sample = replace(ask("x"), messages=turns)
     kept = drop_turns(sample, length, 60)
     assert [m.role for m in kept.messages] == ["system", "user", "assistant", "user"]
@@ -65,9 +60,6 @@ def test_truncate_text_leaves_media_and_the_end_of_the_question(ask, picture):
     assert truncate_text(sample, length, fixed + 71).messages[0].parts == ("0" * 20, media, "1" * 50 + "?")
     assert truncate_text(sample, length, fixed + 11).messages[0].parts == (media, "1" * 10 + "?")
     assert truncate_text(sample, length, fixed) is None
-
-
-# -- as part of loading: 1 to 64 images under a budget that would cut a span --------------------
 
 
 @pytest.fixture

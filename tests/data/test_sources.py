@@ -17,15 +17,6 @@ def rows(path, **options):
     return list(open_source(DataSource(path=str(path), **options)).rows)
 
 
-def test_sets_of_one_name_are_told_apart_before_they_are_opened():
-    paths = ["a/val.jsonl", "b/val.jsonl.gz", "org/val:clean@test", "val-2", "val"]
-    sources = [DataSource(path=path) for path in paths] + [DataSource(path="x.csv", name="mine")]
-    assert set_names(sources) == ["val", "val-1", "val-2", "val-2-3", "val-4", "mine"]
-
-
-# -- files ------------------------------------------------------------------------------------
-
-
 def test_json_jsonl_and_their_gzip(tmp_path):
     lines = "\n".join(map(json.dumps, ROWS)) + "\n\n"
     for name, text in [("a.json", json.dumps(ROWS)), ("a.jsonl", "\ufeff" + lines)]:
@@ -93,34 +84,31 @@ def test_a_python_file_gets_the_split(tmp_path):
             rows(tmp_path / "b.py")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("a.json", b'{"a": 1}', "a list of rows"),
-        ("a.json", b"[1,", "not a JSON file"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-9], "cannot be read"),
-        ("a.parquet", b"text", "not a parquet file"),
-        ("a.arrow", b"text", "not an arrow file"),
-        ("a.csv", "question,answer\nhöher?,1\n".encode("latin-1"), "not UTF-8.*0xf6.*save it as"),
-        ("a.txt", b"text", "unknown kind of file '.txt'; readable are .json"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "reason"), [
+    ("a.json", b'{"a": 1}', "a list of rows"),
+    ("a.json", b"[1,", "not a JSON file"),
+    ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-9], "cannot be read"),
+    ("a.parquet", b"text", "not a parquet file"),
+    ("a.arrow", b"text", "not an arrow file"),
+    ("a.csv", "question,answer\nhöher?,1\n".encode("latin-1"), "not UTF-8.*0xf6.*save it as"),
+    ("a.txt", b"text", "unknown kind of file '.txt'; readable are .json"),
+])  # fmt: skip
 def test_files_that_cannot_be_read_are_named(tmp_path, name, content, reason):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=rf"{name}.*{reason}"):
         rows(tmp_path / name)
 
 
-# -- addresses --------------------------------------------------------------------------------
-
-
-def test_addresses(tmp_path, monkeypatch):
+def test_addresses_and_names_of_sets(tmp_path, monkeypatch):
     assert parse_address("org/set:clean@train#en/x") == Address("org/set", "clean", "train", "en/x")
     assert parse_address("set@test") == Address("set", None, "test", None)
     assert parse_address("a/b.jsonl") == Address("a/b.jsonl")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "odd@2x#1.jsonl").write_text("{}")
     assert parse_address("odd@2x#1.jsonl") == Address("odd@2x#1.jsonl")
+    paths = ["a/val.jsonl", "b/val.jsonl.gz", "org/val:clean@test", "val-2", "val"]
+    sources = [DataSource(path=path) for path in paths] + [DataSource(path="x.csv", name="mine")]
+    assert set_names(sources) == ["val", "val-1", "val-2", "val-2-3", "val-4", "mine"]
 
 
 def test_what_is_not_there_is_named(tmp_path, jsonl):
@@ -130,9 +118,6 @@ def test_what_is_not_there_is_named(tmp_path, jsonl):
         rows("no/such")
     with pytest.raises(DataError, match="single file and has no split 'train'"):
         rows(jsonl(ROWS), split="train")
-
-
-# -- folders ----------------------------------------------------------------------------------
 
 
 def test_a_folder_with_one_file_per_split(tmp_path):
@@ -146,16 +131,13 @@ def test_a_folder_with_one_file_per_split(tmp_path):
         rows(tmp_path)
 
 
-def test_an_image_folder_with_metadata(tmp_path, picture):
+def test_where_pictures_of_rows_lie(tmp_path, picture, jsonl):
     picture("train/x.png")
     line = {"file_name": "x.png", "question": "?", "answer": "1"}
     (tmp_path / "train" / "metadata.jsonl").write_text(json.dumps(line))
     for path in (tmp_path / "train", f"{tmp_path}@train"):
         sample = load([DataSource(path=str(path))], DataConfig()).samples[0]
         assert sample.media[0].path == str(tmp_path / "train" / "x.png")
-
-
-def test_image_dir_is_where_relative_paths_start(jsonl, picture, tmp_path):
     picture("pics/x.png")
     path = jsonl([{"problem": "<image>", "answer": "1", "images": ["x.png"]}])
     source = DataSource(path=path, image_dir=str(tmp_path / "pics"))

@@ -91,16 +91,9 @@ def test_every_kind_of_medium_is_read_from_there(on_disk, image, tmp_path):
         assert moved == media and np.array_equal(decode(moved), decode(media))
         held = [moved.data, *(picture.data for picture in moved.pictures)]
         assert not any(isinstance(data, bytes) for data in held)
-    on_a_path = open_media(str(write(tmp_path / "a.png", image())))
+    (tmp_path / "a.png").write_bytes(image().data)
+    on_a_path = open_media(str(tmp_path / "a.png"))
     assert on_disk(on_a_path) is on_a_path and encoded(on_a_path) == image().data
-
-
-def write(path, media):
-    path.write_bytes(media.data)
-    return path
-
-
-# -- memory ----------------------------------------------------------------------------------------
 
 
 def test_rows_are_let_go_of_when_they_are_read_and_when_they_are_written(jsonl, on_disk, noise, tmp_path):
@@ -114,9 +107,6 @@ def test_rows_are_let_go_of_when_they_are_read_and_when_they_are_written(jsonl, 
     tracemalloc.stop()
     assert len(data) == 400 and peak < sum(map(len, large)) / 2
     assert loaded(str(tmp_path / "again.jsonl")).samples == data.samples
-
-
-# -- processes -------------------------------------------------------------------------------------
 
 
 OWNER = """

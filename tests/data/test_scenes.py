@@ -1,7 +1,10 @@
-"""Scenes that can be read after zooming and not before, with the numbers of a matcher."""
+"""Scenes that can be read after zooming and not before, by a matcher; scenes to count, which show their answer."""
 
+import hashlib
 import io
+import json
 import math
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +14,8 @@ from PIL import Image
 
 from saccade.config import DataConfig, DataSource
 from saccade.data import datasets
-from saccade.plugins.quickstart.counting import write_jsonl
+from saccade.plugins.quickstart import counting
+from saccade.plugins.quickstart.counting import TRAINING_COLOURS, counting_scene, counting_split, write_jsonl
 from saccade.plugins.visual_search.optotypes import FRAME, TILE, resized
 from saccade.plugins.visual_search.search_expert import demonstration, place_boxes
 from saccade.plugins.visual_search.search_scenes import KINDS, LEVELS, LIGHT, Canvas, search_split
@@ -22,9 +26,7 @@ def pixels(sample) -> np.ndarray:
 
 
 def read(sample, side: int) -> str:
-    """The answer whose drawing is most like what is seen through a window of that side, by a matcher
-    that is told where the target is.
-    """
+    """What a matcher reads through a window of that side; it is told where the target is."""
     extra, image = sample.extra, pixels(sample)
     level, view = LEVELS[extra["level"]], extra["view"]
     x0, y0 = (v // side * side for v in extra["box"][:2])
@@ -86,9 +88,6 @@ def test_rows_depend_on_seed_and_index_alone_and_are_read_back(tmp_path: Path) -
         assert [getattr(row, name) for row in again] == [getattr(row, name) for row in rows]
 
 
-# -- the searcher ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("level", "fewest"), [("easy", 2), ("medium", 2), ("hard", 3)])
 def test_a_searcher_needs_two_to_six_turns_and_goes_on_row_by_row(level: str, fewest: int) -> None:
     rows, rng = search_split(10, seed=4, level=level, view=56), np.random.default_rng(0)
@@ -102,3 +101,64 @@ def test_a_searcher_needs_two_to_six_turns_and_goes_on_row_by_row(level: str, fe
         places = [next(i for i, box in enumerate(boxes) if box in turn) for turn in turns[:-1]]
         assert all((b - a) % 16 == 1 for a, b in pairwise(places))
         assert turns[-1].endswith(f"<answer>{rows[0].answer}</answer>")
+
+
+def connected_regions(mask: np.ndarray) -> int:
+    """Regions of touching pixels, diagonals included."""
+    left, regions = mask.copy(), 0
+    while left.any():
+        regions += 1
+        waiting = [tuple(np.argwhere(left)[0])]
+        while waiting:
+            y, x = waiting.pop()
+            if left[y, x]:
+                left[y, x] = False
+                around = left[max(y - 1, 0) : y + 2, max(x - 1, 0) : x + 2]
+                waiting += [(max(y - 1, 0) + v, max(x - 1, 0) + u) for v, u in np.argwhere(around)]
+    return regions
+
+
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_a_scene_shows_as_many_separate_regions_as_it_has_shapes_in_reading_order(count: int) -> None:
+    for seed in range(10):
+        image, shapes = counting_scene(np.random.default_rng(seed), count=count, colours=TRAINING_COLOURS)
+        assert image.shape == (56, 56, 3) and image.dtype == np.uint8
+        assert len(shapes) == connected_regions((image != counting.MID_GREY).any(axis=2)) == count
+        for shape in shapes:
+            assert 4 <= shape.radius <= 6
+            assert tuple(image[shape.y, shape.x]) == counting.COLOURS[shape.colour]
+        places = [(shape.y >= 28, shape.x) for shape in shapes]
+        assert places == sorted(places)
+
+
+def test_a_row_is_a_question_about_one_picture() -> None:
+    row = counting_split(1, seed=5, colours=("red", "blue"))[0]
+    (message,) = row.messages
+    (media,) = row.media
+    assert message.role == "user" and message.parts == (media, "how many objects?")
+    assert (media.width, media.height) == (56, 56)
+    assert media.data is not None and media.hash == hashlib.sha256(media.data).hexdigest()
+    assert row.answer == str(len(row.extra["colours"]))
+    listed = " ".join(row.extra["colours"])
+    assert row.extra["demonstration"] == f"<think> {listed} </think><answer> {row.answer} </answer>"
+    assert counting.demonstrated(row).messages[1].text == row.extra["demonstration"]
+    image = np.random.default_rng(0).integers(0, 256, size=(7, 5, 3), dtype=np.uint8)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(counting.encode_png(image)))), image)
+
+
+def test_a_split_depends_on_its_seed_alone_and_is_written_as_it_is(tmp_path: Path) -> None:
+    rows = counting_split(36, seed=1, colours=TRAINING_COLOURS)
+    assert Counter(row.answer for row in rows) == {str(k): 6 for k in range(1, 7)}
+    assert rows[:7] == counting_split(7, seed=1, colours=TRAINING_COLOURS)
+    other = counting_split(36, seed=2, colours=TRAINING_COLOURS)
+    assert {row.media[0].hash for row in rows}.isdisjoint(row.media[0].hash for row in other)
+    assert len({row.id for row in rows + other}) == 72
+    # The first picture of the quickstart's seed 0, to the bit.
+    assert counting_split(1, seed=1, colours=("red", "green", "blue"))[0].media[0].hash[:16] == "72fef0d233535707"
+    path = counting.write_jsonl(rows, tmp_path)
+    assert path == tmp_path / "train.jsonl"
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert written[0]["problem"] == "<image>how many objects?"
+    for line, row in zip(written, rows, strict=True):
+        assert line["answer"] == row.answer
+        assert (tmp_path / line["images"][0]).read_bytes() == row.media[0].data
