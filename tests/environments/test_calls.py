@@ -47,18 +47,15 @@ def test_what_is_no_plain_object_is_refused(text):
     assert reason(text) == HOSTILE[text]
 
 
-def test_a_call_without_end_is_no_call():
-    assert find("x <grounding>{}", "grounding", 1) == [Written(2, 15, None)]
-    assert reason(None) == "unclosed"
-
-
-def test_the_first_calls_count_and_a_mention_does_not():
+def test_the_first_calls_with_an_end_count_and_a_mention_does_not():
     text = "I use <tool_call>: <tool_call>1</tool_call></tool_call>, <tool_call>2</tool_call>"
     assert [w.body for w in find(text, "tool_call", 1)] == ["1"]
     assert [w.body for w in find(text, "tool_call", 9)] == ["1", "2"]
     (first,) = find(text, "tool_call", 1)
     assert text[first.start : first.end] == "<tool_call>1</tool_call>"
     assert find("nothing", "tool_call", 1) == []
+    assert find("x <grounding>{}", "grounding", 1) == [Written(2, 15, None)]
+    assert reason(None) == "unclosed"
 
 
 NUMBERS = st.integers(-(10**12), 10**12) | st.floats(allow_nan=False, allow_infinity=False)

@@ -1,6 +1,4 @@
-"""A policy that means harm: nothing that it writes is executed, and what it costs is bounded by
-what it may write in a turn.
-"""
+"""Nothing that a hostile policy writes is executed, and what it costs is bounded by what it may write."""
 
 import sys
 

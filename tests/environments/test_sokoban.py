@@ -24,11 +24,14 @@ def play(state, *moves):
     return state, total
 
 
-def test_a_push_onto_the_goal_solves():
+def test_pushes_of_boxes():
     solved, total = play(parse(CORRIDOR), "right")
     assert solved.solved and total == pytest.approx(10.9)
     same, total = play(parse(CORRIDOR), "left")
     assert same == parse(CORRIDOR) and total == pytest.approx(-0.1)
+    assert play(parse("#####\n#@$$ #\n#####"), "right")[0].player == (1, 1)
+    assert play(parse("####\n#@$#\n####"), "right")[0].boxes == {(1, 2)}
+    assert play(parse("$@"), "left", "right", "up")[0].boxes == {(0, 0)}  # no wall around it
 
 
 def test_goals_under_boxes_and_players_are_remembered():
@@ -40,12 +43,6 @@ def test_goals_under_boxes_and_players_are_remembered():
     assert back.solved and total == pytest.approx(10.9)
     grid = parse([[0, 0, 0, 0, 0, 0], [0, 6, 3, 1, 2, 0], [0, 0, 0, 0, 0, 0]])
     assert grid == state
-
-
-def test_boxes_do_not_move_through_walls_or_boxes():
-    assert play(parse("#####\n#@$$ #\n#####"), "right")[0].player == (1, 1)
-    assert play(parse("####\n#@$#\n####"), "right")[0].boxes == {(1, 2)}
-    assert play(parse("$@"), "left", "right", "up")[0].boxes == {(0, 0)}  # no wall around it
 
 
 def test_levels_and_moves_that_are_none():

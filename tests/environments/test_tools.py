@@ -57,11 +57,8 @@ def test_numbers_of_observations_do_not_shift_after_an_invalid_call(begin):
     end = environment.step(said("<think>so</think><answer>left</answer>"))
     assert end.done and end.info["end_reason"] == "answered"
     noted = end.info["tool_calls"]
-    assert [(c["turn"], c["ok"], c["reason"], c["observation"]) for c in noted] == [
-        (1, True, "", 1),
-        (2, False, "source", None),
-        (3, True, "", 2),
-    ]
+    found = [(c["turn"], c["ok"], c["reason"], c["observation"]) for c in noted]
+    assert found == [(1, True, "", 1), (2, False, "source", None), (3, True, "", 2)]
     assert noted[2]["lineage"] == ["original_image", "observation_1"]
     assert noted[2]["media"] == third.messages[0].media[0].hash
     assert noted[2]["box"] == [0, 0, 0.5, 0.5] and noted[2]["pixels"] == [0, 0, 50, 25]
@@ -73,14 +70,9 @@ def test_numbers_of_observations_do_not_shift_after_an_invalid_call(begin):
 
 
 def test_how_a_turn_ends(begin):
-    ends = {
-        "<answer>7</answer>": "answered",
-        "I mention <grounding> and say <answer>7</answer>": "answered",
-        "nothing": "eos_no_answer",
-        "<answer></answer>": "eos_no_answer",
-        "": "eos_no_answer",
-    }
-    for text, reason in ends.items():
+    answers = "<answer>7</answer>", "I mention <grounding> and say <answer>7</answer>"
+    ends = dict.fromkeys(answers, "answered")
+    for text, reason in (ends | dict.fromkeys(("nothing", "<answer></answer>", ""), "eos_no_answer")).items():
         step = begin().step(said(text))
         assert (step.done, step.info["end_reason"]) == (True, reason), text
         assert step.info["tool_calls"] == []

@@ -1,4 +1,4 @@
-"""Answers that people would call right or wrong, what the verifiers call them, and what they refuse."""
+"""Where an answer stands; which answers people would call right or wrong, and what the verifiers call them."""
 
 import itertools
 import json
@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from saccade.config import RewardConfig
+from saccade.plugins.verifiers.extract import answer_of, extract
 from saccade.plugins.verifiers.grounding import matched, pair, read_boxes
-from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample, to_json
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import FORMATS, VERIFIERS
 from saccade.types import Score
@@ -70,18 +71,15 @@ def test_what_a_format_renders_passes_its_own_check(name):
     assert score(f"format:{name}", shown, choices=("cat", "dog")).value == 1
 
 
-@pytest.mark.parametrize(
-    ("verifier", "args", "words"),
-    [
-        ("medical", {"weights": {"lenght": 0}}, "weights are those of labels, boxes, json, length"),
-        ("iou", {"mode": "dice"}, "mode is iou, giou, set, map, mask or iou@"),
-        ("iou", {"mode": "iou@2"}, "mode is iou"),
-        ("overlong", {"buffer": 0}, "0 < buffer < 2048"),
-        ("length", {}, "either target"),
-        ("sokoban", {}, "solved at its start"),
-        ("hybrid", {"rule": "maths"}, "rule is auto, choice, math.*not 'maths'"),
-    ],
-)
+@pytest.mark.parametrize(("verifier", "args", "words"), [
+    ("medical", {"weights": {"lenght": 0}}, "weights are those of labels, boxes, json, length"),
+    ("iou", {"mode": "dice"}, "mode is iou, giou, set, map, mask or iou@"),
+    ("iou", {"mode": "iou@2"}, "mode is iou"),
+    ("overlong", {"buffer": 0}, "0 < buffer < 2048"),
+    ("length", {}, "either target"),
+    ("sokoban", {}, "solved at its start"),
+    ("hybrid", {"rule": "maths"}, "rule is auto, choice, math.*not 'maths'"),
+])  # fmt: skip
 def test_arguments_and_rows_of_no_use_are_refused(verifier, args, words):
     solved = {"level": "#####\n#@ *#\n#####"}
     with pytest.raises(ValueError, match=words):
@@ -133,3 +131,61 @@ def test_the_use_of_tools_costs_as_far_as_the_answer_is_right():
         with Scorer(config, prompt_format="direct", max_tokens=64) as scorer:
             (scored,) = scorer.score([RewardSample(id="a", response=answer, answer="7", tool_calls=calls)])
         assert scored.reward == pytest.approx(reward) and scored.outcome == float(answer == "7")
+
+
+MATH = ("answer_tag", "boxed", "answer_line")
+
+
+@pytest.mark.parametrize(("response", "order", "found"), [
+    ("<answer>1</answer> no: <answer>2</answer>", MATH, "2"),
+    ("<answer>1</answer><answer>2", MATH, "1"),
+    (r"<answer>so \boxed{\frac{1}{2}}</answer>", MATH, r"\frac{1}{2}"),
+    (r"\boxed{1} and \boxed{\{2\}}", MATH, r"\{2\}"),
+    (r"\boxed{1} and \boxed{2", MATH, "1"),
+    (r"\boxed{\boxed{5}}", MATH, "5"),
+    (r"\boxed{}", MATH, ""),
+    ("steps\n**Final answer:** 12", MATH, "12"),
+    ("Answer: 3\nAnswer: $4$", MATH, "$4$"),
+    ("my answer: is late", ("answer_line",), None),
+    ("Answer: 3" + "\nfurther" * 60, MATH, None),
+    ("so #### 72\n", ("hash",), "72"),
+    ("it is 7, not 8.5", ("last_number",), "8.5"),
+    ("The answer is (B).", ("letter",), "B"),
+    ("(A) or (B)", ("letter",), None),
+    ("  cat ", ("whole",), "cat"),
+])  # fmt: skip
+def test_order_and_places(response, order, found):
+    assert extract(response, order) == found
+
+
+@pytest.mark.parametrize(("response", "prefilled", "found"), [
+    ("<think><answer>1</answer></think><answer>2</answer>", False, "2"),
+    ("<think><answer>1</answer></think>", False, None),
+    ("<answer>1</answer>", True, None),
+    ("a thought</think><answer>1</answer>", True, "1"),
+    ("<think>a</think><think>b<answer>1</answer>", False, None),
+])  # fmt: skip
+def test_scope_is_what_follows_the_last_closed_thought(response, prefilled, found):
+    assert extract(response, MATH, think_prefilled=prefilled) == found
+    assert extract("<think><answer>1</answer>", MATH, scope="all") == "1"
+
+
+def test_an_answer_of_several_turns_stands_in_the_last_one():
+    turns = ("<answer>3</answer> wait", "<think>so</think><answer>7</answer>")
+    for given, found in ((turns, "7"), ((*turns, "hm"), None), ((), "7"), (("x",), "7")):
+        sample = RewardSample(id="a", response="".join(turns), turns=given)
+        assert answer_of(sample, ["answer_tag"], "after_think") == found
+        sent = RewardSample(**json.loads(to_json(sample, brief=True)))
+        assert answer_of(sent, ["answer_tag"], "after_think") == found
+
+
+@pytest.mark.parametrize(("last", "found"), [
+    ('<think>Look.</think><grounding>{"bbox_2d": [0, 0.5, 1, 1]}</grounding>', None),
+    ('<tool_call>{"name": "calculator", "arguments": {"expression": "3*4"}}</tool_call>', None),
+    ('<grounding>{"bbox_2d": [0, 0.5', None),
+    ("<grounding>[1] <answer>7</answer>", "7"),
+])  # fmt: skip
+def test_a_call_is_no_answer(last, found):
+    for turns in ((last,), ("I see 99.", last)):
+        sample = RewardSample(id="a", response="\n".join(turns), turns=turns)
+        assert answer_of(sample, ("answer_tag", "last_number"), "after_think") == found

@@ -22,20 +22,17 @@ def sample(response: str, answer: str) -> RewardSample:
     return RewardSample(id="a", response=response, answer=answer)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "9^{9^{9^9}}",
-        "1e99999",
-        r"\binom{99999}{555}",
-        "9" * 1900,
-        "(" * 30 + "1" + ",2)" * 30,
-        r"\{1\pm" * 25 + "1" + r"\}" * 25,
-        "x" * 5000,
-        "|x" * 40,
-        "(x+y+z+w)^{40}",
-    ],
-)
+@pytest.mark.parametrize("answer", [
+    "9^{9^{9^9}}",
+    "1e99999",
+    r"\binom{99999}{555}",
+    "9" * 1900,
+    "(" * 30 + "1" + ",2)" * 30,
+    r"\{1\pm" * 25 + "1" + r"\}" * 25,
+    "x" * 5000,
+    "|x" * 40,
+    "(x+y+z+w)^{40}",
+])  # fmt: skip
 def test_huge_expressions_are_refused_at_once(answer):
     symbolic.load()
     start = time.process_time()
@@ -68,36 +65,19 @@ def test_competition_golds_equal_themselves_and_no_other(shared):
 
 N = 20_000
 BODIES = {
-    "braces": "{" * N,
-    "boxes": r"\boxed{" * (N // 7),
-    "balanced": "{" * N + "}" * N,
-    "brackets": "[" * N + "]" * N,
+    "braces": "{" * N, "boxes": r"\boxed{" * (N // 7), "balanced": "{" * N + "}" * N, "brackets": "[" * N + "]" * N,
     "objects": '{"objects_of_interest":[' * 900 + "[0,0,1,1]" + "]}" * 900,
-    "many boxes": json.dumps([[i % 13, i % 7, i % 13 + 5, i % 7 + 9] for i in range(199)]),
-    "power": "9**9**9",
-    "tower": "9^{9^{9^9}}",
-    "exponent": "1e" + "9" * N,
-    "digits": "9" * N,
-    "commas": "1," * N,
-    "gap": "answer" + " " * N + "!",
-    "letters": "A, " * N + "!",
-    "fences": "```json\n[\n" * (N // 10),
-    "tags": "<answer><think>" * (N // 15),
-    "spaced tag": "<" + " " * N,
-    "moves": "left," * N,
-    "raised": "2" + "\u00b2" * N,
-    "code": "__import__('pathlib').Path('executed').touch()",
-}
+    "many boxes": json.dumps([[i % 13, i % 7, i % 13 + 5, i % 7 + 9] for i in range(199)]), "power": "9**9**9",
+    "tower": "9^{9^{9^9}}", "exponent": "1e" + "9" * N, "digits": "9" * N, "commas": "1," * N,
+    "gap": "answer" + " " * N + "!", "letters": "A, " * N + "!", "fences": "```json\n[\n" * (N // 10),
+    "tags": "<answer><think>" * (N // 15), "spaced tag": "<" + " " * N, "moves": "left," * N,
+    "raised": "2" + "\u00b2" * N, "code": "__import__('pathlib').Path('executed').touch()",
+}  # fmt: skip
 GOLDS = {"iou": "[0,0,10,10]", "point": "[0,0,10,10]", "verdict": "A", "medical": "edema"}
 ARGS = {
-    "regex": {"pattern": "a+b"},
-    "overlong": {"buffer": 1, "limit": 4},
-    "length": {"target": 3},
-    "iou": {"mode": "set"},
-    "sokoban": {"mode": "lmmr1"},
-    "model": {"path": "tiny:qwen2"},
-    "format:think_boxed": {"lenient": True},
-}
+    "regex": {"pattern": "a+b"}, "overlong": {"buffer": 1, "limit": 4}, "length": {"target": 3}, "iou": {"mode": "set"},
+    "sokoban": {"mode": "lmmr1"}, "model": {"path": "tiny:qwen2"}, "format:think_boxed": {"lenient": True},
+}  # fmt: skip
 ROW = {"level": "#####\n#@$.#\n#####", "bbox": [0, 0, 10, 10]}
 
 
@@ -109,12 +89,9 @@ def test_no_response_hangs_a_verifier(tmp_path, monkeypatch):
         scores = {}
         for name, (kind, body) in itertools.product(names, BODIES.items()):
             sample = RewardSample(
-                id="a",
-                response=f"<think>a</think>\\boxed{{{body}}}<answer>{body}</answer>",
-                answer=GOLDS.get(name, "5"),
-                extra=ROW,
-                choices=("a", "b"),
-            )
+                id="a", response=f"<think>a</think>\\boxed{{{body}}}<answer>{body}</answer>",
+                answer=GOLDS.get(name, "5"), extra=ROW, choices=("a", "b"),
+            )  # fmt: skip
             scores[name, kind] = pool.submit(name, sample, ARGS.get(name))
         found = {key: score.result() for key, score in scores.items()}
     assert {key: score.reason for key, score in found.items() if score.kind not in ("value", "abstain")} == {}

@@ -28,16 +28,9 @@ def short_pauses(monkeypatch):
 
 
 def samples(count: int) -> list[RewardSample]:
-    return [
-        RewardSample(
-            id=str(n),
-            response=f"<think>a</think><answer>{n}</answer>",
-            prompt="?",
-            answer=str(n % 3),
-            data_source="digits",
-        )
-        for n in range(count)
-    ]
+    said = {str(n): f"<think>a</think><answer>{n}</answer>" for n in range(count)}
+    known = {"prompt": "?", "data_source": "digits"}
+    return [RewardSample(id=n, response=text, answer=str(int(n) % 3), **known) for n, text in said.items()]
 
 
 def asked(config: RemoteConfig, given: list[RewardSample]) -> tuple[list[Score], dict[str, float]]:
@@ -98,14 +91,11 @@ def test_a_busy_service_is_waited_for_and_costs_no_attempt():
     assert "gave no answer in time" in scores[0].reason
 
 
-@pytest.mark.parametrize(
-    ("says", "words"),
-    [
-        (Says(status=500, body={}), "status 500"),
-        (Says(body={"rewards": [1.0]}), "cannot be read.*not 2 entries"),
-        (Says(status=401, body={"error": "wrong or missing token"}), "remote.token"),
-    ],
-)
+@pytest.mark.parametrize(("says", "words"), [
+    (Says(status=500, body={}), "status 500"),
+    (Says(body={"rewards": [1.0]}), "cannot be read.*not 2 entries"),
+    (Says(status=401, body={"error": "wrong or missing token"}), "remote.token"),
+])  # fmt: skip
 def test_what_is_not_scored_is_never_0(says, words):
     kind = "abstain" if says.status == 500 else "error"
     with scripted(lambda body: says) as service:
@@ -172,15 +162,12 @@ def test_a_model_of_the_service_must_see_the_rows():
             client.check_media({kind})
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({}, r"reward\.remote\.url: takes http://HOST.*; try reward\.remote\.url=http"),
-        ({"url": "127.0.0.1:8400"}, r"reward\.remote\.url: takes http://HOST"),
-        ({"url": "http://127.0.0.1:1", "token": "NO_SUCH_VARIABLE"}, r"reward\.remote\.token"),
-        ({"urls": "http://127.0.0.1:1"}, r"remote: urls: .*arguments are url, token"),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({}, r"reward\.remote\.url: takes http://HOST.*; try reward\.remote\.url=http"),
+    ({"url": "127.0.0.1:8400"}, r"reward\.remote\.url: takes http://HOST"),
+    ({"url": "http://127.0.0.1:1", "token": "NO_SUCH_VARIABLE"}, r"reward\.remote\.token"),
+    ({"urls": "http://127.0.0.1:1"}, r"remote: urls: .*arguments are url, token"),
+])  # fmt: skip
 def test_bad_options_are_refused_before_anything_is_sent(options, words):
     config = RewardConfig(terms=[{"verifier": "remote", "args": options}])
     with pytest.raises(ConfigError, match=words):

@@ -57,7 +57,7 @@ def test_the_outcome_is_the_accuracy_part_where_there_is_one():
     assert (wrong.reward, wrong.outcome) == (-1, 0)
 
 
-def test_an_abstaining_term_excludes_the_member_unless_renormalised():
+def test_abstentions_exclude_the_member_unless_renormalised_and_errors_always(tmp_path):
     terms = [{"verifier": "count", "weight": 3.0}, {"verifier": "format:think_answer", "weight": 1.0}]
     scored = one(scorer(terms=terms), RIGHT, answer="several")
     assert (scored.status, scored.reward, scored.reason_kind) == ("abstain", None, "gold_unparseable")
@@ -67,9 +67,6 @@ def test_an_abstaining_term_excludes_the_member_unless_renormalised():
     assert alone.status == "abstain"
     gated = scorer(terms=terms, reweight_abstained=True, combine="gate(count)")
     assert one(gated, RIGHT, answer="several").status == "abstain"
-
-
-def test_an_error_beats_an_abstention(tmp_path):
     (tmp_path / "bad.py").write_text("def compute_score(sample):\n    raise ValueError('boom')\n")
     terms = ["count", f"{tmp_path}/bad.py"]
     scored = one(scorer(terms=terms, reweight_abstained=True, workers=1), RIGHT, answer="several")

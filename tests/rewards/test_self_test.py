@@ -1,10 +1,5 @@
-import gzip
-import json
 import logging
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,26 +32,23 @@ def result_of(samples: list[Sample], terms: list[Any], form: str = "think_answer
         return self_test(scorer, samples, format=form)
 
 
-@pytest.mark.parametrize(
-    ("verifier", "form", "answers"),
-    [
-        ("count", "think_answer", ("7", "8", "8")),
-        ("number", "direct", ("7.5", "8")),
-        ("math", "think_boxed", (r"\frac{1}{2}", "0.5", r"\sqrt{2}", r"\text{Evelyn}")),
-        ("relaxed", "think_answer", ("Gray", "12.5", "0", "Q3 2019", "2019", "40%")),
-        ("gsm8k", "hash", ("so 3 #### 3", "#### 4")),
-        ("exact", "think_answer", ("true", "false")),
-        ("contains_one_of", "think_answer", ("a red cube", "a ball")),
-        ("choice", "letter", ("A", "B")),
-        ("choice", "think_answer", (("A", "C"), ("B",))),
-        ("avqa", "think_answer", ("rain", "wind")),
-        ("verdict", "think_answer", ("A", "B", "tie")),
-        ("labels_f1", "think_boxed", (("edema", "effusion"), "edema")),
-        ("medical", "boxes_json", ("edema", "edema, effusion")),
-        ("iou", "think_answer", ("[0,0,10,10]", "[5,0,15,10]")),
-        ("point", "think_answer", ("[0,0,10,10]", "[20,20,30,30]")),
-    ],
-)
+@pytest.mark.parametrize(("verifier", "form", "answers"), [
+    ("count", "think_answer", ("7", "8", "8")),
+    ("number", "direct", ("7.5", "8")),
+    ("math", "think_boxed", (r"\frac{1}{2}", "0.5", r"\sqrt{2}", r"\text{Evelyn}")),
+    ("relaxed", "think_answer", ("Gray", "12.5", "0", "Q3 2019", "2019", "40%")),
+    ("gsm8k", "hash", ("so 3 #### 3", "#### 4")),
+    ("exact", "think_answer", ("true", "false")),
+    ("contains_one_of", "think_answer", ("a red cube", "a ball")),
+    ("choice", "letter", ("A", "B")),
+    ("choice", "think_answer", (("A", "C"), ("B",))),
+    ("avqa", "think_answer", ("rain", "wind")),
+    ("verdict", "think_answer", ("A", "B", "tie")),
+    ("labels_f1", "think_boxed", (("edema", "effusion"), "edema")),
+    ("medical", "boxes_json", ("edema", "edema, effusion")),
+    ("iou", "think_answer", ("[0,0,10,10]", "[5,0,15,10]")),
+    ("point", "think_answer", ("[0,0,10,10]", "[20,20,30,30]")),
+])  # fmt: skip
 def test_built_in_verifiers_pass(verifier, form, answers):
     result = result_of(rows(*answers), [verifier], form)
     assert (result.passed, result.rows, result.failures) == (True, len(answers), ())
@@ -99,16 +91,13 @@ def test_a_verifier_that_does_not_fit_the_answers_is_refused(caplog):
     assert "misjudges" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("verifier", "answers", "told"),
-    [
-        # Its own text it knows, but every wrong word is abstained from.
-        ("math", ("true", "false"), r"right answer of 0 of 2 rows .* 2 of 2.*terms=\[exact\]"),
-        ("count", ("cat", "dog"), r"right answer of 2 of 2 rows .*terms=\[exact\]"),
-        ("number", ("Gray", "12.5"), r"right answer of 1 of 2 rows .*terms=\[relaxed\]"),
-        ("iou", ("left", "right"), r"\[10, 20, 50, 80\]"),
-    ],
-)
+@pytest.mark.parametrize(("verifier", "answers", "told"), [
+    # Its own text it knows, but every wrong word is abstained from.
+    ("math", ("true", "false"), r"right answer of 0 of 2 rows .* 2 of 2.*terms=\[exact\]"),
+    ("count", ("cat", "dog"), r"right answer of 2 of 2 rows .*terms=\[exact\]"),
+    ("number", ("Gray", "12.5"), r"right answer of 1 of 2 rows .*terms=\[relaxed\]"),
+    ("iou", ("left", "right"), r"\[10, 20, 50, 80\]"),
+])  # fmt: skip
 def test_golds_that_cannot_be_read_are_refused_with_what_reads_them(verifier, answers, told):
     result = result_of(rows(*answers), [verifier])
     assert len(result.failures) == 1
@@ -126,17 +115,11 @@ def test_careless_custom_rewards_are_refused(tmp_path):
         assert case in {failure.case.kind for failure in result.failures}
 
 
-@pytest.mark.parametrize(
-    ("body", "told"),
-    [
-        (
-            "raise ValueError('boom')",
-            r"mine.py:f raised ValueError: boom \(mine.py:2\), on 5 of 5 rows, first on the gold",
-        ),
-        ("return float('nan')", "mine.py:f: nan: the function returned nan, on 5 of 5 rows"),
-        ("return float(sample.response[0] == sample.answer[0])", r"IndexError.*mine.py:2.*5 of 5"),
-    ],
-)
+@pytest.mark.parametrize(("body", "told"), [
+    ("raise ValueError('boom')", r"mine.py:f raised ValueError: boom \(mine.py:2\), on 5 of 5 rows, first on the gold"),
+    ("return float('nan')", "mine.py:f: nan: the function returned nan, on 5 of 5 rows"),
+    ("return float(sample.response[0] == sample.answer[0])", r"IndexError.*mine.py:2.*5 of 5"),
+])  # fmt: skip
 def test_what_a_function_fails_with_is_told_once(tmp_path, body, told):
     (tmp_path / "mine.py").write_text(f"def f(sample):\n    {body}\n")
     own = f"{tmp_path}/mine.py:f"
@@ -156,27 +139,6 @@ def test_without_a_format_own_functions_may_read_the_bare_answer_or_tags(tmp_pat
     shaped = result_of(rows("red", "blue"), terms, "think_boxed")
     with pytest.raises(SelfTestError, match=r"scores 0 for all 6.*\n.*prompt.format=direct"):
         require(shaped, "strict")
-
-
-def test_real_sets_pass(shared):
-    with gzip.open(shared / "gsm8k/gsm8k.train.jsonl.gz", "rt") as lines:
-        answers = [json.loads(next(lines))["answer"] for _ in range(32)]
-    assert result_of(rows(*answers), ["gsm8k"], "hash").passed
-    items = json.loads((shared / "nlvr/nlvr.train.json").read_text())
-    assert result_of(rows(*(item["solution"] for item in items[:32])), ["exact"]).passed
-    mathv = (shared / "mathv/mathv.train.jsonl").read_text().splitlines()
-    letters = [row["answer"] for row in map(json.loads, mathv) if row["answer_type"] == "choice"]
-    assert result_of(rows(*letters[:32]), ["choice"]).passed
-
-
-def test_the_package_imports_no_torch():
-    code = (
-        "import sys, saccade.plugins.reward_workers.worker\n"
-        "from saccade.plugins.check_data.self_test import equivalent\n"
-        "assert not equivalent('2x', 'x', formulas=False)\n"
-        "assert not {'torch', 'sympy', 'transformers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_a_function_that_hangs_is_given_up_soon(tmp_path):

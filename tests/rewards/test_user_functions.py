@@ -12,16 +12,10 @@ from saccade.types import Score
 
 SAMPLES = [
     RewardSample(
-        id=str(index),
-        response=f"r{index}",
-        prompt=f"p{index} ",
-        answer=str(index),
-        length=index,
-        messages=[{"role": "user", "content": f"p{index}"}],
-        extra={"level": index},
-    )
-    for index in range(2)
-]
+        id=n, response=f"r{n}", prompt=f"p{n} ", answer=n, length=int(n), extra={"level": int(n)},
+        messages=[{"role": "user", "content": f"p{n}"}],
+    ) for n in "01"
+]  # fmt: skip
 
 
 def with_parameters(parameters: str) -> Callable[..., Any]:
@@ -65,51 +59,38 @@ def test_verl_has_its_own_column_where_there_is_one():
     assert form_of(verl).arguments(told)["extra_info"] == {"index": 7}
 
 
-@pytest.mark.parametrize(
-    ("parameters", "args", "words"),
-    [
-        ("predicts, ground_truths, format_weight=0.1", {"bonus": 1}, r"'bonus'; .*\(here: format_weight\)"),
-        (
-            "answer, question",
-            {},
-            r"'question'; .*def mine\(sample\): return <lambda>\(sample.response, sample.answer\)",
-        ),
-        ("sample, bonus=0.0", {"bonsu": 1}, r"'bonsu'; .*f\(sample\), .*\(here: bonus\)"),
-    ],
-)
+@pytest.mark.parametrize(("parameters", "args", "words"), [
+    ("predicts, ground_truths, format_weight=0.1", {"bonus": 1}, r"'bonus'; .*\(here: format_weight\)"),
+    ("answer, question", {}, r"'question'; .*def mine\(sample\): return <lambda>\(sample.response, sample.answer\)"),
+    ("sample, bonus=0.0", {"bonsu": 1}, r"'bonsu'; .*f\(sample\), .*\(here: bonus\)"),
+])  # fmt: skip
 def test_arguments_are_checked_against_the_signature(parameters, args, words):
     check_arguments(with_parameters("sample, bonus=0.0"), {"bonus": 1})
     with pytest.raises(TypeError, match=words):
         check_arguments(with_parameters(parameters), args)
 
 
-@pytest.mark.parametrize(
-    ("result", "value", "parts"),
-    [
-        (1, 1.0, {}),
-        (np.float32(0.5), 0.5, {}),
-        ({"overall": 0.9, "accuracy": 1, "format": 0}, 0.9, {"accuracy": 1.0, "format": 0.0}),
-        ({"value": 2, "parts": {"a": 1}, "note": "text"}, 2.0, {"a": 1.0}),
-        ({"score": 0.5, "acc": True, "pred": "7"}, 0.5, {"accuracy": 1.0}),
-        (Score(kind="value", value=3.0), 3.0, {}),
-    ],
-)
+@pytest.mark.parametrize(("result", "value", "parts"), [
+    (1, 1.0, {}),
+    (np.float32(0.5), 0.5, {}),
+    ({"overall": 0.9, "accuracy": 1, "format": 0}, 0.9, {"accuracy": 1.0, "format": 0.0}),
+    ({"value": 2, "parts": {"a": 1}, "note": "text"}, 2.0, {"a": 1.0}),
+    ({"score": 0.5, "acc": True, "pred": "7"}, 0.5, {"accuracy": 1.0}),
+    (Score(kind="value", value=3.0), 3.0, {}),
+])  # fmt: skip
 def test_results_that_count(result, value, parts):
     score = to_score(result)
     assert (score.kind, score.value, dict(score.parts)) == ("value", value, parts)
 
 
-@pytest.mark.parametrize(
-    ("result", "kind"),
-    [
-        (None, "none"),
-        (math.nan, "nan"),
-        ("1", "bad_type"),
-        ({"points": 1}, "bad_type"),
-        ({"overall": 1.0, "accuracy": math.nan}, "nan"),
-        (Score(kind="value", value=1.0, parts={"a": math.nan}), "nan"),
-    ],
-)
+@pytest.mark.parametrize(("result", "kind"), [
+    (None, "none"),
+    (math.nan, "nan"),
+    ("1", "bad_type"),
+    ({"points": 1}, "bad_type"),
+    ({"overall": 1.0, "accuracy": math.nan}, "nan"),
+    (Score(kind="value", value=1.0, parts={"a": math.nan}), "nan"),
+])  # fmt: skip
 def test_results_that_are_errors(result, kind):
     score = to_score(result)
     assert (score.kind, score.reason.partition(":")[0]) == ("error", kind)
