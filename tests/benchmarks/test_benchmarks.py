@@ -1,6 +1,4 @@
-"""The parts of the benchmarks that can be wrong without anybody noticing: what counts as the same
-work, what is asked of every system, what the tables divide by what.
-"""
+"""What of the benchmarks can be wrong unnoticed: the same work, what is asked, what tables divide by what."""
 
 import json
 import sys
@@ -24,14 +22,10 @@ def part(system, seconds, **changes):
     done = {"sequences": 8, "images": 2, "prompt_tokens": 24.0, "generated": 64, "trained": 64}
     step = {"rollout": seconds / 2, "update": seconds / 4, "whole": seconds, **done, **changes}
     return {
-        "system": system,
-        "status": "ok",
-        "work": "T1",
+        "system": system, "status": "ok", "work": "T1",
         "asked": {"prompts": 2, "samples": 4, "side": 56, "prompt": 24, "new": 8},
-        "steps": [step | {"whole": 99.0}, step],
-        "gpu_gib": None,
-        "machine": {"device": "CPU"},
-    }
+        "steps": [step | {"whole": 99.0}, step], "gpu_gib": None, "machine": {"device": "CPU"},
+    }  # fmt: skip
 
 
 def test_works_are_written_as_a_name_and_changes():

@@ -46,17 +46,14 @@ def test_the_command_refuses_what_cannot_fit_and_says_so_in_json_too(large):
     assert "try train.offload=true, or model.train=lora" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--device", "H201"], "expected one of GH200, B200, H200"),
-        (["--device", "A100 48 GB"], "the one in the table has 79.2 GiB"),
-        (["--prompt-tokens", "9999999"], "has 32768; try --prompt-tokens 16384"),
-        (["model.train=lora", "model.lora.dropout=0.1"], "try model.lora.dropout=0"),
-        (["--image", "big"], "such as 448x448"),
-        (["train.updates_per_step=999"], "train.updates_per_step"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (["--device", "H201"], "expected one of GH200, B200, H200"),
+    (["--device", "A100 48 GB"], "the one in the table has 79.2 GiB"),
+    (["--prompt-tokens", "9999999"], "has 32768; try --prompt-tokens 16384"),
+    (["model.train=lora", "model.lora.dropout=0.1"], "try model.lora.dropout=0"),
+    (["--image", "big"], "such as 448x448"),
+    (["train.updates_per_step=999"], "train.updates_per_step"),
+])  # fmt: skip
 def test_wrong_options_are_explained(large, options, message):
     result = CliRunner().invoke(app, ["estimate", f"model.path={large}", *options])
     assert result.exit_code == 2 and message in result.stderr

@@ -40,9 +40,7 @@ def test_other_models_and_optimizers_take_their_share(large):
 
 
 def test_main_memory_holds_a_copy_of_what_is_saved(large):
-    """3.75e9 weights: 14 bytes each, of adapters the merged weights alone; 2.0 to 2.6 GiB were
-    measured without a checkpoint.
-    """
+    """3.75e9 weights of 14 bytes, of adapters the merged ones; 2.0 to 2.6 GiB were measured without a checkpoint."""
     found = planned(large, H200, W1)
     host = {item.name: item.gib for item in found.host}
     weights = sizes(found)["weights"]

@@ -14,8 +14,6 @@ from saccade.system import devices
 from saccade.types import Message, Sample
 from tests.estimate.works import H200, RTX_4090, W1, loaded, planned
 
-# -- what does not fit -----------------------------------------------------------------------------
-
 
 def test_adapters_lift_the_limit_of_a_small_gpu(large):
     found = planned(large, RTX_4090, W1)
@@ -75,9 +73,6 @@ def test_nothing_helps_only_after_everything_was_tried(large):
     found = planned(large, devices.Device(name="toy", memory=2.0), W1)
     assert found.advice == ()
     assert "not even together: take a smaller model" in refusal(found)
-
-
-# -- at the start of a run -------------------------------------------------------------------------
 
 
 def started(folder, memory, *overrides):

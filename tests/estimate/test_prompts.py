@@ -53,13 +53,10 @@ def test_a_gpu_that_is_not_there_is_not_taken_for_a_cpu(large, monkeypatch):
     assert result.exit_code == 3 and "name one: saccade estimate --device H100" in result.stderr
 
 
-def test_without_data_prompts_are_as_long_as_allowed(word_model):
+def test_without_data_prompts_are_as_long_as_allowed_and_pictures_shrunk(word_model, large):
     config = load({"model.path": word_model, "data.max_prompt_tokens": 2000})
     found = estimate(config, devices.present("cpu"))
     assert found.prompts == "2000 tokens, an image of 1001x1001 (data.max_prompt_tokens)"
-
-
-def test_pictures_of_planned_prompts_are_shrunk_as_those_of_rows_would_be(large):
     config = load({"model.path": large, "data.max_pixels": 2048**2, "data.max_prompt_tokens": 2048})
     found = estimate(config, H200)
     assert found.prompts == "2048 tokens, an image of 1172x1172 (data.max_prompt_tokens)"

@@ -82,12 +82,9 @@ def scripted():
 def play_with(family):
     def groups(engine, samples, environment, *, max_tokens=200, limits=None, seed="0", sampling=None, **options):
         play = Play(
-            environment=environment,
-            family=options.pop("family", family),
-            sampling=sampling or Sampling(max_tokens=max_tokens),
-            limits=limits or Limits(max_turns=4),
-            seed=seed,
-        )
+            environment=environment, family=options.pop("family", family),
+            sampling=sampling or Sampling(max_tokens=max_tokens), limits=limits or Limits(max_turns=4), seed=seed,
+        )  # fmt: skip
         return collect(engine, samples, play, **{"repeats": 1} | options)
 
     return groups
@@ -126,9 +123,7 @@ def check_chain(family):
 
 @pytest.fixture
 def saying(model, family):
-    """One sequence at a time: sampled token after sampled token is taken from these replies.
-    Without `ends` only the last one has an end of turn: stop strings end the others.
-    """
+    """The tokens that one sequence samples. Without `ends` stop strings end all replies but the last."""
 
     @contextmanager
     def script(*replies: str, ends: bool = True) -> Iterator[list[list[int]]]:

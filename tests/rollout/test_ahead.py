@@ -1,47 +1,24 @@
 """Rollouts that run ahead of training: interrupted and continued, bounded, repeatable, resumed to the bit."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.environments import SingleTurn
+from saccade.environments import SingleTurn, Step
 from saccade.errors import ConfigError
 from saccade.recipes import rl, rl_rollout
 from saccade.recipes.rollouts_ahead import Draw, RolloutsAhead
-from saccade.rollout import collect
 from saccade.rollout.collect import Pool
 from saccade.rollout.episode import Limits, Play
 from saccade.run.loggers import read_metrics
-from saccade.types import Completion, Message, Sample, Sampling, Source
+from saccade.types import Message, Sample, Sampling, Source
 
 LONG = {
-    "rollout__max_tokens": 24,
-    "rollout__max_sequences": 8,
-    "run__max_steps": 5,
-    "train__prompts_per_step": 3,
+    "rollout__max_tokens": 24, "rollout__max_sequences": 8, "run__max_steps": 5, "train__prompts_per_step": 3,
     "run__name": "run",
-}
-
-
-class Thrice:
-    """Three turns, of which the last is answered."""
-
-    def __init__(self):
-        self.turns = 0
-
-    def reset(self, sample, seed):
-        return sample.messages
-
-    def step(self, message):
-        self.turns += 1
-        return (Message(role="user", parts=("again",)),), 0.0, self.turns == 3, {}
-
-    def close(self):
-        pass
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -77,9 +54,12 @@ def played(model, family, play, looks, **options):
     return [t for call in calls for group in pool.finish(call, progress) for t in group.trajectories]
 
 
-@pytest.mark.parametrize("environment", [SingleTurn, Thrice])
-def test_what_is_interrupted_goes_on_as_if_it_had_not_been(environment, model, family, play):
+@pytest.mark.parametrize("turns", [1, 3])
+def test_what_is_interrupted_goes_on_as_if_it_had_not_been(turns, model, family, play, scripted):
     sampling = {"top_k": 20, "support": True, "first": (0.5, 5)}
+    again = Message(role="user", parts=("again",))
+    steps = [Step((again,), 0.0, turn == 3, {}) for turn in (1, 2, 3)]
+    environment = SingleTurn if turns == 1 else lambda: scripted(steps)
     whole = played(model, family, play(environment, **sampling), 0)
     pieces = played(model, family, play(environment, **sampling), 4)
     assert max(t.response_length for t in whole) > 8
@@ -104,12 +84,12 @@ def test_later_answers_fill_gaps_alone(model, family, play):
 
 
 def test_a_stop_string_over_an_interruption_ends_the_turn(model, family, play):
-    whole = played(model, family, play(), 0)
-    text = family.decode(whole[0].response_ids[:9])
-    stop = text[-4:]
-    cut = played(model, family, play(stop=(stop,)), 3)[0]
-    wanted = played(model, family, play(stop=(stop,)), 0)[0]
+    sampling = {"top_k": 20, "support": True}
+    whole = played(model, family, play(**sampling), 0)
+    stop = family.decode(whole[0].response_ids[:9])[-4:]
+    cut, wanted = (played(model, family, play(stop=(stop,), **sampling), looks)[0] for looks in (3, 0))
     assert np.array_equal(cut.ids, wanted.ids) and cut.response_length < whole[0].response_length
+    assert len(cut.support) == cut.response_length
 
 
 def test_what_is_preferred_is_asked_after_the_oldest(model, family, play):
@@ -126,29 +106,16 @@ def test_what_is_preferred_is_asked_after_the_oldest(model, family, play):
     assert ended == ["q0", "q2", "q1"]
 
 
-def test_a_piece_is_cut_where_its_support_is():
-    numbers = np.arange(4)
-    one = Completion(
-        key="a",
-        ids=numbers,
-        logprobs=np.zeros(4, np.float32),
-        versions=numbers,
-        finish="length",
-        support=(numbers,) * 4,
-    )
-    cut = collect._until_stop(replace(one, finish="length"), ("12",), lambda ids: "".join(map(str, ids)))
-    assert cut.ids.tolist() == [0, 1, 2] and cut.finish == "stop" and len(cut.support) == 3
+@pytest.fixture(scope="module")
+def trained(rl_config, tmp_path_factory):
+    """Runs, each once; what each step was given: (versions of sampled tokens, sample ids, those asked for it)."""
 
-
-# -- runs ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def trained(rl_config, tmp_path, monkeypatch):
-    """Runs; what each step was given: (versions of sampled tokens, sample ids, those that were asked for it)."""
+    done = {}
 
     def run(out, ahead, **changes):
-        found = {}
+        if (key := repr((out, ahead, changes))) in done:
+            return done[key]
+        found, folder = {}, tmp_path_factory.mktemp(out)
         sample_groups = rl_rollout.sample_groups
 
         def noted(sampler, *given, step):
@@ -163,43 +130,36 @@ def trained(rl_config, tmp_path, monkeypatch):
             found[step] = versions, *([g.sample.id for g in some] for some in (rollouts.groups, rollouts.scored))
             return rollouts
 
-        monkeypatch.setattr(rl, "sample_groups", noted)
-        rl.run(rl_config(tmp_path / out, **LONG | {"rollout__ahead": ahead} | changes))
-        monkeypatch.setattr(rl, "sample_groups", sample_groups)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rl, "sample_groups", noted)
+            rl.run(rl_config(folder, **LONG | {"rollout__ahead": ahead} | changes))
         assert not any(found.pop("held"))
-        return tmp_path / out / "run", found
+        return done.setdefault(key, (folder / "run" / "checkpoints", found))
 
     return run
 
 
-def weights(run, step, tensors):
-    return tensors(run / "checkpoints" / f"step-{step}")
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_no_token_is_older_than_allowed_and_runs_repeat(ahead, trained, tensors):
+def test_no_token_is_older_than_allowed_and_runs_repeat(ahead, trained, same_weights):
     first, found = trained("a", ahead, rollout__max_sequences=20)
     ages = {step: step - 1 - versions for step, (versions, _, _) in found.items()}
     assert all(age.min() >= 0 and age.max() <= min(ahead, step - 1) for step, age in ages.items())
     oldest = max(age.max() for age in ages.values())
     assert oldest >= min(ahead, 2)
     assert any(len(set(age)) > 1 for age in ages.values())  # inside one step
-    rows = read_metrics(first)
+    rows = read_metrics(first.parent)
     assert max(row["data/staleness_max"] for row in rows if "data/staleness_max" in row) == oldest
     assert any(row.get("mismatch/ess", 1.0) < 1 for row in rows)  # weighed
     if ahead > 1:
         return
     second, _ = trained("b", ahead, rollout__max_sequences=20)
-    assert same(weights(first, 5, tensors), weights(second, 5, tensors))
+    assert same_weights(first / "step-5", second / "step-5")
     _, plain = trained("c", 0)
     assert [ids for _, ids, _ in found.values()] == [ids for _, ids, _ in plain.values()]
     assert all((versions == step - 1).all() for step, (versions, _, _) in plain.items())
 
 
+SAVED = {"save__every": 1, "save__keep": 9}
 REFILL = {
     "algorithm__preset": ["dapo"],
     "algorithm__filter__keep_surplus": True,
@@ -210,8 +170,8 @@ REFILL = {
 
 def test_a_step_that_draws_again_takes_what_has_begun(trained):
     """So questions are asked in the order of the data, as without; none is left out, and tokens do not get older."""
-    _, found = trained("a", 2, **REFILL)
-    _, plain = trained("b", 0, **REFILL)
+    _, found = trained("whole", 2, **SAVED, **REFILL)
+    _, plain = trained("plain", 0, **REFILL)
     asked, order = ([name for _, _, names in run.values() for name in names] for run in (found, plain))
     shorter = min(len(asked), len(order))
     assert asked[:shorter] == order[:shorter] and len(asked) > 5 * 3  # prompts of five steps
@@ -221,38 +181,36 @@ def test_a_step_that_draws_again_takes_what_has_begun(trained):
     assert any(began.values())  # what they drew again, too
 
 
-@pytest.mark.parametrize(
-    "more", [{}, REFILL, {"env__name": "calculator", "env__max_turns": 2, "prompt__format": "direct"}]
-)
-def test_a_resumed_run_ends_as_if_it_had_never_stopped(more, trained, tensors):
-    options = {"save__every": 1, "save__keep": 9} | more
-    whole, _ = trained("whole", 2, **options)
-    stored = whole / "checkpoints" / "step-2" / "state" / "ahead"
-    assert (stored / "ahead.json").is_file()
-    resumed, found = trained("resumed", 2, run__resume=str(whole / "checkpoints" / "step-2"), **options)
-    assert min(found) == 3
-    assert same(weights(whole, 5, tensors), weights(resumed, 5, tensors))
+WEIGHED = {"algorithm__correct": ["tis.token"]}
+CALCULATOR = {"env__name": "calculator", "env__max_turns": 2, "prompt__format": "direct"}
+
+
+@pytest.mark.parametrize("more", [WEIGHED, REFILL, CALCULATOR])
+def test_a_resumed_run_ends_as_if_it_had_never_stopped(more, trained, same_weights):
+    whole, _ = trained("whole", 2, **SAVED, **more)
+    assert (whole / "step-2" / "state" / "ahead" / "ahead.json").is_file()
+    resumed, found = trained("resumed", 2, run__resume=str(whole / "step-2"), **SAVED, **more)
+    assert min(found) == 3 and same_weights(whole / "step-5", resumed / "step-5")
 
 
 def test_a_run_can_go_on_with_another_number_of_steps_ahead(trained):
     """No question is left out, whatever had begun."""
-    options = {"save__every": 1, "save__keep": 9, "algorithm__correct": ["tis.token"]}
-    whole, found = trained("whole", 2, **options)
+    whole, found = trained("whole", 2, **SAVED, **WEIGHED)
     wanted = [ids for _, ids, _ in found.values()]
-    fewer, found = trained("fewer", 0, run__resume=str(whole / "checkpoints" / "step-2"), **options)
+    fewer, found = trained("fewer", 0, run__resume=str(whole / "step-2"), **SAVED, **WEIGHED)
     assert [ids for _, ids, _ in found.values()] == wanted[2:]
-    _, found = trained("more", 1, run__resume=str(fewer / "checkpoints" / "step-4"), **options)
+    _, found = trained("more", 1, run__resume=str(fewer / "step-4"), **SAVED, **WEIGHED)
     assert [ids for _, ids, _ in found.values()] == wanted[4:]
 
 
-def test_old_tokens_can_be_left_out_and_on_policy_presets_refuse(trained, tensors, rl_config, tmp_path):
-    changes = {"algorithm__kl__coef": 0.0, "save__every": 1, "save__keep": 9, "rollout__max_sequences": 64}
+def test_old_tokens_can_be_left_out_and_on_policy_presets_refuse(trained, same_weights, rl_config, tmp_path):
+    changes = SAVED | {"algorithm__kl__coef": 0.0, "rollout__max_sequences": 64}
     some, all_tokens = {"name": "recent", "high": 0}, {"name": "reject.token.k1", "low": 5, "high": 6}
     run, _ = trained("a", 2, algorithm__correct=["tis.token", some], **changes)
-    assert any(0 < row.get("mismatch/masked_frac", 0) < 1 for row in read_metrics(run))
+    assert any(0 < row.get("mismatch/masked_frac", 0) < 1 for row in read_metrics(run.parent))
     run, _ = trained("b", 2, algorithm__correct=["tis.token", all_tokens], **changes)
-    assert all(row["policy/empty_step"] == 1 for row in read_metrics(run) if "policy/empty_step" in row)
-    assert all(same(weights(run, step, tensors), weights(run, 1, tensors)) for step in range(2, 6))
+    assert all(row["policy/empty_step"] == 1 for row in read_metrics(run.parent) if "policy/empty_step" in row)
+    assert all(same_weights(run / f"step-{step}", run / "step-1") for step in range(2, 6))
     with pytest.raises(ConfigError, match=r"algorithm\.old=detach: rollout\.ahead=1 weighs tokens"):
         rl.run(rl_config(tmp_path, **LONG, rollout__ahead=1, algorithm__old="detach", train__updates_per_step=2))
     with pytest.raises(ConfigError, match=r"gpg is strictly on-policy; use rollout\.ahead=0"):

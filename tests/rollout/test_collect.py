@@ -8,7 +8,7 @@ import pytest
 from saccade.config import RewardConfig
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.environments import SingleTurn
+from saccade.environments import SingleTurn, Step
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.scoring import RewardStream
 from saccade.types import Message, Request, Sample, Sampling, Source
@@ -16,34 +16,11 @@ from saccade.types import Message, Request, Sample, Sampling, Source
 SAMPLING = Sampling(max_tokens=12)
 
 
-def question(name, *parts):
-    return Sample(id=name, messages=(Message(role="user", parts=(*parts, f"What is {name}?")),))
-
-
 @pytest.fixture
 def samples(image):
     pictures = [image(56, 56, 1), image(84, 56, 2), image(140, 84, 3)]
-    return [question(f"q{n}", *pictures[:n]) for n in (2, 0, 3, 1)]
-
-
-class Again:
-    """Asks three times; shows a picture in the first turn."""
-
-    def __init__(self, image):
-        self.image, self.turns = image, 0
-
-    def reset(self, sample, seed):
-        return sample.messages
-
-    def step(self, message):
-        self.turns += 1
-        if self.turns == 3:
-            return (), 1.0, True, {"end_reason": "answered"}
-        shown = (self.image(56, 56, 9),) if self.turns == 1 else ()
-        return (Message(role="user", parts=(*shown, "again")),), 0.5, False, {}
-
-    def close(self):
-        pass
+    parts = {f"q{n}": (*pictures[:n], f"What is q{n}?") for n in (2, 0, 3, 1)}
+    return [Sample(id=name, messages=(Message(role="user", parts=asked),)) for name, asked in parts.items()]
 
 
 @pytest.fixture
@@ -61,12 +38,8 @@ def flat(groups):
 
 def test_groups_keep_their_order_whatever_finishes_first(run, model, family, samples, brief):
     finished, counts = [], []
-    groups = run(
-        EmbeddedEngine(model, family),
-        samples,
-        on_finish=lambda sample, t: finished.append((sample.id, *t.key)),
-        progress=lambda done, total: counts.append((done, total)),
-    )
+    told = {"on_finish": lambda sample, t: finished.append((sample.id, *t.key))}
+    groups = run(EmbeddedEngine(model, family), samples, progress=lambda *now: counts.append(now), **told)
     wanted = [(s.id, r) for s in samples for r in range(3)]
     assert [t.key for t in flat(groups)] == wanted
     assert [g.sample for g in groups] == samples and [g.uid for g in groups] == [s.id for s in samples]
@@ -78,10 +51,13 @@ def test_groups_keep_their_order_whatever_finishes_first(run, model, family, sam
     assert {t.end_reason for t in flat(groups)} <= {"answered", "turn_length"}
 
 
-def test_results_do_not_depend_on_slots_or_order(run, model, family, samples, brief, image):
+def test_results_do_not_depend_on_slots_or_order(run, model, family, samples, brief, image, scripted):
+    said = [Message(role="user", parts=parts) for parts in ((image(56, 56, 9), "again"), ("again",))]
+    steps = [*(Step((one,), 0.5, False, {}) for one in said), Step((), 1.0, True, {"end_reason": "answered"})]
+
     def trajectories(slots, asked):
         engine = EmbeddedEngine(model, family, max_sequences=slots)
-        groups = run(engine, asked, environment=lambda: Again(image))
+        groups = run(engine, asked, environment=lambda: scripted(steps))
         assert not engine.scheduler.prefix_cache.turns
         assert engine.cache.pages.free == engine.cache.pages.count
         return {t.key: t for t in flat(groups)}
@@ -110,21 +86,14 @@ def test_a_sample_that_comes_twice_gets_other_noise(run, model, family, samples)
     assert flat(other)[0].response_ids.tolist() != flat(groups)[0].response_ids.tolist()
 
 
-# -- the greedy baseline ---------------------------------------------------------------------------
-
 WILD = replace(SAMPLING, temperature=1.3, top_k=40, top_p=0.9, first=(10.0, -1), support=True)
 
 
 def test_a_greedy_rollout_stands_beside_the_members(run, model, family, samples, brief):
     counts = []
     asked = [*samples, samples[0]]
-    groups = run(
-        EmbeddedEngine(model, family),
-        asked,
-        sampling=WILD,
-        greedy=True,
-        progress=lambda done, total: counts.append((done, total)),
-    )
+    how = {"sampling": WILD, "greedy": True, "progress": lambda *now: counts.append(now)}
+    groups = run(EmbeddedEngine(model, family), asked, **how)
     assert counts[-1] == (20, 20)
     alone = run(EmbeddedEngine(model, family), asked, sampling=WILD)
     assert all(group.greedy is None for group in alone)

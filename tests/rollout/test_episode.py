@@ -47,13 +47,9 @@ def test_four_turns_with_crops_an_error_and_a_reply_over_the_budget(
     root = sample.media[0]
     first = crop(root, (0, 0, 84, 56))
     second = crop(first, (28, 0, 84, 56))
-    environment = scripted(
-        [
-            Step((Message(role="tool", parts=("crop: ", first)),), 0.25, False, {"calls": 1}),
-            Step((Message(role="tool", parts=("error: box leaves the image",)),), None, False, {}),
-            Step((Message(role="tool", parts=(second, " closer")), user("Well?")), 0.5, False, {}),
-        ]
-    )
+    heard = [Message(role="tool", parts=parts) for parts in (("crop: ", first), ("error: no",), (second, " closer"))]
+    steps = [Step((heard[0],), 0.25, False, {"calls": 1}), Step((heard[1],), None, False, {})]
+    environment = scripted([*steps, Step((heard[2], user("Well?")), 0.5, False, {})])
     replies = ["crop 0 0 84 56", "crop 999 0 0 0", "crop <|image_pad|> 28", "I think that it is far too long"]
     with saying(*replies) as ids:
         trajectory = play(environment, max_tokens=24, temperature=1.0)
@@ -90,10 +86,6 @@ def test_a_turn_that_a_stop_string_ended_gets_its_end_as_template(family, play, 
     assert environment.heard == ["call(x)", ""]
 
 
-def raising():
-    raise RuntimeError("the simulator crashed")
-
-
 def test_every_end_has_its_reason(play, saying, scripted, sample, family):
     """Those that an environment or a tokenizer has a say in; test_tools.py has the others."""
     prompt = len(family.render(sample.messages))
@@ -106,7 +98,7 @@ def test_every_end_has_its_reason(play, saying, scripted, sample, family):
         (one, scripted([done(end_reason="tool_errors")]), 32_768, "tool_errors", "void"),
         (one, scripted([go_on("more")]), budget, "token_budget", "overturn"),
         (two, scripted([go_on("more")]), budget + 1, "token_budget", "truncated"),
-        (one, scripted([raising]), 32_768, "env_error", "error"),
+        (one, scripted([lambda: 1 / 0]), 32_768, "env_error", "error"),
         ([], scripted([]), prompt, "token_budget", "truncated"),
     ]
     for replies, environment, total, reason, status in cases:
@@ -121,16 +113,13 @@ def test_every_end_has_its_reason(play, saying, scripted, sample, family):
     assert trajectory.response_length == 0 and len(trajectory.ids) == prompt
 
 
-@pytest.mark.parametrize(
-    ("step", "reason"),
-    [
-        (done(end_reason="bored"), "info['end_reason'] is 'bored'; use one of answered, env_done"),
-        (go_on("x", tool_counts=5), "info['tool_counts'] is 5; it must be numbers by name"),
-        (done(tool_calls=[{"turn": 1, "ok": False}]), "info['tool_calls'] is [{'turn': 1"),
-        (Step((Message(role="narrator", parts=("x",)),), 1.0, False, {}), "the role 'narrator'"),
-        (go_on("x" * 32_001), "its messages have 32001 characters, and 32000 are the most"),
-    ],
-)
+@pytest.mark.parametrize(("step", "reason"), [
+    (done(end_reason="bored"), "info['end_reason'] is 'bored'; use one of answered, env_done"),
+    (go_on("x", tool_counts=5), "info['tool_counts'] is 5; it must be numbers by name"),
+    (done(tool_calls=[{"turn": 1, "ok": False}]), "info['tool_calls'] is [{'turn': 1"),
+    (Step((Message(role="narrator", parts=("x",)),), 1.0, False, {}), "the role 'narrator'"),
+    (go_on("x" * 32_001), "its messages have 32001 characters, and 32000 are the most"),
+])  # fmt: skip
 def test_what_an_environment_must_not_say_costs_its_own_episode(step, reason, play, saying, scripted):
     with saying("ok"):
         trajectory = play(scripted([step]), limits=Limits(max_turns=8, max_total_tokens=2000))

@@ -87,16 +87,13 @@ def test_when_too_many_have_failed_the_rest_is_not_waited_for(group, family_of):
         assert said == heard
 
 
-@pytest.mark.parametrize(
-    ("response", "prefilled", "expected"),
-    [
-        ("<think>a</think>b", False, True),
-        ("<think> </think>b", False, False),
-        ("<think>a", False, False),
-        ("a</think>b", True, True),
-        ("a</think>b", False, False),
-    ],
-)
+@pytest.mark.parametrize(("response", "prefilled", "expected"), [
+    ("<think>a</think>b", False, True),
+    ("<think> </think>b", False, False),
+    ("<think>a", False, False),
+    ("a</think>b", True, True),
+    ("a</think>b", False, False),
+])  # fmt: skip
 def test_a_thought_is_closed_and_not_blank(response, prefilled, expected):
     turn = SimpleNamespace(role="assistant", text=response)
     family = SimpleNamespace(chat=SimpleNamespace(think_prefilled=prefilled))

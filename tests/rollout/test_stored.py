@@ -20,37 +20,26 @@ def finder(groups):
     return {group.sample.id: group.sample for group in groups}.__getitem__
 
 
-class Zooms:
-    """Shows a part of the question's picture, then a picture of its own."""
-
-    blocking = False
-
-    def __init__(self, own):
-        self.own, self.turn = own, 0
-
-    def reset(self, sample, seed):
-        self.root = sample.media[0]
-        return sample.messages
-
-    def step(self, message):
-        self.turn += 1
-        shown = [crop(self.root, (0, 0, 84, 56)), self.own][self.turn - 1 : self.turn]
-        info = {"calls": ("zoom",), "board": object(), "moves": np.int64(self.turn)}
-        return Step((Message(role="user", parts=(*shown, "more")),), 0.5, self.turn == 3, info)
-
-    def close(self):
-        pass
-
-
 @pytest.fixture
-def collected(model, family, image, brief, play_with):
-    """Three turns with a crop and an environment's picture, truncated sampling, a baseline."""
+def collected(model, family, image, brief, play_with, scripted):
+    """Three turns with a crop of a question's picture and one of the environment, truncated sampling, a baseline."""
+
+    def step(turn, *shown):
+        info = {"calls": ("zoom",), "board": object(), "moves": np.int64(turn)}
+        return Step((Message(role="user", parts=(*shown, "more")),), 0.5, turn == 3, info)
+
+    class Zooms(scripted):
+        def reset(self, sample, seed):
+            self.steps[0] = step(1, crop(sample.media[0], (0, 0, 84, 56)))
+            return super().reset(sample, seed)
+
     samples = [
         Sample(id=f"q{n}", messages=(Message(role="user", parts=(image(140, 84, n), "Where?")),)) for n in range(2)
     ]
     sampling = Sampling(max_tokens=40, top_k=60, support=True, first=(9, -1))
     options = {"sampling": sampling, "seed": "3", "repeats": 2, "greedy": True}
-    return play_with(EmbeddedEngine(model, family), samples, lambda: Zooms(image(56, 56, 9)), **options)
+    later = step(2, image(56, 56, 9)), step(3)
+    return play_with(EmbeddedEngine(model, family), samples, lambda: Zooms([None, *later]), **options)
 
 
 def test_rollouts_train_as_before(tmp_path, family, collected):

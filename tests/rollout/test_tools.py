@@ -1,6 +1,4 @@
-"""Episodes with tools, token by token. In most of them the engine, and it alone, is scripted: it
-says what it is told to, and ends where a real one would.
-"""
+"""Episodes with tools, token by token; in most the engine is scripted, and ends where a real one would."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -123,16 +121,10 @@ REPLIES = st.one_of(
     st.sampled_from(["<answer>7</answer>", "<|image_pad|><|im_end|>", "", "x" * 90, "<grounding>"]),
     st.text(max_size=20),
 )
-LIMITS = st.fixed_dictionaries(
-    {
-        "max_turns": st.integers(1, 6),
-        "max_images": st.integers(1, 5),
-        "max_total_tokens": st.integers(60, 900),
-        "min_turn_tokens": st.integers(1, 60),
-        "max_turn_tokens": st.integers(1, 120),
-        "max_tool_errors": st.none() | st.integers(0, 2),
-    }
-)
+LEAST_AND_MOST = {"max_turns": (1, 6), "max_images": (1, 5), "max_total_tokens": (60, 900)}
+LEAST_AND_MOST |= {"min_turn_tokens": (1, 60), "max_turn_tokens": (1, 120)}
+ERRORS = {"max_tool_errors": st.none() | st.integers(0, 2)}
+LIMITS = st.fixed_dictionaries({name: st.integers(*ends) for name, ends in LEAST_AND_MOST.items()} | ERRORS)
 
 
 @settings(deadline=None, max_examples=40)
@@ -173,9 +165,6 @@ def test_an_episode_under_a_smaller_limit_is_the_beginning_of_a_longer_one(play,
         found = marked.get(turns, whole)
         for each in fields(Trajectory):
             np.testing.assert_equal(getattr(found, each.name), getattr(wanted, each.name))
-
-
-# -- over a real engine ----------------------------------------------------------------------------
 
 
 def test_a_turn_is_computed_from_the_cache_of_the_turns_before(engine, family, play, saying):

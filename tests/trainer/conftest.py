@@ -8,9 +8,7 @@ import torch
 
 @pytest.fixture
 def keep_float64(monkeypatch) -> Callable[[], None]:
-    """transformers casts norms and rotary embeddings to fp32: in float64 leave them wide. To be
-    called after models are loaded.
-    """
+    """transformers casts norms and rotary embeddings to fp32; not in float64, once this was called after loading."""
     narrow, to = torch.Tensor.float, torch.Tensor.to
 
     def wide(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:

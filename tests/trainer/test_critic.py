@@ -1,7 +1,5 @@
 """A critic is a backend like any other: values and their gradient; and a reference that follows the policy."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -9,13 +7,13 @@ from pytest import approx
 
 from saccade.config import TrainConfig
 from saccade.errors import EnvironmentProblem
-from saccade.forest.batch import Batch
 from saccade.forest.packing import pack
 from saccade.models.heads import attach_score
 from saccade.system.contents import write_files
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import ValueLoss
 from saccade.types import Group, Trajectory
+from tests.trainer.test_forest_gradient import with_columns
 
 NAMES = ["qwen2_5_vl", "qwen3_vl", "internvl", "qwen3"]
 NAME = "qwen2_5_vl"
@@ -42,10 +40,6 @@ def random_groups(grow, family, seed: int) -> list[Group]:
     return [grow(rng, family, uid=f"g{i}", images=i * pictures) for i in range(2)]
 
 
-def packed(groups: list[Group], family, budget: int, **options) -> list[Batch]:
-    return pack(groups, micro_tokens=budget, **options)
-
-
 @pytest.fixture
 def alone(padded):
     def values(stock, score: torch.Tensor, family, t: Trajectory) -> torch.Tensor:
@@ -57,9 +51,6 @@ def alone(padded):
 
 def members(groups: list[Group]) -> list[Trajectory]:
     return [t for g in groups for t in g.trajectories]
-
-
-# -- values --
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl", "qwen3"])
@@ -75,16 +66,13 @@ def test_values_of_a_forest_are_those_of_each_member_alone(critic, family_of, st
             wanted_after.append(values[policy[-1]].item())
     assert np.concatenate(wanted).std() > 0.1
     for budget in (10_000, 60, 1):
-        scored = backend.values(packed(groups, family, budget, ends=True))
+        scored = backend.values(pack(groups, micro_tokens=budget, ends=True))
         got, after = (np.concatenate(part) for part in zip(*scored, strict=True))
         assert got.dtype == after.dtype == np.float32
         assert got == approx(np.concatenate(wanted), abs=1e-5)
         assert after == approx(np.array(wanted_after), abs=1e-5)
-    ((without, over),) = backend.values(packed(groups, family, 10_000))  # an episode that ended
+    ((without, over),) = backend.values(pack(groups, micro_tokens=10_000))  # an episode that ended
     assert without == approx(np.concatenate(wanted), abs=1e-5) and over.tolist() == [0.0] * 8
-
-
-# -- gradients --
 
 
 def columns_of(groups: list[Group]) -> dict[tuple[str, int], dict[str, np.ndarray]]:
@@ -97,11 +85,6 @@ def columns_of(groups: list[Group]) -> dict[tuple[str, int], dict[str, np.ndarra
         scales = np.full(t.response_length, 0 if t is last else 1 / tokens, np.float32)
         columns[t.key] = {"values": values, "returns": returns, "scales": scales}
     return columns
-
-
-def with_columns(batch: Batch, columns: dict) -> Batch:
-    names = ("values", "returns", "scales")
-    return replace(batch, **{n: np.concatenate([columns[key][n] for key in batch.keys]) for n in names})
 
 
 def one_by_one(alone, model, score: torch.nn.Parameter, family, groups: list[Group], columns, clip):
@@ -137,7 +120,7 @@ def test_gradients_of_a_forest_are_those_of_each_member_alone(
     loss, wanted = one_by_one(alone, model, score, family, groups, columns, clip)
     whole = torch.stack([g.norm() for g in wanted.values()]).norm()
     for budget in (10_000, 60):
-        batches = [with_columns(b, columns) for b in packed(groups, family, budget)]
+        batches = [with_columns(b, columns) for b in pack(groups, micro_tokens=budget)]
         means, got = measured(backend, batches, ValueLoss(clip))
         assert means["critic/loss"] == approx(loss, rel=1e-10)
         assert (means["critic/clip_frac"] > 0.1) == (clip > 0)
@@ -145,9 +128,6 @@ def test_gradients_of_a_forest_are_those_of_each_member_alone(
         assert set(got) == set(wanted) and len(got) > 10
         for n, gradient in wanted.items():
             assert (got[n] - gradient).norm() <= 1e-10 * whole, n
-
-
-# -- its weights --
 
 
 def test_weights_of_another_model_are_refused(critic, family_of, load, tmp_path):
@@ -163,22 +143,14 @@ def test_weights_of_another_model_are_refused(critic, family_of, load, tmp_path)
         plain.blend(narrow.items(), 1.0)
 
 
-# -- a reference that follows the policy --
-
-
-def moved(load, dtype: str, by: float):
-    model = load("qwen3", dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 + by)
-    return model
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_moving_average_arrives_however_small_its_steps(family_of, load, tmp_path, dtype):
     """Steps of 1 % of a gap of 2 % are far below the spacing of bf16 numbers (0.4 %)."""
     family = family_of("qwen3")
-    policy = LocalBackend(moved(load, dtype, 0.02), family)
+    policy = LocalBackend(load("qwen3", dtype), family)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.02)
     start = {n: p.double() for n, p in LocalBackend(load("qwen3", dtype), family).weights()}
     reference = LocalBackend(load("qwen3", dtype), family)
     for step in range(60):

@@ -41,7 +41,7 @@ def columns_of(groups: list[Group]) -> dict[tuple[str, int], dict[str, np.ndarra
 
 
 def with_columns(batch: Batch, columns: dict) -> Batch:
-    names = ("scales", "old_logprobs", "ref_logprobs")
+    names = columns[batch.keys[0]]
     return replace(batch, **{n: np.concatenate([columns[key][n] for key in batch.keys]) for n in names})
 
 
@@ -61,10 +61,8 @@ def stock_loss(inputs, stock, members: list[Trajectory], family, columns: dict) 
         advantages=torch.from_numpy(np.concatenate([t.advantages for t in members])).to(logits.dtype),
         scales=column("scales"),
         sequence=torch.arange(len(members)).repeat_interleave(torch.tensor([len(places) for places in policy])),
-        sequences=len(members),
-        old=column("old_logprobs"),
-        ref=column("ref_logprobs"),
-    )
+        sequences=len(members), old=column("old_logprobs"), ref=column("ref_logprobs"),
+    )  # fmt: skip
     loss, _ = objective(ALGORITHM, here[range(len(targets)), targets], -(here.exp() * here).sum(-1), known)
     stock.zero_grad()
     loss.backward()
@@ -94,16 +92,12 @@ def distance(got: Result, wanted: Result) -> float:
 
 
 def limit_of(wanted: Result, exact: Result) -> float:
-    """In float64 1e-10. In float32 gradients that are summed in another order are off by rounding:
-    two of them, each as far from the float64 ones as those of transformers are on this machine.
-    """
+    """In float64 1e-10; in float32 twice the rounding of transformers' own gradients on this machine."""
     return 1e-10 if wanted is exact else 2 * distance(wanted, exact)
 
 
 def assert_same(got: Result, wanted: Result, limit: float) -> None:
-    """Gradients within `limit` of the norm of the whole, and within a few `limit` of their own. One
-    that is nearly zero is a difference of large terms: 1e-3 of the whole is its scale.
-    """
+    """Within `limit` of the whole norm, and a few of their own; one near zero has 1e-3 of the whole as its scale."""
     assert limit < 1e-5
     assert abs(got[0] - wanted[0]) <= limit * max(abs(wanted[0]), 0.1)
     assert set(got[1]) == set(wanted[1]) and len(got[1]) > 10
@@ -114,14 +108,11 @@ def assert_same(got: Result, wanted: Result, limit: float) -> None:
         assert error <= 3 * limit * max(gradient.norm(), 1e-3 * whole), name
 
 
-@pytest.mark.parametrize(
-    ("name", "images", "dtype"),
-    [
-        *[(name, 3, "float64") for name in ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava")],
-        *[("qwen2_5_vl", 3, "float32"), ("llava", 0, "float32"), ("qwen3", 0, "float64"), ("mixtral", 0, "float64")],
-        *[("qwen3_vl_moe", 1, "float32"), ("qwen2_moe", 0, "float32")],  # their routers round to float32
-    ],
-)
+@pytest.mark.parametrize(("name", "images", "dtype"), [
+    *[(name, 3, "float64") for name in ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava")],
+    *[("qwen2_5_vl", 3, "float32"), ("llava", 0, "float32"), ("qwen3", 0, "float64"), ("mixtral", 0, "float64")],
+    *[("qwen3_vl_moe", 1, "float32"), ("qwen2_moe", 0, "float32")],  # their routers round to float32
+])  # fmt: skip
 def test_random_trees(family_of, load, stock, grow, measured, wanted, keep_float64, name, images, dtype):
     family = family_of(name)
     backend = LocalBackend(load(name, dtype), family, TrainConfig())

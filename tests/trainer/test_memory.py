@@ -11,9 +11,7 @@ GIB = 2**30
 
 @pytest.fixture
 def plan(load, monkeypatch):
-    """As if on a GPU: 2 vision layers of 2 GiB per 1,000 media tokens, 2 text layers of 1 GiB per
-    1,000 tokens, 3 GiB beside them for 1,000 tokens.
-    """
+    """As if on a GPU, per 1,000 tokens: 2 vision layers of 2 GiB, 2 text layers of 1 GiB, 3 GiB beside them."""
     made = Recompute(load("qwen2_5_vl"), True)
     made.planned, made.overhead = True, (3 * GIB, 1000, 1000)
     vision, text = made.kinds
@@ -48,18 +46,13 @@ def test_costs_grow_with_the_micro_batch(plan):
     assert made.keeping == 0
 
 
-def peaks(monkeypatch, found: list[float]) -> None:
-    """The peak of each micro-batch that is measured from now on, in GiB."""
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: found.pop(0) * GIB)
-
-
 def test_a_first_micro_batch_that_failed_is_measured_again(plan, monkeypatch):
     """Its layers were seen in the forward, its peak was not."""
     made, choose = plan
     made.overhead = (0, 1, 1)
-    peaks(monkeypatch, [3.0])
+    measured = {"memory_allocated": 0, "reset_peak_memory_stats": None, "max_memory_allocated": 3 * GIB}
+    for name, value in measured.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     choose(10.0, 1000, 1000)
     made.failed()
     assert made.margin == pytest.approx(checkpointing.MARGIN + 0.03)

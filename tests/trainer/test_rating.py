@@ -159,11 +159,8 @@ def test_gradients_do_not_depend_on_packing(family, samples, keep_float64) -> No
 
 def test_two_turns_over_a_wire_are_the_same_conversation(samples) -> None:
     added = tuple(said(*turn) for turn in (("assistant", "a"), ("tool", "b"), ("tool", "c"), ("assistant", "d")))
-    mine = replace(
-        reward_sample(samples[2], "ad", turns=("a", "d"), observations=("b", "c")),
-        replied=added,
-        roles=tuple(m.role for m in added),
-    )
+    plain = reward_sample(samples[2], "ad", turns=("a", "d"), observations=("b", "c"))
+    mine = replace(plain, replied=added, roles=tuple(m.role for m in added))
     (wired,) = read_samples(json.loads(json.dumps(request_for([mine], request_id="r"))))
     assert conversation_of(wired) == conversation_of(mine)
     one_each = replace(wired, roles=(), observations=["b"])
@@ -172,14 +169,11 @@ def test_two_turns_over_a_wire_are_the_same_conversation(samples) -> None:
         conversation_of(replace(wired, roles=(), observations=["b"] * 3))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"media": ()}, r"shows 1, and 0 came .*reward\.remote\.send_images=true"),
-        ({"messages": [{"role": "user", "content": "<video>?"}]}, "<video>.* no request can carry"),
-        ({"turns": ["a"], "observations": ["<image>"]}, "observation shows a medium"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"media": ()}, r"shows 1, and 0 came .*reward\.remote\.send_images=true"),
+    ({"messages": [{"role": "user", "content": "<video>?"}]}, "<video>.* no request can carry"),
+    ({"turns": ["a"], "observations": ["<image>"]}, "observation shows a medium"),
+])  # fmt: skip
 def test_a_question_that_came_without_its_media_is_not_scored(samples, changes, words) -> None:
     mine = replace(reward_sample(samples[0], "three"), asked=(), prompt="")
     with pytest.raises(ValueError, match=words):
