@@ -19,55 +19,47 @@ def config(rows, *overrides, reward=True):
     return load(base | ({"reward.terms": ["math"]} if reward else {}), overrides)
 
 
-@pytest.mark.parametrize("command", ["rl", "sft", "eval", "generate", "check-data"])
-def test_a_plain_config_passes(rows, command):
-    check(config(rows), command)
-
-
 SERIES, LORA, PPO = "model.series.encoder=patches", "model.train=lora", "algorithm.preset=ppo"
 HTTP = "rollout.engine=http; rollout.http.url=http://127.0.0.1:8000/v1"
 JUDGE = "reward.terms=[judge]; reward.judge.model=m; reward.judge.url=http://127.0.0.1:9/v1"
 
 
-@pytest.mark.parametrize(
-    ("command", "overrides", "says"),
-    [
-        ("rl", "model.train=freeze:vision; train.lr_scale.vision=0.1", "lr_scale: has no effect without towers"),
-        ("rl", f"{LORA}; train.lr_scale.vision=2", "train.lr_scale.vision: model.train=lora adds no adapter"),
-        ("rl", "val.before=true; val.every=0", "before: has no effect without val.every > 0; remove it, or .*every=50"),
-        ("rl", "model.series.encoder=gone.py:make", r"gone\.py does not exist.*\(looked in /"),
-        ("rl", f"{SERIES}; model.train=freeze:vision,series", "vision,series would leave the encoder .* as it was"),
-        ("rl", "model.series.patch=5", r"model\.series\.patch: has no effect without an encoder"),
-        ("rl", f"{SERIES}; rollout.engine=vllm", "vllm has no encoder for time"),
-        ("rl", f"{SERIES}; {LORA}", "as it was drawn; train it first"),
-        ("rl", f"{LORA}; model.lora.dropout=0.1", "not the one that answered"),
-        ("rl", f"{PPO}; algorithm.critic.path=/nowhere", "algorithm.critic.path: "),
-        ("rl", f"{PPO}; run.max_steps=3; algorithm.critic.warmup_steps=3", "algorithm.critic.warmup_steps: "),
-        ("rl", "train.sft_coef=0.1", "data.demonstrations: train.sft_coef needs some"),
-        ("rl", HTTP, r"rollout\.engine: http.*rollout\.engine=embedded"),
-        ("sft", HTTP, r"rollout\.engine: http.*rollout\.engine=embedded"),
-        ("eval", "rollout.engine=http", r"rollout\.http\.url=http://127\.0\.0\.1"),
-        ("eval", f"{HTTP}; rollout.http.url=http://me:pw@host/v1", "would be logged"),
-        ("eval", f"{HTTP}; rollout.http.key=sk-123-456", r"rollout\.http\.key=OPENAI_API_KEY"),
-        ("eval", f"{HTTP}; prompt.chat_template={__file__}", "its own template"),
-        ("eval", f"{HTTP}; rollout.replicas=2", r"rollout\.replicas=0"),
-        ("rl", f"{JUDGE}; reward.judge.url=http://me:pw@host/v1", "would be logged"),
-        ("rl", f"{JUDGE}; reward.judge.key=sk-123-456", r"reward\.judge\.key=OPENAI_API_KEY"),
-        ("rl", f"{JUDGE}; reward.judge.template=nowhere.jinja", "does not exist"),
-        ("rl", f"{JUDGE}; reward.judge.api=completions; reward.judge.send_images=true", r"reward\.judge\.api=chat"),
-        ("generate", "generate.select=best; reward.terms=[]", "nothing scores"),
-        ("generate", "generate.select=threshold", "generate.threshold=1"),
-        ("generate", "generate.threshold=1.0", "no effect without generate.select"),
-        ("reward-model", "reward_model.loss=hps; reward_model.margin=0.2", "margin: has no effect without"),
-        ("reward-model", "reward_model.bounded=true; reward_model.center_coef=0.1", "where a sigmoid cannot go"),
-        ("reward-model", "reward_model.heads={preference: 0}", "weights above 0"),
-        ("reward-model", "reward_model.kind=generative", r"sft with data\.pair_view=verdict"),
-        ("dpo", "dpo.args.gamma=0.5", "dpo.args.gamma: has no effect with dpo.loss=dpo; remove it"),
-        ("sft", "sft.kd_coef=0.2", "sft.kd_coef: has no effect without sft.teacher"),
-        ("sft", "sft.reward_tag='{score}'", "sft.reward_tag: .* shows no reward"),
-        ("sft", f"train.ema=0.75; {LORA}", "train.ema: averages whole weights"),
-    ],
-)
+@pytest.mark.parametrize(("command", "overrides", "says"), [
+    ("rl", "model.train=freeze:vision; train.lr_scale.vision=0.1", "lr_scale: has no effect without towers"),
+    ("rl", f"{LORA}; train.lr_scale.vision=2", "train.lr_scale.vision: model.train=lora adds no adapter"),
+    ("rl", "val.before=true; val.every=0", "before: has no effect without val.every > 0; remove it, or .*every=50"),
+    ("rl", "model.series.encoder=gone.py:make", r"gone\.py does not exist.*\(looked in /"),
+    ("rl", f"{SERIES}; model.train=freeze:vision,series", "vision,series would leave the encoder .* as it was"),
+    ("rl", "model.series.patch=5", r"model\.series\.patch: has no effect without an encoder"),
+    ("rl", f"{SERIES}; rollout.engine=vllm", "vllm has no encoder for time"),
+    ("rl", f"{SERIES}; {LORA}", "as it was drawn; train it first"),
+    ("rl", f"{LORA}; model.lora.dropout=0.1", "not the one that answered"),
+    ("rl", f"{PPO}; algorithm.critic.path=/nowhere", "algorithm.critic.path: "),
+    ("rl", f"{PPO}; run.max_steps=3; algorithm.critic.warmup_steps=3", "algorithm.critic.warmup_steps: "),
+    ("rl", "train.sft_coef=0.1", "data.demonstrations: train.sft_coef needs some"),
+    ("rl", HTTP, r"rollout\.engine: http.*rollout\.engine=embedded"),
+    ("sft", HTTP, r"rollout\.engine: http.*rollout\.engine=embedded"),
+    ("eval", "rollout.engine=http", r"rollout\.http\.url=http://127\.0\.0\.1"),
+    ("eval", f"{HTTP}; rollout.http.url=http://me:pw@host/v1", "would be logged"),
+    ("eval", f"{HTTP}; rollout.http.key=sk-123-456", r"rollout\.http\.key=OPENAI_API_KEY"),
+    ("eval", f"{HTTP}; prompt.chat_template={__file__}", "its own template"),
+    ("eval", f"{HTTP}; rollout.replicas=2", r"rollout\.replicas=0"),
+    ("rl", f"{JUDGE}; reward.judge.url=http://me:pw@host/v1", "would be logged"),
+    ("rl", f"{JUDGE}; reward.judge.key=sk-123-456", r"reward\.judge\.key=OPENAI_API_KEY"),
+    ("rl", f"{JUDGE}; reward.judge.template=nowhere.jinja", "does not exist"),
+    ("rl", f"{JUDGE}; reward.judge.api=completions; reward.judge.send_images=true", r"reward\.judge\.api=chat"),
+    ("generate", "generate.select=best; reward.terms=[]", "nothing scores"),
+    ("generate", "generate.select=threshold", "generate.threshold=1"),
+    ("generate", "generate.threshold=1.0", "no effect without generate.select"),
+    ("reward-model", "reward_model.loss=hps; reward_model.margin=0.2", "margin: has no effect without"),
+    ("reward-model", "reward_model.bounded=true; reward_model.center_coef=0.1", "where a sigmoid cannot go"),
+    ("reward-model", "reward_model.heads={preference: 0}", "weights above 0"),
+    ("reward-model", "reward_model.kind=generative", r"sft with data\.pair_view=verdict"),
+    ("dpo", "dpo.args.gamma=0.5", "dpo.args.gamma: has no effect with dpo.loss=dpo; remove it"),
+    ("sft", "sft.kd_coef=0.2", "sft.kd_coef: has no effect without sft.teacher"),
+    ("sft", "sft.reward_tag='{score}'", "sft.reward_tag: .* shows no reward"),
+    ("sft", f"train.ema=0.75; {LORA}", "train.ema: averages whole weights"),
+])  # fmt: skip
 def test_options_that_contradict_each_other(rows, command, overrides, says):
     with pytest.raises(ConfigError, match=says) as caught:
         check(config(rows, *overrides.split("; ")), command)
@@ -93,31 +85,28 @@ def test_the_model_around_an_adapter_or_in_a_run_is_named(rows, tmp_path):
         check(config(rows, f"model.path={tmp_path / 'run'}"), "sft")
 
 
-@pytest.mark.parametrize(
-    ("override", "field", "remedy"),
-    [
-        ("model.path=no/such/model", "model.path", "model folder"),
-        ("model.train=vision", "model.train", "freeze:vision"),
-        ("data.train=no.jsonl", "data.train", "give a file"),
-        ("data.train=[]", "data.train", "data.train=train.jsonl"),
-        ("data.val=missing.jsonl", "data.val", "data.allow_network=true"),
-        ("data.min_pixels=2000000", "data.min_pixels", "data.min_pixels=3136"),
-        ("prompt.template=missing.jinja", "prompt.template", "remove it"),
-        ("rollout.top_p=0.9", "rollout.top_p", "rollout.truncated_sampling=replay"),
-        ("rollout.top_k=50", "rollout.top_k", "use top_k=-1"),
-        ("env.max_total_tokens=2048", "env.max_total_tokens", "try 6144"),
-        ("env.max_turns=3", "env.max_turns", "env.name=tools"),
-        ("train.updates_per_step=129", "train.updates_per_step", "train.updates_per_step=128"),
-        ("train.sequence_parallel=3", "train.sequence_parallel", "use run.gpus=3"),
-        ("train.min_lr=0.1", "train.min_lr", "train.schedule=linear"),
-        ("train.lr_scale.vision=0", "train.lr_scale", "vision: expects factors above 0"),
-        ("reward.terms=[]", "reward.terms", "reward.terms=[math]"),
-        ("save.best_metric=val/foo/accuracy", "save.best_metric", "=val/rows/accuracy"),
-        ("run.resume=no/such/step", "run.resume", "run.resume=auto"),
-        ("generate.n=4", "generate.n", "remove it"),
-        ("rollout.parity_max=0.1", "rollout.parity_max", "remove it"),
-    ],
-)
+@pytest.mark.parametrize(("override", "field", "remedy"), [
+    ("model.path=no/such/model", "model.path", "model folder"),
+    ("model.train=vision", "model.train", "freeze:vision"),
+    ("data.train=no.jsonl", "data.train", "give a file"),
+    ("data.train=[]", "data.train", "data.train=train.jsonl"),
+    ("data.val=missing.jsonl", "data.val", "data.allow_network=true"),
+    ("data.min_pixels=2000000", "data.min_pixels", "data.min_pixels=3136"),
+    ("prompt.template=missing.jinja", "prompt.template", "remove it"),
+    ("rollout.top_p=0.9", "rollout.top_p", "rollout.truncated_sampling=replay"),
+    ("rollout.top_k=50", "rollout.top_k", "use top_k=-1"),
+    ("env.max_total_tokens=2048", "env.max_total_tokens", "try 6144"),
+    ("env.max_turns=3", "env.max_turns", "env.name=tools"),
+    ("train.updates_per_step=129", "train.updates_per_step", "train.updates_per_step=128"),
+    ("train.sequence_parallel=3", "train.sequence_parallel", "use run.gpus=3"),
+    ("train.min_lr=0.1", "train.min_lr", "train.schedule=linear"),
+    ("train.lr_scale.vision=0", "train.lr_scale", "vision: expects factors above 0"),
+    ("reward.terms=[]", "reward.terms", "reward.terms=[math]"),
+    ("save.best_metric=val/foo/accuracy", "save.best_metric", "=val/rows/accuracy"),
+    ("run.resume=no/such/step", "run.resume", "run.resume=auto"),
+    ("generate.n=4", "generate.n", "remove it"),
+    ("rollout.parity_max=0.1", "rollout.parity_max", "remove it"),
+])  # fmt: skip
 def test_what_rl_refuses(rows, override, field, remedy):
     with pytest.raises(ConfigError) as caught:
         check(config(rows, override), "rl", given([override]))
@@ -129,19 +118,16 @@ ANSWERS = "(only commands that sample answers read it); remove it"
 TRAINERS = "(only commands that train read it); remove it"
 
 
-@pytest.mark.parametrize(
-    ("commands", "override", "reason"),
-    [
-        *(("sft", name, "") for name in ("algorithm.kl.coef=0.1", "dpo.beta=0.2", "prompt.permute_choices=true")),
-        ("sft dpo reward-model", "rollout.http.url=http://127.0.0.1/v1", ""),
-        *(("reward-model", name, ANSWERS) for name in ("reward.terms=[math]", "val.n=4")),
-        ("reward-model", "generate.n=4", "(only `saccade generate` reads it); remove it"),
-        *(("eval generate chat", name, TRAINERS) for name in ("train.lr=0.1", "save.keep=1", "run.resume=auto")),
-        ("generate chat", "val.n=4", ANSWERS),
-        ("eval chat", "data.train=rows.jsonl", ""),
-        ("chat", "train.micro_tokens=512", TRAINERS),
-    ],
-)
+@pytest.mark.parametrize(("commands", "override", "reason"), [
+    *(("sft", name, "") for name in ("algorithm.kl.coef=0.1", "dpo.beta=0.2", "prompt.permute_choices=true")),
+    ("sft dpo reward-model", "rollout.http.url=http://127.0.0.1/v1", ""),
+    *(("reward-model", name, ANSWERS) for name in ("reward.terms=[math]", "val.n=4")),
+    ("reward-model", "generate.n=4", "(only `saccade generate` reads it); remove it"),
+    *(("eval generate chat", name, TRAINERS) for name in ("train.lr=0.1", "save.keep=1", "run.resume=auto")),
+    ("generate chat", "val.n=4", ANSWERS),
+    ("eval chat", "data.train=rows.jsonl", ""),
+    ("chat", "train.micro_tokens=512", TRAINERS),
+])  # fmt: skip
 def test_a_command_refuses_what_it_does_not_read(rows, commands, override, reason):
     for command in commands.split():
         with pytest.raises(ConfigError) as caught:
@@ -178,16 +164,14 @@ def test_eval_takes_the_file_of_a_training_run(rows):
         check(config(rows, "run.gpus=4"), "eval", ["run.gpus"])
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["rollout.top_p=0.9", "rollout.truncated_sampling=replay"],
-        ["rollout.tensor_parallel=2", "rollout.memory_share=0.4", "rollout.engine=vllm"],
-        ["reward.terms=[]", "env.name=my.py:World", "env.max_turns=4"],
-    ],
-)
-def test_the_remedies_work(rows, overrides):
-    check(config(rows, *overrides), "rl")
+@pytest.mark.parametrize(("command", "overrides"), [
+    *((command, []) for command in ("rl", "sft", "eval", "generate", "check-data")),
+    ("rl", ["rollout.top_p=0.9", "rollout.truncated_sampling=replay"]),
+    ("rl", ["rollout.tensor_parallel=2", "rollout.memory_share=0.4", "rollout.engine=vllm"]),
+    ("rl", ["reward.terms=[]", "env.name=my.py:World", "env.max_turns=4"]),
+])  # fmt: skip
+def test_a_plain_config_and_the_remedies_pass(rows, command, overrides):
+    check(config(rows, *overrides), command)
 
 
 def test_all_problems_come_at_once(rows):
