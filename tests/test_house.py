@@ -48,6 +48,15 @@ def test_only_the_border_sees_a_whole_config() -> None:
         if one.annotation is not None and "Config" in ast.unparse(one.annotation).strip("'").split(" | ")
     }
     assert found <= set(READ_CONFIG)
+    # Records hold what they read of it, but for those of plugins.
+    held = {
+        path.relative_to(PACKAGE).parts[0]
+        for path, tree in modules()
+        for owner in nodes(tree)
+        for field in (owner.body if isinstance(owner, ast.ClassDef) else ())
+        if isinstance(field, ast.AnnAssign) and "Config" in ast.unparse(field.annotation).split(" | ")
+    }
+    assert held <= {"plugins"}
 
 
 def test_no_function_has_more_than_eight_parameters() -> None:

@@ -6,11 +6,12 @@ are the same, so a score in training is the score of the exported folder.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from saccade.config import Config
+from saccade.config import Config, EnvConfig, RewardConfig, ValConfig
 from saccade.data.datasets import Dataset
 from saccade.engines import Engine
 from saccade.environments import gives_rewards
@@ -20,6 +21,7 @@ from saccade.recipes.accuracy import Scores, Table
 from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import Pool
+from saccade.rollout.episode import Limits, Play
 from saccade.rollout.scoring import RewardStream, free_memory_for_rewards, parsed, report_slow_rewards, thinks
 from saccade.run.console import unscored
 from saccade.run.metrics import episode_metrics, without_scores
@@ -47,7 +49,12 @@ class Evaluator:
     engine: Engine
     family: Family
     scorer: Scorer | None
-    config: Config
+    env: EnvConfig
+    reward: RewardConfig
+    val: ValConfig
+    sampling: Sampling  # of sets
+    limits: Limits
+    play: Callable[[Sampling, str], Play]  # with the noise of a name
     quarantine: Quarantine
     progress: Progress
 
@@ -66,11 +73,11 @@ class Evaluator:
         name: str = "",
     ) -> Callable[[], list[Group]]:
         """The questions are asked; what is returned waits for the answers."""
-        family, scorer, config = self.family, self.scorer, self.config
+        family, scorer = self.family, self.scorer
         stream, pool = RewardStream(scorer, family), beside or Pool(self.engine)
         started = pool.start(
             samples,
-            parts.play_of(config, family, sampling, seed, evaluation=True),
+            self.play(sampling, seed),
             repeats=repeats,
             name=name,
             on_finish=stream.submit,
@@ -83,9 +90,9 @@ class Evaluator:
             groups = pool.finish(started, self.progress)
             if beside is None:
                 free_memory_for_rewards(self.engine, scorer)
-            if scorer is None and not gives_rewards(config.env):
+            if scorer is None and not gives_rewards(self.env):
                 return groups
-            return stream.attach(groups, report_slow_rewards(self.progress, scorer, config.reward))
+            return stream.attach(groups, report_slow_rewards(self.progress, scorer, self.reward))
 
         return answers
 
@@ -99,17 +106,16 @@ class Evaluator:
         """The questions of a set are asked, perhaps in a pool of others that go on `beside`; what is returned waits
         for the result. What judges and services do for it is then counted with what they do for the others.
         """
-        family, scorer, config = self.family, self.scorer, self.config
-        limits = parts.limits_of(config, evaluation=True)
-        breakdown = HOOKS["breakdown"](limits, lambda: RewardStream(scorer, family))
-        samples, sampling = self.quarantine.whole(dataset, family), parts.validation_sampling(config)
-        answers = self._ask(samples, config.val.n, sampling, "val", breakdown, beside, f"val/{name}|" if beside else "")
+        family, scorer = self.family, self.scorer
+        breakdown = HOOKS["breakdown"](self.limits, lambda: RewardStream(scorer, family))
+        samples, named = self.quarantine.whole(dataset, family), f"val/{name}|" if beside else ""
+        answers = self._ask(samples, self.val.n, self.sampling, "val", breakdown, beside, named)
 
         def result() -> Result:
             groups = answers()
             scores = accuracy.score_terms(scorer, accuracy.items_of(groups), score_sources)
             tables: dict[str, Table] = {}
-            if scorer is not None or gives_rewards(config.env):
+            if scorer is not None or gives_rewards(self.env):
                 tables = breakdown.tables(groups, scores)
             metrics = set_metrics(groups, family, scores) | (scorer.metrics() if scorer and not beside else {})
             metrics["left_out"] = self.quarantine.left_out(dataset)
@@ -119,6 +125,16 @@ class Evaluator:
             return Result(name=name, groups=tuple(groups), metrics=metrics, tables=tables, scores=scores)
 
         return result
+
+
+def read_of(config: Config, family: Family) -> dict[str, Any]:
+    """What an evaluator reads of a config."""
+    return {
+        **{"env": config.env, "reward": config.reward, "val": config.val},
+        "sampling": parts.validation_sampling(config),
+        "limits": parts.limits_of(config, evaluation=True),
+        "play": partial(parts.play_of, config, family, evaluation=True),
+    }
 
 
 def set_metrics(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.config import Config, TrainConfig
+from saccade.config import EnvConfig, RewardConfig, TrainConfig
 from saccade.errors import RewardError, TrainingError
 from saccade.forest.batch import Batch
 from saccade.rewards.verifiers import LATE
@@ -80,21 +80,21 @@ def check_mismatch(metrics: Metrics, algorithm: Algorithm, parity_max: float | N
         raise TrainingError(f"the engine gave {unscored:.1%} of its tokens no log-prob; use rollout.engine=embedded")
 
 
-def check_errors(groups: Sequence[Group], config: Config) -> None:
+def check_errors(groups: Sequence[Group], reward: RewardConfig, env: EnvConfig) -> None:
     """Refuses groups of whose members more than `reward.max_error_rate` have no score because
     something failed.
     """
     everybody = [t for group in groups for t in group.everyone]
-    failed, most = [t for t in everybody if t.status == "error"], config.reward.max_error_rate
+    failed, most = [t for t in everybody if t.status == "error"], reward.max_error_rate
     if len(failed) <= most * len(everybody):
         return
     reasons = [t.reason or t.end_reason for t in failed]
     left = sum(t.reason == GIVEN_UP.result().reason for t in everybody)
     others = f" and {left} others were not waited for" if left else ""
     theirs = {t.end_reason in ("env_error", "timeout") for t in failed}
-    blamed = [f"the environment ({config.env.name})"] * (True in theirs) + ["the reward"] * (False in theirs)
+    blamed = [f"the environment ({env.name})"] * (True in theirs) + ["the reward"] * (False in theirs)
     late = any(LATE in t.reason for t in failed)
-    deadline = f"reward.deadline above {config.reward.deadline:g} s, or " if late else ""
+    deadline = f"reward.deadline above {reward.deadline:g} s, or " if late else ""
     raise RewardError(
         f"{len(failed)} of {len(everybody)} samples could not be scored "
         f"({dict(Counter(reason.split(':')[0] for reason in reasons))}){others}, for example {failed[0].sample_id}: "

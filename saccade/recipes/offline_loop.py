@@ -111,7 +111,7 @@ def train(job: Job, task: Task) -> dict[str, Any]:
     )
     total, sets = total_steps(run.config, stream.rows_per_epoch), validation.sets.values()
     run.begin(total, backend, (stream.dataset, *sets), job.averages)
-    run.log_start(validation.check_engine(run.step))
+    run.log_start(validation.check_engine(run.config, run.step))
     run.validate_start(validation)
     last: dict[str, Any] = {}
     for step in run.steps():

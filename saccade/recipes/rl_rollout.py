@@ -5,7 +5,7 @@ rollouts = sample_groups(sampler, surplus, scores=(), step=12)
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -14,19 +14,18 @@ import numpy as np
 
 from saccade.algorithms import select
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.config import Config
+from saccade.config import EnvConfig, RewardConfig
 from saccade.data.stream import Stream
 from saccade.engines import Engine
 from saccade.errors import ConfigError, TrainingError
 from saccade.media.kinds import PAIR
 from saccade.media.pixel_cache import in_background
 from saccade.models.families import Family
-from saccade.recipes import parts
 from saccade.recipes.accuracy import Scores, items_of, score_terms
 from saccade.recipes.failures import check_errors
 from saccade.recipes.rollouts_ahead import Begun, Draw, RolloutsAhead
-from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
+from saccade.rollout.episode import Play
 from saccade.rollout.scoring import RewardStream, free_memory_for_rewards, parsed, report_slow_rewards, thinks
 from saccade.run.metrics import group_metrics
 from saccade.run.quarantine import Quarantine
@@ -58,14 +57,18 @@ class Sampler:
     scorer: Scorer | None
     stream: Stream
     quarantine: Quarantine
-    config: Config
+    env: EnvConfig
+    reward: RewardConfig
     algorithm: Algorithm
+    prompts: int  # of a step
+    play: Callable[[str], Play]  # of a draw, by its name
+    work: Callable[[Trainer, Sequence[Group]], Mapping[str, float]]  # that groups took
     watch: Callable[[int, int], None]  # hears how many are done, and may raise
     phase: Callable[[str], AbstractContextManager[object]]
 
     def draw(self, step: int) -> list[Group]:
         """Scored groups of the next prompts. Rollouts of steps that may begin by now go on meanwhile."""
-        config, ahead = self.config, self.ahead
+        ahead = self.ahead
         ahead.pool.go_on()
         while len(ahead.begun) <= ahead.last(step) - step:
             self._begin(step)
@@ -75,7 +78,7 @@ class Sampler:
             nonlocal looked
             if not looked:  # after the engine's first look, so most prompts are read
                 looked = True
-                prefetch_prompts(self.stream, config.train.prompts_per_step, self.family)
+                prefetch_prompts(self.stream, self.prompts, self.family)
             self.watch(done, total)
 
         groups = ahead.pool.finish(begun.started, progress)
@@ -84,24 +87,24 @@ class Sampler:
             ahead.pool.interrupt()
             free_memory_for_rewards(self.engine, self.scorer)
         with self.phase("reward_wait"):
-            watch = report_slow_rewards(self.watch, self.scorer, config.reward)
-            groups = begun.rewards.attach(groups, watch, tolerated=config.reward.max_error_rate)
-        check_errors(groups, config)
+            watch = report_slow_rewards(self.watch, self.scorer, self.reward)
+            groups = begun.rewards.attach(groups, watch, tolerated=self.reward.max_error_rate)
+        check_errors(groups, self.reward, self.env)
         return groups
 
     def _begin(self, step: int) -> None:
         """What a checkpoint had begun, else the next prompts."""
-        config, family, ahead = self.config, self.family, self.ahead
+        family, ahead = self.family, self.ahead
         if ahead.stored:
             draw = ahead.stored.pop(0)
         else:
-            samples = self.quarantine.take(self.stream, config.train.prompts_per_step, family)
+            samples = self.quarantine.take(self.stream, self.prompts, family)
             draw = Draw(name=ahead.next_name(step), step=step + len(ahead.begun), samples=samples)
         draw = ahead.from_record(draw)
         rewards = RewardStream(self.scorer, family, step=draw.step)
         started = ahead.pool.start(
             draw.samples,
-            parts.play_of(config, family, parts.rollout_sampling(config, self.algorithm), draw.name),
+            self.play(draw.name),
             repeats=self.algorithm.samples_per_prompt,
             greedy=self.algorithm.estimator.greedy,
             name=f"{draw.name}|",
@@ -135,7 +138,7 @@ def sample_groups(sampler: Sampler, carried: Sequence[Group], scores: Sequence[s
     """The groups of a step. Dynamic sampling draws round after round until the step is full; groups
     may be `carried` over from the last step. `scores`: sources whose outcome was a score by then.
     """
-    algorithm, wanted = sampler.algorithm, sampler.config.train.prompts_per_step
+    algorithm, wanted = sampler.algorithm, sampler.prompts
     kept, dropped, scored = list(carried), Counter[str](), list[Group]()
     rounds = 0
     while len(kept) < wanted and rounds < (algorithm.filter.max_rounds if algorithm.filter.dynamic else 1):
@@ -182,7 +185,7 @@ def rollout_metrics(rollouts: Rollouts, sampler: Sampler, policy: Trainer, *, st
         compares=algorithm.estimator.group,
         scores=rollouts.scores,
     )
-    found |= HOOKS["rollout_work"](policy, groups, sampler.config)
+    found |= sampler.work(policy, groups)
     for name, value in (found | (scorer.metrics() if scorer else {})).items():
         metrics.add(name, value)
     for trajectory in (t for group in rollouts.groups for t in group.trajectories if t.response_length):

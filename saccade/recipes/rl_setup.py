@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,12 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
             scorer=scorer,
             stream=stream,
             quarantine=run.quarantine,
-            config=config,
+            env=config.env,
+            reward=config.reward,
             algorithm=algorithm,
+            prompts=config.train.prompts_per_step,
+            play=partial(parts.play_of, config, family, parts.rollout_sampling(config, algorithm)),
+            work=partial(HOOKS["rollout_work"], config=config),
             watch=run.watch,
             phase=run.display.console.phase,
         ),

@@ -3,13 +3,15 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from saccade.config import Config
 from saccade.data.datasets import Dataset
 from saccade.engines import Engine
 from saccade.models.families import Family
 from saccade.recipes import parts
 from saccade.recipes.engines import check_parity, make_engine
-from saccade.recipes.evaluator import Evaluator, Result, describe
+from saccade.recipes.evaluator import Evaluator, Result, describe, read_of
 from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import Pool
@@ -46,11 +48,11 @@ class Validation:
             return False
         return step % self.every == 0 or step == total or self.saves(step)
 
-    def check_engine(self, version: int) -> dict[str, float]:
+    def check_engine(self, config: Config, version: int) -> dict[str, float]:
         """Whether engine and trainer mean the same model, where no rollout asks that."""
         if self.evaluator is None:
             return {}
-        engine, config = self.evaluator.engine, self.evaluator.config
+        engine = self.evaluator.engine
         samples = [s for dataset in self.questions.values() for s in dataset.samples]
         engine.update_weights(self.weights, version=version)
         found = check_parity(config, engine, self.weights, samples, version=version)
@@ -91,7 +93,7 @@ class Validation:
             shown_answers = unread(result.groups, evaluator.scorer, evaluator.family)
             if line := HOOKS["unread_answers"](result.metrics.get("parse_rate", 1.0), shown_answers):
                 advice.setdefault("length/parse_rate", f"{result.name}: {line}")
-        most = evaluator.config.val.log_generations
+        most = evaluator.val.log_generations
         found = {f"val/{r.name}/{key}": v for r in results for key, v in r.metrics.items()}
         return Measured(
             metrics={**values, **found},
@@ -102,14 +104,8 @@ class Validation:
 
 
 def evaluator_of(run: Run, engine: Engine, family: Family, scorer: Scorer | None) -> Evaluator:
-    return Evaluator(
-        engine=engine,
-        family=family,
-        scorer=scorer,
-        config=run.config,
-        quarantine=run.quarantine,
-        progress=run.watch_validation,
-    )
+    used: dict[str, Any] = {"engine": engine, "family": family, "scorer": scorer, "quarantine": run.quarantine}
+    return Evaluator(**used, **read_of(run.config, family), progress=run.watch_validation)
 
 
 def make_evaluator(run: Run, policy: Trainer, sets: Mapping[str, Dataset]) -> Evaluator | None:

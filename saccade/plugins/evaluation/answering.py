@@ -14,7 +14,7 @@ from saccade.models.families import Family
 from saccade.plugins.engines.http_family import endpoint_family
 from saccade.recipes import model_setup, parts
 from saccade.recipes.engines import longest_sequence, settings_of, start_engine
-from saccade.recipes.evaluator import Evaluator
+from saccade.recipes.evaluator import Evaluator, read_of
 from saccade.run.console import Console
 from saccade.run.quarantine import Quarantine
 
@@ -63,7 +63,7 @@ def evaluator_of(
     engine = answering_engine(config, family, logs=folder, answers=answers)
     with scorer or nullcontext(), closing(engine), Console(command, name) as console:
         used: dict[str, Any] = {"engine": engine, "scorer": scorer, "quarantine": Quarantine(folder, config.data)}
-        yield Evaluator(family=family, config=config, progress=console.progress, **used), console
+        yield Evaluator(family=family, progress=console.progress, **used, **read_of(config, family)), console
         asked: list[Any] = [engine, scorer.judge if scorer is not None else None]
         for one in asked:
             if hasattr(one, "expenses"):

@@ -91,7 +91,7 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
         made = [name for name in FILES if (folder / name).is_file()]
         log.info(f"{', '.join(made)} are in {folder}")
     for result in results:  # only now: no answer is lost
-        check_errors(result.groups, config)
+        check_errors(result.groups, config.reward, config.env)
     return summary
 
 
@@ -129,7 +129,7 @@ def _rescore(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
         write_files(folder, summary, rows)
         log.info(f"{RESULTS}, samples.jsonl are in {folder}")
         for result in results:
-            check_errors(result.groups, config)
+            check_errors(result.groups, config.reward, config.env)
     return summary
 
 
