@@ -278,6 +278,9 @@ def test_arguments_of_a_preset_stay_with_it() -> None:
     assert load(chosen, ["algorithm.preset=dapo"]).algorithm.args == {"clip_high": 0.28, "clip_low": 0.1}
     assert load(chosen, ["algorithm.args.clip_low="]).algorithm.args == {"clip_high": 0.3, "dual_clip": 3.0}
     assert (load(None).algorithm.kl.kind, load({"algorithm.kl.place": "reward"}).algorithm.kl.kind) == ("k3", "k1")
+    (tis,) = load({"algorithm.correct": [{"name": "tis.token", "high": 3}]}).algorithm.correct
+    assert tis.model_dump() == {"name": "tis.token", "high": 3}  # nothing that its function knows
+    assert [load({"dpo.loss": loss}).dpo.beta for loss in ("ipo", "simpo", "kto")] == [0.1, 2.0, 0.01]
 
 
 MOVED = {

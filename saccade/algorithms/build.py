@@ -60,7 +60,7 @@ def build(
         | {
             "args": used,
             "kl": given.kl.model_copy(update={"kind": divergence.name}),
-            "correct": tuple(CorrectionConfig.model_construct(name=c.name) for c in corrections),
+            "correct": tuple(CorrectionConfig.model_construct(name=c.name, **c.options) for c in corrections),
         },
         about=row["about"],
         paper=row["paper"],
@@ -138,7 +138,7 @@ def why_recompute(algorithm: Algorithm, *, in_loss: bool) -> str | None:
 def _choose(axis: str, name: str, given: AlgorithmConfig, **options: Any) -> Entry:
     """The entry called `name` with what was given for its options."""
     entry = find(axis, AXES[axis], name)
-    entry = entry.having(parsed(entry, given.args) | options)
+    entry = entry.having(parsed(entry, given.args) | parsed(entry, options, f"algorithm.{axis}"))
     if missing := [n for n, p in entry.parameters.items() if p.default is p.empty and n not in entry.given]:
         args = ", ".join(f"{n}: {EXAMPLES.get(n, 1)}" for n in missing)
         raise ConfigError(

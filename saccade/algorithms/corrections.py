@@ -19,7 +19,7 @@ from operator import and_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from saccade.algorithms.aggregation import only
-from saccade.algorithms.table import Entry, add, table_of
+from saccade.algorithms.table import Entry, NotNegative, add, table_of
 from saccade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def token(mismatch: Mismatch, values: Tensor) -> Tensor:
 def _truncated(statistic: Statistic) -> Callable[..., Correction]:
     """Importance sampling with a cap (TIS)."""
 
-    def weigh(mismatch: Mismatch, *, low: float = 0.0, high: float = 2.0) -> Correction:
+    def weigh(mismatch: Mismatch, *, low: NotNegative = 0.0, high: NotNegative = 2.0) -> Correction:
         ratio = exp(statistic(mismatch, mismatch.delta)).clamp_(low, high)
         return Correction(weights=only(ratio, mismatch.scored, 1.0))
 
@@ -111,14 +111,14 @@ for _name, _text, _statistic in (
 
 
 @add(CORRECTIONS, "w = exp(delta), 0 outside of [low, high]", weighs=True, masks=True)
-def icepop(mismatch: Mismatch, *, low: float = 0.5, high: float = 5.0) -> Correction:
+def icepop(mismatch: Mismatch, *, low: NotNegative = 0.5, high: NotNegative = 5.0) -> Correction:
     """Weights inside the band only; what is outside is neither weighed nor kept."""
     keep = band(token, mismatch, low, high)
     return Correction(weights=mismatch.ratio.where(keep, 0.0), keep=keep)
 
 
 @add(CORRECTIONS, "tokens that were sampled at most high steps ago")
-def recent(mismatch: Mismatch, *, high: float = 1.0) -> Correction:
+def recent(mismatch: Mismatch, *, high: NotNegative = 1.0) -> Correction:
     """Tokens of rollouts that ran too far ahead are left out."""
     return Correction(keep=None if mismatch.ages is None else mismatch.ages <= high)
 

@@ -30,7 +30,7 @@ FALLING = {"train.schedule": "cosine_with_min_lr", "train.warmup": 0.03}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "sft": {"train.epochs": 2.0, "train.lr": 5e-6, **FALLING},
     "dpo": {"train.lr": 1e-5, "dpo.max_tokens": 512, **FALLING},
-    "dpo kto": {"dpo.beta": 0.01, "dpo.max_tokens": 2048},
+    "dpo kto": {"dpo.max_tokens": 2048},
     "reward-model": {"train.lr": 9e-6, "reward_model.max_tokens": 512, **FALLING},
     "reward-model process": {"train.lr": 1e-6, "reward_model.max_tokens": 2048},
     "chat": {"rollout.temperature": 0.7, "rollout.top_p": 0.95, "rollout.max_tokens": 4096},

@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 
-from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.checks import not_counted
-from saccade.config import Config, load, to_yaml
+from saccade.config import AlgorithmConfig, Config, load, to_yaml
 from saccade.data.datasets import Dataset, Stream
 from saccade.errors import EnvironmentProblem, Interrupted, SaccadeError
 from saccade.media.pixel_cache import drop_background
@@ -61,13 +60,14 @@ class Measured:
 
 
 def open_folder(
-    config: Config, command: str, manifest: Mapping[str, Any], args: Mapping[str, Any]
+    config: Config, command: str, manifest: Mapping[str, Any], algorithm: AlgorithmConfig
 ) -> AbstractContextManager[RunFolder]:
-    """The folder of a run. From the options that were chosen, which one file holds, the run is
-    repeated, not resumed. The other file holds all of them, and `args` of the algorithm, defaults included.
+    """The folder of a run. From the options that were chosen, which one file holds, the run is repeated, not resumed.
+    The other file holds all of them, and those of the functions of the algorithm, defaults included.
     """
-    plain = {n: v if isinstance(v, PLAIN) else str(v) for n, v in args.items()}
-    whole = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"args": plain})})
+    args = {n: v if isinstance(v, PLAIN) else str(v) for n, v in algorithm.args.items()}
+    own = config.algorithm.model_copy(update={"args": args, "correct": algorithm.correct})
+    whole = config.model_copy(update={"algorithm": own})
     again = config if config.run.resume == "none" else load(config, ["run.resume=none"])
     texts = {CONFIG: to_yaml(whole), CHOSEN: to_yaml(again, full=False)}
     return RunFolder.open(whole.model_dump(mode="json"), texts, command=command, manifest=manifest)
@@ -77,10 +77,10 @@ class Run:
     """The only writer of a run's progress."""
 
     def __init__(
-        self, config: Config, command: str, manifest: Mapping[str, Any], algorithm: Algorithm | None = None
+        self, config: Config, command: str, manifest: Mapping[str, Any], algorithm: AlgorithmConfig | None = None
     ) -> None:
         self.config, self.command, self.manifest = config, command, manifest
-        self.args = (algorithm or config.algorithm).args
+        self.algorithm = algorithm or config.algorithm
         self.progress = Progress()
         self.total = 0
         self._services = ExitStack()
@@ -93,7 +93,7 @@ class Run:
         """Take the folder, find the checkpoint to resume from, open the display."""
         config = self.config
         with ExitStack() as stack:
-            self.folder = stack.enter_context(open_folder(config, self.command, self.manifest, self.args))
+            self.folder = stack.enter_context(open_folder(config, self.command, self.manifest, self.algorithm))
             saved = self.folder.checkpoints
             self.start = checkpoint.find(saved, config.run.resume)
             if self.start is not None:

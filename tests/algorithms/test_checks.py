@@ -52,6 +52,7 @@ CONTRADICTIONS = [
     ("preset=drpo; args.reward_range=[2,1]", "algorithm.args.reward_range: 2", "args.reward_range=[0,1]"),
     # what says only what there is
     ("correct=[{name: opsm, high: 2, threshold: 0.1}]", "algorithm.correct: opsm has no high; it reads threshold", ""),
+    ("correct=[{name: tis.token, high: -1}]", "algorithm.correct.high: Input should be greater than or equal to 0", ""),
     ("args={adv_clip: 5}", "algorithm.args: adv_clip is an option: write algorithm.adv_clip=", ""),
     ("args={clip_hihg: 0.3}", "algorithm.args=clip_hihg: no such name; did you mean 'clip_high'?", ""),
     ("args={clip_high: wide}", "args.clip_high: expects a number, got 'wide' (its default is 0.2)", ""),

@@ -80,7 +80,8 @@ def config(tmp_path):
 @pytest.fixture
 def open_folder(config):
     def open_(*overrides, **manifest):
-        return start(load(config, overrides), "rl", manifest, {})
+        loaded = load(config, overrides)
+        return start(loaded, "rl", manifest, loaded.algorithm)
 
     return open_
 

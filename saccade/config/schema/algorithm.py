@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import ConfigDict, field_validator, model_validator
 
 from saccade.config.schema.section import Arguments, Section, When, option, section
 
@@ -67,15 +67,14 @@ class OverlongConfig(Section):
 
 
 class CorrectionConfig(Section):
+    model_config = ConfigDict(extra="allow")  # options of the function
+
     name: str = option(
         ...,
         "tis.token | tis.sequence | tis.geometric | icepop | seq_mask | seq_mask_tis | opsm | recent | "
-        "reject.token.k1 … | file.py:name.",
+        "reject.token.k1 … | file.py:name; its options beside it: {name: icepop, low: 0.5, high: 5}.",
         path=True,
     )
-    low: float | None = option(None, "Lower bound; empty: the correction's default.", ge=0)
-    high: float | None = option(None, "Upper bound; empty: the correction's default.", ge=0)
-    threshold: float | None = option(None, "opsm: largest mean gap of a bad sequence.", gt=0)
 
 
 class HotFirstTokenConfig(Section):

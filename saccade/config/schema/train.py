@@ -91,11 +91,17 @@ class DpoConfig(Section):
     loss: Literal["dpo", "cdpo", "robust", "ipo", "ipo_sum", "dpo_norm", "reference_free", "hinge", "simpo", "kto"] = (
         option("dpo", "Loss on pairs or, kto, on responses that were labelled one by one.")
     )
-    beta: float | None = option(None, "Scale of the log-ratios; empty: 0.1, simpo 2, kto 0.01.", gt=0)
+    beta: float = option(0.1, "Scale of the log-ratios; unless set simpo 2, kto 0.01.", gt=0)
     args: dict[str, Any] = option({}, "label_smoothing (cdpo, robust), gamma (simpo), (un)desirable_weight (kto).")
     nll_coef: float = option(0.0, "Weight of the mean -log p of the tokens of chosen.", ge=0)
     reference: Literal["precompute", "compute"] = option("precompute", "Score rows once at the start, or every step.")
     max_tokens: int | None = option(None, "Longest row; others follow data.overlong; empty: 512, kto 2048.", ge=1)
+
+    @model_validator(mode="after")
+    def _usual_beta(self) -> DpoConfig:
+        if "beta" not in self.model_fields_set:
+            self.__dict__["beta"] = {"simpo": 2.0, "kto": 0.01}.get(self.loss, 0.1)
+        return self
 
 
 class RewardModelConfig(Section):
@@ -103,17 +109,17 @@ class RewardModelConfig(Section):
         "scalar", "scalar: pairs; process: labelled steps. Verdicts in words: sft with data.pair_view=verdict."
     )
     loss: Literal["bt", "logexp", "hps"] = option("bt", "bt: with a margin; hps: with a learned scale.", when=SCALAR)
-    margin: float | None = option(None, "Margin of rows without one; empty: 0.1.", ge=0, when=(SCALAR, BRADLEY_TERRY))
+    margin: float = option(0.1, "Margin of rows without one.", ge=0, when=(SCALAR, BRADLEY_TERRY))
     heads: dict[str, float] = option(
         {"preference": 1.0}, "scalar: named scores and their weights; rows label them in `labels`.", when=SCALAR
     )
     pooling: Literal["last", "mean", "attention"] = option(
         "last", "scalar: what is scored: the last token, or an average over the response.", when=SCALAR
     )
-    pooling_heads: int | None = option(None, "attention: number of heads; empty: 4.", ge=1, when=(SCALAR, ATTENTION))
+    pooling_heads: int = option(4, "attention: number of heads.", ge=1, when=(SCALAR, ATTENTION))
     probe_layer: int = option(-1, "scalar: block that is scored, -1 the last; those above are left out.", when=SCALAR)
     head: Literal["linear", "mlp"] = option("linear", "scalar: mlp is linear, RMSNorm, SiLU, linear.", when=SCALAR)
-    bounded: bool | None = option(None, "scalar: scores are sigmoids, between 0 and 1; empty: false.", when=SCALAR)
+    bounded: bool = option(False, "scalar: scores are sigmoids, between 0 and 1.", when=SCALAR)
     center_coef: float = option(0.0, "scalar: weight of (sum of both scores)^2.", ge=0, when=SCALAR)
     tie_coef: float = option(0.01, "scalar: weight of |difference| where a pair is a tie.", ge=0, when=SCALAR)
     placeholder: str = option("ки", "process: what stands behind every step of a row.", when=PROCESS)

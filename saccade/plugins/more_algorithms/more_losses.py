@@ -266,24 +266,24 @@ def _pooled_mean(lengths: Tensor, pool: Tensor) -> Tensor:
 
 
 @add(ROWS, "sequences with low <= exp(mean of delta) <= high")
-def seq_mask(mismatch: Mismatch, *, low: float = 0.99, high: float = 1.01) -> Correction:
+def seq_mask(mismatch: Mismatch, *, low: NotNegative = 0.99, high: NotNegative = 1.01) -> Correction:
     return Correction(keep=band(Mismatch.mean, mismatch, low, high))
 
 
 @add(ROWS, "w = exp(delta), sequences with low <= exp(mean of delta) <= high", weighs=True, masks=True)
-def seq_mask_tis(mismatch: Mismatch, *, low: float = 0.99, high: float = 1.01) -> Correction:
+def seq_mask_tis(mismatch: Mismatch, *, low: NotNegative = 0.99, high: NotNegative = 1.01) -> Correction:
     return Correction(weights=mismatch.ratio, keep=band(Mismatch.mean, mismatch, low, high))
 
 
 def _reject_ratio(statistic: Statistic) -> Callable[..., Correction]:
-    def reject(mismatch: Mismatch, *, low: float, high: float) -> Correction:
+    def reject(mismatch: Mismatch, *, low: NotNegative, high: NotNegative) -> Correction:
         return Correction(keep=band(statistic, mismatch, low, high))
 
     return reject
 
 
 def _reject_distance(statistic: Statistic, distance: Callable[[Tensor], Tensor]) -> Callable[..., Correction]:
-    def reject(mismatch: Mismatch, *, high: float) -> Correction:
+    def reject(mismatch: Mismatch, *, high: NotNegative) -> Correction:
         near = statistic(mismatch, distance(mismatch.delta)) <= high
         return Correction(keep=near | unjudged(statistic, mismatch))
 
@@ -297,7 +297,7 @@ def opsm(
     advantages: Tensor,  # [T]
     sequence_mean: Callable[[Tensor], Tensor],  # [T] -> [T] over the live tokens of a sequence
     *,
-    threshold: float,
+    threshold: Positive,
 ) -> Tensor:
     """[T] bool: bad sequences that the policy has left behind are dropped."""
     scored = rollout.isfinite()

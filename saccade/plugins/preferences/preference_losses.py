@@ -218,10 +218,7 @@ class PreferenceLoss:
 
 
 def from_config(config: DpoConfig) -> PreferenceLoss:
-    """Options that are empty are the loss's own."""
-    options = parsed(PREFERENCES[config.loss], config.args, "dpo.args")
-    if config.beta is not None:
-        options["beta"] = config.beta
+    options = parsed(PREFERENCES[config.loss], config.args, "dpo.args") | {"beta": config.beta}
     return PreferenceLoss(loss=config.loss, options=options, nll_coef=config.nll_coef)
 
 

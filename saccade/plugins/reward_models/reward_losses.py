@@ -114,9 +114,8 @@ class RatingLoss(_RewardLoss):
 
 
 def from_config(config: RewardModelConfig) -> RatingLoss:
-    margin = config.margin if config.margin is not None else 0.1
     shared = {name: getattr(config, name) for name in ("loss", "center_coef", "tie_coef")}
-    return RatingLoss(heads=dict(config.heads), margin=margin if config.loss == "bt" else 0.0, **shared)
+    return RatingLoss(heads=dict(config.heads), margin=config.margin if config.loss == "bt" else 0.0, **shared)
 
 
 def of_pairs(row: RatingLoss, ids: Sequence[str], labels: Labels, margins: Mapping[str, float]) -> RatingLoss:

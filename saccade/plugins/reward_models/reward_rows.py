@@ -105,10 +105,9 @@ class Pairs:
     @property
     def _card(self) -> RewardCard:
         own = self.config.reward_model
-        shared = {name: getattr(own, name) for name in ("pooling", "probe_layer", "head")}
-        pooling_heads = (own.pooling_heads or 4) if own.pooling == "attention" else 1
-        heads, bounded = tuple(own.heads), bool(own.bounded)
-        return RewardCard(kind="scalar", heads=heads, pooling_heads=pooling_heads, bounded=bounded, **shared)
+        shared = {name: getattr(own, name) for name in ("pooling", "probe_layer", "head", "bounded")}
+        pooling_heads = own.pooling_heads if own.pooling == "attention" else 1
+        return RewardCard(kind="scalar", heads=tuple(own.heads), pooling_heads=pooling_heads, **shared)
 
 
 def _trained(folder: str, wanted: RewardCard) -> Path | None:

@@ -166,7 +166,7 @@ def _as_trained(config: Config, card: RewardCard) -> Config:
         own |= {"placeholder": card.placeholder, "tokens": card.tokens}
     else:
         own |= {name: getattr(card, name) for name in ("pooling", "probe_layer", "head", "bounded")}
-        own["pooling_heads"] = card.pooling_heads if card.pooling == "attention" else None
+        own |= {"pooling_heads": card.pooling_heads} if card.pooling == "attention" else {}
         own["heads"] = {name: config.reward_model.heads.get(name, 1.0) for name in card.heads}
     changed = config.reward_model.model_copy(update=own)
     return load(config.model_copy(update={"reward_model": changed}), command="reward-model")

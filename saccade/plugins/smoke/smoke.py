@@ -142,7 +142,7 @@ def smoke(config: Config, command: str) -> Config:
     if command == "reward-model" and config.reward_model.kind == "scalar":
         own = config.reward_model
         changes["reward_model.probe_layer"] = max(-2, min(own.probe_layer, 1))  # of two blocks
-        if own.pooling_heads is not None:
+        if own.pooling == "attention":
             changes["reward_model.pooling_heads"] = gcd(own.pooling_heads, TINY_HIDDEN)
     if "updates_per_step" in train.model_fields_set:
         changes["train.updates_per_step"] = min(train.updates_per_step, 2)
