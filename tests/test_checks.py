@@ -114,17 +114,18 @@ def test_what_rl_refuses(rows, override, field, remedy):
     assert line.startswith(f"{field}: ") and remedy in line
 
 
-ANSWERS = "(only commands that sample answers read it); remove it"
-TRAINERS = "(only commands that train read it); remove it"
+SCORED, ANSWERED, TRAINERS = (
+    f"(only commands that {do} read it); remove it" for do in ("score answers", "answer data.val", "train")
+)
 
 
 @pytest.mark.parametrize(("commands", "override", "reason"), [
     *(("sft", name, "") for name in ("algorithm.kl.coef=0.1", "dpo.beta=0.2", "prompt.permute_choices=true")),
     ("sft dpo reward-model", "rollout.http.url=http://127.0.0.1/v1", ""),
-    *(("reward-model", name, ANSWERS) for name in ("reward.terms=[math]", "val.n=4")),
+    ("reward-model chat", "reward.terms=[math]", SCORED),
+    ("reward-model generate chat", "val.n=4", ANSWERED),
     ("reward-model", "generate.n=4", "(only `saccade generate` reads it); remove it"),
     *(("eval generate chat", name, TRAINERS) for name in ("train.lr=0.1", "save.keep=1", "run.resume=auto")),
-    ("generate chat", "val.n=4", ANSWERS),
     ("eval chat", "data.train=rows.jsonl", ""),
     ("chat", "train.micro_tokens=512", TRAINERS),
 ])  # fmt: skip
@@ -136,7 +137,7 @@ def test_a_command_refuses_what_it_does_not_read(rows, commands, override, reaso
         assert line.startswith(override.partition("=")[0]) and reason in line
         assert f"has no effect in `saccade {command}`" in line
         check(config(rows, override, reward=False), command)  # in the file it is there for another command
-    if reason == ANSWERS:
+    if reason in (SCORED, ANSWERED):
         check(config(rows, override, reward=False), "sft", given([override]))
 
 

@@ -29,7 +29,9 @@ TRAINERS = {**{command: command for command in TRAINING}, "estimate": "rl"}
 READERS = {**TRAINERS, **{command: command for command in ("eval", "generate", "chat")}}
 # Who reads an option, where a list of commands would be long.
 WHO = {
-    **dict.fromkeys((ANSWERING, SCORING, VALIDATING), "commands that sample answers"),
+    ANSWERING: "commands that sample answers",
+    SCORING: "commands that score answers",
+    VALIDATING: "commands that answer data.val",
     TRAINING: "commands that train",
 }
 
