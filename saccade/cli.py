@@ -110,11 +110,14 @@ def export(
     adapter_only: Annotated[
         bool, typer.Option("--adapter-only", help="Write the LoRA adapter for peft, nothing else.")
     ] = False,
+    like: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of a ZeRO checkpoint: a folder with the config of its model.")
+    ] = None,
 ) -> None:
-    """Write a stand-alone Hugging Face folder from a checkpoint."""
+    """Write a stand-alone Hugging Face folder from a checkpoint, also one of DeepSpeed's ZeRO."""
     import_module("saccade.recipes.model_setup").quiet_libraries()
     exporting = import_module("saccade.plugins.export.export")
-    folder = exporting.export(checkpoint, out, dtype, verify, adapter_only)
+    folder = exporting.export(checkpoint, out, dtype, verify, adapter_only, like)
     print(f"wrote {folder}{exporting.pictures(folder)}")
 
 

@@ -7,27 +7,40 @@ export(Path("runs/geo/checkpoints/step-100"), Path("my-model"), dtype="bfloat16"
 import shutil
 from pathlib import Path
 
+import torch
+
 from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.models.families import load_family
 from saccade.models.files import described, require_intact
+from saccade.models.load import DTYPES, load_model
+from saccade.plugins.export.zero_weights import zero_folder, zero_weights
 from saccade.system.disk import require_writable
 
 ADAPTER = "adapter"  # folder of `models/lora.py`, inside a checkpoint
 
 
 def export(
-    checkpoint: str | Path, out: str | Path, dtype: str | None = None, verify: bool = True, adapter_only: bool = False
+    checkpoint: str | Path,
+    out: str | Path,
+    dtype: str | None = None,
+    verify: bool = True,
+    adapter_only: bool = False,
+    like: str | Path | None = None,
 ) -> Path:
     """`checkpoint` is a step folder or a run folder (its latest checkpoint). Logits of both are
-    compared. Adapters come along as they were trained, or are all that is written.
+    compared. Adapters come along as they were trained, or are all that is written. Or it is one of
+    DeepSpeed's ZeRO, and `like` a folder with the config of its model, if it has none itself.
     """
     checkpoint, out = Path(checkpoint), Path(out)
+    if dtype not in (None, *DTYPES):
+        raise ConfigError(f"dtype {dtype!r} is not known; use {' or '.join(DTYPES)}")
+    if zero := zero_folder(checkpoint):
+        return _from_zero(zero, Path(like or checkpoint), out, dtype, verify)
     source = checkpoint_of(checkpoint)
     adapter = source / ADAPTER
     if adapter_only and not adapter.is_dir():
         raise ConfigError(f"{source} has no adapter; it was not trained with model.train=lora")
-    require_writable(out, "--out")
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} exists and is not empty; give another folder")
+    _require_empty(out)
     require_intact(source)
     if adapter_only:
         shutil.copytree(adapter, out, dirs_exist_ok=True)
@@ -43,6 +56,33 @@ def export(
         _convert(source, out, dtype)
     if verify:
         _compare(source, out, exact=dtype is None)
+    return out
+
+
+def _require_empty(out: Path) -> None:
+    require_writable(out, "--out")
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} exists and is not empty; give another folder")
+
+
+def _from_zero(zero: Path, like: Path, out: Path, dtype: str | None, verify: bool) -> Path:
+    """Names are checked by opening what was written: there are no logits to compare."""
+    from huggingface_hub import save_torch_state_dict
+
+    if not (like / "config.json").is_file():
+        raise ConfigError(f"{like} has no config.json; give --like MODEL, the folder that the training began with")
+    _require_empty(out)
+    kind, weights = DTYPES[dtype] if dtype else None, zero_weights(zero)
+    if adapters := [name for name in weights if ".lora_" in name]:
+        raise ConfigError(f"{zero}: it holds adapters ({adapters[0]}); merge those that were saved beside it with peft")
+    cast = {name: each.to(kind) if each.is_floating_point() else each for name, each in weights.items()}
+    out.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(cast, out, metadata={"format": "pt"})
+    for path in like.iterdir():
+        if path.suffix in (".json", ".jinja", ".txt", ".model", ".py") and not path.name.endswith(".index.json"):
+            shutil.copy2(path, out)
+    if verify:
+        load_model(load_family(str(out)), dtype=torch.float32, device=torch.device("cpu"))
     return out
 
 
@@ -67,16 +107,10 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def _convert(source: Path, out: Path, dtype: str) -> None:
-    import torch
-
-    from saccade.models.families import load_family
     from saccade.models.files import SERIES_FILE
-    from saccade.models.load import DTYPES, load_model
     from saccade.plugins.reward_models.reward_card import REWARD_FILE
     from saccade.run.checkpoint import copy_processor
 
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is not known; use {' or '.join(DTYPES)}")
     family = load_family(str(source))
     model = load_model(family, dtype=DTYPES[dtype], device=torch.device("cpu"))
     model.save_pretrained(out)  # type: ignore[operator]
@@ -89,11 +123,8 @@ def _convert(source: Path, out: Path, dtype: str) -> None:
 def _compare(source: Path, out: Path, *, exact: bool) -> None:
     """The same few tokens through both folders."""
     import numpy as np
-    import torch
 
     from saccade.forest.packing import pack
-    from saccade.models.families import load_family
-    from saccade.models.load import load_model
     from saccade.recipes.to_trajectory import document
     from saccade.trainer import Scoring
     from saccade.trainer.local import LocalBackend
