@@ -35,7 +35,7 @@ from saccade.forest.packing import pack as pack_forests
 from saccade.models.families import load_family
 from saccade.plugins.engines.replicas.replica import Replica
 from saccade.plugins.families import tiny
-from saccade.plugins.ranks.connections import Link
+from saccade.plugins.ranks.connections import Arrival, Link
 from saccade.plugins.ranks.rank_trainer import RankTrainer
 from saccade.plugins.ranks.team import Rank, RankSettings, Team
 from saccade.recipes.rl import pack_updates, select_members
@@ -137,7 +137,8 @@ class StandIn(threading.Thread):
 
 
 def linked(channel: Channel, replica: Replica) -> Link:
-    return Link(channel, replica.module, replica.log)
+    arrival = Arrival(channel=channel, host="here", local=0, pid=0, versions={}, machine="")
+    return Link(arrival, replica.module, replica.log)
 
 
 def start_team(gpus: int, folder: Path) -> tuple[Team, list[StandIn]]:
@@ -163,8 +164,18 @@ def measure(gpus: int, work: Mapping[str, int], folder: Path) -> dict[str, float
     algorithm = algorithm_of(config)
     team, others = start_team(gpus, folder)
     policy = RankTrainer(config, team, load_family(model))
-    absent: dict[str, Any] = dict.fromkeys(("ahead", "stream", "quarantine", "watch", "phase"))
-    sampler = Sampler(engine=team, family=policy.family, scorer=None, config=config, algorithm=algorithm, **absent)
+    absent: dict[str, Any] = dict.fromkeys(("ahead", "stream", "quarantine", "play", "watch", "phase"))
+    sampler = Sampler(
+        engine=team,
+        family=policy.family,
+        scorer=None,
+        env=config.env,
+        reward=config.reward,
+        algorithm=algorithm,
+        prompts=config.train.prompts_per_step,
+        work=partial(HOOKS["rollout_work"], config=config),
+        **absent,
+    )
     groups = make_groups(work["prompts"] * gpus, work)
     state = algorithm_state.restore(algorithm, None)
     seconds: dict[str, float] = {}

@@ -152,8 +152,11 @@ def parsed(entry: Entry, args: Mapping[str, Any], where: str = "algorithm.args")
     """Those of `args` that the entry reads, as its annotations want them."""
     found = {}
     for name in (name for name in args if entry.reads(name)):
+        kind = TypeAdapter(entry.annotation(name), config=OPTIONS)
         try:
-            found[name] = TypeAdapter(entry.annotation(name), config=OPTIONS).validate_python(args[name])
+            found[name] = kind.validate_python(args[name])
+            if isinstance(args[name], bool) and isinstance(found[name], float | int) and found[name] is not args[name]:
+                kind.validate_python(str(args[name]).lower())  # true is no number
         except ValidationError as error:
             [first, *_] = error.errors()
             default = entry.options[name]

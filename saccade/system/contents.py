@@ -38,6 +38,8 @@ def write_files(folder: Path, files: Iterable[File]) -> None:
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         writer(target)
+        for made in target.glob("*.safetensors") if target.is_dir() else [target]:
+            made.chmod(made.parent.stat().st_mode & 0o666)  # safetensors writes for its user alone
 
 
 def text_file(text: str) -> Writer:

@@ -56,6 +56,7 @@ CONTRADICTIONS = [
     ("args={adv_clip: 5}", "algorithm.args: adv_clip is an option: write algorithm.adv_clip=", ""),
     ("args={clip_hihg: 0.3}", "algorithm.args=clip_hihg: no such name; did you mean 'clip_high'?", ""),
     ("args={clip_high: wide}", "args.clip_high: expects a number, got 'wide' (its default is 0.2)", ""),
+    ("args={clip_high: true}", "args.clip_high: expects a number, got 'true' (its default is 0.2)", ""),
     ("preset=ppo; args={gamma: 1.5}", "args.gamma: Input should be less than or equal to 1, got 1.5", ""),
     ("advantage=nowhere.py:name", "nowhere.py does not exist or is no .py file; write file.py:name", ""),
     ("filter.function=mine", "algorithm.filter.function=mine: no such function; write file.py:name", ""),

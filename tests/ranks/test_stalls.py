@@ -46,3 +46,29 @@ def test_a_rank_that_does_not_come_is_found_in_seconds(two: Any, fault: str) -> 
 def test_a_rank_that_is_five_times_slower_is_waited_for(two: Any) -> None:
     for _ in range(2):
         assert [one.row["result"] for one in two.ask_all("is_slow", [{}] * 2)] == [2.0, 2.0]
+
+
+def rank_at(seconds: float, *, moved: float, answered: float | None = None, groups: Any = ()) -> stalls.Seen:
+    return stalls.Seen(
+        {"groups": {name: {"ranks": who, "last": [row]} for name, who, row in groups}}, seconds, moved, answered
+    )
+
+
+def test_what_a_rank_said_counts_and_not_how_long_nobody_asked() -> None:
+    late = {0: rank_at(3.0, moved=0.0, answered=3.0), 1: rank_at(3.0, moved=3.0)}
+    assert stalls.verdict(late, 2, now=18.0, known=None) is None  # the controller was halted
+    late[1] = rank_at(18.0, moved=3.0)
+    assert "rank 1 stands still for 15 s" in (stalls.verdict(late, 2, now=18.0, known=None) or "")
+
+
+def test_a_rank_that_waits_for_another_does_not_stand_still() -> None:
+    """2 waits for 3 in their first exchange, of which 3, which computes, knows nothing yet."""
+    world, pair = [0, 1, 2, 3], [2, 3]
+    waiting = [("gloo world", world, [5, "sum", "[1]", False, 18.0])]
+    before = ("gloo world", world, [4, "sum", "[1]", True, 19.0])
+    seen = {rank: rank_at(20.0, moved=2.0, groups=waiting) for rank in (0, 1)}
+    seen[2] = rank_at(20.0, moved=2.0, groups=[before, ("gloo pair", pair, [1, "exchange", "", False, 18.0])])
+    seen[3] = rank_at(20.0, moved=20.0, groups=[before])
+    assert stalls.verdict(seen, 4, now=20.0, known=None) is None
+    seen[3] = rank_at(20.0, moved=2.0, groups=[before])
+    assert "rank 3 stands still" in (stalls.verdict(seen, 4, now=20.0, known=None) or "")

@@ -93,6 +93,11 @@ def test_a_flipped_byte_is_found_before_going_on(copied, name, resume):
         checkpoint.find(folder, asked)
 
 
+def test_weights_may_be_read_by_whom_the_folder_is_open_to(begun):
+    files = [*Path(begun["run.out"]).rglob("*.safetensors")]
+    assert files and all(file.stat().st_mode & 0o777 == file.parent.stat().st_mode & 0o666 for file in files)
+
+
 def test_damaged_weights_are_refused_wherever_they_are_loaded(copied):
     out = Path(copied["run.out"])
     folder = out / "run" / "checkpoints" / "step-2"

@@ -74,3 +74,9 @@ def test_code_inside_a_checkpoint_does_not_run(tmp_path: Path) -> None:
         torch.save({"optimizer_state_dict": Path("x")}, tmp_path / f"mp_rank_00_{kind}_states.pt")
     with pytest.raises(EnvironmentProblem, match=r"mp_rank_00_model_states\.pt: .* no file of ZeRO"):
         zero_weights(tmp_path)
+    (tmp_path / "mp_rank_00_model_states.pt").write_bytes(b"cut off")
+    with pytest.raises(EnvironmentProblem, match=r"mp_rank_00_model_states\.pt: .* no file of ZeRO"):
+        zero_weights(tmp_path)
+    (tmp_path / "layer_0_expert_3_mp_rank_00_model_states.pt").touch()
+    with pytest.raises(EnvironmentProblem, match="experts of single ranks are not read"):
+        zero_weights(tmp_path)

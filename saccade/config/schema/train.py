@@ -30,7 +30,9 @@ class TrainConfig(Section):
         "auto",
         "On several GPUs: each holds the whole model; a part of it (slower); or a part, and each machine the whole. "
         "auto: whole if that fits, else hybrid on several machines of 8, else sharded.",
-        when=When("run.gpus > 1", "run.gpus=2"),
+        when=When(
+            "run.gpus > 1 or train.layout in ('auto', 'whole')", "run.gpus=2 (or train.layout=auto)", "run.gpus > 1"
+        ),
         commands=("rl", "sft", "dpo"),
     )
     sequence_parallel: int = option(

@@ -78,10 +78,11 @@ def _require_used(folder: Path, used: int, there: int, *, slack: int) -> None:
 
 
 def _by_rank(folder: Path, pattern: str) -> list[Path]:
-    files = {tuple(map(int, re.findall(r"rank_(\d+)", path.name))): path for path in folder.glob(pattern)}
+    found = [*folder.glob(pattern)]
+    files = {tuple(map(int, re.findall(r"rank_(\d+)", path.name))): path for path in found}
     if not files:
         raise EnvironmentProblem(f"{folder}: no file {pattern} is there; copy the whole folder")
-    if any(ranks[-1:] != (0,) for ranks in files):
+    if any(ranks[-1:] != (0,) for ranks in files) or any(re.search("expert_|expp_", path.name) for path in found):
         why = "tensors that several GPUs divide (tensor or pipeline parallelism) or experts of single ranks"
         raise EnvironmentProblem(f"{folder}: {why} are not read; use ds_to_universal.py of DeepSpeed")
     return [files[ranks] for ranks in sorted(files)]
@@ -89,9 +90,9 @@ def _by_rank(folder: Path, pattern: str) -> list[Path]:
 
 def _read(path: Path) -> Mapping[str, Any]:
     """Objects of DeepSpeed, as its loss scaler, become empty ones; torch refuses all others that are no tensors."""
-    unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    stubs: list[Any] = [(_Stub, name) for name in unknown if name.startswith("deepspeed.")]
     try:
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        stubs: list[Any] = [(_Stub, name) for name in unknown if name.startswith("deepspeed.")]
         with torch.serialization.safe_globals(stubs):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:

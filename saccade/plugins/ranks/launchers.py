@@ -189,6 +189,7 @@ def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitSt
         if not own.wait(WORKERS_LIMIT):
             there = f"the Ray cluster has no room for {count} cores beside those of the run"
             log.warning(f"reward.workers={count}: {there}; they stay on the machine of the run")
+            cluster.util.remove_placement_group(own)
             return
         numbers = itertools.cycle(range(count))
         module = placed_workers.__name__

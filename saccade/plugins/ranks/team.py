@@ -179,15 +179,16 @@ class Team(Replicas):
             if any(one.exception() for one in found.done):
                 return
             late = [rank for one, rank in asked.items() if one in found.not_done]
-            if why is not None:
-                raise self._kill_all(RankLost(f"{call} will not end: {why}\n{watch.table()}\n{_stacks(late)}"))
-            why = watch.look()
+            before, why = why, watch.look()
             if watch.now > limit:
                 why = f"{', '.join(rank.settings.who for rank in late)}: no answer for {limit:.0f} s"
+            if before and why:  # twice, and an error has had the time to arrive
+                raise self._kill_all(RankLost(f"{call} will not end: {why}\n{watch.table()}\n{_stacks(late)}"))
 
     def _end_all(self, call: str, asked: Mapping[Future[Block], Rank], watch: Watch) -> None:
         """Raises the first error, with where the other ranks are."""
-        one = min((one for one in asked if one.done() and one.exception()), key=watch.answered.__getitem__)
+        failed = [one for one in asked if one.done() and one.exception()]
+        one = min(failed, key=lambda one: watch.answered.get(one, watch.now))
         rank, error = asked[one], one.exception()
         assert error is not None
         where = _stacks([rank for one, rank in asked.items() if not one.done()])
