@@ -87,6 +87,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("hooks", "reward_workers.pool", "reward_workers=WorkerPool"),
     ("hooks", "user_environments.env_process", "environment_host=host_of"),
     ("hooks", "verifiers.extract", "extract_answer=extract"),
+    ("hooks", "watchdog.watchdog", "watchdog=Watchdog"),
     ("kl_kinds", "more_algorithms.more_losses:ROWS", "abs k1+ k3+"),
     ("row_formats", "row_formats.foreign_rows", "r1v=R1V minio3=MINIO3 lightrft=LIGHTRFT sharegpt=SHAREGPT"),
     ("row_formats", "preferences.preference_rows", "pairs=PAIRS sides=SIDES labels=LABELLED steps=STEPS"),

@@ -53,7 +53,7 @@ MAY_DIFFER = (
     *("reward.judge.concurrency", "reward.judge.per_minute", "reward.judge.retries"),
     *("reward.judge.timeout", "reward.judge.deadline"),
 )
-MAY_DIFFER_SECTIONS = ("val.", "save.", "track.")
+MAY_DIFFER_SECTIONS = ("run.stop.", "val.", "save.", "track.")
 REFUSALS = (2, 3)  # exit codes of a run that was refused before it began
 # Keys of the manifest that a resumed run must find unchanged.
 PINNED = ("data", "template", "weights")

@@ -28,6 +28,7 @@ from saccade.config import AlgorithmConfig, Config, load, to_yaml
 from saccade.data.datasets import Dataset, Stream
 from saccade.errors import EnvironmentProblem, Interrupted, SaccadeError
 from saccade.media.pixel_cache import drop_background
+from saccade.registry import HOOKS
 from saccade.run import checkpoint
 from saccade.run.checkpointer import Checkpointer
 from saccade.run.display import Display
@@ -100,6 +101,8 @@ class Run:
                 self.progress = from_json(checkpoint.read_progress(self.start))
             broken = checkpoint.not_whole(saved, after=self.step) if self.start else {}
             self.display = stack.enter_context(Display(self.folder, self.command, config.track))
+            if config.run.gpus == 1:  # several processes are watched where they are called
+                stack.enter_context(HOOKS["watchdog"](self.display.console, self.folder.path, config.run.stop.stalled))
             self.quarantine = Quarantine(self.folder.path, config.data)
             step = self.step if self.start else None
             self.checkpointer = Checkpointer(saved, config.save, saved=step)

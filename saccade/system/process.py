@@ -15,6 +15,7 @@ socket: it goes to the standard error of the parent, up to a limit, or to a log.
 """
 
 import ctypes
+import faulthandler
 import logging
 import os
 import queue
@@ -41,6 +42,7 @@ LARGEST = 64 << 20  # bytes of a block from code of the user
 SHOWN = 1 << 18  # bytes of what a process of the user's code prints
 LOOK_EVERY = 1.0  # seconds between two looks at whether the other process still exists
 DEATH_SIGNAL = 1  # of prctl
+STACKS = "SACCADE_STACKS"  # names the file that a child writes its stacks to, when it gets SIGUSR1
 TIED = (
     "import runpy, sys; from saccade.system.process import end_with_parent; end_with_parent(); "
     "runpy.run_module(sys.argv[1], run_name='__main__', alter_sys=True)"
@@ -238,6 +240,8 @@ def connect(*, tied: bool) -> Channel:
     """To the parent. From here on standard input is empty, and prints go to standard error."""
     if tied:
         end_with_parent()
+    if file := os.environ.get(STACKS):
+        faulthandler.register(signal.SIGUSR1, open(file, "ab"))  # noqa: SIM115 (it stays open)
     link = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)

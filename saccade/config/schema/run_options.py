@@ -7,6 +7,12 @@ from pydantic import field_validator
 from saccade.config.schema.section import TRAINING, Section, When, is_name, mapping, option, section
 
 
+class StopConfig(Section):
+    stalled: float = option(
+        1200, "Seconds without a sign of life, after which it ends with exit code 5; 0: never.", ge=0
+    )
+
+
 class RunConfig(Section):
     name: str = option("run", "Name of the run; its folder is OUT/NAME.")
     out: str = option("runs", "Folder that holds the run folders.", path=True)
@@ -20,6 +26,7 @@ class RunConfig(Section):
     max_hours: float | None = option(
         None, "Stop cleanly, with a checkpoint, after this many hours.", gt=0, commands=TRAINING
     )
+    stop: StopConfig = mapping(StopConfig, "What ends a run before its steps are over.", commands=TRAINING)
     device: Literal["auto", "cpu", "cuda"] = option("auto", "Where the model lives; auto: a GPU if there is one.")
     gpus: int = option(1, "GPUs that share the run, a process for each; on a CPU: processes.", ge=1, commands=TRAINING)
     launcher: Literal["local", "ray", "join"] = option(

@@ -20,13 +20,13 @@ import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from saccade.plugins.engines.replicas.replica import Died, Replica
+from saccade.plugins.watchdog.signs_of_life import children_cpu, disk_use
 from saccade.system.process import Block
 
 LOOK_EVERY = 1.0  # seconds
@@ -61,34 +61,9 @@ def whereabouts() -> dict[str, Any]:
         "groups": {},
     }
     with suppress(Exception):  # another torch, or a machine that shows less of itself; then a clock decides
-        where |= {"cpu": cpu + sum(os.times()[2:4]) + _children_cpu("self"), "disk": _disk()}
+        where |= {"cpu": cpu + sum(os.times()[2:4]) + children_cpu("self"), "disk": disk_use()}
         where["groups"] = _collectives()
     return where
-
-
-def _children_cpu(process: str) -> float:
-    """Seconds of the processes that it has started, such as compilers, with those that they have waited for."""
-    seconds = 0.0
-    for file in Path(f"/proc/{process}/task").glob("*/children"):
-        with suppress(OSError):  # it may have ended
-            for child in file.read_text().split():
-                seconds += _children_cpu(child)
-                counted = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[11:15]
-                seconds += sum(map(int, counted)) / os.sysconf("SC_CLK_TCK")
-    return seconds
-
-
-def _disk() -> list[str]:
-    """What it has read and written, and its threads that wait for a disk at this moment."""
-    own = Path("/proc/self")
-    if not own.is_dir():
-        return []
-    counted = [line for line in (own / "io").read_text().splitlines() if line.startswith(("read_b", "write_b"))]
-    for task in (own / "task").iterdir():
-        with suppress(OSError):  # it may have ended
-            if (task / "stat").read_text().rpartition(")")[2].split()[0] == "D":
-                counted.append(f"{task.name} at {time.monotonic()}")
-    return counted
 
 
 def _collectives() -> dict[str, Any]:

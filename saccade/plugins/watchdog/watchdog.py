@@ -1,0 +1,134 @@
+"""Ends a run in which nothing moves any more: says in which phase, and writes the stacks of all its processes.
+
+What moves is what the run shows (step, phase, how much of it is done), and the work of its processes: processors and
+disks. So a step may take as long as it needs, and a process that waits for ever is found. One that only waits for a
+child which computes for ever gets BUSY times as long. The main thread is given an error, which saves the last step; if
+nothing moves then either, the process ends itself.
+
+    with Watchdog(console, folder, seconds=1200): ...
+"""
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from saccade.errors import TrainingError
+from saccade.plugins.watchdog.signs_of_life import children, children_cpu, disk_use
+from saccade.run.console import Console
+from saccade.system.process import STACKS
+
+log = logging.getLogger(__name__)
+
+FILE = "stalled.txt"  # in the folder of the run
+LOOKS = 20  # in the time that a run may stand still
+BUSY = 6
+MOVES = 0.03  # of a core, on average: more than threads need that only wait
+WRITING = 0.3  # seconds for a process to write its stacks
+
+
+class Watchdog:
+    """For the main thread; in another it does nothing, as errors reach the main thread only."""
+
+    def __init__(self, console: Console, folder: Path, seconds: float) -> None:
+        self.console, self.file, self.seconds = console, folder / FILE, seconds
+        self._over = threading.Event()
+        self._main = threading.main_thread()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._message = ""
+
+    def __enter__(self) -> "Watchdog":
+        if self.seconds and threading.current_thread() is self._main:
+            self._stacks = tempfile.NamedTemporaryFile(prefix="saccade-stacks-", suffix=".txt")
+            os.environ[STACKS] = self._stacks.name  # processes that are started from here on write there when asked
+            self._before = signal.signal(signal.SIGUSR2, self._raise)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+            signal.signal(signal.SIGUSR2, self._before)
+            os.environ.pop(STACKS, None)
+            self._stacks.close()
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        raise TrainingError(self._message)
+
+    def _watch(self) -> None:
+        # When something moved last, by all signs and without those of children; the processors' seconds then.
+        shown: Any = None
+        disk: list[str] = []
+        moved = [0.0, 0.0]
+        before = [0.0, 0.0]
+        last, every = time.monotonic(), self.seconds / LOOKS
+        while not self._over.wait(every):
+            now, state, used = time.monotonic(), self._state(), disk_use()
+            main = time.clock_gettime(time.pthread_getcpuclockid(self._main.ident or 0))
+            own = time.process_time() - time.thread_time()  # without this thread, which only looks
+            cpu = [own + sum(os.times()[2:4]) + children_cpu("self"), main]
+            halted = now - last > 5 * every  # this process was, or the machine
+            for kind, signs in enumerate((used != disk, False)):
+                if state != shown or halted or signs or cpu[kind] - before[kind] > MOVES * (now - moved[kind]):
+                    moved[kind], before[kind] = now, cpu[kind]
+            shown, disk, last = state, used, now
+            still, alone = now - moved[0], now - moved[1]
+            if (still > self.seconds or alone > BUSY * self.seconds) and not _at_a_prompt(self._main):
+                self._end(still if still > self.seconds else alone)
+                moved = [now, now]
+
+    def _state(self) -> tuple[Any, ...]:
+        return self.console.last, tuple(self.console.clock.open), self.console.done
+
+    def _end(self, still: float) -> None:
+        if self._message:  # and no error has ended it
+            log.error(f"{self._message}\nthe process did not react, and is ended; nothing more is saved")
+            logging.shutdown()
+            os._exit(TrainingError.exit_code)
+        step, phases, done = self._state()
+        phase = " in ".join(reversed(phases)) or self.console.idle
+        shown = f" with {done[0]} of {done[1]} done" if done else ""
+        self._message = (
+            f"stalled: nothing has moved for {still:.0f} s in phase {phase} of step {step + 1}{shown}; {self.file} has "
+            f"the stacks of all processes. If this wait is right, raise run.stop.stalled={self.seconds:g} (0: no limit)"
+        )
+        with suppress(OSError):  # a full disk is no reason to go on
+            self._write_stacks()
+        signal.pthread_kill(self._main.ident or 0, signal.SIGUSR2)
+
+    def _write_stacks(self) -> None:
+        """Of this process, then of each that opened the file for it; of others only what they are."""
+        with self.file.open("w", encoding="utf-8") as file:
+            print(
+                f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._message}\n\n-- process {os.getpid()}, this run", file=file
+            )
+            file.flush()
+            faulthandler.dump_traceback(file)
+            for child in children("self"):
+                with suppress(OSError):  # it may have ended
+                    folder = Path(f"/proc/{child}")
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                    print(f"\n-- process {child}: {command}", file=file)
+                    if any(os.readlink(one) == self._stacks.name for one in (folder / "fd").iterdir()):
+                        self._stacks.seek(0, os.SEEK_END)
+                        os.kill(child, signal.SIGUSR1)
+                        time.sleep(WRITING)
+                        file.write(self._stacks.read().decode(errors="replace"))
+                    else:
+                        print(f"  waits in {(folder / 'wchan').read_text()}", file=file)
+
+
+def _at_a_prompt(thread: threading.Thread) -> bool:
+    """Of a debugger, where nobody else moves."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return any(one.f_code.co_filename.endswith("pdb.py") for one, _ in traceback.walk_stack(frame))
