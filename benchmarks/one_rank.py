@@ -76,7 +76,9 @@ def be_alone(gpus: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
     machines._hosts = lambda: [float(rank // NODE) for rank in range(gpus)]
     dist.all_gather = gather_list
-    divided._reduce_scatter, divided.all_gather = scatter, lambda out, given, **more: None
+    divided._reduce_scatter = scatter
+    # Of a whole model, `out` is its weights: those of other ranks stay as they are. Of a hybrid one it is empty.
+    divided.all_gather = lambda out, given, group=None: gather(out, given) if group else None
     sharded.gathered = whole
     sequence.all_to_all = all_to_all
     fsdp.DefaultAllGather.__call__ = lambda self, output_tensor, input_tensor, *a, **b: gather(  # type: ignore
