@@ -22,6 +22,7 @@ from saccade.plugins import plugin_commands  # noqa: F401  registers its command
 from saccade.plugins.visual_search import data_commands
 from saccade.registry import Table
 from saccade.run.messages import shown_by
+from saccade.system.revision import revision
 
 PANELS = ("Start", "Train", "Use", "Look")
 Out = Annotated[str | None, typer.Option("--out", metavar="DIR", help="Same as run.out=DIR.", show_default=False)]
@@ -29,14 +30,14 @@ Out = Annotated[str | None, typer.Option("--out", metavar="DIR", help="Same as r
 
 @app.callback(invoke_without_command=True)
 def _start(
-    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and the commit.")] = False
 ) -> None:
     """Fine-tune vision-language models with reinforcement learning.
 
     New here? [bold]saccade quickstart[/bold] needs no GPU, no download and a few minutes.
     """
     if version:
-        print(f"saccade {__version__}")
+        print(f"saccade {__version__}, commit {revision() or 'unknown'}")
     elif context.invoked_subcommand is None:
         print(context.get_help())
 

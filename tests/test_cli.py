@@ -17,6 +17,7 @@ from saccade.cli import app, main
 from saccade.cli_run import show_error
 from saccade.config import load
 from saccade.plugins.smoke.smoke import smoke, with_examples
+from saccade.system.revision import revision
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 COMMANDS = {
@@ -31,7 +32,7 @@ def run(*arguments):
 
 def test_help_version_and_names(monkeypatch, capsys):
     assert {command.name for command in app.registered_commands} == COMMANDS
-    assert run("--version").stdout == f"saccade {saccade.__version__}\n"
+    assert run("--version").stdout == f"saccade {saccade.__version__}, commit {revision() or 'unknown'}\n"
     plain, typo = run(), run("quickstat")
     assert plain.exit_code == 0 and "quickstart" in plain.stdout
     assert typo.exit_code == 2 and "quickstart" in typo.stderr

@@ -17,7 +17,6 @@ import platform
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from typing import Any
 
 from saccade import config as configs
 from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
+from saccade.system.revision import revision
 
 CHOSEN = "config.yaml"  # the options that were given; beside it all, with their values
 CONFIG, MANIFEST, METRICS, LOG = "config.resolved.yaml", "manifest.json", "metrics.jsonl", "log.txt"
@@ -123,7 +123,7 @@ class RunFolder:
             "python": platform.python_version(),
             "platform": platform.platform(),
             "host": socket.gethostname(),
-            "git": _git_revision(),
+            "git": revision(),
             "packages": _versions(),
             "functions": functions,
             "starts": [*before.get("starts", []), start],
@@ -245,22 +245,6 @@ def _locked(path: Path) -> Iterator[None]:
 @cache  # all metadata of an environment take 0.2 s to read
 def _versions() -> dict[str, str]:
     return {one.name: one.version for one in metadata.distributions() if one.name in PACKAGES}
-
-
-@cache  # of the code that this process runs
-def _git_revision() -> str | None:
-    """Commit of the source tree, or of the working directory, with '-dirty' when files differ from
-    it.
-    """
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    for folder in (Path(__file__).parent, Path.cwd()):
-        try:
-            answer = subprocess.run(describe, cwd=folder, capture_output=True, text=True, timeout=5)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        if answer.returncode == 0:
-            return answer.stdout.strip()
-    return None
 
 
 def _function_files(options: Mapping[str, Any]) -> dict[str, str]:
