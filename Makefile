@@ -8,7 +8,7 @@ INPUTS := pyproject.toml constraints.txt scripts/install.py
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # else every process of a test, and pytest itself, compiles everything again
 
-.PHONY: help install quickstart test test-gpu test-vllm lint docs clean
+.PHONY: help install quickstart test test-gpu test-vllm lint docs wheel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -39,8 +39,11 @@ docs: $(VENV)/.installed  ## write the reference tables of docs/ from the code
 	$(RUN) scripts/config_reference.py
 	$(RUN) scripts/algorithm_reference.py
 
+wheel: $(VENV)/.installed  ## write a wheel and an sdist to dist/
+	$(RUN) -c "import setuptools.build_meta as build; build.build_sdist('dist'), build.build_wheel('dist')" >/dev/null
+
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
 $(VENV)/.installed: $(INPUTS)
 	$(PYTHON) scripts/install.py

@@ -1,5 +1,6 @@
 """Writes the commit into wheels and sdists, where `saccade --version` reads it; all else is in pyproject.toml."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -18,6 +19,8 @@ def bake(folder):
 
 class BuildPy(build_py):
     def run(self):
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)  # files that are gone since the last build
         super().run()
         if not self.editable_mode:
             bake(self.build_lib)
