@@ -30,7 +30,8 @@ Out = Annotated[str | None, typer.Option("--out", metavar="DIR", help="Same as r
 
 @app.callback(invoke_without_command=True)
 def _start(
-    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and the commit.")] = False
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print version and commit.")] = False,
 ) -> None:
     """Fine-tune vision-language models with reinforcement learning.
 

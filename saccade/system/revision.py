@@ -1,6 +1,6 @@
 """The commit of this code. A wheel and an sdist carry it in a file, which setup.py writes; a source tree asks git.
 
-    saccade --version
+saccade --version
 """
 
 import subprocess
