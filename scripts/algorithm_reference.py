@@ -1,4 +1,4 @@
-"""Write the tables of docs/algorithms.md from the code, or check that they are current.
+"""Write the tables of docs/algorithms.md and docs/evaluation.md from the code, or check that they are current.
 
 python scripts/algorithm_reference.py [--check]
 """
@@ -24,21 +24,22 @@ from saccade.algorithms.resolved_algorithm import Algorithm  # noqa: E402
 from saccade.algorithms.table import Entry  # noqa: E402
 from saccade.config import AlgorithmConfig  # noqa: E402
 from saccade.config.schema.presets import ADD_ONS, PRESETS  # noqa: E402
+from saccade.plugins.suites.suites import SUITES  # noqa: E402
 
-PAGE = ROOT / "docs" / "algorithms.md"
+PAGES = [ROOT / "docs" / name for name in ("algorithms.md", "evaluation.md")]
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LONGEST_RESPONSE = 20_480  # that of the DAPO paper, whose numbers are then the paper's
 
 
 def main() -> None:
-    old = PAGE.read_text(encoding="utf-8")
-    new = MARKED.sub(lambda m: m[1] + "\n".join(TABLES[m[2]]()) + "\n" + m[3], old)
-    if "--check" in sys.argv[1:]:
-        if new != old:
-            sys.exit(f"{PAGE.relative_to(ROOT)} is out of date; run: make docs")
-        return
-    PAGE.write_text(new, encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+    for page in PAGES:
+        old = page.read_text(encoding="utf-8")
+        new = MARKED.sub(lambda m: m[1] + "\n".join(TABLES[m[2]]()) + "\n" + m[3], old)
+        if "--check" not in sys.argv[1:]:
+            page.write_text(new, encoding="utf-8")
+            print(f"wrote {page.relative_to(ROOT)}")
+        elif new != old:
+            sys.exit(f"{page.relative_to(ROOT)} is out of date; run: make docs")
 
 
 def presets() -> Iterator[str]:
@@ -117,9 +118,22 @@ def fields(*records: type) -> Iterator[str]:
                 yield cells(f"`{record.__name__}`", f"`{name}: {kind}`", comment or "")
 
 
+def suites() -> Iterator[str]:
+    yield "| suite | public set | files in its folder | rows | scored by | reported as | official rule |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, suite in SUITES.items():
+        term = suite.verifier if isinstance(suite.verifier, dict) else {"verifier": suite.verifier}
+        args = ", ".join(f"{option}: {value}" for option, value in term.get("args", {}).items())
+        scored = f"`{term['verifier']}`" + (f" ({args})" if args else "") + (", or a judge" if suite.judged else "")
+        reported = ", ".join(filter(None, [suite.protocol, suite.metric if suite.metric != "accuracy" else ""]))
+        files = f"`{suite.file}`" + (f"; not seen: {suite.unsure}" if suite.unsure else "")
+        yield cells(f"`{name}`", suite.hub, files, str(suite.rows or ""), scored, reported, suite.rules)
+
+
 TABLES = {
     "records": lambda: fields(AdvantageInputs, LossInputs, Mismatch, Correction),
     "presets": presets,
+    "suites": suites,
     "add_ons": add_ons,
     "advantages": lambda: entries(ADVANTAGES, "advantage"),
     "losses": lambda: entries(LOSSES, "loss of a token"),

@@ -1,68 +1,73 @@
-"""Small sets in the layout of the public ones: V*, VisualProbe, HR-Bench."""
+"""Small sets in the layout of the public ones: for every suite a few rows, in the files and columns that it reads."""
 
 from __future__ import annotations
 
 import base64
+import csv
+import io
 import json
+import wave
 from pathlib import Path
 from typing import Any
 
 import pyarrow
+import yaml
 from pyarrow import parquet
 
-INSTRUCTION = "Answer with the option's letter from the given choices directly."
+from saccade.plugins.suites.suites import SUITES
+
+ROWS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("public_rows.yaml").read_text(encoding="utf-8"))
 
 
 def write_all(root: Path, image: Any) -> Path:
-    write_vstar(root, image)
-    write_probe(root, image)
-    write_hr_bench(root, image)
+    """Every suite; pictures and sounds that rows name lie beside them."""
+    sound = io.BytesIO()
+    with wave.open(sound, "wb") as heard:
+        heard.setparams((1, 2, 16000, 0, "NONE", ""))
+        heard.writeframes(b"\0\1" * 1600)
+    for name, rows in ROWS.items():
+        suite = SUITES[name]
+        pattern = suite.file.replace("**/", "data/").replace("-*", "-00000-of-00001").replace("*", "")
+        place = suite.home(str(root)) / pattern
+        place.parent.mkdir(parents=True, exist_ok=True)
+        found = _filled(rows, image)
+        if place.suffix == ".parquet":
+            columns = dict.fromkeys(column for row in found for column in row)
+            parquet.write_table(
+                pyarrow.table({column: [row.get(column) for row in found] for column in columns}), place
+            )
+        elif place.suffix == ".csv":
+            with place.open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(found[0]))
+                writer.writeheader()
+                writer.writerows(found)
+        else:
+            lines = "".join(json.dumps(row) + "\n" for row in found) if place.suffix == ".jsonl" else json.dumps(found)
+            place.write_text(lines)
+        for index, path in enumerate(sorted(_paths(rows, name))):
+            path = place.parent / path.removeprefix("./").removeprefix(f"{suite.home('').name}/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(
+                sound.getvalue() if path.suffix == ".wav" else image(*SIZES.get(name, (56, 56)), index).data
+            )
     return root
 
 
-def write_vstar(root: Path, image: Any) -> None:
-    asked = [
-        ("direct_attributes", "What is the material of the glove?", ["rubber", "cotton"], "B"),
-        ("relative_position", "Is the dog left or right of the car?", ["left", "right"], "A"),
-    ]
-    rows = []
-    for number, (category, question, options, label) in enumerate(asked):
-        file = root / "vstar_bench" / category / f"sa_{number}.jpg"
-        file.parent.mkdir(parents=True)
-        file.write_bytes(image(200, 100, number).data)
-        about = {"target_object": ["glove"], "bbox": [[1, 2, 3, 4]], "question": question}
-        file.with_suffix(".json").write_text(json.dumps(about))
-        lines = [question, *(f"({'AB'[n]}) {o}" for n, o in enumerate(options)), INSTRUCTION]
-        row = {"image": f"{category}/{file.name}", "text": "\n".join(lines), "label": label}
-        rows.append(row | {"category": category, "question_id": str(number)})
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (root / "vstar_bench" / "test_questions.jsonl").write_text(text)
+SIZES = {"vstar": (200, 100), **{f"visualprobe_{level}": (150, 90) for level in ("easy", "medium", "hard")}}
 
 
-def write_probe(root: Path, image: Any) -> None:
-    for level in ("Easy", "Medium", "Hard"):
-        home = root / f"VisualProbe_{level}"
-        (home / "images").mkdir(parents=True)
-        (home / "images" / "1.jpg").write_bytes(image(150, 90, 7).data)
-        row = {
-            "images": [f"VisualProbe_{level}/images/1.jpg"], "doc_id": f"{level}-1",
-            "problem": "<image>\nWhat number is on the bus?", "solution": "<answer>42</answer>",
-            "data_source": "visual_probe",
-        }  # fmt: skip
-        (home / "val.json").write_text(json.dumps([row]))
+def _filled(value: Any, image: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _filled(item, image) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_filled(item, image) for item in value]
+    if isinstance(value, str) and value.startswith("BASE64"):
+        return base64.b64encode(image(300, 200, int(value[-1])).data).decode()
+    return image(56, 56, 3).data if value == "PICTURE" else value
 
 
-def write_hr_bench(root: Path, image: Any) -> None:
-    """Two questions, each asked with its options in four orders."""
-    options, rows = ["red", "blue", "green", "white"], []
-    for number, category in enumerate(("single", "cross")):
-        data = base64.b64encode(image(300, 200, number).data).decode()
-        for turn in range(4):
-            shifted = options[turn:] + options[:turn]
-            row = {"index": len(rows), "question": "What colour is the hat?", "answer": "ABCD"[shifted.index("red")]}
-            row |= {"category": category, "cycle_category": str(turn), "image": data}
-            rows.append(row | dict(zip("ABCD", shifted, strict=True)))
-    (root / "HR-Bench").mkdir()
-    for size in ("4k", "8k"):
-        file = root / "HR-Bench" / f"hr_bench_{size}.parquet"
-        parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+def _paths(rows: Any, name: str) -> set[str]:
+    if name.startswith("tabmwp"):
+        return {f"tables/{id}.png" for id in rows}
+    texts = [text for row in rows for value in row.values() for text in (value if isinstance(value, list) else [value])]
+    return {text for text in texts if isinstance(text, str) and text.endswith((".png", ".jpg", ".wav")) and "/" in text}

@@ -83,6 +83,9 @@ VIDEOGEN = {"path_A": "x", "path_B": "y", "prompt": "a bird", "VQ": "A", "MQ": "
         VIDEOGEN | {"Overall": "B"},
         {"preference": "y", "visual_quality": "x", "motion_quality": None, "alignment": "y"},
     ),
+    ("hpdv3-test", "image", {"prompt": "a cat", "path1": "x", "path2": "y"}, "x"),
+    ("rewardbench", "text", {"prompt": "hello", "chosen": "x", "rejected": "y", "subset": "hep-go"}, "x"),
+    ("vl_rewardbench", "text", {"query": "what?", "response": ["x", "y"], "human_ranking": [1, 0]}, "y"),
     ("audio_alpaca", "audio", {"prompt": "a bell", "chosen": "x", "rejected": "y"}, "x"),
 ])  # fmt: skip
 def test_which_candidate_a_set_prefers(name, kind, row, preferred):
@@ -246,7 +249,7 @@ def test_unknown_names_are_refused_with_those_that_work():
     }.items():
         with pytest.raises(ConfigError, match=message):
             load_mapping(name)
-    assert len(MAPPINGS) == 13 and all(callable(load_mapping(name)) for name in MAPPINGS)
+    assert len(MAPPINGS) == 16 and all(callable(load_mapping(name)) for name in MAPPINGS)
 
 
 def test_a_file_or_function_that_raises_is_named_with_its_line(own):

@@ -13,8 +13,9 @@ from saccade.data.datasets import Dataset
 from saccade.data.datasets import load as read
 from saccade.errors import ConfigError
 from saccade.media.images import decode
+from saccade.plugins.evaluation import evaluate
 from saccade.plugins.suites import suites
-from tests.public_sets import write_all
+from tests.public_sets import ROWS, write_all
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, image: Any) -> Path:
 
 def loaded(name: str, folder: Path) -> Dataset:
     config = load(None).data
-    source = suites.suite_source(name, EvalConfig(folder=str(folder)))
-    return read([source], config, change=suites.SUITES[name].row)
+    sources = suites.suite_sources(name, EvalConfig(folder=str(folder)))
+    return read(sources, config, change=suites.SUITES[name].row)
 
 
 def test_vstar_and_visual_probe(folder: Path) -> None:
@@ -53,12 +54,41 @@ def test_hr_bench(folder: Path) -> None:
     assert len({s.media[0].hash for s in samples}) == 2  # each picture is kept once
 
 
+def test_rows_of_every_set(folder: Path) -> None:
+    assert ROWS.keys() == set(suites.SUITES)
+    found = {
+        name: [(s.messages[0].text.strip(), s.choices, s.answer, len(s.media)) for s in loaded(name, folder).samples]
+        for name, suite in suites.SUITES.items()
+        if suite.mapping == "none"
+    }
+    assert found["clevr_count"] == [("How many items are there?", (), "5", 1)]
+    assert found["geoqa"] == [("How many items?", (), "\\frac{1}{2}", 1)]
+    decimals = "How long? (unit: cm) The answer is a number with one decimal."
+    assert found["mathvista"] == [("Which is longer?", ("left", "right"), "right", 1), (decimals, (), "1.2", 1)]
+    shown = "Answer the question that the picture shows."
+    assert found["mathverse"] == [("Find the angle.", ("145°", "140°", "130°"), "B", 1), (shown, (), "12", 1)]
+    assert [row[0] for row in found["mathvision"]] == ["Which of  and image 2?", "How many?"]
+    assert found["wemath"][0][1:] == (("3", "4.5", "5", "No correct answer"), "B", 1)
+    assert found["mmmu"] == [
+        ("What does  show, as image 1 is?", ("a cat", "a dog"), "B", 1),
+        ("Which fits ?\n(A) \n(B)", (), "A", 3),
+        ("How many?", (), ("24.3", "24.30"), 1),
+    ]
+    assert found["tabmwp"][0] == ("What is the mean? (unit: $)", (), "1,084.5", 1)
+    assert found["mme_realworld"] == [("Which colour?", ("red", "blue", "green", "white", "not shown"), "C", 1)]
+    assert found["gsm8k"] == [("How many clips?", (), "1,072", 0)]
+    ((_, options, letter, _),) = found["gpqa_diamond"]
+    assert sorted(options) == ["kaon", "muon", "pion", "proton"] and options["ABCD".index(str(letter))] == "muon"
+    assert found["mmar"] == [("Who speaks?", ("a child", "a man"), "a man", 1)]
+
+
 def test_broken_rows_are_set_aside(folder: Path) -> None:
     for name, row, said in (
-        ("vstar", {"text": "What?\n(A) one", "label": "A"}, "lists no options"),
-        ("vstar", {"label": "A"}, "no column 'text'"),
-        ("hrbench4k", {"question": "?", "image": 3}, "neither base64 nor bytes"),
+        ("vstar", {"text": "What?\n(A) one", "label": "A", "question_id": 1, "image": "a.jpg"}, "lists no options"),
+        ("vstar", {"label": "A", "question_id": 1}, "no column 'text'"),
+        ("chartqa", {"question": "?", "answer": "1", "image": 3}, "neither base64, bytes"),
         ("visualprobe_easy", {"problem": "?"}, "no column 'images'"),
+        ("mmmu", ROWS["mmmu"][0] | {"options": "['a"}, "options .* cannot be read"),
     ):
         with pytest.raises(RowError, match=said):
             suites.SUITES[name].row(row)
@@ -69,10 +99,10 @@ def test_what_is_missing_is_named_with_the_line_that_fetches_it(tmp_path: Path) 
     with pytest.raises(ConfigError) as caught:
         check(load(None, [*own, "eval.suites=[vstar,hrbench8k,vstarr]"]), "eval")
     said = str(caught.value)
-    assert f"vstar reads {tmp_path}/vstar_bench/test_questions.jsonl" in said
+    assert f"public set craigwu/vstar_bench and reads {tmp_path}/vstar_bench/test_questions.jsonl" in said
     fetch = "hf download DreamMr/HR-Bench --repo-type dataset --local-dir"
     assert f"`{fetch} {tmp_path}/HR-Bench`" in said and "eval.folder" in said
-    assert "no suite 'vstarr'; expected one of vstar, visualprobe_easy" in said
+    assert "no suite 'vstarr'; expected one of clevr_count, superclevr" in said
 
 
 def test_suites_are_scored_as_their_authors_do() -> None:
@@ -83,3 +113,17 @@ def test_suites_are_scored_as_their_authors_do() -> None:
     judged = suites.with_rewards(RewardConfig(judge=judge, by_source={"vstar": "exact"}), config)
     assert judged.by_source == {"vstar": "exact", "visualprobe_hard": "hybrid"}
     assert suites.with_rewards(plain, EvalConfig()) is plain
+
+
+def test_all_suites_are_asked_and_scored(folder: Path, tmp_path: Path) -> None:
+    """By a model that sees and hears; rewards are tested on the right answers before."""
+    own = ["model.path=tiny:qwen2_5_omni", "prompt.format=think_answer", "val.max_tokens=4", "reward.workers=1"]
+    own += [f"eval.suites=[{','.join(suites.SUITES)}]", f"eval.folder={folder}", "data.max_pixels=3136"]
+    found = evaluate.run(load(None, own), out=tmp_path / "eval")
+    assert list(found) == list(suites.SUITES)
+    for name, result in found.items():
+        assert result["left_out"] == 0 and result["error_rate"] == result["abstain_rate"] == 0, name
+        assert result["accuracy"] == 0 and result["items"] == len(ROWS[name]), name
+    assert found["rewardbench"]["by_category"].keys() == {"Chat"}
+    assert found["vl_rewardbench"]["by_category"].keys() == {"hallucination"}
+    assert found["mathvista"]["by_category"].keys() == {"figure question answering"}

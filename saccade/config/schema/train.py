@@ -155,7 +155,7 @@ class ValConfig(Section):
 
 
 class EvalConfig(Section):
-    suites: tuple[str, ...] = option((), "vstar | visualprobe_easy, _medium, _hard | hrbench4k | hrbench8k.")
+    suites: tuple[str, ...] = option((), "Public test sets by name, such as mathvista; docs/evaluation.md lists them.")
     folder: str = option("data", "Folder that holds them, each as it is downloaded.", path=True)
 
 

@@ -25,7 +25,7 @@ from saccade.plugins.reports.rollout_record import rollout_row
 from saccade.plugins.reports.trajectories import TrajectoryWriter
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.reward_card import read_card
-from saccade.plugins.suites.suites import suite_sets, with_rewards
+from saccade.plugins.suites.suites import suite_sets, unusual, with_pairs, with_rewards
 from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.accuracy import items_of, score_terms
 from saccade.recipes.evaluator import Result, describe, verdict_metrics
@@ -60,7 +60,7 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
         if rescore is not None:
             return _rescore(config, folder, Path(rescore))
         if config.model.path and read_card(config.model.path):
-            return reward_training.evaluate(config, folder)
+            return reward_training.evaluate(with_pairs(config), folder)
         return _evaluate(config, folder, answers)
 
 
@@ -77,6 +77,8 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
             with console.phase(name):
                 results.append(evaluator.evaluate(name, dataset))
             log.info(describe(results[-1]))
+            if note := unusual(name, config.val.n):
+                log.info(note)
             for line in table_lines(name, results[-1].tables):
                 log.info(line)
             stored, scores = results[-1].groups[: config.val.log_generations], results[-1].scores

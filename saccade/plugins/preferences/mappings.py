@@ -199,6 +199,24 @@ def hpdv3(row: Record) -> Pair | None:
     return _pair("image", row, "path1", "path2", {MAIN: "A"})
 
 
+def hpdv3_test(row: Record) -> Pair:
+    """Of the test set all rows count."""
+    return _pair("image", row, "path1", "path2", {MAIN: "A"})
+
+
+def rewardbench(row: Record) -> Pair:
+    """The chosen text is the better one."""
+    return _pair("text", row, "chosen", "rejected", {MAIN: "A"})
+
+
+def vl_rewardbench(row: Record) -> Pair:
+    """Two replies to a question about an image; the better one has rank 0."""
+    replies, ranks = row.get("response") or [None, None], row.get("human_ranking") or []
+    label = {0: "A", 1: "B"}.get(ranks.index(0)) if 0 in ranks else None
+    a, b, *_ = replies
+    return Pair(kind="text", prompt=row.get("query"), a=a, b=b, labels={MAIN: label}, image=row.get("image"))
+
+
 def imagerewarddb(row: Record) -> Rated:
     rank, prompt, media = number_of(row.get("rank")), row.get("prompt"), row.get("image_path")
     ratings = {"alignment": row.get("image_text_alignment_rating"), "fidelity": row.get("fidelity_rating")}

@@ -1,113 +1,77 @@
-"""Test sets by name: which file of which repository each reads, how its rows become ours, and which
-verifier scores them. Downloads nothing.
+"""Test sets by name: the table `suites.yaml` says which file of which public set each reads, what its columns hold, and
+which verifier scores it. Downloads nothing.
 
-Ours are public sets of questions about details of large images. Letters and options become
-`choices`, so the prompt lists them and says how to answer as it does for any other row; what a set
-itself says about that is left out.
+Letters and options become `choices`, so the prompt lists them and says how to answer as it does for any other row; what
+a set itself says about that is left out (`suite_rows.py`).
 
-    >>> suite_source("vstar", EvalConfig(folder="data")).path
+    >>> suite_sources("vstar", EvalConfig(folder="data"))[0].path
     'data/vstar_bench/test_questions.jsonl'
 """
 
-import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from saccade.config import Config, DataSource, EvalConfig, RewardConfig
-from saccade.data.chats import RowError
-from saccade.data.dataset import ROTATION_OF, Dataset
-from saccade.models.families import Family
-from saccade.recipes.questions import load_prompts, require_rows
-from saccade.registry import Table
+import yaml
 
-Row = Mapping[str, Any]
+from saccade.config import Config, DataSource, EvalConfig, RewardConfig
+from saccade.data.dataset import Dataset
+from saccade.errors import ConfigError
+from saccade.models.families import Family
+from saccade.plugins.suites.suite_rows import Row, category_of, read_suite_row
+from saccade.recipes.questions import load_prompts, map_samples, require_rows
+from saccade.registry import Table
+from saccade.types import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    hub: str  # repository on the hub; the last part of its name is the folder
+    """A row of suites.yaml, which explains the fields."""
+
+    hub: str
     file: str
-    row: Callable[[Row], Row]
-    verifier: str
-    judged: bool = False  # free answers: with an endpoint in reward.judge, `hybrid` asks it
+    columns: Mapping[str, Any]
+    verifier: Any
+    rules: str = ""
+    fetch: str = "hf download {hub} --repo-type dataset --local-dir {folder}"
+    unpack: str = ""
+    rows: int | None = None
+    mapping: str = "none"  # of pairs
+    categories: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    judged: bool = False
+    rotated: bool = False  # rows ask the same with their options in another order
+    shuffled: bool = False  # the first option is the right one, and is moved
+    protocol: str = "greedy"
+    metric: str = "accuracy"
+    unsure: str = ""
 
-    def place(self, folder: str) -> Path:
-        return Path(folder, self.hub.rpartition("/")[2], self.file)
+    def home(self, folder: str) -> Path:
+        return Path(folder, self.hub.rpartition("/")[2])
 
-
-# -- rows of each set -------------------------------------------------------------------------------
-
-OPTION = re.compile(r"^\(([A-Z])\)[ \t]*(.*)$", re.MULTILINE)
-
-
-def _value(row: Row, name: str) -> Any:
-    if row.get(name) is None:
-        raise RowError(f"no column {name!r}")
-    return row[name]
-
-
-def _vstar(row: Row) -> Row:
-    text = str(_value(row, "text"))
-    options = [option.strip() for _, option in OPTION.findall(text)]
-    first = OPTION.search(text)
-    if first is None or len(options) < 2:
-        raise RowError("its text lists no options (A), (B) …")
-    return {
-        "id": str(_value(row, "question_id")),
-        "problem": text[: first.start()].strip(),
-        "images": [_value(row, "image")],
-        "choices": options,
-        "answer": _value(row, "label"),
-        "category": row.get("category"),
-    }
+    def row(self, row: Row) -> Row:
+        """A row of the set as one of ours; raises a RowError where a part is missing."""
+        needs_options = self.verifier == "choice"
+        return read_suite_row(
+            row,
+            self.columns,
+            folder=self.hub.rpartition("/")[2],
+            needs_options=needs_options,
+            rotated=self.rotated,
+            shuffled=self.shuffled,
+        )
 
 
-def _visual_probe(row: Row) -> Row:
-    """Paths begin with the name of the folder that the file lies in."""
-    pictures = [re.sub(r"^VisualProbe_\w+/", "", str(path)) for path in _value(row, "images")]
-    return {**row, "images": pictures, "category": row.get("category")}
+def _table() -> dict[str, Suite]:
+    rows = yaml.safe_load(Path(__file__).with_name("suites.yaml").read_text(encoding="utf-8"))
+    for name, row in rows.items():
+        rows[name] = {**rows.get(row.pop("like", None), {}), **row}
+    return {name: Suite(**row) for name, row in rows.items()}
 
 
-def _hr_bench(row: Row) -> Row:
-    question, image = str(_value(row, "question")), _value(row, "image")
-    picture = image.get("bytes") if isinstance(image, Mapping) else image
-    known = picture.encode() if isinstance(picture, str) else picture
-    if not isinstance(known, bytes):
-        raise RowError("column 'image' holds neither base64 nor bytes")
-    same = hashlib.sha256(question.encode(errors="surrogatepass") + b"\0" + known).hexdigest()[:16]
-    return {
-        "id": str(_value(row, "index")),
-        "problem": question,
-        "images": [picture],
-        "choices": [str(_value(row, letter)) for letter in "ABCD"],
-        "answer": _value(row, "answer"),
-        "category": row.get("category"),
-        ROTATION_OF: same,
-    }
-
-
-# -- the sets ---------------------------------------------------------------------------------------
-
-
-def _visual_probe_set(level: str) -> Suite:
-    return Suite(hub=f"Mini-o3/VisualProbe_{level}", file="val.json", row=_visual_probe, verifier="exact", judged=True)
-
-
-def _hr_bench_set(size: str) -> Suite:
-    return Suite(hub="DreamMr/HR-Bench", file=f"hr_bench_{size}.parquet", row=_hr_bench, verifier="choice")
-
-
-SUITES: Table[Suite] = Table(
-    "suites",
-    {
-        "vstar": Suite(hub="craigwu/vstar_bench", file="test_questions.jsonl", row=_vstar, verifier="choice"),
-        **{f"visualprobe_{level.lower()}": _visual_probe_set(level) for level in ("Easy", "Medium", "Hard")},
-        **{f"hrbench{size}": _hr_bench_set(size) for size in ("4k", "8k")},
-    },
-)
+SUITES: Table[Suite] = Table("suites", _table())
 
 
 def problems(config: EvalConfig) -> Iterator[str]:
@@ -115,14 +79,23 @@ def problems(config: EvalConfig) -> Iterator[str]:
     for name in config.suites:
         if name not in SUITES:
             yield f"eval.suites: no suite {name!r}; expected one of {', '.join(SUITES)}"
-        elif not (place := SUITES[name].place(config.folder)).is_file():
-            fetch = f"hf download {SUITES[name].hub} --repo-type dataset --local-dir {place.parent}"
-            yield f"eval.suites: {name} reads {place}, which is missing; fetch it with `{fetch}`, or set eval.folder"
+        elif not suite_files(suite := SUITES[name], config.folder):
+            home = suite.home(config.folder)
+            fetch = suite.fetch.format(hub=suite.hub, folder=home)
+            then = f", then in that folder {suite.unpack}" if suite.unpack else ""
+            reads = f"{name} is the public set {suite.hub} and reads {home}/{suite.file}, which is missing"
+            yield f"eval.suites: {reads}; fetch it with `{fetch}`{then}, or set eval.folder"
 
 
-def suite_source(name: str, config: EvalConfig) -> DataSource:
+def suite_files(suite: Suite, folder: str) -> list[Path]:
+    return sorted(path for path in suite.home(folder).glob(suite.file) if path.is_file())
+
+
+def suite_sources(name: str, config: EvalConfig) -> list[DataSource]:
     """Where its rows are; they carry its name as their data_source."""
-    return DataSource(path=str(SUITES[name].place(config.folder)), name=name, data_source=name)
+    suite = SUITES[name]
+    own: dict[str, Any] = {"name": name, "data_source": name, "mapping": suite.mapping}
+    return [DataSource(path=str(path), **own) for path in suite_files(suite, config.folder)]
 
 
 def with_rewards(reward: RewardConfig, config: EvalConfig) -> RewardConfig:
@@ -133,12 +106,43 @@ def with_rewards(reward: RewardConfig, config: EvalConfig) -> RewardConfig:
 
 
 def suite_sets(config: Config, family: Family) -> dict[str, Dataset]:
-    """The sets of `eval.suites`, whatever the config says about columns of the user's rows."""
-    plain: dict[str, Any] = {"format": "auto", "keys": {}}
-    config = config.model_copy(update={"data": config.data.model_copy(update=plain)})
+    """The sets of `eval.suites`, whatever the config says about columns of the user's rows. A model that writes is
+    asked which of a pair is better.
+    """
     sets = {}
     for name in config.eval.suites:
-        source, change = suite_source(name, config.eval), SUITES[name].row
-        loaded = load_prompts(config, [source], family, change)
-        sets[name] = require_rows(loaded, f"eval.suites: {source.path}")
+        suite = SUITES[name]
+        pairs = suite.mapping != "none"
+        plain: dict[str, Any] = {"format": "auto", "keys": {}, "pair_view": "verdict" if pairs else "apart"}
+        own = config.model_copy(update={"data": config.data.model_copy(update=plain)})
+        loaded = load_prompts(own, suite_sources(name, config.eval), family, None if pairs else suite.row)
+        sets[name] = require_rows(map_samples(loaded, partial(in_category, suite)), f"eval.suites: {name}")
     return sets
+
+
+def with_pairs(config: Config) -> Config:
+    """The config for a reward model, which judges pairs: those of suites as further sets of data.val."""
+    for name in config.eval.suites:
+        if SUITES[name].mapping == "none":
+            pairs = ", ".join(other for other, suite in SUITES.items() if suite.mapping != "none")
+            raise ConfigError(f"eval.suites: a reward model compares pairs, and {name} has none; try one of {pairs}")
+    more = [source for name in config.eval.suites for source in suite_sources(name, config.eval)]
+    return config.model_copy(update={"data": config.data.model_copy(update={"val": (*config.data.val, *more)})})
+
+
+def in_category(suite: Suite, sample: Sample) -> Sample:
+    """Pairs are read by their mapping, which leaves the columns of a row as they are."""
+    if suite.mapping == "none" or "category" not in suite.columns:
+        return sample
+    named = category_of({**sample.extra, "id": sample.id}, suite.columns["category"])
+    kinds = {value: kind for kind, values in suite.categories.items() for value in values}
+    # A value may be the beginning of an id, such as that of the set which a pair is from.
+    known = next((value for value in (named, re.split(r"[-_]", named.lower())[0]) if value in kinds), None)
+    return replace(sample, extra={**sample.extra, "category": kinds[known] if known else named})
+
+
+def unusual(name: str, n: int) -> str:
+    """What to say where an evaluation takes another number of answers than the set's authors report."""
+    usual = SUITES[name].protocol if name in SUITES else ""
+    wanted = re.fullmatch(r"avg@(\d+)", usual)
+    return f"{name}: usually reported as {usual}; this is val.n={n}" if wanted and int(wanted[1]) != n else ""
