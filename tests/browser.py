@@ -38,7 +38,7 @@ class Browser:
         )
         os.close(inward)
         os.close(outward)
-        self._rest, self._number, self._session = b"", 0, ""
+        self._rest, self._number, self._session, self._page = b"", 0, "", ""
         self.events: list[dict[str, Any]] = []  # of the page that is open
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -61,9 +61,11 @@ class Browser:
                 return reply["result"]
 
     def visit(self, url: str) -> None:
-        self._session = ""
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        session = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session, before = "", self._page
+        self._page = self.call("Target.createTarget", url="about:blank")["targetId"]
+        if before:  # it may be asking its server for ever
+            self.call("Target.closeTarget", targetId=before)
+        session = self.call("Target.attachToTarget", targetId=self._page, flatten=True)
         self._session = session["sessionId"]
         for domain in ("Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")

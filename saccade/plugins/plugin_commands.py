@@ -179,3 +179,23 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an
     else:
         raise ConfigError(f"{folder} is not a run folder; give one such as runs/NAME")
     print(f"wrote {page}")
+
+
+@command("view", panel="Look", example="saccade view runs")
+def view(
+    folder: Annotated[Path, typer.Argument(help="Folder of runs, or of one run.")] = Path("runs"),
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one HTML file instead of serving.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Port = 8300,
+    no_token: NoToken = False,
+) -> None:
+    """Look at runs in a browser while they train: curves, options, rollouts, two runs side by side.
+
+    The address is printed with its token; the environment variable SACCADE_TOKEN sets one.
+    """
+    recipe = import_module("saccade.plugins.view.view_server")
+    if out is None:
+        recipe.serve(folder, host=host, port=port, token=not no_token)
+    else:
+        recipe.write_page(folder, out)
+        print(f"wrote {out}")

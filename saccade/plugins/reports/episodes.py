@@ -54,20 +54,20 @@ def stored_episodes(folder: Path) -> dict[str, Any]:
     return {"items": items, "pictures": album, "note": " ".join(notes)}
 
 
-def episode_of(record: Record, folder: Path, album: dict[str, str]) -> dict[str, Any]:
-    """A record of `trajectories`; its images are read from `folder` into `album`."""
+def episode_of(record: Record, folder: Path, album: dict[str, str], *, tokens: bool = False) -> dict[str, Any]:
+    """A record of `trajectories`; its images are read from `folder` into `album`. `tokens`: with what
+    is known of each.
+    """
     images = sorted(record["images"], key=lambda image: image["start"])
-    turns, asked = _turns(record)
-    gold, outcome, extracted = record["gold"], record["outcome"], record["extracted"]
-    judged = outcome is not None and not record.get("outcome_is_score")
-    verdict = "right" if judged and RIGHT <= outcome <= 1 else ""
+    turns, asked = _turns(record, tokens)
+    gold, extracted = record["gold"], record["extracted"]
     return {name: record[name] for name in COPIED} | {
         "set": record["kind"],
         "id": shortened(record["id"]),
-        "question": shortened(_question(record)),
+        "question": shortened(question_of(record)),
         "gold": shortened(" or ".join(gold) if isinstance(gold, list) else str(gold or "")),
         "extracted": None if extracted is None else shortened(extracted),
-        "verdict": "wrong" if judged and 0 <= outcome <= WRONG else verdict,
+        "verdict": verdict_of(record),
         "end": record["end_reason"],
         "advantage": _strip(record["advantage"]),
         "views": [_view(image, folder, album) for image in images],
@@ -82,16 +82,24 @@ def shortened(text: str) -> str:
     return text if rest <= 0 else f"{text[:LONGEST]} … ({rest:,} more characters)"
 
 
-def _question(record: Record) -> str:
+def verdict_of(record: Record) -> str:
+    """right, wrong, or neither."""
+    outcome = record["outcome"]
+    if outcome is None or record.get("outcome_is_score"):
+        return ""
+    return "right" if RIGHT <= outcome <= 1 else "wrong" if 0 <= outcome <= WRONG else ""
+
+
+def question_of(record: Record) -> str:
     """The text before the first words of an assistant."""
     asked = takewhile(lambda message: message["role"] != "assistant", record["messages"])
     return "\n".join(part["text"] for m in asked for part in m["content"] if part["type"] == "text").strip()
 
 
-def _turns(record: Record) -> tuple[list[dict[str, Any]], int]:
+def _turns(record: Record, tokens: bool) -> tuple[list[dict[str, Any]], int]:
     """Each begins where the policy begins to write; and how many images come before the first."""
     said: list[list[dict[str, Any]]] = [[]]
-    before, view = "", 0
+    before, view, written = "", 0, 0
     for segment in record["segments"]:
         source = segment["source"]
         if source == "policy" != before:
@@ -102,6 +110,9 @@ def _turns(record: Record) -> tuple[list[dict[str, Any]], int]:
             view += 1
         elif source == "policy" or segment["text"].strip():
             said[-1].append({"source": source, "text": shortened(segment["text"])})
+        if tokens and source == "policy":
+            said[-1][-1] |= _known(segment, record["advantage"], written)
+            written += len(segment["ids"])
     calls = record["info"].get("tool_calls") or ()
     turns = [
         {"said": parts, "calls": [{k: call.get(k) for k in CALL} for call in calls if call["turn"] == number]}
@@ -110,12 +121,24 @@ def _turns(record: Record) -> tuple[list[dict[str, Any]], int]:
     return turns, sum("view" in part for part in said[0])
 
 
+def _known(segment: Record, advantage: Any, start: int) -> dict[str, Any]:
+    """What is known of the tokens of a segment, the first of which is the policy's `start`th: how many
+    characters each is, and numbers by the name of a colour.
+    """
+    count = len(segment["ids"])
+    found = {name: segment[name] for name in ("sizes", "logp", "entropy") if segment.get(name)}
+    if advantage is not None:
+        found["advantage"] = advantage[start : start + count] if isinstance(advantage, list) else [advantage] * count
+    if ours := segment.get("trainer_logp"):
+        pairs = zip(ours, segment["logp"], strict=True)
+        found["gap"] = [None if a is None or b is None else a - b for a, b in pairs]
+    return found
+
+
 def _view(image: Record, folder: Path, album: dict[str, str]) -> dict[str, Any]:
     file = image.get("seen_file") or image.get("file")
-    if file and file not in album and not _is_full(album) and (folder / file).is_file():
-        kind = "png" if file.endswith(".png") else "jpeg"
-        data = base64.b64encode((folder / file).read_bytes()).decode()
-        album[file] = f"data:image/{kind};base64,{data}"
+    if file and file not in album and not _is_full(album) and (path := inside(folder, file)):
+        album[file] = data_url(file, path.read_bytes())
     return {
         "name": image.get("view") or image["name"][:12],
         "kind": image["kind"],
@@ -124,6 +147,16 @@ def _view(image: Record, folder: Path, album: dict[str, str]) -> dict[str, Any]:
         "lineage": image.get("lineage") or (),  # the views that it was cut from
         "picture": file if file in album else None,
     }
+
+
+def inside(folder: Path, file: str) -> Path | None:
+    """A file of a folder, by a name that a record has; none that is elsewhere."""
+    path = (folder / file).resolve()
+    return path if path.is_relative_to(folder.resolve()) and path.is_file() else None
+
+
+def data_url(file: str, data: bytes) -> str:
+    return f"data:image/{'png' if file.endswith('.png') else 'jpeg'};base64,{base64.b64encode(data).decode()}"
 
 
 def _is_full(album: Mapping[str, str]) -> bool:

@@ -78,7 +78,11 @@ BESIDE_COLUMNS = ("ci_low", "ci_high", "score_items")  # what is no column
 
 def from_run(folder: Path) -> Path:
     """Write report.html of any run folder and return its path."""
-    folder = Path(folder)
+    return write_report(folder / "report.html", replace(run_report(folder), episodes=stored_episodes(folder)))
+
+
+def run_report(folder: Path) -> Report:
+    """Of any run folder, without its episodes."""
     if not (folder / CONFIG).exists():
         raise ConfigError(f"{folder} is no run folder: it has no {CONFIG}; name one such as runs/run")
     rows = read_metrics(folder)
@@ -86,7 +90,7 @@ def from_run(folder: Path) -> Path:
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     began = manifest["starts"][0]["time"] if manifest.get("starts") else ""
     config, phases = yaml.safe_load(text), phase_seconds(rows)
-    report = Report(
+    return Report(
         title=folder.resolve().name,
         subtitle=f"saccade {manifest.get('command', '')} · {began.replace('T', ' ')[:16]} UTC",
         facts=run_facts(rows, config),
@@ -94,10 +98,8 @@ def from_run(folder: Path) -> Path:
         tables=before_after(rows),
         charts=charts_of(rows),
         phases=phases,
-        episodes=stored_episodes(folder),
         texts={"Configuration": text, "Manifest": json.dumps(manifest, indent=2, ensure_ascii=False)},
     )
-    return write_report(folder / "report.html", report)
 
 
 def run_facts(rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
@@ -289,14 +291,17 @@ def _text(cell: Cell) -> str:
 
 def write_eval_report(folder: Path) -> Path:
     """From what an evaluation left in its folder."""
+    return write_report(folder / "report.html", replace(eval_report(folder), episodes=stored_episodes(folder)))
+
+
+def eval_report(folder: Path) -> Report:
+    """Of an evaluation, without its episodes."""
     results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
-    report = Report(
+    return Report(
         title=folder.resolve().name,
         subtitle="saccade eval",
         tables=[_summary(results), *(t for n, found in results.items() for t in _tables(n, found))],
-        episodes=stored_episodes(folder),
     )
-    return write_report(folder / "report.html", report)
 
 
 def _summary(results: Mapping[str, Mapping[str, Any]]) -> Table:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).with_name("report_page.html")
+START = "// -- start"
 VERSION = 1  # of the JSON; raise it when the page reads something in another way
 
 Point = tuple[float, float]  # step, value
@@ -76,14 +77,28 @@ class Report:
 
 def write_report(path: Path, report: Report) -> Path:
     """Write the page with the report inside and return its path."""
-    page = PAGE.read_text(encoding="utf-8")
+    path = Path(path)
+    path.write_text(page_with(report), encoding="utf-8")
+    return path
+
+
+def page_with(data: Any, *, style: str = "", start: str = "", policy: str = "") -> str:
+    """The page around its data. Another page draws with the same functions: more `style`, a script that
+    begins in another way, more rules of what it may load.
+    """
+    page = PAGE.read_text(encoding="utf-8").replace("</style>", f"{style}</style>", 1)
+    page = page.replace("default-src 'none'", f"default-src 'none'{policy}", 1)
+    head, mark, report_start = page.rpartition(START)
+    if start:
+        page = head + start + report_start[report_start.index("</script>") :]
+    assert mark, "the script of the page says where it begins"
     script = page.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # A number that is not finite becomes null, which JSON can hold.
-    plain = json.loads(json.dumps(report, default=vars), parse_constant=lambda name: None)
     # ASCII alone and no "<": nothing in the data can end the block that holds it.
-    data = json.dumps(plain, allow_nan=False).replace("<", "\\u003c")
-    page = page.replace("SCRIPT_HASH", f"sha256-{digest}", 1).replace("REPORT_JSON", data, 1)
-    path = Path(path)
-    path.write_text(page, encoding="utf-8")
-    return path
+    block = json.dumps(plain(data), allow_nan=False).replace("<", "\\u003c")
+    return page.replace("SCRIPT_HASH", f"sha256-{digest}", 1).replace("REPORT_JSON", block, 1)
+
+
+def plain(data: Any) -> Any:
+    """Records as JSON; a number that is not finite becomes null, which JSON can hold."""
+    return json.loads(json.dumps(data, default=vars), parse_constant=lambda name: None)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from saccade.models.families import Family
+from saccade.plugins.serving.text_stream import TextStream
 from saccade.rewards.reward_sample import image_records
 from saccade.system.codec import encode
 from saccade.types import ALWAYS_EXCLUDED, Group, Media, Message, Source, Trajectory
@@ -91,7 +92,18 @@ def _segments(rollout: _Rollout) -> Iterator[dict[str, Any]]:
         segment = {"source": source, "text": rollout.family.decode(ids), "ids": ids}
         if source == "policy":
             segment["logp"] = trajectory.logprobs[start:end]
+            segment["sizes"] = token_sizes(trajectory.ids[start:end], segment["text"], rollout.family.decode)
         yield segment
+
+
+def token_sizes(ids: np.ndarray, text: str, decode: Callable[[Any], str]) -> list[int]:
+    """How many characters of the text each token is; of tokens that share one, the last has it."""
+    pieces = {token: decode([token]) for token in set(ids.tolist())}
+    if "".join(pieces[token] for token in ids.tolist()) == text:
+        return [len(pieces[token]) for token in ids.tolist()]
+    stream = TextStream(decode)  # slower: for tokens that are read together
+    sizes = [len(stream.add(ids[:end])) for end in range(1, len(ids) + 1)]
+    return [*sizes[:-1], sizes[-1] + len(stream.finish(ids))]
 
 
 def _advantage(rollout: _Rollout) -> Any:

@@ -1,0 +1,106 @@
+"""What a folder of runs holds: the runs, and an index of their stored rollouts.
+
+Of a rollout, memory holds where its line is in which file, what it is filtered by, and its words;
+the line itself is read when somebody looks at it. A file is read again when it has changed.
+
+    Runs(Path("runs")).rollouts("first")[0].row
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+from saccade.plugins.reports.episodes import Record, question_of, shortened, verdict_of
+from saccade.run.folder import CHECKPOINTS, CONFIG, METRICS, RESULTS, TRAJECTORIES
+
+PASSED_OVER = {TRAJECTORIES, CHECKPOINTS, "tensorboard", "bad-batches"}  # no runs are in there
+# Of a stored rollout: what it is filtered and sorted by.
+COLUMNS = ("set", "step", "id", "sample", "source", "status", "verdict", "outcome", "reward", "length", "turns")
+
+
+class Stored(NamedTuple):
+    """A rollout that is on disk."""
+
+    file: Path
+    start: int  # byte at which its line begins
+    size: int
+    row: tuple[Any, ...]  # by COLUMNS
+    words: str  # what a search looks in
+
+
+class Runs:
+    """The runs below a folder. Threads may share it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._files: dict[Path, tuple[tuple[int, int], list[Stored]]] = {}
+        self._lock = Lock()
+
+    def folders(self) -> dict[str, Path]:
+        """Name -> folder of every run and evaluation; a name is the path from the root."""
+        found = {}
+        for path, folders, files in os.walk(self.root):
+            folders[:] = sorted(name for name in folders if name not in PASSED_OVER and not name.startswith("."))
+            if CONFIG in files or RESULTS in files:
+                found[os.path.relpath(path, self.root)] = Path(path)
+        if "." in found:  # the root itself is one
+            found = {self.root.resolve().name: found.pop("."), **found}
+        return found
+
+    def stamp(self, folder: Path) -> list[tuple[int, int]]:
+        """Something that is another when the run has written something."""
+        files = [folder / METRICS, folder / RESULTS, *_rollout_files(folder)]
+        return [_stamp(file) for file in files if file.exists()]
+
+    def rollouts(self, folder: Path) -> list[Stored]:
+        """All of a run, newest step last, those of training first."""
+        with self._lock:  # two that ask at once do not read the same file twice
+            return [one for file in _rollout_files(folder) for one in self._of_file(file)]
+
+    def records(self, stored: Sequence[Stored]) -> Iterator[dict[str, Any]]:
+        for one in stored:
+            with one.file.open("rb") as file:
+                file.seek(one.start)
+                yield json.loads(file.read(one.size))
+
+    def _of_file(self, file: Path) -> list[Stored]:
+        stamp = _stamp(file)
+        if file not in self._files or self._files[file][0] != stamp:
+            self._files[file] = stamp, list(_read(file))
+        return self._files[file][1]
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    about = file.stat()
+    return about.st_mtime_ns, about.st_size
+
+
+def _rollout_files(folder: Path) -> list[Path]:
+    root = folder / TRAJECTORIES
+    files = [*root.glob("step-*.jsonl"), *root.glob("val/*/step-*.jsonl")]
+    return sorted(files, key=lambda file: (len(file.parts), file.parent, int(file.stem.removeprefix("step-"))))
+
+
+def _read(file: Path) -> Iterator[Stored]:
+    start = 0
+    with file.open("rb") as lines:
+        for line in lines:
+            record = json.loads(line)
+            yield Stored(file, start, len(line), _row(record), _words(record))
+            start += len(line)
+
+
+def _row(record: Record) -> tuple[Any, ...]:
+    tokens, turns, score = record["tokens"]["response"], record["turns"], (record["outcome"], record["reward"])
+    about = (record["kind"], record["step"], record["id"], record["sample"], record["data_source"], record["status"])
+    return (*about, verdict_of(record), *score, tokens, turns)
+
+
+def _words(record: Record) -> str:
+    said = [part["text"] for part in record["segments"] if part["source"] != "prompt" and "text" in part]
+    about = (record["id"], record["gold"], record["extracted"], record["reason"], record["end_reason"])
+    texts = (question_of(record), *said, *(str(one) for one in about if one is not None))
+    return shortened("\n".join(texts)).lower()

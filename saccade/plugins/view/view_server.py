@@ -1,0 +1,235 @@
+"""The viewer: what its page asks for, as a server, or all of it in one file.
+
+with running(view_app(Runs(Path("runs")), token="sesame"), "127.0.0.1", 8300): ...
+"""
+
+import io
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from time import sleep, time
+from typing import Any
+
+import yaml
+from fastapi import FastAPI
+from fastapi.responses import HTMLResponse, Response
+from PIL import Image
+
+from saccade.errors import ConfigError
+from saccade.plugins.reports.episodes import data_url, episode_of, inside, question_of
+from saccade.plugins.reports.report import eval_report, run_facts, run_report
+from saccade.plugins.reports.report_page import page_with, plain
+from saccade.plugins.serving import http_server
+from saccade.plugins.serving.http_server import BadRequest, Gate, JsonReply, json_app
+from saccade.plugins.view.run_index import COLUMNS, Runs
+from saccade.run.folder import CONFIG, METRICS, RESULTS, TRAJECTORIES
+from saccade.run.loggers import read_metrics
+
+PAGE = Path(__file__).with_name("view_page.html")
+THUMBNAIL = 96  # pixels of its longer side
+BRIEF = 240  # characters of a question and an answer in the list
+MOST = 200  # rollouts of one request
+MOST_IN_FILE = 2000  # rollouts of a run in a page without a server
+GLANCE = 0.2  # seconds between looks whether to stop
+Json = dict[str, Any]
+
+
+# -- what the page asks for ------------------------------------------------------------------------
+
+
+def list_runs(runs: Runs) -> list[Json]:
+    """Newest first."""
+    listed = []
+    for name, folder in runs.folders().items():
+        stamp = runs.stamp(folder)
+        written = max((time for time, _ in stamp), default=0) / 1e9
+        facts = _facts(folder, _file_stamp(folder / METRICS), _file_stamp(folder / RESULTS))
+        listed.append({"name": name, "facts": facts, "age": time() - written, "stamp": hash(tuple(stamp))})
+    return sorted(listed, key=lambda run: run["age"])
+
+
+def show_run(runs: Runs, run: str) -> Json:
+    """Its report, and its options by their dotted names."""
+    folder = _folder(runs, run)
+    if not (folder / CONFIG).exists():
+        return {"report": plain(eval_report(folder)), "options": {}}
+    options = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    return {"report": plain(replace(run_report(folder), title=run)), "options": dict(_flat(options))}
+
+
+def list_rollouts(runs: Runs, run: str) -> Json:
+    """Columns of all of its rollouts; a rollout is named by its place in them."""
+    rows = [one.row for one in runs.rollouts(_folder(runs, run))]
+    return {name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}
+
+
+def find_words(runs: Runs, run: str, text: str) -> list[int]:
+    wanted = text.lower()
+    return [place for place, one in enumerate(runs.rollouts(_folder(runs, run))) if wanted in one.words]
+
+
+def brief_rollouts(runs: Runs, run: str, at: Sequence[int]) -> list[Json]:
+    """As the list shows them."""
+    folder = _folder(runs, run)
+    return [_brief(record, folder / TRAJECTORIES) for record in _records(runs, folder, at)]
+
+
+def show_rollouts(runs: Runs, run: str, at: Sequence[int]) -> Json:
+    """Whole, with their pictures."""
+    album: dict[str, str] = {}
+    folder = _folder(runs, run)
+    items = [episode_of(r, folder / TRAJECTORIES, album, tokens=True) for r in _records(runs, folder, at)]
+    return {"items": items, "pictures": album}
+
+
+def _folder(runs: Runs, run: str) -> Path:
+    """Names are looked up, so no name leads elsewhere."""
+    found = runs.folders()
+    if run not in found:
+        raise BadRequest("run", f"{run!r} is not in this folder; there is {', '.join(found) or 'none'}", status=404)
+    return found[run]
+
+
+def _records(runs: Runs, folder: Path, at: Sequence[int]) -> Any:
+    stored = runs.rollouts(folder)
+    if max(at, default=-1) >= len(stored):
+        raise BadRequest("at", f"{max(at)} is none of the {len(stored)} rollouts, which are counted from 0")
+    return runs.records([stored[place] for place in at])
+
+
+def _brief(record: Mapping[str, Any], folder: Path) -> Json:
+    said = [part["text"] for part in record["segments"] if part["source"] == "policy"]
+    files = [image["file"] for image in record["images"] if image.get("file")]
+    path = inside(folder, files[0]) if files else None
+    return {
+        "question": question_of(record)[:BRIEF],
+        "answer": (said or [""])[-1][-BRIEF:],
+        "picture": path and _thumbnail(path),
+    }
+
+
+@lru_cache(maxsize=4096)
+def _thumbnail(path: Path) -> str:
+    with Image.open(path) as picture:
+        picture.thumbnail((THUMBNAIL, THUMBNAIL))
+        file = io.BytesIO()
+        picture.convert("RGB").save(file, format="JPEG", quality=80)
+    return data_url("thumbnail.jpg", file.getvalue())
+
+
+@lru_cache(maxsize=1024)
+def _facts(folder: Path, metrics: tuple[int, int], results: tuple[int, int]) -> Mapping[str, str]:
+    """The stamps say of which state of the files; they are not read again before they change."""
+    if not (folder / CONFIG).exists():
+        found = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+        return {
+            f"accuracy on {n}": f"{100 * one['accuracy']:.1f}\u00a0%" for n, one in found.items() if "accuracy" in one
+        }
+    config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    rows = read_metrics(folder)
+    rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
+    return run_facts(rows, config) | ({"reward": f"{rewards[-1]:.3f}"} if rewards else {})
+
+
+def _file_stamp(file: Path) -> tuple[int, int]:
+    return (file.stat().st_mtime_ns, file.stat().st_size) if file.exists() else (0, 0)
+
+
+def _flat(options: Mapping[str, Any], before: str = "") -> Any:
+    for name, value in options.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield before + name, json.dumps(value, ensure_ascii=False, default=str)
+
+
+# -- a server --------------------------------------------------------------------------------------
+
+
+def view_app(runs: Runs, *, token: str) -> FastAPI:
+    """`token` is empty where none is asked for; the page holds no secret, and asks for it."""
+    app = json_app(Gate(token=token, public=("/",)), lambda problem: {"error": str(problem)})
+
+    @app.get("/")
+    def page() -> Response:
+        return HTMLResponse(view_page({"live": True}))
+
+    @app.get("/runs")
+    def listed() -> Response:
+        return JsonReply(list_runs(runs))
+
+    @app.get("/run")
+    def shown(run: str) -> Response:
+        return JsonReply(show_run(runs, run))
+
+    @app.get("/index")
+    def index(run: str) -> Response:
+        return JsonReply(list_rollouts(runs, run))
+
+    @app.get("/find")
+    def find(run: str, text: str) -> Response:
+        return JsonReply(find_words(runs, run, text))
+
+    @app.get("/brief")
+    def brief(run: str, at: str) -> Response:
+        return JsonReply(brief_rollouts(runs, run, _places(at)))
+
+    @app.get("/rollouts")
+    def rollouts(run: str, at: str) -> Response:
+        return JsonReply(show_rollouts(runs, run, _places(at)))
+
+    return app
+
+
+def _places(at: str) -> list[int]:
+    places = at.split(",")
+    if len(places) > MOST or not all(place.isdecimal() for place in places):
+        raise BadRequest("at", f"give at most {MOST} numbers, such as at=0,1, not {at[:40]!r}")
+    return [int(place) for place in places]
+
+
+def view_page(data: Any) -> str:
+    """The page of the reports with the views of several runs. A served one may ask its server."""
+    more = PAGE.read_text(encoding="utf-8")
+    style, script = (more.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0] for tag in ("style", "script"))
+    return page_with(data, style=style, start=script, policy="; connect-src 'self'" if data["live"] else "")
+
+
+def serve(folder: Path, *, host: str, port: int, token: bool) -> None:
+    """`saccade view FOLDER`: until SIGTERM or Ctrl-C."""
+    runs = _opened(folder)
+    secret = http_server.make_token(host, wanted=token)
+    stops: list[int] = []  # a list, because a handler must not wait for a lock
+    with http_server.running(view_app(runs, token=secret), host, port) as address:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: stops.append(number))
+        shown = http_server.shown_token(secret)
+        print(f"{len(runs.folders())} runs at {address}/" + (f"#token={shown}" if secret else ""), flush=True)
+        while not stops:
+            sleep(GLANCE)
+
+
+# -- a file ----------------------------------------------------------------------------------------
+
+
+def write_page(folder: Path, out: Path) -> None:
+    """Everything in one file that needs no server; of each run the first rollouts alone."""
+    runs, data = _opened(folder), dict[str, Any](live=False, runs=[], run={}, index={}, brief={}, rollouts={})
+    data["runs"] = list_runs(runs)
+    for name, path in runs.folders().items():
+        places = range(min(len(runs.rollouts(path)), MOST_IN_FILE))
+        data["run"][name] = show_run(runs, name)
+        data["index"][name] = {column: values[: len(places)] for column, values in list_rollouts(runs, name).items()}
+        data["brief"][name] = brief_rollouts(runs, name, places)
+        data["rollouts"][name] = show_rollouts(runs, name, places)
+    out.write_text(view_page(data), encoding="utf-8")
+
+
+def _opened(folder: Path) -> Runs:
+    runs = Runs(folder)
+    if not folder.is_dir() or not runs.folders():
+        raise ConfigError(f"{folder} holds no runs; name a folder such as runs, or runs/NAME")
+    return runs

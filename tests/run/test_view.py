@@ -1,0 +1,179 @@
+"""`saccade view`: runs, options and rollouts in a real browser, live and as a file; who may ask, and for what."""
+
+import json
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from saccade.config import TrackConfig, load
+from saccade.media.images import decode
+from saccade.plugins.reports.rollout_record import token_sizes
+from saccade.plugins.serving.http_server import running
+from saccade.plugins.view.run_index import Runs
+from saccade.plugins.view.view_server import view_app, write_page
+from saccade.run.loggers import Loggers
+from saccade.run.training_run import open_folder
+from tests.browser import needs_browser
+from tests.endpoints import call
+from tests.run.conftest import group, media, store, trajectory
+from tests.run.test_episodes import TURNS, episode
+
+TOKEN = "sesame"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs that answer the same questions; the second is better, and looks closer once."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, lr, better in (("first", 1e-6, 0), ("second", 2e-6, 1)):
+        config = load({"run": {"out": str(root), "name": name}, "train": {"lr": lr}})
+        with open_folder(config, "rl", {}, config.algorithm) as folder:
+            log(folder, *range(1, 4))
+            for step in (1, 2):
+                store(folder, *(answers(f"q{n}", right=n < step + better) for n in range(20)), steps=[step])
+                store(
+                    folder, *(answers(f"v{n}", right=n < step + better) for n in range(4)), steps=[step], kind="val/six"
+                )
+            if better:
+                store(folder, episode("crops", TURNS), steps=[3], image=decode)
+    return root
+
+
+def log(folder, *steps):
+    with closing(Loggers(folder, TrackConfig(tensorboard=False))) as loggers:
+        for step in steps:
+            loggers.log({"reward/mean": 0.1 * step, "reward/accuracy": 0.2 * step, "time/step": 1.0}, step)
+
+
+def answers(name, *, right):
+    """Two, the second of which is wrong and cut."""
+    about = {"pictures": [media(name)], "parts": {"count": float(right)}, "reason": "" if right else "3 is not 4"}
+    first = trajectory(0, float(right), advantages=None, **about)
+    return group(first, trajectory(1, 0.0, response=(5, 9, 6), status="truncated", **about), uid=name)
+
+
+@pytest.fixture(scope="module")
+def server(runs):
+    with running(view_app(Runs(runs), token=TOKEN), "127.0.0.1", 0) as url:
+        yield url
+
+
+def look(browser, server="", **state):
+    """A view of the page, which is opened if its server is named."""
+    if server:
+        browser.visit(f"{server}/#token={TOKEN}")
+        browser.until("!!document.querySelector('#runs')")
+    browser.run(f"location.hash = new URLSearchParams({json.dumps(state)})")
+
+
+def troubles(browser, server):
+    """What the page asks of its own server is none."""
+    return [one for one in browser.troubles if not str(one).startswith(server)]
+
+
+def test_who_may_ask_and_for_what(server, runs):
+    ask = lambda path, **head: call(server, "GET", path, **{"Authorization": f"Bearer {TOKEN}"} | head)  # noqa: E731
+    assert ask("/runs", Authorization="Bearer x")[0] == 401
+    assert ask("/", Authorization="")[0] == 200  # the page, which holds nothing
+    assert [one["name"] for one in json.loads(ask("/runs")[2])] == ["second", "first"]
+    for path, status, words in [
+        ("/run?run=../first", 404, "is not in this folder; there is first, second"),
+        ("/rollouts?run=first&at=96", 400, "96 is none of the 96 rollouts"),
+        ("/brief?run=first&at=-1", 400, "such as at=0,1"),
+        ("/index", 400, "run"),
+    ]:
+        found = ask(path)
+        assert (found[0], words in found[2].decode()) == (status, True), found
+    with running(view_app(Runs(runs), token=""), "127.0.0.1", 0) as free:
+        assert call(free, "GET", "/runs")[0] == 200
+        assert call(free, "GET", "/runs", Host="evil.example")[0] == 403
+
+
+def test_a_picture_outside_of_its_folder_is_not_shown(tmp_path):
+    store(tmp_path, answers("one", right=True))
+    (file,) = (tmp_path / "trajectories").glob("step-1.jsonl")
+    lines = file.read_text().replace("images/one.png", "../secret.png")
+    (tmp_path / "secret.png").write_bytes((tmp_path / "trajectories/images/one.png").read_bytes())
+    file.write_text(lines)
+    (tmp_path / "results.json").write_text("{}")
+    with running(view_app(Runs(tmp_path), token=""), "127.0.0.1", 0) as url:
+        name = tmp_path.name
+        assert json.loads(call(url, "GET", f"/brief?run={name}&at=0")[2])[0]["picture"] is None
+        assert json.loads(call(url, "GET", f"/rollouts?run={name}&at=0")[2])["pictures"] == {}
+
+
+def test_sizes_of_tokens():
+    letters = {1: "a", 2: "bc", 3: "\ufffd", 4: "\ufffd"}
+    byte = lambda ids: "".join(letters[i] for i in ids).replace("\ufffd\ufffd", "é")  # noqa: E731
+    spaced = lambda ids: " ".join(letters[i] for i in ids)  # noqa: E731
+    assert token_sizes(np.array([1, 2]), "abc", byte) == [1, 2]
+    assert token_sizes(np.array([1, 3, 4, 2]), "aébc", byte) == [1, 0, 1, 2]
+    assert token_sizes(np.array([2, 1]), "bc a", spaced) == [2, 2]
+
+
+@needs_browser
+def test_runs_and_their_curves(browser, server, runs):
+    look(browser, server)
+    assert browser.run("document.querySelectorAll('#runs tbody tr').length") == 2
+    browser.until("document.querySelectorAll('.chart').length > 2")
+    assert "second" in browser.run("document.querySelector('.legend').textContent")
+    with open(runs / "first" / "metrics.jsonl", "a") as file:  # a step more
+        file.write(json.dumps({"step": 4, "reward/mean": 0.9}) + "\n")
+    browser.until("[...document.querySelectorAll('#runs tr')].some(r => r.textContent.includes('0.900'))")
+    browser.run('document.querySelector(`[aria-label="draw first"]`).click()')
+    browser.until("!document.querySelector('.legend').textContent.includes('first')")
+    assert troubles(browser, server) == []
+
+
+@needs_browser
+def test_the_options_of_a_run_and_how_another_differs(browser, server):
+    look(browser, server, view="run", run="first", other="second")
+    browser.until("document.querySelector('h1')?.textContent === 'first'")
+    assert (
+        browser.run("[...document.querySelectorAll('td:first-child')].map(e => e.textContent).join()")
+        == "run.name,train.lr"
+    )
+    assert troubles(browser, server) == []
+
+
+@needs_browser
+def test_rollouts_are_filtered_opened_and_coloured(browser, server):
+    look(browser, server, view="rollouts", run="first")
+    count = "document.getElementById('count').textContent === '{} of 96 rollouts'"
+    browser.until(count.format(96))
+    browser.until("document.querySelectorAll('.row img').length > 5")
+    for state, expected in [
+        ({"step": "2"}, 48), ({"set": "val/six"}, 16), ({"verdict": "right"}, 6), ({"status": "truncated"}, 48),
+        ({"low": "0.5"}, 6), ({"long": "3"}, 48), ({"text": "3 IS NOT"}, 84),
+        ({"step": "1", "set": "train", "verdict": "right"}, 1),
+    ]:  # fmt: skip
+        look(browser, view="rollouts", run="first", **state)
+        browser.until(count.format(expected))
+    look(browser, view="rollouts", run="first", order="highest reward first", tint="logp", group="1")
+    browser.until("document.querySelectorAll('.detail .answer').length === 2")
+    assert browser.run("document.querySelector('.said span').title") == "logp -0.5"
+    browser.press("g", "j")
+    browser.until("document.querySelector('.row[aria-selected=true]').style.top === '64px'")
+    browser.until("document.querySelectorAll('.detail .answer').length === 1")
+    assert "because: 3 is not 4" not in browser.run("document.querySelector('.detail').textContent")
+    look(browser, view="rollouts", run="second", step="3", tint="writer")  # boxes and crops, turn by turn
+    browser.until("document.querySelectorAll('.detail .turn').length === 5")
+    assert browser.run("document.querySelectorAll('.detail .box').length") == 5
+    assert browser.run("document.querySelectorAll('.mark.c0').length") > 1
+    assert troubles(browser, server) == []
+
+
+@needs_browser
+def test_the_same_as_one_file(runs, browser, tmp_path):
+    write_page(runs, tmp_path / "page.html")
+    browser.visit((tmp_path / "page.html").as_uri())
+    browser.until("document.querySelectorAll('#runs tbody tr').length === 2")
+    browser.press("3")
+    look(browser, view="rollouts", run="second")
+    browser.until("document.getElementById('count')?.textContent === '97 of 97 rollouts'")
+    browser.press("/")
+    browser.call("Input.insertText", text="3 is not")
+    browser.until("document.getElementById('count').textContent === '76 of 97 rollouts'")
+    browser.until("document.querySelectorAll('.row img').length > 5 && !!document.querySelector('.detail .episode')")
+    assert browser.troubles == []
