@@ -169,6 +169,23 @@ def doctor(
     import_module("saccade.plugins.doctor").run(config, as_json=as_json)
 
 
+@command("compare", panel="Look", example="saccade compare runs/base-eval runs/trained-eval")
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="Folder of an eval.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Folder of another eval of the same sets.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Page to write; else B/compare.html.", show_default=False)
+    ] = None,
+) -> None:
+    """Compare two evaluations item by item: the paired difference, and the questions that changed."""
+    from saccade.plugins.reports.report import text_table
+
+    tables, page = import_module("saccade.plugins.evaluation.compare").compare(first, second, out)
+    for table in tables:
+        print("\n".join(text_table(table)))
+    print(f"wrote {page}")
+
+
 @command("report", panel="Look", example="saccade report runs/quickstart")
 def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an eval.")]) -> None:
     """Write the report of a run or an eval as one HTML file, its episodes included."""

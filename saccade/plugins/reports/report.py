@@ -271,13 +271,13 @@ def _curve(name: str, points: Sequence[Point]) -> Curve:
 
 def table_lines(name: str, found: Mapping[str, Any]) -> list[str]:
     """The tables of one set as lines of text."""
-    lines = []
-    for table in _tables(name, found):
-        cells = [table.columns, *([_text(cell) for cell in row] for row in table.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines.append(table.title)
-        lines += ["  " + "  ".join(map(str.rjust, row, widths)) for row in cells]
-    return lines
+    return [line for table in _tables(name, found) for line in text_table(table)]
+
+
+def text_table(table: Table) -> list[str]:
+    cells = [table.columns, *([_text(cell) for cell in row] for row in table.rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [table.title, *("  " + "  ".join(map(str.rjust, row, widths)) for row in cells)]
 
 
 def _text(cell: Cell) -> str:
@@ -286,7 +286,7 @@ def _text(cell: Cell) -> str:
     if not cell.percent and cell.low is None:
         return f"{cell.value:.3f}".rstrip("0").rstrip(".")
     interval = "" if cell.low is None else f" [{cell.low:.3f}, {cell.high:.3f}]"
-    return f"{cell.value:.3f}{interval}"
+    return f"{cell.value:{'+' if cell.change else ''}.3f}{interval}"
 
 
 def write_eval_report(folder: Path) -> Path:

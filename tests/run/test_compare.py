@@ -1,0 +1,95 @@
+"""Two evaluations, item by item: tables, test, and the page with pictures of the questions that changed."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from saccade.cli import app
+from saccade.errors import ConfigError
+from saccade.plugins.evaluation.compare import compare, mcnemar
+from saccade.plugins.reports.comparison import paired_difference
+from tests.browser import needs_browser, page_data
+
+
+def written(folder, scores, picture, **more):
+    """An evaluation: a score, or several, for each question; None was not scored."""
+    folder.mkdir()
+    lines = []
+    for id, own in scores.items():
+        for repeat, score in enumerate(own if isinstance(own, list) else [own]):
+            row = {"set": "geo", "id": id, "score": score, "response": f"<answer>{score}</answer>", "repeat": repeat}
+            row |= {"prompt": "How long?", "gold": "7", "extracted": str(score), "status": "ok", "tokens": 3}
+            row |= {"extra": {"category": "even" if int(id) % 2 == 0 else "odd"}, "parts": {}, "end_reason": "answered"}
+            medium = {"hash": "a" * 64, "path": str(picture), "size": [56, 56]}
+            lines.append(json.dumps(row | {"media": [medium]} | more) + "\n")
+    (folder / "samples.jsonl").write_text("".join(lines))
+    (folder / "results.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def folders(tmp_path, image):
+    (tmp_path / "a.png").write_bytes(image().data)
+    before = dict.fromkeys(map(str, range(40)), 0.0) | {"0": 1.0, "1": 1.0, "50": 1.0}
+    after = {id: float(int(id) in (1, *range(10, 22))) for id in map(str, range(40))} | {"2": [0.0, 1.0], "3": None}
+    return written(tmp_path / "base", before, tmp_path / "a.png"), written(
+        tmp_path / "tuned", after, tmp_path / "a.png"
+    )
+
+
+def test_the_difference_is_that_of_the_items_in_both(folders):
+    tables, page = compare(*folders)
+    (name, items, a, b, change, gained, lost, p) = tables[0].rows[0]
+    assert (name, items.value, gained.value, lost.value) == ("geo", 39, 12, 1)  # 3 was not scored, 50 is in A only
+    first = [float(id in (0, 1)) for id in range(40) if id != 3]
+    second = [0.5 if id == 2 else float(id == 1 or 10 <= id < 22) for id in range(40) if id != 3]
+    assert (a.value, b.value) == pytest.approx((2 / 39, 13.5 / 39))
+    assert (change.value, change.low, change.high) == pytest.approx(paired_difference(first, second))
+    assert change.high - change.low < (b.high - b.low) + (a.high - a.low)
+    assert p.value == mcnemar(12, 1) == pytest.approx(2 * (1 + 13) / 2**13)
+    assert [row[0] for row in tables[1].rows] == ["even", "odd"]
+    data = page_data(page)
+    shown = [(one["set"], one["id"], one["by"], one["verdict"]) for one in data["episodes"]["items"]]
+    assert shown[:3] == [
+        ("geo · lost", "0", "A", "right"),
+        ("geo · lost", "0", "B", "wrong"),
+        ("geo · gained", "10", "A", "wrong"),
+    ]
+    assert shown[-3:] == [
+        ("geo · better", "2", who, verdict) for who, verdict in (("A", "wrong"), ("B", "wrong"), ("B", "right"))
+    ]
+    assert len(data["episodes"]["pictures"]) == 1 and data["episodes"]["note"] == "14 of 39 questions changed."
+    assert data["notes"][0].startswith("2 scored items are in")
+
+
+def test_pairs_and_what_cannot_be_compared(tmp_path, folders):
+    sides = [{"chosen": {"preference": good}, "rejected": {"preference": 0.5}} for good in (0.2, 0.9)]
+    models = []
+    for name, side in zip(("weak", "strong"), sides, strict=True):
+        models.append(tmp_path / name)
+        models[-1].mkdir()
+        (models[-1] / "samples.jsonl").write_text(json.dumps({"set": "pairs", "id": "1", **side}) + "\n")
+        (models[-1] / "results.json").write_text("{}")
+    assert [cell.value for cell in compare(*models)[0][0].rows[0][1:5]] == [1, 0, 1, 1]
+    with pytest.raises(
+        ConfigError, match=r"no scored item is in both evaluations: .*base has geo and .*weak has pairs"
+    ):
+        compare(folders[0], models[0])
+    with pytest.raises(ConfigError, match=r"is no evaluation: it has no samples\.jsonl"):
+        compare(folders[0], tmp_path)
+    assert mcnemar(0, 0) == mcnemar(3, 3) == 1
+
+
+@needs_browser
+def test_the_page_shows_both_answers(folders, tmp_path, browser):
+    done = CliRunner().invoke(app, ["compare", *map(str, folders), "--out", str(tmp_path / "page.html")])
+    assert done.exit_code == 0 and "+0.295 [" in done.output and f"wrote {tmp_path / 'page.html'}" in done.output
+    browser.visit((tmp_path / "page.html").as_uri())
+    assert browser.troubles == []
+    card = "document.querySelector('.episode')"
+    chips = f"[...{card}.querySelectorAll('.answer .chip:first-child')]"
+    assert browser.run(f"{chips}.map(c => c.textContent).join()") == "A,B"
+    browser.until(f"{card}.querySelector('img').naturalWidth === 56")
+    sets = "[...document.querySelector('select').options].map(o => o.textContent).join()"
+    assert browser.run(sets) == "all sets and steps,geo · lost,geo · gained,geo · better"
