@@ -26,7 +26,8 @@ from works import Work, gpu_peak_gib, read_rows, sequences, write_result
 
 OPTIONS = [
     ("--engine", {"choices": ["transformers", "vllm"], "default": "transformers"}),
-    ("--micro", {"type": int, "default": 16, "help": "sequences of one forward and backward"}),
+    ("--micro", {"type": int, "default": 8, "help": "sequences of one forward and backward"}),
+    ("--recompute", {"action": "store_true", "help": "recompute activations, as TRL does unless told otherwise"}),
     ("--memory", {"type": float, "default": 0.3, "help": "share of the GPU that vLLM takes"}),
 ]
 
@@ -154,7 +155,7 @@ def main() -> None:
             bf16=gpu,
             use_cpu=not gpu,
             optim="adamw_torch_fused",
-            gradient_checkpointing=gpu,
+            gradient_checkpointing=args.recompute,
             gradient_checkpointing_kwargs={"use_reentrant": False},
             model_init_kwargs={"dtype": "bfloat16" if gpu else "float32", "attn_implementation": "sdpa"},
             **generation(args.engine, work, banned, args.memory),
