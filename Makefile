@@ -8,7 +8,7 @@ INPUTS := pyproject.toml constraints.txt scripts/install.py
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # else every process of a test, and pytest itself, compiles everything again
 
-.PHONY: help install quickstart test test-gpu test-vllm lint docs wheel clean
+.PHONY: help install quickstart test test-gpu test-vllm lint docs site wheel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -39,17 +39,20 @@ docs: $(VENV)/.installed  ## write the reference tables of docs/ from the code
 	$(RUN) scripts/config_reference.py
 	$(RUN) scripts/algorithm_reference.py
 
+site: $(VENV)/.installed-site  ## write the documentation as a site to site/
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 wheel: $(VENV)/.installed  ## write a wheel and an sdist to dist/
 	$(RUN) -c "import setuptools.build_meta as build; build.build_sdist('dist'), build.build_wheel('dist')" >/dev/null
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site *.egg-info
 
 $(VENV)/.installed: $(INPUTS)
 	$(PYTHON) scripts/install.py
 
-$(VENV)/.installed-test: $(INPUTS)
-	$(PYTHON) scripts/install.py --extra test
+$(VENV)/.installed-%: $(INPUTS)
+	$(PYTHON) scripts/install.py --extra $*
 
 # torchaudio and torchcodec are linked against CUDA: without it vLLM dies when it imports them.
 $(VLLM)/.installed: pyproject.toml constraints-vllm.txt

@@ -4,7 +4,8 @@
 # On a cluster that is there already, `saccade rl run.yaml run.gpus=16 run.launcher=ray` is enough.
 address=$(hostname -i | cut -d' ' -f1):${RAY_PORT:-6379}
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n')}
-export RAY_TMPDIR=$(mktemp -d /tmp/ray-XXXXXX)  # else others would look for this cluster when it has gone
+RAY_TMPDIR=$(mktemp -d /tmp/ray-XXXXXX)  # else others would look for this cluster when it has gone
+export RAY_TMPDIR
 start="$(command -v ray) start --block --disable-usage-stats"
 $start --head --port="${address##*:}" --include-dashboard=false & started=$!
 trap 'kill $started; wait $started; rm -rf "$RAY_TMPDIR"' EXIT

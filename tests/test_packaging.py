@@ -1,10 +1,21 @@
-"""What others install: the wheel has every file of the package, and knows its commit."""
+"""What others install and launch: the wheel has every file of the package, launch files call what there is."""
 
+import json
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from saccade import config as configs
+from saccade.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,3 +36,36 @@ def test_a_wheel_has_every_file_and_the_commit(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "saccade", "--version"]
     said = subprocess.check_output(command, cwd=tmp_path / "site", env={"PYTHONPATH": "."}, text=True)
     assert said.endswith(", commit c0ffee\n")
+
+
+def test_launch_files_call_commands_that_there_are() -> None:
+    """Shells parse the scripts, the command line parses what compose and Kubernetes hand to it."""
+    job = next(one for one in documents("examples/kubernetes.yaml") if one["kind"] == "Job")
+    shell, script, *_, config = (of_pod := job["spec"]["template"]["spec"]["containers"][0])["command"][1:]
+    assert shell == "-c" and {one["name"]: one["value"] for one in of_pod["env"] if "value" in one} == {
+        "GPUS": str(of_pod["resources"]["limits"]["nvidia.com/gpu"]), "PODS": str(job["spec"]["completions"])
+    }  # fmt: skip
+    for text in (script, *(path.read_text() for path in [*ROOT.glob("examples/*.sh"), ROOT / "scripts/image.sh"])):
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    services = documents("compose.yaml")[0]["services"]
+    arguments = [one["command"] for one in services.values()] + [["rl", config, "run.launcher=join"]]
+    for name, *words in arguments:
+        get_command(app).commands[name].make_context(name, words)  # type: ignore[attr-defined]
+        configs.load(None, [word for word in words if "=" in word])
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert {one["build"]["target"] for one in services.values()} <= set(
+        re.findall(r"^FROM .* AS (\w+)$", dockerfile, re.M)
+    )
+    copied = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.M)
+    assert set(re.findall(r"bash /src/(\S+)", dockerfile)) <= set(copied)
+
+
+def test_ray_reads_the_cluster_file() -> None:
+    ray, jsonschema = find_spec("ray"), pytest.importorskip("jsonschema")
+    assert ray is not None and ray.origin is not None
+    schema = json.loads((Path(ray.origin).parent / "autoscaler" / "ray-schema.json").read_text())
+    jsonschema.validate(documents("examples/ray_cluster.yaml")[0], schema)
+
+
+def documents(name: str) -> list[Any]:
+    return [*yaml.safe_load_all((ROOT / name).read_text(encoding="utf-8"))]

@@ -9,7 +9,7 @@ WEIGHTED = When("any(source.weight is not None for source in data.train)", "data
 
 
 class DataSource(Section):
-    path: str = option(..., "File, folder or hub id: PATH[:CONFIG][@SPLIT][#DATA_DIR].", path=True)
+    path: str = option(..., "File, folder or hub id: `PATH[:CONFIG][@SPLIT][#DATA_DIR]`.", path=True)
     name: str | None = option(None, "Name of the set in metrics; empty: the file stem.")
     weight: float | None = option(None, "Share in the mixture; empty everywhere: concatenation.", gt=0)
     data_source: str | None = option(None, "Overrides the data_source of every row (chooses reward.by_source).")
