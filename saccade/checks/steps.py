@@ -40,8 +40,6 @@ def optimizer(config: Config) -> Iterator[str]:
     train, steps = config.train, config.run.max_steps
     if train.ema and config.model.train in ADAPTED:
         yield f"train.ema: averages whole weights; with model.train={config.model.train} use 0"
-    if train.layout not in ("auto", "whole") and config.model.train == "qlora":
-        yield "train.layout: 4-bit weights are not sharded; try train.layout=whole, or model.train=lora"
     if steps is not None and train.warmup >= max(1, steps):
         yield f"train.warmup: {train.warmup:g} steps are all of the run; try train.warmup={steps // 10}"
     lora, without = config.model.lora, {"series"}  # towers that get no adapter

@@ -88,7 +88,7 @@ def load_policy(
 ) -> Any:
     """Weights from `folder` (a checkpoint) or from the family's own; `train` instead of
     `model.train`. Adapters always lie over the family's own: a checkpoint has them merged in.
-    `divided`: for `backend_of`; where processes hold a part each, this one reads its own.
+    `divided`: for `backend_of`; where processes hold a part each, this one reads its own, unless it has 4 bits.
     """
     if strange := sorted(set(config.train.lr_scale) - set(family.spec.towers)):
         raise ConfigError(f"train.lr_scale: no tower {strange[0]!r}; expected one of {', '.join(family.spec.towers)}")
@@ -103,7 +103,7 @@ def load_policy(
         trust_remote_code=config.model.trust_remote_code,
         options=lora.four_bit(family, dtype, device) if train == "qlora" else None,
         seed=config.run.seed,
-        parted=HOOKS["parted"](config.train, device) if divided and config.run.gpus > 1 else None,
+        parted=HOOKS["parted"](config.train, device) if divided and config.run.gpus > 1 and train != "qlora" else None,
     )
     vars(model.config).pop("reward_model", None)  # whoever trains it as one writes its own
     if adapted:

@@ -10,10 +10,10 @@ or files other than its own state.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 WEIGHTS, AVERAGE = "weights.safetensors", "average/"
 RANDOM = "random.safetensors"
+Found = TypeVar("Found")
 
 
 class LocalBackend:
@@ -95,28 +96,30 @@ class LocalBackend:
     # -- scoring --
 
     @torch.no_grad()
-    def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Log-probs and entropies of every read, per batch."""
+    def each(self, batches: Sequence[Batch], read: Callable[[Batch], Found]) -> list[Found]:
+        """What is read of every batch, without gradients."""
         self.model.eval()
         self.prefetch(batches)
-        results = [self.read(batch, scoring) for batch in batches]
+        return [read(batch) for batch in batches]
+
+    def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Log-probs and entropies of every read, per batch."""
+        results = self.each(batches, lambda batch: self.read(batch, scoring))
         return [(new.float().cpu().numpy(), entropy.cpu().numpy()) for new, entropy in results]
 
-    @torch.no_grad()
     def values(self, batches: Sequence[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Per batch, of a model with a score head: the value at every read, and after the last
         sampled token of every sequence, 0 where a batch was packed without `ends`.
         """
-        self.model.eval()
-        self.prefetch(batches)
-        results = []
-        for batch in batches:
+
+        def read(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
             reads, ends = batch.reads, batch.ends
             places = reads if ends is None else np.concatenate([reads, ends])
             found = self.read_values(batch, places).float().cpu().numpy()
             after = np.zeros(len(batch.keys), np.float32) if ends is None else found[len(reads) :]
-            results.append((found[: len(reads)], after))
-        return results
+            return found[: len(reads)], after
+
+        return self.each(batches, read)
 
     def read(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the reads; in training their logits are kept where they fit
@@ -172,12 +175,9 @@ class LocalBackend:
         """Threads make the pixels of later batches while the first ones are computed."""
         self.family.prefetch([span.media for batch in batches for span in batch.media])
 
-    @torch.no_grad()
     def measure(self, batches: Sequence[Batch], loss: Loss) -> Metrics:
         """What a step on these batches would report, without it."""
-        self.model.eval()
-        self.prefetch(batches)
-        return self.metrics_of([loss.read(self, batch)()[1] for batch in batches])
+        return self.metrics_of(self.each(batches, lambda batch: loss.read(self, batch)()[1]))
 
     def metrics_of(self, sums: Sequence[LossSums]) -> Metrics:
         """What this process reports of its forests."""

@@ -51,7 +51,7 @@ def asked(scenes):
 def scores(model, family, scenes):
     """Of a model that goes on training afterwards."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    found = LearnedReward(model, family, model.score.card).score(asked(scenes))
+    found = LearnedReward(LocalBackend(model, family), model.score.card).score(asked(scenes))
     for parameter in trained:
         parameter.requires_grad_(True)
     return found

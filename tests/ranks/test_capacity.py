@@ -24,6 +24,7 @@ from tests.estimate.works import H200, W1, loaded, planned, sizes
 
 SAMPLE = Sample(id="0", messages=(Message(role="user", parts=("how many",)),))
 TIGHT = devices.Device(name="tight", memory=50.0)
+WHOLE_OR_SHARDED = ("train.layout=whole", "train.layout=sharded")
 
 
 def test_optimizer_state_and_prompts_are_divided(large):
@@ -91,7 +92,9 @@ def test_a_sharded_model_is_divided_but_for_its_towers_and_the_copy_that_generat
 
 
 def test_a_run_makes_only_the_copies_that_the_estimate_counts(shaped, tmp_path):
-    """Replicas have weights of their own, rows need no answers, and a teacher is whole beside a whole student."""
+    """Replicas have weights of their own, and so has a policy of 4 bits; rows need no answers. A teacher and reward
+    models are divided as the student is.
+    """
     shards = ("run.gpus=8", "train.prompts_per_step=128", "train.layout=sharded")
     alone, beside = (planned(shaped("7b"), H200, W1, *shards, *more) for more in ((), ("rollout.replicas=8",)))
     assert "copy for generation" in sizes(alone) and "copy for generation" not in sizes(beside)
@@ -108,9 +111,20 @@ def test_a_run_makes_only_the_copies_that_the_estimate_counts(shaped, tmp_path):
     assert {"copy for generation", "keys and values"} <= items("train.layout=sharded", val)[1].keys()
     assert "copy for generation" not in items("train.layout=sharded", val, "rollout.replicas=1")[1]
     save_file({"w": torch.zeros(3 * 2**10)}, teacher := tmp_path / "model.safetensors")
-    found, parts = items(f"sft.teacher={teacher.parent}")
-    assert parts["teacher"] == 3 * 2**11 / 2**30 and found.layout == "whole" and not found.memory.fits
-    assert not any("train.layout" in advice or "sequence_parallel" in advice for advice in found.advice)
+    given_teacher = f"sft.teacher={teacher.parent}"
+    found, parts = items(given_teacher, "train.layout=whole")
+    assert parts["teacher"] == 3 * 2**11 / 2**30 and not found.memory.fits and "train.layout=sharded" in found.advice
+    assert not any("sequence_parallel" in advice for advice in found.advice)
+    divided, parts = items(given_teacher)
+    towers = 8 * parts["teacher"] * 2**30 / (3 * 2**11) - 1  # share of the weights that stays whole, times 7
+    assert divided.layout == "sharded" and divided.memory.fits and 0 < towers / 7 < 0.1
+    rated = f"reward.terms=[{{verifier: model, name: rm, args: {{path: {teacher.parent}}}}}]"
+    rewards = sizes(planned(shaped("7b"), H200, W1, *shards, rated))["reward models"] * 2**30
+    assert rewards == pytest.approx((1 + towers) / 8 * teacher.stat().st_size)
+    packed = ("model.train=qlora", "algorithm.preset=[ppo]")
+    whole, sharded = (sizes(planned(shaped("7b"), H200, W1, *shards, *packed, layout)) for layout in WHOLE_OR_SHARDED)
+    assert whole["weights"] == sharded["weights"] and "copy for generation" not in sharded
+    assert sharded["weights of the critic"] < whole["weights of the critic"] / 4
     assert refusal(replace(found, advice=("rollout.max_tokens=256",)), "sft").endswith("; try sft.max_tokens=256")
     assert items()[0].layout == "sharded"
 
@@ -146,12 +160,11 @@ def test_a_layout_that_is_left_open_is_whole_where_that_fits(shaped, monkeypatch
     assert roomy.reason == f"a GPU needs {needed:.1f} GiB, and {roomy.memory.limit:.1f} can be planned with"
     assert tight.reason == f"whole, a GPU would need {needed:.1f} GiB, and {tight.memory.limit:.1f} can be planned with"
     assert planned(shaped("7b"), H200, W1).reason == ""
-    assert candidates("auto", "qlora", gpus=2, cuda=True)[0] == ("whole",)
     several = planned(shaped("7b"), TIGHT, W1, *options, "run.gpus=16", "train.prompts_per_step=256")
     assert several.layout == "hybrid" and several.memory.fits
-    assert candidates("auto", "full", gpus=12, cuda=True)[0] == ("whole", "sharded")
+    assert candidates("auto", gpus=12, cuda=True)[0] == ("whole", "sharded")
     given = {"model.path": str(shaped("7b")), "run.gpus": 8, "model.checkpointing": "on", "data.max_prompt_tokens": 400}
-    for command in ("rl", "sft", "dpo"):
+    for command in ("rl", "sft", "dpo", "reward-model"):
         config = load(given | {"algorithm.kl.coef": 0.0}, command=command)
         found = []
         for device in (H200, devices.Device(name="CPU", memory=64.0), TIGHT):

@@ -17,12 +17,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from saccade.config import TrainConfig
-from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.errors import EnvironmentProblem
 from saccade.forest.batch import Batch
 from saccade.models.families import Family, load_family
 from saccade.plugins.offload import host_state
 from saccade.plugins.ranks.divided import DividedOptimizer
 from saccade.plugins.ranks.sharded import ShardedBackend
+from saccade.plugins.reward_models.reward_card import REWARD_FILE, RewardCard
+from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward
+from saccade.plugins.reward_models.reward_losses import judgements
 from saccade.recipes import rl
 from saccade.system.contents import write_files
 from saccade.trainer import Scoring
@@ -34,6 +37,8 @@ from tests.ranks.test_divided import VISION, Case, equal, made, require_same_tra
 from tests.ranks.test_ranks import STORED, require_alike, require_same_weights, sampled
 
 forests = divided.forests
+VERDICTS = (3, 5)  # tokens
+PROBE = RewardCard(kind="scalar", heads=("taste",), probe_layer=0)
 NAMES = (
     *("text on one rank", "two and none", "no image anywhere", "only a tower", "generic"),
     *("critic", "critic offloaded", "nan", "experts", "lora"),
@@ -77,6 +82,8 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
             write_files(folder / name, files)
     family = families[VISION]
     found["resumed"] = resumed(folder / "files", rank, make, family, forests)
+    attach_reward(probe := divided.fresh(family, torch.float32), RewardHead(like=probe, card=PROBE, seed=0))
+    write_files(folder / "probe", ShardedBackend(probe, family).model_files(copy=True))
     average = averaged(family, ShardedBackend)
     write_files(folder / f"average-{rank}", average.state_files())
     again = ShardedBackend(divided.fresh(family, torch.bfloat16), family)
@@ -90,6 +97,7 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
     backend = make(CASES["critic"], family)
     found["values"] = backend.values(forests[VISION][: 1 + rank])
     backend = make(Case(), family)
+    found["verdicts"] = judgements(backend, forests[VISION][: 1 + rank], VERDICTS)
     found["logprobs"] = backend.logprobs(forests[VISION][:rank], Scoring())
     if rank == 1:
         full = Mock(side_effect=torch.OutOfMemoryError("simulated"))
@@ -137,7 +145,7 @@ def test_sharded_ranks_train_as_one_process_does(results: Any, name: str) -> Non
     require_same_training(name, alone, [found[name] for found in results[1]], near=near)
 
 
-def test_what_is_gathered_is_written_once(results: Any, tensors: Any) -> None:
+def test_what_is_gathered_is_written_once(results: Any, tensors: Any, family_of: Any) -> None:
     _, (found, other), folder = results
     written = tensors(folder / "text on one rank")
     weights = found["text on one rank"][3]
@@ -145,6 +153,9 @@ def test_what_is_gathered_is_written_once(results: Any, tensors: Any) -> None:
     assert sorted(float(t.sum()) for t in written.values()) == sorted(float(w.sum()) for w in weights.values())
     assert equal(load_file(folder / "critic" / "weights.safetensors"), found["critic"][3])
     assert [rank["resumed"] for rank in (found, other)] == [[True] * 3] * 2
+    # Layers above the one that a reward model reads are written with the rest.
+    assert equal(load_file(folder / "probe" / "model.safetensors"), tensors(Path(family_of(VISION).path)))
+    assert (folder / "probe" / REWARD_FILE).is_file()
 
 
 def test_a_sharded_average_is_that_of_one_process(results: Any, family_of: Any, tmp_path: Path) -> None:
@@ -159,11 +170,16 @@ def test_a_sharded_average_is_that_of_one_process(results: Any, family_of: Any, 
 def test_ranks_read_different_numbers_of_forests(results: Any, family_of: Any, forests: Any) -> None:
     _, ranks, _ = results
     values = made(CASES["critic"], family_of(VISION)).values(forests[VISION][:2])
-    logprobs = made(Case(), family_of(VISION)).logprobs(forests[VISION][:1], Scoring())
+    alone = made(Case(), family_of(VISION))
+    logprobs = alone.logprobs(forests[VISION][:1], Scoring())
+    verdicts = judgements(alone, forests[VISION][:2], VERDICTS)
     for found, wanted in ((r["values"], values[: 1 + n]) for n, r in enumerate(ranks)):
         assert len(found) == len(wanted)
         for pair, other in zip(found, wanted, strict=True):
             np.testing.assert_allclose(pair[0], other[0], atol=1e-6)
+    for number, rank in enumerate(ranks):
+        for judged, expected in zip(rank["verdicts"], verdicts[: 1 + number], strict=True):
+            np.testing.assert_allclose(judged, expected, atol=1e-6)
     assert ranks[0]["logprobs"] == [] and len(ranks[1]["logprobs"]) == 1
     np.testing.assert_allclose(ranks[1]["logprobs"][0][0], logprobs[0][0], atol=1e-6)
 
@@ -200,6 +216,19 @@ def test_a_run_changes_its_layout(tmp_path: Path, rl_config: Any, tensors: Any, 
         require_same_weights(ours, theirs)
 
 
-def test_four_bit_weights_are_not_sharded(tmp_path: Path, rl_config: Any) -> None:
-    with pytest.raises(ConfigError, match=r"train\.layout: 4-bit .* try train\.layout=whole"):
-        rl.run(rl_config(tmp_path, run__gpus=2, train__layout="sharded", model__train="qlora"))
+def test_beside_four_bit_weights_that_stay_whole_others_are_sharded(
+    tmp_path: Path, rl_config: Any, tensors: Any, forked_ranks: None
+) -> None:
+    """A critic, which trains in full, and a learned reward; the policy generates with its own weights."""
+    pytest.importorskip("bitsandbytes")
+    learned = {"verifier": "model", "weight": 0.5, "args": {"path": "tiny:qwen2_vl"}}
+    more = {"algorithm.preset": ["ppo"], "algorithm.kl.coef": 0.05, "model.train": "qlora", "model.lora.rank": 4}
+    for name, several in {"one": {}, "two": {"run__gpus": 2, "train__layout": "sharded"}}.items():
+        options = rl_config(tmp_path, run__name=name, run__max_steps=2, **several) | more | STORED
+        rl.run(options | {"reward.terms": [*options["reward.terms"], learned]})
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert sampled(two) == sampled(one)
+    require_alike(two, one)
+    ours, theirs = (run / "checkpoints" / "step-2" for run in (two, one))
+    require_same_weights(tensors(ours / "adapter"), tensors(theirs / "adapter"))
+    require_same_weights(*(load_file(step / "state" / "critic" / "weights.safetensors") for step in (ours, theirs)))

@@ -190,7 +190,7 @@ def test_one_bad_sample_costs_its_own_score_and_terms_share_a_forward_pass(famil
 
     monkeypatch.setattr(learned_reward, "ratings", counted)
     card = RewardCard(kind="scalar", heads=("a", "b"), statistics={"a": (0.5, 2.0)})
-    model = LearnedReward(model_of(family), family, card)
+    model = LearnedReward(LocalBackend(model_of(family), family), card)
     waiting = Learned(lambda path: model)
     terms = [{"path": "p", "head": "a"}, {"path": "p", "head": "a", "normalise": True}]
     terms += [{"path": "p", "head": "b"}]

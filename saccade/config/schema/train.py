@@ -33,7 +33,6 @@ class TrainConfig(Section):
         when=When(
             "run.gpus > 1 or train.layout in ('auto', 'whole')", "run.gpus=2 (or train.layout=auto)", "run.gpus > 1"
         ),
-        commands=("rl", "sft", "dpo"),
     )
     sequence_parallel: int = option(
         1,

@@ -38,7 +38,6 @@ from saccade.plugins.ranks.layouts import (
     generates,
     more_gpus,
     numbers_in,
-    only_whole,
     prompts_of_a_rank,
     require_heads,
 )
@@ -122,15 +121,15 @@ def as_rl(config: Config, command: str, family: Family) -> Config:
     """A step of `saccade rl` that takes the memory of one that learns from rows as long as the config allows."""
     if command == "rl":
         return config
-    layout = only_whole(config, command).train.layout
     tree = config.model_dump(mode="json", exclude_unset=True)
     kept = {part: tree.get(part, {}) for part in ("model", "data", "train", "run")}
     if generates(config, command):  # answers to the questions of data.val
         kept["rollout"] = {"replicas": config.rollout.replicas}
     kept["data"] |= {"train": [], "max_prompt_tokens": min(config.data.max_prompt_tokens, family.max_positions // 2)}
     beside = command == "dpo" and config.dpo.reference == "compute"
-    changes = [f"rollout.max_tokens={getattr(config, command).max_tokens}", "train.samples_per_prompt=2"]
-    return load(kept, [*changes, f"algorithm.kl.coef={0.04 * beside}", f"train.layout={layout}"], "rl")
+    longest = getattr(config, command.replace("-", "_")).max_tokens
+    changes = [f"rollout.max_tokens={longest}", "train.samples_per_prompt=2", f"algorithm.kl.coef={0.04 * beside}"]
+    return load(kept, changes, "rl")
 
 
 def _teacher(config: Config, command: str) -> int:
@@ -192,7 +191,7 @@ def planner(
             changed.train.model_copy(update={"prompts_per_step": prompts_of(gpus=max(1, changed.run.gpus // together))})
             for together in (1, changed.train.sequence_parallel)
         )
-        (*better, last), _ = candidates(changed.train.layout, train, gpus=changed.run.gpus, cuda=device.is_gpu)
+        (*better, last), _ = candidates(changed.train.layout, gpus=changed.run.gpus, cuda=device.is_gpu)
         plan = Plan(
             config=changed.model_copy(update={"train": alone}),
             algorithm=algorithm,
@@ -217,7 +216,7 @@ def paced(plan: Plan) -> tuple[Memory, Pace | None]:
 
 def layout_reason(plan: Plan) -> str:
     config, whole = plan.config, memory_of(replace(plan, layout="whole"))
-    known, reason = candidates(config.train.layout, config.model.train, gpus=config.run.gpus, cuda=plan.device.is_gpu)
+    known, reason = candidates(config.train.layout, gpus=config.run.gpus, cuda=plan.device.is_gpu)
     if len(known) == 1:
         return reason
     peak = f"{max(whole.peaks.values()):.1f} GiB, and {whole.limit:.1f} can be planned with"
@@ -302,7 +301,6 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
     model, train, data, reward = (getattr(plan.config, part) for part in ("model", "train", "data", "reward"))
     gpus, without = plan.config.run.gpus, " train.ema=0" if train.ema else ""  # adapters are not averaged
     heads = plan.whole.shape.queries_per_key * plan.whole.shape.key_heads
-    divides = not plan.teacher  # beside it students are whole
     adapters = {"lora": ["qlora"], "qlora": []}.get(model.train, ["lora", "qlora"])
     shortest = max(SHORTEST_RESPONSE, 2 * (plan.config.algorithm.overlong.buffer or 0))
     smallest = max(data.min_pixels, SMALLEST_PICTURE) if plan.step.pictures else data.max_pixels
@@ -319,10 +317,10 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
         "rollout.max_tokens": _halves(plan.config.rollout.max_tokens, shortest),
         "data.max_pixels": _halves(data.max_pixels, smallest),
         "train.sequence_parallel": [
-            f"{n}" for n in (2, 4, 8) if divides and n > plan.together and gcd(gpus, heads) % n == 0
+            f"{n}" for n in (2, 4, 8) if not plan.teacher and n > plan.together and gcd(gpus, heads) % n == 0
         ],
-        "train.layout": ["sharded"] * (divides and gpus > 1 and plan.layout != "sharded" and model.train != "qlora"),
-        "run.gpus": more_gpus(gpus, train.layout if divides else "", model.train) if plan.device.is_gpu else [],
+        "train.layout": ["sharded"] * (gpus > 1 and plan.layout != "sharded"),
+        "run.gpus": more_gpus(gpus, train.layout) if plan.device.is_gpu else [],
     }
     return {name: [f"{name}={value}" for value in values] for name, values in options.items() if values}
 

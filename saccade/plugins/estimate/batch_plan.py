@@ -149,15 +149,19 @@ class Plan:
     whole: ModelSize  # without adapters, as reference and critic are
     element: int  # bytes of a weight
     generates: bool  # in training or validation
-    teacher: int  # weights of one that is whole beside the policy
+    teacher: int  # weights of one beside the policy
 
     @property
     def learners(self) -> list[ModelSize]:
         """The policy, and a critic if there is one."""
         return [self.policy, *([replace(self.whole, head=False)] if self.algorithm.needs_critic else [])]
 
+    def divides(self, learner: ModelSize) -> bool:
+        """Whether its weights are divided among the GPUs; those of 4 bits never are."""
+        return self.share("weights") < 1 and not (learner is self.policy and self.config.model.train == "qlora")
+
     def share(self, kind: str) -> float:
-        """The share of weights, sums or state that this GPU holds."""
+        """The share of weights, sums or state that this GPU holds of a model that is divided."""
         whole = 1.0 if kind == "sums" and self.config.model.train in ADAPTED else self.whole.towers
         return held(self.layout, kind, gpus=self.config.run.gpus, whole=whole)
 

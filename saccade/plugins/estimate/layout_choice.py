@@ -18,7 +18,7 @@ def choose_layout(config: Config, command: str, family: Family, device: Device |
     options on such GPUs decides alike.
     """
     gpus, device = config.run.gpus, device or devices.present(config.run.device)
-    (best, *others), reason = candidates(config.train.layout, config.model.train, gpus=gpus, cuda=device.is_gpu)
+    (best, *others), reason = candidates(config.train.layout, gpus=gpus, cuda=device.is_gpu)
     if not others:
         return best, reason
     try:

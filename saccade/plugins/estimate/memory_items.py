@@ -106,7 +106,7 @@ def _always(plan: Plan) -> list[Item]:
     half, sizes = plan.element < 4, dict[str, float]()
     state = {} if plan.config.train.offload else state_sizes(plan)
     for whose, model in zip(("", " of the critic"), plan.learners, strict=False):
-        sizes[f"weights{whose}"] = model.weights * plan.share("weights")
+        sizes[f"weights{whose}"] = model.weights * (plan.share("weights") if plan.divides(model) else 1.0)
         sizes |= {f"{name}{whose}": size * model.trained * plan.share("state") for name, size in state.items()}
     # A copy that moves by little is kept in fp32 beside its weights.
     averaged = plan.whole.weights * (3 if half else 1) * plan.share("weights")
@@ -117,7 +117,7 @@ def _always(plan: Plan) -> list[Item]:
             sizes["reference"] = plan.element * plan.policy.trained if update == "copy" else 0.0
         else:
             sizes["reference"] = averaged if update == "ema" else plan.whole.weights * plan.share("weights")
-    sizes["teacher"] = float(plan.element * plan.teacher)
+    sizes["teacher"] = plan.element * plan.teacher * plan.share("weights")
     if plan.step.pictures and towers_frozen(plan.policy.training):
         sizes["features of images"] = FEATURE_BYTES
     items = [
@@ -125,12 +125,13 @@ def _always(plan: Plan) -> list[Item]:
         for name, size in sizes.items()
     ]
     rewards = sum(f.stat().st_size for d in reward_folders(plan.config.reward) for f in weights_in(d)) / GIB
-    scoring = "scoring" if rewards and plan.config.reward.offload else "always"
+    scoring = "scoring" if rewards and plan.config.reward.offload and plan.layout == "whole" else "always"
+    rewards *= plan.share("weights")
     items.append(
         Item(name="reward models", gib=rewards, phase=scoring, note="while they score" * (scoring != "always"))
     )
     # Replicas generate with weights of their own.
-    if plan.share("weights") < 1 and plan.generates and not plan.config.rollout.replicas:
+    if plan.divides(plan.policy) and plan.generates and not plan.config.rollout.replicas:
         phases = ("rollout", *["scoring"] * (scoring != "always")) if plan.config.train.offload else ("always",)
         note = "given back in the update" * (phases[0] != "always")
         items += [Item(name=COPY, gib=plan.policy.weights / GIB, phase=phase, note=note) for phase in phases]
@@ -244,7 +245,7 @@ def _update(plan: Plan, learner: ModelSize, free: float) -> list[Item]:
 def beside_activations(plan: Plan, learner: ModelSize) -> list[Item]:
     """Gradient sums; of sharded weights embedding and head, a layer that computes, the next one and a gradient."""
     sizes, text = {"gradient sums": 4 * learner.trained * plan.share("sums")}, learner.shape.text
-    if plan.share("weights") < 1:
+    if plan.divides(learner):
         ends = learner.shape.head_weights * (2 - learner.head_tied)
         sizes["gathered weights"] = plan.element * (ends + 3 * (text.matrices + text.expert_weights))
     return [Item(name=name, gib=size / GIB, phase="update") for name, size in sizes.items()]

@@ -212,7 +212,8 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
         links = device.link, device.network
         sizes, forests = (4 * weights, plan.element * weights), epochs * times * len(step.batches)
         sent: Any = {"updates": updates, "forests": forests, "layers": shape.text.layers, "compute": seconds["update"]}
-        seconds["exchange"] = exchange_seconds(plan.layout, sizes, links, gpus=gpus, **sent)
+        layout = plan.layout if any(map(plan.divides, plan.learners)) else "whole"
+        seconds["exchange"] = exchange_seconds(layout, sizes, links, gpus=gpus, **sent)
         # Where GPUs share a forest: queries, keys, values and results of attention.
         scored = len(work.keys() - {"rollout", "update"})
         passed = sum(

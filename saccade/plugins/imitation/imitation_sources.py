@@ -112,12 +112,15 @@ def teacher_of(config: Config, family: Family) -> LocalBackend:
     if not alike or vocabularies[0] != vocabularies[1]:
         helps = "give a model of the same family and tokenizer, with an encoder of time series if that has one"
         raise ConfigError(f"sft.teacher={path}: a {theirs.name} with other tokens than the {family.name}; {helps}")
-    device = model_setup.device_of(config)
+    device, gpus = model_setup.device_of(config), config.run.gpus
+    parted = HOOKS["parted"](config.train, device) if gpus > 1 else None
     less = ", or train.offload=true" * (not config.train.offload)
-    hint = f"sft.teacher is whole on every GPU, beside the student: take a smaller one{less}"
-    needed = numbers_in(Path(folder)) * pick_dtype(config.model.dtype, device).itemsize
-    require_room(Path(folder), needed, device, hint)
-    return LocalBackend(model_setup.load_policy(config, theirs, train="full"), theirs)
+    divided = ", or train.layout=sharded" * (gpus > 1 and parted is None)
+    hint = f"sft.teacher lies on every GPU, beside the student: take a smaller one{less}{divided}"
+    numbers = numbers_in(Path(folder), ranks=parted.group.size() if parted else 1, tower_of=theirs.tower_of)
+    require_room(Path(folder), numbers * pick_dtype(config.model.dtype, device).itemsize, device, hint)
+    model = model_setup.load_policy(config, theirs, train="full", divided=True)
+    return model_setup.backend_of(config)(model, theirs)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from math import gcd, lcm, prod
 from pathlib import Path
 from typing import NamedTuple
 
-from saccade.config import Config, load
+from saccade.config import Config
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.models.files import header_of, shards
@@ -93,35 +93,26 @@ def exchange_seconds(
     return gathered + waiting + updates * far
 
 
-def only_whole(config: Config, command: str) -> Config:
-    """Losses of reward models and those with a teacher read weights that are whole."""
-    if command == "reward-model" or (command == "sft" and config.sft.teacher is not None):
-        return load(config, ["train.layout=whole", "train.sequence_parallel=1"], command)
-    return config
-
-
 def generates(config: Config, command: str) -> bool:
     """Whether the run generates, in training or validation."""
     return command == "rl" or (command in ("sft", "dpo") and bool(config.data.val and config.val.every))
 
 
-def candidates(wanted: str, train: str, *, gpus: int, cuda: bool) -> tuple[tuple[str, ...], str]:
+def candidates(wanted: str, *, gpus: int, cuda: bool) -> tuple[tuple[str, ...], str]:
     """What `train.layout` may become, the better first; and why, if there is no choice."""
     if gpus == 1:
         return ("whole",), ""
     if wanted != "auto":
         return (wanted,), "as the config says"
-    if train == "qlora":
-        return ("whole",), "4-bit weights are not sharded"
     if not cuda:
         return ("whole",), "this machine has no GPU"
     return ("whole", *["hybrid"] * (gpus > NODE and gpus % NODE == 0), "sharded"), ""
 
 
-def more_gpus(gpus: int, layout: str, train: str) -> list[str]:
+def more_gpus(gpus: int, layout: str) -> list[str]:
     """Values of `run.gpus` that make a run fit that does not, the smallest first."""
     values = [f"{more}" for more in (2, 4, NODE) if more > gpus]
-    return values + [f"{NODE} train.layout=sharded"] * bool(values and layout == "whole" and train != "qlora")
+    return values + [f"{NODE} train.layout=sharded"] * bool(values and layout == "whole")
 
 
 def key_repeats(heads: int, together: int) -> int:

@@ -101,9 +101,14 @@ def parted_by(train: TrainConfig, device: torch.device) -> Parted | None:
 
 
 def undivided(model: Any, family: Family) -> list[nn.Parameter]:
-    """What every rank has whole: towers, and weights of another dtype, because a group of FSDP has one."""
-    kind = model.get_input_embeddings().weight.dtype
-    return [p for name, p in model.named_parameters() if family.tower_of(name) != "llm" or p.dtype != kind]
+    """What every rank has whole: towers, heads that score, and weights of another dtype, because a group of FSDP has
+    one; of a model of 4 bits everything.
+    """
+    kind, named = model.get_input_embeddings().weight.dtype, dict(model.named_parameters())
+    if not all(p.is_floating_point() for p in named.values()):
+        return [*named.values()]
+    score = {id(p) for p in getattr(model, "score", nn.Module()).parameters()}
+    return [p for n, p in named.items() if family.tower_of(n) != "llm" or p.dtype != kind or id(p) in score]
 
 
 def _beside_layers(model: nn.Module) -> list[nn.Parameter]:

@@ -40,6 +40,7 @@ from saccade.plugins.ranks.loss_codec import decode_loss
 from saccade.plugins.ranks.machines import host_name
 from saccade.plugins.ranks.parted import parted_by
 from saccade.plugins.ranks.rank_rewards import Question, rate
+from saccade.plugins.ranks.sequence import BACKENDS
 from saccade.plugins.ranks.stalls import note_collectives, whereabouts
 from saccade.plugins.ranks.team import RankSettings
 from saccade.plugins.reward_models.learned_reward import LearnedReward, load_learned
@@ -82,8 +83,9 @@ class RankWorker(Worker):
         self.settings = settings
         self.config, device = _looked(settings)
         family = model_setup.family_of(self.config, model_setup.start_folder(self.config))
-        each = 0.5 if self.config.model.train == "qlora" else pick_dtype(self.config.model.dtype, device).itemsize
-        parted = parted_by(self.config.train, device)
+        packed = self.config.model.train == "qlora"  # then the policy is whole, and generates itself
+        each = 0.5 if packed else pick_dtype(self.config.model.dtype, device).itemsize
+        parted = None if packed else parted_by(self.config.train, device)
         needed = numbers_in(Path(family.path), ranks=parted.group.size() if parted else 1, tower_of=family.tower_of)
         preflight.require_room(Path(family.path), each * needed, device)
         model = model_setup.load_policy(self.config, family, folder=settings.folder, divided=True)
@@ -93,10 +95,10 @@ class RankWorker(Worker):
         self.parts: dict[str, Any] = {"policy": self.policy}
         self.rewards: dict[str, LearnedReward] = {}  # by the paths of terms
         self.algorithm = algorithm_of(self.config) if settings.command == "rl" else None
-        self.sharded = self.config.train.layout != "whole"
+        self.parted = parted is not None  # the policy; other models may be where it is not
         self.copy: Any = None  # of a sharded model, whole, to generate with
         self._given_back: list[tuple[Any, torch.Size]] = []  # its weights, if they have no memory, and their shapes
-        silent = self.sharded or settings.command == "reward-model"
+        silent = self.parted or settings.command == "reward-model"
         engine: Any = NoEngine() if silent else self._engine_over(model)
         super().__init__(engine, channel)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="files")
@@ -165,7 +167,8 @@ class RankWorker(Worker):
         torch.cuda.empty_cache()
 
     def add_reward(self, path: str) -> None:
-        self.rewards[path] = load_learned(self.config, path)
+        parted, (backend, _) = parted_by(self.config.train, self.policy.device), BACKENDS[self.config.train.layout]
+        self.rewards[path] = load_learned(self.config, path, parted=parted, backend=backend)
 
     def rate(self, path: str, questions: Sequence[Question]) -> Any:
         return rate(self.rewards[path], questions)
@@ -174,7 +177,7 @@ class RankWorker(Worker):
         return build(replace(settings_of(self.config, self.family), engine="embedded"), self.family, model)
 
     def update_weights(self, version: int) -> None:
-        if self.sharded:
+        if self.parted:
             if self.copy is None:
                 self.copy = model_setup.load_policy(self.config, self.family, folder=self.settings.folder)
                 self.engine = self._engine_over(self.copy)
@@ -220,7 +223,7 @@ class RankWorker(Worker):
     def share(self, turn: int, direct: bool) -> tuple[Any, ...]:
         """Where a copy of the policy's weights is, until `unshare`, and checksums of some; of the first rank."""
         if self.settings.rank:
-            if self.sharded:
+            if self.parted:
                 self.policy.help_gather()  # type: ignore[attr-defined]
             return ()
         offer, checksums = self._shared.enter_context(shared(self.policy, turn=turn, direct=direct))
@@ -261,7 +264,7 @@ class RankWorker(Worker):
         mine = self.settings.rank == 0 or (kind == "state" and optimizer is not None)
         files = one.state_files if kind == "state" else one.model_files
         # What is sharded all ranks gather.
-        found = list(files(copy=copy)) if mine or self.sharded else []
+        found = list(files(copy=copy)) if mine or self.config.train.layout != "whole" else []
         self._collected[part, kind] = found if mine else []
 
     def _optimizer(self, part: str) -> Any:

@@ -29,7 +29,7 @@ from saccade.plugins.engines.weight_transfer import opened
 from saccade.plugins.engines.weights import Mapped
 from saccade.plugins.estimate.layout_choice import choose_layout
 from saccade.plugins.ranks.launchers import start_team
-from saccade.plugins.ranks.layouts import only_whole, require_heads
+from saccade.plugins.ranks.layouts import require_heads
 from saccade.plugins.ranks.loss_codec import encode_loss
 from saccade.plugins.ranks.team import Team
 from saccade.plugins.reward_models.reward_card import RewardCard
@@ -191,7 +191,6 @@ def _merged(rows: Sequence[Mapping[str, Any]]) -> Metrics:
 
 def start_policy(config: Config, command: str, family: Family, folder: str | None, *, logs: Path) -> RankTrainer:
     """Start the ranks, which log into `logs`. `folder`: the checkpoint to continue from."""
-    config = only_whole(config, command)
     require_heads(config, family)
     layout, reason = choose_layout(config, command, family)
     config = load(config, [f"train.layout={layout}"], command)

@@ -1,8 +1,10 @@
 """A model whose weights are sharded over the ranks by torch's FSDP2, for what does not fit whole on every GPU.
 
 A layer is gathered for its forward and backward and given back after it; its gradient comes summed over the ranks,
-each with its rows. Masters and moments are those of `divided.py`, on these rows. Towers, projectors and adapters stay
-whole on every rank, with divided state: a forest without images runs no tower, and nobody waits for it there.
+each with its rows. Masters and moments are those of `divided.py`, on these rows. Towers, projectors, adapters and heads
+that score stay whole on every rank, with divided state: a forest without images runs no tower, and nobody waits for it
+there. So does a model of 4 bits. Embedding and language head are whole from a forward until its backward, or until
+`_together` ends: losses read them there.
 
 Every forward and backward waits for all ranks. So all run equally many forests, empty ones where a rank has fewer,
 and none can repeat a forest that ran out of memory.
@@ -10,7 +12,7 @@ and none can repeat a forest that ran out of memory.
     backend = ShardedBackend(model, family, TrainConfig(), optimizer=DividedOptimizer)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,12 +34,12 @@ from saccade.forest.batch import Batch, Forest
 from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.files import require_same
-from saccade.models.heads import blocks_of
+from saccade.models.heads import SavedHead, blocks_of, without_head
 from saccade.plugins.ranks.machines import agreed, grid
 from saccade.plugins.ranks.parted import fill, joined_rows, undivided
 from saccade.system.contents import File, on_host, tensor_file
-from saccade.trainer import MODEL_SCORING, Loss, Objective, Reader, Scoring, model_state
-from saccade.trainer.local import AVERAGE, WEIGHTS, LocalBackend
+from saccade.trainer import MODEL_SCORING, Loss, Objective, Reader, model_state
+from saccade.trainer.local import AVERAGE, WEIGHTS, Found, LocalBackend
 from saccade.trainer.optimizer_files import optimizer_file
 from saccade.types import Metrics
 
@@ -56,16 +58,22 @@ class _Root(nn.Module):
     def forward(self, call: Any, *arguments: Any, **options: Any) -> Any:
         return call(*arguments, **options)
 
+    def reshard(self) -> None:
+        """FSDP's own where it has anything to give back."""
+
 
 def shard(model: Any, family: Family, mesh: DeviceMesh) -> Any:
     """The root of the model, whose layers and other weights of the language model are sharded in place."""
+    ignored = {*undivided(model, family), *lora.adapters(model).values()}
+    if ignored.issuperset(model.parameters()):
+        return _Root(model)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
-        "ignored_params": {*undivided(model, family), *lora.adapters(model).values()},
+        "ignored_params": ignored,
     }
     reach_towers(model, family)
-    for layer in blocks_of(model):
+    for layer in (*blocks_of(model), *getattr(getattr(model, "score", None), "above", ())):
         fill(layer.parameters())
         fully_shard(layer, **options)
     fill(model.parameters())
@@ -130,9 +138,18 @@ class _OrNothing:
     def read(self, trainer: Reader, batch: Batch) -> Objective:
         if not isinstance(batch, _Empty):
             return self.loss.read(trainer, batch)
-        valued = hasattr(trainer.model, "score")
-        read = trainer.read_values(batch, batch.reads) if valued else trainer.read(batch, MODEL_SCORING)[0]
-        return partial(_zero, read)
+        if teacher := getattr(self.loss, "teacher", None):
+            with torch.no_grad():
+                _passed(teacher, batch)
+        return partial(_zero, _passed(trainer, batch))
+
+
+def _passed(trainer: Reader, batch: Batch) -> Tensor:
+    """What others wait for in a forward."""
+    head = getattr(trainer.model, "score", None)
+    if isinstance(head, SavedHead):
+        return trainer.hidden_at(batch, batch.reads)
+    return trainer.read(batch, MODEL_SCORING)[0] if head is None else trainer.read_values(batch, batch.reads)
 
 
 def _zero(outputs: Tensor) -> tuple[Tensor, LossSums]:
@@ -159,27 +176,24 @@ class ShardedBackend(LocalBackend):
 
     # -- forests --
 
-    def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]:
+    @torch.no_grad()
+    def each(self, batches: Sequence[Batch], read: Callable[[Batch], Found]) -> list[Found]:
         with self._together():
-            return super().logprobs(self._filled(batches), scoring)[: len(batches)]
-
-    def values(self, batches: Sequence[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
-        with self._together():
-            return super().values(self._filled(batches))[: len(batches)]
+            more = self._filled(batches)[len(batches) :]
+            found = super().each(batches, read)
+            for empty in more:
+                _passed(self, empty)
+            return found
 
     def measure(self, batches: Sequence[Batch], loss: Loss) -> Metrics:
-        with self._together():
-            return super().measure(self._filled(batches), _OrNothing(loss))
+        return super().measure(self._filled(batches), _OrNothing(loss))
 
     def sum_gradients(self, batches: Sequence[Batch], loss: Loss) -> list[LossSums]:
         with self._together():
             return super().sum_gradients(self._filled(batches), _OrNothing(loss))[: len(batches)]
 
-    def read(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        return self.root(super().read, batch, scoring, entropy_gradient=entropy_gradient)
-
-    def read_values(self, batch: Batch, places: np.ndarray) -> Tensor:
-        return self.root(super().read_values, batch, places)
+    def hidden_at(self, batch: Batch, places: np.ndarray) -> Tensor:
+        return self.root(super().hidden_at, batch, places)
 
     def _filled(self, batches: Sequence[Batch]) -> list[Batch]:
         """As many forests as the rank with most has, of those that wait for each other."""
@@ -225,7 +239,8 @@ class ShardedBackend(LocalBackend):
     def model_files(self, *, copy: bool = False) -> list[File]:
         if self.rank == 0:
             return model_state.model_files(self.model, copy=copy, sharded=True)
-        self.help_gather()
+        with without_head(self.model):
+            self.help_gather()
         return []
 
     def weight_file(self, *, copy: bool = False) -> File:

@@ -39,10 +39,10 @@ class LearnedReward:
     fatal: tuple[type[Exception], ...] = ()  # errors of `read` that end the run; others are those of a sample
 
     def __init__(
-        self, model: nn.Module, family: Family, card: RewardCard, *, micro_tokens: int = 16_384, offload: bool = False
+        self, backend: LocalBackend, card: RewardCard, *, micro_tokens: int = 16_384, offload: bool = False
     ) -> None:
-        self.card, self.family, self.micro_tokens = card, family, micro_tokens
-        self.backend = LocalBackend(model, family)
+        family, model = backend.family, backend.model
+        self.backend, self.card, self.family, self.micro_tokens = backend, card, family, micro_tokens
         self._tokens = reward_card.verdict_ids(family, card.tokens)
         self._resting: list[tuple[nn.Parameter, Tensor]] = []
         if offload and self.backend.device.type == "cuda":
@@ -57,17 +57,21 @@ class LearnedReward:
         dtype: torch.dtype,
         trust_remote_code: bool = False,
         untrained: bool = False,
+        parted: Any = None,
+        backend: type[LocalBackend] = LocalBackend,
         **options: Any,
     ) -> LearnedReward:
-        """`untrained`: a folder without a head gets a random one, to try a config out."""
+        """`untrained`: a folder without a head gets a random one, to try a config out. `parted`: how it is read where
+        processes hold a part each, for a `backend` that does.
+        """
         card, family = describe_folder(folder, trust_remote_code, untrained=untrained)
-        model = load_model(family, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        model = load_model(family, dtype=dtype, device=device, trust_remote_code=trust_remote_code, parted=parted)
         if card.kind == "scalar":
             trained = (Path(folder) / REWARD_FILE).is_file()
             head = RewardHead(like=model, card=card, seed=0, stored=Path(folder) if trained else None)
             attach_reward(model, head)
             head.above = []  # nobody saves it
-        return LearnedReward(model, family, card, **options)
+        return LearnedReward(backend(model, family), card, **options)
 
     def check(self, *, head: str | None = None, normalise: bool = False, steps: str | None = None) -> None:
         heads = self.card.heads
@@ -170,8 +174,8 @@ def describe_folder(folder: str | Path, trust_remote_code: bool, *, untrained: b
 # -- of the terms of a reward ------------------------------------------------------------------------
 
 
-def load_learned(config: Config, path: str) -> LearnedReward:
-    """In this process, beside the policy."""
+def load_learned(config: Config, path: str, *, parted: Any = None, **options: Any) -> LearnedReward:
+    """In this process, beside the policy. What is divided among several does not wait in main memory."""
     model_setup.quiet_libraries()
     device = model_setup.device_of(config)
     return LearnedReward.load(
@@ -179,9 +183,11 @@ def load_learned(config: Config, path: str) -> LearnedReward:
         device=device,
         dtype=pick_dtype(config.model.dtype, device),
         micro_tokens=config.train.micro_tokens,
-        offload=config.reward.offload,
+        offload=config.reward.offload and parted is None,
         trust_remote_code=config.model.trust_remote_code,
         untrained=path.startswith("tiny:"),
+        parted=parted,
+        **options,
     )
 
 

@@ -18,7 +18,7 @@ step is read at its mark.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
@@ -212,28 +212,21 @@ def bound_scale(backend: LocalBackend, loss: Loss) -> None:
 
 def ratings(backend: LocalBackend, batches: Sequence[Batch]) -> list[np.ndarray]:
     """[sequences, heads] of each batch."""
-    return _arrays(_outputs(backend, batches, partial(_rate, backend)))
+    return _arrays(backend.each(batches, partial(_rate, backend)))
 
 
 def judgements(backend: LocalBackend, batches: Sequence[Batch], tokens: Sequence[int]) -> list[np.ndarray]:
     """[reads, tokens]: log-probs of the verdicts among themselves at every step."""
-    logits = _outputs(backend, batches, partial(_judge, backend, tokens))
+    logits = backend.each(batches, partial(_judge, backend, tokens))
     return _arrays(found.log_softmax(-1) for found in logits)
 
 
 @torch.no_grad()
 def measured(backend: LocalBackend, batches: Sequence[Batch], loss: RewardLoss) -> tuple[Metrics, list[np.ndarray]]:
     """What training on these batches would report, without it, and the outputs of the model."""
-    outputs = _outputs(backend, batches, partial(loss.outputs, backend))
+    outputs = backend.each(batches, partial(loss.outputs, backend))
     sums = [loss.objective(backend, batch, found)[1] for batch, found in zip(batches, outputs, strict=True)]
     return to_metrics(sums), _arrays(outputs)
-
-
-@torch.no_grad()
-def _outputs(backend: LocalBackend, batches: Sequence[Batch], read: Callable[[Batch], Tensor]) -> list[Tensor]:
-    backend.model.eval()
-    backend.prefetch(batches)
-    return [read(batch) for batch in batches]
 
 
 def _arrays(tensors: Iterable[Tensor]) -> list[np.ndarray]:
@@ -259,6 +252,7 @@ def _rate(backend: Reader, batch: Batch) -> Tensor:
 
 def _judge(backend: Reader, tokens: Sequence[int], batch: Batch) -> Tensor:
     """[reads, tokens]"""
+    hidden = backend.hidden_at(batch, batch.reads)  # first: where weights are sharded the head is whole after that
     weight = backend.model.get_output_embeddings().weight[list(tokens)]  # type: ignore[operator]
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return change_logits(backend.model, backend.hidden_at(batch, batch.reads).to(wide) @ weight.to(wide).T)
+    return change_logits(backend.model, hidden.to(wide) @ weight.to(wide).T)
