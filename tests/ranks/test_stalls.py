@@ -13,8 +13,8 @@ from saccade.plugins.ranks.machines import host_name
 
 # What is said of a call, and after how many seconds at most with the limits below.
 STALLS = {
-    "sleeps": (r"rank 1 stands still for \d+ s.*rank 0 on {host} waits in gloo:all_reduce.*in sleeps\n", 6),
-    "sleeps_alone": (r"rank 1 stands still .*rank 0 on {host} has answered after .*in sleeps_alone\n", 6),
+    "sleeps": (r"rank 1 makes no progress for \d+ s.*rank 0 on {host} waits in gloo:all_reduce.*in sleeps\n", 6),
+    "sleeps_alone": (r"rank 1 makes no progress .*rank 0 on {host} has answered after .*in sleeps_alone\n", 6),
     "skips_the_last": (r"rank 1 has answered without gloo:all_reduce \[\[1\]\], in which rank 0 waits", 3),
     "skips_one": (r"rank 0 is in gloo:all_reduce \[\[2\]\], rank 1 in gloo:all_reduce \[\[1\]\]", 3),
     "raises": (r"rank 1 on {host} failed in raises: .*ValueError: in one rank\n", 3),
@@ -58,10 +58,10 @@ def test_what_a_rank_said_counts_and_not_how_long_nobody_asked() -> None:
     late = {0: rank_at(3.0, moved=0.0, answered=3.0), 1: rank_at(3.0, moved=3.0)}
     assert stalls.verdict(late, 2, now=18.0, known=None) is None  # the controller was halted
     late[1] = rank_at(18.0, moved=3.0)
-    assert "rank 1 stands still for 15 s" in (stalls.verdict(late, 2, now=18.0, known=None) or "")
+    assert "rank 1 makes no progress for 15 s" in (stalls.verdict(late, 2, now=18.0, known=None) or "")
 
 
-def test_a_rank_that_waits_for_another_does_not_stand_still() -> None:
+def test_a_rank_that_waits_for_another_is_not_the_one_without_progress() -> None:
     """2 waits for 3 in their first exchange, of which 3, which computes, knows nothing yet."""
     world, pair = [0, 1, 2, 3], [2, 3]
     waiting = [("gloo world", world, [5, "sum", "[1]", False, 18.0])]
@@ -71,4 +71,4 @@ def test_a_rank_that_waits_for_another_does_not_stand_still() -> None:
     seen[3] = rank_at(20.0, moved=20.0, groups=[before])
     assert stalls.verdict(seen, 4, now=20.0, known=None) is None
     seen[3] = rank_at(20.0, moved=2.0, groups=[before])
-    assert "rank 3 stands still" in (stalls.verdict(seen, 4, now=20.0, known=None) or "")
+    assert "rank 3 makes no progress" in (stalls.verdict(seen, 4, now=20.0, known=None) or "")

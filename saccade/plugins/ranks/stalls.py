@@ -4,7 +4,7 @@ clock alone.
 A rank says which collectives it has begun (torch's flight recorder notes those of gloo and nccl, ours and FSDP's) and
 whether it computes. Certain, and found at once: a rank has answered and another waits for it in a collective, or two
 are in different ones. Else one that the others wait for may take its time as long as it does something; one that
-stands still has seconds.
+makes no progress has seconds.
 
     watch = Watch({rank.call("train_step", given): rank for rank in ranks})
     watch.look()        # why the call will not end, if it will not
@@ -30,8 +30,8 @@ from saccade.plugins.watchdog.signs_of_life import children_cpu, disk_use
 from saccade.system.process import Block
 
 LOOK_EVERY = 1.0  # seconds
-# Seconds that all others wait, beside a multiple of those they needed themselves: for one that stands still, for one
-# that does something, and for that in the first call of a kind, in which it may compile kernels.
+# Seconds that all others wait, beside a multiple of those they needed themselves: for one that makes no progress,
+# for one that does something, and for that in the first call of a kind, in which it may compile kernels.
 STILL, STILL_FACTOR = 8.0, 2.0
 LATE, LATE_FIRST, LATE_FACTOR = 30.0, 600.0, 10.0
 MOVES = 0.03  # of a core, on average: more than threads need that only report
@@ -176,7 +176,7 @@ def verdict(seen: Mapping[int, Seen], size: int, now: float, known: float | None
     for rank in outside or left:
         still = min(waited, seen[rank].at - seen[rank].moved)  # as it said: this process may have been halted
         if still > STILL + STILL_FACTOR * needed:
-            return f"rank {rank} stands still for {still:.0f} s, and others wait for it; they needed {needed:.0f} s"
+            return f"rank {rank} makes no progress for {still:.0f} s, and others wait; they needed {needed:.0f} s"
     limit = LATE_FACTOR * needed + (LATE if known is not None else LATE_FIRST)
     if 2 * len(waiting) >= size and waited > max(limit, known or 0.0):
         names = ", ".join(f"rank {rank}" for rank in left)
