@@ -5,13 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import load_family
 from saccade.models.load import load_model
 from saccade.plugins.engines.copy_engine import collapsed, require_same_prompt, shown_by, two_pictures
 from saccade.plugins.engines.sglang import body_of
-from saccade.plugins.engines.weights import Mapped, folder_shapes, stored_form
+from saccade.plugins.engines.weights import folder_shapes, stored_form
 from saccade.plugins.families import tiny_kinds
 from saccade.plugins.families.proof import noise
 from saccade.plugins.media.videos import open_video
@@ -97,7 +98,7 @@ def test_weights_go_back_to_what_the_folder_holds(name, tmp_path):
     family = replace(family, spec=replace(family.spec, prove=lambda *a: None))
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
     stored, constant = stored_form(folder, family.spec.auto_class, folder_shapes(folder))
-    held = {part: weight for part, weight in Mapped([f"{folder}/model.safetensors"]).weights() if part not in constant}
+    held = {part: weight for part, weight in load_file(f"{folder}/model.safetensors").items() if part not in constant}
     found = dict(stored(model.named_parameters()))
     assert found.keys() == held.keys() and all(torch.equal(held[part], weight) for part, weight in found.items())
     as_here = found.keys() == {part for part, _ in model.named_parameters()}

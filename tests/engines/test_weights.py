@@ -1,7 +1,6 @@
 """Weights in shared memory and in folders: written once, read by name, compared; what of vLLM needs no vLLM."""
 
 import json
-import os
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -30,25 +29,27 @@ def changed(load):
     return SimpleNamespace(weights=lambda: iter(model.named_parameters()))
 
 
-def test_pieces_hold_every_tensor_bit_by_bit_and_leave_nothing(monkeypatch):
+def test_pieces_hold_every_tensor_bit_by_bit_and_are_used_again(monkeypatch):
     monkeypatch.setattr(weights, "PIECE", 64)
-    tensors = {
+    first = {
         "odd": torch.randn(3).bfloat16(), "wide": torch.randn(5, 2), "none": torch.zeros(0, 4),
         "one": torch.tensor(2.5), "turned": torch.randn(4, 6).T, "large": torch.randn(100, dtype=torch.float64),
     }  # fmt: skip
-    source = SimpleNamespace(weights=lambda: iter(tensors.items()))
-    before = len(os.listdir("/proc/self/fd"))
-    with weights.shared(source, turn=1) as (offer, checksums):
-        paths = offer["paths"]
-        assert len(paths) > 2 and checksums.keys() == {"wide"}
-        found = {n: t.clone() for n, t in weights.Mapped(paths).weights()}
+    places = []
+    for tensors in (first, {name: tensor + 1 for name, tensor in first.items()}):
+        source = SimpleNamespace(weights=tensors.items)
+        with weights.shared(source, turn=1) as (offer, checksums), weights.shared(source, turn=1) as (another, _):
+            assert len(offer["paths"]) > 2 and checksums.keys() == {"wide"}
+            assert not {*offer["paths"]} & {*another["paths"]}  # each has its own as long as it is needed
+            found = {n: t.clone() for n, t in weights.Mapped(offer["paths"]).weights()}
         weights.require_checksums(found.items(), checksums)
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
-    with pytest.raises(EnvironmentProblem, match="wide"):
-        weights.require_checksums((tensors | {"wide": found["wide"] + 1}).items(), checksums)
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        with pytest.raises(EnvironmentProblem, match="wide"):
+            weights.require_checksums((tensors | {"wide": found["wide"] + 1}).items(), checksums)
+        places.append({*offer["paths"], *another["paths"]})
+    assert places[0] == places[1]
 
 
 def test_another_machine_reads_the_pieces_over_the_network(changed, monkeypatch):
@@ -81,6 +82,7 @@ def test_a_checksum_is_of_the_bits_in_their_order(monkeypatch, dtype):
     monkeypatch.setattr(weights, "CHUNK", 8)
     assert weights.checksum(x) == weights.checksum(x.T.contiguous().T) == whole
     assert weights.checksum(x.flip(0)) != whole != weights.checksum(x.T)
+    assert weights.checksum(x[1:]) == weights.checksum(x[1:].clone())  # in the middle of a word
     y = x.clone()
     y[0, 0] = -y[0, 0]
     assert weights.checksum(y) != whole

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.torch import load_file
 
 from saccade.engines import Capabilities, Engine, Settings, WeightSource, require_room
 from saccade.errors import ConfigError, EnvironmentProblem, TrainingError
 from saccade.media.images import open_media
 from saccade.models.families import Family
-from saccade.plugins.engines.weights import HandOver, Mapped, folder_files, folder_shapes, stored_form
+from saccade.plugins.engines.weights import HandOver, folder_files, folder_shapes, stored_form
 from saccade.plugins.families.squares import ALLOWED
 from saccade.types import Completion, Message, Request, Sampling
 
@@ -35,8 +36,8 @@ class CopyEngine(Engine):
         self._shapes = folder_shapes(settings.folder)  # a folder without weights is refused at once
         auto, trusted = family.spec.auto_class, settings.trust_remote_code
         self._stored, constant = stored_form(settings.folder, auto, self._shapes, trust_remote_code=trusted)
-        tensors = Mapped([str(file) for file in folder_files(Path(settings.folder))] if constant else ())
-        self._constant = [(name, tensor) for name, tensor in tensors.weights() if name in constant]
+        files = folder_files(Path(settings.folder)) if constant else ()
+        self._constant = [(name, tensor) for f in files for name, tensor in load_file(f).items() if name in constant]
         self._beside = beside_trainer
         self._running: dict[str, tuple[Request, str, int]] = {}  # with the engine's name of it, and its version
         self._source: WeightSource | None = None

@@ -6,7 +6,6 @@ over the network, several at a time.
 """
 
 import hmac
-import mmap
 import os
 import secrets
 import socket
@@ -15,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from saccade.plugins.engines.weights import nameless
+from saccade.plugins.engines.kept_memory import room
 from saccade.plugins.ranks.connections import accepting
 from saccade.plugins.ranks.machines import host_name
 
@@ -50,8 +49,8 @@ def opened(offer: Mapping[str, Any], controller: str | None = None) -> Iterator[
         return
     address = offer["address"] or controller or "127.0.0.1"
     with ExitStack() as stack, ThreadPoolExecutor(STREAMS) as pool:
-        files, paths = zip(*(nameless(stack) for _ in offer["sizes"]), strict=True)
-        list(pool.map(lambda piece: _take(address, offer, *piece), enumerate(files)))
+        paths, rooms = zip(*(stack.enter_context(room(size)) for size in offer["sizes"]), strict=True)
+        list(pool.map(lambda piece: _take(address, offer, *piece), enumerate(rooms)))
         yield paths
 
 
@@ -66,14 +65,11 @@ def _is_here(offer: Mapping[str, Any]) -> bool:
     return False
 
 
-def _take(address: str, offer: Mapping[str, Any], number: int, file: Any) -> None:
-    size = offer["sizes"][number]
-    file.truncate(size)
+def _take(address: str, offer: Mapping[str, Any], number: int, held: Any) -> None:
     with socket.create_connection((address, offer["port"]), timeout=LIMIT) as link:
         link.sendall(f"{offer['token']}{number:0{NUMBER}}".encode())
-        with mmap.mmap(file.fileno(), size) as room, memoryview(room) as left:
-            done = 0
-            while done < size:
-                if not (count := link.recv_into(left[done:])):
-                    raise ConnectionError(f"{address}: weights ended after {done} of {size} bytes")
-                done += count
+        left, done = memoryview(held.numpy()), 0
+        while done < len(left):
+            if not (count := link.recv_into(left[done:])):
+                raise ConnectionError(f"{address}: weights ended after {done} of {len(left)} bytes")
+            done += count

@@ -1,19 +1,16 @@
 """Weights on their way from the trainer to an engine: pieces in files, checksums, and the names of
 a model folder.
 
-For other processes they are written once, as safetensors in pieces of about PIECE bytes, so that
-nothing else of the size of the model is allocated. The copy lies in memory without a file name and
-is freed with the last process that has it open. Embedded engines that see the trainer's GPU read its
-own tensors instead.
+For other processes they are written once, as safetensors in pieces of about PIECE bytes, into memory
+that is kept for the next time (kept_memory.py). Embedded engines that see the trainer's GPU read its own
+tensors instead.
 
     with shared(backend, turn=version) as (offer, checksums): ...     # here
     load_by_name(model, Mapped(offer["paths"]))                       # there
 """
 
 import json
-import os
 import struct
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,12 +26,14 @@ from saccade.engines import WeightSource
 from saccade.errors import EnvironmentProblem
 from saccade.models.files import INDEX, SINGLE, described, require_intact, require_same
 from saccade.plugins.engines.gpu_handles import describe
+from saccade.plugins.engines.kept_memory import held_at, room
 
 PIECE = 256 << 20
 SAMPLED = 16  # every 16th tensor is compared, others at the next turn
-CHUNK = 1 << 22  # elements of a checksum at a time
+WORD = 8  # bytes that a checksum takes together
+CHUNK = 1 << 16  # words of a checksum at a time, in the cache of a CPU; on a GPU 64 times as many
 NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 @contextmanager
@@ -64,30 +63,29 @@ def shared(
 
 @contextmanager
 def in_memory(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, ...]]:
-    """Yield paths of pieces that exist as long as the block, and survive no crash."""
+    """Yield paths of pieces that are as they are as long as the block."""
     with ExitStack() as stack:
         paths = []
         for piece in pieces(weights):
-            file, path = nameless(stack)
-            _write(piece, file)
+            head, order, size = _arranged(piece)
+            path, held = stack.enter_context(room(size))
+            held[: len(head)] = torch.frombuffer(head, dtype=torch.uint8)
+            place = len(head)
+            for tensor in order:
+                held[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+                place += tensor.nbytes
             paths.append(path)
         yield tuple(paths)
-
-
-def nameless(stack: ExitStack) -> tuple[Any, str]:
-    """A file in memory, and a path by which other processes of this machine open it."""
-    if hasattr(os, "memfd_create"):
-        file: Any = stack.enter_context(os.fdopen(os.memfd_create("saccade-weights"), "wb"))
-        return file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
-    file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="saccade-weights-"))  # noqa: SIM115 (the stack is one)
-    return file, file.name
 
 
 def in_folder(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """Write pieces with names, for an engine that reads model folders only."""
     for number, piece in enumerate(pieces(weights)):
+        head, order, _ = _arranged(piece)
         with (folder / f"model-{number:05}.safetensors").open("wb") as file:
-            _write(piece, file)
+            file.write(head)
+            for tensor in order:  # by hand: the writer of safetensors copies a piece several times
+                file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def pieces(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -103,8 +101,8 @@ def pieces(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
     yield piece
 
 
-def _write(tensors: Mapping[str, Tensor], file: Any) -> None:
-    """By hand, tensor by tensor: the writer of safetensors copies a piece several times."""
+def _arranged(tensors: Mapping[str, Tensor]) -> tuple[bytearray, list[Tensor], int]:
+    """How safetensors begin, the tensors in the order in which they follow, and the bytes of all."""
     header: dict[str, Any] = {}
     size = 0
     # Wide types first: each tensor then lies at a multiple of its width.
@@ -114,37 +112,40 @@ def _write(tensors: Mapping[str, Tensor], file: Any) -> None:
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": [size, end]}
         size = end
     head = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    head += b" " * (-len(head) % 8)
-    file.write(struct.pack("<Q", len(head)) + head)
-    for _, tensor in order:
-        file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    file.flush()
+    head += b" " * (-len(head) % WORD)
+    return bytearray(struct.pack("<Q", len(head)) + head), [tensor for _, tensor in order], WORD + len(head) + size
 
 
 def checksum(tensor: Tensor) -> int:
-    """A checksum of the bits and their places, the same on every device."""
-    bits = tensor.detach().contiguous().reshape(-1).view(BITS[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, len(bits), CHUNK):
-        part = bits[start : start + CHUNK].to(torch.int64)
-        places = torch.arange(start, start + len(part), device=bits.device)
-        total += (part * (2 * places + 1)).sum()  # modulo 2**64, in any order
+    """A checksum of the bytes and their places, the same on every device."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % WORD or len(data) % WORD:
+        data = nn.functional.pad(data, (0, -len(data) % WORD))  # a copy, also where there is nothing to add
+    words = data.view(torch.int64)
+    step = min(CHUNK << 6 if words.is_cuda else CHUNK, max(1, len(words)))
+    odd = torch.arange(1, 2 * step, 2, device=words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, len(words), step):
+        part = words[start : start + step]
+        total += (part * odd[: len(part)]).sum() + 2 * start * part.sum()  # modulo 2**64, in any order
     return int(total)
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """The shared copy as a source of weights, and tensors of the trainer. Files are read when they are asked for."""
+    """The shared copy as a source of weights, and tensors of the trainer: read them before the copy is given back."""
 
     paths: Sequence[str]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.tensors.items()
-        for path in self.paths:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                    yield name, file.get_tensor(name)
+        for held in map(held_at, self.paths):
+            start = WORD + int(held[:WORD].view(torch.int64))
+            for name, about in json.loads(bytes(held[WORD:start].numpy())).items():
+                if name != "__metadata__":
+                    first, end = (start + offset for offset in about["data_offsets"])
+                    yield name, held[first:end].view(DTYPES[about["dtype"]]).view(about["shape"])
 
 
 def require_checksums(weights: Iterable[tuple[str, Tensor]], checksums: Mapping[str, int]) -> None:

@@ -113,10 +113,11 @@ class Worker:
         self._unusable = "the last update of weights failed: there are none to use"
         with opened(offer, self.controller) as paths:
             source = Mapped(paths, tensors)
-            require_checksums(source.weights(), checksums)
             if engine.capabilities().shares_weights:  # with a model that nobody else writes to
                 load_by_name(engine.model, source)  # type: ignore[attr-defined]
                 require_checksums(engine.model.named_parameters(), checksums)  # type: ignore[attr-defined]
+            else:
+                require_checksums(source.weights(), checksums)
             engine.update_weights(source, version)
         self._unusable = ""
         return True
