@@ -27,7 +27,7 @@ from saccade.types import Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
-FILES = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
+FILES = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml")) if not path.stem.startswith("stages_")}
 # Families that --smoke takes, guessed by the name of a model that is not here; else qwen2_5_vl.
 FAMILIES = {
     "qwen2": "continue_pretrain easyr1_math ecg_grpo gsm8k_grpo lightrft_gsm8k",

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from saccade.cli_run import Arguments, command, read_config, split
+from saccade.cli_run import Arguments, DryRun, Smoke, command, read_config, split
 from saccade.errors import ConfigError
 
 Port = Annotated[int, typer.Option(help="Its port; 0: any free one.", min=0, max=65535)]
@@ -41,6 +41,18 @@ def init(
 
     write_config(model, data, out)
     print(f"wrote {out}; next: {advice(out)}")
+
+
+@command("stages", panel="Train", example="saccade stages configs/stages_text_then_images.yaml --dry-run")
+def stages(arguments: Arguments = None, dry_run: DryRun = False, smoke: Smoke = False) -> None:
+    """Train in stages, such as SFT, RL on text, RL on images: one file, each from the checkpoint before.
+
+    STAGE.KEY=VALUE is for one stage; run.resume=auto continues where it ended.
+    """
+    files, overrides = split(arguments or ())
+    if len(files) != 1:
+        raise ConfigError(f"one file with `stages`, not {len(files)}; configs/stages_text_then_images.yaml is one")
+    import_module("saccade.plugins.stages.stages").run(Path(files[0]), overrides, dry_run=dry_run, smoke=smoke)
 
 
 @command("chat", panel="Use", example="saccade chat models/Qwen2.5-VL-3B-Instruct --serve")

@@ -1,0 +1,1 @@
+"""Several trainings as one file, each from the checkpoint of the one before."""
