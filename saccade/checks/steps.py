@@ -7,8 +7,10 @@ from pathlib import Path
 from saccade import environments
 from saccade.algorithms.build import build
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.config import ADAPTED, Config
+from saccade.config import ADAPTED, Config, ValConfig
 from saccade.data.sources import set_names
+
+OF_A_SET = {"n", "temperature", "top_p", "max_tokens"}  # of val, that a set of data.val may have for itself
 
 
 def sampling(config: Config) -> Iterator[str]:
@@ -67,19 +69,35 @@ def environment(config: Config) -> Iterator[str]:
 
 
 def validation(config: Config) -> Iterator[str]:
+    for name, val in {"val": config.val, **own_settings(config)}.items():
+        if val.n > 1 and val.temperature == 0:
+            where = name if val is config.val else f"data.val, set {name}: val"
+            yield f"{where}.n: {val.n} greedy responses are all the same; try temperature 1 or n 1"
+    for source in (*config.data.train, *config.data.demonstrations):
+        if given := source.model_fields_set & OF_A_SET:
+            yield f"data.train: {min(given)} of {source.path} counts in data.val only; remove it"
     val = config.val
-    if val.n > 1 and val.temperature == 0:
-        yield (f"val.n: {val.n} greedy responses are all the same; try val.temperature=1 or val.n=1")
     yield from environments.sweep_problems(config.env, val.turns)
+
+
+def own_settings(config: Config) -> dict[str, ValConfig]:
+    """How sets of data.val are answered that do not go by `val` in all."""
+    shared = config.val.model_dump(exclude_unset=True) | {"max_tokens": config.val.max_tokens}
+    own = [source.model_dump(exclude_unset=True, include=OF_A_SET) for source in config.data.val]
+    named = zip(set_names(config.data.val), own, strict=True)
+    return {name: ValConfig.model_validate(shared | given) for name, given in named if given}
 
 
 def best(config: Config) -> Iterator[str]:
     name = config.save.best_metric
     sets = [f"val/{set_name}/" for set_name in set_names(config.data.val)] if config.val.every else []
-    if name and not sets:
-        lacking = "val.every=0" if config.data.val else "there is no data.val"
-        yield f"save.best_metric: {name} is never measured, as {lacking}; set data.val and val.every=50, or remove it"
-    elif name and not name.startswith(tuple(sets)):
+    stop = config.run.stop
+    wanted = {"save.best_metric": name, "run.stop.patience": stop.patience, "run.stop.target": stop.target}
+    for option, value in wanted.items() if not sets else ():
+        if value is not None:
+            lacking = "val.every=0" if config.data.val else "there is no data.val"
+            yield f"{option}: {value} is never measured, as {lacking}; set data.val and val.every=50, or remove it"
+    if name and sets and not name.startswith(tuple(sets)):
         yield f"save.best_metric: {name} is of no set of data.val; try save.best_metric={sets[0]}accuracy"
 
 

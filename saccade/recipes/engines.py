@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from saccade.checks.steps import own_settings
 from saccade.config import Config, DataConfig
 from saccade.engines import Engine, Settings
 from saccade.engines.builders import ENGINES, build
@@ -74,7 +75,8 @@ def longest_sequence(config: Config) -> int:
     """Tokens of an episode, prompt included, in training or validation."""
     limits = _limits(config)
     turns, total = (max(getattr(one, n) for one in limits) for n in ("max_turns", "max_total_tokens"))
-    once = config.data.max_prompt_tokens + max(config.rollout.max_tokens, config.val.max_tokens)
+    answers = [config.rollout.max_tokens, *(val.max_tokens for val in (config.val, *own_settings(config).values()))]
+    once = config.data.max_prompt_tokens + max(answers)
     return total if turns > 1 else min(total, once)
 
 

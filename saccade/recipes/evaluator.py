@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from saccade.checks.steps import own_settings
 from saccade.config import Config, EnvConfig, RewardConfig, ValConfig
 from saccade.data.datasets import Dataset
 from saccade.engines import Engine
@@ -53,6 +54,7 @@ class Evaluator:
     reward: RewardConfig
     val: ValConfig
     sampling: Sampling  # of sets
+    by_set: Mapping[str, tuple[int, Sampling]]  # of those that have their own, and responses per question
     limits: Limits
     play: Callable[[Sampling, str], Play]  # with the noise of a name
     quarantine: Quarantine
@@ -109,7 +111,8 @@ class Evaluator:
         family, scorer = self.family, self.scorer
         breakdown = HOOKS["breakdown"](self.limits, lambda: RewardStream(scorer, family))
         samples, named = self.quarantine.whole(dataset, family), f"val/{name}|" if beside else ""
-        answers = self._ask(samples, self.val.n, self.sampling, "val", breakdown, beside, named)
+        repeats, sampling = self.by_set.get(name, (self.val.n, self.sampling))
+        answers = self._ask(samples, repeats, sampling, "val", breakdown, beside, named)
 
         def result() -> Result:
             groups = answers()
@@ -131,7 +134,8 @@ def read_of(config: Config, family: Family) -> dict[str, Any]:
     """What an evaluator reads of a config."""
     return {
         **{"env": config.env, "reward": config.reward, "val": config.val},
-        "sampling": parts.validation_sampling(config),
+        "sampling": parts.validation_sampling(config, config.val),
+        "by_set": {name: (val.n, parts.validation_sampling(config, val)) for name, val in own_settings(config).items()},
         "limits": parts.limits_of(config, evaluation=True),
         "play": partial(parts.play_of, config, family, evaluation=True),
     }

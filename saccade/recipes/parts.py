@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.config import Config
+from saccade.config import Config, ValConfig
 from saccade.data import datasets, prompts
 from saccade.environments import Environment, stop_strings
 from saccade.environments.texts import texts_hash
@@ -94,8 +94,8 @@ def rollout_sampling(config: Config, algorithm: Algorithm | None = None) -> Samp
     )
 
 
-def validation_sampling(config: Config) -> Sampling:
-    val, stop = config.val, (*config.rollout.stop, *stop_strings(config.env))
+def validation_sampling(config: Config, val: ValConfig) -> Sampling:
+    stop = (*config.rollout.stop, *stop_strings(config.env))
     return Sampling(temperature=val.temperature, top_p=val.top_p, max_tokens=val.max_tokens, stop=stop)
 
 

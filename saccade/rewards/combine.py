@@ -19,6 +19,7 @@ from saccade.types import Score
 
 DROP_GROUP = "drop_group"  # kind of a reason that excludes the other members of a group, too
 DROPPED = f"{DROP_GROUP}: another member could not be scored"  # what is said of those
+NOT = "not "  # before the name of a term in a condition
 TIMES_OUTCOME = "times_outcome"  # in a score's info: its value counts as far as the answer does
 
 
@@ -41,6 +42,7 @@ class Term:
     function: Callable[..., Score] | None = None  # None: nothing in this process scores it
     judged: bool = False  # what it leaves open goes to the judge
     learned: bool = False  # a model scores it, many samples at once
+    when: str = ""  # TERM, or not TERM: it counts only where that has a value above 0, or one that is not
     submit: Callable[[RewardSample], Pending] = None  # type: ignore[assignment]  # a Scorer gives it one
 
 
@@ -93,9 +95,14 @@ def combine(recipe: RewardRecipe, scores: Sequence[Score]) -> Scored:
         (term, replace(score, value=score.value * (raw or 0.0)) if TIMES_OUTCOME in (score.info or ()) else score)
         for term, score in zip(recipe.terms, scores, strict=True)
     ]
-    parts = {term.name: score.value for term, score in pairs if score.kind == "value"}
+    reached = {term.name: score.value > 0 for term, score in pairs if score.kind == "value"}
+    out = {t.name for t in recipe.terms if t.when and reached.get(t.when.removeprefix(NOT)) is t.when.startswith(NOT)}
+    out |= {t.name for t in recipe.terms if t.when and t.when.removeprefix(NOT) not in reached}
+    parts = {term.name: 0.0 if term.name in out else score.value for term, score in pairs if score.kind == "value"}
+    gate = None if recipe.gate is None else pairs[recipe.gate][1]
+    pairs = [(term, score) for term, score in pairs if term.name not in out]
     error, abstention = _first(pairs, "error"), _first(pairs, "abstain")
-    reward = None if error or (abstention and not recipe.renormalise) else _reward(recipe, pairs)
+    reward = None if error or (abstention and not recipe.renormalise) else _reward(recipe, pairs, gate)
     if reward is None:
         return Scored(status="error" if error else "abstain", outcome=raw, parts=parts, reason=error or abstention)
     return Scored(
@@ -106,7 +113,7 @@ def combine(recipe: RewardRecipe, scores: Sequence[Score]) -> Scored:
 Pairs = Sequence[tuple[Term, Score]]
 
 
-def _reward(recipe: RewardRecipe, pairs: Pairs) -> float | None:
+def _reward(recipe: RewardRecipe, pairs: Pairs, gate: Score | None) -> float | None:
     """The reward by the terms that have a value, weighing as much as all; None where none is left, or no gate."""
     judging = [(term.weight, score) for term, score in pairs if term.kind != "shaping"]
     values = [(score.value, weight) for weight, score in judging if score.kind == "value"]
@@ -115,7 +122,6 @@ def _reward(recipe: RewardRecipe, pairs: Pairs) -> float | None:
         if not rest:
             return None
         values = [(value, weight * whole / rest) for value, weight in values]
-    gate = None if recipe.gate is None else pairs[recipe.gate][1]
     if gate is not None and gate.kind != "value":
         return None
     shaped = [term.weight * score.value for term, score in pairs if term.kind == "shaping" and score.kind == "value"]

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from saccade.config import RewardConfig, RewardTerm
 from saccade.config.schema.presets import unknown
 from saccade.errors import ConfigError
-from saccade.rewards.combine import COMBINATIONS, Kind, RewardRecipe, Term
+from saccade.rewards.combine import COMBINATIONS, NOT, Kind, RewardRecipe, Term
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import DEFAULT_NAME, FORMATS, SERVICES, VERIFIERS, Verifier, split_name
 
@@ -97,7 +97,7 @@ def read_terms(where: str, value: Any) -> list[RewardTerm]:
 
 def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> Term:
     kind: Kind = "shaping" if row.shaping else "outcome"
-    plain = partial(Term, weight=row.weight, kind=kind, args=row.args)
+    plain = partial(Term, weight=row.weight, kind=kind, args=row.args, when=row.when or "")
     if custom := split_name(row.verifier):
         path, function = Path(custom[0]).expanduser(), custom[1]
         if not path.is_file():
@@ -155,9 +155,13 @@ def _recipe(where: str, terms: tuple[Term, ...], config: RewardConfig) -> Reward
     gate = re.fullmatch(r"gate\((.+)\)", config.combine.strip())
     if not gate and config.combine not in COMBINATIONS:
         raise unknown("reward.combine", config.combine, [*COMBINATIONS, "gate(TERM)"])
+    outcome = _outcome(where, config.accuracy_term, terms)
+    for index, term in enumerate(terms):
+        if term.when and index in (outcome, _index(f"{where}: when", term.when.removeprefix(NOT), terms)):
+            raise ConfigError(f"{where}: when of {term.name}: expects another term, and not on the outcome; remove it")
     return RewardRecipe(
         terms=terms,
-        outcome=_outcome(where, config.accuracy_term, terms),
+        outcome=outcome,
         combination="weighted_sum" if gate else config.combine,
         gate=_index(f"{where}: reward.combine", gate[1].strip(), terms) if gate else None,
         renormalise=config.reweight_abstained,

@@ -29,6 +29,7 @@ class Progress:
     best_step: int | None = None
     best_score: float | None = None
     best_metric: str | None = None
+    since_best: int = 0  # validations
 
     def with_scores(self, sources: Iterable[str]) -> Progress:
         return replace(self, scores=(*self.scores, *sorted(set(sources) - set(self.scores))))
@@ -41,7 +42,7 @@ class Progress:
         changed = [name for name in sets if before.get(name, sets[name]) != sets[name]]
         now = replace(self, validation_sets=sets)
         if (self.best_metric or "").startswith(tuple(f"val/{name}/" for name in changed)):
-            now = replace(now, best_score=None, best_step=None)
+            now = replace(now, best_score=None, best_step=None, since_best=0)
         return now, changed
 
     def with_best(self, metrics: Mapping[str, float], step: int, wanted: str | None) -> tuple[Progress, str]:
@@ -59,10 +60,18 @@ class Progress:
             )
         now = replace(self, best_metric=name)
         if name != (self.best_metric or name):  # a score by another metric compares with nothing
-            now = replace(now, best_score=None, best_step=None)
+            now = replace(now, best_score=None, best_step=None, since_best=0)
         if step > 0 and (now.best_score is None or metrics[name] > now.best_score):
-            now = replace(now, best_score=metrics[name], best_step=step)
-        return now, ""
+            return replace(now, best_score=metrics[name], best_step=step, since_best=0), ""
+        return replace(now, since_best=now.since_best + (step > 0)), ""
+
+    def enough(self, patience: int | None, target: float | None) -> str:
+        """Why no further step is made; empty where one is."""
+        best = f"{self.best_metric} {self.best_score} of step {self.best_step}"
+        if target is not None and self.best_score is not None and self.best_score >= target:
+            return f"run.stop.target={target:g} is reached: {best}"
+        beaten = patience is None or self.since_best < patience
+        return "" if beaten else f"run.stop.patience={patience}: {self.since_best} validations have not beaten {best}"
 
 
 def from_json(stored: Mapping[str, Any]) -> Progress:

@@ -242,7 +242,11 @@ class Run:
             log.info(f"step {self.step} is already reached; raise run.max_steps to continue")
         third = min(self.step + TRACED_STEP, self.total) if self.config.run.trace else None
         self.display.console.clock.lap()  # loading and the start of an engine belong to no step
+        stop = self.config.run.stop
         while self.step < self.total:
+            if enough := self.progress.enough(stop.patience, stop.target):
+                log.info(enough)
+                break
             step = self.step + 1
             with self.display.traced(step) if step == third else nullcontext():
                 yield step

@@ -222,6 +222,23 @@ def test_max_hours_ends_a_run_with_a_checkpoint(tmp_path, rl_config):
     assert "run.max_hours=1e-09 is reached after step 1" in (tmp_path / "run" / "log.txt").read_text()
 
 
+def test_validations_that_do_not_beat_the_best_end_a_run_also_a_resumed_one(tmp_path, rl_config, scenes, numbers):
+    val = [{"path": str(scenes / "val.jsonl"), "n": 2, "max_tokens": 3}, str(scenes / "val.jsonl")]
+    config = rl_config(tmp_path, run__max_steps=50, data__val=val, val__every=1) | NEVER_RIGHT
+    config |= {"run.stop.patience": 2}
+    rl.run(config)
+    assert checkpoint.complete_steps(tmp_path / "run" / "checkpoints") == [1, 3]  # the best one, and the last
+    told = "run.stop.patience=2: 2 validations have not beaten val/val/accuracy 0.0 of step 1"
+    assert told in (tmp_path / "run" / "log.txt").read_text()
+    rows = numbers(tmp_path / "run")
+    assert all("val/val/pass@2" in row and "val/val-1/pass@2" not in row for row in rows)
+    assert rows[0]["val/val/response_mean"] <= 3 < rows[0]["val/val-1/response_mean"]
+    rl.run(config | {"run.resume": "auto"})
+    assert len(numbers(tmp_path / "run")) == len(rows)
+    rl.run(config | {"run.resume": "auto", "run.stop.patience": 3, "run.stop.target": 0.0})
+    assert "run.stop.target=0 is reached" in (tmp_path / "run" / "log.txt").read_text()
+
+
 def test_a_checkpoint_goes_on_with_its_own_algorithm(tmp_path, rl_config):
     rl.run(rl_config(tmp_path, run__max_steps=1) | {"algorithm.preset": "gspo"})
     start = tmp_path / "run" / "checkpoints" / "step-1"

@@ -38,6 +38,21 @@ def test_combinations(combine, right, bare):
         assert (scored.status, scored.reward, scored.outcome) == ("ok", reward, 1.0)
 
 
+@pytest.mark.parametrize("combine", ["weighted_sum", "min"])
+def test_a_term_with_a_condition_counts_only_where_the_other_term_does(combine, tmp_path):
+    raises = tmp_path / "raises.py"
+    raises.write_text("def score(sample):\n    raise ValueError(sample.response)\n")
+    for when, right, wrong in (("count", 0.5, 0.0), ("not count", 1.0, 0.0)):
+        terms = ["count", {"verifier": "format:think_answer", "weight": 0.5, "when": when}]
+        sum_of = {"weighted_sum": (1.5, 0.0) if when == "count" else (1.0, 0.5), "min": (right, wrong)}[combine]
+        found = [one(scorer(terms=terms, combine=combine), RIGHT.replace("7", n)) for n in "78"]
+        assert tuple(scored.reward for scored in found) == sum_of, when
+        assert [scored.parts["format"] for scored in found] == ([1.0, 0.0] if when == "count" else [0.0, 1.0])
+    never = {"verifier": f"{raises}:score", "when": "not count"}  # what fails where it does not count costs nothing
+    assert one(scorer(terms=["count", never], combine=combine), RIGHT).status == "ok"
+    assert one(scorer(terms=["count", never], combine=combine), "8").status == "error"
+
+
 def test_order_is_combine_then_shape_and_limits_are_for_training():
     config = {"terms": TWO, "combine": "gate(format)", "clip": (-0.25, 0.9)}
     shaped = one(scorer(overlong=(50, 1.0, 100), **config), BARE, length=75)
@@ -165,6 +180,8 @@ def test_the_prompt_format_tells_where_to_look():
         ({"terms": ["nowhere/reward.py:f"]}, "does not exist"),
         ({"terms": [f"{EXAMPLE}:no_such_name"]}, "no function 'no_such_name'"),
         ({"terms": [{"verifier": f"{EXAMPLE}:close_count", "args": {"wide": 1}}]}, "wide"),
+        ({"terms": ["count", {"verifier": "exact", "when": "not coumt"}]}, "did you mean 'count'"),
+        ({"terms": [{"verifier": "count", "when": "exact"}, "exact"]}, "when of count: expects another term"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_at_once(config, message):

@@ -18,6 +18,10 @@ class DataSource(Section):
     max_samples: int | None = option(None, "Use only the first rows.", ge=1)
     image_dir: str | None = option(None, "Folder that relative media paths start from; empty: the file's.", path=True)
     mapping: str | None = option(None, "Mapping of this set's rows; empty: data.mapping; none: no mapping.", path=True)
+    n: int | None = option(None, "Of data.val: instead of val.n.", ge=1)
+    temperature: float | None = option(None, "Of data.val: instead of val.temperature.", ge=0)
+    top_p: float | None = option(None, "Of data.val: instead of val.top_p.", gt=0, le=1)
+    max_tokens: int | None = option(None, "Of data.val: instead of val.max_tokens.", ge=1)
 
 
 class DataConfig(Section):

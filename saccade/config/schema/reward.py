@@ -11,6 +11,7 @@ class RewardTerm(Section):
     name: str | None = option(None, "Name in metrics; empty: the verifier's.")
     weight: float = option(1.0, "Factor in the sum.")
     args: dict[str, Any] = option({}, "Arguments of the verifier.")
+    when: str | None = option(None, "Counts only where that term is above 0: TERM, or not TERM.")
     shaping: bool | None = option(None, "Added after the combination; empty: the verifier's default.")
 
 

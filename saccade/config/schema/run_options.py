@@ -8,6 +8,8 @@ from saccade.config.schema.section import TRAINING, Section, When, is_name, mapp
 
 
 class StopConfig(Section):
+    patience: int | None = option(None, "Validations in a row that do not beat the best one.", ge=1)
+    target: float | None = option(None, "Score of the best validation that is enough.")
     stalled: float = option(
         1200, "Seconds without a sign of life, after which it ends with exit code 5; 0: never.", ge=0
     )
