@@ -35,6 +35,8 @@ from saccade.types import Group, Metrics, Trajectory
 ComponentWeights = Callable[[str], Mapping[str, float]]  # data source → weight of each term
 Count: TypeAlias = Callable[[], Metrics]  # what a stage measured, counted when somebody has the time
 
+SHOWN = {"advantages": "advantages", "old_logprobs": "trainer_logp", "old_entropies": "entropy"}  # column -> its name
+
 # -- advantages and scales -------------------------------------------------------------------------
 
 
@@ -354,15 +356,22 @@ def with_scores(updates: Updates, columns: Sequence[str], scored: Iterable[Seque
     ]
 
 
-def show_advantages(groups: Sequence[Group], updates: Updates) -> list[Group]:
-    """The groups with what their forests were given, for the record; None where nothing trained."""
-    values: dict[tuple[str, int], np.ndarray] = {}
-    for batch in (batch for batches in updates for batch in batches if batch.advantages is not None):
-        parts = np.split(batch.per_read("advantages"), batch.lengths.cumsum()[:-1])
-        values |= zip(batch.keys, parts, strict=True)
-    return [
-        replace(g, trajectories=tuple(replace(t, advantages=values.get(t.key)) for t in g.trajectories)) for g in groups
-    ]
+def show_columns(groups: Sequence[Group], updates: Updates) -> list[Group]:
+    """The groups with what their forests were given, for the record, as far as they train: advantages,
+    and in `info` what the trainer computed of each token.
+    """
+    known: dict[tuple[str, int], dict[str, np.ndarray]] = defaultdict(dict)
+    for batch in (batch for batches in updates for batch in batches):
+        for name in batch.columns.keys() & SHOWN.keys():
+            parts = np.split(batch.per_read(name), batch.lengths.cumsum()[:-1])
+            for key, part in zip(batch.keys, parts, strict=True):
+                known[key][SHOWN[name]] = part
+
+    def shown(t: Trajectory) -> Trajectory:
+        info = {**t.info, **known[t.key]}
+        return replace(t, advantages=info.pop("advantages", None), info=info)
+
+    return [replace(group, trajectories=tuple(map(shown, group.trajectories))) for group in groups]
 
 
 def column(batches: Sequence[Batch], name: str) -> Tensor:

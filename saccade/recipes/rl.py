@@ -112,7 +112,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 algorithm_state=algorithm_state.to_json(state),
             )
             if every and (step % every == 0 or step in (1, this.total)):
-                stored = annotate.show_advantages(groups[: config.track.trajectories_groups], updates)
+                stored = annotate.show_columns(groups[: config.track.trajectories_groups], updates)
                 this.display.store(stored, step=step, scores=progress.scores)
             missed = unread(rollouts.scored, sampler.scorer, family)
             last = this.finish_step(progress, metrics.means() | work.result()(), validation, missed)
@@ -172,8 +172,7 @@ def score_forests(
     if algorithm.old == "recompute":
         with phase("logp_old"):
             scored = learners.policy.logprobs(batches, learners.scoring)
-            columns = ("old_logprobs", "old_entropies") if algorithm.entropy_top else ("old_logprobs",)
-            updates = annotate.with_scores(updates, columns, scored)
+            updates = annotate.with_scores(updates, ("old_logprobs", "old_entropies"), scored)
     if reference is not None:
         with phase("logp_ref"):
             scored = reference.logprobs(batches, learners.scoring)

@@ -12,6 +12,7 @@ import saccade
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError, TrainingError
+from saccade.plugins.reports.trajectories import read_trajectories
 from saccade.recipes import rl
 from saccade.run import checkpoint
 from saccade.run.loggers import read_metrics
@@ -130,6 +131,10 @@ def test_later_updates_of_a_step_leave_the_old_policy_behind(tmp_path, rl_config
     assert row["mismatch/logp_gap_max"] < 1e-5 and row["policy/ratio_max"] > 1.001
     state = checkpoint.read_progress(tmp_path / "run" / "checkpoints" / "step-1")
     assert state["updates"] == 4
+    stored = [one for one in read_trajectories(tmp_path / "run", "train", 1) if one["advantage"] is not None]
+    known = [(one["info"], one["segments"][-1]["logp"]) for one in stored]
+    assert known and all(info["trainer_logp"] == pytest.approx(logp, abs=1e-5) for info, logp in known)
+    assert all(0 < min(info["entropy"]) and len(info["entropy"]) == len(logp) for info, logp in known)
 
 
 def test_warm_up_counts_steps_not_updates(tmp_path, rl_config, numbers):

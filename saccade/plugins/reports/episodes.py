@@ -111,7 +111,7 @@ def _turns(record: Record, tokens: bool) -> tuple[list[dict[str, Any]], int]:
         elif source == "policy" or segment["text"].strip():
             said[-1].append({"source": source, "text": shortened(segment["text"])})
         if tokens and source == "policy":
-            said[-1][-1] |= _known(segment, record["advantage"], written)
+            said[-1][-1] |= _known(segment, record, written)
             written += len(segment["ids"])
     calls = record["info"].get("tool_calls") or ()
     turns = [
@@ -121,16 +121,18 @@ def _turns(record: Record, tokens: bool) -> tuple[list[dict[str, Any]], int]:
     return turns, sum("view" in part for part in said[0])
 
 
-def _known(segment: Record, advantage: Any, start: int) -> dict[str, Any]:
+def _known(segment: Record, record: Record, start: int) -> dict[str, Any]:
     """What is known of the tokens of a segment, the first of which is the policy's `start`th: how many
     characters each is, and numbers by the name of a colour.
     """
     count = len(segment["ids"])
-    found = {name: segment[name] for name in ("sizes", "logp", "entropy") if segment.get(name)}
-    if advantage is not None:
-        found["advantage"] = advantage[start : start + count] if isinstance(advantage, list) else [advantage] * count
-    if ours := segment.get("trainer_logp"):
-        pairs = zip(ours, segment["logp"], strict=True)
+    found = {name: segment[name] for name in ("sizes", "logp") if name in segment}
+    by_token = {name: record["info"].get(name) for name in ("trainer_logp", "entropy")}
+    for name, values in {"advantage": record["advantage"], **by_token}.items():
+        if values is not None:
+            found[name] = values[start : start + count] if isinstance(values, list) else [values] * count
+    if "trainer_logp" in found:
+        pairs = zip(found.pop("trainer_logp"), found["logp"], strict=True)
         found["gap"] = [None if a is None or b is None else a - b for a, b in pairs]
     return found
 
