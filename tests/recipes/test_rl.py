@@ -134,7 +134,7 @@ def test_later_updates_of_a_step_leave_the_old_policy_behind(tmp_path, rl_config
     stored = [one for one in read_trajectories(tmp_path / "run", "train", 1) if one["advantage"] is not None]
     known = [(one["info"], one["segments"][-1]["logp"]) for one in stored]
     assert known and all(info["trainer_logp"] == pytest.approx(logp, abs=1e-5) for info, logp in known)
-    assert all(0 < min(info["entropy"]) and len(info["entropy"]) == len(logp) for info, logp in known)
+    assert all(min(info["entropy"]) > 0 and len(info["entropy"]) == len(logp) for info, logp in known)
 
 
 def test_warm_up_counts_steps_not_updates(tmp_path, rl_config, numbers):

@@ -11,7 +11,7 @@ from saccade.media.images import decode
 from saccade.plugins.reports.rollout_record import token_sizes
 from saccade.plugins.serving.http_server import running
 from saccade.plugins.view.run_index import Runs
-from saccade.plugins.view.view_server import view_app, write_page
+from saccade.plugins.view.view_server import list_rollouts, list_runs, show_rollouts, view_app, write_page
 from saccade.run.loggers import Loggers
 from saccade.run.training_run import open_folder
 from tests.browser import needs_browser
@@ -162,6 +162,48 @@ def test_rollouts_are_filtered_opened_and_coloured(browser, server):
     assert browser.run("document.querySelectorAll('.detail .box').length") == 5
     assert browser.run("document.querySelectorAll('.mark.c0').length") > 1
     assert troubles(browser, server) == []
+
+
+@needs_browser
+def test_two_runs_side_by_side(browser, server):
+    look(browser, server, view="sides", run="first", other="second", left="val/six \u00b7 step 1")
+    count = (
+        "document.getElementById('count')?.textContent.startsWith('4 questions in both: 2 became better, 0 worse; {} ')"
+    )
+    browser.until(count.format(4))  # after: the last step of the same set
+    browser.until("document.querySelectorAll('.two .episode').length === 2")
+    browser.run("document.querySelector('[aria-label=change]').value = 'changed'")
+    browser.run("document.querySelector('[aria-label=change]').dispatchEvent(new Event('change'))")
+    browser.until(count.format(2))
+    browser.run("document.querySelectorAll('.row')[1].click()")
+    verdicts = "[...document.querySelectorAll('.two .chip.right, .two .chip.wrong')].map(e => e.textContent).join()"
+    browser.until(f"{verdicts} === 'wrong,wrong,truncated: 3 is not 4,right,wrong,truncated'")
+    look(browser, view="sides", run="first", tint="entropy", left="train \u00b7 step 1", right="train \u00b7 step 2")
+    browser.until("!!document.querySelector('.two')?.textContent.includes('algorithm.old=recompute stores it')")
+    assert troubles(browser, server) == []
+
+
+def test_every_answer_of_an_evaluation(tmp_path):
+    store(tmp_path, answers("one", right=True), steps=[0], kind="val/six")
+    line = {
+        "id": "two",
+        "set": "six",
+        "repeat": 0,
+        "data_source": "count",
+        "prompt": "How many?",
+        "said": ["look", "3"],
+    }
+    line |= {"status": "ok", "reason": "", "reward": 0.2, "score": 1.0, "tokens": 7, "turns": 2, "tool_calls": []}
+    line |= {"gold": "3", "extracted": "3", "end_reason": "answered", "parts": {}}
+    lines = [line | {"id": "one"}, line]  # the first is stored whole
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (tmp_path / "results.json").write_text(json.dumps({"six": {"accuracy": 0.5}}))
+    runs, name = Runs(tmp_path), tmp_path.name
+    assert list_rollouts(runs, name)["id"] == ["one", "one", "two"]
+    (last,) = show_rollouts(runs, name, [2])["items"]
+    assert [turn["said"][0]["text"] for turn in last["turns"]] == ["look", "3"]
+    assert (last["verdict"], last["question"], last["tokens"]) == ("right", "How many?", {"response": 7})
+    assert list_runs(runs)[0]["facts"] == {"accuracy on six": "50.0\u00a0%"}
 
 
 @needs_browser

@@ -8,6 +8,7 @@ the line itself is read when somebody looks at it. A file is read again when it 
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
@@ -17,8 +18,14 @@ from saccade.plugins.reports.episodes import Record, question_of, shortened, ver
 from saccade.run.folder import CHECKPOINTS, CONFIG, METRICS, RESULTS, TRAJECTORIES
 
 PASSED_OVER = {TRAJECTORIES, CHECKPOINTS, "tensorboard", "bad-batches"}  # no runs are in there
+SAMPLES = "samples.jsonl"  # every answer of an evaluation, of which some are stored whole
 # Of a stored rollout: what it is filtered and sorted by.
 COLUMNS = ("set", "step", "id", "sample", "source", "status", "verdict", "outcome", "reward", "length", "turns")
+
+
+# Numbers of each token, most of a line, which the index does without: it is read three times as fast. In a text
+# the quotes around the names are escaped.
+BY_TOKEN = re.compile(rb'"(ids|logp|sizes|trainer_logp|entropy|advantage)": \[[-+0-9., enul]*\]')
 
 
 class Stored(NamedTuple):
@@ -52,25 +59,29 @@ class Runs:
 
     def stamp(self, folder: Path) -> list[tuple[int, int]]:
         """Something that is another when the run has written something."""
-        files = [folder / METRICS, folder / RESULTS, *_rollout_files(folder)]
+        files = [folder / METRICS, folder / RESULTS, folder / SAMPLES, *_rollout_files(folder)]
         return [_stamp(file) for file in files if file.exists()]
 
     def rollouts(self, folder: Path) -> list[Stored]:
         """All of a run, newest step last, those of training first."""
-        with self._lock:  # two that ask at once do not read the same file twice
-            return [one for file in _rollout_files(folder) for one in self._of_file(file)]
+        found = [one for file in _rollout_files(folder) for one in self._of_file(file)]
+        if not (folder / SAMPLES).exists():
+            return found
+        whole = {(one.row[0], *one.row[2:4]) for one in found}  # set, id and sample
+        return found + [one for one in self._of_file(folder / SAMPLES) if (one.row[0], *one.row[2:4]) not in whole]
 
-    def records(self, stored: Sequence[Stored]) -> Iterator[dict[str, Any]]:
+    def records(self, stored: Sequence[Stored]) -> Iterator[Record]:
         for one in stored:
             with one.file.open("rb") as file:
                 file.seek(one.start)
-                yield json.loads(file.read(one.size))
+                yield _record(one.file, file.read(one.size))
 
     def _of_file(self, file: Path) -> list[Stored]:
-        stamp = _stamp(file)
-        if file not in self._files or self._files[file][0] != stamp:
-            self._files[file] = stamp, list(_read(file))
-        return self._files[file][1]
+        with self._lock:  # two that ask at once do not read the same file twice
+            stamp = _stamp(file)
+            if file not in self._files or self._files[file][0] != stamp:
+                self._files[file] = stamp, list(_read(file))
+            return self._files[file][1]
 
 
 def _stamp(file: Path) -> tuple[int, int]:
@@ -88,9 +99,26 @@ def _read(file: Path) -> Iterator[Stored]:
     start = 0
     with file.open("rb") as lines:
         for line in lines:
-            record = json.loads(line)
+            record = _record(file, BY_TOKEN.sub(rb'"\1": []', line))
             yield Stored(file, start, len(line), _row(record), _words(record))
             start += len(line)
+
+
+def _record(file: Path, line: bytes) -> Record:
+    """A stored rollout; from a line that an evaluation has of each answer, the same without tokens and images."""
+    found = json.loads(line)
+    if file.name != SAMPLES:
+        return found
+    asked = {"role": "user", "content": [{"type": "text", "text": found["prompt"]}]}
+    between = {"source": "observation", "text": ""}
+    turns = [({"source": "policy", "text": text, "ids": ()}, between) for text in found["said"]]
+    about = {"kind": f"val/{found['set']}", "step": 0, "sample": found["repeat"], "outcome": found["score"]}
+    empty = {"turn_rewards": (), "advantage": None, "images": ()}
+    info = {"tool_calls": found["tool_calls"]}
+    return {
+        **found, **about, **empty, "info": info, "tokens": {"response": found["tokens"]},
+        "messages": [asked], "segments": [part for turn in turns for part in turn],
+    }  # fmt: skip
 
 
 def _row(record: Record) -> tuple[Any, ...]:

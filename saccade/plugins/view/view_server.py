@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from threading import Thread
 from time import sleep, time
 from typing import Any
 
@@ -208,8 +209,15 @@ def serve(folder: Path, *, host: str, port: int, token: bool) -> None:
             signal.signal(number, lambda number, _: stops.append(number))
         shown = http_server.shown_token(secret)
         print(f"{len(runs.folders())} runs at {address}/" + (f"#token={shown}" if secret else ""), flush=True)
+        Thread(target=_read_all, args=(runs,), daemon=True).start()
         while not stops:
             sleep(GLANCE)
+
+
+def _read_all(runs: Runs) -> None:
+    """Indexes are ready when they are asked for."""
+    for folder in runs.folders().values():
+        runs.rollouts(folder)
 
 
 # -- a file ----------------------------------------------------------------------------------------
