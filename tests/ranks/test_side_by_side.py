@@ -14,6 +14,7 @@ import torch
 
 import saccade
 from saccade.errors import ConfigError, Interrupted
+from saccade.plugins.engines.replicas.replica import Replica
 from saccade.plugins.engines.replicas.replica_pool import Replicas
 from saccade.recipes import rl, rl_rollout
 from saccade.recipes.validation import Validation
@@ -140,11 +141,13 @@ def test_ranks_that_train_take_their_rollouts_back_first(watched, run):
     assert any(row.get("mismatch/ess", 1.0) < 1 for row in read_metrics(folder))
 
 
-def test_a_replica_goes_on_while_two_ranks_train(watched, run, validated, rl_config, tmp_path):
+def test_a_replica_goes_on_while_two_ranks_train(
+    watched, run, validated, rl_config, tmp_path, same_weights, monkeypatch
+):
     """And answers the questions of a validation while the next step is sampled. It finds what one does that training
-    waits for, and is part of the checkpoint of its step.
+    waits for, and is part of the checkpoint of its step. As many ranks repeat the run from its record.
     """
-    folder = run(rollout__replicas=1, run__gpus=2, **validated)
+    folder = run(rollout__replicas=1, run__gpus=2, rollout__record="write", **validated)
     assert watched.require_sound() == AHEAD
     assert watched.under_way[1] > 0 and watched.slept == 0
     rows = [row for row in read_metrics(folder) if "data/staleness_max" in row]
@@ -160,6 +163,10 @@ def test_a_replica_goes_on_while_two_ranks_train(watched, run, validated, rl_con
             asked = rl_config(tmp_path, **LONG, **validated) | {"model.path": str(path)}
             again = saccade.evaluate(asked, out=tmp_path / f"eval-{step}")["val"]
             assert found[step] == {f"val/val/{name}": value for name, value in again.items()}
+    monkeypatch.delattr(Pool, "_ask")
+    rl.run(rl_config(tmp_path / "again", **LONG, run__gpus=2, rollout__record=str(folder)) | STABLE)
+    last = f"run/checkpoints/step-{STEPS}"
+    assert same_weights(tmp_path / last, tmp_path / "again" / last)
 
 
 @pytest.mark.parametrize("ended", [Interrupted, RuntimeError])
@@ -184,13 +191,13 @@ def test_a_validation_that_a_run_ended_without_is_made_when_it_is_resumed(ended,
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_kill_9_of_replicas_amid_rollouts_and_while_the_trainer_trains(watched, run, monkeypatch, keep, validated):
+def test_kill_9_of_replicas_amid_rollouts_training_and_a_hand_over(watched, run, monkeypatch, keep, validated):
     """All at once, with the rollouts of several steps. Then one is ready again before weights are handed over: it takes
-    none from a trainer that has changed them. Whether sequences live on or not, what counts as new is what the trainer
-    itself computes.
+    none from a trainer that has changed them. One dies while it takes weights. Whether sequences live on or not, what
+    counts as new is what the trainer itself computes.
     """
-    killed = []
-    hand_out = Replicas._hand_out
+    killed: list[Any] = []
+    hand_out, begin = Replicas._hand_out, Replica.begin
 
     def kill(replicas: list[Any]) -> None:
         for replica in replicas:
@@ -208,6 +215,15 @@ def test_kill_9_of_replicas_amid_rollouts_and_while_the_trainer_trains(watched, 
             while not engine._ready:
                 engine._hear(wait=1.0)
 
+    def amid_a_hand_over(replica: Replica, call: str, arguments: Any, *arrays: Any) -> Any:
+        answer = begin(replica, call, arguments, *arrays)
+        if call == "load" and arguments[-1] == 3 and replica.log.stem == "engine-1" and not dying:
+            dying.append(replica)
+            kill(dying)
+        return answer
+
+    dying: list[Any] = []
+    monkeypatch.setattr(Replica, "begin", amid_a_hand_over)
     monkeypatch.setattr(Replicas, "_hand_out", amid_rollouts)
     watched.before_update = amid_training
     folder = run(rollout__replicas=2, rollout__keep_keys=keep, **validated | {"save__every": 2})
@@ -216,7 +232,7 @@ def test_kill_9_of_replicas_amid_rollouts_and_while_the_trainer_trains(watched, 
     gaps = [row["mismatch/logp_gap_max"] for row in read_metrics(folder) if "mismatch/logp_gap_max" in row]
     assert gaps and max(gaps) < 1e-4
     deaths = re.findall(r"died and starts again, (\d+) requests wait", (folder / "log.txt").read_text())
-    assert len(deaths) == len(killed) >= 2 and sum(map(int, deaths)) >= PROMPTS * REPEATS
+    assert len(deaths) == len(killed) >= 3 and dying and sum(map(int, deaths)) >= PROMPTS * REPEATS
 
 
 def test_a_run_is_repeated_from_its_record(watched, run, rl_config, tmp_path, same_weights, monkeypatch, said):
