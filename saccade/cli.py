@@ -82,14 +82,20 @@ def evaluate(
     rescore: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Score the responses of an earlier samples.jsonl again.")
     ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="blind: ask without pictures, too; leaks: count items that data.train has.", show_default=False
+        ),
+    ] = None,
     dry_run: DryRun = False,
     full: Full = False,
     smoke: Smoke = False,
     seed: Seed = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for results.json and samples.jsonl.")] = None,
 ) -> None:
-    """Measure a model on the sets of data.val."""
-    more = {"out": out, "rescore": rescore}
+    """Measure a model on the sets of data.val and eval.suites."""
+    more = {"out": out, "rescore": rescore, "also": also or ()}
     run_recipe("eval", arguments, dry_run=dry_run, full=full, smoke=smoke, seed=seed, more=more)
 
 

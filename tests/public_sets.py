@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import wave
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from saccade.plugins.suites.suites import SUITES
 ROWS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("public_rows.yaml").read_text(encoding="utf-8"))
 
 
-def write_all(root: Path, image: Any) -> Path:
-    """Every suite; pictures and sounds that rows name lie beside them."""
+def write_all(root: Path, image: Any, names: Collection[str] = ROWS) -> Path:
+    """Every suite, or some; pictures and sounds that rows name lie beside them."""
     sound = io.BytesIO()
     with wave.open(sound, "wb") as heard:
         heard.setparams((1, 2, 16000, 0, "NONE", ""))
         heard.writeframes(b"\0\1" * 1600)
-    for name, rows in ROWS.items():
-        suite = SUITES[name]
+    for name in names:
+        rows, suite = ROWS[name], SUITES[name]
         pattern = suite.file.replace("**/", "data/").replace("-*", "-00000-of-00001").replace("*", "")
         place = suite.home(str(root)) / pattern
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ def test_the_score_in_training_is_that_of_the_checkpoint(tmp_path, judged):
     path = tmp_path / "run" / "checkpoints" / "step-2"
     result = saccade.evaluate(config, f"model.path={path}", out=tmp_path / "eval")
     inside = {k.removeprefix("val/val/"): v for k, v in row.items() if k.startswith("val/val/")}
-    assert result == {"val": inside}
+    assert [*result["val"].pop("by_k")] == ["1", "2", "3"] and result == {"val": inside}
     assert 0 < result["val"]["accuracy"] < 1
 
 
@@ -79,6 +79,46 @@ def test_metrics_and_fields_of_four_samples(four):
     assert set(rows[0]) == {*f"{fields} tokens turns said tool_calls end_reason status reason media extra".split()}
     assert rows[0]["set"] == "val" and rows[0]["data_source"] == "counting" and len(rows[0]["media"]) == 1
     assert rows[0]["prompt"] == "how many objects?" and rows[0]["gold"] in "123456"
+
+
+def test_every_number_of_answers(four):
+    metrics, folder = four
+    answers: dict = {}
+    for row in lines(folder / "samples.jsonl"):
+        answers.setdefault(row["id"], []).append((row["score"], row["extracted"]))
+    right = [sum(score for score, _ in own) for own in answers.values()]
+    for k, row in metrics["by_k"].items():
+        assert row["pass@k"] == pytest.approx(np.mean([pass_at_k(4, int(n), int(k)) for n in right]))
+    assert metrics["by_k"]["1"]["pass@k"] == pytest.approx(metrics["accuracy"])
+    assert metrics["by_k"]["4"]["pass@k"] == metrics["pass@4"]
+    voted = []
+    for own in answers.values():
+        said = [text for _, text in own if text is not None]
+        most = max((said.count(text) for text in said), default=0)
+        voted.append(np.mean([score for score, text in own if said.count(text) == most] if said else [0.0]))
+    assert metrics["by_k"]["4"]["maj@k"] == pytest.approx(np.mean(voted))
+
+
+def test_what_is_right_without_pictures_and_what_was_trained_on(tmp_path, judged, scenes):
+    rows = lines(scenes / "val.jsonl")
+    (scenes / "leaky.jsonl").write_text("".join(json.dumps(row | {"id": f"t{row['id']}"}) + "\n" for row in rows[:3]))
+    config = judged(tmp_path, data__train=str(scenes / "leaky.jsonl"))
+    found = evaluate.run(config, out=tmp_path / "eval", also=["blind", "leaks"])
+    assert list(found) == ["val", "val-blind"]
+    seeing, blind = ([r for r in lines(tmp_path / SAMPLES) if r["set"] == name] for name in found)
+    assert [r["id"] for r in seeing] == [r["id"] for r in blind] and seeing[0]["media"] and not blind[0]["media"]
+    assert len({r["response"] for r in blind}) == 1 < len({r["response"] for r in seeing})  # one text, no picture
+    gain = found["val"]["accuracy"] - found["val-blind"]["accuracy"]
+    assert found["val"]["sight_gain"] == pytest.approx(gain)
+    assert found["val"]["sight_gain_ci_low"] <= gain <= found["val"]["sight_gain_ci_high"]
+    assert found["val"]["leaked_pictures"] == found["val"]["leaked_questions"] == 3
+    unseen = [r["score"] for r in seeing if r["id"] not in {row["id"] for row in rows[:3]}]
+    assert found["val"]["accuracy_unseen"] == pytest.approx(np.mean(unseen))
+    assert "leaked_pictures" not in found["val-blind"]
+    with pytest.raises(ConfigError, match="--also leaks: there are no training rows"):
+        evaluate.run(config | {"data.train": []}, out=tmp_path / "none", also=["leaks"])
+    with pytest.raises(ConfigError, match="--also blind: has no effect with --rescore"):
+        evaluate.run(config, out=tmp_path / "none", also=["blind"], rescore=tmp_path / SAMPLES)
 
 
 def test_one_greedy_answer_is_the_default(tmp_path, judged):

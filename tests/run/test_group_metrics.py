@@ -1,9 +1,12 @@
 """Metrics of hand-made groups, number by number; intervals and pass@k against known numbers."""
 
+from dataclasses import replace
+
 import numpy as np
 from pytest import approx
 
 from saccade.plugins.reports.comparison import independent_difference, maj_at_k, paired_difference
+from saccade.plugins.suites.suite_metrics import four_dimensional
 from saccade.run.metrics import group_metrics, signal_metrics, tool_metrics
 from saccade.run.statistics import bootstrap_mean, mean_interval, pass_at_k, wilson
 
@@ -179,3 +182,18 @@ def test_majority_ignores_silence_and_shares_ties():
     assert maj_at_k([["4", "5"]], [[1.0, 0.0]]) == 0.5
     assert maj_at_k([[None, None]], [[0.0, 0.0]]) == 0.0
     assert maj_at_k([["a", "a", "b"], ["b", "b", "a"]], [[1, 1, 0], [0, 0, 1]]) == 0.5
+
+
+def test_we_maths_scores_are_the_official_ones(build):
+    """Steps and the whole of twelve problems, and what the set's own code makes of them."""
+    right = ["100", "111", "001", "101", "011", "010", "011", "1011", "1111", "1111", "1110", "1010"]
+    groups = []
+    for problem, parts in enumerate(right):
+        steps = len(parts) - 1
+        for number, said in enumerate(parts, 1):
+            key = f"{steps}steps_{number if number <= steps else 'multi'}"
+            group = build.group(build.trajectory(0, float(said)), uid=f"{problem}-{key}")
+            sample = replace(group.sample, extra={"problem_id": problem, "key": key})
+            groups.append(replace(group, sample=sample))
+    assert four_dimensional(groups) == approx({"strict": 0.2916666666666667, "loose": 0.625})
+    assert four_dimensional(groups[:2]) == {}

@@ -1,4 +1,5 @@
-"""Accuracy of parts of a set: by limit of turns, by turns that were used, by category and by source.
+"""Accuracy of parts of a set: by limit of turns, by turns that were used, by category and by source; and by the
+number of answers.
 
 breakdown = Breakdown(limits, lambda: RewardStream(scorer, family))
 groups = collect(..., on_mark=breakdown.submit)
@@ -11,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from saccade.plugins.reports.comparison import maj_at_k
 from saccade.recipes.accuracy import NO_SCORES, Scores, Table, group_accuracy
 from saccade.rollout.episode import Limits
+from saccade.run.statistics import pass_at_k
 from saccade.types import ALWAYS_EXCLUDED, Group, Trajectory
 
 MOST_CATEGORIES = 40
@@ -34,6 +37,7 @@ class Breakdown:
     def tables(self, groups: Sequence[Group], scores: Scores) -> dict[str, Table]:
         """The tables that have rows, by name."""
         tables = {"by_category": by_category(groups, scores), "by_source": by_source(groups, scores)}
+        tables["by_k"] = by_k(groups, scores)
         if self._limits.max_turns > 1:
             tables["by_turns"] = by_turns(groups, scores)
         if self._limits.marks:
@@ -68,6 +72,27 @@ def _by(name: Callable[[Group], str], groups: Sequence[Group], scores: Scores) -
         kind: group_accuracy([group for group in groups if name(group) == kind], scores)
         for kind in (kinds if len(kinds) <= MOST_CATEGORIES else ())
     }
+
+
+def by_k(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
+    """For every number of answers up to that of a question: pass@k, unbiased, and maj@k, of the first k. An item that
+    lost an answer to an error is left out.
+    """
+    own = [group for group in groups if group.sample.data_source not in scores]
+    live = [
+        [t for t in group.trajectories if t.status not in ALWAYS_EXCLUDED and t.outcome is not None] for group in own
+    ]
+    n = max(map(len, live), default=0)
+    whole = [members for members in live if len(members) == n]
+    outcomes = [[float(t.outcome or 0.0) for t in members] for members in whole]
+    answers = [[t.extracted and t.extracted.strip().casefold() for t in members] for members in whole]
+    binary = all(value in (0.0, 1.0) for values in outcomes for value in values)
+    table: Table = {}
+    for k in range(1, n + 1) if n > 1 else ():
+        majority = maj_at_k([said[:k] for said in answers], [values[:k] for values in outcomes])
+        passed = {"pass@k": float(np.mean([pass_at_k(n, int(sum(v)), k) for v in outcomes]))} if binary else {}
+        table[str(k)] = passed | {"maj@k": majority}
+    return table
 
 
 def by_limit(groups_under: Mapping[int, Sequence[Group]], scores: Scores = NO_SCORES) -> Table:

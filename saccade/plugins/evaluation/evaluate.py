@@ -5,7 +5,7 @@ saccade eval run.yaml --rescore runs/run-eval/samples.jsonl
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
@@ -19,15 +19,17 @@ from saccade.config import Config, load, on_one_gpu
 from saccade.errors import ConfigError
 from saccade.plugins.check_data.row_warnings import unused_rewards, warn_of_rewards
 from saccade.plugins.evaluation.answering import answering_family, evaluator_of
+from saccade.plugins.evaluation.checks_of_sets import BLIND, leak_metrics, leaked, sight_gain, with_blind
 from saccade.plugins.evaluation.results import VERDICT, places, read_lines, remove_if_empty, write_files, write_results
 from saccade.plugins.reports.report import table_lines, write_eval_report
 from saccade.plugins.reports.rollout_record import rollout_row
 from saccade.plugins.reports.trajectories import TrajectoryWriter
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.reward_card import read_card
-from saccade.plugins.suites.suites import suite_sets, unusual, with_pairs, with_rewards
+from saccade.plugins.suites.suite_metrics import suite_metrics
+from saccade.plugins.suites.suites import SUITES, suite_sets, unusual, with_pairs, with_rewards
 from saccade.recipes import model_setup, parts, questions
-from saccade.recipes.accuracy import items_of, score_terms
+from saccade.recipes.accuracy import items_of, score_terms, with_interval
 from saccade.recipes.evaluator import Result, describe, verdict_metrics
 from saccade.recipes.failures import check_errors
 from saccade.recipes.to_trajectory import written
@@ -42,16 +44,26 @@ from saccade.types import STATUS_OF_END, Group, Media, Rendered, Sample, Traject
 
 log = logging.getLogger(__name__)
 
+ALSO = ("blind", "leaks")
 FILES = (RESULTS, "samples.jsonl", "report.html", QUARANTINE)
 # Of a stored row, what a reward reads under the same name.
 NEEDED = ["id", "response", "data_source", "prompt", "choices", "extra", "end_reason", "think_prefilled"]
 
 
-def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) -> dict[str, Any]:
+def run(
+    config: Any, *, out: Path | None = None, rescore: Path | None = None, also: Collection[str] = ()
+) -> dict[str, Any]:
     """Every set of `data.val` and `eval.suites`; writes results.json, samples.jsonl and report.html
-    into `out`.
+    into `out`. Also `blind`: sets with pictures without them; `leaks`: which items data.train has, too.
     """
     config = load(config)
+    judges = bool(config.model.path and read_card(config.model.path))
+    for name in also:
+        if name not in ALSO:
+            raise ConfigError(f"--also {name}: expected one of {', '.join(ALSO)}")
+        if rescore or judges:
+            other = "--rescore, which asks nothing" if rescore else "a reward model, which judges pairs"
+            raise ConfigError(f"--also {name}: has no effect with {other}; leave it out")
     checks.check(config, "eval" if rescore is None else "rescore")
     config = on_one_gpu(config).model_copy(update={"reward": with_rewards(config.reward, config.eval)})
     model_setup.quiet_libraries()
@@ -59,14 +71,20 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
     with remove_if_empty(folder):
         if rescore is not None:
             return _rescore(config, folder, Path(rescore))
-        if config.model.path and read_card(config.model.path):
+        if judges:
             return reward_training.evaluate(with_pairs(config), folder)
-        return _evaluate(config, folder, answers)
+        return _evaluate(config, folder, answers, also)
 
 
-def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
+def _evaluate(config: Config, folder: Path, answers: Path, also: Collection[str]) -> dict[str, Any]:
     family = answering_family(config)
     sets = questions.validation_sets(config, family) | suite_sets(config, family)
+    if "leaks" in also and not config.data.train:
+        raise ConfigError(
+            "--also leaks: there are no training rows to compare with; name them in data.train of the file"
+        )
+    seen = leaked(sets, questions.load_prompts(config, config.data.train, family).samples) if "leaks" in also else {}
+    sets = with_blind(sets) if "blind" in also else sets
     opened = evaluator_of(config, family, folder, answers=answers, command="eval", name=folder.name)
     with closing(TrajectoryWriter(folder)) as writer, opened as (evaluator, console):
         for dataset in sets.values():
@@ -77,8 +95,15 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
             with console.phase(name):
                 results.append(evaluator.evaluate(name, dataset))
             log.info(describe(results[-1]))
-            if note := unusual(name, config.val.n):
-                log.info(note)
+            if name in seen:
+                results[-1] = _noted(results[-1], leak_metrics(results[-1], seen[name], results[-1].scores))
+            if name.endswith(BLIND) and name.removesuffix(BLIND) == results[-2].name:
+                results[-2] = _noted(results[-2], sight_gain(results[-2], results[-1]))
+            if name in config.eval.suites:
+                if note := unusual(name, config.val.n):
+                    log.info(note)
+                more = suite_metrics(SUITES[name], results[-1].groups, results[-1].tables)
+                results[-1] = _noted(results[-1], more)
             for line in table_lines(name, results[-1].tables):
                 log.info(line)
             stored, scores = results[-1].groups[: config.val.log_generations], results[-1].scores
@@ -95,6 +120,14 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
     for result in results:  # only now: no answer is lost
         check_errors(result.groups, config.reward, config.env)
     return summary
+
+
+def _noted(result: Result, found: Mapping[str, float]) -> Result:
+    """With further metrics, which are shown."""
+    if not found:
+        return result
+    log.info(f"{result.name}: " + "  ".join(with_interval(found, name) for name in found if "_ci_" not in name))
+    return replace(result, metrics={**result.metrics, **found})
 
 
 # -- answers that are scored again ------------------------------------------------------------------

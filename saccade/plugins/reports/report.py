@@ -70,6 +70,7 @@ TITLES = {
     "by_turns": ("by turns that were used", "turns used"),
     "by_category": ("by category", "category"),
     "by_source": ("by source", "source"),
+    "by_k": ("by number of answers", "k"),
 }
 LABELS = {"overturn_frac": "cut off", "turns_mean": "turns", "all_rotations": "all rotations"}
 COUNTS = ("items", "episodes", "turns_mean")  # numbers that are no shares
@@ -270,7 +271,10 @@ def _curve(name: str, points: Sequence[Point]) -> Curve:
 
 
 def table_lines(name: str, found: Mapping[str, Any]) -> list[str]:
-    """The tables of one set as lines of text."""
+    """The tables of one set as lines of text; of many numbers of answers the powers of two and the last."""
+    ks = found.get("by_k") or {}
+    shown = {k: row for k, row in ks.items() if int(k).bit_count() == 1 or k == [*ks][-1]}
+    found = {**found, "by_k": shown}
     return [line for table in _tables(name, found) for line in text_table(table)]
 
 

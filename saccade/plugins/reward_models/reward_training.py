@@ -18,11 +18,13 @@ from saccade.data.datasets import Dataset
 from saccade.errors import ConfigError
 from saccade.forest.batch import Batch
 from saccade.plugins.evaluation.results import write_files
+from saccade.plugins.reports.report import table_lines
 from saccade.plugins.reward_models.reward_card import RewardCard, read_card, write_card
 from saccade.plugins.reward_models.reward_losses import RewardLoss, StepsLoss, measured, train_ratings
 from saccade.plugins.reward_models.reward_rows import held_out, named, rows_of, with_statistics
+from saccade.plugins.suites.suites import in_category
 from saccade.recipes import model_setup, offline_loop, parts, questions
-from saccade.recipes.accuracy import with_interval
+from saccade.recipes.accuracy import Table, accuracy, with_interval
 from saccade.run import statistics
 from saccade.run.console import Console
 from saccade.run.folder import RESULTS
@@ -116,12 +118,17 @@ def evaluate(config: Config, folder: Path) -> dict[str, Any]:
             left_out = quarantine.left_out(dataset)
             found = {n.removeprefix(f"{name}/"): value for n, value in named(metrics.means(), name).items()}
             found |= intervals(loss, batches, outputs) | {"items": len(samples), "left_out": left_out}
-            summary[name] = found
+            pairs = _scored(card.heads, batches, outputs)
+            kinds = {sample.id: str(in_category(sample).extra.get("category") or "") for sample in samples}
+            tables = _by_category(pairs, kinds)
+            summary[name] = {**found, **tables}
             log.info(f"{name}: {with_interval(found, 'accuracy')}  items {len(samples)}  rows left out {left_out}")
             if dataset.aside:
                 log.info(f"{name}: {dataset.summary}")
                 quarantine.record(dataset.aside)
-            listed += [{"set": name, **row} for row in _scored(card.heads, batches, outputs)]
+            for line in table_lines(name, tables):
+                log.info(line)
+            listed += [{"set": name, **row, "extra": {"category": kinds[row["id"]]}} for row in pairs]
         write_files(folder, summary, listed)
         log.info(f"{RESULTS}, samples.jsonl are in {folder}")
     return summary
@@ -157,6 +164,15 @@ def _ends(prefix: str, values: np.ndarray) -> dict[str, float]:
         return {}
     low, high = np.clip(statistics.mean_interval(values), 0.0, 1.0).tolist()
     return {f"{prefix}ci_low": low, f"{prefix}ci_high": high}
+
+
+def _by_category(pairs: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]) -> dict[str, Table]:
+    """Pairs in the right order by the first head, for sets whose rows say what they are about."""
+    right: dict[str, list[np.ndarray]] = {}
+    for pair in pairs:
+        chosen, rejected = (next(iter(pair[side].values())) for side in ("chosen", "rejected"))
+        right.setdefault(kinds[pair["id"]], []).append(np.array([float(chosen > rejected)]))
+    return {"by_category": {kind: accuracy(right[kind]) for kind in sorted(right)}} if right.keys() - {""} else {}
 
 
 def _as_trained(config: Config, card: RewardCard) -> Config:

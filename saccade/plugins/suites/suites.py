@@ -11,7 +11,6 @@ a set itself says about that is left out (`suite_rows.py`).
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +115,7 @@ def suite_sets(config: Config, family: Family) -> dict[str, Dataset]:
         plain: dict[str, Any] = {"format": "auto", "keys": {}, "pair_view": "verdict" if pairs else "apart"}
         own = config.model_copy(update={"data": config.data.model_copy(update=plain)})
         loaded = load_prompts(own, suite_sources(name, config.eval), family, None if pairs else suite.row)
-        sets[name] = require_rows(map_samples(loaded, partial(in_category, suite)), f"eval.suites: {name}")
+        sets[name] = require_rows(map_samples(loaded, in_category), f"eval.suites: {name}")
     return sets
 
 
@@ -130,11 +129,13 @@ def with_pairs(config: Config) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"val": (*config.data.val, *more)})})
 
 
-def in_category(suite: Suite, sample: Sample) -> Sample:
-    """Pairs are read by their mapping, which leaves the columns of a row as they are."""
-    if suite.mapping == "none" or "category" not in suite.columns:
+def in_category(sample: Sample) -> Sample:
+    """Pairs of a suite are read by their mapping, which leaves the columns of a row as they are."""
+    suite = SUITES.get(sample.data_source)
+    if suite is None or suite.mapping == "none":
         return sample
-    named = category_of({**sample.extra, "id": sample.id}, suite.columns["category"])
+    id = sample.id.removeprefix(f"{sample.data_source}/")  # of a held-out pair
+    named = category_of({**sample.extra, "id": id}, suite.columns["category"])
     kinds = {value: kind for kind, values in suite.categories.items() for value in values}
     # A value may be the beginning of an id, such as that of the set which a pair is from.
     known = next((value for value in (named, re.split(r"[-_]", named.lower())[0]) if value in kinds), None)
@@ -143,6 +144,6 @@ def in_category(suite: Suite, sample: Sample) -> Sample:
 
 def unusual(name: str, n: int) -> str:
     """What to say where an evaluation takes another number of answers than the set's authors report."""
-    usual = SUITES[name].protocol if name in SUITES else ""
+    usual = SUITES[name].protocol
     wanted = re.fullmatch(r"avg@(\d+)", usual)
     return f"{name}: usually reported as {usual}; this is val.n={n}" if wanted and int(wanted[1]) != n else ""

@@ -20,6 +20,7 @@ from saccade.plugins.reward_models.reward_losses import RatingLoss, StepsLoss
 from saccade.plugins.reward_models.reward_rows import rows_of
 from saccade.recipes import model_setup
 from saccade.run.statistics import mean_interval, wilson
+from tests.public_sets import write_all
 from tests.recipes.reward_model.judged import DEEP, MARK, PROCESS, scores_of
 
 
@@ -60,6 +61,17 @@ def test_eval_of_a_reward_model_judges_the_rows(trained, deep, config, rows, tmp
     assert found["accuracy"] == (np.diff(scores_of(deep, config(tmp_path))) < 0).mean()
     with pytest.raises(ConfigError, match=r"judges rows; try data\.val="):
         reward_training.evaluate(load({"model.path": str(deep)}), tmp_path)  # suites have none
+
+
+def test_eval_of_a_reward_model_on_public_pairs(trained, tmp_path, image):
+    folder = write_all(tmp_path / "data", image, ["rewardbench", "gsm8k"])
+    own = {"prompt.format": "direct", "prompt.instruction": "", "run.device": "cpu", "model.path": str(trained)}
+    own |= {"eval.folder": str(folder), "eval.suites": ["rewardbench"]}
+    [(name, found)] = saccade.evaluate(own, out=tmp_path / "eval").items()
+    assert (name, found["items"]) == ("rewardbench", 1) and found["by_category"]["Chat"]["items"] == 1
+    assert found["by_category"]["Chat"]["accuracy"] == found["accuracy"]
+    with pytest.raises(ConfigError, match="compares pairs, and gsm8k has none; try one of rewardbench, vl_rewardbench"):
+        saccade.evaluate(own | {"eval.suites": ["gsm8k"]}, out=tmp_path / "none")
 
 
 def test_a_deep_head_learns_and_its_folder_is_a_whole_model(deep, config, tmp_path, word_model):

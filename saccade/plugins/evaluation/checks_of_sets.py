@@ -1,0 +1,86 @@
+"""What a score may owe to (`eval --also`): questions that need no picture, and items of the training data.
+
+sets = with_blind(sets)
+seen = leaked(sets, load_prompts(config, config.data.train, family).samples)
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from saccade.data.dataset import Dataset
+from saccade.plugins.reports.comparison import paired_difference
+from saccade.recipes.accuracy import Scores, group_accuracy, items_of
+from saccade.recipes.evaluator import Result
+from saccade.recipes.questions import map_samples
+from saccade.types import Sample
+
+BLIND = "-blind"
+Leaks = Mapping[str, set[str]]  # kind of what is shared -> ids of items
+
+
+def with_blind(sets: Mapping[str, Dataset]) -> dict[str, Dataset]:
+    """Behind each set with pictures or sounds the same questions without them."""
+    found: dict[str, Dataset] = {}
+    for name, dataset in sets.items():
+        found[name] = dataset
+        if any(sample.media for sample in dataset.samples):
+            found[name + BLIND] = map_samples(dataset, _without_media)
+    return found
+
+
+def _without_media(sample: Sample) -> Sample:
+    messages = [
+        replace(message, parts=tuple(part for part in message.parts if isinstance(part, str)))
+        for message in sample.messages
+    ]
+    return replace(sample, messages=tuple(messages))
+
+
+def sight_gain(seeing: Result, blind: Result) -> dict[str, float]:
+    """How much more is right with the pictures than without, over the items that both have, with the interval."""
+    means = [_means(result) for result in (blind, seeing)]
+    shared = [key for key in means[0] if key in means[1]]
+    if not shared:
+        return {}
+    mean, low, high = paired_difference(*([own[key] for key in shared] for own in means))
+    return {"sight_gain": mean, "sight_gain_ci_low": low, "sight_gain_ci_high": high}
+
+
+def _means(result: Result) -> dict[str, float]:
+    items = zip(result.groups, items_of(result.groups), strict=True)
+    return {group.sample.id: float(values.mean()) for group, (_, values) in items if len(values)}
+
+
+# -- training data ----------------------------------------------------------------------------------
+
+
+def leaked(sets: Mapping[str, Dataset], training: Iterable[Sample]) -> dict[str, Leaks]:
+    """Of each set the items whose picture, or whose question word by word, training rows have, too."""
+    pictures, questions = set[str](), set[str]()
+    for sample in training:
+        pictures |= {medium.hash for medium in sample.media}
+        questions.add(_words(sample))
+    return {
+        name: {
+            "picture": {s.id for s in dataset.samples if any(medium.hash in pictures for medium in s.media)},
+            "question": {s.id for s in dataset.samples if _words(s) in questions},
+        }
+        for name, dataset in sets.items()
+    }
+
+
+def _words(sample: Sample) -> str:
+    """All texts, as they are asked; where pictures make the question, they must be the same."""
+    asked = " ".join(message.text for message in sample.messages).casefold().split()
+    return " ".join([*asked, *sorted(medium.hash for medium in sample.media)])
+
+
+def leak_metrics(result: Result, leaks: Leaks, scores: Scores) -> dict[str, Any]:
+    """How many items are in the training data, and the accuracy of the others."""
+    seen = set[str]().union(*leaks.values())
+    rest: Sequence[Any] = [group for group in result.groups if group.sample.id not in seen]
+    found: dict[str, Any] = {f"leaked_{kind}s": float(len(ids)) for kind, ids in leaks.items()}
+    if seen and rest and (others := group_accuracy(rest, scores)).get("accuracy") is not None:
+        found["accuracy_unseen"] = others["accuracy"]
+    return found
