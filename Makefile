@@ -38,6 +38,7 @@ lint: $(VENV)/.installed-test  ## ruff and mypy
 docs: $(VENV)/.installed  ## write the reference tables of docs/ from the code
 	$(RUN) scripts/config_reference.py
 	$(RUN) scripts/algorithm_reference.py
+	$(RUN) scripts/feature_ledger.py
 
 site: $(VENV)/.installed-site  ## write the documentation as a site to site/
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

@@ -32,3 +32,20 @@ def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
     named = set(re.findall(r'id="([^"]+)"', text))
     return named | {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def test_the_ledger_of_features_names_what_there_is() -> None:
+    from saccade.cli import app
+    from scripts.feature_ledger import PAGE, STATES, rows, text
+
+    table = rows()
+    assert [*table] == [f"F-{number:03}" for number in range(1, 123)]
+    commands = {one.name for one in app.registered_commands} | {"data"}
+    for name, (state, _, shown, missing) in table.items():
+        assert state in STATES and bool(missing) == (state != "works") and bool(shown) == (state != "missing"), name
+        for one in shown:
+            word, _, rest = one.partition(" ")
+            assert rest.split()[0] in commands if word == "saccade" else (ROOT / one).is_file(), f"{name}: {one}"
+            files = [part for part in rest.split() if part.startswith("configs/")]
+            assert all((ROOT / file).is_file() for file in files), f"{name}: {one}"
+    assert PAGE.read_text(encoding="utf-8") == text(), "run: make docs"
