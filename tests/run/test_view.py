@@ -179,7 +179,7 @@ def test_two_runs_side_by_side(browser, server):
     verdicts = "[...document.querySelectorAll('.two .chip.right, .two .chip.wrong')].map(e => e.textContent).join()"
     browser.until(f"{verdicts} === 'wrong,wrong,truncated: 3 is not 4,right,wrong,truncated'")
     look(browser, view="sides", run="first", tint="entropy", left="train \u00b7 step 1", right="train \u00b7 step 2")
-    browser.until("!!document.querySelector('.two')?.textContent.includes('algorithm.old=recompute stores it')")
+    browser.until("!!document.querySelector('.two')?.textContent.includes('stored with algorithm.old=recompute')")
     assert troubles(browser, server) == []
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
+from saccade.errors import DataError
 from saccade.plugins.reports.episodes import Record, question_of, shortened, verdict_of
 from saccade.run.folder import CHECKPOINTS, CONFIG, METRICS, RESULTS, TRAJECTORIES
 
@@ -44,6 +45,7 @@ class Runs:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._files: dict[Path, tuple[tuple[int, int], list[Stored]]] = {}
+        self._seen: dict[Path, dict[Path, None]] = {}  # of a run, the files in the order in which they came
         self._lock = Lock()
 
     def folders(self) -> dict[str, Path]:
@@ -63,8 +65,13 @@ class Runs:
         return [_stamp(file) for file in files if file.exists()]
 
     def rollouts(self, folder: Path) -> list[Stored]:
-        """All of a run, newest step last, those of training first."""
-        found = [one for file in _rollout_files(folder) for one in self._of_file(file)]
+        """All of a run by step, those of training first. What comes later is behind: a place stays one's own."""
+        files = _rollout_files(folder)
+        with self._lock:
+            known = self._seen.setdefault(folder, {})
+            known |= dict.fromkeys(files)
+            order = [file for file in known if file in files]
+        found = [one for file in order for one in self._of_file(file)]
         if not (folder / SAMPLES).exists():
             return found
         whole = {(one.row[0], *one.row[2:4]) for one in found}  # set, id and sample
@@ -92,15 +99,19 @@ def _stamp(file: Path) -> tuple[int, int]:
 def _rollout_files(folder: Path) -> list[Path]:
     root = folder / TRAJECTORIES
     files = [*root.glob("step-*.jsonl"), *root.glob("val/*/step-*.jsonl")]
-    return sorted(files, key=lambda file: (len(file.parts), file.parent, int(file.stem.removeprefix("step-"))))
+    return sorted(files, key=lambda file: (int(file.stem.removeprefix("step-")), len(file.parts), file))
 
 
 def _read(file: Path) -> Iterator[Stored]:
     start = 0
     with file.open("rb") as lines:
-        for line in lines:
-            record = _record(file, BY_TOKEN.sub(rb'"\1": []', line))
-            yield Stored(file, start, len(line), _row(record), _words(record))
+        for number, line in enumerate(lines, 1):
+            try:
+                record = _record(file, BY_TOKEN.sub(rb'"\1": []', line))
+                yield Stored(file, start, len(line), _row(record), _words(record))
+            except (ValueError, LookupError, TypeError) as error:
+                why = f"{type(error).__name__}: {error}"
+                raise DataError(f"{file}, line {number} is no stored rollout ({why}); move the file away") from error
             start += len(line)
 
 

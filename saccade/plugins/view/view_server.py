@@ -7,6 +7,7 @@ import io
 import json
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, Response
 from PIL import Image
 
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, DataError
 from saccade.plugins.reports.episodes import data_url, episode_of, inside, question_of
 from saccade.plugins.reports.report import eval_report, run_facts, run_report
 from saccade.plugins.reports.report_page import page_with, plain
@@ -48,7 +49,7 @@ def list_runs(runs: Runs) -> list[Json]:
         stamp = runs.stamp(folder)
         written = max((time for time, _ in stamp), default=0) / 1e9
         facts = _facts(folder, _file_stamp(folder / METRICS), _file_stamp(folder / RESULTS))
-        listed.append({"name": name, "facts": facts, "age": time() - written, "stamp": hash(tuple(stamp))})
+        listed.append({"name": name, "facts": facts, "age": time() - written, "stamp": str(hash(tuple(stamp)))})
     return sorted(listed, key=lambda run: run["age"])
 
 
@@ -215,9 +216,10 @@ def serve(folder: Path, *, host: str, port: int, token: bool) -> None:
 
 
 def _read_all(runs: Runs) -> None:
-    """Indexes are ready when they are asked for."""
+    """Indexes are ready when they are asked for; what is wrong is said then."""
     for folder in runs.folders().values():
-        runs.rollouts(folder)
+        with suppress(DataError):
+            runs.rollouts(folder)
 
 
 # -- a file ----------------------------------------------------------------------------------------
@@ -225,10 +227,12 @@ def _read_all(runs: Runs) -> None:
 
 def write_page(folder: Path, out: Path) -> None:
     """Everything in one file that needs no server; of each run the first rollouts alone."""
-    runs, data = _opened(folder), dict[str, Any](live=False, runs=[], run={}, index={}, brief={}, rollouts={})
-    data["runs"] = list_runs(runs)
+    runs = _opened(folder)
+    data = dict[str, Any](live=False, runs=list_runs(runs), run={}, index={}, brief={}, rollouts={}, left_out={})
     for name, path in runs.folders().items():
-        places = range(min(len(runs.rollouts(path)), MOST_IN_FILE))
+        stored = len(runs.rollouts(path))
+        places = range(min(stored, MOST_IN_FILE))
+        data["left_out"][name] = stored - len(places)
         data["run"][name] = show_run(runs, name)
         data["index"][name] = {column: values[: len(places)] for column, values in list_rollouts(runs, name).items()}
         data["brief"][name] = brief_rollouts(runs, name, places)
