@@ -118,13 +118,17 @@ def export(
     adapter_only: Annotated[
         bool, typer.Option("--adapter-only", help="Write the LoRA adapter for peft, nothing else.")
     ] = False,
+    dcp: Annotated[bool, typer.Option("--dcp", help="Write a checkpoint of torch DCP instead.")] = False,
     like: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Of a ZeRO checkpoint: a folder with the config of its model.")
+        Path | None, typer.Option(metavar="DIR", help="Of a sharded checkpoint: a folder with the config of its model.")
     ] = None,
 ) -> None:
-    """Write a stand-alone Hugging Face folder from a checkpoint, also one of DeepSpeed's ZeRO."""
+    """Write a stand-alone Hugging Face folder from a checkpoint, also one of DeepSpeed's ZeRO, of FSDP or DCP."""
     import_module("saccade.recipes.model_setup").quiet_libraries()
     exporting = import_module("saccade.plugins.export.export")
+    if dcp:
+        print(f"wrote {exporting.export_dcp(checkpoint, out)}")
+        return
     folder = exporting.export(checkpoint, out, dtype, verify, adapter_only, like)
     print(f"wrote {folder}{exporting.pictures(folder)}")
 

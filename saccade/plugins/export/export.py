@@ -5,14 +5,17 @@ export(Path("runs/geo/checkpoints/step-100"), Path("my-model"), dtype="bfloat16"
 """
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import load_family
 from saccade.models.files import described, require_intact
 from saccade.models.load import DTYPES, load_model
+from saccade.plugins.export.sharded_weights import sharded_folder, sharded_weights, write_dcp
 from saccade.plugins.export.zero_weights import zero_folder, zero_weights
 from saccade.system.disk import require_writable
 
@@ -27,15 +30,16 @@ def export(
     adapter_only: bool = False,
     like: str | Path | None = None,
 ) -> Path:
-    """`checkpoint` is a step folder or a run folder (its latest checkpoint). Logits of both are
+    """`checkpoint` is a step folder or a run folder (its latest checkpoint). Log-probs of both are
     compared. Adapters come along as they were trained, or are all that is written. Or it is one of
-    DeepSpeed's ZeRO, and `like` a folder with the config of its model, if it has none itself.
+    DeepSpeed's ZeRO or of FSDP, and `like` a folder with the config of its model, if it has none itself.
     """
     checkpoint, out = Path(checkpoint), Path(out)
     if dtype not in (None, *DTYPES):
         raise ConfigError(f"dtype {dtype!r} is not known; use {' or '.join(DTYPES)}")
-    if zero := zero_folder(checkpoint):
-        return _from_zero(zero, Path(like or checkpoint), out, dtype, verify)
+    for find, read in ((zero_folder, zero_weights), (sharded_folder, sharded_weights)):
+        if found := find(checkpoint):
+            return _from_parts(found, read(found), _described_by(like, checkpoint, found), out, dtype, verify)
     source = checkpoint_of(checkpoint)
     adapter = source / ADAPTER
     if adapter_only and not adapter.is_dir():
@@ -65,24 +69,54 @@ def _require_empty(out: Path) -> None:
         raise ConfigError(f"{out} exists and is not empty; give another folder")
 
 
-def _from_zero(zero: Path, like: Path, out: Path, dtype: str | None, verify: bool) -> Path:
+def _described_by(like: str | Path | None, *places: Path) -> Path:
+    """The folder with the config of the model: verl writes one beside its parts."""
+    for folder in [Path(like)] if like else [place / name for place in places for name in (".", "huggingface")]:
+        if (folder / "config.json").is_file():
+            return folder
+    named = like or places[0]
+    raise ConfigError(f"{named} has no config.json; give --like MODEL, the folder that the training began with")
+
+
+def _from_parts(
+    parts: Path, weights: dict[str, Tensor], like: Path, out: Path, dtype: str | None, verify: bool
+) -> Path:
     """Names are checked by opening what was written: there are no logits to compare."""
     from huggingface_hub import save_torch_state_dict
 
-    if not (like / "config.json").is_file():
-        raise ConfigError(f"{like} has no config.json; give --like MODEL, the folder that the training began with")
     _require_empty(out)
-    kind, weights = DTYPES[dtype] if dtype else None, zero_weights(zero)
+    kind = DTYPES[dtype] if dtype else None
     if adapters := [name for name in weights if ".lora_" in name]:
-        raise ConfigError(f"{zero}: it holds adapters ({adapters[0]}); merge those that were saved beside it with peft")
+        raise ConfigError(
+            f"{parts}: it holds adapters ({adapters[0]}); merge those that were saved beside it with peft"
+        )
+    if described(like, "config.json").get("tie_word_embeddings") and "lm_head.weight" in weights:
+        del weights["lm_head.weight"]  # the embedding, once more
     cast = {name: each.to(kind) if each.is_floating_point() else each for name, each in weights.items()}
     out.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(cast, out, metadata={"format": "pt"})
-    for path in like.iterdir():
-        if path.suffix in (".json", ".jinja", ".txt", ".model", ".py") and not path.name.endswith(".index.json"):
-            shutil.copy2(path, out)
+    _copy_description(like, out)
     if verify:
         load_model(load_family(str(out)), dtype=torch.float32, device=torch.device("cpu"))
+    return out
+
+
+def _copy_description(model: Path, out: Path) -> None:
+    for path in model.iterdir():
+        if path.suffix in (".json", ".jinja", ".txt", ".model", ".py") and not path.name.endswith(".index.json"):
+            shutil.copy2(path, out)
+
+
+def export_dcp(checkpoint: str | Path, out: str | Path) -> Path:
+    """A model folder or checkpoint as one of torch's distributed checkpoints, for systems that train with FSDP."""
+    source, out = checkpoint_of(Path(checkpoint)), Path(out)
+    _require_empty(out)
+    require_intact(source)
+    family = load_family(str(source))
+    stored = str(described(source).get("dtype") or described(source).get("torch_dtype") or "float32")
+    model = load_model(family, dtype=DTYPES.get(stored, torch.float32), device=torch.device("cpu"))
+    write_dcp(model.state_dict(), out)
+    _copy_description(source, out)
     return out
 
 
@@ -121,23 +155,24 @@ def _convert(source: Path, out: Path, dtype: str) -> None:
 
 
 def _compare(source: Path, out: Path, *, exact: bool) -> None:
-    """The same few tokens through both folders."""
+    """The same two questions, with pictures where the model sees, through both folders."""
     import numpy as np
 
     from saccade.forest.packing import pack
-    from saccade.recipes.to_trajectory import document
+    from saccade.plugins.doctor.agreement import questions
+    from saccade.recipes.to_trajectory import dialogue
     from saccade.trainer import Scoring
     from saccade.trainer.local import LocalBackend
-    from saccade.types import Message, Sample
+    from saccade.types import Message
 
-    results = []
+    answer, results = Message(role="assistant", parts=("1 2 3 4 5 6 7 8 9",)), []
     for folder in (source, out):
         family = load_family(str(folder))
         model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
-        sample = Sample(id="probe", messages=(Message(role="user", parts=("1 2 3 4 5 6 7 8 9",)),))
-        group = document(sample, family, max_tokens=64)
-        batches = pack([group], micro_tokens=64)
-        results.append(LocalBackend(model, family).logprobs(batches, Scoring(ban=False))[0][0])
+        asked = [replace(sample, messages=(*sample.messages, answer)) for sample in questions(family)]
+        groups = [dialogue(sample, family, loss_on="all") for sample in asked]
+        scored = LocalBackend(model, family).logprobs(pack(groups, micro_tokens=1 << 30), Scoring(ban=False))
+        results.append(np.concatenate([logprobs for logprobs, _ in scored]))
     gap = float(np.abs(results[0] - results[1]).max())
     if not gap <= (0.0 if exact else 0.5):
         raise EnvironmentProblem(f"{out}: log-probs differ from the checkpoint's by {gap:.3g}")
