@@ -27,8 +27,8 @@ from saccade.errors import EnvironmentProblem
 DESCRIBED, OF_RANKS = ".metadata", "model_world_size_*_rank_*.pt"
 WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|^module)\.")
 RECORDS = {  # what a description consists of, beside types of numbers
-    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
-    "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
     "torch.serialization": "_get_layout",
     "torch": "Size",
@@ -38,7 +38,7 @@ RECORDS = {  # what a description consists of, beside types of numbers
 
 
 def sharded_folder(checkpoint: Path) -> Path | None:
-    """The folder with such files: this one, or the only one of its folders that has them; None: there is none."""
+    """The folder with such files: this one, or the first of its folders that has them and is no critic."""
     found = [folder for folder in (checkpoint, *sorted(checkpoint.glob("*/"))) if _is_sharded(folder)]
     models = [folder for folder in found if "optim" not in folder.name and "critic" not in folder.name]
     return models[0] if models else None
@@ -126,7 +126,7 @@ def _of_ranks(folder: Path) -> dict[str, Tensor]:
     return {name: _joined(name, [rank[name] for rank in ranks]) for name in ranks[0]}
 
 
-def _joined(name: str, parts: list[Tensor]) -> Tensor:
+def _joined(name: str, parts: list[Any]) -> Tensor:
     first = parts[0]
     if not isinstance(first, DTensor):
         return first
