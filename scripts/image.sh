@@ -10,7 +10,7 @@ case $kind in
   *) echo "$kind: give cpu or cuda" >&2; exit 2 ;;
 esac
 wheels=(dist/*.whl)
-[ -f "${wheels[0]}" ] && [ ${#wheels[@]} = 1 ] || { echo "dist/: expected one wheel; run make clean wheel" >&2; exit 2; }
+[ -f "${wheels[0]}" ] && [ ${#wheels[@]} = 1 ] || { echo "dist/: expected one wheel; try rm -r dist && make wheel" >&2; exit 2; }
 python3 -m venv "$folder"
 "$folder/bin/pip" install --no-cache-dir ${index:+--extra-index-url "$index"} -c constraints.txt "${wheels[0]}[$extras]"
 cd /  # no file of the source tree
