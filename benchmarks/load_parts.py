@@ -4,8 +4,8 @@
     python benchmarks/load_parts.py 14b 8 --alone             # one rank of 8 on a GPU; collectives do nothing
 
 Weights are random, in a temporary folder (14b: 28 GB). Prints a JSON object for each rank and way: seconds, the most
-GiB of the GPU, and the most GiB of main memory that are no pages of a file, from before the weights are read to a
-backend that is ready to train.
+GiB of the GPU, and the most GiB of main memory that are no pages of a file: until the weights are read, until a
+backend is ready to train, and what a whole copy for generation takes after that, at most.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from one_rank import be_alone
 from saccade.config import load
 from saccade.models.families import load_family
 from saccade.plugins.families import tiny_kinds
+from saccade.plugins.ranks.by_rows import make_whole
 from saccade.recipes import model_setup
 
 CUDA = torch.cuda.is_available()
@@ -67,6 +68,10 @@ def measured(folder: Path, gpus: int, dtype: str, parts: bool) -> dict[str, Any]
     model = model_setup.load_policy(config, family, divided=parts)
     loaded = max(seen) - before, torch.cuda.max_memory_allocated() / 2**30 if CUDA else None
     backend = model_setup.learner(config, model, family)
+    ready = anonymous(), max(seen)
+    seen[:] = [ready[0]]
+    copy = model_setup.load_policy(config, family, divided=parts)
+    make_whole(copy.parameters())
     ended.set()
     weights = sum(t.nbytes for _, t in backend.local_weights()) / 2**30
     state = sum(t.nbytes for t in backend.optimizer.state().values()) / 2**30  # type: ignore[union-attr]
@@ -74,8 +79,9 @@ def measured(folder: Path, gpus: int, dtype: str, parts: bool) -> dict[str, Any]
         "read": "rows" if parts else "whole",
         "seconds": round(time.perf_counter() - began, 1),
         "gpu_gib": [loaded[1], torch.cuda.max_memory_allocated() / 2**30] if CUDA else None,
-        "host_gib": [round(loaded[0], 3), round(max(seen) - before, 3)],
+        "host_gib": [round(loaded[0], 3), round(ready[1] - before, 3), round(max(seen) - ready[0], 3)],
         "weights_gib": round(weights, 3),
+        "copy_gib": round(sum(p.nbytes for p in copy.parameters()) / 2**30, 3),
         "state_gib": round(state, 3),
     }
 

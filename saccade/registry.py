@@ -72,7 +72,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("hooks", "ranks.rank_trainer", "start_several=start_policy"),
     ("hooks", "ranks.divided", "divided_optimizer=DividedOptimizer"),
     ("hooks", "ranks.sequence", "divided_backend=rank_backend"),
-    ("hooks", "ranks.parted", "parted=parted_by"),
+    ("hooks", "ranks.by_rows", "by_rows=by_rows_of"),
     ("hooks", "ranks.sharded", "gathered"),
     ("hooks", "reports.diagnosis", "diagnose unread_answers"),
     ("hooks", "reports.trajectories", "trajectories=TrajectoryWriter"),

@@ -52,10 +52,10 @@ def load_model(
     trust_remote_code: bool = False,
     options: Mapping[str, Any] | None = None,
     seed: int = 0,
-    parted: Any = None,
+    by_rows: Any = None,
 ) -> nn.Module:
     """Refuses a folder whose tensors do not match the architecture, name by name. `options` are
-    more of `from_pretrained`; `seed` draws what no folder holds yet; `parted` reads what is divided
+    more of `from_pretrained`; `seed` draws what no folder holds yet; `by_rows` reads what is divided
     among processes, so that this one has its rows.
     """
     import transformers
@@ -65,7 +65,7 @@ def load_model(
     auto = getattr(transformers, family.spec.auto_class)
     settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, "output_loading_info": True, **(options or {})}
     load = partial(auto.from_pretrained, family.path, **settings)
-    model, info = load() if parted is None else parted.read(load, family, device)
+    model, info = load() if by_rows is None else by_rows.read(load, family, device)
     wrong = {kind: sorted(map(str, info.get(f"{kind}_keys", ()))) for kind in ("missing", "unexpected", "mismatched")}
     wrong["unexpected"] = [name for name in wrong["unexpected"] if not name.startswith(family.spec.beside)]
     if listed := "; ".join(f"{kind}: {', '.join(names[:5])}" for kind, names in wrong.items() if names):
@@ -74,11 +74,11 @@ def load_model(
     use_in(model, segments=family.spec.segments)
     model = model.to(device).train()
     if family.name not in FAMILIES:
-        with nullcontext() if parted is None else parted.running(model):
+        with nullcontext() if by_rows is None else by_rows.running(model):
             model.logit_change = find_logit_change(model)
             prove = family.spec.prove or _require_same_logits
             prove(model, family)
-    for part in [model] if parted is None else parted.pieces(model):
+    for part in [model] if by_rows is None else by_rows.pieces(model):
         KERNELS["fuse"](model, part)
     if family.series is not None:
         HOOKS["attach_series"](model, family, seed=seed)

@@ -103,7 +103,9 @@ def load_policy(
         trust_remote_code=config.model.trust_remote_code,
         options=lora.four_bit(family, dtype, device) if train == "qlora" else None,
         seed=config.run.seed,
-        parted=HOOKS["parted"](config.train, device) if divided and config.run.gpus > 1 and train != "qlora" else None,
+        by_rows=HOOKS["by_rows"](config.train, device)
+        if divided and config.run.gpus > 1 and train != "qlora"
+        else None,
     )
     vars(model.config).pop("reward_model", None)  # whoever trains it as one writes its own
     if adapted:

@@ -32,8 +32,8 @@ def nccl(tmp_path):
 def test_a_rank_alone_trains_as_one_process_does(family_of, batches, nccl, layout, dtype):  # noqa: F811
     from saccade.config import TrainConfig
     from saccade.models.load import load_model
+    from saccade.plugins.ranks.by_rows import ByRows
     from saccade.plugins.ranks.divided import DividedOptimizer
-    from saccade.plugins.ranks.parted import Parted
     from saccade.plugins.ranks.sequence import SequenceBackend
     from saccade.plugins.ranks.sharded import ShardedBackend
     from saccade.trainer import Scoring
@@ -43,9 +43,9 @@ def test_a_rank_alone_trains_as_one_process_does(family_of, batches, nccl, layou
 
     family, found = family_of(NAME), []
     kinds = {"whole": LocalBackend, "sharded": ShardedBackend, "sequence": partial(SequenceBackend, size=1)}
-    by_rows, fused = Parted(torch.distributed.group.WORLD) if layout == "sharded" else None, []
-    for kind, optimizer, parted in ((LocalBackend, Optimizer, None), (kinds[layout], DividedOptimizer, by_rows)):
-        model = load_model(family, dtype=dtype, device=DEVICE, parted=parted)
+    divided, fused = ByRows(torch.distributed.group.WORLD) if layout == "sharded" else None, []
+    for kind, optimizer, by_rows in ((LocalBackend, Optimizer, None), (kinds[layout], DividedOptimizer, divided)):
+        model = load_model(family, dtype=dtype, device=DEVICE, by_rows=by_rows)
         fused.append([name for name, module in model.named_modules() if hasattr(type(module), "plain")])
         backend = kind(model, family, TrainConfig(eps=1e-3), optimizer=optimizer, checkpointing="auto")
         for _ in range(3):

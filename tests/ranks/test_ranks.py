@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -41,7 +42,7 @@ from saccade.recipes import rl, sft
 from saccade.run.loggers import read_metrics
 from saccade.system.process import Channel, Ended, listen
 from tests.ranks import forked_command
-from tests.ranks.processes import LIMIT, forked, forked_commands
+from tests.ranks.processes import LIMIT, forked, forked_commands, lives
 
 ROOT = Path(__file__).parents[2]
 OF_THE_MACHINE = ("mem/", "time/", "perf/")
@@ -379,7 +380,10 @@ def test_ray_replaces_an_engine_and_a_run_goes_on_without_a_machine_that_is_lost
             process, *_ = (tmp_path / "on" / "engine-0.log").read_text().removeprefix("process ").split()
             os.kill(int(process), signal.SIGKILL)
         if len(calls) == 4:  # the last update of step 2
+            ranks = [rank.child._process.pid for rank in self.engine._places]
             ray_machines()
+            while all(map(lives, ranks)):  # this process has forked them: they end a while after their machine
+                time.sleep(0.05)
         return train_step(self, *arguments, **more)
 
     monkeypatch.setattr(RankTrainer, "train_step", disturbing)
@@ -400,7 +404,8 @@ def test_ray_replaces_an_engine_and_a_run_goes_on_without_a_machine_that_is_lost
             rl.run(load(options, [more[0], f"run.name={task.__name__}"]))
         assert raised.type is kind
     done = CliRunner().invoke(app, ["rl", str(file), *more], env={"COLUMNS": "300"})
-    assert done.exit_code == 0 and len(calls) == 8, done.output
+    saved = re.search(r"step (\d) is saved in", done.output)  # when the machine was lost: later ones are repeated
+    assert done.exit_code == 0 and saved and len(calls) == 4 + 2 * (3 - int(saved[1])), done.output
     assert (
         "engine-0 died and starts again" in done.output
         and "room for run.gpus=2 rollout.replicas=1, of run.gpus=4" in done.output

@@ -1,13 +1,17 @@
 """Two processes over gloo, of which one does not come to where the other waits."""
 
+import subprocess
+import sys
 import time
+from concurrent.futures import Future
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from saccade.config import load
-from saccade.errors import RankLost
+from saccade.errors import RankLost, TrainingError
 from saccade.plugins.ranks import launchers, stalls, team
 from saccade.plugins.ranks.machines import host_name
 
@@ -46,6 +50,30 @@ def test_a_rank_that_does_not_come_is_found_in_seconds(two: Any, fault: str) -> 
 def test_a_rank_that_is_five_times_slower_is_waited_for(two: Any) -> None:
     for _ in range(2):
         assert [one.row["result"] for one in two.ask_all("is_slow", [{}] * 2)] == [2.0, 2.0]
+
+
+def test_the_first_error_counts_also_where_its_time_is_not_noted_yet(two: Any) -> None:
+    """A future wakes who waits for it before it calls back."""
+    asked = {Future[Any](): rank for rank in two._alive()}
+    watch = stalls.Watch(asked)  # type: ignore[arg-type]
+    for number, future in reversed([*enumerate(asked)]):
+        future.set_exception(TrainingError(f"error {number}"))
+    del watch.answered[next(iter(asked))]
+    with pytest.raises(TrainingError, match=r"rank 1 on .*: error 1"):
+        two._end_all("call", asked, watch)
+
+
+def test_a_look_that_fails_says_nothing_and_does_not_end_the_call() -> None:
+    failed = Future[Any]()
+    failed.set_exception(TrainingError("cannot say"))
+    watch = stalls.Watch({Future[Any](): SimpleNamespace(begin=lambda *_: failed)})  # type: ignore[dict-item]
+    assert [watch.look() for _ in range(3)] == [None] * 3 and not watch.seen
+
+
+def test_compilers_that_have_ended_count_as_progress() -> None:
+    before = stalls.whereabouts()["cpu"]
+    subprocess.run([sys.executable, "-S", "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True)
+    assert stalls.whereabouts()["cpu"] - before > 0.25
 
 
 def rank_at(seconds: float, *, moved: float, answered: float | None = None, groups: Any = ()) -> stalls.Seen:

@@ -113,11 +113,11 @@ def teacher_of(config: Config, family: Family) -> LocalBackend:
         helps = "give a model of the same family and tokenizer, with an encoder of time series if that has one"
         raise ConfigError(f"sft.teacher={path}: a {theirs.name} with other tokens than the {family.name}; {helps}")
     device, gpus = model_setup.device_of(config), config.run.gpus
-    parted = HOOKS["parted"](config.train, device) if gpus > 1 else None
+    by_rows = HOOKS["by_rows"](config.train, device) if gpus > 1 else None
     less = ", or train.offload=true" * (not config.train.offload)
-    divided = ", or train.layout=sharded" * (gpus > 1 and parted is None)
+    divided = ", or train.layout=sharded" * (gpus > 1 and by_rows is None)
     hint = f"sft.teacher lies on every GPU, beside the student: take a smaller one{less}{divided}"
-    numbers = numbers_in(Path(folder), ranks=parted.group.size() if parted else 1, tower_of=theirs.tower_of)
+    numbers = numbers_in(Path(folder), ranks=by_rows.group.size() if by_rows else 1, tower_of=theirs.tower_of)
     require_room(Path(folder), numbers * pick_dtype(config.model.dtype, device).itemsize, device, hint)
     model = model_setup.load_policy(config, theirs, train="full", divided=True)
     return model_setup.backend_of(config)(model, theirs)

@@ -96,7 +96,7 @@ class Link:
     def __init__(self, arrival: Arrival, module: str, log: Path) -> None:
         """It becomes this module."""
         self.channel, self._ended = arrival.channel, threading.Event()
-        self._gone = False  # it has closed its side
+        self.gone = False  # it has closed its side
         self._process: psutil.Process | None = None  # if it is on this machine
         if arrival.machine and arrival.machine == same_processes():
             with suppress(psutil.Error):
@@ -108,7 +108,7 @@ class Link:
         try:
             return self.channel.receive(seconds)
         except Ended:
-            self._gone = True
+            self.gone = True
             raise
 
     def exit_code(self) -> None:
@@ -126,7 +126,7 @@ class Link:
         with suppress(psutil.Error):
             if process is not None and process.status() == psutil.STATUS_STOPPED:
                 process.kill()
-            elif process is not None and not self._gone:
+            elif process is not None and not self.gone:
                 threading.Thread(target=_end, args=(process,), name="end").start()
 
     def close(self) -> None:

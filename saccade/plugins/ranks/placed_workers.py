@@ -13,7 +13,7 @@ from contextlib import suppress
 from saccade.errors import EnvironmentProblem
 from saccade.plugins.ranks.connections import Link
 from saccade.plugins.reward_workers.pool import WORKER, WorkerPool, start_worker
-from saccade.system.process import LARGEST, LOOK_EVERY, Block, Channel, Child, Ended
+from saccade.system.process import LARGEST, LOOK_EVERY, Channel, Child, Ended
 
 log = logging.getLogger(__name__)
 
@@ -24,18 +24,12 @@ class PlacedWorker(Child):
     """As a child of this process, at the end of a link."""
 
     def __init__(self, link: Link) -> None:
-        self.channel, self.asked, self._link, self._lost = link.channel, 0, link, False
+        self.channel, self.asked, self._link = link.channel, 0, link
+        self.receive = link.receive  # type: ignore[method-assign]
         self.channel.largest = LARGEST
 
-    def receive(self, seconds: float) -> Block | None:
-        try:
-            return self._link.receive(seconds)
-        except Ended:
-            self._lost = True
-            raise
-
     def exit_code(self) -> int | None:
-        return LOST if self._lost else None
+        return LOST if self._link.gone else None
 
     def kill(self) -> None:
         self._link.kill()

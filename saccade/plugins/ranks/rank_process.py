@@ -35,10 +35,10 @@ from saccade.plugins.engines.replicas.replica_process import Worker, describe_er
 from saccade.plugins.engines.weight_transfer import served
 from saccade.plugins.engines.weights import shared
 from saccade.plugins.ranks import preflight
+from saccade.plugins.ranks.by_rows import by_rows_of, make_whole
 from saccade.plugins.ranks.layouts import numbers_in
 from saccade.plugins.ranks.loss_codec import decode_loss
 from saccade.plugins.ranks.machines import host_name
-from saccade.plugins.ranks.parted import parted_by
 from saccade.plugins.ranks.rank_rewards import Question, rate
 from saccade.plugins.ranks.sequence import BACKENDS
 from saccade.plugins.ranks.stalls import note_collectives, whereabouts
@@ -85,8 +85,8 @@ class RankWorker(Worker):
         family = model_setup.family_of(self.config, model_setup.start_folder(self.config))
         packed = self.config.model.train == "qlora"  # then the policy is whole, and generates itself
         each = 0.5 if packed else pick_dtype(self.config.model.dtype, device).itemsize
-        parted = None if packed else parted_by(self.config.train, device)
-        needed = numbers_in(Path(family.path), ranks=parted.group.size() if parted else 1, tower_of=family.tower_of)
+        by_rows = None if packed else by_rows_of(self.config.train, device)
+        needed = numbers_in(Path(family.path), ranks=by_rows.group.size() if by_rows else 1, tower_of=family.tower_of)
         preflight.require_room(Path(family.path), each * needed, device)
         model = model_setup.load_policy(self.config, family, folder=settings.folder, divided=True)
         self.family = family
@@ -95,13 +95,12 @@ class RankWorker(Worker):
         self.parts: dict[str, Any] = {"policy": self.policy}
         self.rewards: dict[str, LearnedReward] = {}  # by the paths of terms
         self.algorithm = algorithm_of(self.config) if settings.command == "rl" else None
-        self.parted = parted is not None  # the policy; other models may be where it is not
+        self.divided = by_rows is not None  # the policy; other models may be where it is not
         self.copy: Any = None  # of a sharded model, whole, to generate with
         self._given_back: list[tuple[Any, torch.Size]] = []  # its weights, if they have no memory, and their shapes
-        silent = self.parted or settings.command == "reward-model"
+        silent = self.divided or settings.command == "reward-model"
         engine: Any = NoEngine() if silent else self._engine_over(model)
         super().__init__(engine, channel)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._forests: dict[str, Forest] = {}  # by the names that the controller has for them
         self._collected: dict[tuple[str, str], list[File]] = {}
         self._shared, self._changed = ExitStack(), ExitStack()
@@ -129,18 +128,6 @@ class RankWorker(Worker):
         columns = {name.rpartition("/")[2]: arrays[name] for name in row["columns"]}
         return Batch(forest=self._forests[row["forest"]], **columns)
 
-    def sort_out(self, inbox: queue.SimpleQueue[Block], rest: queue.SimpleQueue[Block]) -> None:
-        """Some calls need no answer of the main thread, which may wait for another rank."""
-        while True:
-            block = inbox.get()
-            call = block.row.get("call")
-            if call == "where":
-                self.channel.send({"result": whereabouts(), "id": block.row["id"]})
-            elif call == "write":
-                self._writer.submit(self._answer, block)
-            else:
-                rest.put(block)
-
     # -- models --
 
     @property
@@ -167,8 +154,8 @@ class RankWorker(Worker):
         torch.cuda.empty_cache()
 
     def add_reward(self, path: str) -> None:
-        parted, (backend, _) = parted_by(self.config.train, self.policy.device), BACKENDS[self.config.train.layout]
-        self.rewards[path] = load_learned(self.config, path, parted=parted, backend=backend)
+        by_rows, (backend, _) = by_rows_of(self.config.train, self.policy.device), BACKENDS[self.config.train.layout]
+        self.rewards[path] = load_learned(self.config, path, by_rows=by_rows, backend=backend)
 
     def rate(self, path: str, questions: Sequence[Question]) -> Any:
         return rate(self.rewards[path], questions)
@@ -177,9 +164,10 @@ class RankWorker(Worker):
         return build(replace(settings_of(self.config, self.family), engine="embedded"), self.family, model)
 
     def update_weights(self, version: int) -> None:
-        if self.parted:
+        if self.divided:
             if self.copy is None:
-                self.copy = model_setup.load_policy(self.config, self.family, folder=self.settings.folder)
+                self.copy = model_setup.load_policy(self.config, self.family, folder=self.settings.folder, divided=True)
+                make_whole(self.copy.parameters())
                 self.engine = self._engine_over(self.copy)
             for weight, shape in self._given_back:
                 weight.data = weight.new_empty(shape)
@@ -223,7 +211,7 @@ class RankWorker(Worker):
     def share(self, turn: int, direct: bool) -> tuple[Any, ...]:
         """Where a copy of the policy's weights is, until `unshare`, and checksums of some; of the first rank."""
         if self.settings.rank:
-            if self.parted:
+            if self.divided:
                 self.policy.help_gather()  # type: ignore[attr-defined]
             return ()
         offer, checksums = self._shared.enter_context(shared(self.policy, turn=turn, direct=direct))
@@ -302,16 +290,30 @@ def _each(batches: Sequence[Batch], read: Callable[[list[Batch]], Sequence[Any]]
     return [[np.concatenate(c) for c in zip(*islice(found, len(b.forest.pieces)), strict=True)] for b in batches]
 
 
-class Visitor(RankWorker):
+def sort_out(worker: Worker, inbox: queue.SimpleQueue[Block], rest: queue.SimpleQueue[Block]) -> None:
+    """Some calls need no answer of the main thread, which may wait for another rank."""
+    writer = ThreadPoolExecutor(1, thread_name_prefix="files")
+    while True:
+        block = inbox.get()
+        call = block.row.get("call")
+        if call == "where":
+            worker.channel.send({"result": whereabouts(), "id": block.row["id"]})
+        elif call == "write":
+            writer.submit(worker.answer, block)
+        else:
+            rest.put(block)
+
+
+class Visitor(Worker):
     """What `saccade doctor` starts: a rank that meets the others and holds no model."""
 
     def __init__(self, settings: RankSettings, channel: Channel) -> None:
         _, self.device = _looked(settings)
-        Worker.__init__(self, NoEngine(), channel)  # type: ignore[arg-type]
+        super().__init__(NoEngine(), channel)  # type: ignore[arg-type]
 
     def perform(self, block: Block) -> Any:
         if block.row["call"] != "sum_speed":
-            return Worker.perform(self, block)
+            return super().perform(block)
         kinds = dict(kind.split(":") for kind in distributed.get_backend_config().split(","))
         return {"host": host_name(), "backend": kinds[self.device.type], "speed": preflight.sum_speed(self.device)}
 
@@ -348,7 +350,7 @@ def serve(channel: Channel, controller: str | None = None) -> None:
     try:
         join(settings)
         with within_memory():
-            worker = (Visitor if settings.command == "doctor" else RankWorker)(settings, channel)
+            worker: Worker = (Visitor if settings.command == "doctor" else RankWorker)(settings, channel)
     except SaccadeError as error:
         error.args = (f"{settings.who}: {error}",)
         channel.send({"failed": describe_error(error)})
@@ -356,7 +358,7 @@ def serve(channel: Channel, controller: str | None = None) -> None:
         os._exit(error.exit_code)  # a thread may be stuck in nccl
     channel.send({"ready": True})
     orders: queue.SimpleQueue[Block] = queue.SimpleQueue()
-    threading.Thread(target=worker.sort_out, args=(inbox, orders), name="orders", daemon=True).start()
+    threading.Thread(target=sort_out, args=(worker, inbox, orders), name="orders", daemon=True).start()
     threading.Thread(target=worker.report, name="report", daemon=True).start()
     worker.run(orders)
 

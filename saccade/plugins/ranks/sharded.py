@@ -35,8 +35,8 @@ from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.files import require_same
 from saccade.models.heads import SavedHead, blocks_of, without_head
+from saccade.plugins.ranks.by_rows import joined_rows, make_whole, undivided
 from saccade.plugins.ranks.machines import agreed, grid
-from saccade.plugins.ranks.parted import fill, joined_rows, undivided
 from saccade.system.contents import File, on_host, tensor_file
 from saccade.trainer import MODEL_SCORING, Loss, Objective, Reader, model_state
 from saccade.trainer.local import AVERAGE, WEIGHTS, Found, LocalBackend
@@ -74,9 +74,9 @@ def shard(model: Any, family: Family, mesh: DeviceMesh) -> Any:
     }
     reach_towers(model, family)
     for layer in (*blocks_of(model), *getattr(getattr(model, "score", None), "above", ())):
-        fill(layer.parameters())
+        make_whole(layer.parameters())
         fully_shard(layer, **options)
-    fill(model.parameters())
+    make_whole(model.parameters())
     root: Any = fully_shard(_Root(model), **options)
     for module in root.modules():
         if isinstance(module, FSDPModule):

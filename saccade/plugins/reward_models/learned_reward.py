@@ -57,15 +57,15 @@ class LearnedReward:
         dtype: torch.dtype,
         trust_remote_code: bool = False,
         untrained: bool = False,
-        parted: Any = None,
+        by_rows: Any = None,
         backend: type[LocalBackend] = LocalBackend,
         **options: Any,
     ) -> LearnedReward:
-        """`untrained`: a folder without a head gets a random one, to try a config out. `parted`: how it is read where
+        """`untrained`: a folder without a head gets a random one, to try a config out. `by_rows`: how it is read where
         processes hold a part each, for a `backend` that does.
         """
         card, family = describe_folder(folder, trust_remote_code, untrained=untrained)
-        model = load_model(family, dtype=dtype, device=device, trust_remote_code=trust_remote_code, parted=parted)
+        model = load_model(family, dtype=dtype, device=device, trust_remote_code=trust_remote_code, by_rows=by_rows)
         if card.kind == "scalar":
             trained = (Path(folder) / REWARD_FILE).is_file()
             head = RewardHead(like=model, card=card, seed=0, stored=Path(folder) if trained else None)
@@ -174,7 +174,7 @@ def describe_folder(folder: str | Path, trust_remote_code: bool, *, untrained: b
 # -- of the terms of a reward ------------------------------------------------------------------------
 
 
-def load_learned(config: Config, path: str, *, parted: Any = None, **options: Any) -> LearnedReward:
+def load_learned(config: Config, path: str, *, by_rows: Any = None, **options: Any) -> LearnedReward:
     """In this process, beside the policy. What is divided among several does not wait in main memory."""
     model_setup.quiet_libraries()
     device = model_setup.device_of(config)
@@ -183,10 +183,10 @@ def load_learned(config: Config, path: str, *, parted: Any = None, **options: An
         device=device,
         dtype=pick_dtype(config.model.dtype, device),
         micro_tokens=config.train.micro_tokens,
-        offload=config.reward.offload and parted is None,
+        offload=config.reward.offload and by_rows is None,
         trust_remote_code=config.model.trust_remote_code,
         untrained=path.startswith("tiny:"),
-        parted=parted,
+        by_rows=by_rows,
         **options,
     )
 

@@ -58,7 +58,7 @@ class Worker:
         self._files |= {name: file for name, file in block.arrays.items() if name.startswith(FILES)}
         arrays = {**self._files, **block.arrays}
         if "call" in row:
-            self._answer(Block(row, arrays))
+            self.answer(Block(row, arrays))
         for call, item in row.get("orders", ()):
             if call == "submit":
                 self._attempt(self._submit, decode(Request, item, arrays))
@@ -87,7 +87,7 @@ class Worker:
             raise EnvironmentProblem(self._unusable)
         self.engine.submit(request)
 
-    def _answer(self, block: Block) -> None:
+    def answer(self, block: Block) -> None:
         arrays: Arrays = {}
         try:
             reply = {"result": encode(self.perform(block), arrays)}

@@ -17,7 +17,7 @@ from saccade.forest import attention
 from saccade.models import lora
 from saccade.models.families import load_family
 from saccade.models.load import load_model
-from saccade.plugins.ranks import parted
+from saccade.plugins.ranks import by_rows
 from saccade.plugins.ranks.layouts import numbers_in
 from saccade.plugins.ranks.sharded import ShardedBackend
 from saccade.system.contents import write_files
@@ -48,8 +48,8 @@ def on_rank(rank: int, folder: Path, deep: str, tied: str) -> dict[str, Any]:
     family, ids = load_family(deep), torch.arange(1, 9)[None]
     plan = attention.forest_plan(np.array([0, 8]), np.array([-1]), ids.device, torch.float32)
     given = {"input_ids": ids, "position_ids": ids, "attention_plan": plan, "use_cache": False}
-    whole, part = load(family), parted.Parted(dist.group.WORLD)
-    model: Any = load(family, parted=part)
+    whole, part = load(family), by_rows.ByRows(dist.group.WORLD)
+    model: Any = load(family, by_rows=part)
     found = {"read": (held(model), held(whole))}
     with torch.no_grad():
         wanted = whole(**given).logits
@@ -57,19 +57,19 @@ def on_rank(rank: int, folder: Path, deep: str, tied: str) -> dict[str, Any]:
             found["logits"] = torch.equal(model(**given).logits, wanted)
     seen = [(is_there(piece.parameters()), is_there(model.lm_head.parameters())) for piece in part.pieces(model)]
     found["pieces"] = seen, is_there(model.parameters())
-    gather, most = parted.all_gather, [0]
+    gather, most = by_rows.all_gather, [0]
 
     def counted(everything: Any, *arguments: Any, **options: Any) -> None:
         gather(everything, *arguments, **options)
         most.append(held(model) + everything.nbytes)
 
-    parted.all_gather = counted
+    by_rows.all_gather = counted
     backend = ShardedBackend(model, family)
     found["most"] = max(most)
     write_files(folder / f"written-{rank}", backend.model_files(copy=True))
     if find_spec("peft"):
-        found["adapters"] = [adapted(each) for each in (load(family), load(family, parted=part))]
-    twice: Any = load(load_family(tied), parted=part)
+        found["adapters"] = [adapted(each) for each in (load(family), load(family, by_rows=part))]
+    twice: Any = load(load_family(tied), by_rows=part)
     found["tied"] = twice.lm_head.weight is twice.model.embed_tokens.weight
     return found
 
@@ -81,7 +81,7 @@ def read(tmp_path_factory: Any, family_of: Any) -> Any:
     """
     import transformers
 
-    folder = tmp_path_factory.mktemp("parted")
+    folder = tmp_path_factory.mktemp("by_rows")
     shutil.copytree(family_of("mixtral").path, deep := folder / "deep")
     config = transformers.AutoConfig.from_pretrained(deep, num_hidden_layers=LAYERS)
     torch.manual_seed(0)

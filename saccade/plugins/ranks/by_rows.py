@@ -2,10 +2,10 @@
 device, and whole is only what runs at the moment.
 
 A weight that is not there has its shape, dtype and device, and one number, NaN, in memory; its rows are `rows`. All
-ranks of a group call `fill` for the same weights in the same order.
+ranks of a group call `make_whole` for the same weights in the same order.
 
-    model = load_model(family, dtype=dtype, device=device, parted=Parted(group))
-    for layer in blocks_of(model): fill(layer.parameters())      # whole, and no longer rows
+    model = load_model(family, dtype=dtype, device=device, by_rows=ByRows(group))
+    for layer in blocks_of(model): make_whole(layer.parameters())      # whole, and no longer rows
 """
 
 import os
@@ -29,7 +29,7 @@ AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"  # else transformers converts weights ahead, 
 
 
 @dataclass(frozen=True)
-class Parted:
+class ByRows:
     """How `load_model` reads a model that is divided among the ranks of a group."""
 
     group: Any
@@ -56,7 +56,7 @@ class Parted:
         whole = {id(weight) for weight in undivided(model, family)}
         for weight in model.parameters():
             if id(weight) in whole:
-                fill([weight])
+                make_whole([weight])
             elif not weight.is_meta:
                 self._cut(weight, device)
         return model, info
@@ -67,20 +67,20 @@ class Parted:
         count = -(-len(weight) // self.group.size())
         mine = weight.detach()[self.group.rank() * count :][:count]
         weight.rows, weight.group = mine.to(device, copy=True), self.group
-        drop([weight])
+        keep_rows([weight])
 
     @contextmanager
     def running(self, model: nn.Module) -> Iterator[None]:
         """Inside, the model runs: a layer is whole for its forward, and what is no layer all the time."""
         others, hooks = _beside_layers(model), list[Any]()
         for layer in blocks_of(model):
-            hooks.append(layer.register_forward_pre_hook(lambda one, _: fill(one.parameters(), keep=True)))
-            hooks.append(layer.register_forward_hook(lambda one, *_: drop(one.parameters()), always_call=True))
-        fill(others, keep=True)
+            hooks.append(layer.register_forward_pre_hook(lambda one, _: make_whole(one.parameters(), keep=True)))
+            hooks.append(layer.register_forward_hook(lambda one, *_: keep_rows(one.parameters()), always_call=True))
+        make_whole(others, keep=True)
         try:
             yield
         finally:
-            drop(others)
+            keep_rows(others)
             for hook in hooks:
                 hook.remove()
 
@@ -88,16 +88,16 @@ class Parted:
         """Layer by layer, and then the model, of which all but layers is whole: each while it is looked at."""
         for piece in (*blocks_of(model), model):
             weights = _beside_layers(model) if piece is model else list(piece.parameters())
-            fill(weights, keep=True)
+            make_whole(weights, keep=True)
             yield piece
-            drop(weights)
+            keep_rows(weights)
 
 
-def parted_by(train: TrainConfig, device: torch.device) -> Parted | None:
+def by_rows_of(train: TrainConfig, device: torch.device) -> ByRows | None:
     """None: each rank holds all weights."""
     if train.layout == "whole":
         return None
-    return Parted(grid(device.type)["gpus"].get_group() if train.layout == "hybrid" else dist.group.WORLD)
+    return ByRows(grid(device.type)["gpus"].get_group() if train.layout == "hybrid" else dist.group.WORLD)
 
 
 def undivided(model: Any, family: Family) -> list[nn.Parameter]:
@@ -116,7 +116,7 @@ def _beside_layers(model: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in model.parameters() if id(weight) not in inside]
 
 
-def fill(weights: Iterable[Any], *, keep: bool = False) -> None:
+def make_whole(weights: Iterable[Any], *, keep: bool = False) -> None:
     """Make them whole, for good unless their rows are to be kept."""
     for weight in [weight for weight in weights if hasattr(weight, "rows")]:
         weight.data = joined_rows(weight.rows, weight.shape, weight.group)
@@ -124,8 +124,8 @@ def fill(weights: Iterable[Any], *, keep: bool = False) -> None:
             del weight.rows, weight.group
 
 
-def drop(weights: Iterable[Any]) -> None:
-    """All but the rows that were kept."""
+def keep_rows(weights: Iterable[Any]) -> None:
+    """Only the rows that were kept stay in memory."""
     for weight in [weight for weight in weights if hasattr(weight, "rows")]:
         weight.data = weight.rows.new_full((1,), torch.nan).expand(weight.shape)
 
