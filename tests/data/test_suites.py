@@ -1,12 +1,13 @@
 """Public sets in the layout in which they are downloaded, at the smallest size."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from saccade.checks import check
-from saccade.config import EvalConfig, RewardConfig, load
+from saccade.config import DataSource, EvalConfig, RewardConfig, load
 from saccade.data.chats import RowError
 from saccade.data.dataset import ROTATION_OF
 from saccade.data.datasets import Dataset
@@ -15,6 +16,8 @@ from saccade.errors import ConfigError
 from saccade.media.images import decode
 from saccade.plugins.evaluation import evaluate
 from saccade.plugins.suites import suites
+from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.verifiers import VERIFIERS
 from tests.public_sets import ROWS, write_all
 
 
@@ -80,6 +83,18 @@ def test_rows_of_every_set(folder: Path) -> None:
     ((_, options, letter, _),) = found["gpqa_diamond"]
     assert sorted(options) == ["kaon", "muon", "pion", "proton"] and options["ABCD".index(str(letter))] == "muon"
     assert found["mmar"] == [("Who speaks?", ("a child", "a man"), "a man", 1)]
+
+
+def test_real_golds_are_right_and_those_of_other_rows_wrong(shared: Path) -> None:
+    for name, file, most in (("gsm8k", "gsm8k.test.jsonl.gz", None), ("math500", "math500.jsonl.gz", 60)):
+        verifier = VERIFIERS[suites.SUITES[name].verifier].function
+        source = DataSource(path=str(shared / name / file), max_samples=most)
+        golds = [str(s.answer) for s in read([source], load(None).data, change=suites.SUITES[name].row).samples]
+        for gold, other in zip(golds, golds[1:] + golds[:1], strict=True):
+            sample = RewardSample(id="a", response=f"<think>a</think><answer>{gold}</answer>", answer=gold)
+            assert verifier(sample).value == 1, gold
+            same = gold.removeprefix("x=") == other.removeprefix("x=")
+            assert verifier(replace(sample, answer=other)).value == float(same), (gold, other)
 
 
 def test_broken_rows_are_set_aside(folder: Path) -> None:

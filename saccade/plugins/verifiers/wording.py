@@ -206,7 +206,9 @@ BOUND = (
     r"|max\.?(?:\s+of)?|min\.|(?:max|min)imum(?:\s+of)?|upwards?\s+of|in\s+excess\s+of)"
 )
 BOUND_BEHIND = r"(?:at\s+(?:the\s+)?(?:least|most)|max|(?:max|min)imum|tops|if\s+any|nearly|almost|each|apiece|per)"
-REASON = re.compile(r"\b(?:because|since)\b.*|因为.*", re.IGNORECASE | re.DOTALL)
+REASON = re.compile(  # before the answer it ends with a comma
+    r"\A\s*(?:because|since)\b[^,]*,|\b(?:because|since)\b.*|因为.*", re.IGNORECASE | re.DOTALL
+)
 
 
 def unsettled(text: str) -> bool:
