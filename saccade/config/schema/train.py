@@ -29,7 +29,7 @@ class TrainConfig(Section):
     layout: Literal["auto", "whole", "sharded", "hybrid"] = option(
         "auto",
         "On several GPUs: each holds the whole model; a part of it (slower); or a part, and each machine the whole. "
-        "auto: whole if that fits, else hybrid on several machines of 8, else sharded.",
+        "auto: whole if that fits, else the faster of the others that do, by the estimate.",
         when=When(
             "run.gpus > 1 or train.layout in ('auto', 'whole')", "run.gpus=2 (or train.layout=auto)", "run.gpus > 1"
         ),

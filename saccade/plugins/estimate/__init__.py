@@ -172,7 +172,7 @@ def prompts_of_pixels(
 def planner(
     config: Config, device: Device, family: Family, prompts: Callable[[int], Prompts], others: Mapping[str, Any]
 ) -> Callable[..., Plan]:
-    """The plan of the config with options changed, each a text; of a layout that is left open the first that fits."""
+    """The plan of the config with options changed, each a text; of a layout that is left open the `best`."""
     model = config.model
     # Bytes of a weight as `model.dtype` loads it there.
     element = 4 if model.dtype == "float32" or (model.dtype == "auto" and not device.is_gpu) else 2
@@ -191,22 +191,35 @@ def planner(
             changed.train.model_copy(update={"prompts_per_step": prompts_of(gpus=max(1, changed.run.gpus // together))})
             for together in (1, changed.train.sequence_parallel)
         )
-        (*better, last), _ = candidates(changed.train.layout, gpus=changed.run.gpus, cuda=device.is_gpu)
+        layouts, _ = candidates(changed.train.layout, gpus=changed.run.gpus, cuda=device.is_gpu)
         plan = Plan(
             config=changed.model_copy(update={"train": alone}),
             algorithm=algorithm,
             device=device,
-            layout=last,
+            layout=layouts[0],
             step=make_step(shared, changed.rollout.max_tokens, algorithm, family, typical),
             policy=size(train, lora),
             whole=size("full" if train in ADAPTED else train, lora),
             element=element,
             **others,
         )
-        plans = (replace(plan, layout=layout) for layout in better)
-        return next((other for other in plans if memory_of(other).fits), plan)
+        return best([replace(plan, layout=layout) for layout in layouts])
 
     return planned
+
+
+def best(plans: Sequence[Plan]) -> Plan:
+    """Of one plan in several layouts: whole if that fits, else the fastest that does; the last where none fits."""
+    if plans[0].layout == "whole" and memory_of(plans[0]).fits:
+        return plans[0]
+    fitting = [plan for plan in plans if memory_of(plan).fits] or plans[-1:]
+    return min(fitting, key=step_seconds) if len(fitting) > 1 else fitting[0]
+
+
+def step_seconds(plan: Plan) -> float:
+    """0 where it is not known."""
+    _, pace = paced(plan)
+    return sum(pace.seconds.values()) if pace else 0.0
 
 
 def paced(plan: Plan) -> tuple[Memory, Pace | None]:
@@ -220,7 +233,11 @@ def layout_reason(plan: Plan) -> str:
     if len(known) == 1:
         return reason
     peak = f"{max(whole.peaks.values()):.1f} GiB, and {whole.limit:.1f} can be planned with"
-    return f"a GPU needs {peak}" if whole.fits else f"whole, a GPU would need {peak}"
+    if whole.fits:
+        return f"a GPU needs {peak}"
+    seconds = {layout: step_seconds(replace(plan, layout=layout)) for layout in known[1:]}
+    compared = "; a step takes " + ", ".join(f"{layout} {each:.1f} s" for layout, each in seconds.items())
+    return f"whole, a GPU would need {peak}" + compared * (len(seconds) > 1 and all(seconds.values()))
 
 
 # -- notes -----------------------------------------------------------------------------------------

@@ -99,7 +99,9 @@ def generates(config: Config, command: str) -> bool:
 
 
 def candidates(wanted: str, *, gpus: int, cuda: bool) -> tuple[tuple[str, ...], str]:
-    """What `train.layout` may become, the better first; and why, if there is no choice."""
+    """What `train.layout` may become, and why, if there is no choice. Whole is first, and where nothing is known of
+    seconds the earlier is better.
+    """
     if gpus == 1:
         return ("whole",), ""
     if wanted != "auto":
