@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from saccade.data.dataset import Dataset
+import numpy as np
+
+from saccade.data.dataset import ROTATION_OF, Dataset
 from saccade.plugins.reports.comparison import paired_difference
 from saccade.recipes.accuracy import Scores, group_accuracy, items_of
 from saccade.recipes.evaluator import Result
@@ -48,8 +50,13 @@ def sight_gain(seeing: Result, blind: Result) -> dict[str, float]:
 
 
 def _means(result: Result) -> dict[str, float]:
-    items = zip(result.groups, items_of(result.groups), strict=True)
-    return {group.sample.id: float(values.mean()) for group, (_, values) in items if len(values)}
+    """Of each question, which rows may ask in several orders of the options."""
+    outcomes: dict[str, list[float]] = {}
+    for group, (_, values) in zip(result.groups, items_of(result.groups), strict=True):
+        if len(values):
+            question = str(group.sample.extra.get(ROTATION_OF) or group.sample.id)
+            outcomes.setdefault(question, []).append(float(values.mean()))
+    return {question: float(np.mean(means)) for question, means in outcomes.items()}
 
 
 # -- training data ----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from saccade.data.dataset import ROTATION_OF
 from saccade.errors import ConfigError
 from saccade.plugins.evaluation.results import read_lines
 from saccade.plugins.reports.comparison import paired_difference
@@ -108,13 +109,14 @@ def _paired(first: Path, second: Path) -> tuple[list[Item], list[str]]:
 
 
 def _scored(folder: Path) -> dict[tuple[str, str], tuple[list[Row], float]]:
-    """(set, id) → its rows and their mean score."""
+    """(set, id) → its rows and their mean score. What was asked in several orders of the options is one item."""
     path = folder / "samples.jsonl"
     if not (path.is_file() and (folder / RESULTS).is_file()):
         raise ConfigError(f"{folder} is no evaluation: it has no samples.jsonl; name folders that `saccade eval` wrote")
     rows: dict[tuple[str, str], list[Row]] = {}
     for row in read_lines(path):
-        rows.setdefault((row["set"], str(row["id"])), []).append(row)
+        question = (row.get("extra") or {}).get(ROTATION_OF) or row["id"]
+        rows.setdefault((row["set"], str(question)), []).append(row)
     scores = {key: [score for row in own if (score := _score(row)) is not None] for key, own in rows.items()}
     return {key: (own, float(np.mean(scores[key]))) for key, own in rows.items() if scores[key]}
 
