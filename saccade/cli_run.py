@@ -46,7 +46,7 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RUN.YAML | KEY=VALUE",
-        help="Config file, then options that override it (docs/configuration.md lists all).",
+        help="Config file, others over it, then options that override them (docs/configuration.md lists all).",
         show_default=False,
     ),
 ]
@@ -146,19 +146,17 @@ def read_config(arguments: Sequence[str] | None, command: str | None = None, *, 
     """The config of a command line; an argument that is no YAML file is the value of the option `plain`:
     `check-data train.jsonl` means `check-data data.train=train.jsonl`.
     """
-    from saccade.config import load
+    from saccade.config import load, merged
 
     files, overrides = split(arguments or ())
     if plain:
         overrides = [f"{plain}={item}" for item in files if not item.endswith((".yaml", ".yml"))] + overrides
         files = [item for item in files if item.endswith((".yaml", ".yml"))]
-    if len(files) > 1:
-        raise ConfigError(f"one config file, not {len(files)}: {', '.join(files)}")
     for path in map(Path, files):
         chosen = path.with_name("config.yaml")
         if path.name == "config.resolved.yaml" and chosen.is_file():
             raise ConfigError(f"{path} lists all options; give {chosen}, with run.resume=auto or another run.name=…")
-    return load(files[0] if files else None, overrides, command)
+    return load(merged(files), overrides, command)
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

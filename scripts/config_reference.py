@@ -25,7 +25,9 @@ HEAD = """# Configuration
 Every option of a run, made from the schema by `make docs`.
 
 A run is described by a YAML file with the sections below. Any option can be overridden on the
-command line: `saccade rl run.yaml train.lr=2e-6 run.resume=auto`. All behind the first `=` is the
+command line: `saccade rl run.yaml train.lr=2e-6 run.resume=auto`. Of several files the later ones
+override the first, key by key: `saccade rl configs/r1v_clevr.yaml site.yaml` is a recipe with the paths, GPUs and
+engine of a site. All behind the first `=` is the
 value, spaces and `#` too; `train.lr=` takes the option of the file back. A name that only one
 section has needs no section: `resume=auto`. In options that name a file or folder, `~/` is the home
 folder, in the YAML file too. An unknown option is refused with the nearest known one; refused are

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from saccade.checks import chosen
+from saccade.cli_run import read_config
 from saccade.config import DEFAULTS, DataSource, RewardTerm, given, load, meant_by, options, to_yaml, unknown_key
 from saccade.config.notation import other_names, parse
 from saccade.errors import ConfigError
@@ -319,6 +320,15 @@ def test_the_reference_pages_are_current(name: str) -> None:
     script = REPOSITORY / "scripts" / name
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_file_of_a_site_is_laid_over_a_recipe(tmp_path: Path) -> None:
+    recipe, site = tmp_path / "recipe.yaml", tmp_path / "site.yaml"
+    recipe.write_text("train: {lr: 1e-6, epochs: 2}\ndata: {train: [a.jsonl, b.jsonl]}\nmodel: {path: models/a}\n")
+    site.write_text("run.gpus: 8\ntrain: {layout: sharded, lr: 2e-6}\ndata: {train: /data/c.jsonl}\n")
+    config = read_config([str(recipe), str(site), "train.epochs=3"])
+    assert (config.train.lr, config.train.epochs, config.train.layout, config.run.gpus) == (2e-6, 3, "sharded", 8)
+    assert [source.path for source in config.data.train] == ["/data/c.jsonl"] and config.model.path == "models/a"
 
 
 def test_a_mapping_is_written_as_a_whole_or_key_by_key(tmp_path: Path) -> None:

@@ -22,7 +22,20 @@ LEVELS = (
     ("cli", "__init__", "__main__"),
 )
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
-OPTIONAL = ("vllm", "ray", "wandb", "peft", "bitsandbytes", "datasets", "sglang", "trl", "cv2", "soundfile")
+OPTIONAL = (
+    "vllm",
+    "ray",
+    "wandb",
+    "mlflow",
+    "swanlab",
+    "peft",
+    "bitsandbytes",
+    "datasets",
+    "sglang",
+    "trl",
+    "cv2",
+    "soundfile",
+)
 # Imported by the library itself, by name.
 INSIDE = ("plugins/engines/vllm/vllm_worker.py",)
 

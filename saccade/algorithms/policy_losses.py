@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from saccade.algorithms.table import NotNegative, Positive, Width, add, table_of
+from saccade.algorithms.table import NotNegative, Positive, Share, Width, add, table_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +90,7 @@ def clip(
     new: Tensor,
     inputs: LossInputs,
     *,
-    clip_low: Width = 0.2,
+    clip_low: Share = 0.2,
     clip_high: Width = 0.2,
     dual_clip: NotNegative = 0.0,
     delta: NotNegative = 0.0,
@@ -107,7 +107,7 @@ def pg(new: Tensor, inputs: LossInputs) -> Losses:
 
 @add(LOSSES, "clip loss with the r of gspo, summed by sequence", name="luspo", own_aggregation="seq_sum")
 @add(LOSSES, "clip loss with r = exp(mean over the sequence of new - old)", own_aggregation="seq_mean")
-def gspo(new: Tensor, inputs: LossInputs, *, clip_low: Width = 3e-4, clip_high: Width = 4e-4) -> Losses:
+def gspo(new: Tensor, inputs: LossInputs, *, clip_low: Share = 3e-4, clip_high: Width = 4e-4) -> Losses:
     """One ratio per sequence (arXiv 2507.18071)."""
     return clipped(sequence_ratio(new, inputs), inputs.advantages, clip_low, clip_high)
 

@@ -26,7 +26,9 @@ PLUGIN_RULES: Table[Rule] = Table("rules", {})
 # Commands that refuse options of other commands, and as which of them they read. Those that answer refuse what
 # is given beside the file only: the file is that of a training run.
 TRAINERS = {**{command: command for command in TRAINING}, "estimate": "rl"}
-READERS = {**TRAINERS, **{command: command for command in ("eval", "generate", "chat")}}
+READERS = {**TRAINERS, **{command: command for command in ("eval", "generate", "chat", "serve-reward")}}
+READERS["rescore"] = "serve-reward"
+SHOWN = {"rescore": "eval --rescore"}
 # Who reads an option, where a list of commands would be long.
 WHO = {
     ANSWERING: "commands that sample answers",
@@ -50,7 +52,7 @@ def check(config: Config, command: str, given: Sequence[str] = ()) -> None:
         if not unread(problem.partition(":")[0], command)
     ]
     problems += [
-        f"{name}: has no effect in `saccade {command}` ({reason}); remove it"
+        f"{name}: has no effect in `saccade {SHOWN.get(command, command)}` ({reason}); remove it"
         for name in given
         if (reason := unread(name, command)) and not (name == "run.gpus" and command in ("eval", "generate"))
     ]
@@ -98,7 +100,7 @@ LOOKING = (rows.pixels, rows.prompt_files, model_rules.judge)
 READING = (rows.data_files, *LOOKING)
 TRAINING_RULES = (
     *(*MODEL, model_rules.several_gpus, rows.train_data, *READING),
-    *(steps.optimizer, steps.validation, steps.best, steps.resume),
+    *(steps.optimizer, steps.validation, steps.best, steps.loggers, steps.resume),
 )
 ANSWERS = (model_rules.answering_model, "series", "trained_series")
 RULES: dict[str, tuple[Rule | str, ...]] = {

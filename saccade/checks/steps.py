@@ -9,6 +9,7 @@ from saccade.algorithms.build import build
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import ADAPTED, Config, ValConfig
 from saccade.data.sources import set_names
+from saccade.registry import Table
 
 OF_A_SET = {"n", "temperature", "top_p", "max_tokens"}  # of val, that a set of data.val may have for itself
 
@@ -99,6 +100,13 @@ def best(config: Config) -> Iterator[str]:
             yield f"{option}: {value} is never measured, as {lacking}; set data.val and val.every=50, or remove it"
     if name and sets and not name.startswith(tuple(sets)):
         yield f"save.best_metric: {name} is of no set of data.val; try save.best_metric={sets[0]}accuracy"
+
+
+def loggers(config: Config) -> Iterator[str]:
+    known: Table[object] = Table("loggers", {})
+    for name in config.track.loggers:
+        if name not in known:
+            yield f"track.loggers: {name!r} is none; try track.loggers=[{', '.join(known)}]"
 
 
 def selection(config: Config) -> Iterator[str]:

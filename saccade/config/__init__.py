@@ -11,6 +11,7 @@ engines or torch.
 import difflib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
@@ -159,6 +160,11 @@ def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, A
     if not isinstance(written, dict):
         raise ConfigError(f"{path} must hold sections such as 'model:'; rows are given as data.train={path}")
     return _read(written)
+
+
+def merged(files: Sequence[str | Path]) -> dict[str, Any]:
+    """The options of several files, such as a recipe and what a site has of its own: the last one wins, key by key."""
+    return reduce(_laid_over, map(_read, files), {})
 
 
 def given(overrides: Sequence[str]) -> list[str]:
@@ -315,8 +321,11 @@ def meant_by(key: str) -> str:
         like = difflib.SequenceMatcher(None, leaf, parts[-1]).ratio()
         return like, len(set(sections) & set(parts)), -len(sections)
 
-    nearest = max([*(name for name, _ in options()), *Config.model_fields], key=likeness)
-    return nearest if likeness(nearest)[0] >= LIKE else ""
+    names = sorted([*(name for name, _ in options()), *Config.model_fields], key=likeness, reverse=True)
+    best = likeness(names[0])
+    # Sections of ours have args and names of their own: one of another section is not meant.
+    another = parts[0] in Config.model_fields and not best[1] and likeness(names[1]) == best
+    return names[0] if best[0] >= LIKE and not another else ""
 
 
 def to_yaml(config: Config, *, full: bool = True) -> str:

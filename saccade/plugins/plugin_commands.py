@@ -118,8 +118,12 @@ def serve_reward(
     Clients are asked for a token, which is printed; the environment variable SACCADE_TOKEN sets
     one. Clients of OpenRLHF and LMM-R1 send none: --no-token serves them on this machine.
     """
-    recipe = import_module("saccade.plugins.serving.reward_service")
-    recipe.serve(read_config(arguments), host=host, port=port, token=not no_token)
+    from saccade.checks import check
+    from saccade.config import given
+
+    config = read_config(arguments)
+    check(config, "serve-reward", given(split(arguments or ())[1]))
+    import_module("saccade.plugins.serving.reward_service").serve(config, host=host, port=port, token=not no_token)
 
 
 @command("check-data", panel="Look", example="saccade check-data train.jsonl data.format=easyr1")

@@ -105,6 +105,9 @@ class Display:
         }
         with self.console.phase("log"):  # of the step that begins here
             self.loggers.log(row, step)
+            if self.loggers.shows:
+                self.trajectories.flush()
+                self.loggers.show()
         self.console.step(step, row)
         self._history.append(row)
         for about, line in HOOKS["diagnose"](self._history, unread).items():
@@ -121,6 +124,7 @@ class Display:
         """Write rollouts to disk; `scores`: data sources whose outcome is a score."""
         version = step - (kind == "train")  # its samples are older than its update
         self.trajectories.write(step, groups, self._family, version=version, kind=kind, scores=scores)
+        self.loggers.stored.append((kind, step))
 
     def _gpu_memory(self) -> dict[str, float]:
         """Peaks of the phases and of the step, and what the allocator keeps; none without a GPU."""

@@ -61,7 +61,7 @@ PINNED = ("data", "template", "weights")
 PACKAGES = (
     *("saccade", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pillow"),
     *("pydantic", "PyYAML", "typer", "rich", "datasets", "accelerate", "peft", "math-verify"),
-    *("triton", "tensorboard", "wandb"),
+    *("triton", "tensorboard", "wandb", "mlflow", "swanlab"),
 )
 
 

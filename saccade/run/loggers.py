@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON line per step always, TensorBoard and Weights & Biases when asked for.
+"""Metrics of a run: one JSON line per step always, TensorBoard and other loggers when asked for.
 
 A logger that fails is reported once and skipped from then on; training continues. Metrics are not
 interpreted here.
@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from saccade.config import TrackConfig
 from saccade.registry import Table
@@ -22,7 +22,15 @@ from saccade.run.folder import METRICS, RunFolder, write_whole
 log = logging.getLogger(__name__)
 
 Row = Mapping[str, float | str]
-# Rows open a logger, (folder, first step of a resumed run) → what writes a row and what closes it.
+
+
+class Logger(NamedTuple):
+    write: Callable[[Row, int], object]  # a row of a step
+    close: Callable[[], object]
+    show: Callable[[str, int], object] | None = None  # rollouts of a kind that a step has stored
+
+
+# Rows open a logger: (folder, first step of a resumed run) → Logger.
 LOGGERS: Table[Any] = Table("loggers", {})
 
 
@@ -33,8 +41,9 @@ class Loggers:
         self._folder = folder
         self._first_step: int | None = None  # of a resumed run
         self._unwritten: list[str] = []
-        self._waiting = [name for name in ("tensorboard", "wandb") if getattr(track, name)]
-        self._open: dict[str, tuple[Callable[[Row, int], object], Callable[[], object]]] = {}
+        self._waiting = [*(["tensorboard"] if track.tensorboard else []), *track.loggers]
+        self._open: dict[str, Logger] = {}
+        self.stored: list[tuple[str, int]] = []  # rollouts that are not shown yet
         with folder.metrics.open("ab") as file:  # a kill may have cut the last line short
             file.truncate(folder.metrics.read_bytes().rfind(b"\n") + 1)
 
@@ -48,9 +57,20 @@ class Loggers:
         while self._waiting:
             name = self._waiting.pop()
             if (opened := self._guard(name, LOGGERS[name], self._folder, self._first_step)) is not None:
-                self._open[name] = opened
-        for name, (write, _) in list(self._open.items()):
-            self._guard(name, write, metrics, step)
+                self._open[name] = Logger(*opened)
+        for name, logger in list(self._open.items()):
+            self._guard(name, logger.write, metrics, step)
+
+    @property
+    def shows(self) -> bool:
+        return any(logger.show for logger in self._open.values())
+
+    def show(self) -> None:
+        """Tables of the rollouts that are on disk by now."""
+        stored, self.stored = self.stored, []
+        for name, logger in list(self._open.items()):
+            for kind, step in stored if logger.show else ():
+                self._guard(name, logger.show, kind, step)
 
     def truncate_after(self, step: int) -> None:
         """Forget what a killed run logged after the checkpoint that is resumed from."""
@@ -60,8 +80,9 @@ class Loggers:
         self._first_step = step + 1
 
     def close(self) -> None:
-        for name, (_, close) in list(self._open.items()):
-            self._guard(name, close)
+        self.show()
+        for name, logger in list(self._open.items()):
+            self._guard(name, logger.close)
         self._open.clear()
         if self._unwritten:
             self._append()
@@ -80,7 +101,7 @@ class Loggers:
         try:
             return action(*arguments)
         except ImportError:
-            log.warning(f"{name} is not installed: pip install {name}, or track.{name}=false")
+            log.warning(f"{name} is not installed: pip install {name}, or take it out of track.loggers")
         except Exception as error:
             log.warning(f"{name} failed and is left out from here: {type(error).__name__}: {error}")
         self._open.pop(name, None)

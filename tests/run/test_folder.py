@@ -54,7 +54,7 @@ def test_a_second_start_and_other_settings_are_refused_by_name_and_value(visit):
     with pytest.raises(ConfigError, match=r"run\.resume=auto.*run\.name=.*--out"):
         visit("train.lr=1e-6")
     with pytest.raises(ConfigError) as refusal:
-        visit("run.resume=auto", "train.lr=2e-6", "algorithm.preset=rloo", "track.wandb=true")
+        visit("run.resume=auto", "train.lr=2e-6", "algorithm.preset=rloo", "track.loggers=wandb")
     text = str(refusal.value)
     assert "train.lr: 1e-06 in the folder, 2e-06 now" in text
     assert "algorithm.preset: ['grpo'] in the folder, ['rloo'] now" in text

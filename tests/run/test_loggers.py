@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from saccade.config import TrackConfig
+from saccade.recipes import rl
 from saccade.run.loggers import Loggers, read_metrics
 
 PLAIN = TrackConfig(tensorboard=False)
@@ -70,6 +71,28 @@ def test_tensorboard_holds_the_scalars_and_drops_stale_steps(folder):
     assert scalars == [(1, 1.0), (2, 20.0)]
 
 
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+def test_tables_of_answers_reach_loggers_with_their_pictures(name, tmp_path, rl_config, scenes, said, monkeypatch):
+    """With the libraries themselves, offline; skipped where one is not installed."""
+    library = pytest.importorskip(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
+    val = {"data.val": str(scenes / "val.jsonl"), "val.n": 2, "val.every": 1, "val.log_generations": 2}
+    rl.run(rl_config(tmp_path, run__max_steps=1, track__loggers=[name]) | val)
+    assert not [text for text in said if "left out" in text or "not installed" in text]
+    folder = tmp_path / "run"
+    if name == "mlflow":
+        client = library.MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
+        [run] = client.search_runs([client.get_experiment_by_name("saccade").experiment_id])
+        assert run.data.metrics["val/val/pass_at_2"] >= 0 and run.info.status == "FINISHED"
+        tables = [file.path for file in client.list_artifacts(run.info.run_id, "generations/val/val")]
+        assert tables == [f"generations/val/val/step-{n}.json" for n in (0, 1)]
+    text = "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.suffix in (".json", ".txt"))
+    assert "how many" in text
+    files = [path for path in folder.rglob("*") if path.is_file() and "trajectories" not in path.parts]
+    assert sum(path.read_bytes().startswith(b"\x89PNG") for path in files) >= 2
+
+
 def test_a_logger_that_breaks_is_left_out(folder, said, monkeypatch):
     rows = []
 
@@ -85,13 +108,13 @@ def test_a_logger_that_breaks_is_left_out(folder, said, monkeypatch):
     wandb.init = lambda **_: Run()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    with closing(Loggers(folder, TrackConfig(tensorboard=False, wandb=True))) as loggers:
+    with closing(Loggers(folder, TrackConfig(tensorboard=False, loggers=["wandb"]))) as loggers:
         for step in (1, 2, 3):
             loggers.log({"reward/mean": 1.0, "time/bottleneck": "rollout"}, step)
     assert rows == [({"reward/mean": 1.0}, 1)]
     assert said == ["WARNING: wandb failed and is left out from here: ConnectionError: gone"]
     assert len(read_metrics(folder.metrics)) == 3
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with closing(Loggers(folder, TrackConfig(tensorboard=False, wandb=True))) as loggers:
+    with closing(Loggers(folder, TrackConfig(tensorboard=False, loggers=["wandb"]))) as loggers:
         loggers.log({}, 4)
-    assert said[1] == "WARNING: wandb is not installed: pip install wandb, or track.wandb=false"
+    assert said[1] == "WARNING: wandb is not installed: pip install wandb, or take it out of track.loggers"

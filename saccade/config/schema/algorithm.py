@@ -94,9 +94,7 @@ class CriticConfig(Section):
 
 class AlgorithmConfig(Section):
     preset: tuple[str, ...] = option(
-        ("grpo",),
-        "A preset and add-ons, as in [dapo, tis]; `saccade algorithms` lists both; options override them.",
-        commands=("rl", "eval", "generate"),  # it may set reward.clip
+        ("grpo",), "A preset and add-ons, as in [dapo, tis]; `saccade algorithms` lists both; options override them."
     )
     advantage: str = option("grpo", "Estimator, or file.py:name.", path=True)
     policy_loss: str = option("clip", "Surrogate, or file.py:name.", path=True)

@@ -111,6 +111,6 @@ class SaveConfig(Section):
 
 class TrackConfig(Section):
     tensorboard: bool = option(True, "Write TensorBoard event files.")
-    wandb: bool = option(False, "Log to Weights & Biases, offline unless WANDB_MODE says otherwise.")
+    loggers: tuple[str, ...] = option((), "Further ones, with tables of rollouts: wandb, mlflow, swanlab.")
     trajectories_every: int = option(10, "Store rollouts every N steps; 0 never.", ge=0, commands=("rl",))
     trajectories_groups: int = option(8, "Groups stored each time.", ge=1, commands=("rl",))

@@ -78,6 +78,8 @@ def run(
 
 def _evaluate(config: Config, folder: Path, answers: Path, also: Collection[str]) -> dict[str, Any]:
     family = answering_family(config)
+    if others := checks.not_counted(config, "eval"):
+        log.info(others)
     sets = questions.validation_sets(config, family) | suite_sets(config, family)
     if "leaks" in also and not config.data.train:
         raise ConfigError(

@@ -81,6 +81,8 @@ def run(config: Any) -> dict[str, Any]:
     )
     with opened as (evaluator, console), path.open("a", encoding="utf-8") as file:
         quarantine = evaluator.quarantine
+        if others := checks.not_counted(config, "generate"):
+            log.info(others)
         log.info(f"{len(todo)} of {len(data.samples)} rows to do, {len(done)} are in {path}")
         if again:
             log.info(f"of these {len(again)} are answered again, such as {again[0]}: they changed since")

@@ -1,7 +1,7 @@
-"""Loggers besides the JSON lines: TensorBoard, and Weights & Biases (offline unless WANDB_MODE says
-otherwise).
+"""Loggers besides the JSON lines: TensorBoard, Weights & Biases, MLflow, SwanLab; all but the first also show tables of
+stored rollouts with their pictures. Without a server in the environment they write into the folder of the run.
 
-    write, close = tensorboard(folder, first_step=None)
+    write, close, show = tensorboard(folder, first_step=None)
     write({"reward/mean": 0.5}, 1)
 """
 
@@ -10,14 +10,36 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from saccade.run.folder import RunFolder
-from saccade.run.loggers import Row
+from saccade.plugins.reports.trajectories import read_trajectories
+from saccade.run.folder import TRAJECTORIES, RunFolder
+from saccade.run.loggers import Logger, Row
 
-Logger = tuple[Callable[[Row, int], object], Callable[[], object]]  # writes a row of a step, closes
+PROJECT = "saccade"
+COLUMNS = ("step", "id", "prompt", "response", "gold", "extracted", "reward", "status")  # of a table, before pictures
 
 
 def _numbers(row: Row) -> dict[str, float]:
     return {name: float(value) for name, value in row.items() if not isinstance(value, str)}
+
+
+def _name(folder: RunFolder, first_step: int | None) -> str:
+    return folder.path.name if first_step is None else f"{folder.path.name} from {first_step}"
+
+
+def _generations(folder: RunFolder, kind: str, step: int, picture: Callable[[str], Any]) -> dict[str, list[Any]]:
+    """The columns of a table, from what the run has stored; `picture` makes a file what a logger shows."""
+    table: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    for number, record in enumerate(read_trajectories(folder.path, kind, step)):
+        segments = record["segments"]
+        first = next((n for n, segment in enumerate(segments) if segment["source"] == "policy"), len(segments))
+        texts = ["".join(s.get("text", "<image>") for s in part) for part in (segments[:first], segments[first:])]
+        row = {**record, "prompt": texts[0], "response": texts[1]}
+        for place, one in enumerate((one for one in record["images"] if one["file"]), 1):
+            table.setdefault(f"picture_{place}", [None] * number)
+            row[f"picture_{place}"] = picture(str(folder.path / TRAJECTORIES / one["file"]))
+        for name, column in table.items():
+            column.append(row.get(name))
+    return table
 
 
 def tensorboard(folder: RunFolder, first_step: int | None) -> Logger:
@@ -43,13 +65,64 @@ def tensorboard(folder: RunFolder, first_step: int | None) -> Logger:
         values = [Summary.Value(tag=name, simple_value=v) for name, v in _numbers(row).items()]
         add(step=step, summary=Summary(value=values))
 
-    return (write, writer.close)
+    return Logger(write, writer.close)
 
 
 def wandb(folder: RunFolder, first_step: int | None) -> Logger:
+    """Offline unless WANDB_MODE says otherwise."""
     os.environ.setdefault("WANDB_MODE", "offline")
+    os.environ.setdefault("WANDB_DATA_DIR", str(folder.path / "wandb"))  # pictures, until they are sent
     import wandb as library
 
-    name = folder.path.name if first_step is None else f"{folder.path.name} from {first_step}"
-    run = library.init(project="saccade", name=name, dir=str(folder.path))
-    return (lambda row, step: run.log(_numbers(row), step=step), run.finish)
+    run = library.init(project=PROJECT, name=_name(folder, first_step), dir=str(folder.path))
+
+    def show(kind: str, step: int) -> None:
+        columns = _generations(folder, kind, step, library.Image)
+        text = {name: [*map(str, column)] if name in COLUMNS else column for name, column in columns.items()}
+        rows = [[*row] for row in zip(*text.values(), strict=True)]
+        run.log({f"generations/{kind}": library.Table([*text], rows)})  # with no step: an earlier one would be refused
+
+    return Logger(lambda row, step: run.log(_numbers(row), step=step), run.finish, show)
+
+
+def mlflow(folder: RunFolder, first_step: int | None) -> Logger:
+    """In mlflow.db and mlflow/ of the run, unless MLFLOW_TRACKING_URI names a server."""
+    import mlflow as library
+    from mlflow.entities import Metric
+
+    given = os.environ.get("MLFLOW_TRACKING_URI")
+    client = library.MlflowClient(tracking_uri=given or f"sqlite:///{folder.path.resolve()}/mlflow.db")
+    known = client.get_experiment_by_name(PROJECT)
+    place = None if given else f"file://{folder.path.resolve()}/mlflow"
+    experiment = known.experiment_id if known else client.create_experiment(PROJECT, artifact_location=place)
+    run = client.create_run(experiment, run_name=_name(folder, first_step)).info.run_id
+
+    def write(row: Row, step: int) -> None:
+        now = int(time.time() * 1000)
+        named = {name.replace("@", "_at_"): value for name, value in _numbers(row).items()}  # it allows no @
+        client.log_batch(run, metrics=[Metric(name, value, now, step) for name, value in named.items()])
+
+    def show(kind: str, step: int) -> None:
+        client.log_table(run, _generations(folder, kind, step, library.Image), f"generations/{kind}/step-{step}.json")
+
+    return Logger(write, lambda: client.set_terminated(run), show)
+
+
+def swanlab(folder: RunFolder, first_step: int | None) -> Logger:
+    """Offline in swanlab/ of the run, unless SWANLAB_MODE says otherwise."""
+    import swanlab as library
+
+    place = folder.path / "swanlab"
+    place.mkdir(exist_ok=True)
+    mode: Any = os.environ.get("SWANLAB_MODE", "offline")
+    run = library.init(project=PROJECT, name=_name(folder, first_step), log_dir=str(place), mode=mode)
+
+    def show(kind: str, step: int) -> None:
+        table = _generations(folder, kind, step, library.Image)
+        rows = zip(*(table[name] for name in COLUMNS), strict=True)
+        texts = ["\n\n".join(f"{name}: {value}" for name, value in zip(COLUMNS, row, strict=True)) for row in rows]
+        shown = {"answers": [*map(library.Text, texts)], **{name: table[name] for name in table if name not in COLUMNS}}
+        for name, column in shown.items():
+            run.log({f"generations/{kind}/{name}": [item for item in column if item is not None]}, step=step)
+
+    return Logger(lambda row, step: run.log(_numbers(row), step=step), run.finish, show)

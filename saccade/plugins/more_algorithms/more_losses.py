@@ -19,7 +19,7 @@ from saccade.algorithms.aggregation import inverse
 from saccade.algorithms.corrections import LARGEST_EXPONENT, Correction, Mismatch, Statistic, band, token, unjudged
 from saccade.algorithms.filters import share
 from saccade.algorithms.policy_losses import Losses, LossInputs, SelectionInputs, either, log_ratio
-from saccade.algorithms.table import Entry, NotNegative, Positive, PositiveShare, Width, add
+from saccade.algorithms.table import Entry, NotNegative, Positive, PositiveShare, Share, Width, add
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,7 +154,7 @@ def vespo(
 
 
 @add(ROWS, "clip loss with r = sg[exp(mean of new - old)] exp(new - sg[new])", own_aggregation="seq_mean")
-def gspo_token(new: Tensor, inputs: LossInputs, *, clip_low: Width = 3e-4, clip_high: Width = 4e-4) -> Losses:
+def gspo_token(new: Tensor, inputs: LossInputs, *, clip_low: Share = 3e-4, clip_high: Width = 4e-4) -> Losses:
     """The value of gspo with the gradient of each token, for advantages that differ by token."""
     ratio = usual.sequence_ratio(new, inputs).detach() * (new - new.detach()).exp()
     return usual.clipped(ratio, inputs.advantages, clip_low, clip_high)

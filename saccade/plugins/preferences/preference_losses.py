@@ -29,6 +29,7 @@ from torch import Tensor
 from saccade.algorithms.objective import LossSums, mean_of
 from saccade.algorithms.table import Entry, NotNegative, Smoothing, add, parsed
 from saccade.config import Config, DpoConfig
+from saccade.errors import ConfigError
 from saccade.forest.batch import Batch
 from saccade.trainer import MODEL_SCORING, Objective, Reader
 
@@ -180,6 +181,10 @@ def check(config: Config) -> Iterator[str]:
     for name in sorted(dpo.args.keys() - read):
         expected = f", which reads {', '.join(sorted(read))}" if read else ""
         yield f"dpo.args.{name}: has no effect with dpo.loss={dpo.loss}{expected}; remove it"
+    try:
+        parsed(PREFERENCES[dpo.loss], dpo.args, "dpo.args")
+    except ConfigError as error:
+        yield str(error)
     if "reference" in dpo.model_fields_set and dpo.loss in WITHOUT_REFERENCE:
         yield f"dpo.reference: has no effect with dpo.loss={dpo.loss}; remove it"
 

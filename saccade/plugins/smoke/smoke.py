@@ -131,7 +131,7 @@ def smoke(config: Config, command: str) -> Config:
         "val.max_tokens": TOKENS,
         "generate.n": min(config.generate.n, 2),
         "save.every": 0,
-        "track.wandb": False,
+        "track.loggers": [],
     }
     reward = config.reward.model_dump(exclude_unset=True)
     for name in ("terms", "by_source"):
