@@ -27,6 +27,7 @@ Row = TypeVar("Row")
 # MODULE:ATTRIBUTE all of them are in that one, a mapping.
 PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("advantages", "more_algorithms.more_advantages:ROWS", "batch_std opo gpg max_rl grpo_passk cpgd gdpo drpo"),
+    ("advantages", "more_algorithms.more_advantages:ROWS", "turn_grpo"),
     ("aggregations", "more_algorithms.more_losses:ROWS", "sample_mean group_mean token_sum"),
     ("corrections", "more_algorithms.more_losses:ROWS", "reject.token.k1 reject.seq_sum.k1 reject.seq_mean.k1"),
     ("corrections", "more_algorithms.more_losses:ROWS", "reject.token.k2 reject.seq_sum.k2 reject.seq_mean.k2"),

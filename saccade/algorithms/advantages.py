@@ -47,6 +47,8 @@ class AdvantageInputs:
     component_weights: Tensor | None = None  # [K], or [S, K] where members have their own
     domain_weights: Tensor | None = None  # [S] of the group: `weigh` of the estimator
     drift: Tensor | None = None  # [S] sum over tokens of k3(old, ref)
+    turns: Tensor | None = None  # [T] the turn of each token, from 0
+    earned: Tensor | None = None  # [S, turns] what the environment gave for each, a part of the reward
 
     def __post_init__(self) -> None:
         assert bool((self.baseline | ~self.live).all()), "a live member must be in the baseline"

@@ -120,7 +120,7 @@ def _estimator_inputs(
     owners = [group for group in groups for _ in group.trajectories]
     members = [t for group in groups for t in group.trajectories]
     place = torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories])
-    sequence, estimator = chosen(sequence, counted), algorithm.estimator
+    whole, sequence, estimator = sequence, chosen(sequence, counted), algorithm.estimator
     outside = () if algorithm.excluded_in_baseline else algorithm.exclude_status
     penalties, read = torch.zeros((), dtype=torch.float64).expand(len(sequence)), dict[str, Any]()
 
@@ -143,6 +143,8 @@ def _estimator_inputs(
     if estimator.components:
         assert component_weights is not None, "the terms of the reward have weights"
         read["components"], read["component_weights"] = _components(owners, members, component_weights)
+    if estimator.turns:
+        read["turns"], read["earned"] = _turns(members, whole, counted)
     if estimator.options.get("drpo_kl_damp"):
         read["drift"] = AdvantageInputs.sum_by(sequence, distance(KINDS["k3"]), len(members))
     return AdvantageInputs(
@@ -173,6 +175,17 @@ def _components(
     values = [[sum(t.turn_rewards), *(t.parts.get(name, 0.0) for name in names)] for t in members]
     weights = [[1.0, *(by_source[g.sample.data_source].get(name, 0.0) for name in names)] for g in owners]
     return _numbers(values), _numbers(weights)
+
+
+def _turns(members: Sequence[Trajectory], sequence: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """The turn of each token that counts, and what the environment gave for each turn of a member."""
+    packed = [members[index].runs for index in torch.unique_consecutive(sequence).tolist()]
+    turns = [np.repeat(np.arange(len(runs)), [end - start for start, end in runs]) for runs in packed]
+    earned = torch.zeros(len(members), max(len(t.runs) for t in members), dtype=torch.float64)
+    for row, member in zip(earned, members, strict=True):
+        for turn, reward in enumerate(member.turn_rewards):
+            row[min(turn, len(member.runs) - 1)] += reward
+    return torch.from_numpy(np.concatenate(turns))[counted], earned
 
 
 def _finite(batches: Sequence[Batch]) -> bool:

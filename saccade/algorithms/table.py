@@ -58,6 +58,7 @@ class Entry:
     whiten: Callable[..., Any] | None = None  # over the live tokens of the step, with an option to leave it out
     components: bool = False  # compares the terms of the reward one by one
     critic: bool = False  # reads values
+    turns: bool = False  # reads what an environment gave for each turn
     greedy: bool = False  # reads the reward of a greedy rollout
     positive: bool = False  # needs rewards that are never negative
     # of domains: what a step says about them is noted, and a group weighs by what was noted so far

@@ -229,7 +229,7 @@ def _answer(session: _Session, history: _History, family: Family) -> Generator[E
         return session.failure(Failed(flaw)), False
     session.info.update(step.info)
     if step.reward is not None:
-        session.rewards.append(float(step.reward))
+        session.rewards += [0.0] * (history.turns - 1 - len(session.rewards)) + [float(step.reward)]
     if step.done:
         return step.info.get("end_reason", "env_done"), False
     errors = session.info.get("tool_counts", {}).get("failed", 0)

@@ -63,6 +63,26 @@ def test_golden_values(golden, name, options, changes, expected):
     assert first_tokens(golden, name, options, **changes) == pytest.approx(expected, abs=PRINTED)
 
 
+def test_each_turn_has_the_credit_of_what_came_after_it():
+    """Two members of two turns, which differ in the first, and one of one turn."""
+    sequence, turns = torch.tensor([0, 0, 0, 1, 1, 1, 2]), torch.tensor([0, 0, 1, 0, 1, 1, 0])
+    inputs = AdvantageInputs(
+        rewards=float64(3, 1, 0), groups=torch.zeros(3, dtype=torch.int64), live=torch.ones(3, dtype=torch.bool),
+        baseline=torch.ones(3, dtype=torch.bool), lengths=torch.tensor([3, 3, 1]), sequence=sequence,
+        token_penalties=torch.zeros(7, dtype=torch.float64), turns=turns, earned=float64([2, 0], [0, 0], [0, 0]),
+    )  # fmt: skip
+    values = compute(ADVANTAGES["turn_grpo"], inputs).values
+    first = float64(3, 1, 0)  # returns from the first turn on
+    best, middle, worst = ((first - first.mean()) / (first.std() + 1e-6)).tolist()
+    assert values.tolist() == pytest.approx([best, best, 0, middle, 0, 0, worst])
+    later = replace(inputs, rewards=float64(4, 1, 0))  # now also the end differs: 2 and 1 from the second turn on
+    values = compute(ADVANTAGES["turn_grpo"].having({"gamma": 0.5}), later).values
+    assert values[2].item() == pytest.approx(-values[4].item()) == pytest.approx(0.5 / (0.5**0.5 + 1e-6))
+    plain = replace(inputs, turns=None, earned=None)  # of one turn it is grpo
+    both = [compute(ADVANTAGES[name], plain).values.tolist() for name in ("turn_grpo", "grpo")]
+    assert both[0] == pytest.approx(both[1])
+
+
 def test_max_rl_takes_no_negative_rewards(golden):
     with pytest.raises(ValueError, match="rewards >= 0"):
         first_tokens(golden, "max_rl", rewards=(1, -1, 0, 0))

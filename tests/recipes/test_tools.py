@@ -42,6 +42,31 @@ def config(tmp_path, rl_config, caller):
     return rl_config(tmp_path) | own
 
 
+def test_a_failed_call_costs_its_turn_and_not_those_after_it(config, tmp_path):
+    changes = {"env.invalid_call_penalty": 0.5, "algorithm.advantage": "turn_grpo", "algorithm.exclude_status": []}
+    rl.run(config | changes | {"run.max_steps": 1})
+    records = list(read_trajectories(tmp_path / "run", "train", 1))
+    compared = 0
+    for group in {r["group"] for r in records}:
+        members = [r for r in records if r["group"] == group]
+        turns = [[len(s["ids"]) for s in r["segments"] if s["source"] == "policy"] for r in members]
+        gains = [
+            r["turn_rewards"] + [0.0] * (len(n) - len(r["turn_rewards"])) for r, n in zip(members, turns, strict=True)
+        ]
+        for record, gain in zip(members, gains, strict=True):
+            gain[-1] += record["reward"] - sum(record["turn_rewards"])
+            gain[:] = np.cumsum(gain[::-1])[::-1]  # what each turn and those after it earned
+        for record, gain, sizes in zip(members, gains, turns, strict=True):
+            advantages = np.broadcast_to(record["advantage"], sum(sizes))
+            for turn, start in enumerate(np.cumsum([0, *sizes[:-1]])):
+                others = [other[turn] for other in gains if len(other) > turn]
+                apart = len({r["reward"] for r in members}) > 1 and len(others) > 1 and np.std(others) > 1e-9
+                expected = (gain[turn] - np.mean(others)) / (np.std(others, ddof=1) + 1e-6) if apart else 0.0
+                assert advantages[start] == pytest.approx(expected, abs=1e-4)
+                compared += bool(apart and turn)
+    assert compared > 4 and any(r["turn_rewards"] for r in records)
+
+
 def test_rl_with_tools_leaves_overturned_members_out_of_loss_and_baseline(config, tmp_path):
     rl.run(config)
     rows = [row for row in read_metrics(tmp_path / "run") if "policy/loss" in row]

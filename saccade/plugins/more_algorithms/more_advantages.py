@@ -24,7 +24,7 @@ from saccade.algorithms.advantages import INFINITY, AdvantageInputs, count_group
 from saccade.algorithms.algorithm_state import outcomes_of
 from saccade.algorithms.filters import is_constant
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.algorithms.table import Entry, NotNegative, Positive, ShareBelowOne, add
+from saccade.algorithms.table import Entry, NotNegative, Positive, PositiveShare, ShareBelowOne, add
 from saccade.errors import ConfigError
 from saccade.types import Group
 
@@ -32,6 +32,44 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROWS: dict[str, Entry] = {}
+
+
+# -- turns ----------------------------------------------------------------------------------------
+
+
+@add(
+    ROWS, "(G_k - mean) / (std + std_eps) of turn k over the group; G_k: return from turn k on", group=True, turns=True
+)
+def turn_grpo(inputs: AdvantageInputs, *, gamma: PositiveShare = 1.0, std_eps: NotNegative = 1e-6) -> Tensor:
+    """Credit for each turn, as in arXiv 2505.11821: a turn earns what the environment gave for it and for later ones,
+    and the rest of the reward, which comes after the last. It is compared with the same turn of other members.
+    """
+    import torch
+
+    turns = torch.zeros_like(inputs.sequence) if inputs.turns is None else inputs.turns
+    earned = inputs.scores.new_zeros(len(inputs.scores), 1) if inputs.earned is None else inputs.earned
+    count = earned.shape[1]
+    place = inputs.sequence * count + turns  # of a token, in [S, turns]
+    there = inputs.sum_by(place, torch.ones_like(place, dtype=earned.dtype), earned.numel()).view_as(earned) > 0
+    last = inputs.sequence.new_zeros(len(earned)).scatter_reduce(0, inputs.sequence, turns, "amax")
+    rest = inputs.rewards.where(inputs.baseline, 0.0) - earned.sum(1).where(inputs.baseline, 0.0)
+    gains = earned.where(inputs.baseline[:, None], 0.0).scatter_add(1, last[:, None], rest[:, None])
+    gains = gains - inputs.sum_by(place, inputs.token_penalties, earned.numel()).view_as(earned)
+    for turn in range(count - 2, -1, -1):
+        gains[:, turn] += gamma * gains[:, turn + 1]
+    counts = there & inputs.baseline[:, None]
+    group = inputs.group_index[:, None] * count + torch.arange(count)
+
+    def over(values: Tensor) -> Tensor:
+        """Sums over the members of a group that have this turn, for each of them."""
+        summed = inputs.sum_by(group.flatten(), values.where(counts, 0.0).flatten(), earned.numel())
+        return summed[group.flatten()].view_as(values)
+
+    several = over(torch.ones_like(gains))
+    apart = gains - over(gains) / several.clamp(min=1)
+    spread = (over(apart.square()) / (several - 1).clamp(min=1)).sqrt()
+    known = counts & (several > 1) & (spread > 1e-9)
+    return (apart / (spread + std_eps)).where(known, 0.0).flatten()[place]
 
 
 # -- domains --------------------------------------------------------------------------------------
