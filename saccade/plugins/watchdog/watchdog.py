@@ -2,8 +2,8 @@
 
 What moves is what the run shows (step, phase, how much of it is done), and the work of its processes: processors and
 disks. So a step may take as long as it needs, and a process that waits for ever is found. One that only waits for a
-child which computes for ever gets BUSY times as long. The main thread is given an error, which saves the last step; if
-nothing moves then either, the process ends itself.
+child which computes for ever, or spins in one place for a GPU that hangs, gets BUSY times as long. The main thread is
+given an error, which saves the last step; if nothing moves then either, the process ends itself.
 
     with Watchdog(console, folder, seconds=1200): ...
 """
@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -69,6 +70,7 @@ class Watchdog:
         # When something moved last, by all signs and without those of children; the processors' seconds then.
         shown: Any = None
         disk: list[str] = []
+        place = 0  # of the main thread
         moved = [0.0, 0.0]
         before = [0.0, 0.0]
         last, every = time.monotonic(), self.seconds / LOOKS
@@ -77,11 +79,16 @@ class Watchdog:
             main = time.clock_gettime(time.pthread_getcpuclockid(self._main.ident or 0))
             own = time.process_time() - time.thread_time()  # without this thread, which only looks
             cpu = [own + sum(os.times()[2:4]) + children_cpu("self"), main]
+            works = [
+                now_used - then > MOVES * (now - since)
+                for now_used, then, since in zip(cpu, before, moved, strict=True)
+            ]
+            mark = hash(tuple((frame.f_code, frame.f_lasti) for frame in _frames(self._main)))
             halted = now - last > 5 * every  # this process was, or the machine
-            for kind, signs in enumerate((used != disk, False)):
-                if state != shown or halted or signs or cpu[kind] - before[kind] > MOVES * (now - moved[kind]):
+            for kind, moves in enumerate((works[0] or used != disk, works[1] and mark != place)):
+                if state != shown or halted or moves:
                     moved[kind], before[kind] = now, cpu[kind]
-            shown, disk, last = state, used, now
+            shown, disk, place, last = state, used, mark, now
             still, alone = now - moved[0], now - moved[1]
             if (still > self.seconds or alone > BUSY * self.seconds) and not _at_a_prompt(self._main):
                 self._end(still if still > self.seconds else alone)
@@ -130,5 +137,8 @@ class Watchdog:
 
 def _at_a_prompt(thread: threading.Thread) -> bool:
     """Of a debugger, where nobody else moves."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    return any(one.f_code.co_filename.endswith("pdb.py") for one, _ in traceback.walk_stack(frame))
+    return any(frame.f_code.co_filename.endswith("pdb.py") for frame in _frames(thread))
+
+
+def _frames(thread: threading.Thread) -> Iterator[FrameType]:
+    return (frame for frame, _ in traceback.walk_stack(sys._current_frames().get(thread.ident or 0)))
