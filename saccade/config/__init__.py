@@ -324,7 +324,7 @@ def meant_by(key: str) -> str:
     names = sorted([*(name for name, _ in options()), *Config.model_fields], key=likeness, reverse=True)
     best = likeness(names[0])
     # Sections of ours have args and names of their own: one of another section is not meant.
-    another = parts[0] in Config.model_fields and not best[1] and likeness(names[1]) == best
+    another = parts[0] in Config.model_fields and not best[1] and likeness(names[2]) == best
     return names[0] if best[0] >= LIKE and not another else ""
 
 
