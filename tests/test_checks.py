@@ -142,9 +142,12 @@ def test_a_command_refuses_what_it_does_not_read(rows, commands, override, reaso
 
 
 def test_what_those_that_answer_read_of_training(rows):
-    read = ["train.micro_tokens=512", "algorithm.preset=dapo", "reward_model.max_tokens=64", "val.n=2"]
+    read = ["train.micro_tokens=512", "reward_model.max_tokens=64", "val.n=2"]
     check(config(rows, *read), "eval", given(read))
-    check(config(rows, *read), "generate", given([*read[:2], "data.train=rows.jsonl"]))
+    check(config(rows, *read), "generate", given([*read[:1], "data.train=rows.jsonl"]))
+    for command in ("eval", "generate"):  # a preset may limit rewards, but in training only
+        with pytest.raises(ConfigError, match=rf"algorithm.preset: has no effect in `saccade {command}`"):
+            check(config(rows), command, given(["algorithm.preset=dapo"]))
 
 
 def test_what_a_command_does_not_read_is_told_in_a_line(rows):
