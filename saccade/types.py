@@ -110,7 +110,7 @@ class MediaSpan:
     media: Media
     start: int
     length: int
-    grid: tuple[int, int, int]  # (frames, rows, columns) in patches
+    grid: tuple[int, ...]  # (frames, rows, columns) in patches; of parts of different sizes one after the other
 
     @property
     def end(self) -> int:

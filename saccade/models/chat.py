@@ -45,7 +45,7 @@ SHOWN = {
     "video": {"type": "video", "video": ""},
     "audio": {"type": "audio", "audio": "", "audio_url": ""},
 }
-Grid = tuple[int, int, int]
+Grid = tuple[int, ...]
 Measure = Callable[[Media], tuple[Grid, int]]  # a medium → its grid and its number of placeholder tokens
 Expand = Callable[[str, Sequence[Media]], str]
 

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig, LoraConfig, TrainConfig
-from saccade.forest.attention import paths
+from saccade.engines.embedded.kv_cache import cache_shape
+from saccade.forest.attention import first_seen, paths
 from saccade.forest.packing import pack
 from saccade.models import lora
 from saccade.models.load import freeze
@@ -21,10 +22,12 @@ from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Group, Message, Sample, Source, Trajectory
-from tests.models.against import forest_of, noise, pair
+from tests.models.against import ask, forest_of, noise, pair
 
 FAMILIES = ("qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava", "smolvlm", "glm4v")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "aria")
+# Latents; recurrent layers; no tower, layers of two sizes; experts for text and for pictures; a projector that looks.
+KINDS = ("kimi_k25", "qwen3_5", "minicpmv4_6", "gemma4_unified", "ernie4_5_vl_moe", "granite4_vision")
 HEARING = {"qwen2_audio": 30.0, "qwen2_5_omni": 2.0}  # seconds that need no padding
 ALGORITHM = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0.0}), max_tokens=64)
 SCORING = Scoring()
@@ -45,6 +48,7 @@ class TokenByToken:
             before = [token for node in path[:-1] for token in spans[node]]
             for token in spans[path[-1]]:
                 keys = [*before, *range(spans[path[-1]].start, token + 1)]
+                keys = keys[0 if window is None else max(0, first_seen(len(keys) - 1, window)) :]
                 scores = torch.bmm(q[token][:, None], k[keys].permute(1, 2, 0)) * scale
                 rows.append(torch.bmm(scores.softmax(-1), v[keys].transpose(0, 1))[:, 0])
         return torch.stack(rows)
@@ -77,14 +81,14 @@ def forest(family_of, grow, image):
 @pytest.fixture
 def counted(family_of, monkeypatch):
     """FLOPs of a training step, or of scoring, by torch's counter."""
-    monkeypatch.setattr("saccade.forest.attention._dense_plan", lambda *given: TokenByToken(*given[:2]))
 
     def run(model, name, batch, *, train=True, checkpointing=False):
         model.set_experts_implementation("eager")  # the counter does not know grouped products
         backend = LocalBackend(model, family_of(name), TrainConfig(), checkpointing=checkpointing)
         loss = PolicyLoss(ALGORITHM, SCORING)
         # The fused kernel of the CPU is not seen by the counter; plain products are.
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, monkeypatch.context() as patched:
+            patched.setattr("saccade.forest.attention._dense_plan", lambda *given: TokenByToken(*given[:2]))
             backend.train_step([batch], loss, lr=0.0) if train else backend.logprobs([batch], SCORING)
         return counter.get_total_flops()
 
@@ -108,6 +112,8 @@ def test_every_matrix_is_counted_in_its_tower(name, shape_for, load):
     assert counted == linear
     kinds = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
     convolved = sum(m.weight.numel() for m in model.modules() if isinstance(m, kinds))
+    if name == "glm4v":  # one makes a patch of four
+        convolved -= model.model.visual.downsample.weight.numel() * 3 // 4
     assert sum(tower.inputs + tower.stem for tower in shape.senses.values()) == convolved
 
 
@@ -165,6 +171,20 @@ def test_the_forward_of_a_forest(name, shape_for, load, forest, counted):
     }
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_the_forward_of_a_row_of_any_kind(name, family_of, load, image, counted, shape_for):
+    family, rng = family_of(name), np.random.default_rng(0)
+    prompt = family.render(ask(image(140, 70), "what?"))
+    new = 64 + -len(prompt) % 64  # recurrent layers fill up chunks of 64
+    row = rollout(0, prompt=len(prompt), new=new)
+    ids = np.concatenate([prompt.ids, rng.choice(np.flatnonzero(~family.banned), new)])
+    (batch,) = pack([group(replace(row, ids=ids, media=prompt.media))], micro_tokens=10_000)
+    model, shape = load(name), shape_for(name)
+    (work,) = flops.Meter(shape=shape).forward([batch])
+    assert work.total() == pytest.approx(counted(model, name, batch, train=False), rel=0.05)
+    assert shape.kv_bytes(4) == pytest.approx(cache_shape(model, family).bytes_per_token)
+
+
 @pytest.mark.parametrize(
     ("name", "train"),
     [
@@ -209,13 +229,15 @@ def test_a_trunk_is_counted_once_and_pairs_by_ancestors():
     # Layers, products, heads, size, pairs.
     assert work["llm/attention"] == 2 * 4 * 4 * 8 * (6 + 2 * 9)
     assert work["head"] == 2 * 4 * 32 * 100
-    work = flops.Meter(shape=replace(shape, windows=(None, 4))).count(np.array([0, 3]), np.array([3, 7]), 0)
+    work = flops.Meter(shape=replace(shape, pair_flops={None: 128, 4: 128})).count(
+        np.array([0, 3]), np.array([3, 7]), 0
+    )
     assert work["llm/attention"] == 4 * 4 * 8 * (55 + 1 + 2 + 3 + 7 * 4)  # a sliding window limits the keys
 
 
 def tiny_shape():
     stack = shapes.Stack(layers=2, hidden=32, queries=32, keys=16, matrices=32 * 32 + 32 * 64)
-    return shapes.Shape(text=stack, vocabulary=100, windows=(None, None))
+    return shapes.Shape(text=stack, vocabulary=100, pair_flops={None: 2 * 4 * 32})
 
 
 def metered():

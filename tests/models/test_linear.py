@@ -172,7 +172,7 @@ def test_adapters_and_recomputation(made, tmp_path):
 def test_the_work_and_memory_of_recurrent_layers(made, family_of):
     family, model, _ = made
     found = shapes.shape_of(model, family.tower_of)
-    assert found.windows == (128, None, 128) and found.state_bytes == 2 * 4 * 4 * 16 * 32
+    assert found.pair_flops == {None: 4 * 64} and found.state_bytes == 2 * 4 * 4 * 16 * 32
     assert found.kv_bytes(4) == pytest.approx(cache_shape(model, family).bytes_per_token)
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     assert found.text.weights + found.head_weights == pytest.approx(linear)

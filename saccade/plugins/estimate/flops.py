@@ -95,18 +95,20 @@ def _reach(tower: str, trained: Iterable[str], matrices: Iterable[str], tower_of
 # -- one forward -----------------------------------------------------------------------------------
 
 
-def _patches(vision: Stack, grid: tuple[int, int, int]) -> tuple[float, float, float, float]:
-    """Patches, none for a stem, tokens in the layers, and pairs of tokens in all layers."""
-    frames, rows, columns = grid
-    tokens = frames * (rows * columns + vision.extra)
-    whole = frames * float(tokens / frames) ** 2  # a frame is a sequence of its own
-    squares = [_squares(side // vision.merge, vision.window) for side in (rows, columns)]
-    windowed = frames * float(vision.merge) ** 4 * squares[0] * squares[1]
-    others = vision.layers - vision.full_layers
-    return frames * rows * columns, 0.0, tokens, vision.full_layers * whole + others * windowed
+def _patches(vision: Stack, grid: tuple[int, ...]) -> tuple[float, float, float, float]:
+    """Patches, those that a stem sees, tokens in the layers, and pairs of tokens in all layers."""
+    patches, tokens, pairs = 0, 0, 0.0
+    for frames, rows, columns in zip(*[iter(grid)] * 3, strict=True):
+        seen = rows * columns + vision.extra
+        squares = [_squares(side // vision.merge, vision.window) for side in (rows, columns)]
+        windowed = float(vision.merge) ** 4 * squares[0] * squares[1]
+        others = vision.layers - vision.full_layers
+        patches, tokens = patches + frames * rows * columns, tokens + frames * seen
+        pairs += frames * (vision.full_layers * float(seen) ** 2 + others * windowed)  # each frame is a sequence
+    return patches, patches, tokens, pairs
 
 
-def _frames(audio: Stack, grid: tuple[int, int, int]) -> tuple[float, float, float, float]:
+def _frames(audio: Stack, grid: tuple[int, ...]) -> tuple[float, float, float, float]:
     """Frames that are heard (silence that fills up half a minute is padding), the tokens that the
     convolutions leave of them, which halve them at least once, and pairs of these in all layers.
     """
@@ -157,7 +159,7 @@ def shares(shape: Shape, training: Training) -> dict[str, tuple[float, float]]:
         learns, passed, _ = training[tower]
         # Torch stops once backward has what it needs, which the result of the last matrix is not;
         # results of experts are, since they are weighted.
-        again = 1.0 if stack.experts else 1 - stack.last / stack.matrices
+        again = 1.0 if stack.experts else 1 - stack.last / max(1, stack.matrices)
         projected = bool(passed or training["projector"].passed) * (1 + training["projector"].learns)
         found |= {
             f"{tower}/inputs": (learns, 0.0),
@@ -182,12 +184,12 @@ class Meter:
         """Runs of tokens, such as the nodes of a forest, the logits at its reads, its media. `before`: how many tokens
         the first one of each run sees before itself.
         """
-        text, windows, tokens = self.shape.text, self.shape.windows, int(sizes.sum())
-        pairs = {window: _pairs(before, sizes, window) for window in set(windows)}
+        text, tokens = self.shape.text, int(sizes.sum())
+        seen = sum(flops * _pairs(before, sizes, window) for window, flops in self.shape.pair_flops.items())
         work = Work(
             {
                 "llm/layers": 2.0 * tokens * text.weights,
-                "llm/attention": text.pair_flops * sum(pairs[window] for window in windows),
+                "llm/attention": seen + tokens * self.shape.token_flops,
                 "head": 2.0 * reads * self.shape.head_weights,
                 "adapters": 2.0 * tokens * self.training["llm"].adapters,
             }
@@ -212,7 +214,9 @@ class Meter:
                     f"{sense}/stem": 2.0 * stemmed * tower.stem,
                     f"{sense}/layers": 2.0 * tokens * tower.weights,
                     f"{sense}/attention": tower.pair_flops * pairs,
-                    f"{sense}/projector": 2.0 * length * tower.projector,
+                    # Of a tower without layers, padding is projected, too.
+                    f"{sense}/projector": 2.0 * (length if tower.layers else tokens) * tower.projector
+                    + 2.0 * tokens * tower.looking,
                     "adapters": 2.0 * (tokens * adapters + length * projected),
                 }
             )

@@ -7,7 +7,9 @@ on the meta device. Every architecture that transformers can build has a shape.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import prod
+from operator import mul
 from statistics import fmean
 from typing import Any
 
@@ -15,6 +17,10 @@ SENSES = ("vision", "audio")
 ATTENTION = re.compile(r"attn|attention")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")  # how configs name the experts of a token
 EXPERTS = re.compile(r"(?:^|\.)experts(?:\.|$)")
+OTHER_EXPERTS = "vision_moe."  # smaller ones, which a token passes instead
+# Matrices of a projector that read all that a tower returns.
+LOOKING = re.compile(r"(cross.?att|resampler).*\b(key|value|[kv]_proj)$|vit_merger\.self_attn")
+CHUNK = 64  # tokens that a gated delta rule takes together
 HEAD_NORM = re.compile(r"\b[qk]_(layer)?norm")
 
 
@@ -38,8 +44,9 @@ class Stack:
     experts: float = 0.0  # in a layer
     chosen: float = 0.0  # experts of each token
     inputs: int = 0  # weights of the first convolution
-    stem: int = 0  # weights of the others
+    stem: float = 0  # weights of the others, of which a patch passes a part where they shrink an image
     projector: int = 0  # weights
+    looking: int = 0  # weights of the projector that see every token of the tower
     merge: int = 1  # side of the square of patches that becomes one token
     window: int | None = None  # what attends together: side in merged patches, or frames
     full_layers: int = 0  # layers that attend to everything
@@ -74,7 +81,8 @@ class Stack:
 class Shape:
     text: Stack
     vocabulary: int
-    windows: tuple[int | None, ...]  # of each decoder layer
+    pair_flops: Mapping[int | None, float]  # by window: of one query and one key in all decoder layers that have it
+    token_flops: float = 0.0  # of what recurrent layers compute without weights
     queries_per_key: int = 1  # heads
     key_heads: int = 1
     senses: Mapping[str, Stack] = field(default_factory=dict)
@@ -94,33 +102,54 @@ def shape_of(model: Any, tower_of: Callable[[str], str]) -> Shape:
     text, layers = model.config.get_text_config(), _layers(model, tower_of)
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
-    first = (getattr(text, "per_layer_config", None) or [text])[0]  # of layers that differ the first stands for all
+    first = (getattr(text, "per_layer_config", None) or [text])[0]
     size = getattr(first, "head_dim", None) or text.hidden_size // heads
     kinds, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
     if not kinds:
         kinds = ["sliding_attention" if window else "full_attention"] * len(layers["llm"])
-    # A gated delta rule costs about what attention to its chunk of 64 tokens and twice a head's size does.
+    widths, pair_flops = [], dict[int | None, float]()
+    for layer, kind in zip(layers["llm"], kinds, strict=False):
+        asked, kept = _attention_widths(layer, heads * size, key_heads * size)
+        widths.append((asked, kept if kind != "linear_attention" else 0.0))
+        if kind != "linear_attention":
+            near = window if kind == "sliding_attention" else None
+            pair_flops[near] = pair_flops.get(near, 0.0) + 4.0 * asked
     recurrent = kinds.count("linear_attention")
-    wide = text.linear_value_head_dim if recurrent else 0
-    reach = {"sliding_attention": window, "linear_attention": 64 + 2 * wide}
-    state = text.linear_num_value_heads * text.linear_key_head_dim * wide if recurrent else 0
+    names = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    states, key, value = (getattr(text, name) if recurrent else 0 for name in names)
     stack = _stack(
         layers["llm"],
         text.hidden_size,
-        queries=heads * size,
-        keys=key_heads * size * (1 - recurrent / len(kinds)),
+        queries=fmean(asked for asked, _ in widths),
+        keys=fmean(kept for _, kept in widths),
         chosen=next(filter(None, (getattr(text, name, None) for name in CHOSEN)), 1),
     )
     beside = _beside("llm", layers["llm"], model, tower_of)  # what Gemma gives to each layer
     return Shape(
         text=replace(stack, matrices=stack.matrices + sum(m * n for m, n in beside) / stack.layers),
         vocabulary=text.vocab_size,
-        windows=tuple(reach.get(kind) for kind in kinds[: len(layers["llm"])]),
+        pair_flops=pair_flops,
+        # The state is read, corrected and asked; keys and values of a chunk meet each other and are solved for.
+        token_flops=recurrent * states * (6.0 * key * value + CHUNK * (6 * key + 4 * value + CHUNK * 2 / 3)),
         queries_per_key=heads // key_heads,
         key_heads=key_heads,
-        senses={sense: _sense(sense, layers[sense], model, tower_of) for sense in SENSES if layers.get(sense)},
-        state_bytes=4 * recurrent * state,
+        senses={s: _sense(s, layers[s], model, tower_of) for s in SENSES if layers.get(s)} or _bridge(model, tower_of),
+        state_bytes=4 * recurrent * states * key * value,
     )
+
+
+def _attention_widths(layer: Any, queries: float, keys: float) -> tuple[float, float]:
+    """Numbers in a query of a layer and in what is kept of a token as a key; where values are of another size, the mean
+    of both. `queries` and `keys` are those of the config, for layers whose matrices have other names.
+    """
+    sizes = {name.rpartition(".")[2]: (m, n) for name, m, n in _matrices(layer) if ATTENTION.search(name)}
+    if "o_proj" not in sizes or not sizes.keys() & {"q_proj", "kv_b_proj"}:
+        return queries, keys
+    values = sizes["o_proj"][0]
+    if "kv_b_proj" in sizes:  # latents, which are kept as the keys and values of every head
+        queries = (sizes.get("q_b_proj") or sizes["q_proj"])[1]
+        return (queries + values) / 2, (queries + values) / 2
+    return values, sizes.get("k_proj", (0, 0))[1]  # some layers read the keys of another
 
 
 def _layers(model: Any, tower_of: Callable[[str], str]) -> dict[str, list[Any]]:
@@ -156,7 +185,7 @@ def _layer(layer: Any, hidden: int) -> dict[str, float]:
     wide = [m for name, m, n in shared if n == hidden and not ATTENTION.search(name)] or [0]
     # Experts are stacked in tensors of three axes, or are a list of modules.
     named = dict(layer.named_parameters())
-    stacked = [p.shape for name, p in named.items() if p.ndim == 3 and EXPERTS.search(name)]
+    stacked = [p.shape for n, p in named.items() if p.ndim == 3 and EXPERTS.search(n) and OTHER_EXPERTS not in n]
     single = [(EXPERTS.split(name)[-1], m * n) for name, m, n in linears if EXPERTS.search(name)]
     listed = len({name.partition(".")[0] for name, _ in single})
     sizes = [m * n for _, m, n in stacked] or [size for _, size in single]
@@ -182,7 +211,7 @@ def _matrices(part: Any) -> Iterator[tuple[str, int, int]]:
     for name, module in part.named_modules():
         if isinstance(module, Linear):
             if ".lora_" not in name:
-                yield name, module.in_features, module.out_features
+                yield name.removesuffix(".base_layer"), module.in_features, module.out_features
         elif not isinstance(module, Embedding):
             for parameter in module.parameters(recurse=False):
                 if parameter.ndim == 2:  # a router
@@ -202,6 +231,16 @@ def _beside(tower: str, layers: list[Any], model: Any, tower_of: Callable[[str],
     ]
 
 
+def _bridge(model: Any, tower_of: Callable[[str], str]) -> dict[str, Stack]:
+    """Of a model without a tower: patches are projected and nothing more."""
+    if any(tower_of(name) in SENSES for name, _ in model.named_parameters()):
+        return {}
+    weights = sum(m * n for name, m, n in _matrices(model) if tower_of(name) == "projector")
+    hidden = model.config.get_text_config().hidden_size
+    bare = Stack(layers=0, hidden=hidden, queries=0.0, keys=0.0, matrices=0.0, projector=weights)
+    return {"vision": bare} if weights else {}
+
+
 def _sense(sense: str, layers: list[Any], model: Any, tower_of: Callable[[str], str]) -> Stack:
     from torch.nn import Conv1d, Conv2d, Conv3d
 
@@ -215,7 +254,7 @@ def _sense(sense: str, layers: list[Any], model: Any, tower_of: Callable[[str], 
     convolved = [module.weight for module in convolutions]
     alone = len([name for name in SENSES if hasattr(model.config, f"{name}_config")]) == 1
     projected = [
-        m * n
+        (m * n, bool(LOOKING.search(name)))
         for name, m, n in _matrices(model)
         if tower_of(name) == "projector" and (alone or ("audio" in name) == (sense == "audio"))
     ]
@@ -232,11 +271,14 @@ def _sense(sense: str, layers: list[Any], model: Any, tower_of: Callable[[str], 
         first = convolved[0].numel()
     elif beside := _beside(sense, layers, model, tower_of):  # patches are cut before a linear layer
         first = beside[0][0] * beside[0][1]
+    later = [module.weight.numel() for module in convolutions[1:]]
+    shrinking = accumulate((prod(module.stride) for module in convolutions[1:]), mul)
     return replace(
         _stack(layers, hidden),
         inputs=first,
-        stem=sum(weight.numel() for weight in convolved[1:]),
-        projector=sum(projected),
+        stem=sum(size / (shrunk if sense == "vision" else 1) for size, shrunk in zip(later, shrinking, strict=True)),
+        projector=sum(size for size, looking in projected if not looking),
+        looking=sum(size for size, looking in projected if looking),
         merge=merge,
         window=window,
         full_layers=len(full),

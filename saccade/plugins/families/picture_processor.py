@@ -14,6 +14,7 @@ import copy
 import math
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
@@ -69,7 +70,7 @@ class PictureRow(dict[str, np.ndarray]):
 
     ids: np.ndarray
     told: Mapping[str, np.ndarray]  # of these ids, beside what they are: see `kinds`
-    grid: tuple[int, int, int]  # patches that the tower sees of it: squares, rows, columns
+    grid: tuple[int, ...]  # patches that the tower sees of it: squares, rows, columns; again for others of another size
     before = inside = after = ""
 
     @property
@@ -315,7 +316,7 @@ class PictureReader:
         row.before, row.inside, row.after = text[:start], text[start:end], text[end:]
         return row
 
-    def _grid(self, made: Mapping[str, Any], tokens: int) -> tuple[int, int, int]:
+    def _grid(self, made: Mapping[str, Any], tokens: int) -> tuple[int, ...]:
         for name, value in made.items():
             if name.endswith("grid_thw"):
                 frames, rows, columns = value[0].tolist()
@@ -329,11 +330,12 @@ class PictureReader:
         if "target_sizes" in made:  # of slices, whose patches lie in one row
             patches = made["target_sizes"].prod(-1)
             return len(patches), 1, int(patches.sum()) // len(patches)
-        seen = [value.shape for value in made.values() if value.ndim > 3 and value.shape[-3] == 3]
-        if not seen:
-            return 1, 1, tokens
-        *_, height, width = max(seen, key=math.prod)
-        return sum(math.prod(shape[:-3]) for shape in seen), max(1, height // self.patch), max(1, width // self.patch)
+        seen = Counter[tuple[int, int]]()
+        for name, value in made.items():
+            if value.ndim > 3 and value.shape[-3] == 3 and "mask" not in name:
+                seen[value.shape[-2:]] += math.prod(value.shape[:-3])
+        sides = [(n, *(max(1, side // self.patch) for side in size)) for size, n in seen.items() if n]
+        return tuple(number for each in sides for number in each) or (1, 1, tokens)
 
     def _made(self, shown: Shown) -> PictureRow:
         return self._as_row(self.call(self.markers[shown.kind].join(self.frames[shown.kind][0]), [shown]))
@@ -359,7 +361,7 @@ class PictureReader:
     def ids_of(self, media: Media) -> np.ndarray:
         return self.blank_row(*self.size(media)).ids
 
-    def measure(self, media: Media) -> tuple[tuple[int, int, int], int]:
+    def measure(self, media: Media) -> tuple[tuple[int, ...], int]:
         row = self.blank_row(*self.size(media))
         return row.grid, len(row.ids)
 

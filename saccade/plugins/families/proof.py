@@ -198,7 +198,7 @@ def probes(family: Family) -> list[ProofRow]:
     goes through the tower beside it, and one of text. One picture is small, one is cut into tiles by those who do that.
     """
     measured = [(size, *family.measure(Media(hash="", width=size[0], height=size[1], path=""))) for size in LARGER]
-    tiled = next((size for size, (squares, *_), tokens in measured if squares > 1 and tokens < MOST_TOKENS), LARGER[0])
+    tiled = next((size for size, grid, n in measured if sum(grid[::3]) > 1 and n < MOST_TOKENS), LARGER[0])
     small, wide, again = noise(60, 50, 0), noise(*tiled, 1), noise(60, 50, 2)
     asked: list[tuple[Any, ...]] = [("What is ", small, " beside ", wide, "?"), (again, "Why so?"), ("Just text.",)]
     made = []
