@@ -38,16 +38,20 @@ tells is looked at; when they are loaded, the model is compared with transformer
 
 The generic family takes images, and videos and sounds where the model's processor and chat template do and the proof
 of them holds; media that may not stand beside an image in one row are said to be *alone*. A model is used for the
-others if the proof of one kind fails, and rows with that kind are refused with the reason. It needs
-`pip install -c constraints.txt -e '.[vision]'` for most processors, and generates with the embedded engine, or, for
-images, with vLLM where that knows the model ([engines](engines.md#vllm)). A picture
-over `data.max_pixels` is scaled down before the model's processor sees it; what the processor makes of it then (tiles,
-crops, its own limits) is its own business.
+others if the proof of one kind fails, and rows with that kind are refused with the reason. It needs `pip install -c
+constraints.txt -e '.[vision]'` for most processors, and generates with the embedded engine, or with vLLM where that
+knows the model ([engines](engines.md#vllm)): images, and videos where vLLM's own class of the model takes them
+(LLaVA-OneVision is tested with one beside a picture, Qwen3-VL was run; SmolVLM's takes none, and a request with one
+is refused). A picture over `data.max_pixels` is scaled down before the model's processor sees it; what the processor
+makes of it then (tiles, crops, its own limits) is its own business.
 
 It trains like the others: all weights, frozen towers, adapters on the linear layers of its decoder, also over 4-bit
-weights, with a critic, as a reward model, on several GPUs, whole or sharded; `saccade estimate` counts memory and FLOPs
-from its modules. [Recipes](recipes.md#models-of-today) start from some of them, and `saccade quickstart --kind gemma3`
-shows one learn.
+weights, with a critic, as a reward model, on several GPUs, whole or sharded; `saccade estimate` counts memory and
+FLOPs from its modules. Latent attention (DeepSeek, Kimi) is cached as the keys
+and values of all heads, not as latents: 4.8 MiB for each token in the shape of DeepSeek-V3 (61 layers of 128 heads,
+bfloat16), where latents would be 69 KiB; their 576 numbers are more than a head of the decoding kernels may have (512).
+[Recipes](recipes.md#models-of-today) start from some of them, and `saccade
+quickstart --kind gemma3` shows one learn.
 
 InternVL and LLaVA have families of their own although the generic one serves them, too, because users feel the
 difference. Own family / generic, with processors of published sizes (tiles of 448 pixels, squares of 336), single

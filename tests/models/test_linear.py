@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as own
 
 from saccade.config import LoraConfig, TrainConfig
@@ -21,6 +22,7 @@ from saccade.models import lora
 from saccade.models.families import load_family
 from saccade.models.load import hidden_states, load_model
 from saccade.plugins.estimate import shapes
+from saccade.plugins.families import tiny_kinds
 from saccade.plugins.families.proof import answered, noise
 from saccade.plugins.linear.delta_rule import OPTIONS, delta_rule
 from saccade.plugins.linear.gated_layers import walk_layers
@@ -30,7 +32,8 @@ from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from tests.engines.asked import same, trajectories
 from tests.engines.decoders import asked, build
-from tests.models.against import CPU, assert_forests_are_plain_rows, gradient_gap, pair
+from tests.models import against
+from tests.models.against import CPU, ask, assert_forests_are_plain_rows, gradient_gap, pair
 
 # A root and branches of one token and of two, fewer than a convolution reads; one of more than a chunk.
 SIZES, PARENTS = [5, 3, 1, 70, 2, 1, 2], np.array([-1, 0, 1, 0, 2, -1, 5])
@@ -189,3 +192,14 @@ def test_what_is_not_served_is_refused(made):
     with pytest.raises(EnvironmentProblem, match=r"layers.0.linear_attn .*is not computed as in Qwen3.5"):
         walk_layers(model)
     layer.activation = own
+
+
+def test_a_decoder_without_any_attention_generates(tmp_path):
+    folder = tiny_kinds.build("qwen3_5_text", tmp_path, layer_types=["linear_attention"] * 3)
+    family = load_family(folder)
+    model, stock = load_model(family, dtype=torch.float32, device=CPU), AutoModelForCausalLM.from_pretrained(folder)
+    prompt = family.render(ask("another one"))
+    (drawn,) = against.ours(model, family, [prompt])
+    ids = torch.tensor([*prompt.ids, *drawn])[None]
+    logits = stock(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]  # its `generate` fails
+    assert logits.masked_fill(torch.from_numpy(family.banned), -torch.inf).argmax(-1).tolist() == drawn

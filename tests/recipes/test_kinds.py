@@ -5,7 +5,7 @@ import json
 import pytest
 
 from saccade.config import load
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.plugins.estimate import estimate
 from saccade.plugins.families import tiny_kinds
 from saccade.plugins.quickstart.quickstart import WORDS
@@ -75,6 +75,14 @@ def test_memory_and_seconds_come_from_modules_without_weights(config, tmp_path, 
     assert weights * 2**30 / 2 == sum(tensor.numel() for tensor in tensors(options["model.path"]).values())
     assert whole.memory.fits and whole.pace.seconds["update"] > 0
     assert whole.pace.tflop["update"] > adapted.pace.tflop["update"] > 0
+
+
+@pytest.mark.parametrize("config", ["smolvlm"], indirect=True)
+def test_an_estimate_of_another_family_names_both(config, tmp_path):
+    other = load(config(tmp_path) | {"model.family": "qwen2_5_vl"})
+    said = r"model.family=qwen2_5_vl, but the folder holds a model of type 'smolvlm' .*leave model.family out"
+    with pytest.raises(EnvironmentProblem, match=said):
+        estimate(other, devices.named("H200"), prompt_tokens=99, image=(112, 112))
 
 
 def test_a_family_that_is_not_known_is_refused(rl_config, tmp_path):

@@ -65,9 +65,10 @@ def test_tokens_of_a_picture_that_see_each_other(folder):
     agree(replace(family, blocks="", spec=spec), noise(60, 50, 0), noise(140, 70, 1))
 
 
-def test_a_video_beside_a_picture(folder):
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_onevision"])
+def test_a_video_beside_a_picture(folder, name):
     pixels = np.random.default_rng(0).integers(0, 256, (4, 56, 84, 3), dtype=np.uint8)
-    agree(load_family(folder("qwen2_5_vl")), open_video(pixels, fps=1.5), noise(60, 50, 0))
+    agree(load_family(folder(name)), open_video(pixels, fps=1.5), noise(60, 50, 0))
 
 
 def test_experts_are_handed_over(folder):

@@ -98,7 +98,7 @@ def cache_shape(model: torch.nn.Module, family: Family) -> CacheShape:
         hidden_states(model, family, nothing[0], nothing, (), ForwardPlan(note, walk))
     finally:
         model.train(training)
-    shapes = [LayerShape(0, 0, 0, 0, layer) for layer in range(max(seen) + 1)]  # of recurrent layers
+    shapes = [LayerShape(0, 0, 0, 0, layer) for layer in range(max(seen, default=-1) + 1)]  # of recurrent layers
     for layer, (q, k, v) in seen.items():
         source = first[k.untyped_storage().data_ptr()]
         shapes[layer] = LayerShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], source)
@@ -223,7 +223,7 @@ class KVCache:
                     new[: old.shape[0], : old.shape[1]] = old
                 tensors[layer] = new
         addresses = [[k.data_ptr(), v.data_ptr()] for k, v in zip(self.keys, self.values, strict=True)]
-        self.bases.copy_(self._tensor(np.array(addresses)))
+        self.bases.copy_(self._tensor(np.array(addresses, np.int64).reshape(-1, 2)))
         self.pages.grow(count)
         self.pages.page = page
 

@@ -68,10 +68,13 @@ def empty_model(family: Family, *, trust_remote_code: bool = False) -> Any:
                 model = kind(getattr(settings, family.spec.section, settings))
             if family.series is not None:
                 model.series = Encoder(family.series, settings.get_text_config())
+        family.spec.prepare(model)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
+        if family.name not in (settings.model_type, "generic"):
+            given = f"model.family={family.name}, but the folder holds a model of type {settings.model_type!r}"
+            raise EnvironmentProblem(f"{family.path}: {given} ({why}); leave model.family out") from error
         raise EnvironmentProblem(f"{family.path}: no estimate, as it needs its weights to be built ({why})") from error
-    family.spec.prepare(model)
     return model
 
 

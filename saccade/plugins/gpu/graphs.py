@@ -76,8 +76,9 @@ class Graphs:
         text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
         self._vocabulary = text.vocab_size
         attending = [x for x in cache.shape.layers if x.key_heads]
-        self._key_heads = max(x.key_heads for x in attending)
-        self.members = min(fields.members_of(x.heads // x.key_heads, x.key_size) for x in attending)
+        self._key_heads = max((x.key_heads for x in attending), default=1)  # all layers may be recurrent
+        most = [fields.members_of(x.heads // x.key_heads, x.key_size) for x in attending]
+        self.members = min(most, default=fields.members_of(1))
         self.step_index = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.ids = torch.zeros((MAX_BURST, count), dtype=torch.int64, device=self.device)
         self.logprobs = torch.zeros((MAX_BURST, count), dtype=torch.float32, device=self.device)
