@@ -150,7 +150,7 @@ def test_a_gpu_without_room_for_weights_is_refused(
         preflight.require_room(Path(word_model), 2**21, torch.device("cuda"))
     monkeypatch.setattr(model_setup, "device_of", lambda config: torch.device("cuda"))
     config = load(sft_config(tmp_path) | {"sft.teacher": word_model, "model.dtype": "float32"}, command="sft")
-    with pytest.raises(EnvironmentProblem, match=r"sft\.teacher is whole .* a smaller one, or train\.offload=true"):
+    with pytest.raises(EnvironmentProblem, match=r"sft\.teacher lies beside .* a smaller one, or train\.offload=true"):
         teacher_of(config, load_family(word_model))
 
 

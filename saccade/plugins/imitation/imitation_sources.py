@@ -116,7 +116,7 @@ def teacher_of(config: Config, family: Family) -> LocalBackend:
     by_rows = HOOKS["by_rows"](config.train, device) if gpus > 1 else None
     less = ", or train.offload=true" * (not config.train.offload)
     divided = ", or train.layout=sharded" * (gpus > 1 and by_rows is None)
-    hint = f"sft.teacher lies on every GPU, beside the student: take a smaller one{less}{divided}"
+    hint = f"sft.teacher lies beside the student: take a smaller one{less}{divided}"
     numbers = numbers_in(Path(folder), ranks=by_rows.group.size() if by_rows else 1, tower_of=theirs.tower_of)
     require_room(Path(folder), numbers * pick_dtype(config.model.dtype, device).itemsize, device, hint)
     model = model_setup.load_policy(config, theirs, train="full", divided=True)
