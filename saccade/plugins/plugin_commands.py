@@ -196,9 +196,10 @@ def compare(
     """Compare two evaluations item by item: the paired difference, and the questions that changed."""
     from saccade.plugins.reports.report import text_table
 
-    tables, page = import_module("saccade.plugins.evaluation.compare").compare(first, second, out)
+    tables, notes, page = import_module("saccade.plugins.evaluation.compare").compare(first, second, out)
     for table in tables:
         print("\n".join(text_table(table)))
+    print(*notes, sep="\n", end="\n" * bool(notes))
     print(f"wrote {page}")
 
 

@@ -117,7 +117,7 @@ def test_what_is_missing_is_named_with_the_line_that_fetches_it(tmp_path: Path) 
     assert f"public set craigwu/vstar_bench and reads {tmp_path}/vstar_bench/test_questions.jsonl" in said
     fetch = "hf download DreamMr/HR-Bench --repo-type dataset --local-dir"
     assert f"`{fetch} {tmp_path}/HR-Bench`" in said and "eval.folder" in said
-    assert "no suite 'vstarr'; expected one of clevr_count, superclevr" in said
+    assert "eval.suites=vstarr: no such name; did you mean 'vstar'? Expected one of clevr_count, superclevr" in said
 
 
 def test_suites_are_scored_as_their_authors_do() -> None:

@@ -76,3 +76,13 @@ def test_what_is_wrong_with_any_stage_is_told_before_the_first(file, change, tol
     file.write_text(yaml.safe_dump(tree))
     with pytest.raises(ConfigError, match=told):
         stages.read(file, [])
+
+
+def test_the_best_checkpoint_is_that_of_a_stage_that_validates(file):
+    tree = yaml.safe_load(file.read_text())
+    tree["stages"][1]["from"] = "best"
+    file.write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError, match=r"stage seen: `from: best` needs validations in stage cold"):
+        stages.read(file, [])
+    with pytest.raises(ConfigError, match=r"colds\.train\.lr=1: no section and no stage begins so"):
+        stages.read(file, ["colds.train.lr=1"])

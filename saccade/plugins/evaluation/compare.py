@@ -60,8 +60,8 @@ class Item:
         return str((self.rows[0][0].get("extra") or {}).get("category") or "")
 
 
-def compare(first: Path, second: Path, out: Path | None = None) -> tuple[list[Table], Path]:
-    """Tables for the terminal, and the page with the questions that changed, both answers side by side."""
+def compare(first: Path, second: Path, out: Path | None = None) -> tuple[list[Table], list[str], Path]:
+    """Tables and notes for the terminal, and the page with the questions that changed, both answers side by side."""
     items, notes = _paired(first, second)
     tables = [_table(f"B against A, over {len(items)} items", "set", _by_set(items))]
     for name, own in _by_set(items).items():
@@ -78,7 +78,7 @@ def compare(first: Path, second: Path, out: Path | None = None) -> tuple[list[Ta
         tables=tables,
         episodes=_changed(items, (first, second)),
     )
-    return tables, write_report(page, report)
+    return tables, notes, write_report(page, report)
 
 
 def mcnemar(gained: int, lost: int) -> float:

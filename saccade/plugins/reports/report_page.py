@@ -78,6 +78,7 @@ class Report:
 def write_report(path: Path, report: Report) -> Path:
     """Write the page with the report inside and return its path."""
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page_with(report), encoding="utf-8")
     return path
 

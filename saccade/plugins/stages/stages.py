@@ -28,7 +28,7 @@ from saccade.config.notation import parse
 from saccade.config.schema.section import TRAINING, is_name
 from saccade.errors import ConfigError
 from saccade.run import checkpoint
-from saccade.run.folder import write_whole
+from saccade.run.folder import REFUSALS, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,8 @@ def read(file: Path, overrides: Sequence[str], *, smoke: bool = False) -> tuple[
         raise ConfigError(f"{file}: no list `stages`; write for example\n{EXAMPLE}")
     names = [str(row.get("name", row.get("command"))) for row in rows]
     common = [text for text in overrides if text.split(".")[0] not in names]
+    if strange := [text for text in common if text.split(".")[0] not in Config.model_fields]:
+        raise ConfigError(f"{strange[0]}: no section and no stage begins so; stages are {', '.join(names)}")
     stages: list[Stage] = []
     for name, row in zip(names, rows, strict=True):
         try:
@@ -105,6 +107,8 @@ def read(file: Path, overrides: Sequence[str], *, smoke: bool = False) -> tuple[
                 small = import_module("saccade.plugins.smoke.smoke").shrunk
                 config = small(config, command, [str(file)], given(own + common))
             check(config, command, given(own))
+            if start == "best" and stages and not (stages[-1].config.data.val and stages[-1].config.val.every):
+                raise ConfigError(f"`from: best` needs validations in stage {stages[-1].name}; give it data.val")
         except ConfigError as error:
             raise ConfigError(f"{file}: stage {name}: {error}") from None
         stages.append(Stage(name, command, start if stages and "model.path" not in given(changes) else "", config))
@@ -152,7 +156,6 @@ def _run_stage(stage: Stage, config: Config, folder: Path, finished: Mapping[str
         for number, handler in signals.items():
             signal.signal(number, handler)
     if code:
-        log.warning(
-            f"stage {stage.name} ended with exit code {code}; the same command with run.resume=auto continues it"
-        )
+        after = "" if code in REFUSALS else "; the same command with run.resume=auto continues it"
+        log.warning(f"stage {stage.name} ended with exit code {code}{after}")
         raise typer.Exit(code if code > 0 else 128 - code)

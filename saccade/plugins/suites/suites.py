@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from saccade.config import Config, DataSource, EvalConfig, RewardConfig
+from saccade.config.schema.presets import unknown
 from saccade.data.dataset import Dataset
 from saccade.errors import ConfigError
 from saccade.models.families import Family
@@ -75,9 +76,9 @@ SUITES: Table[Suite] = Table("suites", _table())
 
 def problems(config: EvalConfig) -> Iterator[str]:
     """Suites that do not exist, and files that are missing, with the line that fetches them."""
-    for name in config.suites:
+    for name in dict.fromkeys(config.suites):
         if name not in SUITES:
-            yield f"eval.suites: no suite {name!r}; expected one of {', '.join(SUITES)}"
+            yield str(unknown("eval.suites", name, SUITES))
         elif not suite_files(suite := SUITES[name], config.folder):
             home = suite.home(config.folder)
             fetch = suite.fetch.format(hub=suite.hub, folder=home)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from threading import Thread
-from time import sleep, time
+from time import sleep
 from typing import Any
 
 import yaml
@@ -49,8 +49,8 @@ def list_runs(runs: Runs) -> list[Json]:
         stamp = runs.stamp(folder)
         written = max((time for time, _ in stamp), default=0) / 1e9
         facts = _facts(folder, _file_stamp(folder / METRICS), _file_stamp(folder / RESULTS))
-        listed.append({"name": name, "facts": facts, "age": time() - written, "stamp": str(hash(tuple(stamp)))})
-    return sorted(listed, key=lambda run: run["age"])
+        listed.append({"name": name, "facts": facts, "written": written, "stamp": str(hash(tuple(stamp)))})
+    return sorted(listed, key=lambda run: -run["written"])
 
 
 def show_run(runs: Runs, run: str) -> Json:
@@ -237,6 +237,7 @@ def write_page(folder: Path, out: Path) -> None:
         data["index"][name] = {column: values[: len(places)] for column, values in list_rollouts(runs, name).items()}
         data["brief"][name] = brief_rollouts(runs, name, places)
         data["rollouts"][name] = show_rollouts(runs, name, places)
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(view_page(data), encoding="utf-8")
 
 
