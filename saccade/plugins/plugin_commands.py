@@ -203,6 +203,24 @@ def compare(
     print(f"wrote {page}")
 
 
+@command("subgroups", panel="Look", example="saccade subgroups runs/run-eval --by sex --by site")
+def subgroups(
+    folder: Annotated[Path, typer.Argument(help="Folder of an eval.")],
+    by: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN", help="Column of the rows; may be repeated.", show_default=False),
+    ] = None,
+    labels: Annotated[bool, typer.Option("--labels", help="Precision, recall and F1 of each label.")] = False,
+) -> None:
+    """Accuracy of an evaluation by groups of its rows, with the gaps between them; and by label."""
+    from saccade.plugins.reports.report import text_table
+
+    if not by and not labels:
+        raise ConfigError("--by: nothing to divide the rows by; name a column, such as --by sex, or add --labels")
+    for table in import_module("saccade.plugins.evaluation.subgroups").subgroup_tables(folder, by or [], labels):
+        print("\n".join(text_table(table)))
+
+
 @command("report", panel="Look", example="saccade report runs/quickstart")
 def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an eval.")]) -> None:
     """Write the report of a run or an eval as one HTML file, its episodes included."""

@@ -91,7 +91,7 @@ def mcnemar(gained: int, lost: int) -> float:
 
 
 def _paired(first: Path, second: Path) -> tuple[list[Item], list[str]]:
-    found = [_scored(first), _scored(second)]
+    found = [evaluated(first), evaluated(second)]
     shared = [key for key in found[0] if key in found[1]]
     if not shared:
         sets = [", ".join(sorted({name for name, _ in rows})) or "nothing" for rows in found]
@@ -108,7 +108,7 @@ def _paired(first: Path, second: Path) -> tuple[list[Item], list[str]]:
     return [Item(set=s, id=i, rows=(a, b), scores=(x, y)) for (s, i), (a, x), (b, y) in pairs], notes
 
 
-def _scored(folder: Path) -> dict[tuple[str, str], tuple[list[Row], float]]:
+def evaluated(folder: Path) -> dict[tuple[str, str], tuple[list[Row], float]]:
     """(set, id) → its rows and their mean score. What was asked in several orders of the options is one item."""
     path = folder / "samples.jsonl"
     if not (path.is_file() and (folder / RESULTS).is_file()):
