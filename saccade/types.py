@@ -274,7 +274,7 @@ class Trajectory:
     turns: int = 1
     trained: bool = True
     support: tuple[np.ndarray, ...] | None = None  # one entry per policy token
-    turn_rewards: tuple[float, ...] = ()
+    turn_rewards: tuple[float, ...] = ()  # of the environment, by turn; the last ones may have none
     reward: float | None = None  # after combination and shaping
     outcome: float | None = None  # the raw outcome term
     parts: Mapping[str, float] = field(default_factory=dict)

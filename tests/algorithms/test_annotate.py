@@ -187,7 +187,7 @@ def test_advantages_are_shown_on_the_members(algorithm, records):
     row = algorithm()
     groups = select.mark_members([records.group("a", [1.0, None, 0.0])], row)[0]
     updates = advantaged(row, records, groups)[0]
-    (shown,) = annotate.show_advantages(groups, updates)
+    (shown,) = annotate.show_columns(groups, updates)
     right, lost, wrong = (t.advantages for t in shown.trajectories)
     assert lost is None and right is not None and wrong is not None
     assert right.tolist() == exact([2**-0.5] * 2, 1e-5)

@@ -56,7 +56,7 @@ def test_four_turns_with_crops_an_error_and_a_reply_over_the_budget(
     ids[3] = ids[3][:24]  # cut by the limit, before its end of turn
 
     assert (trajectory.end_reason, trajectory.status, trajectory.turns) == ("turn_length", "truncated", 4)
-    assert trajectory.turn_rewards == (0.25, 0.5) and trajectory.info["calls"] == 1
+    assert trajectory.turn_rewards == (0.25, 0.0, 0.5) and trajectory.info["calls"] == 1
     assert environment.heard == replies[:3] and environment.closed == 1
 
     check_chain(engine, trajectory)
