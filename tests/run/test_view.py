@@ -160,7 +160,12 @@ def test_rollouts_are_filtered_opened_and_coloured(browser, server):
     look(browser, view="rollouts", run="second", step="3", tint="writer")  # boxes and crops, turn by turn
     browser.until("document.querySelectorAll('.detail .turn').length === 5")
     assert browser.run("document.querySelectorAll('.detail .box').length") == 5
-    assert browser.run("document.querySelectorAll('.mark.c0').length") > 1
+    assert browser.run("document.querySelectorAll('.mark.c0').length") == 5  # what the policy wrote, turn by turn
+    look(browser, view="rollouts", run="first", tint="writer", text="q7")
+    browser.until("document.querySelector('.mark.c7')?.textContent === 'how many ?'")  # and what the prompt says
+    browser.call("Emulation.setDeviceMetricsOverride", width=400, height=700, deviceScaleFactor=1, mobile=True)
+    assert browser.run("document.documentElement.scrollWidth") == 400
+    browser.call("Emulation.clearDeviceMetricsOverride")
     assert troubles(browser, server) == []
 
 

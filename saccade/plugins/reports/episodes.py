@@ -59,7 +59,7 @@ def episode_of(record: Record, folder: Path, album: dict[str, str], *, tokens: b
     is known of each.
     """
     images = sorted(record["images"], key=lambda image: image["start"])
-    turns, asked = _turns(record, tokens)
+    prompt, turns = _turns(record, tokens)
     gold, extracted = record["gold"], record["extracted"]
     return {name: record[name] for name in COPIED} | {
         "set": record["kind"],
@@ -71,7 +71,8 @@ def episode_of(record: Record, folder: Path, album: dict[str, str], *, tokens: b
         "end": record["end_reason"],
         "advantage": _strip(record["advantage"]),
         "views": [_view(image, folder, album) for image in images],
-        "asked": asked,  # how many of the views are in the prompt
+        "asked": sum("view" in part for part in prompt),  # how many of the views are in the prompt
+        "prompt": [part for part in prompt if tokens and "text" in part],
         "turns": turns,
         "reason": shortened(record["reason"]),
     }
@@ -96,8 +97,8 @@ def question_of(record: Record) -> str:
     return "\n".join(part["text"] for m in asked for part in m["content"] if part["type"] == "text").strip()
 
 
-def _turns(record: Record, tokens: bool) -> tuple[list[dict[str, Any]], int]:
-    """Each begins where the policy begins to write; and how many images come before the first."""
+def _turns(record: Record, tokens: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What comes before the first of them, and the turns: each begins where the policy begins to write."""
     said: list[list[dict[str, Any]]] = [[]]
     before, view, written = "", 0, 0
     for segment in record["segments"]:
@@ -118,7 +119,7 @@ def _turns(record: Record, tokens: bool) -> tuple[list[dict[str, Any]], int]:
         {"said": parts, "calls": [{k: call.get(k) for k in CALL} for call in calls if call["turn"] == number]}
         for number, parts in enumerate(said[1:], 1)
     ]
-    return turns, sum("view" in part for part in said[0])
+    return said[0], turns
 
 
 def _known(segment: Record, record: Record, start: int) -> dict[str, Any]:
