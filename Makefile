@@ -21,7 +21,7 @@ quickstart: $(VENV)/.installed  ## a tiny vision-language model learns to count,
 # Three at a time for two cores: tests with real processes wait a lot. One can miss a deadline on a busy machine: what failed
 # runs once more, alone.
 test: $(VENV)/.installed-test  ## run the test suite
-	$(RUN) -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 20 \
+	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 20 \
 	|| $(RUN) -m pytest --last-failed --last-failed-no-failures none --maxfail 3
 
 test-gpu: $(VENV)/.installed-test  ## run the tests that need a CUDA GPU: kernels against float64, the engine, the update
