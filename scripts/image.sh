@@ -2,7 +2,7 @@
 # bash scripts/image.sh FOLDER cpu|cuda
 # Makes an environment in FOLDER from the wheel in dist/, as the images of the Dockerfile and CI have it.
 set -euo pipefail
-folder=$1 kind=$2
+folder=$(realpath -m "$1") kind=$2
 cd "$(dirname "$0")/.."
 case $kind in
   cpu) extras=data,lora,vision index=${TORCH_INDEX-https://download.pytorch.org/whl/cpu} ;; # PyPI's torch brings CUDA along

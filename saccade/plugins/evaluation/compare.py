@@ -7,23 +7,21 @@ exact test on the items that changed sides.
     0.021484375
 """
 
-import base64
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from saccade.data.dataset import ROTATION_OF
 from saccade.errors import ConfigError
 from saccade.plugins.evaluation.results import read_lines
 from saccade.plugins.reports.comparison import paired_difference
-from saccade.plugins.reports.episodes import MOST_BYTES, shortened
+from saccade.plugins.reports.episodes import MOST_BYTES, shortened, thumbnail
 from saccade.plugins.reports.report_page import Cell, Estimate, Report, Table, write_report
 from saccade.run.folder import RESULTS, TRAJECTORIES
 from saccade.run.metrics import RIGHT, WRONG
@@ -198,14 +196,7 @@ def _view(record: Row, folder: Path, album: dict[str, str]) -> dict[str, Any]:
     stored = sorted((folder / TRAJECTORIES / "images").glob(f"{name}.*"))
     path = stored[0] if stored else Path(record.get("path") or "")
     if name not in album and path.is_file() and sum(map(len, album.values())) < MOST_BYTES:
-        try:
-            with Image.open(path) as picture:
-                small = picture.convert("RGB")
-                small.thumbnail((SIDE, SIDE))
-                file = io.BytesIO()
-                small.save(file, "JPEG", quality=85)
-                album[name] = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
-        except OSError:  # no picture: a sound, or one inside another file
-            pass
+        with suppress(OSError):  # no picture: a sound, or one inside another file
+            album[name] = thumbnail(path, SIDE)
     about = {"name": name[:12], "kind": record.get("kind", "image"), "size": record["size"], "seen": None}
     return {**about, "lineage": (), "picture": name if name in album else None}

@@ -6,10 +6,13 @@ Every image is in the report once. Nothing is picked by its score.
 """
 
 import base64
+import io
 from collections.abc import Mapping
 from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from saccade.plugins.reports.trajectories import read_trajectories, stored_steps
 from saccade.run.folder import TRAJECTORIES
@@ -160,6 +163,16 @@ def inside(folder: Path, file: str) -> Path | None:
 
 def data_url(file: str, data: bytes) -> str:
     return f"data:image/{'png' if file.endswith('.png') else 'jpeg'};base64,{base64.b64encode(data).decode()}"
+
+
+def thumbnail(path: Path, side: int) -> str:
+    """A picture of at most so many pixels a side; one that is smaller stays as sharp as it is."""
+    with Image.open(path) as picture:
+        small, form = picture.convert("RGB"), "PNG" if max(picture.size) <= side else "JPEG"
+    small.thumbnail((side, side))
+    file = io.BytesIO()
+    small.save(file, form)
+    return data_url(f"small.{form.lower()}", file.getvalue())
 
 
 def _is_full(album: Mapping[str, str]) -> bool:

@@ -62,7 +62,7 @@ class Runs:
     def stamp(self, folder: Path) -> list[tuple[int, int]]:
         """Something that is another when the run has written something."""
         files = [folder / METRICS, folder / RESULTS, folder / SAMPLES, *_rollout_files(folder)]
-        return [_stamp(file) for file in files if file.exists()]
+        return [*map(stamp_of, files)]
 
     def rollouts(self, folder: Path) -> list[Stored]:
         """All of a run by step, those of training first. What comes later is behind: a place stays one's own."""
@@ -85,15 +85,15 @@ class Runs:
 
     def _of_file(self, file: Path) -> list[Stored]:
         with self._lock:  # two that ask at once do not read the same file twice
-            stamp = _stamp(file)
+            stamp = stamp_of(file)
             if file not in self._files or self._files[file][0] != stamp:
                 self._files[file] = stamp, list(_read(file))
             return self._files[file][1]
 
 
-def _stamp(file: Path) -> tuple[int, int]:
-    about = file.stat()
-    return about.st_mtime_ns, about.st_size
+def stamp_of(file: Path) -> tuple[int, int]:
+    """Another one when the file has changed."""
+    return (file.stat().st_mtime_ns, file.stat().st_size) if file.exists() else (0, 0)
 
 
 def _rollout_files(folder: Path) -> list[Path]:

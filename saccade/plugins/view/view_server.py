@@ -3,7 +3,6 @@
 with running(view_app(Runs(Path("runs")), token="sesame"), "127.0.0.1", 8300): ...
 """
 
-import io
 import json
 import signal
 from collections.abc import Mapping, Sequence
@@ -18,15 +17,14 @@ from typing import Any
 import yaml
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, Response
-from PIL import Image
 
 from saccade.errors import ConfigError, DataError
-from saccade.plugins.reports.episodes import data_url, episode_of, inside, question_of
+from saccade.plugins.reports.episodes import episode_of, inside, question_of, thumbnail
 from saccade.plugins.reports.report import eval_report, run_facts, run_report
 from saccade.plugins.reports.report_page import page_with, plain
 from saccade.plugins.serving import http_server
 from saccade.plugins.serving.http_server import BadRequest, Gate, JsonReply, json_app
-from saccade.plugins.view.run_index import COLUMNS, Runs
+from saccade.plugins.view.run_index import COLUMNS, Runs, stamp_of
 from saccade.run.folder import CONFIG, METRICS, RESULTS, TRAJECTORIES
 from saccade.run.loggers import read_metrics
 
@@ -37,6 +35,7 @@ MOST = 200  # rollouts of one request
 MOST_IN_FILE = 2000  # rollouts of a run in a page without a server
 GLANCE = 0.2  # seconds between looks whether to stop
 Json = dict[str, Any]
+_small = lru_cache(maxsize=4096)(thumbnail)
 
 
 # -- what the page asks for ------------------------------------------------------------------------
@@ -48,7 +47,7 @@ def list_runs(runs: Runs) -> list[Json]:
     for name, folder in runs.folders().items():
         stamp = runs.stamp(folder)
         written = max((time for time, _ in stamp), default=0) / 1e9
-        facts = _facts(folder, _file_stamp(folder / METRICS), _file_stamp(folder / RESULTS))
+        facts = _facts(folder, stamp_of(folder / METRICS), stamp_of(folder / RESULTS))
         listed.append({"name": name, "facts": facts, "written": written, "stamp": str(hash(tuple(stamp)))})
     return sorted(listed, key=lambda run: -run["written"])
 
@@ -109,17 +108,8 @@ def _brief(record: Mapping[str, Any], folder: Path) -> Json:
     return {
         "question": question_of(record)[:BRIEF],
         "answer": (said or [""])[-1][-BRIEF:],
-        "picture": path and _thumbnail(path),
+        "picture": path and _small(path, THUMBNAIL),
     }
-
-
-@lru_cache(maxsize=4096)
-def _thumbnail(path: Path) -> str:
-    with Image.open(path) as picture:
-        picture.thumbnail((THUMBNAIL, THUMBNAIL))
-        file = io.BytesIO()
-        picture.convert("RGB").save(file, format="JPEG", quality=80)
-    return data_url("thumbnail.jpg", file.getvalue())
 
 
 @lru_cache(maxsize=1024)
@@ -134,10 +124,6 @@ def _facts(folder: Path, metrics: tuple[int, int], results: tuple[int, int]) -> 
     rows = read_metrics(folder)
     rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
     return run_facts(rows, config) | ({"reward": f"{rewards[-1]:.3f}"} if rewards else {})
-
-
-def _file_stamp(file: Path) -> tuple[int, int]:
-    return (file.stat().st_mtime_ns, file.stat().st_size) if file.exists() else (0, 0)
 
 
 def _flat(options: Mapping[str, Any], before: str = "") -> Any:
