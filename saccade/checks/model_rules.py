@@ -90,8 +90,6 @@ def several_gpus(config: Config) -> Iterator[str]:
             yield f"train.sequence_parallel: {what}; try train.sequence_parallel={works}"
         if together > 1 and config.train.aux_coef:
             yield "train.aux_coef: no GPU sees all tokens of a forest; try train.aux_coef=0"
-        if config.sft.teacher is not None and together > 1:
-            yield "sft.teacher: reads all tokens of a forest; try train.sequence_parallel=1"
 
 
 def frozen(train: str) -> list[str]:

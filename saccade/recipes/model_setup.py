@@ -139,6 +139,7 @@ def start_policy(run: Run, family: Family, *, attach: Callable[[Any], None] = la
         _refuse_another_model(folder, family)
     if config.run.gpus > 1:
         policy = HOOKS["start_several"](config, run.command, family, folder, logs=run.folder.path)
+        attach(policy.model)  # which has no weights; work is counted from it
     else:
         model = load_policy(config, family, folder=folder)
         attach(model)

@@ -95,6 +95,10 @@ class Reader(Protocol):
 
     def hidden_at(self, batch: Batch, places: np.ndarray) -> Tensor: ...
 
+    def at_reads(self, batch: Batch, found: Callable[[Any], Sequence[Tensor]]) -> list[Tensor]:
+        """What is found for every read of a forest, where this process may look at some of its tokens only."""
+        ...
+
 
 class Loss(Protocol):
     """The loss of one micro-batch. Its denominators are those of the whole optimizer step, so

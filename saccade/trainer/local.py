@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -141,6 +141,9 @@ class LocalBackend:
     def read_values(self, batch: Batch, places: np.ndarray) -> Tensor:
         assert hasattr(self.model, "score"), "values need a model with a score head"
         return read_scores(self.model.score, self.hidden_at(batch, places))  # type: ignore[arg-type]
+
+    def at_reads(self, batch: Batch, found: Callable[[Any], Sequence[Tensor]]) -> list[Tensor]:
+        return [*found(batch)]
 
     def hidden_at(self, batch: Batch, places: np.ndarray) -> Tensor:
         """Last hidden states [places, hidden size] at some tokens of the forest."""

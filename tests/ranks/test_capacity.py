@@ -114,7 +114,6 @@ def test_a_run_makes_only_the_copies_that_the_estimate_counts(shaped, tmp_path):
     given_teacher = f"sft.teacher={teacher.parent}"
     found, parts = items(given_teacher, "train.layout=whole")
     assert parts["teacher"] == 3 * 2**11 / 2**30 and not found.memory.fits and "train.layout=sharded" in found.advice
-    assert not any("sequence_parallel" in advice for advice in found.advice)
     divided, parts = items(given_teacher)
     towers = 8 * parts["teacher"] * 2**30 / (3 * 2**11) - 1  # share of the weights that stays whole, times 7
     assert divided.layout == "sharded" and divided.memory.fits and 0 < towers / 7 < 0.1
@@ -146,7 +145,7 @@ def test_gpus_that_share_a_forest_divide_its_activations(large):
     assert more[1] == pytest.approx(heads * 2 * (16 + 8) * 7 / 8 / (REACHED * 450e9), rel=0.01)
     tight = devices.Device(name="tight", memory=one.memory.peaks["update"] - 1)
     assert "train.sequence_parallel=2" in planned(large, tight, work, *options).advice
-    with pytest.raises(ConfigError, match="3 does not divide 16 heads of attention; try 1 or 2 or 4 or 8"):
+    with pytest.raises(ConfigError, match=r"3 does not divide 16 heads of attention of .*; try 1 or 2 or 4 or 8"):
         planned(large, H200, work, *options, "train.sequence_parallel=3")
 
 

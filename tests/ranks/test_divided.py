@@ -30,6 +30,7 @@ from saccade.models import lora
 from saccade.models.families import Family, load_family
 from saccade.models.heads import attach_score
 from saccade.models.load import freeze, load_model
+from saccade.plugins.imitation.imitation_sources import DistillationLoss
 from saccade.plugins.offload import host_state
 from saccade.plugins.ranks.divided import DividedOptimizer
 from saccade.system.contents import write_files
@@ -62,6 +63,7 @@ class Case:
     change: Callable[[Any, Family], None] = lambda model, family: None
     checkpointing: bool = False
     packed: bool = False  # weights of 4 bits
+    taught: bool = False  # by another model, instead of `loss`
 
 
 def adapt(model: Any, family: Family, dropout: float = 0.0) -> None:
@@ -116,6 +118,17 @@ def fresh(family: Family, dtype: torch.dtype, packed: bool = False) -> Any:
     return deepcopy(LOADED[key])
 
 
+def moved(model: Any, family: Family) -> None:
+    for place, parameter in enumerate(model.parameters()):
+        parameter.data += 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(place))
+
+
+def teacher_beside(student: Any) -> LocalBackend:
+    """Another model, where and as the student is."""
+    moved(model := fresh(student.family, student.dtype), student.family)
+    return type(student)(model, student.family, **({"size": student.size} if hasattr(student, "size") else {}))
+
+
 def train(backend: LocalBackend, case: Case, batches: list[Batch], steps: int = 2) -> Any:
     """Gradients of the first step, the metrics of each, whether it was skipped, and the weights after all that are not
     packed.
@@ -130,7 +143,8 @@ def train(backend: LocalBackend, case: Case, batches: list[Batch], steps: int = 
         step(lr, norm=norm)
 
     optimizer.step = seen  # type: ignore[method-assign]
-    updates = [backend.train_step(batches, case.loss, lr=1e-3) for _ in range(steps)]
+    loss = DistillationLoss(teacher_beside(backend), 0.3) if case.taught else case.loss
+    updates = [backend.train_step(batches, loss, lr=1e-3) for _ in range(steps)]
     found = {name: p.detach() for name, p in backend.model.named_parameters() if p.is_floating_point()}
     weights = {name: getattr(p, "full_tensor", p.clone)() for name, p in found.items()}  # gathered if sharded
     return gradients, [u.metrics for u in updates], [u.skipped for u in updates], weights

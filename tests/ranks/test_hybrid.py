@@ -33,6 +33,7 @@ CASES = {
     "critic": replace(divided.CASES["critic"], deal=DEAL),
     "critic offloaded": replace(divided.CASES["critic offloaded"], deal=DEAL),
     "nan": Case(DEAL),
+    "teacher": Case(DEAL, taught=True),
 } | ({"lora": replace(divided.CASES["lora"], deal=DEAL)} if "lora" in divided.CASES else {})
 
 

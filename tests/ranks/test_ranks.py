@@ -236,6 +236,8 @@ def test_learned_rewards_are_scored_by_the_ranks(tmp_path, rl_config, forked_ran
 
 
 RECIPES = {"sft": sft, "teacher": sft, "dpo": dpo, "reference before": dpo, "reward model": reward_training}
+SHARING = {"reward model": {"train.layout": "sharded"}}  # of two ranks
+SHARING["teacher"] = SHARING["reward model"] | {"train.sequence_parallel": 2}
 
 
 @pytest.mark.parametrize("kind", RECIPES)
@@ -250,14 +252,13 @@ def test_training_on_rows_on_two_ranks(tmp_path, sft_config, scenes, word_model,
         (scenes / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
         config |= {"data.train": str(scenes / "pairs.jsonl"), "prompt.format": "direct"}
         config |= {"data.val": str(scenes / "pairs.jsonl"), "val.every": 2}
-        config |= {"reward_model.loss": "hps"} if kind == "reward model" else {}
+        config |= {"reward_model.loss": "hps", "reward_model.probe_layer": 0} if kind == "reward model" else {}
         config |= {"dpo.reference": "compute"} if kind == "dpo" else {}
     for name, gpus in {"one": 1, "two": 2}.items():
         config |= {"run.out": str(tmp_path / name), "run.gpus": gpus, "run.resume": "auto"}
         if kind == "reward model":  # which goes on with its head
             recipe.run(config | {"run.max_steps": 1})
-        divided = gpus == 2 and kind in ("teacher", "reward model")
-        recipe.run(config | ({"train.layout": "sharded"} if divided else {}))
+        recipe.run(config | (SHARING.get(kind, {}) if gpus == 2 else {}))
     runs = [tmp_path / name / "run" for name in ("two", "one")]
     require_alike(*runs, noise=(1, "dpo/accuracy"))  # the policy is its reference: margins are rounding
     last = [run / "checkpoints" / "step-2" for run in runs]

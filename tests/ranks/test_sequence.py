@@ -53,6 +53,7 @@ CASES = {  # forests of the first and of the second group; 0 and 1 have images
     "critic": CRITIC,
     "nan": Case(((0,), (2,)), loss=GRPO),
     "pairs": Case(((0,), (1,)), family=PAIRS, loss=SIMPO),
+    "teacher": Case(((0,), (2,)), taught=True),
     "features of many layers": Case(((0,), (1,)), family=DEEP, loss=GRPO),
     "experts": Case(((0,), (1,)), family=EXPERTS, loss=GRPO),
     "more heads": Case(((0,), (2,)), family=WIDE, loss=GRPO),
@@ -224,7 +225,7 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path, rl_config: Any, resul
     assert all("4 GPUs are on several machines" in found["two machines"] for found in results[1])
     for gpus, size, aux, message in (
         (4, 3, 0.0, r"3 does not divide run\.gpus=4; try train.sequence_parallel=2"),
-        (4, 4, 0.0, r"4 does not divide 2 heads of attention; try 1 or 2"),
+        (4, 4, 0.0, r"4 does not divide 2 heads of attention of .*; try 1 or 2"),
         (2, 2, 0.1, r"train\.aux_coef: .* try train.aux_coef=0"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -50,14 +50,9 @@ CASES |= {
 }
 
 
-def moved(model: Any, family: Family) -> None:
-    for place, parameter in enumerate(model.parameters()):
-        parameter.data += 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(place))
-
-
 def averaged(family: Family, backend: type[LocalBackend]) -> LocalBackend:
     """A reference in bf16 that followed another model twice."""
-    case = Case(dtype=torch.bfloat16, change=moved)
+    case = Case(dtype=torch.bfloat16, change=divided.moved)
     policy = made(case, family, DividedOptimizer if backend is ShardedBackend else Optimizer, backend)
     average = backend(divided.fresh(family, torch.bfloat16), family)
     for _ in range(2):

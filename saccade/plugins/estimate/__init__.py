@@ -333,9 +333,7 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
         "model.lora.rank": _halves(model.lora.rank, SMALLEST_RANK),
         "rollout.max_tokens": _halves(plan.config.rollout.max_tokens, shortest),
         "data.max_pixels": _halves(data.max_pixels, smallest),
-        "train.sequence_parallel": [
-            f"{n}" for n in (2, 4, 8) if not plan.teacher and n > plan.together and gcd(gpus, heads) % n == 0
-        ],
+        "train.sequence_parallel": [f"{n}" for n in (2, 4, 8) if n > plan.together and gcd(gpus, heads) % n == 0],
         "train.layout": ["sharded"] * (gpus > 1 and plan.layout != "sharded"),
         "run.gpus": more_gpus(gpus, train.layout) if plan.device.is_gpu else [],
     }

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from saccade.models.families import Family, load_family
 from saccade.models.files import SERIES_FILE
 from saccade.models.heads import language_head
 from saccade.models.load import pick_dtype
-from saccade.plugins.ranks.layouts import numbers_in
+from saccade.plugins.ranks.layouts import numbers_in, require_heads
 from saccade.plugins.ranks.preflight import require_room
 from saccade.recipes import model_setup, questions
 from saccade.recipes.to_trajectory import dialogue
@@ -112,6 +112,7 @@ def teacher_of(config: Config, family: Family) -> LocalBackend:
     if not alike or vocabularies[0] != vocabularies[1]:
         helps = "give a model of the same family and tokenizer, with an encoder of time series if that has one"
         raise ConfigError(f"sft.teacher={path}: a {theirs.name} with other tokens than the {family.name}; {helps}")
+    require_heads(config, theirs)
     device, gpus = model_setup.device_of(config), config.run.gpus
     by_rows = HOOKS["by_rows"](config.train, device) if gpus > 1 else None
     less = ", or train.offload=true" * (not config.train.offload)
@@ -134,9 +135,6 @@ class DistillationLoss:
 
     def read(self, trainer: Reader, batch: Batch) -> Objective:
         self.teacher.model.eval()
-        with torch.no_grad():
-            taught = self.teacher.hidden_at(batch, batch.reads)
-        hidden, targets = trainer.hidden_at(batch, batch.reads), to_device(batch.targets, trainer.device)
         head, their_head = language_head(trainer.model), language_head(self.teacher.model)
 
         def chunk(hidden: Tensor, taught: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,11 +145,17 @@ class DistillationLoss:
                 theirs = pad(theirs, (0, logits.shape[1] - theirs.shape[1]), value=-torch.inf)
             return kd(logits, theirs, targets, kd_coef=self.kd_coef)
 
-        # The logits of a chunk are computed again in backward.
-        rows = max(1, CHUNK_ELEMENTS // trainer.family.vocabulary)
-        parts = zip(hidden.split(rows), taught.split(rows), targets.split(rows), strict=True)
-        results = [checkpoint(chunk, *part, use_reentrant=False) for part in parts]
-        losses, written, teacher = (torch.cat(found) for found in zip(*results, strict=True))
+        def compared(part: Any) -> list[Tensor]:
+            with torch.no_grad():
+                taught = self.teacher.hidden_at(part, part.reads)
+            hidden, targets = trainer.hidden_at(part, part.reads), to_device(part.targets, trainer.device)
+            # The logits of a chunk are computed again in backward.
+            rows = max(1, CHUNK_ELEMENTS // trainer.family.vocabulary)
+            chunks = zip(hidden.split(rows), taught.split(rows), targets.split(rows), strict=True)
+            results = [checkpoint(chunk, *each, use_reentrant=False) for each in chunks]
+            return [torch.cat(found) for found in zip(*results, strict=True)]
+
+        losses, written, teacher = trainer.at_reads(batch, compared)
         shown, scales = {"sft/ce": written, "sft/teacher": teacher}, column(batch.per_read("scales"), losses)
         return partial(imitation_objective, losses, shown, scales, term="policy/loss")
 

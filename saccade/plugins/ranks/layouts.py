@@ -140,7 +140,8 @@ def require_heads(config: Config, family: Family) -> None:
     if heads % size:
         most = gcd(heads, config.run.gpus)
         works = " or ".join(str(n) for n in range(1, most + 1) if most % n == 0)
-        raise ConfigError(f"train.sequence_parallel: {size} does not divide {heads} heads of attention; try {works}")
+        what = f"{size} does not divide {heads} heads of attention of {family.path}"
+        raise ConfigError(f"train.sequence_parallel: {what}; try {works}")
 
 
 def efficiency(seconds: Mapping[str, float], alone: Mapping[str, float] | None, *, gpus: int) -> dict[str, float]:

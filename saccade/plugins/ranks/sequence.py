@@ -201,10 +201,13 @@ class SequenceBackend(LocalBackend):
         return stretch(batch, self.place, self.size)
 
     def read(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        self._agree()
-        found = super().read(self._mine(batch), scoring, entropy_gradient=entropy_gradient)
-        new, entropy = (self._completed(batch, batch.reads, rows) for rows in found)
+        read = super().read
+        new, entropy = self.at_reads(batch, lambda part: read(part, scoring, entropy_gradient=entropy_gradient))
         return new, entropy
+
+    def at_reads(self, batch: Batch, found: Callable[[Any], Sequence[Tensor]]) -> list[Tensor]:
+        self._agree()
+        return [self._completed(batch, batch.reads, rows) for rows in found(self._mine(batch))]
 
     def read_values(self, batch: Batch, places: np.ndarray) -> Tensor:
         self._agree()

@@ -43,7 +43,7 @@ class RewardHead(SavedHead):
         if card.head == "mlp":
             self.inner = nn.Parameter(drawn(like, size, seed + 1).data * size**0.5)
             self.gain = nn.Parameter(torch.ones_like(self.query))
-        if stored is not None:
+        if stored is not None and not self.weight.is_meta:
             tensors = load_file(stored / REWARD_FILE)
             try:
                 self.load_state_dict({name.removeprefix("score."): tensor for name, tensor in tensors.items()})
