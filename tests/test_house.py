@@ -85,9 +85,9 @@ def test_the_house_stays_small() -> None:
     files = Path(__file__).parent.rglob("*.py")
     tests = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     of_ranks = sum(size for path, size in tests.items() if path.parent.name == "ranks")
-    assert sum(sizes.values()) <= 37_974
-    assert spine <= 14_670
-    assert of_ranks <= 3_015
+    assert sum(sizes.values()) <= 37_981
+    assert spine <= 14_673
+    assert of_ranks <= 3_026
     assert sum(tests.values()) - of_ranks <= 32_813
 
 
