@@ -19,7 +19,7 @@ from saccade import __version__
 from saccade.cli_run import Arguments, DryRun, Full, Seed, Smoke, app, command, run_recipe, show_error
 from saccade.errors import EnvironmentProblem
 from saccade.plugins import plugin_commands  # noqa: F401  registers its commands
-from saccade.plugins.visual_search import data_commands
+from saccade.plugins.drawn import data_commands
 from saccade.registry import Table
 from saccade.run.messages import shown_by
 from saccade.system.revision import revision

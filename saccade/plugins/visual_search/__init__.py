@@ -1,1 +1,1 @@
-"""Drawn scenes to search, an expert, cold starts, and the `data` commands."""
+"""Drawn scenes to search, an expert, and cold starts."""

@@ -1,0 +1,217 @@
+"""`saccade data …`: commands that make data sets.
+
+saccade data visual-search scenes --rows 1000 --level medium
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from saccade.cli_run import command, read_config
+from saccade.errors import ConfigError
+
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")]
+SCENES = "saccade data visual-search scenes --rows 1000 --level hard --view 448"
+COLDSTART = "saccade data coldstart scenes/train.jsonl coldstart env.min_pixels=12544 env.max_pixels=12544"
+ENVIRONMENT = (
+    "The environment of the RL run that follows: env.call, env.max_pixels, …; "
+    "env.name=single_turn, the default, becomes crop."
+)
+
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="Rows to write, .jsonl; pictures and a card go beside it.")]
+Rows = Annotated[int, typer.Option(help="Rows to draw.", min=1)]
+Seed = Annotated[int, typer.Option(help="Other rows for another seed.")]
+Side = Annotated[int, typer.Option("--size", help="Side of a picture in pixels.", min=64, max=2048)]
+Reply = Annotated[str, typer.Option(metavar="TEXT", help="Rows for sft: what the assistant says, with {answer}.")]
+Workers = Annotated[int, typer.Option(help="Processes that draw; the rows are the same.", min=1)]
+Fonts = Annotated[
+    list[Path] | None,
+    typer.Option("--font", metavar="FILE", help="Of these one is drawn for each row.", show_default=False),
+]
+Kinds = Annotated[list[str] | None, typer.Option("--kind", help="Of questions; may be repeated.", show_default=False)]
+ALIGNING = "describe"  # a kind that nothing verifies; only where it is asked for
+
+
+group = typer.Typer(help="Make data sets.", no_args_is_help=True)
+
+
+@command("visual-search", group=group, example=SCENES)
+def visual_search(
+    out: Out,
+    rows: Annotated[int, typer.Option(help="Scenes to draw.", min=1)] = 1000,
+    level: Annotated[str, typer.Option(help="easy | medium | hard.")] = "medium",
+    kind: Annotated[str, typer.Option(help="What is asked: digit | letter | orientation | colour.")] = "digit",
+    view: Annotated[int, typer.Option(help="Side of a picture as the model reads it, in pixels.")] = 112,
+    grid: Annotated[int, typer.Option(help="Places along a side of a scene.")] = 4,
+    name: Annotated[str, typer.Option(help="OUT/NAME.jsonl is written.")] = "train",
+    seed: Annotated[int, typer.Option(help="Other scenes for another seed.")] = 0,
+) -> None:
+    """Scenes with a small target that can be read only after zooming."""
+    from saccade.config.schema.section import is_name
+    from saccade.plugins.quickstart.counting import write_jsonl
+    from saccade.plugins.visual_search.search_scenes import search_split
+    from saccade.system.disk import require_writable
+
+    if not is_name(name):
+        raise ConfigError(f"--name {name}: wants one file name without its ending, try train")
+    require_writable(out, "OUT")
+    samples = search_split(rows, seed=seed, level=level, kind=kind, grid=grid, view=view)
+    path = write_jsonl(samples, out, name=name, budgets=True)
+    side, budget = samples[0].media[0].width, view * view
+    zoom = f"env.name=crop env.min_pixels={budget} env.max_pixels={budget}"
+    print(f"wrote {path}: {rows} scenes of {side} pixels; zoom with {zoom}")
+
+
+@command("coldstart", group=group, example=COLDSTART)
+def coldstart(
+    source: Annotated[Path, typer.Argument(help="Trajectories, or scenes of `saccade data visual-search`.")],
+    out: Out,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="RUN.YAML | KEY=VALUE", help=ENVIRONMENT, show_default=False)
+    ] = None,
+    turns: Annotated[int, typer.Option(help="Most turns of a trajectory.", min=2)] = 6,
+    mistakes: Annotated[float, typer.Option(help="Share of wrong calls of the searcher.", min=0, max=1)] = 0.05,
+    verifier: Annotated[str | None, typer.Option(help="Keep what this verifier calls right.")] = None,
+) -> None:
+    """Multi-turn conversations for `saccade sft`, as the environment answers in RL."""
+    from saccade.plugins.visual_search.coldstart import run
+
+    counts = run(read_config(arguments), source, out, turns=turns, mistakes=mistakes, verifier=verifier)
+    aside = ", ".join(f"{n} {reason}" for reason, n in counts.items() if reason != "written")
+    print(f"wrote {counts['written']} rows to {out / 'train.jsonl'}; excluded: {aside or 0}")
+
+
+def write(command: str, draw: Callable[..., Any], *, file: Path, options: Mapping[str, Any], **plan: Any) -> None:
+    """Draw rows with the options of a command, and say what was written."""
+    from saccade.plugins.drawn.drawn_sets import Plan, write_set
+
+    print(write_set(draw, Plan(command=command, file=file, options=options, **plan)))
+
+
+def chosen(flag: str, wanted: Sequence[str] | None, known: Collection[str]) -> tuple[str, ...]:
+    """The names of an option, or all but those that nothing verifies."""
+    for one in wanted or ():
+        if one not in known:
+            raise ConfigError(f"{flag} {one}: expected one of {', '.join(known)}")
+    return tuple(wanted or (name for name in known if name != ALIGNING))
+
+
+@command("scenes", group=group, example="saccade data scenes scenes/train.jsonl --rows 5000 --size 224")
+def scenes(
+    file: File,
+    rows: Rows = 1000,
+    split: Annotated[str, typer.Option(help="same | more | colours | backgrounds | renderer.")] = "same",
+    kind: Kinds = None,
+    side: Side = 224,
+    seed: Seed = 0,
+    reply: Reply = "",
+    workers: Workers = 1,
+) -> None:
+    """Solids as in CLEVR, with questions: count, exist, compare, attribute, relation (and describe).
+
+    Splits other than `same` hold what a model trained on it has not seen: 7 to 10 objects instead of
+    2 to 6, four other colours, patterned backgrounds, another renderer.
+    """
+    from saccade.plugins.drawn.scene_questions import SCENE_KINDS, SCENE_SPLITS, draw_scene_row
+
+    (split,), kinds = chosen("--split", [split], SCENE_SPLITS), chosen("--kind", kind, SCENE_KINDS)
+    draw = partial(draw_scene_row, split=split, kinds=kinds, side=side)
+    options = {"split": split, "kind": kinds, "size": side}
+    write("scenes", draw, file=file, options=options, rows=rows, seed=seed, reply=reply, workers=workers)
+
+
+@command("charts", group=group, example="saccade data charts charts/train.jsonl --rows 5000 --size 256")
+def charts(
+    file: File,
+    rows: Rows = 1000,
+    split: Annotated[str, typer.Option(help="same | more | style.")] = "same",
+    kind: Kinds = None,
+    side: Side = 224,
+    seed: Seed = 0,
+    reply: Reply = "",
+    workers: Workers = 1,
+) -> None:
+    """Bars, rows, lines and pies, with questions: value, which, difference, compare, count (and describe).
+
+    Splits other than `same`: 7 to 10 marks instead of 3 to 5, or dark pages in other colours.
+    """
+    from saccade.plugins.drawn.chart_questions import CHART_KINDS, CHART_SPLITS, draw_chart_row
+
+    (split,), kinds = chosen("--split", [split], CHART_SPLITS), chosen("--kind", kind, CHART_KINDS)
+    draw = partial(draw_chart_row, split=split, kinds=kinds, side=side)
+    options = {"split": split, "kind": kinds, "size": side}
+    write("charts", draw, file=file, options=options, rows=rows, seed=seed, reply=reply, workers=workers)
+
+
+@command("words", group=group, example="saccade data words words/train.jsonl --rows 5000 --size 112")
+def words(
+    file: File,
+    rows: Rows = 1000,
+    kind: Kinds = None,
+    side: Side = 224,
+    font: Fonts = None,
+    seed: Seed = 0,
+    reply: Reply = "",
+    workers: Workers = 1,
+) -> None:
+    """Pictures of words, numbers and sums to read: read, number, word, sum."""
+    from saccade.plugins.drawn.text_pages import WORD_KINDS, draw_words_row, font_files
+
+    kinds, fonts = chosen("--kind", kind, WORD_KINDS), font_files(font)
+    draw = partial(draw_words_row, kinds=kinds, side=side, fonts=fonts)
+    options = {"kind": kinds, "size": side, "font": fonts}
+    write("words", draw, file=file, options=options, rows=rows, seed=seed, reply=reply, workers=workers)
+
+
+@command("text-pictures", group=group, example="saccade data text-pictures gsm8k.jsonl pictures/train.jsonl")
+def text_pictures(
+    source: Annotated[Path, typer.Argument(help="Questions in words, in any format that `data.train` reads.")],
+    file: File,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RUN.YAML | KEY=VALUE", help="How rows are read: data.format, …", show_default=False),
+    ] = None,
+    width: Annotated[
+        int, typer.Option(help="Of a page in pixels; at most four times as high.", min=64, max=4096)
+    ] = 448,
+    font: Fonts = None,
+    font_size: Annotated[str, typer.Option(metavar="LEAST-MOST", help="In pixels; drawn for each row.")] = "16-28",
+    seed: Seed = 0,
+    reply: Reply = "",
+) -> None:
+    """The questions of a text set as pictures, options included; answers stay as they are.
+
+    A row with a character that its font lacks, or that fills more than a page, is left out and listed.
+    """
+    from saccade.config import DataSource
+    from saccade.data import datasets
+    from saccade.plugins.drawn.text_pages import draw_question_row, font_files, size_range
+
+    sizes, fonts = size_range(font_size), font_files(font)
+    samples = datasets.load([DataSource(path=str(source))], read_config(arguments).data).samples
+    draw = partial(draw_question_row, samples=samples, width=width, sizes=sizes, fonts=fonts)
+    options = {"width": width, "font": fonts, "font-size": font_size}
+    asked = {"source": str(source), "rows": len(samples), "seed": seed, "reply": reply}
+    write("text-pictures", draw, file=file, options=options, **asked)
+
+
+@command("sokoban", group=group, example="saccade data sokoban sokoban/train.jsonl --rows 1000 --boxes 2")
+def sokoban(
+    file: File,
+    rows: Rows = 1000,
+    cells: Annotated[int, typer.Option(help="Along a side, walls included.", min=5, max=16)] = 7,
+    boxes: Annotated[int, typer.Option(help="To push onto goals.", min=1, max=3)] = 2,
+    side: Side = 224,
+    seed: Seed = 0,
+    workers: Workers = 1,
+) -> None:
+    """Levels of Sokoban that can be solved, with their pictures and a solution."""
+    from saccade.plugins.drawn.sokoban_levels import draw_sokoban_row
+
+    draw = partial(draw_sokoban_row, cells=cells, boxes=boxes, side=side)
+    options = {"cells": cells, "boxes": boxes, "size": side}
+    write("sokoban", draw, file=file, options=options, rows=rows, seed=seed, workers=workers)

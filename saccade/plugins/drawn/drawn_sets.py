@@ -1,0 +1,156 @@
+"""Writes a drawn data set: NAME.jsonl, its pictures, and NAME.md, a card that says how to draw it again.
+
+A row depends on the seed and its number alone, so several processes draw the same set as one does.
+
+    write_set(partial(draw_scene_row, split="same", …), Plan(command="scenes", file=Path("scenes/train.jsonl")))
+"""
+
+import hashlib
+import io
+import json
+import logging
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import PIL
+from PIL import Image
+
+from saccade import __version__
+from saccade.errors import ConfigError, DataError
+from saccade.system.disk import require_writable
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 64  # rows that a process is given
+NAMED = 5  # rows that were left out and are listed
+
+
+class Drawing(NamedTuple):
+    """A picture and a question about it; `more` are further columns of the row."""
+
+    picture: Image.Image
+    question: str
+    answer: str
+    category: str
+    more: Mapping[str, Any]
+
+
+class Unfit(ValueError):
+    """Why a row cannot be drawn."""
+
+
+Draw = Callable[[Random, int], Drawing]  # of the chance of a row and its number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to write besides drawings."""
+
+    command: str  # also the data_source of rows
+    file: Path
+    rows: int
+    seed: int = 0
+    source: str = ""  # a file whose rows are drawn
+    reply: str = ""  # of the assistant, with {answer}; empty: rows are questions
+    workers: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the command, for the card
+
+    @property
+    def folder(self) -> Path:
+        return self.file.parent / f"{self.file.stem}-images"
+
+
+def write_set(draw: Draw, plan: Plan) -> str:
+    """What was written, in a line."""
+    path = plan.file
+    if path.suffix != ".jsonl":
+        raise ConfigError(f"FILE {path}: wants a name that ends in .jsonl; try {path / 'train.jsonl'}")
+    if plan.reply and "{answer}" not in plan.reply:
+        raise ConfigError(f"--reply {plan.reply!r}: does not say where the answer stands; try --reply '{{answer}}'")
+    if path.exists():
+        raise ConfigError(f"{path} exists and is not overwritten; give another file")
+    require_writable(path.parent, "FILE")
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    several = ProcessPoolExecutor(plan.workers, get_context("spawn")) if plan.workers > 1 else nullcontext()
+    unfinished, digest = path.with_suffix(".unfinished"), hashlib.sha256()
+    answers, unfit = defaultdict[str, Counter[str]](Counter), list[str]()
+    columns = dict[str, None]()
+    with several as processes, unfinished.open("w", encoding="utf-8") as file:
+        work, numbers = partial(_draw_row, draw, plan), range(plan.rows)
+        for row, found in processes.map(work, numbers, chunksize=AT_ONCE) if processes else map(work, numbers):
+            if not row:
+                unfit.append(found)
+                continue
+            line = json.dumps(row, ensure_ascii=False) + "\n"
+            digest.update(line.encode() + found.encode())
+            answers[row["category"]][row["answer"]] += 1
+            columns |= dict.fromkeys(row)
+            file.write(line)
+    for reason in unfit[:NAMED]:
+        log.warning(reason)
+    made = plan.rows - len(unfit)
+    if not made:
+        raise DataError(f"{path}: no row can be drawn: {unfit[0]}")
+    unfinished.replace(path)
+    path.with_suffix(".md").write_text(
+        "\n".join(_card(plan, made, columns, answers, digest.hexdigest())) + "\n", "utf-8"
+    )
+    left_out = f"; {len(unfit)} rows left out" if unfit else ""
+    return f"wrote {path}: {made} rows{left_out}; pictures are in {plan.folder}, the card is {path.with_suffix('.md')}"
+
+
+def _draw_row(draw: Draw, plan: Plan, index: int) -> tuple[dict[str, Any], str]:
+    """The row and the digest of its picture, which is written; or nothing and the reason."""
+    try:
+        drawn = draw(Random(f"{plan.command}/{plan.seed}/{index}"), index)
+    except Unfit as error:
+        return {}, f"row {index}: {error}"
+    file = io.BytesIO()
+    drawn.picture.save(file, "PNG", compress_level=1)
+    place = plan.folder / f"{index:06}.png"
+    place.write_bytes(file.getvalue())
+    row: dict[str, Any] = {"id": f"{plan.command}-{plan.file.stem}-{plan.seed}-{index}", "data_source": plan.command}
+    row |= {"images": [f"{plan.folder.name}/{place.name}"]}
+    question = f"<image>{drawn.question}"
+    if plan.reply:
+        said = plan.reply.replace("{answer}", drawn.answer)
+        row["conversations"] = [{"from": "human", "value": question}, {"from": "gpt", "value": said}]
+    else:
+        row["problem"] = question
+    row |= {"answer": drawn.answer, "category": drawn.category, **drawn.more}
+    return row, hashlib.sha256(file.getvalue()).hexdigest()
+
+
+# -- the card ---------------------------------------------------------------------------------------
+
+
+def _card(
+    plan: Plan, rows: int, columns: Iterable[str], answers: Mapping[str, Counter[str]], digest: str
+) -> Iterator[str]:
+    options = {"rows": None if plan.source else plan.rows, "seed": plan.seed, "reply": plan.reply, **plan.options}
+    flags = [
+        f"--{name} {shlex.quote(str(one))}"
+        for name, value in options.items()
+        for one in (value if isinstance(value, list | tuple) else [value])
+        if one not in ("", None)
+    ]
+    yield f"# {plan.file.stem}\n"
+    yield f"{rows:,} rows that saccade {__version__} drew with Pillow {PIL.__version__}:\n"
+    yield f"    saccade data {plan.command} {' '.join(filter(None, [plan.source, plan.file.name, *flags]))}\n"
+    yield f"Columns: {', '.join(columns)}. SHA-256 of rows and pictures: {digest}. A row depends on the seed and its"
+    yield "number alone; other fonts, and other versions of Pillow, may give other pixels.\n"
+    yield "| category | rows | different answers | commonest answer | right if it is always given |"
+    yield "|---|---|---|---|---|"
+    for category, counts in sorted(answers.items()):
+        common, times = counts.most_common(1)[0]
+        shown = common.replace("|", "\\|").replace("\n", " ")[:40]
+        yield f"| {category} | {counts.total():,} | {len(counts):,} | {shown} | {times / counts.total():.1%} |"

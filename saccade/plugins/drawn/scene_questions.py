@@ -1,0 +1,192 @@
+"""Questions about drawn scenes of solids, as CLEVR asks them: how many, is there, more or fewer, what is it, where.
+
+Yes and no are equally frequent, and so is each number. Other splits than `same` hold what a model that learned from
+`same` has not seen: more objects, new colours, new backgrounds, another renderer.
+
+    drawn = draw_scene_row(Random(0), 0, split="same", kinds=("count",), side=224)
+    drawn.question, drawn.answer
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from saccade.plugins.drawn.drawn_sets import Drawing
+from saccade.plugins.drawn.solids import BACKGROUNDS, MATERIALS, SHAPES, SIZES, Solid, draw_solids
+from saccade.plugins.quickstart.counting import TRAINING_COLOURS, UNSEEN_COLOURS
+
+GAP = 0.015  # between two solids, and
+MARGIN = 0.06  # how much further left or higher one must be to be called so, as shares of the side
+TRIES = 2000  # scenes for one question
+WORDS = ("size", "colour", "material", "shape")  # in their order before a noun
+SIDES: Mapping[str, Callable[[Solid], float]] = {  # the smaller, the further there
+    "left of": lambda one: one.x,
+    "right of": lambda one: -one.x,
+    "above": lambda one: one.y,
+    "below": lambda one: -one.y,
+}
+MOST = {"left of": "leftmost", "right of": "rightmost", "above": "topmost", "below": "lowest"}
+Wanted = Mapping[str, str]  # word → value
+Asked = tuple[str, str] | None  # question and answer, where a scene allows one
+
+
+@dataclass(frozen=True, kw_only=True)
+class SceneSplit:
+    objects: tuple[int, int] = (2, 6)
+    colours: Sequence[str] = TRAINING_COLOURS
+    background: str = "plain"
+    cartoon: bool = False
+
+
+SCENE_SPLITS: Mapping[str, SceneSplit] = {
+    "same": SceneSplit(),
+    "more": SceneSplit(objects=(7, 10)),
+    "colours": SceneSplit(colours=UNSEEN_COLOURS),
+    "backgrounds": SceneSplit(background="patterned"),
+    "renderer": SceneSplit(background="paper", cartoon=True),
+}
+
+
+def draw_scene_row(rng: Random, index: int, *, split: str, kinds: Sequence[str], side: int) -> Drawing:
+    kind, about = kinds[index % len(kinds)], SCENE_SPLITS[split]
+    wanted = None
+    if kind in ("exist", "compare"):
+        wanted = rng.choice(("yes", "no"))
+    elif kind == "count":
+        wanted = str(rng.randint(0, about.objects[1]))
+    for _ in range(TRIES):
+        solids = _scene(rng, about)
+        asked = SCENE_KINDS[kind](rng, solids, about)
+        if asked and wanted in (None, asked[1]):
+            break
+    else:
+        raise AssertionError(f"no scene of {split} has the answer {wanted} to {kind}")
+    picture = draw_solids(solids, side, BACKGROUNDS[about.background], rng, about.cartoon)
+    more: dict[str, Any] = {"description": described(solids), "objects": [_record(one, side) for one in solids]}
+    return Drawing(picture, *asked, kind, more)
+
+
+def _scene(rng: Random, about: SceneSplit) -> list[Solid]:
+    count = rng.randint(*about.objects)
+    solids: list[Solid] = []
+    while len(solids) < count:
+        solids.clear()
+        for _ in range(12 * count):
+            size = rng.choice((*SIZES,))
+            edge = SIZES[size] + GAP
+            x, y = (edge + rng.random() * (1 - 2 * edge) for _ in range(2))
+            if all((x - o.x) ** 2 + (y - o.y) ** 2 > (edge + SIZES[o.size]) ** 2 for o in solids):
+                solids.append(Solid(rng.choice(SHAPES), rng.choice(about.colours), rng.choice(MATERIALS), size, x, y))
+            if len(solids) == count:
+                break
+    return solids
+
+
+def described(solids: Sequence[Solid]) -> str:
+    """The scene in words, for a teacher that reads text; places in percent from the left and from the top."""
+    named = [f"a {_named(dict(zip(WORDS, _values(o), strict=True)))} at ({o.x:.0%}, {o.y:.0%})" for o in solids]
+    return "; ".join(named)
+
+
+def _record(one: Solid, side: int) -> dict[str, Any]:
+    radius = SIZES[one.size]
+    box = [round(v * side) for v in (one.x - radius, one.y - radius, one.x + radius, one.y + radius)]
+    return {**dict(zip(WORDS, _values(one), strict=True)), "box": box}
+
+
+def _values(one: Solid) -> tuple[str, str, str, str]:
+    return one.size, one.colour, one.material, one.shape
+
+
+def _named(wanted: Wanted, many: bool = False) -> str:
+    noun = wanted.get("shape", "object") + "s" * many
+    return " ".join([*(wanted[word] for word in WORDS[:3] if word in wanted), noun])
+
+
+def _those(wanted: Wanted, solids: Sequence[Solid]) -> list[Solid]:
+    return [one for one in solids if all(getattr(one, word) == value for word, value in wanted.items())]
+
+
+def _draw_wanted(rng: Random, solids: Sequence[Solid], about: SceneSplit, most: int = 3) -> Wanted:
+    """Some words, mostly those of one of the solids."""
+    words = rng.sample(WORDS, rng.randint(1, most))
+    if rng.random() < 0.6:
+        one = rng.choice(solids)
+        return {word: getattr(one, word) for word in words}
+    values = {"size": (*SIZES,), "colour": about.colours, "material": MATERIALS, "shape": SHAPES}
+    return {word: rng.choice(values[word]) for word in words}
+
+
+def _unique(rng: Random, one: Solid, solids: Sequence[Solid], without: str = "") -> Wanted | None:
+    """Words that only this one of the solids has, as few as chance finds."""
+    words = [word for word in rng.sample(WORDS, len(WORDS)) if word != without]
+    for count in range(1, len(words) + 1):
+        wanted = {word: getattr(one, word) for word in words[:count]}
+        if len(_those(wanted, solids)) == 1:
+            return wanted
+    return None
+
+
+# -- kinds of questions -----------------------------------------------------------------------------
+
+
+def _count(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
+    wanted = {} if rng.random() < 0.4 else _draw_wanted(rng, solids, about)
+    return f"How many {_named(wanted, many=True)} are there?", str(len(_those(wanted, solids)))
+
+
+def _exist(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
+    name = _named(wanted := _draw_wanted(rng, solids, about))
+    article = "an" if name[0] in "aeiou" else "a"
+    return f"Is there {article} {name}?", _yes(bool(_those(wanted, solids)))
+
+
+def _compare(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
+    first, second = (_draw_wanted(rng, solids, about, most=1) for _ in range(2))
+    if first == second:
+        return None
+    a, b = len(_those(first, solids)), len(_those(second, solids))
+    words, holds = rng.choice((("more {} than", a > b), ("fewer {} than", a < b), ("as many {} as", a == b)))
+    return f"Are there {words.format(_named(first, many=True))} {_named(second, many=True)}?", _yes(holds)
+
+
+def _attribute(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
+    one, word = rng.choice(solids), rng.choice(WORDS)
+    wanted = _unique(rng, one, solids, without=word)
+    return (f"What {word} is the {_named(wanted)}?", getattr(one, word)) if wanted else None
+
+
+def _relation(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
+    side = rng.choice((*SIDES,))
+    if rng.random() < 0.5:
+        first, second = sorted(solids, key=SIDES[side])[:2]
+        word = rng.choice(WORDS)
+        clear = SIDES[side](second) - SIDES[side](first) > MARGIN
+        return (f"What {word} is the {MOST[side]} object?", getattr(first, word)) if clear else None
+    one, other = rng.sample(solids, 2)
+    names = [_unique(rng, each, solids) for each in (one, other)]
+    apart = SIDES[side](other) - SIDES[side](one)
+    if None in names or abs(apart) < MARGIN:
+        return None
+    return f"Is the {_named(names[0] or {})} {side} the {_named(names[1] or {})}?", _yes(apart > 0)
+
+
+def _describe(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
+    """Not verifiable: for alignment, from left to right."""
+    named = [_named(dict(zip(WORDS, _values(one), strict=True))) for one in sorted(solids, key=lambda one: one.x)]
+    return "What is in the picture, from left to right?", ", ".join(named)
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"
+
+
+SCENE_KINDS: Mapping[str, Callable[[Random, Sequence[Solid], SceneSplit], Asked]] = {
+    "count": _count,
+    "exist": _exist,
+    "compare": _compare,
+    "attribute": _attribute,
+    "relation": _relation,
+    "describe": _describe,
+}

@@ -1,0 +1,175 @@
+"""Text as pictures: the questions of a text set, or words to read.
+
+Without a font, Pillow's own is used, which is the same on every machine. A text with a character that the font lacks,
+or that does not fit its page, is not drawn: the caller is told why. TeX stays as it is written.
+
+    page("How many?", Style(), width=448).size
+    draw_words_row(Random(0), 0, kinds=("read",), side=224).answer
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+
+from saccade.data.formats import LETTERS
+from saccade.errors import ConfigError
+from saccade.plugins.drawn.drawn_sets import Drawing, Unfit
+from saccade.plugins.suites.suite_rows import IN_PICTURE
+from saccade.types import Sample
+
+Font = ImageFont.FreeTypeFont
+LEADING = 1.3  # height of a line in sizes of its font
+BORDER = 10  # pixels around a text
+TALLEST = 4  # times the width of a page
+MISSING = "\uffff"  # which no font has
+PAPERS = ((255, 255, 255), (250, 246, 232), (232, 238, 246), (240, 240, 240))
+INKS = ((0, 0, 0), (30, 30, 90), (90, 20, 20), (20, 70, 30))
+_WORDS = """
+apple bread chair cloud dance eagle field glass horse house island jacket kettle ladder lemon market mirror money
+mountain music night ocean orange paper pencil piano planet pocket potato queen rabbit river rocket salad school
+silver snow spring square stone street summer table tiger tower train tree truck umbrella valley village violin
+wagon water wheel window winter yellow zebra above begin carry early fresh green heavy inside jump kind large
+morning never open quick red small thin under visit warm young
+"""
+VOCABULARY = _WORDS.split()
+ORDINALS = ("first", "second", "third", "fourth", "fifth")
+
+
+@dataclass(frozen=True)
+class Style:
+    font: str = ""  # file; empty: Pillow's own
+    size: int = 20
+    ink: tuple[int, int, int] = INKS[0]
+    paper: tuple[int, int, int] = PAPERS[0]
+
+
+@cache
+def font_of(path: str, size: int) -> Font:
+    if not path:
+        font = ImageFont.load_default(size)
+        assert isinstance(font, ImageFont.FreeTypeFont), "Pillow's wheels have FreeType"
+        return font
+    try:
+        return ImageFont.truetype(path, size, layout_engine=ImageFont.Layout.BASIC)
+    except OSError as error:
+        raise ConfigError(f"--font {path}: cannot be read as a font: {error}; name a .ttf or .otf file") from None
+
+
+def font_files(paths: Sequence[Path] | None) -> tuple[str, ...]:
+    """Their names, if each can be read."""
+    for path in map(str, paths or ()):
+        font_of(path, 16)
+    return tuple(map(str, paths or ()))
+
+
+def size_range(text: str) -> tuple[int, int]:
+    least, _, most = text.partition("-")
+    if not (least.isdigit() and (most or least).isdigit() and 6 <= int(least) <= int(most or least) <= 400):
+        raise ConfigError(f"--font-size {text}: expected a number of pixels from 6 to 400, or two; try 16-28")
+    return int(least), int(most or least)
+
+
+def draw_style(rng: Random, fonts: Sequence[str], sizes: tuple[int, int]) -> Style:
+    return Style(rng.choice(fonts or ("",)), rng.randint(*sizes), rng.choice(INKS), rng.choice(PAPERS))
+
+
+def page(text: str, style: Style, width: int, most: int = 0) -> Image.Image:
+    """The text in lines that fit, on a page as high as they need. Raises `Unfit`, also for one higher than `most`."""
+    font = font_of(style.font, style.size)
+    if lacking := sorted({sign for sign in text if not sign.isspace() and _lacks(style.font, sign)}):
+        raise Unfit(f"the font has no {' '.join(lacking[:5])}")
+    lines = wrapped(text, font, width - 2 * BORDER)
+    step = round(LEADING * style.size)
+    height = 2 * BORDER + step * len(lines)
+    if most and height > most:
+        raise Unfit(f"takes {height} pixels of at most {most}")
+    picture = Image.new("RGB", (width, height), style.paper)
+    pen = ImageDraw.Draw(picture)
+    for number, line in enumerate(lines):
+        pen.text((BORDER, BORDER + number * step), line, style.ink, font)
+    return picture
+
+
+def wrapped(text: str, font: Font, width: float) -> list[str]:
+    """Lines broken at blanks, inside a word only where it is longer than a line."""
+    lines: list[str] = []
+    for paragraph in text.splitlines():
+        line = ""
+        for word in paragraph.split():
+            if font.getlength(f"{line} {word}".strip()) <= width:
+                line = f"{line} {word}".strip()
+                continue
+            lines += [line] if line else []
+            line = word
+            while font.getlength(line) > width:
+                end = next((n for n in range(2, len(line)) if font.getlength(line[:n]) > width), 2) - 1
+                lines, line = [*lines, line[:end]], line[end:]
+        lines.append(line)
+    return lines
+
+
+@cache
+def _lacks(path: str, sign: str) -> bool:
+    font = font_of(path, 16)
+    return bytes(font.getmask(sign)) == bytes(font.getmask(MISSING))
+
+
+# -- words to read ----------------------------------------------------------------------------------
+
+
+def draw_words_row(rng: Random, index: int, *, kinds: Sequence[str], side: int, fonts: Sequence[str] = ()) -> Drawing:
+    """A few words or a sum on a square page, at any place, in any size that fits."""
+    kind = kinds[index % len(kinds)]
+    words = rng.sample(VOCABULARY, rng.randint(1, 5) if kind == "read" else rng.randint(2, 5))
+    text, question, answer = " ".join(words), "What does the picture say?", " ".join(words)
+    if kind == "number":
+        text = answer = str(rng.randrange(10 ** rng.randint(1, 6)))
+        question = "Which number is in the picture?"
+    elif kind == "word":
+        place = rng.randrange(len(words))
+        question, answer = f"What is the {ORDINALS[place]} word in the picture?", words[place]
+    elif kind == "sum":
+        a, b = rng.randrange(100), rng.randrange(100)
+        a, b, sign = (max(a, b), min(a, b), "-") if rng.random() < 0.5 else (a, b, "+")
+        text, answer = f"{a} {sign} {b} = ?", str(a - b if sign == "-" else a + b)
+        question = "What is the result?"
+    style = draw_style(rng, fonts, (max(10, side // 14), max(12, side // 7)))
+    font, step = font_of(style.font, style.size), round(LEADING * style.size)
+    margin = side // 28
+    lines = wrapped(text, font, side - 2 * margin)
+    high, wide = step * len(lines), max(map(font.getlength, lines))
+    x, y = (margin + rng.random() * max(0, side - 2 * margin - much) for much in (wide, high))
+    picture = Image.new("RGB", (side, side), style.paper)
+    for number, line in enumerate(lines):
+        ImageDraw.Draw(picture).text((x, y + number * step), line, style.ink, font)
+    more: dict[str, Any] = {"text": text, "font": Path(style.font).stem or "default", "font_size": style.size}
+    return Drawing(picture, question, answer, kind, more)
+
+
+WORD_KINDS = ("read", "number", "word", "sum")
+
+
+# -- questions of a text set ------------------------------------------------------------------------
+
+
+def draw_question_row(
+    rng: Random, index: int, *, samples: Sequence[Sample], width: int, sizes: tuple[int, int], fonts: Sequence[str] = ()
+) -> Drawing:
+    """The question of a row with its options, as a page. A gold that is an option becomes its letter."""
+    sample = samples[index]
+    asked = [message for message in sample.messages if message.role == "user"]
+    if sample.media or len(asked) != 1:
+        raise Unfit(f"has {len(sample.media)} pictures or other media and {len(asked)} questions, not 0 and 1")
+    if not isinstance(sample.answer, str):
+        raise Unfit("has no answer, or several")
+    options = [f"({letter}) {option}" for letter, option in zip(LETTERS, sample.choices, strict=False)]
+    letters = dict(zip(sample.choices, LETTERS, strict=False))
+    picture = page("\n".join([asked[0].text, *options]), draw_style(rng, fonts, sizes), width, most=TALLEST * width)
+    more = {"id": sample.id, "data_source": sample.data_source, **sample.extra, "text": asked[0].text}
+    answer = letters.get(sample.answer, sample.answer)
+    return Drawing(picture, IN_PICTURE, answer, str(sample.extra.get("category") or "text"), more)

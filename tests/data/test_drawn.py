@@ -1,0 +1,184 @@
+"""Drawn sets: pictures show what their answers say, rows depend on seed and number alone, cards say how."""
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from saccade.cli import app
+from saccade.config import DataConfig, DataSource
+from saccade.data import datasets
+from saccade.plugins.drawn.chart_questions import CHART_KINDS, CHART_SPLITS, LIGHT, draw_chart_row
+from saccade.plugins.drawn.scene_questions import SCENE_KINDS, SCENE_SPLITS, draw_scene_row
+from saccade.plugins.drawn.sokoban_levels import draw_level, written
+from saccade.plugins.drawn.text_pages import BORDER, WORD_KINDS, Style, draw_words_row, font_of, page, wrapped
+from saccade.plugins.quickstart.counting import COLOURS
+from saccade.plugins.sokoban import sokoban
+
+
+def saccade(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["data", *map(str, arguments)], env={"COLUMNS": "160", "NO_COLOR": "1"})
+    return (result.stdout + result.stderr) if result.exit_code == 0 else f"exit {result.exit_code}: {result.stderr}"
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def those(text: str, objects: list[dict]) -> list[dict]:
+    """The objects that words such as `large red cubes` name, read anew."""
+    words = {word.removesuffix("s") if word != "glass" else word for word in text.split()} - {"object"}
+    return [one for one in objects if words <= {value for key, value in one.items() if key != "box"}]
+
+
+@pytest.mark.parametrize("split", SCENE_SPLITS)
+def test_answers_about_scenes_follow_from_their_objects(split: str) -> None:
+    seen = set()
+    for index in range(60):
+        drawn = draw_scene_row(Random(index), index, split=split, kinds=(*SCENE_KINDS,), side=96)
+        objects, asked = drawn.more["objects"], drawn.question
+        if found := re.fullmatch(r"How many (.+) are there\?", asked):
+            assert drawn.answer == str(len(those(found[1], objects)))
+        elif found := re.fullmatch(r"Is there an? (.+)\?", asked):
+            assert (drawn.answer == "yes") == bool(those(found[1], objects))
+        elif found := re.fullmatch(r"What (\w+) is the (?!leftmost|rightmost|topmost|lowest)(.+)\?", asked):
+            (one,) = those(found[2], objects)
+            assert drawn.answer == one[found[1]]
+        elif found := re.fullmatch(r"Is the (.+) (left of|right of|above|below) the (.+)\?", asked):
+            (one,), (other,) = those(found[1], objects), those(found[3], objects)
+            axis, sign = {"left of": (0, 1), "right of": (0, -1), "above": (1, 1), "below": (1, -1)}[found[2]]
+            middles = [each["box"][axis] + each["box"][axis + 2] for each in (one, other)]
+            assert (drawn.answer == "yes") == (sign * middles[0] < sign * middles[1])
+        else:
+            continue
+        seen.add(drawn.category)
+        assert len(objects) in range(*SCENE_SPLITS[split].objects) or len(objects) == SCENE_SPLITS[split].objects[1]
+        assert {one["colour"] for one in objects} <= {*SCENE_SPLITS[split].colours}
+    assert seen == {"count", "exist", "attribute", "relation"}
+
+
+def test_a_solid_has_its_colour_where_its_box_is() -> None:
+    for index in range(10):
+        drawn = draw_scene_row(Random(index), index, split="same", kinds=("count",), side=224)
+        pixels = np.asarray(drawn.picture, float)
+        for one in drawn.more["objects"]:
+            x0, y0, x1, y1 = one["box"]
+            middle = pixels[(y0 + y1) // 2 - 2 : (y0 + y1) // 2 + 3, (x0 + x1) // 2 - 2 : (x0 + x1) // 2 + 3].mean(
+                (0, 1)
+            )
+            hues = {
+                name: np.array(COLOURS[name], float) - np.mean(COLOURS[name]) for name in SCENE_SPLITS["same"].colours
+            }
+            likeness = {name: hue @ (middle - middle.mean()) / np.linalg.norm(hue) for name, hue in hues.items()}
+            assert max(likeness, key=likeness.__getitem__) == one["colour"]
+
+
+@pytest.mark.parametrize("split", CHART_SPLITS)
+def test_answers_about_charts_follow_from_their_numbers(split: str) -> None:
+    for index in range(60):
+        drawn = draw_chart_row(Random(index), index, split=split, kinds=(*CHART_KINDS,), side=160)
+        values = dict(zip(drawn.more["names"], drawn.more["values"], strict=True))
+        assert len(values) == len({*values.values()})  # one is highest
+        if found := re.fullmatch(r"What is the value of (\w+)\?", drawn.question):
+            assert drawn.answer == str(values[found[1]])
+        elif found := re.fullmatch(r"How much higher is (\w+) than (\w+)\?", drawn.question):
+            assert int(drawn.answer) == values[found[1]] - values[found[2]] > 0
+        elif drawn.question == "Which has the highest value?":
+            assert values[drawn.answer] == max(values.values())
+
+
+def test_bars_are_as_high_as_their_numbers() -> None:
+    checked = 0
+    for index in range(40):
+        drawn = draw_chart_row(Random(index), index, split="same", kinds=("value",), side=224)
+        if drawn.more["chart"] == "bar":
+            pixels, values = np.asarray(drawn.picture), drawn.more["values"]
+            slot = 0.84 * 224 / len(values)
+            beside = [int(0.13 * 224 + slot * (n + 0.25)) for n in range(len(values))]  # not where numbers stand
+            heights = [sum(tuple(p) in LIGHT.marks for p in pixels[:, x].tolist()) for x in beside]
+            unit = max(heights) / max(values)
+            assert all(abs(high - unit * value) <= 2 for high, value in zip(heights, values, strict=True))
+            checked += 1
+    assert checked > 3
+
+
+def test_lines_of_a_page_fit_and_what_cannot_be_drawn_is_left_out(tmp_path: Path) -> None:
+    text = "Janet sells incomprehensibilities " * 6 + "x" * 80
+    for size in (12, 30):
+        font = font_of("", size)
+        lines = wrapped(text, font, 200)
+        assert max(map(font.getlength, lines)) <= 200 and "".join(lines).replace(" ", "") == text.replace(" ", "")
+        assert page(text, Style(size=size), 220).height == 2 * BORDER + round(1.3 * size) * len(lines)
+    rows = [
+        {"question": "How many?\nSay it.", "answer": "4", "level": 2},
+        {"question": "多少?", "answer": "4"},
+        {"question": "Which?", "choices": ["dog", "cat"], "answer": "cat"},
+        {"question": "word " * 3000, "answer": "4"},
+    ]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = saccade(
+        "text-pictures", source, tmp_path / "out" / "val.jsonl", "--width", 200, "--reply", "It is {answer}."
+    )
+    assert "2 rows; 2 rows left out" in said
+    first, second = rows_of(tmp_path / "out" / "val.jsonl")
+    assert (first["answer"], first["level"], second["answer"]) == ("4", 2, "B") and "choices" not in second
+    assert first["conversations"][1] == {"from": "gpt", "value": "It is 4."}
+    assert Image.open(tmp_path / "out" / first["images"][0]).width == 200
+    assert "no row can be drawn" in saccade("text-pictures", source, tmp_path / "no.jsonl", "--font-size", "300-400")
+
+
+def test_words_stand_on_their_page() -> None:
+    for index in range(24):
+        drawn = draw_words_row(Random(index), index, kinds=WORD_KINDS, side=112)
+        pixels = np.asarray(drawn.picture, int)
+        assert pixels.shape == (112, 112, 3)
+        ink = abs(pixels - pixels[0, 0]).sum(2) > 60
+        assert ink.sum() > 15 and not (ink[0].any() or ink[-1].any() or ink[:, 0].any() or ink[:, -1].any())
+        if drawn.category == "sum":
+            a, sign, b, *_ = drawn.more["text"].split()
+            assert int(drawn.answer) == int(a) + int(sign + b)
+
+
+@pytest.mark.parametrize("boxes", [1, 2])
+def test_levels_of_sokoban_are_solved_by_their_moves(boxes: int) -> None:
+    for seed in range(4):
+        state, moves = draw_level(Random(seed), 7, boxes)
+        assert sokoban.parse(written(state)) == state and len(state.boxes) == boxes and not state.placed
+        for name in moves:
+            assert not state.solved
+            state, _ = sokoban.move(state, name)
+        assert state.solved
+
+
+def test_a_set_is_the_same_again_and_its_card_says_how(tmp_path: Path) -> None:
+    options = ("--rows", 70, "--size", 64, "--seed", 3)
+    one, two = tmp_path / "a" / "train.jsonl", tmp_path / "b" / "train.jsonl"
+    assert "wrote" in saccade("scenes", one, *options)
+    assert "wrote" in saccade("scenes", two, *options, "--workers", 2)
+    assert (
+        one.read_text() == two.read_text()
+        and (one.parent / "train.md").read_text() == (two.parent / "train.md").read_text()
+    )
+    card = (tmp_path / "a" / "train.md").read_text()
+    assert (
+        "saccade data scenes train.jsonl --rows 70 --seed 3 --split same --kind count" in card
+        and "| exist | 14 |" in card
+    )
+    samples = datasets.load([DataSource(path=str(one))], DataConfig()).samples
+    assert len(samples) == 70 and samples[0].media[0].width == 64 and samples[0].extra["category"] == "count"
+    assert rows_of(one)[0]["problem"] == "<image>" + draw_first(seed=3).question
+    assert "exists and is not overwritten" in saccade("scenes", one)
+    assert "ends in .jsonl; try" in saccade("words", tmp_path / "c")
+    assert "--kind sing: expected one of read, number" in saccade("words", tmp_path / "c.jsonl", "--kind", "sing")
+
+
+def draw_first(seed: int):
+    kinds = tuple(kind for kind in SCENE_KINDS if kind != "describe")
+    return partial(draw_scene_row, split="same", kinds=kinds, side=64)(Random(f"scenes/{seed}/0"), 0)
