@@ -169,18 +169,20 @@ def test_a_replica_goes_on_while_two_ranks_train(
     assert same_weights(tmp_path / last, tmp_path / "again" / last)
 
 
-@pytest.mark.parametrize("ended", [Interrupted, RuntimeError])
-def test_a_validation_that_a_run_ended_without_is_made_when_it_is_resumed(ended, watched, run, validated):
+def test_a_validation_that_a_run_ended_without_is_made_when_it_is_resumed(watched, run, validated):
+    """Whether it was told to end or failed."""
+
     def end(step: int) -> None:
-        if step == 2 and ended is RuntimeError:
+        if step == 2 and resume == "auto":
             raise RuntimeError("on purpose")
         if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     watched.after_sampling = end
-    with pytest.raises(ended):
-        run(rollout__replicas=1, **validated)
-    assert watched.validated == {1: [1]}
+    for resume, ended in (("none", Interrupted), ("auto", RuntimeError)):
+        with pytest.raises(ended):
+            run(rollout__replicas=1, **validated, run__resume=resume)
+        assert [*watched.validated] == [1]
     watched.after_sampling = lambda step: None
     folder = run(rollout__replicas=1, **validated, run__resume="auto")
     watched.require_sound()

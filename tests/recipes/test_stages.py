@@ -1,6 +1,9 @@
 """One file, several trainings: each from the checkpoint of the one before, also after a kill."""
 
 import json
+import os
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -10,6 +13,7 @@ from saccade.config import load, to_yaml
 from saccade.errors import ConfigError
 from saccade.plugins.stages import stages
 from saccade.run.loggers import read_metrics
+from tests.ranks.processes import forked, run_command
 
 KILLS = """
 import os, pathlib, signal
@@ -41,7 +45,21 @@ def file(tmp_path, rl_config, scenes):
     return path
 
 
-def test_a_killed_stage_goes_on_and_what_is_over_is_not_repeated(tmp_path, file, said):
+class Forked:
+    """A command of a process that has imported torch, started as by `subprocess.Popen`."""
+
+    def __init__(self, line: list[str]) -> None:
+        self.process = forked(run_command, {"arguments": line[3:], "environment": {}, "folder": os.getcwd()})
+
+    def wait(self) -> int:
+        self.process.join()
+        return self.process.exitcode
+
+
+def test_a_killed_stage_goes_on_and_what_is_over_is_not_repeated(tmp_path, file, said, monkeypatch):
+    start = subprocess.Popen
+    quick = SimpleNamespace(Popen=lambda line, **how: Forked(line) if "rl" in line else start(line, **how))
+    monkeypatch.setattr(stages, "subprocess", quick)
     with pytest.raises(typer.Exit) as ended:
         stages.run(file, [], dry_run=False, smoke=False)
     folder = tmp_path / "run"
