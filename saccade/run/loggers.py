@@ -108,13 +108,20 @@ class Loggers:
         return None
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics file or run folder; a last line that a kill cut short is left out."""
+def read_metrics(path: Path, say: Callable[[str], object] = log.warning) -> list[dict[str, Any]]:
+    """Rows of a metrics file or run folder; a last line that a kill cut short is left out, and so is what is no row,
+    which `say` hears of.
+    """
     file = path / METRICS if path.is_dir() else path
-    if not file.exists():
-        return []
-    *whole, _torn = file.read_bytes().split(b"\n")
-    return [json.loads(line) for line in whole]
+    *whole, _torn = file.read_bytes().split(b"\n") if file.exists() else [b""]
+    rows = []
+    for number, line in enumerate(whole, 1):
+        try:
+            row = json.loads(line)
+            rows.append(row | {"step": int(row["step"])})
+        except (ValueError, TypeError, LookupError) as error:
+            say(f"{file}, line {number} is no row of metrics and is left out ({type(error).__name__}: {error})")
+    return rows
 
 
 def append_whole(path: Path, data: bytes) -> None:

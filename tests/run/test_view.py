@@ -1,6 +1,7 @@
 """`saccade view`: runs, options and rollouts in a real browser, live and as a file; who may ask, and for what."""
 
 import json
+import shutil
 from contextlib import closing
 
 import numpy as np
@@ -8,13 +9,14 @@ import pytest
 
 from saccade.config import TrackConfig, load
 from saccade.media.images import decode
+from saccade.plugins.reports.report import from_run
 from saccade.plugins.reports.rollout_record import token_sizes
 from saccade.plugins.serving.http_server import running
 from saccade.plugins.view.run_index import Runs
 from saccade.plugins.view.view_server import list_rollouts, list_runs, show_rollouts, view_app, write_page
 from saccade.run.loggers import Loggers
 from saccade.run.training_run import open_folder
-from tests.browser import needs_browser
+from tests.browser import needs_browser, page_data
 from tests.endpoints import call
 from tests.run.conftest import group, media, store, trajectory
 from tests.run.test_episodes import TURNS, episode
@@ -209,6 +211,48 @@ def test_every_answer_of_an_evaluation(tmp_path):
     assert [turn["said"][0]["text"] for turn in last["turns"]] == ["look", "3"]
     assert (last["verdict"], last["question"], last["tokens"]) == ("right", "How many?", {"response": 7})
     assert list_runs(runs)[0]["facts"] == {"accuracy on six": "50.0\u00a0%"}
+
+
+def test_the_first_rollouts_are_shown_before_all_are_read(runs):
+    of, folder = Runs(runs), runs / "first"
+    (before,) = [one for one in list_runs(of) if one["name"] == "first"]
+    assert (before["unread"], list_rollouts(of, "first", 0)["id"]) == (4, [])
+    found = of.rollouts(folder, lambda found: len(found) > 10)
+    assert (len(found), of.unread(folder)) == (40, 3)  # whole files
+    assert of.rollouts(folder)[:40] == found  # places stay
+    (after,) = [one for one in list_runs(of) if one["name"] == "first"]
+    assert after["unread"] == 0 and after["stamp"] != before["stamp"]
+
+
+def test_what_is_damaged_is_left_out_and_said(runs, tmp_path, caplog):
+    folder = tmp_path / "first"
+    shutil.copytree(runs / "first", folder)
+    rollouts = folder / "trajectories/step-2.jsonl"
+    for file, number, text in [
+        (folder / "metrics.jsonl", 2, '{"step": 2, "rew'),
+        (rollouts, 3, "{}"),
+        (rollouts, 5, "\0"),
+    ]:
+        lines = file.read_text().splitlines()
+        lines[number - 1] = text
+        file.write_text("\n".join(lines) + "\n")
+    next((folder / "trajectories/images").glob("q0.*")).write_bytes(b"no picture")
+    (folder / "config.resolved.yaml").write_text("model: {path: tiny\ntrain: [")
+    (folder / "manifest.json").unlink()
+    write_page(tmp_path, tmp_path / "page.html")
+    said = page_data(tmp_path / "page.html")
+    assert len(said["index"]["first"]["id"]) == 94 and said["brief"]["first"][0]["picture"] is None
+    report = said["run"]["first"]["report"]
+    assert report["facts"]["steps"] == "4" and [len(one["points"]) for one in report["charts"][0]["curves"]] == [2]
+    told = [*report["left_out"], *said["index"]["first"]["left_out"]]
+    lines = [f"step-2.jsonl, line {number}" for number in (3, 5)]
+    places = ["metrics.jsonl, line 2", "config.resolved.yaml", "manifest.json", *lines]
+    for place, words in zip(places, told, strict=True):
+        assert place in words and "left out" in words and words in caplog.messages
+    caplog.clear()
+    page = page_data(from_run(folder))
+    assert len(page["episodes"]["items"]) == 94 and page["left_out"] == caplog.messages
+    assert sum("left out" in text for text in page["left_out"]) == 5
 
 
 @needs_browser

@@ -9,7 +9,6 @@ exact test on the items that changed sides.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
@@ -195,8 +194,8 @@ def _view(record: Row, folder: Path, album: dict[str, str]) -> dict[str, Any]:
     name = str(record["hash"])
     stored = sorted((folder / TRAJECTORIES / "images").glob(f"{name}.*"))
     path = stored[0] if stored else Path(record.get("path") or "")
-    if name not in album and path.is_file() and sum(map(len, album.values())) < MOST_BYTES:
-        with suppress(OSError):  # no picture: a sound, or one inside another file
-            album[name] = thumbnail(path, SIDE)
+    there = name not in album and path.is_file() and sum(map(len, album.values())) < MOST_BYTES
+    if there and (small := thumbnail(path, SIDE)):  # else a sound, or a picture inside another file
+        album[name] = small
     about = {"name": name[:12], "kind": record.get("kind", "image"), "size": record["size"], "seen": None}
     return {**about, "lineage": (), "picture": name if name in album else None}

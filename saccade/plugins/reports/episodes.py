@@ -7,7 +7,8 @@ Every image is in the report once. Nothing is picked by its score.
 
 import base64
 import io
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from PIL import Image
 from saccade.plugins.reports.trajectories import read_trajectories, stored_steps
 from saccade.run.folder import TRAJECTORIES
 from saccade.run.metrics import RIGHT, WRONG
+
+log = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
 
@@ -28,10 +31,10 @@ COPIED = ("step", "sample", "outcome", "status", "reward", "parts", "turn_reward
 CALL = ("name", "ok", "reason", "source", "box", "pixels", "lineage", "observation")
 
 
-def stored_episodes(folder: Path) -> dict[str, Any]:
+def stored_episodes(folder: Path, say: Callable[[str], object] = log.warning) -> dict[str, Any]:
     """`items`, `pictures` (file → data URL) and a `note` about what is left out: episodes of the
     first and the last stored step of each set and of training, in stored order; answers to one
-    question follow each other.
+    question follow each other. `say` hears of lines that are no rollouts.
     """
     stored = sorted(stored_steps(folder).items(), key=lambda item: item[0] == "train")
     steps = [(kind, step) for kind, of in stored for step in sorted({of[0], of[-1]})]
@@ -39,7 +42,7 @@ def stored_episodes(folder: Path) -> dict[str, Any]:
     cut = False
     by_question: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for kind, step in steps:
-        records = list(islice(read_trajectories(folder, kind, step), most + 1))
+        records = list(islice(read_trajectories(folder, kind, step, say), most + 1))
         cut |= len(records) > most
         for record in records[:most]:
             by_question.setdefault((kind, record["id"]), []).append(record)
@@ -165,10 +168,15 @@ def data_url(file: str, data: bytes) -> str:
     return f"data:image/{'png' if file.endswith('.png') else 'jpeg'};base64,{base64.b64encode(data).decode()}"
 
 
-def thumbnail(path: Path, side: int) -> str:
-    """A picture of at most so many pixels a side; one that is smaller stays as sharp as it is."""
-    with Image.open(path) as picture:
-        small, form = picture.convert("RGB"), "PNG" if max(picture.size) <= side else "JPEG"
+def thumbnail(path: Path, side: int) -> str | None:
+    """A picture of at most so many pixels a side; one that is smaller stays as sharp as it is. None of what is no
+    picture.
+    """
+    try:
+        with Image.open(path) as picture:
+            small, form = picture.convert("RGB"), "PNG" if max(picture.size) <= side else "JPEG"
+    except OSError:
+        return None
     small.thumbnail((side, side))
     file = io.BytesIO()
     small.save(file, form)

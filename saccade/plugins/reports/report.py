@@ -5,9 +5,10 @@ from_run(Path("runs/quickstart"))
 """
 
 import json
+import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -24,6 +25,8 @@ from saccade.run.folder import CONFIG, MANIFEST, RESULTS
 from saccade.run.loggers import read_metrics
 from saccade.run.metrics import MEASURE, interval_of, validation_measures
 from saccade.run.statistics import Interval
+
+log = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
@@ -79,18 +82,27 @@ BESIDE_COLUMNS = ("ci_low", "ci_high", "score_items")  # what is no column
 
 def from_run(folder: Path) -> Path:
     """Write report.html of any run folder and return its path."""
-    return write_report(folder / "report.html", replace(run_report(folder), episodes=stored_episodes(folder)))
+    return _written(folder, run_report(folder))
+
+
+def _written(folder: Path, report: Report) -> Path:
+    """With its episodes. What cannot be read is left out and said, here and in the page."""
+    said: list[str] = []
+    episodes = stored_episodes(folder, said.append)
+    for note in (*report.left_out, *said):
+        log.warning(note)
+    return write_report(folder / "report.html", replace(report, episodes=episodes, left_out=(*report.left_out, *said)))
 
 
 def run_report(folder: Path) -> Report:
     """Of any run folder, without its episodes."""
     if not (folder / CONFIG).exists():
         raise ConfigError(f"{folder} is no run folder: it has no {CONFIG}; name one such as runs/run")
-    rows = read_metrics(folder)
-    text = (folder / CONFIG).read_text(encoding="utf-8")
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    said: list[str] = []
+    rows, config = read_metrics(folder, said.append), read_options(folder, said.append)
+    manifest = _read(folder / MANIFEST, json.loads, said.append)
     began = manifest["starts"][0]["time"] if manifest.get("starts") else ""
-    config, phases = yaml.safe_load(text), phase_seconds(rows)
+    phases = phase_seconds(rows)
     return Report(
         title=folder.resolve().name,
         subtitle=f"saccade {manifest.get('command', '')} · {began.replace('T', ' ')[:16]} UTC",
@@ -99,8 +111,26 @@ def run_report(folder: Path) -> Report:
         tables=before_after(rows),
         charts=charts_of(rows),
         phases=phases,
-        texts={"Configuration": text, "Manifest": json.dumps(manifest, indent=2, ensure_ascii=False)},
+        texts={
+            "Configuration": (folder / CONFIG).read_text(encoding="utf-8", errors="replace"),
+            "Manifest": json.dumps(manifest, indent=2, ensure_ascii=False),
+        },
+        left_out=said,
     )
+
+
+def read_options(folder: Path, say: Callable[[str], object]) -> dict[str, Any]:
+    """The config of a run; of what cannot be read, empty sections."""
+    sections: dict[str, Any] = {name: {} for name in ("run", "model", "rollout", "algorithm", "save")}
+    return sections | {n: v for n, v in _read(folder / CONFIG, yaml.safe_load, say).items() if v is not None}
+
+
+def _read(file: Path, parse: Callable[[str], Any], say: Callable[[str], object]) -> dict[str, Any]:
+    try:
+        return dict(parse(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        say(f"{file} cannot be read and is left out ({' '.join(str(error).split())})")
+        return {}
 
 
 def run_facts(rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
@@ -112,16 +142,16 @@ def run_facts(rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
             facts[f"{leaf} on {name}"] = " → ".join(dict.fromkeys([values[0], values[-1]]))
     measures = [name for name in names if MEASURE.fullmatch(name)]
     measures.sort(key=lambda name: not name.endswith("/accuracy"))
-    best = config.get("save", {}).get("best_metric") or next(iter(measures), "")
+    best = config["save"].get("best_metric") or next(iter(measures), "")
     if tried := [row for row in rows if row["step"] > 0 and row.get(best) is not None]:
         top = max(tried, key=lambda row: row[best])
         facts["best step"] = f"{top['step']} ({_shown(top, best)})"
     facts["steps"] = str(max((row["step"] for row in rows), default=0))
     if seconds := sum(row.get("time/step") or 0.0 for row in rows):
         facts["training time"] = duration(seconds)
-    facts["model"] = str(config["model"]["path"] or "—").rstrip("/").rsplit("/", 1)[-1]
+    facts["model"] = str(config["model"].get("path") or "—").rstrip("/").rsplit("/", 1)[-1]
     if "reward/mean" in names:
-        presets = config["algorithm"]["preset"]
+        presets = config["algorithm"].get("preset")
         facts["algorithm"] = presets if isinstance(presets, str) else " + ".join(presets or ())
     return facts
 
@@ -295,17 +325,24 @@ def _text(cell: Cell) -> str:
 
 def write_eval_report(folder: Path) -> Path:
     """From what an evaluation left in its folder."""
-    return write_report(folder / "report.html", replace(eval_report(folder), episodes=stored_episodes(folder)))
+    return _written(folder, eval_report(folder))
 
 
 def eval_report(folder: Path) -> Report:
     """Of an evaluation, without its episodes."""
-    results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+    said: list[str] = []
+    results = read_results(folder, said.append)
     return Report(
         title=folder.resolve().name,
         subtitle="saccade eval",
+        left_out=said,
         tables=[_summary(results), *(t for n, found in results.items() for t in _tables(n, found))],
     )
+
+
+def read_results(folder: Path, say: Callable[[str], object]) -> dict[str, Any]:
+    """What was measured, by set."""
+    return _read(folder / RESULTS, json.loads, say)
 
 
 def _summary(results: Mapping[str, Mapping[str, Any]]) -> Table:

@@ -66,6 +66,7 @@ class Report:
     subtitle: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)  # tiles at the top
     notes: Sequence[str] = ()
+    left_out: Sequence[str] = ()  # files and lines that could not be read
     tables: Sequence[Table] = ()
     charts: Sequence[Chart] = ()
     phases: Mapping[str, float] = field(default_factory=dict)  # name -> seconds

@@ -139,11 +139,19 @@ class TrajectoryWriter:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def read_trajectories(run: Path, kind: str, step: int) -> Iterator[dict[str, Any]]:
-    """Records of one step of a run folder."""
-    with _file_of(run / TRAJECTORIES, kind, step).open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
+def read_trajectories(
+    run: Path, kind: str, step: int, say: Callable[[str], object] = log.warning
+) -> Iterator[dict[str, Any]]:
+    """Records of one step of a run folder; `say` hears of lines that are none."""
+    with _file_of(run / TRAJECTORIES, kind, step).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+                _ = record["id"], record["segments"], record["images"]
+            except (ValueError, LookupError, TypeError) as error:
+                say(f"{file.name}, line {number} is no rollout and is left out ({type(error).__name__}: {error})")
+            else:
+                yield record
 
 
 def stored_steps(run: Path) -> dict[str, list[int]]:

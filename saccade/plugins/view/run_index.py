@@ -3,18 +3,17 @@
 Of a rollout, memory holds where its line is in which file, what it is filtered by, and its words;
 the line itself is read when somebody looks at it. A file is read again when it has changed.
 
-    Runs(Path("runs")).rollouts("first")[0].row
+    Runs(Path("runs")).rollouts(Path("runs/first"))[0].row
 """
 
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from saccade.errors import DataError
 from saccade.plugins.reports.episodes import Record, question_of, shortened, verdict_of
 from saccade.run.folder import CHECKPOINTS, CONFIG, METRICS, RESULTS, TRAJECTORIES
 
@@ -39,12 +38,20 @@ class Stored(NamedTuple):
     words: str  # what a search looks in
 
 
+class Indexed(NamedTuple):
+    """A file of rollouts as it was when it was read."""
+
+    stamp: tuple[int, int] = (0, 0)
+    rollouts: Sequence[Stored] = ()
+    left_out: Sequence[str] = ()  # lines that are none
+
+
 class Runs:
     """The runs below a folder. Threads may share it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._files: dict[Path, tuple[tuple[int, int], list[Stored]]] = {}
+        self._files: dict[Path, Indexed] = {}
         self._seen: dict[Path, dict[Path, None]] = {}  # of a run, the files in the order in which they came
         self._lock = Lock()
 
@@ -64,18 +71,39 @@ class Runs:
         files = [folder / METRICS, folder / RESULTS, folder / SAMPLES, *_rollout_files(folder)]
         return [*map(stamp_of, files)]
 
-    def rollouts(self, folder: Path) -> list[Stored]:
-        """All of a run by step, those of training first. What comes later is behind: a place stays one's own."""
-        files = _rollout_files(folder)
+    def rollouts(self, folder: Path, enough: Callable[[Sequence[Stored]], bool] = lambda found: False) -> list[Stored]:
+        """All of a run by step, those of training first. What comes later is behind: a place stays one's own. From
+        when those found are `enough`, no further file is read.
+        """
+        found: list[Stored] = []
+        for file in self._ordered(folder):
+            if not self._is_read(file) and enough(found):
+                break
+            more = self._of_file(file).rollouts
+            if file.name == SAMPLES:
+                whole = {(one.row[0], *one.row[2:4]) for one in found}  # set, id and sample
+                more = [one for one in more if (one.row[0], *one.row[2:4]) not in whole]
+            found += more
+        return found
+
+    def unread(self, folder: Path) -> int:
+        """Files whose rollouts are not known yet."""
+        return sum(not self._is_read(file) for file in self._ordered(folder))
+
+    def left_out(self, folder: Path) -> list[str]:
+        """Lines that are no rollouts, of the files that have been read."""
+        return [text for file in self._ordered(folder) for text in self._files.get(file, Indexed()).left_out]
+
+    def _ordered(self, folder: Path) -> list[Path]:
+        """The order in which they came, what an evaluation has of each answer last."""
+        files, samples = _rollout_files(folder), folder / SAMPLES
         with self._lock:
             known = self._seen.setdefault(folder, {})
             known |= dict.fromkeys(files)
-            order = [file for file in known if file in files]
-        found = [one for file in order for one in self._of_file(file)]
-        if not (folder / SAMPLES).exists():
-            return found
-        whole = {(one.row[0], *one.row[2:4]) for one in found}  # set, id and sample
-        return found + [one for one in self._of_file(folder / SAMPLES) if (one.row[0], *one.row[2:4]) not in whole]
+            return [*(file for file in known if file in files), *([samples] if samples.exists() else [])]
+
+    def _is_read(self, file: Path) -> bool:
+        return self._files.get(file, Indexed()).stamp == stamp_of(file)
 
     def records(self, stored: Sequence[Stored]) -> Iterator[Record]:
         for one in stored:
@@ -83,12 +111,12 @@ class Runs:
                 file.seek(one.start)
                 yield _record(one.file, file.read(one.size))
 
-    def _of_file(self, file: Path) -> list[Stored]:
+    def _of_file(self, file: Path) -> Indexed:
         with self._lock:  # two that ask at once do not read the same file twice
-            stamp = stamp_of(file)
-            if file not in self._files or self._files[file][0] != stamp:
-                self._files[file] = stamp, list(_read(file))
-            return self._files[file][1]
+            if not self._is_read(file):
+                left_out: list[str] = []
+                self._files[file] = Indexed(stamp_of(file), [*_read(file, left_out.append)], left_out)
+            return self._files[file]
 
 
 def stamp_of(file: Path) -> tuple[int, int]:
@@ -102,16 +130,15 @@ def _rollout_files(folder: Path) -> list[Path]:
     return sorted(files, key=lambda file: (int(file.stem.removeprefix("step-")), len(file.parts), file))
 
 
-def _read(file: Path) -> Iterator[Stored]:
+def _read(file: Path, say: Callable[[str], object]) -> Iterator[Stored]:
     start = 0
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 record = _record(file, BY_TOKEN.sub(rb'"\1": []', line))
                 yield Stored(file, start, len(line), _row(record), _words(record))
-            except (ValueError, LookupError, TypeError) as error:
-                why = f"{type(error).__name__}: {error}"
-                raise DataError(f"{file}, line {number} is no stored rollout ({why}); move the file away") from error
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                say(f"{file}, line {number} is no rollout and is left out ({type(error).__name__}: {error})")
             start += len(line)
 
 

@@ -4,23 +4,24 @@ with running(view_app(Runs(Path("runs")), token="sesame"), "127.0.0.1", 8300): .
 """
 
 import json
+import logging
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from threading import Thread
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
-import yaml
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, Response
 
-from saccade.errors import ConfigError, DataError
+from saccade.errors import ConfigError
 from saccade.plugins.reports.episodes import episode_of, inside, question_of, thumbnail
-from saccade.plugins.reports.report import eval_report, run_facts, run_report
+from saccade.plugins.reports.report import eval_report, read_options, read_results, run_facts, run_report
 from saccade.plugins.reports.report_page import page_with, plain
 from saccade.plugins.serving import http_server
 from saccade.plugins.serving.http_server import BadRequest, Gate, JsonReply, json_app
@@ -28,11 +29,14 @@ from saccade.plugins.view.run_index import COLUMNS, Runs, stamp_of
 from saccade.run.folder import CONFIG, METRICS, RESULTS, TRAJECTORIES
 from saccade.run.loggers import read_metrics
 
+log = logging.getLogger(__name__)
+
 PAGE = Path(__file__).with_name("view_page.html")
 THUMBNAIL = 96  # pixels of its longer side
 BRIEF = 240  # characters of a question and an answer in the list
 MOST = 200  # rollouts of one request
 MOST_IN_FILE = 2000  # rollouts of a run in a page without a server
+PATIENCE = 0.1  # seconds that a page waits for rollouts to be read; then it shows the first ones
 GLANCE = 0.2  # seconds between looks whether to stop
 Json = dict[str, Any]
 _small = lru_cache(maxsize=4096)(thumbnail)
@@ -45,10 +49,11 @@ def list_runs(runs: Runs) -> list[Json]:
     """Newest first."""
     listed = []
     for name, folder in runs.folders().items():
-        stamp = runs.stamp(folder)
+        stamp, unread = runs.stamp(folder), runs.unread(folder)
         written = max((time for time, _ in stamp), default=0) / 1e9
         facts = _facts(folder, stamp_of(folder / METRICS), stamp_of(folder / RESULTS))
-        listed.append({"name": name, "facts": facts, "written": written, "stamp": str(hash(tuple(stamp)))})
+        state = {"written": written, "unread": unread, "stamp": str(hash((*stamp, unread)))}
+        listed.append({"name": name, "facts": facts, **state})
     return sorted(listed, key=lambda run: -run["written"])
 
 
@@ -57,19 +62,26 @@ def show_run(runs: Runs, run: str) -> Json:
     folder = _folder(runs, run)
     if not (folder / CONFIG).exists():
         return {"report": plain(eval_report(folder)), "options": {}}
-    options = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    options = read_options(folder, _said_elsewhere)
     return {"report": plain(replace(run_report(folder), title=run)), "options": dict(_flat(options))}
 
 
-def list_rollouts(runs: Runs, run: str) -> Json:
-    """Columns of all of its rollouts; a rollout is named by its place in them."""
-    rows = [one.row for one in runs.rollouts(_folder(runs, run))]
-    return {name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}
+def list_rollouts(runs: Runs, run: str, seconds: float = inf) -> Json:
+    """Columns of its rollouts, as many as can be read in time; a rollout is named by its place in them."""
+    folder = _folder(runs, run)
+    rows = [one.row for one in runs.rollouts(folder, _after(seconds))]
+    columns = {name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}
+    return {**columns, "left_out": runs.left_out(folder)}
 
 
-def find_words(runs: Runs, run: str, text: str) -> list[int]:
-    wanted = text.lower()
-    return [place for place, one in enumerate(runs.rollouts(_folder(runs, run))) if wanted in one.words]
+def find_words(runs: Runs, run: str, text: str, seconds: float = inf) -> list[int]:
+    wanted, found = text.lower(), runs.rollouts(_folder(runs, run), _after(seconds))
+    return [place for place, one in enumerate(found) if wanted in one.words]
+
+
+def _after(seconds: float) -> Callable[[Any], bool]:
+    end = monotonic() + seconds
+    return lambda found: monotonic() > end
 
 
 def brief_rollouts(runs: Runs, run: str, at: Sequence[int]) -> list[Json]:
@@ -95,7 +107,7 @@ def _folder(runs: Runs, run: str) -> Path:
 
 
 def _records(runs: Runs, folder: Path, at: Sequence[int]) -> Any:
-    stored = runs.rollouts(folder)
+    stored = runs.rollouts(folder, lambda found: len(found) > max(at, default=-1))
     if max(at, default=-1) >= len(stored):
         raise BadRequest("at", f"{max(at)} is none of the {len(stored)} rollouts, which are counted from 0")
     return runs.records([stored[place] for place in at])
@@ -116,14 +128,17 @@ def _brief(record: Mapping[str, Any], folder: Path) -> Json:
 def _facts(folder: Path, metrics: tuple[int, int], results: tuple[int, int]) -> Mapping[str, str]:
     """The stamps say of which state of the files; they are not read again before they change."""
     if not (folder / CONFIG).exists():
-        found = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+        found = read_results(folder, _said_elsewhere)
         return {
             f"accuracy on {n}": f"{100 * one['accuracy']:.1f}\u00a0%" for n, one in found.items() if "accuracy" in one
         }
-    config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    rows = read_metrics(folder)
+    config, rows = read_options(folder, _said_elsewhere), read_metrics(folder, _said_elsewhere)
     rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
     return run_facts(rows, config) | ({"reward": f"{rewards[-1]:.3f}"} if rewards else {})
+
+
+def _said_elsewhere(text: str) -> None:
+    """What is left out of a run: its report says it."""
 
 
 def _flat(options: Mapping[str, Any], before: str = "") -> Any:
@@ -155,11 +170,11 @@ def view_app(runs: Runs, *, token: str) -> FastAPI:
 
     @app.get("/index")
     def index(run: str) -> Response:
-        return JsonReply(list_rollouts(runs, run))
+        return JsonReply(list_rollouts(runs, run, PATIENCE))
 
     @app.get("/find")
     def find(run: str, text: str) -> Response:
-        return JsonReply(find_words(runs, run, text))
+        return JsonReply(find_words(runs, run, text, PATIENCE))
 
     @app.get("/brief")
     def brief(run: str, at: str) -> Response:
@@ -202,10 +217,10 @@ def serve(folder: Path, *, host: str, port: int, token: bool) -> None:
 
 
 def _read_all(runs: Runs) -> None:
-    """Indexes are ready when they are asked for; what is wrong is said then."""
-    for folder in runs.folders().values():
-        with suppress(DataError):
-            runs.rollouts(folder)
+    """What is not shown first is read meanwhile."""
+    for run in list_runs(runs):
+        with suppress(BadRequest):  # it has gone
+            runs.rollouts(_folder(runs, run["name"]))
 
 
 # -- a file ----------------------------------------------------------------------------------------
@@ -214,15 +229,18 @@ def _read_all(runs: Runs) -> None:
 def write_page(folder: Path, out: Path) -> None:
     """Everything in one file that needs no server; of each run the first rollouts alone."""
     runs = _opened(folder)
-    data = dict[str, Any](live=False, runs=list_runs(runs), run={}, index={}, brief={}, rollouts={}, left_out={})
+    data = dict[str, Any](live=False, run={}, index={}, brief={}, rollouts={}, beyond={})
     for name, path in runs.folders().items():
         stored = len(runs.rollouts(path))
         places = range(min(stored, MOST_IN_FILE))
-        data["left_out"][name] = stored - len(places)
-        data["run"][name] = show_run(runs, name)
-        data["index"][name] = {column: values[: len(places)] for column, values in list_rollouts(runs, name).items()}
+        data["beyond"][name] = stored - len(places)
+        data["run"][name], index = show_run(runs, name), list_rollouts(runs, name)
+        data["index"][name] = index | {column: index[column][: len(places)] for column in COLUMNS}
+        for text in (*data["run"][name]["report"]["left_out"], *index["left_out"]):
+            log.warning(text)
         data["brief"][name] = brief_rollouts(runs, name, places)
         data["rollouts"][name] = show_rollouts(runs, name, places)
+    data["runs"] = list_runs(runs)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(view_page(data), encoding="utf-8")
 
