@@ -17,7 +17,7 @@ from saccade.errors import ConfigError
 from saccade.plugins.estimate import estimate
 from saccade.plugins.estimate.estimate_command import preflight, refusal, short_of_memory
 from saccade.plugins.estimate.layout_choice import choose_layout
-from saccade.plugins.ranks.layouts import REACHED, candidates, collective_seconds, exchange_seconds
+from saccade.plugins.ranks.layouts import REACHED, Sizes, candidates, collective_seconds, exchange_seconds
 from saccade.system import devices
 from saccade.types import Message, Sample
 from tests.estimate.works import H200, W1, loaded, planned, sizes
@@ -50,13 +50,22 @@ def test_the_exchange_and_the_controller_cost_efficiency(large):
     assert 0.5 < eight.efficiency["prompts per step"] < eight.efficiency["prompts per GPU"]
     assert collective_seconds(16e9, (450.0, 400.0), gpus=16) == pytest.approx(15 / (REACHED * 400))
     second = 8 / 7 * REACHED * 450e9  # bytes of a collective of 8 GPUs
-    counts: Any = {"sizes": (4 * second, 2 * second), "updates": 2, "forests": 8, "layers": 36}
+    sent = Sizes(sums=4 * second, trained=2 * second, divided=2 * second, copied=2 * second)
+    counts: Any = {"sizes": sent, "updates": 2, "forests": 8, "layers": 36}
     exchange = partial(exchange_seconds, links=(450.0, 400.0), **counts)
     assert exchange("whole", gpus=8, compute=0.0) == pytest.approx(2 * (4 + 2))
     sharded, hidden = (exchange("sharded", gpus=8, compute=seconds) for seconds in (40.0, 99.0))
     assert (sharded, hidden) == pytest.approx((2 + 8 * (4 + 2 * 2) - 40, 2 + 8 * 36 * 2.5e-3))
     assert exchange("hybrid", gpus=16, compute=40.0) - sharded == pytest.approx(6 * second / (REACHED * 400e9))
     assert planned(large, H200, W1).efficiency == {}
+    slow, shards = replace(H200, link=1.0), ("run.gpus=8", "train.prompts_per_step=128", "train.layout=sharded")
+    for more, copied in (
+        ((), 0),
+        (("train.offload=true",), 1),
+    ):  # frozen weights: gathered twice for each of 16/3 forests
+        found = planned(large, slow, W1, *shards, "model.train=lora", "model.lora.rank=1", *more).pace.seconds
+        gathered = (2 * 16 / 3 + copied) * collective_seconds(2 * 3.75e9, (1.0, 1.0), gpus=8)
+        assert found["exchange"] + found["update"] == pytest.approx(gathered, rel=0.02)
     idle = planned(large, H200, W1, "run.gpus=64")
     assert idle.notes == ("train.prompts_per_step=16 leaves 48 of 64 GPUs idle",)
 
@@ -236,6 +245,13 @@ def test_a_dry_run_shows_layout_memory_exchange_and_efficiency(large, scenes, mo
     assert re.search(
         r"of these seconds 0\.\d\d in the exchange .* speed of a GPU: \d\d% with as many prompts per GPU", found
     )
+    told = [
+        shown(command, *given[:2], f"{command}.max_tokens=512", "data.max_pixels=50176") for command in ("sft", "dpo")
+    ]
+    assert all("prompts of 256 tokens, an image of 224x224 (of rows of 512)" in text for text in told)
+    assert all(re.search(r"these seconds 0\.\d\d in the exchange .* as many prompts per GPU", text) for text in told)
+    row, pair = (float(re.search(r"about ([\d.]+) seconds with rows as long as", text)[1]) for text in told)
+    assert 1 < pair / row < 1.5  # a pair shares its prompt: 768 tokens instead of 512
     tight = shown("sft", *given[:2], "run.gpu_memory_gib=30")
     assert re.search(r"train\.layout=sharded: whole, a GPU would need .*\na step of `saccade sft` takes", tight)
     assert "does not fit" not in tight

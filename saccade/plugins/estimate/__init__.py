@@ -60,7 +60,7 @@ class Estimate:
     prompts: str  # how long they are, and who says so
     memory: Memory
     host: tuple[Item, ...]  # in main memory, beside a GPU
-    pace: Pace | None  # none where it does not fit, or generates nothing
+    pace: Pace | None  # none where it does not fit
     efficiency: dict[str, float]  # of several GPUs against one: with as many prompts for each, or in a step
     advice: tuple[str, ...]  # what lifts the limit, each alone; nothing where it fits
     notes: tuple[str, ...]  # what is not counted, or not as the config says
@@ -82,7 +82,7 @@ def estimate(
     family = family or model_setup.family_of(config, model_setup.start_folder(config))
     if config.run.gpus > 1:
         require_heads(config, family)
-    others = {"generates": generates(config, command), "teacher": _teacher(config, command)}
+    others = {"generates": generates(config, command), "samples": command == "rl", "teacher": _teacher(config, command)}
     config = as_rl(config, command, family)
     device, of_device = as_configured(device, config)
     paths = [parse_address(source.path).path for source in config.data.train]
@@ -92,6 +92,9 @@ def estimate(
     prompts: Callable[[int], Prompts] = cache(partial(said, config, family, samples, usable))
     planned = planner(config, device, family, prompts, others)
     first, about = prompts(config.data.max_pixels)
+    if command != "rl":
+        rows = config.data.max_prompt_tokens + config.rollout.max_tokens
+        about = about.replace("(data.max_prompt_tokens)", f"(of rows of {rows})")
     asked = samples is not None or prompt_tokens is not None
     lengths = length_notes(config.data, max(map(len, first)), [] if asked else missing)
     plan = planned()
@@ -125,10 +128,11 @@ def as_rl(config: Config, command: str, family: Family) -> Config:
     kept = {part: tree.get(part, {}) for part in ("model", "data", "train", "run")}
     if generates(config, command):  # answers to the questions of data.val
         kept["rollout"] = {"replicas": config.rollout.replicas}
-    kept["data"] |= {"train": [], "max_prompt_tokens": min(config.data.max_prompt_tokens, family.max_positions // 2)}
-    beside = command == "dpo" and config.dpo.reference == "compute"
-    longest = getattr(config, command.replace("-", "_")).max_tokens
-    changes = [f"rollout.max_tokens={longest}", "train.samples_per_prompt=2", f"algorithm.kl.coef={0.04 * beside}"]
+    longest, beside = getattr(config, command.replace("-", "_")).max_tokens, command == "dpo" and config.dpo.reference
+    asked = min(config.data.max_prompt_tokens, family.max_positions // 2, longest // 2)
+    kept["data"] |= {"train": [], "max_prompt_tokens": asked}
+    changes = [f"rollout.max_tokens={longest - asked}", f"train.samples_per_prompt={1 + (command != 'sft')}"]
+    changes += ["algorithm.preset=reinforce", f"algorithm.kl.coef={0.04 * (beside == 'compute')}"]
     return load(kept, changes, "rl")
 
 
@@ -224,7 +228,7 @@ def step_seconds(plan: Plan) -> float:
 
 def paced(plan: Plan) -> tuple[Memory, Pace | None]:
     memory = memory_of(plan)
-    return memory, pace_of(plan, memory) if memory.fits and plan.generates else None
+    return memory, pace_of(plan, memory) if memory.fits else None
 
 
 def layout_reason(plan: Plan) -> str:

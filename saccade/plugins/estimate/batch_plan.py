@@ -152,6 +152,7 @@ class Plan:
     whole: ModelSize  # without adapters, as reference and critic are
     element: int  # bytes of a weight
     generates: bool  # in training or validation
+    samples: bool  # in every step; else it learns from rows
     teacher: int  # weights of one beside the policy
 
     @property

@@ -151,18 +151,18 @@ def _devices(found: Estimate) -> str:
 
 
 def in_short(found: Estimate, command: str = "rl") -> str:
-    memory, seconds = found.memory, found.pace.seconds if found.pace and command == "rl" else {}
-    phases = PHASES if command == "rl" else ("update",)
+    memory, seconds = found.memory, found.pace.seconds if found.pace else {}
+    phases, rows = (PHASES, "") if command == "rl" else (("update",), " with rows as long as the config allows")
     peaks = " and ".join(f"{memory.peaks[phase]:.2f} GiB in the {phase}" for phase in phases)
     return f"a step of `saccade {command}` takes {peaks}, of {memory.limit:.2f} GiB that can be planned with" + (
-        f", and about {sum(seconds.values()):.1f} seconds" if seconds else ""
+        f", and about {sum(seconds.values()):.1f} seconds{rows}" if seconds else ""
     )
 
 
 def told(config: Config, found: Estimate, command: str = "rl") -> list[str]:
-    """In few lines, with what several GPUs take beside one alone where seconds are known, which only `rl` has."""
+    """In few lines, with what several GPUs take beside one alone where seconds are known."""
     lines = [*about(found).splitlines(), *found.notes, short_of_memory(config, found), in_short(found, command)]
-    if command == "rl" and found.efficiency and found.pace:
+    if found.efficiency and found.pace:
         waits = " and ".join(f"{found.pace.seconds[name]:.2f} in the {name}" for name in ("exchange", "controller"))
         speeds = ", ".join(f"{share:.0%} with as many {same}" for same, share in found.efficiency.items())
         lines.append(f"of these seconds {waits}; speed of a GPU: {speeds}, of one alone; a prediction")

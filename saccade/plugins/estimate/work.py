@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.config import Config
+from saccade.config import ADAPTED, Config
 from saccade.forest.batch import Batch
 from saccade.plugins.estimate import flops, memory_items
 from saccade.plugins.estimate.batch_plan import ModelSize, Plan
@@ -23,7 +23,7 @@ from saccade.plugins.estimate.flops import FROZEN, Meter
 from saccade.plugins.estimate.memory_items import GIB, Memory, state_sizes, total
 from saccade.plugins.estimate.shapes import shape_of
 from saccade.plugins.gpu.decode_state import FEW_ROWS
-from saccade.plugins.ranks.layouts import collective_seconds, controller_seconds, exchange_seconds, key_repeats
+from saccade.plugins.ranks.layouts import Sizes, collective_seconds, controller_seconds, exchange_seconds, key_repeats
 from saccade.system.devices import Device
 from saccade.trainer import Trainer
 from saccade.types import Group
@@ -182,7 +182,11 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     made_by = partial(passes, *(policy, next(iter(critic), None), step.batches, step.batches), plan.algorithm)
     counted, repeated = made_by(epochs=epochs)
     work = {phase: count * times / plan.together for phase, count in counted.items()}
-    work = {"rollout": sampled * (made.prefill.total() + made.decode.total())} | work
+    if plan.samples:
+        work = {"rollout": sampled * (made.prefill.total() + made.decode.total())} | work
+    if plan.teacher:
+        read = sum(batch.tokens for batch in step.batches)
+        work["teacher"] = 2 * plan.teacher * read * times / plan.together
     again = times / plan.together * sum(repeated.values())
     pace = Pace(tflop={phase: count / TERA for phase, count in work.items()}, recomputed=again / TERA, seconds={})
     if device.tflops is None or device.bandwidth is None or device.link is None:
@@ -190,16 +194,16 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     peak, bandwidth, shape = device.tflops * TERA, device.bandwidth * TERA, policy.shape
     least = LAYER.get(plan.config.model.train, LAYER["full"])
     seconds = {phase: count / (peak * REACHED["score"]) for phase, count in work.items()}
-    # Sampling: as many sequences at once as the pool of keys and values holds.
-    per_sequence = shape.kv_bytes(plan.element) * step.mean_length + shape.state_bytes
-    at_once = max(1, min(plan.sequences, int(memory.pool * GIB / per_sequence)))
-    steps = max(made.longest, made.sampled * sampled / at_once)
-    rows = made.sampled * sampled / steps
-    read = steps * made.weight_bytes(rows) + made.cache_bytes * sampled
-    decode = steps * shape.text.layers * least["few" if rows <= FEW_ROWS else "many"] + max(
-        read / (bandwidth * REACHED["reading"]), made.decode.total() * sampled / (peak * REACHED["decode"])
-    )
-    seconds["rollout"] = decode + made.prefill.total() * sampled / (peak * REACHED["prefill"])
+    if plan.samples:  # as many sequences at once as the pool of keys and values holds
+        per_sequence = shape.kv_bytes(plan.element) * step.mean_length + shape.state_bytes
+        at_once = max(1, min(plan.sequences, int(memory.pool * GIB / per_sequence)))
+        steps = max(made.longest, made.sampled * sampled / at_once)
+        rows = made.sampled * sampled / steps
+        size = steps * made.weight_bytes(rows) + made.cache_bytes * sampled
+        decode = steps * shape.text.layers * least["few" if rows <= FEW_ROWS else "many"] + max(
+            size / (bandwidth * REACHED["reading"]), made.decode.total() * sampled / (peak * REACHED["decode"])
+        )
+        seconds["rollout"] = decode + made.prefill.total() * sampled / (peak * REACHED["prefill"])
     updates = epochs * plan.algorithm.updates_per_step
     weights, gpus = sum(learner.trained for learner in plan.learners), plan.config.run.gpus
     stepped = updates * OPTIMIZER_BYTES * weights * plan.share("state") / (bandwidth * REACHED["optimizer"])
@@ -210,10 +214,17 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
         seconds["offload"] = updates * kept / (device.host * GIGA * REACHED["main memory"])
     if gpus > 1:
         links = device.link, device.network
-        sizes, forests = (4 * weights, plan.element * weights), epochs * times * len(step.batches)
+        forests = epochs * times * len(step.batches)
+        divided = [learner.weights for learner in plan.learners if plan.divides(learner)]
+        adapters = policy.trained if plan.config.model.train in ADAPTED else 0  # whole on every GPU
+        trained, own = weights - adapters, policy.trained - adapters
+        # A copy that was given back lost what is frozen, too.
+        copied = (policy.weights if train.offload else plan.element * own) * plan.divides(plan.policy) * plan.samples
+        sizes = Sizes(sums=4 * trained, trained=plan.element * trained, divided=sum(divided), copied=copied)
         sent: Any = {"updates": updates, "forests": forests, "layers": shape.text.layers, "compute": seconds["update"]}
-        layout = plan.layout if any(map(plan.divides, plan.learners)) else "whole"
+        layout = plan.layout if divided else "whole"
         seconds["exchange"] = exchange_seconds(layout, sizes, links, gpus=gpus, **sent)
+        seconds["exchange"] += updates * collective_seconds((4 + plan.element) * adapters, links, gpus=gpus)
         # Where GPUs share a forest: queries, keys, values and results of attention.
         scored = len(work.keys() - {"rollout", "update"})
         passed = sum(

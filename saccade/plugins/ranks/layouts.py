@@ -29,6 +29,17 @@ LAYOUTS: Mapping[str, Layout] = {  # by `train.layout`
     "sharded": Layout(("state", "sums", "weights"), beside=2.5e-3),  # one rank of 8 with a 3B; with a 7B 1.4e-3
     "hybrid": Layout(("state", "sums", "weights"), inside=("sums", "weights"), beside=2.5e-3),
 }
+
+
+class Sizes(NamedTuple):
+    """Bytes that ranks exchange."""
+
+    sums: float  # of gradients: reduced
+    trained: float  # weights that an update changes
+    divided: float  # weights of which a rank holds a part, frozen ones too: each forest gathers them, twice
+    copied: float  # weights that the copy for generation gets after a step
+
+
 NODE = 8  # GPUs of a machine
 Pair = tuple[float, float]
 REACHED = 0.73  # of a bandwidth, in a collective: 330 of 450 GB/s are assumed for an H200
@@ -75,22 +86,21 @@ def collective_seconds(size: float, links: Pair, *, gpus: int) -> float:
 
 
 def exchange_seconds(
-    layout: str, sizes: Pair, links: Pair, *, gpus: int, updates: float, forests: float, layers: int, compute: float
+    layout: str, sizes: Sizes, links: Pair, *, gpus: int, updates: float, forests: float, layers: int, compute: float
 ) -> float:
-    """Seconds of the collectives of a step. `sizes`: bytes of all gradient sums, which are reduced, and of all weights,
-    which are gathered. `whole`: both, once for each update. `sharded`: each forest gathers twice and reduces, of which
-    counts what takes longer than to `compute` all forests, and at least what FSDP does beside it for each of their
-    `layers`; the engine's copy is gathered once. `hybrid`: so inside a machine, and between machines as `whole`.
+    """Seconds of the collectives of a step. `whole`: sums and trained weights, once for each update. `sharded`: each
+    forest gathers twice and reduces, of which counts what takes longer than to `compute` all forests, and at least what
+    FSDP does beside it for each of their `layers`; and the copy. `hybrid`: so inside a machine; between, as `whole`.
     """
     kind, machines = LAYOUTS[layout], -(-gpus // NODE)
     near = min(gpus, NODE) if kind.inside else gpus
-    reduced, gathered = (collective_seconds(size, links, gpus=near) for size in sizes)
+    reduced, renewed, gathered, copied = (collective_seconds(size, links, gpus=near) for size in sizes)
     if "weights" not in kind.divided:
-        return updates * (reduced + gathered)
+        return updates * (reduced + renewed)
     waiting = max(kind.beside * layers * forests, forests * (reduced + 2 * gathered) - compute)
     between = links[1], links[1]
-    far = sum(collective_seconds(size, between, gpus=machines) for size in sizes) if kind.inside else 0.0
-    return gathered + waiting + updates * far
+    far = sum(collective_seconds(size, between, gpus=machines) for size in sizes[:2]) if kind.inside else 0.0
+    return copied + waiting + updates * far
 
 
 def generates(config: Config, command: str) -> bool:
