@@ -39,6 +39,7 @@ docs: $(VENV)/.installed  ## write the reference tables of docs/ from the code
 	$(RUN) scripts/config_reference.py
 	$(RUN) scripts/algorithm_reference.py
 	$(RUN) scripts/feature_ledger.py
+	$(RUN) experiments/pages.py
 
 site: $(VENV)/.installed-site  ## write the documentation as a site to site/
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

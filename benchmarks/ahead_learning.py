@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from search_curves import interval
+from search_curves import half_width, interval
 
 from saccade.plugins.export.export import checkpoint_of
 from saccade.plugins.families import tiny_kinds
@@ -72,9 +72,7 @@ def table(out: Path) -> str:
         ends = {seed: result["curve"][-1][1] for seed, result in seeds.items()}
         mean, low, high = (100 * x for x in interval([*ends.values()]))
         pairs = [100 * (end - found["0"][seed]["curve"][-1][1]) for seed, end in ends.items() if seed in found["0"]]
-        gap, half = float(np.mean(pairs)), 0.0
-        if len(pairs) > 1:
-            half = 100 * (interval([0.5 + p / 100 for p in pairs])[2] - 0.5) - gap
+        gap, half = float(np.mean(pairs)), half_width(pairs)
         ages = float(np.mean([result["staleness_mean"] for result in seeds.values()]))
         least = min(result["ess_min"] for result in seeds.values())
         score = f"{mean:.1f} % [{low:.1f}, {high:.1f}]"

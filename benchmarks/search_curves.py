@@ -24,13 +24,16 @@ ARMS = {
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 
+def half_width(values: Sequence[float]) -> float:
+    """Of the 95 % interval around the mean over seeds; a single seed has none."""
+    n = len(values)
+    factor = STUDENT[n - 2] if n - 2 < len(STUDENT) else 2.2
+    return factor * float(np.std(values, ddof=1)) / n**0.5 if n > 1 else 0.0
+
+
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean over seeds with its 95 % interval; a single seed has none."""
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return mean, mean, mean
-    factor = STUDENT[len(values) - 2] if len(values) - 2 < len(STUDENT) else 2.2
-    half = factor * float(np.std(values, ddof=1)) / len(values) ** 0.5
+    """Mean share over seeds with its 95 % interval."""
+    mean, half = float(np.mean(values)), half_width(values)
     return mean, max(0.0, mean - half), min(1.0, mean + half)
 
 

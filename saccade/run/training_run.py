@@ -88,6 +88,7 @@ class Run:
         self._began = time.monotonic()
         self._signal: int | None = None
         self._updating = False  # between the first weight that moves and the end of the step
+        self._out_of_time = False
         self._awaited: Callable[[], Measured] | None = None  # a validation that has begun
 
     def __enter__(self) -> Run:
@@ -253,9 +254,8 @@ class Run:
             self.checkpointer.check()
             if self._signal is not None:
                 self._stop()
-            hours = self.config.run.max_hours
-            if hours is not None and time.monotonic() - self._began > hours * 3600:
-                log.info(f"run.max_hours={hours:g} is reached after step {self.step}")
+            if self._out_of_time:
+                log.info(f"run.max_hours={self.config.run.max_hours:g} is reached after step {self.step}")
                 break
         self.finish_validation()
         self.save(last=True)
@@ -275,7 +275,10 @@ class Run:
         the run, but the step is logged and saved. A validation beside rollouts only begins here.
         `unread`: where the verifier looked in vain for an answer.
         """
-        self.progress = replace(progress, unvalidated=validation.due(progress.step, self.total))
+        hours = self.config.run.max_hours
+        self._out_of_time = hours is not None and time.monotonic() - self._began > hours * 3600
+        last = progress.step if self._out_of_time else self.total  # which is validated
+        self.progress = replace(progress, unvalidated=validation.due(progress.step, last))
         self._updating = False
         measured: Mapping[str, float] = {}
         try:

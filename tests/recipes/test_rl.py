@@ -221,8 +221,10 @@ def test_an_entropy_bonus_teaches_without_advantages(tmp_path, rl_config, word_m
     assert not same_weights(word_model, tmp_path / "run" / "checkpoints" / "step-1")
 
 
-def test_max_hours_ends_a_run_with_a_checkpoint(tmp_path, rl_config):
-    rl.run(rl_config(tmp_path, run__max_steps=100, run__max_hours=1e-9))
+def test_max_hours_ends_a_run_with_a_validation_and_a_checkpoint(tmp_path, rl_config, scenes):
+    val = {"data.val": [str(scenes / "val.jsonl")], "val.every": 50, "val.before": False}
+    row = rl.run(rl_config(tmp_path, run__max_steps=100, run__max_hours=1e-9) | val)
+    assert row["val/val/items"] == 8
     assert checkpoint.complete_steps(tmp_path / "run" / "checkpoints") == [1]
     assert "run.max_hours=1e-09 is reached after step 1" in (tmp_path / "run" / "log.txt").read_text()
 

@@ -1,0 +1,147 @@
+"""Arms and seeds of an experiment as `saccade` commands, several at once; a small JSON is kept of each run. Knows
+nothing of what is compared; pages.py reads the JSONs.
+
+    jobs = [Job(arm="grpo", seed=0, command="rl", options=("rl.yaml", "train.lr=1e-5"), after="cold")]
+    run_all(jobs, Path("runs/language"), at_once=4, seconds=600)
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from saccade.cli_run import run_recipe
+from saccade.run.loggers import read_metrics
+from saccade.system.revision import revision
+
+ROOT = Path(__file__).resolve().parents[1]
+# Of a run: what validations found, and of training at most so many steps.
+STORED = re.compile(
+    r"val/.*/(accuracy|pass@\d+|response_mean|truncated_frac|items)"
+    r"|reward/accuracy|length/response_mean|group/dead_frac|policy/entropy|sft/loss"
+)
+STEPS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    arm: str
+    seed: int
+    command: str  # rl, sft, eval, …
+    options: tuple[str, ...]  # YAML files, then options
+    after: str = ""  # the arm whose model of the same seed it starts from
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}-{self.seed}"
+
+
+def run_all(jobs: Sequence[Job], out: Path, *, at_once: int = 1, seconds: float = 1e9, commit: str = "") -> list[str]:
+    """Every job whose OUT/results/NAME.json is not there, parents first; returns those that failed. With `at_once` 0
+    they run in this process. When the seconds are over, what still runs is ended: it starts anew the next time.
+    """
+    results, end, failed = out / "results", time.time() + seconds, list[str]()
+    results.mkdir(parents=True, exist_ok=True)
+    named = {job.name: job for job in jobs}
+    waiting = {name: job for name, job in named.items() if not (results / f"{name}.json").exists()}
+    for job in [*waiting.values()]:  # a parent that ran before, whose model is gone, runs again
+        while job.after and model_of(out, job := named[f"{job.after}-{job.seed}"]) is None:
+            waiting = {job.name: job} | waiting
+    running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+    about = {"commit": commit or revision() or "unknown", "device": device(), "at_once": max(1, at_once)}
+    while waiting or running:
+        blocked = {*waiting, *running}
+        for name, job in [*waiting.items()]:
+            parent = f"{job.after}-{job.seed}" if job.after else ""
+            if parent in failed:
+                failed.append(waiting.pop(name).name)
+            elif parent not in blocked and len(running) < max(1, at_once):
+                waiting.pop(name)
+                shutil.rmtree(out / name, ignore_errors=True)  # of a run that was ended
+                began = time.time()
+                running[name] = (start(job, out, named.get(parent), at_once), began)
+        time.sleep(0.1 if at_once else 0)
+        over = time.time() > end
+        for name, (process, began) in [*running.items()]:
+            if over:
+                process.kill()
+            if (code := process.wait() if over else process.poll()) is None:
+                continue
+            del running[name]
+            took = time.time() - began
+            print(f"{name}: {'cut off' if over else 'failed' if code else 'done'} after {took:.0f} s", flush=True)
+            if code == 0:
+                found = {**about, "began": round(began, 1), "seconds": round(took, 1)} | curves_of(out, named[name])
+                (results / f"{name}.json").write_text(json.dumps(found) + "\n")
+                needed = any(job.after == named[name].arm for job in jobs)
+                for path in out.glob(f"{name}/checkpoints/*{'/state' if needed else ''}"):
+                    shutil.rmtree(path)
+            elif not over:
+                failed.append(name)
+                print("\n".join((out / f"{name}.log").read_text().splitlines()[-5:]), flush=True)
+        if over:
+            return [*failed, *waiting]
+    return failed
+
+
+class Done:
+    """A process that ended with this code."""
+
+    def __init__(self, code: int) -> None:
+        self.poll = self.wait = lambda: code
+
+
+def start(job: Job, out: Path, parent: Job | None, at_once: int) -> Any:
+    arguments = [*job.options, f"run.name={job.name}", f"run.out={out}", f"run.seed={job.seed}"]
+    if parent is not None:
+        arguments.append(f"model.path={model_of(out, parent)}")
+    if not at_once:
+        run_recipe(job.command, arguments)
+        return Done(0)
+    threads = str(max(1, (os.cpu_count() or 1) // at_once))
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with (out / f"{job.name}.log").open("w") as log:
+        command = [sys.executable, "-m", "saccade", job.command, *arguments]
+        return subprocess.Popen(
+            command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": path}
+        )
+
+
+def model_of(out: Path, job: Job) -> Path | None:
+    """The last checkpoint of a run that has ended."""
+    saved = out.glob(f"{job.name}/checkpoints/step-*") if (out / "results" / f"{job.name}.json").exists() else ()
+    return max(saved, key=lambda path: int(path.name.partition("-")[2]), default=None)
+
+
+def device() -> str:
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.check_output(asked, text=True).splitlines()[0] if shutil.which(asked[0]) else "CPU"
+
+
+def curves_of(out: Path, job: Job) -> dict[str, Any]:
+    """Of each metric step, seconds since the first row, and value."""
+    if job.command == "eval":
+        sets = json.loads((out / f"{job.name}-eval" / "results.json").read_text())
+        rows = [{f"val/{one}/{name}": value for one, found in sets.items() for name, value in found.items()}]
+        rows = [{"step": 0, "time": 0.0, **row} for row in rows]
+    else:
+        rows = [*read_metrics(out / job.name)]
+    curves: dict[str, list[tuple[int, float, float]]] = {}
+    for row in rows:
+        for name in row:
+            if STORED.fullmatch(name) and row[name] is not None:
+                point = (row["step"], round(row["time"] - rows[0]["time"], 1), round(row[name], 5))
+                curves.setdefault(name, []).append(point)
+    thinned = {name: [points[i] for i in sorted({*np.linspace(0, len(points) - 1, STEPS, dtype=int).tolist()})]
+               for name, points in curves.items()}  # fmt: skip
+    drawn = sum(row.get("count/samples", 0) for row in rows)
+    return {"steps": rows[-1]["step"], "rollouts": int(drawn), "curves": thinned}

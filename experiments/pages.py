@@ -1,0 +1,168 @@
+"""From the JSONs of an experiment to its numbers, curves and page; docs/results.md and the table of the README from the
+pages of all.
+
+    found = read(Path("experiments/language/results"))       # arm → seed → what is stored of the run
+    mean_of(ends(found["grpo"], "val/test/accuracy"))        # '12.3 ± 1.4'
+    python experiments/pages.py [--check]                    # writes docs/results.md and the table of README.md
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the source tree is enough, no install needed
+
+from benchmarks.search_curves import half_width  # noqa: E402
+
+Found = Mapping[int, Mapping[str, Any]]  # seed → what is stored of a run
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def read(results: Path) -> dict[str, dict[int, dict[str, Any]]]:
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for path in sorted(results.glob("*.json")):
+        arm, _, seed = path.stem.rpartition("-")
+        found.setdefault(arm, {})[int(seed)] = json.loads(path.read_text())
+    return found
+
+
+def ends(runs: Found, metric: str) -> dict[int, float]:
+    """Of each seed the last value."""
+    return {seed: run["curves"][metric][-1][2] for seed, run in runs.items() if metric in run["curves"]}
+
+
+def mean_of(values: Mapping[int, float], scale: float = 100, signed: bool = False, digits: int = 1) -> str:
+    """Mean over seeds, with half of its 95 % interval (Student) if there are several."""
+    scaled = [scale * value for value in values.values()]
+    if not scaled:
+        return "-"
+    around = f" ± {half_width(scaled):.{digits}f}" if len(scaled) > 1 else ""
+    return f"{np.mean(scaled):{'+' if signed else ''}.{digits}f}{around}"
+
+
+def gain(after: Mapping[int, float], before: Mapping[int, float]) -> str:
+    """Mean of the differences, paired by seed."""
+    return mean_of({seed: after[seed] - before[seed] for seed in after if seed in before}, signed=True)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cost(found: Mapping[str, Found]) -> str:
+    """Minutes in which at least one run was under way, where, and the commits."""
+    runs = [run for seeds in found.values() for run in seeds.values()]
+    minutes, until = 0.0, 0.0
+    for began, ended in sorted((run["began"], run["began"] + run["seconds"]) for run in runs):
+        minutes += max(0.0, ended - max(began, until)) / 60
+        until = max(until, ended)
+    if not runs:
+        return "none."
+    devices, commits = (", ".join(sorted({run[name][:24] for run in runs})) for name in ("device", "commit"))
+    most = max(run["at_once"] for run in runs)
+    return f"{len(runs)} runs, up to {most} at once, in {minutes:.1f} minutes of one {devices}; commit {commits}."
+
+
+# -- curves ----------------------------------------------------------------------------------------
+
+COLOURS = ("#1b6ca8", "#d1495b", "#e0a030", "#3c8d5a", "#7a5195", "#7a7a7a")
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 640, 340, 56, 16, 16, 84
+GRID = 40
+
+
+def picture(arms: Mapping[str, Found], metric: str, across: str, smooth: int = 5) -> str:
+    """A metric over seconds, mean of the seeds and its 95 % interval; each point is a mean over neighbours."""
+    drawn = {}
+    for label, seeds in arms.items():
+        points = [np.array(run["curves"][metric]) for run in seeds.values() if metric in run["curves"]]
+        if points:
+            x = np.linspace(max(p[0, 1] for p in points), min(p[-1, 1] for p in points), GRID)
+            ys = np.array([np.interp(x, p[:, 1], _smooth(p[:, 2], smooth)) for p in points])
+            drawn[label] = (x, ys.mean(0), np.array([half_width(column) for column in ys.T]))
+    longest = max((x[-1] for x, _, _ in drawn.values()), default=1.0)
+    highest = max((float((mean + half).max()) for _, mean, half in drawn.values()), default=1.0)
+    unit = next(u for u in (0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 1e9) if highest <= 5 * u)
+    ticks = np.arange(0, highest + unit, unit)
+
+    def path(x: np.ndarray, y: np.ndarray) -> str:
+        across = LEFT + x / longest * (WIDTH - LEFT - RIGHT)
+        down = HEIGHT - BOTTOM - np.clip(y, 0, None) / ticks[-1] * (HEIGHT - TOP - BOTTOM)
+        return "L".join(f"{a:.1f},{d:.1f}" for a, d in zip(across, down, strict=True))
+
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12"'
+    body = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+    ]
+    for tick in ticks:
+        line = path(np.array([0, longest]), np.array([tick, tick]))
+        y = float(line.split(",")[-1])
+        body.append(f'<path d="M{line}" stroke="#ddd"/><text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">'
+                    f"{100 * tick:.3g} %</text>")  # fmt: skip
+    for row, (label, (x, mean, half)) in enumerate(drawn.items()):
+        colour, left, top = COLOURS[row % len(COLOURS)], LEFT + 190 * (row % 3), HEIGHT - 30 + 18 * (row // 3)
+        band = f"{path(x, mean + half)}L{path(x[::-1], (mean - half)[::-1])}"
+        body.append(f'<path d="M{band}Z" fill="{colour}" opacity="0.15"/>')
+        body.append(f'<path d="M{path(x, mean)}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        body.append(f'<path d="M{left},{top - 4}h20" stroke="{colour}" stroke-width="2"/>')
+        body.append(f'<text x="{left + 26}" y="{top}">{label}</text>')
+    for second in np.linspace(0, longest, 5):
+        x = LEFT + second / longest * (WIDTH - LEFT - RIGHT)
+        body.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{second:.0f}</text>')
+    body.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - BOTTOM + 34}" text-anchor="middle">{across}</text></svg>')
+    return "\n".join(body) + "\n"
+
+
+def _smooth(values: np.ndarray, width: int) -> list[float]:
+    return [float(np.mean(values[max(0, i - width + 1) : i + 1])) for i in range(len(values))]
+
+
+# -- pages -----------------------------------------------------------------------------------------
+
+HEAD = """# Results
+
+What saccade's methods do to real, small models, with intervals over seeds. Each part is the `RESULTS.md` of a folder of
+[experiments](../experiments), whose one command repeats it; `make docs` brings them together here.
+"""
+MARKED = re.compile(r"(<!-- table: experiments -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def parts() -> Iterator[tuple[str, str, str]]:
+    """Folder, title and the rest of each page, which begins with what was found, in one paragraph."""
+    for path in sorted(ROOT.glob("experiments/*/RESULTS.md")):
+        title, _, rest = path.read_text(encoding="utf-8").removeprefix("# ").partition("\n\n")
+        yield path.parent.name, title, rest
+
+
+def written() -> dict[Path, str]:
+    """What docs/results.md and the README should hold."""
+    inside = [f"\n## {title}\n\n{re.sub('^#', '##', rest, flags=re.M)}" for _, title, rest in parts()]
+    whole = (HEAD + "".join(inside)).replace("](../../docs/", "](")
+    rows = [
+        [f"[{title}](experiments/{name}/RESULTS.md)", rest.partition("\n\n")[0].replace("\n", " ")]
+        for name, title, rest in parts()
+    ]
+    readme = ROOT / "README.md"
+    lines = table(["experiment", "what was found"], rows)
+    page = MARKED.sub(lambda m: f"{m[1]}{lines}\n{m[2]}", readme.read_text(encoding="utf-8"))
+    return {ROOT / "docs" / "results.md": whole, readme: page}
+
+
+def main() -> None:
+    for path, text in written().items():
+        if "--check" not in sys.argv[1:]:
+            path.write_text(text, encoding="utf-8")
+        elif path.read_text(encoding="utf-8") != text:
+            sys.exit(f"{path.relative_to(ROOT)} is out of date; run: make docs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The frame of experiments/, and their tiny variants on a CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.arms import Job, run_all
+from experiments.language import run as language
+from experiments.pages import ROOT, cost, ends, gain, mean_of, picture, read, written
+
+
+def run(value: float, began: float = 0.0) -> dict:
+    points = [[step, float(step), value * step / 4] for step in range(5)]
+    about = {"began": began, "seconds": 60, "device": "CPU", "commit": "abc", "at_once": 2}
+    return {**about, "curves": {"val/test/accuracy": points}}
+
+
+def test_means_and_paired_gains_have_intervals_over_seeds() -> None:
+    before, after = {0: 0.1, 1: 0.3, 2: 0.2}, {0: 0.2, 1: 0.4, 2: 0.3, 7: 1.0}
+    assert mean_of(before) == "20.0 ± 24.8"  # 4.30 · 10 / √3
+    assert gain(after, before) == "+10.0 ± 0.0"
+    assert mean_of({0: 0.5}) == "50.0" and mean_of({}) == "-"
+
+
+def test_time_that_runs_share_counts_once() -> None:
+    found = {"a": {0: run(0.5), 1: run(0.7, began=30.0)}, "b": {0: run(0.2, began=300.0)}}
+    assert cost(found).startswith("3 runs, up to 2 at once, in 2.5 minutes of one CPU")
+    assert ends(found["a"], "val/test/accuracy") == {0: 0.5, 1: 0.7}
+    drawn = picture(found, "val/test/accuracy", "seconds", smooth=1)
+    assert drawn.count("<path") == 3 * len(found) + drawn.count(" %</text>")
+
+
+def test_a_failed_run_is_named_and_takes_those_after_it_along(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    jobs = [
+        Job(arm="later", seed=0, command="rl", options=(), after="first"),
+        Job(arm="first", seed=0, command="sft", options=("train.lrr=1",)),
+    ]
+    assert run_all(jobs, tmp_path, at_once=2) == ["first-0", "later-0"]
+    assert "train.lr" in capsys.readouterr().out and not [*tmp_path.glob("results/*")]
+
+
+def test_language_runs_from_nothing_and_again_only_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    arguments = ["--tiny", "--out", str(tmp_path), "--seeds", "0", "--arms", "cold", "grpo"]
+    language.main(arguments)
+    found = read(tmp_path / "results")
+    assert found["grpo"][0]["rollouts"] == 8 and "val/eight/pass@8" in found["grpo"][0]["curves"]
+    assert not [*tmp_path.glob("test/grpo-0/checkpoints/*")] and [*tmp_path.glob("test/cold-0/checkpoints/*")]
+    assert "| cold start, then GRPO | 1 |" in (tmp_path / "RESULTS.md").read_text()
+    assert "grpo-0: done" in capsys.readouterr().out
+    language.main(arguments)
+    assert "done" not in capsys.readouterr().out
+
+
+def test_pages_of_all_experiments_are_current() -> None:
+    for path, text in written().items():
+        assert path.read_text(encoding="utf-8") == text, "run: make docs"
+    for path in ROOT.glob("experiments/*/results/**/*.json"):
+        assert path.stat().st_size < 50_000, path
+        assert {"commit", "device", "seconds", "curves"} <= json.loads(path.read_text()).keys(), path
