@@ -1,4 +1,4 @@
-"""How fast `saccade view` opens many rollouts, in a real browser (chromium must be installed).
+"""How fast `saccade view` opens many rollouts, in a real browser (chromium and playwright must be installed).
 
     python benchmarks/view_rollouts.py --rollouts 10000
 
@@ -118,7 +118,7 @@ def main() -> None:
         files = list((root / "run").rglob("step-*.jsonl"))
         found: dict[str, Any] = {"megabytes": round(sum(file.stat().st_size for file in files) / 1e6)}
         seen = "[...document.querySelectorAll('.row img')].filter(i => i.naturalWidth).length >= 10"
-        with closing(Browser(Path(folder) / "profile")) as browser:
+        with closing(Browser()) as browser:
             browser.visit("about:blank#")
             start = time.monotonic()
             command = [sys.executable, "-m", "saccade", "view", str(root), "--port", "0", "--no-token"]
@@ -147,9 +147,7 @@ def main() -> None:
                     browser.run(f"{field}.value = ''; {field}.dispatchEvent(new Event('input'))")
                     until(browser, f"{count} === {before}")
                 for name, speed in (("wheel", 4), ("drag", 0)):
-                    how = {"awaitPromise": True, "returnByValue": True}
-                    reply = browser.call("Runtime.evaluate", expression=f"{SCROLL}({speed})", **how)
-                    gaps = reply["result"]["value"]
+                    gaps = browser.run(f"{SCROLL}({speed})")
                     found |= {f"{name}_frame_ms_p50": gaps[len(gaps) // 2], f"{name}_frame_ms_max": gaps[-1]}
                     found[f"{name}_thumbnails_s"] = until(browser, seen)
             finally:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+needs_browser = pytest.mark.skipif(
+    not (CHROMIUM and find_spec("playwright")), reason="chromium or playwright is not installed"
+)
 
 
 def page_data(page: Path) -> Any:
@@ -23,82 +23,47 @@ def page_data(page: Path) -> Any:
 
 
 class Browser:
-    """Chromium over its debugging pipe: JSON messages that end with a zero byte."""
+    """Chromium, driven by playwright; each visit is to a page of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        assert CHROMIUM is not None
-        inward, self._to = os.pipe()
-        self._from, outward = os.pipe()
-        flags = "--headless --no-sandbox --disable-gpu --disable-background-networking"
-        command = f'exec "$0" {flags} --remote-debugging-pipe --user-data-dir="$1" about:blank'
-        self.process = subprocess.Popen(
-            ["bash", "-c", f"{command} 3<&{inward} 4>&{outward}", CHROMIUM, str(folder)],
-            pass_fds=(inward, outward),
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(inward)
-        os.close(outward)
-        self._rest, self._number, self._session, self._page = b"", 0, "", ""
-        self.events: list[dict[str, Any]] = []  # of the page that is open
+    def __init__(self) -> None:
+        from playwright.sync_api import sync_playwright
 
-    def call(self, method: str, **params: Any) -> dict[str, Any]:
-        self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
-        if self._session:
-            message["sessionId"] = self._session
-        os.write(self._to, json.dumps(message).encode() + b"\0")
-        while True:
-            while b"\0" not in self._rest:
-                data = os.read(self._from, 1 << 16)
-                assert data, "the browser has ended"
-                self._rest += data
-            line, _, self._rest = self._rest.partition(b"\0")
-            reply = json.loads(line)
-            if "method" in reply:
-                self.events.append(reply)
-            if reply.get("id") == self._number:
-                assert "error" not in reply, reply
-                return reply["result"]
+        self._driver = sync_playwright().start()
+        flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        self._chromium = self._driver.chromium.launch(executable_path=CHROMIUM, args=flags)
+        self.page: Any = None
+        self.troubles: list[str] = []  # what the console of the page complained of, and what it asked the network for
 
     def visit(self, url: str) -> None:
-        self._session, before = "", self._page
-        self._page = self.call("Target.createTarget", url="about:blank")["targetId"]
-        if before:  # it may be asking its server for ever
-            self.call("Target.closeTarget", targetId=before)
-        session = self.call("Target.attachToTarget", targetId=self._page, flatten=True)
-        self._session = session["sessionId"]
-        for domain in ("Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
-        self.events.clear()
-        self.call("Page.navigate", url=url)
-        self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
-
-    @property
-    def troubles(self) -> list[Any]:
-        """What the console of the page complained of, and what it asked the network for."""
-        found = [(event["method"], event["params"]) for event in self.events]
-        urls = [of["request"]["url"] for method, of in found if method == "Network.requestWillBeSent"]
-        bad = {("Runtime.exceptionThrown", None), ("Log.entryAdded", None), ("Runtime.consoleAPICalled", "error")}
-        errors = [of for method, of in found if (method, of.get("type")) in bad]
-        return errors + [url for url in urls if not url.startswith(("file:", "data:", "about:"))]
+        if self.page:  # it may be asking its server for ever
+            self.page.close()
+        self.page, self.troubles = self._chromium.new_page(), (troubles := [])
+        near = ("file:", "data:", "about:")
+        self.page.on("console", lambda said: troubles.extend([said.text] * (said.type == "error")))
+        self.page.on("pageerror", lambda error: troubles.append(str(error)))
+        self.page.on("request", lambda asked: troubles.extend([asked.url] * (not asked.url.startswith(near))))
+        self.page.goto(url)
 
     def press(self, *keys: str) -> None:
         for key in keys:
-            for kind in ("keyDown", "keyUp"):
-                self.call("Input.dispatchKeyEvent", type=kind, key=key)
+            self.page.keyboard.press(key)
+
+    def write(self, text: str) -> None:
+        self.page.keyboard.insert_text(text)
 
     def run(self, code: str) -> Any:
-        return self.call("Runtime.evaluate", expression=code)["result"].get("value")
+        return self.page.evaluate(code)
 
     def until(self, code: str) -> Any:
-        for _ in range(300):
-            if value := self.run(code):
+        """Asks again and again from here: the policy of our pages forbids what `wait_for_function` does. What is not
+        there yet throws.
+        """
+        for _ in range(600):
+            if value := self.run(f"(() => {{ try {{ return {code} }} catch {{ return null }} }})()"):
                 return value
-            time.sleep(0.1)
-        raise AssertionError(f"never true: {code}; the page: {self.run('document.body.innerText')}")
+            self.page.wait_for_timeout(50)
+        raise AssertionError(f"never true: {code}; the page: {self.run('document.body.innerText')}; {self.troubles}")
 
     def close(self) -> None:
-        self.process.terminate()
-        self.process.wait()
-        os.close(self._to)
-        os.close(self._from)
+        self._chromium.close()
+        self._driver.stop()

@@ -14,7 +14,7 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.plugins.serving import chat_command as chatting
 from saccade.types import Sampling
-from tests.browser import CHROMIUM, Browser
+from tests.browser import Browser, needs_browser
 from tests.endpoints import Says, call, chat_answer, scripted
 from tests.ranks.processes import LIMIT, forked, run_command
 
@@ -175,28 +175,22 @@ def test_terminal_and_endpoint_say_the_same(server, folder):
     assert text and text in chat(folder, "--greedy", typed=["hello", "exit"]).stdout
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-def test_the_page(server, folder, tmp_path, picture):
+@needs_browser
+def test_the_page(server, folder, picture):
     """Type a message and see the answer; then one about an image."""
     _, page = server
-    browser = Browser(tmp_path / "profile")
-    with contextlib.ExitStack() as stack:
-        stack.callback(browser.process.wait)
-        stack.callback(browser.process.terminate)
+    with contextlib.closing(Browser()) as browser:
         browser.visit(page)
-        browser.until("document.readyState === 'complete' && !!document.getElementById('send')")
         assert browser.until(f"document.getElementById('model').textContent === {folder!r}")
         browser.run("document.getElementById('text').focus()")
-        browser.call("Input.insertText", text="hello")
+        browser.write("hello")
         browser.run("document.getElementById('send').click()")
         answer = browser.until("document.querySelector('.assistant.done')?.textContent")
         whole = chat(folder, "rollout.max_tokens=64", "--greedy", typed=["hello", "exit"]).stdout
         assert answer in whole
-        field = browser.call("Runtime.evaluate", expression="document.getElementById('files')")
-        node = field["result"]["objectId"]
-        browser.call("DOM.setFileInputFiles", files=[str(picture)], objectId=node)
+        browser.page.set_input_files("#files", picture)
         browser.until("document.querySelectorAll('#pictures img').length === 1")
-        browser.call("Input.insertText", text="and this?")
+        browser.write("and this?")
         browser.run("document.getElementById('send').click()")
         browser.until("document.querySelectorAll('.assistant.done').length === 2")
         assert browser.run("document.querySelectorAll('.user img').length") == 1

@@ -93,6 +93,6 @@ def folder(open_folder):
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with closing(Browser(tmp_path_factory.mktemp("profile"))) as opened:
+def browser():
+    with closing(Browser()) as opened:
         yield opened

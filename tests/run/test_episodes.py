@@ -166,10 +166,10 @@ def test_episodes_in_a_browser(page, browser):
     browser.press("p", "ArrowRight", "ArrowRight")
     assert browser.run(f"{turns}[1].getBoundingClientRect().top") == pytest.approx(52, abs=3)
     browser.press("/")
-    browser.call("Input.insertText", text="max_turns")
+    browser.write("max_turns")
     assert browser.run("document.getElementById('count').textContent") == "2 of 3 episodes"
     browser.press("n")  # a letter of the search, not a key
-    assert len(browser.call("Page.captureScreenshot")["data"]) > 10_000
+    assert len(browser.page.screenshot()) > 10_000
 
 
 def test_a_record_holds_what_happened(folder, build):
