@@ -25,8 +25,9 @@ DEVICE = torch.device("cuda")
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1, 1], [5, 1, 200, 64, 130]])
 @pytest.mark.parametrize("training", [True, False])
-def test_the_fast_rule_is_the_slow_one_with_its_gradients(lengths, training, monkeypatch):
+def test_the_fast_rule_is_the_slow_one_with_its_gradients(lengths, training):
     pytest.importorskip("fla")
+    assert rules._learns(DEVICE)
     sizes, tokens, heads, wide, high = np.array(lengths), sum(lengths), 4, 64, 128
     q, k = (torch.randn(tokens, heads, wide, device=DEVICE) for _ in range(2))
     v = torch.randn(tokens, heads, high, device=DEVICE)

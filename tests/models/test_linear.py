@@ -26,6 +26,7 @@ from saccade.plugins.families import tiny_kinds
 from saccade.plugins.families.proof import answered, noise
 from saccade.plugins.linear.delta_rule import OPTIONS, delta_rule
 from saccade.plugins.linear.gated_layers import walk_layers
+from saccade.plugins.linear.torch_step import chunk_gradients
 from saccade.plugins.ranks.layouts import require_heads
 from saccade.system.contents import write_files
 from saccade.trainer import Scoring
@@ -105,6 +106,38 @@ def test_the_rule_in_chunks_is_that_of_transformers(lengths, forgets):
         found.append([out, after, *(x.grad for x in every)])
     for n, (mine, theirs) in enumerate(zip(*found, strict=True)):
         assert (mine - theirs).norm() <= (1e-6 if n < 2 else 1e-5) * theirs.norm(), n
+
+
+@pytest.mark.parametrize("forgets", [0.2, 60.0])
+def test_a_step_of_the_fast_backward_is_what_it_stands_for(forgets, monkeypatch):
+    """Against autograd through each chunk: segments that end inside one, more chunks than are taken at once."""
+    monkeypatch.setattr("saccade.plugins.linear.torch_step.AT_ONCE", 2)
+    draw, lengths, size, heads, wide, high = torch.Generator().manual_seed(1), [3, 20, 8, 1], 8, 2, 6, 10
+    indices = torch.tensor([(n, c) for n, length in enumerate(lengths) for c in range(-(-length // size))])
+    ends, chunks = torch.tensor([0, *np.cumsum(lengths)]), len(indices)
+    shapes = {"q": wide, "k": wide, "w": wide, "v": high, "do": high, "dv": high, "u": high}
+    given = {n: torch.randn((1, sum(lengths), heads, d), generator=draw) for n, d in shapes.items()}
+    given |= {n: torch.randn((1, chunks, heads, wide, high), generator=draw) for n in ("h", "dh")}
+    gone = [-forgets * torch.rand((length, heads), generator=draw) for length in lengths]
+    pieces = [piece.cumsum(0) for row in gone for piece in row.split(size)]
+    given["g"] = torch.cat(pieces)[None]
+    learned = {name: given[name].requires_grad_() for name in ("q", "k", "w", "g")}
+    total = torch.zeros(())
+    for number, (segment, place) in enumerate(indices.tolist()):
+        start = int(ends[segment]) + place * size
+        at = slice(start, min(start + size, int(ends[segment + 1])))
+        q, k, w, v, u, do, dv = (given[n][0, at].transpose(0, 1) for n in ("q", "k", "w", "v", "u", "do", "dv"))
+        g, state = given["g"][0, at].T, given["h"][0, number]
+        apart = (g[:, :, None] - g[:, None]).masked_fill(torch.ones(g.shape[1], g.shape[1]).triu(1).bool(), -torch.inf)
+        out = 0.5 * (g.exp2()[..., None] * q @ state + (q @ k.mT * apart.exp2()) @ v)
+        after = g[:, -1].exp2()[:, None, None] * state + ((g[:, -1:] - g).exp2()[..., None] * k).mT @ v
+        total = total + (do * out).sum() + (given["dh"][0, number] * after).sum() + (dv * (u - w @ state)).sum()
+    total.backward()
+    with torch.no_grad():
+        found = chunk_gradients(**given, scale=0.5, cu_seqlens=ends, chunk_indices=indices, chunk_size=size)
+    wanted = [learned[name].grad for name in ("q", "k", "w")] + [learned["g"].grad / np.log(2)]
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert (mine - theirs).norm() < 1e-6 * theirs.norm()
 
 
 def test_few_slots_and_turns_that_wait_draw_the_same(made):

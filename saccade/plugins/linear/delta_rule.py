@@ -28,6 +28,7 @@ from torch import Tensor
 
 from saccade.forest.attention import HALF
 from saccade.forest.device_ops import to_device
+from saccade.plugins.linear.torch_step import take_over
 
 log = logging.getLogger(__name__)
 CHUNK = 64
@@ -46,23 +47,28 @@ def fast_rules() -> Any:
 
 @cache
 def _learns(device: torch.device) -> bool:
-    """Whether its backward runs there: with some versions of Triton it refuses to on some GPUs. Tried in a thread of
-    its own: what a checkpoint notes of tensors in this one, it does not see.
+    """Whether its backward runs there, with one step of it in torch where that is what it refuses. Tried in a thread
+    of its own: what a checkpoint notes of tensors in this one, it does not see.
     """
 
     def attempt() -> None:
         with torch.cuda.device(device):
             x = torch.ones((1, 16, 1, 16), device=device, dtype=torch.bfloat16, requires_grad=True)
-            gate = torch.zeros((1, 16, 1), device=device)
-            fast_rules().chunk_gated_delta_rule(x, x, x, g=gate, beta=gate, **OPTIONS)[0].sum().backward()
+            gate, ends = torch.zeros((1, 16, 1), device=device), torch.tensor([0, 16], device=device)
+            given = {"g": gate, "beta": gate, "cu_seqlens": ends, **OPTIONS}
+            fast_rules().chunk_gated_delta_rule(x, x, x, **given)[0].sum().backward()
 
-    try:
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(attempt).result()
-    except RuntimeError as error:
-        log.info(f"recurrent layers learn in plain torch: {error}")
-        return False
-    return True
+    with ThreadPoolExecutor(1) as thread:
+        for prepare in (None, take_over):
+            try:
+                if prepare is not None:
+                    prepare()
+                thread.submit(attempt).result()
+                return True
+            except (ImportError, RuntimeError) as error:
+                log.info(f"flash-linear-attention on {device}: {error}")
+    log.info("recurrent layers learn in plain torch")
+    return False
 
 
 def delta_rule(given: Sequence[Tensor], lengths: np.ndarray, ends: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
