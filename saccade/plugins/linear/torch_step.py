@@ -29,7 +29,7 @@ def take_over() -> None:
     from fla.backends import BaseBackend, register
 
     @register("common")
-    class TorchStep(BaseBackend):  # type: ignore[misc]
+    class TorchStep(BaseBackend):
         backend_type = "saccade"
 
         def chunk_bwd_dqkwg_verifier(self, **given: Any) -> tuple[bool, str]:
