@@ -39,14 +39,12 @@ def take_over() -> None:
             return chunk_gradients(**given)
 
 
-def chunk_gradients(
-    *, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, h: Tensor, do: Tensor, dh: Tensor, dv: Tensor,
-    scale: float, cu_seqlens: Tensor, chunk_indices: Tensor, chunk_size: int, **unused: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Names are those of flash-linear-attention. [1, T, H, …] of tokens, [1, M, H, D, V] of states before chunks and
-    of the gradients behind them; `chunk_indices` [M, 2]: segment, and place in it. Gradients of q, k, w and g, whose
-    sums over the rest of a chunk are not taken yet.
+def chunk_gradients(*, cu_seqlens: Tensor, chunk_indices: Tensor, chunk_size: int, **given: Any) -> tuple[Tensor, ...]:
+    """Names are those of flash-linear-attention. [1, T, H, …] of tokens, [1, M, H, D, V] of states before chunks (h) and
+    of the gradients behind them (dh); `chunk_indices` [M, 2]: segment, and place in it. Gradients of q, k, w and g,
+    whose sums over the rest of a chunk are not taken yet.
     """
+    q, k, v, do, dv, g, h, dh = (given[name] for name in ("q", "k", "v", "do", "dv", "g", "h", "dh"))
     segment, number = chunk_indices.long().unbind(1)
     starts = cu_seqlens[segment] + number * chunk_size
     sizes = (cu_seqlens[segment + 1] - starts).clamp(max=chunk_size)
@@ -62,14 +60,14 @@ def chunk_gradients(
         until = (decay * ends).sum(-1, keepdim=True)
         decay = torch.where((at < q.shape[1])[:, None], decay, until)  # so that no difference is above 0
         between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(ahead, -torch.inf).exp2()
-        among = (_product(to_out, new.mT) * between * scale).to(key.dtype)
-        to_query = _product(to_out, state.mT) * (decay.exp2() * scale).unsqueeze(-1) + _product(among, key)
+        among = (_product(to_out, new.mT) * between * given["scale"]).to(key.dtype)
+        to_query = _product(to_out, state.mT) * (decay.exp2() * given["scale"]).unsqueeze(-1) + _product(among, key)
         carried = _product(new, after.mT) * (until - decay).exp2().unsqueeze(-1)
         to_key = carried + _product(among.mT, query)
         to_decay = (to_query * query - to_key * key).sum(-1)
         to_last = until.exp2() * (state.float() * after).sum((-2, -1)).unsqueeze(-1)
         to_decay += ends * (to_last + (carried * key).sum((-2, -1)).unsqueeze(-1))
-        made = to_query.to(q.dtype), to_key.to(k.dtype), -_product(to_new, state.mT).to(w.dtype), to_decay
+        made = to_query.to(q.dtype), to_key.to(k.dtype), -_product(to_new, state.mT).to(k.dtype), to_decay
         found.append([x.transpose(1, 2).flatten(0, 1) for x in made])
     # Tokens lie in the chunks in their order, with rows of padding between them.
     slots = torch.empty(q.shape[1] + 1, dtype=torch.int64, device=q.device)
