@@ -40,8 +40,8 @@ def take_over() -> None:
 
 
 def chunk_gradients(*, cu_seqlens: Tensor, chunk_indices: Tensor, chunk_size: int, **given: Any) -> tuple[Tensor, ...]:
-    """Names are those of flash-linear-attention. [1, T, H, …] of tokens, [1, M, H, D, V] of states before chunks (h) and
-    of the gradients behind them (dh); `chunk_indices` [M, 2]: segment, and place in it. Gradients of q, k, w and g,
+    """Names are those of flash-linear-attention. [1, T, H, …] of tokens, [1, M, H, D, V] of states before chunks and of
+    the gradients behind them; `chunk_indices` [M, 2]: segment, and place in it. Gradients of q, k, w and g,
     whose sums over the rest of a chunk are not taken yet.
     """
     q, k, v, do, dv, g, h, dh = (given[name] for name in ("q", "k", "v", "do", "dv", "g", "h", "dh"))
