@@ -5,6 +5,7 @@ saccade data visual-search scenes --rows 1000 --level medium
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -215,3 +216,40 @@ def sokoban(
     draw = partial(draw_sokoban_row, cells=cells, boxes=boxes, side=side)
     options = {"cells": cells, "boxes": boxes, "size": side}
     write("sokoban", draw, file=file, options=options, rows=rows, seed=seed, workers=workers)
+
+
+Asking = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RUN.YAML | KEY=VALUE", help="The model that is asked, and its rewards.", show_default=False
+    ),
+]
+TEACHER = "rollout.engine=http rollout.http.url=http://127.0.0.1:8000/v1"
+
+
+@command("distill", group=group, example=f"saccade data distill scenes.jsonl taught reward.terms=[exact] {TEACHER}")
+def distill(
+    source: Annotated[Path, typer.Argument(help="Questions with answers, in any format that `data.train` reads.")],
+    out: Out,
+    arguments: Asking = None,
+    describe: Annotated[
+        str, typer.Option(metavar="COLUMN", help="What the teacher reads instead of pictures, such as description.")
+    ] = "",
+) -> None:
+    """The right answers of a teacher as rows for `saccade sft`; generate.n answers a question."""
+    counts = import_module("saccade.plugins.drawn.taught_sets").distil(
+        read_config(arguments, "generate"), source, out, describe
+    )
+    print(f"wrote {out / 'train.jsonl'}: {counts['right']} of {counts['answers']} answers were right")
+
+
+@command("rewrite", group=group, example=f"saccade data rewrite vqa.jsonl checked {TEACHER}")
+def rewrite(
+    source: Annotated[Path, typer.Argument(help="Questions with free answers, in any format that `data.train` reads.")],
+    out: Out,
+    arguments: Asking = None,
+) -> None:
+    """Questions with free answers become ones that a rule can check, as a model words them."""
+    counts = import_module("saccade.plugins.drawn.taught_sets").rewrite(read_config(arguments, "generate"), source, out)
+    aside = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count and reason != "rewritten")
+    print(f"wrote {out / 'train.jsonl'}: {counts['rewritten']} rows; left out: {aside or 0}")

@@ -1,0 +1,174 @@
+"""Data sets that a model makes of others: its right answers to learn from, and questions that a rule can check.
+
+Both ask through `saccade generate`, with any engine: an endpoint's answers are stored, a run that was broken off goes
+on, and OUT/asked holds what was asked and said.
+
+    distil(config, Path("scenes.jsonl"), Path("taught"), describe="description")
+    rewrite(config, Path("vqa.jsonl"), Path("checked"))
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from saccade import __version__
+from saccade.config import Config, DataSource, load
+from saccade.data import datasets
+from saccade.data.chats import escape
+from saccade.data.prompts import WORDED
+from saccade.errors import ConfigError, DataError
+from saccade.plugins.check_data.canonical_rows import convert, dialogue_row, to_row
+from saccade.plugins.evaluation.results import read_lines, to_lines
+from saccade.plugins.generate import generate
+from saccade.run.folder import write_whole
+from saccade.types import Media, Message, Sample
+
+SHOWN = "A picture is described as follows: {}\n"
+# What a teacher that has read a description says of it, and what it would have said of the picture.
+MENTIONS = (
+    (
+        re.compile(r"\b(the|this|that) (?:(?:given|provided|textual|scene|image|picture)\W)*description\b", re.I),
+        r"\1 picture",
+    ),
+    (re.compile(r"\b(as )?(?:described|mentioned|listed|stated) in (the picture)\b", re.I), r"\1shown in \2"),
+    (re.compile(r"\b(the picture) (?:says|states|mentions|lists)\b", re.I), r"\1 shows"),
+)
+TAGGED = re.compile(r"<question>(.*?)</question>\s*<answer>(.*?)</answer>", re.DOTALL)
+LEAST_SIDE = 28  # of a picture that can be asked about
+MOST_WORDS = 5  # of an answer that a rule can check
+ASK = (
+    "Question: {question}\nAnswer: {answer}\n\nWrite a question that asks for the same, but has exactly one right "
+    "answer: a number, a word, a name, or yes or no. It must be answered from the picture alone and must not contain its "
+    "answer. Write nothing but\n<question>the new question</question><answer>its answer</answer>"
+)
+
+
+def distil(config: Config, source: Path, out: Path, describe: str = "") -> dict[str, int]:
+    """OUT/train.jsonl: conversations for sft with the answers that the rewards of the config call right; returns how
+    many questions and answers. With `describe` the teacher reads that column instead of the pictures, which come back
+    into the rows, and its mentions of a description become mentions of the picture.
+    """
+    samples = _read(config, source, out)
+    asked = [_described(sample, describe) for sample in samples] if describe else samples
+    result = _ask(config, asked, out, select="correct")
+    by_id = {sample.id: sample for sample in samples}
+    rows = read_lines(Path(result["selected"]))
+    for row in rows:
+        sample = by_id[row["id"].rpartition("/")[0]]
+        row["images"] = dialogue_row(sample, out)["images"]
+        for turn in row["conversations"] if describe else ():
+            text = turn["value"]
+            if turn["from"] == "gpt":
+                for mention, instead in MENTIONS:
+                    text = mention.sub(instead, text)
+            shown = escape(SHOWN.format(sample.extra[describe]))
+            turn["value"] = text.replace(shown, "<image>" * len(sample.media), 1)
+    counts = {"questions": len(samples), "answers": len(samples) * config.generate.n, "right": len(rows)}
+    _write(out, rows, config, source, "distill", counts)
+    return counts
+
+
+def rewrite(config: Config, source: Path, out: Path) -> dict[str, int]:
+    """OUT/train.jsonl: the rows with questions and answers that a rule can check; returns how many, and how many were
+    left out for which reason.
+    """
+    samples = {sample.id: sample for sample in _read(config, source, out)}
+    counts, fit = Counter[str](), list[Sample]()
+    for sample in samples.values():
+        small = any(min(medium.width, medium.height) < LEAST_SIDE for medium in sample.media)
+        counts["small_picture"] += small
+        fit += [] if small else [sample]
+    result = _ask(config, [_to_rewrite(sample) for sample in fit], out, select="all")
+    rows = []
+    for made in read_lines(Path(result["path"])):
+        sample, answered = samples[made["id"]], made["responses"][0]["text"] or ""
+        question, answer, reason = rewritten(answered)
+        counts[reason or "rewritten"] += 1
+        if not reason:
+            message = Message(role="user", parts=(*sample.media, question))
+            before = {"question_before": _words(sample), "answer_before": sample.answer}
+            new = replace(sample, messages=(message,), answer=answer, choices=(), extra={**sample.extra, **before})
+            rows.append(to_row(new))
+    _write(out, rows, config, source, "rewrite", counts)
+    return dict(counts)
+
+
+def rewritten(text: str) -> tuple[str, str, str]:
+    """The question and the answer in a reply, or why they are not used.
+
+    >>> rewritten("<question>How many dogs?</question><answer>3</answer>")
+    ('How many dogs?', '3', '')
+    """
+    found = TAGGED.search(text)
+    question, answer = (part.strip() for part in found.groups()) if found else ("", "")
+    said = rf"\b{re.escape(answer)}\b" if answer.casefold() not in ("yes", "no") else r"\Z."
+    reasons = {
+        "no_tags": not found,
+        "empty": not (question and answer),
+        "long_answer": len(answer.split()) > MOST_WORDS,
+        "answer_in_question": re.search(said, question, re.IGNORECASE) is not None,
+    }
+    reason = next((name for name, holds in reasons.items() if holds), "")
+    return question, answer, reason
+
+
+# -- asking -----------------------------------------------------------------------------------------
+
+
+def _read(config: Config, source: Path, out: Path) -> Sequence[Sample]:
+    if (out / "train.jsonl").exists():
+        raise ConfigError(f"{out / 'train.jsonl'} exists; give a new folder, nothing is overwritten")
+    return datasets.load([DataSource(path=str(source))], config.data).samples
+
+
+def _ask(config: Config, samples: Iterable[Sample], out: Path, *, select: str) -> Mapping[str, Any]:
+    """What `generate` returns; an earlier run goes on where it ended."""
+    convert([*samples], path := out / "asked" / "rows.jsonl")
+    folder = [f"run.out={out}", "run.name=asked", f"generate.select={select}"]
+    return generate.run(load(config, [f"data.train={path}", "data.format=auto", *folder], "generate"))
+
+
+def _described(sample: Sample, column: str) -> Sample:
+    """With words in the place of its pictures."""
+    if not isinstance(sample.extra.get(column), str):
+        known = ", ".join(sorted(sample.extra)) or "no further columns"
+        raise DataError(f"--describe {column}: row {sample.id} has no such text; it has {known}")
+    if not sample.media:
+        raise DataError(f"--describe {column}: row {sample.id} has no picture to stand for")
+    shown = SHOWN.format(sample.extra[column])
+    first = next(index for index, message in enumerate(sample.messages) if message.media)
+    messages = [
+        replace(one, parts=((shown,) if index == first else ()) + tuple(p for p in one.parts if isinstance(p, str)))
+        for index, one in enumerate(sample.messages)
+    ]
+    return replace(sample, messages=tuple(messages))
+
+
+def _to_rewrite(sample: Sample) -> Sample:
+    gold = " or ".join(sample.answer) if isinstance(sample.answer, tuple) else sample.answer or "unknown"
+    parts: tuple[str | Media, ...] = (*sample.media, ASK.format(question=_words(sample), answer=gold))
+    return replace(sample, messages=(Message(role="user", parts=parts),), extra={**sample.extra, WORDED: True})
+
+
+def _words(sample: Sample) -> str:
+    return "\n".join(message.text.strip() for message in sample.messages if message.role == "user")
+
+
+def _write(
+    out: Path, rows: Sequence[Mapping[str, Any]], config: Config, source: Path, command: str, counts: Mapping[str, int]
+) -> None:
+    if not rows:
+        raise DataError(f"{source}: no row is left of {dict(counts)}; read what was said in {out / 'asked'}")
+    model = config.rollout.http.model if config.rollout.engine == "http" else config.model.path
+    lines = [
+        f"# {out.name}\n",
+        f"{len(rows):,} rows that saccade {__version__} made of {source} by `saccade data {command}`, asking {model}",
+        f"with temperature {config.rollout.temperature:g}, generate.n={config.generate.n}, run.seed={config.run.seed}.",
+        "What was asked and said is in asked/. Texts are a model's: its licence and its mistakes come with them.\n",
+        *("| | rows |\n|---|---|", *(f"| {name} | {count:,} |" for name, count in counts.items())),
+    ]
+    (out / "train.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_whole(out / "train.jsonl", to_lines(rows))

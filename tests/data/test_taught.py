@@ -1,0 +1,82 @@
+"""Sets that a model makes of others, asked over HTTP: right answers to learn from, questions that a rule can check."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from saccade.cli import app
+from saccade.config import DataConfig, DataSource
+from saccade.data import datasets
+from saccade.plugins.drawn.taught_sets import rewritten
+from tests.endpoints import Endpoint, Says, chat_answer, scripted
+
+
+def data(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["data", *map(str, arguments)], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    return result.stdout + result.stderr if result.exit_code == 0 else f"exit {result.exit_code}: {result.stderr}"
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def scenes(tmp_path: Path) -> Path:
+    assert "wrote" in data("scenes", tmp_path / "s" / "train.jsonl", "--rows", 6, "--size", 64, "--kind", "count")
+    return tmp_path / "s" / "train.jsonl"
+
+
+def engine(endpoint: Endpoint) -> list[str]:
+    return ["rollout.engine=http", f"rollout.http.url={endpoint.url}", "rollout.http.model=teacher"]
+
+
+def test_a_teacher_that_reads_descriptions_teaches_about_pictures(tmp_path: Path, scenes: Path) -> None:
+    golds = {row["description"]: row["answer"] for row in rows_of(scenes)}
+
+    def teacher(body: dict) -> Says:
+        (message,) = body["messages"]
+        described = re.search(r"described as follows: (.*)\n", message["content"])
+        gold = golds[described[1]]
+        said = gold if gold != rows_of(scenes)[0]["answer"] else "77"  # wrong about some
+        return chat_answer(f"<think>As described in the given description.</think><answer>{said}</answer>")
+
+    with scripted(teacher) as endpoint:
+        options = [*engine(endpoint), "reward.terms=[count]", "generate.n=2"]
+        said = data("distill", scenes, tmp_path / "out", *options, "--describe", "description")
+        asked = len(endpoint.asked)
+        assert "exists" in data("distill", scenes, tmp_path / "out", *options, "--describe", "description")
+        (tmp_path / "out" / "train.jsonl").unlink()  # as if it had been broken off
+        assert "wrote" in data("distill", scenes, tmp_path / "out", *options, "--describe", "description")
+        assert len(endpoint.asked) == asked == 12
+        assert "no such text; it has" in data("distill", scenes, tmp_path / "b", *options, "--describe", "caption")
+    right = [row for row in rows_of(scenes) if row["answer"] != rows_of(scenes)[0]["answer"]]
+    assert f"{2 * len(right)} of 12 answers were right" in said
+    taught = rows_of(tmp_path / "out" / "train.jsonl")
+    assert len(taught) == 2 * len(right)
+    human, gpt = taught[0]["conversations"]
+    assert human["value"].startswith(f"<image>{right[0]['problem'].removeprefix('<image>')}")
+    assert "described" not in human["value"] and gpt["value"].startswith("<think>As shown in the picture.</think>")
+    samples = datasets.load([DataSource(path=str(tmp_path / "out" / "train.jsonl"))], DataConfig()).samples
+    assert samples[0].media[0].width == 64 and samples[0].messages[-1].role == "assistant"
+    assert f"| right | {2 * len(right)} |" in (tmp_path / "out" / "train.md").read_text()
+
+
+def test_free_questions_become_ones_that_a_rule_can_check(tmp_path: Path, scenes: Path) -> None:
+    tagged = [("How many dots?", "3"), ("", "4"), ("Are there 5 dots?", "5"), ("What?", "it is a very long story")]
+    tagged += [("Is it red?", "yes")]
+    replies = iter(["Sorry.", *(f"<question>{q}</question> <answer>{a}</answer>" for q, a in tagged)])
+    with scripted(lambda body: chat_answer(next(replies))) as endpoint:
+        said = data("rewrite", scenes, tmp_path / "out", *engine(endpoint), "rollout.http.concurrency=1")
+        content = endpoint.asked[0]["body"]["messages"][0]["content"]
+    assert [part["type"] for part in content] == ["image_url", "text"] and "How many" in content[1]["text"]
+    assert "2 rows; left out: " in said
+    for reason in ("no_tags", "empty", "answer_in_question", "long_answer"):
+        assert f"1 {reason}" in said
+    (first, second) = datasets.load([DataSource(path=str(tmp_path / "out" / "train.jsonl"))], DataConfig()).samples
+    assert {(first.messages[0].text, first.answer), (second.messages[0].text, second.answer)} == {
+        ("How many dots?", "3"), ("Is it red?", "yes")}  # fmt: skip
+    assert first.extra["question_before"].startswith("How many") and len(first.media) == 1
+    assert rewritten("<question>Is there no dog?</question><answer>no</answer>")[2] == ""
