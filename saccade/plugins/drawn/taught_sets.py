@@ -41,8 +41,8 @@ LEAST_SIDE = 28  # of a picture that can be asked about
 MOST_WORDS = 5  # of an answer that a rule can check
 ASK = (
     "Question: {question}\nAnswer: {answer}\n\nWrite a question that asks for the same, but has exactly one right "
-    "answer: a number, a word, a name, or yes or no. It must be answered from the picture alone and must not contain its "
-    "answer. Write nothing but\n<question>the new question</question><answer>its answer</answer>"
+    "answer: a number, a word, a name, or yes or no. It must be answered from the picture alone and must not contain "
+    "its answer. Write nothing but\n<question>the new question</question><answer>its answer</answer>"
 )
 
 
