@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 COMMANDS = {
     *("quickstart", "init", "rl", "sft", "dpo", "reward-model", "eval", "generate", "chat", "serve-reward"),
     *("export", "estimate", "check-data", "algorithms", "doctor", "report", "rank", "view", "compare", "stages"),
-    "subgroups",
+    *("subgroups", "annotate"),
 }
 
 

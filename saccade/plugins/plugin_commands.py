@@ -208,17 +208,56 @@ def subgroups(
     folder: Annotated[Path, typer.Argument(help="Folder of an eval.")],
     by: Annotated[
         list[str] | None,
-        typer.Option(metavar="COLUMN", help="Column of the rows; may be repeated.", show_default=False),
+        typer.Option(
+            metavar="COLUMN", help="Column of the rows, or age:25,50,65; may be repeated.", show_default=False
+        ),
     ] = None,
-    labels: Annotated[bool, typer.Option("--labels", help="Precision, recall and F1 of each label.")] = False,
+    labels: Annotated[bool, typer.Option("--labels", help="Precision, recall, F1 … of each label.")] = False,
+    within: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COLUMN", help="Mean of means over its parts; repeated, of parts of parts.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Accuracy of an evaluation by groups of its rows, with the gaps between them; and by label."""
     from saccade.plugins.reports.report import text_table
 
-    if not by and not labels:
+    if not (by or labels or within):
         raise ConfigError("--by: nothing to divide the rows by; name a column, such as --by sex, or add --labels")
-    for table in import_module("saccade.plugins.evaluation.subgroups").subgroup_tables(folder, by or [], labels):
-        print("\n".join(text_table(table)))
+    tables = import_module("saccade.plugins.evaluation.subgroups").subgroup_tables(
+        folder, by or [], labels, within or []
+    )
+    for table in tables:
+        print(*text_table(table), *([table.note] if table.note else []), sep="\n")
+
+
+@command("annotate", panel="Look", example="saccade annotate runs/run-eval --out answers.csv --rows 200")
+def annotate(
+    folder: Annotated[Path, typer.Argument(help="Folder of an eval.")],
+    out: Annotated[Path | None, typer.Option(metavar="PATH", help="File to write; with --read a folder.")] = None,
+    rows: Annotated[int, typer.Option(help="Answers to draw; 0: all.", min=0)] = 0,
+    hide: Annotated[bool, typer.Option("--hide", help="Do not show what the verifier said.")] = False,
+    read: Annotated[Path | None, typer.Option(metavar="FILE", help="One that a person filled in.")] = None,
+) -> None:
+    """Answers for a person to judge, as CSV or JSON lines: write right or wrong into the column `human`.
+
+    --read shows how often person and verifier agree, with Cohen's kappa, and writes the evaluation with the
+    person's verdicts, for `saccade compare`.
+    """
+    from saccade.plugins.reports.report import text_table
+
+    recipe = import_module("saccade.plugins.evaluation.annotations")
+    if read is None:
+        out = out or folder / "annotations.csv"
+        print(f"wrote {recipe.write_annotations(folder, out, rows, hide)} answers to {out}; fill in the column human")
+        return
+    if rows or hide:
+        raise ConfigError("--rows, --hide: have no effect with --read; leave them out")
+    tables, made = recipe.read_annotations(folder, read, out)
+    for table in tables:
+        print(*text_table(table), *([table.note] if table.note else []), sep="\n")
+    print(f"wrote {made}; saccade compare {folder} {made} shows what changed")
 
 
 @command("report", panel="Look", example="saccade report runs/quickstart")

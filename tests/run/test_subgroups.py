@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.errors import ConfigError
-from saccade.plugins.evaluation.subgroups import label_counts, subgroup_tables
+from saccade.plugins.evaluation.subgroups import group_of, label_counts, label_measures, subgroup_tables
 from saccade.plugins.reports.comparison import independent_difference
 from saccade.run.statistics import wilson
 
@@ -40,9 +40,55 @@ def test_the_gap_of_a_group_is_that_to_the_best(folder):
 
 def test_every_label_has_its_f1(folder):
     (table,) = subgroup_tables(folder, [], labels=True)
+    assert table.columns == ("label", "golds", "precision", "recall", "specificity", "F1", "accuracy", "balanced")
     rows = {row[0]: [cell and cell.value for cell in row[1:]] for row in table.rows}
-    assert rows["edema"] == [40, 1, 1, 1] and rows["effusion"] == [40, 0, 0, 0] and rows["fracture"] == [0, 0, 0, 0]
-    assert rows["mean of labels"][0] is None and rows["mean of labels"][1:] == approx([1 / 3] * 3)
-    assert label_counts([({"a"}, {"a", "b"}), ({"b"}, {"b"})]) == {"a": (1, 0, 0), "b": (1, 0, 1)}
+    assert rows["edema"] == [40, 1, 1, None, 1, 1, None]  # nobody is without
+    assert rows["effusion"] == [40, 0, 0, None, 0, 0, None]
+    assert rows["fracture"] == [0, 0, 0, 0.5, 0, 0.5, 0.25]
+    assert rows["mean of labels"][1:] == approx([1 / 3, 1 / 3, 0.5, 1 / 3, 0.5, 0.25])
+    assert label_counts([({"a"}, {"a", "b"}), ({"b"}, {"b"})]) == {"a": (1, 0, 0, 1), "b": (1, 0, 1, 0)}
+    assert label_measures((6, 2, 3, 9)) == approx([6 / 8, 6 / 9, 9 / 11, 12 / 17, 15 / 20, (6 / 9 + 9 / 11) / 2])
     done = CliRunner().invoke(app, ["subgroups", str(folder), "--by", "sex", "--labels"])
     assert done.exit_code == 0 and "xray by sex" in done.output and "mean of labels" in done.output
+    assert f"Largest gap {0.75 - 4 / 19:.3f}" in done.output
+
+
+def test_ages_are_put_into_intervals_without_holes(folder):
+    edges = (25.0, 50.0, 65.0)
+    assert [group_of(age, edges) for age in (0, 24.9, 25, "50", 64, 65, 200)] == [
+        *("under 25", "under 25", "25 to 50", "50 to 65", "50 to 65", "65 and over", "65 and over")
+    ]
+    assert {group_of(age, edges) for age in (None, "", "old", float("nan"))} == {"unknown"}
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["extra"]["age"] = number * 2
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (table,) = subgroup_tables(folder, ["age:65,25,50"])
+    assert [(row[0], row[1].value) for row in table.rows] == [
+        *(("under 25", 13), ("25 to 50", 12), ("50 to 65", 8), ("65 and over", 7))
+    ]
+    with pytest.raises(ConfigError, match="edges are numbers"):
+        subgroup_tables(folder, ["age:young"])
+    with pytest.raises(ConfigError, match="has a number there, but None"):
+        subgroup_tables(folder, ["sex:3"])
+
+
+def test_parts_of_parts_weigh_alike(tmp_path):
+    parts = {("chest", "a"): [1, 1, 1, 1, 0, 0, 0, 0], ("chest", "b"): [1], ("skin", "c"): [0, 1, 0, 0]}
+    rows = [
+        {"set": "med", "id": f"{source}{dataset}{n}", "score": float(score), "status": "ok", "data_source": source}
+        | {"extra": {"dataset": dataset}, "gold": "x", "extracted": "x" if score else "y"}
+        for (source, dataset), scores in parts.items()
+        for n, score in enumerate(scores)
+    ]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "results.json").write_text("{}")
+    (table,) = subgroup_tables(tmp_path, [], within=["data_source", "dataset"])
+    found = {row[0].strip(): row[2] for row in table.rows}
+    assert [row[0] for row in table.rows] == ["all", "  chest", "    a", "    b", "  skin", "    c"]
+    assert (found["a"].value, found["chest"].value, found["all"].value) == (0.5, 0.75, 0.5)
+    a, b, c = wilson(4, 8), wilson(1, 1), wilson(1, 4)
+    low = 0.5 - (((0.5 - a.low) ** 2 + (1 - b.low) ** 2) / 4 + (0.25 - c.low) ** 2) ** 0.5 / 2
+    assert found["all"].low == approx(low) and found["all"].high < 1
+    with pytest.raises(ConfigError, match="--within hospital: no row of med has it"):
+        subgroup_tables(tmp_path, [], within=["hospital"])

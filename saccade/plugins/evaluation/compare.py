@@ -149,7 +149,9 @@ def _cells(items: Sequence[Item]) -> Iterator[Cell]:
     mean, low, high = paired_difference(sides[0], sides[1])
     yield Estimate(value=mean, low=low, high=high, percent=shares, change=True)
     gained, lost = (sum(item.change == kind for item in items) for kind in ("gained", "lost"))
-    yield from (Estimate(value=value, percent=False) for value in (gained, lost, mcnemar(gained, lost)))
+    yield from (Estimate(value=value, percent=False) for value in (gained, lost))
+    p = mcnemar(gained, lost)
+    yield "< 0.001" if p < 0.001 else Estimate(value=p, percent=False)
 
 
 # -- the page ---------------------------------------------------------------------------------------

@@ -1,11 +1,15 @@
-"""`saccade subgroups FOLDER --by sex`: an evaluation by groups of its rows, with the gap of each to the best one; and,
-where answers are lists of labels, precision, recall and F1 of each label.
+"""`saccade subgroups FOLDER --by sex --by age:25,50,65`: an evaluation by groups of its rows, with the gap of each to
+the best one; where answers are lists of labels, how well each is found; and the mean of means, where a few large parts
+of a set would else decide.
 
     >>> label_counts([({"edema"}, {"edema", "effusion"})])["effusion"]
-    (0, 0, 1)
+    (0, 0, 1, 0)
+    >>> group_of(70, (25.0, 50.0, 65.0))
+    '65 and over'
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,48 +20,133 @@ from saccade.plugins.evaluation.compare import evaluated
 from saccade.plugins.reports.comparison import independent_difference
 from saccade.plugins.reports.report_page import Cell, Estimate, Table
 from saccade.plugins.verifiers.text_match import labels_in
-from saccade.run.statistics import mean_interval
+from saccade.run.statistics import Interval, mean_interval
 
 Row = Mapping[str, Any]
+Item = tuple[Sequence[Row], float]  # the answers to a question, and their mean score
 UNKNOWN = "unknown"  # of rows that do not say; they are no group to compare with
-Counts = tuple[int, int, int]  # found and gold, found only, gold only
+Counts = tuple[int, int, int, int]  # found and gold, found only, gold only, neither
+MEASURES = ("precision", "recall", "specificity", "F1", "accuracy", "balanced")
+WHOLE = "all"
 
 
-def subgroup_tables(folder: Path, columns: Sequence[str], labels: bool = False) -> list[Table]:
-    """For each set and column of its rows a table; with `labels` another one by label."""
+def subgroup_tables(
+    folder: Path, columns: Sequence[str], labels: bool = False, within: Sequence[str] = ()
+) -> list[Table]:
+    """For each set and column of its rows a table; with `labels` another one by label; with `within` the mean of means
+    over the parts that these columns name, the outer one first.
+    """
     items = evaluated(folder)
     tables = []
     for name in dict.fromkeys(set for set, _ in items):
-        own = [(rows, score) for (set, _), (rows, score) in items.items() if set == name]
-        for column in columns:
-            groups: dict[str, list[float]] = {}
-            for rows, score in own:
-                value = (rows[0].get("extra") or {}).get(column)
-                groups.setdefault(UNKNOWN if value in (None, "") else str(value), []).append(score)
-            if groups.keys() == {UNKNOWN}:
-                known = sorted({column for rows, _ in own for column in rows[0].get("extra") or {}})
-                raise ConfigError(
-                    f"--by {column}: no row of {name} has it; rows have {', '.join(known) or 'no columns'}"
-                )
-            cells = tuple(_cells(dict(sorted(groups.items()))))
-            note = "The gap is that to the best group, with its interval; one that leaves out 0 is no chance."
-            tables.append(
-                Table(title=f"{name} by {column}", columns=(column, "items", "accuracy", "gap"), rows=cells, note=note)
-            )
+        own = [item for (set, _), item in items.items() if set == name]
+        tables += [_group_table(name, column, own, labels) for column in columns]
+        if within:
+            tables.append(_mean_of_means(name, own, within, labels))
         if labels:
-            tables.append(_label_table(name, [row for rows, _ in own for row in rows]))
+            tables.append(_label_table(name, own))
     return tables
 
 
-def _cells(groups: Mapping[str, Sequence[float]]) -> Iterator[tuple[Cell, ...]]:
-    means = {name: float(np.mean(scores)) for name, scores in groups.items()}
+def _column(items: Sequence[Item], name: str, column: str, flag: str) -> list[Any]:
+    """What each item has there: in the row, or in the columns that came with its data."""
+    values = [rows[0].get(column, (rows[0].get("extra") or {}).get(column)) for rows, _ in items]
+    if all(value in (None, "") for value in values):
+        known = sorted({column for rows, _ in items for column in rows[0].get("extra") or {}})
+        raise ConfigError(f"{flag} {column}: no row of {name} has it; rows have {', '.join(known) or 'no columns'}")
+    return values
+
+
+# -- groups -----------------------------------------------------------------------------------------
+
+
+def _group_table(name: str, by: str, items: Sequence[Item], labels: bool) -> Table:
+    column, _, written = by.partition(":")
+    try:
+        edges = tuple(sorted(float(edge) for edge in written.split(","))) if written else ()
+    except ValueError:
+        raise ConfigError(f"--by {by}: edges are numbers between commas, such as --by age:25,50,65") from None
+    groups: dict[str, list[Item]] = {}
+    values = _column(items, name, column, "--by")
+    for value, item in zip(values, items, strict=True):
+        groups.setdefault(group_of(value, edges), []).append(item)
+    if groups.keys() == {UNKNOWN}:
+        raise ConfigError(f"--by {by}: no row of {name} has a number there, but {values[0]!r}; try --by {column}")
+    order = [group_of(edge, edges) for edge in (float("-inf"), *edges)] if edges else sorted(groups)
+    ordered = {group: groups[group] for group in [*dict.fromkeys([*order, UNKNOWN])] if group in groups}
+    rows = tuple(_cells(ordered, labels))
+    means = [_mean(own) for group, own in groups.items() if group != UNKNOWN]
+    note = (
+        f"The gap is that to the best group, with its interval; one that leaves out 0 is no chance. Largest gap "
+        f"{max(means) - min(means):.3f}, standard deviation over groups {np.std(means):.3f}."
+    )
+    heads = (column, "items", "accuracy", "gap", *(["F1"] if labels else []))
+    return Table(title=f"{name} by {column}", columns=heads, rows=rows, note=note)
+
+
+def group_of(value: Any, edges: Sequence[float] = ()) -> str:
+    """The name of a group; with edges, that of the interval in which a number lies, its lower end included."""
+    if not edges:
+        return UNKNOWN if value in (None, "") else str(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return UNKNOWN
+    if number != number:
+        return UNKNOWN
+    names = [f"under {edges[0]:g}", *(f"{low:g} to {high:g}" for low, high in pairwise(edges))]
+    return [*names, f"{edges[-1]:g} and over"][sum(number >= edge for edge in edges)]
+
+
+def _mean(items: Sequence[Item]) -> float:
+    return float(np.mean([score for _, score in items]))
+
+
+def _cells(groups: Mapping[str, Sequence[Item]], labels: bool) -> Iterator[tuple[Cell, ...]]:
+    means = {name: _mean(items) for name, items in groups.items()}
     best = max((name for name in means if name != UNKNOWN), key=lambda name: means[name])
-    ends = {name: mean_interval(scores) for name, scores in groups.items()}
-    for name, scores in groups.items():
+    ends = {name: mean_interval([score for _, score in items]) for name, items in groups.items()}
+    for name, items in groups.items():
         gap, low, high = independent_difference(means[best], ends[best], means[name], ends[name])
         shown = None if name == best else Estimate(value=gap, low=low, high=high, change=True)
         accuracy = Estimate(value=means[name], low=ends[name].low, high=ends[name].high)
-        yield name, Estimate(value=len(scores), percent=False), accuracy, shown
+        found = [Estimate(value=_label_mean(items))] if labels else []
+        yield name, Estimate(value=len(items), percent=False), accuracy, shown, *found
+
+
+# -- means of means ---------------------------------------------------------------------------------
+
+
+def _mean_of_means(name: str, items: Sequence[Item], within: Sequence[str], labels: bool) -> Table:
+    """Parts weigh alike inside the part that holds them, whatever their size."""
+    columns = [_column(items, name, column, "--within") for column in within]
+    paths = [tuple(group_of(value) for value in values) for values in zip(*columns, strict=True)]
+    rows: list[tuple[Cell, ...]] = []
+
+    def part(path: tuple[str, ...]) -> tuple[float, Interval, float]:
+        own = [item for item, its in zip(items, paths, strict=True) if its[: len(path)] == path]
+        inner = sorted({its[len(path)] for its in paths if its[: len(path)] == path}) if len(path) < len(within) else []
+        if inner:
+            place = len(rows)
+            found = [part((*path, one)) for one in inner]
+            mean, f1 = (float(np.mean([one[n] for one in found])) for n in (0, 2))
+            # Independent parts: the squares of what their intervals reach add up, divided by their number.
+            down, up = (
+                float(np.sqrt(np.sum([(one[0] - one[1][end]) ** 2 for one in found]))) / len(found) for end in (0, 1)
+            )
+            ends = Interval(mean - down, mean + up)
+        else:
+            place, mean, ends = len(rows), _mean(own), mean_interval([score for _, score in own])
+            f1 = _label_mean(own) if labels else 0.0
+        cells: list[Cell] = ["  " * len(path) + (path[-1] if path else WHOLE), Estimate(value=len(own), percent=False)]
+        cells += [Estimate(value=mean, low=ends.low, high=ends.high), *([Estimate(value=f1)] if labels else [])]
+        rows.insert(place, tuple(cells))
+        return mean, ends, f1
+
+    part(())
+    heads = (" > ".join(within), "items", "accuracy", *(["F1"] if labels else []))
+    note = f"Each number is the mean of those one step further in; over all rows it is {_mean(items):.3f}."
+    return Table(title=f"{name}, means of means", columns=heads, rows=tuple(rows), note=note)
 
 
 # -- labels -----------------------------------------------------------------------------------------
@@ -67,29 +156,52 @@ def label_counts(pairs: Iterable[tuple[set[str], set[str]]]) -> dict[str, Counts
     """Of each label, over answers and golds as sets."""
     pairs = list(pairs)
     named = sorted({label for found, gold in pairs for label in found | gold})
+    kinds = ((True, True), (True, False), (False, True), (False, False))
     return {
-        label: (
-            sum(label in found and label in gold for found, gold in pairs),
-            sum(label in found - gold for found, gold in pairs),
-            sum(label in gold - found for found, gold in pairs),
-        )
+        label: tuple(sum((label in found, label in gold) == kind for found, gold in pairs) for kind in kinds)  # type: ignore[misc]
         for label in named
     }
 
 
-def _label_table(name: str, rows: Sequence[Row]) -> Table:
-    def gold(row: Row) -> set[str]:
-        given = row.get("gold") or ""
-        return labels_in(", ".join(given) if isinstance(given, list) else str(given))
+def label_measures(counts: Counts) -> list[float]:
+    """In the order of MEASURES. What was never found or never there counts as 0, as is usual; specificity is not
+    defined for a label that every row has.
+    """
+    both, found, missed, neither = counts
 
-    counts = label_counts((labels_in(row.get("extracted") or ""), gold(row)) for row in rows)
+    def share(part: float, rest: float) -> float:
+        return part / (part + rest) if part + rest else 0.0
+
+    recall, specificity = share(both, missed), share(neither, found) if neither + found else float("nan")
+    f1, accuracy = share(both, (found + missed) / 2), share(both + neither, found + missed)
+    return [share(both, found), recall, specificity, f1, accuracy, (recall + specificity) / 2]
+
+
+def _pairs(items: Sequence[Item]) -> Iterator[tuple[set[str], set[str]]]:
+    for row in (row for rows, _ in items for row in rows):
+        given = row.get("gold") or ""
+        gold = labels_in(", ".join(given) if isinstance(given, list) else str(given))
+        yield labels_in(row.get("extracted") or ""), gold
+
+
+def _label_mean(items: Sequence[Item]) -> float:
+    """F1 of the labels, each alike."""
+    found = [label_measures(counts)[MEASURES.index("F1")] for counts in label_counts(_pairs(items)).values()]
+    return float(np.mean(found)) if found else 0.0
+
+
+def _label_table(name: str, items: Sequence[Item]) -> Table:
+    counts = label_counts(_pairs(items))
     if not counts:
         raise ConfigError(f"--labels: no row of {name} has labels; golds are lists such as edema, effusion")
-    shares = {
-        label: [both / n if n else 0.0 for n in (both + found, both + missed, both + (found + missed) / 2)]
-        for label, (both, found, missed) in counts.items()
-    }
-    golds = {label: Estimate(value=both + missed, percent=False) for label, (both, _, missed) in counts.items()}
-    shares["mean of labels"] = np.mean([*shares.values()], axis=0).tolist()
-    cells = tuple((label, golds.get(label), *(Estimate(value=one) for one in own)) for label, own in shares.items())
-    return Table(title=f"{name} by label", columns=("label", "golds", "precision", "recall", "F1"), rows=cells)
+    measures = {label: label_measures(own) for label, own in counts.items()}
+    golds = {label: Estimate(value=both + missed, percent=False) for label, (both, _, missed, _) in counts.items()}
+    every = np.array([*measures.values()])
+    measures["mean of labels"] = [
+        float(np.mean(own[~np.isnan(own)])) if (own == own).any() else own[0] for own in every.T
+    ]
+    cells = tuple(
+        (label, golds.get(label), *(None if np.isnan(one) else Estimate(value=one) for one in own))
+        for label, own in measures.items()
+    )
+    return Table(title=f"{name} by label", columns=("label", "golds", *MEASURES), rows=cells)

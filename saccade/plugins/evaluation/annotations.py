@@ -1,0 +1,182 @@
+"""`saccade annotate FOLDER`: answers of an evaluation for a person to judge, and what the person said of them.
+
+A table holds one answer a row, with an empty column `human`. Read back, it gives how often the person and the verifier
+agree, with Cohen's kappa, and the evaluation with the person's verdicts in the place of the verifier's.
+
+    >>> round(kappa([(True, True), (True, True), (False, False), (True, False)]), 3)
+    0.5
+"""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from saccade.errors import ConfigError
+from saccade.plugins.evaluation.compare import evaluated
+from saccade.plugins.evaluation.results import read_lines, to_lines, write_files
+from saccade.plugins.reports.report_page import Cell, Estimate, Table
+from saccade.recipes.accuracy import accuracy
+from saccade.run.metrics import RIGHT
+from saccade.run.statistics import Interval, wilson
+from saccade.system.disk import require_writable
+from saccade.types import ALWAYS_EXCLUDED
+
+Row = dict[str, Any]
+Verdicts = Sequence[tuple[bool, bool]]  # of the verifier and of the person
+KEY = ("set", "id", "repeat")
+SHOWN = (*KEY, "question", "media", "gold", "response", "extracted", "verifier", "human", "note")
+HUMAN = {"right": True, "1": True, "yes": True, "true": True, "wrong": False, "0": False, "no": False, "false": False}
+RESAMPLES = 2000
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would run
+
+
+def write_annotations(folder: Path, out: Path, rows: int = 0, hide: bool = False, seed: int = 0) -> int:
+    """The scored answers, or so many drawn of them, as CSV or JSON lines; returns how many. `hide` leaves out what the
+    verifier said, which sways people.
+    """
+    if out.suffix not in (".csv", ".jsonl"):
+        raise ConfigError(f"--out {out}: ends in neither .csv nor .jsonl; try --out answers.csv")
+    if out.exists():
+        raise ConfigError(f"--out {out}: exists, and may hold verdicts; name a new file")
+    require_writable(out.parent, "--out")
+    scored = _scored(folder)
+    chosen = np.sort(np.random.default_rng(seed).permutation(len(scored))[: rows or None])
+    made = [_shown(row, hide) for row in (scored[index] for index in chosen)]
+    if out.suffix == ".jsonl":
+        out.write_text(to_lines(made), encoding="utf-8")
+        return len(made)
+    with out.open("w", encoding="utf-8-sig", newline="") as file:  # with the mark by which spreadsheets know UTF-8
+        writer = csv.DictWriter(file, SHOWN)
+        writer.writeheader()
+        writer.writerows({name: _harmless(value) for name, value in row.items()} for row in made)
+    return len(made)
+
+
+def _scored(folder: Path) -> list[Row]:
+    evaluated(folder)  # or refuse
+    rows = read_lines(folder / "samples.jsonl")
+    return [row for row in rows if row.get("score") is not None and row.get("status") not in ALWAYS_EXCLUDED]
+
+
+def _shown(row: Row, hide: bool) -> Row:
+    gold = row.get("gold")
+    return {
+        **{"set": row["set"], "id": row["id"], "repeat": row.get("repeat", 0), "question": row.get("prompt") or ""},
+        "media": " ".join(str(medium.get("path") or medium["hash"]) for medium in row.get("media") or ()),
+        "gold": " or ".join(gold) if isinstance(gold, list) else str(gold or ""),
+        **{"response": row.get("response") or "", "extracted": row.get("extracted") or ""},
+        "verifier": "" if hide else "right" if row["score"] >= RIGHT else "wrong",
+        **{"human": "", "note": ""},
+    }
+
+
+def _harmless(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
+
+
+# -- read back --------------------------------------------------------------------------------------
+
+
+def read_annotations(folder: Path, file: Path, out: Path | None = None) -> tuple[list[Table], Path]:
+    """How a person and the verifier agree; and the folder of the evaluation with the person's verdicts."""
+    said = _verdicts(file)
+    rows = read_lines(folder / "samples.jsonl")
+    by_key = {_key(row): row for row in _scored(folder)}
+    if strange := [key for key in said if key not in by_key]:
+        raise ConfigError(
+            f"{file}: {' '.join(strange[0])} is no scored answer of {folder}; name the folder it came from"
+        )
+    pairs = {key: (by_key[key]["score"] >= RIGHT, verdict) for key, verdict in said.items()}
+    sets = {name: [pair for key, pair in pairs.items() if key[0] == name] for name in dict.fromkeys(k[0] for k in said)}
+    table = Table(
+        title=f"Verifier and person, {len(pairs)} answers",
+        columns=("set", "judged", "agree", "kappa", "verifier right", "person right", "too kind", "too strict"),
+        rows=tuple((name, *_agreement(own)) for name, own in sets.items()),
+        note="Brackets hold 95 % intervals. Too kind: right for the verifier alone; too strict: for the person alone.",
+    )
+    differ = [key for key, (rule, person) in pairs.items() if rule != person]
+    listed = tuple(
+        (*key, "right" if pairs[key][0] else "wrong", "right" if pairs[key][1] else "wrong") for key in differ
+    )
+    tables = [
+        table,
+        *([Table(title="Where they differ", columns=(*KEY, "verifier", "person"), rows=listed)] if differ else []),
+    ]
+    return tables, _rescored(rows, said, out or folder.with_name(f"{folder.name}-human"))
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return str(row["set"]), str(row["id"]).removeprefix("'"), str(row.get("repeat") or 0)
+
+
+def _verdicts(file: Path) -> dict[tuple[str, str, str], bool]:
+    """What the person filled in, by answer."""
+    if not file.is_file():
+        raise ConfigError(f"--read {file}: no such file; `saccade annotate FOLDER --out FILE` writes one")
+    if file.suffix == ".jsonl":
+        rows: list[Row] = read_lines(file)
+    else:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            dialect = ";" if ";" in lines.readline().partition(",")[0] else ","  # as some spreadsheets save
+            lines.seek(0)
+            rows = [*csv.DictReader(lines, delimiter=dialect)]
+    found = {}
+    for number, row in enumerate(rows, 1):
+        if missing := {*KEY, "human"} - {name for name in row if name}:
+            raise ConfigError(
+                f"{file} row {number}: has no column {', '.join(sorted(missing))}; keep those of the file"
+            )
+        text = json.dumps(row["human"]) if isinstance(row["human"], bool | int) else str(row["human"] or "")
+        if text.strip():
+            if text.strip().casefold() not in HUMAN:
+                raise ConfigError(f"{file} row {number}: human is {text!r}; expected right or wrong, or nothing")
+            found[_key(row)] = HUMAN[text.strip().casefold()]
+    if not found:
+        raise ConfigError(f"{file}: no row has a verdict in the column human; write right or wrong there")
+    return found
+
+
+def _agreement(pairs: Verdicts) -> list[Cell]:
+    both = np.array(pairs)
+    same = int((both[:, 0] == both[:, 1]).sum())
+    low, high = wilson(same, len(pairs))
+    value, ends = kappa(pairs), kappa_interval(pairs)
+    beyond: Cell = None if value is None else Estimate(value=value, low=ends.low, high=ends.high, percent=False)
+    shares = [Estimate(value=float(side.mean())) for side in both.T]
+    kind, strict = (int((both[:, one] & ~both[:, 1 - one]).sum()) for one in (0, 1))
+    counted = [Estimate(value=count, percent=False) for count in (kind, strict)]
+    agree = Estimate(value=same / len(pairs), low=low, high=high)
+    return [Estimate(value=len(pairs), percent=False), agree, beyond, *shares, *counted]
+
+
+def kappa(pairs: Verdicts) -> float | None:
+    """Cohen's (1960): agreement beyond what both would reach by chance; None where both always say the same."""
+    first, second = np.array(pairs).T
+    chance = first.mean() * second.mean() + (1 - first.mean()) * (1 - second.mean())
+    return None if chance == 1 else float(((first == second).mean() - chance) / (1 - chance))
+
+
+def kappa_interval(pairs: Verdicts) -> Interval:
+    """Percentiles over answers that are drawn again; draws in which kappa is not defined do not count."""
+    drawn = np.random.default_rng(0).integers(len(pairs), size=(RESAMPLES, len(pairs)))
+    found = [value for one in np.array(pairs)[drawn] if (value := kappa(one)) is not None]
+    low, high = np.percentile(found or [0.0], [2.5, 97.5])
+    return Interval(float(low), float(high))
+
+
+def _rescored(rows: Sequence[Row], said: Mapping[tuple[str, str, str], bool], out: Path) -> Path:
+    """The evaluation with the person's verdicts where there are some, as `saccade compare` reads it."""
+    if out.exists():
+        raise ConfigError(f"--out {out}: exists; name a new folder")
+    new = [row | ({"score": float(said[_key(row)]), "reason": "human"} if _key(row) in said else {}) for row in rows]
+    out.mkdir(parents=True)
+    write_files(out, {}, new)
+    outcomes: dict[str, list[np.ndarray]] = {}
+    for (name, _), (answers, _) in evaluated(out).items():
+        outcomes.setdefault(name, []).append(np.array([a["score"] for a in answers if a.get("score") is not None]))
+    write_files(out, {name: accuracy(values) for name, values in outcomes.items()}, new)
+    return out

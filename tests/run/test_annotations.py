@@ -1,0 +1,83 @@
+"""Answers that a person judges: written, filled in, read back."""
+
+import csv
+import json
+
+import pytest
+from pytest import approx
+from typer.testing import CliRunner
+
+from saccade.cli import app
+from saccade.plugins.evaluation.annotations import kappa, kappa_interval
+
+
+def saccade(*arguments):
+    done = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    return done.output + (done.stderr if done.exit_code else "")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rows = []
+    for number in range(20):
+        row = {"set": "vqa", "id": f"q{number}", "repeat": 0, "score": float(number < 12), "status": "ok"}
+        row |= {"prompt": 'What, "exactly"?\nSay.', "gold": ["cat", "dog"], "response": "=1+1", "extracted": "cat"}
+        rows.append(row | {"media": [{"hash": "a" * 64, "path": "a.png", "size": [56, 56]}], "extra": {}})
+    rows.append(rows[0] | {"id": "broken", "score": None, "status": "reward_error"})
+    made = tmp_path / "run-eval"
+    made.mkdir()
+    (made / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (made / "results.json").write_text("{}")
+    return made
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_what_a_person_says_is_compared_and_scored(folder, tmp_path, ending):
+    file = tmp_path / f"answers.{ending}"
+    assert "wrote 20 answers" in saccade("annotate", folder, "--out", file)
+    assert "exists, and may hold verdicts" in saccade("annotate", folder, "--out", file)
+    assert "no row has a verdict" in saccade("annotate", folder, "--read", file)
+    if ending == "csv":
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            rows = [*csv.DictReader(lines)]
+        assert rows[0]["response"] == "'=1+1" and rows[0]["question"] == 'What, "exactly"?\nSay.'  # runs nowhere
+    else:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert rows[0]["gold"] == "cat or dog" and [row["verifier"] for row in rows].count("right") == 12
+    for number, row in enumerate(rows[:16]):
+        row["human"] = "Right " if number < 9 or number == 15 else "wrong"
+
+    def save(separator=","):
+        if ending == "jsonl":
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            return
+        with file.open("w", encoding="utf-8", newline="") as lines:
+            writer = csv.DictWriter(lines, rows[0].keys(), delimiter=separator)
+            writer.writeheader()
+            writer.writerows(rows)
+
+    save(";")  # as some spreadsheets save
+    said = saccade("annotate", folder, "--read", file)
+    pairs = [(n < 12, n < 9 or n == 15) for n in range(16)]
+    low, high = kappa_interval(pairs)
+    assert f"0.750 [0.505, 0.898]  {kappa(pairs):.3f} [{low:.3f}, {high:.3f}]" in said and "q15" in said
+    results = json.loads((tmp_path / "run-eval-human" / "results.json").read_text())
+    assert results["vqa"]["accuracy"] == approx(10 / 20) and results["vqa"]["items"] == 20
+    assert "20 items" in saccade("compare", folder, tmp_path / "run-eval-human")
+    rows[3]["human"] = "perhaps"
+    save()
+    assert "row 4: human is 'perhaps'; expected right or wrong" in saccade("annotate", folder, "--read", file)
+    rows[3] |= {"human": "wrong", "id": "q99"}
+    save()
+    assert "vqa q99 0 is no scored answer" in saccade("annotate", folder, "--read", file)
+
+
+def test_kappa_is_agreement_beyond_chance(folder, tmp_path):
+    # Fleiss, Levin and Paik: 20 both yes, 15 both no, 5 and 10 mixed: 0.7 observed, 0.5 by chance.
+    pairs = [(True, True)] * 20 + [(True, False)] * 5 + [(False, True)] * 10 + [(False, False)] * 15
+    assert kappa(pairs) == approx(0.4) and kappa([(True, True)] * 9) is None
+    low, high = kappa_interval(pairs)
+    assert 0.1 < low < 0.2 and 0.6 < high < 0.7  # its standard error is 0.13
+    assert "wrote 5 answers" in saccade("annotate", folder, "--rows", 5, "--hide")
+    assert "right" not in (folder / "annotations.csv").read_text()
+    assert "ends in neither" in saccade("annotate", folder, "--out", tmp_path / "a.txt")
