@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
@@ -19,8 +21,12 @@ from saccade.models.families import load_family
 from saccade.plugins.ranks.divided import DividedOptimizer
 from saccade.plugins.ranks.machines import HOST, grid
 from saccade.plugins.ranks.sharded import HybridBackend, ShardedBackend
+from saccade.plugins.reward_models.reward_losses import judgements
 from saccade.system.contents import write_files
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
 from tests.ranks import test_divided as divided
+from tests.ranks import test_sharded as sharded
 from tests.ranks.test_divided import VISION, Case, equal, made, require_same_training
 
 forests = divided.forests
@@ -52,14 +58,17 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
         optimizer: Any = backend.optimizer
         found[name] = *trained, optimizer.same_everywhere()
     write_files(folder / "lora", backend.model_files(copy=True))
+    write_files(folder / f"average-{rank}", sharded.averaged(family, HybridBackend).state_files())
+    mine, reference = forests[VISION][:rank], HybridBackend(divided.fresh(family, torch.float32), family)
+    found["read"] = reference.logprobs(mine, Scoring()), judgements(reference, mine, sharded.VERDICTS)
     first = make(CASES["critic"])
     batches = divided.dealt("critic", forests, CASES)[rank]
     divided.train(first, CASES["critic"], batches, steps=2)
     write_files(folder / "hybrid", first.state_files())
     dist.barrier()
-    sharded = make(CASES["critic"], backend=ShardedBackend)
-    sharded.load_state(folder / "hybrid")
-    write_files(folder / "sharded", sharded.state_files())
+    other = make(CASES["critic"], backend=ShardedBackend)
+    other.load_state(folder / "hybrid")
+    write_files(folder / "sharded", other.state_files())
     dist.barrier()
     if rank == 0:
         alone = made(CASES["critic"], family)
@@ -90,6 +99,21 @@ def test_two_machines_train_as_one_process_does(results: Any, name: str) -> None
     near = 1e-3 if name == "bf16" else 1e-6  # sums inside a machine are rounded to the dtype of the weights
     alone = results[0][divided.plain(name)]
     require_same_training(name, alone, [found[name] for found in results[1]], near=near)
+
+
+def test_an_average_a_reference_and_verdicts_of_a_reward_are_those_of_one_process(
+    results: Any, family_of: Any, forests: Any, tmp_path: Path
+) -> None:
+    """Ranks read none to three forests."""
+    write_files(tmp_path, sharded.averaged(family_of(VISION), LocalBackend).state_files())
+    assert equal(*(load_file(place / "weights.safetensors") for place in (results[2] / "average-0", tmp_path)))
+    alone, mine = LocalBackend(divided.fresh(family_of(VISION), torch.float32), family_of(VISION)), forests[VISION][:3]
+    wanted = alone.logprobs(mine, Scoring()), judgements(alone, mine, sharded.VERDICTS)
+    for rank, found in enumerate(results[1]):
+        for read, expected in zip(found["read"], wanted, strict=True):
+            assert len(read) == rank
+            for one, other in zip(read, expected, strict=False):
+                np.testing.assert_allclose(one[0], other[0], atol=1e-6)
 
 
 def test_state_goes_from_hybrid_to_sharded_to_one_process_and_back(results: Any) -> None:

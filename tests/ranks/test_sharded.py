@@ -53,7 +53,7 @@ CASES |= {
 def averaged(family: Family, backend: type[LocalBackend]) -> LocalBackend:
     """A reference in bf16 that followed another model twice."""
     case = Case(dtype=torch.bfloat16, change=divided.moved)
-    policy = made(case, family, DividedOptimizer if backend is ShardedBackend else Optimizer, backend)
+    policy = made(case, family, Optimizer if backend is LocalBackend else DividedOptimizer, backend)
     average = backend(divided.fresh(family, torch.bfloat16), family)
     for _ in range(2):
         average.blend(policy.local_weights(), 0.25)
