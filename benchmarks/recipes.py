@@ -2,9 +2,10 @@
 
     python benchmarks/recipes.py              # prints a line for each
     python benchmarks/recipes.py --write      # and writes it behind the comments of the file
+    python benchmarks/recipes.py --only 8gpu  # those with this in their names
 
 Models have the published shapes and no weights; prompts are as long as the recipe allows. Recipes whose models have
-another shape than those below, or that are for several GPUs, say it in words of their own.
+another shape than those below say it in words of their own.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import model
 from model import SIZES, enlarge
 
 from saccade.config import load
 from saccade.errors import SaccadeError
-from saccade.plugins.estimate import estimate
-from saccade.plugins.families import tiny
+from saccade.plugins.estimate import Estimate, estimate
+from saccade.plugins.estimate.memory_items import OFFLOADED
+from saccade.plugins.families import tiny, tiny_kinds
 from saccade.system import devices
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -41,6 +44,10 @@ LLAMA_8B = ("llama", _text(4096, 14336, 32, 32, 8, 128_256))
 SHAPES = {
     "Qwen2.5-VL-3B-Instruct": VL_3B,
     "Qwen2.5-VL-7B-Instruct": VL_7B,
+    "Qwen2.5-VL-32B-Instruct": ("qwen2_5_vl", SIZES["32b"]),
+    "Qwen2.5-VL-72B-Instruct": ("qwen2_5_vl", SIZES["72b"]),
+    "Qwen3-VL-30B-A3B-Instruct": "qwen3_vl_30b_a3b",  # of shapes.yaml
+    "gemma-3-27b-it": "gemma3_27b",
     "Mini-o3-7B-v1": VL_7B,
     "Qwen2-VL-2B-Instruct": ("qwen2_5_vl", SIZES["3b"] | _text(1536, 8960, 28, 12, 2, 151_936, **TIED)),
     "Qwen2.5-7B-Instruct": ("qwen2", _text(3584, 18944, 28, 28, 4, 152_064)),
@@ -64,14 +71,20 @@ def needs(file: Path, scratch: Path) -> str:
     command = lines[0].split()[2]
     config = load(file, command=command)
     name = LEARNED.get(file.stem) or Path(config.model.path).name
-    if name not in SHAPES or command in ("eval", "reward-model") or config.run.gpus > 1:
+    if name not in SHAPES or command in ("eval", "reward-model"):
         return ""
-    folder = scratch / name
-    if not folder.exists():
-        kind, sizes = SHAPES[name]
+    folder, shape = scratch / name, SHAPES[name]
+    if not folder.exists() and isinstance(shape, str):
+        tiny_kinds.build(model.SHAPES[shape]["kind"], folder)
+        model.reshape(folder, model.SHAPES[shape])
+    elif not folder.exists():
+        kind, sizes = shape
         tiny.build(kind, folder)
         (enlarge if kind == "qwen2_5_vl" else widen)(folder, sizes)
     config = load(file, [f"model.path={folder}"], command)
+    if config.run.gpus > 1:  # which it names
+        card = next(CARDS[size] for size in CARDS if f"GPUs of {size} GB" in lines[1])
+        return f"{of_several(estimate(config, devices.named(card), command=command))} {MARK}"
     found = {size: estimate(config, devices.named(card), command=command) for size, card in CARDS.items()}
     least = next((size for size, one in found.items() if one.memory.fits), None)
     text = f"Fits one GPU of {least} GB" if least else f"Does not fit one GPU of {max(CARDS)} GB as it is"
@@ -79,6 +92,17 @@ def needs(file: Path, scratch: Path) -> str:
         ways = [way for way in found[80].advice if not way.startswith(("data.", "rollout.max_tokens", "run."))]
         text += f"; with {ways[0]} one of 80 GB is enough" if ways else "; use run.gpus=8"
     return f"{text} {MARK}"
+
+
+def of_several(found: Estimate) -> str:
+    if not found.memory.fits:
+        return f"Does not fit {found.gpus} {found.device.name}"
+    rollout, update = (found.memory.peaks[phase] for phase in ("rollout", "update"))
+    state = sum(item.gib for item in found.host if item.name == OFFLOADED)
+    held = f"{rollout:.0f} GiB in the rollout, {update:.0f} in the update" + f", {state:.0f} of main memory" * (
+        state > 0
+    )
+    return f"Each of {found.gpus} {found.device.name}, {found.layout}: {held}"
 
 
 def widen(folder: Path, sizes: dict[str, Any]) -> None:
@@ -89,9 +113,9 @@ def widen(folder: Path, sizes: dict[str, Any]) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def recipes() -> Iterator[tuple[Path, str]]:
+def recipes(only: str) -> Iterator[tuple[Path, str]]:
     with tempfile.TemporaryDirectory() as scratch:
-        for file in sorted(CONFIGS.glob("*.yaml")):
+        for file in sorted(CONFIGS.glob(f"*{only}*.yaml")):
             try:
                 yield file, needs(file, Path(scratch))
             except SaccadeError as error:
@@ -101,8 +125,9 @@ def recipes() -> Iterator[tuple[Path, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only", default="")
     args = parser.parse_args()
-    for file, text in recipes():
+    for file, text in recipes(args.only):
         print(f"{file.name}: {text or '-'}", flush=True)
         if args.write and text and not text.startswith("?"):
             lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.endswith(MARK)]
