@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +36,7 @@ SERIES_MARK = "\U0010ffff"  # stands for a time series, of which no template kno
 
 PROBE = "qzxj"  # a reply that no template has in its own text
 THINK = "<think>"
+TURNS_KEPT = 16_384
 _QUESTION = Message(role="user", parts=("x",))
 _REPLY = Message(role="assistant", parts=(PROBE,))
 
@@ -97,13 +98,13 @@ class Chat:
         if turns[0] == 0:
             raise ConfigError("a conversation begins with the assistant; put a system or user message before it")
         contexts = [self._opening(messages[: turns[0]], generation=True)]
-        contexts += [self._continuation(messages[a + 1 : b]) for a, b in pairwise(turns)]
-        frame = self._frame()
+        between, reply = self._remembered
+        contexts += [between(tuple(messages[a + 1 : b])) for a, b in pairwise(turns)]
         end = [] if self.end_of_turn is None else [self.end_of_turn]
         ids: list[np.ndarray] = []
         sources: list[np.ndarray] = []
         for number, (turn, context) in enumerate(zip(turns, contexts, strict=True)):
-            written = self._encode_after(self._written(messages[turn], frame))
+            written = reply(messages[turn])
             ids += [context, written, np.array(end, np.int64)]
             kind = Source.OBSERVATION if number else Source.PROMPT
             sources += [np.full(len(context), kind, np.int8), np.full(len(written) + len(end), Source.POLICY, np.int8)]
@@ -170,6 +171,13 @@ class Chat:
             return self._encode_after(after)
         return self._encode(end + rest)[1:]
 
+    @cached_property
+    def _remembered(self) -> tuple[Callable[[tuple[Message, ...]], np.ndarray], Callable[[Message], np.ndarray]]:
+        """Continuations and replies: rows share many of them, and a template takes longer than all else."""
+        continuation = lru_cache(TURNS_KEPT)(self._continuation)
+        return continuation, lru_cache(TURNS_KEPT)(lambda message: self._encode_after(self._written(message)))
+
+    @cached_property
     def _frame(self) -> tuple[str, str, str]:
         """What the template writes around a last reply: blanks between the generation prompt and
         it, all that follows it, and the thought that the generation prompt opens.
@@ -180,13 +188,13 @@ class Chat:
         opened = prompt[prompt.rindex(THINK) :] if self.think_prefilled else ""
         return lead if lead.isspace() else "", after, opened
 
-    def _written(self, message: Message, frame: tuple[str, str, str]) -> str:
+    def _written(self, message: Message) -> str:
         """What the policy would have sampled. Blanks at its ends go if the template strips them,
         and what the generation prompt has opened is not opened again.
         """
         if message.media:
             raise ConfigError("an assistant turn holds an image or another medium; only a user or a tool shows one")
-        lead, tail, opened = frame
+        lead, tail, opened = self._frame
         text = self._guard(message.text)
         shown = self.text_of((_QUESTION, message), generation=False)
         forms = (text, text.rstrip(), text.lstrip(), text.strip())

@@ -1,0 +1,143 @@
+"""A small model that sees: SmolLM2-135M-Instruct behind a vision tower with random weights, as a plain folder of
+transformers' InternVL class (squares of 224 pixels, 64 tokens each).
+
+Its weights travel as what training has changed: the rest follows from the language model and a seed, bit by bit.
+
+    python experiments/smolvlm/base.py build runs/smollm2 runs/base
+    python experiments/smolvlm/base.py pack runs/base CHECKPOINT packed       # files of at most 15 MiB
+    python experiments/smolvlm/base.py unpack runs/smollm2 packed runs/smolvlm
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the source tree is enough, no install needed
+
+import saccade.models  # noqa: E402, F401  first: without it a torchvision for CUDA fails on a CPU
+
+SIDE, PATCH, MERGE = 224, 14, 2
+TOWER = {"hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6, "intermediate_size": 1536}
+# Token, the attribute under which the processor looks for it, and the token of the language model whose row it begins
+# with: one that text hardly ever has.
+TOKENS = {
+    "<img>": ("start_image_token", "<issue_start>"),
+    "</img>": ("end_image_token", "<issue_closed>"),
+    "<IMG_CONTEXT>": ("context_image_token", "<empty_output>"),
+    "<video>": ("video_token", "<empty_output>"),
+}
+ROWS = 64  # by which the embedding grows
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for c in m['content'] %}{% if c['type'] == 'image' %}<IMG_CONTEXT>\n{% else %}{{ c['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PIECE = 15 << 20  # bytes of a file
+
+
+def build(language: Path, out: Path, *, seed: int = 0, tower: Any = None, text: Any = None) -> Path:
+    """`tower` and `text` override sizes, for tests: a decoder of other sizes has random weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+    from transformers import GenerationConfig
+
+    sought = {attribute: token for token, (attribute, _) in TOKENS.items()}
+    tokenizer = AutoTokenizer.from_pretrained(language, extra_special_tokens=sought)
+    tokenizer.chat_template = TEMPLATE
+    inner = AutoConfig.from_pretrained(language).to_dict()
+    vocabulary = inner["vocab_size"]
+    inner |= {"vocab_size": vocabulary + ROWS} | (text or {})
+    # Norms of queries and keys, and no small factors on layers: it learns from nothing in minutes.
+    seeing = {**TOWER, "image_size": SIDE, "patch_size": PATCH, "attention_bias": True, "use_qk_norm": True}
+    seeing |= {"layer_scale_init_value": 1.0, "use_mean_pooling": False} | (tower or {})
+    config = AutoConfig.for_model(
+        "internvl",
+        text_config=inner,
+        vision_config=seeing,
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=(SIDE // PATCH // MERGE) ** 2,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config)
+    if not text:
+        own = model.model.language_model.state_dict()
+        for name, weight in AutoModelForCausalLM.from_pretrained(language).model.state_dict().items():
+            own[name][: len(weight)] = weight
+        rows, (*_, last) = own["embed_tokens.weight"], (like for _, like in TOKENS.values())
+        for number in range(ROWS):
+            like = dict(enumerate(like for _, like in TOKENS.values())).get(number, last)
+            rows[vocabulary + number] = rows[tokenizer.convert_tokens_to_ids(like)]
+        # What the decoder reads of a picture is as large as what it reads of a word.
+        model.model.multi_modal_projector.linear_2.weight.data *= rows.std().item() * 10
+    places = model.model.vision_tower.embeddings.position_embeddings
+    places.data.normal_(std=0.1)  # transformers begins with zeros, which tell no place from another
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end)
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    seen = {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": SIDE, "width": SIDE}}
+    seen |= {"crop_to_patches": False, "min_patches": 1, "max_patches": 1}
+    seen |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_convert_rgb": True, "resample": 3}
+    seen |= {"do_resize": True, "do_rescale": True, "do_normalize": True}
+    whole = {"processor_class": "InternVLProcessor", "image_seq_length": config.image_seq_length}
+    for name, content in {"preprocessor_config.json": seen, "processor_config.json": whole}.items():
+        (out / name).write_text(json.dumps(content, indent=2) + "\n")
+    return out
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return {name: w for file in sorted(folder.glob("model*.safetensors")) for name, w in load_file(file).items()}
+
+
+def digest(tensors: dict[str, Any]) -> str:
+    import torch
+
+    found = hashlib.sha256()
+    for name, weight in sorted(tensors.items()):
+        found.update(name.encode() + weight.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def pack(base: Path, trained: Path, out: Path) -> list[Path]:
+    """What differs, in files of at most 15 MiB, and the digest of all."""
+    from safetensors.torch import save_file
+
+    before, after, files, held = weights(base), weights(trained), [dict[str, Any]()], 0
+    for name, weight in after.items():
+        if name not in before or not weight.equal(before[name]):
+            if held + weight.nbytes > PIECE and files[-1]:
+                files, held = [*files, {}], 0
+            files[-1][name], held = weight, held + weight.nbytes
+    out.mkdir(parents=True, exist_ok=True)
+    about = {"sha256": digest(after)}
+    for number, tensors in enumerate(files):
+        save_file(tensors, out / f"part-{number}.safetensors", metadata=about)
+    return sorted(out.glob("part-*.safetensors"))
+
+
+def unpack(language: Path, packed: Path, out: Path) -> Path:
+    """The trained model; an error if it is not that to the bit."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    build(language, out)
+    tensors, about = weights(out), {}
+    for file in sorted(packed.glob("part-*.safetensors")):
+        tensors |= load_file(file)
+        with safe_open(file, "pt") as opened:
+            about = opened.metadata()
+    if digest(tensors) != about["sha256"]:
+        sys.exit(f"{packed} over {language} is not the model that was packed; build {language} with the same file")
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+if __name__ == "__main__":
+    work, *paths = sys.argv[1:]
+    print({"build": build, "pack": pack, "unpack": unpack}[work](*map(Path, paths)))
