@@ -21,13 +21,13 @@ import saccade.models  # noqa: E402, F401  first: without it a torchvision for C
 
 SIDE, PATCH, MERGE = 224, 14, 2
 TOWER = {"hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6, "intermediate_size": 1536}
-# Token, the attribute under which the processor looks for it, and the token of the language model whose row it begins
-# with: one that text hardly ever has.
+# Token, the attribute under which the processor looks for it, and the id of the language model whose embedding it gets:
+# <issue_start>, <issue_closed> and <empty_output>, which a chat hardly ever has.
 TOKENS = {
-    "<img>": ("start_image_token", "<issue_start>"),
-    "</img>": ("end_image_token", "<issue_closed>"),
-    "<IMG_CONTEXT>": ("context_image_token", "<empty_output>"),
-    "<video>": ("video_token", "<empty_output>"),
+    "<img>": ("start_image_token", 8),
+    "</img>": ("end_image_token", 10),
+    "<IMG_CONTEXT>": ("context_image_token", 16),
+    "<video>": ("video_token", 16),
 }
 ROWS = 64  # by which the embedding grows
 TEMPLATE = (
@@ -35,21 +35,26 @@ TEMPLATE = (
     "{% for c in m['content'] %}{% if c['type'] == 'image' %}<IMG_CONTEXT>\n{% else %}{{ c['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PIECE = 15 << 20  # bytes of a file
+PIECE, PARTS = 15 << 20, "part-*.safetensors"  # bytes of a file
 
 
-def build(language: Path, out: Path, *, seed: int = 0, tower: Any = None, text: Any = None) -> Path:
-    """`tower` and `text` override sizes, for tests: a decoder of other sizes has random weights."""
+def build(language: Path, out: Path, *, seed: int = 0, tower: Any = None) -> Path:
+    """`tower` overrides its sizes."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
-    from transformers import GenerationConfig
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoTokenizer,
+        GenerationConfig,
+    )
 
     sought = {attribute: token for token, (attribute, _) in TOKENS.items()}
     tokenizer = AutoTokenizer.from_pretrained(language, extra_special_tokens=sought)
     tokenizer.chat_template = TEMPLATE
     inner = AutoConfig.from_pretrained(language).to_dict()
     vocabulary = inner["vocab_size"]
-    inner |= {"vocab_size": vocabulary + ROWS} | (text or {})
+    inner["vocab_size"] = vocabulary + ROWS
     # Norms of queries and keys, and no small factors on layers: it learns from nothing in minutes.
     seeing = {**TOWER, "image_size": SIDE, "patch_size": PATCH, "attention_bias": True, "use_qk_norm": True}
     seeing |= {"layer_scale_init_value": 1.0, "use_mean_pooling": False} | (tower or {})
@@ -63,16 +68,13 @@ def build(language: Path, out: Path, *, seed: int = 0, tower: Any = None, text: 
     )
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config)
-    if not text:
-        own = model.model.language_model.state_dict()
-        for name, weight in AutoModelForCausalLM.from_pretrained(language).model.state_dict().items():
-            own[name][: len(weight)] = weight
-        rows, (*_, last) = own["embed_tokens.weight"], (like for _, like in TOKENS.values())
-        for number in range(ROWS):
-            like = dict(enumerate(like for _, like in TOKENS.values())).get(number, last)
-            rows[vocabulary + number] = rows[tokenizer.convert_tokens_to_ids(like)]
-        # What the decoder reads of a picture is as large as what it reads of a word.
-        model.model.multi_modal_projector.linear_2.weight.data *= rows.std().item() * 10
+    own = model.model.language_model.state_dict()
+    for name, weight in AutoModelForCausalLM.from_pretrained(language).model.state_dict().items():
+        own[name][: len(weight)] = weight
+    rows = own["embed_tokens.weight"]
+    rows[vocabulary:] = rows[16]
+    for token, (_, like) in TOKENS.items():
+        rows[tokenizer.convert_tokens_to_ids(token)] = rows[like]
     places = model.model.vision_tower.embeddings.position_embeddings
     places.data.normal_(std=0.1)  # transformers begins with zeros, which tell no place from another
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -89,10 +91,10 @@ def build(language: Path, out: Path, *, seed: int = 0, tower: Any = None, text: 
     return out
 
 
-def weights(folder: Path) -> dict[str, Any]:
+def weights(folder: Path, files: str = "model*.safetensors") -> dict[str, Any]:
     from safetensors.torch import load_file
 
-    return {name: w for file in sorted(folder.glob("model*.safetensors")) for name, w in load_file(file).items()}
+    return {name: weight for file in sorted(folder.glob(files)) for name, weight in load_file(file).items()}
 
 
 def digest(tensors: dict[str, Any]) -> str:
@@ -118,21 +120,19 @@ def pack(base: Path, trained: Path, out: Path) -> list[Path]:
     about = {"sha256": digest(after)}
     for number, tensors in enumerate(files):
         save_file(tensors, out / f"part-{number}.safetensors", metadata=about)
-    return sorted(out.glob("part-*.safetensors"))
+    return sorted(out.glob(PARTS))
 
 
-def unpack(language: Path, packed: Path, out: Path) -> Path:
+def unpack(language: Path, packed: Path, out: Path, *, tower: Any = None) -> Path:
     """The trained model; an error if it is not that to the bit."""
     from safetensors import safe_open
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
-    build(language, out)
-    tensors, about = weights(out), {}
-    for file in sorted(packed.glob("part-*.safetensors")):
-        tensors |= load_file(file)
-        with safe_open(file, "pt") as opened:
-            about = opened.metadata()
-    if digest(tensors) != about["sha256"]:
+    build(language, out, tower=tower)
+    tensors = weights(out) | weights(packed, PARTS)
+    with safe_open(next(packed.glob(PARTS)), "pt") as part:
+        wanted = part.metadata()["sha256"]
+    if digest(tensors) != wanted:
         sys.exit(f"{packed} over {language} is not the model that was packed; build {language} with the same file")
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return out

@@ -21,9 +21,10 @@ sys.path.insert(0, str(ROOT))  # the source tree is enough, no install needed
 from PIL import Image, ImageDraw  # noqa: E402
 
 from saccade.plugins.drawn.chart_questions import CHART_KINDS, Chart, draw_chart_row  # noqa: E402
+from saccade.plugins.drawn.drawn_sets import Drawing  # noqa: E402
 from saccade.plugins.drawn.scene_questions import SCENE_KINDS, SCENE_SPLITS, draw_scene_row  # noqa: E402
 from saccade.plugins.drawn.solids import Solid  # noqa: E402
-from saccade.plugins.drawn.text_pages import LEADING, ORDINALS, draw_style, font_of, wrapped  # noqa: E402
+from saccade.plugins.drawn.text_pages import LEADING, ORDINALS, VOCABULARY, draw_style, font_of, wrapped  # noqa: E402
 
 SIDE = 224
 Turns = list[tuple[str, str]]
@@ -40,7 +41,8 @@ def words_of(model: str) -> list[str]:
     """Those of three to eight letters that are one token behind a blank."""
     vocabulary = json.loads((Path(model) / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     marked = (token[1:] for token in vocabulary if token[0] == "Ġ")
-    return sorted(word for word in marked if word.isascii() and word.isalpha() and word.islower() and 3 <= len(word) <= 8)
+    found = (word for word in marked if word.isascii() and word.isalpha() and word.islower() and 3 <= len(word) <= 8)
+    return sorted({*found, *VOCABULARY})
 
 
 def scene(rng: Random, index: int) -> tuple[Image.Image, Turns]:
@@ -79,6 +81,11 @@ def words(rng: Random, index: int, *, known: Sequence[str]) -> tuple[Image.Image
         sign, result = ("-", a - b) if a >= b and rng.random() < 0.5 else ("+", a + b)
         text = f"{a} {sign} {b} = ?"
         turns = [("What does the picture say?", text), ("What is the result?", str(result))]
+    return on_page(rng, text), turns
+
+
+def on_page(rng: Random, text: str) -> Image.Image:
+    """At any place, in any size that fits."""
     style = draw_style(rng, (), (SIDE // 14, SIDE // 7))
     font, step, margin = font_of("", style.size), round(LEADING * style.size), SIDE // 28
     lines = wrapped(text, font, SIDE - 2 * margin)
@@ -87,7 +94,12 @@ def words(rng: Random, index: int, *, known: Sequence[str]) -> tuple[Image.Image
     picture = Image.new("RGB", (SIDE, SIDE), style.paper)
     for number, line in enumerate(lines):
         ImageDraw.Draw(picture).text((x, y + number * step), line, style.ink, font)
-    return picture, turns
+    return picture
+
+
+def unseen_row(rng: Random, index: int, *, kinds: Sequence[str], words: Sequence[str]) -> Drawing:
+    text = " ".join(rng.sample(words, rng.randint(1, 2)))
+    return Drawing(on_page(rng, text), "What does the picture say?", text, kinds[0], {})
 
 
 def draw(index: int, *, folder: Path, seed: int, known: Sequence[str]) -> dict[str, Any]:
