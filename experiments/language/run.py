@@ -27,7 +27,8 @@ from experiments.language.page import write_page  # noqa: E402
 from saccade.plugins.families import tiny  # noqa: E402
 
 SECONDS = 75  # of each arm after the cold start, loading included
-DEV_ROWS, ITEMS, TWICE = 500, 200, 400  # held out of train; of each level; asked eight times
+DEV_ROWS, ITEMS = 500, 200  # held out of train; sums of each level
+EIGHT = {"test": 400, "dev": 100}  # questions that are asked eight times
 LEVELS = ("{a} + {i}", "{a} + {b}", "{a} - {b}", "{a} * {i}", "{A} + {B}", "{a} + {b} * {i}")
 SUMS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 # Arm → command, its files and options, the arm whose model it starts from.
@@ -44,10 +45,11 @@ ARMS: dict[str, tuple[str, list[str], str]] = {
 }
 # Trials on rows held out of train, with another seed: arm → the arm it is a trial of, and what differs.
 TRIALS: dict[str, tuple[str, list[str]]] = {
-    "cold": ("cold", []),
-    **{f"grpo_lr{lr}": ("grpo", [f"train.lr={lr}"]) for lr in ("5e-6", "1e-5", "3e-5")},
+    "cold": ("cold", ["val.every=109"]),  # once an epoch
+    **{f"grpo_lr{lr}": ("grpo", [f"train.lr={lr}", "run.max_hours=0.0125"]) for lr in ("5e-6", "1e-5", "3e-5")},
     "sums_base": ("sums_base", []),
-    **{f"sums_grpo_lr{lr}": ("sums_grpo", [f"train.lr={lr}"]) for lr in ("1e-5", "3e-5")},
+    "sums_base_free": ("sums_base", ["prompt.format=none", "rollout.max_tokens=64"]),
+    **{f"sums_grpo_lr{lr}": ("sums_grpo", [f"train.lr={lr}", "run.max_steps=30"]) for lr in ("1e-5", "3e-5")},
 }
 
 
@@ -110,9 +112,8 @@ def job(arm: str, of: str, seed: int, rows: Path, split: str, model: str, change
     kind = "sums" if of.startswith("sums") else "gsm8k"
     names = [f"level{n + 1}" for n in range(len(LEVELS))] if kind == "sums" else ["gsm8k"]
     sets = [{"path": f"{rows}/{name}-{split}.jsonl", "name": name} for name in names]
-    sets.append(
-        {"path": f"{rows}/{kind}-{split}.jsonl", "name": "eight", "n": 8, "temperature": 1.0, "max_samples": TWICE}
-    )
+    again = {"name": "eight", "n": 8, "temperature": 1.0, "max_samples": EIGHT[split]}
+    sets.append({"path": f"{rows}/{kind}-{split}.jsonl", **again})
     if command != "eval":
         train = "solutions" if command == "sft" else f"{kind}-train"
         options = [*options, f"data.train={rows}/{train}.jsonl"]
