@@ -37,8 +37,8 @@ and with eight samples at temperature 1 of the first 400: pass@1, the mean, and 
 
 ## Sums
 
-`What is 47 + 8? Reply with the answer only.`, without a cold start or an example: GRPO alone, 60 steps of 64 x 8 rollouts.
-200 sums of each level that are not in training, greedy.
+`What is 47 + 8? Reply with the answer only.`, without a cold start or an example: GRPO alone, 60 steps of 64 x 8
+rollouts. 200 sums of each level that are not in training, greedy.
 
 {sums}
 
