@@ -57,7 +57,7 @@ def run_all(jobs: Sequence[Job], out: Path, *, at_once: int = 1, seconds: float 
         while job.after and model_of(out, job := named[f"{job.after}-{job.seed}"]) is None:
             waiting = {job.name: job} | waiting
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
-    about = {"commit": commit or revision() or "unknown", "device": device(), "at_once": max(1, at_once)}
+    about = {"commit": commit or revision() or "unknown", "device": of_gpu("name") or "CPU", "at_once": max(1, at_once)}
     while waiting or running:
         blocked = {*waiting, *running}
         for name, job in [*waiting.items()]:
@@ -107,6 +107,8 @@ def start(job: Job, out: Path, parent: Job | None, at_once: int) -> Any:
     if not at_once:
         run_recipe(job.command, arguments)
         return Done(0)
+    if memory := of_gpu("memory.total"):  # of which each run takes its share
+        arguments.append(f"run.gpu_memory_gib={0.95 * float(memory) / 1024 / at_once:.1f}")
     threads = str(max(1, (os.cpu_count() or 1) // at_once))
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with (out / f"{job.name}.log").open("w") as log:
@@ -122,9 +124,10 @@ def model_of(out: Path, job: Job) -> Path | None:
     return max(saved, key=lambda path: int(path.name.partition("-")[2]), default=None)
 
 
-def device() -> str:
-    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.check_output(asked, text=True).splitlines()[0] if shutil.which(asked[0]) else "CPU"
+def of_gpu(field: str) -> str:
+    """What nvidia-smi says of the first GPU; empty without one."""
+    asked = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    return subprocess.check_output(asked, text=True).splitlines()[0] if shutil.which(asked[0]) else ""
 
 
 def curves_of(out: Path, job: Job) -> dict[str, Any]:
