@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from saccade.algorithms.build import resolve
-from saccade.config import AlgorithmConfig, TrainConfig
+from saccade.config import AlgorithmConfig, TrainConfig, load
 from saccade.errors import ConfigError
 from saccade.forest.batch import Batch, Forest
 from saccade.forest.packing import pack
@@ -22,6 +22,7 @@ from saccade.models.families import Family, load_family
 from saccade.models.heads import attach_score, blocks_of
 from saccade.models.load import freeze
 from saccade.plugins.families.tiny import build
+from saccade.plugins.imitation.imitation_sources import teacher_of
 from saccade.plugins.preferences.preference_losses import PreferenceLoss
 from saccade.plugins.ranks.divided import DividedOptimizer
 from saccade.plugins.ranks.machines import HOST
@@ -221,7 +222,10 @@ def test_two_ranks_that_share_forests_run_as_one_process(
     require_same_weights(*(tensors(run / "checkpoints" / "step-2") for run in (two, one)))
 
 
-def test_what_cannot_be_divided_is_refused(tmp_path: Path, rl_config: Any, results: Any) -> None:
+def test_what_cannot_be_divided_is_refused(tmp_path: Path, rl_config: Any, results: Any, families: Any) -> None:
+    taught = {"model.path": families[WIDE].path, "sft.teacher": families[VISION].path, "run.gpus": 4}
+    with pytest.raises(ConfigError, match=f"4 does not divide 2 heads of attention of {families[VISION].path}; try"):
+        teacher_of(load(taught, ["train.sequence_parallel=4"], "sft"), families[WIDE])
     assert all("4 GPUs are on several machines" in found["two machines"] for found in results[1])
     for gpus, size, aux, message in (
         (4, 3, 0.0, r"3 does not divide run\.gpus=4; try train.sequence_parallel=2"),
