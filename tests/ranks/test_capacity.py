@@ -181,7 +181,7 @@ def test_a_layout_that_is_left_open_is_whole_where_that_fits(shaped, monkeypatch
         assert found.layout == faster and re.search(r"; a step takes hybrid [\d.]+ s, sharded [\d.]+ s$", found.reason)
     assert candidates("auto", gpus=12, cuda=True)[0] == ("whole", "sharded")
     given = {"model.path": str(shaped("7b")), "run.gpus": 8, "model.checkpointing": "on", "data.max_prompt_tokens": 400}
-    for command in ("rl", "sft", "dpo", "reward-model"):
+    for command in ("rl", "reward-model"):  # sft and dpo: above
         config = load(given | {"algorithm.kl.coef": 0.0}, command=command)
         found = []
         for device in (H200, devices.Device(name="CPU", memory=64.0), TIGHT):
