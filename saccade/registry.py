@@ -67,6 +67,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("hooks", "judges.judge", "judge=Judge"),
     ("hooks", "linear.segments", "walk=Walk recurrent_states=RecurrentStates"),
     ("hooks", "loggers.live_display", "live_display=LiveDisplay"),
+    ("hooks", "offload.eight_bits", "eight_bits=EightBits"),
     ("hooks", "offload.host_state", "state_in_main_memory=HostState"),
     ("hooks", "preferences.mappings", "mapped_rows=mapped"),
     ("hooks", "preferences.preference_rows", "chosen=chosen_view verdict=verdict_view"),

@@ -99,6 +99,7 @@ def test_the_model_around_an_adapter_or_in_a_run_is_named(rows, tmp_path):
     ("env.max_turns=3", "env.max_turns", "env.name=tools"),
     ("train.updates_per_step=129", "train.updates_per_step", "train.updates_per_step=128"),
     ("train.sequence_parallel=3", "train.sequence_parallel", "use run.gpus=3"),
+    ("run.gpus=2 train.optimizer=adamw_8bit", "train.optimizer", "not run.gpus=2; try adamw_bf16"),
     ("train.min_lr=0.1", "train.min_lr", "train.schedule=linear"),
     ("train.lr_scale.vision=0", "train.lr_scale", "vision: expects factors above 0"),
     ("reward.terms=[]", "reward.terms", "reward.terms=[math]"),
@@ -109,7 +110,7 @@ def test_the_model_around_an_adapter_or_in_a_run_is_named(rows, tmp_path):
 ])  # fmt: skip
 def test_what_rl_refuses(rows, override, field, remedy):
     with pytest.raises(ConfigError) as caught:
-        check(config(rows, override), "rl", given([override]))
+        check(config(rows, *override.split()), "rl", given(override.split()))
     (line,) = str(caught.value).splitlines()
     assert line.startswith(f"{field}: ") and remedy in line
 

@@ -45,6 +45,8 @@ def optimizer(config: Config) -> Iterator[str]:
         yield f"train.ema: averages whole weights; with model.train={config.model.train} use 0"
     if steps is not None and train.warmup >= max(1, steps):
         yield f"train.warmup: {train.warmup:g} steps are all of the run; try train.warmup={steps // 10}"
+    if train.optimizer == "adamw_8bit" and config.run.gpus > 1:
+        yield f"train.optimizer: adamw_8bit is for one GPU, not run.gpus={config.run.gpus}; try adamw_bf16"
     lora, without = config.model.lora, {"series"}  # towers that get no adapter
     if lora.targets == "all-linear":
         without |= {"audio"} if lora.vision else {"audio", "vision", "projector"}

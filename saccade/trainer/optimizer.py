@@ -1,5 +1,5 @@
-"""AdamW with fp32 masters, or on bf16 weights with Kahan compensation; state is keyed by parameter
-name.
+"""AdamW with fp32 masters, or on bf16 weights with Kahan compensation, its moments in bf16 or 8 bits; state is keyed by
+parameter name.
 
 A large gradient is added to its fp32 sum the moment its backward has made it, and given back: no
 second set of gradients lives beside the sums. What a micro-batch that runs out of memory half-way
@@ -14,6 +14,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -52,12 +53,13 @@ class Optimizer:
         self.lr_scale = {name: lr_scale(name) for name in self.parameters}
         # Biases and norms are vectors; decay would only shrink what they have learned.
         self.decay = {name: config.weight_decay * (p.ndim > 1) for name, p in self.parameters.items()}
-        kind: Any = {"adamw": _MasterAdamW, "adamw_bf16": _KahanAdamW}[config.optimizer]
+        kind: Any = _MasterAdamW if config.optimizer == "adamw" else _KahanAdamW
         self._rule: _MasterAdamW | _KahanAdamW = kind(self, self.place())
 
     def place(self) -> Callable[..., "StateBeside"]:
         """Where the state will be."""
-        return HOOKS["state_in_main_memory"] if self.config.offload else StateBeside
+        place = HOOKS["state_in_main_memory"] if self.config.offload else StateBeside
+        return functools.partial(HOOKS["eight_bits"], place) if self.config.optimizer == "adamw_8bit" else place
 
     def owned(self) -> Mapping[str, nn.Parameter]:
         """What this process steps: the parameters, or flat parts of them."""
@@ -169,11 +171,24 @@ class Piece(NamedTuple):
 
 
 class StateBeside:
-    """Where the parameters are; an update takes all at once. `keys`: what is kept for each number of a parameter."""
+    """Where the parameters are; an update takes all at once. `keys`: what is kept for each number of a parameter, or,
+    by `kinds`, in another dtype for so many of them.
+    """
 
-    def __init__(self, parameters: Mapping[str, Tensor], keys: Mapping[str, Sequence[str]], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        keys: Mapping[str, Sequence[str]],
+        dtype: torch.dtype,
+        kinds: Mapping[str, tuple[torch.dtype, int]] = MappingProxyType({}),
+    ) -> None:
+        def zeros(parameter: Tensor, key: str) -> Tensor:
+            kind, each = kinds.get(key, (dtype, 1))
+            like = parameter if each == 1 else parameter.new_empty(-(-parameter.numel() // each))
+            return torch.zeros_like(like, dtype=kind)
+
         self.parameters = parameters
-        self.tensors = {n: {k: torch.zeros_like(parameters[n], dtype=dtype) for k in kept} for n, kept in keys.items()}
+        self.tensors = {n: {key: zeros(parameters[n], key) for key in kept} for n, kept in keys.items()}
 
     def pieces(self, gradients: Mapping[str, Tensor]) -> Iterator[list[Piece]]:
         yield [Piece(name, self.parameters[name], g, self.tensors[name]) for name, g in gradients.items()]

@@ -38,7 +38,8 @@ def load_optimizer(optimizer: Optimizer, folder: Path) -> None:
         if key.partition("/")[0] in COUNTS:  # which every file has
             tensor.copy_(parts[0][1].view_as(tensor))
             continue
-        size, (first, end) = optimizer.parameters[names[key]].numel(), ranges[names[key]]
+        size = tensor.numel() if optimizer.world == 1 else optimizer.parameters[names[key]].numel()
+        first, end = ranges[names[key]]
         if [*(start for start, _ in parts), size] != [0, *(start + len(part) for start, part in parts)]:
             raise EnvironmentProblem(f"{folder}: the files do not hold every number of {key} exactly once")
         for start, part in parts:

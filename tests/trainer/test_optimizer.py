@@ -12,6 +12,7 @@ from torch import nn
 from saccade.config import TrainConfig
 from saccade.errors import EnvironmentProblem
 from saccade.plugins.offload import host_state
+from saccade.plugins.offload.eight_bits import BLOCK, decode, encode
 from saccade.system.contents import write_files
 from saccade.trainer.optimizer import Optimizer, rate
 from saccade.trainer.optimizer_files import load_optimizer, optimizer_file
@@ -87,7 +88,7 @@ def test_kahan_follows_fp32_where_plain_bf16_stands_still():
     assert (kahan["matrix"].float() - exact).norm() < (plain.float() - exact).norm()
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw_bf16"])
+@pytest.mark.parametrize("kind", ["adamw", "adamw_bf16", "adamw_8bit"])
 def test_a_step_without_gradients_changes_nothing_and_state_of_another_model_is_refused(kind, tmp_path):
     mine, optimizer = run(kind, torch.float32, steps=1)
     before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
@@ -171,7 +172,7 @@ def test_schedules():
 
 CHUNK = 128
 SHAPES = {"matrix": (37, 23), "bias": (7,), "tower": (5, 3, 11), "head": (200,)}  # 851 numbers are in eight chunks
-KINDS = pytest.mark.parametrize("kind", ["adamw", "adamw_bf16"])
+KINDS = pytest.mark.parametrize("kind", ["adamw", "adamw_bf16", "adamw_8bit"])
 
 
 @pytest.fixture(autouse=True)
@@ -239,7 +240,7 @@ def test_a_run_goes_on_with_its_state_elsewhere_and_a_copy_stays_as_it_was(kind:
         assert stored.keys() == now.keys() and all(torch.equal(stored[name], now[name]) for name in now)
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["adamw", "adamw_bf16"])
 def test_an_update_has_few_chunks_at_once(kind: str) -> None:
     away = made(kind, torch.bfloat16, offload=True)
     held, gradients = away._rule.held, {name: torch.ones(shape) for name, shape in SHAPES.items()}
@@ -247,6 +248,32 @@ def test_an_update_has_few_chunks_at_once(kind: str) -> None:
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     assert len(storages) == host_state.SLOTS * 3 and max(storages.values()) == CHUNK * tensors[0].itemsize
     assert storages.keys().isdisjoint(t.untyped_storage().data_ptr() for t in away.state().values())
+
+
+def test_moments_of_eight_bits_are_near_and_small() -> None:
+    draw = torch.Generator().manual_seed(0)
+    numbers = torch.randn(1000, generator=draw) * torch.randn(1000, generator=draw).exp()
+    numbers[100], numbers[128:192] = 0.0, 0.0  # one, and a whole block
+    for key, values, near in (("exp_avg", numbers, 0.06), ("exp_avg_sq", numbers**2, 0.03)):
+        codes, scales = encode(key, values)
+        found = decode(key, codes, scales)
+        assert (codes.itemsize, len(codes), len(scales)) == (1, 1000, 16)
+        largest = torch.tensor([block.abs().max() for block in values.split(BLOCK)]).repeat_interleave(BLOCK)[:1000]
+        assert torch.equal(found[values.abs() == largest], values[values.abs() == largest])  # exact
+        close = values.abs() > largest / 100
+        assert ((found - values).abs() <= near * values.abs())[close].all()
+        assert torch.equal(found == 0, values == 0) or key == "exp_avg"
+        assert all(torch.equal(*pair) for pair in zip(encode(key, found), (codes, scales), strict=True))  # stays so
+    # A run of 100 updates ends 3 % from where fp32 does; bytes of state for each number are 4.125 instead of 12.
+    exact, small = (made(kind, torch.bfloat16, offload=False) for kind in ("adamw", "adamw_8bit"))
+    start = small.parameters["matrix"].detach().float()
+    for one in (exact, small):
+        train(one, *range(100))
+    held = small.parameters["matrix"].float() + small.state()["lost/matrix"].float()
+    wanted = exact.state()["master/matrix"]
+    assert (held - wanted).norm() < 0.05 * (wanted - start).norm()
+    bytes_of = lambda one: sum(t.nbytes for key, t in one.state().items() if key.endswith("/head"))  # noqa: E731
+    assert (bytes_of(small), bytes_of(exact)) == (200 * 4 + 2 * 4 * 4, 200 * 12 + 4)
 
 
 def test_too_little_main_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,9 @@ class TrainConfig(Section):
     )
     warmup: float = option(0.0, "Warm-up steps, or a share of all steps when below 1; not rl: 0.03 unless set.", ge=0)
     min_lr: float = option(0.0, "Floor as a share of lr; 0: of cosine_with_min_lr 0.1.", ge=0, le=1, when=DECAYING)
-    optimizer: Literal["adamw", "adamw_bf16"] = option("adamw", "adamw_bf16: bf16 weights with Kahan compensation.")
+    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit"] = option(
+        "adamw", "adamw_bf16: bf16 weights with Kahan compensation; adamw_8bit: also moments of 8 bits, on one GPU."
+    )
     offload: bool = option(False, "Keep the optimizer's state in main memory; the numbers stay equal to the bit.")
     betas: tuple[float, float] = option((0.9, 0.95), "Moments of AdamW.")
     eps: float = option(1e-8, "Added to the root of the second moment.", gt=0)

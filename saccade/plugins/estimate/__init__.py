@@ -325,13 +325,14 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
     adapters = {"lora": ["qlora"], "qlora": []}.get(model.train, ["lora", "qlora"])
     shortest = max(SHORTEST_RESPONSE, 2 * (plan.config.algorithm.overlong.buffer or 0))
     smallest = max(data.min_pixels, SMALLEST_PICTURE) if plan.step.pictures else data.max_pixels
+    smaller = ["adamw", "adamw_bf16", *(["adamw_8bit"] if gpus == 1 else [])]
     options = {
         "model.checkpointing": {"off": ["auto", "on"], "auto": ["on"]}.get(model.checkpointing, []),
         "train.micro_tokens": _halves(train.micro_tokens, SMALLEST_BATCH),
         "reward.offload": ["true"] if model_terms(reward) and not reward.offload else [],
         "rollout.max_sequences": _halves(plan.sequences, 1) if plan.generates else [],
         "train.offload": ["true"] if plan.device.is_gpu and not train.offload else [],
-        "train.optimizer": ["adamw_bf16"] if train.optimizer == "adamw" and plan.element < 4 else [],
+        "train.optimizer": smaller[smaller.index(train.optimizer) + 1 :] if plan.element < 4 else [],
         "train.ema": ["0"] if train.ema else [],
         "model.train": [f"{kind}{without}" for kind in adapters],
         "model.lora.rank": _halves(model.lora.rank, SMALLEST_RANK),

@@ -103,7 +103,7 @@ def short_of_memory(config: Config, found: Estimate) -> str | None:
     if not config.train.offload or config.run.launcher != "local" or needed <= free:
         return None
     of_state = next((item.gib for item in found.host if item.name == OFFLOADED), 0.0)
-    smaller = "train.optimizer=adamw_bf16, or " * (config.train.optimizer != "adamw_bf16")
+    smaller = "train.optimizer=adamw_bf16, or " * (config.train.optimizer == "adamw")
     return (
         f"train.offload: {needed:.1f} GiB of main memory are needed ({OFFLOADED} {of_state:.1f}), and {free:.1f} are "
         f"free; try {smaller}train.offload=false"

@@ -6,7 +6,7 @@ precision (fused norms, rotations and gated layers, one attention call over gath
 elsewhere the count is off by what those save.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -33,7 +33,13 @@ from saccade.types import MediaSpan
 GIB = 2**30
 POOL = "keys and values"
 PROCESS_GIB = 2.0  # main memory of libraries and the context of CUDA, as one H200 showed
-STATE = {"adamw": {"fp32 masters": 4, "moments": 8}, "adamw_bf16": {"moments and compensation": 6}}  # bytes
+STATE: Mapping[str, Mapping[str, float]] = {  # bytes
+    "adamw": {"fp32 masters": 4, "moments": 8},
+    "adamw_bf16": {"moments and compensation": 6},
+    "adamw_8bit": {"moments and compensation": 4.125},
+}
+# Kahan's works in fp32, with so many numbers for each of its own: on one tensor after the other, or on a chunk of it.
+WORKING = {"adamw": 0, "adamw_bf16": 7, "adamw_8bit": 12}
 OFFLOADED = "state of the optimizer"
 COPY = "copy for generation"
 SMALLEST_PREFILL = 1024  # tokens: the engine would halve further, and take long
@@ -138,7 +144,7 @@ def _always(plan: Plan) -> list[Item]:
     return [item for item in items if item.gib]
 
 
-def state_sizes(plan: Plan) -> dict[str, int]:
+def state_sizes(plan: Plan) -> dict[str, float]:
     """Bytes that an optimizer keeps for each number, by item; one in fp32 is its own master."""
     kept = STATE[plan.config.train.optimizer]
     return {name: size for name, size in kept.items() if plan.element < 4 or name != "fp32 masters"}
@@ -234,8 +240,8 @@ def _update(plan: Plan, learner: ModelSize, free: float) -> list[Item]:
             first, *others = (Item(name=name, gib=size / GIB, phase="update") for name, size in moment.items() if size)
             found.append([replace(first, note=note), *others])
     state, train = learner.trained * plan.share("state"), plan.config.train
-    # Kahan's works in fp32 on one tensor after the other, with seven numbers for each of its own.
-    working = 7 * 4 * min(learner.largest, state, CHUNK if train.offload else state) * (train.optimizer == "adamw_bf16")
+    chunked = train.offload or train.optimizer == "adamw_8bit"
+    working = 4 * WORKING[train.optimizer] * min(learner.largest, state, CHUNK if chunked else state)
     passing = min(SLOTS * CHUNK, state) * sum(state_sizes(plan).values()) * train.offload
     work = {"sums over all GPUs": 4 * state * (state < learner.trained), "the optimizer at work": working + passing}
     found += [[Item(name=name, gib=size / GIB, phase="update")] for name, size in work.items() if size]

@@ -11,6 +11,7 @@ beside the parameters, and so are the results, to the bit.
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class HostState(StateBeside):
         parameters: Mapping[str, Tensor],
         keys: Mapping[str, Sequence[str]],
         dtype: torch.dtype,
+        kinds: Mapping[str, tuple[torch.dtype, int]] = MappingProxyType({}),
         *,
         total: Callable[[float], float] = float,
     ) -> None:
@@ -49,8 +51,9 @@ class HostState(StateBeside):
         for name, parameter in parameters.items():
             self._starts[name] = self._length
             self._length += aligned(parameter.numel())
-        kinds = dict.fromkeys(key for kept in keys.values() for key in kept)
-        needed, free = len(kinds) * self._length * dtype.itemsize, free_host_bytes()
+        every = {key: kinds.get(key, (dtype, 1)) for kept in keys.values() for key in kept}
+        self._each = {key: each for key, (_, each) in every.items()}  # of a parameter's numbers one of these
+        needed, free = sum(self._length // each * kind.itemsize for kind, each in every.values()), free_host_bytes()
         needed = int(total(needed))  # of all that take their part at the same time, after each has seen what is free
         if needed > free:
             smaller = "" if dtype == torch.bfloat16 else "train.optimizer=adamw_bf16, "
@@ -58,11 +61,13 @@ class HostState(StateBeside):
                 f"train.offload: the optimizer's state takes {size(needed)} of main memory, and {size(free)} are free; "
                 f"try {smaller}train.offload=false or more machines"
             )
-        self._flat = {key: _zeros(self._length, dtype, self.device) for key in kinds}
-        self.tensors = {
-            name: {key: self._flat[key][self._starts[name] :][: p.numel()].view(p.shape) for key in keys[name]}
-            for name, p in parameters.items()
-        }
+        self._flat = {key: _zeros(self._length // each, kind, self.device) for key, (kind, each) in every.items()}
+        self.tensors = {name: {key: self._view(name, key) for key in keys[name]} for name in parameters}
+
+    def _view(self, name: str, key: str) -> Tensor:
+        parameter, each = self.parameters[name], self._each[key]
+        found = self._flat[key][self._starts[name] // each :][: -(-parameter.numel() // each)]
+        return found.view(parameter.shape) if each == 1 else found
 
     def pieces(self, gradients: Mapping[str, Tensor]) -> Iterator[list[Piece]]:
         """Each list has to be updated on the current stream before the next is asked for."""
@@ -75,14 +80,17 @@ class HostState(StateBeside):
         now, coming, going = device.current_stream(), device.Stream(), device.Stream()
         width = min(CHUNK, self._length)
         slots = [
-            {key: flat.new_empty(width, device=self.device) for key, flat in self._flat.items()}
+            {key: flat.new_empty(width // self._each[key], device=self.device) for key, flat in self._flat.items()}
             for _ in range(min(SLOTS, len(cuts)))
         ]
         emptied = [now.record_event() for _ in slots]  # the memory may have been in use until now
         for number, (low, cut) in enumerate(sorted(cuts.items())):
             turn, high = number % SLOTS, min(low + CHUNK, self._length)
             slot = slots[turn]
-            pairs = [(slot[key][: high - low], flat[low:high]) for key, flat in self._flat.items()]
+            pairs = [
+                (slot[key][: (high - low) // each], self._flat[key][low // each : high // each])
+                for key, each in self._each.items()
+            ]
             coming.wait_event(emptied[turn])
             with device.stream(coming):
                 for there, here in pairs:
@@ -90,9 +98,14 @@ class HostState(StateBeside):
             now.wait_stream(coming)
             pieces = []
             for name, first, end in cut:
-                place = slice(self._starts[name] + first - low, self._starts[name] + end - low)
+                start, stop = self._starts[name] + first - low, self._starts[name] + end - low
                 parameter, gradient = (t.detach().view(-1)[first:end] for t in (self.parameters[name], gradients[name]))
-                pieces.append(Piece(name, parameter, gradient, {key: slot[key][place] for key in self.tensors[name]}))
+                state = {
+                    key: slot[key][start // each : -(-stop // each)]
+                    for key, each in self._each.items()
+                    if key in self.tensors[name]
+                }
+                pieces.append(Piece(name, parameter, gradient, state))
             yield pieces
             going.wait_stream(now)
             with device.stream(going):

@@ -1,0 +1,84 @@
+"""Moments of AdamW in 8 bits, each block of 64 numbers with a scale of its own: 2.1 bytes for both instead of 4 or 8.
+
+A code is a root of what it stands for, as a share of the largest of its block: the third root of a first moment, with
+its sign, the sixth of a second one. So a hundredth of the largest is exact to 6 % and 3 %, and when all of a block
+shrink alike, its scale alone changes. An update has them in fp32, one chunk at a time.
+
+    held = EightBits(StateBeside, parameters, {"weight": ("exp_avg", "exp_avg_sq", "lost")}, torch.bfloat16)
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from saccade.plugins.offload import host_state
+from saccade.trainer.optimizer import Piece, StateBeside
+
+BLOCK = 64  # numbers; a chunk, and a parameter among others, begins with one
+CODES = {"exp_avg": (torch.int8, 127, 3), "exp_avg_sq": (torch.uint8, 255, 6)}  # largest code, power
+
+
+class EightBits(StateBeside):
+    """State in a `place` that knows nothing of it."""
+
+    def __init__(
+        self,
+        place: Callable[..., StateBeside],
+        parameters: Mapping[str, Tensor],
+        keys: Mapping[str, Sequence[str]],
+        dtype: torch.dtype,
+        **more: Any,
+    ) -> None:
+        scaled = {name: (*kept, *(_scale(key) for key in CODES)) for name, kept in keys.items()}
+        kinds = {key: (kind, 1) for key, (kind, *_) in CODES.items()}
+        kinds |= {_scale(key): (torch.float32, BLOCK) for key in CODES}
+        self._held = place(parameters, scaled, dtype, kinds, **more)
+        self.tensors = self._held.tensors
+
+    def pieces(self, gradients: Mapping[str, Tensor]) -> Iterator[list[Piece]]:
+        for piece in (part for pieces in self._held.pieces(gradients) for whole in pieces for part in _parts(whole)):
+            moments = {key: decode(key, piece.state[key], piece.state[_scale(key)]) for key in CODES}
+            yield [piece._replace(state={**piece.state, **moments})]
+            for key, moment in moments.items():
+                for there, here in zip((piece.state[key], piece.state[_scale(key)]), encode(key, moment), strict=True):
+                    there.copy_(here)
+
+
+def _scale(key: str) -> str:
+    return f"{key}_scale"
+
+
+def _parts(piece: Piece) -> Iterator[Piece]:
+    """Flat, with at most a chunk of numbers."""
+    parameter, gradient = (tensor.detach().view(-1) for tensor in (piece.parameter, piece.gradient))
+    for low in range(0, len(parameter), host_state.CHUNK):
+        high = min(low + host_state.CHUNK, len(parameter))
+        cut = {key: tensor.view(-1)[low:high] for key, tensor in piece.state.items()}
+        cut |= {s: piece.state[s][low // BLOCK : -(-high // BLOCK)] for s in map(_scale, CODES)}
+        yield Piece(piece.name, parameter[low:high], gradient[low:high], cut)
+
+
+def decode(key: str, codes: Tensor, scales: Tensor) -> Tensor:
+    _, largest, power = CODES[key]
+    shares = codes.float().div_(largest).pow_(power)
+    return _blocks(shares).mul_(scales[:, None]).view(-1)[: len(codes)]
+
+
+def encode(key: str, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest codes, and the scales of their blocks. What is not 0 gets no 0 as its second moment, by which a
+    first one would be divided.
+    """
+    kind, largest, power = CODES[key]
+    blocks = _blocks(numbers)
+    scales = blocks.abs().amax(1)
+    shares = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    codes = shares.abs_().pow_(1 / power).mul_(largest).round_()
+    codes = codes.clamp_(min=1).mul_(blocks > 0) if key == "exp_avg_sq" else codes.copysign_(blocks)
+    return codes.view(-1)[: len(numbers)].to(kind), scales
+
+
+def _blocks(numbers: Tensor) -> Tensor:
+    return pad(numbers, (0, -len(numbers) % BLOCK)).view(-1, BLOCK)
