@@ -3,7 +3,7 @@
 import pytest
 
 from saccade.checks import check, not_counted
-from saccade.config import given, load
+from saccade.config import given, load, on_one_gpu
 from saccade.errors import ConfigError
 
 
@@ -157,6 +157,8 @@ def test_what_a_command_does_not_read_is_told_in_a_line(rows):
     assert not_counted(several, "rl") is None
     line = "`saccade reward-model` does not read reward, algorithm"
     assert not_counted(several, "reward-model") == line
+    assert on_one_gpu(plain := load(None)) is plain  # nothing was set that a command does not read
+    assert not_counted(on_one_gpu(load(None, ["run.gpus=4"])), "eval") == "`saccade eval` does not read run.gpus"
 
 
 def test_eval_takes_the_file_of_a_training_run(rows):

@@ -84,7 +84,8 @@ def load(
 
 def on_one_gpu(config: Config) -> Config:
     """For commands that start no ranks, whatever the file says."""
-    return config.model_copy(update={"run": config.run.model_copy(update={"gpus": 1})})
+    own = config.run
+    return config if own.gpus == 1 else config.model_copy(update={"run": own.model_copy(update={"gpus": 1})})
 
 
 def _validated(tree: dict[str, Any]) -> Config:

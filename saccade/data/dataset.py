@@ -129,8 +129,10 @@ def refuse_first(row: BadRow, config: DataConfig) -> None:
         raise DataError(f"bad row {row}; data.on_bad_row=quarantine excludes it")
 
 
-def too_many(bad: Sequence[BadRow], rows: int, paths: Sequence[str], config: DataConfig, *, none_left: bool) -> str:
-    """`paths`: where they are from."""
+def too_many(
+    bad: Sequence[BadRow], rows: int, paths: Sequence[str], config: DataConfig, *, none_left: bool, ours: bool = True
+) -> str:
+    """`paths`: where they are from; `ours`: `check-data` reads such rows."""
     splits = {"data.train: ": config.train, "data.val: ": config.val}
     where = next((key for key, listed in splits.items() if {source.path for source in listed}.issuperset(paths)), "")
     examples = "\n".join(f"  {problem}" for problem in bad[:5])
@@ -138,7 +140,8 @@ def too_many(bad: Sequence[BadRow], rows: int, paths: Sequence[str], config: Dat
     advice, fixed = "No usable row is left.", ""
     if not none_left:
         advice, fixed = f"{lifted} continues without them.", ", its --fix writes a copy without them"
-    advice += f" `saccade check-data` (--for rl, sft, dpo or reward-model) lists all{fixed}."
+    if ours:
+        advice += f" `saccade check-data` (--for rl, sft, dpo or reward-model) lists all{fixed}."
     if config.format != "auto":
         advice += f" data.format is {config.format}: auto reads what the columns say."
     return (

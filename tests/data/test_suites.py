@@ -12,12 +12,15 @@ from saccade.data.chats import RowError
 from saccade.data.dataset import ROTATION_OF
 from saccade.data.datasets import Dataset
 from saccade.data.datasets import load as read
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, DataError
 from saccade.media.images import decode
 from saccade.plugins.evaluation import evaluate
+from saccade.plugins.evaluation.results import read_lines
 from saccade.plugins.suites import suites
+from saccade.plugins.suites.rotations import rotations
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
+from saccade.types import Message, Sample
 from tests.public_sets import ROWS, write_all
 
 
@@ -130,12 +133,46 @@ def test_suites_are_scored_as_their_authors_do() -> None:
     assert suites.with_rewards(plain, EvalConfig()) is plain
 
 
+def test_options_are_turned_with_their_gold() -> None:
+    asked = Message(role="user", parts=("Which?\n(A) a dog\n(B) a cat\n(C) a cow\nSay it.",))
+    row = Sample(id="q", messages=(asked,), choices=("a dog", "a cat", "a cow"), answer=("B", "a cat"))
+    assert [(one.choices[0], one.answer, one.extra[ROTATION_OF]) for one in rotations(row)] == [
+        ("a dog", ("B", "a cat"), "q"),
+        ("a cat", ("A", "a cat"), "q"),
+        ("a cow", ("C", "a cat"), "q"),
+    ]
+    assert rotations(row)[2].messages[0].text == "Which?\n(A) a cow\n(B) a dog\n(C) a cat\nSay it."
+    assert len(rotations(replace(row, choices=(), answer="4"))) == 1
+    with pytest.raises(ConfigError, match="cannot be turned"):
+        rotations(replace(row, messages=(Message(role="user", parts=("A: a dog",)),)))
+    said = [*suites.problems(EvalConfig(suites=("hrbench4k:circular", "gsm8k:circular", "vstar:circle")))]
+    assert "rotations in its file; try hrbench4k" in said[0] and "has no options to turn; try gsm8k" in said[1]
+    assert "did you mean 'vstar'" in said[2]
+
+
+def test_too_many_bad_rows_of_a_suite_name_the_set(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "vstar_bench").mkdir()
+    (tmp_path / "vstar_bench" / "test_questions.jsonl").write_text('{"text": "What?", "label": "A"}\n')
+    own = ["model.path=tiny:qwen2_5_vl", "eval.suites=[vstar]", f"eval.folder={tmp_path}"]
+    with pytest.raises(DataError) as caught:
+        evaluate.run(load(None, own), out=tmp_path / "eval")
+    said = str(caught.value)
+    assert (
+        "eval.suites: vstar: " in said and "read as those of craigwu/vstar_bench" in said and "check-data" not in said
+    )
+
+
 def test_all_suites_are_asked_and_scored(folder: Path, tmp_path: Path) -> None:
     """By a model that sees and hears; rewards are tested on the right answers before."""
     own = ["model.path=tiny:qwen2_5_omni", "prompt.format=think_answer", "val.max_tokens=4", "reward.workers=1"]
-    own += [f"eval.suites=[{','.join(suites.SUITES)}]", f"eval.folder={folder}", "data.max_pixels=3136"]
+    own += [f"eval.suites=[{','.join(suites.SUITES)},vstar:circular]", f"eval.folder={folder}", "data.max_pixels=3136"]
     found = evaluate.run(load(None, own), out=tmp_path / "eval")
+    turned = found.pop("vstar:circular")
     assert list(found) == list(suites.SUITES)
+    assert turned["items"] == 4 and turned["all_rotations"] == turned["accuracy"] == 0  # two questions of two options
+    rows = [row for row in read_lines(tmp_path / "eval" / "samples.jsonl") if row["set"] == "vstar:circular"]
+    assert [(row["id"], row["gold"]) for row in rows[:2]] == [("0", "B"), ("0~1", "A")]
+    assert "(A) rubber\n(B) cotton" in rows[0]["prompt"] and "(A) cotton\n(B) rubber" in rows[1]["prompt"]
     for name, result in found.items():
         assert result["left_out"] == 0 and result["error_rate"] == result["abstain_rate"] == 0, name
         assert result["accuracy"] == 0 and result["items"] == len(ROWS[name]), name

@@ -27,7 +27,7 @@ from saccade.plugins.reports.trajectories import TrajectoryWriter
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.reward_card import read_card
 from saccade.plugins.suites.suite_metrics import suite_metrics
-from saccade.plugins.suites.suites import SUITES, suite_sets, unusual, with_pairs, with_rewards
+from saccade.plugins.suites.suites import suite_of, suite_sets, unusual, with_pairs, with_rewards
 from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.accuracy import items_of, score_terms, with_interval
 from saccade.recipes.evaluator import Result, describe, verdict_metrics
@@ -104,7 +104,7 @@ def _evaluate(config: Config, folder: Path, answers: Path, also: Collection[str]
             if name in config.eval.suites:
                 if note := unusual(name, config.val.n):
                     log.info(note)
-                more = suite_metrics(SUITES[name], results[-1].groups, results[-1].tables)
+                more = suite_metrics(suite_of(name), results[-1].groups, results[-1].tables)
                 results[-1] = _noted(results[-1], more)
             for line in table_lines(name, results[-1].tables):
                 log.info(line)

@@ -19,8 +19,9 @@ import yaml
 from saccade.config import Config, DataSource, EvalConfig, RewardConfig
 from saccade.config.schema.presets import unknown
 from saccade.data.dataset import Dataset
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, DataError
 from saccade.models.families import Family
+from saccade.plugins.suites.rotations import rotated
 from saccade.plugins.suites.suite_rows import Row, category_of, read_suite_row
 from saccade.recipes.questions import load_prompts, map_samples, require_rows
 from saccade.registry import Table
@@ -42,6 +43,7 @@ class Suite:
     mapping: str = "none"  # of pairs
     categories: Mapping[str, Sequence[str]] = field(default_factory=dict)
     judged: bool = False
+    circular: bool = False  # each question is asked once for each of its options
     rotated: bool = False  # rows ask the same with their options in another order
     shuffled: bool = False  # the first option is the right one, and is moved
     protocol: str = "greedy"
@@ -74,12 +76,24 @@ def _table() -> dict[str, Suite]:
 SUITES: Table[Suite] = Table("suites", _table())
 
 
+CIRCULAR = ":circular"  # behind the name of a suite
+
+
+def suite_of(name: str) -> Suite:
+    """The row of the table; with NAME:circular its questions are asked with their options in every rotation."""
+    suite = SUITES[name.removesuffix(CIRCULAR)]
+    return replace(suite, circular=True, protocol="circular") if name.endswith(CIRCULAR) else suite
+
+
 def problems(config: EvalConfig) -> Iterator[str]:
     """Suites that do not exist, and files that are missing, with the line that fetches them."""
     for name in dict.fromkeys(config.suites):
-        if name not in SUITES:
+        if name.removesuffix(CIRCULAR) not in SUITES:
             yield str(unknown("eval.suites", name, SUITES))
-        elif not suite_files(suite := SUITES[name], config.folder):
+        elif (suite := suite_of(name)).circular and (suite.rotated or "choices" not in suite.columns):
+            why = "has its rotations in its file" if suite.rotated else "has no options to turn"
+            yield f"eval.suites: {name}: the set {why}; try {name.removesuffix(CIRCULAR)}"
+        elif not suite_files(suite, config.folder):
             home = suite.home(config.folder)
             fetch = suite.fetch.format(hub=suite.hub, folder=home)
             then = f", then in that folder {suite.unpack}" if suite.unpack else ""
@@ -93,15 +107,16 @@ def suite_files(suite: Suite, folder: str) -> list[Path]:
 
 def suite_sources(name: str, config: EvalConfig) -> list[DataSource]:
     """Where its rows are; they carry its name as their data_source."""
-    suite = SUITES[name]
+    suite = suite_of(name)
     own: dict[str, Any] = {"name": name, "data_source": name, "mapping": suite.mapping}
     return [DataSource(path=str(path), **own) for path in suite_files(suite, config.folder)]
 
 
 def with_rewards(reward: RewardConfig, config: EvalConfig) -> RewardConfig:
     """Suites are scored as their authors score them, unless reward.by_source names them."""
-    suites = {name: SUITES[name] for name in config.suites}
+    suites = {name: suite_of(name) for name in config.suites}
     own = {name: "hybrid" if one.judged and reward.judge.url else one.verifier for name, one in suites.items()}
+    own |= {name: reward.by_source[base] for name in own if (base := name.removesuffix(CIRCULAR)) in reward.by_source}
     return reward.model_copy(update={"by_source": own | reward.by_source}) if own else reward
 
 
@@ -111,19 +126,24 @@ def suite_sets(config: Config, family: Family) -> dict[str, Dataset]:
     """
     sets = {}
     for name in config.eval.suites:
-        suite = SUITES[name]
+        suite = suite_of(name)
         pairs = suite.mapping != "none"
         plain: dict[str, Any] = {"format": "auto", "keys": {}, "pair_view": "verdict" if pairs else "apart"}
         own = config.model_copy(update={"data": config.data.model_copy(update=plain)})
-        loaded = load_prompts(own, suite_sources(name, config.eval), family, None if pairs else suite.row)
+        try:
+            loaded = load_prompts(own, suite_sources(name, config.eval), family, None if pairs else suite.row)
+        except DataError as error:
+            raise DataError(f"eval.suites: {name}: {error}\nIts rows are read as those of {suite.hub}.") from None
         sets[name] = require_rows(map_samples(loaded, in_category), f"eval.suites: {name}")
+        if suite.circular:
+            sets[name] = rotated(sets[name])
     return sets
 
 
 def with_pairs(config: Config) -> Config:
     """The config for a reward model, which judges pairs: those of suites as further sets of data.val."""
     for name in config.eval.suites:
-        if SUITES[name].mapping == "none":
+        if suite_of(name).mapping == "none":
             pairs = ", ".join(other for other, suite in SUITES.items() if suite.mapping != "none")
             raise ConfigError(f"eval.suites: a reward model compares pairs, and {name} has none; try one of {pairs}")
     more = [source for name in config.eval.suites for source in suite_sources(name, config.eval)]
@@ -145,6 +165,6 @@ def in_category(sample: Sample) -> Sample:
 
 def unusual(name: str, n: int) -> str:
     """What to say where an evaluation takes another number of answers than the set's authors report."""
-    usual = SUITES[name].protocol
+    usual = suite_of(name).protocol
     wanted = re.fullmatch(r"avg@(\d+)", usual)
     return f"{name}: usually reported as {usual}; this is val.n={n}" if wanted and int(wanted[1]) != n else ""

@@ -1,0 +1,61 @@
+"""Circular evaluation: each question with options is asked once for each of them, the options turned by one every time.
+
+A model that prefers a letter gains nothing so: `all_rotations` is the share of questions that were right every time.
+
+    rotated(dataset).samples
+"""
+
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from saccade.data.dataset import ROTATION_OF, Dataset
+from saccade.data.formats import LETTERS
+from saccade.errors import ConfigError
+from saccade.types import Message, Sample
+
+
+def rotated(dataset: Dataset) -> Dataset:
+    """Behind each other, the rows of a question; one without options is asked once."""
+    turned = [rotations(sample) for sample in dataset.samples]
+    ends = [0, *accumulate(map(len, turned))]
+    again: dict[str, Any] = {
+        name: tuple(value for value, rows in zip(getattr(dataset, name), turned, strict=True) for _ in rows)
+        for name in ("lengths", "row_numbers")
+        if getattr(dataset, name)
+    }
+    parts = tuple(replace(part, start=ends[part.start], stop=ends[part.stop]) for part in dataset.parts)
+    return replace(dataset, samples=tuple(row for rows in turned for row in rows), parts=parts, **again)
+
+
+def rotations(sample: Sample) -> list[Sample]:
+    """The question as it is, then with its options turned. They stand in its text as the prompt lists them."""
+    count, found = len(sample.choices), []
+    for turn in range(max(1, count)):
+        choices = (*sample.choices[turn:], *sample.choices[:turn])
+        letters = {LETTERS[(place + turn) % count]: LETTERS[place] for place in range(count)}
+        messages = tuple(_swapped(message, sample, choices) for message in sample.messages) if turn else sample.messages
+        if turn and messages == sample.messages:
+            raise ConfigError(
+                f"eval.suites: row {sample.id} does not list its options as (A) … in lines, so they cannot be turned; "
+                "leave :circular or prompt.template out"
+            )
+
+        def follow(gold: Any, choices: tuple[str, ...] = choices, letters: dict[str, str] = letters) -> Any:
+            return gold if gold in choices else letters.get(str(gold).strip().upper(), gold)
+
+        gold = sample.answer
+        answer = tuple(map(follow, gold)) if isinstance(gold, tuple) else follow(gold)
+        extra = {**sample.extra, ROTATION_OF: sample.id}
+        id = f"{sample.id}~{turn}" if turn else sample.id
+        found.append(replace(sample, id=id, messages=messages, choices=choices, answer=answer, extra=extra))
+    return found
+
+
+def _swapped(message: Message, sample: Sample, choices: tuple[str, ...]) -> Message:
+    before, after = (
+        "\n".join(f"({letter}) {choice}" for letter, choice in zip(LETTERS, each, strict=False))
+        for each in (sample.choices, choices)
+    )
+    parts = (part.replace(before, after) if isinstance(part, str) else part for part in message.parts)
+    return replace(message, parts=tuple(parts))
