@@ -16,6 +16,13 @@ WHAT = {
     ("charts", "count"): "how many marks",
 }  # fmt: skip
 
+TRIED = {
+    "frozen": "tower and connector",
+    "early": "these and the decoder's first four layers",
+    "slow": "the same with 0.4 of the learning rate",
+    "full": "all but the embedding; too large to travel",
+}
+
 
 def shown(numbers: Any) -> str:
     if not numbers:
@@ -42,6 +49,11 @@ def write_page(results: Path, page: Path) -> None:
         ]
         for arm, run in ((arm, found[arm][0]) for arm in ("first", "second"))
     ]
+    trials = [
+        [arm, TRIED[arm], str(run["steps"]), f"{run['curves']['sft/loss'][-1][2]:.3f}"]
+        for arm, (run, *_) in ((arm, [*runs.values()]) for arm, runs in read(results / "dev").items())
+    ]
+    chosen = table(["trial", "what learned", "steps", "loss of the last"], trials) if trials else "None were stored."
     mean = f"{100 * sum(right) / len(right):.0f} %"
     without = f", {100 * sum(blind) / len(blind):.0f} % without the picture" if blind else ""
     page.write_text(
@@ -53,6 +65,7 @@ questions about new pictures{without} (mean over {len(right)} kinds of questions
 {table(["set", "asked", "items", "right, %", "without the picture, %"], rows)}
 
 Greedy answers, compared word by word; 95 % intervals over items. It is one model: nothing is said about other seeds.
+Two of the 81 words of the set `words` are on no training picture either.
 
 ## Training
 
@@ -62,6 +75,10 @@ In the first stage the tower and the connector learn while the decoder is frozen
 four layers. Rows are conversations about drawn pictures (`pictures.py`): solids, charts and words, a third each.
 
 Cost: {cost(found)}
+
+Trials before it, on other pictures, side by side for the same seconds (`--probe`):
+
+{chosen}
 
 ## What it does not show
 

@@ -26,7 +26,7 @@ from saccade.plugins.drawn.scene_questions import SCENE_KINDS, SCENE_SPLITS, dra
 from saccade.plugins.drawn.solids import Solid  # noqa: E402
 from saccade.plugins.drawn.text_pages import LEADING, ORDINALS, VOCABULARY, draw_style, font_of, wrapped  # noqa: E402
 
-SIDE = 224
+SIDE, COMMON = 224, 10_000
 Turns = list[tuple[str, str]]
 SOLID_KINDS = ("count", "attribute", "attribute", "relation", "relation", "exist", "count", "compare")
 CHARTS_ASKED = ("value", "value", "which", "value", "compare", "difference", "count")
@@ -38,9 +38,9 @@ def unseen(word: str) -> bool:
 
 
 def words_of(model: str) -> list[str]:
-    """Those of three to eight letters that are one token behind a blank."""
+    """Of three to eight letters, one token behind a blank and early among tokens: common words."""
     vocabulary = json.loads((Path(model) / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-    marked = (token[1:] for token in vocabulary if token[0] == "Ġ")
+    marked = (token[1:] for token, number in vocabulary.items() if token[0] == "Ġ" and number < COMMON)
     found = (word for word in marked if word.isascii() and word.isalpha() and word.islower() and 3 <= len(word) <= 8)
     return sorted({*found, *VOCABULARY})
 

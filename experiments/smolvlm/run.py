@@ -22,6 +22,7 @@ sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no instal
 
 from experiments import smollm2  # noqa: E402
 from experiments.arms import ROOT, Job, model_of, run_all  # noqa: E402
+from experiments.pages import read  # noqa: E402
 from experiments.smolvlm import base, pictures  # noqa: E402
 from experiments.smolvlm.page import write_page  # noqa: E402
 from saccade.plugins.drawn import chart_questions, drawn_sets, scene_questions, text_pages  # noqa: E402
@@ -33,12 +34,10 @@ EARLY = r"freeze:re:language_model\.(embed_tokens|norm|layers\.([4-9]|[12]\d)\.)
 LLM = "train.lr_scale={llm: 0.2}"
 STAGES = {  # arm → rows, its options
     "first": (12_000, ["model.train=freeze:llm", "train.lr=1e-3", "train.epochs=2"]),
-    "second": (
-        30_000,
-        [f"model.train={EARLY}", LLM, "train.lr=6e-4", "train.epochs=3", f"run.max_hours={300 / 3600:.4f}"],
-    ),
+    "second": (30_000, [f"model.train={EARLY}", LLM, "train.lr=6e-4", "train.epochs=3", "run.max_hours=0.083"]),
 }
-PROBES = {
+PROBED = 45  # seconds of training
+PROBES = {  # on other pictures
     "frozen": ["model.train=freeze:llm"],
     "early": [f"model.train={EARLY}", LLM],
     "slow": [f"model.train={EARLY}", LLM, "train.lr=4e-4"],
@@ -102,14 +101,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if args.probe:
         draw(model, out / "probe.jsonl", 8 if args.tiny else 5000, 2, cores)
-        jobs = [job(arm, "probe.jsonl", [*options, "train.epochs=20"]) for arm, options in PROBES.items()]
-        run_all(jobs, out / "probe", at_once=4, seconds=args.seconds)
-        for arm in PROBES:
-            rows = [*read_metrics(out / "probe" / f"{arm}-0")]
-            shown = [(row["step"], round(row["time"] - rows[0]["time"]), round(row["sft/loss"], 3)) for row in rows]
-            print(
-                arm, shown[:: max(1, len(shown) // 12)], {k: v for k, v in rows[-1].items() if "time" in k}, flush=True
-            )
+        enough = ["train.epochs=20", f"run.max_hours={PROBED / 3600:.5f}"]
+        jobs = [job(arm, "probe.jsonl", [*options, *enough]) for arm, options in PROBES.items()]
+        run_all(jobs, out / "probe", at_once=4, seconds=args.seconds, commit=args.commit)
+        for arm, runs in read(out / "probe" / "results").items():
+            print(arm, runs[0]["curves"]["sft/loss"][::5], flush=True)  # step, seconds, loss
+            last = [*read_metrics(out / "probe" / f"{arm}-0")][-1]
+            print({name: last[name] for name in ("time/step", "time/data", "time/update", "time/other")}, flush=True)
+        if not args.tiny:
+            shutil.copytree(out / "probe" / "results", stored / "dev", dirs_exist_ok=True)
         return
     for number, (name, (rows, _)) in enumerate(STAGES.items()):
         if not (file := out / f"{name}.jsonl").exists():
@@ -125,9 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"not finished: {', '.join(failed)}")
     results = out / "results"
     found = json.loads((out / "answers-0-eval" / "results.json").read_text())
-    kept = json.loads((results / "answers-0.json").read_text()) | {
-        "tables": {k: v["by_category"] for k, v in found.items()}
-    }
+    kept = json.loads((results / "answers-0.json").read_text())
+    kept["tables"] = {name: numbers["by_category"] for name, numbers in found.items()}
     (results / "answers-0.json").write_text(json.dumps(kept) + "\n")
     trained = model_of(out, jobs[1])
     assert trained is not None
