@@ -59,6 +59,8 @@ RANKS = {
     "14B sharded, of 8": ("14b", W1, 128, "run.gpus=8", "train.layout=sharded"),
     "32B sharded, of 16": ("32b", W1, 256, "run.gpus=16", "train.layout=sharded"),
     "32B sharded, of 8": ("32b", W1, 128, "run.gpus=8", "train.layout=sharded", "train.offload=true"),
+    "14B whole, of 8, `train.offload": ("14b", W1, 128, "run.gpus=8", "train.layout=whole", "train.offload=true"),
+    "3B hybrid": ("3b", W1, 256, "run.gpus=16", "train.layout=hybrid"),
     "7B hybrid": ("7b", W1, 256, "run.gpus=16", "train.layout=hybrid"),
     "14B hybrid": ("14b", W1, 256, "run.gpus=16", "train.layout=hybrid"),
     "7B on one GPU": ("7b", W1, 16, "train.offload=true"),
