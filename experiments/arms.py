@@ -78,15 +78,16 @@ def run_all(jobs: Sequence[Job], out: Path, *, at_once: int = 1, seconds: float 
                 continue
             del running[name]
             took = time.time() - began
-            print(f"{name}: {'cut off' if over else 'failed' if code else 'done'} after {took:.0f} s", flush=True)
+            print(f"{name}: {'done' if code == 0 else 'cut off' if over else 'failed'} after {took:.0f} s", flush=True)
             if code == 0:
                 found = {**about, "began": round(began, 1), "seconds": round(took, 1)} | curves_of(out, named[name])
                 (results / f"{name}.json").write_text(json.dumps(found) + "\n")
                 needed = any(job.after == named[name].arm for job in jobs)
                 for path in out.glob(f"{name}/checkpoints/*{'/state' if needed else ''}"):
                     shutil.rmtree(path)
-            elif not over:
+            else:
                 failed.append(name)
+            if code and not over:
                 print("\n".join((out / f"{name}.log").read_text().splitlines()[-5:]), flush=True)
         if over:
             return [*failed, *waiting]

@@ -87,8 +87,8 @@ def picture(arms: Mapping[str, Found], metric: str, across: str, smooth: int = 5
             x = np.linspace(max(p[0, 1] for p in points), min(p[-1, 1] for p in points), GRID)
             ys = np.array([np.interp(x, p[:, 1], _smooth(p[:, 2], smooth)) for p in points])
             drawn[label] = (x, ys.mean(0), np.array([half_width(column) for column in ys.T]))
-    longest = max((x[-1] for x, _, _ in drawn.values()), default=1.0)
-    highest = max((float((mean + half).max()) for _, mean, half in drawn.values()), default=1.0)
+    longest = max((x[-1] for x, _, _ in drawn.values()), default=0.0) or 1.0
+    highest = max((float((mean + half).max()) for _, mean, half in drawn.values()), default=0.0) or 1.0
     unit = next(u for u in (0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 1e9) if highest <= 5 * u)
     ticks = np.arange(0, highest + unit, unit)
 
