@@ -132,6 +132,12 @@ HEAD = """# Results
 What saccade's methods do to real, small models, with intervals over seeds. Each part is the `RESULTS.md` of a folder of
 [experiments](../experiments), whose one command repeats it; `make docs` brings them together here.
 """
+NONE = "\nNone has been run on a GPU yet: there are no results.\n"
+ABOUT = """## Does it learn?
+
+[Experiments](docs/results.md) from public weights and data, with intervals over seeds, each repeated by one command:
+
+"""
 MARKED = re.compile(r"(<!-- table: experiments -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -145,14 +151,14 @@ def parts() -> Iterator[tuple[str, str, str]]:
 def written() -> dict[Path, str]:
     """What docs/results.md and the README should hold."""
     inside = [f"\n## {title}\n\n{re.sub('^#', '##', rest, flags=re.M)}" for _, title, rest in parts()]
-    whole = (HEAD + "".join(inside)).replace("](../../docs/", "](")
+    whole = (HEAD + ("".join(inside) or NONE)).replace("](../../docs/", "](")
     rows = [
         [f"[{title}](experiments/{name}/RESULTS.md)", rest.partition("\n\n")[0].replace("\n", " ")]
         for name, title, rest in parts()
     ]
     readme = ROOT / "README.md"
-    lines = table(["experiment", "what was found"], rows)
-    page = MARKED.sub(lambda m: f"{m[1]}{lines}\n{m[2]}", readme.read_text(encoding="utf-8"))
+    lines = ABOUT + table(["experiment", "what was found"], rows) + "\n" if rows else ""
+    page = MARKED.sub(lambda m: m[1] + lines + m[2], readme.read_text(encoding="utf-8"))
     return {ROOT / "docs" / "results.md": whole, readme: page}
 
 
