@@ -60,6 +60,7 @@ def apply(sample: Sample, config: PromptConfig, *, instruction: str, choices_see
     """The sample with all that the config adds to its prompt; `choices_seed` draws the order of
     options where it wants them permuted.
     """
+    config = config.of(sample.data_source)
     if sample.extra.get(WORDED):
         return sample
     if config.permute_choices:
@@ -68,7 +69,7 @@ def apply(sample: Sample, config: PromptConfig, *, instruction: str, choices_see
     messages = list(sample.messages)
     messages[first] = replace(messages[first], parts=_question(sample, messages[first], config, instruction))
     if config.system and not any(message.role == "system" for message in messages):
-        messages.insert(0, Message(role="system", parts=(text_or_file(config.system),)))
+        messages.insert(0, Message(role="system", parts=(text_or_file(str(config.system)),)))
     return replace(sample, messages=tuple(messages))
 
 

@@ -59,7 +59,7 @@ def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample
     scorer.check_sources(sample.data_source for sample in samples)
     scorer.check_media(samples)
     if config.reward.self_test != "off":
-        HOOKS["check_known_answers"](scorer, samples, format=config.prompt.format, mode=config.reward.self_test)
+        HOOKS["check_known_answers"](scorer, samples, prompt=config.prompt, mode=config.reward.self_test)
     scorer.metrics()  # those of the test belong to no step
 
 
@@ -109,13 +109,20 @@ def limits_of(config: Config, *, evaluation: bool = False) -> Limits:
     return Limits(timeout=env.timeout, step_timeout=env.step_timeout, marks=marks, **counted)
 
 
+def answer_places(config: Config) -> tuple[str, ...]:
+    """Where answers are looked for: of formats by data source, in the places of all."""
+    asked = config.prompt.format
+    formats = [asked] if isinstance(asked, str) else [*asked.values(), str(config.prompt.of("").format)]
+    return tuple(dict.fromkeys(place for one in formats for place in FORMATS.get(one, FORMATS["none"]).order))
+
+
 def environments_of(config: Config, family: Family) -> Callable[[], Environment]:
     """What makes the environment of an episode."""
     if config.env.coordinates == "absolute" and family.size_unit is None:
         raise ConfigError(f"env.coordinates=absolute: {family.name} sees images in squares; use env.coordinates=milli")
     return env_setup.environments(
         config.env,
-        order=FORMATS.get(config.prompt.format, FORMATS["none"]).order,
+        order=answer_places(config),
         think_prefilled=family.chat.think_prefilled,
         role="tool" if family.chat.knows_tools else "user",
         unit=family.unit,

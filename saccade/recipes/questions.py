@@ -7,6 +7,7 @@ conversations and documents to learn from, sets to validate on.
 import sys
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import replace
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -28,18 +29,28 @@ Length = Callable[[Sample], int]
 Change = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # of a row as it is read
 
 
-def instruction_of(config: Config) -> str:
-    """How to answer, then which tools there are."""
-    own = config.prompt.instruction
-    answering = prompts.instruction_for(config.prompt.format) if own is None else own
-    return " ".join(filter(None, [answering, env_setup.explanation(config.env)]))
+def wording(config: Config, *, choices_seed: int = 0) -> Callable[[Sample], Sample]:
+    """Adds how to answer and which tools there are, by data source."""
+    tools = env_setup.explanation(config.env)
+
+    @cache
+    def instruction(source: str) -> str:
+        prompt = config.prompt.of(source)
+        own = prompts.instruction_for(str(prompt.format)) if prompt.instruction is None else str(prompt.instruction)
+        return " ".join(filter(None, [own, tools]))
+
+    def word(sample: Sample) -> Sample:
+        asked = instruction(sample.data_source)
+        return prompts.apply(sample, config.prompt, instruction=asked, choices_seed=choices_seed)
+
+    return word
 
 
 def prompt_builder(config: Config) -> Callable[[Sample], Sample]:
     """A row as the model is asked it. A demonstration at its end is no part of the question: of an
     episode all turns, of a chat the last reply.
     """
-    instruction, episodes = instruction_of(config), config.env.name != "single_turn"
+    word, episodes = wording(config, choices_seed=config.run.seed), config.env.name != "single_turn"
 
     def ask(sample: Sample) -> Sample:
         _check_row(sample, config)
@@ -48,8 +59,7 @@ def prompt_builder(config: Config) -> Callable[[Sample], Sample]:
             messages = messages[: roles.index("assistant") or 1]
         while len(messages) > 1 and messages[-1].role == "assistant":
             messages = messages[:-1]
-        asked = replace(sample, messages=messages)
-        return prompts.apply(asked, config.prompt, instruction=instruction, choices_seed=config.run.seed)
+        return word(replace(sample, messages=messages))
 
     return ask
 
@@ -109,7 +119,7 @@ def load_prompts(
 
 def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family) -> datasets.Dataset:
     """Conversations to learn from, the question worded as in RL; of candidates the best one."""
-    instruction, tag = instruction_of(config), config.sft.reward_tag
+    ask, tag = wording(config), config.sft.reward_tag
 
     def word(sample: Sample) -> Sample:
         if sample.desirable is False and tag is None:
@@ -118,7 +128,7 @@ def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family
         roles = [message.role for message in sample.messages]
         if "assistant" not in roles or roles[0] == "assistant":
             raise RowError("no assistant turn that answers something; sft reads conversations")
-        sample = prompts.apply(sample, config.prompt, instruction=instruction)
+        sample = ask(sample)
         return sample if tag is None else HOOKS["reward_tagged"](sample, tag)
 
     read = ("dialogue", family.render_dialogue)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from saccade.config import RewardConfig, RewardTerm
+from saccade.config import PromptConfig, RewardConfig, RewardTerm
 from saccade.config.schema.presets import unknown
 from saccade.errors import ConfigError
 from saccade.rewards.combine import COMBINATIONS, NOT, Kind, RewardRecipe, Term
@@ -38,31 +38,41 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def resolve_recipes(
-    config: RewardConfig, prompt_format: str, max_tokens: int, overlong: tuple[int, float, int] | None
+    config: RewardConfig, prompt_format: str | dict[str, str], max_tokens: int, overlong: tuple[int, float, int] | None
 ) -> tuple[dict[str, RewardRecipe], RewardRecipe | None]:
-    """Recipes by data source, and the one for all other sources, if there is one."""
-    if prompt_format not in FORMATS:
-        raise unknown("prompt.format", prompt_format, FORMATS)
+    """Recipes by data source, and the one for all other sources, if there is one. A source whose answers have a format
+    of their own has a recipe of its own, which looks there.
+    """
+    prompt = PromptConfig(format=prompt_format)
+    apart = prompt_format if isinstance(prompt_format, dict) else {"default": prompt_format}
+    for style in apart.values():
+        if style not in FORMATS:
+            raise unknown("prompt.format", style, FORMATS)
 
-    def recipe(where: str, value: Any) -> RewardRecipe:
+    def recipe(where: str, value: Any, source: str = "default") -> RewardRecipe:
         rows = read_terms(where, value)
         if overlong and overlong[0]:
             penalty = dict(zip(("buffer", "factor", "limit"), overlong, strict=True))
             rows = [*rows, RewardTerm(verifier="overlong", args=penalty)]
-        terms = tuple(_term(where, row, prompt_format, max_tokens) for row in rows)
+        terms = tuple(_term(where, row, str(prompt.of(source).format), max_tokens) for row in rows)
         return _recipe(where, terms, config)
 
-    recipes = {source: recipe(f"reward.by_source.{source}", value) for source, value in config.by_source.items()}
+    def by_format(where: str, value: Any) -> dict[str, RewardRecipe]:
+        return {source: recipe(where, value, source) for source in apart.keys() - config.by_source.keys() - {"default"}}
+
+    recipes = {s: recipe(f"reward.by_source.{s}", value, s) for s, value in config.by_source.items()}
     default = recipes.pop("default", None)
     if not config.terms and config.preset is None:
         if not config.by_source:
             raise ConfigError("reward.terms is empty; for example reward.terms=[math] or reward.preset=r1v")
-        return recipes, default
+        others = by_format("reward.by_source.default", config.by_source["default"]) if default else {}
+        return recipes | others, default
     if config.terms and config.preset is not None:
         raise ConfigError("reward.terms and reward.preset are both set; keep one of them")
     if default is not None:
         raise ConfigError("reward.by_source.default and reward.terms are both set; keep one")
-    return recipes, recipe("reward.terms", _shared_rows(config))
+    shared = _shared_rows(config)
+    return recipes | by_format("reward.terms", shared), recipe("reward.terms", shared)
 
 
 def verifiers_for(config: RewardConfig, data_source: str) -> set[str]:

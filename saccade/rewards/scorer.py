@@ -37,7 +37,7 @@ class Scorer:
         self,
         config: RewardConfig,
         *,
-        prompt_format: str,
+        prompt_format: str | dict[str, str],
         max_tokens: int,
         overlong: tuple[int, float, int] | None = None,
         isolate: bool = False,

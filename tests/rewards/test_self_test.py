@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 
-from saccade.config import RewardConfig
-from saccade.errors import SelfTestError
-from saccade.plugins.check_data.self_test import SelfTest, require, self_test
+from saccade.config import RewardConfig, load
+from saccade.data.prompts import instruction_for
+from saccade.errors import ConfigError, SelfTestError
+from saccade.plugins.check_data.row_warnings import unused_prompts, unused_rewards
+from saccade.plugins.check_data.self_test import SelfTest, known_answers_by_format, require, self_test
+from saccade.recipes.questions import wording
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Media, Message, Sample
@@ -30,6 +33,28 @@ def result_of(samples: list[Sample], terms: list[Any], form: str = "think_answer
     config = RewardConfig(terms=terms, workers=1)
     with Scorer(config, prompt_format=form, max_tokens=64) as scorer:
         return self_test(scorer, samples, format=form)
+
+
+def test_each_source_is_asked_and_scored_in_its_own_format():
+    overrides = ["prompt.format={geo: hash, quiz: letter}", "prompt.system={quiz: Choose., default: Think.}"]
+    config = load({"reward": {"terms": ["math"], "by_source": {"quiz": ["choice"]}}}, overrides)
+    samples = [*rows("7", "8", data_source="geo"), *rows("A", "B", data_source="quiz"), *rows("1", data_source="other")]
+    word = wording(config)
+    assert [word(one).messages[0].text for one in (samples[0], samples[2])] == ["Think.", "Choose."]
+    assert all(instruction_for(kind) in word(one).messages[1].text for kind, one in zip(
+        ("hash", "letter", "think_answer"), samples[::2], strict=True))  # fmt: skip
+    with Scorer(config.reward, prompt_format=config.prompt.format, max_tokens=64) as scorer:
+        assert ["hash" in scorer.recipe(source).terms[0].args["order"] for source in ("geo", "other")] == [True, False]
+        results = [*known_answers_by_format(scorer, samples, config.prompt)]
+        assert [(one.format, one.rows, one.passed) for one in results] == [
+            ("hash", 2, True), ("letter", 2, True), ("think_answer", 1, True)
+        ]  # fmt: skip
+        assert unused_rewards(scorer, {"geo", "quiz", "other"}) == []
+    assert unused_prompts(config.prompt, samples[:2]) == [
+        f"prompt.{name}: no row has the data_source quiz; there is geo" for name in ("format", "system")
+    ]
+    with pytest.raises(ConfigError, match=r"prompt.format=boxxed: .* 'boxed'"):
+        Scorer(config.reward, prompt_format={"geo": "boxxed"}, max_tokens=64)
 
 
 @pytest.mark.parametrize(("verifier", "form", "answers"), [

@@ -75,16 +75,26 @@ class DataConfig(Section):
 
 
 class PromptConfig(Section):
-    format: str = option(
+    format: str | dict[str, str] = option(
         "think_answer",
         "How the model answers: think_answer | think_boxed | boxed | answer_line | hash | letter | counting | "
-        "grounding | boxes_json | direct | none.",
+        "grounding | boxes_json | direct | none. By data_source: {clevr: counting, default: think_boxed}.",
     )
-    instruction: str | None = option(None, "Replaces the format's instruction; an empty string adds none.")
+    instruction: str | dict[str, str] | None = option(
+        None, "Replaces the format's instruction; an empty string adds none. Also by data_source."
+    )
     position: Literal["before", "after"] = option("after", "Where the instruction stands in the first user message.")
-    system: str | None = option(None, "System message: text, or a file that holds it.")
+    system: str | dict[str, str] | None = option(
+        None, "System message: text, or a file that holds it. Also by data_source."
+    )
     template: str | None = option(None, "Jinja file of the question: content, choices, row, instruction.", path=True)
     chat_template: str | None = option(None, "Jinja file that replaces the model's chat template.", path=True)
     permute_choices: bool = option(
         False, "Shuffle the options of each row; the gold follows.", commands=("rl", "eval", "generate", "check-data")
     )
+
+    def of(self, source: str) -> "PromptConfig":
+        """How rows of a data_source are asked: options by source have what they say of it, else of `default`."""
+        apart = {name: value for name, value in self if isinstance(value, dict)}
+        others = {name: value.get("default", type(self).model_fields[name].default) for name, value in apart.items()}
+        return self.model_copy(update={name: value.get(source, others[name]) for name, value in apart.items()})

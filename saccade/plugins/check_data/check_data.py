@@ -28,8 +28,8 @@ from saccade.media import kinds
 from saccade.media.images import ImageError
 from saccade.models.families import Family
 from saccade.plugins.check_data.canonical_rows import convert
-from saccade.plugins.check_data.row_warnings import unknown_words, warnings_of
-from saccade.plugins.check_data.self_test import self_test
+from saccade.plugins.check_data.row_warnings import unknown_words, unused_prompts, warnings_of
+from saccade.plugins.check_data.self_test import known_answers_by_format
 from saccade.recipes import questions
 from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
@@ -97,19 +97,19 @@ def run(config: Any, *, headers_only: bool = False, workers: int = 2, command: s
 
 def _test_rewards(config: Config, samples: Sequence[Sample]) -> dict[str, Any]:
     """Whether the rewards of a config know right from wrong answers to the samples."""
-    style = config.prompt.format
-    with Scorer(config.reward, prompt_format=style, max_tokens=config.rollout.max_tokens) as scorer:
+    with Scorer(config.reward, prompt_format=config.prompt.format, max_tokens=config.rollout.max_tokens) as scorer:
         scorer.check_sources(sample.data_source for sample in samples)
         scorer.check_media(samples)
-        for warning in warnings_of(scorer, samples):
+        for warning in (*warnings_of(scorer, samples), *unused_prompts(config.prompt, samples)):
             print(f"WARNING: {warning}")
-        result = self_test(scorer, samples, format=style)
+        results = [*known_answers_by_format(scorer, samples, config.prompt)]
+    failures = [failure for result in results for failure in result.failures]
     return {
-        "passed": result.passed,
-        "broken": any(failure.broken for failure in result.failures),
-        "rows": result.rows,
-        "failures": [*filter(None, [result.ended.strip()]), *(failure.text for failure in result.failures)],
-        "skipped": list(result.skipped),
+        "passed": not failures,
+        "broken": any(failure.broken for failure in failures),
+        "rows": sum(result.rows for result in results),
+        "failures": [*filter(None, (one.ended.strip() for one in results)), *(failure.text for failure in failures)],
+        "skipped": [text for result in results for text in result.skipped],
     }
 
 

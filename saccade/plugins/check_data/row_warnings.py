@@ -2,9 +2,9 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from saccade.config import Config
+from saccade.config import Config, PromptConfig
 from saccade.data.datasets import Dataset, Stream
 from saccade.models.families import Family
 from saccade.rewards.reward_sample import RewardSample
@@ -28,7 +28,7 @@ def unused_rewards(scorer: Scorer, there: set[str], *, shared: bool = True) -> l
     """Warnings of recipes that no row asks for; `shared`: also of that for all others, which an
     evaluation of other sets may well not need.
     """
-    named = set(scorer.recipes)
+    named = scorer.config.by_source.keys() - {"default"}
     idle, sources = ", ".join(sorted(named - there)), ", ".join(sorted(there))
     found = [f"reward.by_source: no row has the data_source {idle}; there is {sources}"] if idle else []
     others = next((name for name in ("terms", "preset") if getattr(scorer.config, name)), None)
@@ -59,13 +59,23 @@ def warnings_of(scorer: Scorer, samples: Sequence[Sample], *, shared: bool = Tru
     return [*unused, *unanswered]
 
 
-def warn_of_rows(config: Config, family: Family, stream: Stream, held: Iterable[Dataset]) -> None:
+def unused_prompts(prompt: PromptConfig, samples: Iterable[Sample]) -> list[str]:
+    """Warnings of prompts of sources that no row has."""
+    there = {sample.data_source for sample in samples}
+    idle = {name: value.keys() - there - {"default"} for name, value in prompt if isinstance(value, dict)}
+    there_is = f"there is {', '.join(sorted(there))}"
+    return [f"prompt.{n}: no row has the data_source {', '.join(sorted(s))}; {there_is}" for n, s in idle.items() if s]
+
+
+def warn_of_rows(config: Config, family: Family, stream: Stream, held: Collection[Dataset]) -> None:
     rows, wanted = stream.rows_per_epoch, config.train.prompts_per_step
     if wanted > rows:
         log.warning(
             f"train.prompts_per_step={wanted} and an epoch has {rows} rows: a step takes "
             f"each {wanted / rows:.3g} times; try train.prompts_per_step={rows}"
         )
+    for warning in unused_prompts(config.prompt, (s for data in (stream.dataset, *held) for s in data.samples)):
+        log.warning(warning)
     if unknown := unknown_words(family, stream.dataset.samples):
         log.warning("; ".join(unknown))
     for data in held:

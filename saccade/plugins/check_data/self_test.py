@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from saccade.config import PromptConfig
 from saccade.errors import SelfTestError
 from saccade.plugins.reward_workers.pool import CRASHED
 from saccade.plugins.verifiers.maths import equivalent
@@ -88,8 +89,18 @@ def self_test(scorer: Scorer, samples: Sequence[Sample], *, format: str, count: 
     return again if again.passed else result
 
 
-def check_known_answers(scorer: Scorer, samples: Sequence[Sample], *, format: str, mode: Mode) -> None:
-    require(self_test(scorer, samples, format=format), mode)
+def check_known_answers(scorer: Scorer, samples: Sequence[Sample], *, prompt: PromptConfig, mode: Mode) -> None:
+    for result in known_answers_by_format(scorer, samples, prompt):
+        require(result, mode)
+
+
+def known_answers_by_format(scorer: Scorer, samples: Sequence[Sample], prompt: PromptConfig) -> Iterator[SelfTest]:
+    """A test for each format that data sources have."""
+    formats: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        formats[str(prompt.of(sample.data_source).format)].append(sample)
+    for style, of_style in formats.items():
+        yield self_test(scorer, of_style, format=style)
 
 
 def require(result: SelfTest, mode: Mode) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from saccade.config import Config, DataSource
-from saccade.data import datasets, prompts
+from saccade.data import datasets
 from saccade.data.chats import RowError
 from saccade.forest.batch import Batch
 from saccade.forest.packing import pack
@@ -29,7 +29,7 @@ def load_pairs(
     `judge`: a model that scores reads them, refusing what it cannot use. It looks at media in a
     reply, too, and may want ties.
     """
-    instruction = questions.instruction_of(config)
+    ask = questions.wording(config)
 
     def word(sample: Sample) -> Sample:
         if len(sample.candidates) < 1 + paired:
@@ -41,7 +41,7 @@ def load_pairs(
         elif any(shows_media(candidate) for candidate in sample.candidates):
             raise RowError("a reply holds an image, and the model writes text only")
         sample = chosen_first(sample)
-        return prompts.apply(sample, config.prompt, instruction=instruction)
+        return ask(sample)
 
     def measure(length: questions.Length) -> questions.Length:
         def side(sample: Sample, candidate: tuple[Message, ...]) -> int:

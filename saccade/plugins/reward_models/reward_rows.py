@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from saccade.config import Config, DataSource
-from saccade.data import datasets, prompts
+from saccade.data import datasets
 from saccade.data.chats import RowError, parse_json
 from saccade.data.sources import set_names
 from saccade.errors import ConfigError, DataError
@@ -145,11 +145,11 @@ class Process:
     def load(self, sources: Sequence[DataSource]) -> datasets.Dataset:
         """Chats are worded as in RL; a single text is read as it is."""
         config, family = self.config, self.family
-        instruction = questions.instruction_of(config)
+        ask = questions.wording(config)
 
         def word(sample: Sample) -> Sample:
             if is_chat(sample):
-                sample = prompts.apply(sample, config.prompt, instruction=instruction)
+                sample = ask(sample)
             self._labels(sample)
             return sample
 

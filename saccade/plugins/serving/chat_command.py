@@ -74,8 +74,8 @@ def _opened(config: Config, *, greedy: bool) -> Iterator[Talk]:
 
 
 def _preamble(config: Config) -> tuple[Message, ...]:
-    system = config.prompt.system
-    return (Message(role="system", parts=(text_or_file(system),)),) if system else ()
+    system = config.prompt.of("").system
+    return (Message(role="system", parts=(text_or_file(str(system)),)),) if system else ()
 
 
 _say: Say = partial(print, end="", flush=True)

@@ -26,8 +26,9 @@ from saccade.environments import KINDS, Environment, Step, stop_strings
 from saccade.errors import ConfigError, DataError
 from saccade.plugins.check_data.canonical_rows import dialogue_row
 from saccade.plugins.visual_search.search_expert import AGAIN, NUMBERS, call, demonstration
+from saccade.recipes.parts import answer_places
 from saccade.rewards.reward_sample import reward_sample
-from saccade.rewards.verifiers import FORMATS, VERIFIERS
+from saccade.rewards.verifiers import VERIFIERS
 from saccade.rollout import env_setup
 from saccade.rollout.env_setup import EnvironmentCall, Failed
 from saccade.system.disk import require_writable
@@ -48,7 +49,7 @@ def run(
     if path.exists():
         raise ConfigError(f"{path} exists; give a new folder, nothing is overwritten")
     require_writable(out, "OUT")
-    make = env_setup.environments(config.env, order=FORMATS[config.prompt.format].order)
+    make = env_setup.environments(config.env, order=answer_places(config))
     rows = datasets.load([DataSource(path=str(source))], config.data).samples
     _warn(config, rows)
     counts = Counter[str]()
