@@ -64,6 +64,7 @@ def test_an_override_replaces_what_it_contradicts_in_the_file(tmp_path: Path) ->
     ("model.checkpointing=off", "model", "checkpointing", "off"),
     ("prompt.instruction=", "prompt", "instruction", ""),
     ("prompt.instruction=Answer: yes or no", "prompt", "instruction", "Answer: yes or no"),
+    ("prompt.format={geo: boxed}", "prompt", "format", {"geo": "boxed"}),
     ("prompt.instruction='  #'", "prompt", "instruction", "  #"),
     ("data.keys.answer=", "data", "keys", {"answer": ""}),
     ("train.lr_scale.vision=1e-1", "train", "lr_scale", {"vision": 0.1}),

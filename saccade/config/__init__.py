@@ -48,6 +48,7 @@ def defaults_for(command: str | None, config: Config) -> dict[str, Any]:
 
 ROWS = (".jsonl", ".csv", ".parquet", ".arrow", ".gz")  # endings of files that are no config
 SOURCES = tuple[DataSource, ...]
+TEXTS = (str | dict[str, str], str | dict[str, str] | None)  # a text, or one for each of several
 LISTS = (*WORDS, tuple[RewardTerm, ...])  # where one text stands for a list of one
 # Elsewhere an empty text means: not given.
 EMPTY_IS_A_VALUE = {"prompt.instruction", "env.instruction"}
@@ -203,6 +204,8 @@ def _is_plain(kind: Any, text: str) -> bool:
         return text[-1] != text[0]
     if kind in (str, str | None):
         return True
+    if kind in TEXTS:
+        return text[0] != "{" or text[-1] != "}"
     if kind == SOURCES:
         return text[0] not in "[{" or text[-1] not in "]}"
     return text[0] not in "[{" and (kind in LISTS or "#" in text)
