@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -15,6 +16,7 @@ from saccade.cli import app
 from saccade.config import DataConfig, DataSource
 from saccade.data import datasets
 from saccade.plugins.drawn.chart_questions import CHART_KINDS, CHART_SPLITS, LIGHT, draw_chart_row
+from saccade.plugins.drawn.diagram_questions import DIAGRAM_KINDS, DIAGRAM_SPLITS, draw_diagram_row
 from saccade.plugins.drawn.scene_questions import SCENE_KINDS, SCENE_SPLITS, draw_scene_row
 from saccade.plugins.drawn.sokoban_levels import draw_level, written
 from saccade.plugins.drawn.text_pages import BORDER, WORD_KINDS, Style, draw_words_row, font_of, page, wrapped
@@ -106,6 +108,27 @@ def test_bars_are_as_high_as_their_numbers() -> None:
             assert all(abs(high - unit * value) <= 2 for high, value in zip(heights, values, strict=True))
             checked += 1
     assert checked > 3
+
+
+@pytest.mark.parametrize("split", DIAGRAM_SPLITS)
+def test_answers_about_diagrams_follow_from_their_arrows(split: str) -> None:
+    answers = Counter()
+    for index in range(100):
+        drawn = draw_diagram_row(Random(index), index, split=split, kinds=(*DIAGRAM_KINDS,), side=112)
+        boxes, arrows = drawn.more["boxes"], drawn.more["arrows"]
+        assert len(boxes) in range(DIAGRAM_SPLITS[split][0], DIAGRAM_SPLITS[split][1] + 1)
+        if found := re.fullmatch(r"To which box does the arrow from (\w) lead\?", drawn.question):
+            assert [end for start, end in arrows if start == found[1]] == [drawn.answer]
+        elif found := re.fullmatch(r"Is there an arrow from (\w) to (\w)\?", drawn.question):
+            assert (drawn.answer == "yes") == ([found[1], found[2]] in arrows)
+        elif found := re.fullmatch(r"Can you get from (\w) to (\w) along the arrows\?", drawn.question):
+            ways = np.eye(len(boxes), dtype=int)
+            for start, end in arrows:
+                ways[[*boxes].index(start), [*boxes].index(end)] = 1
+            far = np.linalg.matrix_power(ways, len(boxes))[[*boxes].index(found[1]), [*boxes].index(found[2])]
+            assert (drawn.answer == "yes") == bool(far)
+        answers[drawn.category, drawn.answer] += 1
+    assert all(answers[kind, said] >= 3 for kind in ("exist", "reach") for said in ("yes", "no"))
 
 
 def test_lines_of_a_page_fit_and_what_cannot_be_drawn_is_left_out(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ def test_kappa_is_agreement_beyond_chance(folder, tmp_path):
     # Fleiss, Levin and Paik: 20 both yes, 15 both no, 5 and 10 mixed: 0.7 observed, 0.5 by chance.
     pairs = [(True, True)] * 20 + [(True, False)] * 5 + [(False, True)] * 10 + [(False, False)] * 15
     assert kappa(pairs) == approx(0.4) and kappa([(True, True)] * 9) is None
+    kind = [(True, True)] * 3 + [(True, False)]
+    assert kappa(kind) == 0 and kappa_interval(kind) == (None, None)
     low, high = kappa_interval(pairs)
     assert 0.1 < low < 0.2 and 0.6 < high < 0.7  # its standard error is 0.13
     assert "wrote 5 answers" in saccade("annotate", folder, "--rows", 5, "--hide")

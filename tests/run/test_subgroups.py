@@ -84,9 +84,9 @@ def test_parts_of_parts_weigh_alike(tmp_path):
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "results.json").write_text("{}")
     (table,) = subgroup_tables(tmp_path, [], within=["data_source", "dataset"])
-    found = {row[0].strip(): row[2] for row in table.rows}
-    assert [row[0] for row in table.rows] == ["all", "  chest", "    a", "    b", "  skin", "    c"]
-    assert (found["a"].value, found["chest"].value, found["all"].value) == (0.5, 0.75, 0.5)
+    found = {row[0]: row[2] for row in table.rows}
+    assert [*found] == ["all", "chest", "chest > a", "chest > b", "skin", "skin > c"]
+    assert (found["chest > a"].value, found["chest"].value, found["all"].value) == (0.5, 0.75, 0.5)
     a, b, c = wilson(4, 8), wilson(1, 1), wilson(1, 4)
     low = 0.5 - (((0.5 - a.low) ** 2 + (1 - b.low) ** 2) / 4 + (0.25 - c.low) ** 2) ** 0.5 / 2
     assert found["all"].low == approx(low) and found["all"].high < 1

@@ -101,51 +101,55 @@ def chosen(flag: str, wanted: Sequence[str] | None, known: Collection[str]) -> t
     return tuple(wanted or (name for name in known if name != ALIGNING))
 
 
-@command("scenes", group=group, example="saccade data scenes scenes/train.jsonl --rows 5000 --size 224")
-def scenes(
-    file: File,
-    rows: Rows = 1000,
-    split: Annotated[str, typer.Option(help="same | more | colours | backgrounds | renderer.")] = "same",
-    kind: Kinds = None,
-    side: Side = 224,
-    seed: Seed = 0,
-    reply: Reply = "",
-    workers: Workers = 1,
-) -> None:
+def asked_about(name: str, kind_of_picture: str, does: str) -> None:
+    """Register a command that draws pictures of one kind with questions about them."""
+
+    def run(
+        file: File,
+        rows: Rows = 1000,
+        split: Annotated[str, typer.Option(help="What the pictures are like; see above.")] = "same",
+        kind: Kinds = None,
+        side: Side = 224,
+        seed: Seed = 0,
+        reply: Reply = "",
+        workers: Workers = 1,
+    ) -> None:
+        module = import_module(f"saccade.plugins.drawn.{kind_of_picture}_questions")
+        splits, known = (getattr(module, f"{kind_of_picture.upper()}_{table}") for table in ("SPLITS", "KINDS"))
+        (split,), kinds = chosen("--split", [split], splits), chosen("--kind", kind, known)
+        draw = partial(getattr(module, f"draw_{kind_of_picture}_row"), split=split, kinds=kinds, side=side)
+        options = {"split": split, "kind": kinds, "size": side}
+        write(name, draw, file=file, options=options, rows=rows, seed=seed, reply=reply, workers=workers)
+
+    run.__doc__ = does
+    command(name, group=group, example=f"saccade data {name} {name}/train.jsonl --rows 5000 --size 224")(run)
+
+
+asked_about(
+    "scenes",
+    "scene",
     """Solids as in CLEVR, with questions: count, exist, compare, attribute, relation (and describe).
 
-    Splits other than `same` hold what a model trained on it has not seen: 7 to 10 objects instead of
-    2 to 6, four other colours, patterned backgrounds, another renderer.
-    """
-    from saccade.plugins.drawn.scene_questions import SCENE_KINDS, SCENE_SPLITS, draw_scene_row
-
-    (split,), kinds = chosen("--split", [split], SCENE_SPLITS), chosen("--kind", kind, SCENE_KINDS)
-    draw = partial(draw_scene_row, split=split, kinds=kinds, side=side)
-    options = {"split": split, "kind": kinds, "size": side}
-    write("scenes", draw, file=file, options=options, rows=rows, seed=seed, reply=reply, workers=workers)
-
-
-@command("charts", group=group, example="saccade data charts charts/train.jsonl --rows 5000 --size 256")
-def charts(
-    file: File,
-    rows: Rows = 1000,
-    split: Annotated[str, typer.Option(help="same | more | style.")] = "same",
-    kind: Kinds = None,
-    side: Side = 224,
-    seed: Seed = 0,
-    reply: Reply = "",
-    workers: Workers = 1,
-) -> None:
+    Splits other than `same` hold what a model trained on it has not seen. more: 7 to 10 objects, not 2 to 6;
+    colours: four others; backgrounds: patterns; renderer: another one.
+    """,
+)
+asked_about(
+    "charts",
+    "chart",
     """Bars, rows, lines and pies, with questions: value, which, difference, compare, count (and describe).
 
-    Splits other than `same`: 7 to 10 marks instead of 3 to 5, or dark pages in other colours.
-    """
-    from saccade.plugins.drawn.chart_questions import CHART_KINDS, CHART_SPLITS, draw_chart_row
+    Splits other than `same`. more: 7 to 10 marks, not 3 to 5; style: dark pages in other colours.
+    """,
+)
+asked_about(
+    "diagrams",
+    "diagram",
+    """Boxes and arrows, with questions: next, exist, reach, count, shape.
 
-    (split,), kinds = chosen("--split", [split], CHART_SPLITS), chosen("--kind", kind, CHART_KINDS)
-    draw = partial(draw_chart_row, split=split, kinds=kinds, side=side)
-    options = {"split": split, "kind": kinds, "size": side}
-    write("charts", draw, file=file, options=options, rows=rows, seed=seed, reply=reply, workers=workers)
+    Splits other than `same`. more: 6 to 8 boxes, not 3 to 5.
+    """,
+)
 
 
 @command("words", group=group, example="saccade data words words/train.jsonl --rows 5000 --size 112")

@@ -21,7 +21,7 @@ from saccade.plugins.evaluation.results import read_lines, to_lines, write_files
 from saccade.plugins.reports.report_page import Cell, Estimate, Table
 from saccade.recipes.accuracy import accuracy
 from saccade.run.metrics import RIGHT
-from saccade.run.statistics import Interval, wilson
+from saccade.run.statistics import wilson
 from saccade.system.disk import require_writable
 from saccade.types import ALWAYS_EXCLUDED
 
@@ -144,8 +144,8 @@ def _agreement(pairs: Verdicts) -> list[Cell]:
     both = np.array(pairs)
     same = int((both[:, 0] == both[:, 1]).sum())
     low, high = wilson(same, len(pairs))
-    value, ends = kappa(pairs), kappa_interval(pairs)
-    beyond: Cell = None if value is None else Estimate(value=value, low=ends.low, high=ends.high, percent=False)
+    value, (low_kappa, high_kappa) = kappa(pairs), kappa_interval(pairs)
+    beyond: Cell = None if value is None else Estimate(value=value, low=low_kappa, high=high_kappa, percent=False)
     shares = [Estimate(value=float(side.mean())) for side in both.T]
     kind, strict = (int((both[:, one] & ~both[:, 1 - one]).sum()) for one in (0, 1))
     counted = [Estimate(value=count, percent=False) for count in (kind, strict)]
@@ -160,12 +160,16 @@ def kappa(pairs: Verdicts) -> float | None:
     return None if chance == 1 else float(((first == second).mean() - chance) / (1 - chance))
 
 
-def kappa_interval(pairs: Verdicts) -> Interval:
-    """Percentiles over answers that are drawn again; draws in which kappa is not defined do not count."""
+def kappa_interval(pairs: Verdicts) -> tuple[float, float] | tuple[None, None]:
+    """Percentiles over answers that are drawn again; draws in which kappa is not defined do not count. None where one
+    of the two says the same of every answer: kappa is 0 then, and nothing else could be drawn.
+    """
+    if any(len({*side}) == 1 for side in zip(*pairs, strict=True)):
+        return None, None
     drawn = np.random.default_rng(0).integers(len(pairs), size=(RESAMPLES, len(pairs)))
     found = [value for one in np.array(pairs)[drawn] if (value := kappa(one)) is not None]
-    low, high = np.percentile(found or [0.0], [2.5, 97.5])
-    return Interval(float(low), float(high))
+    low, high = np.percentile(found, [2.5, 97.5])
+    return float(low), float(high)
 
 
 def _rescored(rows: Sequence[Row], said: Mapping[tuple[str, str, str], bool], out: Path) -> Path:

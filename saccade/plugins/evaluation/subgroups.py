@@ -138,7 +138,7 @@ def _mean_of_means(name: str, items: Sequence[Item], within: Sequence[str], labe
         else:
             place, mean, ends = len(rows), _mean(own), mean_interval([score for _, score in own])
             f1 = _label_mean(own) if labels else 0.0
-        cells: list[Cell] = ["  " * len(path) + (path[-1] if path else WHOLE), Estimate(value=len(own), percent=False)]
+        cells: list[Cell] = [" > ".join(path) or WHOLE, Estimate(value=len(own), percent=False)]
         cells += [Estimate(value=mean, low=ends.low, high=ends.high), *([Estimate(value=f1)] if labels else [])]
         rows.insert(place, tuple(cells))
         return mean, ends, f1
