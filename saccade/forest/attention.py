@@ -12,7 +12,7 @@ longest tree of a bucket.
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,13 +77,15 @@ class Blocks:
         return self.everywhere or window is not None
 
 
-def blocks_at(kind: str, length: int, places: np.ndarray) -> Blocks | None:
-    """Runs of neighbours among `places` of `length` tokens. `kind`: in "all" layers, in those with
-    "windows", or in none ("").
+def blocks_at(kind: str, ids: np.ndarray, placeholders: Mapping[str, int]) -> Blocks | None:
+    """Runs of placeholders of pictures and of frames among ids. `kind`: in "all" layers, in those with "windows", or in
+    none ("").
     """
-    if not kind or not len(places):
+    seen = [placeholders[medium] for medium in ("image", "video") if medium in placeholders]
+    places = np.flatnonzero(np.isin(ids, seen)) if kind else ()
+    if not len(places):
         return None
-    numbers = np.full(length, -1, dtype=np.int64)
+    numbers = np.full(len(ids), -1, dtype=np.int64)
     numbers[places] = np.cumsum(np.diff(places, prepend=places[0]) > 1)
     return Blocks(numbers=numbers, everywhere=kind == "all")
 

@@ -44,8 +44,7 @@ def inputs_of(batch: Batch, family: Family, device: torch.device, dtype: torch.d
     spans = [np.arange(span.start, span.end) for span in batch.media]
     places = np.concatenate(spans) if spans else np.zeros(0, np.int64)
     ids = batch.ids
-    seen = [at for span, at in zip(batch.media, spans, strict=True) if span.media.kind != "audio"]
-    blocks = blocks_at(family.blocks, len(ids), np.concatenate([*seen, places[:0]]))
+    blocks = blocks_at(family.blocks, ids, family.chat.placeholders)
     return Inputs(
         ids=to_device(ids, device),
         positions=to_device(batch.positions(family.positions), device),

@@ -102,7 +102,8 @@ def test_pictures_see_themselves_both_ways(monkeypatch, plans, window, kind):
         starts, parents = random_forest(rng)
         inputs = qkv(int(starts[-1]))
         runs = [np.arange(*sorted(rng.integers(a, b + 1, 2))) for a, b in pairwise(starts)]  # inside of each node
-        blocks = attention.blocks_at(kind, int(starts[-1]), np.concatenate(runs))
+        shown = np.isin(np.arange(starts[-1]), np.concatenate(runs)).astype(int)
+        blocks = attention.blocks_at(kind, shown, {"image": 1})
         make = attention._varlen_plan if plans == "flash" else attention._dense_plan
         got = make(starts, parents, CPU, blocks)(0, *inputs, 0.3, window)
         both = kind == "all" or (kind == "windows" and window is not None)

@@ -46,7 +46,8 @@ def test_flash_calls_agree_with_dense_masks_and_their_gradients(sizes, kind, win
         starts, parents = random_tree(rng)
         tokens = int(starts[-1])
         runs = [np.arange(start, max(start, end - 3)) for start, end in pairwise(starts)]
-        blocks = blocks_at(kind, tokens, np.concatenate(runs))
+        shown = np.isin(np.arange(tokens), np.concatenate(runs)).astype(int)
+        blocks = blocks_at(kind, shown, {"image": 1})
         shapes = [(tokens, 4, sizes[0]), (tokens, 2, sizes[0]), (tokens, 2, sizes[1])]
         inputs = [torch.randn(s, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for s in shapes]
         exact_inputs = [x.detach().float().requires_grad_() for x in inputs]

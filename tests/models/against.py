@@ -4,17 +4,25 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import transformers
 
+from saccade.algorithms import select
+from saccade.config import LoraConfig, TrainConfig
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.forest.packing import pack
+from saccade.models import lora
 from saccade.plugins.families import proof
 from saccade.plugins.families.door import cast
 from saccade.plugins.media import sounds
 from saccade.plugins.preferences.pairs import compared
+from saccade.recipes.sft import SUPERVISED
 from saccade.recipes.to_trajectory import dialogue
+from saccade.run.checkpoint import copy_processor
+from saccade.system.contents import write_files
 from saccade.trainer import MODEL_SCORING
 from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PolicyLoss
 from saccade.types import Message, Request, Sample, Sampling
 
 CPU = torch.device("cpu")
@@ -114,8 +122,8 @@ def gradient_gap(family, model, rows=(), packed_by=None):
     return max(gaps)
 
 
-def assert_turns_go_on(family, model):
-    """A second turn with a new picture on a live cache: its log-probs are those of the trainer."""
+def second_turn_gap(family, model):
+    """A second turn with a new picture on a live cache: how far its log-probs are from those of the trainer."""
     engine, sampling = EmbeddedEngine(model, family), Sampling(max_tokens=6, ignore_eos=True)
     first = family.render(ask(proof.noise(60, 50, 0), "First?"))
     (one,) = generate(engine, [Request(key="a", ids=first.ids, media=first.media, sampling=sampling, episode="e")])
@@ -131,7 +139,27 @@ def assert_turns_go_on(family, model):
     with torch.no_grad():
         ((_, logits),) = proof.packed_rows(model.eval(), family, [whole])
     scores = logits[:-1, : family.vocabulary].masked_fill(torch.from_numpy(family.banned), -torch.inf).log_softmax(-1)
-    assert np.abs(scores.numpy()[np.arange(6), two.ids] - two.logprobs).max() < 1e-4
+    return float(np.abs(scores.numpy()[np.arange(6), two.ids] - two.logprobs).max())
+
+
+def adapted_and_exported(family, model, folder):
+    """By how much steps of adapters lower a loss; prompts that transformers answers alike from the folder that is
+    written then, and all.
+    """
+    lora.add(model, family, LoraConfig(rank=2), seed=0)
+    sample = Sample(id="s", messages=(*ask(proof.noise(90, 64, 5), "What?"), Message(role="assistant", parts=("It.",))))
+    batches = select.write_supervision(pack([dialogue(sample, family, "assistant")], micro_tokens=4096))
+    backend = LocalBackend(model, family, TrainConfig())
+    losses = [
+        backend.train_step(batches, PolicyLoss(SUPERVISED, MODEL_SCORING), lr=1e-2).metrics.means()["policy/loss"]
+        for _ in range(3)
+    ]
+    write_files(folder, lora.files(model))
+    copy_processor(family, folder)
+    auto = getattr(transformers, family.spec.auto_class)
+    merged, info = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
+    return losses[0] - losses[-1], *greedy_prompts(family, model, merged.eval())
 
 
 def greedy_prompts(family, model, stock, questions=()):

@@ -12,30 +12,27 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from saccade.algorithms import select
-from saccade.config import LoraConfig, TrainConfig
 from saccade.engines import Settings
 from saccade.engines.builders import build as build_engine
 from saccade.errors import ConfigError, DataError, EnvironmentProblem
 from saccade.forest import attention
 from saccade.forest.interface import decoder_of
-from saccade.forest.packing import pack
 from saccade.media.images import open_media
-from saccade.models import lora
 from saccade.models.families import load_family
 from saccade.models.heads import attach_score
 from saccade.models.load import load_model, trainable_table
 from saccade.plugins.families import generic, proof, tiny, tiny_kinds
 from saccade.plugins.media import videos
-from saccade.recipes.sft import SUPERVISED
-from saccade.recipes.to_trajectory import dialogue
-from saccade.run.checkpoint import copy_processor
-from saccade.system.contents import write_files
-from saccade.trainer import MODEL_SCORING
-from saccade.trainer.local import LocalBackend
-from saccade.trainer.losses import PolicyLoss
-from saccade.types import Message, Sample
-from tests.models.against import CPU, ask, assert_turns_go_on, film, gradient_gap, greedy_prompts
+from tests.models.against import (
+    CPU,
+    adapted_and_exported,
+    ask,
+    film,
+    gradient_gap,
+    greedy_prompts,
+    ours,
+    second_turn_gap,
+)
 from tests.models.against import noise as sound
 
 pytest.importorskip("torchvision")
@@ -96,28 +93,13 @@ def test_a_kind_is_proved_trained_and_exported(kind, name, tmp_path):
     assert all(row.agrees for row in found.values()), found
     assert len(found) == 10 and found["logits of answers"].gap < 1e-5
     assert gradient_gap(family, model) < 2e-4
-    assert_turns_go_on(family, model)
+    assert second_turn_gap(family, model) < 1e-4
     assert {"vision", "llm"} <= set(trainable_table(model, family)) == set(family.spec.towers)
-    # A step of adapters, and what transformers makes of the folder that is written.
-    lora.add(model, family, LoraConfig(rank=2), seed=0)
+    learned, right, asked = adapted_and_exported(family, model, tmp_path)
+    assert learned > 0.05 and right == asked == 3
     adapted = {name.split(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
     assert adapted and {family.tower_of(name) for name in adapted} == {"llm"}
-    sample = Sample(id="s", messages=(*ask(proof.noise(90, 64, 5), "What?"), Message(role="assistant", parts=("It.",))))
-    batches = select.write_supervision(pack([dialogue(sample, family, "assistant")], micro_tokens=4096))
-    backend = LocalBackend(model, family, TrainConfig())
-    losses = [
-        backend.train_step(batches, PolicyLoss(SUPERVISED, MODEL_SCORING), lr=1e-2).metrics.means()["policy/loss"]
-        for _ in range(3)
-    ]
-    assert losses[-1] < losses[0] - 0.05
     assert not any(module.training for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p)
-    write_files(tmp_path, lora.files(model))
-    copy_processor(family, tmp_path)
-    auto = getattr(transformers, family.spec.auto_class)
-    merged, info = auto.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
-    assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
-    right, asked = greedy_prompts(family, model, merged.eval())
-    assert right == asked == 3
 
 
 @pytest.mark.parametrize(
@@ -142,6 +124,7 @@ def test_pictures_in_pieces_are_proved(kind, name, options, squares, tmp_path):
         ("llava_onevision", "video", ""),
         ("smolvlm", "video", "makes pixel_values, pixel_attention_mask of one of them alone"),  # one name for both
         ("glm4v", "video", "Image features and image tokens do not match"),  # one token stands for both
+        ("gemma4", "video", ""),  # blocks of frames with the time between them
         ("gemma4", "audio", ""),
     ],
 )
@@ -159,6 +142,14 @@ def test_videos_and_sounds_are_proved_and_trained(kind, name, medium, why):
     with pytest.raises(DataError, match=f"a row holds .* beside an image; {medium} beside an image: .*leave one"):
         family.positions(len(mixed), mixed.media)
     del family.reader.refused[beside.kind]
+    if (name, medium) == ("gemma4", "video"):  # at which its own `generate` fails: its logits instead
+        prompt = family.render(ask(one, "Why?"))
+        (drawn,) = ours(model, family, [prompt])
+        whole = np.concatenate([prompt.ids, drawn])
+        row = proof.ProofRow(prompt, whole, proof.processed(family, (one, "Why?")))
+        logits = proof.theirs(model, row)[0][1][:-1].masked_fill(torch.from_numpy(family.banned), -torch.inf)
+        assert logits.argmax(-1).tolist() == drawn
+        return
     stock = getattr(transformers, family.spec.auto_class).from_pretrained(family.path, dtype=torch.float32).eval()
     right, asked = greedy_prompts(family, model, stock, [(one, "Why?")])
     assert right == asked == 1

@@ -190,10 +190,8 @@ class EmbeddedEngine(Engine):
         """Hidden states of `new` tokens of the sequences in `slots`, which have `cached` ones."""
         device, places, blocks = self.cache.device, None, None
         if media:
-            at = [np.arange(s.start, s.end) for s in media]
-            seen = [places for s, places in zip(media, at, strict=True) if s.media.kind != "audio"]
-            places = to_device(np.concatenate(at), device)
-            blocks = blocks_at(self.family.blocks, len(ids), np.concatenate([*seen, at[0][:0]]))
+            places = to_device(np.concatenate([np.arange(s.start, s.end) for s in media]), device)
+            blocks = blocks_at(self.family.blocks, ids, self.family.chat.placeholders)
         plan = self.cache.plan(slots, cached, new, blocks)
         ids_there, positions_there = to_device(ids, device), to_device(positions, device)
         return hidden_states(self.model, self.family, ids_there, positions_there, tuple(media), plan, places=places)

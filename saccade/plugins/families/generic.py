@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +234,22 @@ def leave_drawing(model: Any) -> None:
             parameter.requires_grad_(False)
 
 
+def _prepare(model: Any) -> None:
+    leave_drawing(model)
+    seeing = model.base_model
+    if "num_frames_per_video" in inspect.signature(getattr(seeing, "get_video_features", _prepare)).parameters:
+        seeing.get_video_features = partial(_video_features, seeing)
+
+
+def _video_features(seeing: Any, pixels: Tensor, *places: Any, **options: Any) -> Any:
+    """Gemma 4's own forward does not say how many frames each video has before transformers 5.23; the features of all
+    frames stand one after the other anyway.
+    """
+    frames = options.pop("num_frames_per_video", None)
+    frames = torch.tensor([len(pixels)]) if frames is None else frames
+    return type(seeing).get_video_features(seeing, pixels, *places, num_frames_per_video=frames, **options)
+
+
 def text_or_model_positions(model: Any, reader: PictureReader) -> Any:
     """(length, spans) → [axes, length], by the model's own function where it has one."""
     skeleton = next((part for part in (model, model.base_model) if hasattr(part, "get_rope_index")), None)
@@ -292,7 +308,7 @@ GENERIC = FamilySpec(
     media_tokens={"image": MEDIA_TOKENS["image"][0]},
     whole=False,
     beside=("talker.", "code2wav."),
-    prepare=leave_drawing,
+    prepare=_prepare,
     finish=any_family,
     prove=prove,
 )

@@ -382,9 +382,7 @@ def _masks(model: Any, family: Family, row: ProofRow, layers: Mapping[Any, Layer
     spans = row.prompt.media
     plan = attention.ForwardPlan(note, lambda: own.walk)
     hidden_states(model, family, given.ids, given.positions, spans, plan, places=given.places)
-    place, seen = torch.arange(len(row.ids)), [span for span in spans if span.media.kind != "audio"]
-    inside = [np.arange(span.start, span.end) for span in seen]
-    blocks = attention.blocks_at(family.blocks, len(place), np.concatenate([*inside, np.zeros(0, np.int64)]))
+    place, blocks = torch.arange(len(row.ids)), attention.blocks_at(family.blocks, row.ids, family.chat.placeholders)
     for layer, (mask, unknown, keys) in layers.items():
         where = f"in layer {layer}"
         yield Compared("attention", len(unknown), of="unknown arguments", where=", ".join(unknown))
