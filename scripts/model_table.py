@@ -73,8 +73,13 @@ readings on a shared CPU:
 | needs torchvision | no / yes | no / yes |
 
 InternVL's processor cuts a picture by its shape, however small it is; its own family, by the pixel budget. For other
-models that do so, `max_patches` in the folder's image processor config is the limit. `model.family=generic` chooses
-the generic family for a model that has one of its own, for videos of Qwen3-VL, Qwen3.5 and InternVL, say.
+models that do so, or enlarge pictures, the image processor config in their folder is the limit: `max_patches` (Llama 4,
+Ovis2, Cohere2, Aya), `size.longest_edge` (SmolVLM, Idefics3), `max_slice_nums` (MiniCPM-V), `max_num_tiles`
+(Perception), `image_grid_pinpoints` (LLaVA-NeXT, LLaVA-OneVision), `max_soft_tokens` (Gemma 4). The last must be below
+`sliding_window` in a gemma4_unified, whose pictures see past it: the proof refuses it otherwise.
+
+`model.family=generic` chooses the generic family for a model that has one of its own, for videos of Qwen3-VL, Qwen3.5
+and InternVL, say.
 
 This page is written by `python scripts/model_table.py`, which runs a tiny random model of each kind on a CPU in
 float32, through the generic family also where a type has its own. Weights of published models were not run.
