@@ -82,7 +82,7 @@ def blocks_at(kind: str, ids: np.ndarray, placeholders: Mapping[str, int]) -> Bl
     none ("").
     """
     seen = [placeholders[medium] for medium in ("image", "video") if medium in placeholders]
-    places = np.flatnonzero(np.isin(ids, seen)) if kind else ()
+    places = np.flatnonzero(np.isin(ids, seen if kind else []))
     if not len(places):
         return None
     numbers = np.full(len(ids), -1, dtype=np.int64)
