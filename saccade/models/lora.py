@@ -47,7 +47,7 @@ def add(model: nn.Module, family: Family, config: LoraConfig, *, seed: int, stor
         target_modules=names,
         base_model_name_or_path=family.path,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _names_as_they_are():
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, model, adapter_name=NAME)
     assert sorted(names) == sorted(dict(_layers(model))), "peft adapted other layers than asked"
@@ -62,6 +62,19 @@ def add(model: nn.Module, family: Family, config: LoraConfig, *, seed: int, stor
     if getattr(model, "hf_quantizer", None) is not None:  # what is written holds whole weights again
         whole.hf_quantizer = None
         del whole.config.quantization_config
+
+
+@contextmanager
+def _names_as_they_are() -> Iterator[None]:
+    """peft takes linear layers of mixtures (first layers, shared experts) for experts as transformers 4 named them."""
+    from peft.utils import transformers_weight_conversion as peft_names
+
+    own = peft_names.convert_peft_config_for_transformers
+    peft_names.convert_peft_config_for_transformers = lambda *names, **options: None
+    try:
+        yield
+    finally:
+        peft_names.convert_peft_config_for_transformers = own
 
 
 def target_names(model: nn.Module, family: Family, config: LoraConfig) -> list[str]:

@@ -46,7 +46,7 @@ KINDS = {
     "llava_next": "newline vectors, unpadded",
     "mistral3": "rows with breaks",
     "ovis2": "indicator tokens, embedded too",
-    "glm4v": "positions on three axes",
+    "glm4v_moe": "positions on three axes, a shared expert beside experts",
     "ernie4_5_vl_moe": "kinds of tokens choose experts",
     "granite4_vision": "features by layer, divided logits, dropout",
     "qwen3_omni_moe_thinker": "features of the first layers",
