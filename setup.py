@@ -1,4 +1,5 @@
-"""Writes the commit into wheels and sdists, where `saccade --version` reads it; all else is in pyproject.toml."""
+"""Writes the commit into wheels and sdists, where `saccade --version` reads it, and the recipes of configs/ into
+wheels; all else is in pyproject.toml."""
 
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ class BuildPy(build_py):
         super().run()
         if not self.editable_mode:
             bake(self.build_lib)
+            shutil.copytree(ROOT / "configs", Path(self.build_lib, "saccade", "configs"))
 
 
 class Sdist(sdist):

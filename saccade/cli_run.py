@@ -161,4 +161,15 @@ def read_config(arguments: Sequence[str] | None, command: str | None = None, *, 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Files, and options that override them."""
-    return [item for item in arguments if "=" not in item], [item for item in arguments if "=" in item]
+    return [_shipped(item) for item in arguments if "=" not in item], [item for item in arguments if "=" in item]
+
+
+def _shipped(name: str) -> str:
+    """The file of a recipe by its name or by its path in the source tree, unless there is such a file."""
+    package = Path(__file__).parent
+    recipes = (
+        package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+    )  # a wheel, a checkout
+    found = recipes / f"{Path(name).stem}.yaml"
+    wanted = name in (found.stem, found.name, f"configs/{found.name}")
+    return str(found) if wanted and found.is_file() and not Path(name).exists() else name

@@ -1,11 +1,14 @@
 """What others install and launch: the wheel has every file of the package, launch files call what there is."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,22 +23,41 @@ from saccade.cli import app
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_a_wheel_has_every_file_and_the_commit(tmp_path: Path) -> None:
+def test_a_wheel_has_every_file_the_recipes_and_the_commit(tmp_path: Path) -> None:
     """Built from a tree without git, as an sdist unpacks to."""
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "saccade", tmp_path / "saccade", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "saccade" / "commit.txt").write_text("c0ffee\n")
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
     build = "import setuptools.build_meta as b; b.build_wheel('dist')"
     subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
     wheel = zipfile.ZipFile(next((tmp_path / "dist").glob("*.whl")))
     inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
     there = {str(path.relative_to(tmp_path)) for path in (tmp_path / "saccade").rglob("*") if path.is_file()}
-    assert inside == there
+    assert inside == there | {f"saccade/configs/{p.relative_to(ROOT / 'configs')}" for p in recipes()}
     wheel.extractall(tmp_path / "site")
     command = [sys.executable, "-m", "saccade", "--version"]
-    said = subprocess.check_output(command, cwd=tmp_path / "site", env={"PYTHONPATH": "."}, text=True)
-    assert said.endswith(", commit c0ffee\n")
+    ask = partial(subprocess.check_output, cwd=tmp_path / "site", env={"PYTHONPATH": "."}, text=True)
+    assert ask(command).endswith(", commit c0ffee\n")
+    names = ["kto", "kto.yaml", "configs/kto.yaml", "other/kto.yaml", "train.jsonl", "run.name=kto"]
+    found = ask([sys.executable, "-c", f"from saccade.cli_run import split; print(*split({names})[0])"]).split()
+    assert found == [str(tmp_path / "site/saccade/configs/kto.yaml")] * 3 + names[3:5]
+
+
+def recipes() -> Iterator[Path]:
+    return (path for path in (ROOT / "configs").rglob("*") if path.is_file())
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Dead links, pages that no menu has and names that the API lacks are warnings, which `--strict` refuses."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    assert (tmp_path / "search" / "search_index.json").stat().st_size > 300_000
 
 
 def test_launch_files_call_commands_that_there_are() -> None:
@@ -58,6 +80,16 @@ def test_launch_files_call_commands_that_there_are() -> None:
     )
     copied = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.M)
     assert set(re.findall(r"bash /src/(\S+)", dockerfile)) <= set(copied)
+
+
+@pytest.mark.parametrize(("tool", "patterns"), [
+    ("hadolint", ["Dockerfile"]), ("shellcheck", ["scripts/*.sh", "examples/*.sh", ".ci/run"]),
+])  # fmt: skip
+def test_linters_have_nothing_to_say(tool: str, patterns: list[str]) -> None:
+    found = shutil.which(tool, path=Path(sys.executable).parent) or pytest.skip(f"{tool} is not installed")
+    files = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    done = subprocess.run([found, *files], capture_output=True, text=True)
+    assert files and done.returncode == 0, done.stdout
 
 
 def test_ray_reads_the_cluster_file() -> None:

@@ -152,7 +152,7 @@ def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, A
     if (path / "config.yaml").is_file():
         raise ConfigError(f"{path} is a folder of a run; give {path / 'config.yaml'}")
     if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist; `saccade init` writes one")
+        raise ConfigError(f"config file {path} does not exist; `saccade init` writes one, docs/recipes.md lists names")
     if path.name.endswith(ROWS):
         raise ConfigError(f"{path} holds rows, not options; give it as data.train={path}")
     try:
