@@ -68,7 +68,9 @@ def _filled(value: Any, image: Any) -> Any:
 
 
 def _paths(rows: Any, name: str) -> set[str]:
-    if name.startswith("tabmwp"):
-        return {f"tables/{id}.png" for id in rows}
+    where = SUITES[name].columns.get("images")
+    if isinstance(where, str) and "{" in where:
+        listed = [{"id": id, **row} for id, row in rows.items()] if isinstance(rows, dict) else rows
+        return {where.format(**row) for row in listed}
     texts = [text for row in rows for value in row.values() for text in (value if isinstance(value, list) else [value])]
     return {text for text in texts if isinstance(text, str) and text.endswith((".png", ".jpg", ".wav")) and "/" in text}

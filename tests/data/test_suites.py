@@ -80,6 +80,11 @@ def test_rows_of_every_set(folder: Path) -> None:
         ("Which fits ?\n(A) \n(B)", (), "A", 3),
         ("How many?", (), ("24.3", "24.30"), 1),
     ]
+    assert found["dynamath"] == [("What is the ratio?", (), "0.643", 1), ("Is f even?", ("Yes", "No"), "B", 1)]
+    assert [s.extra[ROTATION_OF] for s in loaded("dynamath", folder).samples] == ["7", "7"]
+    assert found["puzzlevqa"] == [("What is the missing color?", ("orange", "red", "blue"), "red", 1)]
+    assert found["logicvista"] == [("Which choices (A, B, C, or D) fit?", (), "A, C", 1)]
+    assert found["nlvr"] == [("Is this true or false of the picture: There is a tower.", (), "true", 1)]
     assert found["tabmwp"][0] == ("What is the mean? (unit: $)", (), "1,084.5", 1)
     assert found["mme_realworld"] == [("Which colour?", ("red", "blue", "green", "white", "not shown"), "C", 1)]
     assert found["gsm8k"] == [("How many clips?", (), "1,072", 0)]
@@ -179,4 +184,5 @@ def test_all_suites_are_asked_and_scored(folder: Path, tmp_path: Path) -> None:
     assert found["wemath"]["strict"] == found["wemath"]["loose"] == found["rewardbench"]["section_mean"] == 0
     assert found["rewardbench"]["by_category"].keys() == {"Chat"}
     assert found["vl_rewardbench"]["by_category"].keys() == {"hallucination"}
+    assert found["logicvista"]["by_category"].keys() == {"inductive"} and found["dynamath"]["all_rotations"] == 0
     assert found["mathvista"]["by_category"].keys() == {"figure question answering"}

@@ -41,6 +41,8 @@ def read_suite_row(
     options the first is the right one; `rotated` rows ask the same question in several orders.
     """
     found = {part: _value(row, where) for part, where in columns.items()}
+    if isinstance(found.get("category"), list):
+        found["category"] = ", ".join(found["category"])
     problem = str(found.get("problem") or "").strip()
     inside = columns.get("choices") is not None and columns["choices"] == columns.get("problem")
     if inside:
