@@ -85,10 +85,10 @@ def test_the_house_stays_small() -> None:
     files = Path(__file__).parent.rglob("*.py")
     tests = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     of_ranks = sum(size for path, size in tests.items() if path.parent.name == "ranks")
-    assert sum(sizes.values()) <= 39_729
+    assert sum(sizes.values()) <= 39_731
     assert spine <= 14_757
     assert of_ranks <= 3_071
-    assert sum(tests.values()) - of_ranks <= 33_550
+    assert sum(tests.values()) - of_ranks <= 33_558
 
 
 def test_a_file_name_occurs_once() -> None:
