@@ -8,7 +8,7 @@ from experiments.pages import Found, cost, ends, gain, mean_of, picture, read, t
 
 ARMS = {
     "base": "the model as it is",
-    "cold": "cold start: SFT on the solutions, 3 epochs",
+    "cold": "cold start: SFT on the solutions",
     "sft": "cold start, then SFT goes on",
     "grpo": "cold start, then GRPO",
     "dapo": "cold start, then DAPO",
@@ -25,8 +25,8 @@ seeds (Student), differences are paired by seed.
 
 ## GSM8K
 
-Arms start from the cold start of their seed and have the same seconds each (75, loading included, side by side on one
-GPU). Trained on 6,973 questions; measured on the 1,319 of the test: greedy accuracy (the last number is the answer),
+Arms start from the cold start of their seed and have the same seconds each ({seconds}, loading included, side by side on
+one GPU); `sft.yaml` and `rl.yaml` have the settings. Trained on 6,973 questions; measured on the 1,319 of the test: greedy accuracy (the last number is the answer),
 and with eight samples at temperature 1 of the first 400: pass@1, the mean, and pass@8, whether one is right.
 
 {gsm8k}
@@ -37,8 +37,8 @@ and with eight samples at temperature 1 of the first 400: pass@1, the mean, and 
 
 ## Sums
 
-`What is 47 + 8? Reply with the answer only.`, without a cold start or an example: GRPO alone, 60 steps of 64 x 8
-rollouts. 200 sums of each level that are not in training, greedy.
+`What is 47 + 8? Reply with the answer only.`, without a cold start or an example: GRPO alone (`arithmetic.yaml`).
+200 sums of each level that are not in training, greedy.
 
 {sums}
 
@@ -56,23 +56,23 @@ Settings were chosen on 500 rows held out of train and other sums, with another 
 
 ## What this does not show
 
-One small model with 4-bit weights, one set of questions, one prompt, a minute of training for each arm: not what these
+One small model with 4-bit weights, one set of questions, one prompt, {seconds} seconds of training for each arm: not what these
 algorithms reach in hours, nor their order on other models. The learning rate was chosen for GRPO and used for DAPO and
 RLOO, too. Sums were drawn by us; a level that the model already masters says little.
 """
 
 
-def write_page(results: Path, path: Path, images: Path) -> None:
+def write_page(results: Path, path: Path, images: Path, seconds: int) -> None:
     found, trials = read(results), read(results / "dev")
     images.mkdir(parents=True, exist_ok=True)
     arms = {arm: found[arm] for arm in ARMS if arm in found}
-    seconds = "seconds"
     rl = {label: arms[label.lower()] for label in ("GRPO", "DAPO", "RLOO") if label.lower() in arms}
-    (images / "language-gsm8k.svg").write_text(picture(rl, "reward/accuracy", seconds))
+    (images / "language-gsm8k.svg").write_text(picture(rl, "reward/accuracy", "seconds"))
     sums = {"GRPO alone": found.get("sums_grpo", {})}
-    (images / "language-sums.svg").write_text(picture(sums, "reward/accuracy", seconds))
+    (images / "language-sums.svg").write_text(picture(sums, "reward/accuracy", "seconds"))
     text = PAGE.format(
         summary=summary(found),
+        seconds=seconds,
         gsm8k=gsm8k(arms),
         sums=levels(found.get("sums_base", {}), found.get("sums_grpo", {})),
         trials=table(["trial", "GSM8K", "sums", "steps"], [trial(arm, runs) for arm, runs in trials.items()]),

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     out, stored = args.out.resolve(), HERE / "results"
     if args.page:
-        write_page(stored, HERE / "RESULTS.md", ROOT / "docs" / "images")
+        write_page(stored, HERE / "RESULTS.md", ROOT / "docs" / "images", SECONDS)
         return
     if not args.tiny and not args.data:
         parser.error("--data: the folder with train.jsonl and test.jsonl of GSM8K, such as --data data/gsm8k")
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = out / "results" if args.tiny else stored
     shutil.copytree(out / split / "results", results / "dev" if args.dev else results, dirs_exist_ok=True)
     page = out if args.tiny else HERE
-    write_page(results, page / "RESULTS.md", out if args.tiny else ROOT / "docs" / "images")
+    write_page(results, page / "RESULTS.md", out if args.tiny else ROOT / "docs" / "images", SECONDS)
     if failed:
         sys.exit(f"not finished: {', '.join(failed)}")
 

@@ -36,6 +36,8 @@ def test_a_failed_run_is_named_and_takes_those_after_it_along(tmp_path: Path, ca
         Job(arm="later", seed=0, command="rl", options=(), after="first"),
         Job(arm="first", seed=0, command="sft", options=("train.lrr=1",)),
     ]
+    assert run_all(jobs, tmp_path, seconds=0) == ["first-0", "later-0"]
+    assert "first-0: cut off" in capsys.readouterr().out
     assert run_all(jobs, tmp_path, at_once=2) == ["first-0", "later-0"]
     assert "train.lr" in capsys.readouterr().out and not [*tmp_path.glob("results/*")]
 
