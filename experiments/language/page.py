@@ -25,9 +25,10 @@ seeds (Student), differences are paired by seed.
 
 ## GSM8K
 
-Arms start from the cold start of their seed and have the same seconds each ({seconds}, loading included, side by side on
-one GPU); `sft.yaml` and `rl.yaml` have the settings. Trained on 6,973 questions; measured on the 1,319 of the test: greedy accuracy (the last number is the answer),
-and with eight samples at temperature 1 of the first 400: pass@1, the mean, and pass@8, whether one is right.
+Arms start from the cold start of their seed and have the same seconds each ({seconds}, loading included, side by side
+on one GPU); `sft.yaml` and `rl.yaml` have the settings. Trained on 6,973 questions; measured on the 1,319 of the test:
+greedy accuracy (the last number is the answer), and with eight samples at temperature 1 of the first 400: pass@1, the
+mean, and pass@8, whether one is right.
 
 {gsm8k}
 
@@ -56,9 +57,9 @@ Settings were chosen on 500 rows held out of train and other sums, with another 
 
 ## What this does not show
 
-One small model with 4-bit weights, one set of questions, one prompt, {seconds} seconds of training for each arm: not what these
-algorithms reach in hours, nor their order on other models. The learning rate was chosen for GRPO and used for DAPO and
-RLOO, too. Sums were drawn by us; a level that the model already masters says little.
+One small model with 4-bit weights, one set of questions, one prompt, {seconds} seconds of training for each arm: not
+what these algorithms reach in hours, nor their order on other models. The learning rate was chosen for GRPO and used for
+DAPO and RLOO, too. Sums were drawn by us; a level that the model already masters says little.
 """
 
 
