@@ -58,8 +58,8 @@ Settings were chosen on 500 rows held out of train and other sums, with another 
 ## What this does not show
 
 One small model with 4-bit weights, one set of questions, one prompt, {seconds} seconds of training for each arm: not
-what these algorithms reach in hours, nor their order on other models. The learning rate was chosen for GRPO and used for
-DAPO and RLOO, too. Sums were drawn by us; a level that the model already masters says little.
+what these algorithms reach in hours, nor their order on other models. The learning rate was chosen for GRPO and used
+for DAPO and RLOO, too. Sums were drawn by us; a level that the model already masters says little.
 """
 
 
