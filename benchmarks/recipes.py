@@ -37,6 +37,7 @@ def _text(hidden: int, inner: int, layers: int, heads: int, keys: int, words: in
     return sizes | {"num_attention_heads": heads, "num_key_value_heads": keys, "vocab_size": words} | more
 
 
+EARS = {"d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120}
 TIED = {"tie_word_embeddings": True}
 VL_3B, VL_7B = ("qwen2_5_vl", SIZES["3b"]), ("qwen2_5_vl", SIZES["7b"])
 HALF_B = ("qwen2", _text(896, 4864, 24, 14, 2, 151_936, **TIED))
@@ -55,6 +56,10 @@ SHAPES = {
     "Qwen2.5-0.5B": HALF_B,
     "Qwen3-4B": ("qwen3", _text(2560, 9728, 36, 32, 8, 151_936, head_dim=128, **TIED)),
     "Qwen3-14B-Base": ("qwen3", _text(5120, 17408, 40, 40, 8, 151_936, head_dim=128)),
+    "Qwen2-Audio-7B-Instruct": (
+        "qwen2_audio",
+        {"text_config": _text(4096, 11008, 32, 32, 32, 156_032), "audio_config": EARS},
+    ),
     "Llama-3-8b-sft": LLAMA_8B,
     "Llama-3-8b-rm": LLAMA_8B,
 }
@@ -71,7 +76,7 @@ def needs(file: Path, scratch: Path) -> str:
     command = lines[0].split()[2]
     config = load(file, command=command)
     name = LEARNED.get(file.stem) or Path(config.model.path).name
-    if name not in SHAPES or command in ("eval", "reward-model"):
+    if name not in SHAPES or command == "eval":
         return ""
     folder, shape = scratch / name, SHAPES[name]
     if not folder.exists() and isinstance(shape, str):
@@ -106,9 +111,14 @@ def of_several(found: Estimate) -> str:
 
 
 def widen(folder: Path, sizes: dict[str, Any]) -> None:
-    """The config of a tiny text model becomes that of a large one; its weights go."""
-    described = json.loads((folder / "config.json").read_text()) | sizes | {"dtype": "bfloat16"}
-    described["layer_types"] = ["full_attention"] * sizes["num_hidden_layers"]
+    """The config of a tiny model becomes that of a large one, part by part where it has parts; its weights go."""
+    described = json.loads((folder / "config.json").read_text())
+    parts = sizes if "text_config" in sizes else {"text_config": sizes}
+    for name, of_part in parts.items():
+        described.get(name, described).update(of_part)
+    text = described.get("text_config", described)
+    text["layer_types"] = ["full_attention"] * text["num_hidden_layers"]
+    described["dtype"] = "bfloat16"
     (folder / "config.json").write_text(json.dumps(described))
     (folder / "model.safetensors").unlink()
 

@@ -78,9 +78,7 @@ def test_a_recipe_is_short_explained_and_passes_the_checks(name, tmp_path):
     text, config = FILES[name].read_text(encoding="utf-8"), load(FILES[name])
     assert text.startswith("# saccade ") and len(text.splitlines()) <= 50
     assert config.run.name == name
-    assert command_of(name) in ("eval", "reward-model") or re.search(
-        r"^#.*(GPU|CPU|GiB)", text, re.MULTILINE
-    )  # it needs
+    assert command_of(name) == "eval" or re.search(r"^#.*(GPU|CPU|GiB)", text, re.MULTILINE)  # what it needs
     assert all(not Path(source.path).is_absolute() for source in config.data.train)
     assert model_type(config) == FAMILY_OF.get(name, "qwen2_5_vl")
     config, tiny = with_rows(name), f"tiny:{model_type(config)}"
