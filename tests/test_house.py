@@ -77,18 +77,18 @@ def lines_of_code(path: Path, tree: ast.Module) -> int:
 
 
 def test_the_house_stays_small() -> None:
-    """The package was brought to 30 thousand lines, to which several GPUs, any model and rollouts ahead add 6.4; tests
-    to 32, without theirs. Today's sizes are the limits.
+    """The package was brought to 30 thousand lines, the tests to 32, before several GPUs, any model, rollouts ahead, and
+    what stands around a run. Limits are today's sizes, rounded up.
     """
     sizes = {path.relative_to(PACKAGE): lines_of_code(path, tree) for path, tree in modules()}
     spine = sum(size for path, size in sizes.items() if path.parts[0] != "plugins")
     files = Path(__file__).parent.rglob("*.py")
     tests = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     of_ranks = sum(size for path, size in tests.items() if path.parent.name == "ranks")
-    assert sum(sizes.values()) <= 39_731
-    assert spine <= 14_757
-    assert of_ranks <= 3_071
-    assert sum(tests.values()) - of_ranks <= 33_558
+    assert sum(sizes.values()) <= 40_000
+    assert spine <= 14_760
+    assert of_ranks <= 3_100
+    assert sum(tests.values()) - of_ranks <= 33_600
 
 
 def test_a_file_name_occurs_once() -> None:
