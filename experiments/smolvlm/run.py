@@ -43,7 +43,6 @@ PROBES = {  # on other pictures
     "slow": [f"model.train={EARLY}", LLM, "train.lr=4e-4"],
     "full": ["model.train=freeze:re:embed_tokens", "train.lr_scale={llm: 0.1}"],
 }
-SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
 
 def held_out(folder: Path, model: Path, rows: int) -> list[str]:
@@ -91,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     language = Path(tiny.build("llama", out / "language")) if args.tiny else smollm2.build(out / "language", args.gguf)
     model = out / "base"
     if not (model / "processor_config.json").exists():
-        base.build(language, model, tower=SMALL if args.tiny else None)
+        base.build(language, model, tower=base.SMALL if args.tiny else None)
     changes = [str(HERE / "tiny.yaml")] if args.tiny else []
 
     def job(arm: str, rows: str, options: list[str], after: str = "") -> Job:

@@ -1,13 +1,14 @@
 """The frame of experiments/, and their tiny variants on a CPU."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from experiments.arms import Job, chosen, command_line, run_all, run_and_write
 from experiments.language import run as language
-from experiments.pages import ROOT, cost, ends, gain, mean_of, picture, read, written
+from experiments.pages import ROOT, by_size, cost, ends, gain, mean_of, picture, read, written
 from saccade.plugins.families import tiny
 
 
@@ -30,6 +31,12 @@ def test_time_that_runs_share_counts_once() -> None:
     assert ends(found["a"], "val/test/accuracy") == {0: 0.5, 1: 0.7}
     drawn = picture(found, "val/test/accuracy", "seconds", smooth=1)
     assert drawn.count("<path") == 3 * len(found) + drawn.count(" %</text>")
+
+
+def test_sizes_stand_as_far_apart_as_their_logarithms() -> None:
+    drawn = by_size({"rl": {50: {0: 0.2, 1: 0.4}, 500: {0: 0.5}, 5000: {0: 0.8}}, "sft": {50: {0: 0.1}}}, "questions")
+    places = [float(x) for x in re.findall(r'x="([\d.]+)" y="272"', drawn)]
+    assert [place - places[0] for place in places] == [0, 284, 568] and ">5,000<" in drawn
 
 
 def test_a_failed_run_is_named_and_takes_those_after_it_along(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

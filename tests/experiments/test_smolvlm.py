@@ -14,7 +14,7 @@ def test_it_runs_from_nothing_and_its_weights_travel_as_what_has_changed(tmp_pat
     assert {(name, kind) for name, kinds in found["answers"][0]["tables"].items() for kind in kinds} == WHAT.keys()
     assert (tmp_path / "RESULTS.md").read_text().count("[0.0, 79.3]") == len(WHAT)  # one item of each, not one right
     (trained,) = tmp_path.glob("second-0/checkpoints/step-1")
-    again = base.unpack(tmp_path / "language", tmp_path / "packed", tmp_path / "again", tower=run.SMALL)
+    again = base.unpack(tmp_path / "language", tmp_path / "packed", tmp_path / "again", tower=base.SMALL)
     assert base.digest(base.weights(again)) == base.digest(base.weights(trained))
     sent = base.weights(tmp_path / "packed", base.PARTS)
     assert "model.language_model.embed_tokens.weight" not in sent and any("vision_tower" in name for name in sent)

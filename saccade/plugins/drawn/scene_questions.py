@@ -56,7 +56,7 @@ def draw_scene_row(rng: Random, index: int, *, split: str, kinds: Sequence[str],
     elif kind == "count":
         wanted = str(rng.randint(0, about.objects[1]))
     for _ in range(TRIES):
-        solids = _scene(rng, about)
+        solids = place_solids(rng, about)
         asked = SCENE_KINDS[kind](rng, solids, about)
         if asked and wanted in (None, asked[1]):
             break
@@ -67,7 +67,7 @@ def draw_scene_row(rng: Random, index: int, *, split: str, kinds: Sequence[str],
     return Drawing(picture, *asked, kind, more)
 
 
-def _scene(rng: Random, about: SceneSplit) -> list[Solid]:
+def place_solids(rng: Random, about: SceneSplit) -> list[Solid]:
     count = rng.randint(*about.objects)
     solids: list[Solid] = []
     while len(solids) < count:

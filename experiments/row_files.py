@@ -1,0 +1,50 @@
+"""Files of drawn rows: questions about pictures, the same questions about the facts in words, conversations to imitate.
+
+rows = questions(partial(draw_scene, split="same", kinds=("count",), side=224), Path("train.jsonl"), 1000)
+taught(Path("answers.jsonl"), rows, "answer")
+in_words(Path("text.jsonl"), rows)
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from saccade.plugins.drawn.drawn_sets import Draw, Plan, write_set
+
+Rows = Sequence[dict[str, Any]]
+
+
+def questions(draw: Draw, file: Path, rows: int, *, seed: int = 0, workers: int = 1) -> Rows:
+    """Drawn unless they are there; others for another seed or file name."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_set(draw, Plan(command=file.stem, file=file, rows=rows, seed=seed, workers=workers))
+    return read_rows(file)
+
+
+def in_words(file: Path, rows: Rows) -> Rows:
+    """The same questions with the column `facts` in place of the picture."""
+    asked = [{**row, "problem": row["problem"].replace("<image>", f"{row['facts']}\n")} for row in rows]
+    return write_rows(file, [{name: value for name, value in row.items() if name != "images"} for row in asked])
+
+
+def taught(file: Path, rows: Rows, column: str) -> Rows:
+    """Conversations in which the assistant says what stands in this column."""
+    said = [
+        {
+            **{name: row[name] for name in ("id", "images") if name in row},
+            "conversations": [{"from": "human", "value": row["problem"]}, {"from": "gpt", "value": row[column]}],
+        }
+        for row in rows
+    ]
+    return write_rows(file, said)
+
+
+def read_rows(file: Path) -> Rows:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def write_rows(file: Path, rows: Rows) -> Rows:
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return rows
