@@ -29,10 +29,10 @@ from saccade.run.loggers import read_metrics
 from saccade.system.revision import revision
 
 ROOT = Path(__file__).resolve().parents[1]
-# Of a run: what validations found, and of training at most so many steps.
+# Of a run: what validations found, and of training at most so many steps; `rollouts` are all drawn so far.
 STORED = re.compile(
     r"val/.*/(accuracy|pass@\d+|response_mean|truncated_frac|items)"
-    r"|reward/accuracy|length/response_mean|group/dead_frac|policy/entropy|sft/loss"
+    r"|reward/(accuracy|learned)|length/response_mean|group/dead_frac|policy/(entropy|kl_ref)|sft/loss|rollouts"
 )
 STEPS = 60
 
@@ -43,7 +43,7 @@ class Job:
     seed: int
     command: str  # rl, sft, eval, …
     options: tuple[str, ...]  # YAML files, then options
-    after: str = ""  # the arm whose model of the same seed it starts from
+    after: str = ""  # the arm whose model of the same seed it starts from, or has where its options say {after}
 
     @property
     def name(self) -> str:
@@ -117,7 +117,9 @@ class Done:
 
 def start(job: Job, out: Path, parent: Job | None, at_once: int) -> Any:
     arguments = [*job.options, f"run.name={job.name}", f"run.out={out}", f"run.seed={job.seed}"]
-    if parent is not None:
+    if parent is not None and any("{after}" in option for option in arguments):
+        arguments = [option.replace("{after}", str(model_of(out, parent))) for option in arguments]
+    elif parent is not None:
         arguments.append(f"model.path={model_of(out, parent)}")
     if not at_once:
         try:
@@ -159,16 +161,16 @@ def curves_of(out: Path, job: Job) -> tuple[dict[str, Any], str]:
         rows = [*read_metrics(out / job.name)]
     if not rows:
         return {}, f"{out / job.name} has no metrics"
-    curves: dict[str, list[tuple[int, float, float]]] = {}
+    curves, drawn = dict[str, list[tuple[int, float, float]]](), 0
     for row in rows:
-        for name in row:
-            if STORED.fullmatch(name) and row[name] is not None:
-                point = (row["step"], round(row["time"] - rows[0]["time"], 1), round(row[name], 5))
+        drawn += int(row.get("count/samples", 0))
+        for name, value in (row | {"rollouts": drawn} if drawn else row).items():
+            if STORED.fullmatch(name) and value is not None:
+                point = (row["step"], round(row["time"] - rows[0]["time"], 1), round(value, 5))
                 curves.setdefault(name, []).append(point)
     thinned = {name: [points[i] for i in sorted({*np.linspace(0, len(points) - 1, STEPS, dtype=int).tolist()})]
                for name, points in curves.items()}  # fmt: skip
-    drawn = sum(row.get("count/samples", 0) for row in rows)
-    return {"steps": rows[-1]["step"], "rollouts": int(drawn), "curves": thinned}, ""
+    return {"steps": rows[-1]["step"], "rollouts": drawn, "curves": thinned}, ""
 
 
 # -- the script of an experiment --------------------------------------------------------------------

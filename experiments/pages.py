@@ -52,6 +52,29 @@ def gain(after: Mapping[int, float], before: Mapping[int, float]) -> str:
     return mean_of({seed: after[seed] - before[seed] for seed in after if seed in before}, signed=True)
 
 
+def chance(differences: Mapping[int, float]) -> float:
+    """How likely differences over seeds are to lie this far from 0 if there is none: Student's test, both sides."""
+    values = [*differences.values()]
+    if len(values) < 2 or (spread := float(np.std(values, ddof=1))) == 0:
+        return 1.0
+    free = len(values) - 1
+    angle = np.arctan(abs(np.mean(values)) * len(values) ** 0.5 / spread / free**0.5)
+    terms = [1.0]  # of the integral in closed form
+    for n in range(1 + free % 2, free - 2, 2):
+        terms.append(terms[-1] * n / (n + 1) * np.cos(angle) ** 2)
+    inside = np.sin(angle) * sum(terms)
+    return float(1 - (inside if free % 2 == 0 else 2 / np.pi * (angle + (free > 1) * np.cos(angle) * inside)))
+
+
+def corrected(chances: Mapping[str, float]) -> dict[str, float]:
+    """For as many comparisons as there are (Holm 1979)."""
+    found, least = dict[str, float](), 0.0
+    for rank, name in enumerate(sorted(chances, key=lambda one: chances[one])):
+        least = max(least, min(1.0, chances[name] * (len(chances) - rank)))
+        found[name] = least
+    return found
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -81,17 +104,20 @@ GRID = 40
 Lines = Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]]  # label → places, means, halves of their intervals
 
 
-def picture(arms: Mapping[str, Found], metric: str, across: str, smooth: int = 5) -> str:
-    """A metric over seconds, mean of the seeds and its 95 % interval; each point is a mean over neighbours."""
+def picture(arms: Mapping[str, Found], metric: str, across: str, smooth: int = 5, share: bool = True) -> str:
+    """A metric over "steps" or "seconds", mean of the seeds and its 95 % interval; each point is a mean over
+    neighbours. A `share` is shown in percent.
+    """
+    column = ("steps", "seconds").index(across)
     drawn = {}
     for label, seeds in arms.items():
         points = [np.array(run["curves"][metric]) for run in seeds.values() if metric in run["curves"]]
         if points:
-            x = np.linspace(max(p[0, 1] for p in points), min(p[-1, 1] for p in points), GRID)
-            ys = np.array([np.interp(x, p[:, 1], _smooth(p[:, 2], smooth)) for p in points])
-            drawn[label] = (x, ys.mean(0), np.array([half_width(column) for column in ys.T]))
+            x = np.linspace(max(p[0, column] for p in points), min(p[-1, column] for p in points), GRID)
+            ys = np.array([np.interp(x, p[:, column], _smooth(p[:, 2], smooth)) for p in points])
+            drawn[label] = (x, ys.mean(0), np.array([half_width(at) for at in ys.T]))
     longest = max((x[-1] for x, _, _ in drawn.values()), default=0.0) or 1.0
-    return chart(drawn, across, {second: f"{second:.0f}" for second in np.linspace(0, longest, 5).tolist()})
+    return chart(drawn, across, {place: f"{place:.0f}" for place in np.linspace(0, longest, 5).tolist()}, share)
 
 
 def by_size(arms: Mapping[str, Mapping[int, Mapping[int, float]]], across: str) -> str:
@@ -106,16 +132,17 @@ def by_size(arms: Mapping[str, Mapping[int, Mapping[int, float]]], across: str) 
     return chart(drawn, across, {float(np.log(size / sizes[0])): f"{size:,}" for size in sizes})
 
 
-def chart(lines: Lines, across: str, places: Mapping[float, str]) -> str:
+def chart(lines: Lines, across: str, places: Mapping[float, str], share: bool = True) -> str:
     """`places` are those along the lower edge that are named."""
     longest = max(places, default=0.0) or 1.0
     highest = max((float((mean + half).max()) for _, mean, half in lines.values()), default=0.0) or 1.0
-    unit = next(u for u in (0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 1e9) if highest <= 5 * u)
-    ticks = np.arange(0, highest + unit, unit)
+    lowest = min([0.0, *(float((mean - half).min()) for _, mean, half in lines.values() if not share)])
+    unit = next(n * 10.0**e for e in range(-3, 9) for n in (1, 2, 5) if highest - lowest <= 5 * n * 10.0**e)
+    ticks = unit * np.arange(np.floor(lowest / unit), np.ceil(highest / unit) + 1)
 
     def path(x: np.ndarray, y: np.ndarray) -> str:
         across = LEFT + x / longest * (WIDTH - LEFT - RIGHT)
-        down = HEIGHT - BOTTOM - np.clip(y, 0, None) / ticks[-1] * (HEIGHT - TOP - BOTTOM)
+        down = HEIGHT - BOTTOM - (y.clip(ticks[0]) - ticks[0]) / (ticks[-1] - ticks[0]) * (HEIGHT - TOP - BOTTOM)
         return "L".join(f"{a:.1f},{d:.1f}" for a, d in zip(across, down, strict=True))
 
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12"'
@@ -127,7 +154,7 @@ def chart(lines: Lines, across: str, places: Mapping[float, str]) -> str:
         line = path(np.array([0, longest]), np.array([tick, tick]))
         y = float(line.split(",")[-1])
         body.append(f'<path d="M{line}" stroke="#ddd"/><text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">'
-                    f"{100 * tick:.3g} %</text>")  # fmt: skip
+                    f"{f'{100 * tick:.3g} %' if share else f'{tick:.3g}'}</text>")  # fmt: skip
     for row, (label, (x, mean, half)) in enumerate(lines.items()):
         colour, left, top = COLOURS[row % len(COLOURS)], LEFT + 190 * (row % 3), HEIGHT - 30 + 18 * (row // 3)
         band = f"{path(x, mean + half)}L{path(x[::-1], (mean - half)[::-1])}"

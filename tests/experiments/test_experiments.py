@@ -8,7 +8,7 @@ import pytest
 
 from experiments.arms import Job, chosen, command_line, run_all, run_and_write
 from experiments.language import run as language
-from experiments.pages import ROOT, by_size, cost, ends, gain, mean_of, picture, read, written
+from experiments.pages import ROOT, by_size, chance, corrected, cost, ends, gain, mean_of, picture, read, written
 from saccade.plugins.families import tiny
 
 
@@ -25,12 +25,24 @@ def test_means_and_paired_gains_have_intervals_over_seeds() -> None:
     assert mean_of({0: 0.5}) == "50.0" and mean_of({}) == "-"
 
 
+def test_a_difference_beyond_chance_stays_one_among_ten_comparisons() -> None:
+    found = {"far": {0: 0.2, 1: 0.21, 2: 0.19, 3: 0.2, 4: 0.2}, "near": {0: 0.1, 1: -0.1, 2: 0.2, 3: 0.0, 4: 0.1}}
+    chances = {name: chance(values) for name, values in found.items()}
+    assert abs(chances["near"] - 0.3046) < 1e-3 and chances["far"] < 1e-5  # t = 1.177 and 63 with 4 degrees of freedom
+    assert abs(chance(dict(enumerate((0.1, 0.2, 0.3, 0.2)))) - 0.0163) < 1e-3  # t = 4.899 with 3
+    assert chance({0: 0.3}) == chance({0: 0.3, 1: 0.3}) == 1.0  # nothing is known of how they differ
+    among = corrected(chances | {f"other{n}": 0.5 for n in range(8)})
+    assert among["far"] == 10 * chances["far"] and among["near"] == among["other7"] == 1.0
+
+
 def test_time_that_runs_share_counts_once() -> None:
     found = {"a": {0: run(0.5), 1: run(0.7, began=30.0)}, "b": {0: run(0.2, began=300.0)}}
     assert cost(found).startswith("3 runs, up to 2 at once, in 2.5 minutes of one CPU")
     assert ends(found["a"], "val/test/accuracy") == {0: 0.5, 1: 0.7}
     drawn = picture(found, "val/test/accuracy", "seconds", smooth=1)
     assert drawn.count("<path") == 3 * len(found) + drawn.count(" %</text>")
+    below = {"a": {0: run(-2.0), 1: run(-1.0)}}
+    assert ">-10</text>" in picture(below, "val/test/accuracy", "steps", smooth=1, share=False)
 
 
 def test_sizes_stand_as_far_apart_as_their_logarithms() -> None:
