@@ -55,10 +55,10 @@ def gain(after: Mapping[int, float], before: Mapping[int, float]) -> str:
 def chance(differences: Mapping[int, float]) -> float:
     """How likely differences over seeds are to lie this far from 0 if there is none: Student's test, both sides."""
     values = [*differences.values()]
-    if len(values) < 2 or (spread := float(np.std(values, ddof=1))) == 0:
+    if len(values) < 2 or not any(values):
         return 1.0
     free = len(values) - 1
-    angle = np.arctan(abs(np.mean(values)) * len(values) ** 0.5 / spread / free**0.5)
+    angle = np.arctan2(abs(np.mean(values)) * len(values) ** 0.5, np.std(values, ddof=1) * free**0.5)
     terms = [1.0]  # of the integral in closed form
     for n in range(1 + free % 2, free - 2, 2):
         terms.append(terms[-1] * n / (n + 1) * np.cos(angle) ** 2)

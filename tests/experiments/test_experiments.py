@@ -30,7 +30,7 @@ def test_a_difference_beyond_chance_stays_one_among_ten_comparisons() -> None:
     chances = {name: chance(values) for name, values in found.items()}
     assert abs(chances["near"] - 0.3046) < 1e-3 and chances["far"] < 1e-5  # t = 1.177 and 63 with 4 degrees of freedom
     assert abs(chance(dict(enumerate((0.1, 0.2, 0.3, 0.2)))) - 0.0163) < 1e-3  # t = 4.899 with 3
-    assert chance({0: 0.3}) == chance({0: 0.3, 1: 0.3}) == 1.0  # nothing is known of how they differ
+    assert chance({0: 0.3}) == chance({0: 0.0, 1: 0.0}) == 1.0 and chance({0: 0.3, 1: 0.3}) < 1e-9
     among = corrected(chances | {f"other{n}": 0.5 for n in range(8)})
     assert among["far"] == 10 * chances["far"] and among["near"] == among["other7"] == 1.0
 

@@ -1,0 +1,64 @@
+"""Presets side by side: from nothing with a random model, and what the page says of numbers that are known."""
+
+import json
+from pathlib import Path
+
+from experiments.pages import read
+from experiments.presets import run
+from experiments.presets.page import best_rates, compared, reached, write_page
+
+
+def test_presets_run_from_nothing_with_equal_rollouts(tmp_path: Path) -> None:
+    run.main(["--tiny", "--out", str(tmp_path), "--seeds", "0", "--arms", "grpo", "dapo"])
+    found, trials = read(tmp_path / "results"), read(tmp_path / "results" / "dev")
+    assert found.keys() == {"base", "grpo", "dapo"} and trials.keys() == {"base", "grpo@1e-5", "dapo@1e-5"}
+    assert {runs[0]["rollouts"] for arm, runs in found.items() if arm != "base"} == {16}
+    page = (tmp_path / "RESULTS.md").read_text()
+    assert "| `dapo` | **0.0** |" in page and "Every arm draws 16 rollouts" in page
+    assert (tmp_path / "presets.svg").read_text().count("<circle") == 2
+
+
+def stored(accuracy: float, *, passing: bool = False, base: bool = False) -> dict:
+    """A run of 100 rollouts; one that is `passing` drew 160, and was validated after each 40."""
+    steps = [1, 2, 3, 4] if passing else [4]
+    curves = {"rollouts": [[step, step, (40 if passing else 25) * step] for step in (1, 2, 3, 4)]}
+    for name, above in {"scenes": 0.05, "charts": -0.05}.items():
+        curves[f"val/{name}/accuracy"] = [[step, 10.0 * step, accuracy + above - 0.1 * (4 - step)] for step in steps]
+        curves[f"val/{name}/items"] = [[4, 40.0, 50]]
+    about = {"began": 0.0, "seconds": 60, "device": "CPU", "commit": "abc", "at_once": 2, "steps": 4}
+    return {**about, "rollouts": 0 if base else 160 if passing else 100, "curves": curves}
+
+
+def test_the_page_calls_what_is_beyond_chance_and_counts_rollouts_that_were_dropped(tmp_path: Path) -> None:
+    around = (0.0, 0.01, -0.01, 0.02, 0.0)
+    arms = {"grpo": 0.6, "ppo": 0.7, "rloo": 0.61, "dapo": 0.75}
+    found = {arm: [stored(mean + off, passing=arm == "dapo") for off in around] for arm, mean in arms.items()}
+    found["rloo"] = [stored(0.6 + off) for off in around[::-1]]
+    trials = {"base": 0.3, "grpo@1e-6": 0.4, "grpo@1e-5": 0.5, "grpo@1e-4": 0.2, "ppo@1e-4": 0.5}
+    (tmp_path / "dev").mkdir()
+    for arm, runs in (found | {"base": [stored(0.3, base=True)]}).items():
+        for seed, one in enumerate(runs):
+            (tmp_path / f"{arm}-{seed}.json").write_text(json.dumps(one))
+    for arm, accuracy in trials.items():
+        (tmp_path / "dev" / f"{arm}-100.json").write_text(json.dumps(stored(accuracy, base=arm == "base")))
+
+    assert best_rates(read(tmp_path / "dev")) == {"grpo": "1e-5", "ppo": "1e-4"}
+    dapo = reached(stored(0.8, passing=True), 100)
+    assert (round(dapo.accuracy), dapo.rollouts, dapo.seconds) == (60, 80, 10.0)  # not the 80 % of 160 rollouts
+    rows = {row.preset: row for row in compared(read(tmp_path))}
+    assert {preset: row.verdict for preset, row in rows.items()} == {
+        "ppo": "better",
+        "grpo": "",
+        "rloo": "",
+        "dapo": "worse",
+    }
+    assert next(iter(rows)) == "ppo" and [*rows][-1] == "dapo"
+    assert rows["ppo"].chance < 1e-4 and rows["rloo"].chance > 0.5
+    assert round(rows["ppo"].point[0], 3) == 0.5  # 20 seconds for 40 points
+    write_page(tmp_path, tmp_path / "RESULTS.md", tmp_path)
+    page = (tmp_path / "RESULTS.md").read_text()
+    assert "From 30.0 % right: GRPO reaches 60.4" in page
+    assert (
+        "Of 3 presets, 2 differ from GRPO beyond chance, in points: better: ppo (+10.0 ± 0.0); worse: dapo (-5.0 ± 0.0)"
+        in page
+    )
