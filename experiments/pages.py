@@ -125,7 +125,8 @@ def by_size(arms: Mapping[str, Mapping[int, Mapping[int, float]]], across: str) 
     sizes = sorted({size for of_arm in arms.values() for size in of_arm})
     drawn = {}
     for label, of_arm in arms.items():
-        columns = {size: [*values.values()] for size, values in sorted(of_arm.items()) if values}
+        if not (columns := {size: [*values.values()] for size, values in sorted(of_arm.items()) if values}):
+            continue
         halves = [half_width(column) if len(column) > 1 else 0.0 for column in columns.values()]
         means = [np.mean(column) for column in columns.values()]
         drawn[label] = (np.log([*columns]) - np.log(sizes[0]), np.array(means), np.array(halves))

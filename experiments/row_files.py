@@ -25,8 +25,10 @@ def questions(draw: Draw, file: Path, rows: int, *, seed: int = 0, workers: int 
 
 def in_words(file: Path, rows: Rows) -> Rows:
     """The same questions with the column `facts` in place of the picture."""
-    asked = [{**row, "problem": row["problem"].replace("<image>", f"{row['facts']}\n")} for row in rows]
-    return write_rows(file, [{name: value for name, value in row.items() if name != "images"} for row in asked])
+    asked = [{name: value for name, value in row.items() if name != "images"} for row in rows]
+    for row in asked:
+        row |= {"id": f"{row['id']}-text", "problem": row["problem"].replace("<image>", f"{row['facts']}\n")}
+    return write_rows(file, asked)
 
 
 def taught(file: Path, rows: Rows, column: str) -> Rows:

@@ -1,0 +1,150 @@
+"""RESULTS.md of this experiment and its pictures, from the JSONs of its runs."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.pages import Found, by_size, cost, gain, mean_of, picture, read, table
+from experiments.scenes import SPLITS
+
+ARMS = {"rl": "RL", "answers": "SFT on answers", "worked": "SFT on worked answers"}
+NEW = [name for name in SPLITS if name != "same"]
+PAGE = """# RL against SFT on the same questions
+
+{summary}
+
+The small model of [experiments/smolvlm](../smolvlm) is asked to count and to compare places in flat pictures, which it
+has not seen before: how many, more of these than of those, is this left of that, what is the lowest.
+`python experiments/counting/run.py` repeats everything on one GPU; `--tiny` shows that it runs, on a CPU. ± is half of
+the 95 % interval over seeds (Student), differences are paired by seed. Each seed has other training questions; all
+have the same test questions, {items:.0f} of each kind of picture, so the intervals do not hold the chance of the items.
+
+## Arms
+
+- RL: GRPO, the reward is whether the answer is right (`rl.yaml`).
+- SFT on answers: the same questions with their answers (`sft.yaml`).
+- SFT on worked answers: the same questions with what is looked at, then the answer: `blue bar, blue circle. Answer: 2`.
+
+All have the same seconds ({seconds}, loading and validations included, side by side on one GPU), and of all the step
+counts that does best on {items:.0f} further pictures, among those that were validated.
+
+## With how many questions
+
+![Accuracy over the number of training questions]({images}/counting-same.svg)
+
+*New pictures like those of training, mean over seeds with its interval.*
+
+![Accuracy over the number of training questions]({images}/counting-new.svg)
+
+*Mean over the other kinds of pictures.*
+
+{accuracy}
+
+{kinds}
+
+## RL minus SFT, in points
+
+{differences}
+
+## While they train
+
+![Accuracy over seconds]({images}/counting-seconds.svg)
+
+*New pictures like those of training, {largest} training questions, over the seconds of a run.*
+
+## Trials
+
+Settings were chosen with other training questions and other items. Every trial, %:
+
+{trials}
+
+## Cost
+
+{cost} Trials: {trial_cost}
+
+## What this does not show
+
+One small model, drawn pictures, five kinds of questions, {seconds} seconds for each run: not how far any arm gets in
+hours. The learning rate was chosen with one number of questions and used for all. RL answers at once, as the model
+did before; a policy that was first taught to work answers out was not tried. Worked answers are what a program wrote,
+without a mistake, which costs more than answers wherever people have to write them.
+"""
+
+
+def write_page(results: Path, page: Path, images: Path) -> None:
+    found, trials = read(results), read(results / "dev")
+    sizes = sorted({int(arm.rpartition("_")[2]) for arm in found if arm != "base"})
+    largest = sizes[-1] if sizes else 0
+    start = next(iter(found.get("base", {}).values()), None)
+    for name, looks in (("same", ["same"]), ("new", NEW)):
+        arms = {ARMS[arm]: {n: mean_over(found.get(f"{arm}_{n}", {}), looks) for n in sizes} for arm in ARMS}
+        (images / f"counting-{name}.svg").write_text(by_size(arms, "training questions"))
+    curves = {label: found.get(f"{arm}_{largest}", {}) for arm, label in ARMS.items()}
+    (images / "counting-seconds.svg").write_text(picture(curves, "val/same/accuracy", "seconds", smooth=1))
+    runs = [run for arm, seeds in found.items() if arm != "base" for run in seeds.values()]
+    text = PAGE.format(
+        summary=summary(found, largest),
+        items=max(
+            (run["curves"]["val/same/items"][-1][2] for seeds in found.values() for run in seeds.values()), default=0
+        ),
+        seconds=f"{np.median([run['seconds'] for run in runs]):.0f}" if runs else "no",
+        largest=f"{largest:,}",
+        accuracy=accuracies(found, sizes, start),
+        kinds="; ".join(f"*{name}*: {look.about}" for name, look in SPLITS.items()) + ".",
+        differences=differences(found, sizes),
+        trials=table(["trial", "like training", "others", "steps"], [trial(*one) for one in trials.items()]),
+        cost=cost(found),
+        trial_cost=cost(trials),
+        images="../../docs/images",
+    )
+    page.write_text(text, encoding="utf-8")
+
+
+def best(run: Mapping[str, Any], look: str) -> float:
+    """Accuracy after the step that does best on the set `choice`."""
+    step = max(run["curves"]["val/choice/accuracy"], key=lambda point: point[2])[0]
+    return next(value for at, _, value in run["curves"][f"val/{look}/accuracy"] if at == step)
+
+
+def mean_over(runs: Found, looks: list[str]) -> dict[int, float]:
+    return {seed: float(np.mean([best(run, look) for look in looks])) for seed, run in runs.items()}
+
+
+def accuracies(found: Mapping[str, Found], sizes: list[int], start: Mapping[str, Any] | None) -> str:
+    rows = [["as it is", "", "", *(f"{100 * best(start, look):.1f}" for look in SPLITS), "", ""]] if start else []
+    for size in sizes:
+        for arm, label in ARMS.items():
+            runs = found.get(f"{arm}_{size}", {})
+            cells = [mean_of(mean_over(runs, [look])) for look in SPLITS]
+            made = [
+                mean_of({seed: run[name] for seed, run in runs.items()}, 1, digits=0) for name in ("steps", "rollouts")
+            ]
+            rows.append([label, f"{size:,}", str(len(runs)), *cells, *made])
+    return table(["arm", "questions", "seeds", *(f"{look}, %" for look in SPLITS), "steps", "rollouts"], rows)
+
+
+def differences(found: Mapping[str, Found], sizes: list[int]) -> str:
+    rows = []
+    for size in sizes:
+        rl, *others = (found.get(f"{arm}_{size}", {}) for arm in ARMS)
+        for label, runs in zip([*ARMS.values()][1:], others, strict=True):
+            cells = [gain(mean_over(rl, looks), mean_over(runs, looks)) for looks in (["same"], NEW)]
+            rows.append([f"{size:,}", label, *cells])
+    return table(["questions", "RL minus", "like training", "other kinds"], rows)
+
+
+def trial(arm: str, runs: Found) -> list[str]:
+    steps = "/".join(str(run["steps"]) for run in runs.values())
+    return [f"`{arm}`", mean_of(mean_over(runs, ["same"])), mean_of(mean_over(runs, NEW)), steps]
+
+
+def summary(found: Mapping[str, Found], size: int) -> str:
+    """One paragraph, in numbers."""
+    said = [
+        f"{label} {mean_of(mean_over(runs, ['same']))} % like training and {mean_of(mean_over(runs, NEW))} % elsewhere"
+        for arm, label in ARMS.items()
+        if (runs := found.get(f"{arm}_{size}"))
+    ]
+    return f"With {size:,} training questions: {'; '.join(said)}." if said else "Nothing was run."
