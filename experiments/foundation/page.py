@@ -25,8 +25,8 @@ ASKED = {
     ("solids", "side"): "is this left of that", ("charts", "difference"): "how much higher",
     ("charts", "compare"): "is this higher than that", ("solids", "compare"): "more of these than of those",
     ("solids", "most"): "what is the lowest, the leftmost", ("charts", "which"): "which is the highest",
-    ("charts", "value"): "a value", ("diagrams", "next"): "where an arrow leads", ("diagrams", "exist"): "is there an arrow",
-    ("diagrams", "count"): "how many boxes or arrows",
+    ("charts", "value"): "a value", ("diagrams", "next"): "where an arrow leads",
+    ("diagrams", "exist"): "is there an arrow", ("diagrams", "count"): "how many boxes or arrows",
 }  # fmt: skip
 PAGE = """# Text first, then pictures
 
