@@ -18,13 +18,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the source tree is enough, no install needed
 
-from PIL import Image, ImageDraw  # noqa: E402
+from PIL import Image  # noqa: E402
 
 from saccade.plugins.drawn.chart_questions import CHART_KINDS, Chart, draw_chart_row  # noqa: E402
 from saccade.plugins.drawn.drawn_sets import Drawing  # noqa: E402
 from saccade.plugins.drawn.scene_questions import SCENE_KINDS, SCENE_SPLITS, draw_scene_row  # noqa: E402
 from saccade.plugins.drawn.solids import Solid  # noqa: E402
-from saccade.plugins.drawn.text_pages import LEADING, ORDINALS, VOCABULARY, draw_style, font_of, wrapped  # noqa: E402
+from saccade.plugins.drawn.text_pages import ORDINALS, VOCABULARY, on_page  # noqa: E402
 
 SIDE, COMMON = 224, 10_000
 Turns = list[tuple[str, str]]
@@ -81,25 +81,12 @@ def words(rng: Random, index: int, *, known: Sequence[str]) -> tuple[Image.Image
         sign, result = ("-", a - b) if a >= b and rng.random() < 0.5 else ("+", a + b)
         text = f"{a} {sign} {b} = ?"
         turns = [("What does the picture say?", text), ("What is the result?", str(result))]
-    return on_page(rng, text), turns
-
-
-def on_page(rng: Random, text: str) -> Image.Image:
-    """At any place, in any size that fits."""
-    style = draw_style(rng, (), (SIDE // 14, SIDE // 7))
-    font, step, margin = font_of("", style.size), round(LEADING * style.size), SIDE // 28
-    lines = wrapped(text, font, SIDE - 2 * margin)
-    room = [SIDE - 2 * margin - much for much in (max(map(font.getlength, lines)), step * len(lines))]
-    x, y = (margin + rng.random() * max(0, much) for much in room)
-    picture = Image.new("RGB", (SIDE, SIDE), style.paper)
-    for number, line in enumerate(lines):
-        ImageDraw.Draw(picture).text((x, y + number * step), line, style.ink, font)
-    return picture
+    return on_page(rng, text, SIDE)[0], turns
 
 
 def unseen_row(rng: Random, index: int, *, kinds: Sequence[str], words: Sequence[str]) -> Drawing:
     text = " ".join(rng.sample(words, rng.randint(1, 2)))
-    return Drawing(on_page(rng, text), "What does the picture say?", text, kinds[0], {})
+    return Drawing(on_page(rng, text, SIDE)[0], "What does the picture say?", text, kinds[0], {})
 
 
 def draw(index: int, *, folder: Path, seed: int, known: Sequence[str]) -> dict[str, Any]:

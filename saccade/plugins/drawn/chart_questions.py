@@ -88,7 +88,7 @@ def _chart(rng: Random, kind: str, marks: int) -> Chart:
     written = kind == "pie" or marks > ticks or rng.random() < 0.5
     top = tick * ticks
     possible = range(1, max(top, marks) + 1) if written else range(tick, top + 1, tick)
-    values = rng.sample(possible, min(marks, len(possible)))
+    values = rng.sample(possible, marks)
     top = max(top, math.ceil(max(values) / tick) * tick)
     pool = rng.choice(NAMES) if len(values) <= 5 else LETTERS
     names = rng.sample(pool, len(values)) if len(values) <= 5 else pool[: len(values)]
@@ -134,7 +134,8 @@ def _upright(page: Page, chart: Chart, joined: bool) -> None:
 
 def _rows(page: Page, chart: Chart) -> None:
     pen, side, ink = page.pen, page.side, page.look.ink
-    left, right, top, bottom = 0.2 * side, 0.92 * side, 0.13 * side, 0.9 * side
+    left, top, bottom = 0.2 * side, 0.13 * side, 0.9 * side
+    right = min(0.92 * side, side - page.font.getlength(f" {chart.top} "))  # the longest bar has its number inside
     for value in range(0, chart.top + 1, chart.tick):
         x = left + (right - left) * value / chart.top
         pen.line((x, top if page.lined else bottom - 6, x, bottom), (150, 150, 150) if page.lined else ink, 1)

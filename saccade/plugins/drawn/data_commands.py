@@ -26,7 +26,8 @@ ENVIRONMENT = (
 File = Annotated[Path, typer.Argument(metavar="FILE", help="Rows to write, .jsonl; pictures and a card go beside it.")]
 Rows = Annotated[int, typer.Option(help="Rows to draw.", min=1)]
 Seed = Annotated[int, typer.Option(help="Other rows for another seed.")]
-Side = Annotated[int, typer.Option("--size", help="Side of a picture in pixels.", min=64, max=2048)]
+SIDE = "Side of a picture in pixels."
+Side = Annotated[int, typer.Option("--size", help=SIDE, min=64, max=2048)]
 Reply = Annotated[str, typer.Option(metavar="TEXT", help="Rows for sft: what the assistant says, with {answer}.")]
 Workers = Annotated[int, typer.Option(help="Processes that draw; the rows are the same.", min=1)]
 Fonts = Annotated[
@@ -101,7 +102,7 @@ def chosen(flag: str, wanted: Sequence[str] | None, known: Collection[str]) -> t
     return tuple(wanted or (name for name in known if name != ALIGNING))
 
 
-def asked_about(name: str, kind_of_picture: str, does: str) -> None:
+def asked_about(name: str, kind_of_picture: str, does: str, smallest: int = 64) -> None:
     """Register a command that draws pictures of one kind with questions about them."""
 
     def run(
@@ -109,7 +110,7 @@ def asked_about(name: str, kind_of_picture: str, does: str) -> None:
         rows: Rows = 1000,
         split: Annotated[str, typer.Option(help="What the pictures are like; see above.")] = "same",
         kind: Kinds = None,
-        side: Side = 224,
+        side: Annotated[int, typer.Option("--size", help=SIDE, min=smallest, max=2048)] = 224,
         seed: Seed = 0,
         reply: Reply = "",
         workers: Workers = 1,
@@ -141,6 +142,7 @@ asked_about(
 
     Splits other than `same`. more: 7 to 10 marks, not 3 to 5; style: dark pages in other colours.
     """,
+    smallest=192,  # where names beside each other still do not touch
 )
 asked_about(
     "diagrams",
@@ -200,8 +202,8 @@ def text_pictures(
     samples = datasets.load([DataSource(path=str(source))], read_config(arguments).data).samples
     draw = partial(draw_question_row, samples=samples, width=width, sizes=sizes, fonts=fonts)
     options = {"width": width, "font": fonts, "font-size": font_size}
-    asked = {"source": str(source), "rows": len(samples), "seed": seed, "reply": reply}
-    write("text-pictures", draw, file=file, options=options, **asked)
+    read = {"source": (str(source), *(arguments or ())), "rows": len(samples)}
+    write("text-pictures", draw, file=file, options=options, seed=seed, reply=reply, **read)
 
 
 @command("sokoban", group=group, example="saccade data sokoban sokoban/train.jsonl --rows 1000 --boxes 2")

@@ -11,7 +11,7 @@ import json
 import logging
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ NAMED = 5  # rows that were left out and are listed
 
 
 class Drawing(NamedTuple):
-    """A picture and a question about it; `more` are further columns of the row."""
+    """A picture and a question about it; `more` are further columns of the row, or another `id` and `data_source`."""
 
     picture: Image.Image
     question: str
@@ -59,7 +59,7 @@ class Plan:
     file: Path
     rows: int
     seed: int = 0
-    source: str = ""  # a file whose rows are drawn
+    source: Sequence[str] = ()  # a file whose rows are drawn, and options by which it is read
     reply: str = ""  # of the assistant, with {answer}; empty: rows are questions
     workers: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)  # of the command, for the card
@@ -90,7 +90,7 @@ def write_set(draw: Draw, plan: Plan) -> str:
             if not row:
                 unfit.append(found)
                 continue
-            line = json.dumps(row, ensure_ascii=False) + "\n"
+            line = json.dumps(row, ensure_ascii=False, default=str) + "\n"
             digest.update(line.encode() + found.encode())
             answers[row["category"]][row["answer"]] += 1
             columns |= dict.fromkeys(row)
@@ -126,7 +126,8 @@ def _draw_row(draw: Draw, plan: Plan, index: int) -> tuple[dict[str, Any], str]:
         row["conversations"] = [{"from": "human", "value": question}, {"from": "gpt", "value": said}]
     else:
         row["problem"] = question
-    row |= {"answer": drawn.answer, "category": drawn.category, **drawn.more}
+    row |= {"answer": drawn.answer, "category": drawn.category}
+    row |= {name: value for name, value in drawn.more.items() if name in ("id", "data_source") or name not in row}
     return row, hashlib.sha256(file.getvalue()).hexdigest()
 
 
@@ -138,14 +139,16 @@ def _card(
 ) -> Iterator[str]:
     options = {"rows": None if plan.source else plan.rows, "seed": plan.seed, "reply": plan.reply, **plan.options}
     flags = [
-        f"--{name} {shlex.quote(str(one))}"
+        word
         for name, value in options.items()
         for one in (value if isinstance(value, list | tuple) else [value])
         if one not in ("", None)
+        for word in (f"--{name}", str(one))
     ]
+    command = shlex.join([*plan.source[:1], plan.file.name, *plan.source[1:], *flags])
     yield f"# {plan.file.stem}\n"
     yield f"{rows:,} rows that saccade {__version__} drew with Pillow {PIL.__version__}:\n"
-    yield f"    saccade data {plan.command} {' '.join(filter(None, [plan.source, plan.file.name, *flags]))}\n"
+    yield f"    saccade data {plan.command} {command}\n"
     yield f"Columns: {', '.join(columns)}. SHA-256 of rows and pictures: {digest}. A row depends on the seed and its"
     yield "number alone; other fonts, and other versions of Pillow, may give other pixels.\n"
     yield "| category | rows | different answers | commonest answer | right if it is always given |"

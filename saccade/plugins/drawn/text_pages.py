@@ -8,7 +8,7 @@ or that does not fit its page, is not drawn: the caller is told why. TeX stays a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -123,7 +123,7 @@ def _lacks(path: str, sign: str) -> bool:
 
 
 def draw_words_row(rng: Random, index: int, *, kinds: Sequence[str], side: int, fonts: Sequence[str] = ()) -> Drawing:
-    """A few words or a sum on a square page, at any place, in any size that fits."""
+    """A few words, a number or a sum."""
     kind = kinds[index % len(kinds)]
     words = rng.sample(VOCABULARY, rng.randint(1, 5) if kind == "read" else rng.randint(2, 5))
     text, question, answer = " ".join(words), "What does the picture say?", " ".join(words)
@@ -138,17 +138,27 @@ def draw_words_row(rng: Random, index: int, *, kinds: Sequence[str], side: int, 
         a, b, sign = (max(a, b), min(a, b), "-") if rng.random() < 0.5 else (a, b, "+")
         text, answer = f"{a} {sign} {b} = ?", str(a - b if sign == "-" else a + b)
         question = "What is the result?"
-    style = draw_style(rng, fonts, (max(10, side // 14), max(12, side // 7)))
-    font, step = font_of(style.font, style.size), round(LEADING * style.size)
+    picture, style = on_page(rng, text, side, fonts)
+    more: dict[str, Any] = {"text": text, "font": Path(style.font).stem or "default", "font_size": style.size}
+    return Drawing(picture, question, answer, kind, more)
+
+
+def on_page(rng: Random, text: str, side: int, fonts: Sequence[str] = ()) -> tuple[Image.Image, Style]:
+    """Whole words at any place of a square page, in a size that was drawn, or the next smaller one that fits."""
     margin = side // 28
-    lines = wrapped(text, font, side - 2 * margin)
-    high, wide = step * len(lines), max(map(font.getlength, lines))
-    x, y = (margin + rng.random() * max(0, side - 2 * margin - much) for much in (wide, high))
+    style, room = draw_style(rng, fonts, (max(10, side // 14), max(12, side // 7))), side - 2 * margin
+    while True:
+        font, step = font_of(style.font, style.size), round(LEADING * style.size)
+        lines = wrapped(text, font, room)
+        if step * len(lines) <= room and max(map(font.getlength, text.split())) <= room:
+            break
+        style = replace(style, size=style.size - 1)
+    wide = max(map(font.getlength, lines))
+    x, y = (margin + rng.random() * (room - much) for much in (wide, step * len(lines)))
     picture = Image.new("RGB", (side, side), style.paper)
     for number, line in enumerate(lines):
         ImageDraw.Draw(picture).text((x, y + number * step), line, style.ink, font)
-    more: dict[str, Any] = {"text": text, "font": Path(style.font).stem or "default", "font_size": style.size}
-    return Drawing(picture, question, answer, kind, more)
+    return picture, style
 
 
 WORD_KINDS = ("read", "number", "word", "sum")
@@ -170,6 +180,8 @@ def draw_question_row(
     options = [f"({letter}) {option}" for letter, option in zip(LETTERS, sample.choices, strict=False)]
     letters = dict(zip(sample.choices, LETTERS, strict=False))
     picture = page("\n".join([asked[0].text, *options]), draw_style(rng, fonts, sizes), width, most=TALLEST * width)
-    more = {"id": sample.id, "data_source": sample.data_source, **sample.extra, "text": asked[0].text}
+    more = {**sample.extra, "id": sample.id, "data_source": sample.data_source, "text": asked[0].text}
+    if system := "".join(message.text for message in sample.messages if message.role == "system"):
+        more["system"] = system
     answer = letters.get(sample.answer, sample.answer)
     return Drawing(picture, IN_PICTURE, answer, str(sample.extra.get("category") or "text"), more)
