@@ -67,9 +67,12 @@ def test_a_teacher_that_reads_descriptions_teaches_about_pictures(tmp_path: Path
 def test_free_questions_become_ones_that_a_rule_can_check(tmp_path: Path, scenes: Path) -> None:
     tagged = [("How many dots?", "3"), ("", "4"), ("Are there 5 dots?", "5"), ("What?", "it is a very long story")]
     tagged += [("Is it red?", "yes")]
+    renamed = [{"q" if name == "problem" else name: value for name, value in row.items()} for row in rows_of(scenes)]
+    scenes.write_text("".join(json.dumps(row) + "\n" for row in renamed))
     replies = iter(["Sorry.", *(f"<question>{q}</question> <answer>{a}</answer>" for q, a in tagged)])
     with scripted(lambda body: chat_answer(next(replies))) as endpoint:
-        said = data("rewrite", scenes, tmp_path / "out", *engine(endpoint), "rollout.http.concurrency=1")
+        options = ["rollout.http.concurrency=1", "data.keys.prompt=q", "generate.n=3"]
+        said = data("rewrite", scenes, tmp_path / "out", *engine(endpoint), *options)
         content = endpoint.asked[0]["body"]["messages"][0]["content"]
     assert [part["type"] for part in content] == ["image_url", "text"] and "How many" in content[1]["text"]
     assert "2 rows; left out: " in said
@@ -80,3 +83,4 @@ def test_free_questions_become_ones_that_a_rule_can_check(tmp_path: Path, scenes
         ("How many dots?", "3"), ("Is it red?", "yes")}  # fmt: skip
     assert first.extra["question_before"].startswith("How many") and len(first.media) == 1
     assert rewritten("<question>Is there no dog?</question><answer>no</answer>")[2] == ""
+    assert rewritten("<question>Is it 50% or 60%?</question><answer>50%</answer>")[2] == "answer_in_question"

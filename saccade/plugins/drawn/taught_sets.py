@@ -75,6 +75,7 @@ def rewrite(config: Config, source: Path, out: Path) -> dict[str, int]:
     """OUT/train.jsonl: the rows with questions and answers that a rule can check; returns how many, and how many were
     left out for which reason.
     """
+    config = load(config, ["generate.n=1"], "generate")  # more would not be read
     samples = {sample.id: sample for sample in _read(config, source, out)}
     counts, fit = Counter[str](), list[Sample]()
     for sample in samples.values():
@@ -104,12 +105,12 @@ def rewritten(text: str) -> tuple[str, str, str]:
     """
     found = TAGGED.search(text)
     question, answer = (part.strip() for part in found.groups()) if found else ("", "")
-    said = rf"\b{re.escape(answer)}\b" if answer.casefold() not in ("yes", "no") else r"\Z."
+    said = re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", question, re.IGNORECASE)
     reasons = {
         "no_tags": not found,
         "empty": not (question and answer),
         "long_answer": len(answer.split()) > MOST_WORDS,
-        "answer_in_question": re.search(said, question, re.IGNORECASE) is not None,
+        "answer_in_question": said and answer.casefold() not in ("yes", "no"),
     }
     reason = next((name for name, holds in reasons.items() if holds), "")
     return question, answer, reason
@@ -127,8 +128,9 @@ def _read(config: Config, source: Path, out: Path) -> Sequence[Sample]:
 def _ask(config: Config, samples: Iterable[Sample], out: Path, *, select: str) -> Mapping[str, Any]:
     """What `generate` returns; an earlier run goes on where it ended."""
     convert([*samples], path := out / "asked" / "rows.jsonl")
+    plain = [f"data.train={path}", "data.format=auto", "data.keys={}"]  # whatever those of the source are
     folder = [f"run.out={out}", "run.name=asked", f"generate.select={select}"]
-    return generate.run(load(config, [f"data.train={path}", "data.format=auto", *folder], "generate"))
+    return generate.run(load(config, [*plain, *folder], "generate"))
 
 
 def _described(sample: Sample, column: str) -> Sample:
