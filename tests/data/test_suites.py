@@ -146,6 +146,8 @@ def test_options_are_turned_with_their_gold() -> None:
         ("a cat", ("A", "a cat"), "q"),
         ("a cow", ("C", "a cat"), "q"),
     ]
+    listed = [one.answer for one in rotations(replace(row, answer=("(B)", "b. a cat", "A, C", "4.5")))]
+    assert listed[1] == ("A", "A", "B, C", "4.5")
     assert rotations(row)[2].messages[0].text == "Which?\n(A) a cow\n(B) a dog\n(C) a cat\nSay it."
     assert len(rotations(replace(row, choices=(), answer="4"))) == 1
     with pytest.raises(ConfigError, match="cannot be turned"):
@@ -169,7 +171,7 @@ def test_too_many_bad_rows_of_a_suite_name_the_set(folder: Path, tmp_path: Path)
 
 def test_all_suites_are_asked_and_scored(folder: Path, tmp_path: Path) -> None:
     """By a model that sees and hears; rewards are tested on the right answers before."""
-    own = ["model.path=tiny:qwen2_5_omni", "prompt.format=think_answer", "val.max_tokens=4", "reward.workers=1"]
+    own = ["model.path=tiny:qwen2_5_omni", "prompt.format={vstar: boxed}", "val.max_tokens=4", "reward.workers=1"]
     own += [f"eval.suites=[{','.join(suites.SUITES)},vstar:circular]", f"eval.folder={folder}", "data.max_pixels=3136"]
     found = evaluate.run(load(None, own), out=tmp_path / "eval")
     turned = found.pop("vstar:circular")
@@ -178,6 +180,7 @@ def test_all_suites_are_asked_and_scored(folder: Path, tmp_path: Path) -> None:
     rows = [row for row in read_lines(tmp_path / "eval" / "samples.jsonl") if row["set"] == "vstar:circular"]
     assert [(row["id"], row["gold"]) for row in rows[:2]] == [("0", "B"), ("0~1", "A")]
     assert "(A) rubber\n(B) cotton" in rows[0]["prompt"] and "(A) cotton\n(B) rubber" in rows[1]["prompt"]
+    assert "\\boxed{" in rows[0]["prompt"]  # the prompt of the set, turned or not
     for name, result in found.items():
         assert result["left_out"] == 0 and result["error_rate"] == result["abstain_rate"] == 0, name
         assert result["accuracy"] == 0 and result["items"] == len(ROWS[name]), name

@@ -12,6 +12,7 @@ from typing import Any
 from saccade.data.dataset import ROTATION_OF, Dataset
 from saccade.data.formats import LETTERS
 from saccade.errors import ConfigError
+from saccade.plugins.verifiers.choice import letters_in
 from saccade.types import Message, Sample
 
 
@@ -29,11 +30,12 @@ def rotated(dataset: Dataset) -> Dataset:
 
 
 def rotations(sample: Sample) -> list[Sample]:
-    """The question as it is, then with its options turned. They stand in its text as the prompt lists them."""
+    """The question as it is, then with its options turned, which stand in its text as the prompt lists them. A gold is
+    the text of an option, or names options as the verifier `choice` reads it.
+    """
     count, found = len(sample.choices), []
     for turn in range(max(1, count)):
         choices = (*sample.choices[turn:], *sample.choices[:turn])
-        letters = {LETTERS[(place + turn) % count]: LETTERS[place] for place in range(count)}
         messages = tuple(_swapped(message, sample, choices) for message in sample.messages) if turn else sample.messages
         if turn and messages == sample.messages:
             raise ConfigError(
@@ -41,8 +43,9 @@ def rotations(sample: Sample) -> list[Sample]:
                 "leave :circular or prompt.template out"
             )
 
-        def follow(gold: Any, choices: tuple[str, ...] = choices, letters: dict[str, str] = letters) -> Any:
-            return gold if gold in choices else letters.get(str(gold).strip().upper(), gold)
+        def follow(gold: Any, turn: int = turn) -> Any:
+            named = () if gold is None or gold in sample.choices else letters_in(gold, sample.choices)
+            return ", ".join(sorted(LETTERS[(LETTERS.index(one) - turn) % count] for one in named)) or gold
 
         gold = sample.answer
         answer = tuple(map(follow, gold)) if isinstance(gold, tuple) else follow(gold)

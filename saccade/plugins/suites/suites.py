@@ -106,17 +106,16 @@ def suite_files(suite: Suite, folder: str) -> list[Path]:
 
 
 def suite_sources(name: str, config: EvalConfig) -> list[DataSource]:
-    """Where its rows are; they carry its name as their data_source."""
+    """Where its rows are; they carry its name as their data_source, by which prompts and rewards are chosen."""
     suite = suite_of(name)
-    own: dict[str, Any] = {"name": name, "data_source": name, "mapping": suite.mapping}
+    own: dict[str, Any] = {"name": name, "data_source": name.removesuffix(CIRCULAR), "mapping": suite.mapping}
     return [DataSource(path=str(path), **own) for path in suite_files(suite, config.folder)]
 
 
 def with_rewards(reward: RewardConfig, config: EvalConfig) -> RewardConfig:
     """Suites are scored as their authors score them, unless reward.by_source names them."""
-    suites = {name: suite_of(name) for name in config.suites}
+    suites = {name.removesuffix(CIRCULAR): suite_of(name) for name in config.suites}
     own = {name: "hybrid" if one.judged and reward.judge.url else one.verifier for name, one in suites.items()}
-    own |= {name: reward.by_source[base] for name in own if (base := name.removesuffix(CIRCULAR)) in reward.by_source}
     return reward.model_copy(update={"by_source": own | reward.by_source}) if own else reward
 
 
