@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 TEXTS_FILE = Path(__file__).with_name("prompts.yaml")
 WORDED = "worded"  # a column that is true where a row holds its prompt as it was asked
+OPTIONS = re.compile(r"[\s(]*[A-Z]([\s,;&.()]+[A-Z])*[\s.:)]*")  # letters and nothing else, such as (B) or A, C
 MARK = re.compile("\0(\\d+)\0")  # stands for an image while a template handles the text
 
 
@@ -164,6 +165,8 @@ def permute_choices(sample: Sample, seed: int) -> Sample:
     def follow(gold: Any) -> Any:
         if isinstance(gold, tuple):
             return tuple(map(follow, gold))
-        return gold if gold is None or gold in choices else moved.get(gold.strip().upper(), gold)
+        if gold is None or gold in choices or not OPTIONS.fullmatch(gold.upper()):
+            return gold
+        return re.sub("[A-Z]", lambda letter: moved.get(letter[0], letter[0]), gold.upper().strip())
 
     return replace(sample, choices=choices, answer=follow(sample.answer))
