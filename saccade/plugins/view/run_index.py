@@ -66,10 +66,11 @@ class Runs:
             found = {self.root.resolve().name: found.pop("."), **found}
         return found
 
-    def stamp(self, folder: Path) -> list[tuple[int, int]]:
-        """Something that is another when the run has written something."""
-        files = [folder / METRICS, folder / RESULTS, folder / SAMPLES, *_rollout_files(folder)]
-        return [*map(stamp_of, files)]
+    def state(self, folder: Path) -> tuple[list[tuple[int, int]], int]:
+        """Something that is another when the run has written something, and how many files are not read yet."""
+        stamps = {file: stamp_of(file) for file in self._ordered(folder)}
+        unread = sum(self._files.get(file, Indexed()).stamp != stamp for file, stamp in stamps.items())
+        return [stamp_of(folder / METRICS), stamp_of(folder / RESULTS), *stamps.values()], unread
 
     def rollouts(self, folder: Path, enough: Callable[[Sequence[Stored]], bool] = lambda found: False) -> list[Stored]:
         """All of a run by step, those of training first. What comes later is behind: a place stays one's own. From
@@ -86,10 +87,6 @@ class Runs:
             found += more
         return found
 
-    def unread(self, folder: Path) -> int:
-        """Files whose rollouts are not known yet."""
-        return sum(not self._is_read(file) for file in self._ordered(folder))
-
     def left_out(self, folder: Path) -> list[str]:
         """Lines that are no rollouts, of the files that have been read."""
         return [text for file in self._ordered(folder) for text in self._files.get(file, Indexed()).left_out]
@@ -98,9 +95,9 @@ class Runs:
         """The order in which they came, what an evaluation has of each answer last."""
         files, samples = _rollout_files(folder), folder / SAMPLES
         with self._lock:
-            known = self._seen.setdefault(folder, {})
-            known |= dict.fromkeys(files)
-            return [*(file for file in known if file in files), *([samples] if samples.exists() else [])]
+            there, known = dict.fromkeys(files), self._seen.setdefault(folder, {})
+            known |= there
+            return [*(file for file in known if file in there), *([samples] if samples.exists() else [])]
 
     def _is_read(self, file: Path) -> bool:
         return self._files.get(file, Indexed()).stamp == stamp_of(file)
@@ -121,7 +118,11 @@ class Runs:
 
 def stamp_of(file: Path) -> tuple[int, int]:
     """Another one when the file has changed."""
-    return (file.stat().st_mtime_ns, file.stat().st_size) if file.exists() else (0, 0)
+    try:
+        about = file.stat()
+    except FileNotFoundError:
+        return 0, 0
+    return about.st_mtime_ns, about.st_size
 
 
 def _rollout_files(folder: Path) -> list[Path]:

@@ -49,7 +49,7 @@ def list_runs(runs: Runs) -> list[Json]:
     """Newest first."""
     listed = []
     for name, folder in runs.folders().items():
-        stamp, unread = runs.stamp(folder), runs.unread(folder)
+        stamp, unread = runs.state(folder)
         written = max((time for time, _ in stamp), default=0) / 1e9
         facts = _facts(folder, stamp_of(folder / METRICS), stamp_of(folder / RESULTS))
         state = {"written": written, "unread": unread, "stamp": str(hash((*stamp, unread)))}
