@@ -32,7 +32,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
-def test_what_a_person_says_is_compared_and_scored(folder, tmp_path, ending):
+def test_what_a_person_says_is_compared_and_scored(folder, tmp_path, ending, monkeypatch):
     file = tmp_path / f"answers.{ending}"
     assert "wrote 20 answers" in saccade("annotate", folder, "--out", file)
     assert "exists, and may hold verdicts" in saccade("annotate", folder, "--out", file)
@@ -57,7 +57,8 @@ def test_what_a_person_says_is_compared_and_scored(folder, tmp_path, ending):
             writer.writerows(rows)
 
     save(";")  # as some spreadsheets save
-    said = saccade("annotate", folder, "--read", file)
+    monkeypatch.chdir(folder)
+    said = saccade("annotate", ".", "--read", file)
     pairs = [(n < 12, n < 9 or n == 15) for n in range(16)]
     low, high = kappa_interval(pairs)
     assert f"0.750 [0.505, 0.898]  {kappa(pairs):.3f} [{low:.3f}, {high:.3f}]" in said and "q15" in said
@@ -70,6 +71,9 @@ def test_what_a_person_says_is_compared_and_scored(folder, tmp_path, ending):
     rows[3] |= {"human": "wrong", "id": "q99"}
     save()
     assert "vqa q99 0 is no scored answer" in saccade("annotate", folder, "--read", file)
+    rows[3] |= {"human": "wrong", "id": "q0"}
+    save()
+    assert "row 4: two verdicts on vqa q0 0" in saccade("annotate", folder, "--read", file)
 
 
 def test_kappa_is_agreement_beyond_chance(folder, tmp_path):

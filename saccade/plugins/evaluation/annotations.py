@@ -86,10 +86,8 @@ def read_annotations(folder: Path, file: Path, out: Path | None = None) -> tuple
     said = _verdicts(file)
     rows = read_lines(folder / "samples.jsonl")
     by_key = {_key(row): row for row in _scored(folder)}
-    if strange := [key for key in said if key not in by_key]:
-        raise ConfigError(
-            f"{file}: {' '.join(strange[0])} is no scored answer of {folder}; name the folder it came from"
-        )
+    if strange := " ".join(next((key for key in said if key not in by_key), ())):
+        raise ConfigError(f"{file}: {strange} is no scored answer of {folder}; name the folder it came from")
     pairs = {key: (by_key[key]["score"] >= RIGHT, verdict) for key, verdict in said.items()}
     sets = {name: [pair for key, pair in pairs.items() if key[0] == name] for name in dict.fromkeys(k[0] for k in said)}
     table = Table(
@@ -99,14 +97,12 @@ def read_annotations(folder: Path, file: Path, out: Path | None = None) -> tuple
         note="Brackets hold 95 % intervals. Too kind: right for the verifier alone; too strict: for the person alone.",
     )
     differ = [key for key, (rule, person) in pairs.items() if rule != person]
-    listed = tuple(
-        (*key, "right" if pairs[key][0] else "wrong", "right" if pairs[key][1] else "wrong") for key in differ
-    )
-    tables = [
-        table,
-        *([Table(title="Where they differ", columns=(*KEY, "verifier", "person"), rows=listed)] if differ else []),
-    ]
-    return tables, _rescored(rows, said, out or folder.with_name(f"{folder.name}-human"))
+    listed = tuple((*key, *("right" if side else "wrong" for side in pairs[key])) for key in differ)
+    tables = [table]
+    if differ:
+        tables.append(Table(title="Where they differ", columns=(*KEY, "verifier", "person"), rows=listed))
+    whole = folder.resolve()
+    return tables, _rescored(rows, said, out or whole.with_name(f"{whole.name}-human"))
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -124,17 +120,18 @@ def _verdicts(file: Path) -> dict[tuple[str, str, str], bool]:
             dialect = ";" if ";" in lines.readline().partition(",")[0] else ","  # as some spreadsheets save
             lines.seek(0)
             rows = [*csv.DictReader(lines, delimiter=dialect)]
-    found = {}
+    found = dict[tuple[str, str, str], bool]()
     for number, row in enumerate(rows, 1):
-        if missing := {*KEY, "human"} - {name for name in row if name}:
-            raise ConfigError(
-                f"{file} row {number}: has no column {', '.join(sorted(missing))}; keep those of the file"
-            )
+        if missing := {*KEY, "human"} - row.keys():
+            lacks = f"has no column {', '.join(sorted(missing))}"
+            raise ConfigError(f"{file} row {number}: {lacks}; keep those of the file, between commas or semicolons")
         text = json.dumps(row["human"]) if isinstance(row["human"], bool | int) else str(row["human"] or "")
         if text.strip():
             if text.strip().casefold() not in HUMAN:
                 raise ConfigError(f"{file} row {number}: human is {text!r}; expected right or wrong, or nothing")
-            found[_key(row)] = HUMAN[text.strip().casefold()]
+            verdict = HUMAN[text.strip().casefold()]
+            if found.setdefault(_key(row), verdict) != verdict:
+                raise ConfigError(f"{file} row {number}: two verdicts on {' '.join(_key(row))}; keep one")
     if not found:
         raise ConfigError(f"{file}: no row has a verdict in the column human; write right or wrong there")
     return found
