@@ -86,6 +86,7 @@ class Media:
     parent: str | None = field(default=None, compare=False)
     frames: tuple[int, ...] = field(default=(), repr=False)  # an even number of them
     fps: float = 0.0  # frames that are shown per second
+    rate: float = 0.0  # frames per second of its file, by which they are numbered
     pictures: tuple[Media, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:

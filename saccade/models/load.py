@@ -132,7 +132,7 @@ def hidden_states(
         if places is None:
             spans = [np.arange(span.start, span.end) for span in media]
             places = to_device(np.concatenate(spans), ids.device)
-        options = (family.embed or _embedded)(model, ids, places, features)
+        options = (family.embed or embedded)(model, ids, places, features)
     whole: Any = model
     output = decoder_of(whole)(
         position_ids=positions[:, None] if family.axes > 1 else positions,
@@ -143,10 +143,16 @@ def hidden_states(
     return output.last_hidden_state.squeeze(0)
 
 
-def _embedded(model: Any, ids: Tensor, places: Tensor, features: Tensor) -> dict[str, Any]:
-    embedded = model.get_input_embeddings()(ids)
-    first, *deeper = features.to(embedded.dtype).split(embedded.shape[-1], dim=1)
-    options: dict[str, Any] = {"inputs_embeds": embedded.index_copy(0, places, first)[None]}
+def embedded(
+    model: Any, ids: Tensor, places: Tensor, features: Tensor, *, seen: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """What the decoder reads. `seen`: ids that features replace; None: all ids at these places, where no text is."""
+    rows = model.get_input_embeddings()(ids)
+    first, *deeper = features.to(rows.dtype).split(rows.shape[-1], dim=1)
+    if seen is not None:
+        stands = torch.isin(ids[places], to_device(np.array(seen), ids.device))
+        first = torch.where(stands[:, None], first, rows[places])
+    options: dict[str, Any] = {"inputs_embeds": rows.index_copy(0, places, first)[None]}
     if deeper:
         options |= {"visual_pos_masks": places, "deepstack_visual_embeds": deeper}
     return options

@@ -53,7 +53,7 @@ def theirs(model, family, prompts, tokens=8):
         ids = torch.from_numpy(prompt.ids)[None]
         vision = dict(family.vision(prompt.media, CPU, torch.float32))
         if vision and family.axes > 1 and "omni" not in family.name:
-            vision["mm_token_type_ids"] = kinds_of(prompt)
+            vision["mm_token_type_ids"] = kinds_of(prompt, family)
         made = model.eval().generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens,
             min_new_tokens=tokens, eos_token_id=None, suppress_tokens=np.flatnonzero(family.banned).tolist(), **vision,
@@ -62,12 +62,10 @@ def theirs(model, family, prompts, tokens=8):
     return found
 
 
-def kinds_of(prompt):
+def kinds_of(prompt, family):
     """[1, tokens]: 1 in an image, 2 in a video."""
-    kinds = torch.zeros(1, len(prompt), dtype=torch.long)
-    for span in prompt.media:
-        kinds[:, span.start : span.end] = 1 if span.media.kind == "image" else 2
-    return kinds
+    marks = (family.chat.placeholders.get(kind, -1) for kind in ("image", "video"))
+    return torch.from_numpy(sum(n * (prompt.ids == mark) for n, mark in enumerate(marks, 1)))[None]
 
 
 def pair(*parts):
@@ -97,8 +95,10 @@ def assert_forests_are_plain_rows(model, family, sample):
     assert np.abs(together - np.concatenate(apart)).max() < 1e-5
 
 
-def gradient_gap(family, model, rows=(), packed_by=None):
-    """Of all weights, from a forest and from separate rows through transformers: the worst, of the largest entry."""
+def gradient_gap(family, model, rows=(), packed_by=None, packed=()):
+    """Of all weights, from a forest and from separate rows through transformers: the worst, of the largest entry.
+    `packed`: the same rows as the family `packed_by` packs them.
+    """
     rows = rows or proof.probes(family)
     model.eval().requires_grad_(True)
 
@@ -113,7 +113,7 @@ def gradient_gap(family, model, rows=(), packed_by=None):
         return found
 
     wanted = gradients([proof.theirs(model, row)[0][1] for row in rows])
-    found = gradients([logits for _, logits in proof.packed_rows(model, packed_by or family, rows)])
+    found = gradients([logits for _, logits in proof.packed_rows(model, packed_by or family, packed or rows)])
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())
     gaps = []
     for name in wanted.keys() | found.keys():
@@ -122,12 +122,14 @@ def gradient_gap(family, model, rows=(), packed_by=None):
     return max(gaps)
 
 
-def second_turn_gap(family, model):
-    """A second turn with a new picture on a live cache: how far its log-probs are from those of the trainer."""
+def second_turn_gap(family, model, *shown):
+    """A second turn with a new picture, or what else is shown, on a live cache: how far its log-probs are from those of
+    the trainer.
+    """
     engine, sampling = EmbeddedEngine(model, family), Sampling(max_tokens=6, ignore_eos=True)
     first = family.render(ask(proof.noise(60, 50, 0), "First?"))
     (one,) = generate(engine, [Request(key="a", ids=first.ids, media=first.media, sampling=sampling, episode="e")])
-    messages = [Message(role="user", parts=("And ", proof.noise(100, 60, 9), "?"))]
+    messages = [Message(role="user", parts=("And ", *(shown or (proof.noise(100, 60, 9),)), "?"))]
     more = family.render_continuation(messages, last_id=int(one.ids[-1]))
     ids = np.concatenate([first.ids, one.ids, more.ids])
     media = (*first.media, *(span.moved(len(first) + len(one.ids)) for span in more.media))

@@ -132,7 +132,7 @@ def test_tokens_and_positions_are_those_of_transformers(name, family_of, load):
     vision = dict(family.vision(spans, CPU, torch.float32))
     grids = {key: value for key, value in vision.items() if "pixel" not in key}
     rope_index = load(name).model.get_rope_index
-    wanted, _ = rope_index(torch.from_numpy(rendered.ids)[None], kinds_of(rendered), **grids)
+    wanted, _ = rope_index(torch.from_numpy(rendered.ids)[None], kinds_of(rendered, family), **grids)
     # transformers goes on behind the rows and columns of a video, Qwen's own code behind its time
     # as well: the two agree up to there.
     ours = family.positions(len(rendered), spans)

@@ -74,7 +74,7 @@ def refuse_noise(model: Any) -> None:
 
 _TEXT = FamilySpec(auto_class="AutoModelForCausalLM", towers={"llm": ("model.",)})
 _MIXTURE = replace(_TEXT, prepare=refuse_noise)
-_QWEN_VL = FamilySpec(
+QWEN_VL = FamilySpec(
     auto_class="AutoModelForImageTextToText",
     towers={"projector": ("model.visual.merger.",), "vision": ("model.visual.",), "llm": ("model.language_model.",)},
     bind=qwen_vl.bind,
@@ -83,18 +83,10 @@ _QWEN_VL = FamilySpec(
     segments=True,
     prepare=qwen_vl.patch_embedding_as_matrix,
 )
-# Its videos are told apart by times in the text, which no row is rendered with yet.
-_QWEN3_VL = replace(
-    _QWEN_VL,
-    towers={**_QWEN_VL.towers, "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list.")},
-    media_tokens={"image": "image_token_id"},
-    prepare=qwen_vl.prepare_deepstack,
-)
 FAMILIES: Table[FamilySpec] = Table(
     "families",
     {
-        **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN_VL),
-        **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _QWEN3_VL),
+        **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), QWEN_VL),
         **dict.fromkeys(("qwen2", "qwen3", "llama"), _TEXT),
         **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), _MIXTURE),
     },

@@ -204,22 +204,6 @@ def patch_embedding_as_matrix(model: Any) -> None:
     model.base_model.visual.patch_embed.proj.__class__ = PatchMatrix
 
 
-def prepare_deepstack(model: Any) -> None:
-    """What the first layers add to media tokens is added by their places, where those are given:
-    to read a mask is to wait for the device.
-    """
-    patch_embedding_as_matrix(model)
-    decoder = model.get_decoder()
-    by_mask = decoder._deepstack_process
-
-    def add(hidden: Tensor, places: Tensor, added: Tensor) -> Tensor:
-        if places.ndim > 1:  # a mask of rows: transformers' own forward
-            return by_mask(hidden, places, added)
-        return hidden.index_add(1, places, added[None])
-
-    decoder._deepstack_process = add
-
-
 # -- what other families do alike with images -----------------------------------------------------
 
 

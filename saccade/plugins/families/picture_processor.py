@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from saccade.media.images import ImageError
 from saccade.media.kinds import KINDS
 from saccade.media.pixel_cache import DECODED, ImageCache
 from saccade.models.families.qwen_vl import CACHE_BYTES, resized
+from saccade.plugins.media.videos import metadata
 from saccade.types import Media, MediaSpan
 
 
@@ -42,7 +44,7 @@ class Sense(NamedTuple):
 
 SENSES = {
     "image": Sense("images", "image_token", ("image_processor",), ((60, 50), (400, 300), (50, 400))),
-    "video": Sense("videos", "video_token", ("video_processor",), ((60, 50, "video", 4, 2.0),)),
+    "video": Sense("videos", "video_token", ("video_processor",), ((60, 50, "video", (0, 1, 2, 3), 2.0, 2.0),)),
     "audio": Sense("audio", "audio_token", ("feature_extractor", "audio_processor"), ((8_000, 1, "audio"),)),
 }
 
@@ -52,7 +54,7 @@ class Shown(NamedTuple):
 
     kind: str
     value: Any
-    fps: float = 0.0
+    told: Mapping[str, Any] = MappingProxyType({})  # when the frames of a video are seen
 
 
 # Texts around a medium, to compare what a processor writes between them.
@@ -132,11 +134,7 @@ class PictureReader:
         given = {SENSES[one.kind].argument: list[Any]() for one in shown}
         for one in shown:
             given[SENSES[one.kind].argument].append(one.value)
-        if films := [(len(one.value), one.fps) for one in shown if one.kind == "video"]:  # frames are chosen already
-            told = [
-                {"total_num_frames": n, "fps": fps, "duration": n / fps, "frames_indices": [*range(n)]}
-                for n, fps in films
-            ]
+        if told := [dict(one.told) for one in shown if one.kind == "video"]:  # frames are chosen already
             options |= {"do_sample_frames": False, "video_metadata": told}
             given["videos"] = [given["videos"]]  # some want those of each text in a list
         made = self.processor(text=[text], **given, return_tensors="pt", **options)
@@ -265,7 +263,7 @@ class PictureReader:
             return media.width, 1, "audio"
         scale = min(1.0, math.sqrt(media.max_pixels / (media.width * media.height)))
         size = max(1, int(media.width * scale)), max(1, int(media.height * scale))
-        return (*size, "video", len(media.frames), media.fps) if media.kind == "video" else size
+        return (*size, "video", media.frames, media.fps, media.rate) if media.kind == "video" else size
 
     def picture(self, media: Media) -> np.ndarray:
         """[height, width, 3] bytes; of a video one for each frame, of a sound its samples."""
@@ -277,29 +275,33 @@ class PictureReader:
     def shown(self, media: Media) -> Shown:
         found = self.picture(media)
         if media.kind == "video":
-            return Shown("video", torch.from_numpy(found).permute(0, 3, 1, 2), media.fps)
+            told = metadata(media.frames, media.fps, media.rate)
+            return Shown("video", torch.from_numpy(found).permute(0, 3, 1, 2), told)
         return Shown(media.kind, found if media.kind == "audio" else Image.fromarray(found))
 
-    def _blank(self, width: int, height: int, kind: str = "image", frames: int = 1, fps: float = 0.0) -> Shown:
+    def _blank(self, width: int, height: int, kind: str = "image", *film: Any) -> Shown:
+        """`film`: frames of a video and how many of them are seen in a second, as `metadata` takes them."""
         if kind == "audio":
             return Shown(kind, np.zeros(width, np.float32))
-        film = torch.zeros((frames, 3, height, width), dtype=torch.uint8)
-        return Shown(kind, film, fps) if kind == "video" else Shown(kind, Image.new("RGB", (width, height)))
+        if kind == "image":
+            return Shown(kind, Image.new("RGB", (width, height)))
+        return Shown(kind, torch.zeros((len(film[0]), 3, height, width), dtype=torch.uint8), metadata(*film))
 
-    def _blank_row(self, width: int, height: int, kind: str = "image", frames: int = 1, fps: float = 0.0) -> PictureRow:
+    def _blank_row(self, width: int, height: int, kind: str = "image", *film: Any) -> PictureRow:
         """What is known of every medium of a size, from one without pixels, or a black one where they are read: to
         resize and cut them takes ten times as long.
         """
         frame, tokenizer, whole = self.frames[kind][0], self.processor.tokenizer, None
         asked = self.markers[kind].join(frame)
         if kind != "audio" and kind not in self.pixels_read:
-            film = torch.empty((frames, 3, height, width), dtype=torch.uint8, device="meta")
+            frames = (len(film[0]),) if film else ()
+            nothing = torch.empty((*frames, 3, height, width), dtype=torch.uint8, device="meta")
             try:
-                whole = self.call(asked, [Shown(kind, film if kind == "video" else film[0], fps)])
+                whole = self.call(asked, [Shown(kind, nothing, metadata(*film) if film else {})])
             except Exception:  # whatever it does with them; what else is wrong is wrong with a black one, too
                 self.pixels_read.add(kind)
         if whole is None:
-            whole = self.call(asked, [self._blank(width, height, kind, frames, fps)])
+            whole = self.call(asked, [self._blank(width, height, kind, *film)])
         kept = {n: v for n, v in whole.items() if n == "input_ids" or (v.nbytes < SMALL and not v.is_meta)}
         row = self._as_row(kept)
         text = self._written(self.listening.heard.text, frame)

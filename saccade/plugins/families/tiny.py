@@ -59,6 +59,7 @@ class Tiny(NamedTuple):
     names: Names = NONE
     begin: str | None = None
     processor: Mapping[str, Any] = NONE
+    films: Mapping[str, Any] = NONE
     template: str = TEMPLATE
 
 
@@ -193,5 +194,6 @@ def processor_files(family: str, settings: Mapping[str, Any]) -> dict[str, dict[
         whole |= {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     elif vision:
         made["patch_size"] = vision["patch_size"]
-    files = {"preprocessor_config.json": made, "processor_config.json": whole}
+    films = CONFIGS[family].films
+    files = {"preprocessor_config.json": made, "processor_config.json": whole, "video_preprocessor_config.json": films}
     return {name: content for name, content in files.items() if content}

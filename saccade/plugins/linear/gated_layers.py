@@ -23,6 +23,7 @@ from saccade.errors import EnvironmentProblem
 from saccade.forest.device_ops import KERNELS
 from saccade.models.families import FAMILIES, refuse_noise
 from saccade.models.families.qwen_vl import patch_embedding_as_matrix
+from saccade.plugins.families.timed_frames import QWEN3_VL
 from saccade.plugins.linear.delta_rule import delta_rule
 from saccade.plugins.linear.segments import Steps, Walk
 
@@ -55,7 +56,7 @@ def _prepare_vision(model: Any) -> None:
 
 
 TEXT = replace(FAMILIES["qwen3"], prepare=_prepare_text)
-VISION = replace(FAMILIES["qwen3_vl"], towers=FAMILIES["qwen2_vl"].towers, prepare=_prepare_vision)
+VISION = replace(QWEN3_VL, towers=FAMILIES["qwen2_vl"].towers, prepare=_prepare_vision)
 
 
 def _forward(layer: Any, hidden_states: Tensor, *, attention_plan: Any, **unused: Any) -> Tensor:

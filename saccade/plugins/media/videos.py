@@ -62,7 +62,8 @@ def open_video(source: Any, *, base: Path | None = None, limits: DataConfig = DE
     if max(chosen) >= film.frames or len(chosen) % PAIR:
         raise ImageError(f"{file.name}: frames must be an even number of indices below {film.frames}, not {chosen}")
     pace = len(chosen) / film.frames * film.rate
-    return reference(file, "video", width=film.width, height=film.height, frames=chosen, fps=pace, **budget)
+    shape = {"width": film.width, "height": film.height}
+    return reference(file, "video", **shape, frames=chosen, fps=pace, rate=film.rate, **budget)
 
 
 def sampled(total: int, *, rate: float, fps: float, least: int, most: int) -> tuple[int, ...]:
@@ -70,6 +71,13 @@ def sampled(total: int, *, rate: float, fps: float, least: int, most: int) -> tu
     wanted = min(max(total / rate * fps, least), most, total)
     count = max(PAIR, int(wanted) // PAIR * PAIR)
     return tuple(int(index * total / count) for index in range(count))
+
+
+def metadata(frames: Sequence[int], fps: float, rate: float) -> dict[str, Any]:
+    """When frames are seen, as processors and engines are told it."""
+    rate = rate or fps
+    total = round(len(frames) * rate / fps)
+    return {"fps": rate, "frames_indices": [*frames], "total_num_frames": total, "duration": total / rate}
 
 
 # -- images --------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from saccade.plugins.engines.copy_engine import (
 from saccade.plugins.engines.vllm.vllm_probe import Probe, probe
 from saccade.plugins.engines.vllm.vllm_weights import renaming, sample_for
 from saccade.plugins.engines.weights import HandOver, checksum, in_memory
+from saccade.plugins.media.videos import metadata
 from saccade.types import Completion, Request
 
 PICTURES = 256 << 20  # bytes of images at the size that the model sees
@@ -287,9 +288,8 @@ def prompt_of(
 
 def _film(media: Any, pixels: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
     """Frames that are all shown, and when."""
-    count = len(pixels)
-    times = {"fps": media.fps, "duration": count / media.fps, "frames_indices": list(range(count))}
-    return pixels, {**times, "total_num_frames": count, "video_backend": "opencv", "do_sample_frames": False}
+    told = metadata(media.frames, media.fps, media.rate)
+    return pixels, {**told, "video_backend": "opencv", "do_sample_frames": False}
 
 
 def params_of(request: Request, eos: list[int]) -> Any:
