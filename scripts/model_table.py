@@ -43,9 +43,9 @@ of them holds; media that may not stand beside an image in one row are said to b
 others if the proof of one kind fails, and rows with that kind are refused with the reason. It needs `pip install -c
 constraints.txt -e '.[vision]'` for most processors, and generates with the embedded engine, or with vLLM where that
 knows the model ([engines](engines.md#vllm)): images, and videos where vLLM's own class of the model takes them
-(LLaVA-OneVision is tested with one beside a picture, Qwen3-VL was run; SmolVLM's takes none, and a request with one
-is refused). Gemma 3 agrees but for its *blocks*, tokens of a picture that see each other both ways, which vLLM's build
-for CPUs cannot, and is refused for. SGLang has run with none of these models: there are tests of its protocol alone
+(LLaVA-OneVision is tested with one beside a picture; SmolVLM's takes none, and a request with one is refused). Gemma 3
+agrees but for its *blocks*, tokens of a picture that see each other both ways, which vLLM's build for CPUs cannot, and
+is refused for. SGLang has run with none of these models: there are tests of its protocol alone
 ([engines](engines.md#sglang)).
 
 A picture over `data.max_pixels` is scaled down before the model's processor sees it; what the processor makes of it
@@ -78,8 +78,7 @@ Ovis2, Cohere2, Aya), `size.longest_edge` (SmolVLM, Idefics3), `max_slice_nums` 
 (Perception), `image_grid_pinpoints` (LLaVA-NeXT, LLaVA-OneVision), `max_soft_tokens` (Gemma 4). The last must be below
 `sliding_window` in a gemma4_unified, whose pictures see past it: the proof refuses it otherwise.
 
-`model.family=generic` chooses the generic family for a model that has one of its own, for videos of Qwen3-VL, Qwen3.5
-and InternVL, say.
+`model.family=generic` chooses the generic family for a model that has one of its own, for videos of InternVL, say.
 
 This page is written by `python scripts/model_table.py`, which runs a tiny random model of each kind on a CPU in
 float32, through the generic family also where a type has its own. Weights of published models were not run.

@@ -105,10 +105,10 @@ def test_banned_ids(family_of):
 
 
 def test_media_that_a_model_does_not_take_are_refused(family_of, image):
-    video = videos.open_video(np.zeros((4, 56, 56, 3), np.uint8), fps=2.0)  # the time between its pictures would go
+    video = videos.open_video(np.zeros((4, 56, 56, 3), np.uint8), fps=2.0)
     for name, media, message in (
         ("qwen3", image(56, 56, 1), "use a model that takes images"),
-        ("qwen3_vl", video, "use a model that takes videos"),
+        ("internvl", video, "use a model that takes videos"),
     ):
         with pytest.raises(ConfigError, match=message):
             family_of(name).render([Message(role="user", parts=(media, "x"))])

@@ -163,9 +163,12 @@ def collapsed(request: Request, family: Family) -> list[int]:
 
 def shown_by(request: Request, family: Family) -> dict[str, Any]:
     """Settings of the model's processor with which it cuts the images of a request as they are cut here. Images that
-    are seen in one piece are sent at that size instead.
+    are seen in one piece are sent at that size instead, and not resized again beside a video: some processors have a
+    limit for the pixels of all its frames.
     """
-    budgets = {(span.media.min_pixels, span.media.max_pixels) for span in request.media if not family.spec.whole}
+    if family.spec.whole:
+        return {"do_resize": False} if any(span.media.kind == "video" for span in request.media) else {}
+    budgets = {(span.media.min_pixels, span.media.max_pixels) for span in request.media}
     found = [{name: v for name, v in family.budget(*one).items() if name != ALLOWED} for one in sorted(budgets)]
     if any(one != found[0] for one in found):
         why = f"its images have different pixel budgets, and this engine cuts all of them with {found[0]}"

@@ -1,11 +1,10 @@
 """Qwen3-VL and Qwen3.5, which read when each part of a video is seen.
 
-An image is that of Qwen2.5-VL. A video is a pair of frames after the other, each an image of its own with the time in
-front, in brackets of its own inside those that the template writes around the video:
+An image is that of Qwen2.5-VL. In the place of a video's placeholder each pair of frames is an image with its time:
 
     <0.2 seconds><|vision_start|>…<|vision_end|><1.2 seconds><|vision_start|>…<|vision_end|>
 
-The span of a video holds all of that. Features of the words in it are zeros that are put nowhere.
+The span of the video holds all of that. The rows of its words among the features are zeros, which are put nowhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,6 @@ from saccade.models.families.qwen_vl import patch_embedding_as_matrix
 from saccade.models.load import embedded
 from saccade.types import Media, MediaSpan
 
-BRACKETS = ("<|vision_start|>", "<|vision_end|>")
 KEPT = 4096  # videos whose ids are remembered
 
 
@@ -36,6 +34,7 @@ def times(media: Media, layers: int) -> list[float]:
 def with_times(family: Family, trusted: bool) -> Family:
     """A family of images and videos, whose videos have times."""
     tokenizer, placeholders = family.chat.tokenizer, family.chat.placeholders
+    start, end = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
 
     @lru_cache(KEPT)
     def ids_of(media: Media) -> np.ndarray:
@@ -45,8 +44,8 @@ def with_times(family: Family, trusted: bool) -> Family:
             return np.array(seen)
         found: list[int] = []
         for time in times(media, layers):
-            before, after = (f"<{time:.1f} seconds>{BRACKETS[0]}", BRACKETS[1])
-            found += tokenizer.encode(before, add_special_tokens=False) + seen + tokenizer.convert_tokens_to_ids([after])
+            opening = tokenizer.encode(f"<{time:.1f} seconds>", add_special_tokens=False)
+            found += [*opening, start, *seen, end]
         return np.array(found)
 
     def pictures(spans: Sequence[MediaSpan]) -> tuple[MediaSpan, ...]:

@@ -194,6 +194,6 @@ def processor_files(family: str, settings: Mapping[str, Any]) -> dict[str, dict[
         whole |= {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     elif vision:
         made["patch_size"] = vision["patch_size"]
-    films = CONFIGS[family].films
+    films = dict(CONFIGS[family].films)
     files = {"preprocessor_config.json": made, "processor_config.json": whole, "video_preprocessor_config.json": films}
     return {name: content for name, content in files.items() if content}
