@@ -23,7 +23,6 @@ from saccade.models.families import load_family
 from saccade.models.load import hidden_states, load_model
 from saccade.plugins.estimate import shapes
 from saccade.plugins.families import tiny_kinds
-from saccade.plugins.families.proof import answered, noise
 from saccade.plugins.linear.delta_rule import OPTIONS, delta_rule
 from saccade.plugins.linear.gated_layers import walk_layers
 from saccade.plugins.linear.torch_step import chunk_gradients
@@ -34,7 +33,7 @@ from saccade.trainer.local import LocalBackend
 from tests.engines.asked import same, trajectories
 from tests.engines.decoders import asked, build
 from tests.models import against
-from tests.models.against import CPU, ask, assert_forests_are_plain_rows, gradient_gap, pair
+from tests.models.against import CPU, ask
 
 # A root and branches of one token and of two, fewer than a convolution reads; one of more than a chunk.
 SIZES, PARENTS = [5, 3, 1, 70, 2, 1, 2], np.array([-1, 0, 1, 0, 2, -1, 5])
@@ -61,21 +60,6 @@ def test_branches_begin_where_their_parents_end(made):
         for row in rows:
             wanted = stock(input_ids=ids[row][None], use_cache=False).logits[0]
             assert (found[row] - wanted).abs().max() < 2e-6 * wanted.abs().max()
-
-
-def test_a_picture_stands_in_the_trunk_once(family_of, load, image):
-    sample = pair(image(84, 56, 1), "and", image(56, 56, 2), "what is it?")
-    assert_forests_are_plain_rows(load("qwen3_5"), family_of("qwen3_5"), sample)
-
-
-def test_gradients_through_pictures_are_those_of_transformers(family_of, load):
-    """Of every weight, the tower's too: branches behind two pictures, which need not be resized, and one more row."""
-    pytest.importorskip("torchvision")
-    known = family_of("qwen3_5")
-    family = load_family(known.path, name="generic")  # which knows what transformers is given
-    first, second = noise(96, 64, 1), noise(64, 128, 2)
-    rows = answered(family, ("See ", first, " and ", second, "?"), 2) + answered(family, (second, "What?"), 1)
-    assert gradient_gap(family, load("qwen3_5"), rows, packed_by=known) < 1e-4
 
 
 @pytest.mark.parametrize("forgets", [0.0, 0.2, 30.0])

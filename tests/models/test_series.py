@@ -80,6 +80,23 @@ def test_any_family_shows_a_series_where_it_stands(plugged, family_of, name):
     assert (typed.ids == token).sum() == 2
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm"])
+def test_a_series_is_read_by_families_with_words_among_their_media(plugged, image, name):
+    """In the engine, and in forests as in rows."""
+    if name == "smolvlm":
+        pytest.importorskip("torchvision")
+    family = plugged(name)
+    model = loaded(family)
+    assert_forests_are_plain_rows(model, family, pair(wave(20), "x", image(), wave(35, 1), "y"))
+    prompts = [family.render(ask(image(), wave(35, seed), "y")) for seed in (1, 2)]
+    with torch.no_grad():
+        options = [(torch.from_numpy(p.ids), family.features(model, family.media(p.media))) for p in prompts]
+        (span,), places = prompts[0].media[1:], torch.cat([torch.arange(s.start, s.end) for s in prompts[0].media])
+        one, other = (family.embed(model, ids, places, made)["inputs_embeds"][0] for ids, made in options)
+    assert torch.equal(one[: span.start], other[: span.start]) and torch.equal(one[span.end :], other[span.end :])
+    assert (one[span.start : span.end] != other[span.start : span.end]).any()
+
+
 def test_a_picture_and_a_series_keep_their_order(plugged, image):
     family = plugged("qwen2_5_vl")
     model = loaded(family)

@@ -77,6 +77,22 @@ def plugged(family: Family, given: SeriesConfig) -> Family:
         whole = torch.from_numpy(np.concatenate(values, axis=1))
         return {"values": whole, "samples": [v.shape[1] for v in values], "tokens": [span.length for span in spans]}
 
+    own: Any = family.chat
+
+    def ids_of(media: Media) -> np.ndarray:
+        return np.full(count(media), token) if media.kind == KIND else own.ids_of(media)
+
+    def expand(text: str, media: Sequence[Media]) -> str:
+        return own.expand(text, [one for one in media if one.kind != KIND])
+
+    def embed(model: Any, ids: Tensor, places: Tensor, features: Tensor) -> dict[str, Any]:
+        """The family's own keeps the ids that it does not know, as words between the frames of a video."""
+        options = family.embed(model, ids, places, features)  # type: ignore[misc]
+        rows = options["inputs_embeds"].squeeze(0)
+        first = features[:, : rows.shape[1]].to(rows.dtype)
+        found = torch.where((ids[places] == token)[:, None], first, rows[places])
+        return options | {"inputs_embeds": rows.index_copy(0, places, found)[None]}
+
     tower = {
         "measure": measure,
         "cache": lambda media: DECODED,
@@ -87,7 +103,13 @@ def plugged(family: Family, given: SeriesConfig) -> Family:
         family,
         series=settings,
         spec=replace(family.spec, towers={KIND: (f"{KIND}.",), **family.spec.towers}),
-        chat=replace(family.chat, placeholders={**family.chat.placeholders, KIND: token}),
+        chat=replace(
+            own,
+            placeholders={**own.placeholders, KIND: token},
+            expand=own.expand and expand,
+            ids_of=own.ids_of and ids_of,
+        ),
+        embed=family.embed and embed,
         banned=banned,
         positions=lambda length, media: family.positions(length, tuple(apart(media, KIND)[0])),
         **joined({name: getattr(family, name) for name in tower}, KIND, tower),
