@@ -26,6 +26,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # bitsandbytes, which peft imports, asks for compiled functions that nothing here calls: seconds of each process.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# No test turns the power off, and a disk takes milliseconds to answer: thousands of times.
+os.fsync = lambda _: None  # type: ignore[assignment]
 
 with suppress(ImportError):  # the environment of vLLM has no hypothesis
     from hypothesis import settings
@@ -233,12 +235,26 @@ def resumed(
     return run
 
 
-LONGEST = ("tests/ranks", "tests/peers", "tests/engines/replicas", "tests/test_", "tests/trainer")
+LONGEST = ("tests/peers", "tests/test_", "tests/trainer", "tests/models", "tests/recipes")
+WAITING = ("tests/ranks/", "tests/engines/replicas/")  # for processes, which have little to do
+BETWEEN = 7  # files that compute
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Workers take whole files (groups of xdist 3.8 are lost with pytest 9.2); none waits at the end for a long one."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    """Workers take whole files (groups of xdist 3.8 are lost with pytest 9.2), in this order: one of them waits while
+    the others compute, and none waits at the end for a long one.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+
+    def begins(path: Path, folders: tuple[str, ...]) -> bool:
+        return path.relative_to(REPOSITORY).as_posix().startswith(folders)
+
+    order = sorted((p for p in files if not begins(p, WAITING)), key=lambda path: not begins(path, LONGEST))
+    for number, path in enumerate(path for path in files if begins(path, WAITING)):
+        order.insert(number * (BETWEEN + 1), path)
+    items[:] = [item for path in order for item in files[path]]
 
 
 @pytest.fixture(scope="session")

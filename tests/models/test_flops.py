@@ -42,15 +42,15 @@ class TokenByToken:
 
     def __call__(self, layer, q, k, v, scale, window):
         groups, rows = q.shape[1] // k.shape[1], []
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        q, k, v = (x.transpose(0, 1) for x in (q * scale, *(x.repeat_interleave(groups, 1) for x in (k, v))))
         spans = [range(*self.starts[i : i + 2]) for i in range(len(self.parents))]
         for path in paths(self.parents):
-            before = [token for node in path[:-1] for token in spans[node]]
-            for token in spans[path[-1]]:
-                keys = [*before, *range(spans[path[-1]].start, token + 1)]
-                keys = keys[0 if window is None else max(0, first_seen(len(keys) - 1, window)) :]
-                scores = torch.bmm(q[token][:, None], k[keys].permute(1, 2, 0)) * scale
-                rows.append(torch.bmm(scores.softmax(-1), v[keys].transpose(0, 1))[:, 0])
+            tokens = [token for node in path for token in spans[node]]
+            keys, values = k[:, tokens].transpose(1, 2), v[:, tokens]
+            for place in range(len(tokens) - len(spans[path[-1]]), len(tokens)):
+                seen = slice(0 if window is None else max(0, first_seen(place, window)), place + 1)
+                scores = torch.bmm(q[:, tokens[place], None], keys[:, :, seen])
+                rows.append(torch.bmm(scores.softmax(-1), values[:, seen])[:, 0])
         return torch.stack(rows)
 
 
