@@ -223,7 +223,8 @@ def test_the_first_rollouts_are_shown_before_all_are_read(runs):
     assert after["unread"] == 0 and after["stamp"] != before["stamp"]
 
 
-def test_what_is_damaged_is_left_out_and_said(runs, tmp_path, caplog):
+@pytest.mark.parametrize("config", ["model: {path: tiny\ntrain: [", "run: 3"])
+def test_what_is_damaged_is_left_out_and_said(config, runs, tmp_path, caplog):
     folder = tmp_path / "first"
     shutil.copytree(runs / "first", folder)
     rollouts = folder / "trajectories/step-2.jsonl"
@@ -236,7 +237,7 @@ def test_what_is_damaged_is_left_out_and_said(runs, tmp_path, caplog):
         lines[number - 1] = text
         file.write_text("\n".join(lines) + "\n")
     next((folder / "trajectories/images").glob("q0.*")).write_bytes(b"no picture")
-    (folder / "config.resolved.yaml").write_text("model: {path: tiny\ntrain: [")
+    (folder / "config.resolved.yaml").write_text(config)
     (folder / "manifest.json").unlink()
     write_page(tmp_path, tmp_path / "page.html")
     said = page_data(tmp_path / "page.html")

@@ -122,7 +122,14 @@ def run_report(folder: Path) -> Report:
 def read_options(folder: Path, say: Callable[[str], object]) -> dict[str, Any]:
     """The config of a run; of what cannot be read, empty sections."""
     sections: dict[str, Any] = {name: {} for name in ("run", "model", "rollout", "algorithm", "save")}
-    return sections | {n: v for n, v in _read(folder / CONFIG, yaml.safe_load, say).items() if v is not None}
+    return sections | _read(folder / CONFIG, lambda text: _sections(yaml.safe_load(text)), say)
+
+
+def _sections(found: Any) -> dict[str, Any]:
+    """Those that are not empty."""
+    if not (isinstance(found, Mapping) and all(isinstance(section, Mapping | None) for section in found.values())):
+        raise ValueError("expected sections with names and values")
+    return {name: section for name, section in found.items() if section is not None}
 
 
 def _read(file: Path, parse: Callable[[str], Any], say: Callable[[str], object]) -> dict[str, Any]:
@@ -342,7 +349,7 @@ def eval_report(folder: Path) -> Report:
 
 def read_results(folder: Path, say: Callable[[str], object]) -> dict[str, Any]:
     """What was measured, by set."""
-    return _read(folder / RESULTS, json.loads, say)
+    return _read(folder / RESULTS, lambda text: _sections(json.loads(text)), say)
 
 
 def _summary(results: Mapping[str, Mapping[str, Any]]) -> Table:
