@@ -98,6 +98,8 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("mappings", "preferences.mappings", "omnireward-t2i omnireward-t2v omnireward-t2a genai_bench"),
     ("mappings", "preferences.mappings", "genai_bench-video videodpo videogen_rewardbench audio_alpaca"),
     ("mappings", "preferences.mappings", "rewardbench vl_rewardbench hpdv3-test"),
+    ("metrics", "reports.response_metrics", "responses=response_metrics"),
+    ("metrics", "tools.tool_metrics", "tools=tool_metrics"),
     ("loggers", "loggers.metric_sinks", "tensorboard wandb mlflow swanlab"),
     ("media_kinds", "media.videos", "video=KIND"),
     ("media_kinds", "media.sounds", "audio=KIND"),

@@ -11,20 +11,23 @@ of losses or backends.
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 import psutil
 
+from saccade.registry import Table
 from saccade.types import ALWAYS_EXCLUDED, POLICY, STATUS_OF_END, Group, Trajectory
 
 RIGHT, WRONG = 0.99, 0.01  # outcomes beyond count as right and wrong, as in dynamic sampling
 UNFINISHED = ("truncated", "overturn", "void")
 # How good a validation set is: its name, and accuracy or a score of whatever scale.
 MEASURE = re.compile(r"val/(.+?)/(accuracy|score(?:/.+)?)")
+# Of all trajectories of a step or of a set.
+METRICS: Table[Callable[[Sequence[Trajectory]], dict[str, float]]] = Table("metrics", {})
+QUARTERS = (0, 25, 50, 75, 100)
 
 
 def group_metrics(
@@ -53,7 +56,7 @@ def group_metrics(
         | _group_metrics(live, compared if compares else [])
         | _length_metrics(everyone)
         | _turn_metrics(everyone)
-        | tool_metrics(everyone)
+        | _more_metrics(everyone)
         | _advantage_metrics(everyone, excluded)
     )
 
@@ -93,8 +96,12 @@ def episode_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
     """Turns and tools of a validation set; nothing where a question gets one answer."""
     if not any(t.turns > 1 or "tool_calls" in t.info for t in everyone):
         return {}
-    turns = {k: v for k, v in _turn_metrics(list(everyone)).items() if k.startswith("turns/")}
-    return turns | tool_metrics(everyone)
+    found = _turn_metrics(list(everyone)) | _more_metrics(everyone)
+    return {name: value for name, value in found.items() if name.startswith(("turns/", "tool/"))}
+
+
+def _more_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
+    return {name: value for metrics in METRICS.values() for name, value in metrics(everyone).items()}
 
 
 def _members(group: Group) -> list[Trajectory]:
@@ -110,9 +117,11 @@ def _reward_metrics(everyone: list[Trajectory], live: list[list[Trajectory]], so
     metrics = _score_metrics(scored)
     if scored:
         metrics |= _spread("reward", np.array([t.reward for t in scored], float))
+    if len(counts := Counter(sources)) > 1:
+        metrics |= {f"data/source_frac/{source}": n / len(sources) for source, n in sorted(counts.items())}
     metrics["reward/abstain_rate"] = _share(t.status == "abstain" for t in everyone)
     metrics["reward/error_rate"] = _share(t.status == "error" for t in everyone)
-    for source in sorted(set(sources)):
+    for source in sorted(counts):
         of_source = [t for group, s in zip(live, sources, strict=True) if s == source for t in group]
         means = _score_metrics(of_source)
         if of_source:
@@ -151,6 +160,8 @@ def _group_metrics(live: list[list[Trajectory]], compared: list[list[Trajectory]
     if any(outcomes):
         metrics["group/all_right_frac"] = _share(bool(v) and min(v) >= RIGHT for v in outcomes)
         metrics["group/all_wrong_frac"] = _share(bool(v) and max(v) <= WRONG for v in outcomes)
+        quarters = Counter(sum(value >= RIGHT for value in v) * 4 // len(v) * 25 for v in outcomes if v)
+        metrics |= {f"group/solved_{q}": quarters[q] / quarters.total() for q in QUARTERS}
     return metrics | ({"group/std_mean": fmean(spreads)} if spreads else {})
 
 
@@ -200,43 +211,6 @@ def _turn_metrics(everyone: list[Trajectory]) -> dict[str, float]:
         "length/truncated_frac": ends["truncated"] / count,
         "turns/images_per_sample": sum(len(t.media) for t in everyone) / count,
     }
-
-
-def tool_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
-    """From the calls that episodes list in their info, whatever environment noted them; nothing
-    without any. Calls of all members count; right and wrong count those with an outcome.
-    """
-    using = [t for t in everyone if "tool_calls" in t.info]
-    if not using:
-        return {}
-    calls: list[dict[str, Any]] = [call for t in using for call in t.info["tool_calls"]]
-    reasons = Counter(call["reason"] for call in calls if not call["ok"])
-    crops = [call for call in calls if call.get("area") is not None]
-    metrics = {
-        "tool/calls_per_sample": len(calls) / len(using),
-        **{f"tool/invalid/{reason}": n / len(calls) for reason, n in sorted(reasons.items())},
-    }
-    if calls:
-        metrics["tool/success_frac"] = fmean(call["ok"] for call in calls)
-    if crops:
-        metrics["tool/noop_rate"] = fmean(bool(call.get("noop")) for call in crops)
-        metrics["tool/crop_area_mean"] = fmean(call["area"] for call in crops)
-    return metrics | _outcomes_by_call(using)
-
-
-def _outcomes_by_call(using: Sequence[Trajectory]) -> dict[str, float]:
-    """Accuracy with and without calls, and the share of the four cells that both make."""
-    judged = [(bool(t.info["tool_calls"]), t.outcome) for t in using if t.outcome is not None]
-    metrics = {}
-    for called, name in ((True, "call"), (False, "no_call")):
-        outcomes = [outcome for has, outcome in judged if has == called]
-        if outcomes:
-            metrics["tool/acc_with_call" if called else "tool/acc_without_call"] = fmean(outcomes)
-        if judged:
-            correct = sum(outcome >= RIGHT for outcome in outcomes)
-            metrics[f"tool/right_{name}"] = correct / len(judged)
-            metrics[f"tool/wrong_{name}"] = (len(outcomes) - correct) / len(judged)
-    return metrics
 
 
 def _advantage_metrics(everyone: list[Trajectory], excluded: Collection[str]) -> dict[str, float]:

@@ -7,8 +7,10 @@ from pytest import approx
 
 from saccade.plugins.reports.comparison import independent_difference, maj_at_k, paired_difference
 from saccade.plugins.suites.suite_metrics import four_dimensional
-from saccade.run.metrics import group_metrics, signal_metrics, tool_metrics
+from saccade.plugins.tools.tool_metrics import tool_metrics
+from saccade.run.metrics import group_metrics, signal_metrics
 from saccade.run.statistics import bootstrap_mean, mean_interval, pass_at_k, wilson
+from saccade.types import Message
 
 
 def mixed(build):
@@ -40,6 +42,7 @@ def test_rewards_count_live_members(build):
         **{"length/response_mean": (5 * 4 + 2) / 5, "length/response_min": 2},
         **{"length/response_max": 5, "length/response_p50": 5, "length/prompt_mean": 3},
         "length/truncated_frac": 0.2,  # though its reward failed later
+        **{"group/solved_50": 0.5, "group/solved_100": 0.5, "group/solved_0": 0, "data/source_frac/a": 0.5},
         **{"turns/end/turn_length": 0.2, "turns/end/answered": 0.8},
     }
     assert {name: metrics[name] for name in expected} == approx(expected)
@@ -127,6 +130,15 @@ def test_calls_crops_and_cells(build):
     }
     assert tool_metrics([without]) == {}
     assert tool_metrics([episode(None)]) == {"tool/calls_per_sample": 0.0}
+
+
+def test_what_goes_round_in_circles_or_looks_again(build):
+    said = [
+        Message(role=role, parts=(text,)) for role, text in [("user", "Wait."), ("assistant", "No, Let me recheck")]
+    ]
+    round_ = build.trajectory(response=(5, 6, 7, 8) * 2 + (5,), messages=(*said,), context=1)
+    found = group_metrics([build.group(build.trajectory(messages=(said[0],), context=1), round_)])
+    assert (found["length/repeat_score"], found["length/reflection_rate"]) == (approx(2 / 6 / 2), 0.5)
 
 
 def test_wilson_matches_the_textbook():

@@ -1,0 +1,36 @@
+"""What responses are like, whatever they are worth: whether they go round in circles, and whether they look again.
+
+>>> repeated(np.array([5, 6, 7, 8, 5, 6, 7, 8]))
+0.2
+"""
+
+import re
+from collections.abc import Sequence
+from statistics import fmean
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from saccade.types import Trajectory
+
+RUN = 4  # tokens
+MIX = np.array([1, 1_000_003, 998_244_353, 6_700_417_000_081])  # makes one number of a run
+LOOKS_AGAIN = re.compile(
+    r"\b(?:wait|hmm|re-?check|double[- ]check|re-?evaluate|on second thought|let me (?:check|verify|re\w+))\b", re.I
+)
+
+
+def response_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
+    said = (" ".join(m.text for m in t.messages[t.context :] if m.role == "assistant") for t in everyone)
+    return {
+        "length/repeat_score": fmean(repeated(t.response_ids) for t in everyone),
+        "length/reflection_rate": fmean(LOOKS_AGAIN.search(text) is not None for text in said),
+    }
+
+
+def repeated(ids: np.ndarray) -> float:
+    """Share of the runs of tokens that were there before."""
+    if len(ids) < RUN:
+        return 0.0
+    runs = sliding_window_view(ids, RUN) @ MIX
+    return (len(runs) - len(np.unique(runs))) / len(runs)

@@ -1,0 +1,48 @@
+"""How tools are used, from the calls that episodes list in their info, whatever environment noted them.
+
+>>> tool_metrics([])
+{}
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from saccade.run.metrics import RIGHT
+from saccade.types import Trajectory
+
+
+def tool_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
+    """Calls of all members count; right and wrong count those with an outcome."""
+    using = [t for t in everyone if "tool_calls" in t.info]
+    if not using:
+        return {}
+    calls: list[dict[str, Any]] = [call for t in using for call in t.info["tool_calls"]]
+    reasons = Counter(call["reason"] for call in calls if not call["ok"])
+    crops = [call for call in calls if call.get("area") is not None]
+    metrics = {
+        "tool/calls_per_sample": len(calls) / len(using),
+        **{f"tool/invalid/{reason}": n / len(calls) for reason, n in sorted(reasons.items())},
+    }
+    if calls:
+        metrics["tool/success_frac"] = fmean(call["ok"] for call in calls)
+    if crops:
+        metrics["tool/noop_rate"] = fmean(bool(call.get("noop")) for call in crops)
+        metrics["tool/crop_area_mean"] = fmean(call["area"] for call in crops)
+    return metrics | _outcomes_by_call(using)
+
+
+def _outcomes_by_call(using: Sequence[Trajectory]) -> dict[str, float]:
+    """Accuracy with and without calls, and the share of the four cells that both make."""
+    judged = [(bool(t.info["tool_calls"]), t.outcome) for t in using if t.outcome is not None]
+    metrics = {}
+    for called, name in ((True, "call"), (False, "no_call")):
+        outcomes = [outcome for has, outcome in judged if has == called]
+        if outcomes:
+            metrics["tool/acc_with_call" if called else "tool/acc_without_call"] = fmean(outcomes)
+        if judged:
+            correct = sum(outcome >= RIGHT for outcome in outcomes)
+            metrics[f"tool/right_{name}"] = correct / len(judged)
+            metrics[f"tool/wrong_{name}"] = (len(outcomes) - correct) / len(judged)
+    return metrics
