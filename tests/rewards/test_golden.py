@@ -75,6 +75,7 @@ def test_what_a_format_renders_passes_its_own_check(name):
     ("medical", {"weights": {"lenght": 0}}, "weights are those of labels, boxes, json, length"),
     ("iou", {"mode": "dice"}, "mode is iou, giou, set, map, mask or iou@"),
     ("iou", {"mode": "iou@2"}, "mode is iou"),
+    ("iou", {"mode": "set", "dice": True}, "dice is for mode iou or mask, not 'set'"),
     ("overlong", {"buffer": 0}, "0 < buffer < 2048"),
     ("length", {}, "either target"),
     ("sokoban", {}, "solved at its start"),
@@ -111,6 +112,8 @@ def test_masks_may_have_another_size_than_their_picture(tmp_path):
         for said, wanted in boxes.items():
             known: Any = {"extra": {"segmentation_path": value}, "images": [picture]}
             assert score("iou", f"<answer>{said}</answer>", None, {"mode": "mask"}, **known).value == wanted
+            dice = score("iou", f"<answer>{said}</answer>", None, {"mode": "mask", "dice": True}, **known)
+            assert dice.value == pytest.approx({0.5: 2 / 3}.get(wanted, wanted))
 
 
 def test_levels_as_grids_and_files(tmp_path):

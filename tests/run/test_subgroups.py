@@ -53,6 +53,22 @@ def test_every_label_has_its_f1(folder):
     assert f"Largest gap {0.75 - 4 / 19:.3f}" in done.output
 
 
+def test_answers_of_several_samples_rank_questions(tmp_path):
+    said = {
+        "edema": ["edema", "edema"],
+        "none": ["none", "edema"],
+        "edema; mass": ["none", "mass"],
+        "mass": ["none", "none"],
+    }
+    row = {"set": "xray", "score": 1.0, "status": "ok"}
+    rows = [row | {"id": gold, "gold": gold, "extracted": one} for gold, both in said.items() for one in both]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "results.json").write_text("{}")
+    (table,) = subgroup_tables(tmp_path, [], labels=True)
+    found = {cells[0]: cells[-1].value for cells in table.rows}  # edema: 1 and 0 against 0.5 and 0
+    assert table.columns[-1] == "AUROC" and (found["edema"], found["mass"]) == (0.625, 0.75)
+
+
 def test_ages_are_put_into_intervals_without_holes(folder):
     edges = (25.0, 50.0, 65.0)
     assert [group_of(age, edges) for age in (0, 24.9, 25, "50", 64, 65, 200)] == [

@@ -1,5 +1,7 @@
 """`saccade view`: runs, options and rollouts in a real browser, live and as a file; who may ask, and for what."""
 
+import csv
+import io
 import json
 import shutil
 from contextlib import closing
@@ -67,6 +69,13 @@ def look(browser, server="", **state):
         browser.visit(f"{server}/#token={TOKEN}")
         browser.until("!!document.querySelector('#runs')")
     browser.run(f"location.hash = new URLSearchParams({json.dumps(state)})")
+
+
+def saved(browser, form):
+    """What the browser stores of the rollouts that pass the filters."""
+    with browser.page.expect_download() as file:
+        browser.page.get_by_text(form, exact=True).click()
+    return file.value.path().read_text()
 
 
 def troubles(browser, server):
@@ -152,6 +161,9 @@ def test_rollouts_are_filtered_opened_and_coloured(browser, server):
     ]:  # fmt: skip
         look(browser, view="rollouts", run="first", **state)
         browser.until(count.format(expected))
+    (one,) = map(json.loads, saved(browser, "JSON lines").splitlines())
+    about = {"set": "train", "source": "count", "verdict": "right", "turns": ["<think> </think> <answer> 3 </answer>"]}
+    assert one == one | about | {"parts": {"count": 1.0}}
     look(browser, view="rollouts", run="first", order="highest reward first", tint="logp", group="1")
     browser.until("document.querySelectorAll('.detail .answer').length === 2")
     assert browser.run("document.querySelector('.said span').title") == "logp -0.5"
@@ -267,4 +279,6 @@ def test_the_same_as_one_file(runs, browser, tmp_path):
     browser.write("3 is not")
     browser.until("document.getElementById('count').textContent === '76 of 97 rollouts'")
     browser.until("document.querySelectorAll('.row img').length > 5 && !!document.querySelector('.detail .episode')")
+    lines = [*csv.DictReader(io.StringIO(saved(browser, "CSV")))]
+    assert len(lines) == 76 and {line["reason"] for line in lines} == {"3 is not 4"}
     assert browser.troubles == []

@@ -195,6 +195,10 @@ def _label_table(name: str, items: Sequence[Item]) -> Table:
     if not counts:
         raise ConfigError(f"--labels: no row of {name} has labels; golds are lists such as edema, effusion")
     measures = {label: label_measures(own) for label, own in counts.items()}
+    voted = any(len(rows) > 1 for rows, _ in items)
+    heads = (*MEASURES, "AUROC") if voted else MEASURES  # of one answer it is the balanced accuracy
+    if voted:
+        measures = {label: [*own, _ranked(items, label)] for label, own in measures.items()}
     golds = {label: Estimate(value=both + missed, percent=False) for label, (both, _, missed, _) in counts.items()}
     every = np.array([*measures.values()])
     measures["mean of labels"] = [
@@ -204,4 +208,21 @@ def _label_table(name: str, items: Sequence[Item]) -> Table:
         (label, golds.get(label), *(None if np.isnan(one) else Estimate(value=one) for one in own))
         for label, own in measures.items()
     )
-    return Table(title=f"{name} by label", columns=("label", "golds", *MEASURES), rows=cells)
+    note = "AUROC ranks questions by the share of their answers that name the label." if voted else ""
+    return Table(title=f"{name} by label", columns=("label", "golds", *heads), rows=cells, note=note)
+
+
+def auroc(named: Sequence[float], others: Sequence[float]) -> float:
+    """How probable one of the first has a higher number than one of the others; a tie counts half."""
+    if not (named and others):
+        return float("nan")
+    a, b = np.array(named)[:, None], np.array(others)
+    return float(np.mean((a > b) + 0.5 * (a == b)))
+
+
+def _ranked(items: Sequence[Item], label: str) -> float:
+    shares: dict[bool, list[float]] = {True: [], False: []}
+    for item in items:
+        pairs = [*_pairs([item])]
+        shares[label in pairs[0][1]].append(float(np.mean([label in found for found, _ in pairs])))
+    return auroc(shares[True], shares[False])

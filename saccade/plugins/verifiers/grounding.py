@@ -311,11 +311,14 @@ NO_SIZE = Score(kind="error", reason="image_size: frames differ and the row has 
 
 @supplied(view_of)
 @answering("answer_tag", blank=True)  # an empty one says that there is no box
-def iou(sample: RewardSample, text: str | None, view: View, *, mode: str = "iou") -> Score:
+def iou(sample: RewardSample, text: str | None, view: View, *, mode: str = "iou", dice: bool = False) -> Score:
     """How well boxes agree. `mode`: iou, iou@0.5 (any threshold: 0 or 1), giou as (g + 1)/2, set
-    (best matching), map, or mask (union of boxes against the row's mask).
+    (best matching), map, or mask (union of boxes against the row's mask). `dice`: the Dice coefficient in place of
+    the IoU of two boxes or of a mask.
     """
     compare, single = _mode(mode)
+    if dice and mode not in ("iou", "mask"):
+        raise ValueError(f"dice is for mode iou or mask, not {mode!r}")
     mask = mask_of(sample.extra) if mode == "mask" else None
     if not view.has_sizes:
         return NO_SIZE
@@ -326,8 +329,10 @@ def iou(sample: RewardSample, text: str | None, view: View, *, mode: str = "iou"
     if found is None or (single and len(found) > 1):
         return graded(text, False, "unparseable" if found is None else "not_one_box")
     if mask is not None:
-        return graded(text, covered(found, mask, view.original))
-    return graded(text, max(overlap(found, gold or [], compare) for gold in golds))
+        value = covered(found, mask, view.original)
+    else:
+        value = max(overlap(found, gold or [], compare) for gold in golds)
+    return graded(text, 2 * value / (1 + value) if dice else value)
 
 
 @supplied(view_of)

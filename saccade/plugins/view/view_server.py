@@ -90,11 +90,12 @@ def brief_rollouts(runs: Runs, run: str, at: Sequence[int]) -> list[Json]:
     return [_brief(record, folder / TRAJECTORIES) for record in _records(runs, folder, at)]
 
 
-def show_rollouts(runs: Runs, run: str, at: Sequence[int]) -> Json:
-    """Whole, with their pictures."""
+def show_rollouts(runs: Runs, run: str, at: Sequence[int], words: bool = False) -> Json:
+    """Whole, with their pictures; or their words alone."""
     album: dict[str, str] = {}
     folder = _folder(runs, run)
-    items = [episode_of(r, folder / TRAJECTORIES, album, tokens=True) for r in _records(runs, folder, at)]
+    records = ({**r, "images": ()} if words else r for r in _records(runs, folder, at))
+    items = [episode_of(r, folder / TRAJECTORIES, album, tokens=not words) for r in records]
     return {"items": items, "pictures": album}
 
 
@@ -181,8 +182,8 @@ def view_app(runs: Runs, *, token: str) -> FastAPI:
         return JsonReply(brief_rollouts(runs, run, _places(at)))
 
     @app.get("/rollouts")
-    def rollouts(run: str, at: str) -> Response:
-        return JsonReply(show_rollouts(runs, run, _places(at)))
+    def rollouts(run: str, at: str, words: bool = False) -> Response:
+        return JsonReply(show_rollouts(runs, run, _places(at), words))
 
     return app
 
