@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow
 import yaml
+from PIL import Image
 from pyarrow import parquet
 
 from saccade.plugins.suites.suites import SUITES
@@ -46,14 +47,20 @@ def write_all(root: Path, image: Any, names: Collection[str] = ROWS) -> Path:
             lines = "".join(json.dumps(row) + "\n" for row in found) if place.suffix == ".jsonl" else json.dumps(found)
             place.write_text(lines)
         for index, path in enumerate(sorted(_paths(rows, name))):
-            path = place.parent / path.removeprefix("./").removeprefix(f"{suite.home('').name}/")
+            path = (suite.home(str(root)) / suite.media if suite.media else place.parent) / path.removeprefix(
+                "./"
+            ).removeprefix(f"{suite.home('').name}/")
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(
-                sound.getvalue() if path.suffix == ".wav" else image(*SIZES.get(name, (56, 56)), index).data
-            )
+            shown = [image(*SIZES.get(name, (56, 56)), index + n).data for n in range(4)]
+            if path.suffix == ".gif":
+                first, *others = (Image.open(io.BytesIO(one)) for one in shown)
+                first.save(path, save_all=True, append_images=others)
+            else:
+                path.write_bytes(sound.getvalue() if path.suffix == ".wav" else shown[0])
     return root
 
 
+PICTURES = {"PICTURE": 3, "BLUE": 4}
 SIZES = {"vstar": (200, 100), **{f"visualprobe_{level}": (150, 90) for level in ("easy", "medium", "hard")}}
 
 
@@ -64,7 +71,7 @@ def _filled(value: Any, image: Any) -> Any:
         return [_filled(item, image) for item in value]
     if isinstance(value, str) and value.startswith("BASE64"):
         return base64.b64encode(image(300, 200, int(value[-1])).data).decode()
-    return image(56, 56, 3).data if value == "PICTURE" else value
+    return image(56, 56, PICTURES[value]).data if value in ("PICTURE", "BLUE") else value
 
 
 def _paths(rows: Any, name: str) -> set[str]:
@@ -73,4 +80,8 @@ def _paths(rows: Any, name: str) -> set[str]:
         listed = [{"id": id, **row} for id, row in rows.items()] if isinstance(rows, dict) else rows
         return {where.format(**row) for row in listed}
     texts = [text for row in rows for value in row.values() for text in (value if isinstance(value, list) else [value])]
-    return {text for text in texts if isinstance(text, str) and text.endswith((".png", ".jpg", ".wav")) and "/" in text}
+    return {
+        text
+        for text in texts
+        if isinstance(text, str) and text.endswith((".png", ".jpg", ".gif", ".wav")) and "/" in text
+    }

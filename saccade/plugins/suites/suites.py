@@ -41,6 +41,7 @@ class Suite:
     unpack: str = ""
     rows: int | None = None
     mapping: str = "none"  # of pairs
+    media: str = ""
     categories: Mapping[str, Sequence[str]] = field(default_factory=dict)
     judged: bool = False
     circular: bool = False  # each question is asked once for each of its options
@@ -109,6 +110,7 @@ def suite_sources(name: str, config: EvalConfig) -> list[DataSource]:
     """Where its rows are; they carry its name as their data_source, by which prompts and rewards are chosen."""
     suite = suite_of(name)
     own: dict[str, Any] = {"name": name, "data_source": name.removesuffix(CIRCULAR), "mapping": suite.mapping}
+    own |= {"image_dir": str(suite.home(config.folder) / suite.media)} if suite.media else {}
     return [DataSource(path=str(path), **own) for path in suite_files(suite, config.folder)]
 
 
@@ -155,7 +157,7 @@ def in_category(sample: Sample) -> Sample:
     if suite is None or suite.mapping == "none":
         return sample
     id = sample.id.removeprefix(f"{sample.data_source}/")  # of a held-out pair
-    named = category_of({**sample.extra, "id": id}, suite.columns["category"])
+    named = category_of({**sample.extra, "id": id}, suite.columns.get("category", "category~"))
     kinds = {value: kind for kind, values in suite.categories.items() for value in values}
     # A value may be the beginning of an id, such as that of the set which a pair is from.
     known = next((value for value in (named, re.split(r"[-_]", named.lower())[0]) if value in kinds), None)
