@@ -34,7 +34,7 @@ STORED = re.compile(
     r"val/.*/(accuracy|pass@\d+|response_mean|truncated_frac|items)"
     r"|reward/(accuracy|learned)|length/response_mean|group/dead_frac|policy/(entropy|kl_ref)|sft/loss|rollouts"
 )
-STEPS = 60
+STEPS, SAID, LONG = 60, 4, 80  # also so many answers, cut to so many characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,14 +153,15 @@ def of_gpu(field: str) -> str:
 
 def curves_of(out: Path, job: Job) -> tuple[dict[str, Any], str]:
     """Of each metric step, seconds since the first row, and value; nothing and the reason where a run has no rows."""
+    folder = f"{job.name}-eval" if job.command == "eval" else job.name
     if job.command == "eval":
-        sets = json.loads((out / f"{job.name}-eval" / "results.json").read_text())
+        sets = json.loads((out / folder / "results.json").read_text())
         rows = [{f"val/{one}/{name}": value for one, found in sets.items() for name, value in found.items()}]
         rows = [{"step": 0, "time": 0.0, **row} for row in rows]
     else:
-        rows = [*read_metrics(out / job.name)]
+        rows = [*read_metrics(out / folder)]
     if not rows:
-        return {}, f"{out / job.name} has no metrics"
+        return {}, f"{out / folder} has no metrics"
     curves, drawn = dict[str, list[tuple[int, float, float]]](), 0
     for row in rows:
         drawn += int(row.get("count/samples", 0))
@@ -170,7 +171,16 @@ def curves_of(out: Path, job: Job) -> tuple[dict[str, Any], str]:
                 curves.setdefault(name, []).append(point)
     thinned = {name: [points[i] for i in sorted({*np.linspace(0, len(points) - 1, STEPS, dtype=int).tolist()})]
                for name, points in curves.items()}  # fmt: skip
-    return {"steps": rows[-1]["step"], "rollouts": drawn, "curves": thinned}, ""
+    return {"steps": rows[-1]["step"], "rollouts": drawn, "curves": thinned, "said": said_by(out / folder)}, ""
+
+
+def said_by(folder: Path) -> list[tuple[str, str]]:
+    """Right answers and what is said in their place, of the last validation's first rollouts."""
+    stored = max(folder.glob("trajectories/val/*/*.jsonl"), key=lambda path: path.stat().st_mtime, default=None)
+    rows = [json.loads(line) for line in stored.open(encoding="utf-8")][:SAID] if stored else []
+    last = [row["messages"][-1]["content"] for row in rows]
+    texts = ["".join(part.get("text", "") for part in parts) for parts in last]
+    return [(str(row["gold"])[:LONG], text[:LONG]) for row, text in zip(rows, texts, strict=True)]
 
 
 # -- the script of an experiment --------------------------------------------------------------------

@@ -114,7 +114,7 @@ def picture(arms: Mapping[str, Found], metric: str, across: str, smooth: int = 5
         points = [np.array(run["curves"][metric]) for run in seeds.values() if metric in run["curves"]]
         if points:
             x = np.linspace(max(p[0, column] for p in points), min(p[-1, column] for p in points), GRID)
-            ys = np.array([np.interp(x, p[:, column], _smooth(p[:, 2], smooth)) for p in points])
+            ys = np.array([np.interp(x, p[:, column], smoothed(p[:, 2], smooth)) for p in points])
             drawn[label] = (x, ys.mean(0), np.array([half_width(at) for at in ys.T]))
     longest = max((x[-1] for x, _, _ in drawn.values()), default=0.0) or 1.0
     return chart(drawn, across, {place: f"{place:.0f}" for place in np.linspace(0, longest, 5).tolist()}, share)
@@ -170,7 +170,8 @@ def chart(lines: Lines, across: str, places: Mapping[float, str], share: bool = 
     return "\n".join(body) + "\n"
 
 
-def _smooth(values: np.ndarray, width: int) -> list[float]:
+def smoothed(values: np.ndarray, width: int) -> list[float]:
+    """Means over so many values up to each."""
     return [float(np.mean(values[max(0, i - width + 1) : i + 1])) for i in range(len(values))]
 
 

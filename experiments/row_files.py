@@ -44,7 +44,8 @@ def taught(file: Path, rows: Rows, column: str) -> Rows:
 
 
 def read_rows(file: Path) -> Rows:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    with file.open(encoding="utf-8") as lines:  # texts of a model may hold other ends of lines
+        return [json.loads(line) for line in lines]
 
 
 def write_rows(file: Path, rows: Rows) -> Rows:

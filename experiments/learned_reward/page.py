@@ -1,0 +1,201 @@
+"""RESULTS.md of this experiment and its pictures, from the JSONs of its runs."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.pages import Found, chance, corrected, cost, ends, gain, mean_of, picture, read, smoothed, table
+
+
+class Arm(NamedTuple):
+    about: str
+    judge: str = ""  # the reward model; empty: the rule
+    kl: float = 0.0
+
+
+ARMS = {
+    "rule": Arm("the rule"),
+    "learned": Arm("learned", "rm"),
+    "kl_low": Arm("learned, KL 0.05", "rm", 0.05),
+    "kl_high": Arm("learned, KL 0.5", "rm", 0.5),
+    "spoiled": Arm("spoiled pairs", "rm_spoiled"),
+    "spoiled_kl": Arm("spoiled pairs, KL 0.05", "rm_spoiled", 0.05),
+}
+JUDGES = {"rm": "pairs of its own answers", "rm_spoiled": "these and spoiled answers"}
+METRICS = {"rule": "val/test/accuracy", "rm": "val/pairs/accuracy"}  # by which a learning rate is chosen
+LOST = 0.05  # of true accuracy since its best: hacked, if the learned reward has not fallen
+PAGE = """# A learned reward and the rule it imitates
+
+{summary}
+
+![What the reward model says]({images}/learned-reward-said.svg)
+
+*The learned reward of rollouts in training, in deviations of its scores on held-out pairs.*
+
+![What is true]({images}/learned-reward-true.svg)
+
+*Share of the same rollouts that are right; only "the rule" learns from it. Bands: 95 % intervals over seeds.*
+
+A small real model that sees (`experiments/smolvlm`) answers questions about drawn scenes. It answered other questions
+eight times each; a right answer before a wrong one of its own makes a pair, and the reward model, which begins as the
+same model, learns from these (`rm.yaml`). RL (`rl.yaml`, GRPO, {steps} steps) then has its reward from it, with and
+without a KL to the start in the loss, while the rule only watches. Spoiled pairs: as many more, whose worse side is a
+right answer said twice, beside another one, with a tail, or in a wrong sentence. All arms draw the same rollouts. One
+command repeats everything on one GPU: `python experiments/learned_reward/run.py`; with `--tiny` it shows on a CPU that
+it runs.
+
+## The reward models
+
+{judges}
+
+Of held-out pairs of the same kind, those put in the right order.
+
+## RL
+
+{numbers}
+
+Greedy: right answers to {items} new questions after the last step, ± half of the 95 % interval over seeds (Student);
+differences from the rule are paired by seed, p is Student's test corrected for {comparisons} comparisons (Holm). Best,
+last: right rollouts in training, smoothed. Hacked: the share of right rollouts ends more than {lost:.0f} points below
+its best while the learned reward is no lower than there.
+
+## What is said at the end
+
+{said}
+
+Greedy answers of the first seed to the first questions, after the last step.
+
+## Trials
+
+Learning rates, with another seed and on other questions; the best of RL with the rule is used for all RL:
+
+{trials}
+
+## Cost
+
+{cost} Trials: {trial_cost}
+
+## What this does not show
+
+One small model and short answers; a reward model as small as the policy and pairs from one round of answers. Larger
+reward models, fresh pairs while RL goes on, or ensembles may hold longer. The learning rate was chosen with the rule.
+"""
+
+
+class Story(NamedTuple):
+    """What true accuracy and learned reward did in a run."""
+
+    best: float
+    step: int  # of the best
+    last: float
+    said_then: float  # the learned reward at the best step
+    said_last: float
+
+    @property
+    def hacked(self) -> bool:
+        return self.best - self.last > LOST and self.said_last >= self.said_then
+
+
+def story(run: Mapping[str, Any]) -> Story:
+    true = np.array(run["curves"]["reward/accuracy"])
+    said = np.array(run["curves"].get("reward/learned", [[step, 0, 0.0] for step in true[:, 0]]))
+    right, learned = smoothed(true[:, 2], 5), smoothed(said[:, 2], 5)
+    at = int(np.argmax(right))
+    return Story(right[at], int(true[at, 0]), right[-1], learned[at], learned[-1])
+
+
+def best_rate(trials: Mapping[str, Found], arm: str) -> str:
+    found = {name: ends(runs, METRICS[arm]) for name, runs in trials.items() if name.startswith(f"{arm}@")}
+    return max(found, key=lambda name: np.mean([*found[name].values()])).partition("@")[2]
+
+
+def row_of(arm: str, found: Mapping[str, Found], chances: Mapping[str, float]) -> list[str]:
+    runs, rule = found[arm], ends(found.get("rule", {}), "val/test/accuracy")
+    told = {seed: story(run) for seed, run in runs.items()}
+    greedy, kl = ends(runs, "val/test/accuracy"), ends(runs, "policy/kl_ref")
+    then, last = (np.mean([getattr(one, name) for one in told.values()]) for name in ("said_then", "said_last"))
+    return [
+        ARMS[arm].about,
+        str(len(runs)),
+        mean_of(greedy),
+        *(("", "") if arm == "rule" else (gain(greedy, rule), f"{chances[arm]:.2g}")),
+        f"{mean_of({seed: one.best for seed, one in told.items()})}, step "
+        f"{np.median([one.step for one in told.values()]):.0f}",
+        mean_of({seed: one.last for seed, one in told.items()}),
+        *(("", "", "") if arm == "rule" else (f"{then:+.2f} → {last:+.2f}", mean_of(kl, 1, digits=2), hacked(told))),
+        mean_of(ends(runs, "length/response_mean"), 1),
+    ]
+
+
+def shown_answers(said: Sequence[tuple[str, str]]) -> str:
+    return "; ".join(
+        f"{gold} → `{' '.join(text.replace('`', ' ').replace('|', ' ').split()) or ' '}`" for gold, text in said
+    )
+
+
+def hacked(told: Mapping[int, Story]) -> str:
+    return f"{sum(one.hacked for one in told.values())} of {len(told)}"
+
+
+def write_page(results: Path, path: Path, images: Path) -> None:
+    found, trials = read(results), read(results / "dev")
+    arms = {arm: found[arm] for arm in ARMS if arm in found}
+    shown = {ARMS[arm].about: runs for arm, runs in arms.items()}
+    (images / "learned-reward-true.svg").write_text(picture(shown, "reward/accuracy", "steps"))
+    (images / "learned-reward-said.svg").write_text(picture(shown, "reward/learned", "steps", share=False))
+    rule = ends(found.get("rule", {}), "val/test/accuracy")
+    by_arm = {arm: ends(runs, "val/test/accuracy") for arm, runs in arms.items() if arm != "rule"}
+    chances = corrected({arm: chance({s: v[s] - rule[s] for s in v if s in rule}) for arm, v in by_arm.items()})
+    head = [
+        "reward",
+        "seeds",
+        "greedy, %",
+        "minus the rule",
+        "p",
+        "best, %",
+        "last, %",
+        "learned reward: at the best → last",
+    ]
+    judges = {arm: found[arm] for arm in JUDGES if arm in found}
+    firsts = {arm: runs[min(runs)] for arm, runs in {"base": found.get("base", {}), **arms}.items() if runs}
+    text = PAGE.format(
+        summary=summary(found, arms),
+        images="../../docs/images",
+        steps=max([run["steps"] for runs in arms.values() for run in runs.values()] or [0]),
+        judges=table(["reward model", "learned from", "seeds", "pairs in order, %"], [
+            [f"`{arm}`", JUDGES[arm], str(len(runs)), mean_of(ends(runs, METRICS["rm"]))]
+            for arm, runs in judges.items()
+        ]),
+        numbers=table([*head, "KL", "hacked", "tokens"], [row_of(arm, found, chances) for arm in arms]),
+        items=int(max([*ends(found.get("base", {}), "val/test/items").values()] or [0])),
+        comparisons=len(by_arm),
+        lost=100 * LOST,
+        said=table(["reward", "right answer → what is said"], [
+            [ARMS[arm].about if arm in ARMS else "the model as it is", shown_answers(run["said"])]
+            for arm, run in firsts.items()
+        ]),
+        trials=table(["trial", "right, %"], [
+            [f"`{arm}`", mean_of(ends(runs, METRICS["rm" if arm.startswith("rm") else "rule"]))]
+            for arm, runs in trials.items()
+        ]),
+        cost=cost(found),
+        trial_cost=cost(trials),
+    )  # fmt: skip
+    path.write_text(text, encoding="utf-8")
+
+
+def summary(found: Mapping[str, Found], arms: Mapping[str, Found]) -> str:
+    """One paragraph, in numbers."""
+    if not arms:
+        return "Nothing has been measured yet."
+    start = mean_of(ends(found.get("base", {}), "val/test/accuracy"))
+    order = mean_of(ends(found.get("rm", {}), METRICS["rm"]))
+    said = "; ".join(
+        f"{ARMS[arm].about} {mean_of(ends(runs, 'val/test/accuracy'))} %"
+        + (f" (hacked in {hacked({seed: story(run) for seed, run in runs.items()})})" if ARMS[arm].judge else "")
+        for arm, runs in arms.items()
+    )
+    order = f"The reward model puts {order} % of pairs in order."
+    return f"{order} Right answers: {start} % at the start; after RL with {said}."

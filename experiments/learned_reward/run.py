@@ -1,0 +1,110 @@
+"""When is a learned reward hacked, and what holds it? A reward model learns from pairs of right and wrong answers of
+the model itself; RL then follows it, beside RL with the rule that it imitates. From nothing: questions, answers, pairs,
+settings by trials on other questions, all arms and seeds, RESULTS.md and its pictures.
+
+    python experiments/learned_reward/run.py           # from the weights of experiments/smolvlm; or --model FOLDER
+    python experiments/learned_reward/run.py --dev     # the trials alone
+    python experiments/learned_reward/run.py --page    # writes the page of the stored results
+    python experiments/learned_reward/run.py --tiny    # a random model on a CPU, in seconds
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no install needed
+
+from experiments.arms import Job, command_line, last_lines, run_and_write, start  # noqa: E402
+from experiments.learned_reward.page import ARMS, best_rate, write_page  # noqa: E402
+from experiments.learned_reward.pairs import pairs_of, spoiled_pairs  # noqa: E402
+from experiments.pages import read  # noqa: E402
+from experiments.row_files import questions, read_rows, write_rows  # noqa: E402
+from experiments.smolvlm import base  # noqa: E402
+from saccade.plugins.drawn.scene_questions import SCENE_KINDS, draw_scene_row  # noqa: E402
+
+STEPS = 200
+SIZES = {"pairs": 3000, "train": 4000, "dev": 400, "test": 600}  # questions
+TINY = {"pairs": 6, "train": 4, "dev": 2, "test": 2}
+RATES = {"rule": ("3e-6", "1e-5", "3e-5"), "rm": ("1e-5", "3e-5", "1e-4")}
+TRIAL_SEED = 100
+KINDS = [kind for kind in SCENE_KINDS if kind != "describe"]
+LEARNED = [
+    {"verifier": "model", "name": "learned", "args": {"path": "{after}", "normalise": True}},
+    {"verifier": "exact", "weight": 0.0},  # what is true
+]
+
+
+def write_pairs(out: Path, common: Sequence[str], asked: Path, tiny: bool) -> None:
+    """From answers of the model to questions that RL does not ask; a tenth of them is held out."""
+    if (out / "spoiled-test.jsonl").exists():  # which is written last
+        return
+    options = (str(HERE / "generate.yaml"), *common, f"data.train={asked}")
+    job = Job(arm="answers", seed=0, command="generate", options=options)
+    if start(job, out, None, 0 if tiny else 1).wait():
+        sys.exit(f"no answers to make pairs of:\n{last_lines(out / 'answers-0.log')}")
+    pairs = pairs_of(read_rows(asked), read_rows(out / job.name / "generations.jsonl"))
+    images = [{**row, "images": [str(asked.parent / image) for image in row["images"]]} for row in pairs]
+    held = len(images) // 10 + 1
+    for split, rows in {"train": images[held:], "test": images[:held]}.items():
+        write_rows(out / f"plain-{split}.jsonl", rows)
+        write_rows(out / f"spoiled-{split}.jsonl", [*rows, *spoiled_pairs(rows, seed=0)])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command_line(__doc__ or "", "learned_reward", at_once=8)
+    base.ask_for_model(parser)
+    args = parser.parse_args(argv)
+    if args.page:
+        return run_and_write([], args, HERE, write_page)
+    out, until = args.out.resolve(), time.time() + args.seconds
+    sizes, cores = (TINY, 1) if args.tiny else (SIZES, os.cpu_count() or 1)
+    model, rows = base.start_model(args), out / "rows"
+    common = [*([str(HERE / "tiny.yaml")] if args.tiny else []), f"model.path={model}"]
+    draw = partial(draw_scene_row, split="same", kinds=KINDS, side=base.SIDE)
+    for seed, (split, count) in enumerate(sizes.items()):
+        questions(draw, rows / f"{split}.jsonl", count, seed=seed, workers=cores)
+    write_pairs(rows, common, rows / "pairs.jsonl", args.tiny)
+
+    def judge(arm: str, pairs: str, rate: str, seed: int) -> Job:
+        held = json.dumps([{"path": str(rows / f"{pairs}-test.jsonl"), "name": "pairs"}])
+        options = (f"data.train={rows / f'{pairs}-train.jsonl'}", f"data.val={held}", f"train.lr={rate}")
+        return Job(arm=arm, seed=seed, command="reward-model", options=(str(HERE / "rm.yaml"), *common, *options))
+
+    def asked(split: str) -> str:
+        return f"data.val={json.dumps([{'path': str(rows / f'{split}.jsonl'), 'name': 'test'}])}"
+
+    def learner(arm: str, after: str, kl: float, rate: str, seed: int, split: str) -> Job:
+        """With the reward model `after`; without one, with the rule."""
+        options = [f"data.train={rows / 'train.jsonl'}", asked(split), f"train.lr={rate}"]
+        options += [f"reward.terms={json.dumps(LEARNED)}"] if after else []
+        options += [f"algorithm.kl.coef={kl}"] if kl else []
+        steps = [] if args.tiny else [f"run.max_steps={STEPS}"]
+        files = (str(HERE / "rl.yaml"), *common)
+        return Job(arm=arm, seed=seed, command="rl", options=(*files, *options, *steps), after=after)
+
+    def run(split: str, jobs: list[Job]) -> None:
+        options = (str(HERE / "rl.yaml"), *common, asked(split))
+        before = Job(arm="base", seed=jobs[0].seed, command="eval", options=options)
+        given = {"dev": split == "dev", "seconds": until - time.time(), "arms": None if split == "dev" else args.arms}
+        run_and_write([before, *jobs], argparse.Namespace(**vars(args) | given), HERE, write_page)
+
+    rates = {arm: tried[:1] if args.tiny else tried for arm, tried in RATES.items()}
+    trials = [learner(f"rule@{rate}", "", 0, rate, TRIAL_SEED, "dev") for rate in rates["rule"]]
+    run("dev", [*trials, *(judge(f"rm@{rate}", "plain", rate, TRIAL_SEED) for rate in rates["rm"])])
+    if not args.dev:
+        found = read(out / "dev" / "results")
+        best = {arm: best_rate(found, arm) for arm in RATES}
+        jobs = [judge(arm, pairs, best["rm"], seed) for seed in args.seeds for arm, pairs in
+                {"rm": "plain", "rm_spoiled": "spoiled"}.items()]  # fmt: skip
+        run("test", jobs + [learner(arm, one.judge, one.kl, best["rule"], seed, "test")
+                            for seed in args.seeds for arm, one in ARMS.items()])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

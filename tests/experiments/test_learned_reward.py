@@ -1,0 +1,70 @@
+"""A learned reward beside its rule: from nothing with a random model, pairs, and what the page calls hacked."""
+
+import json
+from pathlib import Path
+
+from experiments.learned_reward import run
+from experiments.learned_reward.page import best_rate, story, write_page
+from experiments.learned_reward.pairs import SPOILS, pairs_of, spoiled_pairs
+from experiments.pages import read
+from experiments.row_files import read_rows
+
+
+def test_rl_follows_a_reward_model_of_pairs_from_nothing(tmp_path: Path) -> None:
+    run.main(["--tiny", "--out", str(tmp_path), "--seeds", "0", "--arms", "rule", "kl_low"])
+    found = read(tmp_path / "results")
+    assert found.keys() == {"rm", "rule", "kl_low"}  # the reward model comes with the arm that follows it
+    curves = found["kl_low"][0]["curves"]
+    assert {"reward/learned", "reward/accuracy", "policy/kl_ref", "val/test/accuracy"} <= curves.keys()
+    assert "reward/learned" not in found["rule"][0]["curves"] and found["rm"][0]["curves"]["val/pairs/accuracy"]
+    pairs, spoiled = (read_rows(tmp_path / "rows" / f"{kind}-train.jsonl") for kind in ("plain", "spoiled"))
+    assert len(spoiled) == 2 * len(pairs) and Path(pairs[0]["images"][0]).exists()
+    assert "| learned, KL 0.05 | 1 |" in (tmp_path / "RESULTS.md").read_text()
+
+
+def test_pairs_are_wrong_answers_of_the_model_below_right_ones() -> None:
+    asked = [{"id": name, "images": ["a.png"], "problem": f"<image>{name}?"} for name in "abc"]
+    said = {"a": ["red", "blue", "blue", "green", "pink"], "b": ["two", "3"], "c": ["yes"]}
+    gold = {"a": "black", "b": "3", "c": "yes"}
+    answered = [
+        {"id": n, "answer": gold[n], "responses": [{"text": t, "reward": float(t == gold[n])} for t in texts]}
+        for n, texts in said.items()
+    ]
+    pairs = pairs_of(asked, answered)
+    assert [(row["chosen"], row["rejected"]) for row in pairs] == [("black", "blue"), ("black", "green"), ("3", "two")]
+    assert pairs[0]["prompt"] == "<image>a?" and pairs[0]["images"] == ["a.png"]
+    spoiled = spoiled_pairs(pairs, seed=0)
+    assert [row["rejected"] for row in spoiled] == ["black black", "black or 3", "3 black 3 black 3"]
+    assert all(row["chosen"] in row["rejected"] for row in spoiled) and len(SPOILS) == 4
+
+
+def stored(true: list[float], said: list[float]) -> dict:
+    steps = [10 * (n + 1) for n in range(len(true))]
+    curves = {
+        "reward/accuracy": [[step, step, value] for step, value in zip(steps, true, strict=True)],
+        "reward/learned": [[step, step, value] for step, value in zip(steps, said, strict=True)],
+        "val/test/accuracy": [[steps[-1], steps[-1], true[-1]]],
+        "length/response_mean": [[steps[-1], steps[-1], 3.0]],
+    }
+    about = {"began": 0.0, "seconds": 60, "device": "CPU", "commit": "abc", "at_once": 2, "steps": steps[-1]}
+    return {**about, "rollouts": 100, "curves": curves, "said": [["3", "3 | 3"]]}
+
+
+def test_hacked_is_a_reward_that_rises_while_the_truth_falls(tmp_path: Path) -> None:
+    ups, falls = [0.5, 0.6, 0.7] + 5 * [0.8], [0.5, 0.6, 0.7, 0.8] + 5 * [0.3]
+    rises = [0.1 * n for n in range(9)]
+    hacked, honest = story(stored(falls, rises)), story(stored(ups, rises[1:]))
+    assert hacked.hacked and hacked.step == 40 and abs(hacked.best - 0.65) < 1e-9 and abs(hacked.last - 0.3) < 1e-9
+    assert not honest.hacked and not story(stored(falls, rises[::-1])).hacked  # then both have fallen
+    arms = {
+        "rule-0": stored(ups, rises[1:]),
+        "learned-0": stored(falls, rises),
+        "learned-1": stored(falls, rises[::-1]),
+    }
+    for name, one in arms.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(one))
+    write_page(tmp_path, tmp_path / "RESULTS.md", tmp_path)
+    page = (tmp_path / "RESULTS.md").read_text()
+    assert "the rule 80.0 %; learned 30.0 ± 0.0 % (hacked in 1 of 2)" in page and "| learned | 3 → `3 3` |" in page
+    trials = {"rule@1e-5": {0: arms["rule-0"]}, "rule@3e-5": {0: arms["learned-0"]}, "base": {0: arms["rule-0"]}}
+    assert best_rate(trials, "rule") == "1e-5"
