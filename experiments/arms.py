@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STORED = re.compile(
     r"val/.*/(accuracy|pass@\d+|response_mean|truncated_frac|items)"
     r"|reward/(accuracy|learned)|length/response_mean|group/dead_frac|policy/(entropy|kl_ref)|sft/loss|rollouts"
+    r"|mismatch/(ess|logp_gap_max)|data/staleness_mean"
 )
 STEPS, SAID, LONG = 60, 4, 80  # also so many answers, cut to so many characters
 
@@ -130,7 +131,7 @@ def start(job: Job, out: Path, parent: Job | None, at_once: int) -> Any:
         return Done(0)
     if memory := of_gpu("memory.total"):  # of which each run takes its share
         arguments.append(f"run.gpu_memory_gib={0.95 * float(memory) / 1024 / at_once:.1f}")
-    threads = str(max(1, (os.cpu_count() or 1) // at_once))
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // at_once))
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with (out / f"{job.name}.log").open("w") as log:
         command = [sys.executable, "-m", "saccade", job.command, *arguments]

@@ -1,0 +1,62 @@
+"""Does it matter how a run is carried out? One GRPO run of the quickstart's task with the embedded engine, with other
+batches, with rollouts ahead of training, in two processes and with vLLM. From nothing: scenes, models, all arms and
+seeds, RESULTS.md and its picture. With one thread a process, as below, it needs no GPU and no second core.
+
+    OMP_NUM_THREADS=1 python experiments/systems/run.py     # an interpreter with vLLM runs that arm, too
+    python experiments/systems/run.py --arms ranks ahead    # only these, and the cold start
+    python experiments/systems/run.py --page                # writes the page of the stored results
+    python experiments/systems/run.py --tiny                # two steps, in seconds
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no install needed
+
+from experiments.arms import Job, command_line, run_and_write  # noqa: E402
+from experiments.systems.page import write_page  # noqa: E402
+from saccade.plugins.families import tiny_kinds  # noqa: E402
+from saccade.plugins.quickstart import quickstart  # noqa: E402
+
+SIZE = {"demonstrations": 400, "prompts": 2000, "evaluation": 600}
+TINY = {"demonstrations": 64, "prompts": 16, "evaluation": 8}
+# What an arm changes of rl.yaml. The first is what all others are compared with.
+ARMS: dict[str, tuple[str, ...]] = {
+    "embedded": (),
+    "batches": ("rollout.max_sequences=40",),
+    "ahead": ("rollout.ahead=1",),
+    "ranks": ("run.gpus=2",),
+    "vllm": ("rollout.engine=vllm",),
+    "beside": ("rollout.ahead=1", "rollout.replicas=1"),
+}
+
+
+def jobs_of(out: Path, seeds: Sequence[int], tiny: bool) -> list[Job]:
+    """A cold start of each seed, from its own random weights; every arm starts from it."""
+    data = quickstart.draw_data(out / "data", TINY if tiny else SIZE, 0)
+    arms = {arm: options for arm, options in ARMS.items() if arm != "vllm" or find_spec("vllm")}
+    changes = [str(HERE / "tiny.yaml")] if tiny else []
+    jobs = []
+    for seed in seeds:
+        model = tiny_kinds.build("qwen2_5_vl", out / f"model-{seed}", words=quickstart.WORDS, seed=seed)
+        shown = (str(HERE / "sft.yaml"), *changes, f"model.path={model}", f"data.train={data['demonstrations']}")
+        jobs.append(Job(arm="cold", seed=seed, command="sft", options=shown))
+        asked = (str(HERE / "rl.yaml"), *changes, f"data.train={data['train']}", f"data.val={data['val']}")
+        for arm, options in arms.items():
+            jobs.append(Job(arm=arm, seed=seed, command="rl", options=(*asked, *options), after="cold"))
+    return jobs
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = command_line(__doc__, "systems").parse_args(argv)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; all keys and values of a step take 30 MiB
+    seeds = [100] if args.dev else args.seeds
+    run_and_write([] if args.page else jobs_of(args.out.resolve(), seeds, args.tiny), args, HERE, write_page)
+
+
+if __name__ == "__main__":
+    main()
