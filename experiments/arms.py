@@ -31,7 +31,7 @@ from saccade.system.revision import revision
 ROOT = Path(__file__).resolve().parents[1]
 # Of a run: what validations found, and of training at most so many steps; `rollouts` are all drawn so far.
 STORED = re.compile(
-    r"val/.*/(accuracy|pass@\d+|response_mean|truncated_frac|items)"
+    r"val/.*/(accuracy(_within_\d+_turns)?|turns/(mean|end/\w+)|pass@\d+|response_mean|truncated_frac|items)"
     r"|reward/(accuracy|learned)|length/response_mean|group/dead_frac|policy/(entropy|kl_ref)|sft/loss|rollouts"
     r"|mismatch/(ess|logp_gap_max)|data/staleness_mean"
 )
@@ -45,10 +45,15 @@ class Job:
     command: str  # rl, sft, eval, …
     options: tuple[str, ...]  # YAML files, then options
     after: str = ""  # the arm whose model of the same seed it starts from, or has where its options say {after}
+    of_seed: int | None = None  # the seed of that model, where it is another
 
     @property
     def name(self) -> str:
         return f"{self.arm}-{self.seed}"
+
+    @property
+    def parent(self) -> str:
+        return self.after and f"{self.after}-{self.seed if self.of_seed is None else self.of_seed}"
 
 
 def run_all(jobs: Sequence[Job], out: Path, *, at_once: int = 1, seconds: float = 1e9, commit: str = "") -> list[str]:
@@ -60,21 +65,20 @@ def run_all(jobs: Sequence[Job], out: Path, *, at_once: int = 1, seconds: float 
     named = {job.name: job for job in jobs}
     waiting = {name: job for name, job in named.items() if not (results / f"{name}.json").exists()}
     for job in [*waiting.values()]:  # a parent that ran before, whose model is gone, runs again
-        while job.after and model_of(out, job := named[f"{job.after}-{job.seed}"]) is None:
+        while job.after and model_of(out, job := named[job.parent]) is None:
             waiting = {job.name: job} | waiting
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
     about = {"commit": commit or revision() or "unknown", "device": of_gpu("name") or "CPU", "at_once": max(1, at_once)}
     while waiting or running:
         blocked = {*waiting, *running}
         for name, job in [*waiting.items()]:
-            parent = f"{job.after}-{job.seed}" if job.after else ""
-            if parent in failed:
+            if job.parent in failed:
                 failed.append(waiting.pop(name).name)
-            elif parent not in blocked and len(running) < max(1, at_once):
+            elif job.parent not in blocked and len(running) < max(1, at_once):
                 waiting.pop(name)
                 shutil.rmtree(out / name, ignore_errors=True)  # of a run that was ended
                 began = time.time()
-                running[name] = (start(job, out, named.get(parent), at_once), began)
+                running[name] = (start(job, out, named.get(job.parent), at_once), began)
         time.sleep(0.1 if at_once else 0)
         over = time.time() > end
         for name, (process, began) in [*running.items()]:

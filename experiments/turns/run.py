@@ -1,0 +1,99 @@
+"""Mini-o3: does a policy that searches in at most six turns go on for up to 32 when it may, if unfinished searches teach
+it nothing (over-turn masking), and only then? From nothing: scenes, a model that can read, all arms and seeds, RESULTS.md
+and its picture.
+
+    python experiments/turns/run.py                              # one H200
+    python experiments/turns/run.py --dev                        # the trials by which settings were chosen
+    python experiments/turns/run.py --arms ahead1 ahead4         # masked, with rollouts that run ahead of training
+    python experiments/turns/run.py --page                       # writes the page of the stored results
+    python experiments/turns/run.py --tiny                       # one step of everything on a CPU, in seconds
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no install needed
+
+from experiments.arms import Job, command_line, run_and_write  # noqa: E402
+from experiments.turns.page import write_page  # noqa: E402
+from experiments.turns.search_rows import SIZES, TINY, build_model, draw_rows  # noqa: E402
+
+# What all seeds share, as they would share a pretrained model: arm → rows, options.
+BASE = {
+    "read": ("read", ("run.max_steps=320", "train.prompts_per_step=64", "train.lr=1.5e-3")),
+    "chat": ("chat", ("run.max_steps=600", "train.prompts_per_step=16", "train.lr=1e-3")),
+}
+# Cold starts: arm → how many chats are among the 600 demonstrations, options. Each demonstration is seen as often.
+STARTS = {
+    "cold": (0, ("run.max_steps=120", "train.prompts_per_step=32", "train.lr=2e-3")),
+    "cold_chats": (200, ("run.max_steps=160", "train.prompts_per_step=32", "train.lr=2e-3")),
+}
+MASKED = ("algorithm.exclude_status=[overturn]", "algorithm.excluded_in_baseline=true")
+ARMS = {  # arm → its cold start, options
+    "masked": ("cold", MASKED),
+    "unmasked": ("cold", ()),
+    "masked_chats": ("cold_chats", MASKED),
+    "unmasked_chats": ("cold_chats", ()),
+}
+AHEAD = {  # only where --arms names them
+    "ahead1": ("cold", (*MASKED, "rollout.ahead=1")),
+    "ahead1_unweighed": ("cold", (*MASKED, "rollout.ahead=1", "algorithm.correct=[]")),
+    "ahead4": ("cold", (*MASKED, "rollout.ahead=4")),
+    "ahead4_unweighed": ("cold", (*MASKED, "rollout.ahead=4", "algorithm.correct=[]")),
+}
+TRIED = {"cold_slow": (0, ("run.max_steps=120", "train.prompts_per_step=32", "train.lr=1e-3"))}  # cold starts
+TRIALS = {  # with another seed and other scenes
+    "masked_slow": ("cold_slow", MASKED),
+    "masked_lr": ("cold", (*MASKED, "train.lr=2.5e-4")),
+    "unmasked_lr": ("cold", ("train.lr=2.5e-4",)),
+    "masked_kl": ("cold", (*MASKED, "algorithm.kl={coef: 0.02}")),
+}
+
+
+def jobs_of(rows: Mapping[str, Path], model: str, args_seeds: Sequence[int], dev: bool, tiny: bool) -> list[Job]:
+    changes = [str(HERE / "tiny.yaml")] if tiny else []
+    measured = f"data.val={rows['dev' if dev else 'val']}"
+
+    def options(file: str, train: object, more: Sequence[str], val: str = measured) -> tuple[str, ...]:
+        files = [str(HERE / "common.yaml"), str(HERE / file)]
+        kept = [one for one in more if not (tiny and one.startswith(("run.max_steps", "train.prompts")))]
+        return (*files, *changes, f"data.train={json.dumps(train)}", *kept, *filter(None, [val]))
+
+    jobs, before = list[Job](), ""
+    for arm, (name, more) in BASE.items():
+        start = () if before else (f"model.path={model}",)
+        asked = options("sft.yaml", str(rows[name]), (*more, *start), val="")
+        jobs.append(Job(arm=arm, seed=0, command="sft", options=asked, after=before))
+        before = arm
+    starts, arms = (STARTS | TRIED, ARMS | TRIALS) if dev else (STARTS, ARMS | AHEAD)
+    for seed in args_seeds:
+        for arm, (chats, more) in starts.items():
+            train = [{"path": str(rows["shown"])}] + [{"path": str(rows["chat"]), "max_samples": chats}] * (chats > 0)
+            asked = options("sft.yaml", train, more)
+            jobs.append(Job(arm=arm, seed=seed, command="sft", options=asked, after=before, of_seed=0))
+        for arm, (start, more) in arms.items():
+            asked = options("rl.yaml", str(rows["train"]), more)
+            jobs.append(Job(arm=arm, seed=seed, command="rl", options=asked, after=start))
+    return jobs
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command_line(__doc__, "turns", at_once=12)
+    parser.set_defaults(seeds=[*range(8)])
+    args = parser.parse_args(argv)
+    if args.page:
+        return run_and_write([], args, HERE, write_page)
+    out, sizes = args.out.resolve(), TINY if args.tiny else SIZES
+    rows = draw_rows(out / "rows", sizes, HERE / "common.yaml", 1 if args.tiny else os.cpu_count() or 1)
+    model = build_model(out / "model", rows)
+    if not args.arms:
+        args.arms = [*STARTS, *ARMS, *(TRIALS if args.dev else ())]
+    run_and_write(jobs_of(rows, model, [100] if args.dev else args.seeds, args.dev, args.tiny), args, HERE, write_page)
+
+
+if __name__ == "__main__":
+    main()
