@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from search_curves import half_width, interval
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the source tree is enough, no install needed
+
+from experiments.pages import gain, mean_of
 from saccade.plugins.export.export import checkpoint_of
 from saccade.plugins.families import tiny_kinds
 from saccade.plugins.quickstart import quickstart
@@ -70,13 +73,11 @@ def table(out: Path) -> str:
         if not seeds:
             continue
         ends = {seed: result["curve"][-1][1] for seed, result in seeds.items()}
-        mean, low, high = (100 * x for x in interval([*ends.values()]))
-        pairs = [100 * (end - found["0"][seed]["curve"][-1][1]) for seed, end in ends.items() if seed in found["0"]]
-        gap, half = float(np.mean(pairs)), half_width(pairs)
         ages = float(np.mean([result["staleness_mean"] for result in seeds.values()]))
         least = min(result["ess_min"] for result in seeds.values())
-        score = f"{mean:.1f} % [{low:.1f}, {high:.1f}]"
-        lines.append(f"| {arm} | {len(ends)} | {score} | {gap:+.1f} ± {half:.1f} | {ages:.2f} | {least:.3f} |")
+        first = {seed: result["curve"][-1][1] for seed, result in found["0"].items()}
+        cells = [arm, str(len(ends)), f"{mean_of(ends)} %", gain(ends, first), f"{ages:.2f}", f"{least:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

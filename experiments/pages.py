@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the source tree is enough, no install needed
-
-from benchmarks.search_curves import half_width  # noqa: E402
-
 Found = Mapping[int, Mapping[str, Any]]  # seed → what is stored of a run
+# 97.5 % quantiles of Student's t by degrees of freedom; from ten on 2.2 is close enough.
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 # -- numbers ---------------------------------------------------------------------------------------
 
@@ -36,6 +34,13 @@ def read(results: Path) -> dict[str, dict[int, dict[str, Any]]]:
 def ends(runs: Found, metric: str) -> dict[int, float]:
     """Of each seed the last value."""
     return {seed: run["curves"][metric][-1][2] for seed, run in runs.items() if metric in run["curves"]}
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Of the 95 % interval around the mean over seeds; a single seed has none."""
+    n = len(values)
+    factor = STUDENT[n - 2] if n - 2 < len(STUDENT) else 2.2
+    return factor * float(np.std(values, ddof=1)) / n**0.5 if n > 1 else 0.0
 
 
 def mean_of(values: Mapping[int, float], scale: float = 100, signed: bool = False, digits: int = 1) -> str:

@@ -23,12 +23,12 @@ PAGE = """# The same run, carried out otherwise
 
 {summary}
 
-The quickstart's task: a Qwen2.5-VL of 318 thousand random weights learns to count, first from 400 demonstrations, then by
-{steps} GRPO steps of 32 questions with 8 rollouts each (`rl.yaml`), in float32. Every seed has its own weights and cold
-start, from which all arms go on with the same questions in the same order. `OMP_NUM_THREADS=1 python
+The quickstart's task: a Qwen2.5-VL of 318 thousand random weights learns to count, first from 400 demonstrations, then
+by {steps} GRPO steps of 32 questions with 8 rollouts each (`rl.yaml`), in float32. Every seed has its own weights and
+cold start, from which all arms go on with the same questions in the same order. `OMP_NUM_THREADS=1 python
 experiments/systems/run.py` repeats everything **on a CPU**, one run at a time; an interpreter that has vLLM's CPU build
-(`make .venv-vllm/.installed`) runs that arm, too. The two processes of `run.gpus=2` are ranks that exchange gradients
-over gloo. ± is half of the 95 % interval over seeds (Student), differences are paired by seed.
+(`make .venv-vllm/.installed`) runs that arm, too. The two processes of `run.gpus=2` exchange gradients over gloo. ± is
+half of the 95 % interval over seeds (Student), differences are paired by seed.
 
 {arms}
 
@@ -55,9 +55,10 @@ largest difference between a log-prob of the engine and the trainer's. *Age*: me
 ## What this does not show
 
 A tiny model, one task, {steps} steps and {n} seeds: differences below the ± of the table cannot be seen, and none was
-looked for in long runs. Float32 on a CPU: half precision on a GPU rounds more (the gap of engines is then 1e-2 and more,
-[performance](../../docs/performance.md)). Two processes of one machine over gloo say nothing of nccl or of several
-machines. Nothing was tuned for an arm; the sizes were chosen once, with another seed ({dev}), before any of these runs.
+looked for in long runs. Float32 on a CPU: half precision on a GPU rounds more (the gap of engines is then 1e-2 and
+more, [performance](../../docs/performance.md)). Two processes of one machine over gloo say nothing of nccl or of
+several machines. Nothing was tuned for an arm; sizes were chosen once, before any of these runs, from one run with seed
+100 (60 steps of 64 questions: 33 to 66 % in 51 seconds of a core).
 """
 
 
@@ -68,8 +69,8 @@ def write_page(results: Path, path: Path, images: Path) -> None:
                                                 LEARNED, "steps", SMOOTH))  # fmt: skip
     seeds = sorted({seed for runs in found.values() for seed in runs})
     by_seed = [["---"] * (1 + len(seeds))]
-    before = {seed: value for seed, value in start_of(found[FIRST]).items()}
-    for label, values in {"cold start": before, **{ARMS[arm]: ends(runs, SCORE) for arm, runs in found.items()}}.items():
+    scores = {"cold start": start_of(found[FIRST]), **{ARMS[arm]: ends(runs, SCORE) for arm, runs in found.items()}}
+    for label, values in scores.items():
         by_seed.append([label, *(f"{100 * values[seed]:.1f}" if seed in values else "-" for seed in seeds)])
     text = PAGE.format(
         summary=summary(found),
@@ -84,16 +85,15 @@ def write_page(results: Path, path: Path, images: Path) -> None:
         n=len(seeds),
         cost=cost(read(results)),
         smooth=SMOOTH,
-        dev="seed 100, 60 steps of 64 questions: 33 to 66 % in 51 seconds of a core",
         images="../../docs/images",
     )
     path.write_text(text, encoding="utf-8")
 
 
-WHY = """- **Two processes** draw the tokens of one: the noise of a token belongs to its question, not to its place in a batch.
-  They part only where a sum in another order rounds a probability over the edge of the noise.
-- **vLLM** has noise of its own, so its rollouts are other draws from the same policy; before the first step the run
-  compares the log-probs of both, and every later step has a gap as well.
+WHY = """- **Two processes** draw the tokens of one: the noise of a token belongs to its question, not to its place in a
+  batch. They part only where a sum in another order moves a probability over the edge of the noise.
+- **vLLM** has noise of its own, so its rollouts are other draws from the same policy: in every step its log-probs are
+  those of the trainer up to the gap above.
 - **Rollouts ahead** belong in part to the policy of one step before; their tokens are weighed by the ratio of both."""
 
 
@@ -156,4 +156,4 @@ def summary(found: Mapping[str, Found]) -> str:
     steps = sum(run["steps"] for seed, run in found.get("ranks", {}).items() if seed in found[FIRST])
     tokens = f" Two processes had the rollouts of one in {sum(shared)} of {steps} steps." if shared else ""
     return (f"On a CPU, held-out accuracy from {mean_of(start_of(found[FIRST]))} % to {mean_of(first)} % with the "
-            f"embedded engine in one process;\notherwise (difference in points): {', '.join(said)}.{tokens}")  # fmt: skip
+            f"embedded engine in one process; else (difference in points): {', '.join(said)}.{tokens}")  # fmt: skip

@@ -110,9 +110,7 @@ def within(runs: Found) -> dict[int, dict[int, float]]:
 def broken(runs: Found) -> dict[int, float]:
     """Seed → share of the episodes; a run in which none ended so has no such metric."""
     of_all = [(seed, name, curve[-1][2]) for seed, run in runs.items() for name, curve in run["curves"].items()]
-    return {
-        seed: sum(value for one, name, value in of_all if one == seed and name.endswith(BROKEN)) for seed in runs
-    }
+    return {seed: sum(value for one, name, value in of_all if one == seed and name.endswith(BROKEN)) for seed in runs}
 
 
 def broken_row(arm: str, runs: Found) -> list[str]:

@@ -1,6 +1,6 @@
-"""Mini-o3: does a policy that searches in at most six turns go on for up to 32 when it may, if unfinished searches teach
-it nothing (over-turn masking), and only then? From nothing: scenes, a model that can read, all arms and seeds, RESULTS.md
-and its picture.
+"""Mini-o3: does a policy that is trained to search in six turns go on for up to 32 when it may, if unfinished searches
+teach it nothing (over-turn masking), and only then? From nothing: scenes, a model that can read, all arms and seeds,
+RESULTS.md and its picture.
 
     python experiments/turns/run.py                              # one H200
     python experiments/turns/run.py --dev                        # the trials by which settings were chosen

@@ -38,7 +38,7 @@ MODEL = {
         **{"num_attention_heads": 2, "num_key_value_heads": 1},
     },
     "vision": {
-        **{"hidden_size": 64, "intermediate_size": 128, "depth": 2, "num_heads": 2, "fullatt_block_indexes": [1]},
+        **{"hidden_size": 64, "intermediate_size": 128, "depth": 2, "num_heads": 2, "fullatt_block_indexes": [1]}
     },
 }
 
