@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.search_curves import half_width
-from experiments.pages import Found, chance, corrected, cost, mean_of, read, table
+from experiments.pages import Found, chance, corrected, cost, half_width, mean_of, read, table
 
 PRESETS = {
     "grpo": "the safe start",
