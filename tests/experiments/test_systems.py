@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from experiments.pages import read
 from experiments.systems import run
 from experiments.systems.page import inside, same
@@ -34,8 +32,3 @@ def test_a_mean_is_inside_where_the_interval_of_the_other_curve_holds_it() -> No
     first = {seed: learned(*[value] * 9) for seed, value in enumerate((0.4, 0.5, 0.6))}  # 0.5 ± 0.248
     assert inside({0: learned(*[0.74] * 9)}, first) == 1.0
     assert inside({0: learned(*[0.76] * 9)}, first) == 0.0
-
-
-@pytest.mark.parametrize("arm", [*run.ARMS])
-def test_every_arm_differs_from_the_first_in_how_it_is_carried_out_alone(arm: str, tmp_path: Path) -> None:
-    assert all(option.partition("=")[0].split(".")[0] in ("rollout", "run") for option in run.ARMS[arm])
