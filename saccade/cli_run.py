@@ -166,10 +166,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _shipped(name: str) -> str:
     """The file of a recipe by its name or by its path in the source tree, unless there is such a file."""
-    package = Path(__file__).parent
-    recipes = (
-        package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
-    )  # a wheel, a checkout
-    found = recipes / f"{Path(name).stem}.yaml"
+    inside = Path(__file__).parent / "configs"  # of a wheel; in a checkout they lie beside the package
+    found = (inside if inside.is_dir() else inside.parents[1] / "configs") / f"{Path(name).stem}.yaml"
     wanted = name in (found.stem, found.name, f"configs/{found.name}")
     return str(found) if wanted and found.is_file() and not Path(name).exists() else name

@@ -113,7 +113,8 @@ def answer_places(config: Config) -> tuple[str, ...]:
     """Where answers are looked for: of formats by data source, in the places of all."""
     asked = config.prompt.format
     formats = [asked] if isinstance(asked, str) else [*asked.values(), str(config.prompt.of("").format)]
-    return tuple(dict.fromkeys(place for one in formats for place in FORMATS.get(one, FORMATS["none"]).order))
+    places = dict.fromkeys(place for one in formats for place in FORMATS.get(one, FORMATS["none"]).order)
+    return tuple(sorted(places, key="whole".__eq__))  # which is anything, last
 
 
 def environments_of(config: Config, family: Family) -> Callable[[], Environment]:

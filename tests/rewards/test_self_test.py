@@ -9,6 +9,7 @@ from saccade.data.prompts import instruction_for
 from saccade.errors import ConfigError, SelfTestError
 from saccade.plugins.check_data.row_warnings import unused_prompts, unused_rewards
 from saccade.plugins.check_data.self_test import SelfTest, known_answers_by_format, require, self_test
+from saccade.recipes.parts import answer_places
 from saccade.recipes.questions import wording
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import VERIFIERS
@@ -53,6 +54,7 @@ def test_each_source_is_asked_and_scored_in_its_own_format():
     assert unused_prompts(config.prompt, samples[:2]) == [
         f"prompt.{name}: no row has the data_source quiz; there is geo" for name in ("format", "system")
     ]
+    assert answer_places(load(None, ["prompt.format={a: direct, b: boxed}"])) == ("boxed", "answer_tag", "whole")
     with pytest.raises(ConfigError, match=r"prompt.format=boxxed: .* 'boxed'"):
         Scorer(config.reward, prompt_format={"geo": "boxxed"}, max_tokens=64)
 

@@ -174,8 +174,10 @@ def thumbnail(path: Path, side: int) -> str | None:
     """
     try:
         with Image.open(path) as picture:
-            small, form = picture.convert("RGB"), "PNG" if max(picture.size) <= side else "JPEG"
-    except OSError:
+            form = "PNG" if max(picture.size) <= side else "JPEG"
+            picture.draft("RGB", (side, side))  # no more of a JPEG is decoded than is shown
+            small = picture.convert("RGB")
+    except Exception:  # of a broken file Pillow raises almost anything
         return None
     small.thumbnail((side, side))
     file = io.BytesIO()
