@@ -58,7 +58,7 @@ def resolve_recipes(
         return _recipe(where, terms, config)
 
     def by_format(where: str, value: Any) -> dict[str, RewardRecipe]:
-        return {source: recipe(where, value, source) for source in apart.keys() - config.by_source.keys() - {"default"}}
+        return {s: recipe(where, value, s) for s in apart if s not in (*config.by_source, "default")}
 
     recipes = {s: recipe(f"reward.by_source.{s}", value, s) for s, value in config.by_source.items()}
     default = recipes.pop("default", None)

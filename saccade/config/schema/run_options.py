@@ -26,7 +26,7 @@ class RunConfig(Section):
         None, "Stop after this many steps; empty: when the epochs are over.", ge=1, commands=TRAINING
     )
     max_hours: float | None = option(
-        None, "Stop cleanly, with a checkpoint, after this many hours.", gt=0, commands=TRAINING
+        None, "Stop cleanly, with a validation and a checkpoint, after this many hours.", gt=0, commands=TRAINING
     )
     stop: StopConfig = mapping(StopConfig, "What ends a run before its steps are over.", commands=TRAINING)
     device: Literal["auto", "cpu", "cuda"] = option("auto", "Where the model lives; auto: a GPU if there is one.")

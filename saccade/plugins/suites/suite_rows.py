@@ -42,7 +42,7 @@ def read_suite_row(
     """
     found = {part: _value(row, where) for part, where in columns.items()}
     if isinstance(found.get("category"), list):
-        found["category"] = ", ".join(found["category"])
+        found["category"] = ", ".join(map(str, found["category"]))
     problem = str(found.get("problem") or "").strip()
     inside = columns.get("choices") is not None and columns["choices"] == columns.get("problem")
     if inside:
