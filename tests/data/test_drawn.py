@@ -183,6 +183,11 @@ def test_levels_of_sokoban_are_solved_by_their_moves(boxes: int) -> None:
         assert state.solved
 
 
+def test_low_values_have_a_mark_on_the_smallest_charts() -> None:
+    for seed in range(150):
+        assert draw_chart_row(Random(seed), 0, split="same", kinds=("value",), side=64).picture.width == 64
+
+
 def test_a_set_is_the_same_again_and_its_card_says_how(tmp_path: Path) -> None:
     options = ("--rows", 70, "--size", 64, "--seed", 3)
     one, two = tmp_path / "a" / "train.jsonl", tmp_path / "b" / "train.jsonl"

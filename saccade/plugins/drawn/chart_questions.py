@@ -121,7 +121,7 @@ def _upright(page: Page, chart: Chart, joined: bool) -> None:
         x, y = left + slot * (n + 0.5), bottom - (bottom - top) * value / chart.top
         points.append((x, y))
         if not joined:
-            pen.rectangle((x - 0.32 * slot, y, x + 0.32 * slot, bottom - 1), page.colours[n])
+            pen.rectangle((x - 0.32 * slot, min(y, bottom - 1), x + 0.32 * slot, bottom - 1), page.colours[n])
         pen.text((x, bottom + 4), name, ink, page.font, anchor="ma")
     if joined:
         pen.line(points, page.colours[0], 5, joint="curve")
@@ -144,7 +144,7 @@ def _rows(page: Page, chart: Chart) -> None:
     slot = (bottom - top) / len(chart.names)
     for n, (name, value) in enumerate(zip(chart.names, chart.values, strict=True)):
         y, x = top + slot * (n + 0.5), left + (right - left) * value / chart.top
-        pen.rectangle((left + 2, y - 0.32 * slot, x, y + 0.32 * slot), page.colours[n])
+        pen.rectangle((left + 2, y - 0.32 * slot, max(x, left + 2), y + 0.32 * slot), page.colours[n])
         pen.text((left - 5, y), name, ink, page.font, anchor="rm")
         if chart.written:
             pen.text((x + 4, y), str(value), ink, page.font, anchor="lm")
