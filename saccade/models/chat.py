@@ -280,7 +280,8 @@ class Chat:
         places = np.flatnonzero(~self.is_text(ids))
         if ids[places].tolist() != [self.placeholders.get(m.kind) for m in media]:
             kinds = " and ".join(sorted({f"{m.kind}s" for m in media})) or "images"
-            hint = f"use a model that takes {kinds}, or prompt.chat_template=FILE"
+            other = "model.family=generic, " if self.placeholders else ""
+            hint = f"use a model that takes {kinds}, {other}or prompt.chat_template=FILE"
             raise ConfigError(f"the chat template shows {len(places)} of {len(media)} {kinds}: {hint}")
         if not media:
             return Rendered(ids=ids, sources=sources)

@@ -11,7 +11,7 @@ Knows nothing of what the numbers are trained to mean.
 Legend: R reads, E hidden size.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,8 +22,9 @@ from saccade.errors import EnvironmentProblem
 from saccade.forest.interface import decoder_of
 from saccade.system.contents import File, on_host, tensor_file
 
-# What models do to the logits of their head, by the key of their config that says how much.
+# What models do to the logits of their head, by the key of their config that says how much; in this order.
 LOGIT_CHANGES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
+    "output_multiplier": lambda logits, factor: logits * factor,
     "logit_scale": lambda logits, factor: logits * factor,
     "logits_scaling": lambda logits, divisor: logits / divisor,
     "final_logit_softcapping": lambda logits, cap: torch.tanh(logits / cap) * cap,
@@ -33,13 +34,18 @@ LOGIT_CHANGES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
 def language_head(model: Any) -> Any:
     """hidden → logits, as the model's own forward makes them. It has `out_features`."""
     own = model.get_output_embeddings()
-    return own if getattr(model, "logit_change", None) is None else _ChangedHead(model, own)
+    return _ChangedHead(model, own) if getattr(model, "logit_changes", ()) else own
 
 
 def change_logits(model: Any, logits: Tensor) -> Tensor:
     """What the model's own forward does to logits of its head: nothing, mostly."""
-    change = getattr(model, "logit_change", None)
-    return logits if change is None else LOGIT_CHANGES[change](logits, getattr(_text(model), change))
+    return _changed(model, logits, getattr(model, "logit_changes", ()))
+
+
+def _changed(model: Any, logits: Tensor, keys: Sequence[str]) -> Tensor:
+    for key in keys:
+        logits = LOGIT_CHANGES[key](logits, getattr(_text(model), key))
+    return logits
 
 
 class _ChangedHead:
@@ -51,8 +57,8 @@ class _ChangedHead:
 
 
 @torch.no_grad()
-def find_logit_change(model: Any) -> str | None:
-    """The key of LOGIT_CHANGES that a model applies; None: its logits are those of its head. Found by
+def find_logit_changes(model: Any) -> Sequence[str]:
+    """The keys of LOGIT_CHANGES that a model applies: none, one, or all that its config has. Found by
     handing states to its own forward in the place of its decoder; behind its head in float32, for
     rounding would hide small changes. A change that is no row of the
     table is refused: engine and trainer would agree on another policy than the one that is deployed.
@@ -74,15 +80,15 @@ def find_logit_change(model: Any) -> str | None:
         wide.remove()
         del decoder.forward
         model.train(training)
-    keys = [None, *(key for key in LOGIT_CHANGES if getattr(_text(model), key, None))]
-    made = (plain if key is None else LOGIT_CHANGES[key](plain, getattr(_text(model), key)) for key in keys)
-    gaps = [float((each - theirs).norm()) for each in made]
+    named = [key for key in LOGIT_CHANGES if getattr(_text(model), key, None)]
+    tried = [(), *((key,) for key in named), tuple(named)]
+    gaps = [float((_changed(model, plain, keys) - theirs).norm()) for keys in tried]
     best = gaps.index(min(gaps))
     if not gaps[best] <= 8 * torch.finfo(theirs.dtype).eps * float(theirs.float().norm()):
         supported = ", ".join(LOGIT_CHANGES)
         why = f"changes its logits behind the head in an unsupported way (supported: {supported})"
         raise EnvironmentProblem(f"{type(model).__name__} {why}; use another model")
-    return keys[best]
+    return tried[best]
 
 
 def attach_score(model: nn.Module, *, seed: int) -> None:

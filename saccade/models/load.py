@@ -21,7 +21,7 @@ from saccade.forest.interface import decoder_of, use_in
 from saccade.models import experts
 from saccade.models.families import FAMILIES, Family
 from saccade.models.files import require_intact, require_some
-from saccade.models.heads import find_logit_change, language_head
+from saccade.models.heads import find_logit_changes, language_head
 from saccade.registry import HOOKS
 from saccade.types import MediaSpan
 
@@ -75,7 +75,7 @@ def load_model(
     model = model.to(device).train()
     if family.name not in FAMILIES:
         with nullcontext() if by_rows is None else by_rows.running(model):
-            model.logit_change = find_logit_change(model)
+            model.logit_changes = find_logit_changes(model)
             prove = family.spec.prove or _require_same_logits
             prove(model, family)
     for part in [model] if by_rows is None else by_rows.pieces(model):

@@ -14,7 +14,7 @@ from saccade.engines.embedded import EmbeddedEngine, kv_cache
 from saccade.engines.embedded.kv_cache import cache_shape, why_no_kernels
 from saccade.errors import EnvironmentProblem
 from saccade.forest.packing import pack
-from saccade.models.heads import find_logit_change, language_head
+from saccade.models.heads import find_logit_changes, language_head
 from saccade.models.load import load_model
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
@@ -109,12 +109,12 @@ def test_what_layers_keep_is_found(made):
 
 
 def test_changes_of_logits_are_found_or_refused(made):
-    found = {kind: made(kind)[1].logit_change for kind in ("cohere2", "granite", "gemma3_text", "deepseek_v3")}
-    assert list(found.values()) == ["logit_scale", "logits_scaling", "final_logit_softcapping", None]
+    found = {kind: made(kind)[1].logit_changes for kind in ("cohere2", "granite", "gemma3_text", "deepseek_v3")}
+    assert list(found.values()) == [("logit_scale",), ("logits_scaling",), ("final_logit_softcapping",), ()]
     _, model, _ = made("granite")
     assert language_head(model).out_features == model.lm_head.out_features
     half = model.to(torch.bfloat16)
-    assert find_logit_change(half) == "logits_scaling"
+    assert find_logit_changes(half) == ("logits_scaling",)
     own = type(model).forward
 
     def twice(change, **options):
@@ -124,8 +124,8 @@ def test_changes_of_logits_are_found_or_refused(made):
 
     for change in (torch.square, lambda logits: 1.01 * logits):  # also one that bfloat16 would round away
         model.forward = partial(twice, change)
-        with pytest.raises(EnvironmentProblem, match=r"GraniteForCausalLM changes its logits .*supported: logit_scale"):
-            find_logit_change(model)
+        with pytest.raises(EnvironmentProblem, match=r"GraniteForCausalLM changes its logits .*supported: output_mul"):
+            find_logit_changes(model)
     del model.forward
     model.float()
 

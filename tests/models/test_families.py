@@ -108,7 +108,7 @@ def test_media_that_a_model_does_not_take_are_refused(family_of, image):
     video = videos.open_video(np.zeros((4, 56, 56, 3), np.uint8), fps=2.0)
     for name, media, message in (
         ("qwen3", image(56, 56, 1), "use a model that takes images"),
-        ("internvl", video, "use a model that takes videos"),
+        ("internvl", video, "takes videos, model.family=generic, or prompt.chat_template=FILE"),
     ):
         with pytest.raises(ConfigError, match=message):
             family_of(name).render([Message(role="user", parts=(media, "x"))])

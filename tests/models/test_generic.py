@@ -125,6 +125,7 @@ def test_pictures_in_pieces_are_proved(kind, name, options, squares, tmp_path):
         ("smolvlm", "video", "makes pixel_values, pixel_attention_mask of one of them alone"),  # one name for both
         ("glm4v", "video", "Image features and image tokens do not match"),  # one token stands for both
         ("gemma4", "video", ""),  # blocks of frames with the time between them
+        ("muse_glimmer", "video", ""),  # told to tell the times; a factor and a cap on its logits
         ("gemma4", "audio", ""),
     ],
 )

@@ -58,6 +58,10 @@ BOTH_WAYS: Mapping[str, Callable[[Any], str]] = {
     "gemma4_unified": lambda text: "all" if text.use_bidirectional_attention == "vision" else "",
 }
 ONE_BY_ONE = ("minicpmv4_6", "minicpmv4_7")  # types that read the tensors of one prompt alone
+ASKED: Mapping[str, Mapping[str, bool]] = {  # what processors make only if they are told to, although it is needed
+    "cosmos3_edge": {"return_mm_token_type_ids": True, "return_metadata": True},
+    "muse_glimmer": {"return_metadata": True},
+}
 SIMILAR = "one whose decoder attends to its own tokens alone, such as qwen2_5_vl, smolvlm or llava_next"
 
 
@@ -143,7 +147,7 @@ def any_family(family: Family, trust_remote_code: bool) -> Family:
     blocks = BOTH_WAYS.get(settings.model_type, lambda text: "")(settings.get_text_config())
     side = patch if isinstance(patch, int) else patch[0]
     reader = PictureReader(family.path, ids, side, trust_remote_code=trust_remote_code)
-    reader.one_by_one = settings.model_type in ONE_BY_ONE
+    reader.one_by_one, reader.options = settings.model_type in ONE_BY_ONE, ASKED.get(settings.model_type, {})
     plain = replace(family.chat, reserved=tuple(dict.fromkeys((*family.chat.reserved, *reader.markers.values()))))
 
     def text_of(kind: str, before: str, after: str) -> str:

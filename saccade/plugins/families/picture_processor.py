@@ -110,12 +110,12 @@ class PictureReader:
 
         try:
             processor: Any = copy.copy(AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code))
-            self.marker = processor.image_token
             self.markers = {
                 kind: getattr(processor, sense.token)
                 for kind, sense in SENSES.items()
                 if any(hasattr(processor, part) for part in sense.parts) and getattr(processor, sense.token, None)
             }
+            self.markers["image"] = getattr(processor, "image_placeholder_token", processor.image_token)
         except (ImportError, OSError, ValueError, AttributeError) as error:
             how = "; run: pip install -c constraints.txt -e '.[vision]'" if "orchvision" in str(error) else ""
             raise EnvironmentProblem(f"{path}: its processor cannot be used here: {error}{how}") from error
@@ -127,11 +127,12 @@ class PictureReader:
         self.refused: dict[str, str] = {}  # kinds that its processor has a word for, and why they are not taken
         self.pixels_read: set[str] = set()  # kinds of which they are, also where a size alone is asked for
         self.one_by_one = False  # prompts are no batch whatever their shapes
+        self.options: Mapping[str, bool] = {}  # of every call
         self.blank_row = lru_cache(SIZES_KEPT)(self._blank_row)
         self.kept = ImageCache(CACHE_BYTES, make=self._row)
 
     def call(self, text: str, shown: Sequence[Shown], **options: Any) -> Mapping[str, Any]:
-        given = {SENSES[one.kind].argument: list[Any]() for one in shown}
+        given, options = {SENSES[one.kind].argument: list[Any]() for one in shown}, {**self.options, **options}
         for one in shown:
             given[SENSES[one.kind].argument].append(one.value)
         if told := [dict(one.told) for one in shown if one.kind == "video"]:  # frames are chosen already
