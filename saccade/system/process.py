@@ -43,6 +43,7 @@ SHOWN = 1 << 18  # bytes of what a process of the user's code prints
 LOOK_EVERY = 1.0  # seconds between two looks at whether the other process still exists
 DEATH_SIGNAL = 1  # of prctl
 STACKS = "SACCADE_STACKS"  # names the file that a child writes its stacks to, when it gets SIGUSR1
+LOST = -1  # the exit code of one elsewhere, whose own nobody knows
 TIED = (
     "import runpy, sys; from saccade.system.process import end_with_parent; end_with_parent(); "
     "runpy.run_module(sys.argv[1], run_name='__main__', alter_sys=True)"
@@ -121,7 +122,53 @@ class Channel:
 # -- in the parent ---------------------------------------------------------------------------------
 
 
-class Child:
+class Process:
+    """One at the end of a channel, which ends when that does."""
+
+    asked = 0  # the id of the last request
+    gone = False  # it has closed its side
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def ask(self, row: Mapping[str, Any], *, seconds: float) -> Block:
+        """The first answer to a request. TimeoutError or `Ended` where there is none."""
+        self.asked += 1
+        self.channel.send({**row, "id": self.asked}, seconds=seconds)
+        return self.answer(seconds)
+
+    def answer(self, seconds: float) -> Block:
+        """The next answer to the last request; answers to earlier ones are passed over."""
+        end = time.monotonic() + seconds
+        while (block := self.receive(max(0.0, end - time.monotonic()))) is not None:
+            if block.row["id"] == self.asked:
+                return block
+        raise TimeoutError(f"no answer after {seconds:g} s")
+
+    def receive(self, seconds: float) -> Block | None:
+        """As that of a channel."""
+        try:
+            return self.channel.receive(seconds)
+        except Ended:
+            self.gone = True
+            raise
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return LOST if self.gone else None
+
+    def kill(self) -> None:
+        """With all that it has started; also when it hangs."""
+        with suppress(OSError):
+            self.channel.link.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """For the thread that receives from it."""
+        self.kill()
+        self.channel.link.close()
+
+
+class Child(Process):
     """A process that runs a module of this package. One that ties itself to its parent ends with
     the thread that made it. `who` is named when it prints too much; a `log` takes everything.
     """
@@ -149,28 +196,11 @@ class Child:
                 start_new_session=True,  # Ctrl-C reaches the parent only
                 env={**os.environ, "PYTHONPATH": search, **(environment or {})},
             )
-        self.channel = Channel(link, largest=largest)
-        self.asked = 0  # the id of the last request
+        super().__init__(Channel(link, largest=largest))
         self._shown = show_output(self.popen.stderr, who) if self.popen.stderr else None
 
-    def ask(self, row: Mapping[str, Any], *, seconds: float) -> Block:
-        """The first answer to a request. TimeoutError or `Ended` where there is none."""
-        self.asked += 1
-        self.channel.send({**row, "id": self.asked}, seconds=seconds)
-        return self.answer(seconds)
-
-    def answer(self, seconds: float) -> Block:
-        """The next answer to the last request; answers to earlier ones are passed over."""
-        end = time.monotonic() + seconds
-        while (block := self.receive(max(0.0, end - time.monotonic()))) is not None:
-            if block.row["id"] == self.asked:
-                return block
-        raise TimeoutError(f"no answer after {seconds:g} s")
-
     def receive(self, seconds: float) -> Block | None:
-        """As that of a channel. What the process has started may keep its socket open: so whether
-        it still runs is looked at, too.
-        """
+        """What the process has started may keep its socket open: so whether it still runs is looked at, too."""
         end = time.monotonic() + seconds
         while True:
             ended = self.popen.poll() is not None  # before: it may have answered and then ended
@@ -182,7 +212,7 @@ class Child:
                 raise Ended("its process ended")
 
     def exit_code(self) -> int | None:
-        """None while it runs; one that has just closed its socket gets a moment to end."""
+        """One that has just closed its socket gets a moment to end."""
         with suppress(subprocess.TimeoutExpired):
             self.popen.wait(timeout=0.05)
         return self.popen.returncode
@@ -192,16 +222,13 @@ class Child:
         self.popen.wait(timeout=seconds)
 
     def kill(self) -> None:
-        """With all that it has started; also when it hangs."""
         if self.popen.poll() is None:
             with suppress(ProcessLookupError):  # another thread has just seen its end
                 os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
 
     def close(self) -> None:
-        """For the thread that receives from it."""
-        self.kill()
-        self.channel.link.close()
+        super().close()
         if self._shown is not None:
             self._shown.join(timeout=1)
 

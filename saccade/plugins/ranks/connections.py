@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from saccade.errors import EnvironmentProblem
-from saccade.system.process import LOOK_EVERY, Block, Channel, Ended
+from saccade.system.process import LOOK_EVERY, Channel, Ended, Process
 
 log = logging.getLogger(__name__)
 
@@ -90,13 +90,13 @@ def introduce(channel: Channel, token: str, about: Mapping[str, Any]) -> dict[st
     return told.row
 
 
-class Link:
+class Link(Process):
     """To a process that was started elsewhere, which ends when this does."""
 
     def __init__(self, arrival: Arrival, module: str, log: Path) -> None:
         """It becomes this module."""
-        self.channel, self._ended = arrival.channel, threading.Event()
-        self.gone = False  # it has closed its side
+        super().__init__(arrival.channel)
+        self._ended = threading.Event()
         self._process: psutil.Process | None = None  # if it is on this machine
         if arrival.machine and arrival.machine == same_processes():
             with suppress(psutil.Error):
@@ -104,24 +104,13 @@ class Link:
         told = {"module": module, "log": str(log.absolute()), "cwd": os.getcwd(), "proof": arrival.proof}
         self.channel.send(told)
 
-    def receive(self, seconds: float) -> Block | None:
-        try:
-            return self.channel.receive(seconds)
-        except Ended:
-            self.gone = True
-            raise
-
-    def exit_code(self) -> None:
-        return None
-
     def wait(self, seconds: float) -> None:
         """Until the thread that receives has seen its end."""
         self._ended.wait(seconds)
 
     def kill(self) -> None:
-        """It ends when its link does; one that is halted or hangs is killed if it is on this machine."""
-        with suppress(OSError):
-            self.channel.link.shutdown(socket.SHUT_RDWR)
+        """One that is halted or hangs is killed if it is on this machine."""
+        super().kill()
         process, self._process = self._process, None
         with suppress(psutil.Error):
             if process is not None and process.status() == psutil.STATUS_STOPPED:
@@ -131,7 +120,7 @@ class Link:
 
     def close(self) -> None:
         self._ended.set()
-        self.kill()
+        super().close()
 
 
 def _end(process: psutil.Process) -> None:

@@ -1,7 +1,7 @@
 """Reward workers on other machines: a process that was placed there starts the worker as its child and passes on what
 both say. It runs no code of the user, so it can always end the worker, whatever that hangs in.
 
-    pool.move(lambda: PlacedWorker(link))       # in the controller
+    move_workers(pool, lambda: link)       # in the controller
 """
 
 import logging
@@ -13,41 +13,22 @@ from contextlib import suppress
 from saccade.errors import EnvironmentProblem
 from saccade.plugins.ranks.connections import Link
 from saccade.plugins.reward_workers.pool import WORKER, WorkerPool, start_worker
-from saccade.system.process import LARGEST, LOOK_EVERY, Channel, Child, Ended
+from saccade.system.process import LARGEST, LOOK_EVERY, Channel, Child, Ended, Process
 
 log = logging.getLogger(__name__)
-
-LOST = -1  # the exit code of a worker that is gone, whose own nobody knows
-
-
-class PlacedWorker(Child):
-    """As a child of this process, at the end of a link."""
-
-    def __init__(self, link: Link) -> None:
-        self.channel, self.asked, self._link = link.channel, 0, link
-        self.receive = link.receive  # type: ignore[method-assign]
-        self.channel.largest = LARGEST
-
-    def exit_code(self) -> int | None:
-        return LOST if self._link.gone else None
-
-    def kill(self) -> None:
-        self._link.kill()
-
-    def close(self) -> None:
-        self._link.close()
-        self.channel.link.close()
 
 
 def move_workers(pool: WorkerPool, placed: Callable[[], Link]) -> None:
     """From now on its processes are started elsewhere; here where there is no place."""
 
-    def start() -> Child:
+    def start() -> Process:
         try:
-            return PlacedWorker(placed())
+            link = placed()
         except EnvironmentProblem as error:
             log.warning(f"reward.workers: one is started beside the run, none elsewhere: {error}")
             return start_worker()
+        link.channel.largest = LARGEST  # it runs code of the user
+        return link
 
     pool.move(start)
 

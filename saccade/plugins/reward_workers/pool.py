@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from saccade.plugins.reward_workers.user_functions import late
 from saccade.rewards.reward_sample import RewardSample, to_json
 from saccade.rewards.verifiers import VERIFIERS
-from saccade.system.process import Child, Ended
+from saccade.system.process import Child, Ended, Process
 from saccade.types import Score
 
 WORKER = "saccade.plugins.reward_workers.worker"
@@ -60,8 +60,8 @@ class WorkerPool:
         self._queues: OrderedDict[_Call, deque[_Job]] = OrderedDict()
         self._changed = threading.Condition()
         self._closed, self._workers = False, workers
-        self._children: set[Child] = set()
-        self._begin = start_worker
+        self._children: set[Process] = set()
+        self._begin: Callable[[], Process] = start_worker
         self._apart: set[_Call] = set()  # take lists and fail on them, but not on one sample
         self.replaced = 0  # processes that hung or died
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(workers)]
@@ -135,12 +135,12 @@ class WorkerPool:
                 self._queues[call] = jobs  # at the end: calls take turns
             return chunk
 
-    def move(self, begin: Callable[[], Child]) -> None:
+    def move(self, begin: Callable[[], Process]) -> None:
         """From now on processes are started so; one that runs ends before its next chunk."""
         self._begin = begin
 
     def _serve(self) -> None:
-        child: Child | None = None
+        child: Process | None = None
         begun: Any = None
         while chunk := self._take():
             try:
@@ -159,7 +159,7 @@ class WorkerPool:
         if child is not None:
             self._end(child)
 
-    def _start(self) -> Child:
+    def _start(self) -> Process:
         child = self._begin()
         with self._changed:
             self._children.add(child)
@@ -168,13 +168,13 @@ class WorkerPool:
             child.kill()
         return child
 
-    def _end(self, child: Child, *, moved: bool = False) -> None:
+    def _end(self, child: Process, *, moved: bool = False) -> None:
         with self._changed:
             self._children.discard(child)
             self.replaced += not self._closed and not moved
         child.close()
 
-    def _run(self, child: Child, chunk: list[_Job]) -> bool:
+    def _run(self, child: Process, chunk: list[_Job]) -> bool:
         """Have a chunk scored. False when the process can no longer be used."""
         call, proven = chunk[0].call, child.asked > 0
         samples = [job.sample for job in chunk if job.sample is not None]
@@ -198,7 +198,7 @@ class WorkerPool:
             return self._collect(child, chunk, call, together=reply["together"])
         return True
 
-    def _collect(self, child: Child, jobs: list[_Job], call: _Call, *, together: bool) -> bool:
+    def _collect(self, child: Process, jobs: list[_Job], call: _Call, *, together: bool) -> bool:
         waiting, deadline, apart, failed = dict(enumerate(jobs)), call.deadline, "", False
         end = time.monotonic() + deadline + GRACE * together
         while waiting:
@@ -243,6 +243,6 @@ def _fail(jobs: Iterable[_Job], reason: str) -> None:
             job.future.set_result(Score(kind="error", reason=reason))
 
 
-def _trouble(child: Child, late: str) -> str:
+def _trouble(child: Process, late: str) -> str:
     code = child.exit_code()
     return f"timeout: {late}" if code is None else f"{CRASHED}: the worker ended with code {code}"

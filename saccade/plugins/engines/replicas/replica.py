@@ -24,7 +24,7 @@ from typing import Any
 from saccade import errors
 from saccade.errors import SaccadeError
 from saccade.system.codec import FILES, Arrays, decode, encode
-from saccade.system.process import LOOK_EVERY, Block, Child
+from saccade.system.process import LOOK_EVERY, LOST, Block, Child
 from saccade.types import Completion, Request
 
 START_LIMIT = 1800.0  # seconds: a large model is read and its kernels are compiled
@@ -91,7 +91,7 @@ class Replica:
             self._hear(self.child)
         except Exception as error:
             code = self.child.exit_code() if self.child else None
-            how = {None: "", -9: " (killed: main memory may have run out)"}.get(code, f" (exit code {code})")
+            how = {None: "", LOST: "", -9: " (killed: main memory may have run out)"}.get(code, f" (exit code {code})")
             self._death = Died(f"{error}{how}")
             self.events.put((self, self._death))
         for answer in list(self._answers.values()):
