@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from saccade.errors import ConfigError, EnvironmentProblem, RankLost, SaccadeError
+from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
 from saccade.system.disk import refusal
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def run_recipe(
 ) -> None:
     """`flags` are options of the section run, `more` goes to the recipe as it is."""
     from saccade.checks import check
-    from saccade.config import given, load
+    from saccade.config import given
 
     if full and not dry_run:
         raise ConfigError("--full: has no effect without --dry-run; add it, or leave this out")
@@ -125,21 +125,10 @@ def run_recipe(
         shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
     if name == "rl":  # refuses what does not fit
         more = {"preflight": import_module("saccade.plugins.estimate.estimate_command").preflight}
-    recipe, wanted = import_module(f"saccade.{MODULES[name]}").run, config
-    for left in range(config.run.restarts, -1, -1):
-        try:
-            return recipe(config, **(more or {}))
-        except RankLost as error:
-            if not left:
-                raise
-            show_error(f"{error}\nstarting again from there; run.restarts: {left - 1} left", error)
-            saved = any((Path(config.run.out) / config.run.name / "checkpoints").glob("step-*"))
-            if saved or config.run.resume == "none":
-                config = load(config, ["run.resume=auto"])
-            if wanted.run.min_gpus is not None:
-                room = import_module("saccade.plugins.ranks.launchers").gpus_left(wanted, name)
-                show_error(f"there is room for {room}, of run.gpus={wanted.run.gpus}", error)
-                config = load(config, room.split())
+    recipe = functools.partial(import_module(f"saccade.{MODULES[name]}").run, **(more or {}))
+    if config.run.restarts:
+        recipe = functools.partial(import_module("saccade.plugins.ranks.starts").run_again, recipe, name)
+    recipe(config)
 
 
 def read_config(arguments: Sequence[str] | None, command: str | None = None, *, plain: str = "") -> Config:

@@ -36,6 +36,10 @@ class RankLost(EnvironmentProblem):
     """One of the processes that share a run has ended or hangs; so have all."""
 
 
+class MicroBatchTooLarge(EnvironmentProblem):
+    """One of several GPUs has no room for a micro-batch; smaller ones may fit."""
+
+
 class RewardError(SaccadeError):
     """Too many rewards failed."""
 

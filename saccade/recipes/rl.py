@@ -153,15 +153,9 @@ def pack_updates(
 ) -> Updates:
     """The forests of each optimizer step; `seed` (of run and step) shuffles groups into them."""
     drawn = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    return [
-        pack(
-            part,
-            micro_tokens=micro_tokens,
-            ends=algorithm.needs_critic and algorithm.critic.bootstrap_truncated,
-            parts=policy.parts,
-        )
-        for part in select.split_updates(groups, algorithm.updates_per_step, seed=drawn)
-    ]
+    ends = algorithm.needs_critic and algorithm.critic.bootstrap_truncated
+    parts = select.split_updates(groups, algorithm.updates_per_step, seed=drawn)
+    return [pack(part, micro_tokens=micro_tokens, ends=ends, parts=policy.parts) for part in parts]
 
 
 def score_forests(

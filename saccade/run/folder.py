@@ -46,7 +46,7 @@ RESULTS = "results.json"  # of an evaluation
 MAY_DIFFER = (
     *("run.max_steps", "run.max_hours", "run.resume", "run.name", "run.out", "run.trace"),
     *("run.gpus", "run.launcher", "run.restarts", "run.min_gpus", "rollout.replicas"),
-    *("train.layout", "train.offload", "train.sequence_parallel"),
+    *("train.layout", "train.offload", "train.sequence_parallel", "train.micro_tokens", "model.checkpointing"),
     *("reward.max_error_rate", "reward.deadline", "reward.workers", "data.max_bad_fraction"),
     "data.val",
     *("reward.judge.url", "reward.judge.key", "reward.judge.cache", "reward.judge.price"),

@@ -78,8 +78,8 @@ def run_command(asked: Mapping[str, Any]) -> None:
     os.environ.update(asked["environment"])
     os.chdir(asked["folder"])
     sys.argv = ["saccade", *asked["arguments"]]
-    launchers: Any = import_module("saccade.plugins.ranks.launchers")  # which reads the environment
-    launchers._rank_of_ray = forked_command.rank
+    ray_cluster: Any = import_module("saccade.plugins.ranks.ray_cluster")  # which reads the environment
+    ray_cluster._rank_of_ray = forked_command.rank
     import_module("saccade.cli").main()
 
 

@@ -26,7 +26,7 @@ from saccade.errors import EnvironmentProblem, RankLost
 from saccade.models.families import load_family
 from saccade.plugins import doctor
 from saccade.plugins.imitation.imitation_sources import teacher_of
-from saccade.plugins.ranks import connections, launchers, preflight
+from saccade.plugins.ranks import connections, launchers, preflight, ray_cluster, starts
 from saccade.plugins.ranks.rank_process import within_memory
 from saccade.plugins.ranks.rank_rewards import RankReward
 from saccade.plugins.reward_models.reward_model_term import Learned
@@ -193,13 +193,13 @@ def test_a_restart_takes_the_gpus_that_are_left(
     options: str, left: int, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = Machines(16)
-    monkeypatch.setattr(launchers, "_cluster", lambda held: cluster)
+    monkeypatch.setattr(ray_cluster, "_cluster", lambda held: cluster)
     given = f"run.out={tmp_path} run.name=r run.gpus=8 run.launcher=ray run.restarts=1 run.min_gpus=2 {options}".split()
     config = load({"model.path": "m"}, given)
-    launchers._gpus_of_a_rank(cluster, config.run.device, tmp_path / "r")  # as the run begins
+    ray_cluster._gpus_of_a_rank(cluster, config.run.device, tmp_path / "r")  # as the run begins
     cluster.gpus = left
     with pytest.raises(RankLost, match=found) if "no room" in found else nullcontext():
-        assert launchers.gpus_left(config, "rl") == found
+        assert ray_cluster.gpus_left(config, "rl") == found
 
 
 def test_a_full_gpu_is_no_rank_that_died() -> None:
@@ -240,7 +240,7 @@ def test_doctor_lets_ranks_meet(
         logging.getLogger("saccade").info("looking")
         return preflight.look(*given)
 
-    monkeypatch.setattr(launchers, "look", looking)
+    monkeypatch.setattr(starts, "look", looking)
     with shown_by(print):
         doctor.run(load({"run.out": str(tmp_path), "run.gpus": 2}), as_json=True)
     said = capsys.readouterr()
@@ -250,7 +250,7 @@ def test_doctor_lets_ranks_meet(
     row = ranks(999)
     assert row.status == "failure" and row.text.endswith("cores; try run.gpus=2") and not any(kept())
 
-    monkeypatch.setattr(launchers, "look", lambda *given: preflight.look(*given) | {"weights": "other"})
+    monkeypatch.setattr(starts, "look", lambda *given: preflight.look(*given) | {"weights": "other"})
     row, (logs,) = ranks(2), kept()
     assert re.match(r"(?s)rank .*has other weights than that of the run; .*all logs are in \S+$", row.text), row
     assert row.text.endswith(str(logs)) and (logs / "rank-1.log").is_file()

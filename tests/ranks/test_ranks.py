@@ -30,7 +30,7 @@ from saccade.engines import Settings
 from saccade.errors import ConfigError, EnvironmentProblem, RankLost
 from saccade.plugins.engines.replicas import replica, replica_process
 from saccade.plugins.preferences import dpo
-from saccade.plugins.ranks import launchers, team
+from saccade.plugins.ranks import launchers, ray_cluster, team
 from saccade.plugins.ranks.connections import Arrival, Link, introduce
 from saccade.plugins.ranks.loss_codec import decode_loss, encode_loss
 from saccade.plugins.ranks.machines import host_name
@@ -279,8 +279,8 @@ def test_the_steps_of_a_process_travel_as_json():
 
 
 def test_more_gpus_than_there_are_are_refused(tmp_path, rl_config, monkeypatch):
-    monkeypatch.setattr("saccade.plugins.ranks.launchers.pick_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr("saccade.plugins.ranks.launchers.visible_gpus", lambda trainer: ["0"])
+    monkeypatch.setattr("saccade.plugins.ranks.starts.pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("saccade.plugins.ranks.starts.visible_gpus", lambda trainer: ["0"])
     with pytest.raises(ConfigError, match=r"run\.gpus: 2, and 1 can be seen; try run\.gpus=1"):
         rl.run(rl_config(tmp_path, run__gpus=2))
     with pytest.raises(ConfigError, match=r"vllm needs processes beside run\.gpus; try rollout\.replicas=1"):
@@ -349,7 +349,7 @@ def ray_machines(monkeypatch):
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setattr(launchers, "_rank_of_ray", forked_command.rank)
+    monkeypatch.setattr(ray_cluster, "_rank_of_ray", forked_command.rank)
     with forked_commands() as where, ExitStack() as ending:
         for name, value in (QUICK_RAY | where).items():
             monkeypatch.setenv(name, value)
@@ -388,7 +388,7 @@ def test_ray_replaces_an_engine_and_a_run_goes_on_without_a_machine_that_is_lost
         return train_step(self, *arguments, **more)
 
     monkeypatch.setattr(RankTrainer, "train_step", disturbing)
-    monkeypatch.setattr(launchers, "WORKERS_LIMIT", 1.0)
+    monkeypatch.setattr(ray_cluster, "WORKERS_LIMIT", 1.0)
     options = recipe(tmp_path, run__name="on", run__max_steps=3, run__gpus=4, rollout__replicas=1)
     (tmp_path / "reward.py").write_text(ENDS_ITSELF.format(folder=tmp_path))
     own = {"verifier": f"{tmp_path}/reward.py:nothing", "weight": 0.0}
@@ -401,7 +401,7 @@ def test_ray_replaces_an_engine_and_a_run_goes_on_without_a_machine_that_is_lost
         (forked_command.lost, RankLost, "died"),  # a restart may help
     ):
         with monkeypatch.context() as patch, pytest.raises(kind, match=rf"(?s)Ray: .*{why}") as raised:
-            patch.setattr(launchers, "_rank_of_ray", task)
+            patch.setattr(ray_cluster, "_rank_of_ray", task)
             rl.run(load(options, [more[0], f"run.name={task.__name__}"]))
         assert raised.type is kind
     done = CliRunner().invoke(app, ["rl", str(file), *more], env={"COLUMNS": "300"})
@@ -409,12 +409,12 @@ def test_ray_replaces_an_engine_and_a_run_goes_on_without_a_machine_that_is_lost
     assert done.exit_code == 0 and saved and len(calls) == 4 + 2 * (3 - int(saved[1])), done.output
     assert (
         "engine-0 died and starts again" in done.output
-        and "room for run.gpus=2 rollout.replicas=1, of run.gpus=4" in done.output
+        and "now with run.resume=auto run.gpus=2 rollout.replicas=1" in done.output
     )
     with pytest.raises(
         RankLost, match=r"run\.min_gpus: .* no room for run\.gpus=4 rollout\.replicas=1; its machines have .*'CPU': 3"
     ):
-        launchers.gpus_left(load(options, ["run.min_gpus=4"]), "rl")
+        ray_cluster.gpus_left(load(options, ["run.min_gpus=4"]), "rl")
     assert (tmp_path / "on" / "engine-0.log").read_text().count("process ") == 3
     assert (tmp_path / "on" / "rewards-0.log").read_text().count("process ") == 2
     assert "reward.workers=1: the Ray cluster has no room for 1 cores beside those of the run" in done.output

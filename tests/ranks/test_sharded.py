@@ -8,19 +8,21 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
-from saccade.config import TrainConfig
-from saccade.errors import EnvironmentProblem
+from saccade.cli import app
+from saccade.config import TrainConfig, load
 from saccade.forest.batch import Batch
 from saccade.models.families import Family, load_family
 from saccade.plugins.offload import host_state
+from saccade.plugins.ranks import team
 from saccade.plugins.ranks.divided import DividedOptimizer
 from saccade.plugins.ranks.sharded import ShardedBackend
 from saccade.plugins.reward_models.reward_card import REWARD_FILE, RewardCard
@@ -32,6 +34,7 @@ from saccade.trainer import Scoring
 from saccade.trainer import optimizer as optimizers
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.optimizer import Optimizer
+from tests.ranks import full_rank
 from tests.ranks import test_divided as divided
 from tests.ranks.test_divided import VISION, Case, equal, made, require_same_training
 from tests.ranks.test_ranks import STORED, require_alike, require_same_weights, sampled
@@ -94,13 +97,6 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
     backend = make(Case(), family)
     found["verdicts"] = judgements(backend, forests[VISION][: 1 + rank], VERDICTS)
     found["logprobs"] = backend.logprobs(forests[VISION][:rank], Scoring())
-    if rank == 1:
-        full = Mock(side_effect=torch.OutOfMemoryError("simulated"))
-        backend.model.get_submodule("model.language_model.layers.1").register_forward_pre_hook(full)
-    try:
-        backend.train_step(forests[VISION][:1], divided.POLICY, lr=1e-3)
-    except (EnvironmentProblem, RuntimeError) as error:  # of the other rank: it waits for one that has gone
-        found["out of memory"] = str(error)
     return found
 
 
@@ -179,12 +175,23 @@ def test_ranks_read_different_numbers_of_forests(results: Any, family_of: Any, f
     np.testing.assert_allclose(ranks[1]["logprobs"][0][0], logprobs[0][0], atol=1e-6)
 
 
-def test_memory_that_runs_out_ends_the_run_with_advice(results: Any) -> None:
-    assert "rank 1 ran out of GPU memory" in results[1][1]["out of memory"]
-    advice = (
-        "with train.layout=sharded it cannot repeat .*; use a smaller train.micro_tokens, or model.checkpointing=on"
-    )
-    assert re.search(advice, results[1][1]["out of memory"])
+def test_micro_batches_are_halved_in_a_run_that_starts_again_because_one_did_not_fit(
+    tmp_path: Path, rl_config: Any, tensors: Any, forked_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on from its checkpoint, and has the tokens and weights of one process."""
+    monkeypatch.setattr(team.Rank, "module", "tests.ranks.full_rank")
+    more = {"save.every": 1, "train.micro_tokens": 2 * full_rank.ROOM} | STORED
+    one, two = (rl_config(tmp_path, run__name=name, run__max_steps=2) | more for name in ("one", "two"))
+    rl.run(one)
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(load(two).model_dump(mode="json", exclude_unset=True)))
+    done = CliRunner().invoke(app, ["rl", str(file), "run.gpus=2", "train.layout=sharded", "run.restarts=1"])
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.output.split())
+    assert re.search(r"rank 1 on \S+: CUDA .* 2 GiB; use a smaller train.micro_tokens and model.checkpointing=on", said)
+    assert f"now with run.resume=auto train.micro_tokens={full_rank.ROOM} model.checkpointing=on" in said
+    assert sampled(tmp_path / "two") == sampled(tmp_path / "one")
+    require_same_weights(*(tensors(tmp_path / name / "checkpoints" / "step-2") for name in ("two", "one")))
 
 
 def test_a_run_changes_its_layout(tmp_path: Path, rl_config: Any, tensors: Any, forked_ranks: None) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from saccade.config import load
 from saccade.errors import RankLost, TrainingError
-from saccade.plugins.ranks import launchers, stalls, team
+from saccade.plugins.ranks import stalls, starts, team
 from saccade.plugins.ranks.machines import host_name
 
 # What is said of a call, and after how many seconds at most with the limits below.
@@ -33,7 +33,7 @@ def two(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> A
         monkeypatch.setattr(stalls, name, seconds)
     monkeypatch.setattr(team, "LOOK_EVERY", 0.25)
     config = load({"run.gpus": 2, "run.device": "cpu", "run.out": str(tmp_path)})
-    with closing(launchers.start_team(config, "doctor", model="", folder=None, logs=tmp_path)) as found:
+    with closing(starts.start_team(config, "doctor", model="", folder=None, logs=tmp_path)) as found:
         yield found
 
 

@@ -185,7 +185,7 @@ def _ranks_meet(config: Config) -> Rows:
     """The processes of several GPUs, started as a run starts them, before any weight is read."""
     if config.run.gpus == 1:
         return
-    from saccade.plugins.ranks.launchers import start_team
+    from saccade.plugins.ranks.starts import start_team
 
     model = config.model.path if Path(config.model.path).is_dir() else ""
     place = Path(config.run.out).absolute()

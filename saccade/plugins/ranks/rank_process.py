@@ -28,7 +28,7 @@ from saccade.checks.steps import algorithm_of
 from saccade.config import Config, load
 from saccade.engines import Capabilities, Engine
 from saccade.engines.builders import build
-from saccade.errors import EnvironmentProblem, SaccadeError, TrainingError
+from saccade.errors import EnvironmentProblem, MicroBatchTooLarge, SaccadeError, TrainingError
 from saccade.forest.batch import Batch, Forest
 from saccade.models.load import gpu_peak_gb, pick_device, pick_dtype
 from saccade.plugins.engines.replicas.replica_process import Worker, describe_error
@@ -106,8 +106,8 @@ class RankWorker(Worker):
         self._shared, self._changed = ExitStack(), ExitStack()
 
     def perform(self, block: Block) -> Any:
-        given = block.row["arguments"]
-        if block.row["call"] not in CALLS:
+        call, given = block.row["call"], block.row["arguments"]
+        if call not in CALLS:
             with within_memory():
                 return super().perform(block)
         if "questions" in given:
@@ -117,8 +117,9 @@ class RankWorker(Worker):
             self._forests = {name: self._forests[name] for name in held}
             self._forests |= {name: decode(Forest, row, block.arrays) for name, row in new.items()}
             given |= {"batches": [self._batch(row, block.arrays) for row in given["batches"]]}
-        with within_memory():
-            return getattr(self, block.row["call"])(**given)
+        halved = call == "train_step" and self.parts[given["part"]].repeats_forests  # what did not fit, already
+        with within_memory(smaller=not halved and not given.keys().isdisjoint(("batches", "questions"))):
+            return getattr(self, call)(**given)
 
     def _advance(self) -> None:
         with within_memory(f"{self.settings.who}: "):
@@ -271,13 +272,18 @@ class RankWorker(Worker):
 
 
 @contextmanager
-def within_memory(who: str = "") -> Iterator[None]:
-    """A GPU that has run out of memory would do so again: the run ends, and is not started again."""
+def within_memory(who: str = "", *, smaller: bool = False) -> Iterator[None]:
+    """A GPU that has run out of memory would do so again: the run ends, and starts again only where `smaller`
+    micro-batches may fit.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        asked = str(error).partition(". GPU")[0]
-        raise EnvironmentProblem(f"{who}{asked}; `saccade estimate` shows which options make room") from error
+        asked = f"{who}{str(error).partition('. GPU')[0]}"
+        if smaller:
+            fix = "train.micro_tokens and model.checkpointing=on; run.restarts=1 does both"
+            raise MicroBatchTooLarge(f"{asked}; use a smaller {fix}") from error
+        raise EnvironmentProblem(f"{asked}; `saccade estimate` shows which options make room") from error
 
 
 def _pieces(batches: Sequence[Batch]) -> list[Batch]:

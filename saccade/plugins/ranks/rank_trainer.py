@@ -28,9 +28,9 @@ from saccade.models.load import freeze, pick_device, pick_dtype
 from saccade.plugins.engines.weight_transfer import opened
 from saccade.plugins.engines.weights import Mapped
 from saccade.plugins.estimate.layout_choice import choose_layout
-from saccade.plugins.ranks.launchers import start_team
 from saccade.plugins.ranks.layouts import require_heads
 from saccade.plugins.ranks.loss_codec import encode_loss
+from saccade.plugins.ranks.starts import start_team
 from saccade.plugins.ranks.team import Team
 from saccade.plugins.reward_models.reward_card import RewardCard
 from saccade.registry import HOOKS

@@ -3,8 +3,8 @@
 A layer is gathered for its forward and backward and given back after it; its gradient comes summed over the ranks,
 each with its rows. Masters and moments are those of `divided.py`, on these rows. Towers, projectors, adapters and heads
 that score stay whole on every rank, with divided state: a forest without images runs no tower, and nobody waits for it
-there. So does a model of 4 bits. Embedding and language head are whole from a forward until its backward, or until
-`_together` ends: losses read them there.
+there. So does a model of 4 bits. Embedding and language head are whole from a forward until its backward, or until all
+forests have passed: losses read them there.
 
 Every forward and backward waits for all ranks. So all run equally many forests, empty ones where a rank has fewer,
 and none can repeat a forest that ran out of memory.
@@ -13,7 +13,6 @@ and none can repeat a forest that ran out of memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,6 @@ from torch.distributed.tensor import DTensor
 
 from saccade.algorithms.objective import LossSums
 from saccade.config import TrainConfig
-from saccade.errors import EnvironmentProblem
 from saccade.forest.batch import Batch, Forest
 from saccade.models import lora
 from saccade.models.families import Family
@@ -178,19 +176,20 @@ class ShardedBackend(LocalBackend):
 
     @torch.no_grad()
     def each(self, batches: Sequence[Batch], read: Callable[[Batch], Found]) -> list[Found]:
-        with self._together():
-            more = self._filled(batches)[len(batches) :]
-            found = super().each(batches, read)
-            for empty in more:
-                _passed(self, empty)
-            return found
+        more = self._filled(batches)[len(batches) :]
+        found = super().each(batches, read)
+        for empty in more:
+            _passed(self, empty)
+        self.root.reshard()  # here and below: what was gathered without a backward would outlive a change of weights
+        return found
 
     def measure(self, batches: Sequence[Batch], loss: Loss) -> Metrics:
         return super().measure(self._filled(batches), _OrNothing(loss))
 
     def sum_gradients(self, batches: Sequence[Batch], loss: Loss) -> list[LossSums]:
-        with self._together():
-            return super().sum_gradients(self._filled(batches), _OrNothing(loss))[: len(batches)]
+        found = super().sum_gradients(self._filled(batches), _OrNothing(loss))[: len(batches)]
+        self.root.reshard()
+        return found
 
     def hidden_at(self, batch: Batch, places: np.ndarray) -> Tensor:
         return self.root(super().hidden_at, batch, places)
@@ -199,17 +198,6 @@ class ShardedBackend(LocalBackend):
         """As many forests as the rank with most has, of those that wait for each other."""
         most = int(agreed([len(batches)], dist.ReduceOp.MAX, self.mesh.get_group())[0])
         return [*batches, *[_empty()] * (most - len(batches))]
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            layout = "hybrid" if self.hybrid else "sharded"
-            reason = f"and with train.layout={layout} it cannot repeat a forest that others have passed"
-            hint = "use a smaller train.micro_tokens" + ", or model.checkpointing=on" * (self.recompute.keeping > 0)
-            raise EnvironmentProblem(f"rank {self.rank} ran out of GPU memory, {reason}; {hint}") from error
-        self.root.reshard()  # what was gathered without a backward would outlive a change of the weights
 
     # -- weights and files --
 

@@ -1,0 +1,182 @@
+"""Ranks, replicas and reward workers as tasks of a Ray cluster, which starts processes and nothing else: no tensor and
+no call goes through it. Only Ray's own call is pickled.
+
+    saccade rl run.yaml run.gpus=16 run.launcher=ray
+"""
+
+import itertools
+import logging
+import queue
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from saccade.config import Config
+from saccade.errors import EnvironmentProblem, RankLost
+from saccade.models.load import pick_device
+from saccade.plugins.engines.replicas.replica import Replica
+from saccade.plugins.ranks import placed_workers
+from saccade.plugins.ranks.connections import JOIN_LIMIT, Arrival, Link, Reception
+from saccade.plugins.ranks.launchers import (
+    REPLACE_LIMIT,
+    Beside,
+    Places,
+    beside_of,
+    linked,
+    ranks_at,
+    run_rank,
+    versions,
+)
+from saccade.plugins.ranks.placed_workers import move_workers
+from saccade.plugins.ranks.team import RankSettings
+from saccade.plugins.reward_workers.pool import WorkerPool
+
+log = logging.getLogger(__name__)
+
+LEFT_LIMIT = 60.0  # seconds until Ray has noticed that a machine is gone
+WORKERS_LIMIT = 30.0  # seconds until Ray has cores for reward workers
+
+
+def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitStack, beside: Beside) -> Places:
+    """Tasks of the cluster that `ray status` shows, or of one that is started here."""
+    cluster = _cluster(held)
+    device = settings.options.get("run", {}).get("device", "auto")
+    gpus = _bundles(settings.size, beside, _gpus_of_a_rank(cluster, device, logs.absolute()))
+    group = _reserve(cluster, gpus, held)
+    if not group.wait(JOIN_LIMIT):
+        free = cluster.available_resources()
+        raise EnvironmentProblem(
+            f"{_options(settings.size, beside)}: the Ray cluster has no room for that, free are {free}"
+        )
+    token = secrets.token_hex(16)
+    reception = held.enter_context(Reception(0, token, versions()))
+    address = f"{cluster.util.get_node_ip_address()}:{reception.port}"
+
+    def start(group: Any, bundle: int, token: str, gpu: int = 0) -> Any:
+        place = cluster.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
+        options: Any = {"num_gpus": gpu, "num_cpus": 1, "max_retries": 0, "scheduling_strategy": place}
+        return cluster.remote(_rank_of_ray).options(**options).remote(address, token)
+
+    def arrived(tasks: Sequence[Any], token: str, limit: float = JOIN_LIMIT) -> list[Arrival]:
+        def failed() -> None:
+            """No process will come of a task that is over. An error of its own will come again, the end of its machine
+            will not.
+            """
+            for task in cluster.wait([*tasks], num_returns=1, timeout=0)[0]:
+                try:
+                    cluster.get(task)
+                except Exception as error:  # whatever the task raised, and what Ray says of a process that is gone
+                    own = isinstance(error, cluster.exceptions.RayTaskError)
+                    text = f"a process ended before all had connected: Ray: {error}"
+                    raise (EnvironmentProblem if own else RankLost)(text) from None
+
+        try:
+            return reception.arrivals(token, len(tasks), limit=limit, failed=failed)
+        except EnvironmentProblem:
+            for task in tasks:  # one that still waits for a machine must not start later, and be refused
+                cluster.cancel(task)
+            raise
+
+    def one(limit: float, group: Any, bundle: int, gpu: int = 0) -> Arrival:
+        reception.expected[own := secrets.token_hex(16)] = queue.SimpleQueue()
+        try:
+            return arrived([start(group, bundle, own, gpu)], own, limit)[0]
+        finally:
+            reception.refuse(own)
+
+    begun = set[int]()
+
+    def replica_at(number: int, replica: Replica) -> Link:
+        limit, bundle = REPLACE_LIMIT if number in begun else JOIN_LIMIT, settings.size + number
+        begun.add(number)
+        return linked(one(limit, group, bundle, gpus[bundle]), replica)
+
+    def workers(held: ExitStack, pool: WorkerPool, count: int) -> None:
+        """A core for each, on as many machines as there are. Where the cluster has no room they stay."""
+        own = _reserve(cluster, [0] * count, held, "SPREAD")
+        if not own.wait(WORKERS_LIMIT):
+            there = f"the Ray cluster has no room for {count} cores beside those of the run"
+            log.warning(f"reward.workers={count}: {there}; they stay on the machine of the run")
+            cluster.util.remove_placement_group(own)
+            return
+        numbers = itertools.cycle(range(count))
+        module = placed_workers.__name__
+        move_workers(pool, lambda: Link(one(REPLACE_LIMIT, own, -1), module, logs / f"rewards-{next(numbers)}.log"))
+
+    came = arrived([start(group, rank, token, gpus[rank]) for rank in range(settings.size)], token)
+    return Places(ranks_at(came, settings, logs), replica_at, workers)
+
+
+def _cluster(held: ExitStack) -> Any:
+    import ray as cluster
+
+    if not cluster.is_initialized():
+        held.callback(cluster.shutdown)
+        quiet: Any = {"log_to_driver": False, "configure_logging": False}
+        try:
+            cluster.init(address="auto", **quiet)
+        except ConnectionError:
+            cluster.init(address="local", include_dashboard=False, **quiet)
+    return cluster
+
+
+@cache
+def _gpus_of_a_rank(cluster: Any, device: str, run: Path) -> int:
+    """As when the run in this folder began, because no GPU may be left; none where neither this machine nor the cluster
+    has any, or the config wants none.
+    """
+    if device == "cpu":
+        return 0
+    return 1 if pick_device(device).type == "cuda" or cluster.cluster_resources().get("GPU") else 0
+
+
+def _bundles(ranks: int, beside: Beside, gpu: int) -> list[int]:
+    """GPUs of each process."""
+    return [gpu] * ranks + [gpu * beside.gpus] * beside.replicas
+
+
+def _options(ranks: int, beside: Beside) -> str:
+    return f"run.gpus={ranks}" + f" rollout.replicas={beside.replicas}" * bool(beside.replicas)
+
+
+def _reserve(cluster: Any, gpus: Sequence[int], held: ExitStack, strategy: str = "PACK") -> Any:
+    """A core and so many GPUs for each process, full machines first."""
+    group = cluster.util.placement_group([{"CPU": 1} | ({"GPU": n} if n else {}) for n in gpus], strategy=strategy)
+    held.callback(cluster.util.remove_placement_group, group)
+    return group
+
+
+def gpus_left(config: Config, command: str) -> str:
+    """Options for as many ranks, and replicas beside them, as the Ray cluster has room for where a machine may be gone:
+    as the run had, or fewer of both in proportion, then of replicas alone.
+    """
+    beside, limit, run = beside_of(config, command), LEFT_LIMIT, Path(config.run.out) / config.run.name
+    most, least = config.run.gpus, config.run.min_gpus or config.run.gpus
+    counts = [*range(most, least - 1, -config.train.sequence_parallel)]
+    sizes = [(ranks, -(-beside.replicas * ranks // most)) for ranks in counts]
+    sizes += [(counts[-1], replicas) for replicas in range(sizes[-1][1] - 1, 0, -1)]
+    with ExitStack() as held:
+        cluster = _cluster(held)
+        gpu = _gpus_of_a_rank(cluster, config.run.device, run.absolute())
+        for ranks, replicas in sizes:
+            fewer = beside._replace(replicas=replicas)
+            gpus = _bundles(ranks, fewer, gpu)
+            with ExitStack() as tried:
+                group, end = _reserve(cluster, gpus, tried), time.monotonic() + limit
+                while not (ready := group.wait(1)) and time.monotonic() < end:
+                    there = cluster.cluster_resources()  # of machines that live
+                    if there.get("CPU", 0) < len(gpus) or there.get("GPU", 0) < sum(gpus):
+                        break
+            if ready:
+                return _options(ranks, fewer)
+            limit = LEFT_LIMIT / 10
+        have = cluster.cluster_resources()
+    raise RankLost(f"run.min_gpus: the Ray cluster has no room for {_options(ranks, fewer)}; its machines have {have}")
+
+
+def _rank_of_ray(address: str, token: str) -> None:
+    run_rank(address, token)
