@@ -79,7 +79,7 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
             files = [*backend.model_files(copy=True), *(backend.state_files() if name == "critic" else ())]
             write_files(folder / name, files)
     family = families[VISION]
-    found["resumed"] = resumed(folder / "files", rank, make, family, forests)
+    found["resumed"] = divided.resumed(folder / "files", rank, CASES["critic"], make, family, forests)
     attach_reward(probe := divided.fresh(family, torch.float32), RewardHead(like=probe, card=PROBE, seed=0))
     write_files(folder / "probe", ShardedBackend(probe, family).model_files(copy=True))
     average = averaged(family, ShardedBackend)
@@ -98,25 +98,6 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
     found["verdicts"] = judgements(backend, forests[VISION][: 1 + rank], VERDICTS)
     found["logprobs"] = backend.logprobs(forests[VISION][:rank], Scoring())
     return found
-
-
-def resumed(folder: Path, rank: int, make: Any, family: Family, forests: Any) -> list[bool]:
-    """From two ranks to one process and back: whether the state is the same, and the next weights."""
-    case, batches = CASES["critic"], [forests[VISION][place] for place in ((0,), (4,))[rank]]
-    first = make(case, family)
-    before = divided.train(first, case, batches, steps=2)[-1]
-    write_files(folder / "two", first.state_files())
-    dist.barrier()
-    if rank == 0:
-        alone = made(divided.offloaded(case), family)
-        alone.load_state(folder / "two")
-        write_files(folder / "one", alone.state_files())
-    dist.barrier()
-    second = make(case, family)
-    second.load_state(folder / "one")
-    same = equal(first.optimizer.state(), second.optimizer.state())
-    after = [divided.train(backend, case, batches, steps=1)[-1] for backend in (first, second)]
-    return [same, equal(*after), not equal(before, after[0])]
 
 
 # -- one process, and what both found ----------------------------------------------------------------

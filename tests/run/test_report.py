@@ -86,13 +86,15 @@ def test_a_run_as_data(page):
     assert len(episodes["pictures"]) == 1  # each picture once
 
 
-@pytest.mark.parametrize(("seconds", "given"), [(30.0, 2), (1.0, 1), (1e6, 7)])
-def test_gpus_are_divided_by_time(seconds, given):
+@pytest.mark.parametrize(("seconds", "longest", "given"), [(30.0, 9, 2), (1.0, 9, 1), (1e6, 9, 7), (330.0, 90, 3)])
+def test_gpus_are_divided_by_time(seconds, longest, given):
+    """A rollout phase that waits for one long answer takes no less time on more GPUs."""
     phases = {"rollout": seconds, "update": 80.0, "logp_old": 10.0, "save": 500.0}
     config = {"run": {"gpus": 8}, "rollout": {"replicas": 0}}
-    (line,) = side_by_side(phases, config)
+    rows = [{"step": 0}, {"step": 1, "length/response_mean": 9.0, "length/response_max": longest}]
+    (line,) = side_by_side(rows, phases, config)
     assert line.endswith(f"rollout.ahead=1 rollout.replicas={given} run.gpus={8 - given}")
-    assert side_by_side(phases, config | {"run": {"gpus": 1}}) == []
+    assert side_by_side(rows, phases, config | {"run": {"gpus": 1}}) == []
 
 
 @needs_browser

@@ -107,7 +107,7 @@ def run_report(folder: Path) -> Report:
         title=folder.resolve().name,
         subtitle=f"saccade {manifest.get('command', '')} · {began.replace('T', ' ')[:16]} UTC",
         facts=run_facts(rows, config),
-        notes=[*diagnose(rows).values(), *side_by_side(phases, config)],
+        notes=[*diagnose(rows).values(), *side_by_side(rows, phases, config)],
         tables=before_after(rows),
         charts=charts_of(rows),
         phases=phases,
@@ -163,15 +163,21 @@ def run_facts(rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
     return facts
 
 
-def side_by_side(phases: Mapping[str, float], config: Mapping[str, Any]) -> list[str]:
-    """How the GPUs of a run would be divided, if rollouts and training ran at the same time."""
+def side_by_side(rows: Rows, phases: Mapping[str, float], config: Mapping[str, Any]) -> list[str]:
+    """How the GPUs of a run would be divided, if rollouts and training ran at the same time. Engines that are always
+    full need the share of the rollout phases that a mean answer needs of the longest one.
+    """
     gpus, rollout = config["run"].get("gpus", 1), phases.get("rollout", 0.0)
     if gpus < 2 or not rollout or config["rollout"].get("replicas"):
         return []
-    share = rollout / (rollout + sum(phases.get(name, 0.0) for name in ("update", "logp_old", "logp_ref", "values")))
-    given = min(gpus - 1, max(1, round(gpus * share)))
+    mean, longest = (sum(row.get(f"length/response_{name}") or 0.0 for row in rows) for name in ("mean", "max"))
+    full = rollout * (mean / longest if longest else 1.0)
+    training = sum(phases.get(name, 0.0) for name in ("update", "logp_old", "logp_ref", "values"))
+    given = min(gpus - 1, math.ceil(gpus * full / (full + training)))
+    took = f"rollouts take {rollout / (rollout + training):.0%} of the time of {gpus} GPUs"
+    often = f"{full / (full + training):.0%} if none waited for the longest answers"
     options = f"rollout.ahead=1 rollout.replicas={given} run.gpus={gpus - given}"
-    return [f"rollouts take {share:.0%} of the time of {gpus} GPUs; to run them beside training, use {options}"]
+    return [f"{took}, {often}; to run them beside training, use {options}"]
 
 
 def duration(seconds: float) -> str:
