@@ -123,12 +123,17 @@ def run_recipe(
         return
     if smoke:  # of an earlier one, so that it can be repeated
         shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
+    result_of(name, config, **(more or {}))
+
+
+def result_of(name: str, config: Config, **more: Any) -> Any:
+    """What the recipe of a command returns, with the restarts of a run on several GPUs; `more` goes to it as it is."""
     if name == "rl":  # refuses what does not fit
-        more = {"preflight": import_module("saccade.plugins.estimate.estimate_command").preflight}
-    recipe = functools.partial(import_module(f"saccade.{MODULES[name]}").run, **(more or {}))
+        more["preflight"] = import_module("saccade.plugins.estimate.estimate_command").preflight
+    recipe = functools.partial(import_module(f"saccade.{MODULES[name]}").run, **more)
     if config.run.restarts:
         recipe = functools.partial(import_module("saccade.plugins.ranks.starts").run_again, recipe, name)
-    recipe(config)
+    return recipe(config)
 
 
 def read_config(arguments: Sequence[str] | None, command: str | None = None, *, plain: str = "") -> Config:

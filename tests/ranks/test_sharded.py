@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from saccade.cli import app
-from saccade.config import TrainConfig, load
+import saccade
+from saccade.config import TrainConfig
 from saccade.forest.batch import Batch
 from saccade.models.families import Family, load_family
 from saccade.plugins.offload import host_state
@@ -157,18 +155,15 @@ def test_ranks_read_different_numbers_of_forests(results: Any, family_of: Any, f
 
 
 def test_micro_batches_are_halved_in_a_run_that_starts_again_because_one_did_not_fit(
-    tmp_path: Path, rl_config: Any, tensors: Any, forked_ranks: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, rl_config: Any, tensors: Any, forked_ranks: None, monkeypatch: Any, capsys: Any
 ) -> None:
     """It goes on from its checkpoint, and has the tokens and weights of one process."""
     monkeypatch.setattr(team.Rank, "module", "tests.ranks.full_rank")
     more = {"save.every": 1, "train.micro_tokens": 2 * full_rank.ROOM} | STORED
     one, two = (rl_config(tmp_path, run__name=name, run__max_steps=2) | more for name in ("one", "two"))
     rl.run(one)
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(load(two).model_dump(mode="json", exclude_unset=True)))
-    done = CliRunner().invoke(app, ["rl", str(file), "run.gpus=2", "train.layout=sharded", "run.restarts=1"])
-    assert done.exit_code == 0, done.output
-    said = " ".join(done.output.split())
+    saccade.rl(two, "run.gpus=2", "train.layout=sharded", "run.restarts=1")
+    said = " ".join(capsys.readouterr().err.split())
     assert re.search(r"rank 1 on \S+: CUDA .* 2 GiB; use a smaller train.micro_tokens and model.checkpointing=on", said)
     assert f"now with run.resume=auto train.micro_tokens={full_rank.ROOM} model.checkpointing=on" in said
     assert sampled(tmp_path / "two") == sampled(tmp_path / "one")

@@ -170,7 +170,8 @@ def run_rank(address: str, token: str | None = None) -> None:
         ) from None
     for number in (signal.SIGINT, signal.SIGTERM):  # the run saves first, and its end is this one's
         signal.signal(number, signal.SIG_IGN)
-    assert told["module"] in SERVED, f"{address} asks for what no run asks for"
+    if told["module"] not in SERVED:
+        raise EnvironmentProblem(f"{address} asks this process to become {told['module']}, which no run asks for")
     if Path(told["cwd"]).is_dir():
         os.chdir(told["cwd"])
     if Path(told["log"]).parent.is_dir():
