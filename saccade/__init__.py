@@ -46,33 +46,33 @@ def load_config(config: Source, *overrides: str) -> Config:
 
 def rl(config: Source, *overrides: str) -> dict[str, Any]:
     """Train with reinforcement learning; returns the summary of the run."""
-    return _result_of("rl", load_config(config, *overrides))
+    return _result_of("rl", config, *overrides)
 
 
 def sft(config: Source, *overrides: str) -> dict[str, Any]:
     """Train on demonstrations; returns the summary of the run."""
-    return _result_of("sft", load_config(config, *overrides))
+    return _result_of("sft", config, *overrides)
 
 
 def dpo(config: Source, *overrides: str) -> dict[str, Any]:
     """Train on preferences; returns the summary of the run."""
-    return _result_of("dpo", load_config(config, *overrides))
+    return _result_of("dpo", config, *overrides)
 
 
 def reward_model(config: Source, *overrides: str) -> dict[str, Any]:
     """Train a model that scores; returns the summary of the run."""
-    return _result_of("reward-model", load_config(config, *overrides))
+    return _result_of("reward-model", config, *overrides)
 
 
 def evaluate(config: Source, *overrides: str, out: str | Path | None = None, rescore: str | Path | None = None) -> Any:
     """Score the validation sets, or score the saved responses of `rescore` again."""
     folders = {"out": out and Path(out), "rescore": rescore and Path(rescore)}
-    return _result_of("eval", load_config(config, *overrides), **folders)
+    return _result_of("eval", config, *overrides, **folders)
 
 
 def generate(config: Source, *overrides: str) -> Any:
     """Write responses to a file."""
-    return _result_of("generate", load_config(config, *overrides))
+    return _result_of("generate", config, *overrides)
 
 
 def export(
@@ -93,5 +93,5 @@ def check_data(config: Source, *overrides: str, **options: Any) -> Report:
     return import_module("saccade.plugins.check_data.check_data").run(load_config(config, *overrides), **options)
 
 
-def _result_of(name: str, config: Config, **more: Any) -> Any:
-    return import_module("saccade.cli_run").result_of(name, config, **more)
+def _result_of(name: str, config: Source, *overrides: str, **more: Any) -> Any:
+    return import_module("saccade.cli_run").result_of(name, load_config(config, *overrides), **more)
