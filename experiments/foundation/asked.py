@@ -69,7 +69,7 @@ def write_sets(
         partial(draw_asked, group="seen", side=side), rows / "train-pictures.jsonl", train, workers=workers
     )
     in_words(rows / "train-text.jsonl", learned)
-    shown = questions(partial(draw_asked, group="seen", side=side), rows / "shown.jsonl", taught_rows, workers=workers)
+    shown = questions(partial(draw_asked, group="seen", side=side), rows / "shown.jsonl", taught_rows)
     taught(rows / "cold.jsonl", [*shown, *in_words(rows / "shown-text.jsonl", shown)], "worked")
     sets = []
     for group in GROUPS:
