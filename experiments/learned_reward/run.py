@@ -89,21 +89,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         return Job(arm=arm, seed=seed, command="rl", options=(*files, *options, *steps), after=after)
 
     def run(split: str, jobs: list[Job]) -> None:
-        options = (str(HERE / "rl.yaml"), *common, asked(split))
-        before = Job(arm="base", seed=jobs[0].seed, command="eval", options=options)
         given = {"dev": split == "dev", "seconds": until - time.time(), "arms": None if split == "dev" else args.arms}
-        run_and_write([before, *jobs], argparse.Namespace(**vars(args) | given), HERE, write_page)
+        run_and_write(jobs, argparse.Namespace(**vars(args) | given), HERE, write_page)
 
     rates = {arm: tried[:1] if args.tiny else tried for arm, tried in RATES.items()}
     trials = [learner(f"rule@{rate}", "", 0, rate, TRIAL_SEED, "dev") for rate in rates["rule"]]
     run("dev", [*trials, *(judge(f"rm@{rate}", "plain", rate, TRIAL_SEED) for rate in rates["rm"])])
     if not args.dev:
         found = read(out / "dev" / "results")
-        best = {arm: best_rate(found, arm) for arm in RATES}
-        jobs = [judge(arm, pairs, best["rm"], seed) for seed in args.seeds for arm, pairs in
-                {"rm": "plain", "rm_spoiled": "spoiled"}.items()]  # fmt: skip
-        run("test", jobs + [learner(arm, one.judge, one.kl, best["rule"], seed, "test")
-                            for seed in args.seeds for arm, one in ARMS.items()])  # fmt: skip
+        rule, rm = (best_rate(found, arm) for arm in RATES)
+        as_it_is = (str(HERE / "rl.yaml"), *common, asked("test"))
+        jobs = [Job(arm="base", seed=args.seeds[0], command="eval", options=as_it_is)]
+        for seed in args.seeds:
+            jobs += [judge("rm", "plain", rm, seed), judge("rm_spoiled", "spoiled", rm, seed)]
+            jobs += [learner(arm, one.judge, one.kl, rule, seed, "test") for arm, one in ARMS.items()]
+        run("test", jobs)
 
 
 if __name__ == "__main__":

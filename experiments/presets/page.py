@@ -102,10 +102,9 @@ def rates_of(trials: Mapping[str, Found]) -> dict[str, dict[str, float]]:
     """Preset → learning rate → accuracy."""
     found: dict[str, dict[str, float]] = {}
     for arm, runs in trials.items():
-        preset, at, rate = arm.partition("@")
-        if at:
-            at_end = [reached(run, budget_of(trials)).accuracy for run in runs.values()]
-            found.setdefault(preset, {})[rate] = float(np.mean(at_end))
+        preset, _, rate = arm.partition("@")
+        at_end = [reached(run, budget_of(trials)).accuracy for run in runs.values()]
+        found.setdefault(preset, {})[rate] = float(np.mean(at_end))
     return found
 
 

@@ -82,9 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     files = [str(HERE / name) for name in ("rl.yaml", "tiny.yaml")[: 1 + args.tiny]]
 
     def run(split: str, arms: Mapping[str, tuple[str, str]], seeds: Sequence[int]) -> None:
-        """Arm → preset and learning rate; and the model as it is."""
+        """Arm → preset and learning rate; in test also the model as it is."""
         common = (*files, f"model.path={model}", f"data.val={sets[split]}")
-        jobs = [Job(arm="base", seed=seeds[0], command="eval", options=common)]
+        jobs = [Job(arm="base", seed=seeds[0], command="eval", options=common)] if split == "test" else []
         for arm, (preset, rate) in arms.items():
             options = (*common, f"data.train={sets['train']}", *options_of(preset, rate, size))
             jobs += [Job(arm=arm, seed=seed, command="rl", options=options) for seed in seeds]

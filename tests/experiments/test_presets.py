@@ -11,7 +11,7 @@ from experiments.presets.page import best_rates, compared, reached, write_page
 def test_presets_run_from_nothing_with_equal_rollouts(tmp_path: Path) -> None:
     run.main(["--tiny", "--out", str(tmp_path), "--seeds", "0", "--arms", "grpo", "dapo"])
     found, trials = read(tmp_path / "results"), read(tmp_path / "results" / "dev")
-    assert found.keys() == {"base", "grpo", "dapo"} and trials.keys() == {"base", "grpo@1e-5", "dapo@1e-5"}
+    assert found.keys() == {"base", "grpo", "dapo"} and trials.keys() == {"grpo@1e-5", "dapo@1e-5"}
     assert {runs[0]["rollouts"] for arm, runs in found.items() if arm != "base"} == {16}
     page = (tmp_path / "RESULTS.md").read_text()
     assert "| `dapo` | **0.0** |" in page and "Every arm draws 16 rollouts" in page
@@ -34,13 +34,13 @@ def test_the_page_calls_what_is_beyond_chance_and_counts_rollouts_that_were_drop
     arms = {"grpo": 0.6, "ppo": 0.7, "rloo": 0.61, "dapo": 0.75}
     found = {arm: [stored(mean + off, passing=arm == "dapo") for off in around] for arm, mean in arms.items()}
     found["rloo"] = [stored(0.6 + off) for off in around[::-1]]
-    trials = {"base": 0.3, "grpo@1e-6": 0.4, "grpo@1e-5": 0.5, "grpo@1e-4": 0.2, "ppo@1e-4": 0.5}
+    trials = {"grpo@1e-6": 0.4, "grpo@1e-5": 0.5, "grpo@1e-4": 0.2, "ppo@1e-4": 0.5}
     (tmp_path / "dev").mkdir()
     for arm, runs in (found | {"base": [stored(0.3, base=True)]}).items():
         for seed, one in enumerate(runs):
             (tmp_path / f"{arm}-{seed}.json").write_text(json.dumps(one))
     for arm, accuracy in trials.items():
-        (tmp_path / "dev" / f"{arm}-100.json").write_text(json.dumps(stored(accuracy, base=arm == "base")))
+        (tmp_path / "dev" / f"{arm}-100.json").write_text(json.dumps(stored(accuracy)))
 
     assert best_rates(read(tmp_path / "dev")) == {"grpo": "1e-5", "ppo": "1e-4"}
     dapo = reached(stored(0.8, passing=True), 100)
