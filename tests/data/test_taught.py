@@ -74,6 +74,7 @@ def test_free_questions_become_ones_that_a_rule_can_check(tmp_path: Path, scenes
         options = ["rollout.http.concurrency=1", "data.keys.prompt=q", "generate.n=3"]
         said = data("rewrite", scenes, tmp_path / "out", *engine(endpoint), *options)
         content = endpoint.asked[0]["body"]["messages"][0]["content"]
+        assert "cannot be written" in data("rewrite", scenes, "/proc/out", *engine(endpoint), *options)
     assert [part["type"] for part in content] == ["image_url", "text"] and "How many" in content[1]["text"]
     assert "2 rows; left out: " in said
     for reason in ("no_tags", "empty", "answer_in_question", "long_answer"):

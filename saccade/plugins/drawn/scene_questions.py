@@ -85,18 +85,17 @@ def place_solids(rng: Random, about: SceneSplit) -> list[Solid]:
 
 def described(solids: Sequence[Solid]) -> str:
     """The scene in words, for a teacher that reads text; places in percent from the left and from the top."""
-    named = [f"a {_named(dict(zip(WORDS, _values(o), strict=True)))} at ({o.x:.0%}, {o.y:.0%})" for o in solids]
-    return "; ".join(named)
+    return "; ".join(f"a {_named(_words(one))} at ({one.x:.0%}, {one.y:.0%})" for one in solids)
 
 
 def _record(one: Solid, side: int) -> dict[str, Any]:
     radius = SIZES[one.size]
     box = [round(v * side) for v in (one.x - radius, one.y - radius, one.x + radius, one.y + radius)]
-    return {**dict(zip(WORDS, _values(one), strict=True)), "box": box}
+    return {**_words(one), "box": box}
 
 
-def _values(one: Solid) -> tuple[str, str, str, str]:
-    return one.size, one.colour, one.material, one.shape
+def _words(one: Solid) -> Wanted:
+    return {word: getattr(one, word) for word in WORDS}
 
 
 def _named(wanted: Wanted, many: bool = False) -> str:
@@ -174,7 +173,7 @@ def _relation(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
 
 def _describe(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
     """Not verifiable: for alignment, from left to right."""
-    named = [_named(dict(zip(WORDS, _values(one), strict=True))) for one in sorted(solids, key=lambda one: one.x)]
+    named = [_named(_words(one)) for one in sorted(solids, key=lambda one: one.x)]
     return "What is in the picture, from left to right?", ", ".join(named)
 
 

@@ -24,6 +24,7 @@ from saccade.plugins.check_data.canonical_rows import convert, dialogue_row, to_
 from saccade.plugins.evaluation.results import read_lines, to_lines
 from saccade.plugins.generate import generate
 from saccade.run.folder import write_whole
+from saccade.system.disk import require_writable
 from saccade.types import Media, Message, Sample
 
 SHOWN = "A picture is described as follows: {}\n"
@@ -122,6 +123,7 @@ def rewritten(text: str) -> tuple[str, str, str]:
 def _read(config: Config, source: Path, out: Path) -> Sequence[Sample]:
     if (out / "train.jsonl").exists():
         raise ConfigError(f"{out / 'train.jsonl'} exists; give a new folder, nothing is overwritten")
+    require_writable(out, "OUT")
     return datasets.load([DataSource(path=str(source))], config.data).samples
 
 
