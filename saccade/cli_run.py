@@ -147,7 +147,7 @@ def read_config(arguments: Sequence[str] | None, command: str | None = None, *, 
         overrides = [f"{plain}={item}" for item in files if not item.endswith((".yaml", ".yml"))] + overrides
         files = [item for item in files if item.endswith((".yaml", ".yml"))]
     for path in map(Path, files):
-        chosen = path.with_name("config.yaml")
+        chosen = path.parent / "config.yaml"
         if path.name == "config.resolved.yaml" and chosen.is_file():
             raise ConfigError(f"{path} lists all options; give {chosen}, with run.resume=auto or another run.name=…")
     return load(merged(files), overrides, command)

@@ -54,6 +54,7 @@ def test_every_command_has_help_with_an_example(command):
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (["rl", "missing.yaml"], "config file missing.yaml does not exist"),
+    (["eval", "/"], "/ is a folder, not a config file; give a model as model.path=/"),
     (["rl", "a.yaml", "b.yaml"], "a.yaml does not exist"),
     (["dpo", "--dry-run", "model.path=tiny:qwen2", "dpo.loss=simpo", "dpo.args.gamma=x"], "gamma: expects a number"),
     (["eval", "--dry-run", "model.path=tiny:qwen2", "algorithm.preset=dapo"], "no effect in `saccade eval`"),

@@ -151,6 +151,8 @@ def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, A
     path = Path(source)
     if (path / "config.yaml").is_file():
         raise ConfigError(f"{path} is a folder of a run; give {path / 'config.yaml'}")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder, not a config file; give a model as model.path={path}")
     if not path.is_file():
         raise ConfigError(f"config file {path} does not exist; `saccade init` writes one, docs/recipes.md lists names")
     if path.name.endswith(ROWS):

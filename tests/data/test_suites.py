@@ -152,9 +152,9 @@ def test_options_are_turned_with_their_gold() -> None:
     assert len(rotations(replace(row, choices=(), answer="4"))) == 1
     with pytest.raises(ConfigError, match="cannot be turned"):
         rotations(replace(row, messages=(Message(role="user", parts=("A: a dog",)),)))
-    said = [*suites.problems(EvalConfig(suites=("hrbench4k:circular", "gsm8k:circular", "vstar:circle")))]
+    said = [*suites.problems(EvalConfig(suites=("hrbench4k:circular", "gsm8k:circular", "vstar:circle", "a,b")))]
     assert "rotations in its file; try hrbench4k" in said[0] and "has no options to turn; try gsm8k" in said[1]
-    assert "did you mean 'vstar'" in said[2]
+    assert "did you mean 'vstar'" in said[2] and said[3].endswith("in brackets, eval.suites=[a,b]")
 
 
 def test_too_many_bad_rows_of_a_suite_name_the_set(folder: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -235,7 +236,9 @@ def _conclude(out: Path, summary: Mapping[str, Any], scores: Scores) -> None:
     print(f"\n  GRPO gained {gain} points on held-out scenes [{low}, {high}]")
     print(f"  report    {out / 'report.html'}")
     print(f"  model     {out / 'exported'}  (a Hugging Face folder)")
-    print(f"  next      edit {out / 'rl.yaml'}, give it another run.name, then: saccade rl {out / 'rl.yaml'}")
+    print(
+        f"  next      edit {out / 'rl.yaml'}, give it another run.name, then: saccade rl {quote(str(out / 'rl.yaml'))}"
+    )
 
 
 # -- folders ---------------------------------------------------------------------------------------

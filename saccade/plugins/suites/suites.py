@@ -89,7 +89,9 @@ def suite_of(name: str) -> Suite:
 def problems(config: EvalConfig) -> Iterator[str]:
     """Suites that do not exist, and files that are missing, with the line that fetches them."""
     for name in dict.fromkeys(config.suites):
-        if name.removesuffix(CIRCULAR) not in SUITES:
+        if "," in name:
+            yield f"eval.suites: several names stand in brackets, eval.suites=[{name}]"
+        elif name.removesuffix(CIRCULAR) not in SUITES:
             yield str(unknown("eval.suites", name, SUITES))
         elif (suite := suite_of(name)).circular and (suite.rotated or "choices" not in suite.columns):
             why = "has its rotations in its file" if suite.rotated else "has no options to turn"
