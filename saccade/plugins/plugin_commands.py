@@ -35,11 +35,15 @@ def init(
     model: Annotated[Path, typer.Argument(help="Hugging Face model folder, or tiny:FAMILY.")],
     data: Annotated[Path, typer.Argument(help="Data file.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Config to write.")] = Path("run.yaml"),
+    device: Annotated[
+        str | None, typer.Option(help="GPU that it should fit, such as H100; else this machine's.")
+    ] = None,
 ) -> None:
-    """Write a commented run.yaml for a model folder and a data file."""
+    """Write a commented run.yaml for a model folder and a data file, which fits the GPU that is there."""
     from saccade.plugins.init.init_config import advice, write_config
 
-    write_config(model, data, out)
+    if note := write_config(model, data, out, device):
+        print(note)
     print(f"wrote {out}; next: {advice(out)}")
 
 

@@ -46,6 +46,21 @@ def test_the_command_refuses_what_cannot_fit_and_says_so_in_json_too(large):
     assert "try train.offload=true, or model.train=lora" in result.stderr
 
 
+def test_init_writes_what_fits_a_gpu(large, tmp_path):
+    (rows := tmp_path / "rows.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n')
+    for name, gpu, said in [
+        ("a", "H200", "fits one H200: "),
+        ("b", "RTX 4090", "fits one RTX 4090 with model.train=lora"),
+    ]:
+        arguments = ["init", str(large), str(rows), "--out", str(out := tmp_path / f"{name}.yaml"), "--device", gpu]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0 and said in result.stdout and said in out.read_text(), result.output
+        assert load(out).model.train == ("lora" if name == "b" else "full")
+        assert estimate(load(out), devices.named(gpu)).memory.fits
+    assert CliRunner().invoke(app, [*arguments[:4], str(tmp_path / "c.yaml"), "--device", "4091"]).exit_code == 2
+    assert not (tmp_path / "c.yaml").exists()
+
+
 @pytest.mark.parametrize(("options", "message"), [
     (["--device", "H201"], "expected one of GH200, B200, H200"),
     (["--device", "A100 48 GB"], "the one in the table has 79.2 GiB"),

@@ -14,17 +14,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from saccade.config import DataConfig, DataSource, load
+from saccade.config import Config, DataConfig, DataSource, load
 from saccade.config.schema.presets import unknown
 from saccade.data.chats import RowError
 from saccade.data.formats import Format, detect, read_row
 from saccade.data.sources import open_source
-from saccade.errors import ConfigError, DataError
+from saccade.errors import ConfigError, DataError, SaccadeError
 from saccade.models.files import described
 from saccade.plugins.check_data.unused_media import unread_media
 from saccade.plugins.families.tiny_kinds import ALL
 from saccade.plugins.init.run_page import Guess, Page, run_page
 from saccade.plugins.sokoban import sokoban
+from saccade.system.devices import Device
 from saccade.system.disk import require_writable
 from saccade.types import Media, Sample
 
@@ -60,11 +61,14 @@ ELSEWHERE = {
 }
 
 
-def write_config(model: Path, data: Path, out: Path) -> None:
-    """Write `out`; refuses to replace a file."""
+def write_config(model: Path, data: Path, out: Path, device: str | None = None) -> str:
+    """Write `out`; refuses to replace a file. Returns how a step fits the GPU of this machine, or the one named."""
+    from saccade.plugins.estimate.estimate_command import find_device  # with torch
+
     if out.exists():
         raise ConfigError(f"{out} exists; give another name with --out, or remove it")
     require_writable(out, "--out", file=True)
+    gpu = find_device(device, "auto")
     model_type = _type_of(model)
     format, keys, samples = _first_rows(data)
     if format in ELSEWHERE and not any(sample.answer for sample in samples):
@@ -87,7 +91,31 @@ def write_config(model: Path, data: Path, out: Path) -> None:
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(run_page(page), encoding="utf-8")
-    load(out)
+    config = load(out)
+    if not gpu.is_gpu:
+        return ""
+    note, changes = fitting(config, gpu)
+    lines = [f"# {note}", *(change.replace("=", ": ", 1) for change in changes)]
+    out.write_text(run_page(page) + "\n".join(lines) + "\n", encoding="utf-8")
+    return note
+
+
+def fitting(config: Config, gpu: Device) -> tuple[str, list[str]]:
+    """What is to be said of the GPU, and the options with which a step fits it."""
+    from saccade.plugins.estimate import estimate  # with torch
+
+    try:
+        found = estimate(config, gpu)
+    except SaccadeError as error:
+        return f"No estimate for one {gpu.name}: {error}", []
+    need = f"{max(found.memory.peaks.values()):.0f} GiB are needed of {found.memory.limit:.0f}"
+    if found.memory.fits:
+        return f"A step fits one {gpu.name}: {need}", []
+    if not found.advice:
+        return f"A step does not fit one {gpu.name}, whatever is changed: {need}; take a smaller model", []
+    first, *others = found.advice
+    instead = f", instead of which {' or '.join(others)} would do" if others else ""
+    return f"A step fits one {gpu.name} with {first}{instead}: else {need}", first.split()
 
 
 def advice(out: Path) -> str:
