@@ -58,10 +58,9 @@ def _texts() -> dict[str, str]:
 
 
 def apply(sample: Sample, config: PromptConfig, *, instruction: str, choices_seed: int = 0) -> Sample:
-    """The sample with all that the config adds to its prompt; `choices_seed` draws the order of
+    """The sample with all that the config, that of its source, adds to its prompt; `choices_seed` draws the order of
     options where it wants them permuted.
     """
-    config = config.of(sample.data_source)
     if sample.extra.get(WORDED):
         return sample
     if config.permute_choices:

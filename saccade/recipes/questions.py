@@ -11,7 +11,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
-from saccade.config import Config, DataSource
+from saccade.config import Config, DataSource, PromptConfig
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError
 from saccade.data.dataset import POSITIONS, PROMPT_LIMIT
@@ -34,14 +34,14 @@ def wording(config: Config, *, choices_seed: int = 0) -> Callable[[Sample], Samp
     tools = env_setup.explanation(config.env)
 
     @cache
-    def instruction(source: str) -> str:
+    def asked(source: str) -> tuple[PromptConfig, str]:
         prompt = config.prompt.of(source)
         own = prompts.instruction_for(str(prompt.format)) if prompt.instruction is None else str(prompt.instruction)
-        return " ".join(filter(None, [own, tools]))
+        return prompt, " ".join(filter(None, [own, tools]))
 
     def word(sample: Sample) -> Sample:
-        asked = instruction(sample.data_source)
-        return prompts.apply(sample, config.prompt, instruction=asked, choices_seed=choices_seed)
+        prompt, instruction = asked(sample.data_source)
+        return prompts.apply(sample, prompt, instruction=instruction, choices_seed=choices_seed)
 
     return word
 

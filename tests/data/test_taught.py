@@ -41,7 +41,8 @@ def test_a_teacher_that_reads_descriptions_teaches_about_pictures(tmp_path: Path
         described = re.search(r"described as follows: (.*)\n", message["content"])
         gold = golds[described[1]]
         said = gold if gold != rows_of(scenes)[0]["answer"] else "77"  # wrong about some
-        return chat_answer(f"<think>As described in the given description.</think><answer>{said}</answer>")
+        quoted = f"A picture is {described[0]}"
+        return chat_answer(f"<think>{quoted}As described in the given description.</think><answer>{said}</answer>")
 
     with scripted(teacher) as endpoint:
         options = [*engine(endpoint), "reward.terms=[count]", "generate.n=2"]

@@ -97,4 +97,5 @@ class PromptConfig(Section):
         """How rows of a data_source are asked: options by source have what they say of it, else of `default`."""
         apart = {name: value for name, value in self if isinstance(value, dict)}
         others = {name: value.get("default", type(self).model_fields[name].default) for name, value in apart.items()}
-        return self.model_copy(update={name: value.get(source, others[name]) for name, value in apart.items()})
+        asked = {name: value.get(source, others[name]) for name, value in apart.items()}
+        return self.model_copy(update=asked) if asked else self

@@ -62,11 +62,11 @@ def distil(config: Config, source: Path, out: Path, describe: str = "") -> dict[
         row["images"] = dialogue_row(sample, out)["images"]
         for turn in row["conversations"] if describe else ():
             text = turn["value"]
-            if turn["from"] == "gpt":
-                for mention, instead in MENTIONS:
-                    text = mention.sub(instead, text)
+            for mention, instead in MENTIONS if turn["from"] == "gpt" else ():
+                text = mention.sub(instead, text)
             shown = escape(SHOWN.format(sample.extra[describe]))
-            turn["value"] = text.replace(shown, "<image>" * len(sample.media), 1)
+            pictures = "<image>" * len(sample.media) if turn["from"] == "human" else ""  # a teacher may quote it
+            turn["value"] = text.replace(shown, pictures, 1)
     counts = {"questions": len(samples), "answers": len(samples) * config.generate.n, "right": len(rows)}
     _write(out, rows, config, source, "distill", counts)
     return counts
