@@ -136,6 +136,8 @@ def test_suites_are_scored_as_their_authors_do() -> None:
     judged = suites.with_rewards(RewardConfig(judge=judge, by_source={"vstar": "exact"}), config)
     assert judged.by_source == {"vstar": "exact", "visualprobe_hard": "hybrid"}
     assert suites.with_rewards(plain, EvalConfig()) is plain
+    several = RewardSample(id="a", response="<think>a</think><answer>C and A</answer>", answer="A, C")  # in any order
+    assert VERIFIERS[suites.SUITES["logicvista"].verifier].function(several).value == 1
 
 
 def test_options_are_turned_with_their_gold() -> None:

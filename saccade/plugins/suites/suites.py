@@ -56,7 +56,7 @@ class Suite:
 
     def row(self, row: Row) -> Row:
         """A row of the set as one of ours; raises a RowError where a part is missing."""
-        needs_options = self.verifier == "choice"
+        needs_options = self.verifier == "choice" and "choices" in self.columns  # else its pictures list them
         return read_suite_row(
             row,
             self.columns,
