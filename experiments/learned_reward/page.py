@@ -142,7 +142,8 @@ def hacked(told: Mapping[int, Story]) -> str:
 def write_page(results: Path, path: Path, images: Path) -> None:
     found, trials = read(results), read(results / "dev")
     arms = {arm: found[arm] for arm in ARMS if arm in found}
-    shown = {ARMS[arm].about: runs for arm, runs in arms.items()}
+    last = sorted(arms, key=lambda arm: arm == "rule")  # it has no learned reward: others keep their colours without it
+    shown = {ARMS[arm].about: arms[arm] for arm in last}
     (images / "learned-reward-true.svg").write_text(picture(shown, "reward/accuracy", "steps"))
     (images / "learned-reward-said.svg").write_text(picture(shown, "reward/learned", "steps", share=False))
     rule = ends(found.get("rule", {}), "val/test/accuracy")
