@@ -10,11 +10,11 @@ from experiments.pages import Found, cost, ends, gain, half_width, mean_of, pict
 
 ARMS = {
     "embedded": "embedded engine, one process",
-    "batches": "at most 40 sequences at once",
     "ahead": "`rollout.ahead=1`",
     "ranks": "`run.gpus=2`: two processes",
     "vllm": "`rollout.engine=vllm`",
     "beside": "`rollout.ahead=1 rollout.replicas=1`",
+    "order": "for comparison: the first row, questions in another order",
 }
 FIRST = "embedded"
 SCORE, LEARNED = "val/val/accuracy", "reward/accuracy"
@@ -39,14 +39,18 @@ largest difference between a log-prob of the engine and the trainer's. *Age*: me
 
 ![Right rollouts in training]({images}/systems.svg)
 
-*Rollouts of training that are right, means of {smooth} steps, with 95 % intervals over seeds.*
+*Rollouts of training that are right, means of {smooth} steps, with 95 % intervals over seeds: embedded, ahead, ranks
+(`run.gpus=2`, hidden behind embedded where both are the same), vllm.*
 
-| held-out accuracy by seed, % | {seeds} |
 {by_seed}
 
 ## Why arms differ where they do
 
-{why}
+- **Two processes** draw the tokens of one: the noise of a token belongs to its question, not to its place in a
+  batch. They part only where a sum in another order moves a probability over the edge of the noise.
+- **vLLM** has noise of its own, so its rollouts are other draws from the same policy: in every step its log-probs are
+  those of the trainer up to the gap above.
+- **Rollouts ahead** belong in part to the policy of one step before; their tokens are weighed by the ratio of both.
 
 ## Cost
 
@@ -63,38 +67,28 @@ several machines. Nothing was tuned for an arm; sizes were chosen once, before a
 
 
 def write_page(results: Path, path: Path, images: Path) -> None:
-    found = {arm: runs for arm, runs in read(results).items() if arm in ARMS}
-    found = {arm: found[arm] for arm in ARMS if arm in found}
-    (images / "systems.svg").write_text(picture({ARMS[arm].replace("`", ""): runs for arm, runs in found.items()},
-                                                LEARNED, "steps", SMOOTH))  # fmt: skip
+    stored = read(results)
+    first = stored.get(FIRST, {})
+    found = {arm: stored[arm] for arm in ARMS if arm in stored}
+    (images / "systems.svg").write_text(picture(found, LEARNED, "steps", SMOOTH))
     seeds = sorted({seed for runs in found.values() for seed in runs})
-    by_seed = [["---"] * (1 + len(seeds))]
-    scores = {"cold start": start_of(found[FIRST]), **{ARMS[arm]: ends(runs, SCORE) for arm, runs in found.items()}}
-    for label, values in scores.items():
-        by_seed.append([label, *(f"{100 * values[seed]:.1f}" if seed in values else "-" for seed in seeds)])
+    scores = {"cold start": start_of(first), **{ARMS[arm]: ends(runs, SCORE) for arm, runs in found.items()}}
+    by_seed = [[label, *(f"{100 * values[seed]:.1f}" if seed in values else "-" for seed in seeds)]
+               for label, values in scores.items()]  # fmt: skip
     text = PAGE.format(
-        summary=summary(found),
+        summary=summary(found, first),
         arms=table(
             ["arm", "seeds", "held-out, %", "difference", "training, %", "inside", "same", "gap", "age"],
-            [row(arm, runs, found[FIRST]) for arm, runs in found.items()],
+            [row(arm, runs, first) for arm, runs in found.items()],
         ),
-        by_seed="\n".join(f"| {' | '.join(cells)} |" for cells in by_seed),
-        seeds=" | ".join(map(str, seeds)),
-        why=WHY,
-        steps=max((run["steps"] for run in found[FIRST].values()), default=0),
+        by_seed=table(["held-out accuracy by seed, %", *map(str, seeds)], by_seed),
+        steps=max((run["steps"] for runs in found.values() for run in runs.values()), default=0),
         n=len(seeds),
-        cost=cost(read(results)),
+        cost=cost(stored),
         smooth=SMOOTH,
         images="../../docs/images",
     )
     path.write_text(text, encoding="utf-8")
-
-
-WHY = """- **Two processes** draw the tokens of one: the noise of a token belongs to its question, not to its place in a
-  batch. They part only where a sum in another order moves a probability over the edge of the noise.
-- **vLLM** has noise of its own, so its rollouts are other draws from the same policy: in every step its log-probs are
-  those of the trainer up to the gap above.
-- **Rollouts ahead** belong in part to the policy of one step before; their tokens are weighed by the ratio of both."""
 
 
 def row(arm: str, runs: Found, first: Found) -> list[str]:
@@ -144,16 +138,16 @@ def smoothed(values: list[float]) -> np.ndarray:
     return np.convolve(values, np.ones(width) / width, "valid")
 
 
-def summary(found: Mapping[str, Found]) -> str:
+def summary(found: Mapping[str, Found], first: Found) -> str:
     """One paragraph, in numbers."""
-    first = ends(found[FIRST], SCORE)
+    scores = {arm: ends(runs, SCORE) for arm, runs in found.items()}
+    others = [f"{ARMS[arm]} {mean_of(values)} % ({gain(values, ends(first, SCORE))})"
+              for arm, values in scores.items() if arm != FIRST]  # fmt: skip
+    both = [(run, first[seed]) for seed, run in found.get("ranks", {}).items() if seed in first]
+    alike, steps = sum(same(*pair) for pair in both), sum(run["steps"] for run, _ in both)
     said = [
-        f"{ARMS[arm]} {mean_of(ends(runs, SCORE))} % ({gain(ends(runs, SCORE), first)})"
-        for arm, runs in found.items()
-        if arm != FIRST
+        f"On a CPU, held-out accuracy goes from {mean_of(start_of(first))} % to {mean_of(ends(first, SCORE))} % with",
+        f"the embedded engine in one process; else (difference in points): {', '.join(others)}.",
+        f"Two processes had the rollouts of one in {alike} of {steps} steps." if steps else "",
     ]
-    shared = [same(run, found[FIRST][seed]) for seed, run in found.get("ranks", {}).items() if seed in found[FIRST]]
-    steps = sum(run["steps"] for seed, run in found.get("ranks", {}).items() if seed in found[FIRST])
-    tokens = f" Two processes had the rollouts of one in {sum(shared)} of {steps} steps." if shared else ""
-    return (f"On a CPU, held-out accuracy from {mean_of(start_of(found[FIRST]))} % to {mean_of(first)} % with the "
-            f"embedded engine in one process; else (difference in points): {', '.join(said)}.{tokens}")  # fmt: skip
+    return " ".join(said).strip()

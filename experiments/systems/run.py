@@ -1,6 +1,6 @@
-"""Does it matter how a run is carried out? One GRPO run of the quickstart's task with the embedded engine, with other
-batches, with rollouts ahead of training, in two processes and with vLLM. From nothing: scenes, models, all arms and
-seeds, RESULTS.md and its picture. With one thread a process, as below, it needs no GPU and no second core.
+"""Does it matter how a run is carried out? One GRPO run of the quickstart's task with the embedded engine, in two
+processes, with rollouts ahead of training, and with vLLM. From nothing: scenes, models, all arms and seeds, RESULTS.md
+and its picture. With one thread a process, as below, it needs no GPU and no second core.
 
     OMP_NUM_THREADS=1 python experiments/systems/run.py     # an interpreter with vLLM runs that arm, too
     python experiments/systems/run.py --arms ranks ahead    # only these, and the cold start
@@ -27,11 +27,11 @@ TINY = {"demonstrations": 64, "prompts": 16, "evaluation": 8}
 # What an arm changes of rl.yaml. The first is what all others are compared with.
 ARMS: dict[str, tuple[str, ...]] = {
     "embedded": (),
-    "batches": ("rollout.max_sequences=40",),
     "ahead": ("rollout.ahead=1",),
     "ranks": ("run.gpus=2",),
     "vllm": ("rollout.engine=vllm",),
     "beside": ("rollout.ahead=1", "rollout.replicas=1"),
+    "order": ("data.order=sequential",),  # other draws of the same: how far apart runs are anyway
 }
 
 
