@@ -184,13 +184,13 @@ def smoothed(values: np.ndarray, width: int) -> list[float]:
 
 HEAD = """# Results
 
-What saccade's methods do to real, small models, with intervals over seeds. Each part is the `RESULTS.md` of a folder of
+What saccade's methods do to small models, with intervals over seeds. Each part is the `RESULTS.md` of a folder of
 [experiments](../experiments), whose one command repeats it; `make docs` brings them together here.
 """
 NONE = "\nNone has been run on a GPU yet: there are no results.\n"
 ABOUT = """## Does it learn?
 
-[Experiments](docs/results.md) from public weights and data, with intervals over seeds, each repeated by one command:
+[Experiments](docs/results.md) with small models, with intervals over seeds, each repeated by one command:
 
 """
 MARKED = re.compile(r"(<!-- table: experiments -->\n).*?(<!-- end -->)", re.DOTALL)
