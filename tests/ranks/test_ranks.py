@@ -28,13 +28,14 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.engines import Settings
 from saccade.errors import ConfigError, EnvironmentProblem, RankLost
+from saccade.models.load import load_model
 from saccade.plugins.engines.replicas import replica, replica_process
 from saccade.plugins.preferences import dpo
 from saccade.plugins.ranks import launchers, ray_cluster, team
 from saccade.plugins.ranks.connections import Arrival, Link, introduce
 from saccade.plugins.ranks.loss_codec import decode_loss, encode_loss
 from saccade.plugins.ranks.machines import host_name
-from saccade.plugins.ranks.rank_trainer import RankTrainer
+from saccade.plugins.ranks.rank_trainer import RankTrainer, outline
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.reward_card import read_card
 from saccade.plugins.reward_models.reward_losses import StepsLoss, steps_objective
@@ -276,6 +277,15 @@ def test_the_steps_of_a_process_travel_as_json():
     logits = torch.tensor([[0.3, -0.1], [0.5, 0.7]])
     batch = SimpleNamespace(keys=[("a", 0)])
     assert [float(steps_objective(one, logits, batch)[0]) for one in (loss, again)] == [pytest.approx(0.57557706)] * 2
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen2_audio"])  # of no auto class
+def test_the_controller_has_the_names_and_shapes_of_the_model_of_ranks(kind, family_of):
+    family = family_of(kind)
+    empty = outline(load({"model.path": family.path}), family, torch.float32)
+    loaded = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
+    found, wanted = ({name: weight.shape for name, weight in one.named_parameters()} for one in (empty, loaded))
+    assert found == wanted and {weight.device.type for weight in empty.parameters()} == {"meta"}
 
 
 def test_more_gpus_than_there_are_are_refused(tmp_path, rl_config, monkeypatch):

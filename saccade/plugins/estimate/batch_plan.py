@@ -74,7 +74,7 @@ def empty_model(family: Family, *, trust_remote_code: bool = False) -> Any:
         if family.name not in (settings.model_type, "generic"):
             given = f"model.family={family.name}, but the folder holds a model of type {settings.model_type!r}"
             raise EnvironmentProblem(f"{family.path}: {given} ({why}); leave model.family out") from error
-        raise EnvironmentProblem(f"{family.path}: no estimate, as it needs its weights to be built ({why})") from error
+        raise EnvironmentProblem(f"{family.path}: it cannot be built without its weights ({why})") from error
     return model
 
 

@@ -27,13 +27,13 @@ from saccade.models.heads import attach_score
 from saccade.models.load import freeze, pick_device, pick_dtype
 from saccade.plugins.engines.weight_transfer import opened
 from saccade.plugins.engines.weights import Mapped
+from saccade.plugins.estimate.batch_plan import empty_model
 from saccade.plugins.estimate.layout_choice import choose_layout
 from saccade.plugins.ranks.layouts import require_heads
 from saccade.plugins.ranks.loss_codec import encode_loss
 from saccade.plugins.ranks.starts import start_team
 from saccade.plugins.ranks.team import Team
 from saccade.plugins.reward_models.reward_card import RewardCard
-from saccade.registry import HOOKS
 from saccade.system.codec import decode
 from saccade.system.contents import File
 from saccade.trainer import Loss, Scoring, Update
@@ -202,14 +202,9 @@ def start_policy(config: Config, command: str, family: Family, folder: str | Non
 
 def outline(config: Config, family: Family, dtype: torch.dtype, *, critic: bool = False) -> Any:
     """The policy, or its critic, without weights."""
-    import transformers
-
     adapted = config.model.train in ADAPTED
-    remote = {"trust_remote_code": config.model.trust_remote_code}
-    settings = transformers.AutoConfig.from_pretrained(family.path, **remote)
+    model = empty_model(family, trust_remote_code=config.model.trust_remote_code).to(dtype)
     with torch.device("meta"):
-        model = getattr(transformers, family.spec.auto_class).from_config(settings, dtype=dtype, **remote)
-        family.spec.prepare(model)
         interface.use_in(model, segments=family.spec.segments)
         if critic:
             attach_score(model, seed=0)
@@ -217,6 +212,4 @@ def outline(config: Config, family: Family, dtype: torch.dtype, *, critic: bool 
             lora.add(model, family, config.model.lora, seed=0)
         elif not adapted:
             freeze(model, family, config.model.train)
-        if family.series is not None:
-            HOOKS["attach_series"](model, family, seed=0)
     return model
