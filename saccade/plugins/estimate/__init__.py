@@ -32,15 +32,7 @@ from saccade.plugins.estimate.batch_plan import (
 from saccade.plugins.estimate.flops import SENSE_OF
 from saccade.plugins.estimate.memory_items import Item, Memory, host_items, memory_of, reward_folders, weights_in
 from saccade.plugins.estimate.work import Pace, pace_of
-from saccade.plugins.ranks.layouts import (
-    candidates,
-    efficiency,
-    generates,
-    more_gpus,
-    numbers_in,
-    prompts_of_a_rank,
-    require_heads,
-)
+from saccade.plugins.ranks.layouts import candidates, efficiency, generates, more_gpus, numbers_in, require_heads
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.recipes import model_setup, questions
 from saccade.system.devices import Device, in_precision, no_limit
@@ -190,10 +182,10 @@ def planner(
         changed = load(config, " ".join(changes).split(), "rl")
         algorithm, (train, lora) = algorithm_of(changed), (changed.model.train, changed.model.lora)
         typical, _ = prompts(changed.data.max_pixels)
-        prompts_of = partial(prompts_of_a_rank, changed.train.prompts_per_step)
-        alone, shared = (
-            changed.train.model_copy(update={"prompts_per_step": prompts_of(gpus=max(1, changed.run.gpus // together))})
-            for together in (1, changed.train.sequence_parallel)
+        groups = (max(1, changed.run.gpus // together) for together in (1, changed.train.sequence_parallel))
+        alone, shared = (  # most prompts of a step that one rank, or group of ranks, has
+            changed.train.model_copy(update={"prompts_per_step": -(-changed.train.prompts_per_step // count)})
+            for count in groups
         )
         layouts, _ = candidates(changed.train.layout, gpus=changed.run.gpus, cuda=device.is_gpu)
         plan = Plan(

@@ -72,11 +72,6 @@ def numbers_in(folder: Path, *, ranks: int = 1, tower_of: Callable[[str], str] =
     return rest + sum(divided.values()) // ranks + max(layers.values(), default=0)
 
 
-def prompts_of_a_rank(prompts: int, *, gpus: int) -> int:
-    """Most prompts of a step that one rank has."""
-    return -(-prompts // gpus)
-
-
 def collective_seconds(size: float, links: Pair, *, gpus: int) -> float:
     """A reduce-scatter or all-gather of so many bytes: each rank sends all but its part of them, at the speed of the
     slowest link, because the ring runs through every machine. `links`: GB/s inside of one, and from one to others.

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -67,7 +67,7 @@ def whereabouts() -> dict[str, Any]:
 
 
 def _collectives() -> dict[str, Any]:
-    """By group: its ranks, and its last collectives as number, name, sizes, whether it is over, and seconds since."""
+    """By group: its ranks, and its last collectives, each the fields of `Collective`."""
     found: dict[str, Any] = {}
     members = {
         group.group_name: [*ranks]
@@ -88,6 +88,19 @@ def _collectives() -> dict[str, Any]:
 
 
 # -- in the controller -------------------------------------------------------------------------------
+
+
+class Collective(NamedTuple):
+    """One that a rank has begun."""
+
+    number: int
+    name: str
+    sizes: str
+    over: bool
+    since: float  # seconds
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.sizes}"
 
 
 class Seen(NamedTuple):
@@ -147,32 +160,44 @@ def _moved(before: Seen | None, where: Mapping[str, Any], at: float, answered: f
     return Seen({**where, "cpu": last["cpu"]}, at, before.moved, answered)  # since it moved: a little adds up
 
 
-def verdict(seen: Mapping[int, Seen], size: int, now: float, known: float | None) -> str | None:
-    """Why the call will not end; None where it may."""
-    waiting = {rank: one.answered for rank, one in seen.items() if one.answered is not None}  # since when
-    first: dict[tuple[Any, ...], tuple[int, Any]] = {}  # who was seen first in a collective, and what it is there
+def _last(seen: Seen | None, group: str) -> list[Collective]:
+    """The last ones of a group, the newest at the end; none if the rank knows nothing of it."""
+    return [Collective(*row) for row in seen.where["groups"].get(group, {"last": ()})["last"]] if seen else []
+
+
+def _apart(seen: Mapping[int, Seen]) -> str | None:
+    """Why ranks will never meet: two are in different collectives."""
+    first: dict[tuple[Any, ...], tuple[int, str]] = {}  # who was seen first in a collective, and what it is there
     for rank, one in seen.items():
         for name, group in one.where["groups"].items():
-            for number, *what, _, _ in group["last"]:
-                other, theirs = first.setdefault((name, *group["ranks"], number), (rank, what))
-                if theirs != what:
-                    return (
-                        f"rank {other} is in {' '.join(theirs)}, rank {rank} in {' '.join(what)}, both number {number}"
-                    )
-            number, *what, over, since = group["last"][-1]
-            for other in group["ranks"] if one.answered is None and not over else ():
-                last = seen[other].where["groups"].get(name) if other in seen else None
-                if last is None or last["last"][-1][0] >= number:
+            for each in _last(one, name):
+                other, theirs = first.setdefault((name, *group["ranks"], each.number), (rank, str(each)))
+                if theirs != str(each):
+                    return f"rank {other} is in {theirs}, rank {rank} in {each}, both number {each.number}"
+    return None
+
+
+def verdict(seen: Mapping[int, Seen], size: int, now: float, known: float | None) -> str | None:
+    """Why the call will not end; None where it may."""
+    if why := _apart(seen):
+        return why
+    waiting = {rank: one.answered for rank, one in seen.items() if one.answered is not None}  # since when
+    for rank, one in seen.items():
+        for name, group in one.where["groups"].items():
+            mine = _last(one, name)[-1]
+            for other in group["ranks"] if one.answered is None and not mine.over else ():
+                theirs = _last(seen.get(other), name)
+                if not theirs or theirs[-1].number >= mine.number:
                     continue
                 if seen[other].answered is not None:
-                    return f"rank {other} has answered without {' '.join(what)}, in which rank {rank} waits"
-                waiting[rank] = one.at - since
+                    return f"rank {other} has answered without {mine}, in which rank {rank} waits"
+                waiting[rank] = one.at - mine.since
     left = [rank for rank in range(size) if rank not in waiting] or [r for r in seen if seen[r].answered is None]
     if not waiting or any(rank not in seen for rank in left):
         return None
     needed = max(0.0, *waiting.values())
     waited = now - needed
-    outside = [rank for rank in left if all(group["last"][-1][-2] for group in seen[rank].where["groups"].values())]
+    outside = [rank for rank in left if all(_last(seen[rank], name)[-1].over for name in seen[rank].where["groups"])]
     for rank in outside or left:
         still = min(waited, seen[rank].at - seen[rank].moved)  # as it said: this process may have been halted
         if still > STILL + STILL_FACTOR * needed:
@@ -189,8 +214,7 @@ def _doing(seen: Seen | None) -> str:
         return "has not said what it does"
     if seen.answered is not None:
         return f"has answered after {seen.answered:.1f} s"
-    last: Iterable[Any] = (group["last"][-1] for group in seen.where["groups"].values())
+    last = sorted((_last(seen, name)[-1] for name in seen.where["groups"]), key=lambda each: each.since)
     return "; ".join(
-        f"{'did' if over else 'waits in'} {name} {sizes}, number {number}, since {since:.1f} s"
-        for number, name, sizes, over, since in sorted(last, key=lambda row: row[-1])
+        f"{'did' if each.over else 'waits in'} {each}, number {each.number}, since {each.since:.1f} s" for each in last
     )
