@@ -45,6 +45,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("families", "families.timed_frames", "qwen3_vl=QWEN3_VL qwen3_vl_moe=QWEN3_VL"),
     ("families", "linear.gated_layers", "qwen3_5=VISION qwen3_5_moe=VISION qwen3_5_text=TEXT qwen3_5_moe_text=TEXT"),
     ("families", "linear.gated_layers", "qwen3_next=TEXT"),
+    ("families", "linear.short_convolutions", "lfm2=TEXT lfm2_moe=TEXT"),
     ("families", "families.hearing", "qwen2_audio=AUDIO qwen2_5_omni=OMNI qwen2_5_omni_thinker=OMNI"),
     ("formats", "verifiers.response_shape:ROWS", "think_answer counting think_boxed boxed answer_line hash letter"),
     ("formats", "verifiers.response_shape:ROWS", "grounding boxes_json direct none"),

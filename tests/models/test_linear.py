@@ -199,6 +199,27 @@ def test_the_work_and_memory_of_recurrent_layers(made, family_of):
     assert "heads" not in why_no_kernels(replace(cache_shape(model, family), dtype=torch.bfloat16))
 
 
+def test_short_convolutions_keep_their_last_tokens(tmp_path):
+    """In a cache that is too small for all of them, as in one with room; turns go on from them."""
+    family, _ = build("lfm2", tmp_path)
+    model = load_model(family, dtype=torch.float32, device=CPU)
+    shape, questions = cache_shape(model, family), asked(family, lengths=(1, 21), repeats=3)
+    assert shape.state_bytes == 3 * 4 * 2 * 64 and shapes.shape_of(model, family.tower_of).pair_flops == {None: 4 * 64}
+    assert "short convolutions" in why_no_kernels(replace(shape, dtype=torch.bfloat16))
+    crowded, roomy = (EmbeddedEngine(model, family, max_sequences=n) for n in (2, 64))
+    for _ in range(2):
+        first, second = generate(crowded, questions), generate(roomy, questions)
+        for one, other in zip(first, second, strict=True):
+            same(one, other)
+        questions = [
+            replace(q, ids=np.concatenate([q.ids, a.ids, a.ids[:2]]), first_index=q.first_index + len(a.ids))
+            for q, a in zip(questions, first, strict=True)
+        ]
+    config = load_config({"train.sequence_parallel": 2, "run.gpus": 2, "model.path": family.path})
+    with pytest.raises(ConfigError, match=r"a lfm2 has recurrent layers.*use train.sequence_parallel=1"):
+        require_heads(config, family)
+
+
 def test_what_is_not_served_is_refused(made):
     family, model, _ = made
     config = load_config({"train.sequence_parallel": 2, "run.gpus": 2, "model.path": family.path})

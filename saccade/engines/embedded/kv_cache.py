@@ -67,6 +67,7 @@ class CacheShape:
     device: torch.device
     dtype: torch.dtype
     state_bytes: int = 0  # of a sequence of any length: what recurrent layers keep
+    tails_alone: bool = False  # some keep their last tokens and no state
 
     @property
     def bytes_per_token(self) -> int:
@@ -103,7 +104,10 @@ def cache_shape(model: torch.nn.Module, family: Family) -> CacheShape:
         source = first[k.untyped_storage().data_ptr()]
         shapes[layer] = LayerShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], source)
     state_bytes = sum(each.bytes for each in states)
-    return CacheShape(layers=tuple(shapes), device=parameter.device, dtype=parameter.dtype, state_bytes=state_bytes)
+    kept = [key for each in states for key in each.kept]
+    tails_alone = any((layer, "state") not in kept for layer, _ in kept)
+    made = {"device": parameter.device, "dtype": parameter.dtype, "state_bytes": state_bytes}
+    return CacheShape(layers=tuple(shapes), tails_alone=tails_alone, **made)
 
 
 def use_kernels(shape: CacheShape) -> bool:
@@ -115,6 +119,8 @@ def why_no_kernels(shape: CacheShape) -> str:
     """Why the Triton kernels would not serve a model on any GPU; empty if they do."""
     if shape.dtype not in HALF:  # there greedy tokens are those of transformers, bit by bit
         return f"its weights are {shape.dtype}"
+    if shape.tails_alone:
+        return "it has short convolutions without a state"
     for layer in shape.layers:
         for size in (layer.key_size, layer.value_size):  # 0 where it keeps a state instead
             if size % 8 or size > 512:

@@ -110,8 +110,9 @@ def shape_of(model: Any, tower_of: Callable[[str], str]) -> Shape:
     widths, pair_flops = [], dict[int | None, float]()
     for layer, kind in zip(layers["llm"], kinds, strict=False):
         asked, kept = _attention_widths(layer, heads * size, key_heads * size)
-        widths.append((asked, kept if kind != "linear_attention" else 0.0))
-        if kind != "linear_attention":
+        attends = kind not in ("linear_attention", "conv")
+        widths.append((asked, kept if attends else 0.0))
+        if attends:
             near = window if kind == "sliding_attention" else None
             pair_flops[near] = pair_flops.get(near, 0.0) + 4.0 * asked
     recurrent = kinds.count("linear_attention")

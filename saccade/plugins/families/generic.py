@@ -109,7 +109,7 @@ def gate(path: str, *, trust_remote_code: bool = False) -> Any:
 def walks(text: Any) -> bool:
     """Whether a decoder has recurrent layers, in which the family of its text model keeps rows apart."""
     others = set(getattr(text, "layer_types", None) or ()) - LAYERS
-    return others == {"linear_attention"} and text.model_type in FAMILIES
+    return others in ({"linear_attention"}, {"conv"}) and text.model_type in FAMILIES
 
 
 def _require_libraries(path: str, error: Exception) -> None:

@@ -67,7 +67,7 @@ def _forward(layer: Any, hidden_states: Tensor, *, attention_plan: Any, **unused
     if isinstance(walk, Steps):
         out = _step(layer, walk, mixed, gate, share, decay)
         return layer.out_proj(out.flatten(1)).unsqueeze(0)
-    mixed = silu(_convolved(layer, mixed, walk))
+    mixed = silu(convolved(layer.layer_idx, layer.conv1d, mixed, walk))
     heads, key_heads = layer.num_v_heads, layer.num_k_heads
     q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], dim=-1)
     q, k = (part.unflatten(-1, (key_heads, -1)).repeat_interleave(heads // key_heads, dim=1) for part in (q, k))
@@ -99,14 +99,14 @@ def _projected(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
     return torch.cat([part.flatten(1) for part in mixed], 1), gate, share, decay
 
 
-def _convolved(layer: Any, x: Tensor, walk: Walk) -> Tensor:
+def convolved(layer: int, convolution: Any, x: Tensor, walk: Walk) -> Tensor:
     """[T, C]: each channel of a token with those of the K - 1 tokens before it on its path."""
-    weight = layer.conv1d.weight
+    weight = convolution.weight
     width = weight.shape[-1]
     source, first = walk.windows(width)
-    rows = torch.cat([x, walk.tails(layer.layer_idx, x)]).index_select(0, source)
-    walk.keep_tails(layer.layer_idx, rows, width)
-    out = conv1d(rows.T.to(weight.dtype), weight, layer.conv1d.bias, groups=len(weight))
+    rows = torch.cat([x, walk.tails(layer, x)]).index_select(0, source)
+    walk.keep_tails(layer, rows, width)
+    out = conv1d(rows.T.to(weight.dtype), weight, convolution.bias, groups=len(weight))
     return out.T.index_select(0, first).to(x.dtype)
 
 

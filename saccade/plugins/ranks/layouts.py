@@ -136,7 +136,7 @@ def require_heads(config: Config, family: Family) -> None:
     settings = AutoConfig.from_pretrained(family.path, trust_remote_code=config.model.trust_remote_code)
     text = settings.get_text_config()
     heads, size = text.num_attention_heads, config.train.sequence_parallel
-    if "linear_attention" in (getattr(text, "layer_types", None) or ()):
+    if {"linear_attention", "conv"} & set(getattr(text, "layer_types", None) or ()):
         why = f"a {family.name} has recurrent layers, which read the tokens of a row on one GPU"
         raise ConfigError(f"train.sequence_parallel: {why}; use train.sequence_parallel=1")
     if family.blocks:

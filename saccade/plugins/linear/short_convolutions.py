@@ -1,0 +1,39 @@
+"""Decoders of LFM2, in which most layers have a short convolution in the place of attention: each channel of a token
+sees those of a few tokens before it. A branch of a forest begins with the last tokens of its parent, and a sequence in
+the engine's cache with its own.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from saccade.errors import EnvironmentProblem
+from saccade.models.families import FAMILIES, refuse_noise
+from saccade.plugins.linear.gated_layers import convolved
+
+PARTS = ("conv", "operator_norm", "ffn_norm", "feed_forward")
+
+
+def walk_convolutions(model: Any) -> None:
+    """From now on such layers of the model need a plan with a walk."""
+    refuse_noise(model)
+    for name, layer in model.named_modules():
+        short = getattr(layer, "conv", None)
+        if type(short).__name__.endswith("ShortConv"):
+            if not all(hasattr(layer, part) for part in PARTS) or short.conv.weight.shape[-1] < 2:
+                what = f"{name} ({type(layer).__name__}) is not computed as in LFM2"
+                raise EnvironmentProblem(f"{what}; packed rows cannot be kept apart in it: use another model")
+            layer.forward = partial(_forward, layer)
+
+
+def _forward(layer: Any, hidden_states: Tensor, *, attention_plan: Any, **unused: Any) -> Tensor:
+    short, x = layer.conv, layer.operator_norm(hidden_states).squeeze(0)
+    before, behind, values = short.in_proj(x).chunk(3, dim=-1)
+    mixed = behind * convolved(short.layer_idx, short.conv, before * values, attention_plan.walk)
+    hidden_states = hidden_states + short.out_proj(mixed).unsqueeze(0)
+    return hidden_states + layer.feed_forward(layer.ffn_norm(hidden_states))
+
+
+TEXT = replace(FAMILIES["qwen3"], prepare=walk_convolutions)
