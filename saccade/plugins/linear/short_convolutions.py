@@ -20,7 +20,7 @@ def walk_convolutions(model: Any) -> None:
     """From now on such layers of the model need a plan with a walk."""
     refuse_noise(model)
     for name, layer in model.named_modules():
-        short = getattr(layer, "conv", None)
+        short: Any = getattr(layer, "conv", None)
         if type(short).__name__.endswith("ShortConv"):
             if not all(hasattr(layer, part) for part in PARTS) or short.conv.weight.shape[-1] < 2:
                 what = f"{name} ({type(layer).__name__}) is not computed as in LFM2"
