@@ -54,9 +54,8 @@ class FamilySpec:
     prepare: Callable[[Any], None] = lambda model: None
     # (Family, whether code of its folder may be run) → the Family of a folder that has more to say
     finish: Callable[[Any, bool], Any] = lambda family, trusted: family
-    prove: Callable[[Any, Any], None] | None = (
-        None  # (model, Family): refuses a model that computes something else here
-    )
+    # (model, Family): refuses a model that computes something else here
+    prove: Callable[[Any, Any], None] | None = None
     section: str = ""  # of config.json: what is loaded of a folder with more than one model
     beside: tuple[str, ...] = ()  # prefixes of the tensors of the others
 

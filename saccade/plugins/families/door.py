@@ -19,18 +19,8 @@ from saccade.forest.interface import decoder_of
 
 # What a forward hands to any decoder; the rest is the model's own business and is handed on.
 USUAL = frozenset(
-    (
-        *(
-            "input_ids",
-            "inputs_embeds",
-            "attention_mask",
-            "position_ids",
-            "past_key_values",
-            "use_cache",
-            "return_dict",
-        ),
-        *("cache_position", "output_attentions", "output_hidden_states", "labels", "logits_to_keep"),
-    )
+    "input_ids inputs_embeds attention_mask position_ids past_key_values use_cache return_dict cache_position "
+    "output_attentions output_hidden_states labels logits_to_keep".split()
 )
 # (where, what the first layers add there): names under which decoders take it. By layer it is a mapping.
 DEEPER = (("visual_pos_masks", "deepstack_visual_embeds"), ("vision_mask", "deepstack_features"))
