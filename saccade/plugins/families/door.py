@@ -18,8 +18,9 @@ from saccade.errors import EnvironmentProblem
 from saccade.forest.interface import decoder_of
 
 # What a forward hands to any decoder; the rest is the model's own business and is handed on.
-USUAL = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict")
-USUAL += ("cache_position", "output_attentions", "output_hidden_states", "labels", "logits_to_keep")
+USUAL: tuple[str, ...] = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values")
+USUAL += ("use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict")
+USUAL += ("labels", "logits_to_keep")
 # (where, what the first layers add there): names under which decoders take it. By layer it is a mapping.
 DEEPER = (("visual_pos_masks", "deepstack_visual_embeds"), ("vision_mask", "deepstack_features"))
 
