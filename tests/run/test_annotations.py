@@ -33,7 +33,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
 def test_what_a_person_says_is_compared_and_scored(folder, tmp_path, ending, monkeypatch):
-    file = tmp_path / f"answers.{ending}"
+    file = tmp_path / "new" / f"answers.{ending}"
     assert "wrote 20 answers" in saccade("annotate", folder, "--out", file)
     assert "exists, and may hold verdicts" in saccade("annotate", folder, "--out", file)
     assert "no row has a verdict" in saccade("annotate", folder, "--read", file)
@@ -57,6 +57,7 @@ def test_what_a_person_says_is_compared_and_scored(folder, tmp_path, ending, mon
             writer.writerows(rows)
 
     save(";")  # as some spreadsheets save
+    assert "cannot be written" in saccade("annotate", folder, "--read", file, "--out", "/proc/human")
     monkeypatch.chdir(folder)
     said = saccade("annotate", ".", "--read", file)
     pairs = [(n < 12, n < 9 or n == 15) for n in range(16)]

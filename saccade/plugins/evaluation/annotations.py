@@ -42,8 +42,9 @@ def write_annotations(folder: Path, out: Path, rows: int = 0, hide: bool = False
         raise ConfigError(f"--out {out}: ends in neither .csv nor .jsonl; try --out answers.csv")
     if out.exists():
         raise ConfigError(f"--out {out}: exists, and may hold verdicts; name a new file")
-    require_writable(out.parent, "--out")
     scored = _scored(folder)
+    require_writable(out.parent, "--out")
+    out.parent.mkdir(parents=True, exist_ok=True)
     chosen = np.sort(np.random.default_rng(seed).permutation(len(scored))[: rows or None])
     made = [_shown(row, hide) for row in (scored[index] for index in chosen)]
     if out.suffix == ".jsonl":
@@ -173,6 +174,7 @@ def _rescored(rows: Sequence[Row], said: Mapping[tuple[str, str, str], bool], ou
     """The evaluation with the person's verdicts where there are some, as `saccade compare` reads it."""
     if out.exists():
         raise ConfigError(f"--out {out}: exists; name a new folder")
+    require_writable(out, "--out")
     new = [row | ({"score": float(said[_key(row)]), "reason": "human"} if _key(row) in said else {}) for row in rows]
     out.mkdir(parents=True)
     write_files(out, {}, new)
