@@ -103,8 +103,12 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    names = (p.name for p in folder.glob("step-*") if is_complete(p))
-    return sorted(int(name.removeprefix("step-")) for name in names)
+    return sorted(step for path, step in _steps(folder).items() if is_complete(path))
+
+
+def _steps(folder: Path) -> dict[Path, int]:
+    """Those of the checkpoints; a copy that somebody made beside them has another name."""
+    return {path: int(number) for path in folder.glob("step-*") if (number := path.name[5:]).isdecimal()}
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -115,7 +119,7 @@ def not_whole(folder: Path, *, after: int) -> dict[Path, str]:
     """Checkpoints of later steps that were finished once and are not whole any more, and what each
     lacks.
     """
-    later = [path for path in sorted(folder.glob("step-*")) if int(path.name[5:]) > after]
+    later = sorted(path for path, step in _steps(folder).items() if step > after)
     found = {path: _lacking(path) for path in later}
     return {path: lacking for path, lacking in found.items() if lacking}
 

@@ -164,6 +164,8 @@ def test_changed_data_and_weights_to_start_from_are_refused(copied, tmp_path):
 def test_going_back_to_a_path_leaves_one_history(copied, numbers):
     folder = Path(copied["run.out"]) / "run"
     first = folder / "checkpoints" / "step-1"
+    shutil.copytree(first, first.with_name("step-1-backup"))  # copies by hand disturb nothing
+    (folder / "trajectories" / "step-2 (copy).jsonl").write_text("")
     rl.run(copied | {"run.resume": str(first), "run.max_steps": 2, "save.every": 0})
     assert [row["step"] for row in numbers(folder)] == [1, 2]
     rl.run(copied | {"run.resume": "auto", "run.max_steps": 4})

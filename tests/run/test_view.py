@@ -248,6 +248,7 @@ def test_what_is_damaged_is_left_out_and_said(config, runs, tmp_path, caplog):
         lines = file.read_text().splitlines()
         lines[number - 1] = text
         file.write_text("\n".join(lines) + "\n")
+    shutil.copy(rollouts, rollouts.with_stem("step-2 (copy)"))  # no step of ours
     picture = next((folder / "trajectories/images").glob("q0.*"))
     data = picture.read_bytes()
     picture.write_bytes(data[:33] + b"\0\0\0\1" + data[37:])  # its pixels end early, and no chunk follows

@@ -10,7 +10,7 @@ records, not the run.
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -87,8 +87,8 @@ class TrajectoryWriter:
 
     def truncate_after(self, step: int) -> None:
         """Forget what a killed run stored after the checkpoint that is resumed from."""
-        for file in self._root.rglob("step-*.jsonl"):
-            if _step_of(file) > step:
+        for file, written in steps_of(self._root.rglob("step-*.jsonl")).items():
+            if written > step:
                 file.unlink()
 
     def close(self) -> None:
@@ -158,9 +158,9 @@ def stored_steps(run: Path) -> dict[str, list[int]]:
     """kind -> steps with records, in order."""
     root = run / TRAJECTORIES
     steps: dict[str, list[int]] = {}
-    for file in root.rglob("step-*.jsonl"):
+    for file, step in steps_of(root.rglob("step-*.jsonl")).items():
         kind = file.parent.relative_to(root).as_posix()
-        steps.setdefault("train" if kind == "." else kind, []).append(_step_of(file))
+        steps.setdefault("train" if kind == "." else kind, []).append(step)
     return {kind: sorted(of_kind) for kind, of_kind in sorted(steps.items())}
 
 
@@ -169,8 +169,10 @@ def _file_of(root: Path, kind: str, step: int) -> Path:
     return root.joinpath(*parts, f"step-{step}.jsonl")
 
 
-def _step_of(file: Path) -> int:
-    return int(file.stem.removeprefix("step-"))
+def steps_of(files: Iterable[Path]) -> dict[Path, int]:
+    """Files of rollouts with their steps, without those of other names, such as copies that somebody made."""
+    named = {file: file.stem.removeprefix("step-") for file in files}
+    return {file: int(number) for file, number in named.items() if number.isdecimal()}
 
 
 def _plain(value: Any) -> Any:

@@ -15,6 +15,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from saccade.plugins.reports.episodes import Record, question_of, shortened, verdict_of
+from saccade.plugins.reports.trajectories import steps_of
 from saccade.run.folder import CHECKPOINTS, CONFIG, METRICS, RESULTS, TRAJECTORIES
 
 PASSED_OVER = {TRAJECTORIES, CHECKPOINTS, "tensorboard", "bad-batches"}  # no runs are in there
@@ -127,8 +128,8 @@ def stamp_of(file: Path) -> tuple[int, int]:
 
 def _rollout_files(folder: Path) -> list[Path]:
     root = folder / TRAJECTORIES
-    files = [*root.glob("step-*.jsonl"), *root.glob("val/*/step-*.jsonl")]
-    return sorted(files, key=lambda file: (int(file.stem.removeprefix("step-")), len(file.parts), file))
+    steps = steps_of([*root.glob("step-*.jsonl"), *root.glob("val/*/step-*.jsonl")])
+    return sorted(steps, key=lambda file: (steps[file], len(file.parts), file))
 
 
 def _read(file: Path, say: Callable[[str], object]) -> Iterator[Stored]:
