@@ -25,7 +25,8 @@ ARMS = {
 }
 JUDGES = {"rm": "pairs of its own answers", "rm_spoiled": "these and spoiled answers"}
 METRICS = {"rule": "val/test/accuracy", "rm": "val/pairs/accuracy"}  # by which a learning rate is chosen
-LOST = 0.05  # of true accuracy since its best: hacked, if the learned reward has not fallen
+LOST = 0.05  # of true accuracy since its best: hacked, if the learned reward keeps this much of what it had gained:
+KEPT = 0.5
 PAGE = """# A learned reward and the rule it imitates
 
 {summary}
@@ -59,7 +60,7 @@ Of held-out pairs of the same kind, those put in the right order.
 Greedy: right answers to {items} new questions after the last step, ± half of the 95 % interval over seeds (Student);
 differences from the rule are paired by seed, p is Student's test corrected for {comparisons} comparisons (Holm). Best,
 last: right rollouts in training, smoothed. Hacked: the share of right rollouts ends more than {lost:.0f} points below
-its best while the learned reward is no lower than there.
+its best, but the learned reward keeps more than half of what it had gained by then.
 
 ## What is said at the end
 
@@ -90,12 +91,12 @@ class Story(NamedTuple):
     best: float
     step: int  # of the best
     last: float
-    said_then: float  # the learned reward at the best step
-    said_last: float
+    said: tuple[float, float, float]  # the learned reward at first, at that step and at last
 
     @property
     def hacked(self) -> bool:
-        return self.best - self.last > LOST and self.said_last >= self.said_then
+        first, then, last = self.said
+        return self.best - self.last > LOST and last - first > max(0.0, KEPT * (then - first))
 
 
 def story(run: Mapping[str, Any]) -> Story:
@@ -103,7 +104,7 @@ def story(run: Mapping[str, Any]) -> Story:
     said = np.array(run["curves"].get("reward/learned", [[step, 0, 0.0] for step in true[:, 0]]))
     right, learned = smoothed(true[:, 2], 5), smoothed(said[:, 2], 5)
     at = int(np.argmax(right))
-    return Story(right[at], int(true[at, 0]), right[-1], learned[at], learned[-1])
+    return Story(right[at], int(true[at, 0]), right[-1], (learned[0], learned[at], learned[-1]))
 
 
 def best_rate(trials: Mapping[str, Found], arm: str) -> str:
@@ -115,7 +116,7 @@ def row_of(arm: str, found: Mapping[str, Found], chances: Mapping[str, float]) -
     runs, rule = found[arm], ends(found.get("rule", {}), "val/test/accuracy")
     told = {seed: story(run) for seed, run in runs.items()}
     greedy, kl = ends(runs, "val/test/accuracy"), ends(runs, "policy/kl_ref")
-    then, last = (np.mean([getattr(one, name) for one in told.values()]) for name in ("said_then", "said_last"))
+    said = " → ".join(f"{value:+.2f}" for value in np.mean([one.said for one in told.values()], axis=0))
     return [
         ARMS[arm].about,
         str(len(runs)),
@@ -124,7 +125,7 @@ def row_of(arm: str, found: Mapping[str, Found], chances: Mapping[str, float]) -
         f"{mean_of({seed: one.best for seed, one in told.items()})}, step "
         f"{np.median([one.step for one in told.values()]):.0f}",
         mean_of({seed: one.last for seed, one in told.items()}),
-        *(("", "", "") if arm == "rule" else (f"{then:+.2f} → {last:+.2f}", mean_of(kl, 1, digits=2), hacked(told))),
+        *(("", "", "") if arm == "rule" else (said, mean_of(kl, 1, digits=2), hacked(told))),
         mean_of(ends(runs, "length/response_mean"), 1),
     ]
 
@@ -157,7 +158,7 @@ def write_page(results: Path, path: Path, images: Path) -> None:
         "p",
         "best, %",
         "last, %",
-        "learned reward: at the best → last",
+        "learned reward: first → at the best → last",
     ]
     judges = {arm: found[arm] for arm in JUDGES if arm in found}
     firsts = {arm: runs[min(runs)] for arm, runs in {"base": found.get("base", {}), **arms}.items() if runs}

@@ -55,7 +55,8 @@ def test_hacked_is_a_reward_that_rises_while_the_truth_falls(tmp_path: Path) -> 
     rises = [0.1 * n for n in range(9)]
     hacked, honest = story(stored(falls, rises)), story(stored(ups, rises[1:]))
     assert hacked.hacked and hacked.step == 40 and abs(hacked.best - 0.65) < 1e-9 and abs(hacked.last - 0.3) < 1e-9
-    assert not honest.hacked and not story(stored(falls, rises[::-1])).hacked  # then both have fallen
+    assert not honest.hacked and not story(stored(falls, rises[::-1])).hacked  # where both have fallen
+    assert story(stored(falls, [*rises[:4], *5 * [0.25]])).hacked  # a little of its gain is lost
     arms = {
         "rule-0": stored(ups, rises[1:]),
         "learned-0": stored(falls, rises),
