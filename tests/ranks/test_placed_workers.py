@@ -6,6 +6,7 @@ from typing import Any
 
 from saccade.plugins.ranks import launchers, placed_workers
 from saccade.plugins.ranks.connections import Link, Reception
+from saccade.plugins.ranks.preflight import versions
 from saccade.plugins.reward_workers.pool import WorkerPool
 from saccade.rewards.reward_sample import RewardSample
 from tests.ranks.processes import LIMIT, forked
@@ -25,7 +26,7 @@ def reward(sample):
 def test_a_worker_elsewhere_that_hangs_or_dies_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(REWARDS.format(folder=tmp_path))
     started: list[Any] = []
-    with Reception(0, "t", launchers.versions()) as reception, WorkerPool(workers=1, deadline=2.0) as pool:
+    with Reception(0, "t", versions()) as reception, WorkerPool(workers=1, deadline=2.0) as pool:
 
         def placed() -> Link:
             started.append(forked(launchers.run_rank, f"127.0.0.1:{reception.port}", "t"))

@@ -26,7 +26,7 @@ from saccade.errors import EnvironmentProblem, RankLost
 from saccade.models.families import load_family
 from saccade.plugins import doctor
 from saccade.plugins.imitation.imitation_sources import teacher_of
-from saccade.plugins.ranks import connections, launchers, preflight, ray_cluster, starts
+from saccade.plugins.ranks import connections, preflight, ray_cluster, starts
 from saccade.plugins.ranks.rank_process import within_memory
 from saccade.plugins.ranks.rank_rewards import RankReward
 from saccade.plugins.reward_models.reward_model_term import Learned
@@ -49,7 +49,7 @@ def test_an_edited_file_changes_the_hash_of_the_code(tmp_path: Path) -> None:
 
 def come(port: int, token: str = "t", host: str = "near", code: str = "") -> None:
     """A process that belongs to a run, until it is told something; one of them then halts."""
-    versions = launchers.versions() | ({"code": code} if code else {})
+    versions = preflight.versions() | ({"code": code} if code else {})
     about = {"host": host, "pid": os.getpid(), "local": 0, "versions": versions}
     channel = Channel(socket.create_connection(("127.0.0.1", port)))
     connections.introduce(channel, token, about | {"machine": connections.same_processes()})
@@ -57,7 +57,7 @@ def come(port: int, token: str = "t", host: str = "near", code: str = "") -> Non
 
 
 def test_a_machine_with_other_code_is_refused_by_name() -> None:
-    with connections.Reception(0, "t", launchers.versions()) as meeting:
+    with connections.Reception(0, "t", preflight.versions()) as meeting:
         for options in ({}, {"host": "far", "code": "0123456789ab"}):
             threading.Thread(target=suppressed, args=(meeting.port,), kwargs=options, daemon=True).start()
         with pytest.raises(
@@ -73,7 +73,7 @@ def suppressed(*given: Any, **options: Any) -> None:
 
 def test_a_run_and_its_processes_prove_themselves_and_one_that_is_halted_ends_with_its_link(tmp_path: Path) -> None:
     """No side sends the token."""
-    with connections.Reception(0, "t", launchers.versions()) as meeting:
+    with connections.Reception(0, "t", preflight.versions()) as meeting:
         with pytest.raises(Ended, match="its process ended"):
             come(meeting.port, "of another run")
         process = forked(come, meeting.port)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from saccade.plugins.ranks.connections import (
 )
 from saccade.plugins.ranks.layouts import generates
 from saccade.plugins.ranks.machines import host_name
-from saccade.plugins.ranks.preflight import code_hash
+from saccade.plugins.ranks.preflight import versions
 from saccade.plugins.ranks.team import Rank, RankSettings
 from saccade.system.process import Channel, Ended
 
@@ -47,7 +47,6 @@ log = logging.getLogger(__name__)
 PORT = int(os.environ.get("SACCADE_PORT", "28400"))  # where `saccade rank` connects to
 REPLACE_LIMIT = 60.0  # seconds for whoever takes the place of a replica, then it is said once more that one is missing
 SERVED = (Replica.module, Rank.module, placed_workers.__name__)  # what a process that connects may become
-COMPARED = ("torch", "transformers")
 TOKEN = "SACCADE_TOKEN"
 
 
@@ -138,10 +137,6 @@ def linked(arrival: Arrival, replica: Replica) -> Link:
 
 
 # -- in a process that was started elsewhere ---------------------------------------------------------
-
-
-def versions() -> dict[str, str]:
-    return {name: metadata.version(name) for name in COMPARED} | {"code": code_hash()}
 
 
 def run_rank(address: str, token: str | None = None) -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ SEEN_LIMIT = 30.0  # seconds until a file that was just written is seen through 
 SUMMED, SUMS = 1 << 26, 3  # bytes of a sum that is timed, and how many
 MARK = ".seen-by-ranks"
 ELSE = "end what else runs there, `nvidia-smi` shows it"
+
+
+def versions() -> dict[str, str]:
+    """Those that all machines of a run must have."""
+    return {name: metadata.version(name) for name in ("torch", "transformers")} | {"code": code_hash()}
 
 
 def code_hash(root: Path = Path(saccade.__file__).parent) -> str:

@@ -21,17 +21,9 @@ from saccade.models.load import pick_device
 from saccade.plugins.engines.replicas.replica import Replica
 from saccade.plugins.ranks import placed_workers
 from saccade.plugins.ranks.connections import JOIN_LIMIT, Arrival, Link, Reception
-from saccade.plugins.ranks.launchers import (
-    REPLACE_LIMIT,
-    Beside,
-    Places,
-    beside_of,
-    linked,
-    ranks_at,
-    run_rank,
-    versions,
-)
+from saccade.plugins.ranks.launchers import REPLACE_LIMIT, Beside, Places, beside_of, linked, ranks_at, run_rank
 from saccade.plugins.ranks.placed_workers import move_workers
+from saccade.plugins.ranks.preflight import versions
 from saccade.plugins.ranks.team import RankSettings
 from saccade.plugins.reward_workers.pool import WorkerPool
 
