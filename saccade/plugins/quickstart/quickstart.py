@@ -167,6 +167,7 @@ REWARD = {
 def _evaluate(out: Path, name: str, data: Mapping[str, str], seed: int) -> dict[str, np.ndarray]:
     """Greedy accuracy of a stage on both sets, item by item."""
     config = _common(out, name, str(checkpoint_of(out / name)), seed)
+    del config["save"], config["track"]  # of no use here
     config["data"] = {"val": [data["val"], data["ood"]]}
     config["rollout"] = {"max_tokens": 16}  # up to eight objects are listed
     config["reward"] = REWARD
