@@ -23,7 +23,7 @@ from saccade.plugins.reports.episodes import stored_episodes
 from saccade.plugins.reports.report_page import Cell, Chart, Curve, Estimate, Point, Report, Table, write_report
 from saccade.run.folder import CONFIG, MANIFEST, RESULTS
 from saccade.run.loggers import read_metrics
-from saccade.run.metrics import MEASURE, interval_of, validation_measures
+from saccade.run.metrics import MEASURE, QUARTERS, interval_of, validation_measures
 from saccade.run.statistics import Interval
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ CHARTS: Mapping[str, Mapping[str, str]] = {
     "Reward": {"reward/mean": "mean"},
     "Reward parts": {},  # whatever the terms of a run are called
     "Groups without signal, %": {f"group/{n}_frac": n.replace("_", " ") for n in ("dead", "all_right", "all_wrong")},
+    "Groups by share of right answers, %": {f"group/solved_{least}": f"from {least} %" for least in QUARTERS},
     "SFT loss": {"sft/loss": "loss"},
     "Preference loss": {"dpo/loss": "loss"},
     "Pairs in the right order": {"dpo/accuracy": "accuracy"},
@@ -48,6 +49,7 @@ CHARTS: Mapping[str, Mapping[str, str]] = {
     "Reward model: scores": {"rm/chosen_mean": "chosen", "rm/rejected_mean": "rejected"},
     "Response tokens": {"length/response_mean": "mean", "length/response_p95": "95th percentile"},
     "Cut responses, %": {"length/truncated_frac": "truncated"},
+    "Repeated text, %": {"length/repeat_score": "repeated runs of tokens"},
     "Gradient norm": {"policy/grad_norm": "gradient norm"},
     "Learning rate": {"policy/lr": "learning rate"},
     "Entropy": {"policy/entropy": "entropy"},
@@ -58,7 +60,7 @@ CHARTS: Mapping[str, Mapping[str, str]] = {
     "Seconds per step": {"time/step": "step", "time/rollout": "rollout", "time/update": "update"},
     "Memory (GiB)": {"mem/host_rss_gb": "host", "mem/gpu_peak_gb": "GPU peak"},
 }
-DULL = {"Cut responses, %": 0.0, "Turns": 1.0}  # folded away where it never leaves this value
+DULL = {"Cut responses, %": 0.0, "Repeated text, %": 0.0, "Turns": 1.0}  # folded away where it never leaves this value
 NOT_PARTS = {"mean", "std", "min", "max", "accuracy", "abstain_rate", "error_rate", "clip_frac"}
 INTERVALS = "Brackets hold 95 % intervals over the items of a set."
 BESIDE_ACCURACY = {  # metric -> label, whether it is a share
