@@ -31,7 +31,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "ranks": ("run.gpus=2",),
     "vllm": ("rollout.engine=vllm",),
     "beside": ("rollout.ahead=1", "rollout.replicas=1"),
-    "order": ("data.order=sequential",),  # other draws of the same: how far apart runs are anyway
+    "order": ("data.order=sequential",),  # not shuffled: how far apart runs of one engine are
 }
 
 
