@@ -59,6 +59,11 @@ def test_init_writes_what_fits_a_gpu(large, tmp_path):
         assert estimate(load(out), devices.named(gpu)).memory.fits
     assert CliRunner().invoke(app, [*arguments[:4], str(tmp_path / "c.yaml"), "--device", "4091"]).exit_code == 2
     assert not (tmp_path / "c.yaml").exists()
+    rows.write_text(
+        '{"problem": "<image>?", "answer": "4", "images": ["gone.png"]}\n' * 2
+    )  # the error has several lines
+    result = CliRunner().invoke(app, [*arguments[:4], str(out := tmp_path / "d.yaml"), "--device", "H200"])
+    assert result.exit_code == 0 and "# No estimate for one H200: data.train: " in out.read_text() and load(out)
 
 
 @pytest.mark.parametrize(("options", "message"), [

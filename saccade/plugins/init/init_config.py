@@ -97,17 +97,20 @@ def write_config(model: Path, data: Path, out: Path, device: str | None = None) 
     note, changes = fitting(config, gpu)
     lines = [f"# {note}", *(change.replace("=", ": ", 1) for change in changes)]
     out.write_text(run_page(page) + "\n".join(lines) + "\n", encoding="utf-8")
+    load(out)
     return note
 
 
 def fitting(config: Config, gpu: Device) -> tuple[str, list[str]]:
     """What is to be said of the GPU, and the options with which a step fits it."""
     from saccade.plugins.estimate import estimate  # with torch
+    from saccade.recipes.model_setup import quiet_libraries
 
+    quiet_libraries()
     try:
         found = estimate(config, gpu)
     except SaccadeError as error:
-        return f"No estimate for one {gpu.name}: {error}", []
+        return f"No estimate for one {gpu.name}: {' '.join(str(error).split())}", []
     need = f"{max(found.memory.peaks.values()):.0f} GiB are needed of {found.memory.limit:.0f}"
     if found.memory.fits:
         return f"A step fits one {gpu.name}: {need}", []
