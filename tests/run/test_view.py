@@ -5,11 +5,13 @@ import io
 import json
 import shutil
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from saccade.config import TrackConfig, load
+from saccade.errors import EnvironmentProblem
 from saccade.media.images import decode
 from saccade.plugins.reports.report import from_run
 from saccade.plugins.reports.rollout_record import token_sizes
@@ -254,6 +256,8 @@ def test_what_is_damaged_is_left_out_and_said(config, runs, tmp_path, caplog):
     picture.write_bytes(data[:33] + b"\0\0\0\1" + data[37:])  # its pixels end early, and no chunk follows
     (folder / "config.resolved.yaml").write_text(config)
     (folder / "manifest.json").unlink()
+    with pytest.raises(EnvironmentProblem, match="--out /proc/x/page"):
+        write_page(tmp_path, Path("/proc/x/page.html"))
     write_page(tmp_path, tmp_path / "page.html")
     said = page_data(tmp_path / "page.html")
     assert len(said["index"]["first"]["id"]) == 94 and said["brief"]["first"][0]["picture"] is None

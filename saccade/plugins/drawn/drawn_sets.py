@@ -78,7 +78,7 @@ def write_set(draw: Draw, plan: Plan) -> str:
         raise ConfigError(f"--reply {plan.reply!r}: does not say where the answer stands; try --reply '{{answer}}'")
     if path.exists():
         raise ConfigError(f"{path} exists and is not overwritten; give another file")
-    require_writable(path.parent, "FILE")
+    require_writable(path, "FILE", file=True)
     plan.folder.mkdir(parents=True, exist_ok=True)
     several = ProcessPoolExecutor(plan.workers, get_context("spawn")) if plan.workers > 1 else nullcontext()
     unfinished, digest = path.with_suffix(".unfinished"), hashlib.sha256()

@@ -43,7 +43,7 @@ def write_annotations(folder: Path, out: Path, rows: int = 0, hide: bool = False
     if out.exists():
         raise ConfigError(f"--out {out}: exists, and may hold verdicts; name a new file")
     scored = _scored(folder)
-    require_writable(out.parent, "--out")
+    require_writable(out, "--out", file=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     chosen = np.sort(np.random.default_rng(seed).permutation(len(scored))[: rows or None])
     made = [_shown(row, hide) for row in (scored[index] for index in chosen)]

@@ -28,6 +28,7 @@ from saccade.plugins.serving.http_server import BadRequest, Gate, JsonReply, jso
 from saccade.plugins.view.run_index import COLUMNS, Runs, stamp_of
 from saccade.run.folder import CONFIG, METRICS, RESULTS, TRAJECTORIES
 from saccade.run.loggers import read_metrics
+from saccade.system.disk import require_writable
 
 log = logging.getLogger(__name__)
 
@@ -229,6 +230,7 @@ def _read_all(runs: Runs) -> None:
 
 def write_page(folder: Path, out: Path) -> None:
     """Everything in one file that needs no server; of each run the first rollouts alone."""
+    require_writable(out, "--out", file=True)
     runs = _opened(folder)
     data = dict[str, Any](live=False, run={}, index={}, brief={}, rollouts={}, beyond={})
     for name, path in runs.folders().items():
