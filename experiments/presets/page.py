@@ -42,7 +42,8 @@ best for it in the trials below. One command repeats everything on one GPU: `pyt
 Greedy accuracy on {items:,} new questions, scenes and charts equally; ± is half of the 95 % interval over seeds
 (Student). Differences from GRPO are paired by seed; p is Student's test of them, corrected for {comparisons}
 comparisons (Holm), and below {level} a difference is called one. GPU seconds for a point: training after the first
-step, over the runs side by side and the points gained.
+step, over the runs side by side and the points gained. Dynamic sampling (`dapo`) draws more for a step: it counts as it
+was at the last validation within these rollouts, which is made every second step.
 
 ## Trials
 
