@@ -175,7 +175,7 @@ def test_the_forward_of_a_forest(name, shape_for, load, forest, counted):
 def test_the_forward_of_a_row_of_any_kind(name, family_of, load, image, counted, shape_for):
     family, rng = family_of(name), np.random.default_rng(0)
     prompt = family.render(ask(image(140, 70), "what?"))
-    new = 64 + -len(prompt) % 64  # recurrent layers fill up chunks of 64
+    new = -len(prompt) % 64 or 64  # recurrent layers fill up chunks of 64
     row = rollout(0, prompt=len(prompt), new=new)
     ids = np.concatenate([prompt.ids, rng.choice(np.flatnonzero(~family.banned), new)])
     (batch,) = pack([group(replace(row, ids=ids, media=prompt.media))], micro_tokens=10_000)

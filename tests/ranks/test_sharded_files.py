@@ -48,8 +48,8 @@ def test_weights_of_two_ranks_are_joined_and_go_back(tmp_path: Path, family_of: 
 
 
 def test_code_inside_a_description_does_not_run(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(print))
-    with pytest.raises(EnvironmentProblem, match=r"asks for builtins\.print, which no such file needs"):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(exec))
+    with pytest.raises(EnvironmentProblem, match=r"asks for builtins\.exec, which no such file needs"):
         sharded_weights(tmp_path)
     (tmp_path / ".metadata").write_bytes(b"cut off")
     with pytest.raises(EnvironmentProblem, match=r"no sharded checkpoint, or not whole"):

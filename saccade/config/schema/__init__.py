@@ -10,7 +10,7 @@ read is `config.py`. One file for each part of a run; `Config` puts them togethe
 # ruff: noqa: F403, F405 (every section can be imported from here)
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from pydantic import model_validator
@@ -52,14 +52,17 @@ class Config(Section):
         return self
 
 
-def options(kind: type[Section] = Config, prefix: str = "", *, keys: bool = True) -> Iterator[tuple[str, Any]]:
+@cache
+def options(kind: type[Section] = Config, prefix: str = "", *, keys: bool = True) -> tuple[tuple[str, Any], ...]:
     """(dotted name, field) of every option, in order; a mapping gives its keys or, without `keys`,
     itself.
     """
+    found: list[tuple[str, Any]] = []
     for name, info in kind.model_fields.items():
         annotation = info.annotation
         opened = keys or "mapping" not in about(info)
         if opened and isinstance(annotation, type) and issubclass(annotation, Section):
-            yield from options(annotation, f"{prefix}{name}.", keys=keys)
+            found += options(annotation, f"{prefix}{name}.", keys=keys)
         else:
-            yield f"{prefix}{name}", info
+            found.append((f"{prefix}{name}", info))
+    return tuple(found)

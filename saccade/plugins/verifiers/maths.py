@@ -51,6 +51,7 @@ def equivalent(answer: str, gold: str, *, formulas: bool = True) -> bool:
     return _verdict(answer, gold, formulas) == "right"
 
 
+@lru_cache(maxsize=1024)  # rollouts of a group give few different answers
 def _verdict(answer: str, gold: str, formulas: bool = True) -> str:
     """right | wrong | unparseable | too_large | gold_unparseable"""
     spelled = spelling(gold)
