@@ -23,18 +23,37 @@ from saccade.cli import app
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_a_wheel_has_every_file_the_recipes_and_the_commit(tmp_path: Path) -> None:
-    """Built from a tree without git, as an sdist unpacks to."""
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "saccade", tmp_path / "saccade", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "saccade" / "commit.txt").write_text("c0ffee\n")
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tree without git, as an sdist unpacks to, with a wheel in dist/."""
+    folder = tmp_path_factory.mktemp("built")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "constraints.txt"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "saccade", folder / "saccade", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "saccade" / "commit.txt").write_text("c0ffee\n")
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    shutil.copytree(ROOT / "scripts", folder / "scripts")
     build = "import setuptools.build_meta as b; b.build_wheel('dist')"
-    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
-    wheel = zipfile.ZipFile(next((tmp_path / "dist").glob("*.whl")))
+    subprocess.run([sys.executable, "-c", build], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def test_the_script_of_the_images_makes_an_environment(built: Path, tmp_path: Path) -> None:
+    """All of its commands; the packages that the wheel needs are those of this environment."""
+    here = [path for path in sys.path if path.endswith("site-packages")]
+    given = {"PIP_NO_DEPS": "1", "PIP_IGNORE_INSTALLED": "1", "TORCH_INDEX": "", "PYTHONPATH": os.pathsep.join(here)}
+    given["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = ["bash", built / "scripts" / "image.sh", tmp_path / "made", "cpu"]
+    done = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert ", commit c0ffee\n" in done.stdout and "grpo" in done.stdout
+    assert list(tmp_path.glob("made/lib/python*/site-packages/saccade/configs/kto.yaml"))
+
+
+def test_a_wheel_has_every_file_the_recipes_and_the_commit(built: Path, tmp_path: Path) -> None:
+    wheel = zipfile.ZipFile(next((built / "dist").glob("*.whl")))
     inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    there = {str(path.relative_to(tmp_path)) for path in (tmp_path / "saccade").rglob("*") if path.is_file()}
+    there = {str(path.relative_to(built)) for path in (built / "saccade").rglob("*") if path.is_file()}
     assert inside == there | {f"saccade/configs/{p.relative_to(ROOT / 'configs')}" for p in recipes()}
     wheel.extractall(tmp_path / "site")
     command = [sys.executable, "-m", "saccade", "--version"]
