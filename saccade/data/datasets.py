@@ -72,9 +72,8 @@ def load(
         raise ConfigError(reader.refused)
     if len(reader.bad) > config.max_bad_fraction * rows:
         paths = [source.path for source in sources]
-        raise DataError(
-            too_many(reader.bad, rows, paths, config, none_left=len(reader.bad) == rows, ours=change is None)
-        )
+        none_left = len(reader.bad) == rows
+        raise DataError(too_many(reader.bad, rows, paths, config, none_left=none_left, ours=change is None))
     samples, duplicates = _with_unique_ids(reader.samples)
     hashes = [content_hash(sample, everything=True) for sample in samples]
     return Dataset(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 TEXTS_FILE = Path(__file__).with_name("prompts.yaml")
 WORDED = "worded"  # a column that is true where a row holds its prompt as it was asked
 OPTIONS = re.compile(r"[\s(]*[A-Z]([\s,;&.()]+[A-Z])*[\s.:)]*")  # letters and nothing else, such as (B) or A, C
+LABEL = re.compile(r"[\s(]*[A-Za-z][.:)]+\s+")  # before the text of an option
 MARK = re.compile("\0(\\d+)\0")  # stands for an image while a template handles the text
 
 
@@ -149,23 +151,33 @@ def sandboxed(source: str, option: str, **settings: Any) -> tuple[Template, froz
 
 
 def permute_choices(sample: Sample, seed: int) -> Sample:
-    """Options in an order drawn for this sample; a gold letter moves with its option. Options that
-    are letters name things in the image, and those that the question lists have theirs there.
+    """Options in an order drawn for this sample. Options that are letters name things in the image, and those that the
+    question lists have theirs there.
     """
     are_letters = all(choice.strip().upper() in set(LETTERS) for choice in sample.choices)
     asked = "".join(message.text for message in sample.messages)
     if len(sample.choices) < 2 or are_letters or all(choice in asked for choice in sample.choices):
         return sample
     digest = hashlib.sha256(f"{seed}:{sample.id}".encode()).digest()
-    order = np.random.default_rng(int.from_bytes(digest[:8], "big")).permutation(len(sample.choices))
+    return reordered(sample, np.random.default_rng(int.from_bytes(digest[:8], "big")).permutation(len(sample.choices)))
+
+
+def reordered(sample: Sample, order: Sequence[int]) -> Sample:
+    """Options in this order. A gold that names some by letters follows them: (B), or A, C; B. a cat is a cat."""
     moved = {LETTERS[old]: LETTERS[new] for new, old in enumerate(order)}
     choices = tuple(sample.choices[old] for old in order)
+    texts = {choice.casefold(): choice for choice in choices}
 
     def follow(gold: Any) -> Any:
         if isinstance(gold, tuple):
             return tuple(map(follow, gold))
-        if gold is None or gold in choices or not OPTIONS.fullmatch(gold.upper()):
+        text = LABEL.sub("", gold or "").strip().casefold()
+        if gold is None or gold in choices or text in texts:
+            return texts.get(text, gold)
+        letters = re.findall("[A-Z]", gold.upper()) if OPTIONS.fullmatch(gold.upper()) else []
+        if not letters or not moved.keys() >= {*letters}:
             return gold
-        return re.sub("[A-Z]", lambda letter: moved.get(letter[0], letter[0]), gold.upper().strip())
+        named = iter(sorted(moved[letter] for letter in letters))
+        return re.sub("[A-Z]", lambda _: next(named), gold.upper().strip())
 
     return replace(sample, choices=choices, answer=follow(sample.answer))

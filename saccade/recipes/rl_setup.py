@@ -84,10 +84,11 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     run.compare_sets(sets)
     HOOKS["warn_of_rewards"](scorer, [data, *sets.values()])
     HOOKS["warn_of_rows"](config, family, stream, sets.values())
-    load, given = model_setup.load_beside, (config, family, algorithm, backend)
-    reference = load("reference", *given) if algorithm.needs_reference else None
-    critic = load("critic", *given) if algorithm.needs_critic else None
-    demonstrations = None
+    reference = critic = demonstrations = None
+    if algorithm.needs_reference:
+        reference = model_setup.load_beside("reference", config, family, algorithm, backend)
+    if algorithm.needs_critic:
+        critic = model_setup.load_beside("critic", config, family, algorithm, backend)
     if config.train.sft_coef:
         demonstrations = HOOKS["demonstrations"](config, family, run.quarantine, updates=algorithm.updates_per_step)
     surplus = CarriedGroups(sample_of=data.sample)
@@ -140,7 +141,9 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
             beside=ahead.pool if ahead.side_by_side else None,
         ),
     )
-    streams = {"stream": stream} | ({"demonstrations": demonstrations.stream} if demonstrations is not None else {})
+    streams = {"stream": stream}
+    if demonstrations is not None:
+        streams["demonstrations"] = demonstrations.stream
     run.restore(backend, streams, beside)
     run.progress = replace(run.progress, algorithm=resolved_options(algorithm))
     engine.update_weights(backend, version=run.step)  # its own copy may be of another checkpoint

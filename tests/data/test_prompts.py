@@ -101,8 +101,10 @@ def test_the_gold_letter_follows_its_option(ask):
         assert moved.choices["ABCD".index(moved.answer)] == "green"
         assert sorted(moved.choices) == sorted(sample.choices)
         orders.add(moved.choices)
-        listed = permute_choices(replace(sample, id=str(index), answer=("(b)", "B, D.", "N/A")), seed=1).answer
-        assert listed == (f"({moved.answer})", f"{moved.answer}, {'ABCD'[moved.choices.index('grey')]}.", "N/A")
+        golds = ("(b)", "B, D.", "b. Green", "N/A", "E")
+        both = ", ".join(sorted((moved.answer, "ABCD"[moved.choices.index("grey")])))
+        listed = permute_choices(replace(sample, id=str(index), answer=golds), seed=1).answer
+        assert listed == (f"({moved.answer})", f"{both}.", "green", "N/A", "E")
     assert len(orders) > 10
     assert permute_choices(sample, seed=1) == permute_choices(sample, seed=1)
     for index in range(8):

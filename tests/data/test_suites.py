@@ -149,7 +149,7 @@ def test_options_are_turned_with_their_gold() -> None:
         ("a cow", ("C", "a cat"), "q"),
     ]
     listed = [one.answer for one in rotations(replace(row, answer=("(B)", "b. a cat", "A, C", "4.5")))]
-    assert listed[1] == ("A", "A", "B, C", "4.5")
+    assert listed[1] == ("(A)", "a cat", "B, C", "4.5")
     assert rotations(row)[2].messages[0].text == "Which?\n(A) a cow\n(B) a dog\n(C) a cat\nSay it."
     assert len(rotations(replace(row, choices=(), answer="4"))) == 1
     with pytest.raises(ConfigError, match="cannot be turned"):

@@ -84,9 +84,7 @@ class PromptConfig(Section):
         None, "Replaces the format's instruction; an empty string adds none. Also by data_source."
     )
     position: Literal["before", "after"] = option("after", "Where the instruction stands in the first user message.")
-    system: str | dict[str, str] | None = option(
-        None, "System message: text, or a file that holds it. Also by data_source."
-    )
+    system: str | dict[str, str] | None = option(None, "System message: text, or a file with it. Also by data_source.")
     template: str | None = option(None, "Jinja file of the question: content, choices, row, instruction.", path=True)
     chat_template: str | None = option(None, "Jinja file that replaces the model's chat template.", path=True)
     permute_choices: bool = option(

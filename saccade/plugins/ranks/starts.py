@@ -1,7 +1,7 @@
 """How the ranks of a run are started, and how a run that has lost them starts again.
 
 team = start_team(config, "rl", model=family.path, folder=None, logs=run.path)
-load(config, changes(config, wanted, "rl", error))
+run_again(rl.run, "rl", config)
 """
 
 import logging

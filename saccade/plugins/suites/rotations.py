@@ -11,8 +11,8 @@ from typing import Any
 
 from saccade.data.dataset import ROTATION_OF, Dataset
 from saccade.data.formats import LETTERS
+from saccade.data.prompts import reordered
 from saccade.errors import ConfigError
-from saccade.plugins.verifiers.choice import letters_in
 from saccade.types import Message, Sample
 
 
@@ -30,28 +30,18 @@ def rotated(dataset: Dataset) -> Dataset:
 
 
 def rotations(sample: Sample) -> list[Sample]:
-    """The question as it is, then with its options turned, which stand in its text as the prompt lists them. A gold is
-    the text of an option, or names options as the verifier `choice` reads it.
-    """
-    count, found = len(sample.choices), []
-    for turn in range(max(1, count)):
-        choices = (*sample.choices[turn:], *sample.choices[:turn])
-        messages = tuple(_swapped(message, sample, choices) for message in sample.messages) if turn else sample.messages
+    """The question as it is, then with its options turned, which stand in its text as the prompt lists them."""
+    found, places = [], range(len(sample.choices))
+    for turn in range(max(1, len(places))):
+        row = reordered(sample, [*places[turn:], *places[:turn]])
+        messages = tuple(_swapped(message, sample, row.choices) for message in row.messages) if turn else row.messages
         if turn and messages == sample.messages:
             raise ConfigError(
                 f"eval.suites: row {sample.id} does not list its options as (A) … in lines, so they cannot be turned; "
                 "leave :circular or prompt.template out"
             )
-
-        def follow(gold: Any, turn: int = turn) -> Any:
-            named = () if gold is None or gold in sample.choices else letters_in(gold, sample.choices)
-            return ", ".join(sorted(LETTERS[(LETTERS.index(one) - turn) % count] for one in named)) or gold
-
-        gold = sample.answer
-        answer = tuple(map(follow, gold)) if isinstance(gold, tuple) else follow(gold)
-        extra = {**sample.extra, ROTATION_OF: sample.id}
         id = f"{sample.id}~{turn}" if turn else sample.id
-        found.append(replace(sample, id=id, messages=messages, choices=choices, answer=answer, extra=extra))
+        found.append(replace(row, id=id, messages=messages, extra={**sample.extra, ROTATION_OF: sample.id}))
     return found
 
 
