@@ -158,8 +158,8 @@ def permute_choices(sample: Sample, seed: int) -> Sample:
     asked = "".join(message.text for message in sample.messages)
     if len(sample.choices) < 2 or are_letters or all(choice in asked for choice in sample.choices):
         return sample
-    digest = hashlib.sha256(f"{seed}:{sample.id}".encode()).digest()
-    return reordered(sample, np.random.default_rng(int.from_bytes(digest[:8], "big")).permutation(len(sample.choices)))
+    drawn = int(hashlib.sha256(f"{seed}:{sample.id}".encode()).hexdigest()[:16], 16)
+    return reordered(sample, np.random.default_rng(drawn).permutation(len(sample.choices)).tolist())
 
 
 def reordered(sample: Sample, order: Sequence[int]) -> Sample:
