@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,10 @@ class RankTrainer:
         rows = self._report("train_step", batches, options)
         skipped = {row["skipped"] for row in rows}
         assert len(skipped) == 1, "some ranks skipped the update, others did not"
-        return Update(metrics=_merged(rows), skipped=skipped.pop())
+        metrics = _merged(rows)
+        tokens = [sum(batches[i].tokens for i in mine) for mine in self._dealt(batches)]
+        metrics.add_max("perf/rank_imbalance", max(tokens) / fmean(tokens))
+        return Update(metrics=metrics, skipped=skipped.pop())
 
     def measure(self, batches: Sequence[Batch], loss: Loss) -> Metrics:
         return _merged(self._report("measure", batches, {"loss": encode_loss(loss)}))
