@@ -1,6 +1,7 @@
 """Metrics reach their files, survive a kill and never stop a run."""
 
 import json
+import signal
 import sys
 from contextlib import closing
 from types import ModuleType
@@ -87,10 +88,21 @@ def test_tables_of_answers_reach_loggers_with_their_pictures(name, tmp_path, rl_
         assert run.data.metrics["val/val/pass_at_2"] >= 0 and run.info.status == "FINISHED"
         tables = [file.path for file in client.list_artifacts(run.info.run_id, "generations/val/val")]
         assert tables == [f"generations/val/val/step-{n}.json" for n in (0, 1)]
+    if name == "swanlab":  # a picture says of which question it is
+        assert b"counting-8-0" in next(folder.glob("swanlab/*/*.swanlab")).read_bytes()
     text = "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.suffix in (".json", ".txt"))
     assert "how many" in text
     files = [path for path in folder.rglob("*") if path.is_file() and "trajectories" not in path.parts]
     assert sum(path.read_bytes().startswith(b"\x89PNG") for path in files) >= 2
+
+
+def test_an_interrupt_stays_that_of_the_run(folder, said, monkeypatch):
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("HOME", str(folder.path))
+    handler = signal.getsignal(signal.SIGINT)
+    with closing(Loggers(folder, TrackConfig(tensorboard=False, loggers=["swanlab"]))) as loggers:
+        loggers.log({"reward/mean": 1.0}, 1)
+        assert signal.getsignal(signal.SIGINT) is handler and not said
 
 
 def test_a_logger_that_breaks_is_left_out(folder, said, monkeypatch):

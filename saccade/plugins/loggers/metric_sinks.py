@@ -6,6 +6,7 @@ stored rollouts with their pictures. Without a server in the environment they wr
 """
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -115,14 +116,19 @@ def swanlab(folder: RunFolder, first_step: int | None) -> Logger:
     place = folder.path / "swanlab"
     place.mkdir(exist_ok=True)
     mode: Any = os.environ.get("SWANLAB_MODE", "offline")
+    on_interrupt = signal.getsignal(signal.SIGINT)
     run = library.init(project=PROJECT, name=_name(folder, first_step), log_dir=str(place), mode=mode)
+    if signal.getsignal(signal.SIGINT) is not on_interrupt:
+        signal.signal(signal.SIGINT, on_interrupt)  # theirs would close their run before ours has written a checkpoint
 
     def show(kind: str, step: int) -> None:
-        table = _generations(folder, kind, step, library.Image)
+        table = _generations(folder, kind, step, str)
         rows = zip(*(table[name] for name in COLUMNS), strict=True)
         texts = ["\n\n".join(f"{name}: {value}" for name, value in zip(COLUMNS, row, strict=True)) for row in rows]
-        shown = {"answers": [*map(library.Text, texts)], **{name: table[name] for name in table if name not in COLUMNS}}
-        for name, column in shown.items():
-            run.log({f"generations/{kind}/{name}": [item for item in column if item is not None]}, step=step)
+        run.log({f"generations/{kind}/answers": [*map(library.Text, texts)]}, step=step)
+        for name in [*table][len(COLUMNS) :]:
+            files = zip(table["id"], table[name], strict=True)  # rows have different numbers of pictures
+            pictures = [library.Image(file, caption=str(id)) for id, file in files if file]
+            run.log({f"generations/{kind}/{name}": pictures}, step=step)
 
     return Logger(lambda row, step: run.log(_numbers(row), step=step), run.finish, show)
