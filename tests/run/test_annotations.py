@@ -61,12 +61,13 @@ def test_what_a_person_says_is_compared_and_scored(folder, tmp_path, ending, mon
     monkeypatch.chdir(folder)
     said = saccade("annotate", ".", "--read", file)
     pairs = [(n < 12, n < 9 or n == 15) for n in range(16)]
-    low, high = kappa_interval(pairs)
+    low, high = kappa_interval(pairs, [f"q{n}" for n in range(16)])
     assert f"0.750 [0.505, 0.898]  {kappa(pairs):.3f} [{low:.3f}, {high:.3f}]" in said and "q15" in said
     results = json.loads((tmp_path / "run-eval-human" / "results.json").read_text())
     assert results["vqa"]["accuracy"] == approx(10 / 20) and results["vqa"]["items"] == 20
+    assert "run-eval-human-2;" in saccade("annotate", ".", "--read", file)
     assert "20 items" in saccade("compare", folder, tmp_path / "run-eval-human")
-    rows[3]["human"] = "perhaps"
+    rows[3] |= {"human": "perhaps", "response": "so " * 50_000}
     save()
     assert "row 4: human is 'perhaps'; expected right or wrong" in saccade("annotate", folder, "--read", file)
     rows[3] |= {"human": "wrong", "id": "q99"}
@@ -75,6 +76,9 @@ def test_what_a_person_says_is_compared_and_scored(folder, tmp_path, ending, mon
     rows[3] |= {"human": "wrong", "id": "q0"}
     save()
     assert "row 4: two verdicts on vqa q0 0" in saccade("annotate", folder, "--read", file)
+    file.write_text("été", encoding="latin-1")
+    broken = "save it as 'CSV UTF-8'" if ending == "csv" else "is no JSON"
+    assert broken in saccade("annotate", folder, "--read", file)
 
 
 def test_kappa_is_agreement_beyond_chance(folder, tmp_path):
@@ -82,9 +86,11 @@ def test_kappa_is_agreement_beyond_chance(folder, tmp_path):
     pairs = [(True, True)] * 20 + [(True, False)] * 5 + [(False, True)] * 10 + [(False, False)] * 15
     assert kappa(pairs) == approx(0.4) and kappa([(True, True)] * 9) is None
     kind = [(True, True)] * 3 + [(True, False)]
-    assert kappa(kind) == 0 and kappa_interval(kind) == (None, None)
-    low, high = kappa_interval(pairs)
+    assert kappa(kind) == 0 and kappa_interval(kind, "abcd") == (None, None)
+    low, high = kappa_interval(pairs, range(50))
     assert 0.1 < low < 0.2 and 0.6 < high < 0.7  # its standard error is 0.13
+    fewer = kappa_interval(pairs * 4, [*range(50)] * 4)  # four answers to each question, which say the same
+    assert fewer == approx((low, high))
     assert "wrote 5 answers" in saccade("annotate", folder, "--rows", 5, "--hide")
     assert "right" not in (folder / "annotations.csv").read_text()
     assert "ends in neither" in saccade("annotate", folder, "--out", tmp_path / "a.txt")

@@ -8,6 +8,7 @@ agree, with Cohen's kappa, and the evaluation with the person's verdicts in the 
 """
 
 import csv
+import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from saccade.errors import ConfigError
-from saccade.plugins.evaluation.compare import evaluated
-from saccade.plugins.evaluation.results import read_lines, to_lines, write_files
+from saccade.plugins.evaluation.compare import evaluated, item_of
+from saccade.plugins.evaluation.results import numbered, read_lines, to_lines, write_files
 from saccade.plugins.reports.report_page import Cell, Estimate, Table
 from saccade.recipes.accuracy import accuracy
 from saccade.run.metrics import RIGHT
@@ -32,6 +33,7 @@ SHOWN = (*KEY, "question", "media", "gold", "response", "extracted", "verifier",
 HUMAN = {"right": True, "1": True, "yes": True, "true": True, "wrong": False, "0": False, "no": False, "false": False}
 RESAMPLES = 2000
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would run
+LONGEST = 1 << 30  # characters of an answer that is read back; the library refuses them from 131,072 on
 
 
 def write_annotations(folder: Path, out: Path, rows: int = 0, hide: bool = False, seed: int = 0) -> int:
@@ -90,12 +92,17 @@ def read_annotations(folder: Path, file: Path, out: Path | None = None) -> tuple
     if strange := " ".join(next((key for key in said if key not in by_key), ())):
         raise ConfigError(f"{file}: {strange} is no scored answer of {folder}; name the folder it came from")
     pairs = {key: (by_key[key]["score"] >= RIGHT, verdict) for key, verdict in said.items()}
-    sets = {name: [pair for key, pair in pairs.items() if key[0] == name] for name in dict.fromkeys(k[0] for k in said)}
+    sets: dict[str, list[tuple[bool, bool]]] = {}
+    items: dict[str, list[str]] = {}  # of each pair, what was asked
+    for key, pair in pairs.items():
+        sets.setdefault(key[0], []).append(pair)
+        items.setdefault(key[0], []).append(item_of(by_key[key]))
     table = Table(
         title=f"Verifier and person, {len(pairs)} answers",
         columns=("set", "judged", "agree", "kappa", "verifier right", "person right", "too kind", "too strict"),
-        rows=tuple((name, *_agreement(own)) for name, own in sets.items()),
-        note="Brackets hold 95 % intervals. Too kind: right for the verifier alone; too strict: for the person alone.",
+        rows=tuple((name, *_agreement(own, items[name])) for name, own in sets.items()),
+        note="Brackets hold 95 % intervals over questions. "
+        "Too kind: right for the verifier alone; too strict: for the person alone.",
     )
     differ = [key for key, (rule, person) in pairs.items() if rule != person]
     listed = tuple((*key, *("right" if side else "wrong" for side in pairs[key])) for key in differ)
@@ -103,7 +110,8 @@ def read_annotations(folder: Path, file: Path, out: Path | None = None) -> tuple
     if differ:
         tables.append(Table(title="Where they differ", columns=(*KEY, "verifier", "person"), rows=listed))
     whole = folder.resolve()
-    return tables, _rescored(rows, said, out or whole.with_name(f"{whole.name}-human"))
+    free = (path for path in numbered(whole.with_name(f"{whole.name}-human")) if not path.exists())
+    return tables, _rescored(rows, said, out or next(free))
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -117,10 +125,13 @@ def _verdicts(file: Path) -> dict[tuple[str, str, str], bool]:
     if file.suffix == ".jsonl":
         rows: list[Row] = read_lines(file)
     else:
-        with file.open(encoding="utf-8-sig", newline="") as lines:
-            dialect = ";" if ";" in lines.readline().partition(",")[0] else ","  # as some spreadsheets save
-            lines.seek(0)
-            rows = [*csv.DictReader(lines, delimiter=dialect)]
+        try:
+            text = file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--read {file}: is no UTF-8 ({error}); save it as 'CSV UTF-8'") from None
+        separator = ";" if ";" in text.partition("\n")[0].partition(",")[0] else ","  # as some spreadsheets save
+        csv.field_size_limit(LONGEST)
+        rows = [*csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)]
     found = dict[tuple[str, str, str], bool]()
     for number, row in enumerate(rows, 1):
         if missing := {*KEY, "human"} - row.keys():
@@ -138,34 +149,38 @@ def _verdicts(file: Path) -> dict[tuple[str, str, str], bool]:
     return found
 
 
-def _agreement(pairs: Verdicts) -> list[Cell]:
+def _agreement(pairs: Verdicts, items: Sequence[str]) -> list[Cell]:
     both = np.array(pairs)
-    same = int((both[:, 0] == both[:, 1]).sum())
-    low, high = wilson(same, len(pairs))
-    value, (low_kappa, high_kappa) = kappa(pairs), kappa_interval(pairs)
+    agree, asked = float((both[:, 0] == both[:, 1]).mean()), len({*items})
+    low, high = wilson(agree * asked, asked)  # several answers to a question tell no more than one does
+    value, (low_kappa, high_kappa) = kappa(pairs), kappa_interval(pairs, items)
     beyond: Cell = None if value is None else Estimate(value=value, low=low_kappa, high=high_kappa, percent=False)
     shares = [Estimate(value=float(side.mean())) for side in both.T]
     kind, strict = (int((both[:, one] & ~both[:, 1 - one]).sum()) for one in (0, 1))
     counted = [Estimate(value=count, percent=False) for count in (kind, strict)]
-    agree = Estimate(value=same / len(pairs), low=low, high=high)
-    return [Estimate(value=len(pairs), percent=False), agree, beyond, *shares, *counted]
+    return [
+        Estimate(value=len(pairs), percent=False), Estimate(value=agree, low=low, high=high), beyond, *shares, *counted
+    ]  # fmt: skip
 
 
-def kappa(pairs: Verdicts) -> float | None:
+def kappa(pairs: Verdicts, weights: Sequence[int] | np.ndarray | None = None) -> float | None:
     """Cohen's (1960): agreement beyond what both would reach by chance; None where both always say the same."""
-    first, second = np.array(pairs).T
-    chance = first.mean() * second.mean() + (1 - first.mean()) * (1 - second.mean())
-    return None if chance == 1 else float(((first == second).mean() - chance) / (1 - chance))
+    sides = np.array(pairs).T
+    first, second, same = (np.average(one, weights=weights) for one in (*sides, sides[0] == sides[1]))
+    chance = first * second + (1 - first) * (1 - second)
+    return None if chance == 1 else float((same - chance) / (1 - chance))
 
 
-def kappa_interval(pairs: Verdicts) -> tuple[float, float] | tuple[None, None]:
-    """Percentiles over answers that are drawn again; draws in which kappa is not defined do not count. None where one
-    of the two says the same of every answer: kappa is 0 then, and nothing else could be drawn.
+def kappa_interval(pairs: Verdicts, items: Sequence[str]) -> tuple[float, float] | tuple[None, None]:
+    """Percentiles over questions that are drawn again, with all of their answers; draws in which kappa is not defined
+    do not count. None where one of the two says the same of every answer: kappa is 0 then, and nothing else could be
+    drawn.
     """
     if any(len({*side}) == 1 for side in zip(*pairs, strict=True)):
         return None, None
-    drawn = np.random.default_rng(0).integers(len(pairs), size=(RESAMPLES, len(pairs)))
-    found = [value for one in np.array(pairs)[drawn] if (value := kappa(one)) is not None]
+    names, item = np.unique(items, return_inverse=True)
+    drawn = np.random.default_rng(0).multinomial(len(names), np.full(len(names), 1 / len(names)), size=RESAMPLES)
+    found = [value for times in drawn[:, item] if (value := kappa(pairs, times)) is not None]
     low, high = np.percentile(found, [2.5, 97.5])
     return float(low), float(high)
 

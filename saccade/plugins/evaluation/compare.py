@@ -112,10 +112,14 @@ def evaluated(folder: Path) -> dict[tuple[str, str], tuple[list[Row], float]]:
         raise ConfigError(f"{folder} is no evaluation: it has no samples.jsonl; name folders that `saccade eval` wrote")
     rows: dict[tuple[str, str], list[Row]] = {}
     for row in read_lines(path):
-        question = (row.get("extra") or {}).get(ROTATION_OF) or row["id"]
-        rows.setdefault((row["set"], str(question)), []).append(row)
+        rows.setdefault((row["set"], item_of(row)), []).append(row)
     scores = {key: [score for row in own if (score := _score(row)) is not None] for key, own in rows.items()}
     return {key: (own, float(np.mean(scores[key]))) for key, own in rows.items() if scores[key]}
+
+
+def item_of(row: Row) -> str:
+    """The id of its question, whatever the order of the options."""
+    return str((row.get("extra") or {}).get(ROTATION_OF) or row["id"])
 
 
 def _score(row: Row) -> float | None:

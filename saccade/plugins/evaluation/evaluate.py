@@ -110,7 +110,7 @@ def _evaluate(config: Config, folder: Path, answers: Path, also: Collection[str]
                 log.info(line)
             stored, scores = results[-1].groups[: config.val.log_generations], results[-1].scores
             writer.write(0, stored, family, version=0, kind=f"val/{name}", scores=scores)
-            if dataset.overlong or dataset.quarantined:  # a score of the rest is another score
+            if dataset.overlong or dataset.quarantined or dataset.renamed:  # a score of other rows is another score
                 log.info(dataset.summary)
         summary = write_results(folder, results, family)
         for dataset in sets.values():

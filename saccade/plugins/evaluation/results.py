@@ -43,14 +43,19 @@ def places(config: Config, out: Path | None) -> tuple[Path, Path]:
         require_writable(out, "--out")
         return Path(out), Path(out) / ANSWERS
     require_writable(config.run.out, "run.out")
-    name = f"{config.run.name}-eval"
-    names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
+    folders = numbered(Path(config.run.out) / f"{config.run.name}-eval")
     earlier: list[Path] = []
-    while (folder := Path(config.run.out) / next(names)).exists():
+    while (folder := next(folders)).exists():
         earlier.insert(0, folder)
     broken_off = itertools.takewhile(lambda path: not (path / RESULTS).exists(), earlier)
     folder = next((path for path in broken_off if (path / ANSWERS).exists()), folder)
     return folder, folder / ANSWERS
+
+
+def numbered(path: Path) -> Iterator[Path]:
+    """NAME, NAME-2, NAME-3 …"""
+    yield path
+    yield from (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
 
 
 @contextmanager
