@@ -243,12 +243,14 @@ def test_what_is_damaged_is_left_out_and_said(config, runs, tmp_path, caplog):
     shutil.copytree(runs / "first", folder)
     rollouts = folder / "trajectories/step-2.jsonl"
     for file, number, text in [
-        (folder / "metrics.jsonl", 2, '{"step": 2, "rew'),
-        (rollouts, 3, "{}"),
-        (rollouts, 5, "\0"),
+        (folder / "metrics.jsonl", 2, lambda line: '{"step": 2, "rew'),
+        (folder / "metrics.jsonl", 3, lambda line: json.dumps(json.loads(line) | {"reward/mean": "high"})),
+        (rollouts, 3, lambda line: "{}"),
+        (rollouts, 5, lambda line: "\0"),
+        (rollouts, 7, lambda line: line.replace('"segments": [', '"segments": [3, ')),
     ]:
         lines = file.read_text().splitlines()
-        lines[number - 1] = text
+        lines[number - 1] = text(lines[number - 1])
         file.write_text("\n".join(lines) + "\n")
     shutil.copy(rollouts, rollouts.with_stem("step-2 (copy)"))  # no step of ours
     picture = next((folder / "trajectories/images").glob("q0.*"))
@@ -260,18 +262,21 @@ def test_what_is_damaged_is_left_out_and_said(config, runs, tmp_path, caplog):
         write_page(tmp_path, Path("/proc/x/page.html"))
     write_page(tmp_path, tmp_path / "page.html")
     said = page_data(tmp_path / "page.html")
-    assert len(said["index"]["first"]["id"]) == 94 and said["brief"]["first"][0]["picture"] is None
+    assert len(said["index"]["first"]["id"]) == 93 and said["brief"]["first"][0]["picture"] is None
     report = said["run"]["first"]["report"]
     assert [len(one["points"]) for one in report["charts"][0]["curves"]] == [2]
     told = [*report["left_out"], *said["index"]["first"]["left_out"]]
-    lines = [f"step-2.jsonl, line {number}" for number in (3, 5)]
-    places = ["metrics.jsonl, line 2", "config.resolved.yaml", "manifest.json", *lines]
+    lines = [f"step-2.jsonl, line {number}" for number in (3, 5, 7)]
+    metrics = ["metrics.jsonl, line 2", "reward/mean is no number in step 3"]
+    places = [*metrics, "config.resolved.yaml", "manifest.json", *lines]
     for place, words in zip(places, told, strict=True):
         assert place in words and "left out" in words and words in caplog.messages
     caplog.clear()
     page = page_data(from_run(folder))
-    assert len(page["episodes"]["items"]) == 94 and page["left_out"] == caplog.messages
-    assert sum("left out" in text for text in page["left_out"]) == 5
+    assert len(page["episodes"]["items"]) == 93 and page["left_out"] == caplog.messages
+    assert sum("left out" in text for text in page["left_out"]) == 7
+    found = Runs(tmp_path).rollouts(folder, lambda found: rollouts.unlink(missing_ok=True))
+    assert found and rollouts not in {one.file for one in found}  # it went away meanwhile
 
 
 @needs_browser

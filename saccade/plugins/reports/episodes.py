@@ -50,7 +50,11 @@ def stored_episodes(folder: Path, say: Callable[[str], object] = log.warning) ->
     album: dict[str, str] = {}
     items, size = [], 0
     for record in chain.from_iterable(by_question.values()):
-        items.append(episode_of(record, folder / TRAJECTORIES, album))
+        try:
+            items.append(episode_of(record, folder / TRAJECTORIES, album))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            say(f"{folder}: rollout {record['id']} cannot be shown and is left out ({type(error).__name__}: {error})")
+            continue
         size += sum(len(said.get("text", "")) for turn in items[-1]["turns"] for said in turn["said"])
         if size > MOST_BYTES:
             notes = [f"The page holds the first {len(items):,} episodes: the others are too long."]

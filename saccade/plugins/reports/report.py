@@ -21,7 +21,7 @@ from saccade.plugins.reports.comparison import independent_difference
 from saccade.plugins.reports.diagnosis import diagnose
 from saccade.plugins.reports.episodes import stored_episodes
 from saccade.plugins.reports.report_page import Cell, Chart, Curve, Estimate, Point, Report, Table, write_report
-from saccade.run.folder import CONFIG, MANIFEST, RESULTS
+from saccade.run.folder import CONFIG, MANIFEST, METRICS, RESULTS
 from saccade.run.loggers import read_metrics
 from saccade.run.metrics import MEASURE, QUARTERS, interval_of, validation_measures
 from saccade.run.statistics import Interval
@@ -101,9 +101,9 @@ def run_report(folder: Path) -> Report:
     if not (folder / CONFIG).exists():
         raise ConfigError(f"{folder} is no run folder: it has no {CONFIG}; name one such as runs/run")
     said: list[str] = []
-    rows, config = read_metrics(folder, said.append), read_options(folder, said.append)
+    rows, config = read_numbers(folder, said.append), read_options(folder, said.append)
     manifest = _read(folder / MANIFEST, json.loads, said.append)
-    began = manifest["starts"][0]["time"] if manifest.get("starts") else ""
+    began = manifest["starts"][0].get("time", "") if manifest.get("starts") else ""
     phases = phase_seconds(rows)
     return Report(
         title=folder.resolve().name,
@@ -119,6 +119,16 @@ def run_report(folder: Path) -> Report:
         },
         left_out=said,
     )
+
+
+def read_numbers(folder: Path, say: Callable[[str], object]) -> list[dict[str, Any]]:
+    """Rows of metrics without texts. `say` hears of those that stand where other rows have numbers."""
+    rows = read_metrics(folder, say)
+    texts = {name: row["step"] for row in reversed(rows) for name, value in row.items() if isinstance(value, str)}
+    kept = [{name: value for name, value in row.items() if isinstance(value, float | int | None)} for row in rows]
+    for name in sorted(texts.keys() & {name for row in kept for name in row}):
+        say(f"{folder / METRICS}: {name} is no number in step {texts[name]} and is left out there")
+    return kept
 
 
 def read_options(folder: Path, say: Callable[[str], object]) -> dict[str, Any]:

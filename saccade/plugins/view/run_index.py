@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from saccade.plugins.reports.episodes import Record, question_of, shortened, verdict_of
+from saccade.plugins.reports.episodes import Record, episode_of, question_of, shortened, verdict_of
 from saccade.plugins.reports.trajectories import steps_of
 from saccade.run.folder import CHECKPOINTS, CONFIG, METRICS, RESULTS, TRAJECTORIES
 
@@ -113,8 +113,11 @@ class Runs:
         with self._lock:  # two that ask at once do not read the same file twice
             if not self._is_read(file):
                 left_out: list[str] = []
-                self._files[file] = Indexed(stamp_of(file), [*_read(file, left_out.append)], left_out)
-            return self._files[file]
+                try:
+                    self._files[file] = Indexed(stamp_of(file), [*_read(file, left_out.append)], left_out)
+                except FileNotFoundError:  # it has gone, as when a run is resumed from an earlier step
+                    self._files[file] = Indexed()
+            return self._files.get(file, Indexed())
 
 
 def stamp_of(file: Path) -> tuple[int, int]:
@@ -138,6 +141,8 @@ def _read(file: Path, say: Callable[[str], object]) -> Iterator[Stored]:
         for number, line in enumerate(lines, 1):
             try:
                 record = _record(file, BY_TOKEN.sub(rb'"\1": []', line))
+                images = [{**image, "file": None, "seen_file": None} for image in record["images"]]
+                episode_of({**record, "images": images}, file.parent, {})  # or raises: it could not be shown
                 yield Stored(file, start, len(line), _row(record), _words(record))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 say(f"{file}, line {number} is no rollout and is left out ({type(error).__name__}: {error})")

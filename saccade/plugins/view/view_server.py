@@ -21,13 +21,12 @@ from fastapi.responses import HTMLResponse, Response
 
 from saccade.errors import ConfigError
 from saccade.plugins.reports.episodes import episode_of, inside, question_of, thumbnail
-from saccade.plugins.reports.report import eval_report, read_options, read_results, run_facts, run_report
+from saccade.plugins.reports.report import eval_report, read_numbers, read_options, read_results, run_facts, run_report
 from saccade.plugins.reports.report_page import page_with, plain
 from saccade.plugins.serving import http_server
 from saccade.plugins.serving.http_server import BadRequest, Gate, JsonReply, json_app
 from saccade.plugins.view.run_index import COLUMNS, Runs, stamp_of
 from saccade.run.folder import CONFIG, METRICS, RESULTS, TRAJECTORIES
-from saccade.run.loggers import read_metrics
 from saccade.system.disk import require_writable
 
 log = logging.getLogger(__name__)
@@ -131,10 +130,9 @@ def _facts(folder: Path, metrics: tuple[int, int], results: tuple[int, int]) -> 
     """The stamps say of which state of the files; they are not read again before they change."""
     if not (folder / CONFIG).exists():
         found = read_results(folder, _said_elsewhere)
-        return {
-            f"accuracy on {n}": f"{100 * one['accuracy']:.1f}\u00a0%" for n, one in found.items() if "accuracy" in one
-        }
-    config, rows = read_options(folder, _said_elsewhere), read_metrics(folder, _said_elsewhere)
+        shares = {n: one["accuracy"] for n, one in found.items() if isinstance(one.get("accuracy"), float | int)}
+        return {f"accuracy on {name}": f"{100 * share:.1f}\u00a0%" for name, share in shares.items()}
+    config, rows = read_options(folder, _said_elsewhere), read_numbers(folder, _said_elsewhere)
     rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
     return run_facts(rows, config) | ({"reward": f"{rewards[-1]:.3f}"} if rewards else {})
 
