@@ -201,7 +201,8 @@ def test_a_set_is_the_same_again_and_its_card_says_how(tmp_path: Path) -> None:
     assert len(samples) == 70 and samples[0].media[0].width == 64 and samples[0].extra["category"] == "count"
     assert rows_of(one)[0]["problem"] == "<image>" + draw_first(seed=3).question
     assert "exists and is not overwritten" in saccade("scenes", one)
-    assert "ends in .jsonl; try" in saccade("words", tmp_path / "c")
+    assert "ends in .jsonl; try" in saccade("words", tmp_path / "c.txt")
+    assert "use OUT FILE where this user may write" in saccade("words", "/proc/c.jsonl")
     assert "--kind sing: expected one of read, number" in saccade("words", tmp_path / "c.jsonl", "--kind", "sing")
     assert "192" in saccade("charts", tmp_path / "c.jsonl", "--size", 64)
 

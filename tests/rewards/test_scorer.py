@@ -173,7 +173,7 @@ def test_the_prompt_format_tells_where_to_look():
         ({"terms": ["math", "math"]}, "two terms are called 'math'"),
         ({"terms": ["math"], "preset": "r1v"}, "both set"),
         ({"preset": "r2v"}, "did you mean 'r1v'"),
-        ({"terms": ["math"], "combine": "sum"}, "Expected one of weighted_sum"),
+        ({"terms": ["math"], "combine": "sum"}, "no such name; expected one of weighted_sum"),
         ({"terms": ["format:boxed"]}, "reward.accuracy_term=format"),
         ({"terms": ["repetition"]}, "only shaping terms"),
         ({"terms": [{"verifier": "overlong", "args": {"buffer": 100}}]}, "0 < buffer < 100"),

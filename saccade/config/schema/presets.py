@@ -85,5 +85,5 @@ def unknown(field: str, name: str, expected: Iterable[str]) -> ConfigError:
     if not names:
         return ConfigError(f"{field}={name}: no such function; write file.py:name")
     near = get_close_matches(name.lower().replace(" ", ""), names, n=1, cutoff=0.5)
-    guess = f"did you mean {near[0]!r}? " if near else ""
-    return ConfigError(f"{field}={name}: no such name; {guess}Expected one of {', '.join(names)}")
+    guess = f"did you mean {near[0]!r}? Expected" if near else "expected"
+    return ConfigError(f"{field}={name}: no such name; {guess} one of {', '.join(names)}")

@@ -23,7 +23,7 @@ ENVIRONMENT = (
 )
 
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="Rows to write, .jsonl; pictures and a card go beside it.")]
+File = Annotated[Path, typer.Argument(metavar="OUT", help="Rows to write, .jsonl; pictures and a card go beside it.")]
 Rows = Annotated[int, typer.Option(help="Rows to draw.", min=1)]
 Seed = Annotated[int, typer.Option(help="Other rows for another seed.")]
 SIDE = "Side of a picture in pixels."

@@ -73,12 +73,13 @@ def write_set(draw: Draw, plan: Plan) -> str:
     """What was written, in a line."""
     path = plan.file
     if path.suffix != ".jsonl":
-        raise ConfigError(f"FILE {path}: wants a name that ends in .jsonl; try {path / 'train.jsonl'}")
+        named = path / "train.jsonl" if path.is_dir() else path.with_suffix(".jsonl")
+        raise ConfigError(f"OUT {path}: wants a name that ends in .jsonl; try {named}")
     if plan.reply and "{answer}" not in plan.reply:
         raise ConfigError(f"--reply {plan.reply!r}: does not say where the answer stands; try --reply '{{answer}}'")
     if path.exists():
         raise ConfigError(f"{path} exists and is not overwritten; give another file")
-    require_writable(path, "FILE", file=True)
+    require_writable(path, "OUT", file=True)
     plan.folder.mkdir(parents=True, exist_ok=True)
     several = ProcessPoolExecutor(plan.workers, get_context("spawn")) if plan.workers > 1 else nullcontext()
     unfinished, digest = path.with_suffix(".unfinished"), hashlib.sha256()
