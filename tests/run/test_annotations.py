@@ -91,6 +91,13 @@ def test_kappa_is_agreement_beyond_chance(folder, tmp_path):
     assert 0.1 < low < 0.2 and 0.6 < high < 0.7  # its standard error is 0.13
     fewer = kappa_interval(pairs * 4, [*range(50)] * 4)  # four answers to each question, which say the same
     assert fewer == approx((low, high))
-    assert "wrote 5 answers" in saccade("annotate", folder, "--rows", 5, "--hide")
-    assert "right" not in (folder / "annotations.csv").read_text()
+    stored = folder / "trajectories" / "images" / f"{'b' * 64}.png"  # of a picture inside another file
+    stored.parent.mkdir(parents=True)
+    stored.touch()
+    samples = folder / "samples.jsonl"
+    samples.write_text(samples.read_text().replace('"a.png"', "null").replace("a" * 64, "b" * 64, 1))
+    assert "wrote 20 answers" in saccade("annotate", folder, "--hide")
+    written = (folder / "annotations.csv").read_text()
+    assert "right" not in written and written.count(str(stored)) == 1 and written.count("a" * 64) == 19
+    assert "wrote 5 answers" in saccade("annotate", folder, "--rows", 5, "--out", tmp_path / "few.csv")
     assert "ends in neither" in saccade("annotate", folder, "--out", tmp_path / "a.txt")

@@ -26,7 +26,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_the_gap_of_a_group_is_that_to_the_best(folder):
+def test_the_gap_of_a_group_is_that_to_the_best(folder, caplog):
     (table,) = subgroup_tables(folder, ["sex"])
     (f, m, unknown) = table.rows
     assert [row[0] for row in table.rows] == ["f", "m", "unknown"]
@@ -36,6 +36,10 @@ def test_the_gap_of_a_group_is_that_to_the_best(folder):
     assert (f[3].value, f[3].low, f[3].high) == approx((change, low, high)) and f[3].high < 0
     with pytest.raises(ConfigError, match="--by age: no row of xray has it; rows have sex"):
         subgroup_tables(folder, ["age"])
+    with (folder / "samples.jsonl").open("a") as file:  # a set that does not say
+        file.write(json.dumps({"set": "maths", "id": "1", "score": 1.0, "status": "ok"}) + "\n")
+    assert subgroup_tables(folder, ["sex"], within=["sex"])[0] == table
+    assert caplog.messages == ["--by sex: no row of maths has it", "--within sex: no row of maths has it"]
 
 
 def test_every_label_has_its_f1(folder):

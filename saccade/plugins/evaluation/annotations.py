@@ -20,7 +20,9 @@ from saccade.errors import ConfigError
 from saccade.plugins.evaluation.compare import evaluated, item_of
 from saccade.plugins.evaluation.results import numbered, read_lines, to_lines, write_files
 from saccade.plugins.reports.report_page import Cell, Estimate, Table
+from saccade.plugins.reports.trajectories import IMAGES
 from saccade.recipes.accuracy import accuracy
+from saccade.run.folder import TRAJECTORIES
 from saccade.run.metrics import RIGHT
 from saccade.run.statistics import wilson
 from saccade.system.disk import require_writable
@@ -48,7 +50,7 @@ def write_annotations(folder: Path, out: Path, rows: int = 0, hide: bool = False
     require_writable(out, "--out", file=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     chosen = np.sort(np.random.default_rng(seed).permutation(len(scored))[: rows or None])
-    made = [_shown(row, hide) for row in (scored[index] for index in chosen)]
+    made = [_shown(row, folder, hide) for row in (scored[index] for index in chosen)]
     if out.suffix == ".jsonl":
         out.write_text(to_lines(made), encoding="utf-8")
         return len(made)
@@ -65,16 +67,22 @@ def _scored(folder: Path) -> list[Row]:
     return [row for row in rows if row.get("score") is not None and row.get("status") not in ALWAYS_EXCLUDED]
 
 
-def _shown(row: Row, hide: bool) -> Row:
-    gold = row.get("gold")
+def _shown(row: Row, folder: Path, hide: bool) -> Row:
+    gold, files = row.get("gold"), [_file(medium, folder) for medium in row.get("media") or ()]
     return {
         **{"set": row["set"], "id": row["id"], "repeat": row.get("repeat", 0), "question": row.get("prompt") or ""},
-        "media": " ".join(str(medium.get("path") or medium["hash"]) for medium in row.get("media") or ()),
+        "media": " ".join(files),
         "gold": " or ".join(gold) if isinstance(gold, list) else str(gold or ""),
         **{"response": row.get("response") or "", "extracted": row.get("extracted") or ""},
         "verifier": "" if hide else "right" if row["score"] >= RIGHT else "wrong",
         **{"human": "", "note": ""},
     }
+
+
+def _file(medium: Mapping[str, Any], folder: Path) -> str:
+    """Where a picture is: its own file, or what the evaluation stored of one inside another file; else its hash."""
+    stored = (folder / TRAJECTORIES / IMAGES).glob(f"{medium['hash']}.*")
+    return str(medium.get("path") or next(stored, medium["hash"]))
 
 
 def _harmless(value: Any) -> Any:

@@ -22,6 +22,7 @@ from saccade.plugins.evaluation.results import read_lines
 from saccade.plugins.reports.comparison import paired_difference
 from saccade.plugins.reports.episodes import MOST_BYTES, shortened, thumbnail
 from saccade.plugins.reports.report_page import Cell, Estimate, Report, Table, write_report
+from saccade.plugins.reports.trajectories import IMAGES
 from saccade.run.folder import RESULTS, TRAJECTORIES
 from saccade.run.metrics import RIGHT, WRONG
 from saccade.run.statistics import mean_interval
@@ -198,7 +199,7 @@ def _episode(item: Item, name: str, row: Row, folder: Path, album: dict[str, str
 def _view(record: Row, folder: Path, album: dict[str, str]) -> dict[str, Any]:
     """A picture from what the evaluation stored of it, or from its own file where that is still there."""
     name = str(record["hash"])
-    stored = sorted((folder / TRAJECTORIES / "images").glob(f"{name}.*"))
+    stored = sorted((folder / TRAJECTORIES / IMAGES).glob(f"{name}.*"))
     path = stored[0] if stored else Path(record.get("path") or "")
     there = name not in album and path.is_file() and sum(map(len, album.values())) < MOST_BYTES
     if there and (small := thumbnail(path, SIDE)):  # else a sound, or a picture inside another file

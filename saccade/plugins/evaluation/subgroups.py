@@ -8,6 +8,7 @@ of a set would else decide.
     '65 and over'
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,8 @@ from saccade.plugins.reports.report_page import Cell, Estimate, Table
 from saccade.plugins.verifiers.text_match import labels_in
 from saccade.run.statistics import Interval, mean_interval
 
+log = logging.getLogger(__name__)
+
 Row = Mapping[str, Any]
 Item = tuple[Sequence[Row], float]  # the answers to a question, and their mean score
 UNKNOWN = "unknown"  # of rows that do not say; they are no group to compare with
@@ -34,27 +37,38 @@ def subgroup_tables(
     folder: Path, columns: Sequence[str], labels: bool = False, within: Sequence[str] = ()
 ) -> list[Table]:
     """For each set and column of its rows a table; with `labels` another one by label; with `within` the mean of means
-    over the parts that these columns name, the outer one first.
+    over the parts that these columns name, the outer one first. Sets that lack a column have no table of it.
     """
-    items = evaluated(folder)
+    sets: dict[str, list[Item]] = {}
+    for (name, _), item in evaluated(folder).items():
+        sets.setdefault(name, []).append(item)
+    lacking = {by: _lacking(sets, by.partition(":")[0], "--by") for by in columns}
+    inside = {column: _lacking(sets, column, "--within") for column in within}
     tables = []
-    for name in dict.fromkeys(set for set, _ in items):
-        own = [item for (set, _), item in items.items() if set == name]
-        tables += [_group_table(name, column, own, labels) for column in columns]
-        if within:
+    for name, own in sets.items():
+        tables += [_group_table(name, by, own, labels) for by in columns if name not in lacking[by]]
+        if within and not any(name in names for names in inside.values()):
             tables.append(_mean_of_means(name, own, within, labels))
         if labels:
             tables.append(_label_table(name, own))
     return tables
 
 
-def _column(items: Sequence[Item], name: str, column: str, flag: str) -> list[Any]:
+def _column(items: Sequence[Item], column: str) -> list[Any]:
     """What each item has there: in the row, or in the columns that came with its data."""
-    values = [rows[0].get(column, (rows[0].get("extra") or {}).get(column)) for rows, _ in items]
-    if all(value in (None, "") for value in values):
-        known = sorted({column for rows, _ in items for column in rows[0].get("extra") or {}})
-        raise ConfigError(f"{flag} {column}: no row of {name} has it; rows have {', '.join(known) or 'no columns'}")
-    return values
+    return [rows[0].get(column, (rows[0].get("extra") or {}).get(column)) for rows, _ in items]
+
+
+def _lacking(sets: Mapping[str, Sequence[Item]], column: str, flag: str) -> set[str]:
+    """Sets of which no row has the column, which is said; refused where that is all of them."""
+    found = [name for name, items in sets.items() if all(value in (None, "") for value in _column(items, column))]
+    lacks = f"{flag} {column}: no row of {', '.join(found)} has it"
+    if len(found) == len(sets):
+        known = sorted({name for items in sets.values() for rows, _ in items for name in rows[0].get("extra") or {}})
+        raise ConfigError(f"{lacks}; rows have {', '.join(known) or 'no columns'}")
+    if found:
+        log.warning(lacks)
+    return {*found}
 
 
 # -- groups -----------------------------------------------------------------------------------------
@@ -67,7 +81,7 @@ def _group_table(name: str, by: str, items: Sequence[Item], labels: bool) -> Tab
     except ValueError:
         raise ConfigError(f"--by {by}: edges are numbers between commas, such as --by age:25,50,65") from None
     groups: dict[str, list[Item]] = {}
-    values = _column(items, name, column, "--by")
+    values = _column(items, column)
     for value, item in zip(values, items, strict=True):
         groups.setdefault(group_of(value, edges), []).append(item)
     if groups.keys() == {UNKNOWN}:
@@ -77,7 +91,7 @@ def _group_table(name: str, by: str, items: Sequence[Item], labels: bool) -> Tab
     rows = tuple(_cells(ordered, labels))
     means = [_mean(own) for group, own in groups.items() if group != UNKNOWN]
     note = (
-        f"The gap is that to the best group, with its interval; one that leaves out 0 is no chance. Largest gap "
+        f"The gap is that to the best group, with its interval; one that leaves out 0 is hardly chance. Largest gap "
         f"{max(means) - min(means):.3f}, standard deviation over groups {np.std(means):.3f}."
     )
     heads = (column, "items", "accuracy", "gap", *(["F1"] if labels else []))
@@ -119,7 +133,7 @@ def _cells(groups: Mapping[str, Sequence[Item]], labels: bool) -> Iterator[tuple
 
 def _mean_of_means(name: str, items: Sequence[Item], within: Sequence[str], labels: bool) -> Table:
     """Parts weigh alike inside the part that holds them, whatever their size."""
-    columns = [_column(items, name, column, "--within") for column in within]
+    columns = [_column(items, column) for column in within]
     paths = [tuple(group_of(value) for value in values) for values in zip(*columns, strict=True)]
     rows: list[tuple[Cell, ...]] = []
 
