@@ -77,7 +77,7 @@ def saved(browser, form):
     """What the browser stores of the rollouts that pass the filters."""
     with browser.page.expect_download() as file:
         browser.page.get_by_text(form, exact=True).click()
-    return file.value.path().read_text()
+    return file.value.path().read_text(encoding="utf-8-sig")
 
 
 def troubles(browser, server):
@@ -293,4 +293,5 @@ def test_the_same_as_one_file(runs, browser, tmp_path):
     browser.until("document.querySelectorAll('.row img').length > 5 && !!document.querySelector('.detail .episode')")
     lines = [*csv.DictReader(io.StringIO(saved(browser, "CSV")))]
     assert len(lines) == 76 and {line["reason"] for line in lines} == {"3 is not 4"}
+    assert browser.run("[quoted('=1+1'), quoted(-0.5)]") == ['"\'=1+1"', '"-0.5"']  # a spreadsheet runs nothing
     assert browser.troubles == []
