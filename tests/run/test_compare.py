@@ -65,13 +65,16 @@ def test_the_difference_is_that_of_the_items_in_both(folders):
 
 def test_orders_of_the_options_are_one_question(tmp_path, image):
     (tmp_path / "a.png").write_bytes(image().data)
-    more = {"extra": {"rotation_of": "one"}}
+    more = {"extra": {"rotation_of": "one"}, "response": ""}
     sides = [
         written(tmp_path / name, {"0": 1.0, "1": score}, tmp_path / "a.png", **more)
         for name, score in (("a", 0.0), ("b", 1.0))
     ]
-    (name, items, a, b, *_) = compare(*sides)[0][0].rows[0]
+    tables, _, page = compare(*sides)
+    (name, items, a, b, *_) = tables[0].rows[0]
     assert (name, items.value, a.value, b.value) == ("geo", 1, 0.5, 1)
+    said = [one["turns"][0]["said"][0]["text"] for one in page_data(page)["episodes"]["items"]]
+    assert said == [""] * 4  # nothing was said
 
 
 def test_pairs_and_what_cannot_be_compared(tmp_path, folders):

@@ -180,7 +180,7 @@ def _changed(items: Sequence[Item], folders: tuple[Path, Path]) -> dict[str, Any
 
 def _episode(item: Item, name: str, row: Row, folder: Path, album: dict[str, str]) -> dict[str, Any]:
     score, media = _score(row), row.get("media") or ()
-    words = row.get("response") or json.dumps({side: row.get(side) for side in ("chosen", "rejected")})
+    words = row["response"] if "response" in row else json.dumps({side: row[side] for side in ("chosen", "rejected")})
     views = [_view(record, folder, album) for record in media]
     verdict = "" if score is None else "right" if RIGHT <= score <= 1 else "wrong" if 0 <= score <= WRONG else ""
     gold = row.get("gold")
