@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import shutil
 import sys
@@ -26,6 +27,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # bitsandbytes, which peft imports, asks for compiled functions that nothing here calls: seconds of each process.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# Objects of torch and transformers stay; to look among them for garbage takes a seventh of the time of the tests.
+gc.set_threshold(50_000, 20, 100)
 # No test turns the power off, and a disk takes milliseconds to answer: thousands of times.
 os.fsync = lambda _: None  # type: ignore[assignment]
 
@@ -255,6 +258,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for number, path in enumerate(path for path in files if begins(path, WAITING)):
         order.insert(number * (BETWEEN + 1), path)
     items[:] = [item for path in order for item in files[path]]
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 takes a core seconds, to fork milliseconds.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -38,6 +39,7 @@ FORKING.set_forkserver_preload(
         "saccade.plugins.ranks.sharded",
         "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
         "peft",
+        "tests.ranks.processes",
     ]
 )
 
@@ -54,6 +56,7 @@ def forked(main: Callable[..., None], *arguments: Any) -> Any:
 def _inside(environment: Mapping[str, str], main: Callable[..., None], *arguments: Any) -> None:
     os.environ.clear()  # what the test before the first fork had set
     os.environ.update(environment)
+    gc.freeze()  # what it was forked with stays
     main(*arguments)
 
 
