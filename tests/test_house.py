@@ -1,6 +1,10 @@
-"""Rules of the house: what a running step shows, and what signatures say."""
+"""Rules of the house: imports point one way, siblings do not know each other, what a running step shows, and what
+signatures say.
+"""
 
 import ast
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,15 +14,189 @@ from typing import Any
 
 import pytest
 
-import saccade
 from saccade.algorithms.policy_losses import LOSSES
 from saccade.recipes import rl
-from tests.test_imports import modules, nodes
 
-PACKAGE = str(Path(saccade.__file__).parent)
+PACKAGE = Path(__file__).resolve().parents[1] / "saccade"
+LEVELS = (
+    ("types", "config", "errors", "registry", "user_code"),
+    ("media",),
+    ("system", "forest"),
+    ("models", "algorithms", "rewards", "environments", "data"),
+    ("engines", "trainer"),
+    ("rollout",),
+    ("checks",),
+    ("run",),
+    ("recipes",),
+    ("cli_run",),
+    ("plugins",),
+    ("cli", "__init__", "__main__"),
+)
+LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
+OPTIONAL = (
+    "vllm",
+    "ray",
+    "wandb",
+    "mlflow",
+    "swanlab",
+    "peft",
+    "bitsandbytes",
+    "datasets",
+    "sglang",
+    "trl",
+    "cv2",
+    "soundfile",
+)
+# Imported by the library itself, by name.
+INSIDE = ("plugins/engines/vllm/vllm_worker.py",)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Commands of plugins are recipes, too.
 READ_CONFIG = ("config", "checks", "recipes", "run", "plugins", "cli", "cli_run")
+
+
+@cache
+def modules() -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+def part_of(path: Path) -> str:
+    inside = path.relative_to(PACKAGE)
+    return inside.parts[0].removesuffix(".py")
+
+
+@cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    return list(ast.walk(tree))
+
+
+def names_of(node: ast.AST) -> list[str]:
+    """What an import names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [f"saccade.{a.name}" for a in node.names] if node.module == "saccade" else [node.module]
+    return []
+
+
+@cache
+def imported(tree: ast.Module) -> list[str]:
+    return [name for node in nodes(tree) for name in names_of(node)]
+
+
+def test_imports_point_to_lower_levels_or_stay_at_home():
+    wrong = []
+    for path, tree in modules():
+        here = part_of(path)
+        for name in imported(tree):
+            target = name.split(".")[1] if name.startswith("saccade.") else None
+            if target is None or target == here or target == "__version__":
+                continue
+            top = LEVEL_OF[here] == len(LEVELS) - 1
+            files = LEVEL_OF[here] == 0  # single files of one level may lean on each other
+            if LEVEL_OF[target] > LEVEL_OF[here] or (LEVEL_OF[target] == LEVEL_OF[here] and not (top or files)):
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert wrong == []
+
+
+def edges() -> dict[str, set[str]]:
+    """Which modules of the package each one imports, those for type checkers included."""
+    trees = dict(modules())
+    names = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in trees}
+    names = {path: name.removesuffix(".__init__") for path, name in names.items()}
+    found: dict[str, set[str]] = {name: set() for name in names.values()}
+    for path, tree in trees.items():
+        for node in nodes(tree):
+            if isinstance(node, ast.Import):
+                found[names[path]] |= set(names_of(node)) & found.keys()
+            elif isinstance(node, ast.ImportFrom):
+                wholes = {f"{node.module}.{alias.name}" for alias in node.names}
+                found[names[path]] |= {whole if whole in found else str(node.module) for whole in wholes} & found.keys()
+    return found
+
+
+def reached(name: str, direct: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    todo = [name]
+    while todo:
+        new = direct[todo.pop()] - found
+        found |= new
+        todo += new
+    return found
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    direct = edges()
+    assert {name for name in direct if name in reached(name, direct)} == set()
+
+
+def test_an_estimate_imports_no_ranks():
+    """They need torch.distributed and FSDP, which takes seconds."""
+    found = {name for name in reached("saccade.plugins.estimate.estimate_command", edges()) if ".ranks." in name}
+    assert found == {"saccade.plugins.ranks.layouts"}
+
+
+def test_the_spine_imports_no_plugin():
+    """Their rows come through `registry.py`; the command line imports what a command asks for."""
+    spine = [(path, tree) for path, tree in modules() if part_of(path) not in ("plugins", "cli", "__init__")]
+    assert [path for path, tree in spine for name in imported(tree) if name.startswith("saccade.plugins")] == []
+
+
+def private_members(tree: ast.Module) -> set[str]:
+    """What the classes of a module call their own: methods, and what they store in themselves."""
+    inside = [node for cls in nodes(tree) if isinstance(cls, ast.ClassDef) for node in nodes(cls)]
+    named = {node.name for node in inside if isinstance(node, ast.FunctionDef)}
+    named |= {node.attr for node in inside if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    return {name for name in named if name.startswith("_") and not name.startswith("__")}
+
+
+def test_private_members_are_read_where_they_are_made():
+    own = {path: private_members(tree) for path, tree in modules()}
+    everyone = set().union(*own.values()) - {"_fields"}  # which every named tuple shows
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno} {ast.unparse(node)}"
+        for path, tree in modules()
+        for node in nodes(tree)
+        if isinstance(node, ast.Attribute)
+        if node.attr in everyone - own[path] and ast.unparse(node.value) not in ("self", "cls")
+    ]
+    assert "_seen" in everyone and wrong == []
+
+
+def test_recipes_mention_neither_ranks_nor_ray_nor_pixels():
+    for path in (PACKAGE / "recipes").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not any(word in text for word in ("pixel_values", "rank", "ray.")), path.name
+
+
+def test_optional_libraries_are_never_imported_at_the_top_of_a_module():
+    outside = [(path, tree) for path, tree in modules() if path.relative_to(PACKAGE).as_posix() not in INSIDE]
+    top = [(path, name) for path, tree in outside for node in tree.body for name in names_of(node)]
+    assert [found for found in top if found[1].split(".")[0] in OPTIONAL] == []
+    named = {name for _, tree in modules() for name in imported(tree)}
+    assert not named & {f"saccade.{path[:-3].replace('/', '.')}" for path in INSIDE}
+
+
+def test_what_needs_no_torch_imports_none():
+    """The command line, and what processes of rewards and environments import."""
+    code = """
+import sys
+import saccade
+import saccade.plugins.dry_run.plan, saccade.plugins.quickstart.counting, saccade.plugins.smoke.smoke
+import saccade.plugins.reward_workers.worker, saccade.plugins.serving.reward_service
+import saccade.plugins.user_environments.env_process
+from saccade.algorithms.describe import explain
+from saccade.cli import app
+from saccade.plugins.check_data.self_test import equivalent
+from typer.testing import CliRunner
+explain("dapo"), saccade.load_config({"train.lr": 1e-6})
+assert CliRunner().invoke(app, ["--help"]).exit_code == 0 and not equivalent("2x", "x", formulas=False)
+print({"torch", "transformers", "datasets", "pandas", "sympy"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+# -- signatures and sizes --
 
 
 @cache
@@ -92,7 +270,7 @@ def test_the_house_stays_small() -> None:
 
 
 def test_a_file_name_occurs_once() -> None:
-    names = [path.name for path in Path(PACKAGE).rglob("*.py") if path.name != "__init__.py"]
+    names = [path.name for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
     assert {name for name in names if names.count(name) > 1} == set()
 
 
@@ -103,7 +281,7 @@ def test_the_formula_of_the_loss_is_four_calls_from_the_loop(
 
     @wraps(entry.function)
     def clip(*arguments: Any, **options: Any) -> Any:
-        ours = [f for f in traceback.extract_stack() if f.filename.startswith(PACKAGE)]
+        ours = [f for f in traceback.extract_stack() if f.filename.startswith(str(PACKAGE))]
         stacks.append([Path(f.filename).stem + "." + f.name for f in ours])
         return entry.function(*arguments, **options)
 

@@ -27,7 +27,7 @@ from saccade.types import Sample
 SUPERVISED = resolve(AlgorithmConfig(preset=("reinforce",)), max_tokens=1)
 LOGGED = (
     *("policy/grad_norm", "policy/grad_norm_vision", "policy/lr", "policy/update_skipped"),
-    *("moe/aux_loss", "guard/nonfinite", "mem/oom_splits", "perf/rank_imbalance", "sft/teacher"),
+    *("moe/aux_loss", "guard/nonfinite", "mem/oom_splits", "perf/imbalance", "sft/teacher"),
 )
 
 

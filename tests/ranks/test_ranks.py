@@ -110,7 +110,7 @@ def two(recipe, tmp_path_factory):
 def test_two_ranks_have_the_tokens_the_numbers_and_the_weights_of_one_process(two, alone, tensors):
     assert sampled(two) == sampled(alone)
     require_alike(two, alone)
-    assert all(1.0 <= row["perf/rank_imbalance"] < 2.0 for row in read_metrics(two))
+    assert all(1.0 <= row["perf/imbalance"] < 2.0 for row in read_metrics(two))
     for place in ("", "state/ema"):
         require_same_weights(*(tensors(run / "checkpoints" / "step-4" / place) for run in (two, alone)))
 

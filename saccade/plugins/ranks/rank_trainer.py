@@ -84,7 +84,7 @@ class RankTrainer:
         assert len(skipped) == 1, "some ranks skipped the update, others did not"
         metrics = _merged(rows)
         tokens = [sum(batches[i].tokens for i in mine) for mine in self._dealt(batches)]
-        metrics.add_max("perf/rank_imbalance", max(tokens) / fmean(tokens))
+        metrics.add_max("perf/imbalance", max(tokens) / fmean(tokens))
         return Update(metrics=metrics, skipped=skipped.pop())
 
     def measure(self, batches: Sequence[Batch], loss: Loss) -> Metrics:
