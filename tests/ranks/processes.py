@@ -23,6 +23,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from saccade.plugins.engines.replicas.replica import Replica
 from saccade.plugins.ranks.connections import accepting
@@ -42,6 +44,9 @@ FORKING.set_forkserver_preload(
         "tests.ranks.processes",
     ]
 )
+# What every fork would do again: transformers compiles the patterns of its names, and writes configs out to check them.
+get_checkpoint_conversion_mapping("qwen2_5_vl")
+PreTrainedConfig.__repr__ = object.__repr__  # type: ignore[method-assign]
 
 
 def forked(main: Callable[..., None], *arguments: Any) -> Any:
