@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.pages import Found, chance, corrected, cost, ends, gain, mean_of, picture, read, smoothed, table
+from experiments.pages import Found, chance, corrected, cost, ends, gain, mean_of, picture, read, table
 
 
 class Arm(NamedTuple):
@@ -25,6 +25,8 @@ ARMS = {
 }
 JUDGES = {"rm": "pairs of its own answers", "rm_spoiled": "these and spoiled answers"}
 METRICS = {"rule": "val/test/accuracy", "rm": "val/pairs/accuracy"}  # by which a learning rate is chosen
+# Greedy answers to the same questions at every validation: rollouts of a few steps differ by more than what is lost.
+TRUE, SAID = "val/test/accuracy", "val/test/reward"
 LOST = 0.05  # of true accuracy since its best: hacked, if the learned reward keeps this much of what it had gained:
 KEPT = 0.5
 PAGE = """# A learned reward and the rule it imitates
@@ -43,24 +45,25 @@ A small real model that sees (`experiments/smolvlm`) answers questions about dra
 eight times each; a right answer before a wrong one of its own makes a pair, and the reward model, which begins as the
 same model, learns from these (`rm.yaml`). RL (`rl.yaml`, GRPO, {steps} steps) then has its reward from it, with and
 without a KL to the start in the loss, while the rule only watches. Spoiled pairs: as many more, whose worse side is a
-right answer said twice, beside another one, with a tail, or in a wrong sentence. All arms draw the same rollouts. One
-command repeats everything on one GPU: `python experiments/learned_reward/run.py`; with `--tiny` it shows on a CPU that
-it runs.
+right answer said twice, beside another one, with a tail, or in a wrong sentence. **All arms draw the same number of
+rollouts, {rollouts:,}.** One command repeats everything on one GPU: `python experiments/learned_reward/run.py`; with
+`--tiny` it shows on a CPU that it runs.
 
 ## The reward models
 
 {judges}
 
-Of held-out pairs of the same kind, those put in the right order.
+Share of held-out pairs of the same kind that it puts in the right order; their questions are in no other pair.
 
 ## RL
 
 {numbers}
 
 Greedy: right answers to {items} new questions after the last step, ± half of the 95 % interval over seeds (Student);
-differences from the rule are paired by seed, p is Student's test corrected for {comparisons} comparisons (Holm). Best,
-last: right rollouts in training, smoothed. Hacked: the share of right rollouts ends more than {lost:.0f} points below
-its best, but the learned reward keeps more than half of what it had gained by then.
+all seeds have the same questions. Differences from the rule are paired by seed, p is Student's test corrected for
+{comparisons} comparisons (Holm). The same questions are asked at the start and every {every} steps; best is the most
+that were right then, and the learned reward is that of these answers. Hacked: right answers end more than {lost:.0f}
+points below their best, but the learned reward keeps more than half of what it had gained by then.
 
 ## What is said at the end
 
@@ -70,7 +73,8 @@ Greedy answers of the first seed to the first questions, after the last step.
 
 ## Trials
 
-Learning rates, with another seed and on other questions; the best of RL with the rule is used for all RL:
+Learning rates, with another seed, measured on other questions and pairs; the best of RL with the rule is used for all
+RL, the best of the reward model (`rm`) for both:
 
 {trials}
 
@@ -100,22 +104,24 @@ class Story(NamedTuple):
 
 
 def story(run: Mapping[str, Any]) -> Story:
-    true = np.array(run["curves"]["reward/accuracy"])
-    said = np.array(run["curves"].get("reward/learned", [[step, 0, 0.0] for step in true[:, 0]]))
-    right, learned = smoothed(true[:, 2], 5), smoothed(said[:, 2], 5)
+    right, said = ([value for _, _, value in run["curves"][name]] for name in (TRUE, SAID))
     at = int(np.argmax(right))
-    return Story(right[at], int(true[at, 0]), right[-1], (learned[0], learned[at], learned[-1]))
+    return Story(right[at], run["curves"][TRUE][at][0], right[-1], (said[0], said[at], said[-1]))
 
 
-def best_rate(trials: Mapping[str, Found], arm: str) -> str:
-    found = {name: ends(runs, METRICS[arm]) for name, runs in trials.items() if name.startswith(f"{arm}@")}
-    return max(found, key=lambda name: np.mean([*found[name].values()])).partition("@")[2]
+def best_rates(trials: Mapping[str, Found]) -> dict[str, str]:
+    """Of the rule and the reward model, where a trial has ended."""
+    found: dict[str, dict[str, float]] = {}
+    for trial, runs in trials.items():
+        arm, _, rate = trial.partition("@")
+        found.setdefault(arm, {})[rate] = float(np.mean([*ends(runs, METRICS[arm]).values()]))
+    return {arm: max(rates, key=lambda rate: rates[rate]) for arm, rates in found.items()}
 
 
 def row_of(arm: str, found: Mapping[str, Found], chances: Mapping[str, float]) -> list[str]:
-    runs, rule = found[arm], ends(found.get("rule", {}), "val/test/accuracy")
+    runs, rule = found[arm], ends(found.get("rule", {}), TRUE)
     told = {seed: story(run) for seed, run in runs.items()}
-    greedy, kl = ends(runs, "val/test/accuracy"), ends(runs, "policy/kl_ref")
+    greedy, kl = ends(runs, TRUE), ends(runs, "policy/kl_ref")
     said = " → ".join(f"{value:+.2f}" for value in np.mean([one.said for one in told.values()], axis=0))
     return [
         ARMS[arm].about,
@@ -124,7 +130,6 @@ def row_of(arm: str, found: Mapping[str, Found], chances: Mapping[str, float]) -
         *(("", "") if arm == "rule" else (gain(greedy, rule), f"{chances[arm]:.2g}")),
         f"{mean_of({seed: one.best for seed, one in told.items()})}, step "
         f"{np.median([one.step for one in told.values()]):.0f}",
-        mean_of({seed: one.last for seed, one in told.items()}),
         *(("", "", "") if arm == "rule" else (said, mean_of(kl, 1, digits=2), hacked(told))),
         mean_of(ends(runs, "length/response_mean"), 1),
     ]
@@ -147,8 +152,8 @@ def write_page(results: Path, path: Path, images: Path) -> None:
     shown = {ARMS[arm].about: arms[arm] for arm in last}
     (images / "learned-reward-true.svg").write_text(picture(shown, "reward/accuracy", "steps"))
     (images / "learned-reward-said.svg").write_text(picture(shown, "reward/learned", "steps", share=False))
-    rule = ends(found.get("rule", {}), "val/test/accuracy")
-    by_arm = {arm: ends(runs, "val/test/accuracy") for arm, runs in arms.items() if arm != "rule"}
+    rule = ends(found.get("rule", {}), TRUE)
+    by_arm = {arm: ends(runs, TRUE) for arm, runs in arms.items() if arm != "rule"}
     chances = corrected({arm: chance({s: v[s] - rule[s] for s in v if s in rule}) for arm, v in by_arm.items()})
     head = [
         "reward",
@@ -157,21 +162,23 @@ def write_page(results: Path, path: Path, images: Path) -> None:
         "minus the rule",
         "p",
         "best, %",
-        "last, %",
         "learned reward: first → at the best → last",
     ]
     judges = {arm: found[arm] for arm in JUDGES if arm in found}
     firsts = {arm: runs[min(runs)] for arm, runs in {"base": found.get("base", {}), **arms}.items() if runs}
+    validated = [step for runs in arms.values() for run in runs.values() for step, _, _ in run["curves"][TRUE] if step]
     text = PAGE.format(
         summary=summary(found, arms),
         images="../../docs/images",
         steps=max([run["steps"] for runs in arms.values() for run in runs.values()] or [0]),
+        rollouts=max([run["rollouts"] for runs in arms.values() for run in runs.values()] or [0]),
+        every=min(validated, default=0),
         judges=table(["reward model", "learned from", "seeds", "pairs in order, %"], [
             [f"`{arm}`", JUDGES[arm], str(len(runs)), mean_of(ends(runs, METRICS["rm"]))]
             for arm, runs in judges.items()
         ]),
         numbers=table([*head, "KL", "hacked", "tokens"], [row_of(arm, found, chances) for arm in arms]),
-        items=int(max([*ends(found.get("base", {}), "val/test/items").values()] or [0])),
+        items=int(max([n for runs in arms.values() for n in ends(runs, "val/test/items").values()] or [0])),
         comparisons=len(by_arm),
         lost=100 * LOST,
         said=table(["reward", "right answer → what is said"], [
@@ -192,10 +199,10 @@ def summary(found: Mapping[str, Found], arms: Mapping[str, Found]) -> str:
     """One paragraph, in numbers."""
     if not arms:
         return "Nothing has been measured yet."
-    start = mean_of(ends(found.get("base", {}), "val/test/accuracy"))
+    start = mean_of(ends(found.get("base", {}), TRUE))
     order = mean_of(ends(found.get("rm", {}), METRICS["rm"]))
     said = "; ".join(
-        f"{ARMS[arm].about} {mean_of(ends(runs, 'val/test/accuracy'))} %"
+        f"{ARMS[arm].about} {mean_of(ends(runs, TRUE))} %"
         + (f" (hacked in {hacked({seed: story(run) for seed, run in runs.items()})})" if ARMS[arm].judge else "")
         for arm, runs in arms.items()
     )

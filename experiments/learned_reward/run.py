@@ -20,8 +20,16 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no install needed
 
-from experiments.arms import Job, command_line, last_lines, run_and_write, start  # noqa: E402
-from experiments.learned_reward.page import ARMS, best_rate, write_page  # noqa: E402
+from experiments.arms import (  # noqa: E402
+    Job,
+    carry_out,
+    command_line,
+    last_lines,
+    name_failed,
+    run_and_write,
+    start,
+)
+from experiments.learned_reward.page import ARMS, best_rates, write_page  # noqa: E402
 from experiments.learned_reward.pairs import pairs_of, spoiled_pairs  # noqa: E402
 from experiments.pages import read  # noqa: E402
 from experiments.row_files import questions, read_rows, write_rows  # noqa: E402
@@ -30,7 +38,7 @@ from saccade.plugins.drawn.scene_questions import SCENE_KINDS, draw_scene_row  #
 
 STEPS = 200
 SIZES = {"pairs": 3000, "train": 4000, "dev": 400, "test": 600}  # questions
-TINY = {"pairs": 6, "train": 4, "dev": 2, "test": 2}
+TINY = {"pairs": 10, "train": 4, "dev": 2, "test": 2}
 RATES = {"rule": ("3e-6", "1e-5", "3e-5"), "rm": ("1e-5", "3e-5", "1e-4")}
 TRIAL_SEED = 100
 KINDS = [kind for kind in SCENE_KINDS if kind != "describe"]
@@ -41,19 +49,23 @@ LEARNED = [
 
 
 def write_pairs(out: Path, common: Sequence[str], asked: Path, tiny: bool) -> None:
-    """From answers of the model to questions that RL does not ask; a tenth of them is held out."""
-    if (out / "spoiled-test.jsonl").exists():  # which is written last
+    """From answers of the model to questions that RL does not ask; a tenth of these is held out for trials, and a tenth
+    for the page.
+    """
+    if (out / "spoiled-train.jsonl").exists():  # which is written last
         return
     options = (str(HERE / "generate.yaml"), *common, f"data.train={asked}")
     job = Job(arm="answers", seed=0, command="generate", options=options)
     if start(job, out, None, 0 if tiny else 1).wait():
         sys.exit(f"no answers to make pairs of:\n{last_lines(out / 'answers-0.log')}")
-    pairs = pairs_of(read_rows(asked), read_rows(out / job.name / "generations.jsonl"))
-    images = [{**row, "images": [str(asked.parent / image) for image in row["images"]]} for row in pairs]
-    held = len(images) // 10 + 1
-    for split, rows in {"train": images[held:], "test": images[:held]}.items():
-        write_rows(out / f"plain-{split}.jsonl", rows)
-        write_rows(out / f"spoiled-{split}.jsonl", [*rows, *spoiled_pairs(rows, seed=0)])
+    answered = read_rows(out / job.name / "generations.jsonl")
+    tenth = len(answered) // 10 + 1
+    splits = {"dev": answered[:tenth], "test": answered[tenth : 2 * tenth], "train": answered[2 * tenth :]}
+    for split, rows in splits.items():
+        pairs = pairs_of(read_rows(asked), rows)
+        pairs = [{**row, "images": [str(asked.parent / image) for image in row["images"]]} for row in pairs]
+        write_rows(out / f"plain-{split}.jsonl", pairs)
+        write_rows(out / f"spoiled-{split}.jsonl", [*pairs, *spoiled_pairs(pairs, seed=0)])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -62,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.page:
         return run_and_write([], args, HERE, write_page)
-    out, until = args.out.resolve(), time.time() + args.seconds
+    out = args.out.resolve()
     sizes, cores = (TINY, 1) if args.tiny else (SIZES, os.cpu_count() or 1)
     model, rows = base.start_model(args), out / "rows"
     common = [*([str(HERE / "tiny.yaml")] if args.tiny else []), f"model.path={model}"]
@@ -71,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         questions(draw, rows / f"{split}.jsonl", count, seed=seed, workers=cores)
     write_pairs(rows, common, rows / "pairs.jsonl", args.tiny)
 
-    def judge(arm: str, pairs: str, rate: str, seed: int) -> Job:
-        held = json.dumps([{"path": str(rows / f"{pairs}-test.jsonl"), "name": "pairs"}])
+    def judge(arm: str, pairs: str, rate: str, seed: int, split: str) -> Job:
+        held = json.dumps([{"path": str(rows / f"{pairs}-{split}.jsonl"), "name": "pairs"}])
         options = (f"data.train={rows / f'{pairs}-train.jsonl'}", f"data.val={held}", f"train.lr={rate}")
         return Job(arm=arm, seed=seed, command="reward-model", options=(str(HERE / "rm.yaml"), *common, *options))
 
@@ -88,22 +100,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         files = (str(HERE / "rl.yaml"), *common)
         return Job(arm=arm, seed=seed, command="rl", options=(*files, *options, *steps), after=after)
 
-    def run(split: str, jobs: list[Job]) -> None:
-        given = {"dev": split == "dev", "seconds": until - time.time(), "arms": None if split == "dev" else args.arms}
-        run_and_write(jobs, argparse.Namespace(**vars(args) | given), HERE, write_page)
+    def run(split: str, jobs: list[Job]) -> list[str]:
+        given = {"dev": split == "dev", "arms": None if split == "dev" else args.arms}
+        return carry_out(jobs, argparse.Namespace(**vars(args) | given), HERE, write_page)
 
     rates = {arm: tried[:1] if args.tiny else tried for arm, tried in RATES.items()}
     trials = [learner(f"rule@{rate}", "", 0, rate, TRIAL_SEED, "dev") for rate in rates["rule"]]
-    run("dev", [*trials, *(judge(f"rm@{rate}", "plain", rate, TRIAL_SEED) for rate in rates["rm"])])
-    if not args.dev:
-        found = read(out / "dev" / "results")
-        rule, rm = (best_rate(found, arm) for arm in RATES)
+    failed = run("dev", [*trials, *(judge(f"rm@{rate}", "plain", rate, TRIAL_SEED, "dev") for rate in rates["rm"])])
+    best = best_rates(read(out / "dev" / "results"))
+    if not args.dev and time.time() < args.until and best.keys() == RATES.keys():
+        rule, rm = best["rule"], best["rm"]
         as_it_is = (str(HERE / "rl.yaml"), *common, asked("test"))
         jobs = [Job(arm="base", seed=args.seeds[0], command="eval", options=as_it_is)]
         for seed in args.seeds:
-            jobs += [judge("rm", "plain", rm, seed), judge("rm_spoiled", "spoiled", rm, seed)]
+            jobs += [judge(arm, pairs, rm, seed, "test") for arm, pairs in (("rm", "plain"), ("rm_spoiled", "spoiled"))]
             jobs += [learner(arm, one.judge, one.kl, rule, seed, "test") for arm, one in ARMS.items()]
-        run("test", jobs)
+        failed += run("test", jobs)
+    name_failed(failed)
 
 
 if __name__ == "__main__":

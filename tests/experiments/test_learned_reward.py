@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from experiments.learned_reward import run
-from experiments.learned_reward.page import best_rate, story, write_page
+from experiments.learned_reward.page import best_rates, story, write_page
 from experiments.learned_reward.pairs import SPOILS, pairs_of, spoiled_pairs
 from experiments.pages import read
 from experiments.row_files import read_rows
@@ -19,6 +19,11 @@ def test_rl_follows_a_reward_model_of_pairs_from_nothing(tmp_path: Path) -> None
     assert "reward/learned" not in found["rule"][0]["curves"] and found["rm"][0]["curves"]["val/pairs/accuracy"]
     pairs, spoiled = (read_rows(tmp_path / "rows" / f"{kind}-train.jsonl") for kind in ("plain", "spoiled"))
     assert len(spoiled) == 2 * len(pairs) and Path(pairs[0]["images"][0]).exists()
+    asked = [
+        {row["prompt"] + row["images"][0] for row in read_rows(tmp_path / "rows" / f"plain-{split}.jsonl")}
+        for split in ("train", "dev", "test")
+    ]
+    assert len(set.union(*asked)) == sum(map(len, asked))  # no question is in two of them
     assert "| learned, KL 0.05 | 1 |" in (tmp_path / "RESULTS.md").read_text()
 
 
@@ -39,11 +44,10 @@ def test_pairs_are_wrong_answers_of_the_model_below_right_ones() -> None:
 
 
 def stored(true: list[float], said: list[float]) -> dict:
-    steps = [10 * (n + 1) for n in range(len(true))]
+    steps = [10 * n for n in range(len(true))]
     curves = {
-        "reward/accuracy": [[step, step, value] for step, value in zip(steps, true, strict=True)],
-        "reward/learned": [[step, step, value] for step, value in zip(steps, said, strict=True)],
-        "val/test/accuracy": [[steps[-1], steps[-1], true[-1]]],
+        "val/test/accuracy": [[step, step, value] for step, value in zip(steps, true, strict=True)],
+        "val/test/reward": [[step, step, value] for step, value in zip(steps, said, strict=True)],
         "length/response_mean": [[steps[-1], steps[-1], 3.0]],
     }
     about = {"began": 0.0, "seconds": 60, "device": "CPU", "commit": "abc", "at_once": 2, "steps": steps[-1]}
@@ -54,7 +58,7 @@ def test_hacked_is_a_reward_that_rises_while_the_truth_falls(tmp_path: Path) -> 
     ups, falls = [0.5, 0.6, 0.7] + 5 * [0.8], [0.5, 0.6, 0.7, 0.8] + 5 * [0.3]
     rises = [0.1 * n for n in range(9)]
     hacked, honest = story(stored(falls, rises)), story(stored(ups, rises[1:]))
-    assert hacked.hacked and hacked.step == 40 and abs(hacked.best - 0.65) < 1e-9 and abs(hacked.last - 0.3) < 1e-9
+    assert hacked.hacked and (hacked.step, hacked.best, hacked.last) == (30, 0.8, 0.3)
     assert not honest.hacked and not story(stored(falls, rises[::-1])).hacked  # where both have fallen
     assert story(stored(falls, [*rises[:4], *5 * [0.25]])).hacked  # a little of its gain is lost
     arms = {
@@ -67,5 +71,5 @@ def test_hacked_is_a_reward_that_rises_while_the_truth_falls(tmp_path: Path) -> 
     write_page(tmp_path, tmp_path / "RESULTS.md", tmp_path)
     page = (tmp_path / "RESULTS.md").read_text()
     assert "the rule 80.0 %; learned 30.0 ± 0.0 % (hacked in 1 of 2)" in page and "| learned | 3 → `3 3` |" in page
-    trials = {"rule@1e-5": {0: arms["rule-0"]}, "rule@3e-5": {0: arms["learned-0"]}, "base": {0: arms["rule-0"]}}
-    assert best_rate(trials, "rule") == "1e-5"
+    assert "asked at the start and every 10 steps" in page
+    assert best_rates({"rule@1e-5": {0: arms["rule-0"]}, "rule@3e-5": {0: arms["learned-0"]}}) == {"rule": "1e-5"}
