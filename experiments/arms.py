@@ -2,7 +2,7 @@
 nothing of what is compared; pages.py reads the JSONs.
 
     jobs = [Job(arm="grpo", seed=0, command="rl", options=("rl.yaml", "train.lr=1e-5"), after="cold")]
-    run_all(jobs, Path("runs/language"), at_once=4, seconds=600)
+    run_all(jobs, Path("runs/language"), at_once=4, until=time.time() + 600)
 
     args = command_line(__doc__, "language").parse_args()     # --out, --seeds, --arms, --dev, --tiny …
     run_and_write(jobs, args, HERE, write_page)               # runs, stores their JSONs, writes the page
@@ -10,6 +10,7 @@ nothing of what is compared; pages.py reads the JSONs.
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -31,9 +32,9 @@ from saccade.system.revision import revision
 ROOT = Path(__file__).resolve().parents[1]
 # Of a run: what validations found, and of training at most so many steps; `rollouts` are all drawn so far.
 STORED = re.compile(
-    r"val/.*/(accuracy(_within_\d+_turns)?|turns/(mean|end/\w+)|pass@\d+|response_mean|truncated_frac|items)"
+    r"val/.*/(reward|accuracy(_within_\d+_turns)?|turns/(mean|end/\w+)|pass@\d+|response_mean|truncated_frac|items)"
     r"|reward/(accuracy|learned)|length/response_mean|group/dead_frac|policy/(entropy|kl_ref)|sft/loss|rollouts"
-    r"|mismatch/(ess|logp_gap_max)|data/staleness_mean"
+    r"|mismatch/(ess|logp_gap_max)|data/staleness_mean|time/validation"
 )
 STEPS, SAID, LONG = 60, 4, 80  # also so many answers, cut to so many characters
 
@@ -56,11 +57,13 @@ class Job:
         return self.after and f"{self.after}-{self.seed if self.of_seed is None else self.of_seed}"
 
 
-def run_all(jobs: Sequence[Job], out: Path, *, at_once: int = 1, seconds: float = 1e9, commit: str = "") -> list[str]:
+def run_all(
+    jobs: Sequence[Job], out: Path, *, at_once: int = 1, until: float = math.inf, commit: str = ""
+) -> list[str]:
     """Every job whose OUT/results/NAME.json is not there, parents first; returns those that failed. With `at_once` 0
-    they run in this process. When the seconds are over, what still runs is ended: it starts anew the next time.
+    they run in this process. What still runs at the time `until` is ended: it starts anew the next time.
     """
-    results, end, failed = out / "results", time.time() + seconds, list[str]()
+    results, failed = out / "results", list[str]()
     results.mkdir(parents=True, exist_ok=True)
     named = {job.name: job for job in jobs}
     waiting = {name: job for name, job in named.items() if not (results / f"{name}.json").exists()}
@@ -80,7 +83,7 @@ def run_all(jobs: Sequence[Job], out: Path, *, at_once: int = 1, seconds: float 
                 began = time.time()
                 running[name] = (start(job, out, named.get(job.parent), at_once), began)
         time.sleep(0.1 if at_once else 0)
-        over = time.time() > end
+        over = time.time() > until
         for name, (process, began) in [*running.items()]:
             code, cut_off = process.poll(), False
             if code is None and not over:
@@ -198,12 +201,22 @@ def command_line(about: str, name: str, at_once: int = 1) -> argparse.ArgumentPa
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
     parser.add_argument("--arms", nargs="*", help="only these, and those whose models they start from")
     parser.add_argument("--at-once", type=int, default=at_once, help=f"runs side by side, {at_once} unless given")
-    parser.add_argument("--seconds", type=float, default=1e9, help="then stop; the next call goes on")
+    ask_for_seconds(parser)
     parser.add_argument("--commit", default="", help="where there is no git")
     parser.add_argument("--dev", action="store_true", help="the trials by which settings were chosen")
     parser.add_argument("--page", action="store_true", help="only write the page of the stored results")
     parser.add_argument("--tiny", action="store_true", help="a random model on a CPU, in seconds")
     return parser
+
+
+def ask_for_seconds(parser: argparse.ArgumentParser) -> None:
+    """As the time at which to stop: what is prepared before the first run counts, too."""
+
+    def from_now(seconds: str) -> float:
+        return time.time() + float(seconds)
+
+    about = "stop so many seconds after the start; the next call goes on"
+    parser.add_argument("--seconds", dest="until", type=from_now, default=math.inf, metavar="SECONDS", help=about)
 
 
 def chosen(jobs: Sequence[Job], arms: Collection[str] | None) -> list[Job]:
@@ -217,22 +230,31 @@ def chosen(jobs: Sequence[Job], arms: Collection[str] | None) -> list[Job]:
     return [job for job in jobs if job.arm in wanted]
 
 
-def run_and_write(
-    jobs: Sequence[Job], args: argparse.Namespace, here: Path, write_page: Callable[[Path, Path, Path], None]
-) -> None:
+WritePage = Callable[[Path, Path, Path], None]  # folder of the JSONs, page, folder of its pictures
+
+
+def run_and_write(jobs: Sequence[Job], args: argparse.Namespace, here: Path, write_page: WritePage) -> None:
+    """Ends with the names of runs that failed, after what the others found has been written."""
+    name_failed(carry_out(jobs, args, here, write_page))
+
+
+def name_failed(failed: Sequence[str]) -> None:
+    if failed:
+        sys.exit(f"not finished: {', '.join(failed)}")
+
+
+def carry_out(jobs: Sequence[Job], args: argparse.Namespace, here: Path, write_page: WritePage) -> list[str]:
     """Run the jobs, keep their JSONs beside the script and write its page; with --tiny, all in OUT and this process.
-    `write_page` takes the folder of the JSONs, the page and the folder of its pictures. Ends with the names of runs
-    that failed, after what the others found has been written.
+    Returns the names of runs that failed.
     """
     out = args.out.resolve()
     results, page, images = (out / "results", out, out) if args.tiny else (here / "results", here, ROOT / "docs/images")
+    failed = list[str]()
     if not args.page:
         runs = out / ("dev" if args.dev else "test")
         at_once = 0 if args.tiny else args.at_once
-        wanted = chosen(jobs, args.arms)
-        failed = run_all(wanted, runs, at_once=at_once, seconds=args.seconds, commit=args.commit)
+        failed = run_all(chosen(jobs, args.arms), runs, at_once=at_once, until=args.until, commit=args.commit)
         shutil.copytree(runs / "results", results / "dev" if args.dev else results, dirs_exist_ok=True)
     images.mkdir(parents=True, exist_ok=True)
     write_page(results, page / "RESULTS.md", images)
-    if not args.page and failed:
-        sys.exit(f"not finished: {', '.join(failed)}")
+    return failed

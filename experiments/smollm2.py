@@ -56,8 +56,10 @@ def main() -> None:
 def build(out: Path, gguf: Path | None = None) -> Path:
     """The folder, which is made if it is not there."""
     if not (out / "config.json").exists():
+        unfinished = out.with_name(f"{out.name}.unfinished")
         with tempfile.TemporaryDirectory() as scratch:
-            convert(gguf or fetch(Path(scratch)), out)
+            convert(gguf or fetch(Path(scratch)), unfinished)
+        unfinished.rename(out)
     return out
 
 

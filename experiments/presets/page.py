@@ -40,14 +40,16 @@ best for it in the trials below. One command repeats everything on one GPU: `pyt
 {numbers}
 
 Greedy accuracy on {items:,} new questions, scenes and charts equally; ± is half of the 95 % interval over seeds
-(Student). Differences from GRPO are paired by seed; p is Student's test of them, corrected for {comparisons}
-comparisons (Holm), and below {level} a difference is called one. GPU seconds for a point: training after the first
-step, over the runs side by side and the points gained. Dynamic sampling (`dapo`) draws more for a step: it counts as it
-was at the last validation within these rollouts, which is made every second step.
+(Student). All seeds have the same questions to learn from and to be measured on. Differences from GRPO are paired by
+seed; p is Student's test of them, corrected for {comparisons} comparisons (Holm), and below {level} a difference is
+called one. GPU seconds for a point: seconds of training after the first step, without validations, divided by the runs
+side by side and by the points gained; means over seeds, without an interval. Dynamic sampling (`dapo`) draws more for a
+step: it counts as it was at the last validation within these rollouts, which is made every second step.
 
 ## Trials
 
-The learning rate of each preset, with another seed and on other questions; accuracy in %, all that were tried:
+The learning rate of each preset, with another seed and measured on other questions; accuracy in %, all that were
+tried (-: failed):
 
 {trials}
 
@@ -75,7 +77,7 @@ class Row(NamedTuple):
     accuracy: dict[int, float]  # by seed
     gain: dict[int, float]  # over GRPO
     chance: float
-    point: dict[int, float]  # GPU seconds
+    point: str  # GPU seconds
 
     @property
     def verdict(self) -> str:
@@ -90,7 +92,8 @@ def reached(run: Mapping[str, Any], budget: float) -> Reached:
     steps, seconds, accuracy = np.mean([run["curves"][f"val/{name}/accuracy"] for name in SETS], axis=0).T
     rollouts = np.interp(steps, drawn[:, 0], drawn[:, 2])
     last = max(0, int((rollouts <= budget).sum()) - 1)
-    return Reached(100 * accuracy[last], seconds[last] / run["at_once"], rollouts[last])
+    validating = sum(took for step, _, took in run["curves"].get("time/validation", ()) if step <= steps[last])
+    return Reached(100 * accuracy[last], (seconds[last] - validating) / run["at_once"], rollouts[last])
 
 
 def budget_of(found: Mapping[str, Found]) -> float:
@@ -121,12 +124,13 @@ def compared(found: Mapping[str, Found]) -> list[Row]:
     grpo = accuracy.get("grpo", {})
     gains = {p: {seed: values[seed] - grpo[seed] for seed in values if seed in grpo} for p, values in accuracy.items()}
     chances = corrected({p: chance(gain) for p, gain in gains.items() if p != "grpo"})
-    rows = [Row(p, accuracy[p], gains[p], chances.get(p, 1.0), points(by_seed, start)) for p, by_seed in ends.items()]
+    rows = [Row(p, accuracy[p], gains[p], chances.get(p, 1.0), point(by_seed, start)) for p, by_seed in ends.items()]
     return sorted(rows, key=lambda row: -np.mean([*row.accuracy.values()]))
 
 
-def points(by_seed: Mapping[int, Reached], start: float) -> dict[int, float]:
-    return {seed: one.seconds / (one.accuracy - start) for seed, one in by_seed.items() if one.accuracy > start}
+def point(by_seed: Mapping[int, Reached], start: float) -> str:
+    accuracy, seconds, _ = np.mean([*by_seed.values()], axis=0)
+    return f"{seconds / (accuracy - start):.2f}" if accuracy > start else "-"
 
 
 def start_of(found: Mapping[str, Found]) -> float:
@@ -169,7 +173,7 @@ def picture(rows: Sequence[Row], start: float) -> str:
         body.append(f'<rect x="{x(mean - half)}" y="{TOP}" width="{wide}" height="{foot - TOP}" fill="#dfe9f3"/>')
     body.append(f'<path d="M{x(start)},{TOP}V{foot}" stroke="#999" stroke-dasharray="4 3"/>')
     body.append(text(x(start), foot + 34, "at the start", "middle", 'fill="#666"'))
-    unit = next(unit for unit in (1, 2, 5, 10, 20) if high - low <= 8 * unit)
+    unit = next(unit for unit in (1, 2, 5, 10, 20, 50, 100) if high - low <= 8 * unit)
     for tick in range(unit * int(np.ceil(low / unit)), int(high) + 1, unit):
         body.append(text(x(tick), foot + 16, f"{tick}", "middle", 'fill="#666"'))
     for n, row in enumerate(rows):
@@ -180,7 +184,7 @@ def picture(rows: Sequence[Row], start: float) -> str:
         body.append(f'<circle cx="{x(mean)}" cy="{y}" r="5.5" fill="{colour}"/>')
         if row.preset != "grpo":
             body.append(text(LEFT + WIDE + 20, y + 4, mean_of(row.gain, 1, signed=True), more=f'fill="{colour}"'))
-        body.append(text(LEFT + WIDE + 130, y + 4, mean_of(row.point, 1, digits=2)))
+        body.append(text(LEFT + WIDE + 130, y + 4, row.point))
     legend = "green, red: better, worse than GRPO beyond chance; grey: no difference shown; lines: 95 % intervals"
     return "\n".join([*body, text(12, height - 10, legend, more='fill="#666" font-size="12"'), "</svg>"]) + "\n"
 
@@ -218,7 +222,7 @@ def write_page(results: Path, path: Path, images: Path) -> None:
             *(("", "") if row.preset == "grpo" else (mean_of(row.gain, 1, signed=True), f"{row.chance:.2g}")),
             row.verdict,
             f"{np.mean([run['steps'] for run in found[row.preset].values()]):.0f}",
-            mean_of(row.point, 1, digits=2),
+            row.point,
         ]
         for row in rows
     ]

