@@ -212,11 +212,11 @@ def command_line(about: str, name: str, at_once: int = 1) -> argparse.ArgumentPa
 def ask_for_seconds(parser: argparse.ArgumentParser) -> None:
     """As the time at which to stop: what is prepared before the first run counts, too."""
 
-    def from_now(seconds: str) -> float:
-        return time.time() + float(seconds)
+    def seconds(text: str) -> float:
+        return time.time() + float(text)
 
     about = "stop so many seconds after the start; the next call goes on"
-    parser.add_argument("--seconds", dest="until", type=from_now, default=math.inf, metavar="SECONDS", help=about)
+    parser.add_argument("--seconds", dest="until", type=seconds, default=math.inf, metavar="SECONDS", help=about)
 
 
 def chosen(jobs: Sequence[Job], arms: Collection[str] | None) -> list[Job]:

@@ -196,25 +196,25 @@ ABOUT = """## Does it learn?
 MARKED = re.compile(r"(<!-- table: experiments -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def parts() -> Iterator[tuple[str, str, str]]:
+def parts(root: Path) -> Iterator[tuple[str, str, str]]:
     """Folder, title and the rest of each page, which begins with what was found, in one paragraph."""
-    for path in sorted(ROOT.glob("experiments/*/RESULTS.md")):
+    for path in sorted(root.glob("experiments/*/RESULTS.md")):
         title, _, rest = path.read_text(encoding="utf-8").removeprefix("# ").partition("\n\n")
         yield path.parent.name, title, rest
 
 
-def written() -> dict[Path, str]:
+def written(root: Path = ROOT) -> dict[Path, str]:
     """What docs/results.md and the README should hold."""
-    inside = [f"\n## {title}\n\n{re.sub('^#', '##', rest, flags=re.M)}" for _, title, rest in parts()]
-    whole = (HEAD + ("".join(inside) or NONE)).replace("](../../docs/", "](")
+    inside = [f"\n## {title}\n\n{re.sub('^#', '##', rest, flags=re.M)}" for _, title, rest in parts(root)]
+    moved = "".join(inside).replace("](../../docs/", "](").replace("](../", "](../experiments/")
     rows = [
         [f"[{title}](experiments/{name}/RESULTS.md)", rest.partition("\n\n")[0].replace("\n", " ")]
-        for name, title, rest in parts()
+        for name, title, rest in parts(root)
     ]
-    readme = ROOT / "README.md"
+    readme = root / "README.md"
     lines = ABOUT + table(["experiment", "what was found"], rows) + "\n" if rows else ""
     page = MARKED.sub(lambda m: m[1] + lines + m[2], readme.read_text(encoding="utf-8"))
-    return {ROOT / "docs" / "results.md": whole, readme: page}
+    return {root / "docs" / "results.md": HEAD + (moved or NONE), readme: page}
 
 
 def main() -> None:

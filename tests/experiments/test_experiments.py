@@ -56,7 +56,7 @@ def test_a_failed_run_is_named_and_takes_those_after_it_along(tmp_path: Path, ca
         Job(arm="later", seed=0, command="rl", options=(), after="first"),
         Job(arm="first", seed=0, command="sft", options=("train.lrr=1",)),
     ]
-    assert run_all(jobs, tmp_path, seconds=0) == ["first-0", "later-0"]
+    assert run_all(jobs, tmp_path, until=0) == ["first-0", "later-0"]
     assert "first-0: cut off" in capsys.readouterr().out
     assert run_all(jobs, tmp_path, at_once=2) == ["first-0", "later-0"]
     assert "train.lr" in capsys.readouterr().out and not [*tmp_path.glob("results/*")]
@@ -98,6 +98,15 @@ def test_language_runs_from_nothing_and_again_only_what_is_missing(
     assert "grpo-0: done" in capsys.readouterr().out
     language.main(arguments)
     assert "done" not in capsys.readouterr().out
+
+
+def test_links_of_a_page_lead_to_the_same_place_from_the_results_of_all(tmp_path: Path) -> None:
+    (tmp_path / "experiments" / "small").mkdir(parents=True)
+    (tmp_path / "README.md").write_text("<!-- table: experiments -->\n<!-- end -->\n")
+    text = "# Small\n\nFound [a](../smolvlm), ![b](../../docs/images/b.svg), [c](../../docs/data.md#c).\n"
+    (tmp_path / "experiments" / "small" / "RESULTS.md").write_text(text)
+    together = written(tmp_path)[tmp_path / "docs" / "results.md"]
+    assert "Found [a](../experiments/smolvlm), ![b](images/b.svg), [c](data.md#c)." in together
 
 
 def test_pages_of_all_experiments_are_current() -> None:

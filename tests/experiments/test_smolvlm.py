@@ -1,7 +1,11 @@
 """The small model that sees, from nothing: a random one on a CPU."""
 
 import json
+import shutil
+from argparse import Namespace
 from pathlib import Path
+
+import pytest
 
 from experiments.pages import read
 from experiments.smolvlm import base, pictures, run
@@ -23,3 +27,8 @@ def test_it_runs_from_nothing_and_its_weights_travel_as_what_has_changed(tmp_pat
     read_out = [turn["content"] for row in rows[2::3] for turn in row["messages"] if turn["role"] == "assistant"]
     assert all(pictures.unseen(word) for answer in asked for word in answer.split())
     assert not any(pictures.unseen(word) for text in read_out for word in text.split() if len(word) > 2)
+    shutil.copytree(tmp_path / "language", tmp_path / "other" / "language")
+    asked_for = Namespace(out=tmp_path / "other", packed=tmp_path / "packed", model=None, gguf=None, tiny=False)
+    with pytest.raises(SystemExit, match="is not the model that was packed"):
+        base.start_model(asked_for)
+    assert not (tmp_path / "other" / "model").exists()  # which the next call would take
