@@ -35,8 +35,8 @@ PAGE = """# Text first, then pictures
 The small model of [experiments/smolvlm](../smolvlm) answers questions about solids and charts, once from the picture
 and once from the same facts in words (`red cube (84%, 13%); …`, `Sales: apples 12, pears 5.`).
 `python experiments/foundation/run.py` repeats everything on one GPU; `--tiny` shows that it runs, on a CPU. ± is half
-of the 95 % interval over seeds (Student), differences are paired by seed. All seeds have the same test questions,
-{items:.0f} of each set, so the intervals do not hold the chance of the items.
+of the 95 % interval over seeds (Student), differences are paired by seed. All seeds have the same questions to learn
+from and the same test questions, {items:.0f} of each set, so the intervals do not hold the chance of the items.
 
 ## Arms
 
@@ -83,9 +83,10 @@ Settings were chosen on other items, with another seed. Every trial, mean of the
 ## What this does not show
 
 One small model and drawn pictures; a few minutes of training. The cold start has already shown how answers are worked
-out, in both forms, so this is about what RL adds to that, not about reasoning that comes from RL alone. The second
-stage begins with a new optimizer and warm-up. A picture gives its facts less surely than the words do: where pictures
-gain less, that may be seeing, not reasoning.
+out, in both forms, so this is about what RL adds to that, not about reasoning that comes from RL alone. Kinds held out
+are new to the cold start and to RL, not to the model, which learned to read solids and charts by such questions. The
+second stage begins with a new optimizer and warm-up. A picture gives its facts less surely than the words do: where
+pictures gain less, that may be seeing, not reasoning.
 """
 
 

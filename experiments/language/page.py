@@ -28,7 +28,8 @@ seeds (Student), differences are paired by seed.
 Arms start from the cold start of their seed and have the same seconds each ({seconds}, loading included, side by side
 on one GPU); `sft.yaml` and `rl.yaml` have the settings. Trained on 6,973 questions; measured on the 1,319 of the test:
 greedy accuracy (the last number is the answer), and with eight samples at temperature 1 of the first 400: pass@1, the
-mean, and pass@8, whether one is right.
+mean, and pass@8, whether one is right. All seeds have the same questions, so the intervals do not hold the chance of
+the items.
 
 {gsm8k}
 

@@ -20,15 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no install needed
 
-from experiments.arms import (  # noqa: E402
-    Job,
-    carry_out,
-    command_line,
-    last_lines,
-    name_failed,
-    run_and_write,
-    start,
-)
+from experiments.arms import Job, carry_out, command_line, last_lines, name_failed, run_and_write, start  # noqa: E402
 from experiments.learned_reward.page import ARMS, best_rates, write_page  # noqa: E402
 from experiments.learned_reward.pairs import pairs_of, spoiled_pairs  # noqa: E402
 from experiments.pages import read  # noqa: E402

@@ -64,8 +64,8 @@ questions about new pictures{without} (mean over {len(right)} kinds of questions
 
 {table(["set", "asked", "items", "right, %", "without the picture, %"], rows)}
 
-Greedy answers, compared word by word; 95 % intervals over items. It is one model: nothing is said about other seeds.
-Two of the 81 words of the set `words` are on no training picture either.
+Greedy answers, compared word by word; 95 % intervals over items (Wilson). It is one model: nothing is said about other
+seeds. Two of the 81 words of the set `words` are on no training picture either.
 
 ## Training
 

@@ -52,16 +52,17 @@ largest difference between a log-prob of the engine and the trainer's. *Age*: me
 - **vLLM** has noise of its own, so its rollouts are other draws from the same policy: in every step its log-probs are
   those of the trainer up to the gap above.
 - **Rollouts ahead** belong in part to the policy of one step before; their tokens are weighed by the ratio of both.
-  Over 160 steps of 64 questions they cost [3.0 ± 2.8 points](../../docs/performance.md), so a price that these runs
-  cannot tell from none is likely.
-- **In another order** the same engine has other questions in a step. As drawn, every six rows hold each count once; the
-  runs above shuffle them. The difference lies at the edge of its interval (chance {order}, one of four comparisons):
-  balanced steps may help, or it is chance. Either way it is larger than those between engines.
+  Over 160 steps of 64 questions they cost [3.0 ± 2.8 points](../../docs/performance.md), so a price that is too small
+  to be seen here is likely.
+- **In another order** the same engine has other questions in a step: what a change does that is none of the engine. As
+  drawn, every six rows hold each count once; the runs above shuffle them. Balanced steps may help, or the difference
+  is chance: without an effect it would be as large with probability {order} (Student's test, not corrected for the
+  {others} comparisons of the table).
 
 ## Cost
 
-{cost} The machine had two cores of an Intel Xeon that
-other work shared, so seconds of arms are not comparable.
+{cost}
+Other work may have shared the cores, so seconds of arms are not compared.
 
 ## What this does not show
 
@@ -94,6 +95,7 @@ def write_page(results: Path, path: Path, images: Path) -> None:
         n=len(seeds),
         cost=cost(stored),
         smooth=SMOOTH,
+        others=len(found.keys() - {FIRST}),
         order=f"{chance(differences(found.get('order', {}), first)):.2f}",
         missing=f"Not run: {', '.join(missing)}." if missing else "",
         images="../../docs/images",
