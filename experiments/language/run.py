@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = tiny.build("llama", out / "model") if args.tiny else str(smollm2.build(out / "model", args.gguf))
     split, more = ("dev" if args.dev else "test"), ["tiny.yaml"] if args.tiny else []
     if args.dev:
-        jobs = [job(arm, of, 100, rows, split, model, changes) for arm, (of, changes) in TRIALS.items()]
+        jobs = [job(arm, of, 100, rows, split, model, [*changes, *more]) for arm, (of, changes) in TRIALS.items()]
     else:
         jobs = [job(arm, arm, seed, rows, split, model, more) for seed in args.seeds for arm in ARMS]
         jobs = [one for one in jobs if one.seed == args.seeds[0] or not one.arm.endswith("base")]

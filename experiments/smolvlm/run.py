@@ -102,14 +102,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         draw(model, out / "probe.jsonl", 8 if args.tiny else 5000, 2, cores)
         enough = ["train.epochs=20", f"run.max_hours={PROBED / 3600:.5f}"]
         jobs = [job(arm, "probe.jsonl", [*options, *enough]) for arm, options in PROBES.items()]
-        run_all(jobs, out / "probe", at_once=4, until=args.until, commit=args.commit)
+        failed = run_all(jobs, out / "probe", at_once=4, until=args.until, commit=args.commit)
         for arm, runs in read(out / "probe" / "results").items():
             print(arm, runs[0]["curves"]["sft/loss"][::5], flush=True)  # step, seconds, loss
             last = [*read_metrics(out / "probe" / f"{arm}-0")][-1]
             print({name: last[name] for name in ("time/step", "time/data", "time/update", "time/other")}, flush=True)
         if not args.tiny:
             shutil.copytree(out / "probe" / "results", stored / "dev", dirs_exist_ok=True)
-        return
+        return name_failed(failed)
     for number, (name, (rows, _)) in enumerate(STAGES.items()):
         if not (file := out / f"{name}.jsonl").exists():
             draw(model, file, 6 if args.tiny else round(args.scale * rows), number, cores)

@@ -56,7 +56,7 @@ cold start of a pretrained model: the same number of demonstrations is seen as o
 
 ## Trials
 
-Settings were tried on other scenes, with another seed; the last column is accuracy with 32 turns:
+Settings were tried on other scenes, with another seed; percent right with 6 and with 32 turns:
 
 {trials}
 
