@@ -52,10 +52,8 @@ def test_sizes_stand_as_far_apart_as_their_logarithms() -> None:
 
 
 def test_a_failed_run_is_named_and_takes_those_after_it_along(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    jobs = [
-        Job(arm="later", seed=0, command="rl", options=(), after="first"),
-        Job(arm="first", seed=0, command="sft", options=("train.lrr=1",)),
-    ]
+    first = Job(arm="first", seed=0, command="sft", options=("train.lrr=1",))
+    jobs = [Job(arm="later", seed=0, command="rl", options=(), after="first"), first]
     assert run_all(jobs, tmp_path, until=0) == ["first-0", "later-0"]
     assert "first-0: cut off" in capsys.readouterr().out
     assert run_all(jobs, tmp_path, at_once=2) == ["first-0", "later-0"]
@@ -86,9 +84,7 @@ def test_what_others_found_is_kept_where_a_run_fails_and_arms_bring_those_they_s
         chosen(jobs, ["hole"])
 
 
-def test_language_runs_from_nothing_and_again_only_what_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_language_runs_from_nothing_and_again_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     arguments = ["--tiny", "--out", str(tmp_path), "--seeds", "0", "--arms", "cold", "grpo"]
     language.main(arguments)
     found = read(tmp_path / "results")

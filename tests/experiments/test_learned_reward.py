@@ -19,10 +19,8 @@ def test_rl_follows_a_reward_model_of_pairs_from_nothing(tmp_path: Path) -> None
     assert "reward/learned" not in found["rule"][0]["curves"] and found["rm"][0]["curves"]["val/pairs/accuracy"]
     pairs, spoiled = (read_rows(tmp_path / "rows" / f"{kind}-train.jsonl") for kind in ("plain", "spoiled"))
     assert len(spoiled) == 2 * len(pairs) and Path(pairs[0]["images"][0]).exists()
-    asked = [
-        {row["prompt"] + row["images"][0] for row in read_rows(tmp_path / "rows" / f"plain-{split}.jsonl")}
-        for split in ("train", "dev", "test")
-    ]
+    files = [tmp_path / "rows" / f"plain-{split}.jsonl" for split in ("train", "dev", "test")]
+    asked = [{row["images"][0] for row in read_rows(file)} for file in files]
     assert len(set.union(*asked)) == sum(map(len, asked))  # no question is in two of them
     assert "| learned, KL 0.05 | 1 |" in (tmp_path / "RESULTS.md").read_text()
 
@@ -44,13 +42,9 @@ def test_pairs_are_wrong_answers_of_the_model_below_right_ones() -> None:
 
 
 def stored(true: list[float], said: list[float]) -> dict:
-    steps = [10 * n for n in range(len(true))]
-    curves = {
-        "val/test/accuracy": [[step, step, value] for step, value in zip(steps, true, strict=True)],
-        "val/test/reward": [[step, step, value] for step, value in zip(steps, said, strict=True)],
-        "length/response_mean": [[steps[-1], steps[-1], 3.0]],
-    }
-    about = {"began": 0.0, "seconds": 60, "device": "CPU", "commit": "abc", "at_once": 2, "steps": steps[-1]}
+    measured = {"val/test/accuracy": true, "val/test/reward": said, "length/response_mean": [3.0]}
+    curves = {name: [[10 * n, 0.0, value] for n, value in enumerate(values)] for name, values in measured.items()}
+    about = {"began": 0.0, "seconds": 60, "device": "CPU", "commit": "abc", "at_once": 2, "steps": 10 * len(true)}
     return {**about, "rollouts": 100, "curves": curves, "said": [["3", "3 | 3"]]}
 
 
@@ -61,11 +55,8 @@ def test_hacked_is_a_reward_that_rises_while_the_truth_falls(tmp_path: Path) -> 
     assert hacked.hacked and (hacked.step, hacked.best, hacked.last) == (30, 0.8, 0.3)
     assert not honest.hacked and not story(stored(falls, rises[::-1])).hacked  # where both have fallen
     assert story(stored(falls, [*rises[:4], *5 * [0.25]])).hacked  # a little of its gain is lost
-    arms = {
-        "rule-0": stored(ups, rises[1:]),
-        "learned-0": stored(falls, rises),
-        "learned-1": stored(falls, rises[::-1]),
-    }
+    arms = {"rule-0": stored(ups, rises[1:]), "learned-0": stored(falls, rises)}
+    arms["learned-1"] = stored(falls, rises[::-1])
     for name, one in arms.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(one))
     write_page(tmp_path, tmp_path / "RESULTS.md", tmp_path)

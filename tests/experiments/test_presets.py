@@ -47,19 +47,12 @@ def test_the_page_calls_what_is_beyond_chance_and_counts_rollouts_that_were_drop
     dapo = reached(stored(0.8, passing=True), 100)
     assert (round(dapo.accuracy), dapo.rollouts, dapo.seconds) == (60, 80, 8.0)  # not the 80 % of 160 rollouts
     rows = {row.preset: row for row in compared(read(tmp_path))}
-    assert {preset: row.verdict for preset, row in rows.items()} == {
-        "ppo": "better",
-        "grpo": "",
-        "rloo": "",
-        "dapo": "worse",
-    }
+    verdicts = {"ppo": "better", "grpo": "", "rloo": "", "dapo": "worse"}
+    assert {preset: row.verdict for preset, row in rows.items()} == verdicts
     assert next(iter(rows)) == "ppo" and [*rows][-1] == "dapo"
     assert rows["ppo"].chance < 1e-4 and rows["rloo"].chance > 0.5
     assert rows["ppo"].point == "0.47"  # 38 seconds by two side by side for 40.4 points
     write_page(tmp_path, tmp_path / "RESULTS.md", tmp_path)
     page = (tmp_path / "RESULTS.md").read_text()
     assert "From 30.0 % right: GRPO reaches 60.4" in page
-    assert (
-        "Of 3 presets, 2 differ from GRPO beyond chance, in points: better: ppo (+10.0 ± 0.0); worse: dapo (-5.0 ± 0.0)"
-        in page
-    )
+    assert "2 differ from GRPO beyond chance, in points: better: ppo (+10.0 ± 0.0); worse: dapo (-5.0 ± 0.0)" in page

@@ -40,9 +40,7 @@ def test_kinds_of_pictures_hold_what_training_does_not() -> None:
         split: [things(scenes.draw_scene(Random(n), n, split=split, kinds=("all",), side=64)) for n in range(40)]
         for split in scenes.SPLITS
     }
-    words = {
-        split: {word for named in scenes for name in named for word in name.split()} for split, scenes in found.items()
-    }
+    words = {split: {word for named in of for name in named for word in name.split()} for split, of in found.items()}
     assert {len(named) for named in found["same"]} == {*range(2, 7)}
     assert {len(named) for named in found["more"]} == {7, 8, 9}
     assert words["same"] & words["colours"] == {*scenes.FLAT.values()}
