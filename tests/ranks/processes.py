@@ -35,15 +35,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 250  # seconds
 LOCK = threading.Lock()  # runs start and look after their processes in several threads
 FORKING: Any = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload(
-    [
-        "saccade.plugins.ranks.rank_process",
-        "saccade.plugins.ranks.sharded",
-        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
-        "peft",
-        "tests.ranks.processes",
-    ]
-)
+OURS = ("saccade.plugins.ranks.rank_process", "saccade.plugins.ranks.sharded", "tests.ranks.processes")
+FORKING.set_forkserver_preload([*OURS, "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "peft"])
 # What every fork would do again: transformers compiles the patterns of its names, and writes configs out to check them.
 get_checkpoint_conversion_mapping("qwen2_5_vl")
 PreTrainedConfig.__repr__ = object.__repr__  # type: ignore[method-assign]
