@@ -121,10 +121,15 @@ def test_what_is_right_without_pictures_and_what_was_trained_on(tmp_path, judged
         evaluate.run(config, out=tmp_path / "none", also=["blind"], rescore=tmp_path / SAMPLES)
 
 
-def test_one_greedy_answer_is_the_default(tmp_path, judged):
-    first, second = (evaluate.run(judged(tmp_path, run__seed=seed), out=tmp_path / str(seed)) for seed in (1, 2))
+def test_one_greedy_answer_is_the_default(tmp_path, judged, scenes, capsys):
+    rows = (scenes / "val.jsonl").read_text().splitlines()
+    file = scenes / "named_twice.jsonl"
+    file.write_text("\n".join([*rows[:6], rows[6], rows[6]]) + "\n")
+    config = judged(tmp_path, data__val=str(file))
+    first, second = (evaluate.run(config | {"run.seed": n}, out=tmp_path / str(n)) for n in (1, 2))
     assert first == second
-    assert "avg@1" not in first["val"] and first["val"]["items"] == 8
+    assert "avg@1" not in first["named_twice"] and first["named_twice"]["items"] == 8
+    assert capsys.readouterr().out.count("1 row got a suffix, as another one has the same id") == 2
 
 
 def test_responses_can_be_scored_again(four, judged, tmp_path):

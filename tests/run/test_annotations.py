@@ -100,4 +100,6 @@ def test_kappa_is_agreement_beyond_chance(folder, tmp_path):
     written = (folder / "annotations.csv").read_text()
     assert "right" not in written and written.count(str(stored)) == 1 and written.count("a" * 64) == 19
     assert "wrote 5 answers" in saccade("annotate", folder, "--rows", 5, "--out", tmp_path / "few.csv")
+    samples.write_text(json.dumps({"set": "pairs", "id": "1", "chosen": {"a": 1.0}, "rejected": {"a": 0.0}}) + "\n")
+    assert "no answer has a score" in saccade("annotate", folder, "--out", tmp_path / "none.csv")
     assert "ends in neither" in saccade("annotate", folder, "--out", tmp_path / "a.txt")

@@ -46,7 +46,8 @@ def write_annotations(folder: Path, out: Path, rows: int = 0, hide: bool = False
         raise ConfigError(f"--out {out}: ends in neither .csv nor .jsonl; try --out answers.csv")
     if out.exists():
         raise ConfigError(f"--out {out}: exists, and may hold verdicts; name a new file")
-    scored = _scored(folder)
+    if not (scored := _scored(folder)):
+        raise ConfigError(f"{folder}: no answer has a score, as those of pairs have none; name one that scored answers")
     require_writable(out, "--out", file=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     chosen = np.sort(np.random.default_rng(seed).permutation(len(scored))[: rows or None])
