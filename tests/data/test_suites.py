@@ -166,9 +166,8 @@ def test_too_many_bad_rows_of_a_suite_name_the_set(folder: Path, tmp_path: Path)
     with pytest.raises(DataError) as caught:
         evaluate.run(load(None, own), out=tmp_path / "eval")
     said = str(caught.value)
-    assert (
-        "eval.suites: vstar: " in said and "read as those of craigwu/vstar_bench" in said and "check-data" not in said
-    )
+    assert "eval.suites: vstar: " in said and "read as those of craigwu/vstar_bench" in said
+    assert "check-data" not in said
 
 
 def test_all_suites_are_asked_and_scored(folder: Path, tmp_path: Path) -> None:

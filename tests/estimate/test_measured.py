@@ -123,15 +123,9 @@ def test_experts_are_all_kept_and_only_the_chosen_ones_compute(tmp_path):
     """The shape of a Mixtral 8x7B: 46.7e9 weights, of which a token passes 12.9e9."""
     folder = Path(tiny.build("mixtral", tmp_path))
     described = json.loads((folder / "config.json").read_text()) | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": None,
-        "vocab_size": 32_000,
-        "num_local_experts": 8,
-        "tie_word_embeddings": False,
+        **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 32_000},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": None},
+        **{"num_local_experts": 8, "tie_word_embeddings": False},
     }
     (folder / "config.json").write_text(json.dumps(described))
     found = {

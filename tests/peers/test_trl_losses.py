@@ -107,13 +107,8 @@ def trl_loss(trainer, patch, rows, options):
 
 
 PLAIN = {  # whatever the defaults of this version
-    "importance_sampling_level": "token",
-    "epsilon_low": 0.2,
-    "epsilon_high": 0.28,
-    "beta": 0.0,
-    "use_bias_correction_kl": False,
-    "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05,
+    **{"importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.28},
+    **{"beta": 0.0, "use_bias_correction_kl": False, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
 }
 WIDTHS = {"clip_low": 0.2, "clip_high": 0.28}
 HIGHER = {"args": WIDTHS}

@@ -51,13 +51,9 @@ def config_of(rows, model, out, **changes):
             "train": str(rows / "train.json"), "val": {"path": str(rows / "held.json"), "name": "held"},
             "mapping": "hpdv3", "pair_view": "verdict", "min_pixels": 784, "max_pixels": 784,
         },
-        "prompt": {"instruction": ""},
-        "reward": {"terms": ["verdict"], "self_test": "off"},
-        "rollout": {"max_tokens": 8},
-        "train": {"prompts_per_step": 4, "lr": 3e-3},
-        "val": {"every": 2, "before": False},
-        "save": {"every": 0},
-        "track": {"tensorboard": False},
+        "prompt": {"instruction": ""}, "reward": {"terms": ["verdict"], "self_test": "off"},
+        "rollout": {"max_tokens": 8}, "train": {"prompts_per_step": 4, "lr": 3e-3},
+        "val": {"every": 2, "before": False}, "save": {"every": 0}, "track": {"tensorboard": False},
     }  # fmt: skip
     for section, values in changes.items():
         options[section] = {**options[section], **values}

@@ -32,15 +32,8 @@ def sample(response: str, answer: str) -> RewardSample:
 
 
 @pytest.mark.parametrize("answer", [
-    "9^{9^{9^9}}",
-    "1e99999",
-    r"\binom{99999}{555}",
-    "9" * 1900,
-    "(" * 30 + "1" + ",2)" * 30,
-    r"\{1\pm" * 25 + "1" + r"\}" * 25,
-    "x" * 5000,
-    "|x" * 40,
-    "(x+y+z+w)^{40}",
+    "9^{9^{9^9}}", "1e99999", r"\binom{99999}{555}", "9" * 1900, "x" * 5000, "|x" * 40, "(x+y+z+w)^{40}",
+    "(" * 30 + "1" + ",2)" * 30, r"\{1\pm" * 25 + "1" + r"\}" * 25,
 ])  # fmt: skip
 def test_huge_expressions_are_refused_at_once(answer, no_garbage):
     math(sample(r"<answer>\frac{1}{2}</answer>", "5x"))  # imports what it needs

@@ -86,9 +86,7 @@ def test_pairs_and_what_cannot_be_compared(tmp_path, folders):
         (models[-1] / "samples.jsonl").write_text(json.dumps({"set": "pairs", "id": "1", **side}) + "\n")
         (models[-1] / "results.json").write_text("{}")
     assert [cell.value for cell in compare(*models)[0][0].rows[0][1:5]] == [1, 0, 1, 1]
-    with pytest.raises(
-        ConfigError, match=r"no scored item is in both evaluations: .*base has geo and .*weak has pairs"
-    ):
+    with pytest.raises(ConfigError, match=r"no scored item is in both evaluations: .*base has geo and .*weak has pair"):
         compare(folders[0], models[0])
     with pytest.raises(ConfigError, match=r"is no evaluation: it has no samples\.jsonl"):
         compare(folders[0], tmp_path)

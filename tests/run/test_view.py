@@ -143,10 +143,8 @@ def test_runs_and_their_curves(browser, server, runs):
 def test_the_options_of_a_run_and_how_another_differs(browser, server):
     look(browser, server, view="run", run="first", other="second")
     browser.until("document.querySelector('h1')?.textContent === 'first'")
-    assert (
-        browser.run("[...document.querySelectorAll('td:first-child')].map(e => e.textContent).join()")
-        == "run.name,train.lr"
-    )
+    names = "[...document.querySelectorAll('td:first-child')].map(e => e.textContent).join()"
+    assert browser.run(names) == "run.name,train.lr"
     assert troubles(browser, server) == []
 
 
@@ -205,16 +203,9 @@ def test_two_runs_side_by_side(browser, server):
 
 def test_every_answer_of_an_evaluation(tmp_path):
     store(tmp_path, answers("one", right=True), steps=[0], kind="val/six")
-    line = {
-        "id": "two",
-        "set": "six",
-        "repeat": 0,
-        "data_source": "count",
-        "prompt": "How many?",
-        "said": ["look", "3"],
-    }
+    line = {"id": "two", "set": "six", "repeat": 0, "data_source": "count", "prompt": "How many?"}
     line |= {"status": "ok", "reason": "", "reward": 0.2, "score": 1.0, "tokens": 7, "turns": 2, "tool_calls": []}
-    line |= {"gold": "3", "extracted": "3", "end_reason": "answered", "parts": {}}
+    line |= {"gold": "3", "extracted": "3", "end_reason": "answered", "parts": {}, "said": ["look", "3"]}
     lines = [line | {"id": "one"}, line]  # the first is stored whole
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     (tmp_path / "results.json").write_text(json.dumps({"six": {"accuracy": 0.5}}))
