@@ -70,7 +70,7 @@ def test_every_command_has_help_with_an_example(command):
     (["rl", "model.path=no/such/model", "reward.terms=[count]"], "model.path: "),
     (["eval", "model.path=tiny:qwen2_5_vl"], "data.val: nothing to evaluate"),
     (["algorithms", "gropo"], "grpo"),
-    (["report", "no/such/run"], "not a run folder"),
+    (["report", "no/such/run"], "not the folder of a run or an eval; give one such as runs/NAME"),
     (["init", "tiny:gpt2", "no/such/data"], "tiny model=gpt2: no such name; "),
 ])  # fmt: skip
 def test_a_bad_request_exits_with_2_and_a_message(arguments, words):

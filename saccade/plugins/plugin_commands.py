@@ -264,7 +264,7 @@ def annotate(
     print(f"wrote {made}; saccade compare {folder} {made} shows what changed")
 
 
-@command("report", panel="Look", example="saccade report runs/quickstart")
+@command("report", panel="Look", example="saccade report runs/quickstart/rl")
 def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an eval.")]) -> None:
     """Write the report of a run or an eval as one HTML file, its episodes included."""
     if (folder / "config.resolved.yaml").is_file():
@@ -272,7 +272,9 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an
     elif (folder / "results.json").is_file():
         page = import_module("saccade.plugins.reports.report").write_eval_report(folder)
     else:
-        raise ConfigError(f"{folder} is not a run folder; give one such as runs/NAME")
+        inside = sorted({*folder.glob("*/config.resolved.yaml"), *folder.glob("*/results.json")})
+        one = inside[0].parent if inside else "runs/NAME"
+        raise ConfigError(f"{folder} is not the folder of a run or an eval; give one such as {one}")
     print(f"wrote {page}")
 
 

@@ -6,7 +6,9 @@ from contextlib import closing
 
 import pytest
 from pytest import approx
+from typer.testing import CliRunner
 
+from saccade.cli import app
 from saccade.config import TrackConfig
 from saccade.plugins.reports.report import charts_of, from_run, side_by_side, write_eval_report
 from saccade.plugins.reports.report_page import Chart, Curve, Report, Table, write_report
@@ -84,6 +86,8 @@ def test_a_run_as_data(page):
         *(("train", 1, "wrong"), ("train", 40, "right")),
     ]
     assert len(episodes["pictures"]) == 1  # each picture once
+    above = CliRunner().invoke(app, ["report", str(page.parent.parent)], env={"COLUMNS": "500"})
+    assert above.stderr.strip().endswith(f"give one such as {page.parent}")
 
 
 @pytest.mark.parametrize(("seconds", "longest", "given"), [(30.0, 9, 2), (1.0, 9, 1), (1e6, 9, 7), (330.0, 90, 3)])
