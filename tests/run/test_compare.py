@@ -1,12 +1,13 @@
 """Two evaluations, item by item: tables, test, and the page with pictures of the questions that changed."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from saccade.cli import app
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.plugins.evaluation.compare import compare, mcnemar
 from saccade.plugins.reports.comparison import paired_difference
 from tests.browser import needs_browser, page_data
@@ -90,6 +91,13 @@ def test_pairs_and_what_cannot_be_compared(tmp_path, folders):
         compare(folders[0], models[0])
     with pytest.raises(ConfigError, match=r"is no evaluation: it has no samples\.jsonl"):
         compare(folders[0], tmp_path)
+    with pytest.raises(EnvironmentProblem, match="use --out FILE where"):
+        compare(*folders, Path("/proc/a.html"))
+    samples = models[0] / "samples.jsonl"
+    for more, why in (({}, "row 1 has no id"), ({"id": "1", "score": None}, "no answer has a score")):
+        samples.write_text(json.dumps({"set": "a"} | more))
+        with pytest.raises(ConfigError, match=why):
+            compare(*models)
     assert mcnemar(0, 0) == mcnemar(3, 3) == 1
 
 

@@ -26,6 +26,7 @@ from saccade.plugins.reports.trajectories import IMAGES
 from saccade.run.folder import RESULTS, TRAJECTORIES
 from saccade.run.metrics import RIGHT, WRONG
 from saccade.run.statistics import mean_interval
+from saccade.system.disk import require_writable
 from saccade.types import ALWAYS_EXCLUDED
 
 Row = Mapping[str, Any]
@@ -60,6 +61,8 @@ class Item:
 
 def compare(first: Path, second: Path, out: Path | None = None) -> tuple[list[Table], list[str], Path]:
     """Tables and notes for the terminal, and the page with the questions that changed, both answers side by side."""
+    page = out or second / "compare.html"
+    require_writable(page, "--out", file=True)
     items, notes = _paired(first, second)
     tables = [_table(f"B against A, over {len(items)} items", "set", _by_set(items))]
     for name, own in _by_set(items).items():
@@ -67,7 +70,6 @@ def compare(first: Path, second: Path, out: Path | None = None) -> tuple[list[Ta
         if len(kinds) > 1:
             groups = {kind: [item for item in own if item.category == kind] for kind in kinds}
             tables.append(_table(f"{name}: B against A by category", "category", groups))
-    page = out or second / "compare.html"
     report = Report(
         title=f"{first.name} and {second.name}",
         subtitle="saccade compare: A and B answer the same questions",
@@ -92,7 +94,7 @@ def _paired(first: Path, second: Path) -> tuple[list[Item], list[str]]:
     found = [evaluated(first), evaluated(second)]
     shared = [key for key in found[0] if key in found[1]]
     if not shared:
-        sets = [", ".join(sorted({name for name, _ in rows})) or "nothing" for rows in found]
+        sets = [", ".join(sorted({name for name, _ in rows})) for rows in found]
         has = " and ".join(f"{folder} has {names}" for folder, names in zip((first, second), sets, strict=True))
         raise ConfigError(f"no scored item is in both evaluations: {has}; evaluate the same sets")
     notes = []
@@ -112,9 +114,13 @@ def evaluated(folder: Path) -> dict[tuple[str, str], tuple[list[Row], float]]:
     if not (path.is_file() and (folder / RESULTS).is_file()):
         raise ConfigError(f"{folder} is no evaluation: it has no samples.jsonl; name folders that `saccade eval` wrote")
     rows: dict[tuple[str, str], list[Row]] = {}
-    for row in read_lines(path):
+    for number, row in enumerate(read_lines(path), 1):
+        if missing := ", ".join(sorted({"set", "id"} - row.keys())):
+            raise ConfigError(f"{path} row {number} has no {missing}; name folders that `saccade eval` wrote")
         rows.setdefault((row["set"], item_of(row)), []).append(row)
     scores = {key: [score for row in own if (score := _score(row)) is not None] for key, own in rows.items()}
+    if not any(scores.values()):
+        raise ConfigError(f"{folder}: no answer has a score; look at `status` and `reason` in {path}")
     return {key: (own, float(np.mean(scores[key]))) for key, own in rows.items() if scores[key]}
 
 
