@@ -137,7 +137,8 @@ def test_what_goes_round_in_circles_or_looks_again(build):
         Message(role=role, parts=(text,)) for role, text in [("user", "Wait."), ("assistant", "No, Let me recheck")]
     ]
     round_ = build.trajectory(response=(5, 6, 7, 8) * 2 + (5,), messages=(*said,), context=1)
-    found = group_metrics([build.group(build.trajectory(messages=(said[0],), context=1), round_)])
+    straight = (said[0], Message(role="assistant", parts=("Let me reason, and read it.",)))
+    found = group_metrics([build.group(build.trajectory(messages=straight, context=1), round_)])
     assert (found["length/repeat_score"], found["length/reflection_rate"]) == (approx(2 / 6 / 2), 0.5)
 
 

@@ -15,8 +15,9 @@ from saccade.types import Trajectory
 
 RUN = 4  # tokens
 MIX = np.array([1, 1_000_003, 998_244_353, 6_700_417_000_081])  # makes one number of a run
+AGAIN = "re-?(?:calculate|check|consider|count|do|evaluate|examine|read|think|verify|view|visit)"  # but no reason
 LOOKS_AGAIN = re.compile(
-    r"\b(?:wait|hmm|re-?check|double[- ]check|re-?evaluate|on second thought|let me (?:check|verify|re\w+))\b", re.I
+    rf"\b(?:wait|hmm|re-?check|double[- ]check|re-?evaluate|on second thought|let me (?:check|verify|{AGAIN}))\b", re.I
 )
 
 
