@@ -30,7 +30,8 @@ A small ring is hidden in one of 16 places of a picture and can be read only aft
 task](../../docs/visual_search.md)); a guess is right in a quarter of the cases. The model has random weights (374
 thousand) and learns to read and to chat about many pictures, then from 600 searches of at most six turns, then by 80
 GRPO steps with at most six turns. With masking, episodes that are over before an answer are left out of the loss.
-`python experiments/turns/run.py` repeats everything on one GPU; `--tiny` shows that it runs, on a CPU.
+`python experiments/turns/run.py` repeats everything on one GPU, with `--at-once 2` on two cores; `--tiny` shows that it
+runs.
 
 **All RL arms draw the same number of rollouts, {rollouts:,}.** Percent right with so many turns allowed at test time,
 256 scenes with 4 answers each, the same for all seeds; ± is half of the 95 % interval over seeds (Student):

@@ -2,7 +2,8 @@
 teach it nothing (over-turn masking), and only then? From nothing: scenes, a model that can read, all arms and seeds,
 RESULTS.md and its picture.
 
-    python experiments/turns/run.py                              # one H200
+    python experiments/turns/run.py                              # one H200, 12 runs side by side
+    python experiments/turns/run.py --at-once 2                  # two cores, two hours
     python experiments/turns/run.py --dev                        # the trials by which settings were chosen
     python experiments/turns/run.py --arms ahead1 ahead4         # masked, with rollouts that run ahead of training
     python experiments/turns/run.py --page                       # writes the page of the stored results
