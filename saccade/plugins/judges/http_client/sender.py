@@ -75,11 +75,13 @@ def http_client(url: str, key: str = "") -> httpx2.Client:
     a proxy."""
     import httpx2
 
+    parts = urlsplit(url)
     head = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx2.Client(
         headers={"Content-Type": "application/json", **head},
         limits=httpx2.Limits(max_connections=None, max_keepalive_connections=20),
-        trust_env=urlsplit(url).hostname not in LOOPBACK,
+        trust_env=parts.hostname not in LOOPBACK,
+        verify=parts.scheme == "https",  # else there are no certificates to load
     )
 
 
