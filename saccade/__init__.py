@@ -1,8 +1,7 @@
 """saccade fine-tunes vision-language models with reinforcement learning.
 
-Every function takes a config (YAML path, mapping or `Config`) and `section.key=value` overrides,
-and runs what the command of the same name runs. Importing this imports nothing slow, torch least
-of all.
+Every function takes a config (YAML path, mapping or `Config`) and `section.key=value` overrides, and runs what the
+command of the same name runs. Importing this is fast: it loads neither torch nor other large libraries.
 
     >>> import saccade
     >>> saccade.load_config({"train.lr": 1e-6}).train.lr
@@ -38,40 +37,40 @@ __all__ = [
 
 
 def load_config(config: Source, *overrides: str) -> Config:
-    """The checked config."""
+    """Return the config, with every option validated."""
     from saccade.config import load
 
     return load(config, overrides)
 
 
 def rl(config: Source, *overrides: str) -> dict[str, Any]:
-    """Train with reinforcement learning; returns the summary of the run."""
+    """Train with reinforcement learning; returns the metrics of the last step."""
     return _result_of("rl", config, *overrides)
 
 
 def sft(config: Source, *overrides: str) -> dict[str, Any]:
-    """Train on demonstrations; returns the summary of the run."""
+    """Train on demonstrations; returns the metrics of the last step."""
     return _result_of("sft", config, *overrides)
 
 
 def dpo(config: Source, *overrides: str) -> dict[str, Any]:
-    """Train on preferences; returns the summary of the run."""
+    """Train on preferences; returns the metrics of the last step."""
     return _result_of("dpo", config, *overrides)
 
 
 def reward_model(config: Source, *overrides: str) -> dict[str, Any]:
-    """Train a model that scores; returns the summary of the run."""
+    """Train a reward model; returns the metrics of the last step."""
     return _result_of("reward-model", config, *overrides)
 
 
 def evaluate(config: Source, *overrides: str, out: str | Path | None = None, rescore: str | Path | None = None) -> Any:
-    """Score the validation sets, or score the saved responses of `rescore` again."""
+    """Evaluate on the validation sets, or score the saved responses in `rescore` again."""
     folders = {"out": out and Path(out), "rescore": rescore and Path(rescore)}
     return _result_of("eval", config, *overrides, **folders)
 
 
 def generate(config: Source, *overrides: str) -> Any:
-    """Write responses to a file."""
+    """Generate responses and write them to a file."""
     return _result_of("generate", config, *overrides)
 
 
@@ -84,12 +83,12 @@ def export(
 
 
 def quickstart(out: str | Path = "runs/quickstart", seed: int = 0, quick: bool = False) -> dict[str, Any]:
-    """A tiny model learns to count: demonstrations, reinforcement learning, evaluation, report."""
+    """Teach a tiny model to count: demonstrations, reinforcement learning, evaluation, report."""
     return import_module("saccade.plugins.quickstart.quickstart").run(Path(out), seed=seed, quick=quick)
 
 
 def check_data(config: Source, *overrides: str, **options: Any) -> Report:
-    """Every problem of the data sets, row by row."""
+    """Report every problem of the data sets, row by row."""
     return import_module("saccade.plugins.check_data.check_data").run(load_config(config, *overrides), **options)
 
 

@@ -1,7 +1,7 @@
 """The `saccade` command: hands a config to a recipe and turns errors into exit codes.
 
-Knows no option of a run (that is `config`) and no work (that is `recipes`). What is slow is
-imported inside the command that needs it, so `saccade --help` is instant.
+Options of a run are declared in `config`, and recipes do the work. Slow modules are imported inside the command that
+needs them, so `saccade --help` is instant.
 
     saccade rl run.yaml train.lr=2e-6 --dry-run
 """
@@ -44,7 +44,7 @@ def _start(
 
 
 def recipe(name: str, example: str, does: str, *, panel: str = "Train") -> None:
-    """Register a command that hands its config to the recipe of that name."""
+    """Register the command `name`, which hands its config to the recipe of that name."""
 
     def run(
         arguments: Arguments = None,
@@ -123,7 +123,7 @@ def export(
         Path | None, typer.Option(metavar="DIR", help="Of a sharded checkpoint: a folder with the config of its model.")
     ] = None,
 ) -> None:
-    """Write a stand-alone Hugging Face folder from a checkpoint, also one of DeepSpeed's ZeRO, of FSDP or DCP."""
+    """Write a stand-alone Hugging Face folder from a checkpoint, also from one of DeepSpeed ZeRO, FSDP or DCP."""
     import_module("saccade.recipes.model_setup").quiet_libraries()
     exporting = import_module("saccade.plugins.export.export")
     if dcp:
@@ -148,8 +148,8 @@ app.add_typer(data_commands.group, name="data", rich_help_panel="Start")
 
 
 def add_installed_commands() -> None:
-    """A package adds a command by an entry point of the group saccade.commands: a function whose
-    parameters and docstring are those of the command, as typer reads them.
+    """Register the commands of installed packages: entry points in the group saccade.commands, each a function whose
+    parameters and docstring define the command, as typer reads them.
     """
     installed: Table[Callable[..., Any]] = Table("commands", {})
     for name in installed:
@@ -160,7 +160,7 @@ def add_installed_commands() -> None:
 
 
 class Outlasting:
-    """A stream whose reader may leave (`| head -1`): what follows goes nowhere, the work goes on."""
+    """An output stream that survives a closed pipe (`| head -1`): later output is discarded, the run goes on."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -1,6 +1,6 @@
 """How commands are registered and run: read the config, check it, show the plan or hand it to a recipe.
 
-What is slow is imported where it is needed, so that `saccade --help` stays instant.
+Slow modules are imported where they are needed, so that `saccade --help` stays instant.
 
     run_recipe("rl", ["run.yaml", "train.lr=2e-6"], dry_run=True)
 """
@@ -61,7 +61,7 @@ Seed = Annotated[int | None, typer.Option("--seed", help="Same as run.seed=N.", 
 def command(
     name: str, *, example: str, panel: str | None = None, group: typer.Typer = app
 ) -> Callable[[Command], Command]:
-    """Register a command whose SaccadeErrors, and what a file system refuses, become a red message and an exit code."""
+    """Register a command; a SaccadeError or a file system's refusal ends it with a red message and an exit code."""
 
     def register(function: Command) -> Command:
         @functools.wraps(function)
@@ -106,7 +106,7 @@ def run_recipe(
     more: dict[str, Any] | None = None,
     **flags: Any,
 ) -> None:
-    """`flags` are options of the section run, `more` goes to the recipe as it is."""
+    """Check the config and run the recipe. `flags` are options of the section run; `more` is passed to the recipe."""
     from saccade.checks import check
     from saccade.config import given
 
@@ -121,14 +121,14 @@ def run_recipe(
     if dry_run:
         import_module("saccade.plugins.dry_run.plan").print_plan(config, name, full=full)
         return
-    if smoke:  # of an earlier one, so that it can be repeated
+    if smoke:  # remove an earlier smoke run, so that it can be repeated
         shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
     result_of(name, config, **(more or {}))
 
 
 def result_of(name: str, config: Config, **more: Any) -> Any:
-    """What the recipe of a command returns, with the restarts of a run on several GPUs; `more` goes to it as it is."""
-    if name == "rl":  # refuses what does not fit
+    """Run a command's recipe, with the restarts of a run on several GPUs; `more`: keyword arguments of the recipe."""
+    if name == "rl":  # refuses a run that does not fit into memory
         more["preflight"] = import_module("saccade.plugins.estimate.estimate_command").preflight
     recipe = functools.partial(import_module(f"saccade.{MODULES[name]}").run, **more)
     if config.run.restarts:
@@ -137,7 +137,7 @@ def result_of(name: str, config: Config, **more: Any) -> Any:
 
 
 def read_config(arguments: Sequence[str] | None, command: str | None = None, *, plain: str = "") -> Config:
-    """The config of a command line; an argument that is no YAML file is the value of the option `plain`:
+    """Read the config of a command line. With `plain`, an argument that is no YAML file is the value of that option:
     `check-data train.jsonl` means `check-data data.train=train.jsonl`.
     """
     from saccade.config import load, merged
@@ -154,13 +154,13 @@ def read_config(arguments: Sequence[str] | None, command: str | None = None, *, 
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Files, and options that override them."""
+    """Split arguments into config files and the options that override them."""
     return [_shipped(item) for item in arguments if "=" not in item], [item for item in arguments if "=" in item]
 
 
 def _shipped(name: str) -> str:
-    """The file of a recipe by its name or by its path in the source tree, unless there is such a file."""
-    inside = Path(__file__).parent / "configs"  # of a wheel; in a checkout they lie beside the package
+    """Find a shipped config by its name or its path in the source tree; a file that exists under that name wins."""
+    inside = Path(__file__).parent / "configs"  # in a wheel; in a checkout, configs/ is next to the package
     found = (inside if inside.is_dir() else inside.parents[1] / "configs") / f"{Path(name).stem}.yaml"
     wanted = name in (found.stem, found.name, f"configs/{found.name}")
     return str(found) if wanted and found.is_file() and not Path(name).exists() else name

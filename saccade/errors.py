@@ -1,11 +1,11 @@
-"""What can stop a run, each with the exit code that the command line returns for it."""
+"""The exceptions that stop a run, each with the exit code of the command line."""
 
 
 class SaccadeError(Exception):
     """A problem that a user can fix: the message says what, where, and what would work."""
 
     exit_code = 1
-    request: str | None = None  # key of the only request that an engine could not serve
+    request: str | None = None  # key of the request that an engine could not serve, if it was only one
 
 
 class ConfigError(SaccadeError, ValueError):
@@ -21,23 +21,23 @@ class DataError(SaccadeError, ValueError):
 
 
 class SelfTestError(SaccadeError):
-    """A reward gives the wrong score to answers that are known."""
+    """A reward scores known answers wrongly."""
 
     exit_code = 2
 
 
 class EnvironmentProblem(SaccadeError):
-    """A package, a device or a model folder is missing or does not fit, or a place to write."""
+    """A package, a device, a model folder or a place to write to is missing or unsuitable."""
 
     exit_code = 3
 
 
 class RankLost(EnvironmentProblem):
-    """One of the processes that share a run has ended or hangs; so have all."""
+    """A rank of a run on several GPUs died or hangs, and the other ranks were stopped."""
 
 
 class MicroBatchTooLarge(EnvironmentProblem):
-    """One of several GPUs has no room for a micro-batch; smaller ones may fit."""
+    """A micro-batch does not fit on one of several GPUs; a smaller one may."""
 
 
 class RewardError(SaccadeError):
@@ -47,12 +47,12 @@ class RewardError(SaccadeError):
 
 
 class TrainingError(SaccadeError):
-    """The run is non-finite or stalled; or the log-probs of who only answers are not finite."""
+    """Training is non-finite or stalled, or an engine without a trainer returned non-finite log-probs."""
 
     exit_code = 5
 
 
 class Interrupted(SaccadeError):
-    """SIGTERM or Ctrl-C, after a clean save."""
+    """The run was stopped by a signal (SIGTERM, Ctrl-C, SIGHUP), after a checkpoint was saved."""
 
     exit_code = 130

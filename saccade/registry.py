@@ -1,7 +1,7 @@
-"""The rows that plugins add to the tables of the spine.
+"""Lookup tables that plugins extend. The "spine" is the core package, without `plugins/`.
 
-A table holds the spine's own rows. A plugin's row is named here, and one of an installed package in
-its entry points; it is imported when somebody looks it up. So the spine imports no plugin.
+A table holds the rows of the spine. `PLUGINS` below names the rows of our plugins, and entry points name those of
+installed packages; each is imported when it is first looked up. So the spine imports no plugin.
 
     [project.entry-points."saccade.verifiers"]
     palindrome = "my_package:palindrome"
@@ -23,8 +23,8 @@ from saccade.errors import EnvironmentProblem
 
 Row = TypeVar("Row")
 
-# (table, module of `saccade.plugins`, its rows): a row is NAME or NAME=ATTRIBUTE of the module; with
-# MODULE:ATTRIBUTE all of them are in that one, a mapping.
+# (table, module in `saccade.plugins`, rows). A row is NAME or NAME=ATTRIBUTE of the module; with MODULE:ATTRIBUTE,
+# that attribute is a mapping that holds all of the rows.
 PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("advantages", "more_algorithms.more_advantages:ROWS", "batch_std opo gpg max_rl grpo_passk cpgd gdpo drpo"),
     ("advantages", "more_algorithms.more_advantages:ROWS", "turn_grpo"),
@@ -133,8 +133,8 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
 
 
 class Table(MutableMapping[str, Row]):
-    """Rows by name: `rows` of the spine, then those of plugins and of installed packages. `adapt`
-    makes a row of what a package registered, such as a plain function.
+    """Rows by name: `rows` of the spine, then those of plugins and of installed packages. `adapt(name, object)`
+    converts what a package registered, such as a plain function, to a row.
     """
 
     def __init__(self, name: str, rows: Mapping[str, Row], adapt: Callable[[str, Any], Row] | None = None) -> None:
@@ -157,7 +157,7 @@ class Table(MutableMapping[str, Row]):
         return key in self._rows or key in _elsewhere(self.name)
 
     def __iter__(self) -> Iterator[str]:
-        others = _elsewhere(self.name)  # in the same order whichever of them is imported first
+        others = _elsewhere(self.name)  # last, so the order does not depend on what was imported
         return iter([*(key for key in self._rows if key not in others), *others])
 
     def __len__(self) -> int:
@@ -165,7 +165,7 @@ class Table(MutableMapping[str, Row]):
 
 
 class Place(NamedTuple):
-    """Where a row of ours is, in the words of an entry point."""
+    """Location of a plugin's row, with the same attributes as an entry point."""
 
     name: str
     module: str
@@ -175,7 +175,7 @@ class Place(NamedTuple):
 
 @cache
 def _elsewhere(table: str) -> dict[str, Any]:
-    """Rows that are not imported yet, by name. A name of ours cannot be taken."""
+    """Locations of rows outside the spine, by name. A plugin wins over a package that uses the same name."""
     points: dict[str, Any] = {point.name: point for point in _installed(f"saccade.{table}")}
     for _, place, rows in (ours for ours in PLUGINS if ours[0] == table):
         module, _, shared = place.partition(":")
@@ -186,8 +186,8 @@ def _elsewhere(table: str) -> dict[str, Any]:
 
 
 def _installed(group: str) -> Iterable[Any]:
-    """Entry points of other packages. `importlib.metadata` is slow to import, so it is used only if a package names
-    us.
+    """Entry points of other packages. `importlib.metadata` is slow to import, so it is used only if a package registers
+    rows for saccade.
     """
     if not _named():
         return ()
@@ -200,7 +200,7 @@ def _installed(group: str) -> Iterable[Any]:
 def _named() -> bool:
     lists = (file for folder in sys.path for file in Path(folder).glob("*-info/entry_points.txt"))
     for file in lists:
-        with suppress(OSError):  # of a package that is being installed or removed
+        with suppress(OSError):  # the package may be half installed or removed
             if b"[saccade." in file.read_bytes():
                 return True
     return False
@@ -217,4 +217,4 @@ def _load(table: str, found: Any) -> Any:
         ) from error
 
 
-HOOKS: Table[Any] = Table("hooks", {})  # functions of plugins that the spine calls; nobody chooses among them
+HOOKS: Table[Any] = Table("hooks", {})  # plugin functions that the spine calls by name; users do not choose them

@@ -1,8 +1,7 @@
-"""The records that travel between stages: flat, typed, frozen, and free of torch.
+"""The records that stages pass to each other: flat, typed, frozen, and free of torch.
 
-A record checks its invariants when it is built and is trusted after that. Arrays are numpy, one
-entry per token unless a comment says otherwise. Pixels never appear here: a `Media` says where an
-image is, not what it looks like.
+A record checks its invariants when it is built and is trusted after that. Arrays are numpy, one entry per token unless
+a comment says otherwise. Records hold no pixels: a `Media` says where an image is.
 
     >>> Message(role="user", parts=("How many?",)).text
     'How many?'
@@ -34,8 +33,7 @@ POLICY = int(Source.POLICY)  # an enum member is slow to compare with an array
 Status = Literal["ok", "truncated", "overturn", "void", "error", "abstain", "aborted", "stale"]
 ALWAYS_EXCLUDED: frozenset[str] = frozenset({"error", "abstain", "aborted", "stale"})
 
-# Why an episode ended -> the status of the member. `*_pending`: the limit struck while a tool call
-# was waiting.
+# End reason of an episode -> status of the trajectory. `*_pending`: the limit was reached while a tool call waited.
 STATUS_OF_END: Mapping[str, Status] = {
     "answered": "ok",
     "env_done": "ok",
@@ -53,7 +51,7 @@ STATUS_OF_END: Mapping[str, Status] = {
 
 
 class Extent(NamedTuple):
-    """Bytes inside of an open file that holds many things, for this process and its forks."""
+    """A byte range of an open file that holds many media; valid in this process and its forks."""
 
     file: FileIO
     start: int
@@ -62,16 +60,14 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Media:
-    """A reference to an image, a video, a sound or a time series: a content hash, where to get it,
-    its upright size, its pixel budget.
+    """A reference to an image, a video, a sound or a time series: content hash, location, upright size, pixel budget.
 
-    The encoded file is either at `path` or in `data`, there as bytes or as where they lie
-    (`media.blob_file.encoded` reads all three). A crop keeps the file of its root and adds
-    `box`, in upright pixels of the root, so a derived image can be made again from its reference
-    alone; `parent` is for display. A video says which `frames` of its file are shown; one that is
-    no file has them in `pictures`. Its budget is that of a frame. A sound is as wide as it has
-    samples at 16 kHz, and 1 high; a series as wide as a lead has samples, and a lead is 1 high.
-    The hash covers what is shown, not the rest of the file.
+    The encoded file is at `path` or in `data`, as bytes or as an `Extent` (`media.blob_file.encoded` reads all three).
+    A crop refers to the file of the original image and adds `box`, in upright pixels of the original, so it can be made
+    again from its reference alone; `parent` is for display. A video lists the `frames` of its file that are shown; one
+    without a file has them as images in `pictures`. Its pixel budget is per frame. A sound has its number of samples at
+    16 kHz as width, and height 1; a series has the samples of a lead as width and the number of leads as height. The
+    hash covers what is shown, not the rest of the file.
     """
 
     hash: str
@@ -86,7 +82,7 @@ class Media:
     parent: str | None = field(default=None, compare=False)
     frames: tuple[int, ...] = field(default=(), repr=False)  # an even number of them
     fps: float = 0.0  # frames that are shown per second
-    rate: float = 0.0  # frames per second of its file, by which they are numbered
+    rate: float = 0.0  # frames per second of the file, in which `frames` are indices
     pictures: tuple[Media, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -96,11 +92,11 @@ class Media:
         assert self.kind != "video" or (self.frames and len(self.frames) % 2 == 0 and self.fps > 0)
 
     def __hash__(self) -> int:
-        return hash(self.hash)  # not of all fields, for every prompt that is looked up
+        return hash(self.hash)  # hashing all fields is slow, and every prompt lookup hashes its media
 
     @property
     def key(self) -> tuple[str, tuple[int, ...] | None, int, int]:
-        """Equal keys mean equal pixels for the model."""
+        """Equal keys mean that the model sees equal pixels."""
         return (self.hash, self.box, self.min_pixels, self.max_pixels)
 
 
@@ -111,7 +107,7 @@ class MediaSpan:
     media: Media
     start: int
     length: int
-    grid: tuple[int, ...]  # (frames, rows, columns) in patches; of parts of different sizes one after the other
+    grid: tuple[int, ...]  # (frames, rows, columns) in patches; concatenated for parts of different sizes
 
     @property
     def end(self) -> int:
@@ -141,11 +137,10 @@ class Message:
 class Sample:
     """One row of a data set in canonical form.
 
-    Two candidates are the chosen and the rejected one, in this order, unless `extra["labels"]` is
-    there: then they are A and B, and it says for each named head which is better ("C": neither),
-    such as {"preference": "B", "coherence": "C"}. A head that a row does not label is not in it.
-    `extra["sides"]` tells how the order was drawn, `extra["critique"]` what somebody wrote about
-    the two. A candidate may be text or media; it is an assistant turn in both cases.
+    Two candidates are the chosen and the rejected one, in this order. With `extra["labels"]` they are A and B instead,
+    and the labels name the better one for each head ("C": neither), such as {"preference": "B", "coherence": "C"};
+    heads that are not labelled are absent. `extra["sides"]` says how the order was drawn, `extra["critique"]` is a
+    written comparison of the two. A candidate may be text or media; it is an assistant turn in both cases.
     """
 
     id: str
@@ -154,24 +149,24 @@ class Sample:
     data_source: str = "default"
     choices: tuple[str, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
-    candidates: tuple[tuple[Message, ...], ...] = ()  # how it may go on: two, or one
-    desirable: bool | None = None  # what was said of a single candidate
+    candidates: tuple[tuple[Message, ...], ...] = ()  # alternative continuations: two, or one
+    desirable: bool | None = None  # whether a single candidate was labelled good
 
     @property
     def media(self) -> tuple[Media, ...]:
-        """What the question shows."""
+        """The media of the prompt."""
         return tuple(media for message in self.messages for media in message.media)
 
     @property
     def every_media(self) -> tuple[Media, ...]:
-        """Those of its candidates, too."""
+        """The media of the prompt and of the candidates."""
         turns = (message for candidate in self.candidates for message in candidate)
         return (*self.media, *(media for message in turns for media in message.media))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """Messages as the model reads them."""
+    """Messages as the tokens that the model reads."""
 
     ids: np.ndarray  # int64
     sources: np.ndarray  # int8
@@ -187,8 +182,8 @@ class Rendered:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. Training can replay truncated sampling (top_p, top_k) from its
-    support.
+    """Sampling parameters. With `support`, training can reproduce truncated sampling (top_p, top_k) from the ids that
+    it kept.
     """
 
     temperature: float = 1.0
@@ -207,31 +202,27 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One sequence to continue. `noise` keys the randomness together with the index of the sampled
-    token.
-    """
+    """One sequence to continue. The randomness of a token follows from `noise` and the token's index alone."""
 
     key: str
     ids: np.ndarray
     media: tuple[MediaSpan, ...] = ()
-    messages: tuple[Message, ...] = ()  # what the ids say, for an engine with its own tokenizer
+    messages: tuple[Message, ...] = ()  # the content of `ids`, for an engine with its own tokenizer
     sampling: Sampling = Sampling()
     noise: int = 0
-    first_index: int = 0  # how many tokens of this trajectory were sampled before
-    episode: str | None = None  # keep the cache alive under this name until it is released
-    replica: int | None = None  # which replica answers where there are several; None: any
+    first_index: int = 0  # number of tokens of this trajectory that were sampled before
+    episode: str | None = None  # keep its KV cache under this name until `Engine.release`
+    replica: int | None = None  # index of the replica that must answer; None: any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What an engine answers: the sampled ids and the log-probs of the distribution they were drawn
-    from.
-    """
+    """The output of an engine: sampled ids, with their log-probs under the distribution they were drawn from."""
 
     key: str
     ids: np.ndarray  # int64
     logprobs: np.ndarray  # float32
-    versions: np.ndarray  # int32: the weights that sampled each token
+    versions: np.ndarray  # int32: version of the weights that sampled each token
     finish: Literal["stop", "length", "aborted"]
     support: tuple[np.ndarray, ...] | None = None  # kept ids per token of truncated sampling
 
@@ -241,7 +232,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What a reward says of a trajectory: a value, an abstention or an error, with named parts."""
+    """The result of a reward for a trajectory: a value, an abstention or an error, with named parts."""
 
     kind: Literal["value", "abstain", "error"]
     value: float = 0.0
@@ -257,9 +248,7 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One episode as tokens. Built append-only: what was sampled is never decoded and encoded
-    again.
-    """
+    """One episode as tokens. Built append-only: sampled ids are never decoded and encoded again."""
 
     sample_id: str  # uid of its group
     repeat: int
@@ -269,13 +258,13 @@ class Trajectory:
     versions: np.ndarray  # int32, -1 where no policy sampled
     media: tuple[MediaSpan, ...] = ()
     messages: tuple[Message, ...] = ()
-    context: int = 0  # messages before the first sampled turn
+    context: int = 0  # number of messages before the first sampled turn
     end_reason: str = "answered"
     status: Status = "ok"
     turns: int = 1
     trained: bool = True
     support: tuple[np.ndarray, ...] | None = None  # one entry per policy token
-    turn_rewards: tuple[float, ...] = ()  # of the environment, by turn; the last ones may have none
+    turn_rewards: tuple[float, ...] = ()  # from the environment, by turn; may be shorter than `turns`
     reward: float | None = None  # after combination and shaping
     outcome: float | None = None  # the raw outcome term
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -301,7 +290,7 @@ class Trajectory:
 
     @cached_property
     def policy(self) -> np.ndarray:
-        """Places of the sampled tokens."""
+        """Indices of the sampled tokens."""
         return self.policy_mask.nonzero()[0]
 
     @cached_property
@@ -314,12 +303,12 @@ class Trajectory:
 
     @cached_property
     def end(self) -> int:
-        """Behind its last sampled token."""
+        """Index after the last sampled token."""
         return len(self.ids) - int(self.policy_mask[::-1].argmax())
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """Where it was sampled, from and up to."""
+        """The [start, stop) ranges of sampled tokens."""
         if self.end - self.prompt_length == self.response_length:
             return [(self.prompt_length, self.end)]
         edges = np.flatnonzero(np.diff(self.policy_mask, prepend=False, append=False)).tolist()
@@ -331,13 +320,13 @@ class Trajectory:
 
 
 def find_sampled(trajectories: Sequence[Trajectory]) -> None:
-    """Notes where each was sampled, as it would by itself: for thousands of them at once that is much faster."""
+    """Cache `response_length`, `prompt_length`, `end`, `runs` of many trajectories together: faster than one by one."""
     if not trajectories:
         return
     mask = np.concatenate([t.sources for t in trajectories]) == POLICY
     starts = np.cumsum([0, *(len(t.sources) for t in trajectories)])
     edges = np.sort(np.concatenate([starts, np.flatnonzero(mask[1:] != mask[:-1]) + 1]))
-    runs = np.flatnonzero(np.append(mask, False)[edges])  # between two edges all is sampled, or nothing
+    runs = np.flatnonzero(np.append(mask, False)[edges])  # between two edges, all tokens are sampled or none
     owners = np.searchsorted(starts, edges[runs], side="right") - 1
     counts = np.bincount(owners, edges[runs + 1] - edges[runs], len(trajectories)).astype(int)
     firsts = np.flatnonzero(np.diff(owners, prepend=-1))
@@ -356,8 +345,8 @@ class Group:
 
     sample: Sample
     trajectories: tuple[Trajectory, ...]
-    uid: str = ""  # differs from sample.id when a sample comes round again
-    greedy: Trajectory | None = None  # scored as a baseline, never trained and in no statistic
+    uid: str = ""  # differs from sample.id when a sample is drawn again
+    greedy: Trajectory | None = None  # scored as a baseline; never trained, in no statistic
 
     def __post_init__(self) -> None:
         repeats = [t.repeat for t in self.trajectories]
@@ -365,19 +354,17 @@ class Group:
 
     @property
     def everyone(self) -> tuple[Trajectory, ...]:
-        """The members, and the baseline behind them."""
+        """The trajectories, followed by the greedy baseline if there is one."""
         return self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
 
     def each(self, change: Callable[[Trajectory], Trajectory]) -> Group:
-        """The group with everyone changed."""
+        """Return the group with `change` applied to every trajectory, the greedy baseline included."""
         greedy = None if self.greedy is None else change(self.greedy)
         return replace(self, trajectories=tuple(map(change, self.trajectories)), greedy=greedy)
 
 
 class Metrics:
-    """Sums with their denominators, so that means stay right however the work was split; maxima
-    beside them.
-    """
+    """Sums with their denominators, so that means are correct however the work was split; also maxima."""
 
     def __init__(self) -> None:
         self.sums: dict[str, list[float]] = {}

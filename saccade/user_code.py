@@ -1,4 +1,4 @@
-"""Python files of the user: reward functions, environments, rows, algorithms, encoders.
+"""Imports Python files of the user: reward functions, environments, rows, algorithms, encoders.
 
 user_symbol("my_loss.py:clipped", "algorithm.policy_loss")
 """
@@ -14,12 +14,12 @@ from saccade.errors import ConfigError, SaccadeError
 
 
 def user_module(path: str | Path) -> ModuleType:
-    """Runs the file, and raises what it raises. Its neighbours can be imported."""
+    """Import a file; its exceptions propagate. It can import other files of its folder."""
     path = Path(path).resolve()
-    # No other file of that name is meant, nor a module of a library.
+    # A unique module name: it must not clash with another file of that name or with a library.
     spec = spec_from_file_location(f"saccade_own_{path.stem}_{abs(hash(str(path)))}", path)
     assert spec is not None and spec.loader is not None, path
-    module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses look their module up
+    module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses look up their module there
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     spec.loader.exec_module(module)
@@ -27,7 +27,7 @@ def user_module(path: str | Path) -> ModuleType:
 
 
 def user_symbol(name: str, option: str) -> Any:
-    """What the user names as file.py:symbol, a function or a class; errors begin with `option`."""
+    """Import the function or class that the user names as file.py:symbol; error messages begin with `option`."""
     path, _, symbol = name.rpartition(":")
     if not (path.endswith(".py") and Path(path).is_file()):
         helps = f"write file.py:name (looked in {Path.cwd()})"
@@ -46,8 +46,8 @@ def user_symbol(name: str, option: str) -> Any:
 
 
 def raised_at(error: BaseException, path: str | Path | None = None) -> str:
-    """The exception and the last line of the user's file that it passed, in one line; without a
-    file the last line of all.
+    """Returns the exception in one line, with the last line of the user's file in its traceback (without `path`, the
+    last line of any file).
     """
     file = None if path is None else str(Path(path).resolve())
     message, frames = str(error), traceback.extract_tb(error.__traceback__)
