@@ -1,1 +1,1 @@
-"""The loops, one file each: the only place where parts are wired together."""
+"""The training loops, one file each, and the only place where parts are wired together."""

@@ -1,8 +1,7 @@
-"""What scored groups say: accuracy with its interval, avg@k and pass@k, also under limits of turns,
-by turns that were used, by category and by source.
+"""Accuracy of scored groups: with its interval, avg@k, pass@k, and over all orders of the options.
 
-An outcome that is no share of right answers, such as the score of a reward model, is reported as
-`score` and never averaged with others. Works on outcomes; knows nothing of engines or files.
+An outcome that is no share of right answers, such as the score of a reward model, is reported as `score` and never
+averaged with others. Works on outcomes; knows nothing of engines or files.
 
     >>> accuracy([np.array([1.0, 0.0]), np.array([1.0, 1.0])])["avg@2"]
     0.75
@@ -19,10 +18,10 @@ from saccade.run import statistics
 from saccade.run.metrics import interval_of
 from saccade.types import ALWAYS_EXCLUDED, Group
 
-SLACK = 1e-6  # of sums that should be 1
+SLACK = 1e-6  # rounding error of a weighted sum that should be within 0..1
 Table = dict[str, dict[str, float]]  # limit, number of turns, category or source -> numbers
 Item = tuple[str, Any]  # a data source, and the outcomes of one question
-Scores = Mapping[str, str]  # data source whose outcome is a score -> what gives that score
+Scores = Mapping[str, str]  # data source whose outcome is a score -> the term that gives it
 NO_SCORES: Scores = {}
 
 
@@ -33,8 +32,8 @@ def items_of(groups: Sequence[Group]) -> list[Item]:
 
 
 def score_terms(scorer: Scorer | None, items: Sequence[Item], score_sources: Collection[str] = ()) -> dict[str, str]:
-    """Sources whose outcome is no accuracy, because it comes from a reward model, a value lies beyond
-    0..1, or one did before (`score_sources`).
+    """Data sources whose outcome is a score, with the term that gives it: a reward model, or any term with a value
+    outside 0..1, now or earlier (`score_sources`).
     """
     beyond = {source: False for source, _ in items}
     for source, values in items:
@@ -51,7 +50,7 @@ def score_terms(scorer: Scorer | None, items: Sequence[Item], score_sources: Col
 
 
 def accuracy(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
-    """Accuracy over the items that were judged at all; nothing is claimed when there are none."""
+    """Accuracy over the items that have outcomes; only their number, 0, if there are none."""
     metrics = {"items": float(len(outcomes))}
     if outcomes:
         low, high = statistics.mean_interval(outcomes)
@@ -61,13 +60,13 @@ def accuracy(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
 
 
 def _mean(outcomes: Sequence[np.ndarray]) -> float:
-    """Items count alike, however many outcomes they have."""
+    """The mean over items; each counts once, however many outcomes it has."""
     return float(np.mean([np.mean(values) for values in outcomes]))
 
 
 def measured(items: Iterable[Item], scores: Scores) -> dict[str, float]:
-    """Accuracy, and apart from it the scores: one mean where one term gives them all, else one for
-    each source. Items without an outcome do not count.
+    """Accuracy, and separately the scores: one mean if one term gives them all, else one for each source. Items without
+    an outcome do not count.
     """
     items = [(source, values) for source, values in items if len(values)]
     metrics = accuracy([values for source, values in items if source not in scores])
@@ -86,7 +85,7 @@ def measured(items: Iterable[Item], scores: Scores) -> dict[str, float]:
 
 
 def with_interval(metrics: Mapping[str, float], name: str) -> str:
-    """One of them as text, with its interval where it has one."""
+    """A metric as text, with its interval if it has one."""
     ends = [f"{metrics[end]:.3f}" for end in interval_of(name) if end in metrics]
     return f"{name} {metrics[name]:.3f}" + (f" [{', '.join(ends)}]" if ends else "")
 
@@ -99,8 +98,8 @@ def measures(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _at_k(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
-    """avg@k, and the unbiased pass@k where every outcome is right or wrong; an item that lost a
-    sample to an error is left out of both, so that the name keeps its meaning.
+    """avg@k, and the unbiased pass@k if every outcome is 0 or 1. Items with fewer than k outcomes, because a sample
+    failed, are left out of both.
     """
     k = max(len(values) for values in outcomes)
     whole = [values for values in outcomes if len(values) == k]
@@ -114,9 +113,8 @@ def _at_k(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
 
 
 def group_accuracy(groups: Sequence[Group], scores: Scores = NO_SCORES) -> dict[str, float]:
-    """Where rows ask the same in several orders of the options, those of one question are drawn
-    together for the interval, and `all_rotations` is the share of questions that were answered
-    rightly in every order.
+    """Accuracy of groups. If rows repeat a question with its options in several orders, the interval treats these rows
+    as one item, and `all_rotations` is the share of questions that were answered correctly in every order.
     """
     items = items_of(groups)
     metrics = measured(items, scores)

@@ -1,4 +1,4 @@
-"""The engine that a config asks for. Recipes call this and never name an engine themselves."""
+"""Builds the engine that the config names. Other recipes call this and never name an engine themselves."""
 
 import logging
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ log = logging.getLogger(__name__)
 
 
 def make_engine(config: Config, policy: Trainer, *, first_tokens: bool = False, logs: Path | None = None) -> Engine:
-    """In this process, or replicas of it in their own: they log into the folder `logs`.
-    `first_tokens`: some are drawn with settings of their own.
+    """Make the engine in this process, or replicas in processes of their own, which log into the folder `logs`.
+    `first_tokens`: some first tokens are sampled with other parameters.
     """
     name = config.rollout.engine
     if policy.engine is not None and not config.rollout.replicas:
         return policy.engine
     if name == "sglang" and experts.count(policy.model):
         raise ConfigError("rollout.engine=sglang: experts cannot be handed over; use rollout.engine=embedded or vllm")
-    if name == "embedded" and policy.device.type == "cuda" and policy.engine is None:  # its model is here
+    if name == "embedded" and policy.device.type == "cuda" and policy.engine is None:  # the model is in this process
         if slow := why_no_kernels(cache_shape(policy.model, policy.family)):
             log.info(f"generation waits for the GPU after every token, because {slow}")
         elif not experts.capturable(policy.model):
@@ -62,7 +62,7 @@ def settings_of(config: Config, family: Family) -> Settings:
         max_sequences=rollout.max_sequences,
         max_length=longest_sequence(config),
         max_images=max(config.data.max_images, *(limits.max_images for limits in _limits(config))),
-        # Images that environments make of their own have the default limit.
+        # Images that environments create have the default limit.
         max_pixels=max(config.data.max_pixels, config.env.max_pixels, DataConfig().max_pixels),
         tensor_parallel=1 if rollout.engine == "embedded" else rollout.tensor_parallel,
         memory_share=rollout.memory_share,
@@ -72,7 +72,7 @@ def settings_of(config: Config, family: Family) -> Settings:
 
 
 def longest_sequence(config: Config) -> int:
-    """Tokens of an episode, prompt included, in training or validation."""
+    """Most tokens of an episode, prompt included, in training or validation."""
     limits = _limits(config)
     turns, total = (max(getattr(one, n) for one in limits) for n in ("max_turns", "max_total_tokens"))
     answers = [config.rollout.max_tokens, *(val.max_tokens for val in (config.val, *own_settings(config).values()))]
@@ -85,8 +85,8 @@ def _limits(config: Config) -> list[Limits]:
 
 
 def require_capabilities(config: Config, engine: Engine) -> None:
-    """Training replays what truncated sampling kept, so the engine has to say what that was. Keys stay only in memory
-    that the trainer does not take, of an engine that can go on from them.
+    """Refuse what the engine cannot do. Truncated sampling: it must return the kept ids, which training reads.
+    `rollout.keep_keys`: its KV cache must be usable after an update, in memory that the trainer does not take.
     """
     rollout, can = config.rollout, engine.capabilities()
     if (rollout.top_p < 1 or rollout.top_k > 0) and not can.support:
@@ -99,7 +99,7 @@ def require_capabilities(config: Config, engine: Engine) -> None:
 def check_parity(
     config: Config, engine: Engine, policy: Trainer, samples: Sequence[Sample], *, version: int
 ) -> dict[str, float]:
-    """Metrics of the comparison with an engine that has weights of its own; a difference stops the run."""
+    """Compare log-probs of trainer and engine, unless they share weights; returns metrics, raises on a large gap."""
     if engine.capabilities().shares_weights:
         return {}
     found = ENGINES["parity"](config, engine, policy, samples, version=version)

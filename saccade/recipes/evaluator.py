@@ -1,7 +1,7 @@
-"""What answers the questions of a set, scores the answers and measures the set.
+"""Generates answers to the questions of a set, scores them, and computes the metrics of the set.
 
-One path for validation inside a run and for `saccade eval`: prompt, sampling, parser and verifier
-are the same, so a score in training is the score of the exported folder.
+Validation inside a run and `saccade eval` share this code: prompt, sampling, parser and verifier are the same, so a
+score in training is the score of the exported folder.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One set, evaluated."""
+    """The evaluation of one set."""
 
     name: str
     groups: tuple[Group, ...]
@@ -45,7 +45,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """What answers the questions of a set and scores the answers."""
+    """Generates and scores the answers to the questions of a set."""
 
     engine: Engine
     family: Family
@@ -53,15 +53,15 @@ class Evaluator:
     env: EnvConfig
     reward: RewardConfig
     val: ValConfig
-    sampling: Sampling  # of sets
-    by_set: Mapping[str, tuple[int, Sampling]]  # of those that have their own, and responses per question
+    sampling: Sampling  # of sets without settings of their own
+    by_set: Mapping[str, tuple[int, Sampling]]  # sets with settings of their own: (responses per question, sampling)
     limits: Limits
-    play: Callable[[Sampling, str], Play]  # with the noise of a name
+    play: Callable[[Sampling, str], Play]  # (sampling, name that seeds the noise)
     quarantine: Quarantine
     progress: Progress
 
     def answer(self, samples: Sequence[Sample], repeats: int, sampling: Sampling, seed: str) -> list[Group]:
-        """The answers to these questions, scored where anything gives rewards."""
+        """Generate answers to these questions; scored if there is a scorer or the environment gives rewards."""
         return self._ask(samples, repeats, sampling, seed)()
 
     def _ask(
@@ -74,7 +74,7 @@ class Evaluator:
         beside: Pool | None = None,
         name: str = "",
     ) -> Callable[[], list[Group]]:
-        """The questions are asked; what is returned waits for the answers."""
+        """Submit the questions; the returned function waits for the answers."""
         family, scorer = self.family, self.scorer
         stream, pool = RewardStream(scorer, family), beside or Pool(self.engine)
         started = pool.start(
@@ -99,14 +99,14 @@ class Evaluator:
         return answers
 
     def evaluate(self, name: str, dataset: Dataset, score_sources: Collection[str] = ()) -> Result:
-        """`score_sources`: sources whose outcome is a score."""
+        """Evaluate a set. `score_sources`: data sources whose outcome is a score, not an accuracy."""
         return self.begin(name, dataset, score_sources)()
 
     def begin(
         self, name: str, dataset: Dataset, score_sources: Collection[str], beside: Pool | None = None
     ) -> Callable[[], Result]:
-        """The questions of a set are asked, perhaps in a pool of others that go on `beside`; what is returned waits
-        for the result. What judges and services do for it is then counted with what they do for the others.
+        """Submit the questions of a set; the returned function waits for the result. With `beside`, they share the pool
+        of rollouts, and metrics of judges and services are counted with those of the rollouts.
         """
         family, scorer = self.family, self.scorer
         breakdown = HOOKS["breakdown"](self.limits, lambda: RewardStream(scorer, family))
@@ -131,7 +131,7 @@ class Evaluator:
 
 
 def read_of(config: Config, family: Family) -> dict[str, Any]:
-    """What an evaluator reads of a config."""
+    """The fields of an `Evaluator` that follow from the config."""
     return {
         **{"env": config.env, "reward": config.reward, "val": config.val},
         "sampling": parts.validation_sampling(config, config.val),
@@ -144,9 +144,7 @@ def read_of(config: Config, family: Family) -> dict[str, Any]:
 def set_metrics(
     groups: Sequence[Group], family: Family, scores: accuracy.Scores = accuracy.NO_SCORES
 ) -> dict[str, float]:
-    """Accuracy with its interval, and beside it what a gain could hide behind: parsing, thinking,
-    cut-off answers.
-    """
+    """Accuracy with its interval, and rates that may explain a change of it: parsed answers, thinking, truncation."""
     trajectories = [t for group in groups for t in group.trajectories]
     metrics = verdict_metrics(groups, scores)
     metrics["think_rate"] = float(np.mean([thinks(t, family) for t in trajectories]))
@@ -156,7 +154,7 @@ def set_metrics(
 
 
 def verdict_metrics(groups: Sequence[Group], scores: accuracy.Scores) -> dict[str, float]:
-    """What rewards say of a set, whoever holds the tokens."""
+    """Metrics of a set that follow from the rewards alone, without tokens."""
     trajectories = [t for group in groups for t in group.trajectories]
     metrics = accuracy.group_accuracy(groups, scores)
     rewards = [t.reward for t in trajectories if t.reward is not None]
@@ -166,7 +164,7 @@ def verdict_metrics(groups: Sequence[Group], scores: accuracy.Scores) -> dict[st
     if formats:
         metrics["format"] = float(np.mean(formats))
     judged = [t for t in trajectories if t.status not in ALWAYS_EXCLUDED]
-    if any(t.reward is not None or t.reason for t in judged):  # else nobody has read them
+    if any(t.reward is not None or t.reason for t in judged):  # else nothing has been scored
         metrics["parse_rate"] = float(np.mean([parsed(t.extracted, t.reason) for t in judged]))
     for name, status in (("truncated_frac", "truncated"), ("error_rate", "error"), ("abstain_rate", "abstain")):
         metrics[name] = float(np.mean([t.status == status for t in trajectories]))

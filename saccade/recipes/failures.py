@@ -1,6 +1,4 @@
-"""What happens when an update could not be made, when engine and trainer mean different policies,
-when too many answers could not be scored.
-"""
+"""Handles updates that were skipped, a mismatch between engine and trainer, and too many answers without a score."""
 
 import logging
 import math
@@ -22,7 +20,7 @@ from saccade.types import Group, Metrics
 
 log = logging.getLogger(__name__)
 
-LARGEST_MISMATCH = 1.05  # mean of exp|old - rollout|: beyond it the engine samples another policy
+LARGEST_MISMATCH = 1.05  # mean of exp|old - rollout|; above it, the engine samples from another policy
 MOST_UNSCORED = 0.01  # share of tokens that an engine may leave without a log-prob
 
 
@@ -36,9 +34,8 @@ def guard(
     step: int,
     who: str = "policy",
 ) -> dict[str, int]:
-    """How many updates in a row could not be made, of policy and critic; `before` this one. A
-    skipped update costs its batch, which is written into the folder of the run; several in a row
-    end the run.
+    """Count the updates in a row that were skipped, of policy and critic; `before` is the count before this one. The
+    batch of a skipped update is written into the folder of the run; several in a row end the run.
     """
     if not update.skipped:
         return {**before, who: 0}
@@ -53,7 +50,7 @@ def guard(
 
 
 def save_batches(path: Path, batches: Sequence[Batch]) -> Path:
-    """Ids, log-probs, advantages and image hashes of an update that could not be made."""
+    """Save ids, log-probs, advantages and image hashes of a skipped update."""
     path.parent.mkdir(exist_ok=True)
     arrays: dict[str, Any] = {}
     for index, batch in enumerate(batches):
@@ -66,8 +63,8 @@ def save_batches(path: Path, batches: Sequence[Batch]) -> Path:
 
 
 def check_mismatch(metrics: Metrics, algorithm: Algorithm, parity_max: float | None) -> None:
-    """Before anything has drifted, the engine and the trainer must mean the same policy. Who
-    allows the engine a larger gap at the start allows it here.
+    """Raise if log-probs of engine and trainer differ too much in the first update of a step, before the policy has
+    changed. A larger `rollout.parity_max` raises the limit.
     """
     found = metrics.means()
     error = found.get("mismatch/mult_prob_error", 1.0)
@@ -81,9 +78,7 @@ def check_mismatch(metrics: Metrics, algorithm: Algorithm, parity_max: float | N
 
 
 def check_errors(groups: Sequence[Group], reward: RewardConfig, env: EnvConfig) -> None:
-    """Refuses groups of whose members more than `reward.max_error_rate` have no score because
-    something failed.
-    """
+    """Raise if more than `reward.max_error_rate` of the members have no score because something failed."""
     everybody = [t for group in groups for t in group.everyone]
     failed, most = [t for t in everybody if t.status == "error"], reward.max_error_rate
     if len(failed) <= most * len(everybody):

@@ -1,4 +1,4 @@
-"""Models as a config asks for them: the policy, its reference, a critic, a teacher, reward models.
+"""Builds models from a config: the policy, its reference, a critic, a teacher, reward models.
 
 family = family_of(config, start_folder(config))
 model = load_policy(config, family)
@@ -30,11 +30,11 @@ from saccade.trainer.reference import AdapterReference, Reference
 
 log = logging.getLogger(__name__)
 
-SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")  # of a decoder, which tell models of one type apart
+SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")  # of a decoder; they tell models of one type apart
 
 
 def quiet_libraries() -> None:
-    """Progress bars and warnings of libraries would tear the display apart."""
+    """Silence progress bars and warnings of libraries, which would break the display."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -48,7 +48,7 @@ def start_folder(config: Config) -> str:
 
 
 def model_folder(config: Config, path: str) -> str:
-    """A tiny model is built beside the runs first."""
+    """The folder of a model; a tiny model (`tiny:KIND`) is built first, in a folder next to the runs."""
     if not path.startswith("tiny:"):
         return path
     kind = path.removeprefix("tiny:")
@@ -76,7 +76,7 @@ def family_of(config: Config, folder: str) -> Family:
 
 
 def device_of(config: Config) -> torch.device:
-    """Where this process computes, held to the memory that it may take there."""
+    """The device of this process; the memory that it may take there is limited first."""
     device = pick_device(config.run.device)
     if config.run.gpu_memory_gib and device.type == "cuda":
         limit_memory(device, config.run.gpu_memory_gib)
@@ -86,9 +86,9 @@ def device_of(config: Config) -> torch.device:
 def load_policy(
     config: Config, family: Family, *, folder: str | None = None, train: str | None = None, divided: bool = False
 ) -> Any:
-    """Weights from `folder` (a checkpoint) or from the family's own; `train` instead of
-    `model.train`. Adapters always lie over the family's own: a checkpoint has them merged in.
-    `divided`: for `backend_of`; where processes hold a part each, this one reads its own, unless it has 4 bits.
+    """Load weights from `folder` (a checkpoint) or from the family's own folder; `train` replaces `model.train`.
+    Adapters are always added to the family's own weights, as a checkpoint has them merged in. `divided`: for
+    `backend_of`; if processes hold a shard each, this one loads its own, unless weights have 4 bits.
     """
     if strange := sorted(set(config.train.lr_scale) - set(family.spec.towers)):
         raise ConfigError(f"train.lr_scale: no tower {strange[0]!r}; expected one of {', '.join(family.spec.towers)}")
@@ -107,18 +107,18 @@ def load_policy(
         if divided and config.run.gpus > 1 and train != "qlora"
         else None,
     )
-    vars(model.config).pop("reward_model", None)  # whoever trains it as one writes its own
+    vars(model.config).pop("reward_model", None)  # training a reward model writes its own
     if adapted:
         stored = Path(folder) / lora.FOLDER if folder else None
         lora.add(model, family, config.model.lora, seed=config.run.seed, stored=stored)
-        torch.manual_seed(config.run.seed)  # of dropout; a resumed run then restores its own state
+        torch.manual_seed(config.run.seed)  # for dropout; a resumed run restores its own state later
     else:
         freeze(model, family, train)
     return model
 
 
 def learner(config: Config, model: Any, family: Family) -> LocalBackend:
-    """What trains the model, in the memory that the config allows."""
+    """The backend that trains the model, with the checkpointing and optimizer that the config names."""
     wanted = config.model.checkpointing
     checkpointing: bool | Literal["auto"] = "auto" if wanted == "auto" else wanted == "on"
     optimizer = HOOKS["divided_optimizer"] if config.run.gpus > 1 else Optimizer
@@ -126,20 +126,20 @@ def learner(config: Config, model: Any, family: Family) -> LocalBackend:
 
 
 def backend_of(config: Config) -> Callable[..., LocalBackend]:
-    """What holds a model, or the part of it that this process has."""
+    """The class that holds a model, or the shard of it in this process."""
     return HOOKS["divided_backend"](config.train) if config.run.gpus > 1 else LocalBackend
 
 
 def start_policy(run: Run, family: Family, *, attach: Callable[[Any], None] = lambda model: None) -> Trainer:
-    """What trains the policy, from the start or the checkpoint of the run: here, or in a process for
-    each GPU. `attach` adds heads.
+    """Load the policy and its optimizer, from the start or the checkpoint of the run: in this process, or in one
+    process per GPU. `attach` adds heads.
     """
     config, folder = run.config, str(run.start) if run.start else None
     if folder is not None:
         _refuse_another_model(folder, family)
     if config.run.gpus > 1:
         policy = HOOKS["start_several"](config, run.command, family, folder, logs=run.folder.path)
-        attach(policy.model)  # which has no weights; work is counted from it
+        attach(policy.model)  # has shapes but no weights; FLOPs are counted from it
     else:
         model = load_policy(config, family, folder=folder)
         attach(model)
@@ -167,7 +167,7 @@ def _refuse_another_model(folder: str, family: Family) -> None:
 
 
 def load_beside(part: str, config: Config, family: Family, algorithm: Algorithm | None, policy: Any) -> Any:
-    """The reference, the critic or the teacher of a policy, where the policy is."""
+    """Load the reference, critic or teacher in the process, or the processes, of the policy."""
     elsewhere = policy.engine is not None
     return policy.beside(part) if elsewhere else BESIDE[part](config, family, algorithm, policy)
 
@@ -182,8 +182,8 @@ def load_reference(config: Config, family: Family, algorithm: Algorithm | None, 
 
 
 def load_critic(config: Config, family: Family, algorithm: Algorithm, policy: LocalBackend) -> LocalBackend:
-    """A model of the policy's family with a head for values, and an optimizer of its own. It has no
-    adapters: where the policy has them, all of the critic is trained.
+    """A model of the policy's family with a head for values and its own optimizer. It has no adapters: if the policy
+    has them, all of the critic is trained.
     """
     train = "full" if config.model.train in ADAPTED else None
     path = algorithm.critic.path

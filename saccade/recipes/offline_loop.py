@@ -1,4 +1,4 @@
-"""Training on rows that exist: one set-up and one loop for sft, dpo and reward models.
+"""Training on existing rows: one set-up and one loop for sft, dpo and reward models.
 
 config, family = resolve(config, "sft")
 with Run(config, "sft", parts.manifest(family, data, config)) as run:
@@ -34,19 +34,19 @@ Means = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A loaded run: what trains, and on which rows."""
+    """A run that is ready to train: the model, its training rows and its validation sets."""
 
     run: Run
     backend: Trainer
     stream: Stream
-    rows: Mapping[str, Dataset]  # of data.val: measured as training measures its own
-    questions: Mapping[str, Dataset]  # of data.val: answered, and the answers scored
+    rows: Mapping[str, Dataset]  # sets of data.val to compute the metrics of training on
+    questions: Mapping[str, Dataset]  # sets of data.val to answer; the answers are scored
     averages: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one recipe does with its rows."""
+    """The functions of one recipe that the loop calls."""
 
     prepare: Callable[[Sequence[Sample]], tuple[Sequence[Batch], Any]]  # forests and their loss
     train: Callable[..., Update]  # (forests, loss, lr=): one optimizer step

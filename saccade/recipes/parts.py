@@ -1,5 +1,5 @@
-"""What else recipes are made of, built from a config: rewards, sampling, limits, environments.
-Models are in model_setup.py, data in questions.py.
+"""Builds parts of recipes from a config: rewards, sampling, limits, environments. Models are in model_setup.py, data in
+questions.py.
 
 Each function makes one part; the recipes decide which they need and in what order.
 """
@@ -53,18 +53,18 @@ def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | 
 
 
 def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample]) -> None:
-    """Before step 1: does every data source have a recipe, and does it know right from wrong?"""
+    """Check before step 1 that every data source has a reward recipe, and that it scores known answers correctly."""
     if scorer is None:
         return
     scorer.check_sources(sample.data_source for sample in samples)
     scorer.check_media(samples)
     if config.reward.self_test != "off":
         HOOKS["check_known_answers"](scorer, samples, prompt=config.prompt, mode=config.reward.self_test)
-    scorer.metrics()  # those of the test belong to no step
+    scorer.metrics()  # discard the metrics of the test
 
 
 def check_algorithm(algorithm: Algorithm, scorer: Scorer | None, samples: Sequence[Sample], *, ahead: int = 0) -> None:
-    """What an algorithm wants to know of rewards and rows must be there before step 1."""
+    """Check before step 1 that rewards and rows have what the algorithm needs."""
     if algorithm.overlong.buffer and scorer is None:
         raise ConfigError("algorithm.overlong: a term of the reward; set reward.terms, or algorithm.overlong.buffer=0")
     if algorithm.estimator.components and scorer is None:
@@ -80,7 +80,7 @@ def check_algorithm(algorithm: Algorithm, scorer: Scorer | None, samples: Sequen
 
 
 def rollout_sampling(config: Config, algorithm: Algorithm | None = None) -> Sampling:
-    """With an algorithm: as it wants its first token drawn."""
+    """Sampling parameters of rollouts, with the algorithm's own for the first token."""
     rollout, fire = config.rollout, algorithm.hot_first_token if algorithm else None
     return Sampling(
         first=(fire.temperature, fire.top_k) if fire and fire.temperature else None,
@@ -110,15 +110,15 @@ def limits_of(config: Config, *, evaluation: bool = False) -> Limits:
 
 
 def answer_places(config: Config) -> tuple[str, ...]:
-    """Where answers are looked for: of formats by data source, in the places of all."""
+    """Places where answers are looked for, over the formats of all data sources."""
     asked = config.prompt.format
     formats = [asked] if isinstance(asked, str) else [*asked.values(), str(config.prompt.of("").format)]
     places = dict.fromkeys(place for one in formats for place in FORMATS.get(one, FORMATS["none"]).order)
-    return tuple(sorted(places, key="whole".__eq__))  # which is anything, last
+    return tuple(sorted(places, key="whole".__eq__))  # `whole` last, as it matches any text
 
 
 def environments_of(config: Config, family: Family) -> Callable[[], Environment]:
-    """What makes the environment of an episode."""
+    """Returns the function that makes the environment of each episode."""
     if config.env.coordinates == "absolute" and family.size_unit is None:
         raise ConfigError(f"env.coordinates=absolute: {family.name} sees images in squares; use env.coordinates=milli")
     return env_setup.environments(
@@ -131,7 +131,7 @@ def environments_of(config: Config, family: Family) -> Callable[[], Environment]
 
 
 def play_of(config: Config, family: Family, sampling: Sampling, seed: str, *, evaluation: bool = False) -> Play:
-    """`seed` names the noise of a call within the run."""
+    """`seed` tells the noise of this call apart from others in the run."""
     return Play(
         environment=environments_of(config, family),
         family=family,
@@ -142,7 +142,7 @@ def play_of(config: Config, family: Family, sampling: Sampling, seed: str, *, ev
 
 
 def manifest(family: Family, data: datasets.Dataset | None, config: Config) -> dict[str, Any]:
-    """What a resumed run must find unchanged."""
+    """What identifies data, texts and weights of a run; a resumed run must match `run.folder.PINNED` of it."""
     template = hashlib.sha256(family.chat.template.encode()).hexdigest()
     return {
         "data": data.hash if data is not None else None,
@@ -155,6 +155,6 @@ def manifest(family: Family, data: datasets.Dataset | None, config: Config) -> d
         "environment_texts": texts_hash(),
         "pixels": [config.data.min_pixels, config.data.max_pixels],
         "family": family.name,
-        # Adapters and references begin again from the folder, not from a checkpoint.
+        # On resume, adapters and references are built on this folder again, not on a checkpoint.
         "weights": files.fingerprint(Path(family.path)),
     }

@@ -1,5 +1,5 @@
-"""Data as a config asks for it: questions in the words that the model is asked them with,
-conversations and documents to learn from, sets to validate on.
+"""Loads data as the config says: prompts as the model reads them, conversations and documents to train on, validation
+sets.
 
     load_prompts(config, config.data.train, family).samples
 """
@@ -26,11 +26,11 @@ from saccade.rollout import env_setup
 from saccade.types import Message, Sample
 
 Length = Callable[[Sample], int]
-Change = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # of a row as it is read
+Change = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # turns a raw row into one of a supported format
 
 
 def wording(config: Config, *, choices_seed: int = 0) -> Callable[[Sample], Sample]:
-    """Adds how to answer and which tools there are, by data source."""
+    """Returns a function that adds the instruction and the description of tools for the sample's data source."""
     tools = env_setup.explanation(config.env)
 
     @cache
@@ -47,8 +47,8 @@ def wording(config: Config, *, choices_seed: int = 0) -> Callable[[Sample], Samp
 
 
 def prompt_builder(config: Config) -> Callable[[Sample], Sample]:
-    """A row as the model is asked it. A demonstration at its end is no part of the question: of an
-    episode all turns, of a chat the last reply.
+    """Returns a function that turns a row into a prompt. It removes a demonstration at the end of the row: all turns of
+    an episode, the last reply of a chat.
     """
     word, episodes = wording(config, choices_seed=config.run.seed), config.env.name != "single_turn"
 
@@ -65,7 +65,7 @@ def prompt_builder(config: Config) -> Callable[[Sample], Sample]:
 
 
 def _check_row(sample: Sample, config: Config) -> None:
-    """Asks the environment and the verifiers of a row whether they can use it."""
+    """Raise a RowError if the environment or a verifier cannot use the row."""
     names = verifiers_for(config.reward, sample.data_source)
     asked = [VERIFIERS[name].check_row for name in names if name in VERIFIERS]
     if config.env.name in KINDS:
@@ -78,8 +78,8 @@ def _check_row(sample: Sample, config: Config) -> None:
 
 
 def marks_of(family: Family) -> tuple[str, ...]:
-    """Media whose placeholder is never plain text, beside images: who plugs in an encoder of
-    series has rows with series.
+    """Media kinds besides images whose placeholder is never plain text: with an encoder of series plugged in, rows
+    contain series.
     """
     return ("series",) if family.series is not None else ()
 
@@ -95,12 +95,12 @@ def load_worded(
     measure: Callable[[Length], Length] = lambda length: length,
     change: Change | None = None,
 ) -> datasets.Dataset:
-    """Rows as `word` makes them, of as many tokens as the option `limit` says or as the model has
-    positions for; longer ones follow `data.overlong`. `read` makes the tokens, under a name;
-    `measure` says what of a row is counted.
+    """Load rows and apply `word` to each. Rows with more tokens than the option `limit` or the model's positions allow
+    follow `data.overlong`. `read`: the function that makes tokens, after its name in the length cache; `measure`
+    changes what of a row is counted.
     """
     longest = attrgetter(limit)(config)
-    room = family.max_positions - (limit == PROMPT_LIMIT)  # beside a prompt there is an answer
+    room = family.max_positions - (limit == PROMPT_LIMIT)  # a prompt leaves room for one answer token
     limits = config.data.model_copy(update={"max_prompt_tokens": min(room, longest)})
     name = POSITIONS if room < longest else limit
     with HOOKS["cached_lengths"](config, family, read[0], word, read[1]) as length:
@@ -112,13 +112,13 @@ def load_worded(
 def load_prompts(
     config: Config, sources: Sequence[DataSource], family: Family, change: Change | None = None
 ) -> datasets.Dataset:
-    """Questions, ready to be rendered."""
+    """Load prompts, ready to be rendered."""
     ask, read = prompt_builder(config), ("prompt", family.render)
     return load_worded(config, sources, family, ask, limit=PROMPT_LIMIT, read=read, change=change)
 
 
 def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family) -> datasets.Dataset:
-    """Conversations to learn from, the question worded as in RL; of candidates the best one."""
+    """Load conversations to train on, the question worded as in RL; of several candidates, the chosen one."""
     ask, tag = wording(config), config.sft.reward_tag
 
     def word(sample: Sample) -> Sample:
@@ -136,7 +136,7 @@ def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family
 
 
 def load_documents(config: Config, sources: Sequence[DataSource], family: Family) -> datasets.Dataset:
-    """Plain texts to learn from, as they are; their length counts characters."""
+    """Load plain texts to train on, unchanged; their length is in characters."""
 
     def length(sample: Sample) -> int:
         if sample.media:

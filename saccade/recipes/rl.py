@@ -1,4 +1,4 @@
-"""Reinforcement learning: sample, score, filter, pack, advantages, update, again.
+"""Reinforcement learning: sample, score, filter, pack, advantages, update, repeat.
 
 saccade rl run.yaml algorithm.preset=dapo
 """
@@ -48,8 +48,8 @@ Phase = Callable[[str], AbstractContextManager[object]]
 
 
 def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
-    """Train until the steps are over; returns the metrics of the last step. `preflight` returns
-    doubts whether the run fits, or refuses it, before weights are loaded.
+    """Train until the steps are over; returns the metrics of the last step. Before weights are loaded, `preflight`
+    returns warnings that the run may not fit into memory, or raises.
     """
     config = load(config, command="rl")
     checks.check(config, "rl")
@@ -87,7 +87,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
             with this.phase("advantage"):
                 updates, weighed = add_advantages(updates, groups, steered, state, weights, version=engine.version)
                 updates, corrected = add_corrections(updates, steered)
-            # Counted while the models learn.
+            # Metrics are computed in a background thread during the update.
             work = beside.submit(HOOKS["rl_work"], policy, learners.critic, updates, config, algorithm, step)
             counted = beside.submit(rollout_metrics, rollouts, sampler, policy, step=step)
             measured = [beside.submit(count) for count in (weighed, corrected)]
@@ -96,7 +96,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 progress, learned = update_models(updates, steered, learners, this.progress, step)
                 refresh_reference(reference, policy, algorithm, step)
             with this.phase("hand_over"):
-                if not config.rollout.keep_keys or this.checkpointer.due(step):  # which holds what was sampled
+                if not config.rollout.keep_keys or this.checkpointer.due(step):  # a checkpoint saves sampled tokens
                     sampler.ahead.pool.interrupt()
                 engine.update_weights(policy, version=step)
             metrics = rollouts.metrics
@@ -120,12 +120,12 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
 
 
 def refuse_another_algorithm(config: Config, algorithm: Algorithm) -> None:
-    """Refuse to resume a checkpoint of another run with another algorithm than its state's."""
+    """Refuse to resume from a checkpoint of another run that was trained with another algorithm."""
     if config.run.resume in ("none", "auto", "best"):
-        return  # the folder of the run compares its whole config
+        return  # `RunFolder` compares the whole config
     path, now = Path(config.run.resume), [*resolved_options(algorithm)]
     before = checkpoint.read_progress(path).get("algorithm") if checkpoint.is_complete(path) else None
-    if before and "=" in before[0] and before != now:  # older ones hold a description instead
+    if before and "=" in before[0] and before != now:  # older checkpoints hold a description instead
         changed = next(pair for pair in zip_longest(before, now) if pair[0] != pair[1])
         other = f"another algorithm ({changed[0]!r}, now {changed[1]!r})"
         raise ConfigError(f"run.resume={path}: of {other}; set it back, or use run.resume=none model.path={path}")
@@ -137,7 +137,7 @@ def refuse_another_algorithm(config: Config, algorithm: Algorithm) -> None:
 def select_members(
     rollouts: Rollouts, algorithm: Algorithm, state: AlgorithmState, weights: ComponentWeights | None
 ) -> tuple[list[Group], AlgorithmState, Metrics]:
-    """The groups with marks on who trains, and the rewards they train with."""
+    """Returns the groups with shaped rewards and marks on who trains, the next state, and metrics."""
     state = algorithm_state.observe(state, rollouts.scored, algorithm)
     groups, state, metrics = select.shape(rollouts.groups, algorithm, state, weights)
     if algorithm.estimator.group:
@@ -151,7 +151,7 @@ def select_members(
 def pack_updates(
     groups: Sequence[Group], algorithm: Algorithm, policy: Trainer, micro_tokens: int, seed: tuple[int, int]
 ) -> Updates:
-    """The forests of each optimizer step; `seed` (of run and step) shuffles groups into them."""
+    """Returns the forests of each optimizer step; `seed` (of run and step) shuffles groups into the steps."""
     drawn = int(np.random.SeedSequence(seed).generate_state(1)[0])
     ends = algorithm.needs_critic and algorithm.critic.bootstrap_truncated
     parts = select.split_updates(groups, algorithm.updates_per_step, seed=drawn)
@@ -161,7 +161,7 @@ def pack_updates(
 def score_forests(
     updates: Updates, algorithm: Algorithm, learners: Learners, reference: Reference | None, phase: Phase
 ) -> Updates:
-    """The forests with old and reference log-probs and values, as far as they are needed."""
+    """Add old log-probs, reference log-probs and values to the forests, as far as they are needed."""
     batches = [batch for part in updates for batch in part]
     if algorithm.old == "recompute":
         with phase("logp_old"):

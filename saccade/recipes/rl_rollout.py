@@ -32,24 +32,24 @@ from saccade.run.quarantine import Quarantine
 from saccade.trainer import Trainer
 from saccade.types import ALWAYS_EXCLUDED, Group, Metrics, Source
 
-# Bytes of pixels, a quarter of what is kept: more would push out those that are trained on.
+# Bytes of pixels to prefetch, a quarter of their cache: more would evict those that are trained on.
 LOOK_AHEAD = 512 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """What the rollout phase of a step gave."""
+    """The result of the rollout phase of a step."""
 
     groups: list[Group]  # to train on
-    scored: list[Group]  # all that were sampled in this step
-    surplus: list[Group]  # for the next one
+    scored: list[Group]  # all groups that were sampled in this step
+    surplus: list[Group]  # for the next step
     scores: Scores  # data sources whose outcome is a score, neither right nor wrong
     metrics: Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """What answers prompts and scores the answers, the same in every step of a run."""
+    """Generates and scores the groups of a step; the same in every step of a run."""
 
     engine: Engine
     ahead: RolloutsAhead
@@ -60,14 +60,14 @@ class Sampler:
     env: EnvConfig
     reward: RewardConfig
     algorithm: Algorithm
-    prompts: int  # of a step
-    play: Callable[[str], Play]  # of a draw, by its name
-    work: Callable[[Trainer, Sequence[Group]], Mapping[str, float]]  # that groups took
-    watch: Callable[[int, int], None]  # hears how many are done, and may raise
+    prompts: int  # per step
+    play: Callable[[str], Play]  # name of a draw → Play
+    work: Callable[[Trainer, Sequence[Group]], Mapping[str, float]]  # FLOPs and bytes of sampling these groups
+    watch: Callable[[int, int], None]  # progress callback (done, total); may raise to stop
     phase: Callable[[str], AbstractContextManager[object]]
 
     def draw(self, step: int) -> list[Group]:
-        """Scored groups of the next prompts. Rollouts of steps that may begin by now go on meanwhile."""
+        """Returns the scored groups of the next prompts. Rollouts of steps that may already start run meanwhile."""
         ahead = self.ahead
         ahead.pool.go_on()
         while len(ahead.begun) <= ahead.last(step) - step:
@@ -76,7 +76,7 @@ class Sampler:
 
         def progress(done: int, total: int) -> None:
             nonlocal looked
-            if not looked:  # after the engine's first look, so most prompts are read
+            if not looked:  # after the engine's first poll: most prompts are prefilled
                 looked = True
                 prefetch_prompts(self.stream, self.prompts, self.family)
             self.watch(done, total)
@@ -93,7 +93,7 @@ class Sampler:
         return groups
 
     def _begin(self, step: int) -> None:
-        """What a checkpoint had begun, else the next prompts."""
+        """Start a draw: one that was stored in the checkpoint, else one of the next prompts."""
         family, ahead = self.family, self.ahead
         if ahead.stored:
             draw = ahead.stored.pop(0)
@@ -119,9 +119,8 @@ class Sampler:
 
 
 def prefetch_prompts(stream: Stream, prompts: int, family: Family) -> None:
-    """Pictures and text of the next prompts, in the background: while the GPU decodes the host has
-    little to do; while it reads prompts or trains the host hands it one kernel after the other. As
-    many pictures as are kept.
+    """Prepare images and text of the next prompts in background threads, images up to `LOOK_AHEAD` bytes. Called while
+    the GPU decodes and the host has little to do; in prefill and training the host is busy launching kernels.
     """
     following = stream.peek(prompts)
     pictures = [media for sample in following for media in sample.media]
@@ -135,8 +134,8 @@ def prefetch_prompts(stream: Stream, prompts: int, family: Family) -> None:
 
 
 def sample_groups(sampler: Sampler, carried: Sequence[Group], scores: Sequence[str], *, step: int) -> Rollouts:
-    """The groups of a step. Dynamic sampling draws round after round until the step is full; groups
-    may be `carried` over from the last step. `scores`: sources whose outcome was a score by then.
+    """The groups of a step. Dynamic sampling draws round after round until the step is full. `carried`: surplus groups
+    of the last step. `scores`: data sources whose outcome was a score in earlier steps.
     """
     algorithm, wanted = sampler.algorithm, sampler.prompts
     kept, dropped, scored = list(carried), Counter[str](), list[Group]()
@@ -165,7 +164,7 @@ def sample_groups(sampler: Sampler, carried: Sequence[Group], scores: Sequence[s
     for reason, number in dropped.items():
         metrics.add(f"group/dropped/{reason}", number)
     kept = _unique(kept)
-    fresh = kept[max(wanted, len(carried)) :]  # what was carried once is not carried again
+    fresh = kept[max(wanted, len(carried)) :]  # a group is carried over only once
     surplus = fresh if algorithm.filter.keep_surplus else []
     metrics.add("group/surplus_dropped", len(kept[wanted:]) - len(surplus))
     chosen = _full_step(kept, wanted, algorithm)
@@ -175,7 +174,7 @@ def sample_groups(sampler: Sampler, carried: Sequence[Group], scores: Sequence[s
 
 
 def rollout_metrics(rollouts: Rollouts, sampler: Sampler, policy: Trainer, *, step: int) -> Metrics:
-    """Metrics of all groups that were sampled in a step, and the work that they took."""
+    """Metrics of all groups that were sampled in a step, and of the compute they took."""
     metrics, algorithm, scorer, family = Metrics(), sampler.algorithm, sampler.scorer, sampler.family
     groups = rollouts.scored
     found = group_metrics(
@@ -189,7 +188,7 @@ def rollout_metrics(rollouts: Rollouts, sampler: Sampler, policy: Trainer, *, st
     for name, value in (found | (scorer.metrics() if scorer else {})).items():
         metrics.add(name, value)
     for trajectory in (t for group in rollouts.groups for t in group.trajectories if t.response_length):
-        ages = step - 1 - trajectory.versions[trajectory.sources == Source.POLICY]  # steps since each was sampled
+        ages = step - 1 - trajectory.versions[trajectory.sources == Source.POLICY]  # steps since each token was sampled
         metrics.add("data/staleness_mean", float(ages.sum()), len(ages))
         metrics.add_max("data/staleness_max", int(ages.max()))
     trajectories = [t for group in groups for t in group.trajectories]
@@ -214,7 +213,7 @@ def _full_step(kept: list[Group], wanted: int, algorithm: Algorithm) -> list[Gro
 
 
 def _unique(groups: Sequence[Group]) -> list[Group]:
-    """A sample that came round again inside one step is a group of its own."""
+    """Rename groups of a sample that was drawn again in the same step, so that every uid is unique."""
     used: set[str] = set()
     result = []
     for group in groups:

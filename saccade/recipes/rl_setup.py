@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning is made of, from a config or a checkpoint.
+"""Builds the parts of an RL run from a config or a checkpoint.
 
 setup = set_up(config, algorithm, family, data, run)
 """
@@ -40,13 +40,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class CarriedGroups:
-    """Groups that the last finished step had no room for. They are part of a checkpoint."""
+    """Surplus groups of the last finished step, which the next step uses. They are saved in checkpoints."""
 
     sample_of: Callable[[str], Sample]
     groups: list[Group] = field(default_factory=list)
 
     def saved_bytes(self) -> int:
-        return 0  # nothing beside a model
+        return 0  # negligible next to a model
 
     def state_files(self, *, copy: bool = False) -> Iterator[File]:
         yield from group_files(self.groups)
@@ -57,7 +57,7 @@ class CarriedGroups:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What the loop unpacks; no stage sees all of it."""
+    """The parts of a run: the loop unpacks them, so no stage gets all of them."""
 
     sampler: Sampler
     learners: Learners
@@ -67,7 +67,7 @@ class Setup:
 
 
 def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, run: Run) -> Setup:
-    parts.environments_of(config, family)  # refused here, not in the first rollout
+    parts.environments_of(config, family)  # raises here instead of in the first rollout
     record, replay = _record_folders(config, run)
     scorer = parts.make_scorer(config, algorithm)
     run.close_at_end(scorer)
@@ -97,9 +97,9 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     total = total_steps(config, stream.rows_per_epoch)
     pool, steps = _pool_of(config, algorithm, engine), config.rollout.ahead
     ahead = RolloutsAhead(pool=pool, steps=steps, total=total, sample_of=data.sample, record=record, replay=replay)
-    begun = run.start is not None and (run.start / "state" / "ahead").is_dir()  # perhaps with more steps ahead
+    begun = run.start is not None and (run.start / "state" / "ahead").is_dir()  # rollout.ahead may have been larger
     going_on = ahead if ahead.steps or begun else None
-    # By folder of a checkpoint.
+    # Parts with state, by their folder in a checkpoint.
     with_state = {"critic": critic, "reference": moving, "surplus": carried, "ahead": going_on}
     beside: dict[str, Any] = {name: part for name, part in with_state.items() if part is not None}
     setup = Setup(
@@ -146,21 +146,21 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
         streams["demonstrations"] = demonstrations.stream
     run.restore(backend, streams, beside)
     run.progress = replace(run.progress, algorithm=resolved_options(algorithm))
-    engine.update_weights(backend, version=run.step)  # its own copy may be of another checkpoint
+    engine.update_weights(backend, version=run.step)  # its own copy may be from another checkpoint
     beside |= HOOKS["average"](config, family, backend, run.start)
     run.begin(total, backend, (data, *sets.values()), beside)
     return setup
 
 
 def _pool_of(config: Config, algorithm: Algorithm, engine: Engine) -> Pool:
-    """An engine with memory of its own samples while the trainer trains; others get as much as a step asks for."""
+    """The pool. Without separate memory, an engine gets at most the requests of one step at a time."""
     members = algorithm.samples_per_prompt + algorithm.estimator.greedy
     own = engine.capabilities().separate_memory
     return Pool(engine, at_once=math.inf if own else config.train.prompts_per_step * members)
 
 
 def _record_folders(config: Config, run: Run) -> tuple[Path | None, Path | None]:
-    """Where `rollout.record` has this run store what its engine says, and where it reads that of another."""
+    """The folders of `rollout.record`: one to store completions in, and one of another run to replay."""
     record = config.rollout.record
     if record is None or record == "write":
         return (run.folder.trajectories / RECORD if record else None), None

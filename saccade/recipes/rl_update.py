@@ -24,7 +24,7 @@ from saccade.types import Metrics
 
 @dataclass(frozen=True, kw_only=True)
 class Learners:
-    """What optimizer steps are made with, the same in every step of a run."""
+    """Models and settings of the optimizer steps; the same in every step of a run."""
 
     policy: Trainer
     critic: Trainer | None
@@ -32,16 +32,16 @@ class Learners:
     train: TrainConfig
     scoring: Scoring
     seed: int
-    parity_max: float | None  # how far engine and trainer may be apart
+    parity_max: float | None  # largest mean gap between log-probs of engine and trainer
     total: int  # steps of the run
-    folder: Path  # of the run, where batches go that could not be trained on
+    folder: Path  # of the run; batches of skipped updates are saved there
 
 
 def update_models(
     updates: Updates, algorithm: Algorithm, learners: Learners, progress: Progress, step: int
 ) -> tuple[Progress, Metrics]:
-    """One optimizer step of critic and policy per update and epoch. Returns the progress with
-    these updates counted, and what they measured.
+    """One optimizer step of critic and policy per update and epoch. Returns the progress with these updates counted,
+    and their metrics.
     """
     policy, critic, train = learners.policy, learners.critic, learners.train
     assert train.lr is not None, "the defaults of the command are filled in"
@@ -55,7 +55,7 @@ def update_models(
             metrics.merge(update.metrics)
             bad = guard(update, seen, bad, train, learners.folder, step=step, who="critic")
         if not live or algorithm.is_warming(step):
-            made += 1  # nothing trains the policy, and its schedule goes on
+            made += 1  # the policy is not trained, but its schedule advances
             continue
         moves = _teaches(batches, algorithm, learners)
         batches = _select_tokens(batches, algorithm, learners, f"{learners.seed}/{made}")
@@ -66,12 +66,12 @@ def update_models(
         add_sample_sizes(update.metrics)
         update.metrics.add("policy/kl_coef", algorithm.kl.coef)
         update.metrics.add("policy/entropy_coef", algorithm.entropy_coef)
-        if "policy/loss" not in metrics.sums and not update.skipped:  # the first of the step
+        if "policy/loss" not in metrics.sums and not update.skipped:  # the first update of the step
             check_mismatch(update.metrics, algorithm, learners.parity_max)
         metrics.merge(update.metrics)
         bad = guard(update, batches, bad, train, learners.folder, step=step)
         made += not update.skipped
-    # Updates for which there was no group are over, too: the schedule counts steps.
+    # Updates that got no group count, too, so that the schedule follows steps.
     made += each_step - len(updates) * train.epochs_per_batch
     taught = any(_live(part) and _teaches(part, algorithm, learners) for part in updates)
     metrics.add("policy/empty_step", not taught)
@@ -84,8 +84,8 @@ def _live(batches: Sequence[Batch]) -> bool:
 
 
 def _teaches(batches: Sequence[Batch], algorithm: Algorithm, learners: Learners) -> bool:
-    """Whether anything but the pull to the reference and weight decay would move the policy. These
-    two alone do not count: a decayed weight makes a KL, and Adam scales up the least gradient.
+    """Whether anything but the KL to the reference and weight decay has a gradient. These two alone must not move the
+    policy: weight decay causes a KL, and Adam scales up the smallest gradient.
     """
     beside = learners.demonstrations is not None or learners.train.aux_coef > 0
     if beside or algorithm.entropy_coef != 0 or not algorithm.loss.by_advantage:
@@ -95,8 +95,8 @@ def _teaches(batches: Sequence[Batch], algorithm: Algorithm, learners: Learners)
 
 
 def _select_tokens(batches: Sequence[Batch], algorithm: Algorithm, learners: Learners, seed: str) -> list[Batch]:
-    """For losses that treat some tokens of an optimizer step apart. The old log-probs are the
-    current ones only in the first update.
+    """Mark the tokens that the loss treats differently, if it has `select`. Current log-probs are recomputed unless the
+    step has one update: only there the old ones are current.
     """
     if algorithm.loss.select is None:
         return [*batches]

@@ -1,11 +1,11 @@
-"""Rollouts that run ahead of training by some steps: while the last, long answers of a step are written, those of the
-next steps are under way.
+"""Rollouts that run ahead of training by k steps (`rollout.ahead`): while the last, long answers of a step are
+generated, those of the next steps are under way.
 
-Questions are drawn and trained in the order of the data, so which a step has never depends on who is fast. Those of
-step s may begin when the weights are those after step s - 1 - k, so no token is older than k steps when it is trained.
-A step that draws again takes what was meant for the next one.
-Before weights change, what is unfinished is taken back with its tokens; it goes on from them with the new weights. An
-engine beside the trainer samples until then; one in the trainer's memory stops when the groups of a step are complete.
+Prompts are drawn and trained in the order of the data, so speed never changes which prompts a step trains on. Those of
+step s may start once the weights are those after step s - 1 - k, so no token is older than k steps when it is trained.
+A step that draws again (dynamic sampling) uses the draw that was started for the next one. Before weights change,
+unfinished sequences are aborted and their tokens stored; they continue with the new weights. An engine with separate
+memory samples until then; one that shares the trainer's stops when the step's groups are complete.
 
     ahead = RolloutsAhead(pool=Pool(engine), steps=1, total=100, sample_of=data.sample)
 """
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 
 class Draw(NamedTuple):
-    """Questions that are asked together."""
+    """Prompts that are submitted together."""
 
-    name: str  # of their noise
-    step: int  # that they were drawn for, as rewards are told
+    name: str  # seeds their noise
+    step: int  # that they were drawn for; passed to rewards
     samples: Sequence[Sample]
-    heard: Mapping[str, Heard] = NOTHING  # before a checkpoint, or in the run that is repeated
+    heard: Mapping[str, Heard] = NOTHING  # completions from a checkpoint, or from the run that is repeated
 
 
 class Begun(NamedTuple):
@@ -45,54 +45,54 @@ class Begun(NamedTuple):
 
 @dataclass(kw_only=True)
 class RolloutsAhead:
-    """Draws that have begun. They are part of a checkpoint, as they were after the last finished step: environments
-    and rewards are asked again when it is loaded, the engine is not.
+    """Draws that were started. Checkpoints store them as of the last finished step; on loading, environments and
+    rewards are called again, and the stored completions replace the engine's.
     """
 
     pool: Pool
-    steps: int  # how far ahead
+    steps: int  # how far ahead, k above
     total: int
     sample_of: Callable[[str], Sample]
-    record: Path | None = None  # folder for what the engine says to each draw
-    replay: Path | None = None  # such a folder of the run that is repeated
+    record: Path | None = None  # folder to store the completions of each draw in
+    replay: Path | None = None  # that folder of the run that is repeated
     begun: list[Begun] = field(default_factory=list)
-    stored: list[Draw] = field(default_factory=list)  # to be begun again, before others
+    stored: list[Draw] = field(default_factory=list)  # from a checkpoint, to be started before new ones
     _saved: Sequence[Draw] = ()
-    _named: tuple[int, int] = (0, 0)  # the last step that drew, and how often by now
+    _named: tuple[int, int] = (0, 0)  # the last step that drew, and its number of draws so far
 
     @property
     def side_by_side(self) -> bool:
-        """Rollouts go on while the trainer trains, until weights change."""
+        """Whether rollouts continue while the trainer trains, until weights change."""
         return self.steps > 0 and self.pool.engine.capabilities().separate_memory
 
     def last(self, step: int) -> int:
-        """The last step that may have begun while `step` is sampled."""
+        """The last step whose rollouts may start while `step` is sampled."""
         return min(step + self.steps, self.total)
 
     def next_name(self, step: int) -> str:
-        """The name of the next draw: the step that it is made in, and its number there."""
+        """The name of the next draw: the step in which it is drawn, and its number there."""
         self._named = (step, self._named[1] + 1 if self._named[0] == step else 1)
         return "{}/{}".format(*self._named)
 
     def keep(self) -> None:
-        """A step is finished: a checkpoint holds what has begun by now."""
+        """At the end of a step: take the snapshot of started draws that a checkpoint stores."""
         self._saved = [*(draw._replace(heard=started.heard()) for draw, started, _ in self.begun), *self.stored]
 
     def saved_bytes(self) -> int:
-        return 0  # nothing beside a model
+        return 0  # negligible next to a model
 
     def state_files(self, *, copy: bool = False) -> list[File]:
         return _draw_files("ahead", self._saved)
 
     def load_state(self, folder: Path) -> None:
-        if folder.is_dir():  # else of a run without
+        if folder.is_dir():  # else the run had no rollouts ahead
             self._saved = self._load(folder, "ahead")
             self.stored = [*self._saved]
 
     # -- a run that can be repeated --
 
     def forget_later(self, step: int) -> None:
-        """What a run recorded after the checkpoint of this step, before it went back to it."""
+        """Delete what the run recorded after the checkpoint of this step, from which it resumes."""
         if self.record is not None:
             later = [folder for folder in self.record.glob("*") if int(folder.name) > step]
             for folder in later:
@@ -101,16 +101,16 @@ class RolloutsAhead:
                 file.unlink()
 
     def write_record(self, begun: Begun) -> None:
-        """What the engine has said to a draw that is finished."""
+        """Save the completions of a finished draw."""
         if self.record is not None:
             draw = begun.draw._replace(heard=begun.started.heard())
             files = _draw_files(draw.name, [draw])
             write_files(self.record, [(f"{path}.unfinished", writer) for path, writer in files])
-            for path, _ in files:  # the file that is looked for is the last
+            for path, _ in files:  # last the .json file, whose existence marks a complete record
                 (self.record / f"{path}.unfinished").replace(self.record / path)
 
     def from_record(self, draw: Draw) -> Draw:
-        """With all that an engine said to it in the run that is repeated."""
+        """Add the completions that the draw got in the run that is repeated."""
         if self.replay is None:
             return draw
         if not (self.replay / f"{draw.name}.json").is_file():

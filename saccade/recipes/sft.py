@@ -63,7 +63,7 @@ def run(config: Any) -> dict[str, Any]:
 
 def metrics(found: Mapping[str, float], batches: Sequence[Batch], loss: Loss) -> dict[str, float]:
     mean = found.get("policy/loss", float("nan"))
-    written = found.get("sft/ce", mean)  # with a teacher the loss is not that of tokens alone
+    written = found.get("sft/ce", mean)  # with a teacher, the loss is not the cross-entropy alone
     return {name: found[name] for name in LOGGED if name in found} | {
         "sft/loss": mean,
         "sft/ppl": float(np.exp(min(written, 20.0))),

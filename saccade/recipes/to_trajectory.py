@@ -1,4 +1,4 @@
-"""Rows that somebody else has written, as trajectories: which of their tokens are trained.
+"""Turns rows of a data set into trajectories, and marks which of their tokens are trained.
 
 dialogue(sample, family, "assistant")      # a conversation
 document(sample, family, max_tokens=2048)  # plain text, in pieces
@@ -19,9 +19,7 @@ def dialogue(sample: Sample, family: Family, loss_on: str) -> Group:
 
 
 def document(sample: Sample, family: Family, max_tokens: int) -> Group:
-    """Pieces of at most `max_tokens`, and no longer than the model can read; the last one ends with
-    an end of text.
-    """
+    """Pieces of at most `max_tokens` tokens or the model's positions; the last one ends with the end-of-text token."""
     max_tokens = min(max_tokens, family.max_positions)
     ids = family.chat.encode_document("".join(message.text for message in sample.messages))
     pieces: list[Trajectory] = []
@@ -34,7 +32,7 @@ def document(sample: Sample, family: Family, max_tokens: int) -> Group:
 
 
 def from_turn(sources: np.ndarray, first: int) -> np.ndarray:
-    """Trained from the assistant's turn number `first` on; negative ones count from the end."""
+    """Mark only the assistant turns from index `first` on as trained; a negative index counts from the end."""
     policy = np.flatnonzero(sources == Source.POLICY)
     starts = policy[np.diff(policy, prepend=-2) > 1]
     earlier = (sources == Source.POLICY) & (np.arange(len(sources)) < starts[first])
@@ -44,7 +42,7 @@ def from_turn(sources: np.ndarray, first: int) -> np.ndarray:
 def written(
     sample_id: str, repeat: int, rendered: Rendered, sources: np.ndarray, messages: tuple[Message, ...]
 ) -> Trajectory:
-    """As if somebody else had sampled it."""
+    """A trajectory of text that no policy sampled: log-probs are NaN, versions -1."""
     return Trajectory(
         sample_id=sample_id,
         repeat=repeat,
@@ -63,7 +61,7 @@ def _group(sample: Sample, trajectories: Sequence[Trajectory]) -> Group:
 
 def _all(sources: np.ndarray, is_text: np.ndarray) -> np.ndarray:
     trained = is_text.copy()
-    trained[0] = False  # nothing stands before it to predict it from
+    trained[0] = False  # there is no token before it to predict it from
     return np.where(trained, Source.POLICY, Source.PROMPT)
 
 

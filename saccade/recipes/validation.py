@@ -1,4 +1,4 @@
-"""Validation inside a run: the same path as `saccade eval`, with the weights as they are."""
+"""Validation inside a run: the same path as `saccade eval`, with the current weights."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -24,20 +24,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Sets of data.val, measured with the weights of this moment: `questions` are answered and the
-    answers scored, `rows` are measured as training measures its own.
+    """Sets of data.val, measured with the current weights: `questions` are answered and the answers scored; on `rows`
+    the metrics of training are computed.
     """
 
-    evaluator: Evaluator | None  # where there are questions
+    evaluator: Evaluator | None  # None without questions
     weights: Trainer
     questions: Mapping[str, Dataset]
     every: int
-    training_follows: bool  # and wants the memory; else a rollout, with the same weights
+    training_follows: bool  # so the engine must free its memory; False: a rollout follows
     rows: Mapping[str, Dataset] = field(default_factory=dict)
     # (set, step, prefix of the names) → metrics
     measure_rows: Callable[[Dataset, int, str], Mapping[str, float]] | None = None
-    saves: Callable[[int], bool] = lambda step: False  # also due where this holds
-    beside: Pool | None = None  # of rollouts, where these go on while the trainer trains
+    saves: Callable[[int], bool] = lambda step: False  # steps at which it is due, too
+    beside: Pool | None = None  # pool of the rollouts, if they run during training
 
     @property
     def sets(self) -> dict[str, Dataset]:
@@ -49,7 +49,7 @@ class Validation:
         return step % self.every == 0 or step == total or self.saves(step)
 
     def check_engine(self, config: Config, version: int) -> dict[str, float]:
-        """Whether engine and trainer mean the same model, where no rollout asks that."""
+        """Parity check of engine and trainer in commands without rollouts; returns its metrics."""
         if self.evaluator is None:
             return {}
         engine = self.evaluator.engine
@@ -61,7 +61,7 @@ class Validation:
 
     def measure(self, step: int, scores: Sequence[str]) -> Measured:
         values = dict[str, float]()
-        # Backwards: the statistics of a reward model are those of its first set.
+        # In reverse: a reward model's statistics are overwritten by each set, and should be those of the first.
         for name, dataset in reversed(list(self.rows.items())):
             assert self.measure_rows is not None
             values = {**self.measure_rows(dataset, step, f"val/{name}"), **values}
@@ -78,8 +78,8 @@ class Validation:
         return self._found(step, results, values)
 
     def begin(self, step: int, scores: Sequence[str]) -> Callable[[], Measured]:
-        """The questions are asked `beside` rollouts, of an engine that has these weights; what is returned waits for
-        the answers.
+        """Submit the questions to the pool of rollouts (`beside`), whose engine has the weights of this step; the
+        returned function waits for the answers.
         """
         assert self.evaluator is not None and self.evaluator.engine.version == step
         begun = [self.evaluator.begin(name, data, scores, self.beside) for name, data in self.questions.items()]
@@ -109,7 +109,7 @@ def evaluator_of(run: Run, engine: Engine, family: Family, scorer: Scorer | None
 
 
 def make_evaluator(run: Run, policy: Trainer, sets: Mapping[str, Dataset]) -> Evaluator | None:
-    """For training that samples nothing itself: engine and rewards, only where there are sets."""
+    """Engine and rewards for training without rollouts; None if there are no sets."""
     config = run.config
     if not sets:
         if config.reward.given:
