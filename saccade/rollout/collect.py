@@ -1,13 +1,13 @@
-"""Many episodes at once over one engine, in one thread.
+"""Runs many episodes at once over one engine, in one thread.
 
-Finished trajectories are handed on at once, so that rewards are computed while others still
-generate; the groups come back in the order of the samples and repeats, whatever finished first.
-Nobody waits for an environment in another process: it is asked between two looks at the engine.
+Finished trajectories are passed on immediately, so that rewards are computed while others are generated; groups are
+returned in the order of the samples and repeats, whatever finished first. Environments in other processes are polled
+between polls of the engine, so nothing blocks on them.
 
     groups = collect(engine, samples, Play(environment=SingleTurn, …), repeats=8)
 
-A pool holds the episodes of several steps at once. `interrupt` takes back what is unfinished, with
-its tokens; it goes on from them later, with the weights of then and the same noise.
+A pool holds the episodes of several steps at once. `interrupt` aborts unfinished requests and keeps their tokens; they
+continue later, with the weights of that time and the same noise.
 
     pool = Pool(engine)
     first, second = (pool.start(samples, play, repeats=8, name=f"{step}|") for step in (1, 2))
@@ -35,7 +35,7 @@ OnFinish = Callable[[Sample, Trajectory], None]
 
 
 class Heard(NamedTuple):
-    """What an engine has said to one episode: whole turns, and the beginning of one that was interrupted."""
+    """The completions of one episode: those of finished turns, and the partial one of an interrupted turn."""
 
     turns: tuple[Completion, ...] = ()
     beginning: Completion | None = None
@@ -46,7 +46,7 @@ NOTHING: Mapping[str, Heard] = {}
 
 @dataclass(kw_only=True)
 class _Running:
-    """One episode. `replayed` is told again before the engine is asked."""
+    """One episode. Completions in `replayed` are used up before the engine is asked."""
 
     episode: Generator[Request | EnvironmentCall, Any, Trajectory]
     replayed: list[Completion]
@@ -57,34 +57,34 @@ class _Running:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """Episodes that were started together."""
+    """The episodes that one call of `Pool.start` started."""
 
     samples: Sequence[Sample]
     uids: Sequence[str]
     repeats: int
     play: Play
-    places: Mapping[str, tuple[int, int]]  # by key: number of the sample, repeat
-    running: Mapping[str, _Running]  # also those that are over
+    places: Mapping[str, tuple[int, int]]  # by key: index of the sample, repeat
+    running: Mapping[str, _Running]  # also finished ones
     done: dict[tuple[int, int], Trajectory]
     on_finish: OnFinish | None
 
     def heard(self) -> dict[str, Heard]:
-        """As it is now, by key."""
+        """The completions so far, by key."""
         return {key: Heard(tuple(one.turns), one.beginning) for key, one in self.running.items()}
 
 
 class Pool:
     def __init__(self, engine: Engine, *, at_once: float = math.inf) -> None:
-        """`at_once`: the engine has at most so many requests of those that are not awaited yet: they fill gaps, so
-        answers of equal length are never sampled ahead.
+        """`at_once`: requests of episodes that `finish` is not waiting for are submitted only while the engine has
+        fewer requests than this. They fill gaps, so answers of equal length are never sampled ahead.
         """
         self.engine, self.at_once = engine, at_once
         self.awaited: Started | None = None
-        self._waiting: deque[str] = deque()  # keys of requests, oldest first
+        self._waiting: deque[str] = deque()  # keys of requests that are held back by `at_once`, oldest first
         self.started: list[Started] = []
         self.calls: dict[str, EnvironmentCall] = {}
-        self._owners: dict[str, Started] = {}  # of episodes that are not over
-        self._resting: set[str] | None = None  # keys of requests that were taken back; None: nobody rests
+        self._owners: dict[str, Started] = {}  # of unfinished episodes
+        self._resting: set[str] | None = None  # keys of interrupted requests; None: no interruption
 
     def start(
         self,
@@ -98,10 +98,10 @@ class Pool:
         on_finish: OnFinish | None = None,
         on_mark: OnFinish | None = None,
     ) -> Started:
-        """One sample that occurs twice gets other noise the second time. With `greedy` each group also
-        gets one rollout at temperature 0, its baseline. `name` begins the keys of requests, which
-        differ between all that is in the pool. Episodes that have `heard` something go on from there.
-        `on_mark` gets episodes as a limit of turns among `limits.marks` would have ended them.
+        """Start `repeats` episodes per sample. A sample that occurs twice gets other noise the second time. With
+        `greedy` each group also gets one rollout at temperature 0, its baseline. `name` is the prefix of request keys,
+        which must be unique in the pool. Episodes with completions in `heard` continue after them. `on_mark` gets each
+        episode as the smaller turn limits in `limits.marks` would have ended it.
         """
         plays = dict.fromkeys(range(repeats), play)
         if greedy:
@@ -138,14 +138,14 @@ class Pool:
         return started
 
     def finish(self, started: Started, progress: Callable[[int, int], None] | None = None) -> list[Group]:
-        """Groups in the order of the samples, when they are complete. Others go on meanwhile."""
+        """Wait for these episodes; returns their groups in the order of the samples. Others continue meanwhile."""
         self.go_on()
         self.awaited, complete = started, False
         for key in [key for key in self._waiting if key in started.places]:
             self._waiting.remove(key)
             self._ask(key)
         while not complete:
-            self._poll()  # also if all are done: an engine elsewhere is sent what the others ask
+            self._poll()  # even if all are done: this sends requests of the others to a remote engine
             complete = len(started.done) == len(started.places)
             if progress is not None:
                 progress(len(started.done), len(started.places))
@@ -164,7 +164,7 @@ class Pool:
         ]
 
     def interrupt(self) -> None:
-        """Take back what is unfinished: then the engine has nothing to do, and weights may change."""
+        """Abort unfinished requests and keep their tokens: the engine is then idle, and weights may change."""
         self._resting = {*(self._resting or ()), *self._waiting}
         self._waiting.clear()
         for key in self._owners:
@@ -174,12 +174,12 @@ class Pool:
             self._poll()
 
     def prefer(self, started: Started) -> None:
-        """After an interruption, these are asked before all but the oldest."""
+        """After an interruption, submit these before all others but the oldest."""
         self.started.remove(started)
         self.started.insert(1, started)
 
     def go_on(self) -> None:
-        """What was taken back is asked again, oldest first."""
+        """Submit interrupted requests again, oldest first."""
         resting, self._resting = self._resting or set(), None
         for key in [key for started in self.started for key in started.places if key in resting]:
             self._ask(key)
@@ -235,7 +235,7 @@ class Pool:
             started.on_finish(started.samples[index], trajectory)
 
     def _ask(self, key: str) -> None:
-        """The request of an episode; tokens that were sampled before an interruption are part of its prompt."""
+        """Submit an episode's request, with tokens sampled before an interruption in its prompt; or hold it back."""
         if self.engine.pending >= self.at_once and self._owners[key] is not self.awaited:
             self._waiting.append(key)
             return
@@ -262,7 +262,7 @@ def collect(
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> list[Group]:
-    """Groups in the order of the samples; the options are those of `Pool.start`."""
+    """Run all episodes; returns groups in the order of the samples. Options are those of `Pool.start`."""
     pool = Pool(engine)
     return pool.finish(pool.start(samples, play, repeats=repeats, **options), progress)
 
@@ -278,7 +278,7 @@ def _joined(beginning: Completion | None, rest: Completion) -> Completion:
 
 
 def _until_stop(whole: Completion, stop: Sequence[str], decode: Callable[[np.ndarray], str]) -> Completion:
-    """A stop string that began before an interruption is seen by no engine."""
+    """Cut a resumed completion at a stop string: no engine sees one that began before the interruption."""
 
     def stopped(length: int) -> bool:
         text = decode(whole.ids[:length])

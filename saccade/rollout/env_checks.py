@@ -1,6 +1,5 @@
-"""What is wrong with something that an environment said, before anything is made of it: a flaw
-costs that episode alone. Names in `info` that rewards, metrics and reports read have a fixed shape;
-all others are the environment's own. Knows neither tokens nor processes.
+"""Validates what an environment returned before it is used: a flaw ends only that episode. Entries of `info` that
+rewards, metrics and reports read have a fixed shape; all others are free. Knows neither tokens nor processes.
 
     >>> step_flaw(Step((), None, True, {"end_reason": "bored"}), longest=100)
     "info['end_reason'] is 'bored'; use one of answered, env_done, …"
@@ -14,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 from saccade.environments import Step
 from saccade.types import STATUS_OF_END, Message
 
-CHARACTERS = 16  # of a token, at most: longer text could not fit, and making tokens of it takes long
+CHARACTERS = 16  # per token, at most: longer text could not fit, and tokenizing it takes long
 CONVERSATION = ("system", "user", "assistant", "tool")
 OBSERVATION = ("user", "tool")
 ENDS = tuple(end for end in STATUS_OF_END if end not in ("token_budget_pending", "aborted"))
@@ -23,7 +22,7 @@ Place = Annotated[Sequence[float], Field(min_length=4, max_length=4)]
 
 
 class Call(BaseModel, strict=True):
-    """A call of a tool; those below the observation are of a crop."""
+    """A tool call; the fields after `observation` are for crops."""
 
     turn: int
     ok: bool
@@ -38,7 +37,7 @@ class Call(BaseModel, strict=True):
 
 
 class Reserved(BaseModel, strict=True):
-    """What rewards, metrics and reports read of `info`."""
+    """The entries of `info` that rewards, metrics and reports read."""
 
     tool_calls: Sequence[Call] = ()
     tool_counts: dict[Any, float] = {}
@@ -51,7 +50,7 @@ SHAPES = {
 
 
 def messages_flaw(messages: Iterable[Message], roles: Collection[str], *, longest: int) -> str:
-    """Empty where there is none."""
+    """Returns what is wrong with the messages; empty if nothing is."""
     messages = list(messages)
     for message in messages:
         if message.role not in roles:
@@ -63,7 +62,7 @@ def messages_flaw(messages: Iterable[Message], roles: Collection[str], *, longes
 
 
 def step_flaw(step: Step, *, longest: int) -> str:
-    """Empty where there is none."""
+    """Returns what is wrong with the step; empty if nothing is."""
     try:
         Reserved.model_validate(dict(step.info))
     except ValidationError as error:

@@ -1,5 +1,5 @@
-"""Where environments live: built-in ones in this process, those of the user wherever the table
-`environment_hosts` says, as calls that do not block.
+"""Makes environments: built-in ones in this process, the user's in the processes of the hook `environment_host`, with
+calls that do not block.
 
     make = environments(config.env, order=("answer_tag",), think_prefilled=False)
     environment = make()
@@ -19,22 +19,22 @@ class Failed(Exception):
 
 
 class EnvironmentCall:
-    """A call under way. `seconds` may be set until it begins."""
+    """A call in another process. Its time limit `seconds` may be set until it starts."""
 
     seconds = 60.0
-    took = 0.0  # seconds there, not until somebody looked
-    outcome: Any = None  # an exception where the call failed
+    took = 0.0  # seconds in that process, without the time until it was polled
+    outcome: Any = None  # the result, or an exception if the call failed
 
     def done(self) -> bool:
-        """Begins when there is a process for it; never waits."""
+        """Poll without waiting. The call starts at the first poll that finds a free process."""
         raise NotImplementedError
 
 
 def environments(
     env: EnvConfig, *, order: Sequence[str], think_prefilled: bool = False, role: str = "user", unit: int = 28
 ) -> Callable[[], Environment]:
-    """What makes an environment for each episode. `order`: where answers are looked for; `role`: in
-    which the model reads what a tool says; `unit`: pixels of a side that it sees as one token.
+    """Returns the function that makes the environment of each episode. `order`: places where answers are looked for;
+    `role`: the role of tool messages; `unit`: side in pixels of what the model sees as one token.
     """
     require(env)
     plain = {"order": tuple(order), "think_prefilled": think_prefilled, "role": role, "unit": unit}
@@ -51,13 +51,13 @@ def require(env: EnvConfig) -> None:
 
 
 def explanation(env: EnvConfig) -> str:
-    """What the prompt says about the environment and its tools."""
+    """The text of the prompt about the environment and its tools."""
     require(env)
     return instruction(env, HOOKS["environment_host"](env).tools if env.tools else {})
 
 
 def setting_of(plain: Mapping[str, Any]) -> Setting:
-    """The setting with its finder of answers."""
+    """The setting, with the function that extracts answers."""
     order, prefilled = plain["order"], plain["think_prefilled"]
     answer = lambda text: HOOKS["extract_answer"](text, order, think_prefilled=prefilled) or None  # noqa: E731
     return Setting(answer=answer, role=plain["role"], unit=plain["unit"])

@@ -1,9 +1,7 @@
-"""One episode as a generator: it yields what it waits for and is sent the answer.
+"""One episode as a generator: it yields what it waits for and is sent the result.
 
-It yields a `Request` and is sent a `Completion`; it yields a `EnvironmentCall` and is sent what the
-environment said. What was sampled is appended as it is, so the final ids extend the ids of every
-earlier request. The collector decides who waits for whom; an episode knows nothing of engines or
-other episodes.
+It yields a `Request` and is sent a `Completion`; it yields an `EnvironmentCall` and is sent its outcome. Sampled ids
+are appended unchanged, so the final ids extend those of every earlier request. Knows nothing of engines or scheduling.
 """
 
 from __future__ import annotations
@@ -41,13 +39,13 @@ GREEDY = -1  # the repeat of a rollout that is a baseline: scored, never trained
 class Limits:
     max_turns: int = 1
     max_images: int = 64
-    max_turn_tokens: int | None = None  # in place of the limit in sampling
+    max_turn_tokens: int | None = None  # overrides sampling.max_tokens
     max_total_tokens: int = 32_768
     min_turn_tokens: int = 1  # tokens that an observation must leave for the next turn
     max_tool_errors: int | None = None
     timeout: float = 600.0  # seconds of the environment over a whole episode
     step_timeout: float = 60.0
-    marks: frozenset[int] = frozenset()  # smaller limits of turns that are of interest as well
+    marks: frozenset[int] = frozenset()  # smaller turn limits to evaluate as well
 
     def tokens(self, family: Family) -> int:
         return min(self.max_total_tokens, family.max_positions)
@@ -55,18 +53,18 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Play:
-    """How the episodes of a call are played."""
+    """How to run episodes: their environment, sampling parameters and limits."""
 
-    environment: Callable[[], Environment]  # makes one for each
+    environment: Callable[[], Environment]  # makes one for each episode
     family: Family
     sampling: Sampling
     limits: Limits
-    seed: str  # names their noise
+    seed: str  # seeds their noise
 
 
 @dataclass(kw_only=True)
 class _Session:
-    """The environment of an episode, what it has returned, and the time that it has left."""
+    """The environment of an episode, what it has returned so far, and the seconds it has used."""
 
     environment: Environment
     limits: Limits
@@ -75,7 +73,7 @@ class _Session:
     spent: float = 0.0
 
     def ask(self, function: Callable[[], Any]) -> Generator[EnvironmentCall, Any, Any]:
-        """What the environment says; an exception in its place when that failed."""
+        """Call the environment; returns its result, or an exception if it failed."""
         try:
             outcome = function()
         except Exception as error:  # the user's code, when a caller passed an object
@@ -89,7 +87,7 @@ class _Session:
         return outcome
 
     def begin(self, sample: Sample, noise: int) -> Generator[EnvironmentCall, Any, tuple[list[Message], str]]:
-        """The conversation to go on with, and the reason to end where there is none."""
+        """Reset the environment; returns the conversation, and the end reason if that failed."""
         start = yield from self.ask(lambda: self.environment.reset(sample, noise))
         asked = sum(len(message.text) for message in sample.messages)
         most = CHARACTERS * self.limits.max_total_tokens + asked
@@ -99,7 +97,7 @@ class _Session:
         return list(sample.messages if reason else start), reason
 
     def failure(self, outcome: Any) -> str:
-        """The reason that ends an episode whose environment failed, else empty."""
+        """Returns the end reason if the outcome is a failure, which is noted in `info`; else empty."""
         if not isinstance(outcome, BaseException):
             return ""
         self.info["error"] = str(outcome)
@@ -111,7 +109,7 @@ class _History:
     """The messages of an episode so far, and their tokens: append only."""
 
     messages: list[Message]
-    pieces: list[tuple[np.ndarray, ...]] = field(default_factory=list)  # as COLUMNS says
+    pieces: list[tuple[np.ndarray, ...]] = field(default_factory=list)  # one array for each of COLUMNS
     media: list[MediaSpan] = field(default_factory=list)
     support: list[np.ndarray] = field(default_factory=list)
     turns: int = 0
@@ -138,14 +136,14 @@ class _History:
         return replace(self, messages=said, pieces=pieces, media=media, support=support)
 
     def columns(self) -> dict[str, Any]:
-        """Those of a trajectory."""
+        """The fields of a trajectory that hold tokens."""
         joined = map(np.concatenate, zip(*self.pieces, strict=True))
         columns = dict(zip(COLUMNS, joined, strict=True))
         return {**columns, "media": tuple(self.media), "support": tuple(self.support) or None}
 
 
 def noise_key(*parts: object) -> int:
-    """63 bits that depend on the parts alone: the same on every machine and in every batch."""
+    """A hash of 63 bits that depends on the parts alone: the same on every machine and in every batch."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -157,10 +155,10 @@ def episode_key(uid: str, repeat: int) -> str:
 def episode(
     sample: Sample, repeat: int, uid: str, play: Play, on_mark: Callable[[Trajectory], None] | None = None
 ) -> Generator[Request | EnvironmentCall, Any, Trajectory]:
-    """Runs until the environment is done or a limit strikes; the reason is always recorded.
+    """Runs until the environment is done or a limit is reached; the end reason is always recorded.
 
-    The limit of turns is in no prompt, so an episode under a smaller one is the beginning of this
-    one. `on_mark` gets it as it would have ended, for each of `limits.marks` that would have.
+    Prompts do not mention the turn limit, so an episode under a smaller limit is a prefix of this one. `on_mark` gets
+    the trajectory under each limit of `limits.marks` that would have ended this episode.
     """
     family, sampling, limits = play.family, play.sampling, play.limits
     key = episode_key(uid, repeat)
@@ -214,12 +212,14 @@ def episode(
             if mark is not None and (pending or not reason):
                 mark(ended(written, "max_turns", pending=True))
     closed = yield from session.ask(session.environment.close)
-    session.failure(closed)  # noted, but the episode is over
+    session.failure(closed)  # noted in `info`; the episode is over anyway
     return ended(history, reason, pending=pending)
 
 
 def _answer(session: _Session, history: _History, family: Family) -> Generator[EnvironmentCall, Any, tuple[str, bool]]:
-    """Let the environment speak. An observation and its images are added together or not at all."""
+    """Step the environment; returns the end reason (empty: continue), and whether a limit of turns, images or tokens
+    cut off its observation, which is added with all of its images or not at all.
+    """
     limits, environment = session.limits, session.environment
     outcome = yield from session.ask(lambda: environment.step(history.messages[-1]))
     if failure := session.failure(outcome):
@@ -242,7 +242,7 @@ def _answer(session: _Session, history: _History, family: Family) -> Generator[E
     added = family.render_continuation(step.messages, last_id=int(history.pieces[-1][0][-1]))
     if limits.tokens(family) - history.length - len(added) < limits.min_turn_tokens:
         return "token_budget", True
-    family.prefetch(span.media for span in added.media)  # made while others generate
+    family.prefetch(span.media for span in added.media)  # prepared while others generate
     history.read(added)
     history.messages += step.messages
     return "", False

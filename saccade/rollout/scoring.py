@@ -1,4 +1,4 @@
-"""Rewards onto trajectories, while others still generate.
+"""Attaches rewards to trajectories; rewards are computed while other episodes are still generated.
 
 stream = RewardStream(scorer, family, step=3)
 groups = stream.attach(collect(..., on_finish=stream.submit))
@@ -23,16 +23,16 @@ from saccade.types import ALWAYS_EXCLUDED, Group, Sample, Trajectory
 log = logging.getLogger(__name__)
 
 THOUGHT = re.compile("<think>(.*?)</think>", re.DOTALL)
-GLANCE = 0.25  # seconds between two looks at rewards that are still out
+GLANCE = 0.25  # seconds between two polls of pending rewards
 GIVEN_UP: Future[Scored] = Future()
 GIVEN_UP.set_result(Scored(status="abstain", reason="given_up: too many others failed"))
-PATIENCE = 15.0  # seconds of waiting before a word is said, then twice as many
-SHOWN = 160  # characters of a response in a line
+PATIENCE = 15.0  # seconds of waiting before the first message; doubled for each further one
+SHOWN = 160  # characters of a response that a message quotes
 Progress = Callable[[int, int], None]  # done, all
 
 
 class RewardStream:
-    """Takes trajectories as they finish, gives back groups with rewards when all are in."""
+    """Submits trajectories for scoring as they finish; `attach` returns the groups with their rewards."""
 
     def __init__(self, scorer: Scorer | None, family: Family, *, step: int = 0) -> None:
         """Without a scorer the environment's rewards count."""
@@ -51,8 +51,8 @@ class RewardStream:
     def attach(
         self, groups: Sequence[Group], progress: Progress | None = None, *, tolerated: float = 1.0
     ) -> list[Group]:
-        """Waits for the rewards that are still out; `progress` hears of it and may raise. When more
-        than the `tolerated` share of all members has failed, the others are not waited for.
+        """Wait for pending rewards. `progress` is called meanwhile and may raise to stop. If more than the `tolerated`
+        share of all members has failed, the others are not waited for.
         """
         if self.scorer is not None:
             self.scorer.flush()
@@ -70,8 +70,8 @@ class RewardStream:
 
 
 def with_score(trajectory: Trajectory, pending: Future[Scored] | None) -> Trajectory:
-    """The trajectory with its verdict, which is waited for unless the episode failed; without one
-    the rewards of the environment count.
+    """Returns the trajectory with its score, after waiting for it unless the episode failed. Without a pending score,
+    the environment's rewards count.
     """
     earned = sum(trajectory.turn_rewards)
     if trajectory.status in ("error", "aborted"):
@@ -100,7 +100,7 @@ def with_score(trajectory: Trajectory, pending: Future[Scored] | None) -> Trajec
 
 
 def report_slow_rewards(progress: Progress, scorer: Scorer | None, reward: RewardConfig) -> Progress:
-    """Shows progress; when rewards take long, also says in words what is waited for."""
+    """Wraps a progress callback: when rewards take long, it also logs which terms are pending."""
     begun, patience = time.monotonic(), PATIENCE
 
     def watch(done: int, total: int) -> None:
@@ -116,13 +116,13 @@ def report_slow_rewards(progress: Progress, scorer: Scorer | None, reward: Rewar
 
 
 def free_memory_for_rewards(engine: Engine, scorer: Scorer | None) -> None:
-    """Before learned rewards are scored: the engine's cache and they may not fit together."""
+    """Free the engine's cache before reward models run: both may not fit into memory together."""
     if scorer is not None and scorer.learned is not None:
         engine.sleep()
 
 
 def dropped_together(group: Group) -> Group:
-    """Where a reward failed that costs the whole group, no other member is compared either."""
+    """If a failed reward excludes its whole group, exclude the other members."""
     if not drops_group(t.reason for t in group.everyone):
         return group
 
@@ -135,15 +135,15 @@ def dropped_together(group: Group) -> Group:
 
 
 def parsed(extracted: str | None, reason: str) -> bool:
-    """Whether an answer was found; a reward that looks for none gives no reason either. Where
-    there is no verdict, the reason says why, and nothing about the answer.
+    """Whether an answer was found, or none was looked for (then there is no reason either). Not meant for members
+    without a score, whose reason says why there is none.
     """
     return extracted is not None or not reason
 
 
 def unread(groups: Sequence[Group], scorer: Scorer | None, family: Family) -> str:
-    """Where the verifier looks for an answer, and one response that has none there; empty where
-    every response has one.
+    """Says where the verifier looks for an answer, and quotes one response without one; empty if every response has
+    one.
     """
     found = (
         (group.sample.data_source, trajectory)
@@ -160,14 +160,14 @@ def unread(groups: Sequence[Group], scorer: Scorer | None, family: Family) -> st
 
 
 def thinks(trajectory: Trajectory, family: Family) -> bool:
-    """Whether any turn holds a think block with something in it."""
+    """Whether any turn has a think block that is not empty."""
     opened = "<think>" if family.chat.think_prefilled else ""
     turns = (opened + m.text for m in trajectory.messages[trajectory.context :] if m.role == "assistant")
     return any(found[1].strip() for text in turns if (found := THOUGHT.search(text)))
 
 
 def seen_by_reward(question: RewardSample, trajectory: Trajectory, family: Family) -> RewardSample:
-    """What a reward may look at: the policy's text, never prompt and response in one."""
+    """The input of a reward: the policy's text, never prompt and response in one."""
     added = trajectory.messages[trajectory.context :]
     turns = tuple(m.text for m in added if m.role == "assistant")
     return replace(

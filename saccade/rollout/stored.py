@@ -1,9 +1,8 @@
-"""Groups on disk: what a checkpoint carries over to the step after it.
+"""Saves groups on disk, for a checkpoint that carries them over to the next step.
 
-JSON beside safetensors: arrays come back bit by bit. Samples and their media are not copied: a
-sample is found again by its id, a medium by the hash of its file. Only what an environment has
-shown besides is stored here, as its path or its bytes. Of `info` those entries remain that JSON can
-hold, tuples as lists.
+JSON plus safetensors, so arrays are restored bit by bit. Samples and their media are not copied: a sample is found
+again by its id, a medium by the hash of its file. Only media that an environment added are stored, as path or bytes. Of
+`info`, the entries that JSON can hold are stored, tuples as lists.
 
     write_files(state / "surplus", group_files(groups))
     groups = load_groups(state / "surplus", samples_by_id.__getitem__)
@@ -38,7 +37,7 @@ def group_files(groups: Sequence[Group]) -> list[File]:
 
 
 def load_groups(folder: Path, sample_of: Callable[[str], Sample]) -> list[Group]:
-    """`sample_of` gives the sample of an id, or says why there is none."""
+    """`sample_of` returns the sample of an id, or raises if there is none."""
     rows, arrays = load_records(folder, "groups")
     groups = []
     for row in rows:
@@ -53,8 +52,8 @@ def load_groups(folder: Path, sample_of: Callable[[str], Sample]) -> list[Group]
 
 
 def record_files(name: str, rows: Sequence[Mapping[str, Any]], arrays: Arrays) -> list[File]:
-    """Encoded records, and the arrays that they name."""
-    # A view is written as the bytes that it looks at, so it has to be made contiguous.
+    """The files of encoded records and of the arrays that they name."""
+    # safetensors writes the raw memory of an array, so a view has to be made contiguous.
     dense = {key: np.array(array, order="C") for key, array in arrays.items()}
     text = json.dumps({"version": VERSION, name: rows}, default=plain)
     return [(f"{name}.safetensors", partial(save_file, dense)), (f"{name}.json", text_file(text))]
